@@ -1,0 +1,1 @@
+"""Delay-tolerant and memory-lean parallel training of unmodified LightningModules."""
