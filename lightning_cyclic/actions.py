@@ -14,8 +14,11 @@ behind ``#``:
 
 from __future__ import annotations
 
+import csv
 import enum
+import io
 import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from lightning_cyclic.errors import ActionSyntaxError
@@ -80,3 +83,99 @@ class Action:
         if self.peer is not None:
             text += f"{'>' if self.kind is Kind.SEND else '<'}{self.peer}"
         return f"{text}#{self.t}"
+
+
+Program = tuple[Action, ...]  # what one worker does, in its order
+
+_PATTERN = re.compile(
+    r"(?P<j>\d+)"
+    r"(?:(?P<kind>F|B|UPDATE|GATHER|FREE)|(?P<way>SEND|RECV)_(?P<payload>[AGSTPR]))"
+    r"(?P<i>\d+)?(?:@(?P<v>\d+))?(?:(?P<arrow>[<>])(?P<peer>\d+))?#(?P<t>\d+)",
+    re.ASCII,  # other scripts' digits would parse but not print back
+)
+_WITH_MICRO = {Kind.F, Kind.B, Payload.A, Payload.G, Payload.S, Payload.R}
+_WITH_VERSION = {Kind.UPDATE, Kind.GATHER, Kind.FREE, Payload.P}
+_MAYBE_VERSION = {Kind.F, Kind.B}  # before the versions pass they have none yet
+
+
+def parse(text: str) -> Action:
+    """Read an action from the text that it prints as; the inverse of ``str``.
+
+    Args:
+        text: one action, such as ``2F0@3#4``. Its slot is not part of the text.
+
+    Returns:
+        The action, in slot 0.
+
+    Raises:
+        ActionSyntaxError: the text is not an action, or has a field too many or too few.
+
+    Example:
+        >>> parse("2RECV_P@3<0#4").peer
+        0
+    """
+    match = _PATTERN.fullmatch(text.strip())
+    if match is None or not _is_complete(match):
+        raise ActionSyntaxError(
+            f"{text!r} is not an action; an action is stage, kind, micro-batch, @version, peer, "
+            "#step, such as 2F0@3#4, 2SEND_S0>1#4, 2RECV_P@3<0#4 or 2UPDATE@4#3; write one of "
+            "these forms, or make the text with str(action)"
+        )
+    payload = match["payload"]
+    return Action(
+        kind=Kind(match["kind"] or match["way"]),
+        payload=None if payload is None else Payload(payload),
+        t=int(match["t"]),
+        j=int(match["j"]),
+        i=_number(match["i"]),
+        v=_number(match["v"]),
+        peer=_number(match["peer"]),
+    )
+
+
+def to_csv(programs: Iterable[Program]) -> str:
+    """Write programs as CSV text, one row per worker.
+
+    Example:
+        >>> to_csv([(parse("0F0@0#0"), parse("0B0@0#0"))])
+        '0F0@0#0,0B0@0#0\\n'
+    """
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows([map(str, program) for program in programs])
+    return text.getvalue()
+
+
+def from_csv(text: str) -> tuple[Program, ...]:
+    """Read programs from CSV text, one row per worker; the inverse of :func:`to_csv`.
+
+    Raises:
+        ActionSyntaxError: a cell is not an action; names its row and column, counted from 1.
+    """
+    rows = csv.reader(io.StringIO(text))
+    return tuple(_parse_row(row, worker) for worker, row in enumerate(rows))
+
+
+def _parse_row(row: Sequence[str], worker: int) -> Program:
+    program = []
+    for column, cell in enumerate(row, start=1):
+        try:
+            program.append(parse(cell))
+        except ActionSyntaxError as error:
+            raise ActionSyntaxError(f"row {worker + 1}, column {column}: {error}") from error
+    return tuple(program)
+
+
+def _number(digits: str | None) -> int | None:
+    return None if digits is None else int(digits)
+
+
+def _is_complete(match: re.Match[str]) -> bool:
+    """Say whether exactly the fields that the kind or payload needs are there."""
+    what = Payload(match["payload"]) if match["payload"] else Kind(match["kind"])
+    arrow = {"SEND": ">", "RECV": "<", None: None}[match["way"]]
+    version_fits = what in _MAYBE_VERSION or (match["v"] is not None) == (what in _WITH_VERSION)
+    return (
+        (match["i"] is not None) == (what in _WITH_MICRO)
+        and match["arrow"] == arrow
+        and version_fits
+    )

@@ -1,1 +1,1 @@
-"""."""
+"""Callbacks: where Lightning offers a callback hook but no strategy hook."""

@@ -1,1 +1,40 @@
-"""."""
+"""The simulator: what a plan costs in seconds, bytes, messages and memory, without running it."""
+
+from lightning_cyclic.simulate.account import Account, WorkerAccount, account
+from lightning_cyclic.simulate.compare import Comparison, Figures, compare
+from lightning_cyclic.simulate.costs import Costs, Network
+from lightning_cyclic.simulate.engine import simulate
+from lightning_cyclic.simulate.graph import Lane
+from lightning_cyclic.simulate.lockstep import Lockstep, lockstep
+from lightning_cyclic.simulate.result import Event, Result
+from lightning_cyclic.simulate.table import table
+from lightning_cyclic.simulate.units import (
+    parse_bandwidth,
+    parse_bytes,
+    parse_seconds,
+    show_bytes,
+    show_seconds,
+)
+
+__all__ = [
+    "Account",
+    "Comparison",
+    "Costs",
+    "Event",
+    "Figures",
+    "Lane",
+    "Lockstep",
+    "Network",
+    "Result",
+    "WorkerAccount",
+    "account",
+    "compare",
+    "lockstep",
+    "parse_bandwidth",
+    "parse_bytes",
+    "parse_seconds",
+    "show_bytes",
+    "show_seconds",
+    "simulate",
+    "table",
+]

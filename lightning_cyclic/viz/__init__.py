@@ -1,1 +1,5 @@
-"""."""
+"""Pictures of plans."""
+
+from lightning_cyclic.viz.text import draw
+
+__all__ = ["draw"]

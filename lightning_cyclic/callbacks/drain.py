@@ -1,0 +1,51 @@
+"""The drain: finish updates in flight where the loop shows weights to others.
+
+Strategy's own hooks of the same names come after the callbacks that read weights (checkpoints,
+averaging), so the strategy inserts this callback in front of all others.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, final
+
+from lightning.pytorch import Callback
+
+
+class Drained(Protocol):
+    """Be what a drain drains."""
+
+    def flush(self) -> None:
+        """Finish updates in flight."""
+
+    def fail(self, text: str) -> None:
+        """Communicate no more, and tell others why."""
+
+    def begin_epoch(self) -> None:
+        """Check what may have changed between epochs."""
+
+
+@final
+class DrainCallback(Callback):
+    """Flush before validation and at the end of epoch and fit; stop talking on exceptions.
+
+    Args:
+        strategy: what is flushed.
+    """
+
+    def __init__(self, strategy: Drained) -> None:
+        self._strategy = strategy
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        self._strategy.begin_epoch()
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        self._strategy.flush()
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        self._strategy.flush()
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        self._strategy.flush()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        self._strategy.fail(f"{type(exception).__name__}: {exception}")

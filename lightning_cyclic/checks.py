@@ -1,0 +1,150 @@
+"""Checks: what a Trainer, module or optimizer must be like to be trained so; errors by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.accelerators import MPSAccelerator
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_cyclic.errors import ConfigurationError, PlanError, one_of
+from lightning_cyclic.plan import Plan
+
+RUNNABLE = ("cyclic_dp", "cyclic_dp_v1", "lockstep_dp")
+CLIPPING = ("stage", "global")
+
+
+def check_plan(plan: Plan) -> None:
+    """Refuse plans that can be made, drawn and simulated, but not yet run.
+
+    Raises:
+        PlanError: another placement than replicated, or another sharding than "optimizer".
+    """
+    if plan.placement != "replicated":
+        raise PlanError(
+            f"placement {plan.placement!r} (preset {plan.preset!r}) has no runtime yet; allowed: "
+            f"presets {', '.join(RUNNABLE)}; use strategy=\"cyclic_dp\", or look at the plan with "
+            f"`lightning-cyclic draw {plan.preset} --workers {plan.num_workers}`"
+        )
+    if plan.num_workers > 1 and plan.sharding != "optimizer":
+        raise PlanError(
+            f"sharding {plan.sharding!r} has no runtime yet; allowed: 'optimizer'; "
+            'use CyclicStrategy(sharding="optimizer") or leave it out'
+        )
+
+
+def check_trainer(trainer: Trainer, module: LightningModule, *, sync_batchnorm: bool) -> None:
+    """Refuse Trainer flags and modules that cannot be trained so.
+
+    Raises:
+        ConfigurationError: with the flag, what is allowed and what to do.
+    """
+    if isinstance(trainer.accelerator, MPSAccelerator):
+        raise ConfigurationError(
+            "accelerator 'mps' cannot send point-to-point messages between processes; allowed: "
+            "'cpu', 'cuda'; use Trainer(accelerator='cpu')"
+        )
+    if sync_batchnorm:
+        raise ConfigurationError(
+            "sync_batchnorm=True needs all workers in the same layer at the same time, and cyclic "
+            "workers never are; allowed: sync_batchnorm=False, with which BatchNorm statistics "
+            "are relayed from worker to worker; remove the flag"
+        )
+    if not module.automatic_optimization:
+        raise ConfigurationError(
+            f"{type(module).__name__}.automatic_optimization is False, but updates are applied by "
+            "the plan, not by the module; allowed: automatic optimization; return the loss from "
+            "training_step, or use strategy='ddp'"
+        )
+    if getattr(trainer.precision_plugin, "scaler", None) is not None:
+        raise ConfigurationError(
+            f"precision={trainer.precision!r} scales the loss, which delayed updates do not "
+            "support yet; allowed: '32-true', '64-true', 'bf16-mixed', 'bf16-true', '16-true'; "
+            "use Trainer(precision='bf16-mixed')"
+        )
+
+
+def check_optimizers(optimizers: Sequence[Optimizer]) -> None:
+    """Refuse optimizers that cannot update one stage without the others.
+
+    Raises:
+        ConfigurationError: no optimizer, several, or one that couples parameters.
+    """
+    if len(optimizers) != 1:
+        raise ConfigurationError(
+            f"configure_optimizers returned {len(optimizers)} optimizers; allowed: 1; "
+            "use parameter groups of one optimizer"
+        )
+    if isinstance(optimizers[0], torch.optim.LBFGS):
+        raise ConfigurationError(
+            "LBFGS couples all parameters, but each stage is updated by another worker; allowed: "
+            "optimizers that update each parameter by itself (SGD, AdamW, ...); "
+            "use torch.optim.AdamW(self.parameters())"
+        )
+
+
+def trained_parameters(module: nn.Module, optimizer: Optimizer) -> dict[str, nn.Parameter]:
+    """Return name -> parameter of what the optimizer trains, in the module's order.
+
+    Raises:
+        ConfigurationError: a parameter outside the module, storage shared by two parameters,
+            or nothing to train.
+    """
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    named = {n: p for n, p in module.named_parameters() if id(p) in held and p.requires_grad}
+    outside = len(held) - sum(id(p) in held for p in module.parameters())
+    if outside:
+        raise ConfigurationError(
+            f"the optimizer holds {outside} parameter(s) that are not in the LightningModule; "
+            "allowed: parameters of the module; register them: self.name = nn.Parameter(...)"
+        )
+    if not named:
+        raise ConfigurationError(
+            "the optimizer holds no parameter with requires_grad=True; allowed: at least one; "
+            "pass self.parameters() of an unfrozen module"
+        )
+    _check_storage(named)
+    return named
+
+
+def check_choice(given: object, allowed: Sequence[str], what: str) -> None:
+    """Refuse a value that is not one of the allowed ones.
+
+    Raises:
+        ConfigurationError: with the allowed values.
+    """
+    if given not in allowed:
+        raise ConfigurationError(
+            one_of(given, list(allowed), what, f"use CyclicStrategy({what}={allowed[0]!r})")
+        )
+
+
+def check_no_leftovers(kwargs: Mapping[str, Any]) -> None:
+    """Refuse arguments that only DDP knows.
+
+    Raises:
+        ConfigurationError: with the names.
+    """
+    if kwargs:
+        raise ConfigurationError(
+            f"CyclicStrategy does not know {', '.join(map(repr, kwargs))}; allowed: preset, "
+            "schedule, placement, weights, sharding, stages, num_micro, slack, clip, "
+            "relay_buffers, timeout, start_method and the plugins that DDPStrategy takes; "
+            "remove it (unused parameters need no flag here)"
+        )
+
+
+def _check_storage(named: Mapping[str, nn.Parameter]) -> None:
+    at: dict[int, str] = {}
+    for name, p in named.items():
+        other = at.setdefault(p.data_ptr(), name) if p.numel() else name
+        if other != name:
+            raise ConfigurationError(
+                f"parameters {other!r} and {name!r} are two objects that share one storage; "
+                "allowed: tied weights that are one object; tie them by "
+                f"self.{name} = self.{other}"
+            )

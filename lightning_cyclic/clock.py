@@ -1,0 +1,81 @@
+"""Slot arithmetic that is exact, and the text picture of a timetable.
+
+A timetable counts in slots: one stage forward or backward. Worker i of cyclic data parallelism
+runs 2S/N slots behind worker i-1, which is a fraction when N does not divide 2S. So schedules
+count in *ticks*, integers of which a slot has ``unit``, and only what is drawn is rounded up to
+whole slots. No comparison in this package ever needs a tolerance.
+
+    slot     0   1   2   3   4   5   6   7
+    w0      0F0 1F0 1B0 0B0 0F0 1F0 1B0 0B0
+    w1       .   .  0F1 1F1 1B1 0B1 0F1 1F1
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+
+class Entry(NamedTuple):
+    """Hold one cell of a picture: what worker ``w`` does in slot ``s``, as text."""
+
+    s: int
+    w: int
+    text: str
+
+
+def ceil_div(ticks: int, unit: int) -> int:
+    """Round a time up to whole slots.
+
+    Example:
+        >>> ceil_div(4, 3), ceil_div(6, 3), ceil_div(-1, 3)
+        (2, 2, 0)
+    """
+    return -(-ticks // unit)
+
+
+def picture(
+    entries: Iterable[Entry], *, arrow: tuple[int, int] | None = None, first_row: int = 0
+) -> str:
+    """Draw a timetable: workers as rows, slots as columns.
+
+    Args:
+        entries: the cells; several in one cell are joined by ``+``, as one worker runs them
+            one after the other.
+        arrow: slot and worker of the cell to point at with ``^``. [None: no arrow]
+        first_row: worker of the first row. [0]
+
+    Returns:
+        Lines of text without a newline at the end; a dot where a worker idles.
+
+    Example:
+        >>> print(picture([Entry(0, 0, "0F0"), Entry(1, 1, "1F0")], arrow=(1, 1)))
+        slot   0   1
+        w0   0F0   .
+        w1     . 1F0
+                   ^
+    """
+    cells: dict[tuple[int, int], str] = {}
+    for s, w, text in entries:
+        cells[s, w] = f"{cells[s, w]}+{text}" if (s, w) in cells else text
+    if not cells:
+        return "slot"
+    slots = range(min(s for s, _ in cells), max(s for s, _ in cells) + 1)
+    num_workers = max(w for _, w in cells) + 1
+    width = max(len(text) for text in [*cells.values(), str(slots[-1]), "..."])
+    head = max(len("slot"), len(f"w{num_workers - 1}"))
+    lines = [_line("slot", head, (str(s) for s in slots), width)]
+    for w in range(first_row, num_workers):
+        lines.append(_line(f"w{w}", head, _row(cells, slots, w), width))
+        if arrow is not None and arrow[1] == w:
+            marks = ("^" if s == arrow[0] else "" for s in slots)
+            lines.append(_line("", head, marks, width).rstrip())
+    return "\n".join(lines)
+
+
+def _row(cells: Mapping[tuple[int, int], str], slots: range, w: int) -> Iterable[str]:
+    return (cells.get((s, w), ".") for s in slots)
+
+
+def _line(name: str, head: int, cells: Iterable[str], width: int) -> str:
+    return " ".join([name.ljust(head), *(cell.rjust(width) for cell in cells)])

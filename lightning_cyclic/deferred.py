@@ -1,0 +1,123 @@
+"""Deferred updates: apply the gradients of step t later, with the hyper-parameters of step t."""
+
+from __future__ import annotations
+
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+from lightning.pytorch.trainer import call
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+    from lightning_cyclic.runtime.session import Session
+
+
+@final
+class DeferredUpdates:
+    """Remember an optimizer's hyper-parameters by step, and apply updates with them.
+
+    Args:
+        trainer: whose hooks and clipping run around each update.
+        clip: "stage" clips each stage by its own norm, "global" by the norm over all stages.
+    """
+
+    def __init__(self, trainer: pl.Trainer, clip: str) -> None:
+        self._trainer = trainer
+        self._clip = clip
+        self._remembered: dict[int, tuple[list[dict[str, Any]], dict[str, Any]]] = {}
+        self.session: Session | None = None
+
+    def remember(self, t: int, optimizer: Optimizer, kwargs: dict[str, Any]) -> None:
+        """Keep the hyper-parameters of step ``t``, before a scheduler moves on."""
+        groups = [
+            {k: _copied(v) for k, v in group.items() if k != "params"}
+            for group in optimizer.param_groups
+        ]
+        self._remembered[t] = (groups, kwargs)
+        for old in [k for k in self._remembered if k < t - 2]:  # updates lag two steps at most
+            del self._remembered[old]
+        # schedulers warn when they step before the optimizer; its step is only later
+        optimizer._opt_called = True  # type: ignore[attr-defined]
+
+    def apply(self, t: int, stages: Sequence[int]) -> None:
+        """Run hooks, clipping and the optimizer on the gradients of the given stages."""
+        trainer, optimizer = self._trainer, self._optimizer
+        groups, kwargs = self._remembered[t]
+        with _hyper_parameters(optimizer, groups):
+            call._call_callback_hooks(trainer, "on_before_optimizer_step", optimizer)
+            call._call_lightning_module_hook(trainer, "on_before_optimizer_step", optimizer)
+            self._clip_gradients(t, stages)
+            with trainer.profiler.profile("[Strategy]CyclicStrategy.deferred_optimizer_step"):
+                optimizer.step(**kwargs)
+
+    def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
+        """Stand in for the precision plugin's method: one stage's norm, or all stages'."""
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        if self._clip == "stage":
+            torch.nn.utils.clip_grad_norm_(parameters, clip_val)
+            return
+        assert self.session is not None
+        assert self.session.norms is not None
+        total = self.session.norms.total_norm(self._t, parameters)
+        torch.nn.utils.clip_grads_with_norm_(parameters, clip_val, total)
+
+    @property
+    def _optimizer(self) -> Optimizer:
+        return self._trainer.strategy.optimizers[0]
+
+    def _clip_gradients(self, t: int, stages: Sequence[int]) -> None:
+        assert self.session is not None
+        assert self.session.engine is not None
+        self._t = t
+        each = [list(self.session.engine.parameters(j)) for j in stages]
+        if self._clip == "global":
+            each = [[p for ps in each for p in ps]]
+        for parameters in each:
+            with _only(parameters, [p for ps in each for p in ps]):
+                self._configured_clipping()
+
+    def _configured_clipping(self) -> None:
+        call._call_lightning_module_hook(
+            self._trainer,
+            "configure_gradient_clipping",
+            self._optimizer,
+            gradient_clip_val=self._trainer.gradient_clip_val,
+            gradient_clip_algorithm=self._trainer.gradient_clip_algorithm,
+        )
+
+
+@contextmanager
+def _hyper_parameters(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Iterator[None]:
+    """Let the optimizer have the remembered hyper-parameters, then today's again."""
+    today = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+    for group, values in zip(optimizer.param_groups, groups, strict=False):
+        group.update(values)
+    try:
+        yield
+    finally:
+        for group, values in zip(optimizer.param_groups, today, strict=True):
+            group.update(values)
+
+
+@contextmanager
+def _only(parameters: Sequence[nn.Parameter], among: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Hide the gradients of all others, so that clipping sees one stage."""
+    kept = {id(p) for p in parameters}
+    hidden = [(p, p.grad) for p in among if id(p) not in kept]
+    for p, _ in hidden:
+        p.grad = None
+    try:
+        yield
+    finally:
+        for p, grad in hidden:
+            p.grad = grad
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value

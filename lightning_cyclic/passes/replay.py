@@ -1,0 +1,187 @@
+"""Replay programs on integers: receives block, and whatever an action takes must be there.
+
+This is the runtime without tensors. A worker holds versions, activations and partial sums as
+names; a message carries a name from one worker to another, in order per payload.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final, NoReturn, final
+
+from lightning_cyclic.actions import Action, Kind, Payload, Program
+from lightning_cyclic.passes.refusal import refuse
+
+if TYPE_CHECKING:
+    from lightning_cyclic.plan import Plan
+
+_Channel = tuple[int, int, Payload]  # from, to, payload
+
+
+def replay(plan: Plan, programs: tuple[Program, ...]) -> None:
+    """Run all programs to their ends.
+
+    Raises:
+        ValidationError: a worker waits for ever, messages do not pair up in order, or an action
+            takes something that is not there.
+    """
+    channels: dict[_Channel, deque[Action]] = defaultdict(deque)
+    workers = [_Worker(plan, w, program, channels) for w, program in enumerate(programs)]
+    while any([worker.run() for worker in workers]):  # a list: everybody has a turn
+        pass
+    for worker in workers:
+        worker.check_end()
+    for (source, _, _), channel in channels.items():
+        for a in channel:
+            refuse(
+                plan,
+                a,
+                source,
+                given="sent but never received",
+                allowed="as many receives as sends, worker by worker",
+                todo="add the receive, or use the programs of make_plan(...)",
+            )
+
+
+@final
+class _Worker:
+    """Run the program of one worker as far as it gets."""
+
+    def __init__(
+        self, plan: Plan, w: int, program: Program, channels: dict[_Channel, deque[Action]]
+    ) -> None:
+        self.plan = plan
+        self.w = w
+        self.program = program
+        self.channels = channels
+        self.position = 0
+        self.versions = {(j, 0) for j in range(plan.num_stages) if self._starts_with(j)}
+        self.done: set[tuple[Kind | Payload, int, int, int]] = set()  # what, t, i, j
+        self.sums: dict[tuple[int, int], int] = defaultdict(lambda: -1)  # t, j: up to i
+
+    def _starts_with(self, j: int) -> bool:
+        """Say whether the worker has the first version of a stage."""
+        return not self.plan.axes.sharding.gathers or self.plan.owner(j) == self.w
+
+    def run(self) -> bool:
+        """Run until the end or until a message is missing; say whether anything was run."""
+        start = self.position
+        while self.position < len(self.program):
+            a = self.program[self.position]
+            if a.kind is Kind.RECV and not self._channel(a):
+                break
+            _STEPS[a.kind](self, a)
+            self.position += 1
+        return self.position > start
+
+    def check_end(self) -> None:
+        """Check that nothing is left to do."""
+        if self.position < len(self.program):
+            a = self.program[self.position]
+            self._refuse(a, "waits for ever for its message", "a send that is not behind it")
+
+    def _channel(self, a: Action) -> deque[Action]:
+        assert a.peer is not None
+        assert a.payload is not None
+        ends = (self.w, a.peer) if a.kind is Kind.SEND else (a.peer, self.w)
+        return self.channels[*ends, a.payload]
+
+    def _forward(self, a: Action) -> None:
+        self._need_version(a)
+        self._need(a, a.j == 0 or self._has(a, Kind.F, a.j - 1) or self._has(a, Payload.A, a.j))
+        self._mark(a, Kind.F)
+
+    def _backward(self, a: Action) -> None:
+        self._need_version(a)
+        is_last = a.j == self.plan.num_stages - 1
+        self._need(a, self._has(a, Kind.F, a.j))
+        self._need(a, is_last or self._has(a, Kind.B, a.j + 1) or self._has(a, Payload.G, a.j))
+        self._mark(a, Kind.B)
+        self._extend_sum(a.t, a.j)
+
+    def _send(self, a: Action) -> None:
+        if a.payload is Payload.P:
+            self._need_version(a)
+        elif a.payload in (Payload.S, Payload.T):
+            upto = self.plan.num_micro - 1 if a.i is None else a.i
+            self._need(a, self.sums[a.t, a.j] == upto)
+        elif a.payload is Payload.A:
+            self._need(a, self._has(a, Kind.F, a.j - 1))
+        elif a.payload is Payload.G:
+            self._need(a, self._has(a, Kind.B, a.j + 1))
+        self._channel(a).append(a)
+
+    def _receive(self, a: Action) -> None:
+        sent = self._channel(a).popleft()
+        if (sent.t, sent.i, sent.j, sent.v) != (a.t, a.i, a.j, a.v):
+            self._refuse(a, f"takes what was sent as {sent}", "receives in the order of the sends")
+        if a.payload is Payload.P:
+            assert a.v is not None
+            self.versions.add((a.j, a.v))
+        elif a.payload in (Payload.S, Payload.T):
+            self.sums[a.t, a.j] = self.plan.num_micro - 1 if a.i is None else a.i
+            self._extend_sum(a.t, a.j)
+        else:
+            assert a.payload is not None
+            self._mark(a, a.payload)
+
+    def _update(self, a: Action) -> None:
+        assert a.v is not None
+        if self.plan.owner(a.j) != self.w:
+            self._refuse(a, "updates somebody else's stage", f"worker {self.plan.owner(a.j)}")
+        self._need(a, a.v == a.t + 1)
+        self._need(a, (a.j, a.v - 1) in self.versions)
+        self._need(a, self.sums[a.t, a.j] == self.plan.num_micro - 1)
+        self.versions.add((a.j, a.v))
+
+    def _gather(self, a: Action) -> None:
+        """Make room: the bytes come with the next receive."""
+
+    def _free(self, a: Action) -> None:
+        self._need_version(a)
+        assert a.v is not None
+        self.versions.discard((a.j, a.v))
+
+    def _extend_sum(self, t: int, j: int) -> None:
+        """Add own gradients to the sum in the order of micro-batches, as far as they go."""
+        while (Kind.B, t, self.sums[t, j] + 1, j) in self.done:
+            self.sums[t, j] += 1
+
+    def _has(self, a: Action, what: Kind | Payload, j: int) -> bool:
+        return (what, a.t, a.i or 0, j) in self.done
+
+    def _mark(self, a: Action, what: Kind | Payload) -> None:
+        self._need(a, not self._has(a, what, a.j))
+        self.done.add((what, a.t, a.i or 0, a.j))
+
+    def _need_version(self, a: Action) -> None:
+        if (a.j, a.v) not in self.versions:
+            held = sorted(v for j, v in self.versions if j == a.j)
+            self._refuse(
+                a, f"takes version {a.v} of stage {a.j}, which is not there", f"one of {held}"
+            )
+
+    def _need(self, a: Action, is_there: bool) -> None:
+        if not is_there:
+            self._refuse(
+                a,
+                "runs before what it needs is there, or twice",
+                "F after F of the stage before, B after F and B of the stage behind, sums in the "
+                "order of micro-batches, UPDATE after the version before and the whole sum",
+            )
+
+    def _refuse(self, a: Action, given: str, allowed: str) -> NoReturn:
+        todo = "move or correct it, or use the programs of make_plan(...)"
+        refuse(self.plan, a, self.w, given=given, allowed=allowed, todo=todo)
+
+
+_STEPS: Final[dict[Kind, Callable[[_Worker, Action], None]]] = {
+    Kind.F: _Worker._forward,
+    Kind.B: _Worker._backward,
+    Kind.SEND: _Worker._send,
+    Kind.RECV: _Worker._receive,
+    Kind.UPDATE: _Worker._update,
+    Kind.GATHER: _Worker._gather,
+    Kind.FREE: _Worker._free,
+}

@@ -1,0 +1,159 @@
+"""Placement: which worker runs micro-batch i on stage j.
+
+    replicated   w = i                  a worker runs whole micro-batches, as in data parallelism
+    pipelined    w = j                  a worker runs one stage (contiguous stages where N < S)
+    shared       one of S-j places of j a device per live activation: S(S+1)/2 in all
+    single       w = 0                  one worker runs everything: the reference
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar, final
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AbstractPlacement(ABC):
+    """Say which worker runs F(i, j) and B(i, j) of step t.
+
+    Args:
+        num_stages: S.
+        num_workers: N.
+        num_micro: m, micro-batches per step.
+    """
+
+    num_stages: int
+    num_workers: int
+    num_micro: int
+
+    runs_whole_micro: ClassVar[bool] = False
+    """Whether a worker runs every stage of its micro-batches, so that stages are replicated."""
+    schedules: ClassVar[tuple[str, ...]]
+    """Names of the schedules under which no worker has two actions where one fits."""
+
+    @abstractmethod
+    def worker(self, t: int, i: int, j: int) -> int:
+        """Give the worker of micro-batch i of step t on stage j."""
+
+    @abstractmethod
+    def misfit(self) -> str | None:
+        """Say what is wrong with the numbers and what to do, or None where they fit."""
+
+    def workers_of(self, j: int) -> tuple[int, ...]:
+        """List the workers that hold stage j, the first of them first."""
+        return (self.worker(0, 0, j),)
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replicated(AbstractPlacement):
+    """Give micro-batch i to worker i."""
+
+    runs_whole_micro: ClassVar[bool] = True
+    schedules: ClassVar[tuple[str, ...]] = ("lockstep", "cyclic")
+
+    def worker(self, t: int, i: int, j: int) -> int:
+        """Give the worker of micro-batch i of step t on stage j."""
+        return i
+
+    def misfit(self) -> str | None:
+        """Say what is wrong with the numbers and what to do, or None where they fit."""
+        if self.num_micro == self.num_workers:
+            return None
+        return (
+            f"num_micro={self.num_micro} with num_workers={self.num_workers}; placement "
+            "'replicated' runs one micro-batch per worker and step, so both must be equal; "
+            f"use num_micro={self.num_workers}"
+        )
+
+    def workers_of(self, j: int) -> tuple[int, ...]:
+        """List the workers that hold stage j: all of them."""
+        return tuple(range(self.num_workers))
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pipelined(AbstractPlacement):
+    """Give stage j to worker j; with fewer workers, contiguous stages to each."""
+
+    schedules: ClassVar[tuple[str, ...]] = ("cyclic", "gpipe", "1f1b")
+
+    def worker(self, t: int, i: int, j: int) -> int:
+        """Give the worker of micro-batch i of step t on stage j."""
+        return j * self.num_workers // self.num_stages
+
+    def misfit(self) -> str | None:
+        """Say what is wrong with the numbers and what to do, or None where they fit."""
+        if self.num_workers <= self.num_stages:
+            return None
+        return (
+            f"num_workers={self.num_workers} with num_stages={self.num_stages}; placement "
+            "'pipelined' allows at most one worker per stage; "
+            f"use num_stages={self.num_workers} or num_workers={self.num_stages}"
+        )
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shared(AbstractPlacement):
+    """Give each stage as many places as it has live activations: S-j for stage j.
+
+    A place is free again exactly when the next micro-batch but S-j-1 arrives, so S(S+1)/2 devices
+    with room for one activation do what S*S do in lockstep. Fewer workers take several
+    neighbouring places each; with N = S(S+1)/2 there is one place per worker.
+
+    Source: Fournier and Oyallon, https://arxiv.org/abs/2403.08837, model parallelism; the
+        assignment of places is derived from the timetable.
+    """
+
+    schedules: ClassVar[tuple[str, ...]] = ("cyclic",)
+
+    @property
+    def num_places(self) -> int:
+        """Live activations of all stages together."""
+        return self.num_stages * (self.num_stages + 1) // 2
+
+    def worker(self, t: int, i: int, j: int) -> int:
+        """Give the worker of micro-batch i of step t on stage j."""
+        return self._worker_at(j, (t * self.num_micro + i) % (self.num_stages - j))
+
+    def misfit(self) -> str | None:
+        """Say what is wrong with the numbers and what to do, or None where they fit."""
+        if self.num_workers <= self.num_places:
+            return None
+        return (
+            f"num_workers={self.num_workers} with num_stages={self.num_stages}; placement "
+            f"'shared' has one place per live activation, S(S+1)/2 = {self.num_places}; "
+            f"use num_workers={self.num_places} or fewer"
+        )
+
+    def workers_of(self, j: int) -> tuple[int, ...]:
+        """List the workers that hold stage j, in the order of its places."""
+        places = range(self.num_stages - j)
+        return tuple(dict.fromkeys(self._worker_at(j, place) for place in places))
+
+    def _worker_at(self, j: int, place: int) -> int:
+        before = j * self.num_stages - j * (j - 1) // 2
+        return (before + place) * self.num_workers // self.num_places
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Single(AbstractPlacement):
+    """Give everything to worker 0."""
+
+    schedules: ClassVar[tuple[str, ...]] = ("lockstep", "cyclic", "gpipe", "1f1b")
+
+    def worker(self, t: int, i: int, j: int) -> int:
+        """Give the worker of micro-batch i of step t on stage j."""
+        return 0
+
+    def misfit(self) -> str | None:
+        """Say what is wrong with the numbers and what to do, or None where they fit."""
+        if self.num_workers == 1:
+            return None
+        return (
+            f"num_workers={self.num_workers}; placement 'single' runs on one worker; "
+            "use num_workers=1"
+        )

@@ -1,0 +1,472 @@
+"""Plan: one value of each axis plus the numbers, and the program that follows from them.
+
+    make_plan(...)  ->  Plan  ->  plan.programs: for each worker, the actions in its order
+
+A preset is only a name for four axis values. Everything else about a plan is derived: who owns
+a stage, which version each forward reads, every message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property
+from typing import Any, Final, NamedTuple, NoReturn, final
+
+from lightning_cyclic.actions import Action, Kind, Program
+from lightning_cyclic.errors import PlanError, one_of
+from lightning_cyclic.passes.shards import shards
+from lightning_cyclic.passes.transfers import relays, transfers
+from lightning_cyclic.passes.updates import drain, updates
+from lightning_cyclic.passes.validate import check_timetable, probe, validate
+from lightning_cyclic.passes.versions import versions
+from lightning_cyclic.placement import AbstractPlacement, Pipelined, Replicated, Shared, Single
+from lightning_cyclic.schedules.base import TWO_SLOTS, AbstractSchedule
+from lightning_cyclic.schedules.cyclic import Cyclic
+from lightning_cyclic.schedules.gpipe import GPipe
+from lightning_cyclic.schedules.lockstep import Lockstep
+from lightning_cyclic.schedules.one_f_one_b import OneFOneB
+from lightning_cyclic.sharding import (
+    AbstractSharding,
+    FullSharding,
+    NoSharding,
+    OptimizerSharding,
+)
+from lightning_cyclic.weights.base import AbstractWeights
+from lightning_cyclic.weights.delayed import Delayed
+from lightning_cyclic.weights.freshest import Freshest
+from lightning_cyclic.weights.predicted import Predicted
+from lightning_cyclic.weights.stashed import Stashed
+from lightning_cyclic.weights.sync import Sync
+
+SCHEDULES: Final[dict[str, type[AbstractSchedule]]] = {
+    "lockstep": Lockstep,
+    "cyclic": Cyclic,
+    "gpipe": GPipe,
+    "1f1b": OneFOneB,
+}
+PLACEMENTS: Final[dict[str, type[AbstractPlacement]]] = {
+    "replicated": Replicated,
+    "pipelined": Pipelined,
+    "shared": Shared,
+    "single": Single,
+}
+WEIGHTS: Final[dict[str, type[AbstractWeights]]] = {
+    "sync": Sync,
+    "delayed": Delayed,
+    "freshest": Freshest,
+    "stashed": Stashed,
+    "predicted": Predicted,
+}
+SHARDINGS: Final[dict[str, type[AbstractSharding]]] = {
+    "none": NoSharding,
+    "optimizer": OptimizerSharding,
+    "full": FullSharding,
+}
+AXES: Final[dict[str, dict[str, type[Any]]]] = {
+    "schedule": SCHEDULES,
+    "placement": PLACEMENTS,
+    "weights": WEIGHTS,
+    "sharding": SHARDINGS,
+}
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Preset:
+    """Hold the four axis values that a strategy name stands for, and where they come from."""
+
+    schedule: str
+    placement: str
+    weights: str
+    sharding: str
+    source: str
+
+
+PRESETS: Final[dict[str, Preset]] = {
+    "cyclic_dp": Preset(
+        "cyclic", "replicated", "freshest", "optimizer", "CDP-v2, arXiv 2403.08837"
+    ),
+    "cyclic_dp_v1": Preset(
+        "cyclic", "replicated", "delayed", "optimizer", "CDP-v1, arXiv 2403.08837"
+    ),
+    "cyclic_zero": Preset(
+        "cyclic", "replicated", "freshest", "full", "CDP in ZeRO-DP, arXiv 2403.08837"
+    ),
+    "cyclic_mp": Preset(
+        "cyclic", "shared", "freshest", "none", "CDP with model parallelism, arXiv 2403.08837"
+    ),
+    "cyclic_pipeline": Preset(
+        "cyclic", "pipelined", "freshest", "none", "CDP as a pipeline, arXiv 2403.08837"
+    ),
+    "gpipe": Preset("gpipe", "pipelined", "sync", "none", "GPipe, arXiv 1811.06965"),
+    "1f1b": Preset("1f1b", "pipelined", "sync", "none", "PipeDream-Flush, arXiv 2006.09503"),
+    "pipedream": Preset("cyclic", "pipelined", "stashed", "none", "PipeDream, SOSP 2019"),
+    "pipedream_2bw": Preset(
+        "cyclic", "pipelined", "delayed", "none", "PipeDream-2BW, arXiv 2006.09503"
+    ),
+    "pipeoptim": Preset("cyclic", "pipelined", "predicted", "none", "PipeOptim, arXiv 2312.00839"),
+    "spectrain": Preset("cyclic", "pipelined", "predicted", "none", "SpecTrain, arXiv 1809.02839"),
+    "xpipe": Preset("cyclic", "pipelined", "predicted", "none", "XPipe, arXiv 1911.04610"),
+    "lockstep_dp": Preset(
+        "lockstep", "replicated", "sync", "optimizer", "plain data parallelism, for parity"
+    ),
+}
+
+
+class Axes(NamedTuple):
+    """Hold the axis values of a plan as the objects that decide."""
+
+    schedule: AbstractSchedule
+    placement: AbstractPlacement
+    weights: AbstractWeights
+    sharding: AbstractSharding
+
+
+@final
+@dataclass(frozen=True, kw_only=True)  # no slots: what is derived is cached in __dict__
+class Plan:
+    """Hold one value of each axis and the numbers; derive the rest.
+
+    Made by :func:`make_plan`, which checks that everything fits.
+
+    Args:
+        preset: name that the plan was made from.
+        num_stages: S.
+        num_workers: N.
+        num_micro: m, micro-batches per update.
+        num_steps: training steps that the program covers.
+        slack: slots that a new version needs to travel, for the ``freshest`` rule.
+        schedule: name of the axis value, as are the next three.
+        placement: who runs what.
+        weights: which version is read.
+        sharding: who keeps what.
+        relayed: stages whose buffers travel from micro-batch to micro-batch.
+        spacing: slots between a micro-batch and the next on the cyclic schedule.
+    """
+
+    preset: str
+    num_stages: int
+    num_workers: int
+    num_micro: int
+    num_steps: int
+    slack: int
+    schedule: str
+    placement: str
+    weights: str
+    sharding: str
+    relayed: tuple[int, ...]
+    spacing: Fraction
+
+    @cached_property
+    def axes(self) -> Axes:
+        """The four axis values as objects."""
+        numbers = {"num_stages": self.num_stages, "num_micro": self.num_micro}
+        return Axes(
+            schedule=SCHEDULES[self.schedule](**numbers, spacing=self.spacing),
+            placement=PLACEMENTS[self.placement](**numbers, num_workers=self.num_workers),
+            weights=WEIGHTS[self.weights](),
+            sharding=SHARDINGS[self.sharding](),
+        )
+
+    def slot(self, kind: Kind, t: int, i: int, j: int) -> int:
+        """Give the slot in which F or B of micro-batch i of step t runs on stage j."""
+        schedule = self.axes.schedule
+        start = schedule.forward if kind is Kind.F else schedule.backward
+        return schedule.slot(t, start(i, j))
+
+    def worker_of(self, i: int, j: int, t: int = 0) -> int:
+        """Give the worker that runs micro-batch i of step t on stage j.
+
+        Only under placement ``shared`` does it depend on the step.
+        """
+        return self.axes.placement.worker(t, i, j)
+
+    def reads(self, t: int, i: int, j: int) -> int:
+        """Give the version of stage j that F(i, j) of step t reads."""
+        schedule = self.axes.schedule
+        newest = schedule.updates_before(t, schedule.forward(i, j), j, self.slack)
+        return self.axes.weights.forward(t, newest)
+
+    def backward_reads(self, t: int, i: int, j: int) -> int:
+        """Give the version of stage j that B(i, j) of step t reads."""
+        schedule = self.axes.schedule
+        newest = schedule.updates_before(t, schedule.backward(i, j), j)
+        return self.axes.weights.backward(self.reads(t, i, j), newest)
+
+    def horizon(self, t: int, i: int, j: int) -> int:
+        """Count the updates of stage j between F(i, j) and B(i, j) that F looks ahead.
+
+        0 for rules that do not predict, as their backward reads what the forward read.
+        """
+        return self.backward_reads(t, i, j) - self.reads(t, i, j)
+
+    def depth(self, j: int) -> int:
+        """Count the versions of stage j that are alive at once, anywhere, at most."""
+        t = self._late_step
+        schedule = self.axes.schedule
+        ends = ((i, schedule.backward(i, j)) for i in range(self.num_micro))
+        return 1 + max(
+            schedule.updates_before(t, start, j) - self.backward_reads(t, i, j) for i, start in ends
+        )
+
+    def is_new(self, t: int, i: int, j: int) -> bool:
+        """Say whether F(i, j) of step t reads another version than in the step before."""
+        return t == 0 or self.reads(t, i, j) != self.reads(t - 1, i, j)
+
+    def owner(self, j: int) -> int:
+        """Give the worker that keeps the optimizer state of stage j and updates it."""
+        return self._owners[j]
+
+    def first_readers(self, j: int) -> tuple[int, ...]:
+        """List the workers that read a new version of replicated stage j first."""
+        return self._first_readers[j]
+
+    def first_read(self, v: int, j: int) -> int:
+        """Give the step in which version v of stage j is read first."""
+        return v + min(self._lag(i, j) for i in {0, self.num_micro - 1})
+
+    def is_late(self, j: int) -> bool:
+        """Say whether the owner of a replicated stage reads a new version after somebody else."""
+        return self.owner(j) not in self.first_readers(j)
+
+    def chain(self, j: int) -> tuple[int, ...]:
+        """List the workers in the order in which a new version of replicated stage j travels.
+
+        The owner first, then the others in the order in which they need it: around the ring.
+        """
+        return self._chains[j]
+
+    @property
+    def timetable(self) -> Iterator[tuple[int, int, Action]]:
+        """Slot, worker and action of each F and B, step by step, micro-batch by micro-batch.
+
+        Lazy and made without messages, so that thousands of workers can be drawn.
+        """
+        for a in versions(self, self._compute(self.num_steps)):
+            yield a.s, self.worker_of(a.i or 0, a.j, a.t), a
+
+    @cached_property
+    def programs(self) -> tuple[Program, ...]:
+        """For each worker, its actions in the order in which it runs them."""
+        return lower(self)
+
+    def _compute(self, num_steps: int) -> Iterator[Action]:
+        """List F and B in the order in which a micro-batch meets them, without versions."""
+        for t in range(num_steps):
+            for i in range(self.num_micro):
+                for j in range(self.num_stages):
+                    yield Action(kind=Kind.F, t=t, i=i, j=j, s=self.slot(Kind.F, t, i, j))
+                for j in reversed(range(self.num_stages)):
+                    yield Action(kind=Kind.B, t=t, i=i, j=j, s=self.slot(Kind.B, t, i, j))
+
+    def _time(self, a: Action) -> tuple[int, int, int]:
+        """Give the exact time of an F or B; ties go by stage, then in order of micro-batches."""
+        schedule = self.axes.schedule
+        start = schedule.forward if a.kind is Kind.F else schedule.backward
+        return a.t * schedule.period + start(a.i or 0, a.j), a.j, a.t * self.num_micro + (a.i or 0)
+
+    def _lag(self, i: int, j: int) -> int:
+        """Count the versions by which F(i, j) is behind once the run is under way."""
+        return self._late_step - self.reads(self._late_step, i, j)
+
+    @property
+    def _late_step(self) -> int:
+        """A step late enough for every rule to have reached its steady state."""
+        return 2 * self.num_stages + self.slack + 2
+
+    def _need(self, i: int, j: int) -> int:
+        """Give the time at which micro-batch i first reads a version, up to a constant."""
+        schedule = self.axes.schedule
+        return self._lag(i, j) * schedule.period + schedule.forward(i, j)
+
+    @cached_property
+    def _first_readers(self) -> tuple[tuple[int, ...], ...]:
+        readers = []
+        for j in range(self.num_stages):
+            needs = [self._need(i, j) for i in range(self.num_micro)]
+            readers.append(tuple(i for i, need in enumerate(needs) if need == min(needs)))
+        return tuple(readers)
+
+    @cached_property
+    def _owners(self) -> tuple[int, ...]:
+        placement, sharding = self.axes.placement, self.axes.sharding
+        if not placement.runs_whole_micro:
+            return tuple(placement.workers_of(j)[0] for j in range(self.num_stages))
+        return tuple(
+            sharding.owner(j, readers, self.num_workers, self.num_stages)
+            for j, readers in enumerate(self._first_readers)
+        )
+
+    @cached_property
+    def _chains(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(
+            tuple(sorted(range(self.num_workers), key=lambda w: self._place_in_chain(w, j)))
+            for j in range(self.num_stages)
+        )
+
+    def _place_in_chain(self, w: int, j: int) -> tuple[bool, int, int]:
+        owner = self.owner(j)
+        return w != owner, self._need(w, j), (w - owner) % self.num_workers
+
+
+def lower(plan: Plan) -> tuple[Program, ...]:
+    """Turn a plan into programs, pass by pass.
+
+    Returns:
+        For each worker, its actions in order.
+    """
+    # [1] Who computes what. Replicas read a version up to two steps later: see ``drain``.
+    num_steps = plan.num_steps + (2 if plan.axes.placement.runs_whole_micro else 0)
+    compute: list[list[Action]] = [[] for _ in range(plan.num_workers)]
+    for a in sorted(plan._compute(num_steps), key=plan._time):
+        compute[plan.worker_of(a.i or 0, a.j, a.t)].append(a)
+    # [2] Which version it reads, [3] which buffers come before it.
+    programs = tuple(tuple(relays(plan, versions(plan, c), w)) for w, c in enumerate(compute))
+    # [4] Where versions are made, [5] what travels, [6] what remains after the last step.
+    programs = drain(plan, transfers(plan, updates(plan, programs)))
+    # [7] Who holds the bytes.
+    return shards(plan, programs)
+
+
+def make_plan(  # noqa: PLR0913  (one argument per axis and number is the public face)
+    preset: str,
+    *,
+    num_stages: int,
+    num_workers: int,
+    num_micro: int | None = None,
+    num_steps: int = 4,
+    slack: int = 0,
+    schedule: str | None = None,
+    placement: str | None = None,
+    weights: str | None = None,
+    sharding: str | None = None,
+    relayed: Iterable[int] = (),
+) -> Plan:
+    """Make a plan from a preset, with any axis replaced, and prove that it can run.
+
+    Args:
+        preset: name in :data:`PRESETS`.
+        num_stages: S, at least 1.
+        num_workers: N, at least 1.
+        num_micro: m, micro-batches per update. [None: one per worker where workers run whole
+            micro-batches, one where the rule updates after each, else one per stage]
+        num_steps: training steps that the program covers, at least 1. [4]
+        slack: slots that a new version needs to travel. [0: CDP-v2]
+        schedule: replaces the preset's axis value, as do the next three. [None: the preset's]
+        placement: who runs what. [None: the preset's]
+        weights: which version is read. [None: the preset's]
+        sharding: who keeps what. [None: the preset's, or "none" where no stage is replicated]
+        relayed: stages whose module buffers travel from micro-batch to micro-batch. [()]
+
+    Returns:
+        The plan; its programs are made when first asked for.
+
+    Raises:
+        PlanError: a name is unknown, or numbers and axes do not fit together.
+        ValidationError: the program would break a rule; the text points at the action.
+
+    Example:
+        >>> plan = make_plan("cyclic_dp", num_stages=2, num_workers=2, num_steps=1)
+        >>> [str(a) for a in plan.programs[1]][:4]
+        ['0F1@0#0', '1F1@0#0', '1B1@0#0', '1RECV_S0<0#0']
+    """
+    if preset not in PRESETS:
+        raise PlanError(one_of(preset, list(PRESETS), "preset", 'use preset="cyclic_dp"'))
+    axes = _axes(
+        PRESETS[preset],
+        {"schedule": schedule, "placement": placement, "weights": weights, "sharding": sharding},
+    )
+    _check_number("num_stages", num_stages)
+    _check_number("num_workers", num_workers)
+    _check_number("num_steps", num_steps)
+    _check_number("slack", slack, least=0)
+    if num_micro is None:
+        num_micro = _default_num_micro(axes, num_stages, num_workers)
+    _check_number("num_micro", num_micro)
+    plan = Plan(
+        preset=preset,
+        num_stages=num_stages,
+        num_workers=num_workers,
+        num_micro=num_micro,
+        num_steps=num_steps,
+        slack=slack,
+        **axes,
+        relayed=tuple(sorted(set(relayed))),
+        spacing=_spacing(PRESETS[preset], axes["placement"], num_stages, num_micro),
+    )
+    _check_fit(plan)
+    check_timetable(plan)
+    validate(probe(plan))
+    return plan
+
+
+def _axes(preset: Preset, given: dict[str, str | None]) -> dict[str, str]:
+    """Fill in the preset's axis values, and refuse unknown ones."""
+    axes = {name: value or getattr(preset, name) for name, value in given.items()}
+    if given["sharding"] is None and axes["placement"] != "replicated":
+        axes["sharding"] = "none"  # a stage without replicas has nothing to shard
+    for name, value in axes.items():
+        if value not in AXES[name]:
+            hint = f'use {name}="{getattr(preset, name)}"'
+            raise PlanError(one_of(value, list(AXES[name]), name, hint))
+    return axes
+
+
+def _check_number(name: str, value: object, *, least: int = 1) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise PlanError(
+            f"{name}={value!r}; allowed: whole numbers from {least} on; use {name}={least} or more"
+        )
+
+
+def _default_num_micro(axes: dict[str, str], num_stages: int, num_workers: int) -> int:
+    if PLACEMENTS[axes["placement"]].runs_whole_micro:
+        return num_workers
+    return 1 if WEIGHTS[axes["weights"]].per_micro else num_stages
+
+
+def _spacing(preset: Preset, placement: str, num_stages: int, num_micro: int) -> Fraction:
+    """Choose the delay that keeps every worker busy: of whole micro-batches, or of stages."""
+    # one worker alone follows the timetable of the placement that it is the reference for
+    followed = preset.placement if placement == "single" else placement
+    if PLACEMENTS[followed].runs_whole_micro:
+        return Fraction(2 * num_stages, num_micro)
+    return TWO_SLOTS
+
+
+def _check_fit(plan: Plan) -> None:
+    """Refuse axes and numbers that do not fit together, before any program is made.
+
+    Raises:
+        PlanError: says what was given, what is allowed and what to do.
+    """
+    schedule, placement, weights, sharding = plan.axes
+    problem = placement.misfit()
+    if problem is not None:
+        raise PlanError(problem)
+    if plan.schedule not in placement.schedules:
+        _refuse(plan, "schedule", placement.schedules)
+    if placement.runs_whole_micro and not weights.for_replicas:
+        _refuse(plan, "weights", [name for name, rule in WEIGHTS.items() if rule.for_replicas])
+    if not placement.runs_whole_micro and plan.sharding != "none":
+        _refuse(plan, "sharding", ["none"])
+    if weights.needs_previous and schedule.updates_before(2, schedule.forward(0, 0), 0) < 1:
+        raise PlanError(
+            f"num_micro={plan.num_micro} with num_stages={plan.num_stages} and weights "
+            f"{plan.weights!r}; allowed: num_micro >= num_stages - 1, or stage 0 would need an "
+            f"update that does not exist yet; use num_micro={plan.num_stages - 1} or more"
+        )
+    if not set(plan.relayed) <= set(range(plan.num_stages)):
+        raise PlanError(
+            f"relayed={plan.relayed}; allowed: stages 0 to {plan.num_stages - 1}; "
+            "use relayed=() or some of these"
+        )
+
+
+def _refuse(plan: Plan, axis: str, allowed: Sequence[str]) -> NoReturn:
+    raise PlanError(
+        f"{axis} {getattr(plan, axis)!r} does not fit placement {plan.placement!r}; "
+        f'allowed with it: {", ".join(allowed)}; use {axis}="{allowed[0]}"'
+    )

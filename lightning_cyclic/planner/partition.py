@@ -1,0 +1,99 @@
+"""Cut a row of weighted units into contiguous parts whose heaviest is as light as possible.
+
+    weights   5 1 1 1 4 2          three parts:   5 | 1 1 1 | 4 2      the heaviest weighs 6
+                                  start indices  0 | 1     | 4
+
+Stages are such parts: the slowest stage sets the pace of all.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from itertools import accumulate
+
+from lightning_cyclic.errors import PlanError
+
+
+def balance(weights: Sequence[int], parts: int) -> list[int]:
+    """Cut ``weights`` into ``parts`` contiguous, non-empty parts, minimising the heaviest.
+
+    Among the cuts that reach the minimum, one with evenly filled parts is taken. The time is
+    O(n + parts * log(n) * log(sum)), so ten thousand units cost milliseconds.
+
+    Args:
+        weights: weight of each unit (seconds in integer ticks, bytes, ...), each >= 0.
+        parts: number of parts.
+
+    Returns:
+        The start index of each part; the first is 0.
+
+    Raises:
+        PlanError: if a part would be empty, ``parts`` is below 1 or a weight is negative.
+
+    Example:
+        >>> balance([5, 1, 1, 1, 4, 2], 3)
+        [0, 1, 4]
+    """
+    _check(weights, parts)
+    ends = [0, *accumulate(weights)]
+    limit = _lightest_limit(ends, parts, heaviest=max(weights))
+    earliest = _earliest_starts(ends, parts, limit)
+    starts = [0]
+    for part in range(1, parts):
+        start, left = starts[-1], parts - part + 1
+        low = max(earliest[part], start + 1)
+        high = min(bisect_right(ends, ends[start] + limit) - 1, len(weights) - left + 1)
+        fair = ends[start] + (ends[-1] - ends[start]) / left
+        starts.append(min(max(_nearest(ends, fair), low), high))
+    return starts
+
+
+def _check(weights: Sequence[int], parts: int) -> None:
+    if not 1 <= parts <= len(weights):
+        raise PlanError(
+            f"{len(weights)} units cannot be cut into {parts} non-empty parts; allowed: 1 to "
+            f"{len(weights)}; use fewer stages or a module with more layers"
+        )
+    if min(weights) < 0:
+        raise PlanError(
+            f"weight {min(weights)} of a unit is negative; allowed: integers >= 0; "
+            "give times or sizes"
+        )
+
+
+def _lightest_limit(ends: list[int], parts: int, heaviest: int) -> int:
+    """Return the least limit under which ``parts`` parts suffice, by bisection."""
+    low, high = max(heaviest, -(-ends[-1] // parts)), ends[-1]
+    while low < high:
+        middle = (low + high) // 2
+        if _fits(ends, parts, middle):
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+def _fits(ends: list[int], parts: int, limit: int) -> bool:
+    """Say whether filling each part up to ``limit`` reaches the end."""
+    start = 0
+    for _ in range(parts):
+        start = bisect_right(ends, ends[start] + limit) - 1
+        if start == len(ends) - 1:
+            return True
+    return False
+
+
+def _earliest_starts(ends: list[int], parts: int, limit: int) -> list[int]:
+    """Return the least start of each part from which the rest still fits, filled from behind."""
+    starts, start = [0] * parts, len(ends) - 1
+    for part in range(parts - 1, -1, -1):
+        start = max(min(bisect_left(ends, ends[start] - limit), start - 1), 0)
+        starts[part] = start
+    return starts
+
+
+def _nearest(ends: list[int], target: float) -> int:
+    """Return the index whose running sum is nearest to ``target``."""
+    right = min(bisect_left(ends, target), len(ends) - 1)
+    return right - 1 if right and target - ends[right - 1] < ends[right] - target else right

@@ -1,0 +1,118 @@
+"""Agreement: what all workers must see alike before they train, compared once at the start.
+
+Only tensors travel (UTF-8 bytes), never pickled objects.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
+
+from lightning_cyclic.errors import ConfigurationError, StepError
+
+
+def gather_texts(text: str, device: torch.device) -> list[str]:
+    """Return every worker's text, in the order of workers; all must call it."""
+    data = torch.tensor(list(text.encode()), dtype=torch.uint8, device=device)
+    size = torch.tensor([data.numel()], device=device)
+    sizes = [torch.zeros_like(size) for _ in range(dist.get_world_size())]
+    dist.all_gather(sizes, size)
+    longest = max(int(n) for n in sizes)
+    padded = torch.zeros(longest, dtype=torch.uint8, device=device)
+    padded[: data.numel()] = data
+    parts = [torch.zeros_like(padded) for _ in sizes]
+    dist.all_gather(parts, padded)
+    return [
+        bytes(part[: int(n)].tolist()).decode() for part, n in zip(parts, sizes, strict=True)
+    ]
+
+
+def require_same_module(module: nn.Module, device: torch.device) -> None:
+    """Refuse workers whose modules differ.
+
+    Raises:
+        ConfigurationError: on every worker, with the first tensor that differs.
+    """
+    lines = [_tensor_line(name, x) for name, x in _tensors(module)]
+    digest = hashlib.blake2b("\n".join(lines).encode(), digest_size=8).hexdigest()
+    if len(set(gather_texts(digest, device))) == 1:
+        return
+    everyone = [text.splitlines() for text in gather_texts("\n".join(lines), device)]
+    raise ConfigurationError(
+        f"workers hold different modules: {_first_difference(everyone)}; allowed: the same "
+        "module, with the same shapes, dtypes and frozen parameters, on every worker; build it "
+        "from the same arguments everywhere"
+    )
+
+
+def require_same_number(what: str, number: float, device: torch.device) -> None:
+    """Refuse workers that hold different values of a number.
+
+    Raises:
+        ConfigurationError: on every worker, with every value.
+    """
+    values = gather_texts(repr(number), device)
+    if len(set(values)) > 1:
+        each = ", ".join(f"worker {w}: {value}" for w, value in enumerate(values))
+        raise ConfigurationError(
+            f"workers have different {what} ({each}); allowed: the same everywhere; "
+            "use a DistributedSampler (Trainer(use_distributed_sampler=True)) or limit_train_batches"
+        )
+
+
+def describe_batch(batch: Any) -> str:
+    """Describe what must be alike in every worker's batch: structure, dtypes and ranks.
+
+    Sizes may differ: sentences are padded batch by batch, last batches are smaller.
+
+    Example:
+        >>> describe_batch((torch.zeros(4, 3), torch.zeros(4, dtype=torch.int64)))
+        'tuple of 2: float32 with 2 dims, int64 with 1 dim'
+    """
+    leaves, _ = tree_flatten(batch)
+    parts = [_leaf(leaf) for leaf in leaves]
+    return f"{type(batch).__name__} of {len(leaves)}: {', '.join(parts)}"
+
+
+def require_same_lines(what: str, texts: list[str], allowed: str) -> None:
+    """Refuse workers whose texts differ.
+
+    Raises:
+        StepError: with the first line that differs.
+    """
+    if len(set(texts)) > 1:
+        difference = _first_difference([text.splitlines() for text in texts])
+        raise StepError(f"workers differ in {what}: {difference}; allowed: {allowed}")
+
+
+def _leaf(leaf: Any) -> str:
+    if not isinstance(leaf, Tensor):
+        return type(leaf).__name__
+    return f"{str(leaf.dtype)[6:]} with {leaf.dim()} dim{'s' * (leaf.dim() != 1)}"
+
+
+def _tensors(module: nn.Module) -> Iterable[tuple[str, Tensor]]:
+    yield from module.named_parameters()
+    yield from module.named_buffers()
+
+
+def _tensor_line(name: str, x: Tensor) -> str:
+    trained = "trained" if x.requires_grad else "frozen"
+    return f"{name} {tuple(x.shape)} {str(x.dtype)[6:]} {trained}"
+
+
+def _first_difference(everyone: list[list[str]]) -> str:
+    base = everyone[0]
+    for w, lines in enumerate(everyone[1:], start=1):
+        for k in range(max(len(base), len(lines))):
+            a = base[k] if k < len(base) else "nothing"
+            b = lines[k] if k < len(lines) else "nothing"
+            if a != b:
+                return f"worker 0 has {a!r}, worker {w} has {b!r}"
+    return "none found"

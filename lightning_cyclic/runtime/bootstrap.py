@@ -1,0 +1,113 @@
+"""The first training step, which finds the stages.
+
+Version 0 is what every stage of step 0 reads, so step 0 needs no stages for its forwards: they
+run one worker after the other, as the sequential run does, handing all module buffers on, and
+take notes on the way. Then the workers agree on the stages and the backwards go on staggered.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_cyclic.runtime.agreement import describe_batch, gather_texts, require_same_lines
+from lightning_cyclic.runtime.flat import FlatLayout
+from lightning_cyclic.runtime.profile import Profile, Recorder, Unit
+
+
+@final
+class FirstStep:
+    """Run the forwards of step 0 in the order of workers and record them.
+
+    Args:
+        module: the whole module.
+        parameters: name -> parameter, for those that are trained.
+        device: where messages live.
+    """
+
+    def __init__(
+        self, module: nn.Module, parameters: Mapping[str, nn.Parameter], device: torch.device
+    ) -> None:
+        self._module = module
+        self._device = device
+        self._recorder = Recorder(module, dict(parameters))
+        self._batch = ""
+        self._layout = FlatLayout([b for _, b in module.named_buffers()])
+
+    @contextmanager
+    def forward(self, batch: Any, *, first: bool) -> Iterator[None]:
+        """Run the body as one forward of the step; the first of its batches is recorded."""
+        if not first:
+            yield
+            return
+        self._batch = describe_batch(batch)
+        with self._recorder.recording():
+            yield
+
+    def receive(self) -> None:
+        """Take in all buffers as the worker before this one left them."""
+        if dist.get_rank() > 0:
+            buffer = self._layout.new()
+            dist.recv(buffer.data, dist.get_rank() - 1)
+            for own, view in zip(self._buffers(), buffer.views, strict=True):
+                own.copy_(view)
+
+    def send(self) -> None:
+        """Hand all buffers to the worker behind this one."""
+        if dist.get_rank() < dist.get_world_size() - 1:
+            buffer = self._layout.new()
+            buffer.write(self._buffers())
+            dist.send(buffer.data, dist.get_rank() + 1)
+
+    def agree(self) -> Profile:
+        """Return the profile that all workers share.
+
+        Raises:
+            StepError: on every worker, if batches or the order of modules differ.
+        """
+        mine = self._recorder.profile()
+        facts = gather_texts(json.dumps([self._batch, _as_data(mine)]), self._device)
+        both = [json.loads(text) for text in facts]
+        require_same_lines(
+            "the data of their first batch",
+            [batch for batch, _ in both],
+            "the same structure, dtypes and number of dims; check the dataset of each worker",
+        )
+        require_same_lines(
+            "the order in which the first training step used its parameters",
+            ["\n".join(map(str, data["units"])) for _, data in both],
+            "the same order everywhere; control flow that differs between workers must lie "
+            "inside one stage: CyclicStrategy(stages=1)",
+        )
+        # whether statistics changed may depend on the batch: what changed anywhere is relayed
+        return _from_data(both[0][1], [data["buffers"] for _, data in both])
+
+    def _buffers(self) -> list[torch.Tensor]:
+        return [b.detach() for _, b in self._module.named_buffers()]
+
+
+def _as_data(profile: Profile) -> dict[str, Any]:
+    return asdict(profile)
+
+
+def _from_data(data: Mapping[str, Any], buffers: list[Mapping[str, Any]]) -> Profile:
+    changed: dict[str, tuple[int, int]] = {}
+    for each in buffers:
+        for name, span in each.items():
+            changed.setdefault(name, (span[0], span[1]))
+    units = tuple(
+        Unit(
+            starts=tuple(u["starts"]), parameters=tuple(u["parameters"]), glue=tuple(u["glue"])
+        )
+        for u in data["units"]
+    )
+    return Profile(units=units, unused=tuple(data["unused"]), buffers=changed)
+
+

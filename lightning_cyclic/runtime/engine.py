@@ -1,0 +1,480 @@
+"""The engine: execute one worker's script around an unmodified training step.
+
+    forward            enter(0) F0 enter(1) F1 ...      enter(j): receive or make the version that
+                                                        the program reads, show it, relay buffers
+    backward           ... B1 hand_over(1) B0 hand_over(0)
+                                                        hand_over(j): gradients to the sum lane
+    end_step           whatever autograd did not reach; t += 1
+    flush              updates in flight are finished; no version that a later F reads changes
+
+The engine knows no optimizer: an owner calls ``update(t, stages)`` with the total gradients of
+step t in ``p.grad``, and the callee changes the parameters in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from lightning_cyclic.actions import Action, Kind, Payload
+from lightning_cyclic.errors import CyclicError, PeerError, StepError, WaitTimeoutError
+from lightning_cyclic.plan import Plan
+from lightning_cyclic.runtime.flat import FlatBuffer, FlatLayout
+from lightning_cyclic.runtime.lanes import Ledger, RelayLane, SumLane
+from lightning_cyclic.runtime.norms import NormExchange
+from lightning_cyclic.runtime.relay import BufferRelay
+from lightning_cyclic.runtime.script import make_script
+from lightning_cyclic.runtime.stages import StageMap
+from lightning_cyclic.runtime.transport import AbstractPending, AbstractTransport
+from lightning_cyclic.runtime.versions import VersionStore
+
+Update = Callable[[int, Sequence[int]], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineState:
+    """Hold what a worker needs, beside weights and optimizer state, to go on with the same bits.
+
+    Args:
+        t: steps done; every update up to version t has been applied.
+        previous: name -> value in version t-1, for the stages that step t still reads so.
+    """
+
+    t: int
+    previous: dict[str, Tensor]
+
+
+@final
+class Engine:
+    """Run the replicated program of one worker.
+
+    Args:
+        module: the whole module; its parameters hold version ``state.t``.
+        plan: a plan with replicated placement.
+        stages: which parameters and buffers belong to which stage.
+        transport: how messages travel.
+        update: applies the total gradients of a step to the owned stages (step, stages).
+        state: where to go on; None at the beginning.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        plan: Plan,
+        stages: StageMap,
+        transport: AbstractTransport,
+        update: Update,
+        state: EngineState | None = None,
+    ) -> None:
+        self.plan = plan
+        self.stages = stages
+        self.transport = transport
+        self.script = make_script(plan, transport.worker)
+        self.t = state.t if state else 0
+        self.stop_version: int | None = None
+        self._stop_wanted = False
+        self._flushing = False
+        self._flushed_at = self.t
+        self._in_forward = False
+        self._last = True
+        self._order: list[int] = []
+        self._last_posted: dict[int, int] = {}
+        self._update = update
+        self._entered = -1
+        self._collecting = False
+        self._handed_over = plan.num_stages
+        named = dict(module.named_parameters())
+        self._parameters = [[named[n] for n in s.parameters] for s in stages.stages]
+        self.stores = [VersionStore(ps, self.t) for ps in self._parameters]
+        if state is not None:
+            self._restore_previous(state)
+        self._ledger = Ledger(transport.timeout_s)
+        layouts = [FlatLayout(ps) for ps in self._parameters]
+        self._sums = SumLane(self.script, layouts, transport, self._ledger, self._wait)
+        self._relay = RelayLane(self.script, transport, self._ledger, self._wait)
+        self._buffers = BufferRelay(
+            module, stages, self.script, transport, self._wait, ready=transport.worker == 0
+        )
+        # P under way to this worker: posted ahead, expected (handed to the lane) once it is due
+        self._posted: dict[int, tuple[int, AbstractPending, FlatBuffer]] = {}
+        self._expected: dict[int, tuple[int, AbstractPending, FlatBuffer]] = {}
+        self._totals: dict[int, tuple[AbstractPending, FlatBuffer]] = {}
+        for j, stage in enumerate(self.script.stages):
+            self._post_parameters(j)
+            if stage.owned and stage.total_from is not None:
+                self._post_total(j, layouts[j].new())
+        self._handles = self._register(module)
+        self._counts = [0] * plan.num_stages
+        self._expect(self.t)
+
+    # ------------------------------------------------------------------ one training step
+
+    @contextmanager
+    def forward(self, *, first: bool = True, last: bool = True) -> Iterator[None]:
+        """Run the body as the forward of this worker's micro-batch in step ``t``.
+
+        Args:
+            first: whether it is the first batch of the step; a step has several batches while
+                gradients accumulate, and all of them read the same versions.
+            last: whether it is the last batch of the step.
+        """
+        self._ledger.check()
+        self._last = last
+        if first:
+            self._entered, self._order = -1, []
+            self._in_forward = True
+            self.enter(0)
+        try:
+            yield
+        finally:
+            self._in_forward = False
+        if first:
+            self._finish_first()
+        if last:
+            self._finish_last(first=first)
+
+    def enter(self, j: int) -> None:
+        """Do what the program has before F(.,j); stages before it that were skipped come first."""
+        while self._entered < j:
+            if self._entered >= 0 and self._last:
+                self._buffers.hand_on(self.t, self._entered)
+            k = self._entered + 1
+            self._buffers.receive(self.t, k)
+            self._read(k)
+            self._entered = k
+
+    def adopt_forward(self) -> None:
+        """Begin in the middle of step 0, whose forward (on version 0) found the stages."""
+        assert self.t == 0
+        self._entered = self.plan.num_stages - 1
+        if self.transport.worker == self.transport.num_workers - 1:
+            for j in range(self.plan.num_stages):
+                self._buffers.hand_on(0, j)
+        self._buffers.step_done()
+
+    @contextmanager
+    def backward(self, *, last_of_window: bool) -> Iterator[None]:
+        """Run the body as the backward of the step; collect gradients if it is the last one.
+
+        Args:
+            last_of_window: False while gradients only accumulate on this worker.
+        """
+        self._collecting = last_of_window
+        self._handed_over = self.plan.num_stages
+        self._counts = [0] * self.plan.num_stages
+        try:
+            yield
+            if last_of_window:
+                self._hand_over_down_to(0)
+        finally:
+            self._collecting = False
+
+    def end_step(self) -> None:
+        """Count the step; what is due before the next one is expected from now on."""
+        self.t += 1
+        self._expect(self.t)
+        if self.plan.weights == "sync":
+            self.flush()
+
+    def request_stop(self) -> None:
+        """Ask every worker to stop; the request travels with the sums and the parameters."""
+        self._stop_wanted = True
+
+    @property
+    def stopping(self) -> bool:
+        """Say whether training ends here; true on every worker from the same step on."""
+        # a version made with a stop byte has been read by every worker two steps later
+        return self.stop_version is not None and self.t >= self.stop_version + 2
+
+    # ------------------------------------------------------------------ reading versions
+
+    def _read(self, j: int) -> None:
+        v = max(self.t - self.script.stages[j].lag, 0)
+        store = self.stores[j]
+        if v not in store:
+            if self.script.stages[j].owned:
+                self._make(v)
+            else:
+                self._arrive(j, v)
+        buffer = store.show(v)
+        store.drop_below(v)
+        self._note_stop(j, v, buffer)
+        self._post_parameters(j)
+
+    def _note_stop(self, j: int, v: int, buffer: FlatBuffer) -> None:
+        # one stage speaks for all, so that every worker counts from the same version
+        last = j == self.plan.num_stages - 1
+        if last and v > 0 and self.stop_version is None and bool(buffer.stop):
+            self.stop_version = v
+
+    def _arrive(self, j: int, v: int) -> None:
+        """Wait for version ``v`` of a stage that another worker owns."""
+        if self._relay.passes_on:
+            buffer = self._ledger.take("version", v, j, lambda: self._late(Payload.P, v, j))
+        else:
+            _, pending, buffer = self._expected.pop(j)
+            self._wait(pending, self.script.action(Kind.RECV, Payload.P, t=v, j=j, v=v))
+        self.stores[j].put(v, buffer)
+
+    def _expect(self, t: int) -> None:
+        """Hand the lane what the program receives before step ``t``'s forwards, in its order."""
+        for j, stage in enumerate(self.script.stages):
+            if not stage.owned:
+                self._expect_version(j, max(t - stage.lag, 0))
+
+    def _expect_version(self, j: int, v: int) -> None:
+        if j in self._posted and self._posted[j][0] <= v:
+            item = self._posted.pop(j)
+            if self._relay.passes_on:
+                self._relay.put((item[0], j, item[1], item[2]))
+            else:
+                self._expected[j] = item
+
+    def _post_parameters(self, j: int, *, needed: bool = False) -> None:
+        """Post the receive of the next version into the buffer that the last read freed."""
+        stage, store = self.script.stages[j], self.stores[j]
+        if stage.owned or stage.parameters_from is None or j in self._posted:
+            return
+        v = store.newest + 1
+        if j in self._expected or v <= self._last_posted.get(j, -1):
+            return
+        if not (store.has_free or needed):
+            return  # behind a flush two versions are kept: post once the older one is free
+        self._relay.reclaim(j, v - 2)
+        buffer = store.take_free()
+        pending = self.transport.irecv(Payload.P, j, stage.parameters_from, buffer.data)
+        self._posted[j] = (v, pending, buffer)
+        self._last_posted[j] = v
+
+    # ------------------------------------------------------------------ making versions
+
+    def _make(self, v: int) -> None:
+        """Apply the update that makes version ``v`` to every owned stage that is due."""
+        due = [j for j in self.script.owned if self.stores[j].newest == v - 1 and self._due(j, v)]
+        totals = {j: self._total(v - 1, j) for j in due}
+        for j in due:
+            self._relay.reclaim(j, v - 1)
+            self._advance(j, v)
+            for p, grad in zip(self._parameters[j], totals[j].tensors(), strict=True):
+                p.grad = grad
+        self._update(v - 1, due)
+        for j in due:
+            for p in self._parameters[j]:
+                p.grad = None
+            buffer = self.stores[j][v]
+            buffer.stop.copy_(totals[j].stop)
+            self._relay.send(v, j, buffer)
+            self._return_total(j, totals[j])
+
+    def _due(self, j: int, v: int) -> bool:
+        # stages that this step still reads at v-1 wait for the next step (unless all must be new)
+        return self._flushing or v <= self.t - self.script.stages[j].lag
+
+    def _advance(self, j: int, v: int) -> None:
+        still_read = v - 1 >= self.t - self.script.stages[j].lag and self._flushing
+        if still_read:
+            self.stores[j].advance_to_copy()
+        else:
+            self.stores[j].advance_in_place()
+
+    def _total(self, t: int, j: int) -> FlatBuffer:
+        if self.script.stages[j].total_from is None:
+            return self._ledger.take("total", t, j, lambda: self._late(Payload.S, t, j))
+        pending, buffer = self._totals.pop(j)
+        self._wait(pending, self.script.action(Kind.RECV, Payload.T, t=t, j=j, v=None))
+        return buffer
+
+    def _return_total(self, j: int, buffer: FlatBuffer) -> None:
+        if self.script.stages[j].total_from is None:
+            self._sums.give_back(j, buffer)
+        else:
+            self._post_total(j, buffer)
+
+    def _post_total(self, j: int, buffer: FlatBuffer) -> None:
+        peer = self.script.stages[j].total_from
+        assert peer is not None
+        self._totals[j] = (self.transport.irecv(Payload.T, j, peer, buffer.data), buffer)
+
+    # ------------------------------------------------------------------ gradients
+
+    def _register(self, module: nn.Module) -> list[Any]:
+        handles: list[Any] = []
+        for j, stage in enumerate(self.stages.stages):
+            for p in self._parameters[j]:
+                handles.append(p.register_post_accumulate_grad_hook(self._counter(j)))
+            if j > 0:
+                handles += self._register_forward(module, j, stage.start, stage.parameters)
+        return handles
+
+    def _register_forward(
+        self, module: nn.Module, j: int, start: str, names: Sequence[str]
+    ) -> list[Any]:
+        """Enter stage ``j`` at its first module, or at the first of its modules that runs."""
+        paths = dict.fromkeys([start, *(name.rpartition(".")[0] for name in names)])
+        hook = self._enterer(j)
+        return [
+            module.get_submodule(path).register_forward_pre_hook(hook, prepend=True)
+            for path in paths
+            if path
+        ]
+
+    def _enterer(self, j: int) -> Callable[[nn.Module, Any], None]:
+        def enter_stage(module: nn.Module, args: Any) -> None:
+            if self._in_forward:
+                if self._entered < j:
+                    self.enter(j)
+                self._order.append(j)
+
+        return enter_stage
+
+    def _finish_first(self) -> None:
+        last = self.plan.num_stages - 1
+        for j in range(self._entered + 1, last + 1):
+            if self.stages.stages[j].glue:
+                raise StepError(
+                    f"step {self.t} of worker {self.transport.worker} called no module of stage "
+                    f"{j}, but {', '.join(self.stages.stages[j].glue)} of that stage is used by "
+                    "code outside its module, perhaps in the wrong version; allowed: calling "
+                    f"{self.stages.stages[j].start!r} in every step; or put the boundary "
+                    'elsewhere, CyclicStrategy(stages=["module.path", ...])'
+                )
+        self.enter(last)
+        self._check_order()
+
+    def _finish_last(self, *, first: bool) -> None:
+        last = self.plan.num_stages - 1
+        for j in [last] if first else range(last + 1):
+            self._buffers.hand_on(self.t, j)
+        self._buffers.step_done()
+
+    def _check_order(self) -> None:
+        """Refuse a step whose stages first ran in another order than the profiled one."""
+        first = list(dict.fromkeys(self._order))
+        if first == sorted(first):
+            return
+        late = next(b for a, b in zip(first, first[1:], strict=False) if b < a)
+        raise StepError(
+            f"step {self.t} of worker {self.transport.worker} ran its stages in the order "
+            f"{first}, stage {late} ({self.stages.stages[late].start!r}) too late; allowed: the "
+            "order of the first training step; cut only where the order is always the same, "
+            'CyclicStrategy(stages=["module.path", ...]), or use stages=1'
+        )
+
+    def _counter(self, j: int) -> Callable[[Tensor], None]:
+        def count(parameter: Tensor) -> None:
+            if not self._collecting:
+                return
+            if self._handed_over <= j:
+                raise StepError(
+                    f"stage {j} of worker {self.transport.worker} got a gradient after its sum "
+                    f"had been sent in step {self.t}; allowed: one backward that reaches each "
+                    "parameter once; do not call backward inside training_step or backward "
+                    "hooks, and use torch.utils.checkpoint with use_reentrant=False"
+                )
+            self._counts[j] += 1
+            # stage 0 also holds what the profile saw unused: it is complete when backward ends
+            if j > 0 and self._counts[j] == len(self._parameters[j]):
+                self._hand_over_complete(j)
+
+        return count
+
+    def _hand_over_complete(self, j: int) -> None:
+        """Hand over stage ``j`` and complete ones below it, but never before those above it."""
+        while j > 0 and j == self._handed_over - 1:
+            if self._counts[j] != len(self._parameters[j]):
+                return
+            self._hand_over_down_to(j)
+            j -= 1
+
+    def _hand_over_down_to(self, j: int) -> None:
+        while self._handed_over > j:
+            k = self._handed_over - 1
+            grads = [p.grad for p in self._parameters[k]]
+            for p in self._parameters[k]:
+                p.grad = None
+            self._handed_over = k
+            self._sums.put((self.t, k, grads, self._stop_wanted))
+
+    # ------------------------------------------------------------------ flush and state
+
+    def flush(self) -> None:
+        """Finish every update in flight and show the newest version on every worker."""
+        if self._flushed_at == self.t:
+            return
+        self._ledger.check()
+        self._flushing = True
+        try:
+            for v in range(min(s.newest for s in self.stores) + 1, self.t + 1):
+                self._flush_version(v)
+        finally:
+            self._flushing = False
+        for store in self.stores:
+            store.show(self.t)
+        self._buffers.flush(self.t)
+        self._flushed_at = self.t
+
+    def _flush_version(self, v: int) -> None:
+        if any(self.stores[j].newest < v for j in self.script.owned):
+            self._make(v)
+        others = [j for j in range(self.plan.num_stages) if not self.script.stages[j].owned]
+        behind = [j for j in others if self.stores[j].newest < v]
+        for j in behind:
+            self._post_parameters(j, needed=True)
+            self._expect_version(j, v)
+        for j in behind:
+            self._arrive(j, v)
+            self.stores[j].drop_below(self.t - self.script.stages[j].lag)
+
+    def state(self) -> EngineState:
+        """Return what a checkpoint needs; only behind a flush."""
+        previous = {}
+        for stage, store in zip(self.stages.stages, self.stores, strict=True):
+            if self.t - 1 in store:
+                values = store[self.t - 1].views
+                previous |= {n: x.clone() for n, x in zip(stage.parameters, values, strict=True)}
+        return EngineState(t=self.t, previous=previous)
+
+    def _restore_previous(self, state: EngineState) -> None:
+        for stage, store in zip(self.stages.stages, self.stores, strict=True):
+            if state.t > 0 and all(n in state.previous for n in stage.parameters):
+                values = [state.previous[n].to(store.layout.device) for n in stage.parameters]
+                store.write(state.t - 1, values)
+
+    def norm_exchange(self) -> NormExchange:
+        """Return what computes the exact gradient norm over stages of several owners."""
+        return NormExchange(self.plan, self._parameters, self.transport, self._wait)
+
+    def parameters(self, j: int) -> Sequence[nn.Parameter]:
+        """Return the parameters of a stage."""
+        return self._parameters[j]
+
+    def close(self) -> None:
+        """Take the hooks off and end the lanes; parameters keep the version that is shown."""
+        for handle in self._handles:
+            handle.remove()
+        self._sums.close()
+        self._relay.close()
+        self.transport.close()
+
+    # ------------------------------------------------------------------ waiting
+
+    def _wait(self, pending: AbstractPending, action: Action) -> None:
+        try:
+            pending.wait()
+        except TimeoutError:
+            raise self._named(WaitTimeoutError, action, "it did not come in time") from None
+        except ConnectionError as error:
+            raise self._named(PeerError, action, f"the connection is gone ({error})") from None
+
+    def _late(self, payload: Payload, number: int, j: int) -> CyclicError:
+        v = number if payload is Payload.P else None
+        action = self.script.action(Kind.RECV, payload, t=number, j=j, v=v)
+        return self._named(WaitTimeoutError, action, "it did not come in time")
+
+    def _named(self, kind: type[CyclicError], action: Action, what: str) -> CyclicError:
+        return kind(f"worker {self.transport.worker} {action} {what}")

@@ -1,0 +1,113 @@
+"""Flat buffers: many tensors in one message, seen as tensors without copying.
+
+One buffer of bytes per stage and version (or partial sum), made once:
+
+    | parameter 0 | parameter 1 | ... | presence bytes (one per tensor) | stop byte |
+      16-byte aligned, own dtype and strides
+
+The *presence* bytes say which tensors have a gradient at all: an optimizer skips a parameter
+without one, so "no gradient" must not become "zero". The *stop* byte carries a request to end
+training (SIGTERM) around the ring, so that no collective is needed for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import final
+
+import torch
+from torch import Tensor
+
+_ALIGNMENT_BYTES = 16
+
+
+@final
+class FlatLayout:
+    """Know where each tensor of a list lies in a flat buffer.
+
+    Args:
+        tensors: the tensors whose shapes, strides and dtypes the layout copies. Tensors that are
+            not dense (expanded, say) are laid out contiguously.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self.device = tensors[0].device if tensors else torch.device("cpu")
+        self._specs: list[tuple[int, torch.Size, tuple[int, ...], torch.dtype]] = []
+        offset = 0
+        for tensor in tensors:
+            dense = torch.empty_like(tensor, device="meta")  # keeps strides where they are dense
+            self._specs.append((offset, tensor.shape, dense.stride(), tensor.dtype))
+            nbytes = tensor.numel() * tensor.element_size()
+            offset += -(-nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        self._flags_at = offset
+        self.num_bytes = offset + len(tensors) + 1
+
+    def new(self) -> FlatBuffer:
+        """Make a buffer of this layout; its tensors are not initialised, its flags are zero."""
+        data = torch.empty(self.num_bytes, dtype=torch.uint8, device=self.device)
+        data[self._flags_at :].zero_()
+        views = []
+        for offset, shape, stride, dtype in self._specs:
+            span = data[offset : offset + shape.numel() * dtype.itemsize].view(dtype)
+            views.append(span.as_strided(shape, stride))
+        return FlatBuffer(data, views, data[self._flags_at : -1], data[-1:])
+
+
+@final
+class FlatBuffer:
+    """Hold one flat buffer and the tensors that lie in it.
+
+    Args:
+        data: all bytes, shape (num_bytes,), dtype uint8; this is what a message carries.
+        views: the tensors, in layout order.
+        present: one byte per tensor, 1 where the tensor holds a value.
+        stop: one byte, 1 where some worker asked to stop.
+    """
+
+    __slots__ = ("data", "present", "stop", "views")
+
+    def __init__(self, data: Tensor, views: list[Tensor], present: Tensor, stop: Tensor) -> None:
+        self.data = data
+        self.views = views
+        self.present = present
+        self.stop = stop
+
+    def write(self, tensors: Sequence[Tensor | None]) -> None:
+        """Copy the tensors in; None leaves a gap that the presence bytes record."""
+        pairs = [(view, x) for view, x in zip(self.views, tensors, strict=True) if x is not None]
+        if pairs:
+            torch._foreach_copy_([view for view, _ in pairs], [x for _, x in pairs])
+        self._mark(tensors, fresh=True)
+
+    def add(self, tensors: Sequence[Tensor | None]) -> None:
+        """Add the tensors in place: what is here comes first in every sum."""
+        if len(tensors) == 0:
+            return
+        if bool(self.present.all()) and all(x is not None for x in tensors):
+            torch._foreach_add_(self.views, list(tensors))
+            return
+        here = self.present.tolist()
+        for view, x, was_here in zip(self.views, tensors, here, strict=True):
+            if x is None:
+                continue
+            if was_here:
+                view.add_(x)
+            else:
+                view.copy_(x)
+        self._mark(tensors, fresh=False)
+
+    def tensors(self) -> list[Tensor | None]:
+        """Return the views, None where no value is present."""
+        here = self.present.tolist()
+        return [view if there else None for view, there in zip(self.views, here, strict=True)]
+
+    def _mark(self, tensors: Sequence[Tensor | None], *, fresh: bool) -> None:
+        if all(x is not None for x in tensors):
+            self.present.fill_(1)
+            return
+        marks = torch.tensor([x is not None for x in tensors], dtype=torch.uint8)
+        marks = marks.to(self.present.device)
+        if fresh:
+            self.present.copy_(marks)
+        else:
+            self.present.bitwise_or_(marks)

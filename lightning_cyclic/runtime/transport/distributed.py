@@ -1,0 +1,125 @@
+"""The distributed transport: torch.distributed point-to-point (gloo, NCCL).
+
+One process group per kind of payload, so that messages of different kinds never wait for each
+other; the channel (stage) is the tag. NCCL ignores tags and matches in order, which the program
+guarantees per pair of workers and payload.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from datetime import timedelta
+from typing import Any, final
+
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_cyclic.actions import Payload
+from lightning_cyclic.runtime.transport.base import AbstractPending, AbstractTransport
+
+_POLL_S = 0.5
+
+
+@final
+class DistributedTransport(AbstractTransport):
+    """Send and receive over torch.distributed; every worker must build it at the same time.
+
+    Args:
+        payloads: the kinds of messages that the program has.
+        timeout_s: limit of every wait, in seconds.
+    """
+
+    def __init__(self, payloads: tuple[Payload, ...], timeout_s: float) -> None:
+        super().__init__(dist.get_rank(), dist.get_world_size(), timeout_s)
+        limit = timedelta(seconds=timeout_s)
+        self._groups: dict[Payload, Any] = {p: dist.new_group(timeout=limit) for p in payloads}
+        # gloo does not promise that two threads may post on one group at the same moment
+        self._posting = {p: threading.Lock() for p in payloads}
+        # a group's name is the same on every worker and new with every transport
+        self._board = FailureBoard(f"lightning_cyclic/{self._groups[payloads[0]].group_name}")
+
+    def isend(self, payload: Payload, channel: int, peer: int, data: Tensor) -> AbstractPending:
+        with self._posting[payload]:
+            return _Work(self._groups[payload].send([data], peer, channel))
+
+    def irecv(self, payload: Payload, channel: int, peer: int, data: Tensor) -> AbstractPending:
+        with self._posting[payload]:
+            return _Work(self._groups[payload].recv([data], peer, channel))
+
+    def report_failure(self, text: str) -> None:
+        self._board.report(text)
+
+    def failure(self) -> str | None:
+        return self._board.read()
+
+    def close(self) -> None:
+        self._board.close()
+
+
+@final
+class FailureBoard:
+    """Tell every worker why one fails, over the key-value store of the default process group.
+
+    A worker whose peer is gone sees only a closed connection; the store has the reason. The
+    store lives in worker 0, so a watcher reads it twice a second while worker 0 still lives.
+
+    Args:
+        key: where in the store the reason is written.
+    """
+
+    def __init__(self, key: str) -> None:
+        self._key = key
+        self._store = dist.distributed_c10d._get_default_store()
+        self._text: str | None = None
+        self._closed = threading.Event()
+        self._watcher = threading.Thread(target=self._watch, name="cyclic-failures", daemon=True)
+        self._watcher.start()
+
+    def report(self, text: str) -> None:
+        """Write the reason unless another worker was first; wait until others could read it."""
+        if self._text is not None:
+            return
+        self._text = text
+        with contextlib.suppress(RuntimeError):  # worker 0, and with it the store, may be gone
+            if not self._store.check([self._key]):
+                self._store.set(self._key, text)
+                if dist.get_rank() == 0:  # the store ends with this process
+                    self._closed.wait(3 * _POLL_S)
+
+    def read(self) -> str | None:
+        """Return the reason that some worker wrote, or None."""
+        if self._text is None:
+            self._look()
+        return self._text
+
+    def close(self) -> None:
+        """Stop watching."""
+        self._closed.set()
+
+    def _look(self) -> bool:
+        try:
+            if self._store.check([self._key]):
+                self._text = self._store.get(self._key).decode()
+        except RuntimeError:
+            return False
+        return self._text is None
+
+    def _watch(self) -> None:
+        while not self._closed.wait(_POLL_S) and self._look():
+            pass
+
+
+@final
+class _Work(AbstractPending):
+    def __init__(self, work: Any) -> None:
+        self._work = work
+
+    def wait(self) -> None:
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            text = str(error)
+            if "Timed out" in text or "timeout" in text.lower():
+                raise TimeoutError(text) from None
+            raise ConnectionError(text) from None

@@ -1,0 +1,129 @@
+"""A plan beside lockstep data parallelism on the same workers: one row per question."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import final
+
+from lightning_cyclic.plan import Plan
+from lightning_cyclic.simulate.account import account
+from lightning_cyclic.simulate.costs import Costs, Network
+from lightning_cyclic.simulate.engine import simulate
+from lightning_cyclic.simulate.lockstep import lockstep
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figures:
+    """Hold what a way of training costs; per worker, the worker with the most.
+
+    Args:
+        step_s: seconds per training step, in steady state.
+        num_micro: micro-batches per training step, of all workers.
+        bubble: share of the step for which a worker's compute is idle.
+        sent_bytes: bytes that a worker sends per step.
+        sent_messages: messages that a worker sends per step.
+        versions: weight versions of one stage that a worker keeps at once.
+        param_bytes: bytes of parameters that a worker keeps at once.
+        activations: stage-activations that a worker keeps at once.
+        all_activations: stage-activations that all workers together keep at once.
+    """
+
+    step_s: float
+    num_micro: float
+    bubble: float
+    sent_bytes: float
+    sent_messages: int
+    versions: int
+    param_bytes: float
+    activations: float
+    all_activations: float
+
+    @property
+    def micro_per_s(self) -> float:
+        """Return the micro-batches per second, of all workers."""
+        return self.num_micro / self.step_s if self.step_s else float("inf")
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """Hold the figures of a plan and of the reference, and what they were computed for."""
+
+    preset: str
+    num_workers: int
+    num_stages: int
+    network: Network
+    plan: Figures
+    lockstep: Figures
+
+    @property
+    def speed(self) -> float:
+        """Return how many times as many micro-batches per second the plan trains."""
+        return self.plan.micro_per_s / self.lockstep.micro_per_s
+
+    def as_dict(self) -> dict[str, object]:
+        """Return names and plain numbers, for JSON."""
+        return asdict(self) | {"speed": self.speed}
+
+
+def compare(plan: Plan, costs: Costs, network: Network, *, bucket_bytes: float = 0) -> Comparison:
+    """Simulate a plan and the reference.
+
+    Args:
+        plan: the plan; of ten steps or so, so that some are steady.
+        costs: what each stage costs.
+        network: the links between the workers.
+        bucket_bytes: size of the reference's all-reduces. [0: one per stage]
+
+    Returns:
+        Both, side by side. Where the plan has fewer micro-batches per step than workers, the
+        reference has one per worker, so compare micro-batches per second.
+    """
+    return Comparison(
+        preset=plan.preset,
+        num_workers=plan.num_workers,
+        num_stages=plan.num_stages,
+        network=network,
+        plan=_of_plan(plan, costs, network),
+        lockstep=_of_lockstep(plan, costs, network, bucket_bytes),
+    )
+
+
+def _of_plan(plan: Plan, costs: Costs, network: Network) -> Figures:
+    result = simulate(plan.programs, costs, network)
+    counted = account(plan.programs, costs)
+    workers = counted.workers
+    return Figures(
+        step_s=result.step_s,
+        num_micro=plan.num_micro,
+        bubble=max(result.bubble),
+        sent_bytes=max(sum(worker.sent_bytes.values()) for worker in workers),
+        sent_messages=max(sum(worker.sent_messages.values()) for worker in workers),
+        versions=max(worker.versions for worker in workers),
+        param_bytes=max(worker.param_bytes for worker in workers),
+        activations=max(worker.activations for worker in workers),
+        all_activations=counted.activations,
+    )
+
+
+def _of_lockstep(plan: Plan, costs: Costs, network: Network, bucket_bytes: float) -> Figures:
+    micro_per_worker = max(1.0, plan.num_micro / plan.num_workers)
+    step = lockstep(
+        costs,
+        network,
+        plan.num_workers,
+        micro_per_worker=micro_per_worker,
+        bucket_bytes=bucket_bytes,
+    )
+    return Figures(
+        step_s=step.step_s,
+        num_micro=micro_per_worker * plan.num_workers,
+        bubble=step.bubble,
+        sent_bytes=step.sent_bytes,
+        sent_messages=step.sent_messages,
+        versions=1,
+        param_bytes=sum(costs.param_bytes),
+        activations=plan.num_stages,
+        all_activations=plan.num_stages * plan.num_workers,
+    )

@@ -1,0 +1,131 @@
+"""What things cost: seconds of compute, bytes of payloads, and the links between the workers.
+
+All sequences run over the stages. One micro-batch through the whole model takes
+``sum(forward_s) + sum(backward_s)``; :meth:`Costs.even` splits that over equal stages, with a
+backward that takes twice its forward, as matrix products do.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf
+from typing import Self, final
+
+from lightning_cyclic.actions import Action, Kind, Payload
+from lightning_cyclic.errors import PlanError
+
+BACKWARD_PER_FORWARD = 2.0  # a backward makes two products where its forward makes one
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Network:
+    """Hold what a message costs; every worker has one sending and one receiving port.
+
+    Args:
+        latency_s: seconds from the start of sending to the start of receiving.
+        bandwidth_bytes_per_s: bytes per second of each port and direction.
+    """
+
+    latency_s: float = 0.0
+    bandwidth_bytes_per_s: float = inf
+
+    def __post_init__(self) -> None:
+        if self.latency_s < 0 or self.bandwidth_bytes_per_s <= 0:
+            raise PlanError(
+                f"a latency of {self.latency_s} s with {self.bandwidth_bytes_per_s} bytes/s "
+                "cannot be; allowed: latency >= 0, bandwidth > 0; give both as positive numbers"
+            )
+
+    def transfer_s(self, num_bytes: float) -> float:
+        """Return the seconds for which a message of ``num_bytes`` keeps a port busy."""
+        return num_bytes / self.bandwidth_bytes_per_s
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Costs:
+    """Hold what each stage costs.
+
+    Args:
+        forward_s: seconds of one forward.
+        backward_s: seconds of one backward.
+        param_bytes: bytes of the parameters; a gradient has as many.
+        update_s: seconds of one optimizer step; none by default.
+        cut_bytes: bytes of the activations that enter the stage, for one micro-batch; of stage
+            0 nothing is sent.
+        buffer_bytes: bytes of the buffers that are relayed (BatchNorm statistics).
+    """
+
+    forward_s: tuple[float, ...]
+    backward_s: tuple[float, ...]
+    param_bytes: tuple[float, ...]
+    update_s: tuple[float, ...] = ()
+    cut_bytes: tuple[float, ...] = ()
+    buffer_bytes: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        num_stages = len(self.forward_s)
+        for name in ("update_s", "cut_bytes", "buffer_bytes"):
+            if not getattr(self, name):
+                object.__setattr__(self, name, (0.0,) * num_stages)
+        for name in self.__dataclass_fields__:
+            values = getattr(self, name)
+            if len(values) != num_stages or min(values, default=0.0) < 0:
+                raise PlanError(
+                    f"{name} {values!r} does not fit; allowed: {num_stages} numbers >= 0, one per "
+                    "stage, as forward_s has; or use Costs.even(num_stages, ...)"
+                )
+
+    @classmethod
+    def even(
+        cls,
+        num_stages: int,
+        *,
+        compute_s: float = 1.0,
+        model_bytes: float = 0.0,
+        update_s: float = 0.0,
+        cut_bytes: float = 0.0,
+    ) -> Self:
+        """Split a model into equal stages.
+
+        Args:
+            num_stages: number of stages.
+            compute_s: seconds of forward and backward of one micro-batch through all stages.
+            model_bytes: bytes of all parameters.
+            update_s: seconds of one optimizer step of the whole model.
+            cut_bytes: bytes of the activations at each cut, for one micro-batch.
+
+        Returns:
+            The costs, every stage alike.
+
+        Example:
+            >>> Costs.even(2, compute_s=6.0).backward_s
+            (2.0, 2.0)
+        """
+        forward_s = compute_s / num_stages / (1 + BACKWARD_PER_FORWARD)
+        return cls(
+            forward_s=(forward_s,) * num_stages,
+            backward_s=(forward_s * BACKWARD_PER_FORWARD,) * num_stages,
+            param_bytes=(model_bytes / num_stages,) * num_stages,
+            update_s=(update_s / num_stages,) * num_stages,
+            cut_bytes=(cut_bytes,) * num_stages,
+        )
+
+    def compute_s(self, action: Action) -> float:
+        """Return the seconds for which ``action`` keeps its worker's compute lane busy."""
+        if action.kind is Kind.F:
+            return self.forward_s[action.j]
+        if action.kind is Kind.B:
+            return self.backward_s[action.j]
+        return self.update_s[action.j] if action.kind is Kind.UPDATE else 0.0
+
+    def message_bytes(self, action: Action) -> float:
+        """Return the bytes of the message that ``action`` sends or receives."""
+        if action.payload is Payload.A:
+            return self.cut_bytes[action.j]
+        if action.payload is Payload.G:  # enters stage j from behind, over the next cut
+            return self.cut_bytes[action.j + 1]
+        if action.payload is Payload.R:
+            return self.buffer_bytes[action.j]
+        return self.param_bytes[action.j]

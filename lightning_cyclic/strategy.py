@@ -1,0 +1,493 @@
+"""CyclicStrategy: Lightning's hooks, answered by a session of the runtime.
+
+    setup             check, agree, make the plan           (the session finds the stages in the
+    training_step     session.forward                        first training step)
+    backward          session.backward
+    optimizer_step    closure; remember lr & co.; session.end_step -- the update comes later
+    state dicts       flush first
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, Literal, final
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins import CheckpointIO, ClusterEnvironment, Precision
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch import Tensor, nn
+from torch.distributed.constants import default_pg_timeout
+from torch.optim import Optimizer
+
+from lightning_cyclic import checkpoint as ckpt
+from lightning_cyclic.callbacks.drain import DrainCallback
+from lightning_cyclic.checks import (
+    CLIPPING,
+    check_choice,
+    check_no_leftovers,
+    check_optimizers,
+    check_plan,
+    check_trainer,
+    trained_parameters,
+)
+from lightning_cyclic.deferred import DeferredUpdates
+from lightning_cyclic.errors import ConfigurationError, StepError
+from lightning_cyclic.plan import Plan, make_plan
+from lightning_cyclic.runtime.agreement import require_same_module, require_same_number
+from lightning_cyclic.runtime.session import Session, SessionConfig, auto_stages
+
+
+@final
+class CyclicStrategy(DDPStrategy):
+    """Train an unmodified LightningModule by a plan with replicated placement.
+
+    Args:
+        preset: name of the plan: "cyclic_dp", "cyclic_dp_v1" or "lockstep_dp".
+        schedule: overrides the preset's schedule.
+        placement: overrides the preset's placement.
+        weights: overrides the preset's weight rule.
+        sharding: overrides the preset's sharding.
+        stages: "auto", a number, or the module paths that begin stages 1, 2, ...
+        num_micro: micro-batches per update; with replicated placement one per worker.
+        slack: slots that messages are given to travel before a version counts as fresh.
+        clip: what gradient_clip_val (norm) looks at: "stage", "global", or None for the default:
+            "stage" for freshest weights (said once), "global" otherwise.
+        relay_buffers: "auto" relays the buffers that the first step changed (BatchNorm
+            statistics), "all" relays every buffer.
+        accelerator: as in DDPStrategy.
+        parallel_devices: as in DDPStrategy.
+        cluster_environment: as in DDPStrategy.
+        checkpoint_io: as in DDPStrategy.
+        precision_plugin: as in DDPStrategy.
+        process_group_backend: as in DDPStrategy.
+        timeout: limit of every wait for another worker.
+        start_method: "popen", "spawn", "fork" or "forkserver".
+        **kwargs: none; DDP's own arguments are refused by name.
+
+    Raises:
+        PlanError: unknown names, impossible numbers, or a plan that cannot be run yet.
+        ConfigurationError: a Trainer flag, module or optimizer that does not fit.
+
+    Source: Fournier and Oyallon, "Cyclic Data Parallelism for Efficient Parallelism of Deep
+        Neural Networks", arXiv 2403.08837 (CDP-v1, CDP-v2).
+
+    Example:
+        >>> from lightning.pytorch import Trainer
+        >>> Trainer(strategy=CyclicStrategy("cyclic_dp", slack=2), devices=1, accelerator="cpu",
+        ...         logger=False, enable_checkpointing=False).strategy.slack
+        2
+    """
+
+    def __init__(
+        self,
+        preset: str = "cyclic_dp",
+        *,
+        schedule: str | None = None,
+        placement: str | None = None,
+        weights: str | None = None,
+        sharding: str | None = None,
+        stages: int | str | list[str] = "auto",
+        num_micro: int | None = None,
+        slack: int = 0,
+        clip: str | None = None,
+        relay_buffers: str = "auto",
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = default_pg_timeout,
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        **kwargs: Any,
+    ) -> None:
+        check_no_leftovers(kwargs)
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            start_method=start_method,
+        )
+        self.preset = preset
+        self.slack = slack
+        self._axes = {
+            "schedule": schedule,
+            "placement": placement,
+            "weights": weights,
+            "sharding": sharding,
+        }
+        self._stages = _checked_stages(stages)
+        self._num_micro = num_micro
+        self._clip = clip
+        self._relay_buffers = relay_buffers
+        check_choice(relay_buffers, ("auto", "all"), "relay_buffers")
+        if clip is not None:
+            check_choice(clip, CLIPPING, "clip")
+        check_plan(self._make_plan(4, (), num_workers=2))  # refuse early, before any process
+        self._plan: Plan | None = None
+        self._session: Session | None = None
+        self._updates: DeferredUpdates | None = None
+        self._accumulating = False
+        self._saved: Mapping[str, Any] | None = None
+        self._seed = 0
+        self._pruned = False
+
+    # ------------------------------------------------------------------ what users ask
+
+    @property
+    def plan(self) -> Plan:
+        """Return the plan; after the first training step it has the stages that were found."""
+        if self._session is not None and self._session.engine is not None:
+            return self._session.engine.plan
+        if self._plan is None:
+            raise ConfigurationError(
+                "strategy.plan was read before setup; allowed: after Trainer.fit has set up; "
+                "read it in a callback's on_fit_start or later"
+            )
+        return self._plan
+
+    @property
+    def stage_of(self) -> dict[str, int]:
+        """Return parameter name -> stage; known from the first training step on."""
+        if self.world_size == 1 and self.lightning_module is not None:
+            return {n: 0 for n, _ in self.lightning_module.named_parameters()}
+        if self._session is None or self._session.stages is None:
+            raise ConfigurationError(
+                "strategy.stage_of was read before the first training step found the stages; "
+                "allowed: after it; read it in on_train_batch_end or later"
+            )
+        return self._session.stages.stage_of
+
+    @property
+    def messages_sent(self) -> int:
+        """Return how many point-to-point messages this worker has sent in training."""
+        return sum(self._session.transport.messages.values()) if self._session else 0
+
+    @property
+    def bytes_sent(self) -> int:
+        """Return how many bytes this worker has sent in training, point-to-point."""
+        return sum(self._session.transport.num_bytes.values()) if self._session else 0
+
+    # ------------------------------------------------------------------ setting up
+
+    def connect(self, model: LightningModule) -> None:
+        """Insert the drain in front of all callbacks."""
+        super().connect(model)
+        trainer = model.trainer
+        if self.world_size > 1 and not any(
+            isinstance(c, DrainCallback) for c in trainer.callbacks  # type: ignore[attr-defined]
+        ):
+            trainer.callbacks.insert(0, DrainCallback(self))  # type: ignore[attr-defined]
+
+    def setup(self, trainer: Trainer) -> None:
+        """Check everything that can be checked before the first step."""
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        if fitting:
+            assert self.lightning_module is not None
+            sync_batchnorm = self._layer_sync is not None
+            if self.world_size > 1:
+                check_trainer(trainer, self.lightning_module, sync_batchnorm=sync_batchnorm)
+        super().setup(trainer)
+        if fitting:
+            self._plan = self._make_plan(self._expected_stages(), ())
+            check_plan(self._plan)
+            if self.world_size > 1:
+                self._begin_session(trainer)
+
+    def configure_ddp(self) -> None:
+        """Make all workers start from worker 0's module, without wrapping it."""
+        if self.world_size == 1:
+            return
+        assert self.lightning_module is not None
+        require_same_module(self.lightning_module, self.root_device)
+        with torch.no_grad():
+            for tensor in [*self.lightning_module.parameters(), *self.lightning_module.buffers()]:
+                torch.distributed.broadcast(tensor, 0)
+
+    def _begin_session(self, trainer: Trainer) -> None:
+        module = self.lightning_module
+        assert module is not None
+        check_optimizers(self.optimizers)
+        parameters = trained_parameters(module, self.optimizers[0])
+        self._seed = self._agreed_seed()
+        self._updates = DeferredUpdates(trainer, self._clip_mode(trainer))
+        config = SessionConfig(
+            make_plan=self._make_plan,
+            stages=self._stages,
+            seed=self._seed,
+            timeout_s=self._timeout.total_seconds() if self._timeout else 1800.0,
+            relay_buffers=self._relay_buffers,
+        )
+        self._session = Session(
+            module, parameters, config, self.global_rank, self.root_device, self._updates.apply
+        )
+        self._updates.session = self._session
+        self.precision_plugin.clip_grad_by_norm = self._updates.clip_grad_by_norm
+        self._pruned = False
+        self._parameter_ids = frozenset(map(id, parameters.values()))
+        _replace_stop_broadcast(trainer, self._session)
+        self._resume()
+
+    def _agreed_seed(self) -> int:
+        seed = torch.tensor([torch.initial_seed() % 2**63], device=self.root_device)
+        torch.distributed.broadcast(seed, 0)
+        return int(seed)
+
+    def _expected_stages(self) -> int:
+        if isinstance(self._stages, int):
+            return self._stages
+        if isinstance(self._stages, list):
+            return len(self._stages) + 1
+        assert self.lightning_module is not None
+        ps = [p for p in self.lightning_module.parameters() if p.requires_grad]
+        wanted = auto_stages(self.world_size, sum(p.numel() * p.element_size() for p in ps))
+        return max(1, min(wanted, len(ps)))
+
+    def _make_plan(
+        self, num_stages: int, relayed: tuple[int, ...], num_workers: int | None = None
+    ) -> Plan:
+        return make_plan(
+            self.preset,
+            num_stages=num_stages,
+            num_workers=num_workers or self.world_size,
+            num_micro=self._num_micro,
+            slack=self.slack,
+            relayed=relayed,
+            **self._axes,
+        )
+
+    def _clip_mode(self, trainer: Trainer) -> str:
+        assert self._plan is not None
+        wanted = bool(trainer.gradient_clip_val)
+        by_norm = trainer.gradient_clip_algorithm != "value"
+        if self._clip is None and self._plan.weights == "freshest" and wanted and by_norm:
+            rank_zero_warn(
+                "gradient_clip_val clips each stage by its own norm, because the norm over all "
+                'stages would stall freshest weights; CyclicStrategy(clip="global") is exact and '
+                'stalls, clip="stage" keeps this and silences the warning.'
+            )
+        if self._clip == "global" and self._plan.weights == "freshest" and self.slack > 0:
+            raise ConfigurationError(
+                f'clip="global" with slack={self.slack} would mix gradients of two steps in one '
+                'norm; allowed: clip="stage", or slack=0, or preset "cyclic_dp_v1"; '
+                'use CyclicStrategy(clip="stage")'
+            )
+        return self._clip or ("stage" if self._plan.weights == "freshest" else "global")
+
+    # ------------------------------------------------------------------ one step
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's training step as the forward of this worker's micro-batch."""
+        if self._session is None or self._skips_backward():
+            return super().training_step(*args, **kwargs)
+        with self._session.forward(args[0] if args else kwargs, last=not self._accumulating):
+            output = super().training_step(*args, **kwargs)
+            if output is None:
+                raise StepError(
+                    f"training_step of worker {self.global_rank} returned None (step "
+                    f"{self._session.t}); allowed: a loss in every step, since other workers wait "
+                    "for its gradients; return 0 * loss to skip a batch"
+                )
+        return output
+
+    def backward(
+        self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        """Run the backward; gradients leave for the sum as their stages complete."""
+        if self._session is None:
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
+        with self._session.backward(closure_loss, last=not self._accumulating):
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
+
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: LightningModule | nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Run the closure and leave the update to the program."""
+        if self._session is None:
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
+        assert self._updates is not None
+        output = closure()
+        self._keep_owned_state()
+        self._updates.remember(self._session.t, self.optimizers[0], kwargs)
+        self._session.end_step()
+        return output
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Accumulate on this worker: gradients stay in ``p.grad`` until the window closes."""
+        self._accumulating = True
+        try:
+            yield
+        finally:
+            self._accumulating = False
+
+    def _skips_backward(self) -> bool:
+        # stochastic weight averaging runs an epoch of forwards alone, for BatchNorm statistics
+        loop = self.lightning_module.trainer.fit_loop.epoch_loop  # type: ignore[union-attr]
+        return bool(loop.automatic_optimization._skip_backward)
+
+    # ------------------------------------------------------------------ between steps
+
+    def flush(self) -> None:
+        """Finish updates in flight, so that the module holds the newest weights."""
+        if self._session is not None:
+            self._session.flush()
+
+    def fail(self, text: str) -> None:
+        """Communicate no more, and tell the other workers why."""
+        if self._session is not None:
+            self._session.fail(text)
+
+    def begin_epoch(self) -> None:
+        """Check that every worker has the same number of batches and the same parameters."""
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        require_same_number(
+            "numbers of training batches", trainer.num_training_batches, self.root_device
+        )
+        now = trained_parameters(self.lightning_module, self.optimizers[0])
+        if frozenset(map(id, now.values())) != self._parameter_ids:
+            raise ConfigurationError(
+                "the set of trained parameters changed between epochs (a callback froze, unfroze "
+                "or replaced some); allowed: the same parameters throughout one fit; unfreeze "
+                "before fit, or call fit once per phase"
+            )
+
+    # ------------------------------------------------------------------ checkpoints
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Return the newest weights, full on every worker."""
+        self.flush()
+        return super().lightning_module_state_dict()
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return the whole optimizer state on worker 0."""
+        engine = self._session.engine if self._session else None
+        if engine is None or self._session is None or self._session.failed:
+            return super().optimizer_state(optimizer)
+        self.flush()
+        optimizer = getattr(optimizer, "_optimizer", optimizer)
+        owned = [p for j in engine.script.owned for p in engine.parameters(j)]
+        return ckpt.gather_optimizer_state(optimizer, owned)
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None
+    ) -> None:
+        """Write a plain checkpoint with one more key for what is delayed."""
+        state = self._session.state() if self._session else None
+        if state is not None and self._session is not None and self._session.stages is not None:
+            checkpoint[ckpt.KEY] = ckpt.delayed_state(
+                self.plan, self._session.stages, state, self._seed
+            )
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
+        """Read a checkpoint, and keep what is delayed for the session."""
+        loaded = super().load_checkpoint(checkpoint_path, weights_only)
+        self._saved = loaded.get(ckpt.KEY)
+        return loaded
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load weights; versions in flight give way to them."""
+        self.flush()
+        super().load_model_state_dict(checkpoint, strict=strict)
+        if self._session is not None and not self._resume():
+            self._session.restart()
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load the whole optimizer state; each worker keeps the part that it owns."""
+        super().load_optimizer_state_dict(checkpoint)
+        self._pruned = False
+
+    def _resume(self) -> bool:
+        saved, self._saved = self._saved, None
+        if saved is None or self._session is None or self._plan is None:
+            return False
+        if not ckpt.fits(saved, self._plan):
+            rank_zero_warn(
+                f"The checkpoint was written under {saved['plan']}; this run has another plan and "
+                "goes on from its newest weights, as any strategy would, not with the same bits."
+            )
+            return False
+        self._session.resume(*ckpt.restored(saved), seed=saved["seed"])
+        self._seed = saved["seed"]
+        return True
+
+    def _keep_owned_state(self) -> None:
+        engine = self._session.engine if self._session else None
+        if engine is not None and not self._pruned:
+            owned = [p for j in engine.script.owned for p in engine.parameters(j)]
+            ckpt.keep_owned_state(self.optimizers[0], owned)
+            self._pruned = True
+
+    # ------------------------------------------------------------------ the end
+
+    def teardown(self) -> None:
+        """Take everything off the module again."""
+        if self._session is not None:
+            self._session.close()
+            self.__dict__.pop("_parameter_ids", None)
+            self.precision_plugin.__dict__.pop("clip_grad_by_norm", None)
+            _restore_stop_broadcast(self.lightning_module.trainer)  # type: ignore[union-attr]
+            if self._session.engine is not None:
+                self._plan = self._session.engine.plan
+        super().teardown()
+
+
+def _checked_stages(stages: int | str | Sequence[str]) -> int | str | list[str]:
+    number = isinstance(stages, int) and not isinstance(stages, bool) and stages >= 1
+    paths = isinstance(stages, list | tuple) and all(isinstance(s, str) for s in stages)
+    if not (stages == "auto" or number or paths):
+        raise ConfigurationError(
+            f'stages={stages!r} is not understood; allowed: "auto", a number from 1, or a list of '
+            'module paths; use CyclicStrategy(stages=["layer2", "layer3"])'
+        )
+    return stages if isinstance(stages, int | str) else list(stages)
+
+
+def _replace_stop_broadcast(trainer: Trainer, session: Session) -> None:
+    """Let SIGTERM travel with the sums instead of a broadcast at the start of every batch.
+
+    Lightning's broadcast makes worker 0 wait for all others, once per batch: a barrier, which
+    undoes the stagger. The request reaches every worker with the parameters, and all stop at the
+    same step.
+    """
+    loop, signals = trainer.fit_loop.epoch_loop, trainer._signal_connector
+    # [1] the loop asks here at the start of every batch
+    if hasattr(loop, "_broadcast_sigterm_tensor"):
+
+        def stop_if_agreed() -> None:
+            if session.engine is not None and session.engine.stopping:
+                signals.received_sigterm = True
+                raise SIGTERMException
+
+        loop._broadcast_sigterm_tensor = stop_if_agreed  # type: ignore[method-assign]
+
+    # [2] the signal arrives here, on any worker, at any time
+    def request(signum: Any, frame: Any) -> None:
+        launcher = trainer.strategy.launcher
+        if not session.stop_requested and launcher is not None:
+            launcher.kill(signum)
+        session.request_stop()
+
+    signals._sigterm_notifier_fn = request  # type: ignore[method-assign]
+
+
+def _restore_stop_broadcast(trainer: Trainer) -> None:
+    trainer.fit_loop.epoch_loop.__dict__.pop("_broadcast_sigterm_tensor", None)
+    trainer._signal_connector.__dict__.pop("_sigterm_notifier_fn", None)

@@ -1,0 +1,43 @@
+"""predicted: read a guess of the weights that the backward will find; the backward reads those.
+
+The forward of micro-batch k starts from version v = max(0, k - (S-1-j)) and moves it s updates
+along the optimizer's direction: W - lr * s * direction. s is the true number of updates between
+this forward and its backward, min(k, S-1-j), so it grows during warm-up.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, final
+
+from lightning_cyclic.weights.base import AbstractWeights
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Predicted(AbstractWeights):
+    """Predict from the newest version in the forward, read the newest in the backward.
+
+    Source: PipeOptim, https://arxiv.org/abs/2312.00839; SpecTrain,
+        https://arxiv.org/abs/1809.02839; XPipe, https://arxiv.org/abs/1911.04610.
+    """
+
+    per_micro: ClassVar[bool] = True
+    for_replicas: ClassVar[bool] = False
+
+    def forward(self, t: int, newest: int) -> int:
+        """Give the version from which a forward of step t predicts."""
+        return min(t, newest)
+
+    def backward(self, forward: int, newest: int) -> int:
+        """Give the version that a backward reads: the current one."""
+        return newest
+
+    def horizon(self, forward: int, backward: int) -> int:
+        """Give s, the number of updates between a forward and its backward.
+
+        Args:
+            forward: the version that the forward starts from.
+            backward: the version that the backward reads.
+        """
+        return backward - forward

@@ -1,0 +1,1 @@
+"""LightningDataModules of the recipes: plain Lightning, they know nothing of lightning_cyclic."""

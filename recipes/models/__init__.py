@@ -1,0 +1,1 @@
+"""LightningModules of the recipes: plain Lightning, they know nothing of lightning_cyclic."""

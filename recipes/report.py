@@ -1,0 +1,78 @@
+"""The tables that a recipe prints: the plan when training starts, the results at its end."""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any, final
+
+import lightning as L
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+
+@final
+class PlanReport(L.Callback):
+    """Print what will run where, once the strategy has planned it."""
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Print the plan on worker 0."""
+        if trainer.is_global_zero:
+            console = Console()
+            console.print(plan_table(trainer, pl_module))
+            stage_of = getattr(trainer.strategy, "stage_of", None)
+            if stage_of:
+                console.print(stage_table(pl_module, stage_of))
+
+
+def plan_table(trainer: L.Trainer, module: nn.Module) -> Table:
+    """Say how the work is shared out; a strategy without a plan has fewer rows."""
+    plan = getattr(trainer.strategy, "plan", None)
+    rows = {
+        "strategy": getattr(plan, "preset", type(trainer.strategy).__name__),
+        "workers": trainer.world_size,
+        "weights read": getattr(plan, "weights", None),
+        "stages": getattr(plan, "num_stages", None),
+        "micro-batches per update": getattr(plan, "num_micro", None),
+        "slack (slots)": getattr(plan, "slack", None),
+        "parameters": f"{sum(p.numel() for p in module.parameters()):,}",
+        "updates per epoch": trainer.num_training_batches // trainer.accumulate_grad_batches,
+        "epochs": trainer.max_epochs,
+    }
+    return _two_columns("Plan", {name: row for name, row in rows.items() if row is not None})
+
+
+def stage_table(module: nn.Module, stage_of: Mapping[str, int]) -> Table:
+    """List the stages, each with its first parameter and its share of all parameters."""
+    sizes = {name: p.numel() for name, p in module.named_parameters()}
+    stages: dict[int, list[str]] = defaultdict(list)
+    for name, j in stage_of.items():
+        stages[j].append(name)
+    table = Table("stage", "begins with", "tensors", "parameters", title="Stages")
+    for column in (0, 2, 3):
+        table.columns[column].justify = "right"
+    for j, names in sorted(stages.items()):
+        count = sum(sizes.get(name, 0) for name in names)
+        table.add_row(str(j), names[0], str(len(names)), f"{count:,}")
+    return table
+
+
+def print_results(trainer: L.Trainer, metrics: Mapping[str, float], seconds: float) -> None:
+    """Print the metrics, the time, and what worker 0 sent where the strategy counts it."""
+    rows: dict[str, Any] = {name.replace("_", " "): f"{v:.4f}" for name, v in metrics.items()}
+    rows["seconds, start-up included"] = f"{seconds:.1f}"
+    messages = getattr(trainer.strategy, "messages_sent", None)
+    if messages:  # none counted: one worker, another strategy, or workers that were spawned
+        rows["messages sent by worker 0"] = f"{messages:,}"
+        rows["bytes sent by worker 0"] = f"{trainer.strategy.bytes_sent:,}"
+    rows["files"] = os.path.relpath(trainer.default_root_dir)
+    Console().print(_two_columns("Results", rows))
+
+
+def _two_columns(title: str, rows: Mapping[str, object]) -> Table:
+    table = Table(title=title, show_header=False)
+    for name, value in rows.items():
+        table.add_row(name, str(value))
+    return table

@@ -1,0 +1,75 @@
+"""Every file in conf/ composes, and what it names can be made."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import lightning as L
+import pytest
+from hydra.utils import instantiate
+from omegaconf import OmegaConf
+
+CONF = Path(__file__).parents[2] / "conf"
+CHOICES = [
+    f"{path.parent.name}={path.stem}"
+    for path in sorted(CONF.glob("*/*.yaml"))
+    if not path.stem.startswith("_")
+]
+EXPERIMENTS = [choice for choice in CHOICES if choice.startswith("experiment=")]
+CYCLIC = ["cyclic_dp", "cyclic_dp_v1", "lockstep_dp"]
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_every_choice_composes_and_resolves(compose_recipe, choice):
+    model = ["model=gpt"] if choice == "data=stdlib_bytes" else []  # text has no image channels
+    cfg = compose_recipe(choice, *model)
+    OmegaConf.resolve(cfg)
+    assert not OmegaConf.missing_keys(cfg)
+
+
+@pytest.mark.parametrize("choice", ["data=digits", *EXPERIMENTS])
+def test_every_experiment_makes_its_module_and_data(compose_recipe, choice):
+    cfg = compose_recipe(choice)
+    assert isinstance(instantiate(cfg.model), L.LightningModule)
+    assert isinstance(instantiate(cfg.data), L.LightningDataModule)
+
+
+@pytest.mark.parametrize("data", ["digits", "cifar10", "imagenet"])
+@pytest.mark.parametrize("model", ["digits_resnet", "resnet18", "resnet50"])
+def test_every_image_model_fits_every_image_data_set(compose_recipe, model, data):
+    cfg = compose_recipe(f"model={model}", f"data={data}")
+    assert cfg.model.net.num_classes == cfg.task.num_classes
+    assert cfg.model.net.channels == len(cfg.data.get("mean", [0]))
+
+
+def test_gpt_brings_its_data_and_the_command_line_wins(compose_recipe):
+    assert "stdlib_bytes" in compose_recipe("model=gpt").data._target_
+    assert "digits" in compose_recipe("experiment=cdp_cifar10", "data=digits").data._target_
+
+
+@pytest.mark.parametrize("name", CYCLIC)
+def test_cyclic_strategies_are_made_by_name(compose_recipe, name):
+    cfg = compose_recipe(f"strategy={name}", "stages=4")
+    assert (cfg.strategy.preset, cfg.strategy.stages) == (name, 4)
+    assert isinstance(instantiate(cfg.strategy), L.pytorch.strategies.DDPStrategy)
+
+
+def test_single_means_one_device_in_every_experiment(compose_recipe):
+    for choice in EXPERIMENTS:
+        cfg = compose_recipe(choice, "strategy=single")
+        assert (instantiate(cfg.strategy), cfg.trainer.devices) == ("auto", 1)
+
+
+def test_experiments_carry_the_settings_of_the_paper(compose_recipe):
+    cifar = compose_recipe("experiment=cdp_cifar10")
+    assert (cifar.trainer.devices, cifar.stages, cifar.data.batch_size) == (8, 4, 64)
+    assert cifar.trainer.max_epochs == 100
+    optimizer, scheduler = cifar.model.optimizer, cifar.model.scheduler
+    assert (optimizer.lr, optimizer.momentum, optimizer.weight_decay) == (0.05, 0.9, 5e-4)
+    assert (scheduler.step_size, scheduler.gamma) == (30, 0.2)
+
+    imagenet = compose_recipe("experiment=cdp_imagenet")
+    optimizer, scheduler = imagenet.model.optimizer, imagenet.model.scheduler
+    assert (optimizer.lr, optimizer.momentum, optimizer.weight_decay) == (0.1, 0.9, 1e-4)
+    assert (scheduler.step_size, scheduler.gamma) == (30, 0.1)
+    assert (imagenet.data.batch_size, imagenet.trainer.max_epochs) == (32, 91)

@@ -1,0 +1,185 @@
+"""Every recipe trains: a step or two on tiny data, alone and on two workers."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hydra.utils import instantiate
+from report import plan_table, print_results, stage_table
+from rich.console import Console
+from torch import nn
+from train import make_trainer
+
+ROOT = Path(__file__).parents[2]
+LIGHTNING_WARNINGS = [  # of Lightning itself: an old torch name; advice about loaders
+    pytest.mark.filterwarnings("ignore:.*LeafSpec"),
+    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
+]
+TINY_GPT = ["task.block_size=16", "data.max_bytes=20000"]
+TINY_GPT += [f"model.net.{change}" for change in ("layers=1", "heads=2", "width=8")]
+
+
+def train_two_batches(cfg):
+    torch.manual_seed(0)
+    trainer = make_trainer(cfg)
+    trainer.fit(instantiate(cfg.model), instantiate(cfg.data))
+    return float(trainer.callback_metrics[cfg.task.metric])
+
+
+@pytest.mark.parametrize("strategy", ["single", "cyclic_dp"])
+class TestOneWorker:
+    """`cyclic_dp` with one worker is the one-worker plan."""
+
+    pytestmark = LIGHTNING_WARNINGS
+
+    @pytest.fixture
+    def compose_one(self, compose_recipe, strategy):
+        alone = ["workers=1", f"strategy={strategy}", "trainer.fast_dev_run=2"]
+        quiet = ["trainer.enable_progress_bar=false", "trainer.enable_model_summary=false"]
+        return lambda *overrides: compose_recipe(*alone, *quiet, *overrides)
+
+    def test_digits(self, compose_one):
+        assert 0 <= train_two_batches(compose_one()) <= 1
+
+    def test_cdp_cifar10(self, compose_one, cifar10_folder):
+        cfg = compose_one(
+            "experiment=cdp_cifar10",
+            f"data.path={cifar10_folder}",
+            "data.num_workers=0",
+            "data.batch_size=4",
+            "model.net.width=4",
+            "workers=1",
+        )
+        assert 0 <= train_two_batches(cfg) <= 1
+
+    def test_cdp_imagenet(self, compose_one, imagenet_folder):
+        cfg = compose_one(
+            "experiment=cdp_imagenet",
+            f"data.path={imagenet_folder}",
+            "task.num_classes=3",
+            "data.num_workers=0",
+            "data.batch_size=4",
+            "data.train_transform.size=32",
+            "data.val_transform.shorter=40",
+            "data.val_transform.size=32",
+            "model.net.width=4",
+            "workers=1",
+        )
+        assert 0 <= train_two_batches(cfg) <= 1
+
+    def test_byte_lm(self, compose_one):
+        bits = train_two_batches(compose_one("experiment=byte_lm", *TINY_GPT))
+        assert bits == pytest.approx(8, abs=0.3)
+
+
+def run_recipe(tmp_path, *overrides):
+    """Run the script as a user does; a second worker runs the same command line again."""
+    command = [sys.executable, "recipes/train.py", f"hydra.run.dir={tmp_path}", *overrides]
+    env = {k: v for k, v in os.environ.items() if k not in {"OMP_NUM_THREADS", "LOCAL_RANK"}}
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env=env | {"COLUMNS": "120"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize("strategy", ["ddp", "cyclic_dp"])
+class TestTwoWorkers:
+    def test_digits_prints_each_table_once_and_keeps_its_files_in_the_run_directory(
+        self, tmp_path, strategy
+    ):
+        printed = run_recipe(
+            tmp_path, f"strategy={strategy}", "trainer.max_epochs=1", "trainer.limit_val_batches=2"
+        )
+        assert len(re.findall(r"\bPlan\b", printed)) == 1
+        assert len(re.findall(r"val accuracy +│ [01]\.\d{4}", printed)) == 1
+        assert ("bytes sent by worker 0" in printed) == (strategy != "ddp")
+        assert list(tmp_path.glob("metrics/checkpoints/*.ckpt"))
+        assert (tmp_path / "metrics" / "metrics.csv").is_file()
+
+    def test_byte_lm(self, tmp_path, strategy):
+        printed = run_recipe(
+            tmp_path,
+            "experiment=byte_lm",
+            f"strategy={strategy}",
+            "trainer.fast_dev_run=2",
+            *TINY_GPT,
+        )
+        assert re.search(r"val bits per byte +│ [78]\.\d{4}", printed)
+
+
+@pytest.mark.multi
+def test_a_sweep_that_would_start_itself_again_is_refused(tmp_path):
+    command = [sys.executable, "recipes/train.py", "-m", "strategy=ddp", "seed=0,1"]
+    done = subprocess.run(
+        [*command, f"hydra.sweep.dir={tmp_path}"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "add start_method=spawn" in done.stderr
+
+
+class TestReport:
+    module = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 4))
+
+    def trainer(self, **strategy):
+        return SimpleNamespace(
+            strategy=SimpleNamespace(**strategy),
+            world_size=2,
+            num_training_batches=22,
+            accumulate_grad_batches=1,
+            max_epochs=3,
+            default_root_dir="outputs/run",
+        )
+
+    def text(self, table):
+        console = Console(width=100)
+        with console.capture() as capture:
+            console.print(table)
+        return capture.get()
+
+    def test_plan_of_a_strategy_that_has_one(self):
+        plan = SimpleNamespace(
+            preset="cyclic_dp", weights="freshest", num_stages=8, num_micro=2, slack=0
+        )
+        text = self.text(plan_table(self.trainer(plan=plan), self.module))
+        for row in ("cyclic_dp", r"stages +│ 8", r"slack \(slots\) +│ 0", r"parameters +│ 25"):
+            assert re.search(row, text), row
+
+    def test_plan_of_a_strategy_that_has_none(self):
+        text = self.text(plan_table(self.trainer(), self.module))
+        assert "SimpleNamespace" in text
+        assert "stages" not in text
+
+    def test_stages_with_their_shares(self):
+        stage_of = {"0.weight": 0, "0.bias": 0, "1.weight": 1, "1.bias": 1}
+        text = self.text(stage_table(self.module, stage_of))
+        assert re.search(r"0 │ 0\.weight +│ +2 │ +9", text)
+        assert re.search(r"1 │ 1\.weight +│ +2 │ +16", text)
+
+    def test_results_with_and_without_messages(self, capsys):
+        print_results(self.trainer(), {"val_accuracy": 0.98}, 12.34)
+        text = capsys.readouterr().out
+        assert "0.9800" in text
+        assert "12.3" in text
+        assert "messages" not in text
+        print_results(self.trainer(messages_sent=7, bytes_sent=2048), {"val_accuracy": 0.98}, 1.0)
+        assert re.search(r"bytes sent by worker 0 +│ 2,048", capsys.readouterr().out)

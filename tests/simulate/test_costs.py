@@ -1,0 +1,56 @@
+import pytest
+
+from lightning_cyclic.actions import parse
+from lightning_cyclic.errors import PlanError
+from lightning_cyclic.simulate import Costs, Network
+
+COSTS = Costs(
+    forward_s=(1.0, 2.0),
+    backward_s=(3.0, 4.0),
+    param_bytes=(5.0, 6.0),
+    update_s=(7.0, 8.0),
+    cut_bytes=(0.0, 9.0),
+    buffer_bytes=(10.0, 11.0),
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("1F0@0#0", 2.0), ("0B0@0#0", 3.0), ("1UPDATE@1#0", 8.0), ("0GATHER@0#0", 0.0)],
+)
+def test_seconds_of_compute(text, seconds):
+    assert COSTS.compute_s(parse(text)) == seconds
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [
+        ("1SEND_A0>1#0", 9.0), ("0RECV_G0<1#0", 9.0),  # both over the cut before stage 1
+        ("0SEND_S0>1#0", 5.0), ("1SEND_T>0#0", 6.0), ("0RECV_P@1<1#0", 5.0),
+        ("1SEND_R1>1#0", 11.0),
+    ],
+)  # fmt: skip
+def test_bytes_of_messages(text, num_bytes):
+    assert COSTS.message_bytes(parse(text)) == num_bytes
+
+
+def test_even_stages_sum_up_to_the_model():
+    costs = Costs.even(8, compute_s=3.0, model_bytes=80.0, update_s=0.8, cut_bytes=2.0)
+    assert sum(costs.forward_s) == pytest.approx(1.0)
+    assert sum(costs.backward_s) == pytest.approx(2.0)
+    assert sum(costs.param_bytes) == 80.0
+    assert sum(costs.update_s) == pytest.approx(0.8)
+    assert costs.cut_bytes == (2.0,) * 8
+
+
+@pytest.mark.parametrize("changes", [{"param_bytes": (1.0,)}, {"update_s": (1.0, -1.0)}])
+def test_costs_that_do_not_fit_are_refused(changes):
+    given = {"forward_s": (1.0, 1.0), "backward_s": (1.0, 1.0), "param_bytes": (1.0, 1.0)}
+    with pytest.raises(PlanError, match="2 numbers >= 0"):
+        Costs(**(given | changes))
+
+
+@pytest.mark.parametrize("given", [{"latency_s": -1.0}, {"bandwidth_bytes_per_s": 0.0}])
+def test_networks_that_cannot_be_are_refused(given):
+    with pytest.raises(PlanError, match="cannot be; allowed"):
+        Network(**given)
