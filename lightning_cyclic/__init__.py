@@ -8,22 +8,23 @@ Importing the package registers its strategies by name, as soon as Lightning is 
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from lightning_cyclic._autoload import register_when_lightning_is_imported
-from lightning_cyclic.errors import (
-    ActionSyntaxError,
-    ConfigurationError,
-    CyclicError,
-    PeerError,
-    PlanError,
-    StepError,
-    ValidationError,
-    WaitTimeoutError,
-)
-from lightning_cyclic.plan import PRESETS, Plan, make_plan
 
 if TYPE_CHECKING:
+    from lightning_cyclic.errors import (
+        ActionSyntaxError,
+        ConfigurationError,
+        CyclicError,
+        PeerError,
+        PlanError,
+        StepError,
+        ValidationError,
+        WaitTimeoutError,
+    )
+    from lightning_cyclic.plan import PRESETS, Plan, make_plan
     from lightning_cyclic.strategy import CyclicStrategy
 
 __all__ = [
@@ -41,13 +42,23 @@ __all__ = [
     "make_plan",
 ]
 
+# Torch loads this package while it is itself being imported (entry point "torch.backends"), and
+# the planning floors start without torch: so every name is imported when it is first asked for.
+_HOMES = {
+    "PRESETS": "plan",
+    "Plan": "plan",
+    "make_plan": "plan",
+    "CyclicStrategy": "strategy",
+} | {name: "errors" for name in __all__ if name.endswith("Error")}
+
 register_when_lightning_is_imported()
 
 
 def __getattr__(name: str) -> Any:
-    # torch and lightning are imported only by those who ask for the strategy
-    if name == "CyclicStrategy":
-        from lightning_cyclic.strategy import CyclicStrategy  # noqa: PLC0415
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
 
-        return CyclicStrategy
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -134,11 +134,11 @@ def parse(text: str) -> Action:
 
 
 def to_csv(programs: Iterable[Program]) -> str:
-    """Write programs as CSV text, one row per worker.
+    r"""Write programs as CSV text, one row per worker.
 
     Example:
         >>> to_csv([(parse("0F0@0#0"), parse("0B0@0#0"))])
-        '0F0@0#0,0B0@0#0\\n'
+        '0F0@0#0,0B0@0#0\n'
     """
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows([map(str, program) for program in programs])

@@ -75,7 +75,12 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_draw(commands: argparse._SubParsersAction[_Parser]) -> None:
-    parser = commands.add_parser("draw", help="draw who computes what when, on which weights")
+    parser = commands.add_parser(
+        "draw",
+        help="draw who computes what when, on which weights",
+        epilog="2F0@3 reads: stage 2, forward of micro-batch 0, on version 3 of the weights. "
+        "In a terminal each version has its colour, and backwards (B) are reversed.",
+    )
     _add_plan(parser, num_steps=2)
     parser.add_argument(
         "--width", type=_whole, metavar="COLUMNS", help="most characters per line; 0 draws all "

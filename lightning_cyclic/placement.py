@@ -1,9 +1,11 @@
 """Placement: which worker runs micro-batch i on stage j.
 
-    replicated   w = i                  a worker runs whole micro-batches, as in data parallelism
-    pipelined    w = j                  a worker runs one stage (contiguous stages where N < S)
-    shared       one of S-j places of j a device per live activation: S(S+1)/2 in all
-    single       w = 0                  one worker runs everything: the reference
+Four answers:
+
+    replicated   w = i          a worker runs whole micro-batches, as in data parallelism
+    pipelined    w = j          a worker runs one stage (contiguous stages where N < S)
+    shared       S-j places     a device per live activation, S(S+1)/2 in all, not S*S
+    single       w = 0          one worker runs everything: the reference
 """
 
 from __future__ import annotations
@@ -99,9 +101,9 @@ class Pipelined(AbstractPlacement):
 class Shared(AbstractPlacement):
     """Give each stage as many places as it has live activations: S-j for stage j.
 
-    A place is free again exactly when the next micro-batch but S-j-1 arrives, so S(S+1)/2 devices
-    with room for one activation do what S*S do in lockstep. Fewer workers take several
-    neighbouring places each; with N = S(S+1)/2 there is one place per worker.
+    A place is free again in the slot in which the (S-j)th micro-batch after it arrives, so
+    S(S+1)/2 devices with room for one activation do what S*S do in lockstep. With that many
+    workers there is one place per worker; fewer take several neighbouring places each.
 
     Source: Fournier and Oyallon, https://arxiv.org/abs/2403.08837, model parallelism; the
         assignment of places is derived from the timetable.

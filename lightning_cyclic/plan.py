@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
-from typing import Any, Final, NamedTuple, NoReturn, final
+from typing import NoReturn, final
 
 from lightning_cyclic.actions import Action, Kind, Program
 from lightning_cyclic.errors import PlanError, one_of
@@ -20,108 +20,20 @@ from lightning_cyclic.passes.shards import shards
 from lightning_cyclic.passes.transfers import relays, transfers
 from lightning_cyclic.passes.updates import drain, updates
 from lightning_cyclic.passes.validate import check_timetable, probe, validate
-from lightning_cyclic.passes.versions import versions
-from lightning_cyclic.placement import AbstractPlacement, Pipelined, Replicated, Shared, Single
-from lightning_cyclic.schedules.base import TWO_SLOTS, AbstractSchedule
-from lightning_cyclic.schedules.cyclic import Cyclic
-from lightning_cyclic.schedules.gpipe import GPipe
-from lightning_cyclic.schedules.lockstep import Lockstep
-from lightning_cyclic.schedules.one_f_one_b import OneFOneB
-from lightning_cyclic.sharding import (
-    AbstractSharding,
-    FullSharding,
-    NoSharding,
-    OptimizerSharding,
+from lightning_cyclic.passes.versions import Cell, versions
+from lightning_cyclic.presets import (
+    AXES,
+    PLACEMENTS,
+    PRESETS,
+    SCHEDULES,
+    SHARDINGS,
+    WEIGHTS,
+    Axes,
+    Preset,
 )
-from lightning_cyclic.weights.base import AbstractWeights
-from lightning_cyclic.weights.delayed import Delayed
-from lightning_cyclic.weights.freshest import Freshest
-from lightning_cyclic.weights.predicted import Predicted
-from lightning_cyclic.weights.stashed import Stashed
-from lightning_cyclic.weights.sync import Sync
+from lightning_cyclic.schedules.base import TWO_SLOTS
 
-SCHEDULES: Final[dict[str, type[AbstractSchedule]]] = {
-    "lockstep": Lockstep,
-    "cyclic": Cyclic,
-    "gpipe": GPipe,
-    "1f1b": OneFOneB,
-}
-PLACEMENTS: Final[dict[str, type[AbstractPlacement]]] = {
-    "replicated": Replicated,
-    "pipelined": Pipelined,
-    "shared": Shared,
-    "single": Single,
-}
-WEIGHTS: Final[dict[str, type[AbstractWeights]]] = {
-    "sync": Sync,
-    "delayed": Delayed,
-    "freshest": Freshest,
-    "stashed": Stashed,
-    "predicted": Predicted,
-}
-SHARDINGS: Final[dict[str, type[AbstractSharding]]] = {
-    "none": NoSharding,
-    "optimizer": OptimizerSharding,
-    "full": FullSharding,
-}
-AXES: Final[dict[str, dict[str, type[Any]]]] = {
-    "schedule": SCHEDULES,
-    "placement": PLACEMENTS,
-    "weights": WEIGHTS,
-    "sharding": SHARDINGS,
-}
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class Preset:
-    """Hold the four axis values that a strategy name stands for, and where they come from."""
-
-    schedule: str
-    placement: str
-    weights: str
-    sharding: str
-    source: str
-
-
-PRESETS: Final[dict[str, Preset]] = {
-    "cyclic_dp": Preset(
-        "cyclic", "replicated", "freshest", "optimizer", "CDP-v2, arXiv 2403.08837"
-    ),
-    "cyclic_dp_v1": Preset(
-        "cyclic", "replicated", "delayed", "optimizer", "CDP-v1, arXiv 2403.08837"
-    ),
-    "cyclic_zero": Preset(
-        "cyclic", "replicated", "freshest", "full", "CDP in ZeRO-DP, arXiv 2403.08837"
-    ),
-    "cyclic_mp": Preset(
-        "cyclic", "shared", "freshest", "none", "CDP with model parallelism, arXiv 2403.08837"
-    ),
-    "cyclic_pipeline": Preset(
-        "cyclic", "pipelined", "freshest", "none", "CDP as a pipeline, arXiv 2403.08837"
-    ),
-    "gpipe": Preset("gpipe", "pipelined", "sync", "none", "GPipe, arXiv 1811.06965"),
-    "1f1b": Preset("1f1b", "pipelined", "sync", "none", "PipeDream-Flush, arXiv 2006.09503"),
-    "pipedream": Preset("cyclic", "pipelined", "stashed", "none", "PipeDream, SOSP 2019"),
-    "pipedream_2bw": Preset(
-        "cyclic", "pipelined", "delayed", "none", "PipeDream-2BW, arXiv 2006.09503"
-    ),
-    "pipeoptim": Preset("cyclic", "pipelined", "predicted", "none", "PipeOptim, arXiv 2312.00839"),
-    "spectrain": Preset("cyclic", "pipelined", "predicted", "none", "SpecTrain, arXiv 1809.02839"),
-    "xpipe": Preset("cyclic", "pipelined", "predicted", "none", "XPipe, arXiv 1911.04610"),
-    "lockstep_dp": Preset(
-        "lockstep", "replicated", "sync", "optimizer", "plain data parallelism, for parity"
-    ),
-}
-
-
-class Axes(NamedTuple):
-    """Hold the axis values of a plan as the objects that decide."""
-
-    schedule: AbstractSchedule
-    placement: AbstractPlacement
-    weights: AbstractWeights
-    sharding: AbstractSharding
+__all__ = ["PRESETS", "Plan", "Preset", "lower", "make_plan"]
 
 
 @final
@@ -191,9 +103,10 @@ class Plan:
 
     def backward_reads(self, t: int, i: int, j: int) -> int:
         """Give the version of stage j that B(i, j) of step t reads."""
+        if not self.axes.weights.looks_ahead:
+            return self.reads(t, i, j)
         schedule = self.axes.schedule
-        newest = schedule.updates_before(t, schedule.backward(i, j), j)
-        return self.axes.weights.backward(self.reads(t, i, j), newest)
+        return schedule.updates_before(t, schedule.backward(i, j), j)
 
     def horizon(self, t: int, i: int, j: int) -> int:
         """Count the updates of stage j between F(i, j) and B(i, j) that F looks ahead.
@@ -208,7 +121,8 @@ class Plan:
         schedule = self.axes.schedule
         ends = ((i, schedule.backward(i, j)) for i in range(self.num_micro))
         return 1 + max(
-            schedule.updates_before(t, start, j) - self.backward_reads(t, i, j) for i, start in ends
+            schedule.updates_before(t, start, j) - self.backward_reads(t, i, j)
+            for i, start in ends
         )
 
     def is_new(self, t: int, i: int, j: int) -> bool:
@@ -244,7 +158,7 @@ class Plan:
 
         Lazy and made without messages, so that thousands of workers can be drawn.
         """
-        for a in versions(self, self._compute(self.num_steps)):
+        for a in versions(self, self._cells(self.num_steps)):
             yield a.s, self.worker_of(a.i or 0, a.j, a.t), a
 
     @cached_property
@@ -252,20 +166,22 @@ class Plan:
         """For each worker, its actions in the order in which it runs them."""
         return lower(self)
 
-    def _compute(self, num_steps: int) -> Iterator[Action]:
-        """List F and B in the order in which a micro-batch meets them, without versions."""
+    def _cells(self, num_steps: int) -> Iterator[Cell]:
+        """List F and B in the order in which a micro-batch meets them."""
+        schedule = self.axes.schedule
         for t in range(num_steps):
             for i in range(self.num_micro):
                 for j in range(self.num_stages):
-                    yield Action(kind=Kind.F, t=t, i=i, j=j, s=self.slot(Kind.F, t, i, j))
+                    yield Cell(Kind.F, t, i, j, schedule.slot(t, schedule.forward(i, j)))
                 for j in reversed(range(self.num_stages)):
-                    yield Action(kind=Kind.B, t=t, i=i, j=j, s=self.slot(Kind.B, t, i, j))
+                    yield Cell(Kind.B, t, i, j, schedule.slot(t, schedule.backward(i, j)))
 
-    def _time(self, a: Action) -> tuple[int, int, int]:
+    def _time(self, cell: Cell) -> tuple[int, int, int]:
         """Give the exact time of an F or B; ties go by stage, then in order of micro-batches."""
         schedule = self.axes.schedule
-        start = schedule.forward if a.kind is Kind.F else schedule.backward
-        return a.t * schedule.period + start(a.i or 0, a.j), a.j, a.t * self.num_micro + (a.i or 0)
+        kind, t, i, j, _ = cell
+        start = schedule.forward if kind is Kind.F else schedule.backward
+        return t * schedule.period + start(i, j), j, t * self.num_micro + i
 
     def _lag(self, i: int, j: int) -> int:
         """Count the versions by which F(i, j) is behind once the run is under way."""
@@ -295,7 +211,7 @@ class Plan:
         if not placement.runs_whole_micro:
             return tuple(placement.workers_of(j)[0] for j in range(self.num_stages))
         return tuple(
-            sharding.owner(j, readers, self.num_workers, self.num_stages)
+            sharding.owner(j, readers, num_workers=self.num_workers, num_stages=self.num_stages)
             for j, readers in enumerate(self._first_readers)
         )
 
@@ -319,11 +235,11 @@ def lower(plan: Plan) -> tuple[Program, ...]:
     """
     # [1] Who computes what. Replicas read a version up to two steps later: see ``drain``.
     num_steps = plan.num_steps + (2 if plan.axes.placement.runs_whole_micro else 0)
-    compute: list[list[Action]] = [[] for _ in range(plan.num_workers)]
-    for a in sorted(plan._compute(num_steps), key=plan._time):
-        compute[plan.worker_of(a.i or 0, a.j, a.t)].append(a)
+    cells: list[list[Cell]] = [[] for _ in range(plan.num_workers)]
+    for cell in sorted(plan._cells(num_steps), key=plan._time):
+        cells[plan.worker_of(cell.i, cell.j, cell.t)].append(cell)
     # [2] Which version it reads, [3] which buffers come before it.
-    programs = tuple(tuple(relays(plan, versions(plan, c), w)) for w, c in enumerate(compute))
+    programs = tuple(tuple(relays(plan, versions(plan, c), w)) for w, c in enumerate(cells))
     # [4] Where versions are made, [5] what travels, [6] what remains after the last step.
     programs = drain(plan, transfers(plan, updates(plan, programs)))
     # [7] Who holds the bytes.

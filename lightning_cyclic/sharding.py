@@ -1,5 +1,7 @@
 """Sharding: who keeps which bytes of a stage that several workers hold.
 
+Three answers:
+
     none        the last worker owns every stage; all keep all parameters
     optimizer   the first reader of a new version owns the stage: optimizer state is spread
     full        as optimizer, and the others hold parameters only around each F and B
@@ -23,7 +25,9 @@ class AbstractSharding(ABC):
     """Whether parameters are fetched before each F and B and dropped after it."""
 
     @abstractmethod
-    def owner(self, j: int, first_readers: Sequence[int], num_workers: int, num_stages: int) -> int:
+    def owner(
+        self, j: int, first_readers: Sequence[int], *, num_workers: int, num_stages: int
+    ) -> int:
         """Choose the owner of stage j.
 
         Args:
@@ -39,7 +43,9 @@ class AbstractSharding(ABC):
 class NoSharding(AbstractSharding):
     """Let the last worker own everything, as it is where the sums end."""
 
-    def owner(self, j: int, first_readers: Sequence[int], num_workers: int, num_stages: int) -> int:
+    def owner(
+        self, j: int, first_readers: Sequence[int], *, num_workers: int, num_stages: int
+    ) -> int:
         """Choose the owner of stage j: N-1."""
         return num_workers - 1
 
@@ -49,7 +55,9 @@ class NoSharding(AbstractSharding):
 class OptimizerSharding(AbstractSharding):
     """Let the first reader own a stage; where several are first, deal the stages out."""
 
-    def owner(self, j: int, first_readers: Sequence[int], num_workers: int, num_stages: int) -> int:
+    def owner(
+        self, j: int, first_readers: Sequence[int], *, num_workers: int, num_stages: int
+    ) -> int:
         """Choose the owner of stage j: the last stages, whose sums end first, go to worker 0."""
         return first_readers[-1 - j * len(first_readers) // num_stages]
 
@@ -61,6 +69,10 @@ class FullSharding(AbstractSharding):
 
     gathers: ClassVar[bool] = True
 
-    def owner(self, j: int, first_readers: Sequence[int], num_workers: int, num_stages: int) -> int:
+    def owner(
+        self, j: int, first_readers: Sequence[int], *, num_workers: int, num_stages: int
+    ) -> int:
         """Choose the owner of stage j."""
-        return OptimizerSharding().owner(j, first_readers, num_workers, num_stages)
+        return OptimizerSharding().owner(
+            j, first_readers, num_workers=num_workers, num_stages=num_stages
+        )

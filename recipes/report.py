@@ -8,23 +8,35 @@ from collections.abc import Mapping
 from typing import Any, final
 
 import lightning as L
-from rich.console import Console
+from rich import get_console
 from rich.table import Table
 from torch import nn
 
 
 @final
 class PlanReport(L.Callback):
-    """Print what will run where, once the strategy has planned it."""
+    """Print what runs where, once the first batch has shown which stages the model has."""
 
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Print the plan on worker 0."""
-        if trainer.is_global_zero:
-            console = Console()
-            console.print(plan_table(trainer, pl_module))
-            stage_of = getattr(trainer.strategy, "stage_of", None)
-            if stage_of:
-                console.print(stage_table(pl_module, stage_of))
+    def __init__(self) -> None:
+        self.printed = False
+
+    def on_train_batch_end(
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        outputs: object,
+        batch: object,
+        batch_idx: int,
+    ) -> None:
+        """Print the plan on worker 0, above the progress bar."""
+        if self.printed or not trainer.is_global_zero:
+            return
+        self.printed = True
+        console = get_console()  # the progress bar's
+        console.print(plan_table(trainer, pl_module))
+        stage_of = getattr(trainer.strategy, "stage_of", None)
+        if stage_of:
+            console.print(stage_table(pl_module, stage_of))
 
 
 def plan_table(trainer: L.Trainer, module: nn.Module) -> Table:
@@ -68,7 +80,7 @@ def print_results(trainer: L.Trainer, metrics: Mapping[str, float], seconds: flo
         rows["messages sent by worker 0"] = f"{messages:,}"
         rows["bytes sent by worker 0"] = f"{trainer.strategy.bytes_sent:,}"
     rows["files"] = os.path.relpath(trainer.default_root_dir)
-    Console().print(_two_columns("Results", rows))
+    get_console().print(_two_columns("Results", rows))
 
 
 def _two_columns(title: str, rows: Mapping[str, object]) -> Table:

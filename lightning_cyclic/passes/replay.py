@@ -28,8 +28,9 @@ def replay(plan: Plan, programs: tuple[Program, ...]) -> None:
     """
     channels: dict[_Channel, deque[Action]] = defaultdict(deque)
     workers = [_Worker(plan, w, program, channels) for w, program in enumerate(programs)]
-    while any([worker.run() for worker in workers]):  # a list: everybody has a turn
-        pass
+    turns = [True]
+    while any(turns):
+        turns = [worker.run() for worker in workers]
     for worker in workers:
         worker.check_end()
     for (source, _, _), channel in channels.items():

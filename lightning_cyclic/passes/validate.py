@@ -134,7 +134,7 @@ def _check_order(plan: Plan, t: int, i: int, j: int) -> None:
                 plan,
                 a,
                 plan.worker_of(i, j, t),
-                given=f"schedule {plan.schedule!r} starts an action before what it needs has ended",
+                given=f"schedule {plan.schedule!r} starts this before what it needs has ended",
                 allowed="F after F of the stage before, B after B of the stage behind it",
                 todo="move it to a later slot",
             )
@@ -142,7 +142,7 @@ def _check_order(plan: Plan, t: int, i: int, j: int) -> None:
 
 def _check_completeness(plan: Plan, programs: tuple[Program, ...]) -> None:
     """Check that each F and B is run once, by its worker, and every version is made."""
-    done = Counter(
+    done: Counter[tuple[Kind, int, int | None, int, int]] = Counter(
         (a.kind, a.t, a.i, a.j, w)
         for w, program in enumerate(programs)
         for a in program

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from lightning_cyclic.actions import Action, Kind
 
@@ -11,18 +11,26 @@ if TYPE_CHECKING:
     from lightning_cyclic.plan import Plan
 
 
-def versions(plan: Plan, actions: Iterable[Action]) -> Iterator[Action]:
-    """Give each F and B the version that the weight rule names.
+class Cell(NamedTuple):
+    """Hold one cell of a timetable, before anybody has asked which weights it reads."""
+
+    kind: Kind
+    t: int
+    i: int
+    j: int
+    s: int
+
+
+def versions(plan: Plan, cells: Iterable[Cell]) -> Iterator[Action]:
+    """Make an action of each F and B, with the version that the weight rule names.
 
     Args:
         plan: whose rule and timetable decide.
-        actions: F and B without versions, in any order; one worker's, or everybody's.
+        cells: F and B in any order; one worker's, or everybody's.
 
     Returns:
-        The same actions with ``v``, lazily.
+        The actions, in the order of the cells, lazily: pictures have millions of them.
     """
-    for a in actions:
-        assert a.i is not None
-        reads = plan.reads if a.kind is Kind.F else plan.backward_reads
-        # built anew: dataclasses.replace takes twice as long, and pictures have millions of cells
-        yield Action(kind=a.kind, t=a.t, i=a.i, j=a.j, v=reads(a.t, a.i, a.j), s=a.s)
+    for kind, t, i, j, s in cells:
+        v = plan.reads(t, i, j) if kind is Kind.F else plan.backward_reads(t, i, j)
+        yield Action(kind=kind, t=t, i=i, j=j, v=v, s=s)

@@ -1,5 +1,7 @@
 """GPipe: all forwards, then all backwards, then a flush.
 
+Three micro-batches on two pipelined stages:
+
     slot   0   1   2   3   4   5   6   7
     w0   0F0 0F1 0F2   .   . 0B0 0B1 0B2
     w1     . 1F0 1F1 1F2 1B0 1B1 1B2   .

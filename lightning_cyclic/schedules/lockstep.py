@@ -1,5 +1,7 @@
 """Lockstep: every micro-batch in the same slot, as in plain data parallelism.
 
+Two workers, two stages:
+
     slot   0   1   2   3
     w0   0F0 1F0 1B0 0B0
     w1   0F1 1F1 1B1 0B1

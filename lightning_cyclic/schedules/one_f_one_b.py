@@ -1,5 +1,7 @@
 """1F1B: warm-up forwards, then a forward and a backward in turn, then backwards, then a flush.
 
+Three micro-batches on two pipelined stages, in as many slots as GPipe, but fewer in flight:
+
     slot   0   1   2   3   4   5   6   7
     w0   0F0 0F1   . 0B0 0F2 0B1   . 0B2
     w1     . 1F0 1B0 1F1 1B1 1F2 1B2   .

@@ -21,6 +21,8 @@ class AbstractWeights(ABC):
     """Whether the published rule updates after each micro-batch (num_micro defaults to 1)."""
     needs_previous: ClassVar[bool] = False
     """Whether version t-1 must exist wherever step t reads, which bounds num_micro below."""
+    looks_ahead: ClassVar[bool] = False
+    """Whether a backward reads the newest version, not the one that its forward read."""
     for_replicas: ClassVar[bool] = True
     """Whether the rule makes sense where every worker holds every stage."""
 
@@ -32,12 +34,3 @@ class AbstractWeights(ABC):
             t: training step.
             newest: updates of this stage that exist when the forward starts, slack included.
         """
-
-    def backward(self, forward: int, newest: int) -> int:
-        """Give the version that a backward reads.
-
-        Args:
-            forward: the version that its forward read.
-            newest: updates of this stage that exist when the backward starts.
-        """
-        return forward

@@ -22,16 +22,13 @@ class Predicted(AbstractWeights):
         https://arxiv.org/abs/1809.02839; XPipe, https://arxiv.org/abs/1911.04610.
     """
 
+    looks_ahead: ClassVar[bool] = True
     per_micro: ClassVar[bool] = True
     for_replicas: ClassVar[bool] = False
 
     def forward(self, t: int, newest: int) -> int:
         """Give the version from which a forward of step t predicts."""
         return min(t, newest)
-
-    def backward(self, forward: int, newest: int) -> int:
-        """Give the version that a backward reads: the current one."""
-        return newest
 
     def horizon(self, forward: int, backward: int) -> int:
         """Give s, the number of updates between a forward and its backward.

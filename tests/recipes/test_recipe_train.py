@@ -39,6 +39,16 @@ class TestOneWorker:
 
     pytestmark = LIGHTNING_WARNINGS
 
+    @pytest.fixture(autouse=True)
+    def leave_nothing_behind(self):
+        """Take back what a distributed strategy of one worker sets for the whole process."""
+        before = dict(os.environ)
+        yield
+        os.environ.clear()
+        os.environ.update(before)
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+
     @pytest.fixture
     def compose_one(self, compose_recipe, strategy):
         alone = ["workers=1", f"strategy={strategy}", "trainer.fast_dev_run=2"]

@@ -1,0 +1,97 @@
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_cyclic.actions import Payload, parse
+from lightning_cyclic.plan import make_plan
+from lightning_cyclic.simulate import Costs, account
+
+P, S, T = Payload.P, Payload.S, Payload.T
+
+
+def count(*programs, num_stages=1):
+    """Return the account of programs given as text; each stage has 10 bytes."""
+    costs = Costs.even(num_stages, model_bytes=10.0 * num_stages, cut_bytes=3.0)
+    return account([[parse(text) for text in program.split()] for program in programs], costs)
+
+
+def of_plan(preset, n, *, num_micro=None, num_steps=6):
+    plan = make_plan(
+        preset, num_stages=n, num_workers=n, num_micro=num_micro, num_steps=num_steps
+    )
+    return account(plan.programs, Costs.even(n, model_bytes=100.0 * n, cut_bytes=3.0))
+
+
+def test_messages_and_bytes_of_the_middle_step_by_payload():
+    steps = " ".join(f"0F0@0#{t} 0B0@0#{t} 0SEND_S0>1#{t} 1SEND_A0>1#{t}" for t in range(3))
+    (worker,) = count(steps, num_stages=2).workers
+    assert worker.sent_messages == {S: 1, Payload.A: 1}
+    assert worker.sent_bytes == {S: 10.0, Payload.A: 3.0}
+
+
+@pytest.mark.parametrize(
+    ("program", "versions"),
+    [
+        ("0F0@0#0 0B0@0#0 0UPDATE@1#0 0F0@1#1 0B0@1#1", 1),  # in place: nothing reads 0 any more
+        ("0F0@0#0 0UPDATE@1#0 0B0@0#0 0F0@1#1 0B0@1#1", 2),
+        ("0F0@0#0 0RECV_P@1<1#1 0F0@1#1 0RECV_P@2<1#2 0F0@2#2 0B0@0#0 0B0@1#1 0B0@2#2", 3),
+        ("0F0@0#0 0B0@0#0 0RECV_P@1<1#1 0F0@1#1 0B0@1#1", 1),
+        ("0RECV_P@1<1#1 0F0@1#1 0FREE@1#1 0F1@0#1 0RECV_P@1<1#1 0B0@1#1", 2),
+    ],
+)
+def test_versions_live_from_the_first_to_the_last_use(program, versions):
+    (worker,) = count(program).workers
+    assert (worker.versions, worker.param_bytes) == (versions, 10.0 * versions)
+
+
+def test_versions_are_counted_per_stage_and_bytes_over_all():
+    (worker,) = count("0F0@0#0 1F0@0#0 1B0@0#0 0B0@0#0", num_stages=2).workers
+    assert (worker.versions, worker.param_bytes, worker.activations) == (1, 20.0, 2)
+
+
+def test_nothing_to_count():
+    counted = count("")
+    assert counted.activations == 0
+    assert counted.workers[0].versions == 0
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.integers(2, 8))
+def test_cyclic_keeps_half_the_activations_of_lockstep(n):
+    assert of_plan("cyclic_dp", n).activations == n * (n + 1) // 2
+    assert of_plan("lockstep_dp", n).activations == n * n
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.integers(2, 8))
+def test_cyclic_sends_what_a_ring_sends_in_few_messages(n):
+    workers = of_plan("cyclic_dp", n).workers
+    total = {
+        payload: sum(worker.sent_messages.get(payload, 0) for worker in workers)
+        for payload in (S, T, P)
+    }
+    # Each stage: n-1 partial sums, its total unless the last worker owns it, n-1 relays.
+    assert total == {S: n * (n - 1), T: n - 1, P: n * (n - 1)}
+    assert [worker.updates for worker in workers] == [1] * n
+
+
+@pytest.mark.parametrize(
+    ("preset", "versions", "activations"),
+    [
+        ("gpipe", [1, 1, 1, 1], [4, 4, 4, 4]),
+        ("1f1b", [1, 1, 1, 1], [4, 3, 2, 1]),
+        ("pipedream", [4, 3, 2, 1], [4, 3, 2, 1]),
+        ("pipedream_2bw", [2, 2, 2, 2], [4, 3, 2, 1]),
+        ("cyclic_pipeline", [2, 2, 2, 1], [4, 3, 2, 1]),
+    ],
+)
+def test_what_the_papers_say_of_pipelines(preset, versions, activations):
+    workers = of_plan(preset, 4, num_steps=12).workers
+    assert [worker.versions for worker in workers] == versions
+    assert [worker.activations for worker in workers] == activations
+
+
+@pytest.mark.parametrize(("num_micro", "kept"), [(2, [2, 2, 2, 1]), (6, [4, 3, 2, 1])])
+def test_1f1b_keeps_no_more_than_there_are(num_micro, kept):
+    workers = of_plan("1f1b", 4, num_micro=num_micro).workers
+    assert [worker.activations for worker in workers] == kept
