@@ -59,6 +59,7 @@ class _Worker:
         self.position = 0
         self.versions = {(j, 0) for j in range(plan.num_stages) if self._starts_with(j)}
         self.done: set[tuple[Kind | Payload, int, int, int]] = set()  # what, t, i, j
+        self.gathered: dict[int, int | None] = {}  # for which version of a stage there is room
         self.sums: dict[tuple[int, int], int] = defaultdict(lambda: -1)  # t, j: up to i
 
     def _starts_with(self, j: int) -> bool:
@@ -81,6 +82,11 @@ class _Worker:
         if self.position < len(self.program):
             a = self.program[self.position]
             self._refuse(a, "waits for ever for its message", "a send that is not behind it")
+        placement, last = self.plan.axes.placement, self.plan.num_steps
+        for j in range(self.plan.num_stages):
+            if self.w in placement.workers_of(j) and (j, last) not in self.versions:
+                a = self.program[-1]
+                self._refuse(a, f"ends without version {last} of stage {j}", "the last version")
 
     def _channel(self, a: Action) -> deque[Action]:
         assert a.peer is not None
@@ -91,6 +97,7 @@ class _Worker:
     def _forward(self, a: Action) -> None:
         self._need_version(a)
         self._need(a, a.j == 0 or self._has(a, Kind.F, a.j - 1) or self._has(a, Payload.A, a.j))
+        self._need(a, not self._is_handed_buffers(a) or self._has(a, Payload.R, a.j))
         self._mark(a, Kind.F)
 
     def _backward(self, a: Action) -> None:
@@ -119,6 +126,7 @@ class _Worker:
             self._refuse(a, f"takes what was sent as {sent}", "receives in the order of the sends")
         if a.payload is Payload.P:
             assert a.v is not None
+            self._need(a, not self.plan.axes.sharding.gathers or self.gathered.get(a.j) == a.v)
             self.versions.add((a.j, a.v))
         elif a.payload in (Payload.S, Payload.T):
             self.sums[a.t, a.j] = self.plan.num_micro - 1 if a.i is None else a.i
@@ -132,17 +140,19 @@ class _Worker:
         if self.plan.owner(a.j) != self.w:
             self._refuse(a, "updates somebody else's stage", f"worker {self.plan.owner(a.j)}")
         self._need(a, a.v == a.t + 1)
-        self._need(a, (a.j, a.v - 1) in self.versions)
+        self._need(a, (a.j, a.v - 1) in self.versions and (a.j, a.v) not in self.versions)
         self._need(a, self.sums[a.t, a.j] == self.plan.num_micro - 1)
         self.versions.add((a.j, a.v))
 
     def _gather(self, a: Action) -> None:
         """Make room: the bytes come with the next receive."""
+        self._need(a, a.j not in self.gathered)
+        self.gathered[a.j] = a.v
 
     def _free(self, a: Action) -> None:
         self._need_version(a)
-        assert a.v is not None
-        self.versions.discard((a.j, a.v))
+        self._need(a, self.gathered.pop(a.j, None) == a.v)
+        self.versions = {(j, v) for j, v in self.versions if j != a.j}
 
     def _extend_sum(self, t: int, j: int) -> None:
         """Add own gradients to the sum in the order of micro-batches, as far as they go."""
@@ -151,6 +161,14 @@ class _Worker:
 
     def _has(self, a: Action, what: Kind | Payload, j: int) -> bool:
         return (what, a.t, a.i or 0, j) in self.done
+
+    def _is_handed_buffers(self, a: Action) -> bool:
+        """Say whether the buffers that an F starts from come from another worker."""
+        k = a.t * self.plan.num_micro + (a.i or 0)
+        if a.j not in self.plan.relayed or k == 0:
+            return False
+        t, i = divmod(k - 1, self.plan.num_micro)
+        return self.plan.worker_of(i, a.j, t) != self.w
 
     def _mark(self, a: Action, what: Kind | Payload) -> None:
         self._need(a, not self._has(a, what, a.j))

@@ -39,7 +39,7 @@ def _at_end(plan: Plan, a: Action, w: int) -> Iterator[Action]:
     yield a
     if a.kind is Kind.B and a.j == 0:
         for j in range(plan.num_stages):
-            yield _update(j, a.t + 1, a.s)
+            yield _update(j, a.t + 1, a.s + 1)
 
 
 def _at_first_use(plan: Plan, a: Action, w: int) -> Iterator[Action]:
@@ -53,7 +53,7 @@ def _at_first_use(plan: Plan, a: Action, w: int) -> Iterator[Action]:
         yield _update(a.j, a.v, a.s)
     yield a
     if a.kind is Kind.B and is_late_owner:
-        yield _update(a.j, a.t + 1, a.s)
+        yield _update(a.j, a.t + 1, a.s + 1)
 
 
 def _by_slot(plan: Plan, program: Program, w: int) -> Iterator[Action]:

@@ -21,6 +21,7 @@ from lightning_cyclic.passes.replay import replay
 if TYPE_CHECKING:
     from lightning_cyclic.plan import Plan
 
+_COMPUTE = (Kind.F, Kind.B)
 _MOST_CELLS = 2_000  # (micro-batch, stage, step) cells that a probe may have: about a second
 
 
@@ -141,21 +142,20 @@ def _check_order(plan: Plan, t: int, i: int, j: int) -> None:
 
 
 def _check_completeness(plan: Plan, programs: tuple[Program, ...]) -> None:
-    """Check that each F and B is run once, by its worker, and every version is made."""
-    done: Counter[tuple[Kind, int, int | None, int, int]] = Counter(
-        (a.kind, a.t, a.i, a.j, w)
+    """Check that each F and B is run once, by its worker and on its version."""
+    done = Counter(
+        (a, w)
         for w, program in enumerate(programs)
-        for a in program
-        if a.kind in (Kind.F, Kind.B)
+        for a in (replace(a, s=0) for a in program if a.kind in _COMPUTE)
     )
     for s, w, a in plan.timetable:
-        if done[a.kind, a.t, a.i, a.j, w] != 1:
-            times = done[a.kind, a.t, a.i, a.j, w]
+        times = done[replace(a, s=0), w]
+        if times != 1:
             refuse(
                 plan,
                 replace(a, s=s),
                 w,
-                given=f"run {times} times",
+                given=f"on the version that the rule names, runs {times} times",
                 allowed="once, by the worker that the placement names",
                 todo="use the programs of make_plan(...)",
             )

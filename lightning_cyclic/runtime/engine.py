@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, final
 
 import torch
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from lightning_cyclic.actions import Action, Kind, Payload
 from lightning_cyclic.errors import CyclicError, PeerError, StepError, WaitTimeoutError
+from lightning_cyclic.passes.refusal import timetable_around
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.runtime.flat import FlatBuffer, FlatLayout
 from lightning_cyclic.runtime.lanes import Ledger, RelayLane, SumLane
@@ -218,7 +219,7 @@ class Engine:
             buffer = self._ledger.take("version", v, j, lambda: self._late(Payload.P, v, j))
         else:
             _, pending, buffer = self._expected.pop(j)
-            self._wait(pending, self.script.action(Kind.RECV, Payload.P, t=v, j=j, v=v))
+            self._wait(pending, self.script.action(Kind.RECV, Payload.P, t=self.t, j=j, v=v))
         self.stores[j].put(v, buffer)
 
     def _expect(self, t: int) -> None:
@@ -468,13 +469,34 @@ class Engine:
             pending.wait()
         except TimeoutError:
             raise self._named(WaitTimeoutError, action, "it did not come in time") from None
-        except ConnectionError as error:
-            raise self._named(PeerError, action, f"the connection is gone ({error})") from None
+        except ConnectionError:
+            raise self._named(PeerError, action, "the connection is gone") from None
 
     def _late(self, payload: Payload, number: int, j: int) -> CyclicError:
         v = number if payload is Payload.P else None
-        action = self.script.action(Kind.RECV, payload, t=number, j=j, v=v)
+        t = number if v is None else number + self.script.stages[j].lag
+        action = self.script.action(Kind.RECV, payload, t=t, j=j, v=v)
         return self._named(WaitTimeoutError, action, "it did not come in time")
 
     def _named(self, kind: type[CyclicError], action: Action, what: str) -> CyclicError:
-        return kind(f"worker {self.transport.worker} {action} {what}")
+        """Name worker, action, peer and slot of a wait that failed, and draw where it stands."""
+        waited = "to send to" if action.kind is Kind.SEND else "for"
+        reason = self.transport.failure()
+        drawn, shift = self._drawable(action)
+        note = f", drawn {shift} steps earlier, where the timetable is the same" if shift else ""
+        return kind(
+            f"worker {self.transport.worker} waited {waited} worker {action.peer}: action "
+            f"{action}, slot {action.s}: {what}; the limit is {self.transport.timeout_s:g} s"
+            + (f"\nBecause {reason}" if reason else "")
+            + "\nLook at the log of that worker first; if it was only slow, raise the limit: "
+            "CyclicStrategy(timeout=timedelta(minutes=...))"
+            f"\nThe arrow shows the action{note}:\n"
+            + timetable_around(replace(self.plan, num_steps=4), drawn, self.transport.worker)
+        )
+
+    def _drawable(self, action: Action) -> tuple[Action, int]:
+        """Move an action of a late step into the first steps, where a short plan has it."""
+        shift = max(action.t - 2, 0)
+        v = None if action.v is None else action.v - shift
+        slot = action.s - shift * self.script.slots_per_step
+        return replace(action, t=action.t - shift, v=v, s=slot), shift

@@ -234,7 +234,7 @@ class RelayLane(_Lane[RelayItem]):
     def do(self, item: RelayItem) -> None:
         """Wait for one stage's version, pass it on, and put it down."""
         v, j, pending, buffer = item
-        self._wait(pending, self._script.action(Kind.RECV, Payload.P, t=v, j=j, v=v))
+        self._wait(pending, self._parameters(Kind.RECV, v, j))
         self.send(v, j, buffer)
         self.ledger.put("version", v, j, buffer)
 
@@ -242,12 +242,15 @@ class RelayLane(_Lane[RelayItem]):
         """Send a version on, if the program does."""
         peer = self._script.stages[j].parameters_to
         if peer is not None:
-            action = self._script.action(Kind.SEND, Payload.P, t=v, j=j, v=v)
             pending = self._transport.isend(Payload.P, j, peer, buffer.data)
-            self._sent[j, v] = (pending, action)
+            self._sent[j, v] = (pending, self._parameters(Kind.SEND, v, j))
 
     def reclaim(self, j: int, v: int) -> None:
         """Wait until version ``v`` has been sent on, so that its buffer may be written again."""
         sent = self._sent.pop((j, v), None)
         if sent is not None:
             self._wait(*sent)
+
+    def _parameters(self, kind: Kind, v: int, j: int) -> Action:
+        t = v + self._script.stages[j].lag  # the step in which this worker reads the version
+        return self._script.action(kind, Payload.P, t=t, j=j, v=v)

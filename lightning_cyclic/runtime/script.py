@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 from lightning_cyclic.actions import Action, Kind, Payload
 from lightning_cyclic.plan import Plan
 
+_STEADY_STEP = 3  # every kind of message flows, and the drain of a six-step program is ahead
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageScript:
@@ -25,8 +27,7 @@ class StageScript:
         total_from, total_to: where the total of a step comes from (owner) or goes to (T).
         sum_from, sum_to: neighbours of the partial sums (S).
         buffers_from, buffers_to: neighbours of the relayed buffers (R).
-        slots: slot, from the beginning of worker 0's step 0, of the first action of each kind
-            and payload in step 0; for messages to people only.
+        actions: the action of each kind and payload, as one steady step has it.
     """
 
     lag: int
@@ -39,7 +40,7 @@ class StageScript:
     sum_to: int | None
     buffers_from: int | None
     buffers_to: int | None
-    slots: dict[tuple[Kind, Payload | None], int]
+    actions: dict[tuple[Kind, Payload | None], Action]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,37 +58,28 @@ class Script:
 
     def action(self, kind: Kind, payload: Payload | None, *, t: int, j: int, v: int | None) -> Action:
         """Return the action of step ``t`` as the program has it, with peer and slot."""
-        stage = self.stages[j]
-        send = kind is Kind.SEND
-        peers = {
-            Payload.P: stage.parameters_to if send else stage.parameters_from,
-            Payload.T: stage.total_to if send else stage.total_from,
-            Payload.S: stage.sum_to if send else stage.sum_from,
-            Payload.R: stage.buffers_to if send else stage.buffers_from,
-        }
-        slot = stage.slots.get((kind, payload), 0) + t * self.slots_per_step
-        peer = peers.get(payload) if payload is not None else None
-        return Action(kind=kind, payload=payload, t=t, j=j, v=v, peer=peer, s=slot)
+        steady = self.stages[j].actions[kind, payload]
+        slot = steady.s + (t - _STEADY_STEP) * self.slots_per_step
+        return replace(steady, t=t, v=v, s=slot)
 
 
 def make_script(plan: Plan, worker: int) -> Script:
     """Read one steady step of a worker out of the plan's program."""
     program = replace(plan, num_steps=6).programs[worker]
-    t = 3  # steady: every kind of message flows, and the drain is still ahead
     first = {a.t: a.s for a in program if a.kind is Kind.F and a.j == 0}
-    period = first[t] - first[t - 1]
-    window = [a for a in program if a.t == t]
-    stages = tuple(_stage(window, j, t, period) for j in range(plan.num_stages))
+    period = first[_STEADY_STEP] - first[_STEADY_STEP - 1]
+    window = [a for a in program if a.t == _STEADY_STEP]
+    stages = tuple(_stage(window, j) for j in range(plan.num_stages))
     return Script(worker=worker, stages=stages, slots_per_step=period)
 
 
-def _stage(window: Sequence[Action], j: int, t: int, period: int) -> StageScript:
+def _stage(window: Sequence[Action], j: int) -> StageScript:
     here = [a for a in window if a.j == j]
     peers = {(a.kind, a.payload): a.peer for a in here if a.payload is not None}
     forward = next(a for a in here if a.kind is Kind.F)
     assert forward.v is not None
     return StageScript(
-        lag=t - forward.v,
+        lag=_STEADY_STEP - forward.v,
         owned=any(a.kind is Kind.UPDATE for a in here),
         parameters_from=peers.get((Kind.RECV, Payload.P)),
         parameters_to=peers.get((Kind.SEND, Payload.P)),
@@ -97,5 +89,5 @@ def _stage(window: Sequence[Action], j: int, t: int, period: int) -> StageScript
         sum_to=peers.get((Kind.SEND, Payload.S)),
         buffers_from=peers.get((Kind.RECV, Payload.R)),
         buffers_to=peers.get((Kind.SEND, Payload.R)),
-        slots={(a.kind, a.payload): a.s - t * period for a in reversed(here)},
+        actions={(a.kind, a.payload): a for a in reversed(here)},
     )

@@ -16,9 +16,7 @@ def count(*programs, num_stages=1):
 
 
 def of_plan(preset, n, *, num_micro=None, num_steps=6):
-    plan = make_plan(
-        preset, num_stages=n, num_workers=n, num_micro=num_micro, num_steps=num_steps
-    )
+    plan = make_plan(preset, num_stages=n, num_workers=n, num_micro=num_micro, num_steps=num_steps)
     return account(plan.programs, Costs.even(n, model_bytes=100.0 * n, cut_bytes=3.0))
 
 

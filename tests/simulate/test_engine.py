@@ -110,11 +110,19 @@ def test_messages_of_one_payload_leave_in_program_order_and_others_pass_them():
 
 def test_a_free_port_serves_first_what_the_program_lists_first():
     result = times(
-        run("0SEND_P@0>1#0 0SEND_S0>1#0 1SEND_T>1#0", "0RECV_P@0<0#0 1RECV_T<0#0 0RECV_S0<0#0")
+        run(
+            "0SEND_P@0>1#0 0F0@0#0 1SEND_A0>1#0 1SEND_T>1#0",
+            "0RECV_P@0<0#0 1RECV_T<0#0 1RECV_A0<0#0",
+        )
     )
     assert result[0, "0SEND_P@0>1#0"] == (0.0, 1.0)
-    assert result[0, "0SEND_S0>1#0"] == (1.0, 2.0)
-    assert result[0, "1SEND_T>1#0"] == (2.0, 3.0)
+    assert result[0, "1SEND_A0>1#0"] == (1.0, 2.0)  # just in time
+    assert result[0, "1SEND_T>1#0"] == (2.0, 3.0)  # has been ready since the start
+
+
+def test_a_free_port_does_not_wait_for_what_the_program_lists_first():
+    result = times(run("0F0@0#0 1SEND_A0>1#0 1SEND_T>1#0", "1RECV_T<0#0 1RECV_A0<0#0"))
+    assert result[0, "1SEND_T>1#0"] == (0.0, 1.0)
 
 
 def test_a_port_receives_one_message_at_a_time():

@@ -1,0 +1,290 @@
+"""Compare cyclic_dp, cyclic_dp_v1 and Lightning's DDP side by side in one run.
+
+    python benchmarks/replicated.py                          2 workers on loopback, real compute
+    python benchmarks/replicated.py --case net               2-8 workers in network namespaces with
+                                                             a rate limit, compute emulated (root)
+
+Every case starts its workers once; each worker trains the same module with one strategy after
+the other, round after round, so that a drift of the machine's speed meets all of them alike.
+Figures are seconds per step from the end of the warm-up to the end of the last step everywhere
+(flush and barrier included), as ratios to DDP of the same round: median (lowest - highest).
+Beside them stands what the package's own simulator says for the measured step time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+STRATEGIES = ("ddp", "cyclic_dp", "cyclic_dp_v1")
+WARM_UP = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """Hold one comparison.
+
+    Args:
+        name: what it is called in the table.
+        num_workers: how many processes.
+        step_s: emulated compute of a step in seconds; 0 computes for real.
+        width: features of every layer of the module.
+        depth: how many layers.
+        batch: samples per worker and step.
+        rate: token-bucket limit of every link ("1gbit"), or "" for loopback.
+        num_steps: steps per fit.
+        rounds: how often every strategy trains.
+    """
+
+    name: str
+    num_workers: int
+    step_s: float
+    width: int
+    depth: int
+    batch: int
+    rate: str
+    num_steps: int
+    rounds: int
+
+
+LOOPBACK = [
+    Case(name="2 workers, about 20 ms", num_workers=2, step_s=0, width=512, depth=8, batch=96,
+         rate="", num_steps=70, rounds=7),
+    Case(name="2 workers, about 200 ms", num_workers=2, step_s=0, width=1024, depth=12, batch=200,
+         rate="", num_steps=24, rounds=5),
+]
+NETWORK = [
+    Case(name=f"{n} workers, {rate}, {step_s * 1000:.0f} ms", num_workers=n, step_s=step_s,
+         width=width, depth=8, batch=8, rate=rate, num_steps=30, rounds=3)
+    for n, rate, step_s, width in [
+        (2, "1gbit", 0.2, 640), (4, "1gbit", 0.2, 640), (8, "1gbit", 0.2, 640),
+        (2, "100mbit", 0.2, 200), (4, "100mbit", 0.2, 200), (8, "100mbit", 0.2, 200),
+    ]
+]
+
+
+# ---------------------------------------------------------------------- one worker
+
+
+def make_module(case: Case) -> Any:
+    """Build the LightningModule: a plain MLP, its compute real or slept."""
+    import lightning as L
+    import torch
+    from torch import nn
+    from torch.nn import functional as F
+
+    class Slept(torch.autograd.Function):
+        """Sleep in forward and twice as long in backward, as compute would take."""
+
+        @staticmethod
+        def forward(ctx: Any, x: Any, seconds: float) -> Any:
+            ctx.seconds = seconds
+            time.sleep(seconds)
+            return x.view_as(x)
+
+        @staticmethod
+        def backward(ctx: Any, grad: Any) -> Any:
+            time.sleep(2 * ctx.seconds)
+            return grad, None
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(case.width, case.width)
+
+        def forward(self, x: Any) -> Any:
+            # sleep before the gradient of this layer is ready and before its weights are read
+            x = self.linear(x)
+            return F.relu(Slept.apply(x, case.step_s / case.depth / 3) if case.step_s else x)
+
+    class Net(L.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.net = nn.Sequential(*(Block() for _ in range(case.depth)))
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            x, y = batch
+            return F.mse_loss(self.net(x), y)
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9)
+
+    return Net()
+
+
+def train(case: Case, strategy: str) -> tuple[float, float]:
+    """Train once; return seconds and worker 0's CPU seconds per step, behind the warm-up."""
+    import lightning as L
+    import torch
+    import torch.distributed as dist
+    from torch.utils.data import DataLoader, TensorDataset
+
+    class Clock(L.Callback):
+        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, k: int) -> None:
+            if k == WARM_UP:
+                dist.barrier()
+                self.began, self.cpu_began = time.perf_counter(), time.process_time()
+
+        def on_train_end(self, trainer: Any, module: Any) -> None:
+            dist.barrier()
+            self.ended, self.cpu_ended = time.perf_counter(), time.process_time()
+
+    total = case.batch * case.num_steps * case.num_workers
+    one = torch.randn(case.batch, case.width)
+    data = TensorDataset(one.repeat(total // case.batch, 1), one.repeat(total // case.batch, 1))
+    clock = Clock()
+    trainer = L.Trainer(
+        accelerator="cpu", devices=1, num_nodes=case.num_workers, strategy=strategy,
+        max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, callbacks=[clock],
+    )
+    trainer.fit(make_module(case), DataLoader(_Batches(data, case.batch), batch_size=None))
+    num_steps = case.num_steps - WARM_UP
+    return (clock.ended - clock.began) / num_steps, (clock.cpu_ended - clock.cpu_began) / num_steps
+
+
+class _Batches:
+    """Give whole batches, so that no time goes into collating samples."""
+
+    def __init__(self, data: Any, batch: int) -> None:
+        self._data, self._batch = data, batch
+
+    def __len__(self) -> int:
+        return len(self._data) // self._batch
+
+    def __getitem__(self, k: int) -> Any:
+        return self._data[k * self._batch : (k + 1) * self._batch]
+
+
+def work(case: Case) -> None:
+    """Be one worker: all strategies, round after round; worker 0 prints the seconds as JSON."""
+    warnings.filterwarnings("ignore")
+    import logging
+
+    import torch
+
+    import lightning_cyclic  # noqa: F401
+
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    torch.set_num_threads(1)
+    seconds: dict[str, list[tuple[float, float]]] = {s: [] for s in STRATEGIES}
+    for k in range(case.rounds + 1):
+        for s in STRATEGIES:
+            taken = train(case, s)
+            if k > 0:  # the first round warms caches and the allocator
+                seconds[s].append(taken)
+    if os.environ["NODE_RANK"] == "0":
+        print("RESULT " + json.dumps(seconds), flush=True)
+
+
+# ---------------------------------------------------------------------- all workers of a case
+
+
+def run(case: Case) -> dict[str, list[tuple[float, float]]]:
+    """Start a case's workers; return (seconds, CPU seconds) per step by strategy and round."""
+    address, prefixes = "127.0.0.1", [[] for _ in range(case.num_workers)]
+    network = Network(case.num_workers, case.rate) if case.rate else None
+    try:
+        if network:
+            address, prefixes = network.up()
+        port = str(free_port())
+        children = []
+        for rank, prefix in enumerate(prefixes):
+            env = os.environ | {
+                "NODE_RANK": str(rank), "LOCAL_RANK": "0", "MASTER_ADDR": address,
+                "MASTER_PORT": port, "WORLD_SIZE": str(case.num_workers), "OMP_NUM_THREADS": "1",
+                "GLOO_SOCKET_IFNAME": "eth0" if network else "lo",
+            }
+            command = [*prefix, sys.executable, __file__, "--worker", json.dumps(asdict(case))]
+            children.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE,
+                                             stderr=subprocess.DEVNULL, text=True))
+        outputs = [child.communicate(timeout=1200)[0] for child in children]
+    finally:
+        if network:
+            network.down()
+    line = next(x for x in outputs[0].splitlines() if x.startswith("RESULT "))
+    return json.loads(line.removeprefix("RESULT "))
+
+
+class Network:
+    """Hold one network namespace per worker on a bridge, each with a token-bucket rate limit."""
+
+    def __init__(self, num_workers: int, rate: str) -> None:
+        self._names = [f"lc{k}" for k in range(num_workers)]
+        self._rate = rate
+
+    def up(self) -> tuple[str, list[list[str]]]:
+        """Bring it up; return the first worker's address and each worker's command prefix."""
+        self.down()
+        self._ip("netns add lcsw")
+        self._ip("-n lcsw link add br0 type bridge")
+        self._ip("-n lcsw link set br0 up")
+        for k, name in enumerate(self._names):
+            self._ip(f"netns add {name}")
+            self._ip(f"-n lcsw link add p{k} type veth peer name eth0 netns {name}")
+            self._ip(f"-n lcsw link set p{k} master br0 up")
+            self._ip(f"-n {name} link set lo up")
+            self._ip(f"-n {name} addr add 10.78.0.{10 + k}/24 dev eth0")
+            self._ip(f"-n {name} link set eth0 up")
+            limit = f"rate {self._rate} burst 128kb latency 100ms"
+            subprocess.run(f"tc -n {name} qdisc add dev eth0 root tbf {limit}".split(), check=True)
+        return "10.78.0.10", [["ip", "netns", "exec", name] for name in self._names]
+
+    def down(self) -> None:
+        """Take it down, whatever of it there is."""
+        for name in [*self._names, "lcsw"]:
+            subprocess.run(["ip", "netns", "del", name], stderr=subprocess.DEVNULL, check=False)
+
+    @staticmethod
+    def _ip(arguments: str) -> None:
+        subprocess.run(["ip", *arguments.split()], check=True)
+
+
+def free_port() -> int:
+    """Return a port that is free now."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+def spread(values: list[float]) -> str:
+    """Print median (lowest - highest)."""
+    return f"{statistics.median(values):.3f} ({min(values):.3f} - {max(values):.3f})"
+
+
+def main() -> None:
+    """Run the cases that were asked for and print their table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--case", choices=["loopback", "net"], default="loopback")
+    parser.add_argument("--only", default="", help="run the cases whose name contains this")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker:
+        work(Case(**json.loads(args.worker)))
+        return
+    cases = [c for c in (LOOPBACK if args.case == "loopback" else NETWORK) if args.only in c.name]
+    for case in cases:
+        seconds = run(case)
+        wall, cpu = ({s: [x[k] for x in seconds[s]] for s in STRATEGIES} for k in (0, 1))
+        print(f"\n{case.name}: DDP {1000 * statistics.median(wall['ddp']):.1f} ms per step")
+        for s in STRATEGIES[1:]:
+            each = [
+                spread([a / b for a, b in zip(x[s], x["ddp"], strict=True)]) for x in (wall, cpu)
+            ]
+            print(f"  {s:14} {each[0]} of DDP's time, {each[1]} of its CPU time")
+
+
+if __name__ == "__main__":
+    main()

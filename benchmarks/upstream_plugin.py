@@ -1,0 +1,34 @@
+"""A pytest plugin that runs Lightning's own tests on another strategy; docs/upstream.md says how.
+
+Wherever a test leaves ``strategy="auto"`` and has one CPU device, the Trainer gets the strategy
+that UPSTREAM_STRATEGY names ("cyclic_dp", "ddp", ...) instead of SingleDeviceStrategy.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
+from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
+
+from lightning_cyclic import CyclicStrategy
+
+_NAME = os.environ.get("UPSTREAM_STRATEGY", "cyclic_dp")
+_choose_strategy = _AcceleratorConnector._choose_strategy
+
+
+def _chosen(connector: Any) -> Strategy | str:
+    choice = _choose_strategy(connector)
+    on_cpu = isinstance(choice, SingleDeviceStrategy) and choice.root_device.type == "cpu"
+    if not on_cpu or _NAME == "auto":
+        return choice
+    return DDPStrategy() if _NAME == "ddp" else CyclicStrategy(_NAME)
+
+
+def pytest_configure(config: Any) -> None:
+    """Put the strategy in place of "auto"."""
+    _AcceleratorConnector._choose_strategy = _chosen
+    # every test joins the thread that watches child processes, which sleeps five seconds
+    _ChildProcessObserver.__init__.__defaults__ = (0.1,)

@@ -1,0 +1,222 @@
+"""LightningModules and data of the multi-process tests: the same file under every strategy.
+
+Micro-batch k = t * N + i of a run is element k of one data set; a DistributedSampler that does
+not shuffle gives worker i exactly the micro-batches (t, i).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+Batch = tuple[Tensor, Tensor]
+
+
+# ---------------------------------------------------------------------- networks
+
+
+def mlp(num_layers: int = 9, dropout: float = 0.0) -> nn.Module:
+    layers: list[nn.Module] = []
+    for _ in range(num_layers):
+        layers += [nn.Linear(12, 12), nn.Tanh()]
+        if dropout:
+            layers.append(nn.Dropout(dropout))
+    return nn.Sequential(*layers, nn.Linear(12, 3))
+
+
+def batchnorm_mlp() -> nn.Module:
+    layers: list[nn.Module] = []
+    for _ in range(4):
+        layers += [nn.Linear(12, 12), nn.BatchNorm1d(12), nn.Tanh()]
+    return nn.Sequential(*layers, nn.Linear(12, 3))
+
+
+class Block(nn.Module):
+    """A residual block with BatchNorm."""
+
+    def __init__(self, width_in: int, width: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(width_in, width, 3, stride, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(width)
+        self.conv2 = nn.Conv2d(width, width, 3, 1, 1, bias=False)
+        self.bn2 = nn.BatchNorm2d(width)
+        self.shortcut: nn.Module = nn.Identity()
+        if stride > 1 or width_in != width:
+            self.shortcut = nn.Sequential(
+                nn.Conv2d(width_in, width, 1, stride, bias=False), nn.BatchNorm2d(width)
+            )
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.bn2(self.conv2(F.relu(self.bn1(self.conv1(x)))))
+        return F.relu(y + self.shortcut(x))
+
+
+def resnet() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU(),
+        Block(8, 8, 1), Block(8, 16, 2), Block(16, 32, 2),
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 3),
+    )  # fmt: skip
+
+
+def gpt2() -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    sizes = {"vocab_size": 50, "n_positions": 16, "n_embd": 16, "n_layer": 3, "n_head": 2}
+    dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    model = GPT2LMHeadModel(GPT2Config(**sizes, **dropout, use_cache=False))
+    assert model.lm_head.weight is model.transformer.wte.weight
+    return model
+
+
+# ---------------------------------------------------------------------- data
+
+
+class MicroBatches(Dataset[Batch]):
+    """Micro-batch k, made from k alone.
+
+    Args:
+        kind: "vectors", "images" or "tokens".
+        num: how many there are.
+        seed: of the whole set.
+    """
+
+    def __init__(self, kind: str, num: int, seed: int = 0) -> None:
+        self.kind, self.num, self.seed = kind, num, seed
+
+    def __len__(self) -> int:
+        return self.num
+
+    def __getitem__(self, k: int) -> Batch:
+        g = torch.Generator().manual_seed(100_000 * self.seed + k)
+        if self.kind == "tokens":
+            x = torch.randint(0, 50, (2, 12), generator=g)
+            return x, x
+        shape = (7, 12) if self.kind == "vectors" else (4, 3, 8, 8)
+        return torch.randn(shape, generator=g), torch.randint(0, 3, shape[:1], generator=g)
+
+
+def loader(data: Dataset[Any]) -> DataLoader[Any]:
+    """Give worker i of N elements i, N + i, 2 N + i, ..."""
+    rank, num = int(os.environ["NODE_RANK"]), int(os.environ["WORLD_SIZE"])
+    sampler = DistributedSampler(data, num, rank, shuffle=False) if num > 1 else None
+    return DataLoader(data, batch_size=None, sampler=sampler, shuffle=False)
+
+
+# ---------------------------------------------------------------------- optimizers
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=1e-3)
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.01)
+
+
+def warm_up(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    """A rate that differs in every step, so that an update with another step's rate is seen."""
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda t: (1 + t % 7) / 7)
+
+
+OPTIMIZERS: dict[str, tuple[Callable[[Any], Any], bool]] = {
+    "sgd": (sgd, False),
+    "adamw": (adamw, True),  # with the scheduler
+}
+NETS: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "mlp": (mlp, "vectors"),
+    "batchnorm_mlp": (batchnorm_mlp, "vectors"),
+    "resnet": (resnet, "images"),
+    "gpt2": (gpt2, "tokens"),
+}
+
+
+def loss_of(net: nn.Module, batch: Batch) -> Tensor:
+    x, y = batch
+    if x.dtype == torch.int64:
+        return net(input_ids=x, labels=y).loss
+    return F.cross_entropy(net(x), y)
+
+
+# ---------------------------------------------------------------------- the module
+
+
+class Classifier(LightningModule):
+    """An ordinary LightningModule; no line of it knows of a strategy.
+
+    Args:
+        net: name of a network.
+        optimizer: name of an optimizer.
+    """
+
+    def __init__(self, net: str = "mlp", optimizer: str = "sgd") -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        make_net, self.kind = NETS[net]
+        self.net = make_net()
+        self.optimizer_name = optimizer
+        self.losses: list[float] = []
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        loss = loss_of(self.net, batch)
+        self.losses.append(float(loss.detach()))
+        return loss
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        self.log("val_loss", loss_of(self.net, batch), sync_dist=True)
+
+    def test_step(self, batch: Batch, batch_idx: int) -> None:
+        self.log("test_loss", loss_of(self.net, batch), sync_dist=True)
+
+    def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        return self.net(batch[0])
+
+    def configure_optimizers(self) -> Any:
+        make_optimizer, scheduled = OPTIMIZERS[self.optimizer_name]
+        optimizer = make_optimizer(self.parameters())
+        if not scheduled:
+            return optimizer
+        scheduler = {"scheduler": warm_up(optimizer), "interval": "step"}
+        return {"optimizer": optimizer, "lr_scheduler": scheduler}
+
+
+# ---------------------------------------------------------------------- running it
+
+
+def make_trainer(strategy: Any, **kwargs: Any) -> Trainer:
+    """Make a quiet Trainer for the ranks that :mod:`tests.processes` started."""
+    quiet = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    num_nodes = int(os.environ["WORLD_SIZE"])
+    return Trainer(
+        accelerator="cpu", devices=1, num_nodes=num_nodes, strategy=strategy,
+        use_distributed_sampler=False, **(quiet | kwargs),
+    )  # fmt: skip
+
+
+def stages_of(trainer: Trainer) -> dict[str, int]:
+    """Return parameter name -> stage, or nothing for strategies that know no stages."""
+    return dict(getattr(trainer.strategy, "stage_of", {}))
+
+
+def weights_of(module: nn.Module) -> dict[str, Tensor]:
+    """Return a copy of all parameters and buffers."""
+    return {name: x.detach().clone() for name, x in module.state_dict().items()}
+
+
+def assert_same(given: dict[str, Tensor], expected: dict[str, Tensor], what: str = "") -> None:
+    """Compare bit by bit."""
+    assert given.keys() == expected.keys(), what
+    for name, x in expected.items():
+        assert torch.equal(given[name], x), f"{what} {name}"

@@ -1,0 +1,192 @@
+"""Run a function on N gloo ranks of this machine, as Lightning would on N nodes of one device.
+
+One fork server per pytest run has imported everything heavy, so that four ranks start in a
+fraction of a second. Each rank has one torch thread, its own process, and an environment from
+which Lightning reads its place: ``Trainer(strategy=..., devices=1, num_nodes=N)``.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import multiprocessing
+import os
+import signal
+import socket
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from functools import cache
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+
+PRELOAD = [
+    "pytest",
+    "torch",
+    "torch.distributed",
+    "torchmetrics",
+    "lightning.pytorch",
+    "lightning_cyclic.strategy",
+    "transformers.models.gpt2.modeling_gpt2",
+]
+
+# what Lightning and torch say about runs as small as these
+EXPECTED_WARNINGS = [
+    r"The '\w+' does not have many workers",
+    r"Consider setting `persistent_workers=True`",
+    r"The number of training batches \(\d+\) is smaller than the logging interval",
+    r"The `srun` command is available",
+    r"GPU available but not used",
+    r"You defined a `\w+` but have no `\w+`",
+    r"`isinstance\(treespec, LeafSpec\)` is deprecated",
+    r"Starting from v1.9.0, `tensorboardX` has been removed",
+    r"Checkpoint directory .* exists and is not empty",
+    r"The dirpath has changed from",
+    r"It is recommended to use `self.log\(.*sync_dist=True\)`",
+    r"Trying to infer the `batch_size`",
+    r"The total number of parameters detected may be inaccurate",
+    r"Found \d+ module\(s\) in eval mode",
+    r"You are trying to `self.log\(\)` but the `self.trainer` reference",
+    r"Using `DistributedSampler` with the dataloaders",
+    r"This process \(pid=\d+\) is multi-threaded",
+    r"You're resuming from a checkpoint that ended before the epoch ended",
+    r"barrier\(\): using the device under current context",
+]
+
+
+class RanksFailedError(AssertionError):
+    """Say which ranks failed, with their tracebacks, or did not end in time.
+
+    Args:
+        errors: rank -> traceback, or what became of it.
+    """
+
+    def __init__(self, errors: dict[int, str]) -> None:
+        self.errors = errors
+        super().__init__("\n".join(f"--- rank {r}: {text}" for r, text in errors.items()))
+
+
+def run(
+    function: Callable[..., Any],
+    num_ranks: int,
+    *args: Any,
+    time_limit_s: float = 60.0,
+    after_failure_s: float = 5.0,
+) -> list[Any]:
+    """Return what ``function(*args)`` returned on each rank.
+
+    Args:
+        function: defined at the top of a module, so that it pickles.
+        num_ranks: how many processes run it.
+        *args: pickled for each rank.
+        time_limit_s: when it has passed, all are killed, in seconds.
+        after_failure_s: when one has failed, the others have this long to end, in seconds.
+
+    Raises:
+        RanksFailedError: some rank raised, died, or did not end in time.
+    """
+    port, processes, ends = _free_port(), [], []
+    try:
+        for rank in range(num_ranks):
+            end, child_end = _context().Pipe(duplex=False)
+            process = _context().Process(
+                target=_child, args=(child_end, rank, num_ranks, port, function, args), daemon=True
+            )
+            process.start()
+            child_end.close()
+            processes.append(process)
+            ends.append(end)
+        outcomes = _collect(ends, time_limit_s, after_failure_s)
+    finally:
+        _stop(processes)
+        for end in ends:
+            end.close()
+    errors = {r: str(value) for r, (good, value) in sorted(outcomes.items()) if not good}
+    if errors:
+        raise RanksFailedError(errors)
+    return [
+        torch.load(io.BytesIO(outcomes[r][1]), weights_only=False) for r in range(num_ranks)
+    ]
+
+
+@cache
+def _context() -> multiprocessing.context.ForkServerContext:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    return context
+
+
+def _collect(
+    ends: Sequence[Connection], time_limit_s: float, after_failure_s: float
+) -> dict[int, tuple[bool, Any]]:
+    """Return rank -> (whether it went well, result as bytes or what went wrong)."""
+    outcomes: dict[int, tuple[bool, Any]] = {}
+    start = time.monotonic()
+    until = start + time_limit_s
+    while len(outcomes) < len(ends):
+        open_ends = [end for r, end in enumerate(ends) if r not in outcomes]
+        ready = wait(open_ends, max(0.0, until - time.monotonic()))
+        if not ready:
+            break
+        for end in ready:
+            outcome = _received(end)
+            outcomes[ends.index(end)] = outcome
+            if not outcome[0]:
+                until = min(until, time.monotonic() + after_failure_s)
+    for r in set(range(len(ends))) - set(outcomes):
+        outcomes[r] = (False, f"did not end within {time.monotonic() - start:.0f} s")
+    return outcomes
+
+
+def _received(end: Any) -> tuple[bool, Any]:
+    try:
+        return end.recv()
+    except EOFError:
+        return False, "died without a word"
+
+
+def _stop(processes: Sequence[Any]) -> None:
+    for process in processes:
+        process.join(1.0)
+        if process.is_alive():
+            os.kill(process.pid, signal.SIGKILL)
+            process.join()
+        process.close()
+
+
+def _free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+def _child(
+    end: Connection, rank: int, num_ranks: int, port: int, function: Callable[..., Any], args: Any
+) -> None:
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        WORLD_SIZE=str(num_ranks),
+        NODE_RANK=str(rank),
+        LOCAL_RANK="0",
+        GLOO_SOCKET_IFNAME="lo",
+    )
+    torch.set_num_threads(1)
+    torch.manual_seed(1234 + rank)  # all ranks inherit one state
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    warnings.simplefilter("error")
+    for message in EXPECTED_WARNINGS:
+        warnings.filterwarnings("ignore", message=message)
+    try:
+        buffer = io.BytesIO()
+        torch.save(function(*args), buffer)
+        end.send((True, buffer.getvalue()))
+    except BaseException:  # noqa: BLE001  (handed to the test)
+        end.send((False, traceback.format_exc()))
+    finally:
+        end.close()
+    # no clean-up of process groups: peers may be gone, and nothing is needed any more
+    os._exit(0)
