@@ -2,7 +2,7 @@
 
     setup             check, agree, make the plan           (the session finds the stages in the
     training_step     session.forward                        first training step)
-    backward          session.backward
+    pre_backward      session.backward, up to post_backward
     optimizer_step    closure; remember lr & co.; session.end_step -- the update comes later
     state dicts       flush first
 """
@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from typing import Any, Literal, final
 
@@ -139,6 +139,7 @@ class CyclicStrategy(DDPStrategy):
         self._session: Session | None = None
         self._updates: DeferredUpdates | None = None
         self._accumulating = False
+        self._backward = ExitStack()  # open while a backward runs
         self._saved: Mapping[str, Any] | None = None
         self._seed = 0
         self._pruned = False
@@ -184,11 +185,11 @@ class CyclicStrategy(DDPStrategy):
     def connect(self, model: LightningModule) -> None:
         """Insert the drain in front of all callbacks."""
         super().connect(model)
-        trainer = model.trainer
-        if self.world_size > 1 and not any(
-            isinstance(c, DrainCallback) for c in trainer.callbacks  # type: ignore[attr-defined]
-        ):
-            trainer.callbacks.insert(0, DrainCallback(self))  # type: ignore[attr-defined]
+        if self.world_size == 1:
+            return
+        callbacks: list[Any] = model.trainer.callbacks  # type: ignore[attr-defined]
+        if not any(isinstance(callback, DrainCallback) for callback in callbacks):
+            callbacks.insert(0, DrainCallback(self))
 
     def setup(self, trainer: Trainer) -> None:
         """Check everything that can be checked before the first step."""
@@ -301,14 +302,16 @@ class CyclicStrategy(DDPStrategy):
                 )
         return output
 
-    def backward(
-        self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
-    ) -> Tensor:
-        """Run the backward; gradients leave for the sum as their stages complete."""
-        if self._session is None:
-            return super().backward(closure_loss, optimizer, *args, **kwargs)
-        with self._session.backward(closure_loss, last=not self._accumulating):
-            return super().backward(closure_loss, optimizer, *args, **kwargs)
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        """Begin a backward, in which gradients leave for the sum as their stages complete."""
+        if self._session is not None:
+            last = not self._accumulating
+            self._backward = ExitStack()  # an earlier one that failed stays as it was
+            self._backward.enter_context(self._session.backward(closure_loss, last=last))
+
+    def post_backward(self, closure_loss: Tensor) -> None:
+        """Hand over the gradients of stages that the backward did not complete."""
+        self._backward.close()
 
     def optimizer_step(
         self,

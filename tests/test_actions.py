@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_cyclic.actions import Action, Kind, Payload, from_csv, parse, to_csv
@@ -33,11 +33,13 @@ def actions(draw):
     )
 
 
+@settings(deadline=None)
 @given(actions())
 def test_parse_is_the_inverse_of_str_but_for_the_slot(action):
     assert parse(str(action)) == replace(action, s=0)
 
 
+@settings(deadline=None)
 @given(st.lists(st.lists(actions()).map(tuple)).map(tuple))
 def test_csv_round_trip(programs):
     expected = tuple(tuple(replace(a, s=0) for a in program) for program in programs)

@@ -3,12 +3,13 @@
 from fractions import Fraction
 from math import ceil
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_cyclic.clock import Entry, ceil_div, picture
 
 
+@settings(deadline=None)
 @given(st.integers(-(10**20), 10**20), st.integers(1, 10**6))
 def test_ceil_div_is_exact(ticks, unit):
     assert ceil_div(ticks, unit) == ceil(Fraction(ticks, unit))

@@ -3,7 +3,7 @@
 from collections import Counter
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_cyclic.placement import Pipelined, Replicated, Shared, Single
@@ -40,6 +40,7 @@ def test_shared_by_fewer_workers_keeps_neighbouring_places_together():
     assert [placement.workers_of(j) for j in range(3)] == [(0,), (1,), (1,)]
 
 
+@settings(deadline=None)
 @given(num_stages=st.integers(1, 6), num_micro=st.integers(1, 8))
 def test_shared_with_all_places_never_holds_two_activations(num_stages, num_micro):
     num_places = num_stages * (num_stages + 1) // 2

@@ -91,6 +91,49 @@ def test_full_sharding_gathers_around_each_use():
     )
 
 
+def replica_by_rule(plan, w):
+    """Write down what a replica does in each step and after the last, straight from the rules."""
+    last, stages, steps = plan.num_workers - 1, range(plan.num_stages), plan.num_steps
+    nxt, prev = (w + 1) % (last + 1), (w - 1) % (last + 1)
+    for t in range(steps + 2):
+        for j in stages:
+            v, owner = plan.reads(t, w, j), plan.owner(j)
+            is_new = 1 <= v <= steps and v != plan.reads(t - 1, w, j)
+            if is_new and w == owner:
+                yield from [f"{j}RECV_T<{last}#{v - 1}"] * (owner != last)
+                yield f"{j}UPDATE@{v}#{v - 1}"
+                yield from [f"{j}SEND_P@{v}>{nxt}"] * (last > 0)
+            elif is_new:
+                yield f"{j}RECV_P@{v}<{prev}"
+                yield from [f"{j}SEND_P@{v}>{nxt}"] * (nxt != owner)
+            yield from [f"{j}F{w}@{v}#{t}"] * (t < steps)
+        for j in reversed(stages) if t < steps else ():
+            yield f"{j}B{w}@{plan.reads(t, w, j)}#{t}"
+            yield from [f"{j}RECV_S{w - 1}<{w - 1}#{t}"] * (w > 0)
+            yield from [f"{j}SEND_S{w}>{w + 1}#{t}"] * (w < last)
+            yield from [f"{j}SEND_T>{plan.owner(j)}#{t}"] * (w == last != plan.owner(j))
+
+
+@given(
+    preset=st.sampled_from(["cyclic_dp", "cyclic_dp_v1"]),
+    num_stages=st.integers(1, 8),
+    num_workers=st.integers(1, 5),
+    slack=st.sampled_from([0, 1, 2, 3, 7, 100]),
+    num_steps=st.integers(1, 5),
+)
+@settings(deadline=None, max_examples=60)
+def test_replicas_do_what_the_rules_say(**numbers):
+    plan = make_plan(**numbers)
+    for w, program in enumerate(plan.programs):
+        texts = [str(a).partition("#")[0] if a.payload is Payload.P else str(a) for a in program]
+        expected = list(replica_by_rule(plan, w))
+        assert sorted(texts) == sorted(expected)
+        # totals may come earlier than their update, as they are received in the order of sending
+        assert [x for x in texts if "RECV_T" not in x] == [
+            x for x in expected if "RECV_T" not in x
+        ]
+
+
 def test_pipeline_program():
     plan = make_plan("pipedream", num_stages=2, num_workers=2, num_steps=2)
     assert text_of(plan, 0) == (

@@ -3,7 +3,7 @@
 from fractions import Fraction
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_cyclic.plan import make_plan
@@ -37,6 +37,7 @@ def test_without_sharding_the_last_worker_owns():
         assert owners(preset, 3, 3, sharding="none") == [2, 2, 2]
 
 
+@settings(deadline=None)
 @given(
     num_stages=st.integers(1, 9),
     num_workers=st.integers(1, 6),

@@ -180,7 +180,7 @@ class Engine:
         self.t += 1
         self._expect(self.t)
         if self.plan.weights == "sync":
-            self.flush()
+            self._finish_updates()
 
     def request_stop(self) -> None:
         """Ask every worker to stop; the request travels with the sums and the parameters."""
@@ -407,6 +407,11 @@ class Engine:
         """Finish every update in flight and show the newest version on every worker."""
         if self._flushed_at == self.t:
             return
+        self._finish_updates()
+        self._buffers.flush(self.t)
+        self._flushed_at = self.t
+
+    def _finish_updates(self) -> None:
         self._ledger.check()
         self._flushing = True
         try:
@@ -416,8 +421,6 @@ class Engine:
             self._flushing = False
         for store in self.stores:
             store.show(self.t)
-        self._buffers.flush(self.t)
-        self._flushed_at = self.t
 
     def _flush_version(self, v: int) -> None:
         if any(self.stores[j].newest < v for j in self.script.owned):

@@ -160,7 +160,7 @@ def test_the_rules_differ_so_that_equality_can_fail() -> None:
 
 
 @pytest.mark.parametrize("n", [2, 3, 4])
-@pytest.mark.parametrize("preset", ["cyclic_dp", "cyclic_dp_v1"])
+@pytest.mark.parametrize("preset", list(PRESETS))
 def test_messages_and_bytes_are_those_of_the_program(n: int, preset: str) -> None:
     num_steps, s = 6, 4
     workers = run_workers(mlp(), preset, n, s, 0, sgd, num_steps)
@@ -168,9 +168,10 @@ def test_messages_and_bytes_are_those_of_the_program(n: int, preset: str) -> Non
                      relayed=tuple(range(s)))
     for worker in workers:
         sends = [a for a in plan.programs[worker.transport.worker] if a.kind == "SEND"]
-        for payload in (Payload.S, Payload.T, Payload.P):
+        for payload in Payload:
             expected = sum(a.payload is payload for a in sends)
-            assert worker.transport.messages[payload] == expected
+            assert worker.transport.messages[payload] == expected, payload
+        for payload in (Payload.S, Payload.T, Payload.P):
             sizes = [store.layout.num_bytes for store in worker.engine.stores]
             num_bytes = sum(sizes[a.j] for a in sends if a.payload is payload)
             assert worker.transport.num_bytes[payload] == num_bytes

@@ -4,7 +4,7 @@ from collections import Counter
 from fractions import Fraction
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_cyclic.clock import Entry, picture
@@ -67,6 +67,7 @@ def in_slot(schedule, start, s):
     return (s - start) % schedule.period == 0
 
 
+@settings(deadline=None)
 @given(sizes)
 def test_every_stage_is_in_use_by_exactly_one_worker_in_every_slot(n):
     schedule = Cyclic(num_stages=n, num_micro=n)
@@ -81,6 +82,7 @@ def test_every_stage_is_in_use_by_exactly_one_worker_in_every_slot(n):
         assert uses == dict.fromkeys(range(n), 1)
 
 
+@settings(deadline=None)
 @given(sizes)
 def test_live_activations_are_constant(n):
     schedule = Cyclic(num_stages=n, num_micro=n)
@@ -94,6 +96,7 @@ def test_live_activations_are_constant(n):
         assert live == n * (n + 1) // 2
 
 
+@settings(deadline=None)
 @given(num_stages=sizes, num_workers=sizes)
 def test_replicas_never_idle_and_keep_exact_distance(num_stages, num_workers):
     spacing = Fraction(2 * num_stages, num_workers)

@@ -2,7 +2,7 @@
 
 from fractions import Fraction
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_cyclic.clock import Entry, picture
@@ -21,6 +21,7 @@ def test_timetable():
     ]
 
 
+@settings(deadline=None)
 @given(num_stages=st.integers(1, 6), num_micro=st.integers(1, 8))
 def test_bubble_and_activations(num_stages, num_micro):
     plan = make_plan(

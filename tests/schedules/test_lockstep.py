@@ -1,6 +1,6 @@
 """Lockstep, as a picture and by its peak."""
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_cyclic.clock import Entry, picture
@@ -18,6 +18,7 @@ def test_timetable():
     ]
 
 
+@settings(deadline=None)
 @given(st.integers(1, 9))
 def test_live_activations_peak_at_n_squared(n):
     schedule = Lockstep(num_stages=n, num_micro=n)

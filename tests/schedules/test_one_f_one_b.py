@@ -2,7 +2,7 @@
 
 from fractions import Fraction
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_cyclic.actions import Kind
@@ -25,6 +25,7 @@ def test_timetable():
 sizes = {"num_stages": st.integers(1, 6), "num_micro": st.integers(1, 8)}
 
 
+@settings(deadline=None)
 @given(**sizes)
 def test_bubble_and_activations(num_stages, num_micro):
     plan = make_plan(
@@ -40,6 +41,7 @@ def test_bubble_and_activations(num_stages, num_micro):
     ]
 
 
+@settings(deadline=None)
 @given(**sizes)
 def test_order_is_warm_up_then_pairs_then_the_rest(num_stages, num_micro):
     plan = make_plan(
@@ -51,6 +53,7 @@ def test_order_is_warm_up_then_pairs_then_the_rest(num_stages, num_micro):
         assert order == "F" * warm_up + "FB" * (num_micro - warm_up) + "B" * warm_up
 
 
+@settings(deadline=None)
 @given(**sizes)
 def test_no_worker_has_two_actions_in_a_slot(num_stages, num_micro):
     plan = make_plan(

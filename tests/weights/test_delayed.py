@@ -1,7 +1,7 @@
 """delayed reads version t-1 everywhere."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_cyclic.errors import PlanError
@@ -10,11 +10,13 @@ from lightning_cyclic.plan import make_plan
 from lightning_cyclic.weights.delayed import Delayed
 
 
+@settings(deadline=None)
 @given(st.integers(0, 50))
 def test_reads_the_step_before_whatever_exists(newest):
     assert [Delayed().forward(t, newest) for t in range(4)] == [0, 0, 1, 2]
 
 
+@settings(deadline=None)
 @given(num_stages=st.integers(2, 6), more=st.integers(0, 4))
 def test_pipelined_keeps_two_versions(num_stages, more):
     plan = make_plan(

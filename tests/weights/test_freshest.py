@@ -3,7 +3,7 @@
 from fractions import Fraction
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_cyclic.passes.buffers import live_versions
@@ -25,6 +25,7 @@ def test_replicated_it_is_the_mask_of_cdp_v2(n):
                 assert plan.reads(t, i, j) == (t if i + j >= n - 1 else max(t - 1, 0))
 
 
+@settings(deadline=None)
 @given(
     num_stages=st.integers(1, 9),
     num_workers=st.integers(1, 6),
@@ -41,6 +42,7 @@ def test_general_rule_with_slack(num_stages, num_workers, slack):
                 assert plan.backward_reads(t, i, j) == plan.reads(t, i, j)
 
 
+@settings(deadline=None)
 @given(num_stages=st.integers(2, 6), more=st.integers(0, 4))
 def test_pipelined_only_the_first_micro_batches_are_stale(num_stages, more):
     num_micro = num_stages - 1 + more

@@ -1,7 +1,7 @@
 """predicted looks ahead by the true number of updates between a forward and its backward."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_cyclic.actions import Kind
@@ -20,6 +20,7 @@ def test_horizon_is_the_true_distance_also_in_warm_up(preset, num_stages):
             assert plan.backward_reads(k, 0, j) == k
 
 
+@settings(deadline=None)
 @given(num_stages=st.integers(1, 6), num_micro=st.integers(1, 6))
 def test_horizon_counts_the_updates_in_the_program(num_stages, num_micro):
     plan = make_plan(

@@ -1,12 +1,13 @@
 """stashed reads the newest version and keeps S-j of them."""
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_cyclic.passes.buffers import live_versions
 from lightning_cyclic.plan import make_plan
 
 
+@settings(deadline=None)
 @given(st.integers(1, 6))
 def test_reads_and_keeps_what_pipedream_does(num_stages):
     plan = make_plan(
@@ -22,6 +23,7 @@ def test_reads_and_keeps_what_pipedream_does(num_stages):
         assert live_versions(program) == {j: num_stages - j}
 
 
+@settings(deadline=None)
 @given(num_stages=st.integers(1, 6), num_micro=st.integers(1, 6))
 def test_accumulating_it_reads_as_many_updates_as_were_made(num_stages, num_micro):
     plan = make_plan(
