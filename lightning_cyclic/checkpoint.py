@@ -1,8 +1,8 @@
 """Checkpoints: plain Lightning files plus one key for what is delayed.
 
-    state_dict, optimizer_states, ...    full and unsharded: any other strategy can load them
-    lightning_cyclic                     steps done, stages, and the previous version of the
-                                         stages that the next step still reads so
+state_dict, optimizer_states, ...    full and unsharded: any other strategy can load them
+lightning_cyclic                     steps done, stages, and the previous version of the
+                                     stages that the next step still reads so
 """
 
 from __future__ import annotations

@@ -27,13 +27,13 @@ def check_plan(plan: Plan) -> None:
     if plan.placement != "replicated":
         raise PlanError(
             f"placement {plan.placement!r} (preset {plan.preset!r}) has no runtime yet; allowed: "
-            f"presets {', '.join(RUNNABLE)}; use strategy=\"cyclic_dp\", or look at the plan with "
+            f'presets {", ".join(RUNNABLE)}; use strategy="cyclic_dp", or look at the plan with '
             f"`lightning-cyclic draw {plan.preset} --workers {plan.num_workers}`"
         )
     if plan.num_workers > 1 and plan.sharding != "optimizer":
         raise PlanError(
-            f"sharding {plan.sharding!r} has no runtime yet; allowed: 'optimizer'; "
-            'use CyclicStrategy(sharding="optimizer") or leave it out'
+            f"sharding {plan.sharding!r} (preset {plan.preset!r}) has no runtime yet; allowed: "
+            f"presets {', '.join(RUNNABLE)} with sharding 'optimizer'; use strategy=\"cyclic_dp\""
         )
 
 
@@ -92,7 +92,7 @@ def trained_parameters(module: nn.Module, optimizer: Optimizer) -> dict[str, nn.
 
     Raises:
         ConfigurationError: a parameter outside the module, storage shared by two parameters,
-            or nothing to train.
+            sparse gradients, or nothing to train.
     """
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     named = {n: p for n, p in module.named_parameters() if id(p) in held and p.requires_grad}
@@ -108,6 +108,7 @@ def trained_parameters(module: nn.Module, optimizer: Optimizer) -> dict[str, nn.
             "pass self.parameters() of an unfrozen module"
         )
     _check_storage(named)
+    _check_dense(module)
     return named
 
 
@@ -147,4 +148,13 @@ def _check_storage(named: Mapping[str, nn.Parameter]) -> None:
                 f"parameters {other!r} and {name!r} are two objects that share one storage; "
                 "allowed: tied weights that are one object; tie them by "
                 f"self.{name} = self.{other}"
+            )
+
+
+def _check_dense(module: nn.Module) -> None:
+    for path, m in module.named_modules():
+        if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse and m.weight.requires_grad:
+            raise ConfigurationError(
+                f"{path!r} makes sparse gradients, whose size differs from worker to worker; "
+                f"allowed: dense ones; use nn.{type(m).__name__}(..., sparse=False)"
             )

@@ -1,13 +1,13 @@
 """Errors of the package, each with what was given, what is allowed and what to do next.
 
-CyclicError                      every error that the package raises on purpose
-├── PlanError (ValueError)       a plan that cannot be made: unknown name, impossible numbers or axes
-│   └── ValidationError          a program that breaks a rule; its text carries the arrowed timetable
+CyclicError                         every error that the package raises on purpose
+├── PlanError (ValueError)          a plan that cannot be made: unknown name, impossible numbers
+│   └── ValidationError             a program that breaks a rule; with the arrowed timetable
 ├── ActionSyntaxError (ValueError)  text that is not an action
 ├── ConfigurationError (ValueError) a Trainer flag, module or optimizer that cannot be trained so
-├── StepError (RuntimeError)     a training step that broke the contract (no loss, NaN, other order)
-├── PeerError (RuntimeError)     another worker failed or left
-└── WaitTimeoutError (TimeoutError)  a wait that reached its limit; names worker, action, peer, slot
+├── StepError (RuntimeError)        a training step that broke the contract (no loss, NaN, order)
+├── PeerError (RuntimeError)        another worker failed or left
+└── WaitTimeoutError (TimeoutError) a wait at its limit; names worker, action, peer and slot
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def one_of(given: object, allowed: object, what: str, hint: str) -> str:
     """Phrase the three parts of a good message on one line.
 
     Example:
-        >>> one_of("cdp", ["cyclic_dp"], "preset", 'use preset="cyclic_dp"')
-        "preset 'cdp' is unknown; allowed: cyclic_dp; use preset=\\"cyclic_dp\\""
+        >>> one_of("cdp", ["cyclic_dp"], "preset", "use preset='cyclic_dp'")
+        "preset 'cdp' is unknown; allowed: cyclic_dp; use preset='cyclic_dp'"
     """
     names = ", ".join(map(str, allowed)) if isinstance(allowed, list | tuple) else str(allowed)
     return f"{what} {given!r} is unknown; allowed: {names}; {hint}"

@@ -1,10 +1,10 @@
 """CyclicStrategy: Lightning's hooks, answered by a session of the runtime.
 
-    setup             check, agree, make the plan           (the session finds the stages in the
-    training_step     session.forward                        first training step)
-    pre_backward      session.backward, up to post_backward
-    optimizer_step    closure; remember lr & co.; session.end_step -- the update comes later
-    state dicts       flush first
+setup             check, agree, make the plan           (the session finds the stages in the
+training_step     session.forward                        first training step)
+pre_backward      session.backward, up to post_backward
+optimizer_step    closure; remember lr & co.; session.end_step -- the update comes later
+state dicts       flush first
 """
 
 from __future__ import annotations
@@ -134,7 +134,8 @@ class CyclicStrategy(DDPStrategy):
         check_choice(relay_buffers, ("auto", "all"), "relay_buffers")
         if clip is not None:
             check_choice(clip, CLIPPING, "clip")
-        check_plan(self._make_plan(4, (), num_workers=2))  # refuse early, before any process
+        # refuse early, before any process; how many workers there will be is not known yet
+        check_plan(self._make_plan(4, (), num_workers=num_micro or 2))
         self._plan: Plan | None = None
         self._session: Session | None = None
         self._updates: DeferredUpdates | None = None
@@ -161,7 +162,7 @@ class CyclicStrategy(DDPStrategy):
     @property
     def stage_of(self) -> dict[str, int]:
         """Return parameter name -> stage; known from the first training step on."""
-        if self.world_size == 1 and self.lightning_module is not None:
+        if self._trains_plainly and self.lightning_module is not None:
             return {n: 0 for n, _ in self.lightning_module.named_parameters()}
         if self._session is None or self._session.stages is None:
             raise ConfigurationError(
@@ -185,7 +186,7 @@ class CyclicStrategy(DDPStrategy):
     def connect(self, model: LightningModule) -> None:
         """Insert the drain in front of all callbacks."""
         super().connect(model)
-        if self.world_size == 1:
+        if self._trains_plainly:
             return
         callbacks: list[Any] = model.trainer.callbacks  # type: ignore[attr-defined]
         if not any(isinstance(callback, DrainCallback) for callback in callbacks):
@@ -197,13 +198,13 @@ class CyclicStrategy(DDPStrategy):
         if fitting:
             assert self.lightning_module is not None
             sync_batchnorm = self._layer_sync is not None
-            if self.world_size > 1:
+            if not self._trains_plainly:
                 check_trainer(trainer, self.lightning_module, sync_batchnorm=sync_batchnorm)
         super().setup(trainer)
         if fitting:
             self._plan = self._make_plan(self._expected_stages(), ())
             check_plan(self._plan)
-            if self.world_size > 1:
+            if not self._trains_plainly:
                 self._begin_session(trainer)
 
     def configure_ddp(self) -> None:
@@ -215,6 +216,11 @@ class CyclicStrategy(DDPStrategy):
         with torch.no_grad():
             for tensor in [*self.lightning_module.parameters(), *self.lightning_module.buffers()]:
                 torch.distributed.broadcast(tensor, 0)
+
+    @property
+    def _trains_plainly(self) -> bool:
+        """Say whether this is one worker whose plan always reads the newest weights."""
+        return self.world_size == 1 and self._make_plan(1, ()).reads(1, 0, 0) == 1
 
     def _begin_session(self, trainer: Trainer) -> None:
         module = self.lightning_module

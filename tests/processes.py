@@ -173,6 +173,7 @@ def _child(
         NODE_RANK=str(rank),
         LOCAL_RANK="0",
         GLOO_SOCKET_IFNAME="lo",
+        OMP_NUM_THREADS="1",  # else Lightning's launchers set a number of threads of their own
     )
     torch.set_num_threads(1)
     torch.manual_seed(1234 + rank)  # all ranks inherit one state

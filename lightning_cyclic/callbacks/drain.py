@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any, Protocol, final
 
 from lightning.pytorch import Callback
+from typing_extensions import override
 
 
 class Drained(Protocol):
@@ -35,17 +36,22 @@ class DrainCallback(Callback):
     def __init__(self, strategy: Drained) -> None:
         self._strategy = strategy
 
+    @override
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         self._strategy.begin_epoch()
 
+    @override
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         self._strategy.flush()
 
+    @override
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         self._strategy.flush()
 
+    @override
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         self._strategy.flush()
 
+    @override
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         self._strategy.fail(f"{type(exception).__name__}: {exception}")

@@ -28,9 +28,7 @@ def gather_texts(text: str, device: torch.device) -> list[str]:
     padded[: data.numel()] = data
     parts = [torch.zeros_like(padded) for _ in sizes]
     dist.all_gather(parts, padded)
-    return [
-        bytes(part[: int(n)].tolist()).decode() for part, n in zip(parts, sizes, strict=True)
-    ]
+    return [bytes(part[: int(n)].tolist()).decode() for part, n in zip(parts, sizes, strict=True)]
 
 
 def require_same_module(module: nn.Module, device: torch.device) -> None:
@@ -62,7 +60,7 @@ def require_same_number(what: str, number: float, device: torch.device) -> None:
         each = ", ".join(f"worker {w}: {value}" for w, value in enumerate(values))
         raise ConfigurationError(
             f"workers have different {what} ({each}); allowed: the same everywhere; "
-            "use a DistributedSampler (Trainer(use_distributed_sampler=True)) or limit_train_batches"
+            "use Trainer(use_distributed_sampler=True), or limit_train_batches"
         )
 
 

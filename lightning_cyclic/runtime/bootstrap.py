@@ -103,11 +103,7 @@ def _from_data(data: Mapping[str, Any], buffers: list[Mapping[str, Any]]) -> Pro
         for name, span in each.items():
             changed.setdefault(name, (span[0], span[1]))
     units = tuple(
-        Unit(
-            starts=tuple(u["starts"]), parameters=tuple(u["parameters"]), glue=tuple(u["glue"])
-        )
+        Unit(starts=tuple(u["starts"]), parameters=tuple(u["parameters"]), glue=tuple(u["glue"]))
         for u in data["units"]
     )
     return Profile(units=units, unused=tuple(data["unused"]), buffers=changed)
-
-

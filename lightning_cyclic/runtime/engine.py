@@ -15,17 +15,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any, final
+from dataclasses import dataclass
+from typing import final
 
-import torch
 from torch import Tensor, nn
 
-from lightning_cyclic.actions import Action, Kind, Payload
-from lightning_cyclic.errors import CyclicError, PeerError, StepError, WaitTimeoutError
-from lightning_cyclic.passes.refusal import timetable_around
+from lightning_cyclic.actions import Kind, Payload
 from lightning_cyclic.plan import Plan
+from lightning_cyclic.runtime.entrances import Entrances
 from lightning_cyclic.runtime.flat import FlatBuffer, FlatLayout
+from lightning_cyclic.runtime.gradients import GradientCollector
 from lightning_cyclic.runtime.lanes import Ledger, RelayLane, SumLane
 from lightning_cyclic.runtime.norms import NormExchange
 from lightning_cyclic.runtime.relay import BufferRelay
@@ -33,6 +32,7 @@ from lightning_cyclic.runtime.script import make_script
 from lightning_cyclic.runtime.stages import StageMap
 from lightning_cyclic.runtime.transport import AbstractPending, AbstractTransport
 from lightning_cyclic.runtime.versions import VersionStore
+from lightning_cyclic.runtime.waiting import Waiter
 
 Update = Callable[[int, Sequence[int]], None]
 
@@ -81,19 +81,17 @@ class Engine:
         self._stop_wanted = False
         self._flushing = False
         self._flushed_at = self.t
-        self._in_forward = False
         self._last = True
-        self._order: list[int] = []
         self._last_posted: dict[int, int] = {}
         self._update = update
         self._entered = -1
-        self._collecting = False
-        self._handed_over = plan.num_stages
         named = dict(module.named_parameters())
         self._parameters = [[named[n] for n in s.parameters] for s in stages.stages]
         self.stores = [VersionStore(ps, self.t) for ps in self._parameters]
         if state is not None:
             self._restore_previous(state)
+        waiter = Waiter(plan, self.script, transport)
+        self._wait, self._late = waiter.wait, waiter.late
         self._ledger = Ledger(transport.timeout_s)
         layouts = [FlatLayout(ps) for ps in self._parameters]
         self._sums = SumLane(self.script, layouts, transport, self._ledger, self._wait)
@@ -109,8 +107,8 @@ class Engine:
             self._post_parameters(j)
             if stage.owned and stage.total_from is not None:
                 self._post_total(j, layouts[j].new())
-        self._handles = self._register(module)
-        self._counts = [0] * plan.num_stages
+        self._entrances = Entrances(module, stages, self.enter, transport.worker)
+        self._gradients = GradientCollector(self._parameters, self._hand_over, transport.worker)
         self._expect(self.t)
 
     # ------------------------------------------------------------------ one training step
@@ -127,15 +125,13 @@ class Engine:
         self._ledger.check()
         self._last = last
         if first:
-            self._entered, self._order = -1, []
-            self._in_forward = True
+            self._entered = -1
+            self._entrances.open()
             self.enter(0)
-        try:
-            yield
-        finally:
-            self._in_forward = False
+        yield
         if first:
-            self._finish_first()
+            self._entrances.close(self.t, self._entered)
+            self.enter(self.plan.num_stages - 1)
         if last:
             self._finish_last(first=first)
 
@@ -165,15 +161,11 @@ class Engine:
         Args:
             last_of_window: False while gradients only accumulate on this worker.
         """
-        self._collecting = last_of_window
-        self._handed_over = self.plan.num_stages
-        self._counts = [0] * self.plan.num_stages
-        try:
+        if last_of_window:
+            with self._gradients.collecting():
+                yield
+        else:
             yield
-            if last_of_window:
-                self._hand_over_down_to(0)
-        finally:
-            self._collecting = False
 
     def end_step(self) -> None:
         """Count the step; what is due before the next one is expected from now on."""
@@ -191,6 +183,15 @@ class Engine:
         """Say whether training ends here; true on every worker from the same step on."""
         # a version made with a stop byte has been read by every worker two steps later
         return self.stop_version is not None and self.t >= self.stop_version + 2
+
+    def _hand_over(self, j: int, grads: list[Tensor | None]) -> None:
+        self._sums.put((self.t, j, grads, self._stop_wanted))
+
+    def _finish_last(self, *, first: bool) -> None:
+        last = self.plan.num_stages - 1
+        for j in [last] if first else range(last + 1):
+            self._buffers.hand_on(self.t, j)
+        self._buffers.step_done()
 
     # ------------------------------------------------------------------ reading versions
 
@@ -216,7 +217,9 @@ class Engine:
     def _arrive(self, j: int, v: int) -> None:
         """Wait for version ``v`` of a stage that another worker owns."""
         if self._relay.passes_on:
-            buffer = self._ledger.take("version", v, j, lambda: self._late(Payload.P, v, j))
+            buffer = self._ledger.take(
+                "version", v, j, lambda: self._late(Payload.P, self.t, j, v)
+            )
         else:
             _, pending, buffer = self._expected.pop(j)
             self._wait(pending, self.script.action(Kind.RECV, Payload.P, t=self.t, j=j, v=v))
@@ -285,7 +288,7 @@ class Engine:
 
     def _total(self, t: int, j: int) -> FlatBuffer:
         if self.script.stages[j].total_from is None:
-            return self._ledger.take("total", t, j, lambda: self._late(Payload.S, t, j))
+            return self._ledger.take("total", t, j, lambda: self._late(Payload.S, t, j, None))
         pending, buffer = self._totals.pop(j)
         self._wait(pending, self.script.action(Kind.RECV, Payload.T, t=t, j=j, v=None))
         return buffer
@@ -300,106 +303,6 @@ class Engine:
         peer = self.script.stages[j].total_from
         assert peer is not None
         self._totals[j] = (self.transport.irecv(Payload.T, j, peer, buffer.data), buffer)
-
-    # ------------------------------------------------------------------ gradients
-
-    def _register(self, module: nn.Module) -> list[Any]:
-        handles: list[Any] = []
-        for j, stage in enumerate(self.stages.stages):
-            for p in self._parameters[j]:
-                handles.append(p.register_post_accumulate_grad_hook(self._counter(j)))
-            if j > 0:
-                handles += self._register_forward(module, j, stage.start, stage.parameters)
-        return handles
-
-    def _register_forward(
-        self, module: nn.Module, j: int, start: str, names: Sequence[str]
-    ) -> list[Any]:
-        """Enter stage ``j`` at its first module, or at the first of its modules that runs."""
-        paths = dict.fromkeys([start, *(name.rpartition(".")[0] for name in names)])
-        hook = self._enterer(j)
-        return [
-            module.get_submodule(path).register_forward_pre_hook(hook, prepend=True)
-            for path in paths
-            if path
-        ]
-
-    def _enterer(self, j: int) -> Callable[[nn.Module, Any], None]:
-        def enter_stage(module: nn.Module, args: Any) -> None:
-            if self._in_forward:
-                if self._entered < j:
-                    self.enter(j)
-                self._order.append(j)
-
-        return enter_stage
-
-    def _finish_first(self) -> None:
-        last = self.plan.num_stages - 1
-        for j in range(self._entered + 1, last + 1):
-            if self.stages.stages[j].glue:
-                raise StepError(
-                    f"step {self.t} of worker {self.transport.worker} called no module of stage "
-                    f"{j}, but {', '.join(self.stages.stages[j].glue)} of that stage is used by "
-                    "code outside its module, perhaps in the wrong version; allowed: calling "
-                    f"{self.stages.stages[j].start!r} in every step; or put the boundary "
-                    'elsewhere, CyclicStrategy(stages=["module.path", ...])'
-                )
-        self.enter(last)
-        self._check_order()
-
-    def _finish_last(self, *, first: bool) -> None:
-        last = self.plan.num_stages - 1
-        for j in [last] if first else range(last + 1):
-            self._buffers.hand_on(self.t, j)
-        self._buffers.step_done()
-
-    def _check_order(self) -> None:
-        """Refuse a step whose stages first ran in another order than the profiled one."""
-        first = list(dict.fromkeys(self._order))
-        if first == sorted(first):
-            return
-        late = next(b for a, b in zip(first, first[1:], strict=False) if b < a)
-        raise StepError(
-            f"step {self.t} of worker {self.transport.worker} ran its stages in the order "
-            f"{first}, stage {late} ({self.stages.stages[late].start!r}) too late; allowed: the "
-            "order of the first training step; cut only where the order is always the same, "
-            'CyclicStrategy(stages=["module.path", ...]), or use stages=1'
-        )
-
-    def _counter(self, j: int) -> Callable[[Tensor], None]:
-        def count(parameter: Tensor) -> None:
-            if not self._collecting:
-                return
-            if self._handed_over <= j:
-                raise StepError(
-                    f"stage {j} of worker {self.transport.worker} got a gradient after its sum "
-                    f"had been sent in step {self.t}; allowed: one backward that reaches each "
-                    "parameter once; do not call backward inside training_step or backward "
-                    "hooks, and use torch.utils.checkpoint with use_reentrant=False"
-                )
-            self._counts[j] += 1
-            # stage 0 also holds what the profile saw unused: it is complete when backward ends
-            if j > 0 and self._counts[j] == len(self._parameters[j]):
-                self._hand_over_complete(j)
-
-        return count
-
-    def _hand_over_complete(self, j: int) -> None:
-        """Hand over stage ``j`` and complete ones below it, but never before those above it."""
-        while j > 0 and j == self._handed_over - 1:
-            if self._counts[j] != len(self._parameters[j]):
-                return
-            self._hand_over_down_to(j)
-            j -= 1
-
-    def _hand_over_down_to(self, j: int) -> None:
-        while self._handed_over > j:
-            k = self._handed_over - 1
-            grads = [p.grad for p in self._parameters[k]]
-            for p in self._parameters[k]:
-                p.grad = None
-            self._handed_over = k
-            self._sums.put((self.t, k, grads, self._stop_wanted))
 
     # ------------------------------------------------------------------ flush and state
 
@@ -436,7 +339,7 @@ class Engine:
 
     def state(self) -> EngineState:
         """Return what a checkpoint needs; only behind a flush."""
-        previous = {}
+        previous: dict[str, Tensor] = {}
         for stage, store in zip(self.stages.stages, self.stores, strict=True):
             if self.t - 1 in store:
                 values = store[self.t - 1].views
@@ -459,47 +362,8 @@ class Engine:
 
     def close(self) -> None:
         """Take the hooks off and end the lanes; parameters keep the version that is shown."""
-        for handle in self._handles:
-            handle.remove()
+        self._entrances.remove()
+        self._gradients.remove()
         self._sums.close()
         self._relay.close()
         self.transport.close()
-
-    # ------------------------------------------------------------------ waiting
-
-    def _wait(self, pending: AbstractPending, action: Action) -> None:
-        try:
-            pending.wait()
-        except TimeoutError:
-            raise self._named(WaitTimeoutError, action, "it did not come in time") from None
-        except ConnectionError:
-            raise self._named(PeerError, action, "the connection is gone") from None
-
-    def _late(self, payload: Payload, number: int, j: int) -> CyclicError:
-        v = number if payload is Payload.P else None
-        t = number if v is None else number + self.script.stages[j].lag
-        action = self.script.action(Kind.RECV, payload, t=t, j=j, v=v)
-        return self._named(WaitTimeoutError, action, "it did not come in time")
-
-    def _named(self, kind: type[CyclicError], action: Action, what: str) -> CyclicError:
-        """Name worker, action, peer and slot of a wait that failed, and draw where it stands."""
-        waited = "to send to" if action.kind is Kind.SEND else "for"
-        reason = self.transport.failure()
-        drawn, shift = self._drawable(action)
-        note = f", drawn {shift} steps earlier, where the timetable is the same" if shift else ""
-        return kind(
-            f"worker {self.transport.worker} waited {waited} worker {action.peer}: action "
-            f"{action}, slot {action.s}: {what}; the limit is {self.transport.timeout_s:g} s"
-            + (f"\nBecause {reason}" if reason else "")
-            + "\nLook at the log of that worker first; if it was only slow, raise the limit: "
-            "CyclicStrategy(timeout=timedelta(minutes=...))"
-            f"\nThe arrow shows the action{note}:\n"
-            + timetable_around(replace(self.plan, num_steps=4), drawn, self.transport.worker)
-        )
-
-    def _drawable(self, action: Action) -> tuple[Action, int]:
-        """Move an action of a late step into the first steps, where a short plan has it."""
-        shift = max(action.t - 2, 0)
-        v = None if action.v is None else action.v - shift
-        slot = action.s - shift * self.script.slots_per_step
-        return replace(action, t=action.t - shift, v=v, s=slot), shift

@@ -83,8 +83,9 @@ class FlatBuffer:
         """Add the tensors in place: what is here comes first in every sum."""
         if len(tensors) == 0:
             return
-        if bool(self.present.all()) and all(x is not None for x in tensors):
-            torch._foreach_add_(self.views, list(tensors))
+        there = [x for x in tensors if x is not None]
+        if len(there) == len(tensors) and bool(self.present.all()):
+            torch._foreach_add_(self.views, there)
             return
         here = self.present.tolist()
         for view, x, was_here in zip(self.views, tensors, here, strict=True):

@@ -21,9 +21,9 @@ from lightning_cyclic.errors import CyclicError
 from lightning_cyclic.runtime.flat import FlatBuffer, FlatLayout
 from lightning_cyclic.runtime.script import Script
 from lightning_cyclic.runtime.transport import AbstractPending, AbstractTransport
+from lightning_cyclic.runtime.waiting import Wait
 
 Item = TypeVar("Item")
-Wait = Callable[[AbstractPending, Action], None]
 
 
 @final

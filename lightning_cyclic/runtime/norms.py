@@ -7,7 +7,7 @@ same bits as one process that holds everything.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import final
 
 import torch
@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from lightning_cyclic.actions import Action, Kind, Payload
 from lightning_cyclic.plan import Plan
-from lightning_cyclic.runtime.transport import AbstractPending, AbstractTransport
+from lightning_cyclic.runtime.transport import AbstractTransport
+from lightning_cyclic.runtime.waiting import Wait
 
 _NORM_CHANNELS = 1 << 17  # beside the channels of stages
-Wait = Callable[[AbstractPending, Action], None]
 
 
 @final
@@ -56,11 +56,13 @@ class NormExchange:
         by_parameter: dict[int, Tensor] = {}
         for j, values in norms.items():
             by_parameter |= {
-                id(p): x.to(p.dtype) for p, x in zip(self._parameters[j], values.unbind(), strict=True)
+                id(p): x.to(p.dtype)
+                for p, x in zip(self._parameters[j], values.unbind(), strict=True)
             }
         present = [by_parameter[id(p)] for p in order if id(p) in by_parameter]
         present = [x for x in present if not bool(x < 0)]  # -1 marks a tensor without gradient
-        return torch.linalg.vector_norm(torch.stack(present))
+        total: Tensor = torch.linalg.vector_norm(torch.stack(present))
+        return total
 
     def _own_norms(self) -> dict[int, Tensor]:
         me = self._transport.worker
@@ -77,15 +79,17 @@ class NormExchange:
                 ps = self._parameters[j]
                 data = torch.empty(8 * len(ps), dtype=torch.uint8, device=ps[0].device)
                 pending = self._transport.irecv(Payload.T, _NORM_CHANNELS + j, owner, data)
-                waits.append((pending, Action(kind=Kind.RECV, payload=Payload.T, t=t, j=j,
-                                              peer=owner)))
+                waits.append(
+                    (pending, Action(kind=Kind.RECV, payload=Payload.T, t=t, j=j, peer=owner))
+                )
                 received[j] = data.view(torch.float64)
         for j, values in own.items():
             for peer in sorted(set(self._owners) - {me}):
                 data = values.view(torch.uint8)
                 pending = self._transport.isend(Payload.T, _NORM_CHANNELS + j, peer, data)
-                waits.append((pending, Action(kind=Kind.SEND, payload=Payload.T, t=t, j=j,
-                                              peer=peer)))
+                waits.append(
+                    (pending, Action(kind=Kind.SEND, payload=Payload.T, t=t, j=j, peer=peer))
+                )
         for pending, action in waits:
             self._wait(pending, action)
         return received

@@ -8,7 +8,7 @@ may have replaced them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import final
 
 import torch
@@ -19,8 +19,8 @@ from lightning_cyclic.runtime.flat import FlatBuffer, FlatLayout
 from lightning_cyclic.runtime.script import Script
 from lightning_cyclic.runtime.stages import StageMap
 from lightning_cyclic.runtime.transport import AbstractPending, AbstractTransport
+from lightning_cyclic.runtime.waiting import Wait
 
-Wait = Callable[[AbstractPending, Action], None]
 _FLUSH_CHANNELS = 1 << 16  # flush copies use channels of their own: stage + this
 
 
@@ -101,7 +101,9 @@ class BufferRelay:
         action = self._script.action(Kind.RECV, Payload.R, t=t, j=j, v=None)
         buffer = self._layouts[j].new()
         peer = self._transport.worker - 1
-        self._wait(self._transport.irecv(Payload.R, j + _FLUSH_CHANNELS, peer, buffer.data), action)
+        self._wait(
+            self._transport.irecv(Payload.R, j + _FLUSH_CHANNELS, peer, buffer.data), action
+        )
         self._load(j, buffer)
 
     def _send_copy(self, t: int, j: int) -> None:
@@ -109,7 +111,9 @@ class BufferRelay:
         buffer = self._layouts[j].new()
         buffer.write(self._tensors(j))
         peer = self._transport.worker + 1
-        self._wait(self._transport.isend(Payload.R, j + _FLUSH_CHANNELS, peer, buffer.data), action)
+        self._wait(
+            self._transport.isend(Payload.R, j + _FLUSH_CHANNELS, peer, buffer.data), action
+        )
 
     def _send(self, t: int, j: int) -> None:
         peer = self._script.stages[j].buffers_to

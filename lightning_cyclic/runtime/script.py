@@ -56,7 +56,9 @@ class Script:
         """Return the stages that this worker updates."""
         return tuple(j for j, stage in enumerate(self.stages) if stage.owned)
 
-    def action(self, kind: Kind, payload: Payload | None, *, t: int, j: int, v: int | None) -> Action:
+    def action(
+        self, kind: Kind, payload: Payload | None, *, t: int, j: int, v: int | None
+    ) -> Action:
         """Return the action of step ``t`` as the program has it, with peer and slot."""
         steady = self.stages[j].actions[kind, payload]
         slot = steady.s + (t - _STEADY_STEP) * self.slots_per_step

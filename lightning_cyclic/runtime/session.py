@@ -1,8 +1,8 @@
 """A session: one worker's training from the first step to the last.
 
-    first step      find the stages (bootstrap), make the plan and the engine in its middle
-    later steps     the engine
-    between steps   flush, state, stop
+first step      find the stages (bootstrap), make the plan and the engine in its middle
+later steps     the engine
+between steps   flush, state, stop
 """
 
 from __future__ import annotations

@@ -141,8 +141,10 @@ def _with_buffers(
     stages: Sequence[Stage], buffers: Mapping[str, tuple[int, int]], starts: Sequence[int]
 ) -> tuple[Stage, ...]:
     """Give each buffer to the stage in which its module is first called."""
-    spans = {n: (bisect_right(starts, a) - 1, bisect_right(starts, b) - 1)
-             for n, (a, b) in buffers.items()}
+    spans = {
+        n: (bisect_right(starts, a) - 1, bisect_right(starts, b) - 1)
+        for n, (a, b) in buffers.items()
+    }
     made = []
     for j, stage in enumerate(stages):
         mine = tuple(name for name, (first, _) in spans.items() if first == j)

@@ -125,3 +125,11 @@ def test_probes_are_small_and_of_the_same_kind(name):
         plan.weights,
     )
     assert small.num_stages > 4
+
+
+def test_a_sum_sent_on_before_the_one_before_has_come():
+    plan = make_plan("cyclic_dp", num_stages=3, num_workers=3, num_steps=1)
+    early = with_worker(plan, 1, lambda p: swapped(p, "1RECV_S0<0#0", "1SEND_S1>2#0"))
+    text = refusal(plan, early)
+    assert "before what it needs" in text
+    assert "1SEND_S1>2#0" in text

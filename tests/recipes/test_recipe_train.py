@@ -6,16 +6,19 @@ import os
 import re
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from hydra.utils import instantiate
 from report import plan_table, print_results, stage_table
 from rich.console import Console
 from torch import nn
-from train import make_trainer
+from train import make_trainer, refuse_popen_sweep
 
 ROOT = Path(__file__).parents[2]
 LIGHTNING_WARNINGS = [  # of Lightning itself: an old torch name; advice about loaders
@@ -121,30 +124,29 @@ class TestTwoWorkers:
         assert list(tmp_path.glob("metrics/checkpoints/*.ckpt"))
         assert (tmp_path / "metrics" / "metrics.csv").is_file()
 
-    def test_byte_lm(self, tmp_path, strategy):
-        printed = run_recipe(
-            tmp_path,
-            "experiment=byte_lm",
-            f"strategy={strategy}",
-            "trainer.fast_dev_run=2",
-            *TINY_GPT,
-        )
-        assert re.search(r"val bits per byte +│ [78]\.\d{4}", printed)
-
 
 @pytest.mark.multi
-def test_a_sweep_that_would_start_itself_again_is_refused(tmp_path):
-    command = [sys.executable, "recipes/train.py", "-m", "strategy=ddp", "seed=0,1"]
-    done = subprocess.run(
-        [*command, f"hydra.sweep.dir={tmp_path}"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert done.returncode == 1
-    assert "add start_method=spawn" in done.stderr
+def test_byte_lm_on_two_workers(tmp_path):
+    printed = run_recipe(tmp_path, "experiment=byte_lm", "trainer.fast_dev_run=2", *TINY_GPT)
+    assert re.search(r"val bits per byte +│ [78]\.\d{4}", printed)
+
+
+@pytest.mark.parametrize(
+    ("mode", "overrides", "refused"),
+    [
+        (RunMode.MULTIRUN, [], True),
+        (RunMode.MULTIRUN, ["start_method=spawn"], False),
+        (RunMode.MULTIRUN, ["strategy=single"], False),
+        (RunMode.RUN, [], False),
+    ],
+)
+def test_only_a_sweep_that_would_start_itself_again_is_refused(
+    compose_recipe, monkeypatch, mode, overrides, refused
+):
+    monkeypatch.setattr(HydraConfig, "get", lambda: SimpleNamespace(mode=mode))
+    expected = pytest.raises(ValueError, match="add start_method=spawn")
+    with expected if refused else nullcontext():
+        refuse_popen_sweep(compose_recipe(*overrides))
 
 
 class TestReport:

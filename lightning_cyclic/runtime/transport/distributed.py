@@ -14,6 +14,7 @@ from typing import Any, final
 
 import torch.distributed as dist
 from torch import Tensor
+from typing_extensions import override
 
 from lightning_cyclic.actions import Payload
 from lightning_cyclic.runtime.transport.base import AbstractPending, AbstractTransport
@@ -39,20 +40,25 @@ class DistributedTransport(AbstractTransport):
         # a group's name is the same on every worker and new with every transport
         self._board = FailureBoard(f"lightning_cyclic/{self._groups[payloads[0]].group_name}")
 
+    @override
     def isend(self, payload: Payload, channel: int, peer: int, data: Tensor) -> AbstractPending:
         with self._posting[payload]:
             return _Work(self._groups[payload].send([data], peer, channel))
 
+    @override
     def irecv(self, payload: Payload, channel: int, peer: int, data: Tensor) -> AbstractPending:
         with self._posting[payload]:
             return _Work(self._groups[payload].recv([data], peer, channel))
 
+    @override
     def report_failure(self, text: str) -> None:
         self._board.report(text)
 
+    @override
     def failure(self) -> str | None:
         return self._board.read()
 
+    @override
     def close(self) -> None:
         self._board.close()
 

@@ -8,6 +8,7 @@ from collections import defaultdict
 from typing import final
 
 from torch import Tensor
+from typing_extensions import override
 
 from lightning_cyclic.actions import Payload
 from lightning_cyclic.runtime.transport.base import AbstractPending, AbstractTransport
@@ -47,20 +48,25 @@ class LocalTransport(AbstractTransport):
         super().__init__(worker, num_workers, timeout_s)
         self._office = office
 
+    @override
     def isend(self, payload: Payload, channel: int, peer: int, data: Tensor) -> AbstractPending:
         self._office.box((payload, channel, self.worker, peer)).put(data.clone())
         return _Sent()
 
+    @override
     def irecv(self, payload: Payload, channel: int, peer: int, data: Tensor) -> AbstractPending:
         box = self._office.box((payload, channel, peer, self.worker))
         return _Awaited(box, data, self.timeout_s)
 
+    @override
     def report_failure(self, text: str) -> None:
         self._office.failure = self._office.failure or text
 
+    @override
     def failure(self) -> str | None:
         return self._office.failure
 
+    @override
     def close(self) -> None:
         """Do nothing: nothing runs in the background."""
 

@@ -1,0 +1,92 @@
+"""Gradients: take each stage's gradients out of ``p.grad`` as soon as autograd completes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, final
+
+from torch import Tensor, nn
+
+from lightning_cyclic.errors import StepError
+
+HandOver = Callable[[int, list[Tensor | None]], None]  # stage, its gradients
+
+
+@final
+class GradientCollector:
+    """Hand over stages from the last to the first, whatever the order in which autograd ends.
+
+    Stage 0 also holds the parameters that the first step did not use, so it is complete only
+    when backward has ended; so is every stage of which a parameter got no gradient.
+
+    Args:
+        parameters: the parameters of each stage.
+        hand_over: takes a stage's gradients away.
+        worker: this worker, for messages.
+    """
+
+    def __init__(
+        self, parameters: Sequence[Sequence[nn.Parameter]], hand_over: HandOver, worker: int
+    ) -> None:
+        self._parameters = parameters
+        self._hand_over = hand_over
+        self._worker = worker
+        self._counts = [0] * len(parameters)
+        self._next = -1  # the stage to hand over next; those above it are gone
+        self._collecting = False
+        self._handles: list[Any] = [
+            p.register_post_accumulate_grad_hook(self._counter(j))  # type: ignore[no-untyped-call]
+            for j, ps in enumerate(parameters)
+            for p in ps
+        ]
+
+    @contextmanager
+    def collecting(self) -> Iterator[None]:
+        """Collect from the backward in the body; afterwards every stage is handed over."""
+        self._next = len(self._parameters) - 1
+        self._counts = [0] * len(self._parameters)
+        self._collecting = True
+        try:
+            yield
+            while self._next >= 0:
+                self._take_next()
+        finally:
+            self._collecting = False
+
+    def remove(self) -> None:
+        """Take the hooks off the parameters."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _counter(self, j: int) -> Callable[[Tensor], None]:
+        def count(parameter: Tensor) -> None:
+            if not self._collecting:
+                return
+            if j > self._next:
+                raise StepError(
+                    f"stage {j} of worker {self._worker} got a gradient after its sum had been "
+                    "sent; allowed: one backward that reaches each parameter once; do not call "
+                    "backward inside training_step or backward hooks, and use "
+                    "torch.utils.checkpoint with use_reentrant=False"
+                )
+            if parameter.grad is not None and parameter.grad.is_sparse:
+                raise StepError(
+                    f"a parameter of stage {j} has a sparse gradient; allowed: dense gradients, "
+                    "since sums travel in flat buffers; use nn.Embedding(sparse=False)"
+                )
+            self._counts[j] += 1
+            while self._next > 0 and self._is_complete(self._next):
+                self._take_next()
+
+        return count
+
+    def _is_complete(self, j: int) -> bool:
+        return self._counts[j] == len(self._parameters[j])
+
+    def _take_next(self) -> None:
+        j, self._next = self._next, self._next - 1
+        grads = [p.grad for p in self._parameters[j]]
+        for p in self._parameters[j]:
+            p.grad = None
+        self._hand_over(j, grads)

@@ -1,0 +1,74 @@
+"""Waiting: every wait has a limit, and one that fails says who waited for whom."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import final
+
+from lightning_cyclic.actions import Action, Kind, Payload
+from lightning_cyclic.errors import CyclicError, PeerError, WaitTimeoutError
+from lightning_cyclic.passes.refusal import timetable_around
+from lightning_cyclic.plan import Plan
+from lightning_cyclic.runtime.script import Script
+from lightning_cyclic.runtime.transport import AbstractPending, AbstractTransport
+
+Wait = Callable[[AbstractPending, Action], None]
+
+
+@final
+class Waiter:
+    """Wait for messages, and name worker, action, peer and slot of those that do not come.
+
+    Args:
+        plan: whose timetable is drawn.
+        script: slots and peers of this worker's actions.
+        transport: its limit, and the word that a failing worker left.
+    """
+
+    def __init__(self, plan: Plan, script: Script, transport: AbstractTransport) -> None:
+        self._plan = plan
+        self._script = script
+        self._transport = transport
+
+    def wait(self, pending: AbstractPending, action: Action) -> None:
+        """Wait for a message of the program.
+
+        Raises:
+            WaitTimeoutError: it did not come within the transport's limit.
+            PeerError: the connection to the peer is gone.
+        """
+        try:
+            pending.wait()
+        except TimeoutError:
+            raise self._named(WaitTimeoutError, action, "it did not come in time") from None
+        except ConnectionError:
+            raise self._named(PeerError, action, "the connection is gone") from None
+
+    def late(self, payload: Payload, t: int, j: int, v: int | None) -> CyclicError:
+        """Return the error of a lane that put nothing down in time."""
+        action = self._script.action(Kind.RECV, payload, t=t, j=j, v=v)
+        return self._named(WaitTimeoutError, action, "it did not come in time")
+
+    def _named(self, kind: type[CyclicError], action: Action, what: str) -> CyclicError:
+        worker, limit = self._transport.worker, self._transport.timeout_s
+        waited = "to send to" if action.kind is Kind.SEND else "for"
+        reason = self._transport.failure()
+        drawn, shift = self._drawable(action)
+        note = f", drawn {shift} steps earlier, where the timetable is the same" if shift else ""
+        return kind(
+            f"worker {worker} waited {waited} worker {action.peer}: action {action}, "
+            f"slot {action.s}: {what}; the limit is {limit:g} s"
+            + (f"\nBecause {reason}" if reason else "")
+            + "\nLook at the log of that worker first; if it was only slow, raise the limit: "
+            "CyclicStrategy(timeout=timedelta(minutes=...))"
+            f"\nThe arrow shows the action{note}:\n"
+            + timetable_around(replace(self._plan, num_steps=4), drawn, worker)
+        )
+
+    def _drawable(self, action: Action) -> tuple[Action, int]:
+        """Move an action of a late step into the first steps, where a short plan has it."""
+        shift = max(action.t - 2, 0)
+        v = None if action.v is None else action.v - shift
+        slot = action.s - shift * self._script.slots_per_step
+        return replace(action, t=action.t - shift, v=v, s=slot), shift

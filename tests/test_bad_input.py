@@ -1,0 +1,420 @@
+"""Bad input ends with a clear error, on every worker and without a hang.
+
+Clear: what was given, what is allowed, what to do next. Two workers each, on loopback; a wait is
+given ten seconds, and an error that needs it would be no clear one.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.accelerators import MPSAccelerator
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+
+from lightning_cyclic.checks import check_trainer
+from lightning_cyclic.errors import ConfigurationError, PlanError
+from lightning_cyclic.plan import PRESETS
+from lightning_cyclic.strategy import CyclicStrategy
+from tests import processes
+from tests.corpus import make_trainer
+
+TIMEOUT_S = 10.0
+RUNNABLE = {"cyclic_dp", "cyclic_dp_v1", "lockstep_dp"}
+
+
+def rank() -> int:
+    return int(os.environ["NODE_RANK"])
+
+
+# ---------------------------------------------------------------------- before any process
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "given", "allowed", "todo"),
+    [
+        ({"preset": "cyclic"}, "preset 'cyclic' is unknown", "cyclic_dp", "use "),
+        ({"schedule": "ring"}, "schedule 'ring' is unknown", "lockstep", "use "),
+        ({"placement": "everywhere"}, "placement 'everywhere' is unknown", "replicated", "use "),
+        ({"weights": "old"}, "weights 'old'", "freshest", "use "),
+        ({"sharding": "half"}, "sharding 'half' is unknown", "optimizer", "use "),
+        ({"slack": -1}, "slack=-1", "0", "use "),
+        ({"stages": 0}, "stages=0", "a number from 1", "use "),
+        ({"stages": "two"}, "stages='two'", "a number from 1", "use "),
+        ({"stages": [1, 2]}, "stages=[1, 2]", "list of module paths", "use "),
+        ({"clip": "all"}, "clip 'all' is unknown", "stage, global", "use "),
+        ({"relay_buffers": "no"}, "relay_buffers 'no' is unknown", "auto, all", "use "),
+        ({"find_unused_parameters": True}, "'find_unused_parameters'", "preset", "remove it"),
+        ({"sharding": "full"}, "sharding 'full' has no runtime", "optimizer", "use "),
+        ({"weights": "sync"}, "sync", "", ""),
+    ],
+)
+def test_a_strategy_refuses_what_it_does_not_know(
+    kwargs: dict[str, Any], given: str, allowed: str, todo: str
+) -> None:
+    with pytest.raises((PlanError, ConfigurationError)) as caught:
+        CyclicStrategy(**kwargs)
+    text = str(caught.value)
+    assert given in text
+    assert f"allowed: {allowed}" in text or (allowed in text and "allowed" in text)
+    assert todo in text
+
+
+@pytest.mark.parametrize("preset", sorted(set(PRESETS) - RUNNABLE))
+def test_a_preset_without_a_runtime_is_refused_by_name(preset: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        CyclicStrategy(preset)
+    assert repr(preset) in str(caught.value)
+    assert "has no runtime yet; allowed:" in str(caught.value)
+    assert "use " in str(caught.value)
+
+
+def test_mps_is_refused() -> None:
+    class OnMps:
+        accelerator = MPSAccelerator.__new__(MPSAccelerator)
+
+    with pytest.raises(ConfigurationError, match=r"'mps'.*allowed: 'cpu', 'cuda'; use "):
+        check_trainer(OnMps(), LightningModule(), sync_batchnorm=False)  # type: ignore[arg-type]
+
+
+# ---------------------------------------------------------------------- what two workers run
+
+
+class Net(LightningModule):
+    """Four layers, so that there are places for stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+    def order(self, batch_idx: int) -> list[nn.Module]:
+        return list(self.layers)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x = batch[0] if isinstance(batch, list | tuple) else batch
+        x = x.float().reshape(-1, 4)
+        for layer in self.order(batch_idx):
+            x = torch.tanh(layer(x))
+        return x.pow(2).mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class OtherModule(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 4 + rank())
+
+
+class OtherFrozen(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[2].requires_grad_(rank() == 0)
+
+
+class Manual(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class TwoOptimizers(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in self.layers[:2]]
+
+
+class Lbfgs(Net):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters())
+
+
+class NothingTrained(Net):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.requires_grad_(False).parameters(), lr=0.1)
+
+
+class Outside(Net):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([*self.parameters(), nn.Parameter(torch.zeros(2))], lr=0.1)
+
+
+class SharedStorage(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[3].weight = nn.Parameter(self.layers[0].weight.data)
+
+
+class SparseGradients(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(8, 4, sparse=True)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(self.embedding(torch.arange(4)), batch_idx)
+
+
+class ReturnsNone(Net):
+    at, ranks = 0, (0, 1)  # in the first step worker 0 comes first, so it is the one that fails
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return None if batch_idx == self.at and rank() in self.ranks else loss
+
+
+class ReturnsNoneOnOne(ReturnsNone):
+    at, ranks = 2, (1,)
+
+
+class NoGraph(ReturnsNone):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = Net.training_step(self, batch, batch_idx)
+        bad = batch_idx == self.at and rank() in self.ranks
+        return loss.detach() if bad else loss
+
+
+class NoGraphOnOne(NoGraph):
+    at, ranks = 3, (0,)
+
+
+class NotFinite(Net):
+    at, rank = 3, 1
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return loss * float("nan") if batch_idx == self.at and rank() == self.rank else loss
+
+
+class NotFiniteAtOnce(NotFinite):
+    at, rank = 0, 0
+
+
+class OtherOrderLater(Net):
+    def order(self, batch_idx: int) -> list[nn.Module]:
+        return list(self.layers) if batch_idx < 3 else list(self.layers)[::-1]
+
+
+class OtherOrderOnOne(Net):
+    def order(self, batch_idx: int) -> list[nn.Module]:
+        return list(self.layers) if rank() == 0 else list(self.layers)[::-1]
+
+
+class ReentrantCheckpoint(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x = batch[0].requires_grad_()
+        for layer in (*self.layers, self.layers[3]):  # the last layer twice: two gradients
+            x = checkpoint(layer, x, use_reentrant=True)
+        return x.pow(2).mean()
+
+
+class TwoBackwards(Net):
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        loss.backward(retain_graph=True)
+        loss.backward()
+
+
+class Raises(Net):
+    at, rank = 0, 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx == self.at and rank() == self.rank:
+            raise ZeroDivisionError("the batch is broken")
+        return super().training_step(batch, batch_idx)
+
+
+class RaisesOnOther(Raises):
+    at, rank = 0, 1
+
+
+class RaisesLater(Raises):
+    at, rank = 3, 0
+
+
+class RaisesLaterOnOther(Raises):
+    at, rank = 3, 1
+
+
+class Vectors(Dataset[Any]):
+    def __init__(self, num: int = 8) -> None:
+        self._num = num
+
+    def __len__(self) -> int:
+        return self._num
+
+    def __getitem__(self, k: int) -> Any:
+        return (torch.full((3, 4), 0.1 * k + 0.1),)
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return iter([Vectors()[k] for k in range(6 + 2 * rank())])
+
+
+def data_of(kind: str) -> Any:
+    x = torch.ones(8, 3, 4)
+    if kind == "other structure" and rank() == 1:
+        return DataLoader(TensorDataset(x, x), batch_size=None)
+    if kind == "other dtype" and rank() == 1:
+        return DataLoader(TensorDataset(x.double()), batch_size=None)
+    if kind == "other dims" and rank() == 1:
+        return DataLoader(TensorDataset(x.flatten(1)), batch_size=None)
+    if kind == "other number":
+        return DataLoader(Vectors(6 + rank()), batch_size=None)
+    if kind == "other number, unsized":
+        return DataLoader(Stream(), batch_size=None)
+    return DataLoader(Vectors(), batch_size=None)
+
+
+def attempt(
+    module: type[Net], data: str, strategy: dict[str, Any], flags: dict[str, Any]
+) -> tuple[str, str, float]:
+    """Return the error that training ends with on this rank: its type, text, and after when."""
+    start = time.monotonic()
+    try:
+        trainer = make_trainer(
+            CyclicStrategy(timeout=timedelta(seconds=TIMEOUT_S), **strategy),
+            max_epochs=2, **flags,
+        )  # fmt: skip
+        trainer.fit(module(), data_of(data))
+    except BaseException as error:  # noqa: BLE001  (the test reads it)
+        return type(error).__name__, str(error), time.monotonic() - start
+    return "nothing", "", time.monotonic() - start
+
+
+def errors_of(
+    module: type[Net], data: str = "", strategy: dict[str, Any] | None = None, **flags: Any
+) -> list[tuple[str, str, float]]:
+    return processes.run(
+        attempt, 2, module, data, strategy or {}, flags, time_limit_s=40, after_failure_s=20
+    )
+
+
+def assert_everywhere(
+    errors: list[tuple[str, str, float]], kind: str, *parts: str, limit_s: float = 8.0
+) -> None:
+    for error, text, seconds in errors:
+        assert error == kind, f"{error}: {text}"
+        assert seconds < limit_s, text
+        for part in parts:
+            assert part in text
+
+
+# ---------------------------------------------------------------------- both refuse at once
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize(
+    ("module", "strategy", "flags", "kind", "parts"),
+    [
+        (Net, {"stages": 99}, {}, "PlanError", ["99", "4 places", "allowed: 1 to 4", "lower it"]),
+        (Net, {"stages": ["layers.7"]}, {}, "PlanError", ["'layers.7'", "allowed:", "layers.1"]),
+        (
+            Net, {"stages": ["layers.2", "layers.1"]}, {}, "PlanError",
+            ["one after the other", "allowed:", "reorder"],
+        ),
+        (Net, {"num_micro": 3}, {}, "PlanError", ["num_micro=3", "must be equal", "use "]),
+        (Manual, {}, {}, "ConfigurationError", ["automatic_optimization", "allowed:", "'ddp'"]),
+        (TwoOptimizers, {}, {}, "ConfigurationError", ["automatic_optimization", "allowed:"]),
+        (Lbfgs, {}, {}, "ConfigurationError", ["LBFGS", "allowed:", "use torch.optim.AdamW"]),
+        (NothingTrained, {}, {}, "ConfigurationError", ["no parameter", "allowed:", "pass "]),
+        (Outside, {}, {}, "ConfigurationError", ["1 parameter(s)", "allowed:", "register"]),
+        (SharedStorage, {}, {}, "ConfigurationError", ["share one storage", "allowed:", "tie"]),
+        (
+            Net, {}, {"sync_batchnorm": True}, "ConfigurationError",
+            ["sync_batchnorm=True", "allowed: sync_batchnorm=False", "remove"],
+        ),
+        (SparseGradients, {}, {}, "ConfigurationError", ["embedding", "allowed:", "sparse=False"]),
+    ],
+)  # fmt: skip
+def test_every_worker_refuses(
+    module: type[Net], strategy: Any, flags: Any, kind: str, parts: list[str]
+) -> None:
+    assert_everywhere(errors_of(module, strategy=strategy, **flags), kind, *parts)
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize(
+    ("module", "data", "kind", "parts"),
+    [
+        (OtherModule, "", "ConfigurationError", ["head.weight (4, 4)", "head.weight (5, 4)"]),
+        (OtherFrozen, "", "ConfigurationError", ["layers.2.weight", "trained", "frozen"]),
+        (Net, "other structure", "StepError", ["of 1: float32", "of 2: float32"]),
+        (Net, "other dtype", "StepError", ["float32 with 2 dims", "float64 with 2 dims"]),
+        (Net, "other dims", "StepError", ["float32 with 2 dims", "float32 with 1 dim"]),
+        (Net, "other number", "ConfigurationError", ["worker 0: 6", "worker 1: 7", "training ba"]),
+        (OtherOrderOnOne, "", "StepError", ["order", "layers.0", "layers.3", "stages=1"]),
+    ],
+)
+def test_every_worker_says_how_they_differ(
+    module: type[Net], data: str, kind: str, parts: list[str]
+) -> None:
+    assert_everywhere(errors_of(module, data), kind, *parts, "allowed:")
+
+
+# ---------------------------------------------------------------------- one fails, all learn why
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize("preset", ["cyclic_dp", "cyclic_dp_v1", "lockstep_dp"])
+@pytest.mark.parametrize(
+    ("module", "culprit", "kind", "reason"),
+    [
+        (ReturnsNone, 0, "StepError", "returned None (step 0)"),
+        (NoGraph, 0, "StepError", "without a graph (step 0)"),
+        (ReturnsNoneOnOne, 1, "StepError", "returned None (step 2)"),
+        (NoGraphOnOne, 0, "StepError", "without a graph (step 3)"),
+        (NotFinite, 1, "StepError", "the loss of worker 1 is nan in step 3"),
+        (NotFiniteAtOnce, 0, "StepError", "the loss of worker 0 is nan in step 0"),
+        (Raises, 0, "ZeroDivisionError", "the batch is broken"),
+        (RaisesOnOther, 1, "ZeroDivisionError", "the batch is broken"),
+        (RaisesLater, 0, "ZeroDivisionError", "the batch is broken"),
+        (RaisesLaterOnOther, 1, "ZeroDivisionError", "the batch is broken"),
+    ],
+)
+def test_the_others_name_the_reason_of_the_one_that_fails(
+    module: type[Net], culprit: int, kind: str, reason: str, preset: str
+) -> None:
+    errors = errors_of(module, strategy={"preset": preset})
+    assert_everywhere([errors[culprit]], kind, reason)
+    assert_everywhere([errors[1 - culprit]], "PeerError", reason, f"worker {culprit}")
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize(
+    ("module", "part"),
+    [
+        (OtherOrderLater, "ran its stages in the order [3, 2, 1]"),
+        (ReentrantCheckpoint, "use_reentrant=False"),
+        (TwoBackwards, "one backward that reaches each parameter once"),
+    ],
+)
+def test_a_step_that_breaks_the_order_says_so(module: type[Net], part: str) -> None:
+    errors = errors_of(module, strategy={"stages": 4})
+    assert "StepError" in {kind for kind, _, _ in errors}
+    for kind, text, seconds in errors:
+        assert kind in ("StepError", "PeerError")
+        assert part in text
+        assert seconds < 8.0
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize("preset", ["cyclic_dp", "cyclic_dp_v1", "lockstep_dp"])
+def test_streams_of_different_length_are_refused(preset: str) -> None:
+    errors = errors_of(Net, "other number, unsized", {"preset": preset})
+    for kind, text, _ in errors:
+        assert kind in ("StepError", "ConfigurationError", "PeerError"), text
+        assert "number" in text
+        assert "batches" in text
