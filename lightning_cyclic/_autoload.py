@@ -4,6 +4,9 @@ torch calls :func:`register_when_lightning_is_imported` while it is itself being
 point group ``torch.backends``), so this file imports nothing heavy and never raises. Lightning
 has no entry point for strategies; a finder on ``sys.meta_path`` that waits for one module is the
 only way to make ``Trainer(strategy="cyclic_dp")`` work without ``import lightning_cyclic``.
+
+``pytorch_lightning`` is a second copy of Lightning, with classes of its own; there the names only
+say which copy is meant.
 """
 
 from __future__ import annotations
@@ -15,34 +18,41 @@ from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from types import ModuleType
 
-_AWAITED = "lightning.pytorch.strategies"
+_AWAITED = ("lightning.pytorch.strategies", "pytorch_lightning.strategies")
 
 
 def register_when_lightning_is_imported() -> None:
     """Register now if Lightning is there, else as soon as it has been imported; never raise."""
     try:
-        module = sys.modules.get(_AWAITED)
-        if module is not None and hasattr(module, "StrategyRegistry"):
-            _register(module)
-        elif not any(isinstance(finder, _Waiter) for finder in sys.meta_path):
-            sys.meta_path.insert(0, _Waiter())
+        waiting = {finder.awaited for finder in sys.meta_path if isinstance(finder, _Waiter)}
+        for awaited in _AWAITED:
+            module = sys.modules.get(awaited)
+            if module is not None and hasattr(module, "StrategyRegistry"):
+                _register(module)
+            elif awaited not in waiting:
+                sys.meta_path.insert(0, _Waiter(awaited))
     except Exception as error:  # a failing entry point would abort `import torch`
         print(f"lightning_cyclic: names not registered: {error!r}", file=sys.stderr)
 
 
 def _register(strategies: ModuleType) -> None:
-    from lightning_cyclic.registration import register  # noqa: PLC0415  (kept lazy)
+    from lightning_cyclic import registration  # noqa: PLC0415  (kept lazy)
 
-    register(strategies.StrategyRegistry)
+    own = strategies.__name__ == _AWAITED[0]
+    make = registration.make_strategy if own else registration.refuse_strategy
+    registration.register(strategies.StrategyRegistry, make)
 
 
 class _Waiter(MetaPathFinder):
     """Find the awaited module once, and register after it has been executed."""
 
+    def __init__(self, awaited: str) -> None:
+        self.awaited = awaited
+
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname != _AWAITED:
+        if fullname != self.awaited:
             return None
         sys.meta_path.remove(self)
         spec = find_spec(fullname)

@@ -6,8 +6,10 @@ strategy only when a Trainer asks for the name.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NoReturn
 
+from lightning_cyclic.errors import ConfigurationError
 from lightning_cyclic.plan import PRESETS
 
 _START_METHODS = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
@@ -20,17 +22,31 @@ def make_strategy(**kwargs: Any) -> Any:
     return CyclicStrategy(**kwargs)
 
 
-def register(registry: Any) -> None:
+def refuse_strategy(*, preset: str, **kwargs: Any) -> NoReturn:
+    """Say that the Trainer is the other package's.
+
+    Raises:
+        ConfigurationError: always.
+    """
+    raise ConfigurationError(
+        f"strategy {preset!r} was asked of a Trainer of `pytorch_lightning`, a second copy of "
+        "Lightning with classes of its own; allowed: the Trainer of `lightning`; use "
+        "`from lightning.pytorch import Trainer, LightningModule`"
+    )
+
+
+def register(registry: Any, make: Callable[..., Any] = make_strategy) -> None:
     """Register every preset and its variants; registering again changes nothing.
 
     Args:
         registry: Lightning's ``StrategyRegistry``.
+        make: what a name stands for, called with ``preset`` and ``start_method``.
     """
     for preset in PRESETS:
         for suffix, start_method in _START_METHODS.items():
             registry.register(
                 f"{preset}{suffix}",
-                make_strategy,
+                make,
                 description=f"lightning_cyclic preset {preset!r}, started by {start_method}",
                 override=True,
                 preset=preset,

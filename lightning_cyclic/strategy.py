@@ -298,7 +298,8 @@ class CyclicStrategy(DDPStrategy):
         """Run the module's training step as the forward of this worker's micro-batch."""
         if self._session is None or self._skips_backward():
             return super().training_step(*args, **kwargs)
-        with self._session.forward(args[0] if args else kwargs, last=not self._accumulating):
+        batch, last = args[0] if args else kwargs, not self._accumulating
+        with self._session.forward(batch, last=last, ends=self._epoch_ends()):
             output = super().training_step(*args, **kwargs)
             if output is None:
                 raise StepError(
@@ -344,6 +345,15 @@ class CyclicStrategy(DDPStrategy):
             yield
         finally:
             self._accumulating = False
+
+    def _epoch_ends(self) -> bool:
+        trainer = self.lightning_module.trainer  # type: ignore[union-attr]
+        loop = trainer.fit_loop.epoch_loop
+        return bool(
+            loop.batch_progress.is_last_batch
+            or loop.batch_idx + 1 >= trainer.num_training_batches
+            or trainer.global_step + 1 >= trainer.max_steps > 0
+        )
 
     def _skips_backward(self) -> bool:
         # stochastic weight averaging runs an epoch of forwards alone, for BatchNorm statistics

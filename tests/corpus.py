@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,6 +16,9 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+from lightning_cyclic.strategy import CyclicStrategy
+from tests import sequential
 
 Batch = tuple[Tensor, Tensor]
 
@@ -163,10 +167,15 @@ class Classifier(LightningModule):
         self.net = make_net()
         self.optimizer_name = optimizer
         self.losses: list[float] = []
+        self.rates: list[float] = []
+
+    def loss(self, batch: Batch, batch_idx: int) -> Tensor:
+        return loss_of(self.net, batch)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        loss = loss_of(self.net, batch)
+        loss = self.loss(batch, batch_idx)
         self.losses.append(float(loss.detach()))
+        self.rates.append(self.trainer.optimizers[0].param_groups[0]["lr"])
         return loss
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
@@ -190,7 +199,7 @@ class Classifier(LightningModule):
 # ---------------------------------------------------------------------- running it
 
 
-def make_trainer(strategy: Any, **kwargs: Any) -> Trainer:
+def make_trainer(strategy: Any, **flags: Any) -> Trainer:
     """Make a quiet Trainer for the ranks that :mod:`tests.processes` started."""
     quiet = {
         "logger": False,
@@ -200,14 +209,47 @@ def make_trainer(strategy: Any, **kwargs: Any) -> Trainer:
     }
     num_nodes = int(os.environ["WORLD_SIZE"])
     return Trainer(
-        accelerator="cpu", devices=1, num_nodes=num_nodes, strategy=strategy,
-        use_distributed_sampler=False, **(quiet | kwargs),
+        accelerator="cpu", devices=1, num_nodes=num_nodes, strategy=make_strategy(strategy),
+        use_distributed_sampler=False, **(quiet | flags),
     )  # fmt: skip
 
 
-def stages_of(trainer: Trainer) -> dict[str, int]:
-    """Return parameter name -> stage, or nothing for strategies that know no stages."""
-    return dict(getattr(trainer.strategy, "stage_of", {}))
+def make_strategy(strategy: Any) -> Any:
+    """Return a name as it is, and a dict as the arguments of CyclicStrategy."""
+    return CyclicStrategy(**strategy) if isinstance(strategy, dict) else strategy
+
+
+def train_data(module: Classifier, num_batches: int) -> DataLoader[Any]:
+    """Return the loader of so many batches per worker."""
+    return loader(MicroBatches(module.kind, num_batches * int(os.environ["WORLD_SIZE"])))
+
+
+def valid_data(module: Classifier, num_batches: int = 2) -> DataLoader[Any]:
+    """Return the loader of so many other batches per worker."""
+    return loader(MicroBatches(module.kind, num_batches * int(os.environ["WORLD_SIZE"]), seed=1))
+
+
+def fit(
+    make_module: Callable[[], Classifier], strategy: Any, num_batches: int, flags: dict[str, Any]
+) -> dict[str, Any]:
+    """Train on this rank and return what tests compare."""
+    module = make_module()
+    trainer = make_trainer(strategy, **({"max_epochs": 1} | flags))
+    trainer.fit(module, train_data(module, num_batches), valid_data(module))
+    return outcome(trainer, module)
+
+
+def outcome(trainer: Trainer, module: Classifier) -> dict[str, Any]:
+    """Return what tests compare."""
+    return {
+        "weights": weights_of(module),
+        "stage_of": dict(getattr(trainer.strategy, "stage_of", {})),
+        "losses": list(module.losses),
+        "rates": list(module.rates),
+        "global_step": trainer.global_step,
+        "epoch": trainer.current_epoch,
+        "metrics": {name: float(x) for name, x in trainer.callback_metrics.items()},
+    }
 
 
 def weights_of(module: nn.Module) -> dict[str, Tensor]:
@@ -220,3 +262,93 @@ def assert_same(given: dict[str, Tensor], expected: dict[str, Tensor], what: str
     assert given.keys() == expected.keys(), what
     for name, x in expected.items():
         assert torch.equal(given[name], x), f"{what} {name}"
+
+
+# ---------------------------------------------------------------------- the reference
+
+
+@dataclass(kw_only=True)
+class Reference:
+    """The sequential run of a module, and what it left.
+
+    Args:
+        rule: "sync", "delayed" or "freshest".
+        n: number of workers.
+        slack: of the rule.
+        num_batches: of each worker and epoch.
+        num_epochs: how often they are trained on.
+        accumulate: batches per step of each worker.
+        clip: called before each update with (all parameters, parameters by stage).
+        each_epoch: called behind each epoch with the module and the optimizer.
+        seed_of: (step, micro-batch) -> seed of the randomness inside.
+    """
+
+    rule: str
+    n: int
+    num_batches: int
+    slack: int = 0
+    num_epochs: int = 1
+    max_steps: int | None = None
+    accumulate: int = 1
+    clip: Callable[[list[nn.Parameter], list[list[nn.Parameter]]], None] | None = None
+    each_epoch: Callable[[Any, Any], None] | None = None
+    seed_of: Callable[[int, int], int] | None = None
+
+    def run(self, module: Classifier, stage_of: dict[str, int]) -> Reference:
+        """Train the module in place; return the reference with losses and rates by worker."""
+        self.losses: list[list[float]] = [[] for _ in range(self.n)]
+        self.rates: list[float] = []
+        self._data = MicroBatches(module.kind, self.num_batches * self.n)
+        made = module.configure_optimizers()
+        parts = made if isinstance(made, dict) else {"optimizer": made}
+        optimizer, scheduler = parts["optimizer"], parts.get("lr_scheduler")
+        per_epoch = -(-self.num_batches // self.accumulate)
+        stages = by_stage(module, stage_of)
+
+        def before_update() -> None:
+            self.rates.append(optimizer.param_groups[0]["lr"])
+            if self.clip is not None:
+                self.clip([p for g in optimizer.param_groups for p in g["params"]], stages)
+
+        def after_update(t: int) -> None:
+            if scheduler is not None and scheduler["interval"] == "step":
+                scheduler["scheduler"].step()
+            if (t + 1) % per_epoch == 0 and self.each_epoch is not None:
+                self.each_epoch(module, scheduler and scheduler["scheduler"])
+
+        sequential.train(
+            module, stages, optimizer, self._loss, rule=self.rule, num_workers=self.n,
+            num_steps=self.max_steps or self.num_epochs * per_epoch, slack=self.slack,
+            before_update=before_update, after_update=after_update,
+        )  # fmt: skip
+        self.weights = weights_of(module)
+        return self
+
+    def _loss(self, module: nn.Module, t: int, i: int) -> Tensor:
+        """Sum the gradients of the window's batches on this worker; return its last loss."""
+        if self.seed_of is not None:
+            torch.manual_seed(self.seed_of(t, i))
+        start = t % -(-self.num_batches // self.accumulate) * self.accumulate
+        window = range(start, min(start + self.accumulate, self.num_batches))
+        for b in window:
+            loss = module.loss(self._data[b * self.n + i], b)
+            self.losses[i].append(float(loss.detach()))
+            if b < window[-1]:
+                (loss / self.accumulate / self.n).backward()
+        return loss / self.accumulate
+
+    def compare(self, ranks: list[dict[str, Any]]) -> None:
+        """Compare losses and weights of every worker, bit by bit."""
+        for i, rank in enumerate(ranks):
+            assert rank["stage_of"] == ranks[0]["stage_of"]
+            assert rank["losses"] == self.losses[i], f"losses of worker {i}"
+            assert_same(rank["weights"], self.weights, f"worker {i}")
+
+
+def by_stage(module: nn.Module, stage_of: dict[str, int]) -> list[list[nn.Parameter]]:
+    """Group the trained parameters as the strategy did."""
+    named = dict(module.named_parameters())
+    stages: list[list[nn.Parameter]] = [[] for _ in range(1 + max(stage_of.values()))]
+    for name, j in stage_of.items():
+        stages[j].append(named[name])
+    return stages

@@ -21,9 +21,10 @@ from typing import final
 from torch import Tensor, nn
 
 from lightning_cyclic.actions import Kind, Payload
+from lightning_cyclic.errors import StepError
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.runtime.entrances import Entrances
-from lightning_cyclic.runtime.flat import FlatBuffer, FlatLayout
+from lightning_cyclic.runtime.flat import FlatBuffer, FlatLayout, Word
 from lightning_cyclic.runtime.gradients import GradientCollector
 from lightning_cyclic.runtime.lanes import Ledger, RelayLane, SumLane
 from lightning_cyclic.runtime.norms import NormExchange
@@ -77,7 +78,8 @@ class Engine:
         self.transport = transport
         self.script = make_script(plan, transport.worker)
         self.t = state.t if state else 0
-        self.stop_version: int | None = None
+        self.ends = False  # whether this worker's batch is its last of the epoch
+        self._stop_version: int | None = None
         self._stop_wanted = False
         self._flushing = False
         self._flushed_at = self.t
@@ -182,10 +184,11 @@ class Engine:
     def stopping(self) -> bool:
         """Say whether training ends here; true on every worker from the same step on."""
         # a version made with a stop byte has been read by every worker two steps later
-        return self.stop_version is not None and self.t >= self.stop_version + 2
+        return self._stop_version is not None and self.t >= self._stop_version + 2
 
     def _hand_over(self, j: int, grads: list[Tensor | None]) -> None:
-        self._sums.put((self.t, j, grads, self._stop_wanted))
+        word = Word.ENDS if self.ends else Word.GOES_ON
+        self._sums.put((self.t, j, grads, word | Word.STOP if self._stop_wanted else word))
 
     def _finish_last(self, *, first: bool) -> None:
         last = self.plan.num_stages - 1
@@ -205,14 +208,22 @@ class Engine:
                 self._arrive(j, v)
         buffer = store.show(v)
         store.drop_below(v)
-        self._note_stop(j, v, buffer)
+        self._note_word(j, v, buffer)
         self._post_parameters(j)
 
-    def _note_stop(self, j: int, v: int, buffer: FlatBuffer) -> None:
+    def _note_word(self, j: int, v: int, buffer: FlatBuffer) -> None:
         # one stage speaks for all, so that every worker counts from the same version
-        last = j == self.plan.num_stages - 1
-        if last and v > 0 and self.stop_version is None and bool(buffer.stop):
-            self.stop_version = v
+        if j != self.plan.num_stages - 1 or v == 0:
+            return
+        word = int(buffer.word)
+        if word & Word.STOP and self._stop_version is None:
+            self._stop_version = v
+        if word & Word.ENDS and word & Word.GOES_ON:
+            raise StepError(
+                f"some workers had their last batch in step {v - 1}, others have more; allowed: "
+                "the same number of batches on every worker; drop the surplus in the "
+                "IterableDataset, or set Trainer(limit_train_batches=...)"
+            )
 
     def _arrive(self, j: int, v: int) -> None:
         """Wait for version ``v`` of a stage that another worker owns."""
@@ -271,7 +282,7 @@ class Engine:
             for p in self._parameters[j]:
                 p.grad = None
             buffer = self.stores[j][v]
-            buffer.stop.copy_(totals[j].stop)
+            buffer.word.copy_(totals[j].word)
             self._relay.send(v, j, buffer)
             self._return_total(j, totals[j])
 
@@ -322,8 +333,8 @@ class Engine:
                 self._flush_version(v)
         finally:
             self._flushing = False
-        for store in self.stores:
-            store.show(self.t)
+        for j, store in enumerate(self.stores):
+            self._note_word(j, self.t, store.show(self.t))
 
     def _flush_version(self, v: int) -> None:
         if any(self.stores[j].newest < v for j in self.script.owned):

@@ -2,16 +2,17 @@
 
 One buffer of bytes per stage and version (or partial sum), made once:
 
-    | parameter 0 | parameter 1 | ... | presence bytes (one per tensor) | stop byte |
+    | parameter 0 | parameter 1 | ... | presence bytes (one per tensor) | word byte |
       16-byte aligned, own dtype and strides
 
 The *presence* bytes say which tensors have a gradient at all: an optimizer skips a parameter
-without one, so "no gradient" must not become "zero". The *stop* byte carries a request to end
-training (SIGTERM) around the ring, so that no collective is needed for it.
+without one, so "no gradient" must not become "zero". The *word* byte carries short words around
+the ring, so that no collective is needed for them: its bits are those of :class:`Word`.
 """
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Sequence
 from typing import final
 
@@ -19,6 +20,15 @@ import torch
 from torch import Tensor
 
 _ALIGNMENT_BYTES = 16
+
+
+class Word(enum.IntFlag):
+    """Say something about a step; a sum carries what any worker said."""
+
+    NONE = 0
+    STOP = 1  # somebody asked to end training (SIGTERM)
+    ENDS = 2  # somebody had the last batch of the epoch
+    GOES_ON = 4  # somebody has more batches
 
 
 @final
@@ -61,16 +71,16 @@ class FlatBuffer:
         data: all bytes, shape (num_bytes,), dtype uint8; this is what a message carries.
         views: the tensors, in layout order.
         present: one byte per tensor, 1 where the tensor holds a value.
-        stop: one byte, 1 where some worker asked to stop.
+        word: one byte, bits of :class:`Word`.
     """
 
-    __slots__ = ("data", "present", "stop", "views")
+    __slots__ = ("data", "present", "views", "word")
 
-    def __init__(self, data: Tensor, views: list[Tensor], present: Tensor, stop: Tensor) -> None:
+    def __init__(self, data: Tensor, views: list[Tensor], present: Tensor, word: Tensor) -> None:
         self.data = data
         self.views = views
         self.present = present
-        self.stop = stop
+        self.word = word
 
     def write(self, tensors: Sequence[Tensor | None]) -> None:
         """Copy the tensors in; None leaves a gap that the presence bytes record."""

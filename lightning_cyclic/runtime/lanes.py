@@ -17,7 +17,7 @@ from typing import Generic, TypeVar, final
 from torch import Tensor
 
 from lightning_cyclic.actions import Action, Kind, Payload
-from lightning_cyclic.errors import CyclicError
+from lightning_cyclic.errors import CyclicError, StepError
 from lightning_cyclic.runtime.flat import FlatBuffer, FlatLayout
 from lightning_cyclic.runtime.script import Script
 from lightning_cyclic.runtime.transport import AbstractPending, AbstractTransport
@@ -85,6 +85,7 @@ class _Lane(Generic[Item]):
 
     def __init__(self, name: str, ledger: Ledger, *, threaded: bool) -> None:
         self.ledger = ledger
+        self._name = name
         self._items: queue.SimpleQueue[Item | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         if threaded:
@@ -112,9 +113,14 @@ class _Lane(Generic[Item]):
             except CyclicError as error:
                 self.ledger.fail(error)
                 return
+            except Exception as error:  # a lane that dies must say so, or others wait for nothing
+                self.ledger.fail(
+                    StepError(f"{self._name} failed: {type(error).__name__}: {error}")
+                )
+                return
 
 
-SumItem = tuple[int, int, list[Tensor | None], bool]  # step, stage, gradients, stop wanted
+SumItem = tuple[int, int, list[Tensor | None], int]  # step, stage, gradients, word
 
 
 @final
@@ -156,18 +162,17 @@ class SumLane(_Lane[SumItem]):
 
     def do(self, item: SumItem) -> None:
         """Add one stage's gradients to the sum and send it on."""
-        t, j, grads, stop = item
+        t, j, grads, word = item
         if self._receives:
             pending, buffer = self._posted.pop(j)
             self._wait(pending, self._script.action(Kind.RECV, Payload.S, t=t, j=j, v=None))
             buffer.add(grads)
-            if stop:
-                buffer.stop.fill_(1)
+            buffer.word.bitwise_or_(word)
         else:
             self._reclaim(j)
             buffer = self._take(j)
             buffer.write(grads)
-            buffer.stop.fill_(int(stop))
+            buffer.word.fill_(word)
         self._pass_on(t, j, buffer)
         if self._receives and j == 0:  # the step's last stage: make ready for the next step
             for k in reversed(range(len(self._layouts))):

@@ -112,12 +112,13 @@ class Session:
     # ------------------------------------------------------------------ steps
 
     @contextmanager
-    def forward(self, batch: Any, *, last: bool) -> Iterator[None]:
+    def forward(self, batch: Any, *, last: bool, ends: bool = False) -> Iterator[None]:
         """Run the body as the training step of one batch.
 
         Args:
             batch: what the step is given.
             last: False while gradients only accumulate on this worker.
+            ends: whether it is this worker's last batch of the epoch.
         """
         first = self._batches == 0
         self._batches = 0 if last else self._batches + 1
@@ -131,6 +132,8 @@ class Session:
                     yield
         if last and self.engine is None:
             self._begin()
+        if self.engine is not None:
+            self.engine.ends = ends
         if last:
             self._check_buffers()
 
