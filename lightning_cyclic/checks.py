@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import MPSAccelerator
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
 
@@ -122,6 +123,30 @@ def check_choice(given: object, allowed: Sequence[str], what: str) -> None:
         raise ConfigurationError(
             one_of(given, list(allowed), what, f"use CyclicStrategy({what}={allowed[0]!r})")
         )
+
+
+def clip_mode(trainer: Trainer, plan: Plan, clip: str | None) -> str:
+    """Return what a gradient norm is taken over: "stage" or "global".
+
+    Raises:
+        ConfigurationError: a global norm where stages are updated from different steps.
+    """
+    by_norm = bool(trainer.gradient_clip_val) and trainer.gradient_clip_algorithm != "value"
+    if plan.weights != "freshest":
+        return clip or "global"
+    if clip == "global" and plan.slack > 0:
+        raise ConfigurationError(
+            f'clip="global" with slack={plan.slack} would mix gradients of two steps in one '
+            'norm; allowed: clip="stage", or slack=0, or preset "cyclic_dp_v1"; '
+            'use CyclicStrategy(clip="stage")'
+        )
+    if clip is None and by_norm:
+        rank_zero_warn(
+            "gradient_clip_val clips each stage by its own norm, because the norm over all "
+            'stages would stall freshest weights; CyclicStrategy(clip="global") is exact and '
+            'stalls, clip="stage" keeps this and silences the warning.'
+        )
+    return clip or "stage"
 
 
 def check_no_leftovers(kwargs: Mapping[str, Any]) -> None:

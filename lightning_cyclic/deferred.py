@@ -52,7 +52,9 @@ class DeferredUpdates:
             call._call_callback_hooks(trainer, "on_before_optimizer_step", optimizer)
             call._call_lightning_module_hook(trainer, "on_before_optimizer_step", optimizer)
             self._clip_gradients(t, stages)
-            with trainer.profiler.profile("[Strategy]CyclicStrategy.deferred_optimizer_step"):
+            with trainer.profiler.profile(  # type: ignore[attr-defined]
+                "[Strategy]CyclicStrategy.deferred_optimizer_step"
+            ):
                 optimizer.step(**kwargs)
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:

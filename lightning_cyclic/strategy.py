@@ -15,13 +15,13 @@ from datetime import timedelta
 from typing import Any, Literal, final
 
 import torch
+from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.plugins import CheckpointIO, ClusterEnvironment, Precision
+from lightning.pytorch.plugins import CheckpointIO, Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
@@ -35,6 +35,7 @@ from lightning_cyclic.checks import (
     check_optimizers,
     check_plan,
     check_trainer,
+    clip_mode,
     trained_parameters,
 )
 from lightning_cyclic.deferred import DeferredUpdates
@@ -42,6 +43,7 @@ from lightning_cyclic.errors import ConfigurationError, StepError
 from lightning_cyclic.plan import Plan, make_plan
 from lightning_cyclic.runtime.agreement import require_same_module, require_same_number
 from lightning_cyclic.runtime.session import Session, SessionConfig, auto_stages
+from lightning_cyclic.stopping import replace_stop_broadcast, restore_stop_broadcast
 
 
 @final
@@ -85,7 +87,7 @@ class CyclicStrategy(DDPStrategy):
         2
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  (the Trainer's users set each by name; DDPStrategy's are ours too)
         self,
         preset: str = "cyclic_dp",
         *,
@@ -225,10 +227,11 @@ class CyclicStrategy(DDPStrategy):
     def _begin_session(self, trainer: Trainer) -> None:
         module = self.lightning_module
         assert module is not None
+        assert self._plan is not None
         check_optimizers(self.optimizers)
         parameters = trained_parameters(module, self.optimizers[0])
         self._seed = self._agreed_seed()
-        self._updates = DeferredUpdates(trainer, self._clip_mode(trainer))
+        self._updates = DeferredUpdates(trainer, clip_mode(trainer, self._plan, self._clip))
         config = SessionConfig(
             make_plan=self._make_plan,
             stages=self._stages,
@@ -240,10 +243,11 @@ class CyclicStrategy(DDPStrategy):
             module, parameters, config, self.global_rank, self.root_device, self._updates.apply
         )
         self._updates.session = self._session
-        self.precision_plugin.clip_grad_by_norm = self._updates.clip_grad_by_norm
+        # on the instance: the module's own configure_gradient_clipping still leads here
+        vars(self.precision_plugin)["clip_grad_by_norm"] = self._updates.clip_grad_by_norm
         self._pruned = False
         self._parameter_ids = frozenset(map(id, parameters.values()))
-        _replace_stop_broadcast(trainer, self._session)
+        replace_stop_broadcast(trainer, self._session)
         self._resume()
 
     def _agreed_seed(self) -> int:
@@ -271,26 +275,11 @@ class CyclicStrategy(DDPStrategy):
             num_micro=self._num_micro,
             slack=self.slack,
             relayed=relayed,
-            **self._axes,
+            schedule=self._axes["schedule"],
+            placement=self._axes["placement"],
+            weights=self._axes["weights"],
+            sharding=self._axes["sharding"],
         )
-
-    def _clip_mode(self, trainer: Trainer) -> str:
-        assert self._plan is not None
-        wanted = bool(trainer.gradient_clip_val)
-        by_norm = trainer.gradient_clip_algorithm != "value"
-        if self._clip is None and self._plan.weights == "freshest" and wanted and by_norm:
-            rank_zero_warn(
-                "gradient_clip_val clips each stage by its own norm, because the norm over all "
-                'stages would stall freshest weights; CyclicStrategy(clip="global") is exact and '
-                'stalls, clip="stage" keeps this and silences the warning.'
-            )
-        if self._clip == "global" and self._plan.weights == "freshest" and self.slack > 0:
-            raise ConfigurationError(
-                f'clip="global" with slack={self.slack} would mix gradients of two steps in one '
-                'norm; allowed: clip="stage", or slack=0, or preset "cyclic_dp_v1"; '
-                'use CyclicStrategy(clip="stage")'
-            )
-        return self._clip or ("stage" if self._plan.weights == "freshest" else "global")
 
     # ------------------------------------------------------------------ one step
 
@@ -462,7 +451,7 @@ class CyclicStrategy(DDPStrategy):
             self._session.close()
             self.__dict__.pop("_parameter_ids", None)
             self.precision_plugin.__dict__.pop("clip_grad_by_norm", None)
-            _restore_stop_broadcast(self.lightning_module.trainer)  # type: ignore[union-attr]
+            restore_stop_broadcast(self.lightning_module.trainer)  # type: ignore[union-attr]
             if self._session.engine is not None:
                 self._plan = self._session.engine.plan
         super().teardown()
@@ -477,36 +466,3 @@ def _checked_stages(stages: int | str | Sequence[str]) -> int | str | list[str]:
             'module paths; use CyclicStrategy(stages=["layer2", "layer3"])'
         )
     return stages if isinstance(stages, int | str) else list(stages)
-
-
-def _replace_stop_broadcast(trainer: Trainer, session: Session) -> None:
-    """Let SIGTERM travel with the sums instead of a broadcast at the start of every batch.
-
-    Lightning's broadcast makes worker 0 wait for all others, once per batch: a barrier, which
-    undoes the stagger. The request reaches every worker with the parameters, and all stop at the
-    same step.
-    """
-    loop, signals = trainer.fit_loop.epoch_loop, trainer._signal_connector
-    # [1] the loop asks here at the start of every batch
-    if hasattr(loop, "_broadcast_sigterm_tensor"):
-
-        def stop_if_agreed() -> None:
-            if session.engine is not None and session.engine.stopping:
-                signals.received_sigterm = True
-                raise SIGTERMException
-
-        loop._broadcast_sigterm_tensor = stop_if_agreed  # type: ignore[method-assign]
-
-    # [2] the signal arrives here, on any worker, at any time
-    def request(signum: Any, frame: Any) -> None:
-        launcher = trainer.strategy.launcher
-        if not session.stop_requested and launcher is not None:
-            launcher.kill(signum)
-        session.request_stop()
-
-    signals._sigterm_notifier_fn = request  # type: ignore[method-assign]
-
-
-def _restore_stop_broadcast(trainer: Trainer) -> None:
-    trainer.fit_loop.epoch_loop.__dict__.pop("_broadcast_sigterm_tensor", None)
-    trainer._signal_connector.__dict__.pop("_sigterm_notifier_fn", None)

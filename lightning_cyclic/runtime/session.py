@@ -147,10 +147,10 @@ class Session:
         self._check_loss(loss)
         if self.engine is None:  # accumulating in the very first step: gradients stay in p.grad
             num_micro = self._config.make_plan(1, ()).num_micro
-            loss.register_hook(lambda grad: grad / num_micro)
+            _scale_gradient(loss, num_micro)
             yield
             return
-        loss.register_hook(lambda grad: grad / self._plan.num_micro)
+        _scale_gradient(loss, self.engine.plan.num_micro)
         with self.engine.backward(last_of_window=last):
             yield
 
@@ -158,11 +158,6 @@ class Session:
         """Count the step."""
         assert self.engine is not None
         self.engine.end_step()
-
-    @property
-    def _plan(self) -> Plan:
-        assert self.engine is not None
-        return self.engine.plan
 
     # ------------------------------------------------------------------ between steps
 
@@ -317,3 +312,9 @@ class Session:
                     "that change from the first step on; or relay every buffer, "
                     'CyclicStrategy(relay_buffers="all")'
                 )
+
+
+def _scale_gradient(loss: Tensor, num_micro: int) -> None:
+    """Divide the gradient by ``num_micro`` at its root, as ``(loss / num_micro).backward()``."""
+    # a hook, so that on_before_backward still sees the loss that training_step returned
+    loss.register_hook(lambda grad: grad / num_micro)  # type: ignore[no-untyped-call]

@@ -1,0 +1,260 @@
+"""Schedulers, accumulation, clipping and Trainer flags, bit by bit against the reference."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+
+from tests import corpus, processes
+from tests.corpus import (
+    Classifier,
+    MicroBatches,
+    Reference,
+    assert_same,
+    fit,
+    make_trainer,
+    outcome,
+    train_data,
+    valid_data,
+)
+
+pytestmark = pytest.mark.multi
+
+RULES = {"cyclic_dp": "freshest", "cyclic_dp_v1": "delayed", "lockstep_dp": "sync"}
+PRESETS = list(RULES)
+
+
+# ---------------------------------------------------------------------- schedulers
+
+
+class PerEpoch(Classifier):
+    """Lowers its rate behind each epoch."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = corpus.sgd(self.parameters())
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "interval": "epoch"},
+        }
+
+
+class OnPlateau(Classifier):
+    """Lowers its rate when validation gets no better."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = corpus.sgd(self.parameters())
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+        plateau = {"scheduler": scheduler, "interval": "epoch", "monitor": "val_loss"}
+        return {"optimizer": optimizer, "lr_scheduler": plateau}
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_rates_per_epoch(preset: str) -> None:
+    ranks = processes.run(fit, 2, PerEpoch, {"preset": preset, "stages": 4}, 4, {"max_epochs": 3})
+    run = Reference(rule=RULES[preset], n=2, num_batches=4, num_epochs=3,
+                    each_epoch=lambda module, scheduler: scheduler.step())  # fmt: skip
+    run.run(PerEpoch(), ranks[0]["stage_of"]).compare(ranks)
+    assert [rank["rates"] for rank in ranks] == [run.rates] * 2
+    assert len(set(run.rates)) == 3
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_rates_on_plateau(preset: str) -> None:
+    n = 2
+    flags = {"max_epochs": 6, "num_sanity_val_steps": 0}
+    ranks = processes.run(fit, n, OnPlateau, {"preset": preset, "stages": 4}, 3, flags)
+
+    def validate_and_step(module: Classifier, scheduler: Any) -> None:
+        data = MicroBatches(module.kind, 2 * n, seed=1)
+        with torch.no_grad():
+            losses = [corpus.loss_of(module.net, data[k]) for k in range(len(data))]
+        scheduler.step(torch.stack(losses).mean())
+
+    run = Reference(rule=RULES[preset], n=n, num_batches=3, num_epochs=6,
+                    each_epoch=validate_and_step)  # fmt: skip
+    run.run(OnPlateau(), ranks[0]["stage_of"]).compare(ranks)
+    assert [rank["rates"] for rank in ranks] == [run.rates] * n
+    assert len(set(run.rates)) > 1
+
+
+# ---------------------------------------------------------------------- accumulation
+
+
+@pytest.mark.parametrize("net", ["mlp", "batchnorm_mlp"])
+@pytest.mark.parametrize("preset", PRESETS)
+def test_accumulating_with_an_incomplete_last_window(preset: str, net: str) -> None:
+    module = partial(Classifier, net, "adamw")
+    flags = {"max_epochs": 3, "accumulate_grad_batches": 2}
+    ranks = processes.run(fit, 2, module, {"preset": preset, "stages": 4}, 7, flags)
+    assert [rank["global_step"] for rank in ranks] == [12, 12]
+    run = Reference(rule=RULES[preset], n=2, num_batches=7, num_epochs=3, accumulate=2)
+    run.run(module(), ranks[0]["stage_of"]).compare(ranks)
+
+
+def test_accumulating_on_four_workers_with_slack() -> None:
+    module = partial(Classifier, "batchnorm_mlp", "sgd")
+    flags = {"max_epochs": 2, "accumulate_grad_batches": 3}
+    ranks = processes.run(fit, 4, module, {"slack": 2, "stages": 8}, 8, flags)
+    run = Reference(rule="freshest", slack=2, n=4, num_batches=8, num_epochs=2, accumulate=3)
+    run.run(module(), ranks[0]["stage_of"]).compare(ranks)
+
+
+# ---------------------------------------------------------------------- clipping
+
+CLIP_AT = 0.02
+
+
+def by_value(all_of_them: list[nn.Parameter], stages: list[list[nn.Parameter]]) -> None:
+    clip_grad_value_(all_of_them, CLIP_AT / 10)
+
+
+def by_norm(all_of_them: list[nn.Parameter], stages: list[list[nn.Parameter]]) -> None:
+    clip_grad_norm_(all_of_them, CLIP_AT)
+
+
+def by_norm_of_each_stage(all_of_them: list[nn.Parameter], stages: list[Any]) -> None:
+    for parameters in stages:
+        clip_grad_norm_(parameters, CLIP_AT)
+
+
+@pytest.mark.parametrize(
+    ("n", "preset", "clip", "how"),
+    [
+        (2, "cyclic_dp", None, by_value),
+        (4, "cyclic_dp_v1", None, by_value),
+        (2, "cyclic_dp", "stage", by_norm_of_each_stage),
+        (4, "cyclic_dp", "stage", by_norm_of_each_stage),
+        (2, "cyclic_dp_v1", "stage", by_norm_of_each_stage),
+        (2, "cyclic_dp", "global", by_norm),
+        (4, "cyclic_dp", "global", by_norm),
+        (2, "cyclic_dp_v1", "global", by_norm),
+        (4, "cyclic_dp_v1", None, by_norm),
+        (1, "cyclic_dp_v1", "global", by_norm),
+        (4, "lockstep_dp", None, by_norm),
+    ],
+)
+def test_clipping(n: int, preset: str, clip: str | None, how: Any) -> None:
+    flags = {"gradient_clip_val": CLIP_AT}
+    if how is by_value:
+        flags = {"gradient_clip_val": CLIP_AT / 10, "gradient_clip_algorithm": "value"}
+    strategy = {"preset": preset, "clip": clip, "stages": 5}
+    ranks = processes.run(fit, n, Classifier, strategy, 12, flags)
+    run = Reference(rule=RULES[preset], n=n, num_batches=12, clip=how)
+    run.run(Classifier(), ranks[0]["stage_of"]).compare(ranks)
+    unclipped = Reference(rule=RULES[preset], n=n, num_batches=12)
+    assert unclipped.run(Classifier(), ranks[0]["stage_of"]).losses != run.losses
+
+
+def test_clipping_of_freshest_weights_says_once_what_it_does() -> None:
+    flags = {"gradient_clip_val": CLIP_AT}
+    with pytest.raises(processes.RanksFailedError, match="clips each stage by its own norm"):
+        processes.run(fit, 2, Classifier, "cyclic_dp", 2, flags)
+
+
+def test_lockstep_clips_as_a_single_device_does() -> None:
+    flags = {"gradient_clip_val": CLIP_AT}
+    ranks = processes.run(fit, 2, Classifier, "lockstep_dp", 12, flags)
+    flags = {"gradient_clip_val": CLIP_AT, "accumulate_grad_batches": 2}
+    (single,) = processes.run(fit, 1, Classifier, "auto", 24, flags)
+    for rank in ranks:
+        assert_same(rank["weights"], single["weights"])
+
+
+# ---------------------------------------------------------------------- Trainer flags
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"max_epochs": 3, "overfit_batches": 2},
+        {"fast_dev_run": 3},
+        {"max_epochs": 2, "limit_train_batches": 3, "limit_val_batches": 1},
+        {"max_epochs": 2, "limit_train_batches": 0.5, "limit_val_batches": 0},
+        {"max_epochs": 2, "val_check_interval": 0.5},
+        {"max_epochs": 3, "val_check_interval": 4, "check_val_every_n_epoch": None},
+        {"max_epochs": -1, "max_steps": 8},
+        {"max_epochs": 9, "max_steps": 4, "accumulate_grad_batches": 2},
+        {"max_epochs": 2, "min_steps": 13},
+    ],
+    ids=lambda flags: "-".join(map(str, flags)),
+)
+def test_flags_mean_what_they_mean_under_ddp(flags: dict[str, Any]) -> None:
+    expected = processes.run(fit, 2, Classifier, "ddp", 6, flags)
+    for preset in ("cyclic_dp", "cyclic_dp_v1"):
+        ranks = processes.run(fit, 2, Classifier, preset, 6, flags)
+        for rank, same in zip(ranks, expected, strict=True):
+            for what in ("global_step", "epoch"):
+                assert rank[what] == same[what], what
+            assert len(rank["losses"]) == len(same["losses"])
+            assert rank["metrics"].keys() == same["metrics"].keys()
+        assert ranks[0]["metrics"] == ranks[1]["metrics"]
+        assert_same(ranks[1]["weights"], ranks[0]["weights"])
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_stopping_in_mid_epoch_leaves_the_weights_of_that_step(preset: str) -> None:
+    module = partial(Classifier, "batchnorm_mlp", "adamw")
+    strategy = {"preset": preset, "stages": 4}
+    ranks = processes.run(fit, 2, module, strategy, 13, {"max_steps": 7})
+    assert [rank["global_step"] for rank in ranks] == [7, 7]
+    run = Reference(rule=RULES[preset], n=2, num_batches=13, max_steps=7)
+    run.run(module(), ranks[0]["stage_of"]).compare(ranks)
+
+
+# ---------------------------------------------------------------------- behind the fit
+
+
+def fit_and_evaluate(preset: str) -> dict[str, Any]:
+    module = Classifier("batchnorm_mlp")
+    trainer = make_trainer({"preset": preset, "stages": 4}, max_epochs=1)
+    trainer.fit(module, train_data(module, 6), valid_data(module))
+    result = outcome(trainer, module)
+    valid = trainer.validate(module, valid_data(module), verbose=False)
+    test = trainer.test(module, valid_data(module), verbose=False)
+    predictions = trainer.predict(module, valid_data(module))
+    assert_same(corpus.weights_of(module), result["weights"], "evaluation")
+    with torch.no_grad():
+        expected = [module.net(batch[0]) for batch in valid_data(module)]
+    return result | {
+        "valid": valid, "test": test, "predictions": predictions, "expected": expected
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("preset", ["cyclic_dp", "cyclic_dp_v1"])
+def test_validate_test_and_predict_behind_a_fit(preset: str) -> None:
+    ranks = processes.run(fit_and_evaluate, 2, preset)
+    for rank in ranks:
+        assert rank["valid"] == ranks[0]["valid"]
+        assert rank["test"][0]["test_loss"] == rank["valid"][0]["val_loss"]
+        assert rank["metrics"]["val_loss"] == rank["valid"][0]["val_loss"]
+        assert torch.equal(torch.cat(rank["predictions"]), torch.cat(rank["expected"]))
+
+
+def fit_twice(preset: str, anew: bool) -> dict[str, Any]:
+    module = Classifier("batchnorm_mlp")
+    trainer = make_trainer({"preset": preset, "stages": 4}, max_epochs=1)
+    trainer.fit(module, train_data(module, 6), valid_data(module))
+    if anew:
+        trainer = make_trainer({"preset": preset, "stages": 4}, max_epochs=1)
+    else:
+        trainer.fit_loop.max_epochs = 2
+    trainer.fit(module, train_data(module, 6), valid_data(module))
+    return outcome(trainer, module)
+
+
+@pytest.mark.parametrize("anew", [False, True], ids=["one trainer", "two trainers"])
+@pytest.mark.parametrize("preset", PRESETS)
+def test_two_fits_in_a_row(preset: str, anew: bool) -> None:
+    ranks = processes.run(fit_twice, 2, preset, anew)
+    module, stage_of = Classifier("batchnorm_mlp"), ranks[0]["stage_of"]
+    first = Reference(rule=RULES[preset], n=2, num_batches=6).run(module, stage_of)
+    second = Reference(rule=RULES[preset], n=2, num_batches=6).run(module, stage_of)
+    for i, rank in enumerate(ranks):
+        assert rank["losses"] == first.losses[i] + second.losses[i]
+        assert_same(rank["weights"], second.weights)
