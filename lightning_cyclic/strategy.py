@@ -381,7 +381,11 @@ class CyclicStrategy(DDPStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the newest weights, full on every worker."""
         self.flush()
-        return super().lightning_module_state_dict()
+        state = super().lightning_module_state_dict()
+        if self._session is not None and self.is_global_zero:
+            # parameters are views of flat buffers, which torch.save would write whole
+            state = {k: v.clone() if isinstance(v, Tensor) else v for k, v in state.items()}
+        return state
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the whole optimizer state on worker 0."""

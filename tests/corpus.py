@@ -6,7 +6,6 @@ not shuffle gives worker i exactly the micro-batches (t, i).
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from lightning_cyclic.strategy import CyclicStrategy
 from tests import sequential
+from tests.processes import here
 
 Batch = tuple[Tensor, Tensor]
 
@@ -109,7 +109,7 @@ class MicroBatches(Dataset[Batch]):
 
 def loader(data: Dataset[Any]) -> DataLoader[Any]:
     """Give worker i of N elements i, N + i, 2 N + i, ..."""
-    rank, num = int(os.environ["NODE_RANK"]), int(os.environ["WORLD_SIZE"])
+    rank, num = here().rank, here().num_ranks
     sampler = DistributedSampler(data, num, rank, shuffle=False) if num > 1 else None
     return DataLoader(data, batch_size=None, sampler=sampler, shuffle=False)
 
@@ -207,9 +207,8 @@ def make_trainer(strategy: Any, **flags: Any) -> Trainer:
         "enable_progress_bar": False,
         "enable_model_summary": False,
     }
-    num_nodes = int(os.environ["WORLD_SIZE"])
     return Trainer(
-        accelerator="cpu", devices=1, num_nodes=num_nodes, strategy=make_strategy(strategy),
+        accelerator="cpu", devices=1, num_nodes=here().num_ranks, strategy=make_strategy(strategy),
         use_distributed_sampler=False, **(quiet | flags),
     )  # fmt: skip
 
@@ -221,12 +220,12 @@ def make_strategy(strategy: Any) -> Any:
 
 def train_data(module: Classifier, num_batches: int) -> DataLoader[Any]:
     """Return the loader of so many batches per worker."""
-    return loader(MicroBatches(module.kind, num_batches * int(os.environ["WORLD_SIZE"])))
+    return loader(MicroBatches(module.kind, num_batches * here().num_ranks))
 
 
 def valid_data(module: Classifier, num_batches: int = 2) -> DataLoader[Any]:
     """Return the loader of so many other batches per worker."""
-    return loader(MicroBatches(module.kind, num_batches * int(os.environ["WORLD_SIZE"]), seed=1))
+    return loader(MicroBatches(module.kind, num_batches * here().num_ranks, seed=1))
 
 
 def fit(

@@ -17,6 +17,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -53,8 +54,25 @@ EXPECTED_WARNINGS = [
     r"Using `DistributedSampler` with the dataloaders",
     r"This process \(pid=\d+\) is multi-threaded",
     r"You're resuming from a checkpoint that ended before the epoch ended",
+    r"You requested to overfit but enabled val dataloader shuffling",
     r"barrier\(\): using the device under current context",
 ]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Say which rank of how many this process is; Lightning deletes its variables at the end."""
+
+    rank: int
+    num_ranks: int
+
+
+_place: list[Place] = []
+
+
+def here() -> Place:
+    """Return the place of this process."""
+    return _place[0]
 
 
 class RanksFailedError(AssertionError):
@@ -175,6 +193,7 @@ def _child(
         GLOO_SOCKET_IFNAME="lo",
         OMP_NUM_THREADS="1",  # else Lightning's launchers set a number of threads of their own
     )
+    _place.append(Place(rank, num_ranks))
     torch.set_num_threads(1)
     torch.manual_seed(1234 + rank)  # all ranks inherit one state
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)

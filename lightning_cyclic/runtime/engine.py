@@ -373,6 +373,8 @@ class Engine:
 
     def close(self) -> None:
         """Take the hooks off and end the lanes; parameters keep the version that is shown."""
+        for store in self.stores:
+            store.release()
         self._entrances.remove()
         self._gradients.remove()
         self._sums.close()

@@ -48,9 +48,11 @@ class FlatLayout:
             dense = torch.empty_like(tensor, device="meta")  # keeps strides where they are dense
             self._specs.append((offset, tensor.shape, dense.stride(), tensor.dtype))
             nbytes = tensor.numel() * tensor.element_size()
-            offset += -(-nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+            offset += _padded(nbytes)
         self._flags_at = offset
-        self.num_bytes = offset + len(tensors) + 1
+        self._num_tensors = len(tensors)
+        # whole words: torch.save writes a storage in units of a view's dtype
+        self.num_bytes = _padded(offset + len(tensors) + 1)
 
     def new(self) -> FlatBuffer:
         """Make a buffer of this layout; its tensors are not initialised, its flags are zero."""
@@ -60,7 +62,10 @@ class FlatLayout:
         for offset, shape, stride, dtype in self._specs:
             span = data[offset : offset + shape.numel() * dtype.itemsize].view(dtype)
             views.append(span.as_strided(shape, stride))
-        return FlatBuffer(data, views, data[self._flags_at : -1], data[-1:])
+        present, word, _ = data[self._flags_at :].tensor_split(
+            [self._num_tensors, self._num_tensors + 1]
+        )
+        return FlatBuffer(data, views, present, word)
 
 
 @final
@@ -122,3 +127,7 @@ class FlatBuffer:
             self.present.copy_(marks)
         else:
             self.present.bitwise_or_(marks)
+
+
+def _padded(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES

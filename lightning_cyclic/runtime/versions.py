@@ -60,6 +60,12 @@ class VersionStore:
         """Say whether a second buffer is free, or has not been needed yet."""
         return bool(self._free) or len(self._versions) < 2
 
+    def release(self) -> None:
+        """Give the parameters storage of their own again, with the values that are shown."""
+        for parameter in self.parameters:
+            parameter.data = parameter.data.clone()
+        self._shown = None
+
     def take_free(self) -> FlatBuffer:
         """Return a buffer that holds no version kept."""
         return self._free.pop() if self._free else self.layout.new()
