@@ -45,6 +45,7 @@ class Payload(enum.StrEnum):
     T = "T"  # the total of a step, last micro-batch's worker -> owner
     P = "P"  # parameters of a version, owner -> owner+1 -> ...
     R = "R"  # relayed module buffers (BatchNorm statistics), micro-batch i -> i+1
+    K = "K"  # a signal to start, worker w -> w+1; only when all start together, in no program
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +90,7 @@ Program = tuple[Action, ...]  # what one worker does, in its order
 
 _PATTERN = re.compile(
     r"(?P<j>\d+)"
-    r"(?:(?P<kind>F|B|UPDATE|GATHER|FREE)|(?P<way>SEND|RECV)_(?P<payload>[AGSTPR]))"
+    r"(?:(?P<kind>F|B|UPDATE|GATHER|FREE)|(?P<way>SEND|RECV)_(?P<payload>[AGSTPRK]))"
     r"(?P<i>\d+)?(?:@(?P<v>\d+))?(?:(?P<arrow>[<>])(?P<peer>\d+))?#(?P<t>\d+)",
     re.ASCII,  # other scripts' digits would parse but not print back
 )

@@ -219,6 +219,7 @@ def fit_and_evaluate(preset: str) -> dict[str, Any]:
     test = trainer.test(module, valid_data(module), verbose=False)
     predictions = trainer.predict(module, valid_data(module))
     assert_same(corpus.weights_of(module), result["weights"], "evaluation")
+    module.eval()
     with torch.no_grad():
         expected = [module.net(batch[0]) for batch in valid_data(module)]
     return result | {

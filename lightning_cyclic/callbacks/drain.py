@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any, Protocol, final
 
 from lightning.pytorch import Callback
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
 
@@ -54,4 +55,7 @@ class DrainCallback(Callback):
 
     @override
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        self._strategy.fail(f"{type(exception).__name__}: {exception}")
+        if isinstance(exception, SIGTERMException):  # all workers stop here, at the same step
+            self._strategy.flush()
+        else:
+            self._strategy.fail(f"{type(exception).__name__}: {exception}")

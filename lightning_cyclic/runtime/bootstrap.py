@@ -8,7 +8,7 @@ take notes on the way. Then the workers agree on the stages and the backwards go
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any, final
@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lightning_cyclic.errors import StepError
 from lightning_cyclic.runtime.agreement import describe_batch, gather_texts, require_same_lines
 from lightning_cyclic.runtime.flat import FlatLayout
 from lightning_cyclic.runtime.profile import Profile, Recorder, Unit
@@ -39,6 +40,7 @@ class FirstStep:
         self._device = device
         self._recorder = Recorder(module, dict(parameters))
         self._batch = ""
+        self._orders: list[list[str]] = []  # in which each worker used its parameters
         self._layout = FlatLayout([b for _, b in module.named_buffers()])
 
     @contextmanager
@@ -70,7 +72,7 @@ class FirstStep:
         """Return the profile that all workers share.
 
         Raises:
-            StepError: on every worker, if batches or the order of modules differ.
+            StepError: on every worker, if batches differ.
         """
         mine = self._recorder.profile()
         facts = gather_texts(json.dumps([self._batch, _as_data(mine)]), self._device)
@@ -80,14 +82,28 @@ class FirstStep:
             [batch for batch, _ in both],
             "the same structure, dtypes and number of dims; check the dataset of each worker",
         )
-        require_same_lines(
-            "the order in which the first training step used its parameters",
-            ["\n".join(map(str, data["units"])) for _, data in both],
-            "the same order everywhere; control flow that differs between workers must lie "
-            "inside one stage: CyclicStrategy(stages=1)",
-        )
-        # whether statistics changed may depend on the batch: what changed anywhere is relayed
-        return _from_data(both[0][1], [data["buffers"] for _, data in both])
+        everyone = [data for _, data in both]
+        self._orders = [[n for u in data["units"] for n in u["parameters"]] for data in everyone]
+        return _shared(everyone)
+
+    def check_order(self, stage_of: Mapping[str, int]) -> None:
+        """Refuse stages that some worker's forward entered in another order.
+
+        Workers may use parameters differently, as long as they do so inside one stage. What only
+        some of them use is in stage 0, which is there before a step begins.
+
+        Raises:
+            StepError: on every worker, with the order of the one that differs.
+        """
+        for w, order in enumerate(self._orders):
+            entered = list(dict.fromkeys(j for j in map(stage_of.__getitem__, order) if j > 0))
+            if entered != sorted(entered):
+                raise StepError(
+                    f"the first training step of worker {w} entered the stages that worker 0 has "
+                    f"in the order {entered}; allowed: the same order everywhere; control flow "
+                    "that differs between workers must lie inside one stage: put boundaries "
+                    'around it, CyclicStrategy(stages=["module.path", ...]), or use stages=1'
+                )
 
     def _buffers(self) -> list[torch.Tensor]:
         return [b.detach() for _, b in self._module.named_buffers()]
@@ -97,13 +113,20 @@ def _as_data(profile: Profile) -> dict[str, Any]:
     return asdict(profile)
 
 
-def _from_data(data: Mapping[str, Any], buffers: list[Mapping[str, Any]]) -> Profile:
-    changed: dict[str, tuple[int, int]] = {}
-    for each in buffers:
-        for name, span in each.items():
-            changed.setdefault(name, (span[0], span[1]))
+def _shared(everyone: Sequence[Mapping[str, Any]]) -> Profile:
+    """Return worker 0's profile, with the buffers that changed on any worker.
+
+    Whether statistics change may depend on the batch: what changed anywhere is relayed.
+    """
+    base = everyone[0]
     units = tuple(
         Unit(starts=tuple(u["starts"]), parameters=tuple(u["parameters"]), glue=tuple(u["glue"]))
-        for u in data["units"]
+        for u in base["units"]
     )
-    return Profile(units=units, unused=tuple(data["unused"]), buffers=changed)
+    changed: dict[str, tuple[int, int]] = {}
+    for data in everyone:
+        for name, (first, last) in data["buffers"].items():
+            # another worker's units mean nothing here: such a buffer may change anywhere
+            span = (first, last) if data["units"] == base["units"] else (0, len(units) - 1)
+            changed.setdefault(name, span)
+    return Profile(units=units, unused=tuple(base["unused"]), buffers=changed)

@@ -28,6 +28,7 @@ from lightning_cyclic.runtime.flat import FlatBuffer, FlatLayout, Word
 from lightning_cyclic.runtime.gradients import GradientCollector
 from lightning_cyclic.runtime.lanes import Ledger, RelayLane, SumLane
 from lightning_cyclic.runtime.norms import NormExchange
+from lightning_cyclic.runtime.pace import Pace
 from lightning_cyclic.runtime.relay import BufferRelay
 from lightning_cyclic.runtime.script import make_script
 from lightning_cyclic.runtime.stages import StageMap
@@ -101,6 +102,7 @@ class Engine:
         self._buffers = BufferRelay(
             module, stages, self.script, transport, self._wait, ready=transport.worker == 0
         )
+        self._pace = Pace(plan, self.script, transport, self._wait)
         # P under way to this worker: posted ahead, expected (handed to the lane) once it is due
         self._posted: dict[int, tuple[int, AbstractPending, FlatBuffer]] = {}
         self._expected: dict[int, tuple[int, AbstractPending, FlatBuffer]] = {}
@@ -128,12 +130,14 @@ class Engine:
         self._last = last
         if first:
             self._entered = -1
+            self._pace.begin(self.t)
             self._entrances.open()
             self.enter(0)
         yield
         if first:
             self._entrances.close(self.t, self._entered)
             self.enter(self.plan.num_stages - 1)
+            self._pace.reached(self.t, self.plan.num_stages)
         if last:
             self._finish_last(first=first)
 
@@ -143,6 +147,7 @@ class Engine:
             if self._entered >= 0 and self._last:
                 self._buffers.hand_on(self.t, self._entered)
             k = self._entered + 1
+            self._pace.reached(self.t, k)
             self._buffers.receive(self.t, k)
             self._read(k)
             self._entered = k
@@ -324,6 +329,7 @@ class Engine:
         self._finish_updates()
         self._buffers.flush(self.t)
         self._flushed_at = self.t
+        self._pace.restart()
 
     def _finish_updates(self) -> None:
         self._ledger.check()

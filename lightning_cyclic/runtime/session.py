@@ -240,7 +240,9 @@ class Session:
         assert self._first is not None
         with self._naming_peers("all workers to agree on the stages"):
             profile = self._first.agree()
-        self._start(self._make_stages(profile), None)
+        stages = self._make_stages(profile)
+        self._first.check_order(stages.stage_of)
+        self._start(stages, None)
         assert self.engine is not None
         self.engine.adopt_forward()
         self._first = None
@@ -291,7 +293,7 @@ class Session:
             )
 
     def _new_transport(self) -> CountingTransport:
-        payloads = (Payload.S, Payload.T, Payload.P, Payload.R)
+        payloads = (Payload.S, Payload.T, Payload.P, Payload.R, Payload.K)
         return CountingTransport(DistributedTransport(payloads, self._config.timeout_s))
 
     def _watch_buffers(self, stages: StageMap) -> None:

@@ -17,13 +17,13 @@ def test_a_wait_that_reaches_its_limit_names_worker_action_peer_and_slot() -> No
     alone.run()
     assert isinstance(alone.error, WaitTimeoutError)
     text = str(alone.error)
-    assert "worker 1 waited for worker 0: action 0RECV_R1<0#0, slot 2" in text
+    assert "worker 1 waited for worker 0: action 0RECV_K<0#0, slot 2" in text
     assert "the limit is 0.2 s" in text
     lines = text.splitlines()
     arrow = next(k for k, line in enumerate(lines) if line.strip() == "^")
     assert lines[arrow - 1].startswith("w1")
     at = lines[arrow].index("^")
-    assert "0RECV_R1<0" in lines[arrow - 1][max(0, at - 24) : at + 24]
+    assert "0RECV_K<0" in lines[arrow - 1][max(0, at - 24) : at + 24]
 
 
 def test_the_reason_that_a_failing_worker_left_is_in_the_message() -> None:

@@ -1,0 +1,151 @@
+"""A worker that dies, hangs, fails or is asked to stop: no other one waits for ever."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch import Tensor
+
+from lightning_cyclic.errors import PeerError
+from lightning_cyclic.strategy import CyclicStrategy
+from tests import processes
+from tests.corpus import Classifier, MicroBatches, assert_same, loader, make_trainer, weights_of
+
+pytestmark = pytest.mark.multi
+
+LINGERS_S = 12.0
+BAD_BATCH = 5  # of twenty: in mid-epoch
+WAITED = r"worker {w} waited (for|to send to) worker \d: action \d\w+[<>]\d\S*, slot \d+:"
+
+
+class Troubled(Classifier):
+    """Meet trouble in one batch of one worker.
+
+    Args:
+        trouble: what happens.
+        culprit: on which worker.
+    """
+
+    def __init__(self, trouble: Callable[[], None], culprit: int) -> None:
+        super().__init__("batchnorm_mlp")
+        self.trouble, self.culprit = trouble, culprit
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if batch_idx == BAD_BATCH and int(os.environ["NODE_RANK"]) == self.culprit:
+            self.trouble()
+        return super().training_step(batch, batch_idx)
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def freeze() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def be_asked_to_stop() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def fail() -> None:
+    raise ZeroDivisionError("the batch is broken")
+
+
+def fit(trouble: Callable[[], None], culprit: int, preset: str, timeout_s: float) -> Troubled:
+    module = Troubled(trouble, culprit)
+    strategy = CyclicStrategy(preset, timeout=timedelta(seconds=timeout_s))
+    trainer = make_trainer(strategy, max_epochs=1)
+    trainer.fit(module, loader(MicroBatches(module.kind, 20 * trainer.world_size)))
+    return module
+
+
+def fit_and_linger(*args: Any) -> tuple[str, float]:
+    """Return the error and its time; the worker that fails keeps its process for a while."""
+    start = time.monotonic()
+    try:
+        fit(*args)
+    except PeerError as error:
+        return str(error), time.monotonic() - start
+    except ZeroDivisionError:
+        time.sleep(LINGERS_S)
+    return "", 0.0
+
+
+def errors_of(
+    function: Callable[..., Any], num_ranks: int, *args: Any, after_failure_s: float
+) -> dict[int, str]:
+    with pytest.raises(processes.RanksFailedError) as caught:
+        processes.run(
+            function, num_ranks, *args, time_limit_s=55, after_failure_s=after_failure_s
+        )
+    return caught.value.errors
+
+
+@pytest.mark.parametrize("preset", ["cyclic_dp", "cyclic_dp_v1", "lockstep_dp"])
+@pytest.mark.parametrize("victim", [0, 2])
+def test_when_a_worker_dies_every_other_one_says_for_what_it_waited(
+    victim: int, preset: str
+) -> None:
+    errors = errors_of(fit, 4, die, victim, preset, 20.0, after_failure_s=15)
+    assert errors.pop(victim) == "died without a word"
+    assert len(errors) == 3
+    for w, text in errors.items():
+        assert "PeerError: " in text, text
+        assert re.search(WAITED.format(w=w), text), text
+        assert "^" in text  # the arrow into the timetable
+
+
+@pytest.mark.slow
+def test_when_a_worker_is_silent_every_other_one_says_for_what_it_waited() -> None:
+    errors = errors_of(fit, 4, freeze, 2, "cyclic_dp", 3.0, after_failure_s=8)
+    assert errors.pop(2).startswith("did not end")
+    assert len(errors) == 3
+    assert any("WaitTimeoutError: " in text for text in errors.values())
+    for w, text in errors.items():
+        assert re.search(WAITED.format(w=w), text), text
+
+
+@pytest.mark.slow
+def test_a_worker_that_fails_and_lives_on_holds_up_nobody() -> None:
+    ends = processes.run(fit_and_linger, 4, fail, 1, "cyclic_dp", 40.0, time_limit_s=55)
+    for w in (0, 2, 3):
+        text, seconds = ends[w]
+        assert "worker 1: ZeroDivisionError: the batch is broken" in text
+        assert seconds < LINGERS_S
+
+
+def fit_until_asked(culprit: int, preset: str) -> tuple[int, dict[str, Tensor], float]:
+    """Return batches done, weights, and seconds until the end."""
+    start = time.monotonic()
+    module = Troubled(be_asked_to_stop, culprit)
+    trainer = make_trainer(
+        CyclicStrategy(preset, timeout=timedelta(seconds=20)), max_epochs=1
+    )
+    with pytest.raises(SIGTERMException):
+        trainer.fit(module, loader(MicroBatches(module.kind, 40 * trainer.world_size)))
+    return len(module.losses), weights_of(module), time.monotonic() - start
+
+
+@pytest.mark.parametrize("preset", ["cyclic_dp", "cyclic_dp_v1", "lockstep_dp"])
+@pytest.mark.parametrize(("num_ranks", "culprit"), [(2, 0), (2, 1), (4, 2)])
+def test_all_stop_at_the_same_step_soon_after_one_is_asked_to(
+    num_ranks: int, culprit: int, preset: str
+) -> None:
+    ends = processes.run(fit_until_asked, num_ranks, culprit, preset, time_limit_s=50)
+    batches = {done for done, _, _ in ends}
+    assert len(batches) == 1, ends
+    assert BAD_BATCH < batches.pop() <= BAD_BATCH + 5
+    for _, weights, seconds in ends:
+        assert seconds < 10
+        assert_same(weights, ends[0][1])
+        assert all(bool(torch.isfinite(x.float()).all()) for x in weights.values())

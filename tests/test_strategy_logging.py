@@ -1,0 +1,177 @@
+"""What users look at: logged values, checkpoint callbacks, early stopping, progress bars."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import (
+    EarlyStopping,
+    LearningRateMonitor,
+    ModelCheckpoint,
+    RichProgressBar,
+    TQDMProgressBar,
+)
+from lightning.pytorch.loggers import CSVLogger
+from torch import Tensor
+
+from tests import processes
+from tests.corpus import (
+    Batch,
+    Classifier,
+    assert_same,
+    make_trainer,
+    outcome,
+    train_data,
+    valid_data,
+)
+
+pytestmark = pytest.mark.multi
+
+PRESETS = ["cyclic_dp", "cyclic_dp_v1", "lockstep_dp"]
+
+
+class Logging(Classifier):
+    """Logs its loss in every way."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        both = {"on_step": True, "on_epoch": True}
+        self.log("own", loss, **both, prog_bar=True)
+        self.log("mean", loss, **both, sync_dist=True)
+        self.log("largest", loss, **both, sync_dist=True, reduce_fx="max")
+        self.log("epoch_mean", loss, on_step=False, on_epoch=True, sync_dist=True)
+        return loss
+
+
+class Reading(Callback):
+    """Reads the metrics wherever a callback may."""
+
+    def __init__(self) -> None:
+        self.steps: list[dict[str, float]] = []
+        self.epochs: list[dict[str, float]] = []
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        self.steps.append(_numbers(trainer.callback_metrics))
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        self.epochs.append(_numbers(trainer.callback_metrics))
+
+
+def _numbers(metrics: dict[str, Tensor]) -> dict[str, float]:
+    return {name: float(x) for name, x in metrics.items()}
+
+
+def fit_logging(preset: str) -> dict[str, Any]:
+    module, reading = Logging("batchnorm_mlp"), Reading()
+    trainer = make_trainer(preset, max_epochs=2, callbacks=[reading])
+    trainer.fit(module, train_data(module, 4), valid_data(module))
+    return outcome(trainer, module) | {"steps": reading.steps, "epochs": reading.epochs}
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("n", [2, 4])
+def test_logged_values(preset: str, n: int) -> None:
+    ranks = processes.run(fit_logging, n, preset)
+    losses = torch.tensor([rank["losses"] for rank in ranks])  # workers x steps
+    for rank, own in zip(ranks, losses, strict=True):
+        for t, (seen, first) in enumerate(zip(rank["steps"], ranks[0]["steps"], strict=True)):
+            assert seen["own_step"] == float(own[t])
+            for name in ("mean_step", "largest_step"):
+                assert seen[name] == first[name]
+            assert seen["largest_step"] == float(losses[:, t].max())
+            assert seen["mean_step"] == pytest.approx(float(losses[:, t].mean()))
+        for e, (seen, first) in enumerate(zip(rank["epochs"], ranks[0]["epochs"], strict=True)):
+            for name in ("mean_epoch", "largest_epoch", "epoch_mean", "val_loss"):
+                assert seen[name] == first[name]
+            here = losses[:, 4 * e : 4 * e + 4]
+            assert seen["epoch_mean"] == pytest.approx(float(here.mean()))
+            assert seen["largest_epoch"] == float(here.max())
+            assert seen["own_epoch"] == pytest.approx(float(own[4 * e : 4 * e + 4].mean()))
+
+
+def fit_with_checkpoints(preset: str, folder: Path) -> dict[str, Any]:
+    module = Logging("batchnorm_mlp", "adamw")
+    best = ModelCheckpoint(folder / "best", monitor="val_loss", save_last=True, save_top_k=2,
+                           filename="{epoch}-{step}")  # fmt: skip
+    often = ModelCheckpoint(folder / "often", every_n_train_steps=3, save_top_k=-1,
+                            filename="{step}")  # fmt: skip
+    rates = LearningRateMonitor("step")
+    trainer = make_trainer(
+        preset, max_epochs=3, enable_checkpointing=True, callbacks=[best, often, rates],
+        logger=CSVLogger(folder / "logs", flush_logs_every_n_steps=1), log_every_n_steps=1,
+    )  # fmt: skip
+    trainer.fit(module, train_data(module, 4), valid_data(module))
+    return outcome(trainer, module) | {
+        "best": best.best_model_path, "last": best.last_model_path,
+        "score": float(best.best_model_score), "log": trainer.logger.log_dir,
+    }  # fmt: skip
+
+
+def fit_plainly(preset: str) -> dict[str, Any]:
+    module = Logging("batchnorm_mlp", "adamw")
+    trainer = make_trainer(preset, max_epochs=3)
+    trainer.fit(module, train_data(module, 4), valid_data(module))
+    return outcome(trainer, module)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_checkpoint_callbacks_and_loggers(preset: str, tmp_path: Path) -> None:
+    ranks = processes.run(fit_with_checkpoints, 2, preset, tmp_path)
+    for rank in ranks:
+        for what in ("best", "last", "score", "log"):
+            assert rank[what] == ranks[0][what]
+    assert sorted(p.name for p in (tmp_path / "often").iterdir()) == [
+        "step=12.ckpt", "step=3.ckpt", "step=6.ckpt", "step=9.ckpt"
+    ]  # fmt: skip
+    assert Path(ranks[0]["best"]).is_file()
+    last = torch.load(ranks[0]["last"], weights_only=True)
+    assert_same(last["state_dict"], ranks[0]["weights"])
+    lines = (Path(ranks[0]["log"]) / "metrics.csv").read_text().splitlines()
+    column = lines[0].split(",").index("lr-AdamW")
+    rates = [line.split(",")[column] for line in lines[1:] if line.split(",")[column]]
+    assert [float(rate) for rate in rates] == pytest.approx(ranks[0]["rates"])
+    plain = processes.run(fit_plainly, 2, preset)
+    for rank, same in zip(ranks, plain, strict=True):  # writing changes no numbers
+        assert rank["losses"] == same["losses"]
+        assert_same(rank["weights"], same["weights"])
+
+
+def fit_until_it_stops(preset: str, monitor: str) -> dict[str, Any]:
+    module = Logging("mlp")
+    stopping = EarlyStopping(monitor, mode="max", patience=1)  # a loss: it soon gets "worse"
+    trainer = make_trainer(preset, max_epochs=20, callbacks=[stopping])
+    trainer.fit(module, train_data(module, 3), valid_data(module))
+    return outcome(trainer, module) | {"stopped": stopping.stopped_epoch}
+
+
+@pytest.mark.parametrize("monitor", ["val_loss", "mean_epoch"])
+@pytest.mark.parametrize("preset", PRESETS)
+def test_early_stopping(preset: str, monitor: str) -> None:
+    ranks = processes.run(fit_until_it_stops, 2, preset, monitor)
+    assert 0 < ranks[0]["epoch"] < 20
+    for rank in ranks:
+        for what in ("epoch", "stopped", "global_step"):
+            assert rank[what] == ranks[0][what]
+        assert_same(rank["weights"], ranks[0]["weights"])
+
+
+def fit_with_bar(preset: str, rich: bool) -> dict[str, Any]:
+    module = Logging("mlp")
+    bar = RichProgressBar() if rich else TQDMProgressBar()
+    trainer = make_trainer(preset, max_epochs=2, enable_progress_bar=True, callbacks=[bar])
+    trainer.fit(module, train_data(module, 4), valid_data(module))
+    shown = bar.get_metrics(trainer, module)
+    return outcome(trainer, module) | {"shown": sorted(shown)}
+
+
+@pytest.mark.parametrize("rich", [False, True], ids=["tqdm", "rich"])
+@pytest.mark.parametrize("preset", PRESETS)
+def test_progress_bars(preset: str, rich: bool) -> None:
+    ranks = processes.run(fit_with_bar, 2, preset, rich)
+    for rank in ranks:
+        assert rank["global_step"] == 8
+        assert rank["shown"] == ["own_epoch", "own_step"]
