@@ -27,7 +27,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-STRATEGIES = ("alone", "ddp", "cyclic_dp", "cyclic_dp_v1")  # alone: every worker for itself
+# alone: every worker for itself; behind a slash: the sharding, where it is not the preset's
+STRATEGIES = ("alone", "ddp", "cyclic_dp", "cyclic_dp_v1", "cyclic_dp_v1/none")
 WARM_UP = 8
 LATENCY_S = 2e-4  # gloo, per message, measured
 BYTES_PER_S = {"": 1.5e9, "1gbit": 1.2e8, "100mbit": 1.2e7}  # behind headers; loopback: gloo's own
@@ -157,12 +158,23 @@ def make_module(case: Case) -> Any:
     return Net()
 
 
+def make_strategy(name: str) -> Any:
+    """Return what the Trainer is given for a name of STRATEGIES."""
+    from lightning.pytorch.strategies import SingleDeviceStrategy
+
+    from lightning_cyclic import CyclicStrategy
+
+    if name == "alone":
+        return SingleDeviceStrategy("cpu")
+    preset, _, sharding = name.partition("/")
+    return CyclicStrategy(preset, sharding=sharding) if sharding else name
+
+
 def train(case: Case, strategy: str) -> tuple[float, float]:
     """Train once; return seconds and worker 0's CPU seconds per step, behind the warm-up."""
     import lightning as L
     import torch
     import torch.distributed as dist
-    from lightning.pytorch.strategies import SingleDeviceStrategy
     from torch.utils.data import DataLoader, TensorDataset
 
     class Clock(L.Callback):
@@ -184,7 +196,7 @@ def train(case: Case, strategy: str) -> tuple[float, float]:
         accelerator="cpu",
         devices=1,
         num_nodes=1 if strategy == "alone" else case.num_workers,
-        strategy=SingleDeviceStrategy("cpu") if strategy == "alone" else strategy,
+        strategy=make_strategy(strategy),
         max_epochs=1,
         logger=False,
         enable_checkpointing=False,
@@ -321,7 +333,14 @@ def predicted(case: Case, preset: str, compute_s: float) -> float:
 
     num_bytes = 4 * case.depth * (case.width + 1) * case.width
     num_stages = min(auto_stages(case.num_workers, num_bytes), case.depth)
-    plan = make_plan(preset, num_stages=num_stages, num_workers=case.num_workers, num_steps=12)
+    preset, _, sharding = preset.partition("/")
+    plan = make_plan(
+        preset,
+        sharding=sharding or None,
+        num_stages=num_stages,
+        num_workers=case.num_workers,
+        num_steps=12,
+    )
     costs = Costs.even(num_stages, compute_s=compute_s, model_bytes=num_bytes)
     network = Network(latency_s=LATENCY_S, bandwidth_bytes_per_s=BYTES_PER_S[case.rate])
     figures = compare(plan, costs, network, bucket_bytes=25 << 20)

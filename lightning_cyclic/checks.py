@@ -31,10 +31,12 @@ def check_plan(plan: Plan) -> None:
             f'presets {", ".join(RUNNABLE)}; use strategy="cyclic_dp", or look at the plan with '
             f"`lightning-cyclic draw {plan.preset} --workers {plan.num_workers}`"
         )
-    if plan.num_workers > 1 and plan.sharding != "optimizer":
+    allowed = ["optimizer", "none"] if plan.weights == "delayed" else ["optimizer"]
+    if plan.num_workers > 1 and plan.sharding not in allowed:
         raise PlanError(
-            f"sharding {plan.sharding!r} (preset {plan.preset!r}) has no runtime yet; allowed: "
-            f"presets {', '.join(RUNNABLE)} with sharding 'optimizer'; use strategy=\"cyclic_dp\""
+            f"sharding {plan.sharding!r} has no runtime yet with {plan.weights!r} weights; "
+            f"allowed: {', '.join(map(repr, allowed))}; use CyclicStrategy(sharding={allowed[0]!r}) "
+            "or leave it out"
         )
 
 

@@ -365,9 +365,13 @@ class CyclicStrategy(DDPStrategy):
         """Check that every worker has the same number of batches and the same parameters."""
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
-        require_same_number(
-            "numbers of training batches", trainer.num_training_batches, self.root_device
-        )
+        session = self._session
+        assert session is not None
+        with session.naming_peers("all workers to begin an epoch"):
+            require_same_number(
+                "numbers of training batches", trainer.num_training_batches, self.root_device,
+                session.group,
+            )  # fmt: skip
         now = trained_parameters(self.lightning_module, self.optimizers[0])
         if frozenset(map(id, now.values())) != self._parameter_ids:
             raise ConfigurationError(

@@ -212,6 +212,18 @@ class OtherOrderOnOne(Net):
         return list(self.layers) if rank() == 0 else list(self.layers)[::-1]
 
 
+class StatisticsLater(Net):
+    """From step 3 on, the first stage's BatchNorm runs behind the second stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[1] = nn.BatchNorm1d(4)
+
+    def order(self, batch_idx: int) -> list[nn.Module]:
+        a, b, c, d = self.layers
+        return [a, b, c, d] if batch_idx < 3 else [a, c, d, b]
+
+
 class ReentrantCheckpoint(Net):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         x = batch[0].requires_grad_()
@@ -289,7 +301,7 @@ def attempt(
             max_epochs=2, **flags,
         )  # fmt: skip
         trainer.fit(module(), data_of(data))
-    except BaseException as error:  # noqa: BLE001  (the test reads it)
+    except BaseException as error:
         return type(error).__name__, str(error), time.monotonic() - start
     return "nothing", "", time.monotonic() - start
 
@@ -356,13 +368,19 @@ def test_every_worker_refuses(
         (Net, "other dtype", "StepError", ["float32 with 2 dims", "float64 with 2 dims"]),
         (Net, "other dims", "StepError", ["float32 with 2 dims", "float32 with 1 dim"]),
         (Net, "other number", "ConfigurationError", ["worker 0: 6", "worker 1: 7", "training ba"]),
-        (OtherOrderOnOne, "", "StepError", ["order", "layers.0", "layers.3", "stages=1"]),
     ],
 )
 def test_every_worker_says_how_they_differ(
     module: type[Net], data: str, kind: str, parts: list[str]
 ) -> None:
     assert_everywhere(errors_of(module, data), kind, *parts, "allowed:")
+
+
+@pytest.mark.multi
+def test_every_worker_refuses_stages_that_one_worker_ran_in_another_order() -> None:
+    errors = errors_of(OtherOrderOnOne, strategy={"stages": 4})
+    said = "worker 1 entered the stages that worker 0 has in the order [3, 2, 1]; allowed:"
+    assert_everywhere(errors, "StepError", said, "stages=1")
 
 
 # ---------------------------------------------------------------------- one fails, all learn why
@@ -390,6 +408,18 @@ def test_the_others_name_the_reason_of_the_one_that_fails(
     errors = errors_of(module, strategy={"preset": preset})
     assert_everywhere([errors[culprit]], kind, reason)
     assert_everywhere([errors[1 - culprit]], "PeerError", reason, f"worker {culprit}")
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize("preset", ["cyclic_dp", "cyclic_dp_v1", "lockstep_dp"])
+def test_statistics_that_come_too_late_to_be_relayed_are_refused(preset: str) -> None:
+    errors = errors_of(StatisticsLater, strategy={"preset": preset, "stages": ["layers.2"]})
+    assert "StepError" in {kind for kind, _, _ in errors}
+    for kind, text, seconds in errors:
+        assert kind in ("StepError", "PeerError")
+        assert "buffer 'layers.1.running_mean'" in text
+        assert "changed after it had been handed on" in text
+        assert seconds < 8.0
 
 
 @pytest.mark.multi

@@ -17,17 +17,17 @@ from torch.utils._pytree import tree_flatten
 from lightning_cyclic.errors import ConfigurationError, StepError
 
 
-def gather_texts(text: str, device: torch.device) -> list[str]:
+def gather_texts(text: str, device: torch.device, group: Any = None) -> list[str]:
     """Return every worker's text, in the order of workers; all must call it."""
     data = torch.tensor(list(text.encode()), dtype=torch.uint8, device=device)
     size = torch.tensor([data.numel()], device=device)
     sizes = [torch.zeros_like(size) for _ in range(dist.get_world_size())]
-    dist.all_gather(sizes, size)
+    dist.all_gather(sizes, size, group=group)
     longest = max(int(n) for n in sizes)
     padded = torch.zeros(longest, dtype=torch.uint8, device=device)
     padded[: data.numel()] = data
     parts = [torch.zeros_like(padded) for _ in sizes]
-    dist.all_gather(parts, padded)
+    dist.all_gather(parts, padded, group=group)
     return [bytes(part[: int(n)].tolist()).decode() for part, n in zip(parts, sizes, strict=True)]
 
 
@@ -49,13 +49,13 @@ def require_same_module(module: nn.Module, device: torch.device) -> None:
     )
 
 
-def require_same_number(what: str, number: float, device: torch.device) -> None:
+def require_same_number(what: str, number: float, device: torch.device, group: Any = None) -> None:
     """Refuse workers that hold different values of a number.
 
     Raises:
         ConfigurationError: on every worker, with every value.
     """
-    values = gather_texts(repr(number), device)
+    values = gather_texts(repr(number), device, group)
     if len(set(values)) > 1:
         each = ", ".join(f"worker {w}: {value}" for w, value in enumerate(values))
         raise ConfigurationError(

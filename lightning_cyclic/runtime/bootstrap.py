@@ -31,13 +31,19 @@ class FirstStep:
         module: the whole module.
         parameters: name -> parameter, for those that are trained.
         device: where messages live.
+        group: the process group that the messages use.
     """
 
     def __init__(
-        self, module: nn.Module, parameters: Mapping[str, nn.Parameter], device: torch.device
+        self,
+        module: nn.Module,
+        parameters: Mapping[str, nn.Parameter],
+        device: torch.device,
+        group: Any,
     ) -> None:
         self._module = module
         self._device = device
+        self._group = group
         self._recorder = Recorder(module, dict(parameters))
         self._batch = ""
         self._orders: list[list[str]] = []  # in which each worker used its parameters
@@ -57,7 +63,7 @@ class FirstStep:
         """Take in all buffers as the worker before this one left them."""
         if dist.get_rank() > 0:
             buffer = self._layout.new()
-            dist.recv(buffer.data, dist.get_rank() - 1)
+            dist.recv(buffer.data, dist.get_rank() - 1, group=self._group)
             for own, view in zip(self._buffers(), buffer.views, strict=True):
                 own.copy_(view)
 
@@ -66,7 +72,7 @@ class FirstStep:
         if dist.get_rank() < dist.get_world_size() - 1:
             buffer = self._layout.new()
             buffer.write(self._buffers())
-            dist.send(buffer.data, dist.get_rank() + 1)
+            dist.send(buffer.data, dist.get_rank() + 1, group=self._group)
 
     def agree(self) -> Profile:
         """Return the profile that all workers share.
@@ -75,7 +81,7 @@ class FirstStep:
             StepError: on every worker, if batches differ.
         """
         mine = self._recorder.profile()
-        facts = gather_texts(json.dumps([self._batch, _as_data(mine)]), self._device)
+        facts = gather_texts(json.dumps([self._batch, _as_data(mine)]), self._device, self._group)
         both = [json.loads(text) for text in facts]
         require_same_lines(
             "the data of their first batch",

@@ -87,6 +87,9 @@ class Engine:
         self._last = True
         self._last_posted: dict[int, int] = {}
         self._update = update
+        # the last worker holds the totals when its step ends; under a delayed rule nobody reads
+        # the new version before the step after next, so it is made and sent as early as possible
+        self._updates_at_once = plan.sharding == "none" and bool(self.script.owned)
         self._entered = -1
         named = dict(module.named_parameters())
         self._parameters = [[named[n] for n in s.parameters] for s in stages.stages]
@@ -178,6 +181,8 @@ class Engine:
         """Count the step; what is due before the next one is expected from now on."""
         self.t += 1
         self._expect(self.t)
+        if self._updates_at_once:
+            self._make(self.t)
         if self.plan.weights == "sync":
             self._finish_updates()
 
@@ -278,7 +283,6 @@ class Engine:
         due = [j for j in self.script.owned if self.stores[j].newest == v - 1 and self._due(j, v)]
         totals = {j: self._total(v - 1, j) for j in due}
         for j in due:
-            self._relay.reclaim(j, v - 1)
             self._advance(j, v)
             for p, grad in zip(self._parameters[j], totals[j].tensors(), strict=True):
                 p.grad = grad
@@ -293,13 +297,19 @@ class Engine:
 
     def _due(self, j: int, v: int) -> bool:
         # stages that this step still reads at v-1 wait for the next step (unless all must be new)
-        return self._flushing or v <= self.t - self.script.stages[j].lag
+        return self._flushing or self._updates_at_once or v <= self._next_read(j)
+
+    def _next_read(self, j: int) -> int:
+        return self.t - self.script.stages[j].lag
 
     def _advance(self, j: int, v: int) -> None:
-        still_read = v - 1 >= self.t - self.script.stages[j].lag and self._flushing
-        if still_read:
+        """Let the parameters be version ``v``, still with the values of ``v - 1``."""
+        if v - 1 >= self._next_read(j):
+            self.stores[j].drop_below(self._next_read(j))
+            self._relay.reclaim(j, v - 2)  # a buffer that is free of readers may still be sent
             self.stores[j].advance_to_copy()
         else:
+            self._relay.reclaim(j, v - 1)
             self.stores[j].advance_in_place()
 
     def _total(self, t: int, j: int) -> FlatBuffer:

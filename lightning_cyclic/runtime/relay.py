@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_cyclic.actions import Action, Kind, Payload
+from lightning_cyclic.errors import StepError
 from lightning_cyclic.runtime.flat import FlatBuffer, FlatLayout
 from lightning_cyclic.runtime.script import Script
 from lightning_cyclic.runtime.stages import StageMap
@@ -54,6 +55,7 @@ class BufferRelay:
         self._transport = transport
         self._wait = wait
         self._ready = ready
+        self._handed_on: list[tuple[str, Tensor, int]] = []  # name, buffer, its state when sent
         self._posted: dict[int, tuple[AbstractPending, FlatBuffer]] = {}
         self._sent: dict[int, tuple[AbstractPending, FlatBuffer, Action]] = {}
         self._layouts = {j: FlatLayout(self._tensors(j)) for j in stages.relayed}
@@ -76,8 +78,22 @@ class BufferRelay:
                 self._send(t, j)
 
     def step_done(self) -> None:
-        """Note that a step's forwards are over: the next step receives again."""
+        """Note that a step's forwards are over: the next step receives again.
+
+        Raises:
+            StepError: a buffer has changed since it was handed on.
+        """
         self._ready = False
+        changed = [name for name, buffer, state in self._handed_on if buffer._version != state]
+        self._handed_on.clear()
+        if changed:
+            raise StepError(
+                f"buffer {changed[0]!r} of worker {self._transport.worker} changed after it had "
+                "been handed on to the next worker, because its module ran later than in the "
+                "first training step; allowed: the order of the first step; cut only where the "
+                'order is always the same, CyclicStrategy(stages=["module.path", ...]), or use '
+                "stages=1"
+            )
 
     def flush(self, t: int) -> None:
         """Bring the statistics behind step ``t - 1`` to every worker, for evaluation.
@@ -121,6 +137,10 @@ class BufferRelay:
             return
         buffer = self._layouts[j].new() if j not in self._sent else self._sent_buffer(j)
         buffer.write(self._tensors(j))
+        names = self._stages.stages[j].buffers
+        self._handed_on += [
+            (name, x, x._version) for name, x in zip(names, self._tensors(j), strict=True)
+        ]
         action = self._script.action(Kind.SEND, Payload.R, t=t, j=j, v=None)
         self._sent[j] = (self._transport.isend(Payload.R, j, peer, buffer.data), buffer, action)
 

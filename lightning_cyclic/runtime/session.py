@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_cyclic.actions import Payload
-from lightning_cyclic.errors import PeerError, StepError
+from lightning_cyclic.errors import CyclicError, PeerError, StepError, WaitTimeoutError
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.runtime.bootstrap import FirstStep
 from lightning_cyclic.runtime.engine import Engine, EngineState, Update
@@ -92,7 +92,6 @@ class Session:
         self._worker = worker
         self._device = device
         self._update = update
-        self._first: FirstStep | None = FirstStep(module, parameters, device)
         self._seed = config.seed
         self.stop_requested = False
         self._batches = 0  # of the step under way
@@ -102,6 +101,7 @@ class Session:
         self.stages: StageMap | None = None
         # made here, by all workers at once, so that a failure in the first step has a board
         self.transport = self._new_transport()
+        self._first: FirstStep | None = FirstStep(module, parameters, device, self.group)
         self.norms: NormExchange | None = None
 
     @property
@@ -216,29 +216,33 @@ class Session:
     def _first_forward(self, batch: Any, *, first: bool, last: bool) -> Iterator[None]:
         assert self._first is not None
         if first:
-            with self._naming_peers("the buffers of the worker before it"):
+            with self.naming_peers("the buffers of the worker before it"):
                 self._first.receive()
         with self._first.forward(batch, first=first):
             yield
         if last:
-            with self._naming_peers("the worker behind it to take the buffers"):
+            with self.naming_peers("the worker behind it to take the buffers"):
                 self._first.send()
 
     @contextmanager
-    def _naming_peers(self, what: str) -> Iterator[None]:
+    def naming_peers(self, what: str) -> Iterator[None]:
+        """Run the body, in which this worker waits for others; name them if they do not come."""
         try:
             yield
         except RuntimeError as error:
-            if isinstance(error, StepError):
+            if isinstance(error, CyclicError):
                 raise
-            reason = self.transport.failure() or f"the connection is gone ({error})"
-            raise PeerError(
-                f"worker {self._worker} waited for {what} in its first step: {reason}"
+            late = "timed out" in str(error).lower()
+            gone = "they did not come in time" if late else f"the connection is gone ({error})"
+            reason = self.transport.failure()
+            kind = WaitTimeoutError if late and reason is None else PeerError
+            raise kind(
+                f"worker {self._worker} waited for {what} in step {self.t}: {reason or gone}"
             ) from None
 
     def _begin(self) -> None:
         assert self._first is not None
-        with self._naming_peers("all workers to agree on the stages"):
+        with self.naming_peers("all workers to agree on the stages"):
             profile = self._first.agree()
         stages = self._make_stages(profile)
         self._first.check_order(stages.stage_of)
@@ -294,7 +298,9 @@ class Session:
 
     def _new_transport(self) -> CountingTransport:
         payloads = (Payload.S, Payload.T, Payload.P, Payload.R, Payload.K)
-        return CountingTransport(DistributedTransport(payloads, self._config.timeout_s))
+        transport = DistributedTransport(payloads, self._config.timeout_s)
+        self.group = transport.group  # for what workers agree on; breaks when one of them fails
+        return CountingTransport(transport)
 
     def _watch_buffers(self, stages: StageMap) -> None:
         relayed = {name for stage in stages.stages for name in stage.buffers}

@@ -19,7 +19,13 @@ from lightning_cyclic.runtime.stages import StageMap, make_stages
 from lightning_cyclic.runtime.transport import CountingTransport, LocalTransport, PostOffice
 from tests.sequential import train
 
-PRESETS = {"cyclic_dp": "freshest", "cyclic_dp_v1": "delayed", "lockstep_dp": "sync"}
+PRESETS = {"cyclic_dp": "freshest", "cyclic_dp_v1": "delayed", "lockstep_dp": "sync",
+           "cyclic_dp_v1/none": "delayed"}  # fmt: skip
+
+
+def plan_of(name: str, **numbers: Any) -> Any:
+    preset, _, sharding = name.partition("/")
+    return make_plan(preset, sharding=sharding or None, **numbers)
 
 
 def mlp() -> nn.Module:
@@ -56,8 +62,16 @@ def adamw(module: nn.Module) -> torch.optim.Optimizer:
 class Worker(threading.Thread):
     """Run one worker of a plan in a thread."""
 
-    def __init__(self, module: nn.Module, plan: Any, stages: StageMap, transport: Any,
-                 make_optimizer: Any, num_steps: int, flush_at: tuple[int, ...] = ()) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        plan: Any,
+        stages: StageMap,
+        transport: Any,
+        make_optimizer: Any,
+        num_steps: int,
+        flush_at: tuple[int, ...] = (),
+    ) -> None:
         super().__init__(daemon=True)
         self.module = copy.deepcopy(module)
         self.optimizer = make_optimizer(self.module)
@@ -91,15 +105,31 @@ class Worker(threading.Thread):
         self.optimizer.step()
 
 
-def run_workers(module: nn.Module, preset: str, n: int, s: int, slack: int, make_optimizer: Any,
-                num_steps: int, flush_at: tuple[int, ...] = (), timeout_s: float = 20.0,
-                check: bool = True) -> list[Worker]:
+def run_workers(
+    module: nn.Module,
+    preset: str,
+    n: int,
+    s: int,
+    slack: int,
+    make_optimizer: Any,
+    num_steps: int,
+    flush_at: tuple[int, ...] = (),
+    timeout_s: float = 20.0,
+    check: bool = True,
+) -> list[Worker]:
     stages = find_stages(module, s)
-    plan = make_plan(preset, num_stages=s, num_workers=n, slack=slack, relayed=stages.relayed)
+    plan = plan_of(preset, num_stages=s, num_workers=n, slack=slack, relayed=stages.relayed)
     office = PostOffice()
     workers = [
-        Worker(module, plan, stages, CountingTransport(LocalTransport(office, w, n, timeout_s)),
-               make_optimizer, num_steps, flush_at)
+        Worker(
+            module,
+            plan,
+            stages,
+            CountingTransport(LocalTransport(office, w, n, timeout_s)),
+            make_optimizer,
+            num_steps,
+            flush_at,
+        )
         for w in range(n)
     ]
     for worker in workers:
@@ -112,13 +142,22 @@ def run_workers(module: nn.Module, preset: str, n: int, s: int, slack: int, make
     return workers
 
 
-def reference(module: nn.Module, preset: str, n: int, s: int, slack: int, make_optimizer: Any,
-              num_steps: int) -> nn.Module:
+def reference(
+    module: nn.Module, preset: str, n: int, s: int, slack: int, make_optimizer: Any, num_steps: int
+) -> nn.Module:
     module = copy.deepcopy(module)
     named = dict(module.named_parameters())
     stages = [[named[x] for x in st.parameters] for st in find_stages(module, s).stages]
-    train(module, stages, make_optimizer(module), loss, rule=PRESETS[preset], num_workers=n,
-          num_steps=num_steps, slack=slack)
+    train(
+        module,
+        stages,
+        make_optimizer(module),
+        loss,
+        rule=PRESETS[preset],
+        num_workers=n,
+        num_steps=num_steps,
+        slack=slack,
+    )
     return module
 
 
@@ -126,8 +165,14 @@ def reference(module: nn.Module, preset: str, n: int, s: int, slack: int, make_o
 @pytest.mark.parametrize("stages", ["N", 8])
 @pytest.mark.parametrize(
     ("preset", "slack"),
-    [("cyclic_dp", 0), ("cyclic_dp", 2), ("cyclic_dp", 4), ("cyclic_dp_v1", 0),
-     ("lockstep_dp", 0)],
+    [
+        ("cyclic_dp", 0),
+        ("cyclic_dp", 2),
+        ("cyclic_dp", 4),
+        ("cyclic_dp_v1", 0),
+        ("cyclic_dp_v1/none", 0),
+        ("lockstep_dp", 0),
+    ],
 )
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
 def test_every_worker_ends_with_the_bits_of_the_sequential_run(
@@ -141,8 +186,10 @@ def test_every_worker_ends_with_the_bits_of_the_sequential_run(
             assert torch.equal(value, expected[name]), (worker.transport.worker, name)
 
 
-@pytest.mark.parametrize(("preset", "slack"), [("cyclic_dp", 0), ("cyclic_dp", 3),
-                                               ("cyclic_dp_v1", 0)])
+@pytest.mark.parametrize(
+    ("preset", "slack"),
+    [("cyclic_dp", 0), ("cyclic_dp", 3), ("cyclic_dp_v1", 0), ("cyclic_dp_v1/none", 0)],
+)
 @pytest.mark.parametrize("n", [2, 4])
 def test_a_flush_changes_nothing(n: int, preset: str, slack: int) -> None:
     workers = run_workers(mlp(), preset, n, 8, slack, adamw, 12, flush_at=(0, 1, 4, 5, 8))
@@ -153,8 +200,10 @@ def test_a_flush_changes_nothing(n: int, preset: str, slack: int) -> None:
 
 
 def test_the_rules_differ_so_that_equality_can_fail() -> None:
-    runs = [reference(mlp(), p, 2, 2, c, sgd, 12) for p, c in
-            [("cyclic_dp", 0), ("cyclic_dp", 2), ("cyclic_dp_v1", 0), ("lockstep_dp", 0)]]
+    runs = [
+        reference(mlp(), p, 2, 2, c, sgd, 12)
+        for p, c in [("cyclic_dp", 0), ("cyclic_dp", 2), ("cyclic_dp_v1", 0), ("lockstep_dp", 0)]
+    ]
     firsts = [next(run.parameters()) for run in runs]
     assert all(not torch.equal(a, b) for k, a in enumerate(firsts) for b in firsts[:k])
 
@@ -164,8 +213,9 @@ def test_the_rules_differ_so_that_equality_can_fail() -> None:
 def test_messages_and_bytes_are_those_of_the_program(n: int, preset: str) -> None:
     num_steps, s = 6, 4
     workers = run_workers(mlp(), preset, n, s, 0, sgd, num_steps)
-    plan = make_plan(preset, num_stages=s, num_workers=n, num_steps=num_steps,
-                     relayed=tuple(range(s)))
+    plan = plan_of(
+        preset, num_stages=s, num_workers=n, num_steps=num_steps, relayed=tuple(range(s))
+    )
     for worker in workers:
         sends = [a for a in plan.programs[worker.transport.worker] if a.kind == "SEND"]
         starts = preset != "lockstep_dp" and worker.transport.worker < n - 1

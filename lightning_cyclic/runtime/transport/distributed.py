@@ -12,6 +12,7 @@ import threading
 from datetime import timedelta
 from typing import Any, final
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
@@ -20,6 +21,7 @@ from lightning_cyclic.actions import Payload
 from lightning_cyclic.runtime.transport.base import AbstractPending, AbstractTransport
 
 _POLL_S = 0.5
+_UNUSED_TAG = 1 << 20  # of no stage
 
 
 @final
@@ -40,6 +42,11 @@ class DistributedTransport(AbstractTransport):
         # a group's name is the same on every worker and new with every transport
         self._board = FailureBoard(f"lightning_cyclic/{self._groups[payloads[0]].group_name}")
 
+    @property
+    def group(self) -> Any:
+        """Return a group of all workers that breaks when one of them fails."""
+        return next(iter(self._groups.values()))
+
     @override
     def isend(self, payload: Payload, channel: int, peer: int, data: Tensor) -> AbstractPending:
         with self._posting[payload]:
@@ -53,6 +60,8 @@ class DistributedTransport(AbstractTransport):
     @override
     def report_failure(self, text: str) -> None:
         self._board.report(text)
+        for group in self._groups.values():
+            _hang_up(group)
 
     @override
     def failure(self) -> str | None:
@@ -129,3 +138,18 @@ class _Work(AbstractPending):
             if "Timed out" in text or "timeout" in text.lower():
                 raise TimeoutError(text) from None
             raise ConnectionError(text) from None
+
+
+def _hang_up(group: Any) -> None:
+    """Close all connections of this worker, so that nobody waits for it any longer.
+
+    gloo cannot abort a wait, but one that times out closes every connection of its group; the
+    default group stays as it is.
+    """
+    peer = (dist.get_rank() + 1) % dist.get_world_size()
+    with contextlib.suppress(RuntimeError):
+        if dist.get_backend(group) != "gloo":
+            group.abort()
+            return
+        nothing = torch.zeros(1, dtype=torch.uint8)
+        group.recv([nothing], peer, _UNUSED_TAG).wait(timedelta(milliseconds=1))
