@@ -20,15 +20,13 @@ import socket
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 import warnings
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 # alone: every worker for itself; behind a slash: the sharding, where it is not the preset's
-STRATEGIES = ("alone", "ddp", "cyclic_dp", "cyclic_dp_v1", "cyclic_dp_v1/none")
+STRATEGIES = ("alone", "ddp", "cyclic_dp", "cyclic_dp_v1", "cyclic_dp_v1/optimizer")
 WARM_UP = 8
 LATENCY_S = 2e-4  # gloo, per message, measured
 BYTES_PER_S = {"": 1.5e9, "1gbit": 1.2e8, "100mbit": 1.2e7}  # behind headers; loopback: gloo's own

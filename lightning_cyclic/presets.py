@@ -72,9 +72,9 @@ PRESETS: Final[dict[str, Preset]] = {
     "cyclic_dp": Preset(
         "cyclic", "replicated", "freshest", "optimizer", "CDP-v2, arXiv 2403.08837"
     ),
-    "cyclic_dp_v1": Preset(
-        "cyclic", "replicated", "delayed", "optimizer", "CDP-v1, arXiv 2403.08837"
-    ),
+    # All stages have the same first reader under delayed weights, so "optimizer" would shard
+    # nothing; the last worker holds every total already, and owning them saves a hop.
+    "cyclic_dp_v1": Preset("cyclic", "replicated", "delayed", "none", "CDP-v1, arXiv 2403.08837"),
     "cyclic_zero": Preset(
         "cyclic", "replicated", "freshest", "full", "CDP in ZeRO-DP, arXiv 2403.08837"
     ),

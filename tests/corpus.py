@@ -107,11 +107,29 @@ class MicroBatches(Dataset[Batch]):
         return torch.randn(shape, generator=g), torch.randint(0, 3, shape[:1], generator=g)
 
 
+class Resumable(DataLoader[Batch]):
+    """Knows where it is, so that a run can go on in mid epoch."""
+
+    _next = 0
+
+    def __iter__(self) -> Any:
+        for k, batch in enumerate(super().__iter__()):
+            if k >= self._next:
+                self._next = (k + 1) % len(self)
+                yield batch
+
+    def state_dict(self) -> dict[str, int]:
+        return {"next": self._next}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self._next = state["next"]
+
+
 def loader(data: Dataset[Any]) -> DataLoader[Any]:
     """Give worker i of N elements i, N + i, 2 N + i, ..."""
     rank, num = here().rank, here().num_ranks
     sampler = DistributedSampler(data, num, rank, shuffle=False) if num > 1 else None
-    return DataLoader(data, batch_size=None, sampler=sampler, shuffle=False)
+    return Resumable(data, batch_size=None, sampler=sampler, shuffle=False)
 
 
 # ---------------------------------------------------------------------- optimizers
@@ -280,6 +298,7 @@ class Reference:
         clip: called before each update with (all parameters, parameters by stage).
         each_epoch: called behind each epoch with the module and the optimizer.
         seed_of: (step, micro-batch) -> seed of the randomness inside.
+        saved: a checkpoint whose weights, optimizer and scheduler state it begins with.
     """
 
     rule: str
@@ -292,6 +311,7 @@ class Reference:
     clip: Callable[[list[nn.Parameter], list[list[nn.Parameter]]], None] | None = None
     each_epoch: Callable[[Any, Any], None] | None = None
     seed_of: Callable[[int, int], int] | None = None
+    saved: dict[str, Any] | None = None
 
     def run(self, module: Classifier, stage_of: dict[str, int]) -> Reference:
         """Train the module in place; return the reference with losses and rates by worker."""
@@ -303,6 +323,11 @@ class Reference:
         optimizer, scheduler = parts["optimizer"], parts.get("lr_scheduler")
         per_epoch = -(-self.num_batches // self.accumulate)
         stages = by_stage(module, stage_of)
+        if self.saved is not None:
+            module.load_state_dict(self.saved["state_dict"])
+            optimizer.load_state_dict(self.saved["optimizer_states"][0])
+            if scheduler is not None:
+                scheduler["scheduler"].load_state_dict(self.saved["lr_schedulers"][0])
 
         def before_update() -> None:
             self.rates.append(optimizer.param_groups[0]["lr"])

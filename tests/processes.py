@@ -54,6 +54,7 @@ EXPECTED_WARNINGS = [
     r"Using `DistributedSampler` with the dataloaders",
     r"This process \(pid=\d+\) is multi-threaded",
     r"You're resuming from a checkpoint that ended before the epoch ended",
+    r"Be aware that when using `ckpt_path`, callbacks used",
     r"You requested to overfit but enabled \w+ dataloader shuffling",
     r"barrier\(\): using the device under current context",
 ]

@@ -27,7 +27,7 @@ def test_lockstep_deals_the_stages_out():
 
 
 def test_where_nobody_is_fresh_worker_0_reads_first():
-    assert owners("cyclic_dp_v1", 3, 3) == [0, 0, 0]
+    assert owners("cyclic_dp_v1", 3, 3, sharding="optimizer") == [0, 0, 0]
     assert owners("cyclic_dp", 3, 3, slack=100) == [0, 0, 0]
     assert owners("cyclic_dp", 4, 2, slack=3) == [0, 0, 1, 1]
 

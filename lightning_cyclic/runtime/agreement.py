@@ -73,9 +73,13 @@ def describe_batch(batch: Any) -> str:
         >>> describe_batch((torch.zeros(4, 3), torch.zeros(4, dtype=torch.int64)))
         'tuple of 2: float32 with 2 dims, int64 with 1 dim'
     """
+    keys = ""
+    if isinstance(batch, dict):
+        batch = dict(sorted(batch.items(), key=lambda item: str(item[0])))
+        keys = f" ({', '.join(map(str, batch))})"
     leaves, _ = tree_flatten(batch)
     parts = [_leaf(leaf) for leaf in leaves]
-    return f"{type(batch).__name__} of {len(leaves)}: {', '.join(parts)}"
+    return f"{type(batch).__name__}{keys} of {len(leaves)}: {', '.join(parts)}"
 
 
 def require_same_lines(what: str, texts: list[str], allowed: str) -> None:

@@ -63,7 +63,9 @@ def test_parameters_travel_in_the_order_of_need():
 
 
 def test_totals_are_received_in_the_order_of_backwards():
-    plan = make_plan("cyclic_dp_v1", num_stages=3, num_workers=2, num_steps=1)
+    plan = make_plan(
+        "cyclic_dp_v1", num_stages=3, num_workers=2, num_steps=1, sharding="optimizer"
+    )
     tail = [str(a) for a in plan.programs[0]][-9:]
     assert tail == [
         "2RECV_T<1#0",

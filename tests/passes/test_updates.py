@@ -39,7 +39,7 @@ def test_pipelines_update_in_the_slot_after_the_last_backward():
 
 @pytest.mark.parametrize("preset", ["cyclic_dp", "cyclic_dp_v1", "lockstep_dp"])
 def test_after_the_drain_no_computation_and_every_version(preset):
-    plan = make_plan(preset, num_stages=4, num_workers=2, num_steps=3)
+    plan = make_plan(preset, num_stages=4, num_workers=2, num_steps=3, sharding="optimizer")
     last_compute = [
         max(n for n, a in enumerate(p) if a.kind in (Kind.F, Kind.B)) for p in plan.programs
     ]

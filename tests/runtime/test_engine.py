@@ -20,7 +20,7 @@ from lightning_cyclic.runtime.transport import CountingTransport, LocalTransport
 from tests.sequential import train
 
 PRESETS = {"cyclic_dp": "freshest", "cyclic_dp_v1": "delayed", "lockstep_dp": "sync",
-           "cyclic_dp_v1/none": "delayed"}  # fmt: skip
+           "cyclic_dp_v1/optimizer": "delayed"}  # fmt: skip
 
 
 def plan_of(name: str, **numbers: Any) -> Any:
@@ -170,7 +170,7 @@ def reference(
         ("cyclic_dp", 2),
         ("cyclic_dp", 4),
         ("cyclic_dp_v1", 0),
-        ("cyclic_dp_v1/none", 0),
+        ("cyclic_dp_v1/optimizer", 0),
         ("lockstep_dp", 0),
     ],
 )
@@ -188,7 +188,7 @@ def test_every_worker_ends_with_the_bits_of_the_sequential_run(
 
 @pytest.mark.parametrize(
     ("preset", "slack"),
-    [("cyclic_dp", 0), ("cyclic_dp", 3), ("cyclic_dp_v1", 0), ("cyclic_dp_v1/none", 0)],
+    [("cyclic_dp", 0), ("cyclic_dp", 3), ("cyclic_dp_v1", 0), ("cyclic_dp_v1/optimizer", 0)],
 )
 @pytest.mark.parametrize("n", [2, 4])
 def test_a_flush_changes_nothing(n: int, preset: str, slack: int) -> None:

@@ -1,0 +1,90 @@
+"""What all workers must see alike, and how a difference is told."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_cyclic.errors import ConfigurationError, StepError
+from lightning_cyclic.runtime.agreement import (
+    describe_batch,
+    gather_texts,
+    require_same_lines,
+    require_same_module,
+    require_same_number,
+)
+from tests import processes
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("batch", "text"),
+    [
+        (torch.zeros(2, 3), "Tensor of 1: float32 with 2 dims"),
+        ([torch.zeros(2), torch.tensor(1)], "list of 2: float32 with 1 dim, int64 with 0 dims"),
+        ({"x": torch.zeros(1).half(), "n": 3}, "dict (n, x) of 2: int, float16 with 1 dim"),
+        (["a", None], "list of 2: str, NoneType"),
+    ],
+)
+def test_a_batch_is_described_by_structure_dtypes_and_dims(batch: Any, text: str) -> None:
+    assert describe_batch(batch) == text
+
+
+def test_the_order_of_a_dictionary_is_no_difference() -> None:
+    x, y = torch.zeros(2), torch.ones(2, 2)
+    assert describe_batch({"x": x, "y": y}) == describe_batch({"y": y, "x": x})
+    assert describe_batch({"x": x, "y": x}) != describe_batch({"x": x, "z": x})
+
+
+def test_sizes_are_no_difference() -> None:
+    assert describe_batch(torch.zeros(2, 3)) == describe_batch(torch.zeros(5, 7))
+
+
+def test_the_first_difference_is_told() -> None:
+    require_same_lines("orders", ["a\nb", "a\nb"], "the same")
+    with pytest.raises(StepError) as caught:
+        require_same_lines("orders", ["a\nb", "a\nb", "a\nc\nd"], "the same")
+    text = str(caught.value)
+    assert (
+        text == "workers differ in orders: worker 0 has 'b', worker 2 has 'c'; allowed: the same"
+    )
+    with pytest.raises(StepError, match="worker 0 has 'b', worker 1 has 'nothing'"):
+        require_same_lines("orders", ["a\nb", "a"], "the same")
+
+
+def agree() -> tuple[list[str], list[str]]:
+    rank, world_size = int(os.environ["NODE_RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo", rank=rank, world_size=world_size)
+    texts = gather_texts("ä" * rank, CPU)
+    require_same_module(nn.Linear(2, 2), CPU)
+    require_same_number("things", 3, CPU)
+    said = []
+    for differ in (
+        lambda: require_same_module(nn.Linear(2, 2 + rank // 2), CPU),
+        lambda: require_same_module(nn.Linear(2, 2, bias=rank != 1), CPU),
+        lambda: require_same_module(nn.Linear(2, 2).to(torch.float64 if rank else None), CPU),
+        lambda: require_same_number("things", rank, CPU, dist.new_group()),
+    ):
+        with pytest.raises(ConfigurationError) as caught:
+            differ()
+        said.append(str(caught.value))
+    return texts, said
+
+
+@pytest.mark.multi
+def test_workers_tell_each_other_where_they_differ() -> None:
+    everyone = processes.run(agree, 3)
+    assert everyone[0] == everyone[1] == everyone[2]
+    texts, (shape, presence, dtype, number) = everyone[0]
+    assert texts == ["", "ä", "ää"]
+    assert "worker 0 has 'weight (2, 2) float32 trained'" in shape
+    assert "worker 2 has 'weight (3, 2) float32 trained'" in shape
+    assert "worker 0 has 'bias (2,) float32 trained', worker 1 has 'nothing'" in presence
+    assert "worker 1 has 'weight (2, 2) float64 trained'" in dtype
+    assert "different things (worker 0: 0, worker 1: 1, worker 2: 2); allowed: the same" in number
