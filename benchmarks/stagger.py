@@ -92,14 +92,15 @@ def main() -> None:
         behind = "  ".join(f"w{w} {(each[t] - calm[0][t]) / step_s:5.2f}"
                            for w, each in enumerate(calm))  # fmt: skip
         print(f"  step {t:2}:  {behind}")
-    print(f"worker {CASE.num_workers - 1} late by {LATE_S / step_s:.2f} steps in step {LATE_STEP}; "
-          "starts moved by, in steps:")  # fmt: skip
+    last = CASE.num_workers - 1
+    print(f"worker {last} late by {LATE_S / step_s:.2f} steps in step {LATE_STEP}: ", end="")
+    print("starts moved by, in steps:")
     for t in range(LATE_STEP, LATE_STEP + 8):
-        moved = "  ".join(
-            f"w{w} {(late[w][t] - late[w][LATE_STEP] - calm[w][t] + calm[w][LATE_STEP]) / step_s:5.2f}"
-            for w in range(CASE.num_workers)
-        )
-        print(f"  step {t:2}:  {moved}")
+        moved = [
+            (after[t] - after[LATE_STEP] - before[t] + before[LATE_STEP]) / step_s
+            for after, before in zip(late, calm, strict=True)
+        ]
+        print(f"  step {t:2}:  " + "  ".join(f"w{w} {x:5.2f}" for w, x in enumerate(moved)))
 
 
 if __name__ == "__main__":

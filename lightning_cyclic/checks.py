@@ -35,8 +35,8 @@ def check_plan(plan: Plan) -> None:
     if plan.num_workers > 1 and plan.sharding not in allowed:
         raise PlanError(
             f"sharding {plan.sharding!r} has no runtime yet with {plan.weights!r} weights; "
-            f"allowed: {', '.join(map(repr, allowed))}; use CyclicStrategy(sharding={allowed[0]!r}) "
-            "or leave it out"
+            f"allowed: {', '.join(map(repr, allowed))}; leave it out, or use "
+            f"CyclicStrategy(sharding={allowed[0]!r})"
         )
 
 

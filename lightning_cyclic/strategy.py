@@ -41,6 +41,7 @@ from lightning_cyclic.checks import (
 from lightning_cyclic.deferred import DeferredUpdates
 from lightning_cyclic.errors import ConfigurationError, StepError
 from lightning_cyclic.plan import Plan, make_plan
+from lightning_cyclic.reductions import HeldReductions
 from lightning_cyclic.runtime.agreement import require_same_module, require_same_number
 from lightning_cyclic.runtime.session import Session, SessionConfig, auto_stages
 from lightning_cyclic.stopping import replace_stop_broadcast, restore_stop_broadcast
@@ -142,6 +143,7 @@ class CyclicStrategy(DDPStrategy):
         self._session: Session | None = None
         self._updates: DeferredUpdates | None = None
         self._accumulating = False
+        self._reductions = HeldReductions()
         self._backward = ExitStack()  # open while a backward runs
         self._saved: Mapping[str, Any] | None = None
         self._seed = 0
@@ -288,7 +290,8 @@ class CyclicStrategy(DDPStrategy):
         if self._session is None or self._skips_backward():
             return super().training_step(*args, **kwargs)
         batch, last = args[0] if args else kwargs, not self._accumulating
-        with self._session.forward(batch, last=last, ends=self._epoch_ends()):
+        ends = self._epoch_ends()
+        with self._session.forward(batch, last=last, ends=ends), self._reductions.held():
             output = super().training_step(*args, **kwargs)
             if output is None:
                 raise StepError(
@@ -296,7 +299,15 @@ class CyclicStrategy(DDPStrategy):
                     f"{self._session.t}); allowed: a loss in every step, since other workers wait "
                     "for its gradients; return 0 * loss to skip a batch"
                 )
+        if last:  # the worker behind begins its window when this one's is over
+            self._reductions.run(super().reduce)
         return output
+
+    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any | None = "mean") -> Any:
+        """Reduce over all workers; what training_step asks for, when its forward is over."""
+        if self._reductions.holding and isinstance(tensor, Tensor):
+            return self._reductions.hold(tensor, group, reduce_op)
+        return super().reduce(tensor, group, reduce_op)
 
     def pre_backward(self, closure_loss: Tensor) -> None:
         """Begin a backward, in which gradients leave for the sum as their stages complete."""

@@ -374,10 +374,15 @@ class Engine:
         return EngineState(t=self.t, previous=previous)
 
     def _restore_previous(self, state: EngineState) -> None:
-        for stage, store in zip(self.stages.stages, self.stores, strict=True):
-            if state.t > 0 and all(n in state.previous for n in stage.parameters):
+        if state.t == 0:
+            return
+        stages = zip(self.stages.stages, self.stores, self.script.stages, strict=True)
+        for stage, store, script in stages:
+            if all(n in state.previous for n in stage.parameters):
                 values = [state.previous[n].to(store.layout.device) for n in stage.parameters]
                 store.write(state.t - 1, values)
+            elif script.lag > 0:  # the weights were replaced: what is read is what there is
+                store.write(state.t - 1, [p.data for p in store.parameters])
 
     def norm_exchange(self) -> NormExchange:
         """Return what computes the exact gradient norm over stages of several owners."""

@@ -121,8 +121,8 @@ class Session:
             ends: whether it is this worker's last batch of the epoch.
         """
         first = self._batches == 0
+        key = self._worker + (self._batches << 32)  # the micro-batch, and which of its batches
         self._batches = 0 if last else self._batches + 1
-        key = self._worker if first else self._worker + (self._batches << 32)
         with keyed(self._seed, self.t, key, self._device):
             if self.engine is not None:
                 with self.engine.forward(first=first, last=last):
