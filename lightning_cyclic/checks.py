@@ -34,9 +34,9 @@ def check_plan(plan: Plan) -> None:
     allowed = ["optimizer", "none"] if plan.weights == "delayed" else ["optimizer"]
     if plan.num_workers > 1 and plan.sharding not in allowed:
         raise PlanError(
-            f"sharding {plan.sharding!r} has no runtime yet with {plan.weights!r} weights; "
-            f"allowed: {', '.join(map(repr, allowed))}; leave it out, or use "
-            f"CyclicStrategy(sharding={allowed[0]!r})"
+            f"sharding {plan.sharding!r} (preset {plan.preset!r}) has no runtime yet with "
+            f"{plan.weights!r} weights; allowed: {', '.join(map(repr, allowed))}; "
+            f'use strategy="cyclic_dp", or CyclicStrategy(sharding={allowed[0]!r})'
         )
 
 

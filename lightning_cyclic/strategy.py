@@ -233,13 +233,15 @@ class CyclicStrategy(DDPStrategy):
         check_optimizers(self.optimizers)
         parameters = trained_parameters(module, self.optimizers[0])
         self._seed = self._agreed_seed()
-        self._updates = DeferredUpdates(trainer, clip_mode(trainer, self._plan, self._clip))
+        clip = clip_mode(trainer, self._plan, self._clip)
+        self._updates = DeferredUpdates(trainer, clip)
         config = SessionConfig(
             make_plan=self._make_plan,
             stages=self._stages,
             seed=self._seed,
             timeout_s=self._timeout.total_seconds() if self._timeout else 1800.0,
             relay_buffers=self._relay_buffers,
+            paced=clip != "global" or self._plan.weights != "freshest",
         )
         self._session = Session(
             module, parameters, config, self.global_rank, self.root_device, self._updates.apply

@@ -7,12 +7,14 @@ which Lightning reads its place: ``Trainer(strategy=..., devices=1, num_nodes=N)
 
 from __future__ import annotations
 
+import faulthandler
 import io
 import logging
 import multiprocessing
 import os
 import signal
 import socket
+import tempfile
 import time
 import traceback
 import warnings
@@ -108,27 +110,34 @@ def run(
         RanksFailedError: some rank raised, died, or did not end in time.
     """
     port, processes, ends = _free_port(), [], []
+    stacks = [tempfile.NamedTemporaryFile("r") for _ in range(num_ranks)]  # noqa: SIM115
     try:
         for rank in range(num_ranks):
             end, child_end = _context().Pipe(duplex=False)
             process = _context().Process(
-                target=_child, args=(child_end, rank, num_ranks, port, function, args), daemon=True
+                target=_child,
+                args=(child_end, Place(rank, num_ranks), port, stacks[rank].name, function, args),
+                daemon=True,
             )
             process.start()
             child_end.close()
             processes.append(process)
             ends.append(end)
         outcomes = _collect(ends, time_limit_s, after_failure_s)
+        for r in set(range(num_ranks)) - set(outcomes):
+            os.kill(processes[r].pid, signal.SIGUSR1)  # which makes it write where it is
+            time.sleep(0.5)
+            outcomes[r] = (False, f"did not end in time; it is at\n{stacks[r].read()}")
     finally:
         _stop(processes)
+        for file in stacks:
+            file.close()
         for end in ends:
             end.close()
     errors = {r: str(value) for r, (good, value) in sorted(outcomes.items()) if not good}
     if errors:
         raise RanksFailedError(errors)
-    return [
-        torch.load(io.BytesIO(outcomes[r][1]), weights_only=False) for r in range(num_ranks)
-    ]
+    return [torch.load(io.BytesIO(outcomes[r][1]), weights_only=False) for r in range(num_ranks)]
 
 
 @cache
@@ -141,10 +150,9 @@ def _context() -> multiprocessing.context.ForkServerContext:
 def _collect(
     ends: Sequence[Connection], time_limit_s: float, after_failure_s: float
 ) -> dict[int, tuple[bool, Any]]:
-    """Return rank -> (whether it went well, result as bytes or what went wrong)."""
+    """Return rank -> (whether it went well, result as bytes or what went wrong), if it ended."""
     outcomes: dict[int, tuple[bool, Any]] = {}
-    start = time.monotonic()
-    until = start + time_limit_s
+    until = time.monotonic() + time_limit_s
     while len(outcomes) < len(ends):
         open_ends = [end for r, end in enumerate(ends) if r not in outcomes]
         ready = wait(open_ends, max(0.0, until - time.monotonic()))
@@ -155,8 +163,6 @@ def _collect(
             outcomes[ends.index(end)] = outcome
             if not outcome[0]:
                 until = min(until, time.monotonic() + after_failure_s)
-    for r in set(range(len(ends))) - set(outcomes):
-        outcomes[r] = (False, f"did not end within {time.monotonic() - start:.0f} s")
     return outcomes
 
 
@@ -183,20 +189,21 @@ def _free_port() -> int:
 
 
 def _child(
-    end: Connection, rank: int, num_ranks: int, port: int, function: Callable[..., Any], args: Any
+    end: Connection, place: Place, port: int, stack: str, function: Callable[..., Any], args: Any
 ) -> None:
+    faulthandler.register(signal.SIGUSR1, open(stack, "w"))  # noqa: SIM115  (open to the end)
     os.environ.update(
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
-        WORLD_SIZE=str(num_ranks),
-        NODE_RANK=str(rank),
+        WORLD_SIZE=str(place.num_ranks),
+        NODE_RANK=str(place.rank),
         LOCAL_RANK="0",
         GLOO_SOCKET_IFNAME="lo",
         OMP_NUM_THREADS="1",  # else Lightning's launchers set a number of threads of their own
     )
-    _place.append(Place(rank, num_ranks))
+    _place.append(place)
     torch.set_num_threads(1)
-    torch.manual_seed(1234 + rank)  # all ranks inherit one state
+    torch.manual_seed(1234 + place.rank)  # all ranks inherit one state
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.simplefilter("error")
     for message in EXPECTED_WARNINGS:

@@ -10,12 +10,13 @@ import os
 import time
 from collections.abc import Iterator
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.accelerators import MPSAccelerator
+from lightning.pytorch.accelerators import CPUAccelerator, MPSAccelerator
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
@@ -73,7 +74,8 @@ def test_a_preset_without_a_runtime_is_refused_by_name(preset: str) -> None:
     with pytest.raises(PlanError) as caught:
         CyclicStrategy(preset)
     assert repr(preset) in str(caught.value)
-    assert "has no runtime yet; allowed:" in str(caught.value)
+    assert "has no runtime yet" in str(caught.value)
+    assert "; allowed: " in str(caught.value)
     assert "use " in str(caught.value)
 
 
@@ -83,6 +85,17 @@ def test_mps_is_refused() -> None:
 
     with pytest.raises(ConfigurationError, match=r"'mps'.*allowed: 'cpu', 'cuda'; use "):
         check_trainer(OnMps(), LightningModule(), sync_batchnorm=False)  # type: ignore[arg-type]
+
+
+def test_a_loss_scaler_is_refused() -> None:
+    class Scales:
+        accelerator, precision = CPUAccelerator(), "16-mixed"
+        precision_plugin = SimpleNamespace(scaler=object())
+
+    with pytest.raises(
+        ConfigurationError, match=r"'16-mixed'.*allowed: .*use Trainer\(precision="
+    ):
+        check_trainer(Scales(), LightningModule(), sync_batchnorm=False)  # type: ignore[arg-type]
 
 
 # ---------------------------------------------------------------------- what two workers run

@@ -93,6 +93,27 @@ def test_logged_values(preset: str, n: int) -> None:
             assert seen["own_epoch"] == pytest.approx(float(own[4 * e : 4 * e + 4].mean()))
 
 
+def fit_logging_and_accumulating(preset: str) -> dict[str, Any]:
+    module, reading = Logging("batchnorm_mlp"), Reading()
+    trainer = make_trainer(preset, max_epochs=2, callbacks=[reading], accumulate_grad_batches=2)
+    trainer.fit(module, train_data(module, 5), valid_data(module))
+    return outcome(trainer, module) | {"steps": reading.steps, "epochs": reading.epochs}
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_logged_values_while_gradients_accumulate(preset: str) -> None:
+    ranks = processes.run(fit_logging_and_accumulating, 2, preset)
+    losses = torch.tensor([rank["losses"] for rank in ranks])
+    for rank in ranks:
+        for b in (1, 3, 4, 6, 8, 9):  # where a window closes
+            seen = rank["steps"][b]
+            assert seen["mean_step"] == ranks[0]["steps"][b]["mean_step"]
+            assert seen["mean_step"] == pytest.approx(float(losses[:, b].mean()))
+        for e, seen in enumerate(rank["epochs"]):
+            assert seen["epoch_mean"] == ranks[0]["epochs"][e]["epoch_mean"]
+            assert seen["epoch_mean"] == pytest.approx(float(losses[:, 5 * e : 5 * e + 5].mean()))
+
+
 def fit_with_checkpoints(preset: str, folder: Path) -> dict[str, Any]:
     module = Logging("batchnorm_mlp", "adamw")
     best = ModelCheckpoint(folder / "best", monitor="val_loss", save_last=True, save_top_k=2,
@@ -128,8 +149,9 @@ def test_checkpoint_callbacks_and_loggers(preset: str, tmp_path: Path) -> None:
         "step=12.ckpt", "step=3.ckpt", "step=6.ckpt", "step=9.ckpt"
     ]  # fmt: skip
     assert Path(ranks[0]["best"]).is_file()
-    last = torch.load(ranks[0]["last"], weights_only=True)
-    assert_same(last["state_dict"], ranks[0]["weights"])
+    assert Path(ranks[0]["last"]).is_file()
+    newest = torch.load(tmp_path / "often" / "step=12.ckpt", weights_only=True)
+    assert_same(newest["state_dict"], ranks[0]["weights"])
     lines = (Path(ranks[0]["log"]) / "metrics.csv").read_text().splitlines()
     column = lines[0].split(",").index("lr-AdamW")
     rates = [line.split(",")[column] for line in lines[1:] if line.split(",")[column]]

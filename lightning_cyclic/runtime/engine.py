@@ -63,6 +63,7 @@ class Engine:
         transport: how messages travel.
         update: applies the total gradients of a step to the owned stages (step, stages).
         state: where to go on; None at the beginning.
+        paced: whether workers that start together are brought into the timetable's stagger.
     """
 
     def __init__(
@@ -73,6 +74,8 @@ class Engine:
         transport: AbstractTransport,
         update: Update,
         state: EngineState | None = None,
+        *,
+        paced: bool = True,
     ) -> None:
         self.plan = plan
         self.stages = stages
@@ -105,7 +108,7 @@ class Engine:
         self._buffers = BufferRelay(
             module, stages, self.script, transport, self._wait, ready=transport.worker == 0
         )
-        self._pace = Pace(plan, self.script, transport, self._wait)
+        self._pace = Pace(plan, self.script, transport, self._wait, wanted=paced)
         # P under way to this worker: posted ahead, expected (handed to the lane) once it is due
         self._posted: dict[int, tuple[int, AbstractPending, FlatBuffer]] = {}
         self._expected: dict[int, tuple[int, AbstractPending, FlatBuffer]] = {}

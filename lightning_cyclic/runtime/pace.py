@@ -29,12 +29,20 @@ class Pace:
         script: slots of this worker's forwards.
         transport: how the signal travels.
         wait: waits for a message and names it if it does not come.
+        wanted: False where updates make all workers meet inside their forwards (the exact norm
+            under freshest weights): a worker that waits to begin would never get there.
     """
 
     def __init__(
-        self, plan: Plan, script: Script, transport: AbstractTransport, wait: Wait
+        self,
+        plan: Plan,
+        script: Script,
+        transport: AbstractTransport,
+        wait: Wait,
+        *,
+        wanted: bool,
     ) -> None:
-        staggered = plan.schedule == "cyclic" and plan.num_workers > 1
+        staggered = wanted and plan.schedule == "cyclic" and plan.num_workers > 1
         self._behind = transport.worker + 1 if transport.worker + 1 < plan.num_workers else None
         self._before = transport.worker - 1 if transport.worker > 0 else None
         # 2S/N slots into its step, a worker begins this stage (or its backward, if S is reached)

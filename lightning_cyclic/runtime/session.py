@@ -41,6 +41,7 @@ class SessionConfig:
         seed: key of the randomness inside training steps.
         timeout_s: limit of every wait, in seconds.
         relay_buffers: "auto" relays the buffers that the first step changed, "all" every one.
+        paced: whether workers that start together are brought into the timetable's stagger.
     """
 
     make_plan: Callable[[int, tuple[int, ...]], Plan]
@@ -48,6 +49,7 @@ class SessionConfig:
     seed: int
     timeout_s: float
     relay_buffers: str = "auto"
+    paced: bool = True
 
 
 def auto_stages(num_workers: int, num_bytes: int) -> int:
@@ -273,7 +275,15 @@ class Session:
         if self.engine is not None:  # receives posted for the old engine must not match new sends
             self.transport = self._new_transport()
         self.stages = stages
-        self.engine = Engine(self._module, plan, stages, self.transport, self._update, state)
+        self.engine = Engine(
+            self._module,
+            plan,
+            stages,
+            self.transport,
+            self._update,
+            state,
+            paced=self._config.paced,
+        )
         self.norms = self.engine.norm_exchange()
         if self.stop_requested:
             self.engine.request_stop()
