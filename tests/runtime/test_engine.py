@@ -91,7 +91,7 @@ class Worker(threading.Thread):
             self.engine.flush()
             self.depths = [s.depth for s in self.engine.stores]
             self.engine.close()
-        except BaseException as error:  # noqa: BLE001  (handed to the test)
+        except BaseException as error:
             self.error = error
 
     def step(self, t: int) -> None:
