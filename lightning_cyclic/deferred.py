@@ -11,6 +11,8 @@ from lightning.pytorch.trainer import call
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_cyclic.reductions import HeldReductions
+
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
@@ -24,10 +26,12 @@ class DeferredUpdates:
     Args:
         trainer: whose hooks and clipping run around each update.
         clip: "stage" clips each stage by its own norm, "global" by the norm over all stages.
+        reductions: refuses what would wait for all workers while an update is applied.
     """
 
-    def __init__(self, trainer: pl.Trainer, clip: str) -> None:
+    def __init__(self, trainer: pl.Trainer, clip: str, reductions: HeldReductions) -> None:
         self._trainer = trainer
+        self._reductions = reductions
         self._clip = clip
         self._remembered: dict[int, tuple[list[dict[str, Any]], dict[str, Any]]] = {}
         self.session: Session | None = None
@@ -48,7 +52,7 @@ class DeferredUpdates:
         """Run hooks, clipping and the optimizer on the gradients of the given stages."""
         trainer, optimizer = self._trainer, self._optimizer
         groups, kwargs = self._remembered[t]
-        with _hyper_parameters(optimizer, groups):
+        with _hyper_parameters(optimizer, groups), self._reductions.refused():
             call._call_callback_hooks(trainer, "on_before_optimizer_step", optimizer)
             call._call_lightning_module_hook(trainer, "on_before_optimizer_step", optimizer)
             self._clip_gradients(t, stages)

@@ -14,6 +14,8 @@ from typing import Any, final
 
 from torch import Tensor
 
+from lightning_cyclic.errors import StepError
+
 Reduce = Callable[[Tensor, Any, Any], Tensor]
 
 
@@ -23,6 +25,7 @@ class HeldReductions:
 
     def __init__(self) -> None:
         self.holding = False
+        self.updating = False
         self._held: list[tuple[Tensor, Any, Any]] = []
 
     @contextmanager
@@ -34,8 +37,41 @@ class HeldReductions:
         finally:
             self.holding = False
 
+    @contextmanager
+    def refused(self) -> Iterator[None]:
+        """Refuse what the body asks for: an update is applied, on some workers only."""
+        self.updating = True
+        try:
+            yield
+        finally:
+            self.updating = False
+
+    def check_meeting(self, what: str) -> None:
+        """Refuse to wait for all workers where not all of them pass at the same time.
+
+        Raises:
+            StepError: inside training_step, or while an update is applied.
+        """
+        if self.updating:
+            where = "a hook around an update, which only the owner of a stage runs"
+        elif self.holding:
+            where = "training_step, where workers run one behind the other"
+        else:
+            return
+        raise StepError(
+            f"{what} waits for all workers, but was called in {where}; allowed: in validation, "
+            "in on_train_batch_end or at the end of an epoch; call it there, or log with "
+            "self.log(..., sync_dist=True) in training_step, which is reduced behind it"
+        )
+
     def hold(self, tensor: Tensor, group: Any, reduce_op: Any) -> Tensor:
-        """Return the tensor, which takes the reduced value later."""
+        """Return the tensor, which takes the reduced value later.
+
+        Raises:
+            StepError: while an update is applied.
+        """
+        if self.updating:
+            self.check_meeting("a reduction (self.log with sync_dist=True, say)")
         self._held.append((tensor, group, reduce_op))
         return tensor
 

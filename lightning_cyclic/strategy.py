@@ -234,7 +234,7 @@ class CyclicStrategy(DDPStrategy):
         parameters = trained_parameters(module, self.optimizers[0])
         self._seed = self._agreed_seed()
         clip = clip_mode(trainer, self._plan, self._clip)
-        self._updates = DeferredUpdates(trainer, clip)
+        self._updates = DeferredUpdates(trainer, clip, self._reductions)
         config = SessionConfig(
             make_plan=self._make_plan,
             stages=self._stages,
@@ -305,9 +305,24 @@ class CyclicStrategy(DDPStrategy):
             self._reductions.run(super().reduce)
         return output
 
+    def all_gather(self, *args: Any, **kwargs: Any) -> Any:
+        """Gather from all workers, where all of them pass."""
+        self._reductions.check_meeting("all_gather")
+        return super().all_gather(*args, **kwargs)
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        """Wait for all workers, where all of them pass."""
+        self._reductions.check_meeting("barrier")
+        super().barrier(*args, **kwargs)
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Send an object to all workers, where all of them pass."""
+        self._reductions.check_meeting("broadcast")
+        return super().broadcast(obj, src)
+
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any | None = "mean") -> Any:
         """Reduce over all workers; what training_step asks for, when its forward is over."""
-        if self._reductions.holding and isinstance(tensor, Tensor):
+        if (self._reductions.holding or self._reductions.updating) and isinstance(tensor, Tensor):
             return self._reductions.hold(tensor, group, reduce_op)
         return super().reduce(tensor, group, reduce_op)
 

@@ -135,6 +135,18 @@ class OtherFrozen(Net):
         self.layers[2].requires_grad_(rank() == 0)
 
 
+class Gathers(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.all_gather(loss.detach())
+        return loss
+
+
+class ReducesInUpdate(Net):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.log("norm", torch.ones(()), on_step=True, sync_dist=True)
+
+
 class Manual(Net):
     def __init__(self) -> None:
         super().__init__()
@@ -369,6 +381,24 @@ def test_every_worker_refuses(
     module: type[Net], strategy: Any, flags: Any, kind: str, parts: list[str]
 ) -> None:
     assert_everywhere(errors_of(module, strategy=strategy, **flags), kind, *parts)
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize(
+    ("module", "part"),
+    [
+        (Gathers, "all_gather waits for all workers, but was called in training_step"),
+        (ReducesInUpdate, "sync_dist=True, say) waits for all workers, but was called in a hook"),
+    ],
+)
+def test_a_meeting_of_workers_that_pass_at_other_times_is_refused(
+    module: type[Net], part: str
+) -> None:
+    errors = errors_of(module)
+    assert "StepError" in [error for error, _, _ in errors]
+    for error, text, _ in errors:  # one refuses, the others name its reason or refuse as well
+        assert error in ("StepError", "PeerError"), text
+        assert part in text
 
 
 @pytest.mark.multi
