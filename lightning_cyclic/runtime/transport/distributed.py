@@ -49,13 +49,20 @@ class DistributedTransport(AbstractTransport):
 
     @override
     def isend(self, payload: Payload, channel: int, peer: int, data: Tensor) -> AbstractPending:
-        with self._posting[payload]:
-            return _Work(self._groups[payload].send([data], peer, channel))
+        return self._post(payload, "send", channel, peer, data)
 
     @override
     def irecv(self, payload: Payload, channel: int, peer: int, data: Tensor) -> AbstractPending:
+        return self._post(payload, "recv", channel, peer, data)
+
+    def _post(
+        self, payload: Payload, way: str, channel: int, peer: int, data: Tensor
+    ) -> AbstractPending:
         with self._posting[payload]:
-            return _Work(self._groups[payload].recv([data], peer, channel))
+            try:
+                return _Work(getattr(self._groups[payload], way)([data], peer, channel))
+            except RuntimeError as error:  # the peer has gone: whoever waits for it says so
+                return _Gone(str(error))
 
     @override
     def report_failure(self, text: str) -> None:
@@ -123,6 +130,15 @@ class FailureBoard:
     def _watch(self) -> None:
         while not self._closed.wait(_POLL_S) and self._look():
             pass
+
+
+@final
+class _Gone(AbstractPending):
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def wait(self) -> None:
+        raise ConnectionError(self._text)
 
 
 @final
