@@ -25,8 +25,9 @@ import warnings
 from dataclasses import asdict, dataclass
 from typing import Any
 
-# alone: every worker for itself; behind a slash: the sharding, where it is not the preset's
-STRATEGIES = ("alone", "ddp", "cyclic_dp", "cyclic_dp_v1", "cyclic_dp_v1/optimizer")
+# alone: every worker for itself; behind a slash: the sharding, where it is not the preset's, or
+# the MiB of DDP's buckets, where they are not the 25 that it has by default
+STRATEGIES = ("alone", "ddp", "ddp/2", "cyclic_dp", "cyclic_dp_v1", "cyclic_dp_v1/optimizer")
 WARM_UP = 8
 LATENCY_S = 2e-4  # gloo, per message, measured
 BYTES_PER_S = {"": 1.5e9, "1gbit": 1.2e8, "100mbit": 1.2e7}  # behind headers; loopback: gloo's own
@@ -158,13 +159,15 @@ def make_module(case: Case) -> Any:
 
 def make_strategy(name: str) -> Any:
     """Return what the Trainer is given for a name of STRATEGIES."""
-    from lightning.pytorch.strategies import SingleDeviceStrategy
+    from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
     from lightning_cyclic import CyclicStrategy
 
     if name == "alone":
         return SingleDeviceStrategy("cpu")
     preset, _, sharding = name.partition("/")
+    if preset == "ddp" and sharding:
+        return DDPStrategy(bucket_cap_mb=float(sharding))
     return CyclicStrategy(preset, sharding=sharding) if sharding else name
 
 
@@ -332,6 +335,8 @@ def predicted(case: Case, preset: str, compute_s: float) -> float:
     num_bytes = 4 * case.depth * (case.width + 1) * case.width
     num_stages = min(auto_stages(case.num_workers, num_bytes), case.depth)
     preset, _, sharding = preset.partition("/")
+    ddp_mib, preset = (sharding, "cyclic_dp") if preset == "ddp" else ("", preset)
+    sharding = "" if ddp_mib else sharding
     plan = make_plan(
         preset,
         sharding=sharding or None,
@@ -341,8 +346,12 @@ def predicted(case: Case, preset: str, compute_s: float) -> float:
     )
     costs = Costs.even(num_stages, compute_s=compute_s, model_bytes=num_bytes)
     network = Network(latency_s=LATENCY_S, bandwidth_bytes_per_s=BYTES_PER_S[case.rate])
-    figures = compare(plan, costs, network, bucket_bytes=25 << 20)
-    return figures.plan.step_s / figures.lockstep.step_s
+    default = compare(plan, costs, network, bucket_bytes=25 << 20)
+    if ddp_mib:
+        return compare(plan, costs, network, bucket_bytes=int(ddp_mib) << 20).lockstep.step_s / (
+            default.lockstep.step_s
+        )
+    return default.plan.step_s / default.lockstep.step_s
 
 
 def main() -> None:
@@ -365,7 +374,7 @@ def main() -> None:
                 spread([a / b for a, b in zip(x[s], x["ddp"], strict=True)]) for x in (wall, cpu)
             ]
             print(
-                f"  {s:14} {each[0]} of DDP's time, {each[1]} of its CPU time; "
+                f"  {s:22} {each[0]} of DDP's time, {each[1]} of its CPU time; "
                 f"simulated {predicted(case, s, statistics.median(wall['alone'])):.3f}"
             )
 
