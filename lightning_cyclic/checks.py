@@ -63,6 +63,7 @@ def check_trainer(trainer: Trainer, module: LightningModule, *, sync_batchnorm: 
             "the plan, not by the module; allowed: automatic optimization; return the loss from "
             "training_step, or use strategy='ddp'"
         )
+    _check_not_compiled(module)
     if getattr(trainer.precision_plugin, "scaler", None) is not None:
         raise ConfigurationError(
             f"precision={trainer.precision!r} scales the loss, which delayed updates do not "
@@ -163,6 +164,22 @@ def check_no_leftovers(kwargs: Mapping[str, Any]) -> None:
             "schedule, placement, weights, sharding, stages, num_micro, slack, clip, "
             "relay_buffers, timeout, start_method and the plugins that DDPStrategy takes; "
             "remove it (unused parameters need no flag here)"
+        )
+
+
+def _check_not_compiled(module: LightningModule) -> None:
+    # compiled code ignores hooks that come after it, so stages would silently read old versions
+    compiled = [
+        name or type(module).__name__
+        for name, m in module.named_modules()
+        if hasattr(m, "_orig_mod") or getattr(m, "_compiled_call_impl", None) is not None
+    ]
+    if getattr(module, "_compiler_ctx", None) is not None:
+        compiled.insert(0, type(module).__name__)
+    if compiled:
+        raise ConfigurationError(
+            f"{compiled[0]!r} is compiled, and compiled code does not say when its stages begin; "
+            "allowed: modules as they are; leave torch.compile out, or use strategy='ddp'"
         )
 
 

@@ -147,6 +147,18 @@ class ReducesInUpdate(Net):
         self.log("norm", torch.ones(()), on_step=True, sync_dist=True)
 
 
+class CompiledPart(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[1] = torch.compile(self.layers[1], backend="eager")
+
+
+class CompiledInPlace(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[2].compile(backend="eager")
+
+
 class Manual(Net):
     def __init__(self) -> None:
         super().__init__()
@@ -373,6 +385,8 @@ def assert_everywhere(
             Net, {}, {"sync_batchnorm": True}, "ConfigurationError",
             ["sync_batchnorm=True", "allowed: sync_batchnorm=False", "remove"],
         ),
+        (CompiledPart, {}, {}, "ConfigurationError", ["'layers.1' is compiled", "allowed:"]),
+        (CompiledInPlace, {}, {}, "ConfigurationError", ["'layers.2' is compiled", "leave"]),
         (NoGraph, {}, {}, "StepError", ["without a graph (step 0)", "allowed:", "detach"]),
         (SparseGradients, {}, {}, "ConfigurationError", ["embedding", "allowed:", "sparse=False"]),
     ],
