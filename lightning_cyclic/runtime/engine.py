@@ -340,6 +340,7 @@ class Engine:
         if self._flushed_at == self.t:
             return
         self._finish_updates()
+        self._relay.finish()
         self._buffers.flush(self.t)
         self._flushed_at = self.t
         self._pace.restart()

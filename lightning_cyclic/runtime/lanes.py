@@ -256,6 +256,11 @@ class RelayLane(_Lane[RelayItem]):
         if sent is not None:
             self._wait(*sent)
 
+    def finish(self) -> None:
+        """Wait until everything has been sent on: behind it this worker may leave."""
+        for j, v in list(self._sent):
+            self.reclaim(j, v)
+
     def _parameters(self, kind: Kind, v: int, j: int) -> Action:
         t = v + self._script.stages[j].lag  # the step in which this worker reads the version
         return self._script.action(kind, Payload.P, t=t, j=j, v=v)

@@ -58,6 +58,7 @@ class BufferRelay:
         self._handed_on: list[tuple[str, Tensor, int]] = []  # name, buffer, its state when sent
         self._posted: dict[int, tuple[AbstractPending, FlatBuffer]] = {}
         self._sent: dict[int, tuple[AbstractPending, FlatBuffer, Action]] = {}
+        self._spare: dict[int, FlatBuffer] = {}
         self._layouts = {j: FlatLayout(self._tensors(j)) for j in stages.relayed}
         for j in stages.relayed:
             self._post(j)
@@ -111,6 +112,8 @@ class BufferRelay:
                 self._receive_copy(t, j)
             if worker < num_workers - 2:
                 self._send_copy(t, j)
+        for j in list(self._sent):  # behind a flush this worker may leave
+            self._spare[j] = self._sent_buffer(j)
         self._ready = worker == 0
 
     def _receive_copy(self, t: int, j: int) -> None:
@@ -135,7 +138,8 @@ class BufferRelay:
         peer = self._script.stages[j].buffers_to
         if peer is None:
             return
-        buffer = self._layouts[j].new() if j not in self._sent else self._sent_buffer(j)
+        buffer = self._sent_buffer(j) if j in self._sent else self._spare.pop(j, None)
+        buffer = buffer or self._layouts[j].new()
         buffer.write(self._tensors(j))
         names = self._stages.stages[j].buffers
         self._handed_on += [

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, final
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_cyclic.actions import Payload
@@ -206,7 +207,10 @@ class Session:
         return self._failed
 
     def close(self) -> None:
-        """End what runs in the background."""
+        """End what runs in the background, when all workers have what they need of each other."""
+        if not self._failed:
+            with self.naming_peers("all workers to finish"):
+                dist.barrier(group=self.group)
         if self.engine is not None:
             self.engine.close()
         else:
