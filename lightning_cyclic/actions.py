@@ -9,6 +9,10 @@ behind ``#``:
     2SEND_S0>1#4       send the partial gradient sum of stage 2 up to micro-batch 0 to worker 1
     2RECV_P@3<0#4      receive version 3 of the parameters of stage 2 from worker 0
     2UPDATE@4#3        make version 4 from the gradients of step 3
+    0SEND_W1>3#4       send the gradient of tied parameters of stage 0 for micro-batch 1
+    0RECV_V@3<0#3      receive version 3 of tied parameters of stage 0
+    2SEND_D>1#4        send the batch of step 4 to worker 1, whose first stage is 2
+    0RECV_L<3#4        receive the losses of step 4 from worker 3; the own first stage is 0
     2GATHER@3#4, 2FREE@3#4   fetch or drop the bytes of stage 2 (sharding "full")
 """
 
@@ -45,6 +49,10 @@ class Payload(enum.StrEnum):
     T = "T"  # the total of a step, last micro-batch's worker -> owner
     P = "P"  # parameters of a version, owner -> owner+1 -> ...
     R = "R"  # relayed module buffers (BatchNorm statistics), micro-batch i -> i+1
+    W = "W"  # gradient of tied parameters, a later stage that uses them -> the first, stage j
+    V = "V"  # a version of tied parameters, owner of the first stage j -> the later stages
+    D = "D"  # the batch of a step, worker of stage 0 -> the others; j: first stage of the receiver
+    L = "L"  # losses of a step, worker of the last stage -> the others; j as in D
     K = "K"  # a signal to start, worker w -> w+1; only when all start together, in no program
 
 
@@ -57,8 +65,8 @@ class Action:
         payload: what travels; only for SEND and RECV.
         t: training step (0-based). Of an UPDATE: the step whose gradients it applies.
         j: stage (0 = input side).
-        i: micro-batch inside the step (0-based); None for T, P, UPDATE, GATHER and FREE.
-        v: weight version; None where no version is read or made (A, G, S, T, R).
+        i: micro-batch inside the step (0-based); None for T, P, V, D, L, UPDATE, GATHER and FREE.
+        v: weight version; None where no version is read or made (A, G, S, T, R, W, D, L).
         peer: the other worker of a SEND or RECV.
         s: slot in which the timetable places the action; no part of its identity or text.
     """
@@ -90,12 +98,12 @@ Program = tuple[Action, ...]  # what one worker does, in its order
 
 _PATTERN = re.compile(
     r"(?P<j>\d+)"
-    r"(?:(?P<kind>F|B|UPDATE|GATHER|FREE)|(?P<way>SEND|RECV)_(?P<payload>[AGSTPRK]))"
+    r"(?:(?P<kind>F|B|UPDATE|GATHER|FREE)|(?P<way>SEND|RECV)_(?P<payload>[AGSTPRWVDLK]))"
     r"(?P<i>\d+)?(?:@(?P<v>\d+))?(?:(?P<arrow>[<>])(?P<peer>\d+))?#(?P<t>\d+)",
     re.ASCII,  # other scripts' digits would parse but not print back
 )
-_WITH_MICRO = {Kind.F, Kind.B, Payload.A, Payload.G, Payload.S, Payload.R}
-_WITH_VERSION = {Kind.UPDATE, Kind.GATHER, Kind.FREE, Payload.P}
+_WITH_MICRO = {Kind.F, Kind.B, Payload.A, Payload.G, Payload.S, Payload.R, Payload.W}
+_WITH_VERSION = {Kind.UPDATE, Kind.GATHER, Kind.FREE, Payload.P, Payload.V}
 _MAYBE_VERSION = {Kind.F, Kind.B}  # before the versions pass they have none yet
 
 

@@ -3,7 +3,8 @@
 Four answers:
 
     replicated   w = i          a worker runs whole micro-batches, as in data parallelism
-    pipelined    w = j          a worker runs one stage (contiguous stages where N < S)
+    pipelined    w = j          a worker runs one stage (contiguous stages where N < S); with a
+                                width, so does each of several replicas, i % width of them all
     shared       S-j places     a device per live activation, S(S+1)/2 in all, not S*S
     single       w = 0          one worker runs everything: the reference
 """
@@ -23,16 +24,20 @@ class AbstractPlacement(ABC):
         num_stages: S.
         num_workers: N.
         num_micro: m, micro-batches per step.
+        width: replicas of the pipeline, for placements that allow more than one. [1]
     """
 
     num_stages: int
     num_workers: int
     num_micro: int
+    width: int = 1
 
     runs_whole_micro: ClassVar[bool] = False
     """Whether a worker runs every stage of its micro-batches, so that stages are replicated."""
     schedules: ClassVar[tuple[str, ...]]
     """Names of the schedules under which no worker has two actions where one fits."""
+    wide_schedules: ClassVar[tuple[str, ...]] = ()
+    """Names of those that several replicas of a pipeline can follow together."""
 
     @abstractmethod
     def worker(self, t: int, i: int, j: int) -> int:
@@ -45,6 +50,13 @@ class AbstractPlacement(ABC):
     def workers_of(self, j: int) -> tuple[int, ...]:
         """List the workers that hold stage j, the first of them first."""
         return (self.worker(0, 0, j),)
+
+    def replica(self, w: int) -> range:
+        """List the workers that run parts of the same micro-batches as worker w, w included.
+
+        In the order of their stages, where these are the same in every step; else w alone.
+        """
+        return range(w, w + 1)
 
 
 @final
@@ -77,23 +89,56 @@ class Replicated(AbstractPlacement):
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pipelined(AbstractPlacement):
-    """Give stage j to worker j; with fewer workers, contiguous stages to each."""
+    """Give stage j to worker j; with fewer workers, contiguous stages to each.
+
+    With a width, that many replicas of the pipeline take the micro-batches in turn.
+    """
 
     schedules: ClassVar[tuple[str, ...]] = ("cyclic", "gpipe", "1f1b")
+    wide_schedules: ClassVar[tuple[str, ...]] = ("gpipe", "1f1b")
+
+    @property
+    def depth(self) -> int:
+        """Workers per replica."""
+        return self.num_workers // self.width
 
     def worker(self, t: int, i: int, j: int) -> int:
         """Give the worker of micro-batch i of step t on stage j."""
-        return j * self.num_workers // self.num_stages
+        return i % self.width * self.depth + j * self.depth // self.num_stages
 
     def misfit(self) -> str | None:
         """Say what is wrong with the numbers and what to do, or None where they fit."""
-        if self.num_workers <= self.num_stages:
-            return None
+        if self.num_workers % self.width:
+            return (
+                f"num_workers={self.num_workers} with width={self.width}; all replicas of a "
+                "pipeline have as many workers, so allowed: multiples of the width; "
+                f"use num_workers={(self.depth + 1) * self.width}"
+            )
+        if self.num_micro % self.width:
+            return (
+                f"num_micro={self.num_micro} with width={self.width}; all replicas of a pipeline "
+                "run as many micro-batches, so allowed: multiples of the width; "
+                f"use num_micro={(self.num_micro // self.width + 1) * self.width}"
+            )
+        return None if self.depth <= self.num_stages else self._too_deep()
+
+    def _too_deep(self) -> str:
+        replicas = f" and width={self.width}" if self.width > 1 else ""
+        of_each = " of each replica" if self.width > 1 else ""
         return (
-            f"num_workers={self.num_workers} with num_stages={self.num_stages}; placement "
-            "'pipelined' allows at most one worker per stage; "
-            f"use num_stages={self.num_workers} or num_workers={self.num_stages}"
+            f"num_workers={self.num_workers} with num_stages={self.num_stages}{replicas}; "
+            f"placement 'pipelined' allows at most one worker per stage{of_each}; "
+            f"use num_stages={self.depth} or num_workers={self.num_stages * self.width}"
         )
+
+    def workers_of(self, j: int) -> tuple[int, ...]:
+        """List the workers that hold stage j: one of each replica."""
+        return tuple(self.worker(0, i, j) for i in range(self.width))
+
+    def replica(self, w: int) -> range:
+        """List the workers of w's replica, first stage first."""
+        start = w - w % self.depth
+        return range(start, start + self.depth)
 
 
 @final

@@ -8,14 +8,17 @@ a stage, which version each forward reads, every message.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
-from typing import NoReturn, final
+from typing import final
 
 from lightning_cyclic.actions import Action, Kind, Program
 from lightning_cyclic.errors import PlanError, one_of
+from lightning_cyclic.passes.batches import batches
+from lightning_cyclic.passes.fit import check_fit
+from lightning_cyclic.passes.messages import in_order_of_sends
 from lightning_cyclic.passes.shards import shards
 from lightning_cyclic.passes.transfers import relays, transfers
 from lightning_cyclic.passes.updates import drain, updates
@@ -31,7 +34,8 @@ from lightning_cyclic.presets import (
     Axes,
     Preset,
 )
-from lightning_cyclic.schedules.base import TWO_SLOTS
+from lightning_cyclic.schedules.base import TWO_SLOTS, AbstractSchedule
+from lightning_cyclic.schedules.wide import Wide
 
 __all__ = ["PRESETS", "Plan", "Preset", "lower", "make_plan"]
 
@@ -47,7 +51,7 @@ class Plan:
         preset: name that the plan was made from.
         num_stages: S.
         num_workers: N.
-        num_micro: m, micro-batches per update.
+        num_micro: m, micro-batches per update, of all replicas together.
         num_steps: training steps that the program covers.
         slack: slots that a new version needs to travel, for the ``freshest`` rule.
         schedule: name of the axis value, as are the next three.
@@ -56,6 +60,8 @@ class Plan:
         sharding: who keeps what.
         relayed: stages whose buffers travel from micro-batch to micro-batch.
         spacing: slots between a micro-batch and the next on the cyclic schedule.
+        width: replicas of a pipeline.
+        tied: groups of stages that share parameters, the first that uses them first.
     """
 
     preset: str
@@ -70,16 +76,34 @@ class Plan:
     sharding: str
     relayed: tuple[int, ...]
     spacing: Fraction
+    width: int = 1
+    tied: tuple[tuple[int, ...], ...] = ()
 
     @cached_property
     def axes(self) -> Axes:
         """The four axis values as objects."""
-        numbers = {"num_stages": self.num_stages, "num_micro": self.num_micro}
         return Axes(
-            schedule=SCHEDULES[self.schedule](**numbers, spacing=self.spacing),
-            placement=PLACEMENTS[self.placement](**numbers, num_workers=self.num_workers),
+            schedule=self._make_schedule(),
+            placement=PLACEMENTS[self.placement](
+                num_stages=self.num_stages,
+                num_workers=self.num_workers,
+                num_micro=self.num_micro,
+                width=self.width,
+            ),
             weights=WEIGHTS[self.weights](),
             sharding=SHARDINGS[self.sharding](),
+        )
+
+    def _make_schedule(self) -> AbstractSchedule:
+        base = SCHEDULES[self.schedule](
+            num_stages=self.num_stages,
+            num_micro=self.num_micro // self.width,
+            spacing=self.spacing,
+        )
+        if self.width == 1:
+            return base
+        return Wide(
+            num_stages=self.num_stages, num_micro=self.num_micro, base=base, width=self.width
         )
 
     def slot(self, kind: Kind, t: int, i: int, j: int) -> int:
@@ -238,11 +262,14 @@ def lower(plan: Plan) -> tuple[Program, ...]:
     cells: list[list[Cell]] = [[] for _ in range(plan.num_workers)]
     for cell in sorted(plan._cells(num_steps), key=plan._time):
         cells[plan.worker_of(cell.i, cell.j, cell.t)].append(cell)
-    # [2] Which version it reads, [3] which buffers come before it.
-    programs = tuple(tuple(relays(plan, versions(plan, c), w)) for w, c in enumerate(cells))
-    # [4] Where versions are made, [5] what travels, [6] what remains after the last step.
+    # [2] Which version it reads, [3] which batch and [4] which buffers come before it.
+    programs = tuple(
+        tuple(relays(plan, batches(plan, versions(plan, c), w), w)) for w, c in enumerate(cells)
+    )
+    # [5] Where versions are made, [6] what travels, [7] what remains after the last step.
     programs = drain(plan, transfers(plan, updates(plan, programs)))
-    # [7] Who holds the bytes.
+    # [8] In which order messages are received, [9] who holds the bytes.
+    programs = in_order_of_sends(programs)
     return shards(plan, programs)
 
 
@@ -259,6 +286,8 @@ def make_plan(  # noqa: PLR0913  (one argument per axis and number is the public
     weights: str | None = None,
     sharding: str | None = None,
     relayed: Iterable[int] = (),
+    width: int = 1,
+    tied: Iterable[Iterable[int]] = (),
 ) -> Plan:
     """Make a plan from a preset, with any axis replaced, and prove that it can run.
 
@@ -267,7 +296,8 @@ def make_plan(  # noqa: PLR0913  (one argument per axis and number is the public
         num_stages: S, at least 1.
         num_workers: N, at least 1.
         num_micro: m, micro-batches per update. [None: one per worker where workers run whole
-            micro-batches, one where the rule updates after each, else one per stage]
+            micro-batches, one where the rule updates after each, else one per stage; times the
+            width]
         num_steps: training steps that the program covers, at least 1. [4]
         slack: slots that a new version needs to travel. [0: CDP-v2]
         schedule: replaces the preset's axis value, as do the next three. [None: the preset's]
@@ -275,6 +305,10 @@ def make_plan(  # noqa: PLR0913  (one argument per axis and number is the public
         weights: which version is read. [None: the preset's]
         sharding: who keeps what. [None: the preset's, or "none" where no stage is replicated]
         relayed: stages whose module buffers travel from micro-batch to micro-batch. [()]
+        width: replicas of a pipeline; micro-batch i runs on replica i % width, as its
+            micro-batch i // width. [1]
+        tied: groups of stages that share parameters, ascending, such as ``((0, 3),)``; the first
+            of a group updates them. [()]
 
     Returns:
         The plan; its programs are made when first asked for.
@@ -298,8 +332,9 @@ def make_plan(  # noqa: PLR0913  (one argument per axis and number is the public
     _check_number("num_workers", num_workers)
     _check_number("num_steps", num_steps)
     _check_number("slack", slack, least=0)
+    _check_number("width", width)
     if num_micro is None:
-        num_micro = _default_num_micro(axes, num_stages, num_workers)
+        num_micro = _default_num_micro(axes, num_stages, num_workers) * width
     _check_number("num_micro", num_micro)
     plan = Plan(
         preset=preset,
@@ -311,8 +346,10 @@ def make_plan(  # noqa: PLR0913  (one argument per axis and number is the public
         **axes,
         relayed=tuple(sorted(set(relayed))),
         spacing=_spacing(PRESETS[preset], axes["placement"], num_stages, num_micro),
+        width=width,
+        tied=tuple(sorted({tuple(stages) for stages in tied})),
     )
-    _check_fit(plan)
+    check_fit(plan)
     check_timetable(plan)
     validate(probe(plan))
     return plan
@@ -350,39 +387,3 @@ def _spacing(preset: Preset, placement: str, num_stages: int, num_micro: int) ->
     if PLACEMENTS[followed].runs_whole_micro:
         return Fraction(2 * num_stages, num_micro)
     return TWO_SLOTS
-
-
-def _check_fit(plan: Plan) -> None:
-    """Refuse axes and numbers that do not fit together, before any program is made.
-
-    Raises:
-        PlanError: says what was given, what is allowed and what to do.
-    """
-    schedule, placement, weights, sharding = plan.axes
-    problem = placement.misfit()
-    if problem is not None:
-        raise PlanError(problem)
-    if plan.schedule not in placement.schedules:
-        _refuse(plan, "schedule", placement.schedules)
-    if placement.runs_whole_micro and not weights.for_replicas:
-        _refuse(plan, "weights", [name for name, rule in WEIGHTS.items() if rule.for_replicas])
-    if not placement.runs_whole_micro and plan.sharding != "none":
-        _refuse(plan, "sharding", ["none"])
-    if weights.needs_previous and schedule.updates_before(2, schedule.forward(0, 0), 0) < 1:
-        raise PlanError(
-            f"num_micro={plan.num_micro} with num_stages={plan.num_stages} and weights "
-            f"{plan.weights!r}; allowed: num_micro >= num_stages - 1, or stage 0 would need an "
-            f"update that does not exist yet; use num_micro={plan.num_stages - 1} or more"
-        )
-    if not set(plan.relayed) <= set(range(plan.num_stages)):
-        raise PlanError(
-            f"relayed={plan.relayed}; allowed: stages 0 to {plan.num_stages - 1}; "
-            "use relayed=() or some of these"
-        )
-
-
-def _refuse(plan: Plan, axis: str, allowed: Sequence[str]) -> NoReturn:
-    raise PlanError(
-        f"{axis} {getattr(plan, axis)!r} does not fit placement {plan.placement!r}; "
-        f'allowed with it: {", ".join(allowed)}; use {axis}="{allowed[0]}"'
-    )

@@ -18,8 +18,8 @@ def actions(draw):
     is_message = kind in (Kind.SEND, Kind.RECV)
     payload = draw(st.sampled_from(Payload)) if is_message else None
     what = payload or kind
-    has_micro = what in (Kind.F, Kind.B, Payload.A, Payload.G, Payload.S, Payload.R)
-    has_version = what in (Kind.UPDATE, Kind.GATHER, Kind.FREE, Payload.P)
+    has_micro = what in (Kind.F, Kind.B, Payload.A, Payload.G, Payload.S, Payload.R, Payload.W)
+    has_version = what in (Kind.UPDATE, Kind.GATHER, Kind.FREE, Payload.P, Payload.V)
     maybe = what in (Kind.F, Kind.B) and draw(st.booleans())
     return Action(
         kind=kind,
@@ -56,6 +56,14 @@ def test_texts_as_documented():
     )
     assert parse(" 2UPDATE@4#3\n") == Action(kind=Kind.UPDATE, j=2, v=4, t=3)
     assert parse("12FREE@3#4").j == 12
+    assert parse("0SEND_W1>3#4") == Action(
+        kind=Kind.SEND, payload=Payload.W, j=0, i=1, peer=3, t=4
+    )
+    assert parse("0RECV_V@3<0#3") == Action(
+        kind=Kind.RECV, payload=Payload.V, j=0, v=3, peer=0, t=3
+    )
+    assert parse("2SEND_D>1#4") == Action(kind=Kind.SEND, payload=Payload.D, j=2, peer=1, t=4)
+    assert parse("0RECV_L<3#4") == Action(kind=Kind.RECV, payload=Payload.L, j=0, peer=3, t=4)
 
 
 @pytest.mark.parametrize(
@@ -72,6 +80,10 @@ def test_texts_as_documented():
         "2SEND_S>1#4",  # a sum without its micro-batch
         "2SEND_P>1#4",  # parameters without their version
         "2SEND_S0@1>1#4",  # a sum has no version
+        "2SEND_W>1#4",  # a gradient without its micro-batch
+        "2SEND_V>1#4",  # tied parameters without their version
+        "2SEND_D0>1#4",  # a batch is of a whole step
+        "2RECV_L@1<3#4",  # losses have no version
         "2UPDATE0@4#3",  # an update has no micro-batch
         "2UPDATE#3",
         "2F0@3>1#4",  # a forward has no peer

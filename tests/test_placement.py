@@ -28,6 +28,19 @@ def test_pipelined_gives_a_worker_a_stage_or_neighbouring_stages():
     assert table(Pipelined(num_stages=5, num_workers=2, num_micro=1)) == [[0, 0, 0, 1, 1]]
 
 
+def test_replicas_of_a_pipeline_take_micro_batches_in_turn():
+    placement = Pipelined(num_stages=3, num_workers=4, num_micro=3, width=2)
+    assert table(placement) == [[0, 0, 1], [2, 2, 3], [0, 0, 1]]
+    assert [placement.workers_of(j) for j in range(3)] == [(0, 2), (0, 2), (1, 3)]
+    assert [list(placement.replica(w)) for w in range(4)] == [[0, 1], [0, 1], [2, 3], [2, 3]]
+
+
+@pytest.mark.parametrize("cls", [Replicated, Shared, Single])
+def test_elsewhere_a_worker_is_a_replica_of_its_own(cls):
+    placement = cls(num_stages=3, num_workers=3, num_micro=3)
+    assert [list(placement.replica(w)) for w in range(3)] == [[0], [1], [2]]
+
+
 def test_shared_gives_a_stage_as_many_places_as_it_has_live_activations():
     placement = Shared(num_stages=3, num_workers=6, num_micro=3)
     assert table(placement) == [[0, 3, 5], [1, 4, 5], [2, 3, 5]]

@@ -137,8 +137,9 @@ def test_replicas_do_what_the_rules_say(**numbers):
 def test_pipeline_program():
     plan = make_plan("pipedream", num_stages=2, num_workers=2, num_steps=2)
     assert text_of(plan, 0) == (
-        "0F0@0#0 1SEND_A0>1#0 0F0@0#1 1SEND_A0>1#1 "
-        "0RECV_G0<1#0 0B0@0#0 0UPDATE@1#0 0RECV_G0<1#1 0B0@0#1 0UPDATE@2#1"
+        "1SEND_D>1#0 0F0@0#0 1SEND_A0>1#0 1SEND_D>1#1 0F0@0#1 1SEND_A0>1#1 "
+        "0RECV_G0<1#0 0B0@0#0 0RECV_L<1#0 0UPDATE@1#0 "
+        "0RECV_G0<1#1 0B0@0#1 0RECV_L<1#1 0UPDATE@2#1"
     )
 
 

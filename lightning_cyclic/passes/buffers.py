@@ -53,5 +53,5 @@ def _uses(a: Action) -> tuple[int, ...]:
         return ()
     if a.kind is Kind.UPDATE:
         return (a.v - 1,)
-    is_read = a.kind in (Kind.F, Kind.B) or (a.kind is Kind.SEND and a.payload is Payload.P)
+    is_read = a.kind in (Kind.F, Kind.B, Kind.SEND)  # what is sent with a version is parameters
     return (a.v,) if is_read else ()

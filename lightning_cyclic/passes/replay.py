@@ -12,6 +12,12 @@ from typing import TYPE_CHECKING, Final, NoReturn, final
 
 from lightning_cyclic.actions import Action, Kind, Payload, Program
 from lightning_cyclic.passes.refusal import refuse
+from lightning_cyclic.passes.ties import (
+    first_users,
+    gradient_sources,
+    later_users,
+    version_readers,
+)
 
 if TYPE_CHECKING:
     from lightning_cyclic.plan import Plan
@@ -61,6 +67,9 @@ class _Worker:
         self.done: set[tuple[Kind | Payload, int, int, int]] = set()  # what, t, i, j
         self.gathered: dict[int, int | None] = {}  # for which version of a stage there is room
         self.sums: dict[tuple[int, int], int] = defaultdict(lambda: -1)  # t, j: up to i
+        self.tied: set[tuple[int, int | None, int, int | None]] = set()  # W: t, i, j, peer
+        self.shared: set[tuple[Payload, int]] = set()  # D and L: t
+        self.replica = plan.axes.placement.replica(w)
 
     def _starts_with(self, j: int) -> bool:
         """Say whether the worker has the first version of a stage."""
@@ -82,11 +91,19 @@ class _Worker:
         if self.position < len(self.program):
             a = self.program[self.position]
             self._refuse(a, "waits for ever for its message", "a send that is not behind it")
-        placement, last = self.plan.axes.placement, self.plan.num_steps
+        last = self.plan.num_steps
         for j in range(self.plan.num_stages):
-            if self.w in placement.workers_of(j) and (j, last) not in self.versions:
+            if self._uses(j) and (j, last) not in self.versions:
                 a = self.program[-1]
                 self._refuse(a, f"ends without version {last} of stage {j}", "the last version")
+        for t in range(last) if self.w != self.replica[-1] else ():
+            if (Payload.L, t) not in self.shared:
+                self._refuse(self.program[-1], f"ends without losses of step {t}", "those of all")
+
+    def _uses(self, j: int) -> bool:
+        """Say whether the worker needs the last version of a stage, or of what is tied to it."""
+        holders = self.plan.axes.placement.workers_of(j)
+        return self.w in holders or self.w in version_readers(self.plan, j)
 
     def _channel(self, a: Action) -> deque[Action]:
         assert a.peer is not None
@@ -98,6 +115,8 @@ class _Worker:
         self._need_version(a)
         self._need(a, a.j == 0 or self._has(a, Kind.F, a.j - 1) or self._has(a, Payload.A, a.j))
         self._need(a, not self._is_handed_buffers(a) or self._has(a, Payload.R, a.j))
+        self._need(a, self.w == self.replica[0] or (Payload.D, a.t) in self.shared)
+        self._need(a, all((j, a.v) in self.versions for j in first_users(self.plan, a.j)))
         self._mark(a, Kind.F)
 
     def _backward(self, a: Action) -> None:
@@ -105,35 +124,75 @@ class _Worker:
         is_last = a.j == self.plan.num_stages - 1
         self._need(a, self._has(a, Kind.F, a.j))
         self._need(a, is_last or self._has(a, Kind.B, a.j + 1) or self._has(a, Payload.G, a.j))
+        sources = gradient_sources(self.plan, a, self.w)
+        self._need(a, all((a.t, a.i, a.j, source) in self.tied for source in sources))
         self._mark(a, Kind.B)
         self._extend_sum(a.t, a.j)
 
     def _send(self, a: Action) -> None:
-        if a.payload is Payload.P:
+        if a.payload in (Payload.P, Payload.V):
             self._need_version(a)
-        elif a.payload in (Payload.S, Payload.T):
-            upto = self.plan.num_micro - 1 if a.i is None else a.i
-            self._need(a, self.sums[a.t, a.j] == upto)
-        elif a.payload is Payload.A:
-            self._need(a, self._has(a, Kind.F, a.j - 1))
-        elif a.payload is Payload.G:
-            self._need(a, self._has(a, Kind.B, a.j + 1))
+            self._need(a, self.w in self.plan.axes.placement.workers_of(a.j))
+        self._need(a, self._is_there(a))
         self._channel(a).append(a)
+
+    def _is_there(self, a: Action) -> bool:
+        """Say whether what a message without a version carries is there."""
+        match a.payload:
+            case Payload.S | Payload.T:
+                return self.sums[a.t, a.j] == (self._last_micro if a.i is None else a.i)
+            case Payload.A | Payload.G:
+                kind, j = (Kind.F, a.j - 1) if a.payload is Payload.A else (Kind.B, a.j + 1)
+                return self._has(a, kind, j)
+            case Payload.W:
+                users = [k for k in later_users(self.plan, a.j) if self._runs(a, k)]
+                return bool(users) and all(self._has(a, Kind.B, k) for k in users)
+            case Payload.D:
+                return self.w == self.replica[0]
+            case Payload.L:
+                return self._has_losses(a.t)
+            case _:
+                return True
+
+    def _runs(self, a: Action, j: int) -> bool:
+        return self.plan.worker_of(a.i or 0, j, a.t) == self.w
+
+    def _has_losses(self, t: int) -> bool:
+        """Say whether all forwards of a step that end on this worker have been run."""
+        j, micros = self.plan.num_stages - 1, range(self.plan.num_micro)
+        own = [i for i in micros if self.plan.worker_of(i, j, t) == self.w]
+        return bool(own) and all((Kind.F, t, i, j) in self.done for i in own)
+
+    @property
+    def _last_micro(self) -> int:
+        return self.plan.num_micro - 1
 
     def _receive(self, a: Action) -> None:
         sent = self._channel(a).popleft()
         if (sent.t, sent.i, sent.j, sent.v) != (a.t, a.i, a.j, a.v):
             self._refuse(a, f"takes what was sent as {sent}", "receives in the order of the sends")
-        if a.payload is Payload.P:
-            assert a.v is not None
-            self._need(a, not self.plan.axes.sharding.gathers or self.gathered.get(a.j) == a.v)
-            self.versions.add((a.j, a.v))
-        elif a.payload in (Payload.S, Payload.T):
-            self.sums[a.t, a.j] = self.plan.num_micro - 1 if a.i is None else a.i
-            self._extend_sum(a.t, a.j)
-        else:
-            assert a.payload is not None
-            self._mark(a, a.payload)
+        match a.payload:
+            case Payload.P | Payload.V:
+                self._receive_version(a)
+            case Payload.S | Payload.T:
+                self.sums[a.t, a.j] = self._last_micro if a.i is None else a.i
+                self._extend_sum(a.t, a.j)
+            case Payload.W:
+                self._need(a, (a.t, a.i, a.j, a.peer) not in self.tied)
+                self.tied.add((a.t, a.i, a.j, a.peer))
+            case Payload.D | Payload.L:
+                self._need(a, (a.payload, a.t) not in self.shared)
+                self.shared.add((a.payload, a.t))
+            case _:
+                assert a.payload is not None
+                self._mark(a, a.payload)
+
+    def _receive_version(self, a: Action) -> None:
+        assert a.v is not None
+        self._need(a, not self.plan.axes.sharding.gathers or self.gathered.get(a.j) == a.v)
+        holds = self.w in self.plan.axes.placement.workers_of(a.j)
+        self._need(a, holds == (a.payload is Payload.P))
+        self.versions.add((a.j, a.v))
 
     def _update(self, a: Action) -> None:
         assert a.v is not None
@@ -141,7 +200,7 @@ class _Worker:
             self._refuse(a, "updates somebody else's stage", f"worker {self.plan.owner(a.j)}")
         self._need(a, a.v == a.t + 1)
         self._need(a, (a.j, a.v - 1) in self.versions and (a.j, a.v) not in self.versions)
-        self._need(a, self.sums[a.t, a.j] == self.plan.num_micro - 1)
+        self._need(a, self.sums[a.t, a.j] == self._last_micro)
         self.versions.add((a.j, a.v))
 
     def _gather(self, a: Action) -> None:

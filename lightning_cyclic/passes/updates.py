@@ -96,7 +96,7 @@ def drain(plan: Plan, programs: tuple[Program, ...]) -> tuple[Program, ...]:
 
 
 def _is_kept(plan: Plan, a: Action) -> bool:
-    if a.kind is Kind.UPDATE or a.payload is Payload.P:
+    if a.kind is Kind.UPDATE or a.payload in (Payload.P, Payload.V):
         return a.v is not None and a.v <= plan.num_steps
     if a.payload is Payload.R and a.t == plan.num_steps and a.i is not None:
         # the last micro-batch's buffers go round once, so that all workers end with the same

@@ -58,16 +58,18 @@ def probe(plan: Plan) -> Plan:
 
 
 def _steps_to_steady_state(plan: Plan) -> int:
-    return 3 + 2 * plan.num_stages // plan.num_micro
+    return 3 + 2 * plan.num_stages * plan.width // plan.num_micro
 
 
 def _reduced(plan: Plan) -> Plan:
-    scale = Fraction(8, max(plan.num_stages, plan.num_micro))
+    width = min(plan.width, 3)  # first, last and one between: replicas differ in nothing else
+    of_each = plan.num_micro // plan.width
+    scale = Fraction(8, max(plan.num_stages, of_each))
     num_stages = max(1, round(plan.num_stages * scale))
-    num_micro = min(plan.num_micro, max(num_stages, round(plan.num_micro * scale)))
+    num_micro = min(of_each, max(num_stages, round(of_each * scale))) * width
     if plan.axes.weights.per_micro:
-        num_micro = max(1, round(plan.num_micro * scale))
-    num_workers = min(plan.num_workers, num_stages)
+        num_micro = max(1, round(of_each * scale)) * width
+    num_workers = min(plan.num_workers // plan.width, num_stages) * width
     if plan.axes.placement.runs_whole_micro:
         num_workers = num_micro = max(1, round(plan.num_micro * scale))
     spacing = plan.spacing
@@ -80,9 +82,21 @@ def _reduced(plan: Plan) -> Plan:
         num_micro=num_micro,
         spacing=spacing,
         slack=round(plan.slack * scale),
-        relayed=tuple(sorted({j * num_stages // plan.num_stages for j in plan.relayed})),
+        relayed=_scaled(plan.relayed, plan.num_stages, num_stages),
+        width=width,
+        tied=_scaled_ties(plan, num_stages),
     )
     return replace(small, num_steps=_steps_to_steady_state(small))
+
+
+def _scaled(stages: tuple[int, ...], whole: int, part: int) -> tuple[int, ...]:
+    return tuple(sorted({j * part // whole for j in stages}))
+
+
+def _scaled_ties(plan: Plan, num_stages: int) -> tuple[tuple[int, ...], ...]:
+    """Scale the stages of each group, and drop groups whose stages become one."""
+    groups = {_scaled(group, plan.num_stages, num_stages) for group in plan.tied}
+    return tuple(sorted(group for group in groups if len(group) > 1))
 
 
 def check_timetable(plan: Plan) -> None:
@@ -165,14 +179,14 @@ def _check_buffers(plan: Plan, programs: tuple[Program, ...]) -> None:
     """Check that no worker keeps more than the timetable says."""
     bounds = _activations_in_timetable(plan)
     for w, program in enumerate(programs):
-        found = [("activations", live_activations(program), bounds[w], program)]
+        found = [("activations", live_activations(program), bounds[w])]
         for j, peak in live_versions(program).items():
-            found.append((f"versions of stage {j}", peak, plan.depth(j), program))
-        for what, peak, bound, (a, *_) in found:
+            found.append((f"versions of stage {j}", peak, plan.depth(j)))
+        for what, peak, bound in found:
             if peak > bound:
                 refuse(
                     plan,
-                    a,
+                    next(a for a in program if a.kind in _COMPUTE),
                     w,
                     given=f"keeps {peak} {what} at once",
                     allowed=f"{bound}, as the timetable says",

@@ -102,6 +102,8 @@ def _lifetimes(program: Sequence[Action]) -> Iterator[tuple[int, Span]]:
     for position, action in enumerate(program):
         if action.v is None or action.kind in (Kind.GATHER, Kind.FREE):
             continue
+        if action.payload is Payload.V:  # of parameters that the receiving stage counts as its own
+            continue
         key = action.j, action.v
         if action.kind is Kind.UPDATE:
             base = action.j, action.v - 1

@@ -55,6 +55,7 @@ class Costs:
         cut_bytes: bytes of the activations that enter the stage, for one micro-batch; of stage
             0 nothing is sent.
         buffer_bytes: bytes of the buffers that are relayed (BatchNorm statistics).
+        tied_bytes: bytes of those parameters of the stage that later stages use, too.
     """
 
     forward_s: tuple[float, ...]
@@ -63,10 +64,11 @@ class Costs:
     update_s: tuple[float, ...] = ()
     cut_bytes: tuple[float, ...] = ()
     buffer_bytes: tuple[float, ...] = ()
+    tied_bytes: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         num_stages = len(self.forward_s)
-        for name in ("update_s", "cut_bytes", "buffer_bytes"):
+        for name in ("update_s", "cut_bytes", "buffer_bytes", "tied_bytes"):
             if not getattr(self, name):
                 object.__setattr__(self, name, (0.0,) * num_stages)
         for name in self.__dataclass_fields__:
@@ -126,6 +128,9 @@ class Costs:
             return self.cut_bytes[action.j]
         if action.payload is Payload.G:  # enters stage j from behind, over the next cut
             return self.cut_bytes[action.j + 1]
-        if action.payload is Payload.R:
-            return self.buffer_bytes[action.j]
-        return self.param_bytes[action.j]
+        if action.payload in (Payload.D, Payload.L):  # samples and numbers, not tensors of a model
+            return 0.0
+        if action.payload in (Payload.W, Payload.V):
+            return self.tied_bytes[action.j]
+        by_stage = self.buffer_bytes if action.payload is Payload.R else self.param_bytes
+        return by_stage[action.j]

@@ -9,10 +9,13 @@ Each worker has three lanes, which are busy independently of each other:
 An action waits for the data that it reads and for nothing else, so a late message delays the
 actions that need it, and a send never delays the compute of its worker:
 
-    F, B              the version (RECV P or UPDATE); F the activations, B their gradients
+    F, B              the version (RECV P or UPDATE); F the batch, the activations and the tied
+                      parameters (V), B the gradients of both (G, W)
     SEND S, SEND T    the worker's own backward and the partial sum that it received
     UPDATE            the total: own backward, RECV T or RECV S
-    SEND P            the version, so a relay leaves as soon as the version has arrived
+    SEND P, SEND V    the version, so a relay leaves as soon as the version has arrived
+    SEND W            the latest backward of its micro-batch
+    SEND L            the latest forward, which is the last one of the last stage
 """
 
 from __future__ import annotations
@@ -27,6 +30,11 @@ from lightning_cyclic.actions import Action, Kind, Payload
 from lightning_cyclic.errors import PlanError
 
 Item: TypeAlias = tuple[object, ...]  # a name for data: the payload and the indices it belongs to
+
+
+_WITH_MANY_MAKERS = (Payload.S, Payload.W, Payload.V)  # sums, and what several workers send
+_BEFORE_F = (Payload.P, Payload.V, Payload.D, Payload.A, Payload.R)
+_BEFORE_B = (Payload.P, Payload.G, Payload.W)
 
 
 class Lane(enum.IntEnum):
@@ -114,19 +122,21 @@ def _read_program(graph: Graph, worker: int, program: Iterable[Action]) -> None:
                 graph.wait(node, on=previous[action.payload])
             previous[action.payload] = node
         for item in _makes(action):
-            if item[0] is not Payload.S:  # a sum has many makers, all else only the latest
+            if item[0] not in _WITH_MANY_MAKERS:  # of all else, only the latest counts
                 made[item].clear()
             made[item].append(node)
 
 
 def _reads(action: Action) -> Iterator[Item]:
     """Yield the names of the data that an action reads."""
-    if action.kind is Kind.SEND:
-        yield _name(action, action.payload)
+    if action.kind is Kind.SEND and action.payload is Payload.W:
+        yield Payload.W, action.t, action.i
+    elif action.kind is Kind.SEND:
+        yield _name(action, Payload.P if action.payload is Payload.V else action.payload)
     elif action.kind is Kind.F:
-        yield from (_name(action, payload) for payload in (Payload.P, Payload.A, Payload.R))
+        yield from (_name(action, payload) for payload in _BEFORE_F)
     elif action.kind is Kind.B:
-        yield from (_name(action, payload) for payload in (Payload.P, Payload.G))
+        yield from (_name(action, payload) for payload in _BEFORE_B)
     elif action.kind is Kind.UPDATE:
         yield _name(action, Payload.S)
 
@@ -137,9 +147,11 @@ def _makes(action: Action) -> Iterator[Item]:
         yield _name(action, action.payload)
     elif action.kind is Kind.F:
         yield _name(action, Payload.R)
+        yield _name(action, Payload.L)
         yield Payload.A, action.t, action.i, action.j + 1
     elif action.kind is Kind.B:
         yield _name(action, Payload.S)
+        yield Payload.W, action.t, action.i
         yield Payload.G, action.t, action.i, action.j - 1
     elif action.kind is Kind.UPDATE:
         yield _name(action, Payload.P)
@@ -153,6 +165,10 @@ def _name(action: Action, payload: Payload | None) -> Item:
         return Payload.S, action.t, action.j
     if payload is Payload.R:  # relayed around each forward, so that the latest is the right one
         return payload, action.j
+    if payload is Payload.V:  # whichever stage it belongs to: the first reader waits for all
+        return payload, action.v
+    if payload in (Payload.D, Payload.L):
+        return payload, action.t
     return payload, action.t, action.i, action.j
 
 

@@ -47,6 +47,22 @@ def test_versions_are_counted_per_stage_and_bytes_over_all():
     assert (worker.versions, worker.param_bytes, worker.activations) == (1, 20.0, 2)
 
 
+def test_tied_parameters_are_no_version_of_a_stage():
+    (worker,) = count("0RECV_V@1<1#1 1F0@1#1 1B0@1#1", num_stages=2).workers
+    assert (worker.versions, worker.param_bytes) == (1, 10.0)
+    owner = count("0UPDATE@1#0 0SEND_P@1>1#1 0SEND_V@1>2#1 0F0@1#1").workers[0]
+    assert (owner.versions, owner.sent_messages) == (1, {P: 1, Payload.V: 1})
+
+
+def test_a_wide_pipeline_keeps_what_one_replica_keeps():
+    one = of_plan("1f1b", 3).workers
+    plan = make_plan("1f1b", num_stages=3, num_workers=6, num_steps=6, width=2)
+    wide = account(plan.programs, Costs.even(3, model_bytes=300.0, cut_bytes=3.0)).workers
+    assert [worker.activations for worker in wide] == [w.activations for w in one] * 2
+    assert [worker.param_bytes for worker in wide] == [100.0] * 6
+    assert [worker.updates for worker in wide] == [1, 1, 1, 0, 0, 0]
+
+
 def test_nothing_to_count():
     counted = count("")
     assert counted.activations == 0

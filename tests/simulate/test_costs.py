@@ -11,6 +11,7 @@ COSTS = Costs(
     update_s=(7.0, 8.0),
     cut_bytes=(0.0, 9.0),
     buffer_bytes=(10.0, 11.0),
+    tied_bytes=(12.0, 0.0),
 )
 
 
@@ -27,7 +28,8 @@ def test_seconds_of_compute(text, seconds):
     [
         ("1SEND_A0>1#0", 9.0), ("0RECV_G0<1#0", 9.0),  # both over the cut before stage 1
         ("0SEND_S0>1#0", 5.0), ("1SEND_T>0#0", 6.0), ("0RECV_P@1<1#0", 5.0),
-        ("1SEND_R1>1#0", 11.0),
+        ("1SEND_R1>1#0", 11.0), ("0SEND_W1>1#0", 12.0), ("0RECV_V@1<1#0", 12.0),
+        ("1SEND_D>1#0", 0.0), ("0SEND_L>0#0", 0.0),
     ],
 )  # fmt: skip
 def test_bytes_of_messages(text, num_bytes):

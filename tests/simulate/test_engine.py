@@ -137,6 +137,55 @@ def test_relayed_buffers_hold_up_the_forward_that_reads_them():
     assert result[1, "0F1@0#0"] == (1.5, 2.5)  # buffers of no bytes cost a latency
 
 
+def test_a_batch_takes_a_latency_to_the_others():
+    result = times(run("1SEND_D>1#0 0F0@0#0", "1RECV_D<0#0 1F0@0#0"))
+    assert result[0, "0F0@0#0"] == (0.0, 1.0)
+    assert result[1, "1F0@0#0"] == (0.5, 1.5)
+
+
+def test_losses_leave_after_the_last_forward_and_hold_up_nobody():
+    result = times(
+        run(
+            "0F0@0#0 0F1@0#0 0RECV_L<1#0 0UPDATE@1#0",
+            "1F0@0#0 1F1@0#0 0SEND_L>0#0 1B0@0#0",
+        )
+    )
+    assert result[1, "0SEND_L>0#0"] == (2.0, 2.0)
+    assert result[0, "0RECV_L<1#0"] == (2.5, 2.5)
+    assert result[0, "0UPDATE@1#0"] == (2.0, 2.25)
+
+
+def test_tied_gradients_leave_after_their_backward_and_hold_up_the_first_stage():
+    result = times(
+        run(
+            "1B0@0#0 0SEND_W0>1#0 1B1@0#0 0SEND_W1>1#0",
+            "0RECV_W0<0#0 0B0@0#0 0RECV_W1<0#0 0B1@0#0",
+        )
+    )
+    assert result[0, "0SEND_W0>1#0"] == (2.0, 2.0)  # no bytes are known of them
+    assert result[1, "0B0@0#0"] == (2.5, 4.5)
+    assert result[1, "0B1@0#0"] == (4.5, 6.5)
+
+
+def test_tied_gradients_of_several_workers_are_all_waited_for():
+    result = times(
+        run(
+            "1B0@0#0 0SEND_W0>2#0",
+            "1F0@0#0 1B0@0#0 0SEND_W0>2#0",
+            "0RECV_W0<1#0 0RECV_W0<0#0 0B0@0#0",
+        )
+    )
+    assert result[2, "0B0@0#0"] == (3.5, 5.5)
+
+
+def test_a_tied_version_follows_its_update_and_is_waited_for():
+    result = times(run("0UPDATE@1#0 0SEND_V@1>1#1", "1F0@0#0 1F1@0#0 0RECV_V@1<0#1 1F0@1#1"))
+    assert result[0, "0SEND_V@1>1#1"] == (0.25, 0.25)
+    assert result[1, "1F0@1#1"] == (2.0, 3.0)
+    late = times(run("0B0@0#0 0UPDATE@1#0 0SEND_V@1>1#1", "0RECV_V@1<0#1 1F0@1#1"))
+    assert late[1, "1F0@1#1"] == (2.75, 3.75)
+
+
 def test_links_without_cost():
     result = times(run("0B0@0#0 0SEND_T>1#0", "0RECV_T<0#0 0UPDATE@1#0", network=Network()))
     assert result[1, "0UPDATE@1#0"] == (2.0, 2.25)

@@ -47,6 +47,13 @@ def test_bubble_of_flushed_pipelines(preset, num_stages, num_micro):
     assert bubble == pytest.approx((expected,) * num_stages)
 
 
+@pytest.mark.parametrize("preset", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("width", [1, 2, 3])
+def test_replicas_of_a_pipeline_have_the_bubble_of_one(preset, width):
+    plan = make_plan(preset, num_stages=3, num_workers=3 * width, num_steps=6, width=width)
+    assert simulate(plan.programs, Costs.even(3)).bubble == pytest.approx((2 / 5,) * 3 * width)
+
+
 @pytest.mark.parametrize("preset", ["cyclic_dp", "cyclic_dp_v1", "cyclic_pipeline", "pipedream"])
 def test_no_bubble_without_a_flush(preset):
     plan = make_plan(preset, num_stages=4, num_workers=4, num_steps=12)

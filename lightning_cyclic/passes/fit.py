@@ -1,0 +1,81 @@
+"""fit: refuse axes and numbers that do not fit together, before any program is made."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NoReturn
+
+from lightning_cyclic.errors import PlanError
+from lightning_cyclic.presets import PLACEMENTS, WEIGHTS
+
+if TYPE_CHECKING:
+    from lightning_cyclic.plan import Plan
+
+
+def check_fit(plan: Plan) -> None:
+    """Refuse axes and numbers that do not fit together, before any program is made.
+
+    Raises:
+        PlanError: says what was given, what is allowed and what to do.
+    """
+    schedule, placement, weights, sharding = plan.axes
+    _check_width(plan)
+    _check_ties(plan)
+    problem = placement.misfit()
+    if problem is not None:
+        raise PlanError(problem)
+    if plan.schedule not in placement.schedules:
+        _refuse(plan, "schedule", placement.schedules)
+    if placement.runs_whole_micro and not weights.for_replicas:
+        _refuse(plan, "weights", [name for name, rule in WEIGHTS.items() if rule.for_replicas])
+    if not placement.runs_whole_micro and plan.sharding != "none":
+        _refuse(plan, "sharding", ["none"])
+    if weights.needs_previous and schedule.updates_before(2, schedule.forward(0, 0), 0) < 1:
+        raise PlanError(
+            f"num_micro={plan.num_micro} with num_stages={plan.num_stages} and weights "
+            f"{plan.weights!r}; allowed: num_micro >= num_stages - 1, or stage 0 would need an "
+            f"update that does not exist yet; use num_micro={plan.num_stages - 1} or more"
+        )
+    if not set(plan.relayed) <= set(range(plan.num_stages)):
+        raise PlanError(
+            f"relayed={plan.relayed}; allowed: stages 0 to {plan.num_stages - 1}; "
+            "use relayed=() or some of these"
+        )
+
+
+def _check_width(plan: Plan) -> None:
+    """Refuse several replicas where the placement and schedule do not have them."""
+    if plan.width == 1 or plan.schedule in plan.axes.placement.wide_schedules:
+        return
+    places = [name for name, placement in PLACEMENTS.items() if placement.wide_schedules]
+    schedules = sorted({name for p in places for name in PLACEMENTS[p].wide_schedules})
+    raise PlanError(
+        f"width={plan.width} does not fit placement {plan.placement!r} with schedule "
+        f"{plan.schedule!r}; allowed with them: 1; use width=1, or placement "
+        f"{' or '.join(map(repr, places))} with schedule {' or '.join(map(repr, schedules))}"
+    )
+
+
+def _check_ties(plan: Plan) -> None:
+    """Refuse groups that are none, and weight rules under which stages read different versions."""
+    for group in plan.tied:
+        is_ascending = list(group) == sorted(set(group))
+        if len(group) < 2 or not is_ascending or not set(group) <= set(range(plan.num_stages)):
+            raise PlanError(
+                f"tied={plan.tied}; allowed: groups of two or more of the stages 0 to "
+                f"{plan.num_stages - 1}, ascending, such as ((0, 1),) where there are two; "
+                "use tied=() or such groups"
+            )
+    if plan.tied and plan.num_workers > 1 and plan.weights != "sync":
+        raise PlanError(
+            f"weights {plan.weights!r} do not fit tied={plan.tied} on {plan.num_workers} workers; "
+            'allowed: sync; use weights="sync", or stages that keep shared parameters in one '
+            "stage, and tied=()"
+        )
+
+
+def _refuse(plan: Plan, axis: str, allowed: Sequence[str]) -> NoReturn:
+    raise PlanError(
+        f"{axis} {getattr(plan, axis)!r} does not fit placement {plan.placement!r}; "
+        f'allowed with it: {", ".join(allowed)}; use {axis}="{allowed[0]}"'
+    )

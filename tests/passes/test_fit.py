@@ -1,0 +1,54 @@
+"""fit refuses widths and ties by name; what else does not fit is in ``test_plan.py``."""
+
+import pytest
+
+from lightning_cyclic.errors import PlanError
+from lightning_cyclic.plan import make_plan
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"width": 0}, r"width=0; allowed: whole numbers from 1 on"),
+        ({"width": True}, r"width=True"),
+        ({"num_workers": 5}, r"num_workers=5 with width=2; .*use num_workers=6"),
+        ({"num_workers": 1}, r"num_workers=1 with width=2; .*use num_workers=2"),
+        ({"num_micro": 3}, r"num_micro=3 with width=2; .*use num_micro=4"),
+        (
+            {"num_workers": 6},
+            r"num_workers=6 with num_stages=2 and width=2; .* at most one worker per stage of "
+            r"each replica; use num_stages=3 or num_workers=4",
+        ),
+        (
+            {"preset": "pipedream", "num_workers": 4},
+            r"width=2 does not fit placement 'pipelined' with schedule 'cyclic'; allowed with "
+            r"them: 1; use width=1, or placement 'pipelined' with schedule '1f1b' or 'gpipe'",
+        ),
+        ({"preset": "cyclic_dp"}, r"width=2 does not fit placement 'replicated'"),
+        ({"placement": "single", "num_workers": 1}, r"width=2 does not fit placement 'single'"),
+    ],
+)
+def test_a_width_that_does_not_fit_is_refused(change, text):
+    numbers = {"preset": "1f1b", "num_stages": 2, "num_workers": 4, "width": 2}
+    with pytest.raises(PlanError, match=text):
+        make_plan(**(numbers | change))
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"tied": ((3, 0),)}, r"tied=\(\(3, 0\),\); allowed: .* ascending, .*use tied=\(\)"),
+        ({"tied": ((0, 4),)}, r"stages 0 to 3"),
+        ({"tied": ((0,),)}, r"groups of two or more"),
+        ({"tied": ((0, 0),)}, r"groups of two or more"),
+        (
+            {"weights": "stashed"},
+            r"weights 'stashed' do not fit tied=\(\(0, 3\),\) on 4 workers; allowed: sync; use "
+            r'weights="sync", or stages that keep shared parameters in one stage',
+        ),
+    ],
+)
+def test_ties_that_do_not_fit_are_refused(change, text):
+    numbers = {"preset": "gpipe", "num_stages": 4, "num_workers": 4, "tied": ((0, 3),)}
+    with pytest.raises(PlanError, match=text):
+        make_plan(**(numbers | change))
