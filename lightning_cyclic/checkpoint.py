@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.runtime.engine import EngineState
 from lightning_cyclic.runtime.stages import StageMap
+from lightning_cyclic.runtime.stagewise.session import StagewiseSession
 
 KEY = "lightning_cyclic"
 
@@ -55,6 +56,17 @@ def delayed_state(plan: Plan, stages: StageMap, state: EngineState, seed: int) -
         "t": state.t,
         "previous": state.previous,
         "seed": seed,
+    }
+
+
+def stagewise_state(plan: Plan, session: StagewiseSession) -> dict[str, Any]:
+    """Return what a pipelined run needs to go on with the same bits, in plain types."""
+    assert session.cuts is not None
+    return {
+        "plan": _numbers(plan),
+        "cuts": session.cuts.as_data(),
+        "t": session.t,
+        "seed": session.config.seed,
     }
 
 

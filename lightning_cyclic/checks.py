@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import MPSAccelerator
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
@@ -15,7 +16,8 @@ from torch.optim import Optimizer
 from lightning_cyclic.errors import ConfigurationError, PlanError, one_of
 from lightning_cyclic.plan import Plan
 
-RUNNABLE = ("cyclic_dp", "cyclic_dp_v1", "lockstep_dp")
+RUNNABLE = ("cyclic_dp", "cyclic_dp_v1", "lockstep_dp", "gpipe", "1f1b")
+REMAT = ("never", "always", "except_last")
 CLIPPING = ("stage", "global")
 
 
@@ -23,14 +25,13 @@ def check_plan(plan: Plan) -> None:
     """Refuse plans that can be made, drawn and simulated, but not yet run.
 
     Raises:
-        PlanError: another placement than replicated, or another sharding than "optimizer".
+        PlanError: a placement, weight rule or sharding without a runtime.
     """
+    if is_stagewise(plan):
+        _check_stagewise(plan)
+        return
     if plan.placement != "replicated":
-        raise PlanError(
-            f"placement {plan.placement!r} (preset {plan.preset!r}) has no runtime yet; allowed: "
-            f'presets {", ".join(RUNNABLE)}; use strategy="cyclic_dp", or look at the plan with '
-            f"`lightning-cyclic draw {plan.preset} --workers {plan.num_workers}`"
-        )
+        raise _not_run(plan, f"placement {plan.placement!r}")
     allowed = ["optimizer", "none"] if plan.weights == "delayed" else ["optimizer"]
     if plan.num_workers > 1 and plan.sharding not in allowed:
         raise PlanError(
@@ -38,6 +39,24 @@ def check_plan(plan: Plan) -> None:
             f"{plan.weights!r} weights; allowed: {', '.join(map(repr, allowed))}; "
             f'use strategy="cyclic_dp", or CyclicStrategy(sharding={allowed[0]!r})'
         )
+
+
+def is_stagewise(plan: Plan) -> bool:
+    """Say whether a plan's workers run single stages of the step, not whole micro-batches."""
+    return plan.placement in ("pipelined", "single")
+
+
+def _check_stagewise(plan: Plan) -> None:
+    if plan.weights != "sync":
+        raise _not_run(plan, f"weights {plan.weights!r} with placement {plan.placement!r}")
+
+
+def _not_run(plan: Plan, what: str) -> PlanError:
+    return PlanError(
+        f"{what} (preset {plan.preset!r}) has no runtime yet; allowed: "
+        f'presets {", ".join(RUNNABLE)}; use strategy="cyclic_dp", or look at the plan with '
+        f"`lightning-cyclic draw {plan.preset} --workers {plan.num_workers}`"
+    )
 
 
 def check_trainer(trainer: Trainer, module: LightningModule, *, sync_batchnorm: bool) -> None:
@@ -70,6 +89,26 @@ def check_trainer(trainer: Trainer, module: LightningModule, *, sync_batchnorm: 
             "support yet; allowed: '32-true', '64-true', 'bf16-mixed', 'bf16-true', '16-true'; "
             "use Trainer(precision='bf16-mixed')"
         )
+
+
+def check_pipeline(
+    trainer: Trainer, module: LightningModule, *, fitting: bool, sync_batchnorm: bool
+) -> None:
+    """Refuse what pipelines cannot do.
+
+    Raises:
+        ConfigurationError: with the flag, what is allowed and what to do.
+    """
+    if fitting:
+        check_trainer(trainer, module, sync_batchnorm=sync_batchnorm)
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, WeightAveraging | StochasticWeightAveraging):
+            if trainer.world_size > 1:
+                raise ConfigurationError(
+                    f"{type(callback).__name__} copies the whole module, of which each worker of "
+                    "a pipeline has a part; allowed: one worker, or no averaging of weights; "
+                    "remove the callback"
+                )
 
 
 def check_optimizers(optimizers: Sequence[Optimizer]) -> None:

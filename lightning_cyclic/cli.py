@@ -2,6 +2,7 @@
 
     lightning-cyclic draw cyclic_dp --workers 4
     lightning-cyclic simulate cyclic_dp --workers 16 --bandwidth 10Gbit/s --latency-s 50us
+    lightning-cyclic doctor model.py:Model --stages 4
 
 It imports no torch, so that it starts at once.
 """
@@ -16,6 +17,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
+from lightning_cyclic.doctor import add_doctor
 from lightning_cyclic.errors import PlanError
 from lightning_cyclic.plan import PRESETS, Plan, make_plan
 from lightning_cyclic.simulate import (
@@ -71,6 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND", title="commands")
     _add_draw(commands)
     _add_simulate(commands)
+    add_doctor(commands)
     return parser
 
 
@@ -83,7 +86,7 @@ def _add_draw(commands: argparse._SubParsersAction[_Parser]) -> None:
     )
     _add_plan(parser, num_steps=2)
     parser.add_argument(
-        "--width", type=_whole, metavar="COLUMNS", help="most characters per line; 0 draws all "
+        "--columns", type=_whole, metavar="C", help="most characters per line; 0 draws all "
         "slots (default: as wide as the terminal)",
     )  # fmt: skip
     parser.add_argument(
@@ -120,8 +123,9 @@ def _add_plan(parser: argparse.ArgumentParser, *, num_steps: int) -> None:
     parser.add_argument("preset", metavar="PRESET", help=", ".join(PRESETS))
     add = parser.add_argument
     add("--workers", type=_count, required=True, metavar="N", help="number of workers")
-    add("--stages", type=_count, metavar="S", help="number of stages (default: N)")
+    add("--stages", type=_count, metavar="S", help="number of stages (default: N/W)")
     add("--micro", type=_count, metavar="M", help="micro-batches per step (default: the plan's)")
+    add("--width", type=_count, metavar="W", default=1, help="replicas of a pipeline (default: 1)")
     add("--slack", type=_whole, metavar="C", default=0, help="slots for messages (default: 0)")
     add("--steps", type=_count, metavar="T", default=num_steps, help=f"(default: {num_steps})")
 
@@ -129,20 +133,21 @@ def _add_plan(parser: argparse.ArgumentParser, *, num_steps: int) -> None:
 def _plan(arguments: argparse.Namespace) -> Plan:
     return make_plan(
         arguments.preset,
-        num_stages=arguments.stages or arguments.workers,
+        num_stages=arguments.stages or max(1, arguments.workers // arguments.width),
         num_workers=arguments.workers,
         num_micro=arguments.micro,
         num_steps=arguments.steps,
         slack=arguments.slack,
+        width=arguments.width,
     )
 
 
 def _draw(arguments: argparse.Namespace) -> str:
-    width = shutil.get_terminal_size().columns if arguments.width is None else arguments.width
+    columns = arguments.columns
     return draw(
         _plan(arguments),
         colour=_has_colours(),
-        width=width or None,
+        width=(shutil.get_terminal_size().columns if columns is None else columns) or None,
         first_slot=arguments.first_slot,
     )
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Literal, final
 
@@ -30,20 +31,28 @@ from lightning_cyclic import checkpoint as ckpt
 from lightning_cyclic.callbacks.drain import DrainCallback
 from lightning_cyclic.checks import (
     CLIPPING,
+    REMAT,
     check_choice,
     check_no_leftovers,
     check_optimizers,
+    check_pipeline,
     check_plan,
     check_trainer,
     clip_mode,
+    is_stagewise,
     trained_parameters,
 )
 from lightning_cyclic.deferred import DeferredUpdates
 from lightning_cyclic.errors import ConfigurationError, StepError
-from lightning_cyclic.plan import Plan, make_plan
+from lightning_cyclic.pipelines import PIPELINE_PAYLOADS, PipelinedTraining
+from lightning_cyclic.plan import PRESETS, Plan, make_plan
 from lightning_cyclic.reductions import HeldReductions
 from lightning_cyclic.runtime.agreement import require_same_module, require_same_number
 from lightning_cyclic.runtime.session import Session, SessionConfig, auto_stages
+from lightning_cyclic.runtime.stagewise.cuts import Cuts, choose_cuts
+from lightning_cyclic.runtime.stagewise.session import StagewiseConfig, StagewiseSession, rank_of
+from lightning_cyclic.runtime.stagewise.survey import survey
+from lightning_cyclic.runtime.transport import CountingTransport, DistributedTransport
 from lightning_cyclic.stopping import replace_stop_broadcast, restore_stop_broadcast
 
 
@@ -64,6 +73,11 @@ class CyclicStrategy(DDPStrategy):
             "stage" for freshest weights (said once), "global" otherwise.
         relay_buffers: "auto" relays the buffers that the first step changed (BatchNorm
             statistics), "all" relays every buffer.
+        width: replicas of a pipeline; workers = width * workers of each.
+        remat: of pipelines: run a stage again for its backward instead of keeping what its
+            forward saved: "never", "always", or "except_last" micro-batch.
+        memory_limit_bytes: most bytes of parameters and of one micro-batch's activations that a
+            stage of a pipeline may have. [any number]
         accelerator: as in DDPStrategy.
         parallel_devices: as in DDPStrategy.
         cluster_environment: as in DDPStrategy.
@@ -101,6 +115,9 @@ class CyclicStrategy(DDPStrategy):
         slack: int = 0,
         clip: str | None = None,
         relay_buffers: str = "auto",
+        width: int = 1,
+        remat: str = "never",
+        memory_limit_bytes: int | None = None,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -137,10 +154,17 @@ class CyclicStrategy(DDPStrategy):
         check_choice(relay_buffers, ("auto", "all"), "relay_buffers")
         if clip is not None:
             check_choice(clip, CLIPPING, "clip")
+        check_choice(remat, REMAT, "remat")
+        self._width = width
+        self._remat = remat
+        self._memory_limit_bytes = memory_limit_bytes
         # refuse early, before any process; how many workers there will be is not known yet
-        check_plan(self._make_plan(4, (), num_workers=num_micro or 2))
+        check_plan(self._probe_plan())
         self._plan: Plan | None = None
         self._session: Session | None = None
+        self._pipeline: PipelinedTraining | None = None
+        self._pipeline_transport: CountingTransport | None = None
+        self._stages_found: dict[str, int] | None = None
         self._updates: DeferredUpdates | None = None
         self._accumulating = False
         self._reductions = HeldReductions()
@@ -156,6 +180,8 @@ class CyclicStrategy(DDPStrategy):
         """Return the plan; after the first training step it has the stages that were found."""
         if self._session is not None and self._session.engine is not None:
             return self._session.engine.plan
+        if self._pipeline is not None and self._pipeline.session.plan is not None:
+            return self._pipeline.session.plan
         if self._plan is None:
             raise ConfigurationError(
                 "strategy.plan was read before setup; allowed: after Trainer.fit has set up; "
@@ -166,6 +192,9 @@ class CyclicStrategy(DDPStrategy):
     @property
     def stage_of(self) -> dict[str, int]:
         """Return parameter name -> stage; known from the first training step on."""
+        found = self._pipeline.stage_of if self._pipeline is not None else self._stages_found
+        if found is not None:
+            return found
         if self._trains_plainly and self.lightning_module is not None:
             return {n: 0 for n, _ in self.lightning_module.named_parameters()}
         if self._session is None or self._session.stages is None:
@@ -178,12 +207,16 @@ class CyclicStrategy(DDPStrategy):
     @property
     def messages_sent(self) -> int:
         """Return how many point-to-point messages this worker has sent in training."""
-        return sum(self._session.transport.messages.values()) if self._session else 0
+        return sum(self._transport.messages.values()) if self._transport else 0
 
     @property
     def bytes_sent(self) -> int:
         """Return how many bytes this worker has sent in training, point-to-point."""
-        return sum(self._session.transport.num_bytes.values()) if self._session else 0
+        return sum(self._transport.num_bytes.values()) if self._transport else 0
+
+    @property
+    def _transport(self) -> CountingTransport | None:
+        return self._session.transport if self._session else self._pipeline_transport
 
     # ------------------------------------------------------------------ setting up
 
@@ -199,6 +232,9 @@ class CyclicStrategy(DDPStrategy):
     def setup(self, trainer: Trainer) -> None:
         """Check everything that can be checked before the first step."""
         fitting = trainer.state.fn == TrainerFn.FITTING
+        if self._is_stagewise:
+            self._setup_pipeline(trainer, fitting=fitting)
+            return
         if fitting:
             assert self.lightning_module is not None
             sync_batchnorm = self._layer_sync is not None
@@ -210,6 +246,89 @@ class CyclicStrategy(DDPStrategy):
             check_plan(self._plan)
             if not self._trains_plainly:
                 self._begin_session(trainer)
+
+    @property
+    def _is_stagewise(self) -> bool:
+        """Say whether workers run single stages of the step."""
+        return is_stagewise(self._probe_plan())
+
+    def _probe_plan(self) -> Plan:
+        """Make a plan of plausible numbers, as the real ones are not known yet."""
+        num_workers = 1 if self._axes["placement"] == "single" else 2 * self._width
+        if PRESETS[self.preset].placement == "replicated" and self._axes["placement"] is None:
+            num_workers = self._num_micro or 2
+        return self._make_plan(4, (), num_workers=num_workers)
+
+    def _setup_pipeline(self, trainer: Trainer, *, fitting: bool) -> None:
+        module = self.lightning_module
+        assert module is not None
+        if self._pipeline is not None:
+            self._pipeline.close()
+        check_pipeline(
+            trainer, module, fitting=fitting, sync_batchnorm=self._layer_sync is not None
+        )
+        if self._width == 1:  # all workers see the same batches, in the loader's own order
+            self._sampling = trainer._accelerator_connector.use_distributed_sampler
+            trainer._accelerator_connector.use_distributed_sampler = False
+        super().setup(trainer)
+        self._plan = self._make_plan(self._expected_stages(), ())
+        check_plan(self._plan)
+        if fitting:
+            check_optimizers(self.optimizers)
+        self._pipeline = self._make_pipeline(trainer, module)
+        vars(self.precision_plugin)["clip_grad_by_norm"] = self._clip_pipeline
+        self._resume_pipeline()
+
+    def _make_pipeline(self, trainer: Trainer, module: LightningModule) -> PipelinedTraining:
+        size = self.world_size // self._width
+        transport, group = None, None
+        if self.world_size > 1:
+            made = DistributedTransport(
+                PIPELINE_PAYLOADS, self._timeout_s, lambda w: rank_of(w, size)
+            )
+            transport, group = CountingTransport(made), made.group
+        self._pipeline_transport = transport
+        assert self._plan is not None
+        self._seed = self._agreed_seed()
+        config = StagewiseConfig(
+            make_plan=self._plan_of_pipeline,
+            find_cuts=self._find_cuts,
+            num_micro=self._plan.num_micro // self._width,
+            width=self._width,
+            remat=self._remat,
+            seed=self._seed,
+        )
+        session = StagewiseSession(
+            module, config, transport, rank_of(self.global_rank, size), self.world_size,
+            self.root_device, group,
+        )  # fmt: skip
+        return PipelinedTraining(trainer, module, session, self._reductions)
+
+    def _plan_of_pipeline(
+        self,
+        num_stages: int,
+        num_micro: int,
+        tied: tuple[tuple[int, ...], ...],
+        relayed: tuple[int, ...],
+    ) -> Plan:
+        return self._make_plan(num_stages, relayed, num_micro=num_micro, tied=tied)
+
+    def _find_cuts(self, module: nn.Module, step: Callable[[], Any]) -> Cuts:
+        found = survey(module, step)
+        stages = self._expected_stages() if self._stages == "auto" else self._stages
+        assert stages != "auto"
+        self._survey = found
+        return choose_cuts(found, stages, memory_limit_bytes=self._memory_limit_bytes)  # type: ignore[arg-type]
+
+    def _clip_pipeline(self, optimizer: Optimizer, clip_val: float) -> None:
+        """Clip by the norm over all stages."""
+        assert self._pipeline is not None
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self._pipeline.clip(parameters, clip_val)
+
+    @property
+    def _timeout_s(self) -> float:
+        return self._timeout.total_seconds() if self._timeout else 1800.0
 
     def configure_ddp(self) -> None:
         """Make all workers start from worker 0's module, without wrapping it."""
@@ -270,13 +389,22 @@ class CyclicStrategy(DDPStrategy):
         return max(1, min(wanted, len(ps)))
 
     def _make_plan(
-        self, num_stages: int, relayed: tuple[int, ...], num_workers: int | None = None
+        self,
+        num_stages: int,
+        relayed: tuple[int, ...],
+        num_workers: int | None = None,
+        num_micro: int | None = None,
+        tied: tuple[tuple[int, ...], ...] = (),
     ) -> Plan:
+        if num_micro is None and self._num_micro is not None:
+            num_micro = self._num_micro * self._width
         return make_plan(
             self.preset,
             num_stages=num_stages,
             num_workers=num_workers or self.world_size,
-            num_micro=self._num_micro,
+            num_micro=num_micro,
+            width=self._width,
+            tied=tied,
             slack=self.slack,
             relayed=relayed,
             schedule=self._axes["schedule"],
@@ -289,6 +417,8 @@ class CyclicStrategy(DDPStrategy):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's training step as the forward of this worker's micro-batch."""
+        if self._pipeline is not None:
+            return self._pipeline.training_step(self._train_context, *_positional(args, kwargs))
         if self._session is None or self._skips_backward():
             return super().training_step(*args, **kwargs)
         batch, last = args[0] if args else kwargs, not self._accumulating
@@ -304,6 +434,46 @@ class CyclicStrategy(DDPStrategy):
         if last:  # the worker behind begins its window when this one's is over
             self._reductions.run(super().reduce)
         return output
+
+    @property
+    def _train_context(self) -> Callable[[], Any]:
+        return self.precision_plugin.train_step_context
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's validation step, stage by stage once the stages are apart."""
+        if self._pipeline is None:
+            return super().validation_step(*args, **kwargs)
+        if self._before_training:
+            step = super().validation_step
+            return self._pipeline.evaluate_whole(lambda: step(*args, **kwargs))
+        return self._evaluate(
+            "validation_step", self.precision_plugin.val_step_context, args, kwargs
+        )
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's test step, stage by stage."""
+        if self._pipeline is None:
+            return super().test_step(*args, **kwargs)
+        return self._evaluate("test_step", self.precision_plugin.test_step_context, args, kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's predict step, stage by stage."""
+        if self._pipeline is None:
+            return super().predict_step(*args, **kwargs)
+        return self._evaluate(
+            "predict_step", self.precision_plugin.predict_step_context, args, kwargs
+        )
+
+    def _evaluate(self, kind: str, context: Callable[[], Any], args: Any, kwargs: Any) -> Any:
+        assert self._pipeline is not None
+        return self._pipeline.evaluate(kind, context, *_positional(args, kwargs))
+
+    @property
+    def _before_training(self) -> bool:
+        """Say whether a fit has not had its first step: the module is whole on every worker."""
+        assert self._pipeline is not None
+        fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING  # type: ignore[union-attr]
+        return fitting and self._pipeline.session.cuts is None
 
     def all_gather(self, *args: Any, **kwargs: Any) -> Any:
         """Gather from all workers, where all of them pass."""
@@ -321,7 +491,13 @@ class CyclicStrategy(DDPStrategy):
         return super().broadcast(obj, src)
 
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any | None = "mean") -> Any:
-        """Reduce over all workers; what training_step asks for, when its forward is over."""
+        """Reduce over all workers; what training_step asks for, when its forward is over.
+
+        Over the replicas of a pipeline, as its stages have the same values.
+        """
+        if self._pipeline is not None:
+            self._reductions.check_meeting("a reduction")
+            return self._pipeline.reduce(tensor, reduce_op)
         if (self._reductions.holding or self._reductions.updating) and isinstance(tensor, Tensor):
             return self._reductions.hold(tensor, group, reduce_op)
         return super().reduce(tensor, group, reduce_op)
@@ -346,7 +522,10 @@ class CyclicStrategy(DDPStrategy):
     ) -> Any:
         """Run the closure and leave the update to the program."""
         if self._session is None:
-            return super().optimizer_step(optimizer, closure, model, **kwargs)
+            output = super().optimizer_step(optimizer, closure, model, **kwargs)
+            if self._pipeline is not None:
+                self._pipeline.end_step()
+            return output
         assert self._updates is not None
         output = closure()
         self._keep_owned_state()
@@ -379,22 +558,47 @@ class CyclicStrategy(DDPStrategy):
 
     # ------------------------------------------------------------------ between steps
 
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # noqa: A002
+        """Decide by all (or any) workers' decisions."""
+        if self._pipeline is None:
+            return bool(super().reduce_boolean_decision(decision, all))
+        agreed = self._pipeline.reduce(torch.tensor(int(decision), device=self.root_device), "sum")
+        return bool(agreed == self._width) if all else bool(agreed > 0)
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Feed replicas, not workers."""
+        if not self._is_stagewise:
+            return super().distributed_sampler_kwargs
+        return {
+            "num_replicas": self._width,
+            "rank": self.global_rank // (self.world_size // self._width),
+        }
+
     def flush(self) -> None:
         """Finish updates in flight, so that the module holds the newest weights."""
         if self._session is not None:
             self._session.flush()
 
+    def end_epoch(self) -> None:
+        """Bring metrics to all workers before anybody computes them."""
+        if self._pipeline is not None:
+            self._pipeline.share_metrics()
+
     def fail(self, text: str) -> None:
         """Communicate no more, and tell the other workers why."""
         if self._session is not None:
             self._session.fail(text)
+        if self._pipeline is not None:
+            self._pipeline.session.fail(text)
 
     def begin_epoch(self) -> None:
         """Check that every worker has the same number of batches and the same parameters."""
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
         session = self._session
-        assert session is not None
+        if session is None:
+            return
         with session.naming_peers("all workers to begin an epoch"):
             require_same_number(
                 "numbers of training batches", trainer.num_training_batches, self.root_device,
@@ -413,6 +617,8 @@ class CyclicStrategy(DDPStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the newest weights, full on every worker."""
         self.flush()
+        if self._pipeline is not None:
+            return self._pipeline.state_dict()
         state = super().lightning_module_state_dict()
         if self._session is not None and self.is_global_zero:
             # parameters are views of flat buffers, which torch.save would write whole
@@ -421,6 +627,9 @@ class CyclicStrategy(DDPStrategy):
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the whole optimizer state on worker 0."""
+        if self._pipeline is not None and self._pipeline.is_apart:
+            optimizer = getattr(optimizer, "_optimizer", optimizer)
+            return ckpt.gather_optimizer_state(optimizer, self._pipeline.session.holdings.own)
         engine = self._session.engine if self._session else None
         if engine is None or self._session is None or self._session.failed:
             return super().optimizer_state(optimizer)
@@ -438,6 +647,8 @@ class CyclicStrategy(DDPStrategy):
             checkpoint[ckpt.KEY] = ckpt.delayed_state(
                 self.plan, self._session.stages, state, self._seed
             )
+        if self._pipeline is not None and self._pipeline.session.cuts is not None:
+            checkpoint[ckpt.KEY] = ckpt.stagewise_state(self.plan, self._pipeline.session)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
@@ -449,6 +660,11 @@ class CyclicStrategy(DDPStrategy):
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load weights; versions in flight give way to them."""
         self.flush()
+        if self._pipeline is not None:
+            with self._pipeline.session.whole():
+                super().load_model_state_dict(checkpoint, strict=strict)
+            self._resume_pipeline()
+            return
         super().load_model_state_dict(checkpoint, strict=strict)
         if self._session is not None and not self._resume():
             self._session.restart()
@@ -457,6 +673,21 @@ class CyclicStrategy(DDPStrategy):
         """Load the whole optimizer state; each worker keeps the part that it owns."""
         super().load_optimizer_state_dict(checkpoint)
         self._pruned = False
+        if self._pipeline is not None and self._pipeline.is_apart:
+            ckpt.keep_owned_state(self.optimizers[0], self._pipeline.session.holdings.own)
+
+    def _resume_pipeline(self) -> None:
+        """Go on with the stages and the step of a checkpoint, where it was written by this plan."""
+        saved = self._saved
+        if saved is None or self._pipeline is None or "cuts" not in saved:
+            return
+        self._saved = None
+        session = self._pipeline.session
+        session.t = saved["t"]
+        session.config = replace(session.config, seed=saved["seed"])
+        assert self._plan is not None
+        if session.cuts is None and ckpt.fits(saved, self._plan):
+            session.begin(Cuts.from_data(saved["cuts"]))
 
     def _resume(self) -> bool:
         saved, self._saved = self._saved, None
@@ -483,6 +714,14 @@ class CyclicStrategy(DDPStrategy):
 
     def teardown(self) -> None:
         """Take everything off the module again."""
+        if self._pipeline is not None:
+            self._plan = self._pipeline.session.plan or self._plan
+            self._stages_found = self._pipeline.close()
+            self._pipeline = None
+            if self._width == 1:
+                connector = self.lightning_module.trainer._accelerator_connector  # type: ignore[union-attr]
+                connector.use_distributed_sampler = self._sampling
+            self.precision_plugin.__dict__.pop("clip_grad_by_norm", None)
         if self._session is not None:
             self._session.close()
             self.__dict__.pop("_parameter_ids", None)
@@ -491,6 +730,11 @@ class CyclicStrategy(DDPStrategy):
             if self._session.engine is not None:
                 self._plan = self._session.engine.plan
         super().teardown()
+
+
+def _positional(args: Any, kwargs: Any) -> tuple[Any, ...]:
+    """Return a step's arguments as Lightning gives them: the batch first."""
+    return (*args, *kwargs.values())
 
 
 def _checked_stages(stages: int | str | Sequence[str]) -> int | str | list[str]:

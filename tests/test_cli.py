@@ -13,6 +13,14 @@ w0   0F0@0 1F0@0 1B0@0 0B0@0 0F0@0 1F0@1 1B0@1 0B0@0     .     .
 w1       .     . 0F1@0 1F1@0 1B1@0 0B1@0 0F1@1 1F1@1 1B1@1 0B1@1
 """
 
+WIDE = """\
+slot     0     1     2     3     4     5
+w0   0F0@0 0F2@0     . 0B0@0     . 0B2@0
+w1       . 1F0@0 1B0@0 1F2@0 1B2@0     .
+w2   0F1@0 0F3@0     . 0B1@0     . 0B3@0
+w3       . 1F1@0 1B1@0 1F3@0 1B3@0     .
+"""
+
 
 @pytest.fixture(autouse=True)
 def _terminal_of_80_columns(monkeypatch):
@@ -32,7 +40,7 @@ def test_draw(capsys):
 
 def test_draw_within_a_width_from_a_slot(capsys):
     status, out, _ = run(
-        capsys, "draw", "cyclic_dp", "--workers", "2", "--width", "30", "--from", "4"
+        capsys, "draw", "cyclic_dp", "--workers", "2", "--columns", "30", "--from", "4"
     )
     assert status == 0
     assert out.splitlines()[0] == "slot     4     5     6 ..."
@@ -42,7 +50,7 @@ def test_draw_is_as_wide_as_the_terminal(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "30")
     narrow = run(capsys, "draw", "cyclic_dp", "--workers", "2")[1]
     assert narrow.splitlines()[0] == "slot     0     1     2 ..."
-    whole = run(capsys, "draw", "cyclic_dp", "--workers", "2", "--width", "0")[1]
+    whole = run(capsys, "draw", "cyclic_dp", "--workers", "2", "--columns", "0")[1]
     assert whole == DRAWN
 
 
@@ -64,11 +72,20 @@ def test_colours_are_for_terminals_whose_user_wants_them(
 def test_all_numbers_of_a_plan(capsys):
     status, out, _ = run(
         capsys, "draw", "cyclic_dp", "--workers", "2", "--stages", "4", "--slack", "100",
-        "--steps", "3", "--micro", "2", "--width", "0",
+        "--steps", "3", "--micro", "2", "--columns", "0",
     )  # fmt: skip
     assert status == 0
     assert "3F1@1" in out  # of step 2: so much slack delays every read
     assert "@2" not in out
+
+
+def test_replicas_of_a_pipeline(capsys):
+    arguments = "1f1b", "--workers", "4", "--width", "2", "--steps", "1"
+    status, out, _ = run(capsys, "draw", *arguments)
+    assert (status, out) == (0, WIDE)
+    status, out, _ = run(capsys, "simulate", *arguments[:-1], "6", "--json")
+    got = json.loads(out)
+    assert (got["num_stages"], got["plan"]["num_micro"]) == (2, 4)
 
 
 def test_simulate_prints_a_table(capsys):
@@ -107,6 +124,9 @@ def test_simulate_prints_json_of_the_given_cluster(capsys):
         ("draw cyclic_dp --workers two", ["--workers", "'two'", "whole numbers from 1 on"]),
         ("draw cyclic_dp --workers 0", ["--workers", "'0'", "whole numbers from 1 on"]),
         ("draw cyclic_dp --workers 2 --slack -1", ["--slack"]),
+        ("draw 1f1b --workers 4 --width 0", ["--width", "'0'", "whole numbers from 1 on"]),
+        ("draw 1f1b --workers 5 --width 2", ["num_workers=5 with width=2", "use num_workers=6"]),
+        ("simulate cyclic_dp --workers 4 --width 2", ["width=2", "use width=1"]),
         ("draw cyclic_dp --workers 2 --from 99", ["slot 99", "begin at an earlier slot"]),
         ("draw pipedream_2bw --workers 4 --micro 2", ["num_micro=2", "use num_micro=3"]),
         ("simulate gpipe --workers 2 --bandwidth 1GB", ["'1GB'", "Gbit/s", "write it like"]),
@@ -137,7 +157,7 @@ def test_the_process():
 
 
 def test_a_reader_that_leaves_early_is_no_error():
-    arguments = command("draw", "cyclic_dp", "--workers", "300", "--width", "4000")
+    arguments = command("draw", "cyclic_dp", "--workers", "300", "--columns", "4000")
     with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         process.stdout.readline()
         process.stdout.close()

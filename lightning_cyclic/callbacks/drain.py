@@ -25,6 +25,9 @@ class Drained(Protocol):
     def begin_epoch(self) -> None:
         """Check what may have changed between epochs."""
 
+    def end_epoch(self) -> None:
+        """Bring together what is computed at the end of an epoch."""
+
 
 @final
 class DrainCallback(Callback):
@@ -48,6 +51,15 @@ class DrainCallback(Callback):
     @override
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         self._strategy.flush()
+        self._strategy.end_epoch()
+
+    @override
+    def on_validation_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        self._strategy.end_epoch()
+
+    @override
+    def on_test_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        self._strategy.end_epoch()
 
     @override
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:

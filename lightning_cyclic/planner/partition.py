@@ -97,3 +97,90 @@ def _nearest(ends: list[int], target: float) -> int:
     """Return the index whose running sum is nearest to ``target``."""
     right = min(bisect_left(ends, target), len(ends) - 1)
     return right - 1 if right and target - ends[right - 1] < ends[right] - target else right
+
+
+def balance_between(
+    ends: Sequence[int], parts: int, *, lows: Sequence[int], highs: Sequence[int]
+) -> list[int] | None:
+    """Cut a row into parts, minimising the heaviest, where not every part is allowed.
+
+    The part before place ``b`` may begin at the places ``lows[b]`` to ``highs[b]`` only: not
+    further away than memory allows, not so near that it would hold nothing. The time is
+    O(places * parts * log(sum)).
+
+    Args:
+        ends: weight of all before each place; the first is 0, the last the sum of all.
+        parts: number of parts.
+        lows: first place where the part before each place may begin.
+        highs: last such place.
+
+    Returns:
+        The place where each part begins, the first is 0; None if there is no such cut.
+
+    Example:
+        >>> balance_between([0, 5, 6, 7, 8], 2, lows=[0] * 5, highs=[-1, 0, 1, 2, 3])
+        [0, 1]
+        >>> balance_between([0, 5, 6, 7, 8], 2, lows=[0] * 5, highs=[-1, -1, 0, 1, 2])
+        [0, 2]
+    """
+
+    def reached(limit: int) -> list[list[bool]]:
+        return _reached(ends, parts, limit, lows, highs)
+
+    low, high = 0, ends[-1]
+    if not reached(high)[parts][-1]:
+        return None
+    while low < high:
+        middle = (low + high) // 2
+        if reached(middle)[parts][-1]:
+            high = middle
+        else:
+            low = middle + 1
+    return _fairest(ends, reached(high), high, lows, highs)
+
+
+def _reached(
+    ends: Sequence[int], parts: int, limit: int, lows: Sequence[int], highs: Sequence[int]
+) -> list[list[bool]]:
+    """Say for each number of parts which places they can end at, none above the limit."""
+    levels = [[True] + [False] * (len(ends) - 1)]
+    for _ in range(parts):
+        count = [0, *accumulate(levels[-1])]  # of places reached before each
+        levels.append(
+            [
+                low <= high and count[high + 1] > count[low]
+                for low, high in _windows(ends, limit, lows, highs)
+            ]
+        )
+    return levels
+
+
+def _windows(
+    ends: Sequence[int], limit: int, lows: Sequence[int], highs: Sequence[int]
+) -> list[tuple[int, int]]:
+    """Return the first and last place where the part before each place may begin."""
+    return [
+        (max(lows[b], bisect_left(ends, ends[b] - limit)), min(highs[b], b - 1))
+        for b in range(len(ends))
+    ]
+
+
+def _fairest(
+    ends: Sequence[int],
+    levels: list[list[bool]],
+    limit: int,
+    lows: Sequence[int],
+    highs: Sequence[int],
+) -> list[int]:
+    """Walk back from the end over reached places, each part as near to its share as can be."""
+    windows = _windows(ends, limit, lows, highs)
+    starts, b = [], len(ends) - 1
+    for part in range(len(levels) - 2, -1, -1):
+        share = ends[b] * part // (part + 1)
+        low, high = windows[b]
+        b = min(
+            (a for a in range(low, high + 1) if levels[part][a]),
+            key=lambda a: abs(ends[a] - share),
+        )
+        starts.append(b)
+    return starts[::-1]

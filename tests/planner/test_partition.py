@@ -1,11 +1,11 @@
-from itertools import combinations, pairwise
+from itertools import accumulate, combinations, pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_cyclic.errors import PlanError
-from lightning_cyclic.planner import balance
+from lightning_cyclic.planner import balance, balance_between
 
 
 def heaviest(weights, starts):
@@ -71,3 +71,41 @@ def test_numbers_of_parts_that_leave_one_empty_are_refused(parts):
 def test_negative_weights_are_refused():
     with pytest.raises(PlanError, match="weight -2 of a unit is negative"):
         balance([1, -2], 1)
+
+
+@st.composite
+def windows(draw):
+    """Draw running sums, a number of parts and where the part before each place may begin."""
+    weights, parts = draw(rows())
+    ends = [0, *accumulate(weights)]
+    lows = [draw(st.integers(0, max(b - 1, 0))) for b in range(len(ends))]
+    highs = [draw(st.integers(-1, b - 1)) for b in range(len(ends))]
+    return ends, parts, lows, highs
+
+
+def allowed_cuts(ends, parts, lows, highs):
+    for cut in combinations(range(1, len(ends) - 1), parts - 1):
+        places = [0, *cut, len(ends) - 1]
+        if all(lows[b] <= a <= highs[b] for a, b in pairwise(places)):
+            yield max(ends[b] - ends[a] for a, b in pairwise(places)), places[:-1]
+
+
+@given(windows())
+def test_as_good_as_the_best_of_all_allowed_cuts(row):
+    ends, parts, lows, highs = row
+    allowed = list(allowed_cuts(*row))
+    starts = balance_between(ends, parts, lows=lows, highs=highs)
+    if starts is None:
+        assert not allowed
+        return
+    found = {tuple(cut): heaviest for heaviest, cut in allowed}
+    assert found[tuple(starts)] == min(found.values())
+
+
+@given(rows())
+def test_where_all_is_allowed_it_is_as_good_as_the_plain_cut(row):
+    weights, parts = row
+    ends = [0, *accumulate(weights)]
+    everywhere = list(range(-1, len(weights)))
+    starts = balance_between(ends, parts, lows=[0] * len(ends), highs=everywhere)
+    assert heaviest(weights, starts) == heaviest(weights, balance(weights, parts))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, final
 
@@ -31,10 +32,17 @@ class DistributedTransport(AbstractTransport):
     Args:
         payloads: the kinds of messages that the program has.
         timeout_s: limit of every wait, in seconds.
+        rank_of: worker -> rank, and rank -> worker: its own inverse. [worker w is rank w]
     """
 
-    def __init__(self, payloads: tuple[Payload, ...], timeout_s: float) -> None:
-        super().__init__(dist.get_rank(), dist.get_world_size(), timeout_s)
+    def __init__(
+        self,
+        payloads: tuple[Payload, ...],
+        timeout_s: float,
+        rank_of: Callable[[int], int] = lambda w: w,
+    ) -> None:
+        super().__init__(rank_of(dist.get_rank()), dist.get_world_size(), timeout_s)
+        self._rank_of = rank_of
         limit = timedelta(seconds=timeout_s)
         self._groups: dict[Payload, Any] = {p: dist.new_group(timeout=limit) for p in payloads}
         # gloo does not promise that two threads may post on one group at the same moment
@@ -58,9 +66,10 @@ class DistributedTransport(AbstractTransport):
     def _post(
         self, payload: Payload, way: str, channel: int, peer: int, data: Tensor
     ) -> AbstractPending:
+        rank = self._rank_of(peer)
         with self._posting[payload]:
             try:
-                return _Work(getattr(self._groups[payload], way)([data], peer, channel))
+                return _Work(getattr(self._groups[payload], way)([data], rank, channel))
             except RuntimeError as error:  # the peer has gone: whoever waits for it says so
                 return _Gone(str(error))
 

@@ -1,0 +1,159 @@
+"""The best places for a number of stages: the slowest stage is as fast as it can be."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from typing import final
+
+from lightning_cyclic.errors import PlanError
+from lightning_cyclic.planner.partition import balance_between
+from lightning_cyclic.runtime.stagewise.obstacles import Split
+from lightning_cyclic.runtime.stagewise.places import Place, Terrain
+
+
+def best_places(
+    terrain: Terrain, stages: int, memory_limit_bytes: int | None = None
+) -> list[Place]:
+    """Return where stages 1, 2, ... begin.
+
+    Places that would share a module among stages are used only if there are too few others.
+
+    Args:
+        terrain: the places.
+        stages: how many.
+        memory_limit_bytes: of parameters and activations of one stage. [any number]
+
+    Raises:
+        PlanError: too many stages, or too few for the memory.
+    """
+    possible = _possible(terrain)
+    for places in ([p for p in possible if not p.obstacles], possible):
+        found = _best(terrain, places, stages, memory_limit_bytes)
+        if found is not None:
+            return found
+    most = most_stages(terrain)
+    if not 1 <= stages <= most:
+        raise PlanError(
+            f"stages={stages} were asked for, but {terrain.survey.title} can be cut into at most "
+            f"{most}; allowed: 1 to {most}; use CyclicStrategy(stages={most}); "
+            "`lightning-cyclic doctor` says what stands against more"
+        )
+    least = _least_memory(terrain, possible, stages)
+    raise PlanError(
+        f"memory_limit_bytes={memory_limit_bytes} cannot be met with stages={stages}; allowed: "
+        f"{least} bytes or more with so many; raise it, use more stages or smaller micro-batches"
+    )
+
+
+def _best(
+    terrain: Terrain, places: Sequence[Place], stages: int, limit: int | None
+) -> list[Place] | None:
+    """Return the best of some places; None if no choice of them is allowed.
+
+    Some places keep others from being used behind them, from some tick on. What can be used then
+    depends on the last place alone, so each is tried as the last.
+    """
+    if stages < 1:
+        return None
+    row = _Row(terrain, places, limit)
+    if stages == 1 or not terrain.obstacles.depend_on_other_cuts:
+        return row.best(stages)
+    reach = _reaches(terrain, places)
+    best: list[Place] | None = None
+    for last, end in enumerate(places):
+        usable = [p for p, r in zip(places[:last], reach, strict=False) if r >= end.tick]
+        found = _Row(terrain, [*usable, end], limit).best(stages)
+        if found and (best is None or _slowest(terrain, found) < _slowest(terrain, best)):
+            best = found
+    return best
+
+
+def _reaches(terrain: Terrain, places: Sequence[Place]) -> list[int]:
+    """Return for each place the tick of the last place that may be used with it."""
+    found = []
+    for k, place in enumerate(places):
+        reach = place.tick
+        for other in places[k + 1 :]:
+            if _clash(terrain, [place, other]):
+                break
+            reach = other.tick
+        found.append(reach)
+    return found
+
+
+def _clash(terrain: Terrain, places: Sequence[Place]) -> bool:
+    split = split_by(places)
+    return any(o.is_hard for p in places for o in terrain.obstacles.against(p.tick, split))
+
+
+def split_by(places: Sequence[Place]) -> Split:
+    """Return the modules within whose calls places lie."""
+    return frozenset[str]().union(*(p.split for p in places))
+
+
+def _slowest(terrain: Terrain, places: Sequence[Place]) -> int:
+    ends = [0, *(p.before_ns for p in places), terrain.survey.duration_ns]
+    return max(b - a for a, b in zip(ends, ends[1:], strict=False))
+
+
+@final
+class _Row:
+    """Choose among places by their running sums of time, parameters and memory."""
+
+    def __init__(self, terrain: Terrain, places: Sequence[Place], limit: int | None) -> None:
+        self._places = places
+        self._ticks = [0, *(p.tick for p in places), terrain.survey.end + 1]
+        self._ends = [0, *(p.before_ns for p in places), terrain.survey.duration_ns]
+        firsts = [terrain.first_uses_before(tick) for tick in self._ticks]
+        self._highs = [bisect_left(firsts, count) - 1 for count in firsts]
+        self._lows = [0] * len(self._ends) if limit is None else self._memory_lows(terrain, limit)
+
+    def best(self, stages: int) -> list[Place] | None:
+        """Return the best choice; None if there is none."""
+        starts = balance_between(self._ends, stages, lows=self._lows, highs=self._highs)
+        return None if starts is None else [self._places[k - 1] for k in starts[1:]]
+
+    def most(self) -> int:
+        """Return the largest number of stages, each with a parameter of its own."""
+        # the furthest place from which a stage can reach the end, and so on to the front
+        count, b = 0, len(self._ends) - 1
+        while b > 0 and self._highs[b] >= 0:
+            b = self._highs[b]
+            count += 1
+        return max(count, 1)
+
+    def _memory_lows(self, terrain: Terrain, limit: int) -> list[int]:
+        lows, a = [], 0
+        for b, end in enumerate(self._ticks):
+            while a < b and terrain.kept_bytes(self._ticks[a], end) > limit:
+                a += 1
+            lows.append(a)
+        return lows
+
+
+def most_stages(terrain: Terrain) -> int:
+    """Return the largest number of stages, each with a parameter of its own."""
+    places = _possible(terrain)
+    if not terrain.obstacles.depend_on_other_cuts:
+        return _Row(terrain, places, None).most()
+    most = 1
+    while _best(terrain, places, most + 1, None) is not None:
+        most += 1
+    return most
+
+
+def _possible(terrain: Terrain) -> list[Place]:
+    return [p for p in terrain.places if p.is_possible and p.has_parameters]
+
+
+def _least_memory(terrain: Terrain, places: Sequence[Place], stages: int) -> int:
+    """Return the least limit that can be met, by bisection."""
+    low, high = 0, terrain.kept_bytes(0, terrain.survey.end + 1)
+    while low < high:
+        middle = (low + high) // 2
+        if _best(terrain, places, stages, middle) is None:
+            low = middle + 1
+        else:
+            high = middle
+    return low

@@ -1,0 +1,208 @@
+"""The evidence: what a survey of one step found, as plain data.
+
+Everything has its *tick*: the number of calls, ends of calls and torch functions before it.
+
+    tick   0  1        2       3        4    5        6     7       8
+           .  (wte     embed)  (h.0     add  (h.0.ln  norm) h.0)   cross_entropy
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import NamedTuple
+
+
+class Line(NamedTuple):
+    """Name a line of the user's code."""
+
+    file: str
+    number: int
+
+    def __str__(self) -> str:
+        if not self.file:
+            return "line unknown"
+        return f"{self.file.removeprefix(os.getcwd() + os.sep)}:{self.number}"
+
+    @property
+    def short(self) -> str:
+        """Return the file's own name and the line's number."""
+        return f"{os.path.basename(self.file)}:{self.number}"
+
+
+NO_LINE = Line("", 0)
+
+
+class Use(NamedTuple):
+    """Say when, within which call (its number; None: outside all) and where something is used."""
+
+    tick: int
+    call: int | None
+    line: Line
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """Hold one call of a module.
+
+    Args:
+        path: of the module, "" for the root.
+        n: how many calls of it came before.
+        parent: number of the call within which it was made; None: outside all.
+        begin: its first tick.
+        end: its last tick.
+        begin_ns: time since the step began, without the survey's own.
+        end_ns: the same, of its end.
+        is_unit: it has parameters, or is a metric: other stages' workers skip it whole.
+        outputs: numbers of the tensors that a unit call returned.
+    """
+
+    path: str
+    n: int
+    parent: int | None
+    begin: int
+    end: int
+    begin_ns: int
+    end_ns: int
+    is_unit: bool
+    outputs: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Value:
+    """Hold one tensor.
+
+    Args:
+        storage: number of what it shares with its views.
+        num_bytes: of its own elements.
+        derived: it was computed from parameters.
+        made: where it was made; None for what was given: parameters, buffers, the batch.
+        units: numbers of the innermost unit calls within which it, or what it was computed from,
+            was made.
+        uses: in order.
+    """
+
+    storage: int
+    num_bytes: int
+    derived: bool
+    made: Use | None
+    units: frozenset[int]
+    uses: tuple[Use, ...]
+
+
+class Storage(NamedTuple):
+    """Hold what views share.
+
+    ``derived_from``: when a value that depends on parameters was written into it in place.
+    """
+
+    num_bytes: int
+    derived_from: int | None
+
+
+class Read(NamedTuple):
+    """Say that Python looked at the values of a tensor (``.item()``, ``if x > 0``)."""
+
+    value: int
+    at: Use
+    function: str
+
+
+class Change(NamedTuple):
+    """Say that a storage that did not depend on parameters was changed in place.
+
+    ``by_derived``: by a value that does; else within a unit call.
+    """
+
+    storage: int
+    at: Use
+    by_derived: bool
+
+
+class Held(NamedTuple):
+    """Hold the bytes of a parameter and where it was used."""
+
+    num_bytes: int
+    uses: tuple[Use, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Survey:
+    """Hold what the run showed.
+
+    Args:
+        title: name of the module's class.
+        modules: the paths of all modules.
+        calls: in order of their begins; their place here is their number.
+        values: their place here is their number.
+        storages: the same.
+        reads: of values that depend on parameters or were made within units.
+        changes: in place, of storages that did not depend on parameters.
+        parameters: by name, all of them.
+        buffers: name of every buffer -> tick of its module's first call; None: not called.
+        changed: name of every buffer that the step changed -> its first and last use.
+        metrics: path of every metric -> ticks of its updates.
+        end: the last tick.
+        duration_ns: of the step, without the survey's own time.
+    """
+
+    title: str
+    modules: tuple[str, ...]
+    calls: tuple[Call, ...]
+    values: tuple[Value, ...]
+    storages: tuple[Storage, ...]
+    reads: tuple[Read, ...]
+    changes: tuple[Change, ...]
+    parameters: Mapping[str, Held]
+    buffers: Mapping[str, int | None]
+    changed: Mapping[str, tuple[Use, Use]]
+    metrics: Mapping[str, tuple[int, ...]]
+    end: int
+    duration_ns: int
+
+    def is_derived(self, value: int, tick: int) -> bool:
+        """Say whether a value depends on parameters at a tick."""
+        since = self.storages[self.values[value].storage].derived_from
+        return self.values[value].derived or (since is not None and since <= tick)
+
+    def in_metric(self, path: str) -> bool:
+        """Say whether a call's path is that of a metric, of its update or of what it holds."""
+        return any(path == metric or path.startswith(f"{metric}.") for metric in self.metrics)
+
+    def around(self, call: int | None) -> list[Call]:
+        """Return a call and those within which it was made, from the inside out."""
+        found = []
+        while call is not None:
+            found.append(self.calls[call])
+            call = self.calls[call].parent
+        return found
+
+
+def quietest(runs: Sequence[Survey]) -> Survey:
+    """Return the first run with the shortest time that any run took from event to event.
+
+    Runs that made other calls than the first count for nothing.
+    """
+    times = [_times(run) for run in runs if _order(run) == _order(runs[0])]
+    events = [*sorted(times[0].keys() - {_END}), _END]
+    now, at = 0, {}
+    for before, event in pairwise([_START, *events]):
+        now += max(0, min(t[event] - t.get(before, 0) for t in times))
+        at[event] = now
+    calls = tuple(replace(c, begin_ns=at[c.begin], end_ns=at[c.end]) for c in runs[0].calls)
+    return replace(runs[0], calls=calls, duration_ns=at[_END])
+
+
+_START, _END = -2, -1  # stand for ticks before and behind all others
+
+
+def _times(run: Survey) -> dict[int, int]:
+    """Return when each call began and ended, by tick, and when the step ended."""
+    times = {c.begin: c.begin_ns for c in run.calls} | {c.end: c.end_ns for c in run.calls}
+    return times | {_END: run.duration_ns}
+
+
+def _order(run: Survey) -> list[tuple[str, int, int]]:
+    return [(c.path, c.begin, c.end) for c in run.calls]

@@ -1,0 +1,498 @@
+"""The executor: carry out one worker's program, stage by stage, on an unmodified step.
+
+    F(i,j)   run the step for stage j; keep the graph's beginning (entry) and ends (edges)
+    B(i,j)   one backward from the ends, with the gradients that came for them
+    A, G     packets to the next stage, gradients to the stage before
+    W, S, T  gradients of tied parameters; sums over replicas
+    P, V     new parameters, to replicas and to the stages that share them
+
+Gradients are left in ``p.grad``, as if the whole step had been run at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
+
+from lightning_cyclic.actions import Action, Kind, Payload
+from lightning_cyclic.errors import StepError
+from lightning_cyclic.plan import Plan
+from lightning_cyclic.runtime.stagewise.chance import Chance
+from lightning_cyclic.runtime.stagewise.entry import Entry
+from lightning_cyclic.runtime.stagewise.ghosts import Handle
+from lightning_cyclic.runtime.stagewise.holdings import Holdings
+from lightning_cyclic.runtime.stagewise.packets import Lesson, Packet
+from lightning_cyclic.runtime.stagewise.parcels import Parcel, ParcelPost
+from lightning_cyclic.runtime.stagewise.run import Run
+from lightning_cyclic.runtime.stagewise.sideeffects import SideEffects
+from lightning_cyclic.runtime.stagewise.site import Site
+from lightning_cyclic.runtime.stagewise.tape import Tape, names
+from lightning_cyclic.runtime.stagewise.trees import map_tensors
+
+Key = tuple[int, int, int]  # step, micro-batch, stage
+
+
+class Micro(NamedTuple):
+    """Hold one micro-batch.
+
+    Args:
+        batch: what the step is given.
+        weight: its share of the step's loss, as a function of a tensor of ones.
+        kind: what its tensors look like, sizes included.
+        family: the same without sizes.
+    """
+
+    batch: Any
+    weight: Callable[[Tensor], Tensor]
+    kind: str
+    family: str
+
+
+class Outcome(NamedTuple):
+    """Hold what the last stage got from one micro-batch."""
+
+    output: Any
+    logs: list[tuple[str, Any, dict[str, Any]]]
+
+
+@dataclass(slots=True, kw_only=True)
+class _Cell:
+    """Hold what B(i,j) needs of F(i,j)."""
+
+    packet: Packet
+    entry: Entry | None = None
+    edges: dict[Handle, GradientEdge] = field(default_factory=dict)
+    loss: Tensor | None = None
+    again: frozenset[Handle] | None = None  # what to capture when it is run again
+
+
+@final
+class Executor:
+    """Run programs of one worker.
+
+    Args:
+        site: the module.
+        plan: whose programs are run.
+        worker: this worker.
+        post: how messages travel.
+        holdings: the parameters that this worker has.
+        effects: what running a stage again must not repeat.
+        seed: of the randomness.
+        remat: "never", "always" or "except_last".
+    """
+
+    def __init__(
+        self,
+        site: Site,
+        plan: Plan,
+        worker: int,
+        post: ParcelPost,
+        holdings: Holdings,
+        effects: SideEffects,
+        seed: int,
+        remat: str = "never",
+    ) -> None:
+        self.site = site
+        self.plan = plan
+        self.worker = worker
+        self.post = post
+        self.holdings = holdings
+        self.outcomes: dict[int, Outcome] = {}  # by micro-batch, on the last stage's worker
+        self.lessons: dict[str, Lesson] = {}
+        self.learnt: dict[str, Lesson] = {}
+        self._effects = effects
+        self._seed = seed
+        self._remat = remat
+        self._micro: dict[tuple[int, int], Micro] = {}
+        self._call: Callable[[Any], Any] = _no_step
+        self._training = True
+        self._cells: dict[Key, _Cell] = {}
+        self._packets: dict[Key, Packet] = {}  # that have come, by receiving stage
+        self._grads: dict[Key, Mapping[Handle, Tensor]] = {}
+        self._tied: dict[tuple[int, int, str], Tensor] = {}
+        self._sums: dict[tuple[int, int], list[Tensor | None]] = {}
+        self._tapes: dict[tuple[str, int], tuple[Tape, ...]] = {}
+        self._facts: dict[tuple[str, int], tuple[Any, Any]] = {}
+
+    # ------------------------------------------------------------------ running
+
+    @property
+    def num_alive(self) -> dict[int, int]:
+        """Return how many micro-batches' activations are alive, by stage."""
+        counts: dict[int, int] = {}
+        for _, _, j in self._cells:
+            counts[j] = counts.get(j, 0) + 1
+        return counts
+
+    def prepare(
+        self, t: int, micro: Mapping[int, Micro], call: Callable[[Any], Any], *, training: bool
+    ) -> None:
+        """Take in the micro-batches of step ``t`` and how the user's step is called."""
+        self._micro |= {(t, i): m for i, m in micro.items()}
+        self._call = call
+        self._training = training
+        self.outcomes = {}
+
+    def run(self, actions: Iterable[Action]) -> None:
+        """Carry out actions in their order."""
+        actions = list(actions)
+        with self.site.open():
+            for n, a in enumerate(actions):
+                if a.kind is Kind.RECV:
+                    self._take(a)
+                    self._post_next(actions, n)
+                else:
+                    self._do(a)
+
+    def forget(self, t: int) -> None:
+        """Forget the micro-batches of step ``t``, and adopt what they taught."""
+        self._micro = {k: m for k, m in self._micro.items() if k[0] > t}
+        self.lessons |= self.learnt
+        self.learnt = {}
+
+    def _do(self, a: Action) -> None:
+        if a.kind is Kind.F:
+            self._forward(a)
+        elif a.kind is Kind.B:
+            self._backward(a)
+        elif a.kind is Kind.SEND:
+            _SENDS[_payload(a)](self, a)
+
+    def _take(self, a: Action) -> None:
+        _RECEIVES[_payload(a)](self, a)
+
+    def _post_next(self, actions: Sequence[Action], n: int) -> None:
+        """Post the receive of the same kind that comes next."""
+        done = actions[n]
+        for a in actions[n + 1 :]:
+            if a.kind is Kind.RECV and (a.payload, a.peer, a.j) == (
+                done.payload,
+                done.peer,
+                done.j,
+            ):
+                if a.payload in (Payload.A, Payload.G):
+                    self.post.post(a, self._kind(a))
+                return
+
+    def _kind(self, a: Action) -> str:
+        assert a.i is not None
+        return self._micro[a.t, a.i].kind
+
+    # ------------------------------------------------------------------ forward
+
+    def _forward(self, a: Action) -> None:
+        assert a.i is not None
+        t, i, j = a.t, a.i, a.j
+        packet = self._packets.pop((t, i, j), None) or Packet()
+        micro = self._micro[t, i]
+        lesson = None if packet.learning else self.lessons.get(micro.family)
+        if lesson is not None and tuple(map(names, packet.tapes)) != lesson.paths[:j]:
+            lesson = None
+        again = self._training and self._is_remat(i)
+        entry = Entry(packet.tensors, packet.with_grad, copied=again)
+        wanted = None if lesson is None else lesson.wanted(j)
+        run = self._new_run(a, packet, entry, wanted)
+        with _discard() if again else nullcontext():
+            output = run(lambda: self._call(_fresh(micro.batch)))
+        self._finish_forward(a, run, packet, entry, output, lesson, again)
+
+    def _new_run(
+        self, a: Action, packet: Packet, entry: Entry, wanted: frozenset[Handle] | None
+    ) -> Run:
+        assert a.i is not None
+        return Run(
+            self.site,
+            a.j,
+            tapes=packet.tapes,
+            received=entry.values,
+            wanted=wanted,
+            chance=Chance(self._seed, a.t, a.i, self.site.device),
+        )
+
+    def _finish_forward(
+        self, a: Action, run: Run, packet: Packet, entry: Entry, output: Any,
+        lesson: Lesson | None, again: bool,
+    ) -> None:  # fmt: skip
+        assert a.i is not None
+        t, i, j = a.t, a.i, a.j
+        is_last = j == self.plan.num_stages - 1
+        used = packet.used | dict.fromkeys(run.used, j)
+        if is_last:
+            self._finish_last(a, run, packet, output, used, lesson)
+        else:
+            packet_out = self._packet_out(a, run, packet, used, learning=lesson is None)
+            self._packets[t, i, j + 1] = packet_out
+        if not self._training:
+            return
+        cell = _Cell(packet=packet)
+        if again:
+            cell.again = frozenset(run.captured)
+        else:
+            self._keep(cell, run, entry, output)
+            cell.packet = replace(packet, tensors={})
+        self._cells[t, i, j] = cell
+
+    def _keep(self, cell: _Cell, run: Run, entry: Entry, output: Any) -> None:
+        cell.entry = entry
+        cell.edges = {h: get_gradient_edge(x) for h, x in run.captured.items() if x.requires_grad}
+        entry.values = {}
+        if run.target == self.plan.num_stages - 1:
+            cell.loss = loss_of(output)
+
+    def _packet_out(
+        self, a: Action, run: Run, packet: Packet, used: dict[Handle, int], *, learning: bool
+    ) -> Packet:
+        handles = sorted(run.captured)
+        return Packet(
+            tensors={h: run.captured[h].detach() for h in handles},
+            with_grad=frozenset(h for h in handles if run.captured[h].requires_grad),
+            tapes=self._remembered(a, (*packet.tapes, tuple(run.tape))),
+            used=used if learning else {},
+            learning=learning,
+        )
+
+    def _finish_last(
+        self, a: Action, run: Run, packet: Packet, output: Any, used: dict[Handle, int],
+        lesson: Lesson | None,
+    ) -> None:  # fmt: skip
+        assert a.i is not None
+        logs = [(name, run.filled(value), kw) for name, value, kw in run.logs]
+        used |= dict.fromkeys(run.used, a.j)
+        self.outcomes[a.i] = Outcome(_without_graph(output), logs)
+        if lesson is None:
+            family = self._micro[a.t, a.i].family
+            self.learnt[family] = Lesson.merge(self.learnt.get(family), packet.tapes, used)
+
+    def _remembered(self, a: Action, tapes: tuple[Tape, ...]) -> tuple[Tape, ...]:
+        """Return the same object for equal tapes, so that comparing them costs nothing."""
+        key = (self._kind(a), a.j)
+        if self._tapes.get(key) != tapes:
+            self._tapes[key] = tapes
+        return self._tapes[key]
+
+    def _is_remat(self, i: int) -> bool:
+        if self._remat == "except_last":
+            return i < self.plan.num_micro - self.plan.width
+        return self._remat == "always"
+
+    # ------------------------------------------------------------------ backward
+
+    def _backward(self, a: Action) -> None:
+        assert a.i is not None
+        t, i, j = a.t, a.i, a.j
+        cell = self._cells.pop((t, i, j))
+        if cell.again is None:
+            self._backward_of(a, cell)
+        else:
+            with self._effects.undone(j):  # behind the backward, which may look at buffers
+                self._run_again(a, cell)
+                self._backward_of(a, cell)
+
+    def _backward_of(self, a: Action, cell: _Cell) -> None:
+        assert a.i is not None
+        t, i, j = a.t, a.i, a.j
+        grads = self._grads.pop((t, i, j), {})
+        roots: list[Any] = []
+        root_grads: list[Tensor] = []
+        if cell.loss is not None and cell.loss.requires_grad:
+            roots.append(cell.loss)
+            root_grads.append(self._micro[t, i].weight(torch.ones_like(cell.loss)))
+        for h, edge in cell.edges.items():
+            if h in grads:
+                roots.append(edge)
+                root_grads.append(grads[h])
+        for p, grad in self._tied_roots(t, i, j):
+            roots.append(get_gradient_edge(p))
+            root_grads.append(grad)
+        with self.holdings.apart(j) as taken:
+            if roots:
+                torch.autograd.backward(roots, root_grads)
+        self._keep_taken(t, i, j, taken)
+        assert cell.entry is not None
+        self._grads[t, i, j - 1] = cell.entry.grads
+
+    def _run_again(self, a: Action, cell: _Cell) -> None:
+        assert a.i is not None
+        entry = Entry(cell.packet.tensors, cell.packet.with_grad, copied=False)
+        run = self._new_run(a, cell.packet, entry, cell.again)
+        with torch.enable_grad():
+            output = run(lambda: self._call(_fresh(self._micro[a.t, a.i].batch)))
+        self._keep(cell, run, entry, output)
+        cell.packet = Packet()
+
+    def _tied_roots(self, t: int, i: int, j: int) -> list[tuple[nn.Parameter, Tensor]]:
+        """Return the gradients that later stages have for parameters of this one."""
+        return [
+            (p, self._tied.pop((t, i, name)))
+            for name, p in self.holdings.lent(j)
+            if (t, i, name) in self._tied
+        ]
+
+    def _keep_taken(self, t: int, i: int, j: int, taken: Mapping[str, Tensor]) -> None:
+        for name, grad in taken.items():
+            sofar = self._tied.get((t, i, name))
+            # contributions of later stages come first, as in one backward over all stages
+            self._tied[t, i, name] = grad if sofar is None else sofar + grad
+
+    # ------------------------------------------------------------------ messages
+
+    def _send_packet(self, a: Action) -> None:
+        assert a.i is not None
+        packet = self._packets.pop((a.t, a.i, a.j))
+        key = self._kind(a)
+        known = self._facts.get((key, a.j))
+        tag = (tuple(packet.tensors), packet.with_grad, packet.tapes, packet.used, packet.learning)
+        if known is None or known[0] != tag:
+            known = self._facts[key, a.j] = (tag, packet.facts())
+        self.post.send(a, key, Parcel(list(packet.tensors.values()), known[1]))
+
+    def _receive_packet(self, a: Action) -> None:
+        assert a.i is not None
+        key = self._kind(a)
+        parcel = self.post.receive(a, key)
+        known = self._facts.get((key, a.j))
+        tapes = self._tapes.get((key, a.j - 1)) if known and known[0] is parcel.facts else None
+        packet = Packet.of(parcel.tensors, parcel.facts, tapes)
+        self._facts[key, a.j] = (parcel.facts, None)
+        self._tapes[key, a.j - 1] = packet.tapes
+        self._packets[a.t, a.i, a.j] = packet
+
+    def _send_grads(self, a: Action) -> None:
+        assert a.i is not None
+        grads = self._grads.pop((a.t, a.i, a.j))
+        handles = sorted(grads)
+        facts = [list(h) for h in handles]
+        self.post.send(a, self._kind(a), Parcel([grads[h] for h in handles], facts))
+
+    def _receive_grads(self, a: Action) -> None:
+        assert a.i is not None
+        parcel = self.post.receive(a, self._kind(a))
+        handles = [(h[0], h[1], h[2]) for h in parcel.facts]
+        self._grads[a.t, a.i, a.j] = dict(zip(handles, parcel.tensors, strict=True))
+        self.post.settle(Payload.A, a.i)
+
+    def _send_tied(self, a: Action) -> None:
+        assert a.i is not None
+        lent = [n for n, _ in self.holdings.lent(a.j) if (a.t, a.i, n) in self._tied]
+        tensors = [self._tied.pop((a.t, a.i, n)) for n in lent]
+        self.post.send(a, None, Parcel(tensors, lent))
+
+    def _receive_tied(self, a: Action) -> None:
+        assert a.i is not None
+        parcel = self.post.receive(a, None)
+        taken = dict(zip(parcel.facts, parcel.tensors, strict=True))
+        self._keep_taken(a.t, a.i, a.j, taken)
+
+    def _send_sum(self, a: Action) -> None:
+        facts, tensors = self.holdings.take_sum(a.j)
+        self.post.send(a, None, Parcel(tensors, facts))
+
+    def _receive_sum(self, a: Action) -> None:
+        parcel = self.post.receive(a, None)
+        self.holdings.add_to(a.j, parcel.facts, parcel.tensors)
+
+    def _send_parameters(self, a: Action) -> None:
+        self.post.send(a, None, Parcel([p.detach() for p in self.holdings.owned(a.j)]))
+
+    def _receive_parameters(self, a: Action) -> None:
+        _copy(self.holdings.owned(a.j), self.post.receive(a, None).tensors)
+
+    def _send_buffers(self, a: Action) -> None:
+        self.post.send(a, None, Parcel(self.holdings.changing(a.j)))
+
+    def _receive_buffers(self, a: Action) -> None:
+        _copy(self.holdings.changing(a.j), self.post.receive(a, None).tensors)
+
+    def _send_tied_values(self, a: Action) -> None:
+        assert a.peer is not None
+        shared = self.holdings.shared(a.j, stages_of(self.plan, a.peer))
+        self.post.send(a, None, Parcel([p.detach() for p in shared]))
+
+    def _receive_tied_values(self, a: Action) -> None:
+        shared = self.holdings.shared(a.j, self.holdings.stages)
+        _copy(shared, self.post.receive(a, None).tensors)
+
+
+def stages_of(plan: Plan, worker: int) -> tuple[int, ...]:
+    """List the stages that a worker runs."""
+    workers_of = plan.axes.placement.workers_of
+    return tuple(j for j in range(plan.num_stages) if worker in workers_of(j))
+
+
+def loss_of(output: Any) -> Tensor:
+    """Return the loss in what a training step returned.
+
+    Raises:
+        StepError: there is none.
+    """
+    loss = output.get("loss") if isinstance(output, Mapping) else output
+    if not isinstance(loss, Tensor):
+        raise StepError(
+            f"training_step returned {type(loss).__name__} as its loss; allowed: a tensor, or a "
+            'dict with a tensor under "loss"; return 0 * loss to skip a batch'
+        )
+    return loss
+
+
+def _fresh(batch: Any) -> Any:
+    """Return a batch that the user's code may change, as it is run once for each stage."""
+    return map_tensors(torch.clone, batch)
+
+
+def _without_graph(output: Any) -> Any:
+    return map_tensors(Tensor.detach, output)
+
+
+def _copy(parameters: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    # graphs that hold them are over, or do not look at them (statistics)
+    with torch.no_grad(), _unsafe_preserve_version_counter(tuple(parameters)):
+        for p, x in zip(parameters, values, strict=True):
+            p.copy_(x)
+
+
+def _discard() -> AbstractContextManager[Any]:
+    """Let autograd save nothing: the stage is run again before its backward."""
+    return saved_tensors_hooks(lambda x: None, _nothing_saved)
+
+
+def _nothing_saved(x: Any) -> Tensor:
+    raise AssertionError("a graph whose stage is run again was used")
+
+
+def _no_step(batch: Any) -> Any:
+    raise AssertionError("no step was prepared")
+
+
+def _payload(a: Action) -> Payload:
+    assert a.payload is not None
+    return a.payload
+
+
+_Step = Callable[[Executor, Action], None]
+_SENDS: dict[Payload, _Step] = {
+    Payload.A: Executor._send_packet,
+    Payload.G: Executor._send_grads,
+    Payload.W: Executor._send_tied,
+    Payload.S: Executor._send_sum,
+    Payload.T: Executor._send_sum,
+    Payload.R: Executor._send_buffers,
+    Payload.P: Executor._send_parameters,
+    Payload.V: Executor._send_tied_values,
+}
+_RECEIVES: dict[Payload, _Step] = {
+    Payload.A: Executor._receive_packet,
+    Payload.G: Executor._receive_grads,
+    Payload.W: Executor._receive_tied,
+    Payload.S: Executor._receive_sum,
+    Payload.T: Executor._receive_sum,
+    Payload.R: Executor._receive_buffers,
+    Payload.P: Executor._receive_parameters,
+    Payload.V: Executor._receive_tied_values,
+}

@@ -1,0 +1,170 @@
+"""Ghosts: stand-ins for tensors that another worker computes.
+
+A ghost knows shape, strides, dtype and device, so that the code between modules can run on it. It
+has no values until its stage begins and the real tensor has come; from then on every torch
+function that is given the ghost gets the real tensor in its place.
+"""
+
+from __future__ import annotations
+
+import traceback
+from typing import Any, NamedTuple, Self, final
+
+import torch
+from torch import Tensor
+
+from lightning_cyclic.errors import StepError
+
+Handle = tuple[int, int, int]
+"""Where a tensor was made: region, event in the region, leaf of the event's output."""
+
+READS_METADATA = frozenset(
+    {"size", "stride", "dim", "ndimension", "numel", "nelement", "element_size", "get_device"}
+    | {"is_contiguous", "is_floating_point", "is_complex", "is_signed", "is_inference", "is_conj"}
+    | {"is_neg", "is_pinned", "is_shared", "storage_offset", "__len__", "__hash__", "has_names"}
+    | {"is_same_size", "_is_view", "is_set_to", "requires_grad_", "__repr__", "__format__"}
+)
+"""Names of functions that a ghost answers by itself."""
+TENSOR_PROPERTIES = frozenset({"T", "mT", "H", "mH", "data", "real", "imag", "grad"})
+"""Names of the properties of a tensor that are tensors; all others are metadata."""
+
+
+class TensorSpec(NamedTuple):
+    """Hold what is known of a tensor without its values."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    on_host: bool
+    requires_grad: bool
+
+    @classmethod
+    def of(cls, x: Tensor) -> Self:
+        """Describe a tensor."""
+        return cls(
+            tuple(x.size()), tuple(x.stride()), x.dtype, x.device.type == "cpu", x.requires_grad
+        )
+
+
+@final
+class Ghost(Tensor):
+    """Stand for a tensor of another stage.
+
+    Args:
+        spec: its description.
+        handle: where it is made.
+        device: of this worker.
+    """
+
+    handle: Handle
+    value: Tensor | None
+
+    @staticmethod
+    def __new__(cls, spec: TensorSpec, handle: Handle, device: torch.device) -> Ghost:
+        """Make a ghost without a value."""
+        ghost: Ghost = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls,
+            spec.size,
+            strides=spec.stride,
+            dtype=spec.dtype,
+            device="cpu" if spec.on_host else device,
+            requires_grad=spec.requires_grad,
+        )
+        ghost.handle = handle
+        ghost.value = None
+        return ghost
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        """Show what is known."""
+        region, event, leaf = self.handle
+        return f"Ghost(of stage {region}, event {event}, leaf {leaf}, filled={self.value is not None})"
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Put real tensors in the place of filled ghosts; called where no run looks on."""
+        if reads_metadata(func) and not _is_filled(args[0]):
+            return ask(func, args, kwargs or {})
+        return func(*real(args), **real(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Refuse: the operation did not pass through Python, where ghosts are replaced.
+
+        Raises:
+            StepError: always.
+        """
+        raise StepError(
+            f"operation {func} was given a tensor of an earlier stage in a way that cannot be "
+            f"followed ({user_line()}); allowed: torch functions and modules; let the stage "
+            "begin elsewhere: CyclicStrategy(stages=[...])"
+        )
+
+
+def reads_metadata(func: Any) -> bool:
+    """Say whether a torch function reads what a ghost knows."""
+    name = func.__name__
+    if name == "__get__":
+        return func.__self__.__name__ not in TENSOR_PROPERTIES
+    return name in READS_METADATA
+
+
+def ask(func: Any, args: Any, kwargs: Any) -> Any:
+    """Call a function that reads metadata on a ghost itself."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **kwargs)
+
+
+def real(value: Any) -> Any:
+    """Replace ghosts in plain containers by the tensors that they stand for.
+
+    Returns:
+        The same object where it holds no ghost.
+
+    Raises:
+        StepError: a ghost has no value.
+    """
+    kind = type(value)
+    if kind is Ghost:
+        return value.value if value.value is not None else _refuse(value)
+    if kind is tuple or kind is list:
+        made = [real(x) for x in value]
+        return value if _same(made, value) else kind(made)
+    if kind is dict:
+        new = {k: real(x) for k, x in value.items()}
+        return value if _same(list(new.values()), list(value.values())) else new
+    if isinstance(value, tuple) and hasattr(value, "_fields"):  # a named tuple
+        made = [real(x) for x in value]
+        return value if _same(made, value) else tuple.__new__(kind, made)
+    if kind is slice:
+        made = [real(value.start), real(value.stop), real(value.step)]
+        return slice(*made)
+    return value
+
+
+def user_line() -> str:
+    """Return file and line of the innermost frame that is the user's."""
+    for frame, line in reversed(list(traceback.walk_stack(None))[::-1]):
+        file = frame.f_code.co_filename
+        if not any(part in file for part in _NOT_THE_USERS):
+            return f"{file}:{line}"
+    return "line unknown"
+
+
+_NOT_THE_USERS = ("lightning_cyclic/runtime", "lightning_cyclic\\runtime", "/torch/", "\\torch\\")
+
+
+def _same(made: Any, given: Any) -> bool:
+    return all(a is b for a, b in zip(made, given, strict=True))
+
+
+def _is_filled(x: Any) -> bool:
+    return type(x) is not Ghost or x.value is not None
+
+
+def _refuse(ghost: Ghost) -> Any:
+    raise StepError(
+        f"a tensor of stage {ghost.handle[0]} is used at {user_line()}, but earlier steps did "
+        "not use it there, so it was not sent; allowed: the same use of earlier stages' tensors "
+        "in every step with equal inputs; let a stage begin behind that line, "
+        "CyclicStrategy(stages=[...])"
+    )

@@ -1,0 +1,226 @@
+"""Train the modules of tests.stagewise_modules: in a pipeline, and plainly, one micro-batch each.
+
+Micro-batch i of step t is batch k = t * num_micro + i of its case. The plain run's loader yields
+them one by one and accumulates num_micro of them; a pipeline's yields those of a step joined
+(with width > 1: every width-th of them, for the replica's number).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from tests import processes
+from tests.corpus import Resumable, assert_same, make_trainer, weights_of
+from tests.processes import here
+from tests.stagewise_modules import CASES
+
+Outcome = dict[str, Any]
+CLOSE = 1e-6  # of means that are summed in another order
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Job:
+    """Say what is trained on.
+
+    Args:
+        case: name of the module.
+        num_micro: micro-batches per update, of all replicas together.
+        size: rows of a micro-batch.
+        num_steps: batches of a pipeline per epoch.
+        num_epochs: how often they are trained on.
+        dropout: of the module.
+        seed: set when the module has been made.
+        module: made in place of the case's.
+        flags: more of the Trainer's flags, as pairs.
+    """
+
+    case: str
+    num_micro: int = 4
+    size: int = 3
+    num_steps: int = 4
+    num_epochs: int = 2
+    dropout: float = 0.0
+    seed: int = 5
+    module: Callable[..., LightningModule] | None = None
+    flags: tuple[tuple[str, Any], ...] = ()
+
+    def make(self) -> LightningModule:
+        return (self.module or CASES[self.case].make)(dropout=self.dropout)
+
+    def batch(self, k: int) -> Any:
+        return CASES[self.case].batch(k, self.size)
+
+    def groups(self, width: int | None = None, replica: int = 0) -> list[list[int]]:
+        """Return which micro-batches each batch joins; without a width there is one in each."""
+        m = self.num_micro
+        if width is None:
+            return [[k] for k in range(m * self.num_steps)]
+        return [[t * m + i for i in range(replica, m, width)] for t in range(self.num_steps)]
+
+
+# ---------------------------------------------------------------------- data
+
+
+def joined(batches: Sequence[Any]) -> Any:
+    """Join trees along dim 0; of what is neither tensor nor container, the first."""
+    first = batches[0]
+    if isinstance(first, Tensor):
+        return torch.cat(list(batches))
+    if hasattr(first, "keys"):  # a dict or BatchEncoding
+        return type(first)({name: joined([b[name] for b in batches]) for name in first})
+    if dataclasses.is_dataclass(first):
+        return type(first)(**joined([vars(b) for b in batches]))
+    if isinstance(first, list) and isinstance(first[0], str):
+        return [text for texts in batches for text in texts]
+    if isinstance(first, list | tuple):
+        fields = map(joined, zip(*batches, strict=True))
+        return type(first)(*fields) if hasattr(first, "_fields") else type(first)(fields)
+    return first
+
+
+class Joined(Dataset[Any]):
+    """Batches of a job, each of a group of micro-batches."""
+
+    def __init__(self, job: Job, groups: list[list[int]]) -> None:
+        self._job, self._groups = job, groups
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def __getitem__(self, t: int) -> Any:
+        return joined([self._job.batch(k) for k in self._groups[t]])
+
+
+def loader(job: Job, width: int | None = None) -> DataLoader[Any]:
+    """Return this rank's batches: of its replica, or without a width one micro-batch each."""
+    replica = 0 if width is None else here().rank // (here().num_ranks // width)
+    return Resumable(Joined(job, job.groups(width, replica)), batch_size=None)
+
+
+# ---------------------------------------------------------------------- runs
+
+
+class StepLosses(Callback):
+    """Read behind each batch what was logged and what training_step returned."""
+
+    def __init__(self) -> None:
+        self.logged: list[float] = []
+        self.returned: list[float] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *args: Any) -> None:
+        self.logged.append(float(trainer.callback_metrics["train_loss_step"]))
+        self.returned.append(float(outputs["loss"]))
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """Hold what one rank trains with."""
+
+    trainer: Trainer
+    module: LightningModule
+    batches: DataLoader[Any]
+    seen: StepLosses
+
+    def outcome(self) -> Outcome:
+        """Return what tests compare."""
+        plan = getattr(self.trainer.strategy, "plan", None)
+        return {
+            "weights": weights_of(self.module),
+            "metrics": {name: float(x) for name, x in self.trainer.callback_metrics.items()},
+            "logged": list(self.seen.logged),
+            "returned": list(self.seen.returned),
+            "global_step": self.trainer.global_step,
+            "epoch": self.trainer.current_epoch,
+            "num_stages": plan and plan.num_stages,
+        }
+
+
+def prepare(
+    job: Job, strategy: dict[str, Any] | None, callbacks: Sequence[Callback] = (), **more: Any
+) -> Run:
+    """Make module, Trainer and batches of this rank: a pipeline, or plain without a strategy."""
+    seen, flags, width = StepLosses(), dict(job.flags) | more, None
+    if strategy is None:
+        flags["accumulate_grad_batches"] = job.num_micro * flags.get("accumulate_grad_batches", 1)
+    else:
+        width = strategy.get("width", 1)
+        strategy = {"num_micro": job.num_micro // width} | strategy
+    trainer = make_trainer(
+        strategy or "auto", max_epochs=job.num_epochs, callbacks=[seen, *callbacks], **flags
+    )
+    module = job.make()
+    seed_everything(job.seed, verbose=False)
+    return Run(trainer, module, loader(job, width), seen)
+
+
+def fit(job: Job, strategy: dict[str, Any] | None) -> Outcome:
+    """Train on this rank; return what tests compare."""
+    run = prepare(job, strategy)
+    run.trainer.fit(run.module, run.batches)
+    return run.outcome()
+
+
+@cache
+def reference(job: Job) -> Outcome:
+    """Return the plain run of a job, made once per session."""
+    (plain,) = processes.run(fit, 1, job, None)
+    return plain
+
+
+def plainly(function: Callable[..., Any], job: Job, *args: Any) -> Any:
+    """Return what a function returns in one process without a strategy."""
+    return processes.run(function, 1, job, None, *args)[0]
+
+
+def pipelines(
+    job: Job, num_ranks: int, *args: Any, function: Callable[..., Any] = fit, **strategy: Any
+) -> list[Outcome]:
+    """Return what the function returns on the ranks of a pipeline of 2 or 4 stages."""
+    if strategy.get("stages") in (2, 4):
+        strategy["stages"] = CASES[job.case].cuts(strategy["stages"])
+    return processes.run(function, num_ranks, job, strategy, *args, time_limit_s=90.0)
+
+
+# ---------------------------------------------------------------------- comparisons
+
+
+def assert_equals_plain(ranks: list[Outcome], job: Job, exact_metrics: bool = True) -> None:
+    """Compare every rank with the plain run: weights bit by bit, what was logged, steps."""
+    plain = reference(job)
+    for r, rank in enumerate(ranks):
+        assert rank["global_step"] == plain["global_step"] >= 8
+        assert_same(rank["weights"], plain["weights"], f"{job.case} rank {r}")
+        _compare_losses(rank, plain, job.num_micro)
+        _compare_metrics(rank["metrics"], plain["metrics"], exact_metrics)
+
+
+def _compare_losses(rank: Outcome, plain: Outcome, m: int) -> None:
+    for what, share in (("logged", 1 / m), ("returned", 1.0)):  # returned are divided by m
+        each = torch.tensor(plain[what], dtype=torch.float64).reshape(-1, m)
+        given = torch.tensor(rank[what], dtype=torch.float64)
+        torch.testing.assert_close(given, each.sum(1) * share, rtol=CLOSE, atol=CLOSE)
+
+
+def _compare_metrics(given: dict[str, float], expected: dict[str, float], exact: bool) -> None:
+    assert given.keys() == expected.keys()
+    for name in expected.keys() - {"train_loss_step"}:  # which is the last micro-batch's there
+        difference = abs(given[name] - expected[name])
+        assert difference <= CLOSE * max(1.0, abs(expected[name])), name
+        if exact and name == "train_metric":
+            assert difference == 0.0, name
+
+
+def assert_equal_runs(given: list[Outcome], expected: Outcome) -> None:
+    """Compare runs of one plan in different places: everything but rounding of means."""
+    for r, rank in enumerate(given):
+        assert_same(rank["weights"], expected["weights"], f"rank {r}")
+        assert rank["logged"] == expected["logged"]
+        _compare_metrics(rank["metrics"], expected["metrics"], exact=True)

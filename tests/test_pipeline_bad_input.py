@@ -1,0 +1,294 @@
+"""What a pipeline cannot run ends with a clear error on every rank, or runs right: never silence.
+
+Clear: what was given, what is allowed, what to do next; for code that no cut can pass, the line.
+"""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lightning_cyclic.errors import ConfigurationError, PlanError
+from lightning_cyclic.strategy import CyclicStrategy
+from tests import processes
+from tests.corpus import assert_same, make_trainer, weights_of
+from tests.spoiled_chains import (
+    NEEDS_VALUES,
+    BranchesOnBatch,
+    CalledTwice,
+    Chain,
+    CrossesAsGenerator,
+    CrossesAsNumber,
+    CrossesAsObject,
+    CrossesAsTree,
+    EditsBatch,
+    EditsInput,
+    EditsReceived,
+    EditsView,
+    FailsInFirstStage,
+    FailsInLastStage,
+    Nested,
+    NoGraph,
+    NotFinite,
+    OtherOrder,
+    ReturnsNone,
+    line_of,
+)
+
+TIMEOUT_S = 10.0
+NUM_STEPS, NUM_MICRO = 4, 2
+CLEAR = {"ConfigurationError", "PlanError", "StepError"}
+
+
+# ---------------------------------------------------------------------- before any process
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "given", "allowed"),
+    [
+        ({"preset": "gpipe", "remat": "sometimes"}, "remat 'sometimes'", "never"),
+        ({"preset": "gpipe", "remat": True}, "remat True", "never"),
+        ({"preset": "gpipe", "num_micro": 0}, "num_micro=0", "from 1"),
+        ({"preset": "1f1b", "num_micro": -2}, "num_micro=-2", "from 1"),
+        ({"preset": "gpipe", "width": 0}, "width=0", "from 1"),
+        ({"preset": "1f1b", "stages": 0}, "stages=0", "a number from 1"),
+        ({"preset": "1f1b", "stages": ["a", "a"]}, "'a'", "once"),
+        ({"preset": "cyclic_dp", "width": 2}, "width=2", "width=1"),
+        ({"preset": "cyclic_dp", "remat": "always"}, "remat", "never"),
+        ({"preset": "gpipe", "sharding": "optimizer"}, "optimizer", "none"),
+    ],
+    ids=lambda kwargs: "-".join(map(str, kwargs.values())) if isinstance(kwargs, dict) else None,
+)
+def test_a_strategy_refuses_impossible_arguments(
+    kwargs: dict[str, Any], given: str, allowed: str
+) -> None:
+    with pytest.raises((PlanError, ConfigurationError)) as caught:
+        CyclicStrategy(**kwargs)
+    text = str(caught.value)
+    assert given in text
+    assert "allowed: " in text
+    assert allowed in text.partition("allowed: ")[2]
+
+
+# ---------------------------------------------------------------------- what the ranks run
+
+
+def rows(k: int, size: int = 3) -> Tensor:
+    return torch.randn((size, 6), generator=torch.Generator().manual_seed(k))
+
+
+def whole(t: int) -> list[Tensor]:
+    return [torch.cat([rows(t * NUM_MICRO + i) for i in range(NUM_MICRO)])]
+
+
+BATCHES = {
+    "good": whole,
+    "no tensor": lambda t: ["text", 3],
+    "no rows": lambda t: [torch.zeros(0, 6)],
+    "scalars": lambda t: [torch.tensor(1.0)],
+    "unequal rows": lambda t: [torch.ones(4, 6), torch.ones(5, 6)],
+}
+
+
+def attempt(module: type[Chain], strategy: dict[str, Any] | None, batches: str) -> dict[str, Any]:
+    """Train; return the weights, or the error with which it ends on this rank and after when."""
+    start = time.monotonic()
+    try:
+        trained = module()
+        if strategy is None:
+            trainer = make_trainer("auto", max_epochs=1, accumulate_grad_batches=NUM_MICRO)
+            data: list[Any] = [[rows(k)] for k in range(NUM_STEPS * NUM_MICRO)]
+        else:
+            full = {"preset": "gpipe", "num_micro": NUM_MICRO} | strategy
+            limit = timedelta(seconds=TIMEOUT_S)
+            trainer = make_trainer(CyclicStrategy(timeout=limit, **full), max_epochs=1)
+            data = [BATCHES[batches](t) for t in range(NUM_STEPS)]
+        trainer.fit(trained, DataLoader(data, batch_size=None))
+    except BaseException as error:
+        return {
+            "kind": type(error).__name__, "text": str(error), "seconds": time.monotonic() - start
+        }  # fmt: skip
+    return {"kind": "nothing", "weights": weights_of(trained), "steps": trainer.global_step}
+
+
+def ends_of(
+    module: type[Chain], num_ranks: int = 2, batches: str = "good", **strategy: Any
+) -> list[dict[str, Any]]:
+    return processes.run(
+        attempt, num_ranks, module, strategy, batches, time_limit_s=40, after_failure_s=20
+    )
+
+
+def assert_refused(ends: list[dict[str, Any]], kinds: set[str], *parts: str) -> None:
+    """Look for the reason on every rank; one that only hears of it raises PeerError."""
+    assert kinds & {end["kind"] for end in ends}, ends
+    for end in ends:
+        assert end["kind"] in kinds | {"PeerError"}, end
+        assert end["seconds"] < TIMEOUT_S - 2, end
+        for part in parts:
+            assert part in end["text"], end["text"]
+
+
+def assert_right(ends: list[dict[str, Any]], module: type[Chain]) -> None:
+    (plain,) = processes.run(attempt, 1, module, None, "good")
+    for r, end in enumerate(ends):
+        assert end["kind"] == "nothing", f"rank {r}: {end}"
+        assert end["steps"] == plain["steps"] == NUM_STEPS
+        assert_same(end["weights"], plain["weights"], f"rank {r}")
+
+
+def assert_right_or_refused(ends: list[dict[str, Any]], module: type[Chain], *parts: str) -> None:
+    if any(end["kind"] == "nothing" for end in ends):
+        assert_right(ends, module)
+    else:
+        assert_refused(ends, CLEAR, "allowed:", *parts)
+
+
+# ---------------------------------------------------------------------- stages
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize("preset", ["gpipe", "1f1b"])
+@pytest.mark.parametrize(
+    ("module", "stages", "parts"),
+    [
+        (Chain, 40, ["stages=40", "allowed:", "lower it"]),
+        (Chain, ["layers.7"], ["'layers.7'", "allowed:", "layers.1"]),
+        (Chain, ["layers.1", "missing.0"], ["'missing.0'", "allowed:"]),
+        (Chain, ["never"], ["'never'", "is not called", "allowed:"]),
+        (Chain, ["layers.2", "layers.1"], ["one after the other", "allowed:", "reorder"]),
+        (OtherOrder, ["layers.1", "layers.2"], ["one after the other", "allowed:", "reorder"]),
+        (CalledTwice, ["layers.1"], ["'layers.1'", "allowed:", "layers.2"]),
+    ],
+)
+def test_impossible_cuts(module: type[Chain], stages: Any, parts: list[str], preset: str) -> None:
+    ends = ends_of(module, stages=stages, preset=preset)
+    assert_refused(ends, {"PlanError", "ConfigurationError"}, *parts)
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize(
+    ("num_ranks", "strategy", "parts"),
+    [
+        (3, {"stages": ["layers.2"]}, ["3 workers", "2 stages"]),
+        (4, {"stages": ["layers.2"]}, ["4 workers", "2 stages", "width=2"]),
+        (3, {"stages": ["layers.2"], "width": 2}, ["3 workers", "width=2"]),
+        (2, {"stages": ["layers.2"], "width": 4}, ["2 workers", "width=4"]),
+    ],
+)
+def test_more_or_fewer_workers_than_the_stages_can_use(
+    num_ranks: int, strategy: dict[str, Any], parts: list[str]
+) -> None:
+    ends = ends_of(Chain, num_ranks, **strategy)
+    assert_refused(ends, {"PlanError", "ConfigurationError"}, "allowed:", *parts)
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize(
+    "stages", [["tanh.1", "layers.2"], ["layers.0", "layers.1"], ["layers.1", "tanh.3"]], ids=str
+)
+def test_a_stage_without_parameters(stages: list[str]) -> None:
+    assert_right_or_refused(ends_of(Chain, stages=stages), Chain, "without parameters")
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize("stages", [["net.1"], ["layers.1"]], ids=str)
+def test_either_name_of_a_module_will_do(stages: list[str]) -> None:
+    assert_right(ends_of(Nested, stages=stages), Nested)
+
+
+@pytest.mark.multi
+def test_three_stages_on_two_workers() -> None:
+    assert_right(ends_of(Chain, 2, stages=["layers.1", "layers.2"]), Chain)
+
+
+# ---------------------------------------------------------------------- batches
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize(
+    ("batches", "parts"),
+    [
+        ("no tensor", ["no tensor", "micro-batches"]),
+        ("no rows", ["0 rows"]),
+        ("scalars", ["dim"]),
+        ("unequal rows", ["4", "5"]),
+    ],
+)
+def test_batches_that_cannot_be_cut(batches: str, parts: list[str]) -> None:
+    ends = ends_of(Chain, stages=["layers.2"], batches=batches)
+    assert_refused(ends, {"StepError"}, "allowed:", *parts)
+
+
+# ---------------------------------------------------------------------- what crosses a cut
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize("stages", [["layers.2"], ["layers.1", "layers.3"]], ids=str)
+@pytest.mark.parametrize(
+    "module", [CrossesAsObject, CrossesAsTree, CrossesAsGenerator, CrossesAsNumber]
+)
+def test_outputs_that_are_no_tensors(module: type[Chain], stages: list[str]) -> None:
+    ends = ends_of(module, stages=stages)
+    assert_right_or_refused(ends, module, "layers.1")
+
+
+# ---------------------------------------------------------------------- edits in place
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("module", [EditsReceived, EditsInput, EditsView, EditsBatch])
+@pytest.mark.parametrize("remat", ["never", "always"])
+def test_edits_in_place(module: type[Chain], num_ranks: int, remat: str) -> None:
+    ends = ends_of(module, num_ranks, stages=["layers.2"], remat=remat)
+    assert_right_or_refused(ends, module, "in place")
+
+
+# ---------------------------------------------------------------------- code that needs values
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize("module", NEEDS_VALUES)
+def test_code_of_an_earlier_stage_that_needs_values(module: type[Chain]) -> None:
+    ends = ends_of(module, stages=["layers.3"])
+    assert_right_or_refused(ends, module, line_of(module), "stages=['layers.2']")
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize("module", NEEDS_VALUES)
+def test_the_cut_that_such_an_error_proposes_works(module: type[Chain]) -> None:
+    assert_right(ends_of(module, stages=["layers.2"]), module)
+
+
+@pytest.mark.multi
+def test_code_that_needs_values_of_the_batch_only() -> None:
+    assert_right(ends_of(BranchesOnBatch, stages=["layers.1", "layers.3"]), BranchesOnBatch)
+
+
+# ---------------------------------------------------------------------- steps
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize("preset", ["gpipe", "1f1b"])
+@pytest.mark.parametrize(
+    ("module", "kind", "reason"),
+    [
+        (ReturnsNone, "StepError", "returned None (step 0)"),
+        (NoGraph, "StepError", "without a graph (step 0)"),
+        (NotFinite, "StepError", "nan in step 0"),
+        (FailsInLastStage, "ZeroDivisionError", "the batch is broken"),
+        (FailsInFirstStage, "ZeroDivisionError", "the batch is broken"),
+    ],
+)
+def test_every_rank_names_the_reason(
+    module: type[Chain], kind: str, reason: str, preset: str
+) -> None:
+    ends = ends_of(module, stages=["layers.2"], preset=preset)
+    assert_refused(ends, {kind}, reason)
