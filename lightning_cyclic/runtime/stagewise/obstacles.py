@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, takewhile
 from typing import final
 
 from lightning_cyclic.runtime.stagewise.evidence import Line, Read, Survey, Use
@@ -69,6 +69,7 @@ class Obstacles:
     def __init__(self, survey: Survey) -> None:
         self._survey = survey
         self._units = self._unit_paths()
+        self._stashes: list[tuple[Callable[[int, Split], bool], Split]] = []
         self._hazards = [
             *self._of_reads(),
             *self._of_stashes(),
@@ -89,6 +90,18 @@ class Obstacles:
         """
         found = dict.fromkeys(h.obstacle for h in self._hazards if h.strikes(tick, split))
         return tuple(sorted(found, key=lambda o: not o.is_hard))
+
+    def opened(self, tick: int, split: Split) -> Split:
+        """Add the modules whose own code has to be repeated for a cut, as it hands tensors out.
+
+        A module that leaves a tensor behind (for a hook that collects router outputs, say) is
+        entered on every worker, down to the module that returned the tensor.
+        """
+        while True:
+            more = [units for strikes, units in self._stashes if strikes(tick, split)]
+            if not more:
+                return split
+            split |= frozenset(path for units in more for path in units)
 
     def is_ghost(self, value: int, tick: int, split: Split) -> bool:
         """Say whether later stages' workers lack a tensor's values."""
@@ -144,10 +157,10 @@ class Obstacles:
                 f"uses a tensor that {calls[kept[0]].path!r} made at {made.line.short} but did "
                 "not return"
             )
-            yield _Hazard(
-                Obstacle(kind="stash", reason=reason, line=first.line),
-                self._stash_strikes(k, units),
-            )
+            strikes = self._stash_strikes(k, units)
+            inner = list(takewhile(lambda n: k not in calls[n].outputs, units))
+            self._stashes.append((strikes, frozenset(calls[n].path for n in inner)))
+            yield _Hazard(Obstacle(kind="stash", reason=reason, line=first.line), strikes)
 
     def _stash_strikes(self, k: int, units: list[int]) -> Callable[[int, Split], bool]:
         calls, uses = self._survey.calls, self._survey.values[k].uses

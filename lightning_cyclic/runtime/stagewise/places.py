@@ -183,6 +183,7 @@ class Terrain:
     def _place(self, call: Call, names: tuple[str, ...], has_parameters: bool) -> Place:
         around = self.survey.around(call.parent)
         split = frozenset(c.path for c in around if c.path)
+        split = self.obstacles.opened(call.begin, split)
         own = self.first_uses_before(call.begin) < len(self._first_uses)
         return Place(
             path=call.path,
