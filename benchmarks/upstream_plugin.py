@@ -1,7 +1,8 @@
 """A pytest plugin that runs Lightning's own tests on another strategy; docs/upstream.md says how.
 
 Wherever a test leaves ``strategy="auto"`` and has one CPU device, the Trainer gets the strategy
-that UPSTREAM_STRATEGY names ("cyclic_dp", "ddp", ...) instead of SingleDeviceStrategy.
+that UPSTREAM_STRATEGY names ("cyclic_dp", "gpipe", "ddp", ...) instead of SingleDeviceStrategy.
+UPSTREAM_STAGES and UPSTREAM_NUM_MICRO, where set, are its ``stages`` and ``num_micro``.
 """
 
 from __future__ import annotations
@@ -24,7 +25,16 @@ def _chosen(connector: Any) -> Strategy | str:
     on_cpu = isinstance(choice, SingleDeviceStrategy) and choice.root_device.type == "cpu"
     if not on_cpu or _NAME == "auto":
         return choice
-    return DDPStrategy() if _NAME == "ddp" else CyclicStrategy(_NAME)
+    return DDPStrategy() if _NAME == "ddp" else CyclicStrategy(_NAME, **_options())
+
+
+def _options() -> dict[str, Any]:
+    options: dict[str, Any] = {}
+    if stages := os.environ.get("UPSTREAM_STAGES"):
+        options["stages"] = int(stages) if stages.isdigit() else stages
+    if num_micro := os.environ.get("UPSTREAM_NUM_MICRO"):
+        options["num_micro"] = int(num_micro)
+    return options
 
 
 def pytest_configure(config: Any) -> None:

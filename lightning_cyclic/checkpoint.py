@@ -67,6 +67,7 @@ def stagewise_state(plan: Plan, session: StagewiseSession) -> dict[str, Any]:
         "cuts": session.cuts.as_data(),
         "t": session.t,
         "seed": session.config.seed,
+        "previous": session.history.previous() if session.history else {},
     }
 
 

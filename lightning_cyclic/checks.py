@@ -47,7 +47,8 @@ def is_stagewise(plan: Plan) -> bool:
 
 
 def _check_stagewise(plan: Plan) -> None:
-    if plan.weights != "sync":
+    allowed = ("sync", "delayed", "freshest") if plan.placement == "single" else ("sync",)
+    if plan.weights not in allowed:
         raise _not_run(plan, f"weights {plan.weights!r} with placement {plan.placement!r}")
 
 
@@ -165,6 +166,37 @@ def check_choice(given: object, allowed: Sequence[str], what: str) -> None:
         raise ConfigurationError(
             one_of(given, list(allowed), what, f"use CyclicStrategy({what}={allowed[0]!r})")
         )
+
+
+def check_once(paths: Sequence[str]) -> None:
+    """Refuse paths of which one is named twice.
+
+    Raises:
+        PlanError: with the path.
+    """
+    twice = next((path for n, path in enumerate(paths) if path in paths[:n]), None)
+    if twice is not None:
+        kept = ", ".join(f'"{path}"' for path in dict.fromkeys(paths))
+        raise PlanError(
+            f"stages names {twice!r} twice; allowed: each module once, as its first call begins "
+            f"one stage; use CyclicStrategy(stages=[{kept}])"
+        )
+
+
+def check_used(plan: Plan, remat: str, memory_limit_bytes: int | None) -> None:
+    """Refuse arguments that plans without pipelines would ignore.
+
+    Raises:
+        ConfigurationError: with the argument.
+    """
+    given = {"remat": (remat, "never"), "memory_limit_bytes": (memory_limit_bytes, None)}
+    for name, (value, default) in given.items():
+        if value != default and not is_stagewise(plan):
+            raise ConfigurationError(
+                f"{name}={value!r} is of no use with placement {plan.placement!r} (preset "
+                f"{plan.preset!r}), whose workers keep whole micro-batches; allowed: "
+                f'{name}={default!r}, or a pipeline; use CyclicStrategy("1f1b", {name}={value!r})'
+            )
 
 
 def clip_mode(trainer: Trainer, plan: Plan, clip: str | None) -> str:

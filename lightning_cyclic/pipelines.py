@@ -8,6 +8,7 @@ validation, ...   the forward of the whole batch, stage by stage; outputs and lo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, final
@@ -18,19 +19,14 @@ from torch import Tensor, nn
 
 from lightning_cyclic.actions import Payload
 from lightning_cyclic.errors import StepError
+from lightning_cyclic.outputs import decode, encode, further_outputs, weighted_mean
 from lightning_cyclic.records import Log, Recorder, from_summary, to_summary
 from lightning_cyclic.reductions import HeldReductions
 from lightning_cyclic.runtime.stagewise.executor import Outcome, loss_of
-from lightning_cyclic.runtime.stagewise.plain import (
-    decode_leaf,
-    encode_leaf,
-    from_json,
-    to_json,
-)
 from lightning_cyclic.runtime.stagewise.session import StagewiseSession, Summary
 from lightning_cyclic.runtime.stagewise.sideeffects import state_of
 from lightning_cyclic.runtime.stagewise.site import is_metric
-from lightning_cyclic.runtime.stagewise.trees import flatten, unflatten
+from lightning_cyclic.stopping import StopBoard
 
 PIPELINE_PAYLOADS = (
     Payload.D, Payload.A, Payload.G, Payload.W, Payload.S, Payload.T, Payload.P, Payload.V,
@@ -63,6 +59,9 @@ class PipelinedTraining:
         self._recorder = Recorder(module)
         self._totals: list[tuple[nn.Parameter, Tensor | None, Tensor | None]] = []
         self._metrics = {p: m for p, m in module.named_modules() if is_metric(m)}
+        self._closed = False
+        group = session.group
+        self.stop = None if group is None else StopBoard(f"cyclic/stop/{group.group_name}")
         self._before = _alone(self._metrics.values(), session.config.width)
 
     # ------------------------------------------------------------------ training
@@ -76,6 +75,8 @@ class PipelinedTraining:
             *rest: as Lightning gives them.
         """
         session = self.session
+        if self.stop is not None:
+            self.stop.tell()
         batch = session.share_batch(batch)
         parts = session.cut(batch)
         call = self._caller("training_step", context, rest)
@@ -96,12 +97,14 @@ class PipelinedTraining:
         if starts:
             for p, b in zip(own, before, strict=True):
                 p.grad = b
+        num, further, logs, stops = summary.facts
         loss, *others = summary.tensors
-        loss = self.reduce(loss, "mean")
-        self._recorder.replay(from_summary(others, summary.facts))
+        loss = self._agree(loss, stops=stops)
+        self._recorder.replay(from_summary(others[num:], logs))
         anchor = torch.zeros((), requires_grad=True, device=loss.device)
         surrogate: Tensor = _Deposit.apply(anchor, loss, self._deposit)  # type: ignore[no-untyped-call]
-        return surrogate
+        returned = decode(others[:num], further)
+        return {"loss": surrogate, **returned} if returned else surrogate
 
     @property
     def _accumulate(self) -> int:
@@ -123,23 +126,50 @@ class PipelinedTraining:
         self._totals = []
 
     def _summarise(self, outcomes: Sequence[Outcome], sizes: Sequence[int]) -> Summary:
-        losses = [loss_of(x.output).detach().reshape(()) for x in outcomes]
-        loss = losses[0]
-        if len(losses) > 1:
-            weights = torch.tensor(sizes, dtype=loss.dtype, device=loss.device)
-            loss = (torch.stack(losses) * weights).sum() / weights.sum()
-        tensors, facts = to_summary(self._recorder.combine([x.logs for x in outcomes], sizes))
-        return Summary([loss, *tensors], facts)
+        loss = weighted_mean([loss_of(x.output).detach().reshape(()) for x in outcomes], sizes)
+        self._check_finite(loss)
+        further, structure = encode(
+            further_outputs([x.output for x in outcomes], sizes), "what training_step returned"
+        )
+        logged, logs = to_summary(self._recorder.combine([x.logs for x in outcomes], sizes))
+        stops = self.stop is not None and self.stop.look()
+        return Summary([loss, *further, *logged], [len(further), structure, logs, stops])
+
+    def _agree(self, loss: Tensor, *, stops: bool) -> Tensor:
+        """Return the mean loss of all replicas, and let all stop if one of them does."""
+        if self.stop is not None and self.session.config.width > 1:
+            loss, share = self.reduce(torch.stack([loss, loss.new_tensor(stops)]), "mean")
+            stops = bool(share > 0)
+        if self.stop is not None:
+            self.stop.agreed = stops
+        return loss
+
+    def _check_finite(self, loss: Tensor) -> None:
+        """Look at the value where it is, once a step: the other workers wait for nothing new."""
+        value = float(loss)
+        if not math.isfinite(value):
+            raise StepError(
+                f"the loss of worker {self.session.worker} is {value} in step {self.session.t}; "
+                "allowed: a finite loss, since every worker would train on the result; lower the "
+                "learning rate, clip gradients, or look for the batch with "
+                "Trainer(detect_anomaly=True)"
+            )
 
     def end_step(self) -> None:
         """Send on what an update has changed."""
-        self.session.end_step()
+        if self.session.executor is not None:  # else the update came without a step
+            self.session.end_step()
 
     # ------------------------------------------------------------------ all stages together
 
     @property
     def is_apart(self) -> bool:
         """Say whether the stages are known, and each worker has its own alone."""
+        return self.has_stages and not self._closed
+
+    @property
+    def has_stages(self) -> bool:
+        """Say whether the stages are known, and each worker has optimized its own."""
         return self.session.executor is not None and not self.session.failed
 
     @property
@@ -150,8 +180,30 @@ class PipelinedTraining:
             return None
         return {n: j for j, names in enumerate(cuts.parameters) for n in names}
 
-    def clip(self, parameters: Sequence[nn.Parameter], clip_val: float) -> None:
-        """Clip gradients by the norm over all stages, as one process that has them all would."""
+    def before_update(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """Return a closure behind which the next version may be made in place."""
+
+        def closed() -> Any:
+            output = closure()
+            self.session.begin_update()
+            return output
+
+        return closed
+
+    def clip(
+        self, parameters: Sequence[nn.Parameter], clip_val: float, *, by_stage: bool
+    ) -> None:
+        """Clip gradients by the norm over all stages, as one process that has them all would.
+
+        Args:
+            parameters: of the optimizer.
+            clip_val: largest norm.
+            by_stage: clip each stage by its own norm, as freshest weights do.
+        """
+        if by_stage:
+            for j in range(self.session.holdings.num_stages):
+                torch.nn.utils.clip_grad_norm_(self.session.holdings.owned(j), clip_val)
+            return
         if self.session.norms is None:
             torch.nn.utils.clip_grad_norm_(parameters, clip_val)
             return
@@ -189,11 +241,9 @@ class PipelinedTraining:
         with self._held():
             session.find_stages(lambda: call(batch))
             summary = session.evaluate(kind, batch, call, self._summarise_output)
-        num, logs, structure, others = summary.facts
+        num, structure, logs = summary.facts
         self._recorder.replay(from_summary(summary.tensors[num:], logs))
-        tensors = iter(summary.tensors[:num])
-        leaves = [next(tensors) if x is None else decode_leaf(x[0]) for x in others]
-        return unflatten(from_json(structure), leaves)
+        return decode(summary.tensors[:num], structure)
 
     def evaluate_whole(self, step: Callable[[], Any]) -> Any:
         """Run a step on the whole module, as before training; log as :meth:`evaluate` does."""
@@ -205,14 +255,9 @@ class PipelinedTraining:
 
     def _summarise_output(self, outcomes: Sequence[Outcome]) -> Summary:
         (outcome,) = outcomes
-        leaves, structure = flatten(outcome.output)
-        tensors = [x for x in leaves if isinstance(x, Tensor)]
-        others = [
-            None if isinstance(x, Tensor) else [encode_leaf(x, "the output of a step")]
-            for x in leaves
-        ]
+        tensors, structure = encode(outcome.output, "the output of a step")
         logged, logs = to_summary(self._recorder.combine([outcome.logs], [1]))
-        return Summary([*tensors, *logged], [len(tensors), logs, to_json(structure), others])
+        return Summary([*tensors, *logged], [len(tensors), structure, logs])
 
     # ------------------------------------------------------------------ the user's step
 
@@ -255,25 +300,20 @@ class PipelinedTraining:
         for path, stage in sorted(session.cuts.metrics.items()):
             metric = self._metrics[path]
             source = session.worker_of(stage)
-            leaves, structure = flatten(state_of(metric))
-            tensors = [x for x in leaves if isinstance(x, Tensor)]
-            others = [None if isinstance(x, Tensor) else [encode_leaf(x, path)] for x in leaves]
-            shared = session.share(Payload.L, source, tensors, [to_json(structure), others])
+            shared = session.share(Payload.L, source, *encode(state_of(metric), path))
             if session.worker != source:
-                given = iter(shared.tensors)
-                data, kinds = shared.facts
-                values = [next(given) if x is None else decode_leaf(x[0]) for x in kinds]
-                metric.__dict__.update(unflatten(from_json(data), values))
+                metric.__dict__.update(decode(shared.tensors, shared.facts))
 
-    def close(self) -> dict[str, int] | None:
-        """Give every worker the whole weights again; return parameter name -> stage."""
-        found = self.stage_of
+    def close(self) -> None:
+        """Give every worker the whole weights again."""
+        if self._closed:
+            return
+        self._closed = True
         if not self.session.failed:
             self.session.restore_whole()
         self.session.close()
         for metric, attributes in self._before:
             metric.__dict__.update(attributes)
-        return found
 
 
 class _Deposit(torch.autograd.Function):

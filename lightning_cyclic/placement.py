@@ -125,10 +125,13 @@ class Pipelined(AbstractPlacement):
     def _too_deep(self) -> str:
         replicas = f" and width={self.width}" if self.width > 1 else ""
         of_each = " of each replica" if self.width > 1 else ""
+        wider = self.num_workers // self.num_stages
+        fills = wider * self.num_stages == self.num_workers
         return (
             f"num_workers={self.num_workers} with num_stages={self.num_stages}{replicas}; "
-            f"placement 'pipelined' allows at most one worker per stage{of_each}; "
-            f"use num_stages={self.depth} or num_workers={self.num_stages * self.width}"
+            f"allowed with placement 'pipelined': at most one worker per stage{of_each}; "
+            f"use num_stages={self.depth}, num_workers={self.num_stages * self.width}"
+            + (f", or width={wider}" if fills else "")
         )
 
     def workers_of(self, j: int) -> tuple[int, ...]:

@@ -3,27 +3,75 @@
 Lightning's broadcast makes worker 0 wait for all others once per batch: a barrier, which undoes
 the stagger. Here the request reaches every worker with the parameters, and all stop at the same
 step. Each attribute is replaced on one Trainer's objects only, and only where Lightning has it.
+
+The stages of a pipeline have no such sums between steps: :class:`StopBoard`.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Protocol, final
 
+import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-
-from lightning_cyclic.runtime.session import Session
 
 _ASKED_EVERY_BATCH = "_broadcast_sigterm_tensor"  # of the epoch loop, since Lightning 2.5.6
 _SIGNAL_HANDLER = "_sigterm_notifier_fn"  # of the signal connector
 
 
-def replace_stop_broadcast(trainer: Trainer, session: Session) -> None:
+class Asked(Protocol):
+    """Be what a signal tells."""
+
+    @property
+    def stop_requested(self) -> bool:
+        """Say whether this worker was asked to stop."""
+
+    def request_stop(self) -> None:
+        """Ask every worker to stop; safe to call from a signal handler."""
+
+
+@final
+class StopBoard:
+    """Let any worker of a pipeline ask for a stop, over the store of the default process group.
+
+    Who was asked writes it before his next step. The last stage's worker looks when it has had
+    everybody's part of a step, and all learn of it with what that step gave.
+
+    Args:
+        key: where in the store the request is written; the same on every worker.
+    """
+
+    def __init__(self, key: str) -> None:
+        self.stop_requested = False
+        self.agreed = False
+        self._key = key
+        self._told = False
+        self._store = dist.distributed_c10d._get_default_store()
+
+    def request_stop(self) -> None:
+        """Ask every worker to stop; safe to call from a signal handler."""
+        self.stop_requested = True
+
+    def tell(self) -> None:
+        """Write down that this worker was asked."""
+        if self.stop_requested and not self._told:
+            self._told = True
+            self._store.set(self._key, "asked")
+
+    def look(self) -> bool:
+        """Say whether any worker was asked before the step under way."""
+        return self._told or bool(self._store.check([self._key]))
+
+
+def replace_stop_broadcast(
+    trainer: Trainer, session: Asked, has_agreed: Callable[[], bool]
+) -> None:
     """Ask the session instead of all workers, and tell it of signals."""
     signals: Any = trainer._signal_connector
 
     def stop_if_agreed() -> None:
-        if session.engine is not None and session.engine.stopping:
+        if has_agreed():
             signals.received_sigterm = True
             raise SIGTERMException
 

@@ -33,11 +33,13 @@ from lightning_cyclic.checks import (
     CLIPPING,
     REMAT,
     check_choice,
+    check_once,
     check_no_leftovers,
     check_optimizers,
     check_pipeline,
     check_plan,
     check_trainer,
+    check_used,
     clip_mode,
     is_stagewise,
     trained_parameters,
@@ -50,6 +52,8 @@ from lightning_cyclic.reductions import HeldReductions
 from lightning_cyclic.runtime.agreement import require_same_module, require_same_number
 from lightning_cyclic.runtime.session import Session, SessionConfig, auto_stages
 from lightning_cyclic.runtime.stagewise.cuts import Cuts, choose_cuts
+from lightning_cyclic.runtime.stagewise.evidence import Survey
+from lightning_cyclic.runtime.stagewise.report import report
 from lightning_cyclic.runtime.stagewise.session import StagewiseConfig, StagewiseSession, rank_of
 from lightning_cyclic.runtime.stagewise.survey import survey
 from lightning_cyclic.runtime.transport import CountingTransport, DistributedTransport
@@ -160,11 +164,12 @@ class CyclicStrategy(DDPStrategy):
         self._memory_limit_bytes = memory_limit_bytes
         # refuse early, before any process; how many workers there will be is not known yet
         check_plan(self._probe_plan())
+        check_used(self._probe_plan(), remat, memory_limit_bytes)
         self._plan: Plan | None = None
         self._session: Session | None = None
         self._pipeline: PipelinedTraining | None = None
         self._pipeline_transport: CountingTransport | None = None
-        self._stages_found: dict[str, int] | None = None
+        self._survey: Survey | None = None
         self._updates: DeferredUpdates | None = None
         self._accumulating = False
         self._reductions = HeldReductions()
@@ -172,6 +177,7 @@ class CyclicStrategy(DDPStrategy):
         self._saved: Mapping[str, Any] | None = None
         self._seed = 0
         self._pruned = False
+        self._sampling: bool | None = None  # the Trainer's use_distributed_sampler, where not used
 
     # ------------------------------------------------------------------ what users ask
 
@@ -192,7 +198,7 @@ class CyclicStrategy(DDPStrategy):
     @property
     def stage_of(self) -> dict[str, int]:
         """Return parameter name -> stage; known from the first training step on."""
-        found = self._pipeline.stage_of if self._pipeline is not None else self._stages_found
+        found = self._pipeline.stage_of if self._pipeline is not None else None
         if found is not None:
             return found
         if self._trains_plainly and self.lightning_module is not None:
@@ -203,6 +209,22 @@ class CyclicStrategy(DDPStrategy):
                 "allowed: after it; read it in on_train_batch_end or later"
             )
         return self._session.stages.stage_of
+
+    def report(self) -> str:
+        """Return the profile of a pipelined module, where stages could begin and where they do.
+
+        Raises:
+            ConfigurationError: before the first step, and elsewhere than on rank 0, where the
+                module is looked at.
+        """
+        cuts = self._pipeline.session.cuts if self._pipeline is not None else None
+        if self._survey is None or cuts is None:
+            raise ConfigurationError(
+                "strategy.report() was asked for where no module has been looked at; allowed: on "
+                "rank 0, from the first step of a pipeline on; or run `lightning-cyclic doctor "
+                "PATH:CLASS` without training"
+            )
+        return report(self._survey, cuts)
 
     @property
     def messages_sent(self) -> int:
@@ -232,7 +254,11 @@ class CyclicStrategy(DDPStrategy):
     def setup(self, trainer: Trainer) -> None:
         """Check everything that can be checked before the first step."""
         fitting = trainer.state.fn == TrainerFn.FITTING
-        if self._is_stagewise:
+        if self._is_stagewise and self._width == 1:
+            # all workers see the same batches, in the loader's own order
+            self._sampling = trainer._accelerator_connector.use_distributed_sampler
+            trainer._accelerator_connector.use_distributed_sampler = False
+        if self._is_cut:
             self._setup_pipeline(trainer, fitting=fitting)
             return
         if fitting:
@@ -252,12 +278,31 @@ class CyclicStrategy(DDPStrategy):
         """Say whether workers run single stages of the step."""
         return is_stagewise(self._probe_plan())
 
+    @property
+    def _is_cut(self) -> bool:
+        """Say whether the step or its batch is cut; else one worker runs Lightning's own step."""
+        if not self._is_stagewise or self.world_size > 1:
+            return self._is_stagewise
+        plan = self._make_plan(self._expected_stages(), ())
+        return plan.num_stages > 1 or plan.num_micro > 1
+
     def _probe_plan(self) -> Plan:
         """Make a plan of plausible numbers, as the real ones are not known yet."""
-        num_workers = 1 if self._axes["placement"] == "single" else 2 * self._width
-        if PRESETS[self.preset].placement == "replicated" and self._axes["placement"] is None:
-            num_workers = self._num_micro or 2
-        return self._make_plan(4, (), num_workers=num_workers)
+        placement = self._placement or PRESETS[self.preset].placement
+        numbers = {"single": 1, "replicated": self._num_micro or 2}
+        return self._make_plan(4, (), num_workers=numbers.get(placement, 2 * self._width))
+
+    @property
+    def _placement(self) -> str | None:
+        """Return the placement that was chosen; None for the preset's.
+
+        One worker that is given several micro-batches runs them on the timetable of as many.
+        """
+        given = self._axes["placement"]
+        one_worker = self.parallel_devices is not None and self.world_size == 1
+        if given is None and one_worker and (self._num_micro or 1) > 1:
+            return "single" if PRESETS[self.preset].placement == "replicated" else None
+        return given
 
     def _setup_pipeline(self, trainer: Trainer, *, fitting: bool) -> None:
         module = self.lightning_module
@@ -267,15 +312,15 @@ class CyclicStrategy(DDPStrategy):
         check_pipeline(
             trainer, module, fitting=fitting, sync_batchnorm=self._layer_sync is not None
         )
-        if self._width == 1:  # all workers see the same batches, in the loader's own order
-            self._sampling = trainer._accelerator_connector.use_distributed_sampler
-            trainer._accelerator_connector.use_distributed_sampler = False
         super().setup(trainer)
         self._plan = self._make_plan(self._expected_stages(), ())
         check_plan(self._plan)
         if fitting:
             check_optimizers(self.optimizers)
-        self._pipeline = self._make_pipeline(trainer, module)
+        self._pipeline = pipeline = self._make_pipeline(trainer, module)
+        if fitting and pipeline.stop is not None:
+            stop = pipeline.stop
+            replace_stop_broadcast(trainer, stop, lambda: stop.agreed)
         vars(self.precision_plugin)["clip_grad_by_norm"] = self._clip_pipeline
         self._resume_pipeline()
 
@@ -314,7 +359,7 @@ class CyclicStrategy(DDPStrategy):
         return self._make_plan(num_stages, relayed, num_micro=num_micro, tied=tied)
 
     def _find_cuts(self, module: nn.Module, step: Callable[[], Any]) -> Cuts:
-        found = survey(module, step)
+        found = survey(module, step, repeats=2)  # for quiet times
         stages = self._expected_stages() if self._stages == "auto" else self._stages
         assert stages != "auto"
         self._survey = found
@@ -324,7 +369,9 @@ class CyclicStrategy(DDPStrategy):
         """Clip by the norm over all stages."""
         assert self._pipeline is not None
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        self._pipeline.clip(parameters, clip_val)
+        plan = self.plan
+        by_stage = clip_mode(self.lightning_module.trainer, plan, self._clip) == "stage"  # type: ignore[union-attr]
+        self._pipeline.clip(parameters, clip_val, by_stage=by_stage)
 
     @property
     def _timeout_s(self) -> float:
@@ -370,7 +417,10 @@ class CyclicStrategy(DDPStrategy):
         vars(self.precision_plugin)["clip_grad_by_norm"] = self._updates.clip_grad_by_norm
         self._pruned = False
         self._parameter_ids = frozenset(map(id, parameters.values()))
-        replace_stop_broadcast(trainer, self._session)
+        session = self._session
+        replace_stop_broadcast(
+            trainer, session, lambda: session.engine is not None and session.engine.stopping
+        )
         self._resume()
 
     def _agreed_seed(self) -> int:
@@ -383,6 +433,10 @@ class CyclicStrategy(DDPStrategy):
             return self._stages
         if isinstance(self._stages, list):
             return len(self._stages) + 1
+        if self._placement == "single":
+            return self._num_micro or 1
+        if self._is_stagewise:
+            return max(1, self.world_size // self._width)
         assert self.lightning_module is not None
         ps = [p for p in self.lightning_module.parameters() if p.requires_grad]
         wanted = auto_stages(self.world_size, sum(p.numel() * p.element_size() for p in ps))
@@ -408,7 +462,7 @@ class CyclicStrategy(DDPStrategy):
             slack=self.slack,
             relayed=relayed,
             schedule=self._axes["schedule"],
-            placement=self._axes["placement"],
+            placement=self._placement,
             weights=self._axes["weights"],
             sharding=self._axes["sharding"],
         )
@@ -522,9 +576,11 @@ class CyclicStrategy(DDPStrategy):
     ) -> Any:
         """Run the closure and leave the update to the program."""
         if self._session is None:
+            if self._pipeline is None:
+                return super().optimizer_step(optimizer, closure, model, **kwargs)
+            closure = self._pipeline.before_update(closure)
             output = super().optimizer_step(optimizer, closure, model, **kwargs)
-            if self._pipeline is not None:
-                self._pipeline.end_step()
+            self._pipeline.end_step()
             return output
         assert self._updates is not None
         output = closure()
@@ -627,9 +683,11 @@ class CyclicStrategy(DDPStrategy):
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the whole optimizer state on worker 0."""
-        if self._pipeline is not None and self._pipeline.is_apart:
+        if self._pipeline is not None and self._pipeline.has_stages:
             optimizer = getattr(optimizer, "_optimizer", optimizer)
-            return ckpt.gather_optimizer_state(optimizer, self._pipeline.session.holdings.own)
+            held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            own = [p for p in self._pipeline.session.holdings.own if id(p) in held]
+            return ckpt.gather_optimizer_state(optimizer, own)
         engine = self._session.engine if self._session else None
         if engine is None or self._session is None or self._session.failed:
             return super().optimizer_state(optimizer)
@@ -688,6 +746,7 @@ class CyclicStrategy(DDPStrategy):
         assert self._plan is not None
         if session.cuts is None and ckpt.fits(saved, self._plan):
             session.begin(Cuts.from_data(saved["cuts"]))
+            session.put_previous(saved["previous"])
 
     def _resume(self) -> bool:
         saved, self._saved = self._saved, None
@@ -716,12 +775,9 @@ class CyclicStrategy(DDPStrategy):
         """Take everything off the module again."""
         if self._pipeline is not None:
             self._plan = self._pipeline.session.plan or self._plan
-            self._stages_found = self._pipeline.close()
-            self._pipeline = None
-            if self._width == 1:
-                connector = self.lightning_module.trainer._accelerator_connector  # type: ignore[union-attr]
-                connector.use_distributed_sampler = self._sampling
+            self._pipeline.close()
             self.precision_plugin.__dict__.pop("clip_grad_by_norm", None)
+            restore_stop_broadcast(self.lightning_module.trainer)  # type: ignore[union-attr]
         if self._session is not None:
             self._session.close()
             self.__dict__.pop("_parameter_ids", None)
@@ -729,6 +785,10 @@ class CyclicStrategy(DDPStrategy):
             restore_stop_broadcast(self.lightning_module.trainer)  # type: ignore[union-attr]
             if self._session.engine is not None:
                 self._plan = self._session.engine.plan
+        if self._sampling is not None:
+            connector = self.lightning_module.trainer._accelerator_connector  # type: ignore[union-attr]
+            connector.use_distributed_sampler = self._sampling
+            self._sampling = None
         super().teardown()
 
 
@@ -745,4 +805,6 @@ def _checked_stages(stages: int | str | Sequence[str]) -> int | str | list[str]:
             f'stages={stages!r} is not understood; allowed: "auto", a number from 1, or a list of '
             'module paths; use CyclicStrategy(stages=["layer2", "layer3"])'
         )
+    if paths:
+        check_once(stages)  # type: ignore[arg-type]
     return stages if isinstance(stages, int | str) else list(stages)

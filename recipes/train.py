@@ -2,6 +2,7 @@
 
     python recipes/train.py                             the main job: digits, cyclic_dp, 2 workers
     python recipes/train.py strategy=ddp                one word changes the strategy
+    python recipes/train.py strategy=1f1b workers=4     a pipeline of four stages
     python recipes/train.py experiment=cdp_cifar10      the paper's settings
     python recipes/train.py trainer.max_epochs=1 seed=3 any value of any file in conf/
 
@@ -29,7 +30,7 @@ def main(cfg: DictConfig) -> float:
     """Train what the configuration says.
 
     Lightning starts the other workers by running this script again, so all of it runs once per
-    worker; only worker 0 prints.
+    worker; only rank 0 prints.
 
     Returns:
         The metric that the data set is judged by (``task.metric``), for Hydra's sweepers.
@@ -49,7 +50,8 @@ def main(cfg: DictConfig) -> float:
 def make_trainer(cfg: DictConfig) -> L.Trainer:
     """Make the Trainer, with the strategy and the report of its plan."""
     make = instantiate(cfg.trainer, _partial_=True)
-    return make(strategy=instantiate(cfg.strategy), callbacks=[PlanReport()])
+    report = PlanReport(remat=cfg.strategy.get("remat"))
+    return make(strategy=instantiate(cfg.strategy), callbacks=[report])
 
 
 def refuse_popen_sweep(cfg: DictConfig) -> None:

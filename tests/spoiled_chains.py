@@ -199,8 +199,30 @@ class EditsView(Chain):
         x = self.tanh[0](self.layers[0](batch[0])) * 1.0
         left = x[:, :3]
         y = self.layers[2](x * 2.0)
-        left += y[:, 3:]
+        left += y[:, 3:]  # this line
         return (self.layers[3](x) * left.sum()).mean()
+
+
+class EditsViewLater(Chain):
+    """What nobody saw in the first step, and a stage further on."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x = self.tanh[0](self.layers[0](batch[0])) * 1.0
+        left = x[:, :3]
+        y = self.layers[2](self.layers[1](x * 2.0))
+        if self.trainer.global_step > 0:
+            left += y[:, 3:]  # this line
+        return (self.layers[3](x) * left.sum() * y.sum()).mean()
+
+
+class EditsSaved(Chain):
+    """Torch itself refuses: the backward of tanh needs what was there before."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x = torch.tanh(self.layers[0](batch[0]))
+        y = self.layers[2](x)
+        x += y
+        return self.layers[3](x).pow(2).mean()
 
 
 class EditsBatch(Chain):
@@ -243,6 +265,15 @@ class Finds(Chain):
             places = (x > 0.1).nonzero()  # this line
             x = x[places[:, 0]]
         return x
+
+
+class ReadsTwice(Chain):
+    """Two causes, on either side of one line that is none."""
+
+    def between(self, j: int, x: Any) -> Any:
+        if j == 1:
+            return x * float(x.detach().sum())
+        return x * x.detach().max().item() if j == 2 else x
 
 
 class CallsNumpy(Chain):

@@ -30,18 +30,21 @@ from tests.spoiled_chains import (
     EditsBatch,
     EditsInput,
     EditsReceived,
+    EditsSaved,
     EditsView,
+    EditsViewLater,
     FailsInFirstStage,
     FailsInLastStage,
     Nested,
     NoGraph,
     NotFinite,
     OtherOrder,
+    ReadsTwice,
     ReturnsNone,
     line_of,
 )
 
-TIMEOUT_S = 10.0
+TIMEOUT_S = 25.0
 NUM_STEPS, NUM_MICRO = 4, 2
 CLEAR = {"ConfigurationError", "PlanError", "StepError"}
 
@@ -60,7 +63,8 @@ CLEAR = {"ConfigurationError", "PlanError", "StepError"}
         ({"preset": "1f1b", "stages": 0}, "stages=0", "a number from 1"),
         ({"preset": "1f1b", "stages": ["a", "a"]}, "'a'", "once"),
         ({"preset": "cyclic_dp", "width": 2}, "width=2", "width=1"),
-        ({"preset": "cyclic_dp", "remat": "always"}, "remat", "never"),
+        ({"preset": "cyclic_dp", "remat": "always"}, "remat='always'", "remat='never'"),
+        ({"memory_limit_bytes": 1 << 30}, "memory_limit_bytes=1073741824", "a pipeline"),
         ({"preset": "gpipe", "sharding": "optimizer"}, "optimizer", "none"),
     ],
     ids=lambda kwargs: "-".join(map(str, kwargs.values())) if isinstance(kwargs, dict) else None,
@@ -72,8 +76,7 @@ def test_a_strategy_refuses_impossible_arguments(
         CyclicStrategy(**kwargs)
     text = str(caught.value)
     assert given in text
-    assert "allowed: " in text
-    assert allowed in text.partition("allowed: ")[2]
+    assert allowed in text.partition("allowed")[2]
 
 
 # ---------------------------------------------------------------------- what the ranks run
@@ -130,7 +133,7 @@ def assert_refused(ends: list[dict[str, Any]], kinds: set[str], *parts: str) -> 
     assert kinds & {end["kind"] for end in ends}, ends
     for end in ends:
         assert end["kind"] in kinds | {"PeerError"}, end
-        assert end["seconds"] < TIMEOUT_S - 2, end
+        assert end["seconds"] < TIMEOUT_S - 5, end
         for part in parts:
             assert part in end["text"], end["text"]
 
@@ -158,13 +161,16 @@ def assert_right_or_refused(ends: list[dict[str, Any]], module: type[Chain], *pa
 @pytest.mark.parametrize(
     ("module", "stages", "parts"),
     [
-        (Chain, 40, ["stages=40", "allowed:", "lower it"]),
+        (Chain, 40, ["stages=40", "allowed: 1 to 4", "CyclicStrategy(stages=4)"]),
         (Chain, ["layers.7"], ["'layers.7'", "allowed:", "layers.1"]),
         (Chain, ["layers.1", "missing.0"], ["'missing.0'", "allowed:"]),
-        (Chain, ["never"], ["'never'", "is not called", "allowed:"]),
-        (Chain, ["layers.2", "layers.1"], ["one after the other", "allowed:", "reorder"]),
-        (OtherOrder, ["layers.1", "layers.2"], ["one after the other", "allowed:", "reorder"]),
-        (CalledTwice, ["layers.1"], ["'layers.1'", "allowed:", "layers.2"]),
+        (Chain, ["never"], ["'never'", "does not call", "allowed:", "layers.1"]),
+        (
+            Chain,
+            ["layers.2", "layers.1"],
+            ["allowed: the order", 'stages=["layers.1", "layers.2"]'],
+        ),
+        (OtherOrder, ["layers.1", "layers.2"], ["allowed:", 'stages=["layers.2", "layers.1"]']),
     ],
 )
 def test_impossible_cuts(module: type[Chain], stages: Any, parts: list[str], preset: str) -> None:
@@ -176,17 +182,17 @@ def test_impossible_cuts(module: type[Chain], stages: Any, parts: list[str], pre
 @pytest.mark.parametrize(
     ("num_ranks", "strategy", "parts"),
     [
-        (3, {"stages": ["layers.2"]}, ["3 workers", "2 stages"]),
-        (4, {"stages": ["layers.2"]}, ["4 workers", "2 stages", "width=2"]),
-        (3, {"stages": ["layers.2"], "width": 2}, ["3 workers", "width=2"]),
-        (2, {"stages": ["layers.2"], "width": 4}, ["2 workers", "width=4"]),
+        (3, {}, ["num_workers=3 with num_stages=2", "use num_stages=3, num_workers=2"]),
+        (4, {}, ["num_workers=4 with num_stages=2", "num_workers=2, or width=2"]),
+        (3, {"width": 2}, ["num_workers=3 with width=2", "use num_workers=4"]),
+        (2, {"width": 4}, ["num_workers=2 with width=4", "use num_workers=4"]),
     ],
 )
 def test_more_or_fewer_workers_than_the_stages_can_use(
     num_ranks: int, strategy: dict[str, Any], parts: list[str]
 ) -> None:
-    ends = ends_of(Chain, num_ranks, **strategy)
-    assert_refused(ends, {"PlanError", "ConfigurationError"}, "allowed:", *parts)
+    ends = ends_of(Chain, num_ranks, stages=["layers.2"], **strategy)
+    assert_refused(ends, {"PlanError", "ConfigurationError"}, "allowed", *parts)
 
 
 @pytest.mark.multi
@@ -204,6 +210,13 @@ def test_either_name_of_a_module_will_do(stages: list[str]) -> None:
 
 
 @pytest.mark.multi
+@pytest.mark.parametrize("preset", ["gpipe", "1f1b"])
+def test_a_module_that_is_called_in_two_stages(preset: str) -> None:
+    ends = ends_of(CalledTwice, stages=["layers.1"], preset=preset)
+    assert_right(ends, CalledTwice)
+
+
+@pytest.mark.multi
 def test_three_stages_on_two_workers() -> None:
     assert_right(ends_of(Chain, 2, stages=["layers.1", "layers.2"]), Chain)
 
@@ -216,9 +229,8 @@ def test_three_stages_on_two_workers() -> None:
     ("batches", "parts"),
     [
         ("no tensor", ["no tensor", "micro-batches"]),
-        ("no rows", ["0 rows"]),
+        ("no rows", ["no samples", "[0, 6]"]),
         ("scalars", ["dim"]),
-        ("unequal rows", ["4", "5"]),
     ],
 )
 def test_batches_that_cannot_be_cut(batches: str, parts: list[str]) -> None:
@@ -244,11 +256,38 @@ def test_outputs_that_are_no_tensors(module: type[Chain], stages: list[str]) -> 
 
 @pytest.mark.multi
 @pytest.mark.parametrize("num_ranks", [1, 2])
-@pytest.mark.parametrize("module", [EditsReceived, EditsInput, EditsView, EditsBatch])
+@pytest.mark.parametrize("module", [EditsReceived, EditsInput, EditsBatch])
 @pytest.mark.parametrize("remat", ["never", "always"])
 def test_edits_in_place(module: type[Chain], num_ranks: int, remat: str) -> None:
     ends = ends_of(module, num_ranks, stages=["layers.2"], remat=remat)
-    assert_right_or_refused(ends, module, "in place")
+    assert_right(ends, module)
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_change_of_a_view_is_refused_where_views_would_travel_apart(num_ranks: int) -> None:
+    ends = ends_of(EditsView, num_ranks, stages=["layers.2"])
+    reason = ("changed in place", line_of(EditsView), 'CyclicStrategy(stages=["layers.3"])')
+    assert_refused(ends, {"PlanError"}, "allowed:", *reason)
+    assert_right(ends_of(EditsView, num_ranks, stages=["layers.3"]), EditsView)
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize("remat", ["never", "always"])
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("stages", [["layers.1"], ["layers.1", "layers.2"]], ids=str)
+def test_a_change_of_a_view_is_refused_when_it_was_not_seen_before(
+    stages: list[str], num_ranks: int, remat: str
+) -> None:
+    ends = ends_of(EditsViewLater, num_ranks, stages=stages, remat=remat)
+    assert_refused(ends, {"StepError"}, "changed in place", line_of(EditsViewLater), "allowed:")
+
+
+@pytest.mark.multi
+def test_a_change_of_what_an_earlier_stage_on_the_same_worker_keeps() -> None:
+    (end,) = ends_of(EditsSaved, 1, stages=["layers.2"])
+    assert end["kind"] == "RuntimeError"
+    assert "modified by an inplace operation" in end["text"]
 
 
 # ---------------------------------------------------------------------- code that needs values
@@ -258,7 +297,13 @@ def test_edits_in_place(module: type[Chain], num_ranks: int, remat: str) -> None
 @pytest.mark.parametrize("module", NEEDS_VALUES)
 def test_code_of_an_earlier_stage_that_needs_values(module: type[Chain]) -> None:
     ends = ends_of(module, stages=["layers.3"])
-    assert_right_or_refused(ends, module, line_of(module), "stages=['layers.2']")
+    assert_right_or_refused(ends, module, line_of(module), 'CyclicStrategy(stages=["layers.2"])')
+
+
+@pytest.mark.multi
+def test_an_error_names_all_causes() -> None:
+    ends = ends_of(ReadsTwice, stages=["layers.3"])
+    assert_refused(ends, {"PlanError"}, "by __float__", "by item", 'stages=["layers.1"]')
 
 
 @pytest.mark.multi

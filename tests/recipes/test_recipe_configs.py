@@ -16,7 +16,8 @@ CHOICES = [
     if not path.stem.startswith("_")
 ]
 EXPERIMENTS = [choice for choice in CHOICES if choice.startswith("experiment=")]
-CYCLIC = ["cyclic_dp", "cyclic_dp_v1", "lockstep_dp"]
+PIPELINES = ["gpipe", "1f1b"]
+PRESETS = ["cyclic_dp", "cyclic_dp_v1", "lockstep_dp", *PIPELINES]
 
 
 @pytest.mark.parametrize("choice", CHOICES)
@@ -47,11 +48,23 @@ def test_gpt_brings_its_data_and_the_command_line_wins(compose_recipe):
     assert "digits" in compose_recipe("experiment=cdp_cifar10", "data=digits").data._target_
 
 
-@pytest.mark.parametrize("name", CYCLIC)
-def test_cyclic_strategies_are_made_by_name(compose_recipe, name):
+@pytest.mark.parametrize("name", PRESETS)
+def test_strategies_with_a_plan_are_made_by_name(compose_recipe, name):
     cfg = compose_recipe(f"strategy={name}", "stages=4")
     assert (cfg.strategy.preset, cfg.strategy.stages) == (name, 4)
     assert isinstance(instantiate(cfg.strategy), L.pytorch.strategies.DDPStrategy)
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+@pytest.mark.parametrize("choice", ["data=digits", "experiment=byte_lm"])
+def test_batches_are_cut_into_as_many_micro_batches_for_two_and_four_stages(
+    compose_recipe, name, choice
+):
+    for workers in (2, 4):
+        cfg = compose_recipe(choice, f"strategy={name}", f"workers={workers}")
+        assert (cfg.trainer.devices, cfg.strategy.preset) == (workers, name)
+        assert cfg.strategy.num_micro >= workers
+        assert cfg.data.batch_size % cfg.strategy.num_micro == 0
 
 
 def test_single_means_one_device_in_every_experiment(compose_recipe):

@@ -15,10 +15,12 @@ import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from hydra.utils import instantiate
-from report import plan_table, print_results, stage_table
+from report import plan_table, print_results, stage_ranks, stage_table
 from rich.console import Console
 from torch import nn
 from train import make_trainer, refuse_popen_sweep
+
+from lightning_cyclic.plan import make_plan
 
 ROOT = Path(__file__).parents[2]
 LIGHTNING_WARNINGS = [  # of Lightning itself: an old torch name; advice about loaders
@@ -110,17 +112,16 @@ def run_recipe(tmp_path, *overrides):
 
 
 @pytest.mark.multi
-@pytest.mark.parametrize("strategy", ["ddp", "cyclic_dp"])
+@pytest.mark.parametrize("strategy", ["ddp", "cyclic_dp", "1f1b"])
 class TestTwoWorkers:
     def test_digits_prints_each_table_once_and_keeps_its_files_in_the_run_directory(
         self, tmp_path, strategy
     ):
-        printed = run_recipe(
-            tmp_path, f"strategy={strategy}", "trainer.max_epochs=1", "trainer.limit_val_batches=2"
-        )
+        few = ["max_epochs=1", "limit_train_batches=10", "limit_val_batches=2"]
+        printed = run_recipe(tmp_path, f"strategy={strategy}", *(f"trainer.{n}" for n in few))
         assert len(re.findall(r"\bPlan\b", printed)) == 1
         assert len(re.findall(r"val accuracy +│ [01]\.\d{4}", printed)) == 1
-        assert ("bytes sent by worker 0" in printed) == (strategy != "ddp")
+        assert ("bytes sent by rank 0" in printed) == (strategy != "ddp")
         (checkpoint,) = tmp_path.glob("metrics/checkpoints/*.ckpt")
         weights = torch.load(checkpoint, weights_only=True)["state_dict"]
         assert sum(w.numel() * w.element_size() for w in weights.values()) > 300_000 * 4
@@ -128,8 +129,10 @@ class TestTwoWorkers:
 
 
 @pytest.mark.multi
-def test_byte_lm_on_two_workers(tmp_path):
-    printed = run_recipe(tmp_path, "experiment=byte_lm", "trainer.fast_dev_run=2", *TINY_GPT)
+@pytest.mark.parametrize("strategy", ["cyclic_dp", "gpipe"])
+def test_byte_lm_on_two_workers(tmp_path, strategy):
+    few = ["experiment=byte_lm", f"strategy={strategy}", "trainer.fast_dev_run=2"]
+    printed = run_recipe(tmp_path, *few, *TINY_GPT)
     assert re.search(r"val bits per byte +│ [78]\.\d{4}", printed)
 
 
@@ -178,6 +181,27 @@ class TestReport:
         for row in ("cyclic_dp", r"stages +│ 8", r"slack \(slots\) +│ 0", r"parameters +│ 25"):
             assert re.search(row, text), row
 
+    def pipeline(self):
+        return make_plan("1f1b", num_stages=2, num_workers=4, num_micro=8, width=2)
+
+    def test_plan_of_a_pipeline(self):
+        trainer = self.trainer(plan=self.pipeline())
+        text = self.text(plan_table(trainer, self.module, remat="except_last"))
+        for row in (
+            r"replicas of the pipeline \(width\) +│ 2",
+            r"micro-batches per update +│ 8",
+            r"rematerialisation +│ except_last",
+        ):
+            assert re.search(row, text), row
+        assert "slack" not in text
+
+    def test_stages_of_a_pipeline_name_their_ranks_the_last_stage_first(self):
+        ranks = stage_ranks(self.trainer(plan=self.pipeline()))
+        assert ranks == {0: [1, 3], 1: [0, 2]}
+        text = self.text(stage_table(self.module, {"0.weight": 0, "1.weight": 1}, ranks))
+        assert re.search(r"0 │ 0\.weight .*│ +1, 3 │", text)
+        assert stage_ranks(self.trainer()) == {}
+
     def test_plan_of_a_strategy_that_has_none(self):
         text = self.text(plan_table(self.trainer(), self.module))
         assert "SimpleNamespace" in text
@@ -196,4 +220,4 @@ class TestReport:
         assert "12.3" in text
         assert "messages" not in text
         print_results(self.trainer(messages_sent=7, bytes_sent=2048), {"val_accuracy": 0.98}, 1.0)
-        assert re.search(r"bytes sent by worker 0 +│ 2,048", capsys.readouterr().out)
+        assert re.search(r"bytes sent by rank 0 +│ 2,048", capsys.readouterr().out)

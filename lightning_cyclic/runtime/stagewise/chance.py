@@ -7,6 +7,8 @@ draws is keyed by its place, so that all of them draw the same.
 from __future__ import annotations
 
 import hashlib
+import random
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, final
@@ -54,6 +56,16 @@ class Chance:
         """Begin the stream of stage ``j``."""
         self._seed(f"stage {j}")
 
+    def begin_region(self, j: int) -> None:
+        """Begin what Python's and numpy's own generators draw in the code of stage ``j``.
+
+        That code is run by the workers of later stages, too, who are to draw the same.
+        """
+        value = self._value(f"region {j}")
+        random.seed(value)
+        if numpy := sys.modules.get("numpy"):
+            numpy.random.seed(value % 2**32)
+
     @contextmanager
     def of_glue(self) -> Iterator[None]:
         """Run the body with randomness keyed by its place among the draws between units."""
@@ -73,21 +85,29 @@ class Chance:
         self._draws += 1
 
     def _seed(self, what: str) -> None:
-        digest = hashlib.blake2b(f"{self._key},{what}".encode(), digest_size=8).digest()
-        value = int.from_bytes(digest, "big") >> 1  # torch takes signed 64-bit seeds
+        value = self._value(what)
         torch.default_generator.manual_seed(value)
         if self._on_cuda:
             torch.cuda.manual_seed(value)
 
+    def _value(self, what: str) -> int:
+        digest = hashlib.blake2b(f"{self._key},{what}".encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "big") >> 1  # torch takes signed 64-bit seeds
+
 
 @contextmanager
 def undisturbed(device: torch.device) -> Iterator[None]:
-    """Run the body; leave torch's generators behind it as they were."""
-    state = torch.get_rng_state()
+    """Run the body; leave all generators of random numbers behind it as they were."""
+    state, python_state = torch.get_rng_state(), random.getstate()
+    numpy = sys.modules.get("numpy")
+    numpy_state = numpy.random.get_state() if numpy else None
     on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
     try:
         yield
     finally:
         torch.set_rng_state(state)
+        random.setstate(python_state)
+        if numpy:
+            numpy.random.set_state(numpy_state)
         if on_device is not None:
             torch.cuda.set_rng_state(on_device, device)

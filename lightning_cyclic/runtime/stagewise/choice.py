@@ -56,6 +56,8 @@ def _best(
     """
     if stages < 1:
         return None
+    if stages == 1 and limit is None:  # whatever the step is, even one that uses no parameter
+        return []
     row = _Row(terrain, places, limit)
     if stages == 1 or not terrain.obstacles.depend_on_other_cuts:
         return row.best(stages)

@@ -7,8 +7,10 @@ from typing import Any, final
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from lightning_cyclic.runtime.stagewise.ghosts import Handle
+from lightning_cyclic.runtime.stagewise.ledger import version
 
 
 @final
@@ -35,6 +37,18 @@ class Entry:
             fresh = [self.values[h] for h in self.handles]
             made = _Begin.apply(anchor, self, fresh)  # type: ignore[no-untyped-call]
             self.values |= dict(zip(self.handles, made, strict=True))
+        self._given = {} if copied else dict(tensors)
+        self._versions = {h: version(self.values[h]) for h in self._given}
+
+    def pass_changes_on(self) -> None:
+        """Let graphs that hold the received tensors, of a stage on this worker, see changes.
+
+        Their backward then raises, as it does where one graph holds all stages.
+        """
+        for h, x in self._given.items():
+            if version(self.values[h]) != self._versions[h]:
+                increment_version(x)
+        self._given = {}
 
     def keep(self, grads: tuple[Tensor | None, ...]) -> None:
         """Keep the gradients that a backward brought."""
@@ -56,5 +70,6 @@ class _Begin(torch.autograd.Function):
 
 def _alias(x: Tensor) -> Tensor:
     """Return another tensor over the same memory, which is no view in autograd's eyes."""
-    made = torch.empty(0, dtype=x.dtype, device=x.device)
-    return made.set_(x.untyped_storage(), x.storage_offset(), x.size(), x.stride())
+    with torch.inference_mode(mode=False):  # changes in place are counted there too
+        made = torch.empty(0, dtype=x.dtype, device=x.device)
+        return made.set_(x.untyped_storage(), x.storage_offset(), x.size(), x.stride())

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -121,6 +121,13 @@ class Change(NamedTuple):
     by_derived: bool
 
 
+class Edit(NamedTuple):
+    """Say that some storage was changed in place, whatever it depended on."""
+
+    storage: int
+    at: Use
+
+
 class Held(NamedTuple):
     """Hold the bytes of a parameter and where it was used."""
 
@@ -146,6 +153,8 @@ class Survey:
         metrics: path of every metric -> ticks of its updates.
         end: the last tick.
         duration_ns: of the step, without the survey's own time.
+        edits: in place, of all storages but those of buffers.
+        aliases: further names of modules -> the first, which is among ``modules``.
     """
 
     title: str
@@ -161,6 +170,8 @@ class Survey:
     metrics: Mapping[str, tuple[int, ...]]
     end: int
     duration_ns: int
+    edits: tuple[Edit, ...] = ()
+    aliases: Mapping[str, str] = field(default_factory=dict)
 
     def is_derived(self, value: int, tick: int) -> bool:
         """Say whether a value depends on parameters at a tick."""

@@ -11,8 +11,8 @@ Gradients are left in ``p.grad``, as if the whole step had been run at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, final
 
@@ -27,10 +27,12 @@ from lightning_cyclic.plan import Plan
 from lightning_cyclic.runtime.stagewise.chance import Chance
 from lightning_cyclic.runtime.stagewise.entry import Entry
 from lightning_cyclic.runtime.stagewise.ghosts import Handle
+from lightning_cyclic.runtime.stagewise.history import History
 from lightning_cyclic.runtime.stagewise.holdings import Holdings
 from lightning_cyclic.runtime.stagewise.packets import Lesson, Packet
 from lightning_cyclic.runtime.stagewise.parcels import Parcel, ParcelPost
 from lightning_cyclic.runtime.stagewise.run import Run
+from lightning_cyclic.runtime.stagewise.sharing import Sharing, groups_of
 from lightning_cyclic.runtime.stagewise.sideeffects import SideEffects
 from lightning_cyclic.runtime.stagewise.site import Site
 from lightning_cyclic.runtime.stagewise.tape import Tape, names
@@ -71,6 +73,7 @@ class _Cell:
     edges: dict[Handle, GradientEdge] = field(default_factory=dict)
     loss: Tensor | None = None
     again: frozenset[Handle] | None = None  # what to capture when it is run again
+    shown: dict[str, nn.Parameter] = field(default_factory=dict)  # of older versions, by name
 
 
 @final
@@ -86,6 +89,7 @@ class Executor:
         effects: what running a stage again must not repeat.
         seed: of the randomness.
         remat: "never", "always" or "except_last".
+        history: versions of the parameters, where forwards read older ones too.
     """
 
     def __init__(
@@ -98,6 +102,7 @@ class Executor:
         effects: SideEffects,
         seed: int,
         remat: str = "never",
+        history: History | None = None,
     ) -> None:
         self.site = site
         self.plan = plan
@@ -110,6 +115,7 @@ class Executor:
         self._effects = effects
         self._seed = seed
         self._remat = remat
+        self._history = history
         self._micro: dict[tuple[int, int], Micro] = {}
         self._call: Callable[[Any], Any] = _no_step
         self._training = True
@@ -156,6 +162,7 @@ class Executor:
         self._micro = {k: m for k, m in self._micro.items() if k[0] > t}
         self.lessons |= self.learnt
         self.learnt = {}
+        self.outcomes = {}
 
     def _do(self, a: Action) -> None:
         if a.kind is Kind.F:
@@ -197,41 +204,59 @@ class Executor:
             lesson = None
         again = self._training and self._is_remat(i)
         entry = Entry(packet.tensors, packet.with_grad, copied=again)
-        wanted = None if lesson is None else lesson.wanted(j)
-        run = self._new_run(a, packet, entry, wanted)
-        with _discard() if again else nullcontext():
+        run = self._new_run(a, packet, entry, lesson)
+        cell = _Cell(packet=packet)
+        with _discard() if again else nullcontext(), self._versions(a, cell):
             output = run(lambda: self._call(_fresh(micro.batch)))
-        self._finish_forward(a, run, packet, entry, output, lesson, again)
+        self._finish_forward(a, run, cell, entry, output, lesson, again)
+
+    @contextmanager
+    def _versions(self, a: Action, cell: _Cell) -> Iterator[None]:
+        """Let the parameters of a stage have the version that the plan says."""
+        if self._history is None or not self._training:
+            yield
+            return
+        assert a.i is not None
+        stages = {a.j, *self.holdings.lenders(a.j)}
+        with self._history.shown({j: self.plan.reads(a.t, a.i, j) for j in stages}) as shown:
+            cell.shown = shown
+            yield
 
     def _new_run(
-        self, a: Action, packet: Packet, entry: Entry, wanted: frozenset[Handle] | None
-    ) -> Run:
+        self, a: Action, packet: Packet, entry: Entry, lesson: Lesson | None,
+        again: frozenset[Handle] | None = None,
+    ) -> Run:  # fmt: skip
         assert a.i is not None
         return Run(
             self.site,
             a.j,
             tapes=packet.tapes,
             received=entry.values,
-            wanted=wanted,
+            wanted=again if lesson is None else lesson.wanted(a.j),
+            path=None if lesson is None or a.j >= len(lesson.paths) else lesson.paths[a.j],
+            sharing=Sharing(packet.shared, packet.stale),
             chance=Chance(self._seed, a.t, a.i, self.site.device),
         )
 
     def _finish_forward(
-        self, a: Action, run: Run, packet: Packet, entry: Entry, output: Any,
+        self, a: Action, run: Run, cell: _Cell, entry: Entry, output: Any,
         lesson: Lesson | None, again: bool,
     ) -> None:  # fmt: skip
         assert a.i is not None
-        t, i, j = a.t, a.i, a.j
+        t, i, j, packet = a.t, a.i, a.j, cell.packet
+        entry.pass_changes_on()
         is_last = j == self.plan.num_stages - 1
         used = packet.used | dict.fromkeys(run.used, j)
+        if run.has_strayed and lesson is not None:  # what stages before used was not asked for
+            used = {h: last for h, last in lesson.last_use.items() if h[0] < j} | used
+            lesson = None
         if is_last:
             self._finish_last(a, run, packet, output, used, lesson)
         else:
-            packet_out = self._packet_out(a, run, packet, used, learning=lesson is None)
+            packet_out = self._packet_out(a, run, packet, entry, used, learning=lesson is None)
             self._packets[t, i, j + 1] = packet_out
         if not self._training:
             return
-        cell = _Cell(packet=packet)
         if again:
             cell.again = frozenset(run.captured)
         else:
@@ -247,8 +272,9 @@ class Executor:
             cell.loss = loss_of(output)
 
     def _packet_out(
-        self, a: Action, run: Run, packet: Packet, used: dict[Handle, int], *, learning: bool
-    ) -> Packet:
+        self, a: Action, run: Run, packet: Packet, entry: Entry, used: dict[Handle, int],
+        *, learning: bool,
+    ) -> Packet:  # fmt: skip
         handles = sorted(run.captured)
         return Packet(
             tensors={h: run.captured[h].detach() for h in handles},
@@ -256,6 +282,8 @@ class Executor:
             tapes=self._remembered(a, (*packet.tapes, tuple(run.tape))),
             used=used if learning else {},
             learning=learning,
+            shared=groups_of(run.captured, entry.values, packet.shared),
+            stale={h: line for h, line in run.sharing.stale.items() if h in run.captured},
         )
 
     def _finish_last(
@@ -263,7 +291,10 @@ class Executor:
         lesson: Lesson | None,
     ) -> None:  # fmt: skip
         assert a.i is not None
-        logs = [(name, run.filled(value), kw) for name, value, kw in run.logs]
+        if self._training:
+            _check_loss(output, a.t)
+        logs = [(name, _detached(run.filled(value)), kw) for name, value, kw in run.logs]
+        run.logs = []  # they hold graphs
         used |= dict.fromkeys(run.used, a.j)
         self.outcomes[a.i] = Outcome(_without_graph(output), logs)
         if lesson is None:
@@ -308,10 +339,10 @@ class Executor:
             if h in grads:
                 roots.append(edge)
                 root_grads.append(grads[h])
-        for p, grad in self._tied_roots(t, i, j):
+        for p, grad in self._tied_roots(t, i, j, cell):
             roots.append(get_gradient_edge(p))
             root_grads.append(grad)
-        with self.holdings.apart(j) as taken:
+        with self.holdings.apart(j) as taken, self._accumulating(cell):
             if roots:
                 torch.autograd.backward(roots, root_grads)
         self._keep_taken(t, i, j, taken)
@@ -321,16 +352,21 @@ class Executor:
     def _run_again(self, a: Action, cell: _Cell) -> None:
         assert a.i is not None
         entry = Entry(cell.packet.tensors, cell.packet.with_grad, copied=False)
-        run = self._new_run(a, cell.packet, entry, cell.again)
-        with torch.enable_grad():
+        run = self._new_run(a, cell.packet, entry, None, cell.again)
+        with torch.enable_grad(), self._versions(a, cell):
             output = run(lambda: self._call(_fresh(self._micro[a.t, a.i].batch)))
         self._keep(cell, run, entry, output)
         cell.packet = Packet()
 
-    def _tied_roots(self, t: int, i: int, j: int) -> list[tuple[nn.Parameter, Tensor]]:
+    def _accumulating(self, cell: _Cell) -> AbstractContextManager[None]:
+        return self._history.accumulating(cell.shown) if self._history else nullcontext()
+
+    def _tied_roots(
+        self, t: int, i: int, j: int, cell: _Cell
+    ) -> list[tuple[nn.Parameter, Tensor]]:
         """Return the gradients that later stages have for parameters of this one."""
         return [
-            (p, self._tied.pop((t, i, name)))
+            (cell.shown.get(name, p), self._tied.pop((t, i, name)))
             for name, p in self.holdings.lent(j)
             if (t, i, name) in self._tied
         ]
@@ -348,7 +384,10 @@ class Executor:
         packet = self._packets.pop((a.t, a.i, a.j))
         key = self._kind(a)
         known = self._facts.get((key, a.j))
-        tag = (tuple(packet.tensors), packet.with_grad, packet.tapes, packet.used, packet.learning)
+        tag = (
+            tuple(packet.tensors), packet.with_grad, packet.tapes, packet.used, packet.learning,
+            packet.shared, packet.stale,
+        )  # fmt: skip
         if known is None or known[0] != tag:
             known = self._facts[key, a.j] = (tag, packet.facts())
         self.post.send(a, key, Parcel(list(packet.tensors.values()), known[1]))
@@ -426,17 +465,37 @@ def stages_of(plan: Plan, worker: int) -> tuple[int, ...]:
     return tuple(j for j in range(plan.num_stages) if worker in workers_of(j))
 
 
-def loss_of(output: Any) -> Tensor:
+def _check_loss(output: Any, t: int) -> None:
+    loss = loss_of(output, t)
+    if loss.numel() != 1:
+        raise StepError(
+            f"training_step returned a loss of shape {list(loss.shape)} (step {t}); allowed: one "
+            "number; return its mean"
+        )
+    if not loss.requires_grad:
+        raise StepError(
+            f"training_step returned a loss without a graph (step {t}); allowed: a tensor that "
+            "depends on trained parameters; do not detach it, and do not compute it under "
+            "torch.no_grad()"
+        )
+
+
+def loss_of(output: Any, t: int | None = None) -> Tensor:
     """Return the loss in what a training step returned.
+
+    Args:
+        output: of the step.
+        t: number of the step, for the error.
 
     Raises:
         StepError: there is none.
     """
     loss = output.get("loss") if isinstance(output, Mapping) else output
     if not isinstance(loss, Tensor):
+        given = "None" if loss is None else f"a {type(loss).__name__} as its loss"
         raise StepError(
-            f"training_step returned {type(loss).__name__} as its loss; allowed: a tensor, or a "
-            'dict with a tensor under "loss"; return 0 * loss to skip a batch'
+            f"training_step returned {given}{'' if t is None else f' (step {t})'}; allowed: a "
+            'tensor, or a dict with a tensor under "loss"; return 0 * loss to skip a batch'
         )
     return loss
 
@@ -448,6 +507,11 @@ def _fresh(batch: Any) -> Any:
 
 def _without_graph(output: Any) -> Any:
     return map_tensors(Tensor.detach, output)
+
+
+def _detached(value: Any) -> Any:
+    """Return a logged value without the graph, which would keep what autograd saved."""
+    return value.detach() if isinstance(value, Tensor) else value
 
 
 def _copy(parameters: Sequence[Tensor], values: Sequence[Tensor]) -> None:

@@ -43,6 +43,11 @@ class Holdings:
         """Return the parameters that this worker updates, in the module's order."""
         return [p for n, p in self._named.items() if self._home.get(n) in self.stages]
 
+    @property
+    def num_stages(self) -> int:
+        """Return how many stages there are."""
+        return self._cuts.num_stages
+
     def owned(self, j: int) -> list[nn.Parameter]:
         """Return the parameters of stage ``j``: those that it is the first to use."""
         return [self._named[n] for n in self._cuts.parameters[j]]
@@ -54,6 +59,15 @@ class Holdings:
     def borrowed(self, j: int) -> list[str]:
         """Return the names of the parameters of earlier stages that stage ``j`` uses too."""
         return [n for n, stages in self._cuts.tied.items() if j in stages and self._home[n] != j]
+
+    def lenders(self, j: int) -> set[int]:
+        """Return the earlier stages of which stage ``j`` uses parameters."""
+        return {self._home[n] for n in self.borrowed(j)}
+
+    def trained(self, j: int) -> dict[str, nn.Parameter]:
+        """Return the parameters of stage ``j`` that are trained, by name."""
+        named = {n: self._named[n] for n in self._cuts.parameters[j]}
+        return {n: p for n, p in named.items() if p.requires_grad}
 
     def shared(self, first: int, stages: Sequence[int]) -> list[nn.Parameter]:
         """Return the parameters of stage ``first`` that some of ``stages`` use too."""

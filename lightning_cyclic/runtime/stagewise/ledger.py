@@ -15,7 +15,15 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from lightning_cyclic.runtime.stagewise.evidence import Change, Line, Read, Storage, Use, Value
+from lightning_cyclic.runtime.stagewise.evidence import (
+    Change,
+    Edit,
+    Line,
+    Read,
+    Storage,
+    Use,
+    Value,
+)
 
 READS_VALUE = frozenset(
     {"item", "tolist", "numpy", "__array__", "__bool__", "__int__", "__float__", "__index__"}
@@ -46,6 +54,7 @@ class Ledger:
     def __init__(self) -> None:
         self.reads: list[Read] = []
         self.changes: list[Change] = []
+        self.edits: list[Edit] = []
         self._entries: list[_Entry] = []
         self._storages: list[Storage] = []
         self._state: set[int] = set()  # storages whose changes are no concern of the step's
@@ -141,9 +150,11 @@ class Ledger:
         return entry.derived or self._storages[entry.storage].derived_from is not None
 
     def _change(self, k: int, use: Use, unit: int | None, by_derived: bool) -> None:
+        storage = self._entries[k].storage
+        if storage not in self._state:
+            self.edits.append(Edit(storage, use))
         if self._is_derived(k):
             return
-        storage = self._entries[k].storage
         if storage not in self._state and (by_derived or unit != self._entries[k].home):
             self.changes.append(Change(storage, use, by_derived))
         if by_derived:

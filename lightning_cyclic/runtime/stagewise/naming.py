@@ -8,7 +8,11 @@ from typing import NoReturn
 
 from lightning_cyclic.errors import PlanError
 from lightning_cyclic.runtime.stagewise.choice import split_by
+from lightning_cyclic.runtime.stagewise.obstacles import Obstacle
 from lightning_cyclic.runtime.stagewise.places import Place, Terrain
+
+
+_MOST_REASONS = 3
 
 
 def named_places(terrain: Terrain, paths: Sequence[str]) -> list[Place]:
@@ -27,9 +31,9 @@ def named_places(terrain: Terrain, paths: Sequence[str]) -> list[Place]:
     _check_parameters(terrain, places)
     split = split_by(places)
     for k, place in enumerate(places):
-        for obstacle in terrain.obstacles.against(place.tick, split):
-            if obstacle.is_hard:
-                _refuse(terrain, places, k, f"{obstacle.reason}, at {obstacle.line}")
+        hard = [o for o in terrain.obstacles.against(place.tick, split) if o.is_hard]
+        if hard:
+            _refuse(terrain, places, k, _reasons(hard))
     return places
 
 
@@ -40,10 +44,21 @@ def paste(paths: Sequence[str]) -> str:
         >>> paste(["h.1", "h.2"])
         'CyclicStrategy(stages=["h.1", "h.2"])'
     """
-    return "CyclicStrategy(stages=[" + ", ".join(f'"{path}"' for path in paths) + "])"
+    return f"CyclicStrategy(stages={_listed(paths)})"
+
+
+def _listed(paths: Sequence[str]) -> str:
+    return "[" + ", ".join(f'"{path}"' for path in paths) + "]"
+
+
+def _reasons(obstacles: Sequence[Obstacle]) -> str:
+    texts = [f"{o.reason}, at {o.line}" for o in obstacles]
+    more = len(texts) - _MOST_REASONS
+    return "; and ".join(texts[:_MOST_REASONS]) + (f"; and {more} more" if more > 0 else "")
 
 
 def _find(terrain: Terrain, path: str) -> Place:
+    path = terrain.survey.aliases.get(path, path)
     place = terrain.at(path) if path else None
     if place is not None:
         return place
@@ -72,7 +87,7 @@ def _check_order(places: Sequence[Place]) -> None:
     if [p.path for p in in_order] != paths or len(set(paths)) != len(paths):
         once = list(dict.fromkeys(p.path for p in in_order))
         raise PlanError(
-            f"stages={paths} do not begin one after the other; allowed: the order of their first "
+            f"stages={_listed(paths)} do not begin one after the other; allowed: the order of their first "
             f"calls, each once; use {paste(once)}"
         )
 

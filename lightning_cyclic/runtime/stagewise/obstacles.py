@@ -7,6 +7,7 @@ around them. So glue must not need what only a unit knows:
     read      Python reads a value that an earlier stage computes
     stash     glue uses a tensor that a unit made but did not return
     in_place  a tensor that every worker has is changed by what only one computes
+    views     of two views of a tensor of an earlier stage, which travel apart, one is changed
     buffer    a buffer that training changes is used on both sides
     shared    (soft) a module uses a parameter on both sides: possible, but costs messages
 """
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import groupby, takewhile
+from itertools import dropwhile, groupby
 from typing import final
 
 from lightning_cyclic.runtime.stagewise.evidence import Line, Read, Survey, Use
@@ -69,16 +70,17 @@ class Obstacles:
     def __init__(self, survey: Survey) -> None:
         self._survey = survey
         self._units = self._unit_paths()
-        self._stashes: list[tuple[Callable[[int, Split], bool], Split]] = []
+        self._stashes: list[tuple[Callable[[int, Split], bool], int, list[int]]] = []
         self._hazards = [
             *self._of_reads(),
             *self._of_stashes(),
             *self._of_changes(),
+            *self._of_edits(),
             *self._of_buffers(),
             *self._of_parameters(),
         ]
         self.depend_on_other_cuts = any(
-            h.obstacle.kind in ("read", "stash", "in_place") for h in self._hazards
+            h.obstacle.kind in ("read", "stash", "in_place", "views") for h in self._hazards
         )
 
     def against(self, tick: int, split: Split) -> tuple[Obstacle, ...]:
@@ -98,10 +100,22 @@ class Obstacles:
         entered on every worker, down to the module that returned the tensor.
         """
         while True:
-            more = [units for strikes, units in self._stashes if strikes(tick, split)]
+            more = [
+                path
+                for strikes, value, units in self._stashes
+                if strikes(tick, split)
+                for path in self._to_open(value, units, split)
+            ]
             if not more:
                 return split
-            split |= frozenset(path for units in more for path in units)
+            split |= frozenset(more)
+
+    def _to_open(self, value: int, units: list[int], split: Split) -> Iterator[str]:
+        """Name the units from the one that is skipped down to the one that returns a tensor."""
+        for n in dropwhile(lambda n: self._survey.calls[n].path in split, units):
+            if value in self._survey.calls[n].outputs:
+                return
+            yield self._survey.calls[n].path
 
     def is_ghost(self, value: int, tick: int, split: Split) -> bool:
         """Say whether later stages' workers lack a tensor's values."""
@@ -121,7 +135,7 @@ class Obstacles:
         """Say whether code directly within a call runs on the workers of later stages too."""
         return call is None or self._units[call] <= split
 
-    # ------------------------------------------------------------------ the five kinds
+    # ------------------------------------------------------------------ the six kinds
 
     def _of_reads(self) -> Iterator[_Hazard]:
         for read in self._survey.reads:
@@ -158,8 +172,7 @@ class Obstacles:
                 "not return"
             )
             strikes = self._stash_strikes(k, units)
-            inner = list(takewhile(lambda n: k not in calls[n].outputs, units))
-            self._stashes.append((strikes, frozenset(calls[n].path for n in inner)))
+            self._stashes.append((strikes, k, units))
             yield _Hazard(Obstacle(kind="stash", reason=reason, line=first.line), strikes)
 
     def _stash_strikes(self, k: int, units: list[int]) -> Callable[[int, Split], bool]:
@@ -204,6 +217,33 @@ class Obstacles:
                 return False
             lost = by_derived or not self._repeated(at.call, split)
             return lost and self._needed(later, tick, split)
+
+        return strikes
+
+    def _of_edits(self) -> Iterator[_Hazard]:
+        views: dict[int, list[int]] = {}
+        for k, value in enumerate(self._survey.values):
+            if value.made is not None and value.uses:
+                views.setdefault(value.storage, []).append(k)
+        for edit in self._survey.edits:
+            sharing = views.get(edit.storage, [])
+            if len(sharing) > 1:
+                reason = "a tensor of an earlier stage is changed in place, and views of it are used"
+                yield _Hazard(
+                    Obstacle(kind="views", reason=reason, line=edit.at.line),
+                    self._edit_strikes(edit.at, sharing),
+                )
+
+    def _edit_strikes(self, at: Use, sharing: list[int]) -> Callable[[int, Split], bool]:
+        values = self._survey.values
+
+        def crosses(k: int, tick: int, split: Split) -> bool:
+            made, last = values[k].made, values[k].uses[-1]
+            assert made is not None
+            return made.tick < tick <= last.tick and self.is_ghost(k, tick, split)
+
+        def strikes(tick: int, split: Split) -> bool:
+            return tick <= at.tick and sum(crosses(k, tick, split) for k in sharing) > 1
 
         return strikes
 

@@ -27,6 +27,8 @@ class Packet:
         tapes: of regions 0 .. j.
         used: last stage that used each handle so far; only while learning.
         learning: whether everything alive is sent.
+        shared: numbers of the groups of tensors that share memory in the stages that made them.
+        stale: tensors of which another view was changed in place since -> where.
     """
 
     tensors: dict[Handle, Tensor] = field(default_factory=dict)
@@ -34,6 +36,8 @@ class Packet:
     tapes: tuple[Tape, ...] = ()
     used: dict[Handle, int] = field(default_factory=dict)
     learning: bool = False
+    shared: dict[Handle, int] = field(default_factory=dict)
+    stale: dict[Handle, str] = field(default_factory=dict)
 
     def facts(self) -> Any:
         """Return what is to be said beside the tensors, in terms of JSON."""
@@ -43,12 +47,14 @@ class Packet:
             [tape_to_data(tape) for tape in self.tapes],
             [[list(h), j] for h, j in self.used.items()],
             self.learning,
+            [[list(h), n] for h, n in self.shared.items()],
+            [[list(h), line] for h, line in self.stale.items()],
         ]
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor], facts: Any, tapes: tuple[Tape, ...] | None) -> Packet:
         """Make a packet of what came; ``tapes`` if they are known already."""
-        handles, with_grad, tape_data, used, learning = facts
+        handles, with_grad, tape_data, used, learning, shared, stale = facts
         keys: list[Handle] = [(h[0], h[1], h[2]) for h in handles]
         return cls(
             tensors=dict(zip(keys, tensors, strict=True)),
@@ -56,6 +62,8 @@ class Packet:
             tapes=tapes or tuple(tape_from_data(data) for data in tape_data),
             used={(h[0], h[1], h[2]): j for h, j in used},
             learning=learning,
+            shared={(h[0], h[1], h[2]): n for h, n in shared},
+            stale={(h[0], h[1], h[2]): line for h, line in stale},
         )
 
 

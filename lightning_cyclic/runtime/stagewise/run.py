@@ -11,12 +11,18 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch.overrides import (
+    TorchFunctionMode,
+    _get_current_function_mode,
+    _pop_mode,
+    _push_mode,
+)
 
 from lightning_cyclic.errors import StepError
 from lightning_cyclic.runtime.stagewise.chance import Chance, is_random
@@ -28,6 +34,8 @@ from lightning_cyclic.runtime.stagewise.ghosts import (
     real,
     user_line,
 )
+from lightning_cyclic.runtime.stagewise.plain import encode_leaf
+from lightning_cyclic.runtime.stagewise.sharing import Sharing
 from lightning_cyclic.runtime.stagewise.site import Site
 from lightning_cyclic.runtime.stagewise.tape import Alias, Event, Plain, Tape, describe
 from lightning_cyclic.runtime.stagewise.trees import flatten, unflatten
@@ -38,6 +46,9 @@ _READS_VALUE = frozenset(
     {"item", "tolist", "numpy", "__array__", "__bool__", "__int__", "__float__", "__index__"}
     | {"__complex__", "equal", "allclose", "is_nonzero", "__contains__"}
 )
+
+
+_NO_CONTAINERS = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device})
 
 
 class StageDone(BaseException):
@@ -55,6 +66,8 @@ class Run:
         received: the tensors that crossed, by handle.
         wanted: handles of what later stages need; None while that is being learnt: everything
             that is alive when the stage ends.
+        path: names of the stage's events for which that holds; None for any.
+        sharing: looks after received tensors that shared memory.
         chance: the randomness of this step and micro-batch.
     """
 
@@ -66,6 +79,8 @@ class Run:
         tapes: Sequence[Tape] = (),
         received: Mapping[Handle, Tensor] | None = None,
         wanted: frozenset[Handle] | None = None,
+        path: tuple[str, ...] | None = None,
+        sharing: Sharing | None = None,
         chance: Chance,
     ) -> None:
         self.site = site
@@ -79,6 +94,9 @@ class Run:
         self._tapes = tapes
         self._received = dict(received or {})
         self._wanted = wanted
+        self._path = path
+        self.sharing = sharing or Sharing({}, {})
+        self.has_strayed = False
         self._chance = chance
         self._number = next(_run_numbers)
         self._position = 0  # in the region's tape
@@ -86,6 +104,7 @@ class Run:
         self._changed: dict[Handle, Tensor] = {}  # tensors of the batch that an event changed
         self._is_last = target == site.num_stages - 1
         self._came: frozenset[Handle] = frozenset()  # what has crossed
+        self._watch = _Watch(self)
         self._done = False
 
     @property
@@ -99,16 +118,18 @@ class Run:
         Raises:
             StepError: the stage never began, or never ended.
         """
+        self._chance.begin_region(0)
         if self.target == 0:
             self._chance.begin_stage(0)
         self.site.run = self
         try:
-            with _Watch(self):
+            with self._watch:
                 output = step()
         except StageDone:
             output = None
         finally:
             self.site.run = None
+            del self._watch  # the two would keep each other alive, and all that this run holds
         return self._check_end(output)
 
     # ------------------------------------------------------------------ calls
@@ -133,11 +154,9 @@ class Run:
         inputs = _tensors((args, kwargs))
         with torch._C.DisableTorchFunction():
             before = [x._version for x in inputs]
-        self.depth += 1
-        try:
+        with self._inside_unit():
             result = original(*args, **kwargs)
-        finally:
-            self.depth -= 1
+        self._look()
         with torch._C.DisableTorchFunction():
             mutated = tuple(
                 k
@@ -145,6 +164,20 @@ class Run:
                 if x._version != version and not self._depends(x)
             )
             return self._write(f"{path}()", result, inputs, mutated)
+
+    @contextmanager
+    def _inside_unit(self) -> Iterator[None]:
+        """Do not look at torch functions: where nobody does, they cost nothing."""
+        self.depth += 1
+        is_top = _get_current_function_mode() is self._watch
+        if is_top:
+            _pop_mode()
+        try:
+            yield
+        finally:
+            if is_top:
+                _push_mode(self._watch)
+            self.depth -= 1
 
     def _check_home(self, path: str) -> None:
         stages = self.site.stages_of(path) if path in self.site._stages_of_unit else (self.region,)
@@ -173,6 +206,7 @@ class Run:
         args, kwargs = self._filled(args), self._filled(kwargs)
         inputs = _tensors((args, kwargs) if kwargs else args)
         result = self._call(func, args, kwargs)
+        self._look()
         if name in _READS_VALUE:
             self.tape.append(Event(name, None, (), (), True))
             self._position += 1
@@ -213,6 +247,8 @@ class Run:
     ) -> Any:
         event, leaves = describe(name, result, inputs, mutated)
         n = len(self.tape)
+        if not self._is_last:
+            _check_plain(event)
         self.tape.append(event)
         for k, (out, leaf) in enumerate(zip(event.outs, leaves, strict=True)):
             if not isinstance(out, Alias | Plain):
@@ -223,9 +259,8 @@ class Run:
 
     def _note(self, handle: Handle, x: Tensor) -> None:
         setattr(x, _MARK, (self._number, handle))
-        if self._wanted is None:
-            self._made.append((handle, weakref.ref(x)))
-        elif handle in self._wanted:
+        self._made.append((handle, weakref.ref(x)))
+        if self._wanted is not None and handle in self._wanted:
             self.captured[handle] = x
 
     def _pretend(self, name: str, args: Any, kwargs: Any) -> Any:
@@ -273,6 +308,7 @@ class Run:
         if self.is_real:
             self._end()
         self.region, self._position = stage, 0
+        self._chance.begin_region(stage)
         if self.is_real:
             self._chance.begin_stage(stage)
             self._fill()
@@ -290,10 +326,14 @@ class Run:
         # in-place functions give back the tensor, not its ghost: either may live on
         self._made += [(handle, weakref.ref(x)) for handle, x in self._received.items()]
         self._came = frozenset(self._received)
+        self.sharing.begin(self._received)
         self._received.clear()
 
     def _end(self) -> None:
         """Keep what later stages need, while the frames of the user's code still hold it."""
+        if self._path is not None and tuple(e.name for e in self.tape) != self._path:
+            self.has_strayed, self._wanted = True, None
+            self.captured.clear()
         for handle, reference in self._made:
             x = reference()
             if x is None or (self._wanted is not None and handle not in self._wanted):
@@ -304,6 +344,9 @@ class Run:
         for handle, x in self._changed.items():
             if handle in self._came and (self._wanted is None or handle in self._wanted):
                 self.captured[handle] = x
+        self._look()
+        if self._wanted is not None:
+            self.sharing.check(self.captured)
         self._done = True
         raise StageDone
 
@@ -322,6 +365,7 @@ class Run:
                 "called; allowed: steps that call the first module of every stage; begin the "
                 "next stage elsewhere, CyclicStrategy(stages=[...])"
             )
+        self._look()
         leaves, structure = flatten(output)
         return unflatten(structure, [self._filled(x) for x in leaves])
 
@@ -338,6 +382,8 @@ class Run:
         for x in _tensors(value):
             if type(x) is Ghost:
                 self.used.add(x.handle)
+                if self.sharing.stale:
+                    self.sharing.check((x.handle,))
             elif self._changed:
                 mark = getattr(x, _MARK, None)
                 if mark is not None and mark[0] == self._number and mark[1] in self._changed:
@@ -347,6 +393,10 @@ class Run:
     def filled(self, value: Any) -> Any:
         """Replace ghosts by the tensors that came, and note that they were used."""
         return self._filled(value)
+
+    def _look(self) -> None:
+        if self.sharing.groups:
+            self.sharing.look(self.used)
 
     def _refuse_read(self) -> None:
         raise StepError(
@@ -386,6 +436,13 @@ def _name(func: Any) -> str:
     return f"{func.__self__.__name__}.get" if name == "__get__" else name
 
 
+def _check_plain(event: Event) -> None:
+    """Refuse outputs that the workers of later stages cannot be told of."""
+    for out in event.outs:
+        if isinstance(out, Plain):
+            encode_leaf(out.value, f"what {event.name} returned")
+
+
 def _tensors(value: Any) -> list[Tensor]:
     """List the tensors in plain containers."""
     found: list[Tensor] = []
@@ -394,6 +451,8 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def _collect(value: Any, found: list[Tensor]) -> None:
+    if type(value) in _NO_CONTAINERS:
+        return
     if isinstance(value, Tensor):
         found.append(value)
     elif isinstance(value, tuple | list):

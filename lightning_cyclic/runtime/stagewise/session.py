@@ -31,6 +31,7 @@ from lightning_cyclic.runtime.stagewise.executor import (
     Outcome,
     stages_of,
 )
+from lightning_cyclic.runtime.stagewise.history import History
 from lightning_cyclic.runtime.stagewise.holdings import Holdings
 from lightning_cyclic.runtime.stagewise.packets import Lesson
 from lightning_cyclic.runtime.stagewise.parcels import Parcel, ParcelPost
@@ -120,6 +121,7 @@ class StagewiseSession:
         base = config.make_plan(num_stages, config.num_micro * config.width, (), ())
         self._post = self._make_post(base)
         self.executor: Executor | None = None
+        self.history: History | None = None
 
     # ------------------------------------------------------------------ beginning
 
@@ -159,9 +161,12 @@ class StagewiseSession:
         holdings = Holdings(self.module, cuts, stages_of(plan, self.worker))
         site = Site(self.module, cuts, self.device)
         self._post = self._make_post(plan)
+        if plan.weights != "sync":
+            stages = [holdings.trained(j) for j in range(plan.num_stages)]
+            self.history = History(self.module, stages, self.t)
         self.executor = Executor(
             site, plan, self.worker, self._post, holdings, SideEffects(self.module, cuts),
-            self.config.seed, self.config.remat,
+            self.config.seed, self.config.remat, self.history,
         )  # fmt: skip
         holdings.free()
         if self.transport is not None:
@@ -171,6 +176,7 @@ class StagewiseSession:
     def _make_post(self, plan: Plan) -> ParcelPost:
         period = plan.axes.schedule.period // plan.axes.schedule.unit
         script = Script(worker=self.worker, stages=(), slots_per_step=period)
+        self._slots_per_step = period
         if self.transport is None:
             return ParcelPost(_NoTransport(), _no_wait, self.device)  # type: ignore[arg-type]
         self._waiter = Waiter(plan, script, self.transport)
@@ -181,7 +187,7 @@ class StagewiseSession:
         assert self.cuts is not None
         if num_micro not in self._plans:
             cuts = self.cuts
-            ties = tuple(sorted(set(cuts.tied.values())))
+            ties = tuple(sorted(set(cuts.tied.values()))) if self.num_workers > 1 else ()
             relayed = tuple(j for j, names in enumerate(cuts.buffers) if cuts.changed & set(names))
             plan = self.config.make_plan(
                 cuts.num_stages, num_micro * self.config.width, ties, relayed
@@ -199,7 +205,8 @@ class StagewiseSession:
             before = [a for a in program if a.payload not in _AFTER_UPDATE]
             self._phases[num_micro] = (before, after)
         before, after = self._phases[num_micro]
-        return _at(before, t), _at(after, t)
+        slots = max(t, 0) * self._slots_per_step  # evaluations have steps before 0
+        return _at(before, t, slots), _at(after, t, slots)
 
     # ------------------------------------------------------------------ a step
 
@@ -231,6 +238,12 @@ class StagewiseSession:
 
     def share_batch(self, batch: Any) -> Any:
         """Return the batch that the worker of stage 0 has, on every worker of a replica."""
+        if isinstance(batch, Iterator):
+            raise StepError(
+                "a step takes dataloader_iter, from which it would draw a batch on every stage; "
+                "allowed: steps that are given their batch; use training_step(self, batch, "
+                "batch_idx)"
+            )
         leaves, structure = flatten(batch)
         at = [k for k, x in enumerate(leaves) if isinstance(x, Tensor)]
         shared = self.share(Payload.D, self.replica[0], [leaves[k] for k in at], len(at))
@@ -250,7 +263,8 @@ class StagewiseSession:
         """Return the source's tensors and facts on every worker of its replica."""
         if len(self.replica) == 1:
             return Parcel(tensors, facts)
-        place = Action(kind=Kind.SEND, payload=payload, t=self.t, j=0)
+        slot = (self.t + (payload is Payload.L)) * self._slots_per_step  # first or last thing
+        place = Action(kind=Kind.SEND, payload=payload, t=self.t, j=0, s=slot)
         if self.worker != source:
             return self._post.receive(replace(place, kind=Kind.RECV, peer=source), None)
         for other in self.replica:
@@ -282,6 +296,7 @@ class StagewiseSession:
         """
         before, _ = self._actions(len(parts), self.t)
         weights = _weights([p.size for p in parts], self.config.width * accumulate)
+        self._check_number(len(parts))
         self._run(before, self.t, parts, weights, call, "train", training=True)
         self._last_parts = len(parts)
         self._spread_buffers()
@@ -295,8 +310,31 @@ class StagewiseSession:
         t = -self._evaluations
         part = MicroBatch(batch, 1)
         actions = [a for a in self._actions(1, t)[0] if a.kind is Kind.F or a.payload in _FORWARD]
-        self._run(actions, t, [part], [_whole], call, kind, training=False)
-        return self._share_outcomes(t, summarise)
+        try:
+            self._run(actions, t, [part], [_whole], call, kind, training=False)
+            return self._share_outcomes(t, summarise)
+        except (PeerError, WaitTimeoutError) as error:
+            raise type(error)(
+                f"in {kind} number {-t}, whose actions have step {t}: {error}"
+            ) from None
+
+    def _check_number(self, num_parts: int) -> None:
+        if self.history is not None and num_parts != self.config.num_micro:
+            raise StepError(
+                f"a batch gave {num_parts} micro-batches, but num_micro={self.config.num_micro}; "
+                "allowed with delayed weights: as many in every step, as they decide which "
+                "version is read; use DataLoader(drop_last=True), or larger batches"
+            )
+
+    def put_previous(self, values: Mapping[str, Tensor]) -> None:
+        """Take the version before the newest from a checkpoint."""
+        if self.history is not None:
+            self.history.put_previous(values)
+
+    def begin_update(self) -> None:
+        """Make room for the next version, where older ones are still read."""
+        if self.history is not None:
+            self.history.begin_update()
 
     def end_step(self) -> None:
         """Send on what an update has changed, and count the step."""
@@ -439,6 +477,7 @@ class StagewiseSession:
         if not self.failed:
             self.failed = True
             if self.transport is not None:
+                text = text.partition("\nLook at the log")[0]  # one timetable is enough for all
                 self.transport.report_failure(f"worker {self.worker}: {text}")
 
     def close(self) -> None:
@@ -506,8 +545,8 @@ def _whole(ones: Tensor) -> Tensor:
     return ones
 
 
-def _at(actions: Sequence[Action], t: int) -> list[Action]:
-    return [replace(a, t=a.t + t) for a in actions]
+def _at(actions: Sequence[Action], t: int, slots: int) -> list[Action]:
+    return [replace(a, t=a.t + t, s=a.s + slots) for a in actions]
 
 
 class _NoTransport:

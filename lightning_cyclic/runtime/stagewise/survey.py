@@ -264,6 +264,7 @@ class _Surveyor:
         return Survey(
             title=type(self._module).__name__,
             modules=tuple(path for path, _ in self._module.named_modules()),
+            aliases=_aliases(self._module),
             calls=tuple(
                 Call(
                     path=c.path, n=c.n, parent=c.parent, begin=c.begin, end=c.end,
@@ -275,6 +276,7 @@ class _Surveyor:
             storages=self._ledger.storages(),
             reads=tuple(self._ledger.reads),
             changes=tuple(self._ledger.changes),
+            edits=tuple(self._ledger.edits),
             parameters={name: self._held(name, k) for name, k in self._parameters.items()},
             buffers={name: first_calls.get(_owner(name)) for name in self._buffers},
             changed={name: self._span(name) for name in self._keeper.changed_buffers()},
@@ -329,6 +331,12 @@ def _no_collection() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
+
+
+def _aliases(module: nn.Module) -> dict[str, str]:
+    first = {m: path for path, m in module.named_modules()}
+    every = module.named_modules(remove_duplicate=False)
+    return {path: first[m] for path, m in every if first[m] != path}
 
 
 def _owner(name: str) -> str:

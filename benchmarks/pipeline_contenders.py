@@ -1,0 +1,227 @@
+"""The contenders of benchmarks/pipeline.py: one GPT, trained by several executors.
+
+Each is made once, in processes of its own, and then asked for steps, round after round:
+
+    contender(num_steps)   what it took per step, from barrier to barrier
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import lightning as L
+import torch
+import torch.distributed as dist
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from pipeline_model import VOCABULARY, Case, LitGPT, LitSequential, cut_by_hand, loss_of
+from torch import nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.utils.data import DataLoader
+
+from lightning_cyclic import CyclicStrategy, make_plan
+from lightning_cyclic.pipelines import PIPELINE_PAYLOADS
+from lightning_cyclic.runtime.stagewise.cuts import choose_cuts
+from lightning_cyclic.runtime.stagewise.executor import Outcome
+from lightning_cyclic.runtime.stagewise.session import (
+    StagewiseConfig,
+    StagewiseSession,
+    Summary,
+    rank_of,
+)
+from lightning_cyclic.runtime.stagewise.survey import survey
+from lightning_cyclic.runtime.transport import DistributedTransport
+
+WARM_UP = 2  # steps of every fit that are not timed
+CPU = torch.device("cpu")
+Figures: TypeAlias = dict[str, Any]
+Contender: TypeAlias = Callable[[int], Figures]
+
+
+class Stopwatch:
+    """Measure from barrier to barrier."""
+
+    def __init__(self) -> None:
+        _barrier()
+        self._wall, self._cpu = time.perf_counter(), time.process_time()
+
+    def stop(self, num_steps: int, loss: Any = None) -> Figures:
+        """Return the seconds and CPU seconds per step, and the last loss where there is one."""
+        _barrier()
+        wall, cpu = time.perf_counter() - self._wall, time.process_time() - self._cpu
+        loss = None if loss is None else float(loss)
+        return {"wall": wall / num_steps, "cpu": cpu / num_steps, "loss": loss}
+
+
+def _barrier() -> None:
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.barrier()
+
+
+def _repeated(step: Callable[[], Any]) -> Contender:
+    def contender(num_steps: int) -> Figures:
+        watch, loss = Stopwatch(), None
+        for _ in range(num_steps):
+            loss = step()
+        return watch.stop(num_steps, loss)
+
+    return contender
+
+
+# ---------------------------------------------------------------------- plain loops
+
+
+def _plain(case: Case) -> Contender:
+    """Accumulate the micro-batches of a step."""
+    module, batch = LitGPT(case), case.batch()
+    optimizer = module.configure_optimizers()
+
+    def step() -> Any:
+        total = torch.zeros(())
+        for part in batch.split(case.rows):
+            loss = module.training_step(part) / case.num_micro
+            loss.backward()
+            total += loss.detach()
+        optimizer.step()
+        optimizer.zero_grad()
+        return total
+
+    return _repeated(step)
+
+
+def _session(case: Case, preset: str, module: Any, remat: str = "never") -> Contender:
+    """Run the package's session of stages, without Lightning's loops."""
+    batch, transport, group, worker = case.batch(), None, None, 0
+    if case.num_workers > 1:
+        worker = rank_of(dist.get_rank(), case.num_workers)
+        transport = DistributedTransport(
+            PIPELINE_PAYLOADS, 600.0, lambda w: rank_of(w, case.num_workers)
+        )
+        group = transport.group
+    config = StagewiseConfig(
+        make_plan=lambda stages, num_micro, tied, relayed: make_plan(
+            preset, num_stages=stages, num_workers=case.num_workers, num_micro=num_micro,
+            tied=tied, relayed=relayed,
+        ),
+        find_cuts=lambda m, step: choose_cuts(survey(m, step), module.stage_paths),
+        num_micro=case.num_micro, width=1, remat=remat, seed=0,
+    )  # fmt: skip
+    session = StagewiseSession(module, config, transport, worker, case.num_workers, CPU, group)
+    optimizer = module.configure_optimizers()  # of what others hold there are no gradients
+
+    def step() -> Any:
+        parts = session.cut(session.share_batch(batch))
+        session.find_stages(lambda: module.training_step(parts[0].batch))
+        summary = session.train(parts, module.training_step, _mean_loss, 1)
+        optimizer.step()
+        session.end_step()
+        optimizer.zero_grad()
+        return summary.tensors[0]
+
+    return _repeated(step)
+
+
+def _mean_loss(outcomes: Sequence[Outcome]) -> Summary:
+    return Summary([torch.stack([x.output for x in outcomes]).mean()], None)
+
+
+def _torch_pipelining(case: Case, preset: str) -> Contender:
+    """Run torch.distributed.pipelining as its tutorial does."""
+    rank, last = dist.get_rank(), case.num_stages - 1
+    part, batch = cut_by_hand(case)[rank], case.batch()
+    hidden = torch.zeros(case.rows, case.length, case.width, requires_grad=True)
+    logits = torch.zeros(case.rows, case.length, VOCABULARY, requires_grad=True)
+    stage = PipelineStage(
+        part, rank, case.num_stages, CPU,
+        input_args=(batch[: case.rows] if rank == 0 else hidden,),
+        output_args=(logits if rank == last else hidden,),
+    )  # fmt: skip
+    kind = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}[preset]
+    schedule = kind(stage, n_microbatches=case.num_micro, loss_fn=loss_of)
+    optimizer = case.optimizer(part)
+
+    def step() -> Any:
+        losses: list[torch.Tensor] = []
+        if rank == 0:
+            schedule.step(batch)
+        elif rank == last:
+            schedule.step(target=batch, losses=losses)
+        else:
+            schedule.step()
+        optimizer.step()
+        optimizer.zero_grad()
+        return torch.stack(losses).mean() if losses else None
+
+    return _repeated(step)
+
+
+def _torchgpipe(case: Case) -> Contender:
+    from torchgpipe import GPipe
+
+    stages, batch = cut_by_hand(case), case.batch()
+    model = GPipe(
+        nn.Sequential(*(layer for stage in stages for layer in stage)),
+        balance=[len(stage) for stage in stages], devices=["cpu"] * len(stages),
+        chunks=case.num_micro, checkpoint="except_last",
+    )  # fmt: skip
+    optimizer = case.optimizer(model)
+
+    def step() -> Any:
+        loss = loss_of(model(batch), batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return _repeated(step)
+
+
+# ---------------------------------------------------------------------- Lightning's Trainer
+
+
+class _Clock(L.Callback):
+    def __init__(self, batches_per_step: int) -> None:
+        self._per_step = batches_per_step
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, k: int) -> None:
+        if k == WARM_UP * self._per_step:
+            self._watch = Stopwatch()
+
+    def on_train_end(self, trainer: Any, module: Any) -> None:
+        num_steps = trainer.num_training_batches // self._per_step - WARM_UP
+        self.figures = self._watch.stop(num_steps)
+
+
+def _trained(case: Case, preset: str) -> Contender:
+    """Train with Lightning's Trainer, a new fit each time."""
+    plain = preset == "plain"
+    per_step = case.num_micro if plain else 1
+    batches = list(case.batch().split(case.rows)) if plain else [case.batch()]
+
+    def contender(num_steps: int) -> Figures:
+        clock, module = _Clock(per_step), LitGPT(case)
+        trainer = L.Trainer(
+            accelerator="cpu", devices=1, num_nodes=case.num_workers, max_epochs=1, logger=False,
+            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+            callbacks=[clock], accumulate_grad_batches=per_step,
+            strategy=SingleDeviceStrategy(CPU) if plain else CyclicStrategy(
+                preset, stages=module.stage_paths, num_micro=case.num_micro
+            ),
+        )  # fmt: skip
+        trainer.fit(module, DataLoader(batches * (num_steps + WARM_UP), batch_size=None))
+        return clock.figures
+
+    return contender
+
+
+def make(name: str, case: Case) -> Contender:
+    """Make a contender by its name: its executor, and a preset."""
+    executor, _, preset = name.partition(" ")
+    if executor == "trainer":
+        return _trained(case, preset)
+    if executor == "loop":
+        return _plain(case) if preset == "plain" else _session(case, preset, LitGPT(case))
+    if executor == "sequential":
+        return _session(case, preset, LitSequential(case), remat="except_last")
+    return _torchgpipe(case) if executor == "torchgpipe" else _torch_pipelining(case, preset)

@@ -1,0 +1,215 @@
+"""A stage that dies, hangs, fails or is asked to stop: no other waits for ever, all say why."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_cyclic.errors import PeerError
+from lightning_cyclic.strategy import CyclicStrategy
+from tests import processes
+from tests.corpus import assert_same, make_trainer, weights_of
+from tests.spoiled_chains import Chain
+from tests.test_failures import WAITED, be_asked_to_stop, die, fail, freeze
+
+pytestmark = pytest.mark.multi
+
+LINGERS_S = 12.0
+NUM_STEPS, NUM_MICRO, BAD_STEP = 12, 4, 5
+TIMEOUT_S = 20.0
+PRESETS = pytest.mark.parametrize("preset", ["gpipe", "1f1b"])
+
+
+class Trap(nn.Module):
+    """Meet trouble in the forward of one micro-batch; what goes in comes out.
+
+    Args:
+        trouble: what happens.
+    """
+
+    def __init__(self, trouble: Callable[[], None]) -> None:
+        super().__init__()
+        self.trouble = trouble
+        self.armed = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.armed:
+            self.armed = False
+            self.trouble()
+        return x
+
+
+class Troubled(Chain):
+    """Meet trouble inside one layer, which one stage alone runs, in mid-epoch and mid-step.
+
+    Args:
+        trouble: what happens.
+        culprit: in which layer.
+        phase: "train" or "val".
+    """
+
+    def __init__(self, trouble: Callable[[], None], culprit: int, phase: str) -> None:
+        super().__init__()
+        self.traps = [Trap(trouble)]  # in a list: no submodule
+        self.culprit, self.phase = culprit, phase
+        self.calls = {"train": 0, "val": 0}
+        self.batches = 0
+        self.layers[culprit].register_forward_hook(self.meet)
+
+    def meet(self, layer: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+        phase = "train" if self.training else "val"
+        if self.trainer.global_step >= BAD_STEP and phase == self.phase:
+            self.calls[phase] += 1
+            self.traps[0].armed = self.calls[phase] == (2 if phase == "train" else 1)
+        return self.traps[0](output)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.training_step(batch, batch_idx))
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.batches += 1
+
+
+def batches() -> DataLoader[Any]:
+    data = torch.randn(NUM_STEPS, 8, 6, generator=torch.Generator().manual_seed(3))
+    return DataLoader([[x] for x in data], batch_size=None)
+
+
+def strategy_of(preset: str, num_ranks: int, timeout_s: float = TIMEOUT_S) -> CyclicStrategy:
+    starts = ["layers.2"] if num_ranks == 2 else ["layers.1", "layers.2", "layers.3"]
+    limit = timedelta(seconds=timeout_s)
+    return CyclicStrategy(preset, stages=starts, num_micro=NUM_MICRO, timeout=limit)
+
+
+def fit(
+    trouble: Callable[[], None], culprit: int, preset: str, timeout_s: float = TIMEOUT_S,
+    phase: str = "train",
+) -> Troubled:  # fmt: skip
+    module = Troubled(trouble, culprit, phase)
+    strategy = strategy_of(preset, processes.here().num_ranks, timeout_s)
+    trainer = make_trainer(
+        strategy, max_epochs=2, limit_val_batches=2 if phase == "val" else 0,
+        num_sanity_val_steps=0,
+    )  # fmt: skip
+    trainer.fit(module, batches(), batches())
+    return module
+
+
+def fit_and_linger(*args: Any) -> tuple[str, float]:
+    """Return the error and its time; the worker that fails keeps its process for a while."""
+    start = time.monotonic()
+    try:
+        fit(*args)
+    except PeerError as error:
+        return str(error), time.monotonic() - start
+    except ZeroDivisionError:
+        time.sleep(LINGERS_S)
+    return "", 0.0
+
+
+def errors_of(
+    function: Callable[..., Any], num_ranks: int, *args: Any, after_failure_s: float
+) -> dict[int, str]:
+    with pytest.raises(processes.RanksFailedError) as caught:
+        processes.run(function, num_ranks, *args, time_limit_s=55, after_failure_s=after_failure_s)
+    return caught.value.errors
+
+
+def rank_of_layer(culprit: int, num_ranks: int) -> int:
+    """Return the rank of the stage that runs a layer: the last stage is on rank 0."""
+    return num_ranks - 1 - culprit * num_ranks // 4
+
+
+def worker_of(rank: int, num_ranks: int) -> int:
+    return num_ranks - 1 - rank
+
+
+def assert_named(text: str, rank: int, num_ranks: int) -> None:
+    """Look for worker, action, peer and slot, and for the arrow into the timetable."""
+    assert re.search(WAITED.format(w=worker_of(rank, num_ranks)), text), text
+    timetable = text[text.index("The arrow shows the action") :].splitlines()
+    arrow = next(line for line in timetable if line.strip() == "^")
+    row = timetable[timetable.index(arrow) - 1]
+    action = re.findall(r"action (\S+)#-?\d+, slot", text)[0]
+    assert row.startswith(f"w{worker_of(rank, num_ranks)} "), text
+    assert row[: len(arrow)].endswith(action), text
+    assert re.search(r" \dF\d@\d", row[: len(arrow)]), text  # among what the worker does
+
+
+@PRESETS
+@pytest.mark.parametrize(("num_ranks", "culprit"), [(2, 0), (2, 3), (4, 1), (4, 3)])
+def test_when_a_worker_dies_every_other_one_says_for_what_it_waited(
+    num_ranks: int, culprit: int, preset: str
+) -> None:
+    errors = errors_of(fit, num_ranks, die, culprit, preset, after_failure_s=15)
+    assert errors.pop(rank_of_layer(culprit, num_ranks)) == "died without a word"
+    assert len(errors) == num_ranks - 1
+    for r, text in errors.items():
+        assert "PeerError: " in text, text
+        assert_named(text, r, num_ranks)
+
+
+@pytest.mark.slow
+@PRESETS
+@pytest.mark.parametrize(("num_ranks", "culprit"), [(2, 0), (4, 2)])
+def test_when_a_worker_is_silent_every_other_one_says_for_what_it_waited(
+    num_ranks: int, culprit: int, preset: str
+) -> None:
+    errors = errors_of(fit, num_ranks, freeze, culprit, preset, 3.0, after_failure_s=8)
+    assert errors.pop(rank_of_layer(culprit, num_ranks)).startswith("did not end")
+    assert len(errors) == num_ranks - 1
+    assert any("WaitTimeoutError: " in text for text in errors.values())
+    for r, text in errors.items():
+        assert_named(text, r, num_ranks)
+
+
+@PRESETS
+@pytest.mark.parametrize("phase", ["train", "val"])
+@pytest.mark.parametrize(("num_ranks", "culprit"), [(2, 0), (2, 3), (4, 0), (4, 2), (4, 3)])
+def test_a_stage_that_fails_and_lives_on_holds_up_nobody(
+    num_ranks: int, culprit: int, phase: str, preset: str
+) -> None:
+    ends = processes.run(
+        fit_and_linger, num_ranks, fail, culprit, preset, 40.0, phase, time_limit_s=55
+    )
+    bad = rank_of_layer(culprit, num_ranks)
+    for r, (text, seconds) in enumerate(ends):
+        if r != bad:
+            reason = f"worker {worker_of(bad, num_ranks)}: ZeroDivisionError: the batch is broken"
+            assert reason in text, text
+            assert seconds < 6
+            assert_named(text, r, num_ranks)
+
+
+def fit_until_asked(culprit: int, preset: str) -> tuple[int, dict[str, Tensor], float]:
+    """Return batches done, weights, and seconds until the end."""
+    start = time.monotonic()
+    module = Troubled(be_asked_to_stop, culprit, "train")
+    trainer = make_trainer(strategy_of(preset, processes.here().num_ranks), max_epochs=4)
+    with pytest.raises(SIGTERMException):
+        trainer.fit(module, batches())
+    return module.batches, weights_of(module), time.monotonic() - start
+
+
+@PRESETS
+@pytest.mark.parametrize(("num_ranks", "culprit"), [(2, 0), (2, 3), (4, 1)])
+def test_all_stop_at_the_same_step_soon_after_one_is_asked_to(
+    num_ranks: int, culprit: int, preset: str
+) -> None:
+    ends = processes.run(fit_until_asked, num_ranks, culprit, preset, time_limit_s=50)
+    done = {batches for batches, _, _ in ends}
+    assert len(done) == 1, done
+    assert BAD_STEP < done.pop() <= BAD_STEP + 3
+    for _, weights, seconds in ends:
+        assert seconds < 10
+        assert_same(weights, ends[0][1])
+        assert all(bool(torch.isfinite(x).all()) for x in weights.values())

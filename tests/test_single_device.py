@@ -1,0 +1,183 @@
+"""One device runs the cyclic timetable of several micro-batches: same rule, same bits, less memory."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_cyclic.passes.buffers import live_activations
+from lightning_cyclic.plan import make_plan
+from tests import processes
+from tests.corpus import (
+    Batch,
+    Classifier,
+    MicroBatches,
+    Reference,
+    Resumable,
+    assert_same,
+    make_trainer,
+    outcome,
+    weights_of,
+)
+
+NUM_MICRO = 4
+NUM_STEPS = 9
+RULES = {"cyclic_dp": "freshest", "cyclic_dp_v1": "delayed", "lockstep_dp": "sync"}
+
+
+class Joined(Dataset[Batch]):
+    """The micro-batches of each step as one batch."""
+
+    def __init__(self, kind: str, num_steps: int = NUM_STEPS, num_micro: int = NUM_MICRO) -> None:
+        self._micro = MicroBatches(kind, num_steps * num_micro)
+        self._num_steps, self._num_micro = num_steps, num_micro
+
+    def __len__(self) -> int:
+        return self._num_steps
+
+    def __getitem__(self, t: int) -> Batch:
+        parts = [self._micro[t * self._num_micro + i] for i in range(self._num_micro)]
+        x, y = zip(*parts, strict=True)
+        return torch.cat(x), torch.cat(y)
+
+
+def loader(module: Classifier, **numbers: int) -> DataLoader[Any]:
+    return DataLoader(Joined(module.kind, **numbers), batch_size=None)
+
+
+def fit_single(preset: str, net: str, optimizer: str, **more: Any) -> dict[str, Any]:
+    module = Classifier(net, optimizer)
+    strategy = {"preset": preset, "num_micro": NUM_MICRO} | more
+    trainer = make_trainer(strategy, max_epochs=1)
+    trainer.fit(module, loader(module))
+    assert trainer.strategy.plan.placement == "single"
+    return outcome(trainer, module)
+
+
+@pytest.mark.parametrize("preset", list(RULES))
+@pytest.mark.parametrize(
+    ("net", "optimizer"),
+    [("mlp", "sgd"), ("batchnorm_mlp", "adamw"), ("resnet", "sgd"), ("gpt2", "adamw")],
+)
+def test_one_device_equals_the_sequential_rule(preset: str, net: str, optimizer: str) -> None:
+    (single,) = processes.run(fit_single, 1, preset, net, optimizer)
+    assert max(single["stage_of"].values()) == NUM_MICRO - 1
+    reference = Reference(rule=RULES[preset], n=NUM_MICRO, num_batches=NUM_STEPS)
+    reference.run(Classifier(net, optimizer), single["stage_of"])
+    assert_same(single["weights"], reference.weights)
+    assert single["global_step"] == NUM_STEPS
+
+
+def test_rematerialisation_reads_the_same_versions() -> None:
+    (single,) = processes.run(fit_remat, 1)
+    reference = Reference(rule="freshest", n=NUM_MICRO, num_batches=NUM_STEPS)
+    reference.run(Classifier("resnet", "sgd"), single["stage_of"])
+    assert_same(single["weights"], reference.weights)
+
+
+def fit_remat() -> dict[str, Any]:
+    return fit_single("cyclic_dp", "resnet", "sgd", remat="always", placement="single")
+
+
+def fit_to_five(path: str) -> None:
+    """Train to step 5 and save."""
+    module = Classifier("mlp", "adamw")
+    trainer = make_trainer({"preset": "cyclic_dp", "num_micro": NUM_MICRO}, max_steps=5)
+    trainer.fit(module, Resumable(Joined(module.kind), batch_size=None))
+    trainer.save_checkpoint(path)
+
+
+def fit_rest(path: str) -> dict[str, Any]:
+    """Go on behind step 5 with the stages of the checkpoint."""
+    module = Classifier("mlp", "adamw")
+    trainer = make_trainer({"preset": "cyclic_dp", "num_micro": NUM_MICRO}, max_epochs=1)
+    trainer.fit(module, Resumable(Joined(module.kind), batch_size=None), ckpt_path=path)
+    assert len(module.losses) == NUM_MICRO * (NUM_STEPS - 5)
+    return outcome(trainer, module)
+
+
+def test_a_resumed_run_ends_with_the_same_bits(tmp_path: Any) -> None:
+    path = str(tmp_path / "five.ckpt")
+    processes.run(fit_to_five, 1, path)
+    saved = torch.load(path, weights_only=False)["lightning_cyclic"]
+    assert saved["t"] == 5
+    assert saved["previous"]
+    (whole,) = processes.run(fit_single, 1, "cyclic_dp", "mlp", "adamw")
+    (rest,) = processes.run(fit_rest, 1, path)
+    assert_same(rest["weights"], whole["weights"])
+
+
+class Uniform(Classifier):
+    """Count the bytes that autograd keeps for backwards, and their peak."""
+
+    def __init__(self, num_layers: int) -> None:
+        super().__init__("mlp", "sgd")
+        layers: list[nn.Module] = []
+        for _ in range(num_layers):
+            layers += [nn.Linear(12, 12), nn.Tanh()]
+        self.net = nn.Sequential(*layers)
+        self.alive = self.peak = 0
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        with torch.autograd.graph.saved_tensors_hooks(self._keep, lambda kept: kept.tensor):
+            return self.net(batch[0]).square().mean()
+
+    def _keep(self, x: Tensor) -> Kept:
+        if x.shape[0] != 7:  # weights; activations have a row per sample
+            return Kept(x)
+        kept = Kept(x)
+        self.alive += x.nbytes
+        self.peak = max(self.peak, self.alive)
+        weakref.finalize(kept, self._drop, x.nbytes)
+        return kept
+
+    def _drop(self, size: int) -> None:
+        self.alive -= size
+
+
+class Kept:
+    """Stand for a tensor that autograd keeps."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.tensor = x
+
+
+def peak_of(preset: str, num_micro: int) -> int:
+    module = Uniform(2 * num_micro)
+    stages = [f"net.{4 * j}" for j in range(1, num_micro)]
+    strategy = {"preset": preset, "num_micro": num_micro, "stages": stages}
+    trainer = make_trainer(strategy, max_epochs=1)
+    trainer.fit(module, loader(module, num_steps=4, num_micro=num_micro))
+    assert module.alive == 0
+    return module.peak
+
+
+@pytest.mark.parametrize("num_micro", [2, 4, 8])
+def test_activation_memory_is_that_of_the_timetable(num_micro: int) -> None:
+    (cyclic,) = processes.run(peak_of, 1, "cyclic_dp", num_micro)
+    (at_once,) = processes.run(peak_of, 1, "gpipe", num_micro)
+    given = cyclic / at_once
+    assert given <= 1.05 * (num_micro + 1) / (2 * num_micro)  # with slots of equal length
+    # one device runs the actions of a slot one after another, and so frees some earlier
+    plan = make_plan(
+        "cyclic_dp", placement="single", num_stages=num_micro, num_workers=1, num_micro=num_micro
+    )
+    alive = live_activations(plan.programs[0])
+    assert given == pytest.approx(alive / num_micro**2, rel=0.05)
+
+
+def fit_ragged() -> None:
+    module = Classifier("mlp", "sgd")
+    trainer = make_trainer({"preset": "cyclic_dp", "num_micro": 4}, max_epochs=1)
+    batches = [(torch.zeros(n, 12), torch.zeros(n, dtype=torch.long)) for n in (8, 3)]
+    trainer.fit(module, DataLoader(batches, batch_size=None))
+
+
+def test_fewer_samples_than_micro_batches_are_refused() -> None:
+    with pytest.raises(processes.RanksFailedError, match="gave 3 micro-batches, but num_micro=4"):
+        processes.run(fit_ragged, 1)
