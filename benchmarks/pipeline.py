@@ -163,7 +163,7 @@ def report(case: Case, pairs: dict[str, str]) -> None:
             for x in (wall, cpu)
         ]
         seconds = median(wall[name])
-        simulated = predicted_s(case, name.split()[1], rounds["profile"])
+        simulated = predicted_s(case, *name.split(), rounds["profile"])
         print(
             f"  {name:16} {each[0]} of {reference}'s time, {each[1]} of its CPU time; "
             f"{1000 * seconds:.1f} ms, simulated {1000 * simulated:.1f} "
@@ -175,7 +175,9 @@ def report(case: Case, pairs: dict[str, str]) -> None:
 
 
 def _losses(rounds: list[list[dict[str, Any]]]) -> list[float]:
-    return [w["loss"] for r in rounds for w in r if w["loss"] is not None][:3]
+    """Return the loss that each round ended with; Trainers are not asked."""
+    known = ([w["loss"] for w in workers if w["loss"] is not None] for workers in rounds)
+    return [losses[0] for losses in known if losses]
 
 
 def profile(case: Case) -> None:

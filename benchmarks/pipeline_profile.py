@@ -90,22 +90,27 @@ def _message_s(num_bytes: int) -> float:
     return median(taken) if taken else 0.0
 
 
-def predicted_s(case: Case, preset: str, rounds: Sequence[Sequence[Figures]]) -> float:
+def predicted_s(
+    case: Case, executor: str, preset: str, rounds: Sequence[Sequence[Figures]]
+) -> float:
     """Return the seconds of a step that the simulator says.
 
     Args:
         case: what was measured.
+        executor: which contender; "sequential" runs all forwards but the last again.
         preset: whose plan.
         rounds: what the profilers returned, by round and worker.
     """
-    return median(_of_round(case, preset, workers) for workers in rounds)
+    again = (case.num_micro - 1) / case.num_micro if executor == "sequential" else 0.0
+    return median(_of_round(case, preset, workers, again) for workers in rounds)
 
 
-def _of_round(case: Case, preset: str, workers: Sequence[Figures]) -> float:
+def _of_round(case: Case, preset: str, workers: Sequence[Figures], again: float) -> float:
     stages = dict(_stages(workers))
     forward, backward, update = zip(*(stages[j] for j in range(case.num_stages)), strict=True)
     costs = Costs(
-        forward_s=forward, backward_s=backward, update_s=update,
+        forward_s=forward, update_s=update,
+        backward_s=tuple(b + again * f for f, b in zip(forward, backward, strict=True)),
         param_bytes=(0.0,) * case.num_stages, cut_bytes=(case.cut_bytes,) * case.num_stages,
     )  # fmt: skip
     network = Network()

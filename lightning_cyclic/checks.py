@@ -102,14 +102,14 @@ def check_pipeline(
     """
     if fitting:
         check_trainer(trainer, module, sync_batchnorm=sync_batchnorm)
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+    callbacks = trainer.callbacks if trainer.world_size > 1 else []  # type: ignore[attr-defined]
+    for callback in callbacks:
         if isinstance(callback, WeightAveraging | StochasticWeightAveraging):
-            if trainer.world_size > 1:
-                raise ConfigurationError(
-                    f"{type(callback).__name__} copies the whole module, of which each worker of "
-                    "a pipeline has a part; allowed: one worker, or no averaging of weights; "
-                    "remove the callback"
-                )
+            raise ConfigurationError(
+                f"{type(callback).__name__} copies the whole module, of which each worker of a "
+                "pipeline has a part; allowed: one worker, or no averaging of weights; remove "
+                "the callback"
+            )
 
 
 def check_optimizers(optimizers: Sequence[Optimizer]) -> None:

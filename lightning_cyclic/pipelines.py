@@ -119,10 +119,12 @@ class PipelinedTraining:
         factor = float(grad) * self._accumulate
         starts = self._trainer.fit_loop.epoch_loop.batch_idx % self._accumulate == 0
         for p, total, before in self._totals:
-            if factor != 1.0 and total is not None:
-                base = None if starts else before
-                total = total * factor if base is None else base + (total - base) * factor
-            p.grad = total
+            if factor == 1.0 or total is None:
+                p.grad = total
+            elif starts or before is None:
+                p.grad = total * factor
+            else:
+                p.grad = before + (total - before) * factor
         self._totals = []
 
     def _summarise(self, outcomes: Sequence[Outcome], sizes: Sequence[int]) -> Summary:
@@ -190,9 +192,7 @@ class PipelinedTraining:
 
         return closed
 
-    def clip(
-        self, parameters: Sequence[nn.Parameter], clip_val: float, *, by_stage: bool
-    ) -> None:
+    def clip(self, parameters: Sequence[nn.Parameter], clip_val: float, *, by_stage: bool) -> None:
         """Clip gradients by the norm over all stages, as one process that has them all would.
 
         Args:

@@ -130,7 +130,7 @@ class Pipelined(AbstractPlacement):
         return (
             f"num_workers={self.num_workers} with num_stages={self.num_stages}{replicas}; "
             f"allowed with placement 'pipelined': at most one worker per stage{of_each}; "
-            f"use num_stages={self.depth}, num_workers={self.num_stages * self.width}"
+            f"use num_stages={self.depth} or num_workers={self.num_stages * self.width}"
             + (f", or width={wider}" if fills else "")
         )
 

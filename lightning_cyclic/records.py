@@ -95,9 +95,10 @@ class Recorder:
         """
         for name, value, path, arguments in records:
             if path is None:
+                assert value is not None
                 self._module.log(name, value, **(arguments | {"sync_dist": True}))
                 continue
-            metric = self._module.get_submodule(path)
+            metric: Any = self._module.get_submodule(path)
             if value is not None:
                 metric._forward_cache = value
             self._module.log(name, metric, **arguments)
@@ -193,7 +194,7 @@ def _reduce(
 
 def _encoded(name: str, value: Any) -> Any:
     if callable(value) and getattr(torch, getattr(value, "__name__", ""), None) is value:
-        return ["torch", value.__name__]
+        return ["torch", value.__name__]  # type: ignore[union-attr]
     return ["plain", encode_leaf(value, f"an argument of self.log({name!r}, ...)")]
 
 

@@ -33,8 +33,8 @@ from lightning_cyclic.checks import (
     CLIPPING,
     REMAT,
     check_choice,
-    check_once,
     check_no_leftovers,
+    check_once,
     check_optimizers,
     check_pipeline,
     check_plan,
@@ -363,7 +363,7 @@ class CyclicStrategy(DDPStrategy):
         stages = self._expected_stages() if self._stages == "auto" else self._stages
         assert stages != "auto"
         self._survey = found
-        return choose_cuts(found, stages, memory_limit_bytes=self._memory_limit_bytes)  # type: ignore[arg-type]
+        return choose_cuts(found, stages, memory_limit_bytes=self._memory_limit_bytes)
 
     def _clip_pipeline(self, optimizer: Optimizer, clip_val: float) -> None:
         """Clip by the norm over all stages."""
@@ -614,7 +614,7 @@ class CyclicStrategy(DDPStrategy):
 
     # ------------------------------------------------------------------ between steps
 
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # noqa: A002
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Decide by all (or any) workers' decisions."""
         if self._pipeline is None:
             return bool(super().reduce_boolean_decision(decision, all))
@@ -735,7 +735,7 @@ class CyclicStrategy(DDPStrategy):
             ckpt.keep_owned_state(self.optimizers[0], self._pipeline.session.holdings.own)
 
     def _resume_pipeline(self) -> None:
-        """Go on with the stages and the step of a checkpoint, where it was written by this plan."""
+        """Go on with the stages and the step of a checkpoint that this plan has written."""
         saved = self._saved
         if saved is None or self._pipeline is None or "cuts" not in saved:
             return

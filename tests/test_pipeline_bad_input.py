@@ -182,7 +182,7 @@ def test_impossible_cuts(module: type[Chain], stages: Any, parts: list[str], pre
 @pytest.mark.parametrize(
     ("num_ranks", "strategy", "parts"),
     [
-        (3, {}, ["num_workers=3 with num_stages=2", "use num_stages=3, num_workers=2"]),
+        (3, {}, ["num_workers=3 with num_stages=2", "use num_stages=3 or num_workers=2"]),
         (4, {}, ["num_workers=4 with num_stages=2", "num_workers=2, or width=2"]),
         (3, {"width": 2}, ["num_workers=3 with width=2", "use num_workers=4"]),
         (2, {"width": 4}, ["num_workers=2 with width=4", "use num_workers=4"]),

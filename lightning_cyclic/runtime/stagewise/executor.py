@@ -92,7 +92,7 @@ class Executor:
         history: versions of the parameters, where forwards read older ones too.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913, PLR0917  (what a worker has; made in one place)
         self,
         site: Site,
         plan: Plan,
@@ -351,10 +351,11 @@ class Executor:
 
     def _run_again(self, a: Action, cell: _Cell) -> None:
         assert a.i is not None
+        batch = self._micro[a.t, a.i].batch
         entry = Entry(cell.packet.tensors, cell.packet.with_grad, copied=False)
         run = self._new_run(a, cell.packet, entry, None, cell.again)
         with torch.enable_grad(), self._versions(a, cell):
-            output = run(lambda: self._call(_fresh(self._micro[a.t, a.i].batch)))
+            output = run(lambda: self._call(_fresh(batch)))
         self._keep(cell, run, entry, output)
         cell.packet = Packet()
 

@@ -7,7 +7,8 @@ function that is given the ghost gets the real tensor in its place.
 
 from __future__ import annotations
 
-import traceback
+import sys
+from types import FrameType
 from typing import Any, NamedTuple, Self, final
 
 import torch
@@ -62,22 +63,23 @@ class Ghost(Tensor):
     @staticmethod
     def __new__(cls, spec: TensorSpec, handle: Handle, device: torch.device) -> Ghost:
         """Make a ghost without a value."""
-        ghost: Ghost = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        ghost: Ghost = torch.Tensor._make_wrapper_subclass(
             cls,
             spec.size,
             strides=spec.stride,
             dtype=spec.dtype,
-            device="cpu" if spec.on_host else device,
+            device=torch.device("cpu") if spec.on_host else device,
             requires_grad=spec.requires_grad,
         )
         ghost.handle = handle
         ghost.value = None
         return ghost
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Show what is known."""
         region, event, leaf = self.handle
-        return f"Ghost(of stage {region}, event {event}, leaf {leaf}, filled={self.value is not None})"
+        filled = self.value is not None
+        return f"Ghost(of stage {region}, event {event}, leaf {leaf}, filled={filled})"
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -87,7 +89,9 @@ class Ghost(Tensor):
         return func(*real(args), **real(kwargs or {}))
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         """Refuse: the operation did not pass through Python, where ghosts are replaced.
 
         Raises:
@@ -143,10 +147,12 @@ def real(value: Any) -> Any:
 
 def user_line() -> str:
     """Return file and line of the innermost frame that is the user's."""
-    for frame, line in reversed(list(traceback.walk_stack(None))[::-1]):
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
         file = frame.f_code.co_filename
         if not any(part in file for part in _NOT_THE_USERS):
-            return f"{file}:{line}"
+            return f"{file}:{frame.f_lineno}"
+        frame = frame.f_back
     return "line unknown"
 
 

@@ -11,7 +11,6 @@ from lightning_cyclic.runtime.stagewise.choice import split_by
 from lightning_cyclic.runtime.stagewise.obstacles import Obstacle
 from lightning_cyclic.runtime.stagewise.places import Place, Terrain
 
-
 _MOST_REASONS = 3
 
 
@@ -87,8 +86,8 @@ def _check_order(places: Sequence[Place]) -> None:
     if [p.path for p in in_order] != paths or len(set(paths)) != len(paths):
         once = list(dict.fromkeys(p.path for p in in_order))
         raise PlanError(
-            f"stages={_listed(paths)} do not begin one after the other; allowed: the order of their first "
-            f"calls, each once; use {paste(once)}"
+            f"stages={_listed(paths)} do not begin one after the other; allowed: the order of "
+            f"their first calls, each once; use {paste(once)}"
         )
 
 

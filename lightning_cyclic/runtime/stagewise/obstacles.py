@@ -228,7 +228,7 @@ class Obstacles:
         for edit in self._survey.edits:
             sharing = views.get(edit.storage, [])
             if len(sharing) > 1:
-                reason = "a tensor of an earlier stage is changed in place, and views of it are used"
+                reason = "a tensor of an earlier stage, whose views are used, is changed in place"
                 yield _Hazard(
                     Obstacle(kind="views", reason=reason, line=edit.at.line),
                     self._edit_strikes(edit.at, sharing),

@@ -226,8 +226,9 @@ def _write(
         for view, spec, x in zip(_views(data, start, specs), specs, tensors, strict=True):
             if _overlaps(spec):  # an expanded tensor: its span of storage, once
                 span = (_span(spec),)
-                view, x = view.as_strided(span, (1,)), x.as_strided(span, (1,))
-            view.copy_(x)
+                view.as_strided(span, (1,)).copy_(x.as_strided(span, (1,)))
+            else:
+                view.copy_(x)
 
 
 def _overlaps(spec: TensorSpec) -> bool:

@@ -38,7 +38,7 @@ from lightning_cyclic.runtime.stagewise.plain import encode_leaf
 from lightning_cyclic.runtime.stagewise.sharing import Sharing
 from lightning_cyclic.runtime.stagewise.site import Site
 from lightning_cyclic.runtime.stagewise.tape import Alias, Event, Plain, Tape, describe
-from lightning_cyclic.runtime.stagewise.trees import flatten, unflatten
+from lightning_cyclic.runtime.stagewise.trees import LEAF, flatten, unflatten
 
 _run_numbers = itertools.count(1)
 _MARK = "_cyclic_made"  # on a tensor: (number of the run, handle)
@@ -169,14 +169,14 @@ class Run:
     def _inside_unit(self) -> Iterator[None]:
         """Do not look at torch functions: where nobody does, they cost nothing."""
         self.depth += 1
-        is_top = _get_current_function_mode() is self._watch
+        is_top = _get_current_function_mode() is self._watch  # type: ignore[no-untyped-call]
         if is_top:
-            _pop_mode()
+            _pop_mode()  # type: ignore[no-untyped-call]
         try:
             yield
         finally:
             if is_top:
-                _push_mode(self._watch)
+                _push_mode(self._watch)  # type: ignore[no-untyped-call]
             self.depth -= 1
 
     def _check_home(self, path: str) -> None:
@@ -208,7 +208,7 @@ class Run:
         result = self._call(func, args, kwargs)
         self._look()
         if name in _READS_VALUE:
-            self.tape.append(Event(name, None, (), (), True))
+            self.tape.append(Event(name, LEAF, (), (), True))
             self._position += 1
             return result
         return self._write(name, result, inputs, self._changed_by(name, inputs))
@@ -280,7 +280,7 @@ class Run:
         if isinstance(out, Plain):
             return out.value
         if isinstance(out, Alias):
-            return inputs[out.index]
+            return inputs[out.place]
         ghost = Ghost(out, handle, self.site.device)
         self._made.append((handle, weakref.ref(ghost)))
         return ghost

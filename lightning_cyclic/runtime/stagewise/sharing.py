@@ -117,8 +117,8 @@ class Sharing:
         for h in used:
             if h in self.stale:
                 raise StepError(
-                    f"a tensor of stage {h[0]} is changed in place at {self.stale[h]}, and another "
-                    "view of the same memory, which crossed to this stage apart from it, is used "
+                    f"a tensor of stage {h[0]} is changed in place at {self.stale[h]}, and "
+                    "another view of its memory, which came to this stage apart from it, is used "
                     "too; allowed: changes in place in the stage that made the tensor; write "
                     "x = x + y in place of x += y, make the views behind the change, or let no "
                     "stage begin between, CyclicStrategy(stages=[...])"

@@ -52,8 +52,8 @@ class SideEffects:
 
 
 def state_of(metric: nn.Module) -> dict[str, Any]:
-    """Return a copy of a torchmetrics metric's state and of what it remembers of its last batch."""
-    names = [*metric._defaults, *_REMEMBERED]  # type: ignore[union-attr]
+    """Return a copy of a torchmetrics metric's state and of what it knows of its last batch."""
+    names = [*metric.__dict__["_defaults"], *_REMEMBERED]
     return {n: _copied(getattr(metric, n)) for n in names if hasattr(metric, n)}
 
 

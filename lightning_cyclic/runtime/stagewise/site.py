@@ -105,11 +105,11 @@ def _stages_of_units(module: nn.Module, cuts: Cuts) -> dict[str, tuple[int, ...]
     for name, stages in cuts.tied.items():
         homes[name] = set(stages)
     by_id = {id(p): homes[name] for name, p in module.named_parameters() if name in homes}
-    everywhere = set(range(len(cuts.starts) + 1))
-    found = {}
+    everywhere = frozenset(range(len(cuts.starts) + 1))
+    found: dict[str, tuple[int, ...]] = {}
     for path, m in module.named_modules():
-        stages = set(everywhere)
+        common = everywhere
         for p in m.parameters():
-            stages &= by_id.get(id(p), everywhere)
-        found[path] = tuple(sorted(stages))
+            common &= by_id.get(id(p), everywhere)
+        found[path] = tuple(sorted(common))
     return found

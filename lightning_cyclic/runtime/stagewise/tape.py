@@ -26,7 +26,7 @@ from lightning_cyclic.runtime.stagewise.trees import Structure, flatten
 class Alias(NamedTuple):
     """Stand for an output that is one of the inputs, by its place among their tensors."""
 
-    index: int
+    place: int
 
 
 class Plain(NamedTuple):
@@ -129,7 +129,7 @@ def _out_to_data(out: Out) -> list[Any]:
     if isinstance(out, TensorSpec):
         return ["t", *spec_to_data(out)]
     if isinstance(out, Alias):
-        return ["a", out.index]
+        return ["a", out.place]
     return ["p", encode_leaf(out.value)]
 
 
