@@ -429,7 +429,7 @@ def test_a_stash_that_glue_uses_before_the_cut():
 class UsesHook(nn.Module):
     def __init__(self):
         super().__init__()
-        self.one, self.two, self.last = Deep(), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.one, self.two, self.last = Deepened(), nn.Linear(4, 4), nn.Linear(4, 4)
         self.seen = []
         self.one.body.gate.register_forward_hook(lambda m, args, out: self.seen.append(out))
 
@@ -438,16 +438,16 @@ class UsesHook(nn.Module):
         return self.last(self.two(self.one(x))).sum() + self.seen[0].sum()
 
 
-class Deep(nn.Module):
+class Deepened(nn.Module):
     def __init__(self):
         super().__init__()
-        self.body = Gated()
+        self.body = Routed()
 
     def forward(self, x):
         return self.body(x)
 
 
-class Gated(nn.Module):
+class Routed(nn.Module):
     def __init__(self):
         super().__init__()
         self.gate, self.layer = nn.Linear(4, 4), nn.Linear(4, 4)
