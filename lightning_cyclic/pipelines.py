@@ -22,7 +22,8 @@ from lightning_cyclic.errors import StepError
 from lightning_cyclic.outputs import decode, encode, further_outputs, weighted_mean
 from lightning_cyclic.records import Log, Recorder, from_summary, to_summary
 from lightning_cyclic.reductions import HeldReductions
-from lightning_cyclic.runtime.stagewise.executor import Outcome, loss_of
+from lightning_cyclic.runtime.stagewise.executor import Outcome
+from lightning_cyclic.runtime.stagewise.losses import loss_of
 from lightning_cyclic.runtime.stagewise.session import StagewiseSession, Summary
 from lightning_cyclic.runtime.stagewise.sideeffects import state_of
 from lightning_cyclic.runtime.stagewise.site import is_metric

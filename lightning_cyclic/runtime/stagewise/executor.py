@@ -1,44 +1,40 @@
 """The executor: carry out one worker's program, stage by stage, on an unmodified step.
 
-    F(i,j)   run the step for stage j; keep the graph's beginning (entry) and ends (edges)
-    B(i,j)   one backward from the ends, with the gradients that came for them
-    A, G     packets to the next stage, gradients to the stage before
-    W, S, T  gradients of tied parameters; sums over replicas
-    P, V     new parameters, to replicas and to the stages that share them
+    F(i,j)       run the step for stage j; keep the graph's beginning (entry) and ends (edges)
+    B(i,j)       one backward from the ends, with the gradients that came for them
+    SEND, RECV   packets, gradients and what else the mail takes
 
 Gradients are left in ``p.grad``, as if the whole step had been run at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
-from lightning_cyclic.actions import Action, Kind, Payload
-from lightning_cyclic.errors import StepError
+from lightning_cyclic.actions import Action, Kind
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.runtime.stagewise.chance import Chance
 from lightning_cyclic.runtime.stagewise.entry import Entry
 from lightning_cyclic.runtime.stagewise.ghosts import Handle
 from lightning_cyclic.runtime.stagewise.history import History
 from lightning_cyclic.runtime.stagewise.holdings import Holdings
+from lightning_cyclic.runtime.stagewise.losses import check_loss, loss_of
+from lightning_cyclic.runtime.stagewise.mail import Key, Mail
 from lightning_cyclic.runtime.stagewise.packets import Lesson, Packet
-from lightning_cyclic.runtime.stagewise.parcels import Parcel, ParcelPost
+from lightning_cyclic.runtime.stagewise.parcels import ParcelPost
 from lightning_cyclic.runtime.stagewise.run import Run
 from lightning_cyclic.runtime.stagewise.sharing import Sharing, groups_of
 from lightning_cyclic.runtime.stagewise.sideeffects import SideEffects
 from lightning_cyclic.runtime.stagewise.site import Site
-from lightning_cyclic.runtime.stagewise.tape import Tape, names
+from lightning_cyclic.runtime.stagewise.tape import names
 from lightning_cyclic.runtime.stagewise.trees import map_tensors
-
-Key = tuple[int, int, int]  # step, micro-batch, stage
 
 
 class Micro(NamedTuple):
@@ -83,7 +79,6 @@ class Executor:
     Args:
         site: the module.
         plan: whose programs are run.
-        worker: this worker.
         post: how messages travel.
         holdings: the parameters that this worker has.
         effects: what running a stage again must not repeat.
@@ -92,11 +87,10 @@ class Executor:
         history: versions of the parameters, where forwards read older ones too.
     """
 
-    def __init__(  # noqa: PLR0913, PLR0917  (what a worker has; made in one place)
+    def __init__(
         self,
         site: Site,
         plan: Plan,
-        worker: int,
         post: ParcelPost,
         holdings: Holdings,
         effects: SideEffects,
@@ -106,8 +100,6 @@ class Executor:
     ) -> None:
         self.site = site
         self.plan = plan
-        self.worker = worker
-        self.post = post
         self.holdings = holdings
         self.outcomes: dict[int, Outcome] = {}  # by micro-batch, on the last stage's worker
         self.lessons: dict[str, Lesson] = {}
@@ -120,12 +112,7 @@ class Executor:
         self._call: Callable[[Any], Any] = _no_step
         self._training = True
         self._cells: dict[Key, _Cell] = {}
-        self._packets: dict[Key, Packet] = {}  # that have come, by receiving stage
-        self._grads: dict[Key, Mapping[Handle, Tensor]] = {}
-        self._tied: dict[tuple[int, int, str], Tensor] = {}
-        self._sums: dict[tuple[int, int], list[Tensor | None]] = {}
-        self._tapes: dict[tuple[str, int], tuple[Tape, ...]] = {}
-        self._facts: dict[tuple[str, int], tuple[Any, Any]] = {}
+        self._mail = Mail(post, holdings, plan, self._kind)
 
     # ------------------------------------------------------------------ running
 
@@ -152,10 +139,13 @@ class Executor:
         with self.site.open():
             for n, a in enumerate(actions):
                 if a.kind is Kind.RECV:
-                    self._take(a)
-                    self._post_next(actions, n)
-                else:
-                    self._do(a)
+                    self._mail.receive(actions, n)
+                elif a.kind is Kind.SEND:
+                    self._mail.send(a)
+                elif a.kind is Kind.F:
+                    self._forward(a)
+                elif a.kind is Kind.B:
+                    self._backward(a)
 
     def forget(self, t: int) -> None:
         """Forget the micro-batches of step ``t``, and adopt what they taught."""
@@ -163,30 +153,6 @@ class Executor:
         self.lessons |= self.learnt
         self.learnt = {}
         self.outcomes = {}
-
-    def _do(self, a: Action) -> None:
-        if a.kind is Kind.F:
-            self._forward(a)
-        elif a.kind is Kind.B:
-            self._backward(a)
-        elif a.kind is Kind.SEND:
-            _SENDS[_payload(a)](self, a)
-
-    def _take(self, a: Action) -> None:
-        _RECEIVES[_payload(a)](self, a)
-
-    def _post_next(self, actions: Sequence[Action], n: int) -> None:
-        """Post the receive of the same kind that comes next."""
-        done = actions[n]
-        for a in actions[n + 1 :]:
-            if a.kind is Kind.RECV and (a.payload, a.peer, a.j) == (
-                done.payload,
-                done.peer,
-                done.j,
-            ):
-                if a.payload in (Payload.A, Payload.G):
-                    self.post.post(a, self._kind(a))
-                return
 
     def _kind(self, a: Action) -> str:
         assert a.i is not None
@@ -197,7 +163,7 @@ class Executor:
     def _forward(self, a: Action) -> None:
         assert a.i is not None
         t, i, j = a.t, a.i, a.j
-        packet = self._packets.pop((t, i, j), None) or Packet()
+        packet = self._mail.packets.pop((t, i, j), None) or Packet()
         micro = self._micro[t, i]
         lesson = None if packet.learning else self.lessons.get(micro.family)
         if lesson is not None and tuple(map(names, packet.tapes)) != lesson.paths[:j]:
@@ -254,7 +220,7 @@ class Executor:
             self._finish_last(a, run, packet, output, used, lesson)
         else:
             packet_out = self._packet_out(a, run, packet, entry, used, learning=lesson is None)
-            self._packets[t, i, j + 1] = packet_out
+            self._mail.packets[t, i, j + 1] = packet_out
         if not self._training:
             return
         if again:
@@ -279,7 +245,7 @@ class Executor:
         return Packet(
             tensors={h: run.captured[h].detach() for h in handles},
             with_grad=frozenset(h for h in handles if run.captured[h].requires_grad),
-            tapes=self._remembered(a, (*packet.tapes, tuple(run.tape))),
+            tapes=self._mail.remembered(a, (*packet.tapes, tuple(run.tape))),
             used=used if learning else {},
             learning=learning,
             shared=groups_of(run.captured, entry.values, packet.shared),
@@ -292,7 +258,7 @@ class Executor:
     ) -> None:  # fmt: skip
         assert a.i is not None
         if self._training:
-            _check_loss(output, a.t)
+            check_loss(output, a.t)
         logs = [(name, _detached(run.filled(value)), kw) for name, value, kw in run.logs]
         run.logs = []  # they hold graphs
         used |= dict.fromkeys(run.used, a.j)
@@ -300,13 +266,6 @@ class Executor:
         if lesson is None:
             family = self._micro[a.t, a.i].family
             self.learnt[family] = Lesson.merge(self.learnt.get(family), packet.tapes, used)
-
-    def _remembered(self, a: Action, tapes: tuple[Tape, ...]) -> tuple[Tape, ...]:
-        """Return the same object for equal tapes, so that comparing them costs nothing."""
-        key = (self._kind(a), a.j)
-        if self._tapes.get(key) != tapes:
-            self._tapes[key] = tapes
-        return self._tapes[key]
 
     def _is_remat(self, i: int) -> bool:
         if self._remat == "except_last":
@@ -329,7 +288,7 @@ class Executor:
     def _backward_of(self, a: Action, cell: _Cell) -> None:
         assert a.i is not None
         t, i, j = a.t, a.i, a.j
-        grads = self._grads.pop((t, i, j), {})
+        grads = self._mail.grads.pop((t, i, j), {})
         roots: list[Any] = []
         root_grads: list[Tensor] = []
         if cell.loss is not None and cell.loss.requires_grad:
@@ -345,9 +304,9 @@ class Executor:
         with self.holdings.apart(j) as taken, self._accumulating(cell):
             if roots:
                 torch.autograd.backward(roots, root_grads)
-        self._keep_taken(t, i, j, taken)
+        self._mail.keep_tied(t, i, taken)
         assert cell.entry is not None
-        self._grads[t, i, j - 1] = cell.entry.grads
+        self._mail.grads[t, i, j - 1] = cell.entry.grads
 
     def _run_again(self, a: Action, cell: _Cell) -> None:
         assert a.i is not None
@@ -367,138 +326,10 @@ class Executor:
     ) -> list[tuple[nn.Parameter, Tensor]]:
         """Return the gradients that later stages have for parameters of this one."""
         return [
-            (cell.shown.get(name, p), self._tied.pop((t, i, name)))
+            (cell.shown.get(name, p), self._mail.tied.pop((t, i, name)))
             for name, p in self.holdings.lent(j)
-            if (t, i, name) in self._tied
+            if (t, i, name) in self._mail.tied
         ]
-
-    def _keep_taken(self, t: int, i: int, j: int, taken: Mapping[str, Tensor]) -> None:
-        for name, grad in taken.items():
-            sofar = self._tied.get((t, i, name))
-            # contributions of later stages come first, as in one backward over all stages
-            self._tied[t, i, name] = grad if sofar is None else sofar + grad
-
-    # ------------------------------------------------------------------ messages
-
-    def _send_packet(self, a: Action) -> None:
-        assert a.i is not None
-        packet = self._packets.pop((a.t, a.i, a.j))
-        key = self._kind(a)
-        known = self._facts.get((key, a.j))
-        tag = (
-            tuple(packet.tensors), packet.with_grad, packet.tapes, packet.used, packet.learning,
-            packet.shared, packet.stale,
-        )  # fmt: skip
-        if known is None or known[0] != tag:
-            known = self._facts[key, a.j] = (tag, packet.facts())
-        self.post.send(a, key, Parcel(list(packet.tensors.values()), known[1]))
-
-    def _receive_packet(self, a: Action) -> None:
-        assert a.i is not None
-        key = self._kind(a)
-        parcel = self.post.receive(a, key)
-        known = self._facts.get((key, a.j))
-        tapes = self._tapes.get((key, a.j - 1)) if known and known[0] is parcel.facts else None
-        packet = Packet.of(parcel.tensors, parcel.facts, tapes)
-        self._facts[key, a.j] = (parcel.facts, None)
-        self._tapes[key, a.j - 1] = packet.tapes
-        self._packets[a.t, a.i, a.j] = packet
-
-    def _send_grads(self, a: Action) -> None:
-        assert a.i is not None
-        grads = self._grads.pop((a.t, a.i, a.j))
-        handles = sorted(grads)
-        facts = [list(h) for h in handles]
-        self.post.send(a, self._kind(a), Parcel([grads[h] for h in handles], facts))
-
-    def _receive_grads(self, a: Action) -> None:
-        assert a.i is not None
-        parcel = self.post.receive(a, self._kind(a))
-        handles = [(h[0], h[1], h[2]) for h in parcel.facts]
-        self._grads[a.t, a.i, a.j] = dict(zip(handles, parcel.tensors, strict=True))
-        self.post.settle(Payload.A, a.i)
-
-    def _send_tied(self, a: Action) -> None:
-        assert a.i is not None
-        lent = [n for n, _ in self.holdings.lent(a.j) if (a.t, a.i, n) in self._tied]
-        tensors = [self._tied.pop((a.t, a.i, n)) for n in lent]
-        self.post.send(a, None, Parcel(tensors, lent))
-
-    def _receive_tied(self, a: Action) -> None:
-        assert a.i is not None
-        parcel = self.post.receive(a, None)
-        taken = dict(zip(parcel.facts, parcel.tensors, strict=True))
-        self._keep_taken(a.t, a.i, a.j, taken)
-
-    def _send_sum(self, a: Action) -> None:
-        facts, tensors = self.holdings.take_sum(a.j)
-        self.post.send(a, None, Parcel(tensors, facts))
-
-    def _receive_sum(self, a: Action) -> None:
-        parcel = self.post.receive(a, None)
-        self.holdings.add_to(a.j, parcel.facts, parcel.tensors)
-
-    def _send_parameters(self, a: Action) -> None:
-        self.post.send(a, None, Parcel([p.detach() for p in self.holdings.owned(a.j)]))
-
-    def _receive_parameters(self, a: Action) -> None:
-        _copy(self.holdings.owned(a.j), self.post.receive(a, None).tensors)
-
-    def _send_buffers(self, a: Action) -> None:
-        self.post.send(a, None, Parcel(self.holdings.changing(a.j)))
-
-    def _receive_buffers(self, a: Action) -> None:
-        _copy(self.holdings.changing(a.j), self.post.receive(a, None).tensors)
-
-    def _send_tied_values(self, a: Action) -> None:
-        assert a.peer is not None
-        shared = self.holdings.shared(a.j, stages_of(self.plan, a.peer))
-        self.post.send(a, None, Parcel([p.detach() for p in shared]))
-
-    def _receive_tied_values(self, a: Action) -> None:
-        shared = self.holdings.shared(a.j, self.holdings.stages)
-        _copy(shared, self.post.receive(a, None).tensors)
-
-
-def stages_of(plan: Plan, worker: int) -> tuple[int, ...]:
-    """List the stages that a worker runs."""
-    workers_of = plan.axes.placement.workers_of
-    return tuple(j for j in range(plan.num_stages) if worker in workers_of(j))
-
-
-def _check_loss(output: Any, t: int) -> None:
-    loss = loss_of(output, t)
-    if loss.numel() != 1:
-        raise StepError(
-            f"training_step returned a loss of shape {list(loss.shape)} (step {t}); allowed: one "
-            "number; return its mean"
-        )
-    if not loss.requires_grad:
-        raise StepError(
-            f"training_step returned a loss without a graph (step {t}); allowed: a tensor that "
-            "depends on trained parameters; do not detach it, and do not compute it under "
-            "torch.no_grad()"
-        )
-
-
-def loss_of(output: Any, t: int | None = None) -> Tensor:
-    """Return the loss in what a training step returned.
-
-    Args:
-        output: of the step.
-        t: number of the step, for the error.
-
-    Raises:
-        StepError: there is none.
-    """
-    loss = output.get("loss") if isinstance(output, Mapping) else output
-    if not isinstance(loss, Tensor):
-        given = "None" if loss is None else f"a {type(loss).__name__} as its loss"
-        raise StepError(
-            f"training_step returned {given}{'' if t is None else f' (step {t})'}; allowed: a "
-            'tensor, or a dict with a tensor under "loss"; return 0 * loss to skip a batch'
-        )
-    return loss
 
 
 def _fresh(batch: Any) -> Any:
@@ -515,13 +346,6 @@ def _detached(value: Any) -> Any:
     return value.detach() if isinstance(value, Tensor) else value
 
 
-def _copy(parameters: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-    # graphs that hold them are over, or do not look at them (statistics)
-    with torch.no_grad(), _unsafe_preserve_version_counter(tuple(parameters)):
-        for p, x in zip(parameters, values, strict=True):
-            p.copy_(x)
-
-
 def _discard() -> AbstractContextManager[Any]:
     """Let autograd save nothing: the stage is run again before its backward."""
     return saved_tensors_hooks(lambda x: None, _nothing_saved)
@@ -533,31 +357,3 @@ def _nothing_saved(x: Any) -> Tensor:
 
 def _no_step(batch: Any) -> Any:
     raise AssertionError("no step was prepared")
-
-
-def _payload(a: Action) -> Payload:
-    assert a.payload is not None
-    return a.payload
-
-
-_Step = Callable[[Executor, Action], None]
-_SENDS: dict[Payload, _Step] = {
-    Payload.A: Executor._send_packet,
-    Payload.G: Executor._send_grads,
-    Payload.W: Executor._send_tied,
-    Payload.S: Executor._send_sum,
-    Payload.T: Executor._send_sum,
-    Payload.R: Executor._send_buffers,
-    Payload.P: Executor._send_parameters,
-    Payload.V: Executor._send_tied_values,
-}
-_RECEIVES: dict[Payload, _Step] = {
-    Payload.A: Executor._receive_packet,
-    Payload.G: Executor._receive_grads,
-    Payload.W: Executor._receive_tied,
-    Payload.S: Executor._receive_sum,
-    Payload.T: Executor._receive_sum,
-    Payload.R: Executor._receive_buffers,
-    Payload.P: Executor._receive_parameters,
-    Payload.V: Executor._receive_tied_values,
-}

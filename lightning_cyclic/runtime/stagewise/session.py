@@ -25,14 +25,10 @@ from lightning_cyclic.runtime.norms import NormExchange
 from lightning_cyclic.runtime.script import Script
 from lightning_cyclic.runtime.stagewise.chance import undisturbed
 from lightning_cyclic.runtime.stagewise.cuts import Cuts
-from lightning_cyclic.runtime.stagewise.executor import (
-    Executor,
-    Micro,
-    Outcome,
-    stages_of,
-)
+from lightning_cyclic.runtime.stagewise.executor import Executor, Micro, Outcome
 from lightning_cyclic.runtime.stagewise.history import History
 from lightning_cyclic.runtime.stagewise.holdings import Holdings
+from lightning_cyclic.runtime.stagewise.mail import stages_of
 from lightning_cyclic.runtime.stagewise.packets import Lesson
 from lightning_cyclic.runtime.stagewise.parcels import Parcel, ParcelPost
 from lightning_cyclic.runtime.stagewise.sideeffects import SideEffects
@@ -165,7 +161,7 @@ class StagewiseSession:
             stages = [holdings.trained(j) for j in range(plan.num_stages)]
             self.history = History(self.module, stages, self.t)
         self.executor = Executor(
-            site, plan, self.worker, self._post, holdings, SideEffects(self.module, cuts),
+            site, plan, self._post, holdings, SideEffects(self.module, cuts),
             self.config.seed, self.config.remat, self.history,
         )  # fmt: skip
         holdings.free()

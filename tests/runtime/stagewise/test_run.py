@@ -92,8 +92,8 @@ def test_all_in_one_stage_is_the_plain_run():
 
 
 def test_gradients_pass_by_hand():
-    model, site = Row(), site_of(model := Row(), "b", "c")
-    runs = []
+    model, runs = Row(), []
+    site = site_of(model, "b", "c")
     for target in range(3):
         before = runs[-1].captured if runs else {}
         received = {h: x.detach().requires_grad_() for h, x in before.items()}
@@ -263,25 +263,21 @@ def test_a_value_of_an_earlier_stage_that_is_read_is_refused_with_its_line():
     assert "the worker of stage 1 does not have" in str(caught.value)
 
 
-@pytest.mark.parametrize("read", [float, bool, torch.Tensor.item, torch.Tensor.tolist, list, str])
+@pytest.mark.parametrize("read", [float, bool, torch.Tensor.item, torch.Tensor.tolist, int])
 def test_ways_to_read_are_refused(read):
     class Reads(Row):
         def forward(self, x):
             h = self.a(x)
-            read(h.sum().reshape(1) if read is list else h.sum())
+            read(h.sum())
             return self.b(h).sum()
 
     model = Reads()
-    if read in (str, list):  # as a stand-in, and one element at a time
-        check(model, "b")
-        return
-    with pytest.raises(StepError, match="reads a value of stage 0"):
+    with torch.no_grad(), pytest.raises(StepError, match="reads a value of stage 0"):
         run_stages(site_of(model, "b"), step_of(model))
 
 
 def test_a_value_of_the_own_stage_may_be_read():
     model = Reading()
-    check(model, "c") if False else None
     site = site_of(model, "a")
     runs, output = run_stages(site, step_of(model))
     assert torch.equal(output, model(X))
@@ -347,7 +343,7 @@ class Ordered(Row):
     def forward(self, x):
         for name in self.order:
             x = getattr(self, name)(x)
-        return x.sum()
+        return x.sum() if "c" in self.order else x
 
 
 @pytest.mark.parametrize(
