@@ -53,8 +53,9 @@ from lightning_cyclic.runtime.agreement import require_same_module, require_same
 from lightning_cyclic.runtime.session import Session, SessionConfig, auto_stages
 from lightning_cyclic.runtime.stagewise.cuts import Cuts, choose_cuts
 from lightning_cyclic.runtime.stagewise.evidence import Survey
+from lightning_cyclic.runtime.stagewise.ranks import rank_of
 from lightning_cyclic.runtime.stagewise.report import report
-from lightning_cyclic.runtime.stagewise.session import StagewiseConfig, StagewiseSession, rank_of
+from lightning_cyclic.runtime.stagewise.session import StagewiseConfig, StagewiseSession
 from lightning_cyclic.runtime.stagewise.survey import survey
 from lightning_cyclic.runtime.transport import CountingTransport, DistributedTransport
 from lightning_cyclic.stopping import replace_stop_broadcast, restore_stop_broadcast

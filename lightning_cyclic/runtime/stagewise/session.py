@@ -31,10 +31,12 @@ from lightning_cyclic.runtime.stagewise.holdings import Holdings
 from lightning_cyclic.runtime.stagewise.mail import stages_of
 from lightning_cyclic.runtime.stagewise.packets import Lesson
 from lightning_cyclic.runtime.stagewise.parcels import Parcel, ParcelPost
+from lightning_cyclic.runtime.stagewise.ranks import rank_of
 from lightning_cyclic.runtime.stagewise.sideeffects import SideEffects
 from lightning_cyclic.runtime.stagewise.site import Site
 from lightning_cyclic.runtime.stagewise.split import MicroBatch, signature, split
 from lightning_cyclic.runtime.stagewise.trees import flatten, unflatten
+from lightning_cyclic.runtime.stagewise.weighting import shares_of, whole_share
 from lightning_cyclic.runtime.transport import AbstractTransport
 from lightning_cyclic.runtime.waiting import Waiter
 
@@ -291,9 +293,9 @@ class StagewiseSession:
             The summary, on every worker of the replica.
         """
         before, _ = self._actions(len(parts), self.t)
-        weights = _weights([p.size for p in parts], self.config.width * accumulate)
+        shares = shares_of([p.size for p in parts], self.config.width * accumulate)
         self._check_number(len(parts))
-        self._run(before, self.t, parts, weights, call, "train", training=True)
+        self._run(before, self.t, parts, shares, call, "train", training=True)
         self._last_parts = len(parts)
         self._spread_buffers()
         return self._share_outcomes(self.t, summarise)
@@ -307,7 +309,7 @@ class StagewiseSession:
         part = MicroBatch(batch, 1)
         actions = [a for a in self._actions(1, t)[0] if a.kind is Kind.F or a.payload in _FORWARD]
         try:
-            self._run(actions, t, [part], [_whole], call, kind, training=False)
+            self._run(actions, t, [part], [whole_share], call, kind, training=False)
             return self._share_outcomes(t, summarise)
         except (PeerError, WaitTimeoutError) as error:
             raise type(error)(
@@ -342,7 +344,7 @@ class StagewiseSession:
 
     def _run(
         self, actions: list[Action], t: int, parts: Sequence[MicroBatch],
-        weights: Sequence[Callable[[Tensor], Tensor]], call: Callable[[Any], Any], kind: str,
+        shares: Sequence[Callable[[Tensor], Tensor]], call: Callable[[Any], Any], kind: str,
         *, training: bool,
     ) -> None:  # fmt: skip
         executor = self.executor
@@ -356,7 +358,7 @@ class StagewiseSession:
                 f"{kind} {signature(part.batch)}",
                 f"{kind} {family(part.batch)}",
             )
-            for i, (part, weight) in enumerate(zip(parts, weights, strict=True))
+            for i, (part, weight) in enumerate(zip(parts, shares, strict=True))
         }
         with undisturbed(self.device):
             executor.prepare(t, micro, call, training=training)
@@ -502,43 +504,11 @@ class StagewiseSession:
             ) from None
 
 
-def rank_of(worker: int, size: int) -> int:
-    """Return the rank of a worker, or the worker of a rank.
-
-    The last stage of a replica is on its first rank: rank 0 has the loss and the metrics, which
-    it shows and logs.
-
-    Args:
-        worker: counted from the input side, replica by replica.
-        size: workers per replica.
-    """
-    replica, place = divmod(worker, size)
-    return replica * size + size - 1 - place
-
-
 def family(batch: Any) -> str:
     """Describe a batch without its sizes."""
     leaves, structure = flatten(batch)
     kinds = [f"{x.dtype}{x.dim()}" if isinstance(x, Tensor) else type(x).__name__ for x in leaves]
     return f"{structure.kind} {len(leaves)} {' '.join(kinds)}"
-
-
-def _weights(sizes: Sequence[int], parts: int) -> list[Callable[[Tensor], Tensor]]:
-    """Return the share of each micro-batch: by samples, where their numbers differ.
-
-    Args:
-        sizes: samples of the replica's micro-batches.
-        parts: how many such batches make an update.
-    """
-    if len(set(sizes)) == 1:  # as Lightning divides while it accumulates
-        count = len(sizes) * parts
-        return [lambda ones: ones / count] * len(sizes)
-    total = sum(sizes) * parts
-    return [lambda ones, size=size: ones * (size / total) for size in sizes]  # type: ignore[misc]
-
-
-def _whole(ones: Tensor) -> Tensor:
-    return ones
 
 
 def _at(actions: Sequence[Action], t: int, slots: int) -> list[Action]:

@@ -84,7 +84,7 @@ def test_draws_of_glue_are_keyed_by_their_number_and_leave_the_stream_alone():
 def test_a_draw_that_fails_leaves_the_stream_alone_and_counts():
     chance, other = Chance(0, 0, 0, CPU), Chance(0, 0, 0, CPU)
     state = torch.get_rng_state()
-    with pytest.raises(KeyError), chance.of_glue():
+    with pytest.raises(KeyError), chance.of_glue():  # noqa: PT012
         torch.rand(1)
         raise KeyError
     assert torch.equal(torch.get_rng_state(), state)
@@ -166,8 +166,9 @@ KERNELS = {
     "_lstm_mps", "_scaled_dot_product_attention_math",
     "_scaled_dot_product_attention_math_for_mps", "_scaled_dot_product_cudnn_attention",
     "_scaled_dot_product_efficient_attention", "_scaled_dot_product_flash_attention",
-    "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_fused_attention_overrideable",
-    "_triton_scaled_dot_attention", "miopen_rnn",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_fused_attention_overrideable", "_triton_scaled_dot_attention",
+    "miopen_rnn",
 }  # fmt: skip  # behind functions that are known: attention, dropout and recurrent layers
 NO_DRAWS = {"_nested_tensor_softmax_with_shape"}  # tagged, but it draws nothing
 
@@ -222,7 +223,7 @@ COMPOSITE = {
     "fractional_max_pool3d": lambda: F.fractional_max_pool3d(torch.rand(1, 1, 5, 5, 5), 2, 3),
     "attention": lambda: F.scaled_dot_product_attention(M[None], M[None], M[None], dropout_p=0.5),
     "normal": lambda: torch.normal(M, 1.0),
-    "bernoulli": lambda: M.bernoulli(),
+    "bernoulli": M.bernoulli,
     "multinomial": lambda: M.multinomial(1),
     "poisson": lambda: torch.poisson(M),
     "binomial": lambda: torch.binomial(M * 0 + 9, M),

@@ -76,7 +76,7 @@ def test_each_stage_shows_the_version_that_is_asked_for(versions):
 def test_the_modules_own_are_back_behind_an_error():
     model = Two()
     history, own = updated(model), [id(p) for p in model.parameters()]
-    with pytest.raises(KeyError), history.shown({0: 2, 1: 2}):
+    with pytest.raises(KeyError), history.shown({0: 2, 1: 2}):  # noqa: PT012
         assert [id(p) for p in model.parameters()] != own
         raise KeyError
     assert [id(p) for p in model.parameters()] == own

@@ -111,7 +111,7 @@ def test_a_list_of_states_is_cut_back():
 def test_everything_is_undone_behind_an_error():
     model, effects = made()
     before = state(model)
-    with pytest.raises(KeyError), effects.undone(0):
+    with pytest.raises(KeyError), effects.undone(0):  # noqa: PT012
         model.one(X)
         model.mean.update(X)
         raise KeyError
