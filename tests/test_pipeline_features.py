@@ -15,8 +15,10 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from torch.utils.data import DataLoader
 
+from lightning_cyclic.errors import ConfigurationError
 from tests import stagewise_torch as own
 from tests.corpus import assert_same
+from tests.stagewise_modules import CASES
 from tests.stagewise_runs import (
     Job,
     Outcome,
@@ -285,3 +287,24 @@ def test_precision(name: str, num_ranks: int, precision: str) -> None:
 def test_mixed_precision_with_rematerialisation() -> None:
     job = Job(case="gpt2", flags=(("precision", "bf16-mixed"),))
     assert_equals_plain(pipelines(job, 2, preset="1f1b", stages=4, remat="always"), job)
+
+
+# ---------------------------------------------------------------------- the report
+
+
+def fit_and_report(job: Job, strategy: dict[str, Any]) -> str:
+    run = prepare(job, strategy)
+    run.trainer.fit(run.module, run.batches)
+    try:
+        return run.trainer.strategy.report()
+    except ConfigurationError as error:
+        return f"refused: {error}"
+
+
+def test_rank_zero_reports_where_stages_begin_and_could() -> None:
+    job = Job(case="unet")
+    shown, refused = pipelines(job, 2, function=fit_and_report, preset="gpipe", stages=2)
+    paths = ", ".join(f'"{path}"' for path in CASES["unet"].cuts(2))
+    assert f"CyclicStrategy(stages=[{paths}])" in shown
+    assert "can begin" in shown
+    assert refused.startswith("refused: strategy.report() was asked for where no module")

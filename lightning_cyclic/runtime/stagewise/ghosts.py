@@ -113,9 +113,27 @@ def reads_metadata(func: Any) -> bool:
 
 
 def ask(func: Any, args: Any, kwargs: Any) -> Any:
-    """Call a function that reads metadata on a ghost itself."""
+    """Call a function that reads metadata on a ghost itself.
+
+    A ghost answers as the tensor does in the one graph of all stages: if it has a gradient, it is
+    no leaf there, but the output of some function.
+    """
     with torch._C.DisableTorchFunctionSubclass():
+        if func.__name__ == "__get__" and func.__self__.__name__ in _OF_THE_GRAPH:
+            if args[0].requires_grad:
+                return _OF_THE_GRAPH[func.__self__.__name__]
         return func(*args, **kwargs)
+
+
+@final
+class _SomeFunction:
+    """Stand for the function whose output a ghost is."""
+
+    def __repr__(self) -> str:
+        return "<a function of an earlier stage>"
+
+
+_OF_THE_GRAPH = {"is_leaf": False, "grad_fn": _SomeFunction()}
 
 
 def real(value: Any) -> Any:

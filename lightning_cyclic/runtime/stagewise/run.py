@@ -237,7 +237,9 @@ class Run:
         return self._read(name, inputs)
 
     def _changed_by(self, name: str, inputs: Sequence[Tensor]) -> tuple[int, ...]:
-        in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+        in_place = name in ("__setitem__", "__set__") or (
+            name.endswith("_") and not name.endswith("__")
+        )
         return (0,) if in_place and inputs and not self._depends(inputs[0]) else ()
 
     # ------------------------------------------------------------------ the tape
@@ -307,6 +309,8 @@ class Run:
             )
         if self.is_real:
             self._end()
+        elif self._position < len(self._tapes[self.region]):
+            self._refuse_path(f"the begin of stage {stage}")
         self.region, self._position = stage, 0
         self._chance.begin_region(stage)
         if self.is_real:
