@@ -119,9 +119,9 @@ def ask(func: Any, args: Any, kwargs: Any) -> Any:
     no leaf there, but the output of some function.
     """
     with torch._C.DisableTorchFunctionSubclass():
-        if func.__name__ == "__get__" and func.__self__.__name__ in _OF_THE_GRAPH:
-            if args[0].requires_grad:
-                return _OF_THE_GRAPH[func.__self__.__name__]
+        name = func.__self__.__name__ if func.__name__ == "__get__" else ""
+        if name in _OF_THE_GRAPH and args[0].requires_grad:
+            return _OF_THE_GRAPH[name]
         return func(*args, **kwargs)
 
 
