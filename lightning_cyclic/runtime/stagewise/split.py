@@ -147,8 +147,8 @@ class _Cutter:
             return [x.index_select(0, part) for part in self._slices(rows)]
         raise StepError(
             f"the batch holds {_leaf_text(x)} of layout {x.layout}, which cannot be cut into "
-            "micro-batches; allowed: dense and sparse coordinate-format tensors; convert it in the collate "
-            "function, or use num_micro=1"
+            "micro-batches; allowed: dense tensors, and sparse ones by coordinates; convert it in "
+            "the collate function, or use num_micro=1"
         )
 
     def _cut_packed(self, packed: PackedSequence) -> list[Any]:
