@@ -24,11 +24,11 @@ from lightning_cyclic import CyclicStrategy, make_plan
 from lightning_cyclic.pipelines import PIPELINE_PAYLOADS
 from lightning_cyclic.runtime.stagewise.cuts import choose_cuts
 from lightning_cyclic.runtime.stagewise.executor import Outcome
+from lightning_cyclic.runtime.stagewise.ranks import rank_of
 from lightning_cyclic.runtime.stagewise.session import (
     StagewiseConfig,
     StagewiseSession,
     Summary,
-    rank_of,
 )
 from lightning_cyclic.runtime.stagewise.survey import survey
 from lightning_cyclic.runtime.transport import DistributedTransport

@@ -289,7 +289,8 @@ class CyclicStrategy(DDPStrategy):
 
     def _probe_plan(self) -> Plan:
         """Make a plan of plausible numbers, as the real ones are not known yet."""
-        placement = self._placement or PRESETS[self.preset].placement
+        known = PRESETS.get(self.preset)  # make_plan refuses unknown ones
+        placement = self._placement or (known.placement if known else "replicated")
         numbers = {"single": 1, "replicated": self._num_micro or 2}
         return self._make_plan(4, (), num_workers=numbers.get(placement, 2 * self._width))
 
