@@ -162,7 +162,9 @@ def test_when_a_worker_dies_every_other_one_says_for_what_it_waited(
 
 @pytest.mark.slow
 @PRESETS
-@pytest.mark.parametrize(("num_ranks", "culprit"), [(2, 0), (4, 2)])
+@pytest.mark.parametrize(
+    ("num_ranks", "culprit"), [(2, 0), pytest.param(4, 2, marks=pytest.mark.exhaustive)]
+)
 def test_when_a_worker_is_silent_every_other_one_says_for_what_it_waited(
     num_ranks: int, culprit: int, preset: str
 ) -> None:
@@ -175,8 +177,19 @@ def test_when_a_worker_is_silent_every_other_one_says_for_what_it_waited(
 
 
 @PRESETS
-@pytest.mark.parametrize("phase", ["train", "val"])
-@pytest.mark.parametrize(("num_ranks", "culprit"), [(2, 0), (2, 3), (4, 0), (4, 2), (4, 3)])
+@pytest.mark.parametrize(
+    ("num_ranks", "culprit", "phase"),
+    [
+        (2, 0, "train"),
+        (4, 2, "val"),
+        *(
+            pytest.param(n, w, phase, marks=pytest.mark.exhaustive)
+            for n, w in [(2, 0), (2, 3), (4, 0), (4, 2), (4, 3)]
+            for phase in ("train", "val")
+            if (n, w, phase) not in [(2, 0, "train"), (4, 2, "val")]
+        ),
+    ],
+)
 def test_a_stage_that_fails_and_lives_on_holds_up_nobody(
     num_ranks: int, culprit: int, phase: str, preset: str
 ) -> None:
