@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_cyclic.actions import Payload
-from lightning_cyclic.errors import CyclicError, PeerError, StepError, WaitTimeoutError
+from lightning_cyclic.errors import StepError
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.runtime.bootstrap import FirstStep
 from lightning_cyclic.runtime.engine import Engine, EngineState, Update
@@ -27,6 +27,7 @@ from lightning_cyclic.runtime.profile import Profile
 from lightning_cyclic.runtime.randomness import keyed
 from lightning_cyclic.runtime.stages import StageMap, make_stages
 from lightning_cyclic.runtime.transport import CountingTransport, DistributedTransport
+from lightning_cyclic.runtime.waiting import naming_peers
 
 _BYTES_PER_STAGE = 1 << 20
 _FINE_STAGES = 8
@@ -230,21 +231,9 @@ class Session:
             with self.naming_peers("the worker behind it to take the buffers"):
                 self._first.send()
 
-    @contextmanager
-    def naming_peers(self, what: str) -> Iterator[None]:
-        """Run the body, in which this worker waits for others; name them if they do not come."""
-        try:
-            yield
-        except RuntimeError as error:
-            if isinstance(error, CyclicError):
-                raise
-            late = "timed out" in str(error).lower()
-            gone = "they did not come in time" if late else f"the connection is gone ({error})"
-            reason = self.transport.failure()
-            kind = WaitTimeoutError if late and reason is None else PeerError
-            raise kind(
-                f"worker {self._worker} waited for {what} in step {self.t}: {reason or gone}"
-            ) from None
+    def naming_peers(self, what: str) -> AbstractContextManager[None]:
+        """Name the workers that do not come while the body waits for them."""
+        return naming_peers(self.transport, self.t, what)
 
     def _begin(self) -> None:
         assert self._first is not None

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import final
 
@@ -72,3 +73,30 @@ class Waiter:
         v = None if action.v is None else action.v - shift
         slot = action.s - shift * self._script.slots_per_step
         return replace(action, t=action.t - shift, v=v, s=slot), shift
+
+
+@contextmanager
+def naming_peers(transport: AbstractTransport, t: int, what: str) -> Iterator[None]:
+    """Run the body, in which a worker waits for others; name them if they do not come.
+
+    Args:
+        transport: of the worker, with the word that a failing one left.
+        t: step.
+        what: the worker waits for.
+
+    Raises:
+        WaitTimeoutError: they did not come in time.
+        PeerError: the connection is gone, or another worker has failed.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, CyclicError):
+            raise
+        late = "timed out" in str(error).lower()
+        gone = "they did not come in time" if late else f"the connection is gone ({error})"
+        reason = transport.failure()
+        kind = WaitTimeoutError if late and reason is None else PeerError
+        raise kind(
+            f"worker {transport.worker} waited for {what} in step {t}: {reason or gone}"
+        ) from None

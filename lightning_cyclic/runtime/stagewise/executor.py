@@ -116,14 +116,6 @@ class Executor:
 
     # ------------------------------------------------------------------ running
 
-    @property
-    def num_alive(self) -> dict[int, int]:
-        """Return how many micro-batches' activations are alive, by stage."""
-        counts: dict[int, int] = {}
-        for _, _, j in self._cells:
-            counts[j] = counts.get(j, 0) + 1
-        return counts
-
     def prepare(
         self, t: int, micro: Mapping[int, Micro], call: Callable[[Any], Any], *, training: bool
     ) -> None:

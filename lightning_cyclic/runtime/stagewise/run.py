@@ -145,7 +145,7 @@ class Run:
             return original(*args, **kwargs)
         if not self.is_real:
             with torch._C.DisableTorchFunction():
-                return self._pretend(f"{path}()", args, kwargs)
+                return self._read(f"{path}()", _tensors((args, kwargs)))
         self._check_home(path)
         return self._call_unit(path, original, args, kwargs)
 
@@ -264,9 +264,6 @@ class Run:
         self._made.append((handle, weakref.ref(x)))
         if self._wanted is not None and handle in self._wanted:
             self.captured[handle] = x
-
-    def _pretend(self, name: str, args: Any, kwargs: Any) -> Any:
-        return self._read(name, _tensors((args, kwargs)))
 
     def _read(self, name: str, inputs: Sequence[Tensor]) -> Any:
         event, n = self._expect(name), self._position

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, final
 
@@ -38,7 +38,7 @@ from lightning_cyclic.runtime.stagewise.split import MicroBatch, signature, spli
 from lightning_cyclic.runtime.stagewise.trees import flatten, unflatten
 from lightning_cyclic.runtime.stagewise.weighting import shares_of, whole_share
 from lightning_cyclic.runtime.transport import AbstractTransport
-from lightning_cyclic.runtime.waiting import Waiter
+from lightning_cyclic.runtime.waiting import Waiter, naming_peers
 
 _AFTER_UPDATE = frozenset({Payload.P, Payload.V})
 _SHARED = frozenset({Payload.D, Payload.L})
@@ -487,21 +487,11 @@ class StagewiseSession:
                     dist.barrier(group=self.group)
             self.transport.close()
 
-    @contextmanager
-    def naming_peers(self, what: str) -> Iterator[None]:
-        """Run the body, in which this worker waits for others; name them if they do not come."""
-        try:
-            yield
-        except RuntimeError as error:
-            if isinstance(error, CyclicError) or self.transport is None:
-                raise
-            late = "timed out" in str(error).lower()
-            gone = "they did not come in time" if late else f"the connection is gone ({error})"
-            reason = self.transport.failure()
-            kind = WaitTimeoutError if late and reason is None else PeerError
-            raise kind(
-                f"worker {self.worker} waited for {what} in step {self.t}: {reason or gone}"
-            ) from None
+    def naming_peers(self, what: str) -> AbstractContextManager[None]:
+        """Name the workers that do not come while the body waits for them."""
+        if self.transport is None:
+            return nullcontext()
+        return naming_peers(self.transport, self.t, what)
 
 
 def family(batch: Any) -> str:
