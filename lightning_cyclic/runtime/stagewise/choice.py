@@ -1,4 +1,4 @@
-"""The best places for a number of stages: the slowest stage is as fast as it can be."""
+"""The best places for a number of stages: the largest stage is as small as it can be."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def _best(
     for last, end in enumerate(places):
         usable = [p for p, r in zip(places[:last], reach, strict=False) if r >= end.tick]
         found = _Row(terrain, [*usable, end], limit).best(stages)
-        if found and (best is None or _slowest(terrain, found) < _slowest(terrain, best)):
+        if found and (best is None or _largest(terrain, found) < _largest(terrain, best)):
             best = found
     return best
 
@@ -94,19 +94,23 @@ def split_by(places: Sequence[Place]) -> Split:
     return frozenset[str]().union(*(p.split for p in places))
 
 
-def _slowest(terrain: Terrain, places: Sequence[Place]) -> int:
-    ends = [0, *(p.before_ns for p in places), terrain.survey.duration_ns]
+def _largest(terrain: Terrain, places: Sequence[Place]) -> int:
+    ends = _weights(terrain, [p.tick for p in places])
     return max(b - a for a, b in zip(ends, ends[1:], strict=False))
+
+
+def _weights(terrain: Terrain, ticks: Sequence[int]) -> list[int]:
+    return [0, *map(terrain.weight_before, ticks), terrain.weight_before(terrain.survey.end + 1)]
 
 
 @final
 class _Row:
-    """Choose among places by their running sums of time, parameters and memory."""
+    """Choose among places by their running sums of weight, parameters and memory."""
 
     def __init__(self, terrain: Terrain, places: Sequence[Place], limit: int | None) -> None:
         self._places = places
         self._ticks = [0, *(p.tick for p in places), terrain.survey.end + 1]
-        self._ends = [0, *(p.before_ns for p in places), terrain.survey.duration_ns]
+        self._ends = _weights(terrain, [p.tick for p in places])
         firsts = [terrain.first_uses_before(tick) for tick in self._ticks]
         self._highs = [bisect_left(firsts, count) - 1 for count in firsts]
         self._lows = [0] * len(self._ends) if limit is None else self._memory_lows(terrain, limit)

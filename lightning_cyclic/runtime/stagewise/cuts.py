@@ -14,7 +14,7 @@ from typing import Any, Self
 from lightning_cyclic.runtime.stagewise.choice import best_places
 from lightning_cyclic.runtime.stagewise.evidence import Survey, Use
 from lightning_cyclic.runtime.stagewise.naming import named_places
-from lightning_cyclic.runtime.stagewise.places import Place, Terrain
+from lightning_cyclic.runtime.stagewise.places import Balance, Place, Terrain
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,19 +72,26 @@ class Cuts:
 
 
 def choose_cuts(
-    survey: Survey, stages: int | Sequence[str], *, memory_limit_bytes: int | None = None
+    survey: Survey,
+    stages: int | Sequence[str],
+    *,
+    memory_limit_bytes: int | None = None,
+    balance: Balance = "time",
 ) -> Cuts:
     """Choose where stages begin.
 
     A number asks for the places that make the slowest stage as fast as possible, exactly, by the
-    surveyed times; places where a module's calls would be shared by stages are taken only if
-    there are not enough others. Paths say where stages 1, 2, ... begin.
+    surveyed times, or the one with most activations as small as possible. Places where a module's
+    calls would be shared by stages are taken only if there are not enough others. Paths say where
+    stages 1, 2, ... begin.
 
     Args:
         survey: of the module's step.
         stages: how many, or paths of modules.
         memory_limit_bytes: most bytes of parameters and activations, of one micro-batch, that
             a stage may have. [any number]
+        balance: "time", which suits workers that wait for each other, or "activations", which
+            suits one device and is the same in every run.
 
     Returns:
         The stages.
@@ -92,7 +99,7 @@ def choose_cuts(
     Raises:
         PlanError: too many stages, or too few for the memory; or a path where none can begin.
     """
-    terrain = Terrain(survey)
+    terrain = Terrain(survey, balance)
     if isinstance(stages, int):
         places = best_places(terrain, stages, memory_limit_bytes)
     else:

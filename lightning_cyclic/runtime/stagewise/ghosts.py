@@ -42,9 +42,7 @@ class TensorSpec(NamedTuple):
     @classmethod
     def of(cls, x: Tensor) -> Self:
         """Describe a tensor."""
-        return cls(
-            tuple(x.size()), tuple(x.stride()), x.dtype, x.device.type == "cpu", x.requires_grad
-        )
+        return cls(x.size(), x.stride(), x.dtype, x.is_cpu, x.requires_grad)
 
 
 @final

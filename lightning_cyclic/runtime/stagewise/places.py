@@ -12,10 +12,12 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import final
+from typing import Literal, TypeAlias, final
 
 from lightning_cyclic.runtime.stagewise.evidence import NO_LINE, Call, Survey
 from lightning_cyclic.runtime.stagewise.obstacles import Obstacle, Obstacles, Split
+
+Balance: TypeAlias = Literal["time", "activations"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,10 +80,13 @@ class Terrain:
 
     Args:
         survey: what was seen.
+        balance: what stages are to have equal parts of. Times are measured, and so differ a
+            little from run to run; bytes of activations do not.
     """
 
-    def __init__(self, survey: Survey) -> None:
+    def __init__(self, survey: Survey, balance: Balance = "time") -> None:
         self.survey = survey
+        self._balance = balance
         self.obstacles = Obstacles(survey)
         held = survey.parameters.values()
         self._first_uses = sorted(h.uses[0].tick for h in held if h.uses)
@@ -117,6 +122,12 @@ class Terrain:
             activation_bytes=self._activation_bytes(begin, end),
             crossing_bytes=crossing_bytes,
         )
+
+    def weight_before(self, tick: int) -> int:
+        """Return how much lies before a tick of what stages are to have equal parts of."""
+        if self._balance == "activations":
+            return self._activation_bytes(0, tick)
+        return self.time_at(tick)
 
     def kept_bytes(self, begin: int, end: int) -> int:
         """Return the bytes of parameters and activations of a stage."""

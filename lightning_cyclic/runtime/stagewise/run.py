@@ -9,11 +9,12 @@ The last stage's run goes to the end of the user's step.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
@@ -46,9 +47,8 @@ _READS_VALUE = frozenset(
     {"item", "tolist", "numpy", "__array__", "__bool__", "__int__", "__float__", "__index__"}
     | {"__complex__", "equal", "allclose", "is_nonzero", "__contains__"}
 )
-
-
 _NO_CONTAINERS = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device})
+_TENSORS = frozenset({Tensor, nn.Parameter, Ghost})
 
 
 class StageDone(BaseException):
@@ -150,8 +150,7 @@ class Run:
         return self._call_unit(path, original, args, kwargs)
 
     def _call_unit(self, path: str, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        args, kwargs = self._filled(args), self._filled(kwargs)
-        inputs = _tensors((args, kwargs))
+        args, kwargs, inputs = self._given(args, kwargs)
         with torch._C.DisableTorchFunction():
             before = [x._version for x in inputs]
         with self._inside_unit():
@@ -193,21 +192,21 @@ class Run:
 
     def function(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Answer a call of a torch function outside all units."""
-        if reads_metadata(func):
+        known = _known(func)
+        if known.is_metadata:
             return self._metadata(func, args, kwargs)
         inputs = _tensors((args, kwargs) if kwargs else args)
-        if not any(self._depends(x) for x in inputs):  # also what leaves contexts behind the end
-            return self._call(func, args, kwargs)
+        if not any(map(self._depends, inputs)):  # also what leaves contexts behind the end
+            return self._call(known, func, args, kwargs)
         if self._done:
             raise StageDone
-        name = _name(func)
+        name = known.name
         if not self.is_real:
-            return self._pretend_function(name, func, args, kwargs, inputs)
-        args, kwargs = self._filled(args), self._filled(kwargs)
-        inputs = _tensors((args, kwargs) if kwargs else args)
-        result = self._call(func, args, kwargs)
+            return self._pretend_function(known, inputs)
+        args, kwargs, inputs = self._given(args, kwargs, inputs)
+        result = self._call(known, func, args, kwargs)
         self._look()
-        if name in _READS_VALUE:
+        if known.reads_value:
             self.tape.append(Event(name, LEAF, (), (), True))
             self._position += 1
             return result
@@ -221,20 +220,18 @@ class Run:
             args = (ghost.value, *args[1:])
         return func(*args, **kwargs)
 
-    def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
-        if is_random(func):
+    def _call(self, known: _Known, func: Any, args: Any, kwargs: Any) -> Any:
+        if known.is_random:
             with self._chance.of_glue():
                 return func(*args, **kwargs)
         return func(*args, **kwargs)
 
-    def _pretend_function(
-        self, name: str, func: Any, args: Any, kwargs: Any, inputs: Sequence[Tensor]
-    ) -> Any:
-        if is_random(func):
+    def _pretend_function(self, known: _Known, inputs: Sequence[Tensor]) -> Any:
+        if known.is_random:
             self._chance.skip_glue()
-        if name in _READS_VALUE:
+        if known.reads_value:
             self._refuse_read()
-        return self._read(name, inputs)
+        return self._read(known.name, inputs)
 
     def _changed_by(self, name: str, inputs: Sequence[Tensor]) -> tuple[int, ...]:
         in_place = name in ("__setitem__", "__set__") or (
@@ -374,10 +371,24 @@ class Run:
 
     def _depends(self, x: Tensor) -> bool:
         """Say whether a tensor depends on parameters, so that it belongs to a region."""
-        if type(x) is Ghost or isinstance(x, nn.Parameter):
+        kind = type(x)
+        if kind is Ghost or kind is nn.Parameter:
             return True
         mark = getattr(x, _MARK, None)
-        return mark is not None and mark[0] == self._number
+        if mark is not None and mark[0] == self._number:
+            return True
+        return kind is not Tensor and isinstance(x, nn.Parameter)
+
+    def _given(
+        self, args: Any, kwargs: Any, inputs: list[Tensor] | None = None
+    ) -> tuple[Any, Any, list[Tensor]]:
+        """Return arguments without ghosts, and their tensors."""
+        if inputs is None:
+            inputs = _tensors((args, kwargs))
+        if not self._changed and Ghost not in map(type, inputs):
+            return args, kwargs, inputs
+        args, kwargs = self._filled(args), self._filled(kwargs)
+        return args, kwargs, _tensors((args, kwargs))
 
     def _filled(self, value: Any) -> Any:
         for x in _tensors(value):
@@ -432,9 +443,21 @@ class _Watch(TorchFunctionMode):
         return self._run.function(func, args, kwargs or {})
 
 
-def _name(func: Any) -> str:
+class _Known(NamedTuple):
+    """Hold what is known of a torch function."""
+
+    name: str
+    is_metadata: bool
+    is_random: bool
+    reads_value: bool
+
+
+@functools.lru_cache(maxsize=4096)
+def _known(func: Any) -> _Known:
     name: str = func.__name__
-    return f"{func.__self__.__name__}.get" if name == "__get__" else name
+    if name == "__get__":
+        name = f"{func.__self__.__name__}.get"
+    return _Known(name, reads_metadata(func), is_random(func), name in _READS_VALUE)
 
 
 def _check_plain(event: Event) -> None:
@@ -452,15 +475,20 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def _collect(value: Any, found: list[Tensor]) -> None:
-    if type(value) in _NO_CONTAINERS:
-        return
-    if isinstance(value, Tensor):
-        found.append(value)
-    elif isinstance(value, tuple | list):
-        for x in value:
-            _collect(x, found)
+    if isinstance(value, tuple | list):
+        parts: Any = value
     elif isinstance(value, dict):
-        for x in value.values():
-            _collect(x, found)
+        parts = value.values()
     elif type(value) is slice:
-        _collect((value.start, value.stop, value.step), found)
+        parts = (value.start, value.stop, value.step)
+    else:
+        parts = (value,) if isinstance(value, Tensor) else ()
+    for x in parts:  # the commonest cost no call
+        kind = type(x)
+        if kind in _TENSORS:
+            found.append(x)
+        elif kind not in _NO_CONTAINERS:
+            if isinstance(x, Tensor):
+                found.append(x)
+            else:
+                _collect(x, found)

@@ -119,3 +119,11 @@ def test_impossible_numbers(stages):
     terrain = Terrain(Writer(ROW).survey())
     with pytest.raises(PlanError, match=rf"stages={stages} .* at most 5; allowed: 1 to 5"):
         best_places(terrain, stages)
+
+
+def test_stages_of_equal_activations_do_not_depend_on_times():
+    sizes = (1, 1, 1, 6, 1)
+    for times in ((3, 1, 1, 2, 5), (9, 1, 1, 1, 1)):
+        script = [("layer", ns, 1, n) for ns, n in zip(times, sizes, strict=True)]
+        terrain = Terrain(Writer(script).survey(), "activations")
+        assert [p.path for p in best_places(terrain, 2)] == ["3"]
