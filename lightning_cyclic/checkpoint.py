@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_cyclic.plan import Plan
@@ -41,6 +41,21 @@ def gather_optimizer_state(optimizer: Optimizer, owned: Sequence[nn.Parameter]) 
     return mine
 
 
+def whole_state(module: nn.Module, whole: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return whole weights under the names of ``module.state_dict()``.
+
+    Args:
+        module: of which this worker has a part.
+        whole: parameters and buffers by name, each under one of its names.
+    """
+    named = [*module.named_parameters(), *module.named_buffers()]
+    by_id = {id(x): n for n, x in named}
+    return {
+        key: whole[by_id[id(x)]] if id(x) in by_id else x
+        for key, x in module.state_dict(keep_vars=True).items()
+    }
+
+
 def keep_owned_state(optimizer: Optimizer, owned: Sequence[nn.Parameter]) -> None:
     """Drop the state of parameters that other workers own (after a full checkpoint's load)."""
     kept = {id(p) for p in owned}
@@ -67,7 +82,7 @@ def stagewise_state(plan: Plan, session: StagewiseSession) -> dict[str, Any]:
         "cuts": session.cuts.as_data(),
         "t": session.t,
         "seed": session.config.seed,
-        "previous": session.history.previous() if session.history else {},
+        "previous": session.previous(),
     }
 
 

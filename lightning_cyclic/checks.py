@@ -9,7 +9,6 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import MPSAccelerator
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
 
@@ -18,7 +17,6 @@ from lightning_cyclic.plan import Plan
 
 RUNNABLE = ("cyclic_dp", "cyclic_dp_v1", "lockstep_dp", "gpipe", "1f1b")
 REMAT = ("never", "always", "except_last")
-CLIPPING = ("stage", "global")
 
 
 def check_plan(plan: Plan) -> None:
@@ -197,30 +195,6 @@ def check_used(plan: Plan, remat: str, memory_limit_bytes: int | None) -> None:
                 f"{plan.preset!r}), whose workers keep whole micro-batches; allowed: "
                 f'{name}={default!r}, or a pipeline; use CyclicStrategy("1f1b", {name}={value!r})'
             )
-
-
-def clip_mode(trainer: Trainer, plan: Plan, clip: str | None) -> str:
-    """Return what a gradient norm is taken over: "stage" or "global".
-
-    Raises:
-        ConfigurationError: a global norm where stages are updated from different steps.
-    """
-    by_norm = bool(trainer.gradient_clip_val) and trainer.gradient_clip_algorithm != "value"
-    if plan.weights != "freshest":
-        return clip or "global"
-    if clip == "global" and plan.slack > 0:
-        raise ConfigurationError(
-            f'clip="global" with slack={plan.slack} would mix gradients of two steps in one '
-            'norm; allowed: clip="stage", or slack=0, or preset "cyclic_dp_v1"; '
-            'use CyclicStrategy(clip="stage")'
-        )
-    if clip is None and by_norm:
-        rank_zero_warn(
-            "gradient_clip_val clips each stage by its own norm, because the norm over all "
-            'stages would stall freshest weights; CyclicStrategy(clip="global") is exact and '
-            'stalls, clip="stage" keeps this and silences the warning.'
-        )
-    return clip or "stage"
 
 
 def check_no_leftovers(kwargs: Mapping[str, Any]) -> None:

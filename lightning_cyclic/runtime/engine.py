@@ -20,9 +20,8 @@ from typing import final
 
 from torch import Tensor, nn
 
-from lightning_cyclic.actions import Kind, Payload
-from lightning_cyclic.errors import StepError
 from lightning_cyclic.plan import Plan
+from lightning_cyclic.runtime.arrivals import Arrivals
 from lightning_cyclic.runtime.entrances import Entrances
 from lightning_cyclic.runtime.flat import FlatBuffer, FlatLayout, Word
 from lightning_cyclic.runtime.gradients import GradientCollector
@@ -32,9 +31,11 @@ from lightning_cyclic.runtime.pace import Pace
 from lightning_cyclic.runtime.relay import BufferRelay
 from lightning_cyclic.runtime.script import make_script
 from lightning_cyclic.runtime.stages import StageMap
-from lightning_cyclic.runtime.transport import AbstractPending, AbstractTransport
+from lightning_cyclic.runtime.totals import Totals
+from lightning_cyclic.runtime.transport import AbstractTransport
 from lightning_cyclic.runtime.versions import VersionStore
 from lightning_cyclic.runtime.waiting import Waiter
+from lightning_cyclic.runtime.words import Words
 
 Update = Callable[[int, Sequence[int]], None]
 
@@ -82,13 +83,10 @@ class Engine:
         self.transport = transport
         self.script = make_script(plan, transport.worker)
         self.t = state.t if state else 0
-        self.ends = False  # whether this worker's batch is its last of the epoch
-        self._stop_version: int | None = None
-        self._stop_wanted = False
+        self._words = Words()
         self._flushing = False
         self._flushed_at = self.t
         self._last = True
-        self._last_posted: dict[int, int] = {}
         self._update = update
         # the last worker holds the totals when its step ends; under a delayed rule nobody reads
         # the new version before the step after next, so it is made and sent as early as possible
@@ -100,7 +98,7 @@ class Engine:
         if state is not None:
             self._restore_previous(state)
         waiter = Waiter(plan, self.script, transport)
-        self._wait, self._late = waiter.wait, waiter.late
+        self._wait = waiter.wait
         self._ledger = Ledger(transport.timeout_s)
         layouts = [FlatLayout(ps) for ps in self._parameters]
         self._sums = SumLane(self.script, layouts, transport, self._ledger, self._wait)
@@ -109,17 +107,17 @@ class Engine:
             module, stages, self.script, transport, self._wait, ready=transport.worker == 0
         )
         self._pace = Pace(plan, self.script, transport, self._wait, wanted=paced)
-        # P under way to this worker: posted ahead, expected (handed to the lane) once it is due
-        self._posted: dict[int, tuple[int, AbstractPending, FlatBuffer]] = {}
-        self._expected: dict[int, tuple[int, AbstractPending, FlatBuffer]] = {}
-        self._totals: dict[int, tuple[AbstractPending, FlatBuffer]] = {}
+        self._arrivals = Arrivals(
+            self.script, self.stores, transport, self._relay, self._ledger, waiter
+        )
+        self._totals = Totals(self.script, transport, self._sums, self._ledger, waiter)
         for j, stage in enumerate(self.script.stages):
-            self._post_parameters(j)
-            if stage.owned and stage.total_from is not None:
-                self._post_total(j, layouts[j].new())
+            self._arrivals.post(j)
+            if stage.owned and self._totals.comes_from_afar(j):
+                self._totals.post(j, layouts[j].new())
         self._entrances = Entrances(module, stages, self.enter, transport.worker)
         self._gradients = GradientCollector(self._parameters, self._hand_over, transport.worker)
-        self._expect(self.t)
+        self._arrivals.expect_step(self.t)
 
     # ------------------------------------------------------------------ one training step
 
@@ -183,25 +181,32 @@ class Engine:
     def end_step(self) -> None:
         """Count the step; what is due before the next one is expected from now on."""
         self.t += 1
-        self._expect(self.t)
+        self._arrivals.expect_step(self.t)
         if self._updates_at_once:
             self._make(self.t)
         if self.plan.weights == "sync":
             self._finish_updates()
 
+    @property
+    def ends(self) -> bool:
+        """Say whether this worker's batch is its last of the epoch."""
+        return self._words.ends
+
+    @ends.setter
+    def ends(self, ends: bool) -> None:
+        self._words.ends = ends
+
     def request_stop(self) -> None:
         """Ask every worker to stop; the request travels with the sums and the parameters."""
-        self._stop_wanted = True
+        self._words.stop_wanted = True
 
     @property
     def stopping(self) -> bool:
         """Say whether training ends here; true on every worker from the same step on."""
-        # a version made with a stop byte has been read by every worker two steps later
-        return self._stop_version is not None and self.t >= self._stop_version + 2
+        return self._words.stops(self.t)
 
     def _hand_over(self, j: int, grads: list[Tensor | None]) -> None:
-        word = Word.ENDS if self.ends else Word.GOES_ON
-        self._sums.put((self.t, j, grads, word | Word.STOP if self._stop_wanted else word))
+        self._sums.put((self.t, j, grads, self._words.said()))
 
     def _finish_last(self, *, first: bool) -> None:
         last = self.plan.num_stages - 1
@@ -218,73 +223,23 @@ class Engine:
             if self.script.stages[j].owned:
                 self._make(v)
             else:
-                self._arrive(j, v)
+                self._arrivals.arrive(self.t, j, v)
         buffer = store.show(v)
         store.drop_below(v)
         self._note_word(j, v, buffer)
-        self._post_parameters(j)
+        self._arrivals.post(j)
 
     def _note_word(self, j: int, v: int, buffer: FlatBuffer) -> None:
         # one stage speaks for all, so that every worker counts from the same version
-        if j != self.plan.num_stages - 1 or v == 0:
-            return
-        word = int(buffer.word)
-        if word & Word.STOP and self._stop_version is None:
-            self._stop_version = v
-        if word & Word.ENDS and word & Word.GOES_ON:
-            raise StepError(
-                f"some workers had their last batch in step {v - 1}, others have more; allowed: "
-                "the same number of batches on every worker; drop the surplus in the "
-                "IterableDataset, or set Trainer(limit_train_batches=...)"
-            )
-
-    def _arrive(self, j: int, v: int) -> None:
-        """Wait for version ``v`` of a stage that another worker owns."""
-        if self._relay.passes_on:
-            buffer = self._ledger.take(
-                "version", v, j, lambda: self._late(Payload.P, self.t, j, v)
-            )
-        else:
-            _, pending, buffer = self._expected.pop(j)
-            self._wait(pending, self.script.action(Kind.RECV, Payload.P, t=self.t, j=j, v=v))
-        self.stores[j].put(v, buffer)
-
-    def _expect(self, t: int) -> None:
-        """Hand the lane what the program receives before step ``t``'s forwards, in its order."""
-        for j, stage in enumerate(self.script.stages):
-            if not stage.owned:
-                self._expect_version(j, max(t - stage.lag, 0))
-
-    def _expect_version(self, j: int, v: int) -> None:
-        if j in self._posted and self._posted[j][0] <= v:
-            item = self._posted.pop(j)
-            if self._relay.passes_on:
-                self._relay.put((item[0], j, item[1], item[2]))
-            else:
-                self._expected[j] = item
-
-    def _post_parameters(self, j: int, *, needed: bool = False) -> None:
-        """Post the receive of the next version into the buffer that the last read freed."""
-        stage, store = self.script.stages[j], self.stores[j]
-        if stage.owned or stage.parameters_from is None or j in self._posted:
-            return
-        v = store.newest + 1
-        if j in self._expected or v <= self._last_posted.get(j, -1):
-            return
-        if not (store.has_free or needed):
-            return  # behind a flush two versions are kept: post once the older one is free
-        self._relay.reclaim(j, v - 2)
-        buffer = store.take_free()
-        pending = self.transport.irecv(Payload.P, j, stage.parameters_from, buffer.data)
-        self._posted[j] = (v, pending, buffer)
-        self._last_posted[j] = v
+        if j == self.plan.num_stages - 1 and v > 0:
+            self._words.hear(v, Word(int(buffer.word)))
 
     # ------------------------------------------------------------------ making versions
 
     def _make(self, v: int) -> None:
         """Apply the update that makes version ``v`` to every owned stage that is due."""
         due = [j for j in self.script.owned if self.stores[j].newest == v - 1 and self._due(j, v)]
-        totals = {j: self._total(v - 1, j) for j in due}
+        totals = {j: self._totals.take(v - 1, j) for j in due}
         for j in due:
             self._advance(j, v)
             for p, grad in zip(self._parameters[j], totals[j].tensors(), strict=True):
@@ -296,7 +251,7 @@ class Engine:
             buffer = self.stores[j][v]
             buffer.word.copy_(totals[j].word)
             self._relay.send(v, j, buffer)
-            self._return_total(j, totals[j])
+            self._totals.give_back(j, totals[j])
 
     def _due(self, j: int, v: int) -> bool:
         # stages that this step still reads at v-1 wait for the next step (unless all must be new)
@@ -314,24 +269,6 @@ class Engine:
         else:
             self._relay.reclaim(j, v - 1)
             self.stores[j].advance_in_place()
-
-    def _total(self, t: int, j: int) -> FlatBuffer:
-        if self.script.stages[j].total_from is None:
-            return self._ledger.take("total", t, j, lambda: self._late(Payload.S, t, j, None))
-        pending, buffer = self._totals.pop(j)
-        self._wait(pending, self.script.action(Kind.RECV, Payload.T, t=t, j=j, v=None))
-        return buffer
-
-    def _return_total(self, j: int, buffer: FlatBuffer) -> None:
-        if self.script.stages[j].total_from is None:
-            self._sums.give_back(j, buffer)
-        else:
-            self._post_total(j, buffer)
-
-    def _post_total(self, j: int, buffer: FlatBuffer) -> None:
-        peer = self.script.stages[j].total_from
-        assert peer is not None
-        self._totals[j] = (self.transport.irecv(Payload.T, j, peer, buffer.data), buffer)
 
     # ------------------------------------------------------------------ flush and state
 
@@ -362,10 +299,10 @@ class Engine:
         others = [j for j in range(self.plan.num_stages) if not self.script.stages[j].owned]
         behind = [j for j in others if self.stores[j].newest < v]
         for j in behind:
-            self._post_parameters(j, needed=True)
-            self._expect_version(j, v)
+            self._arrivals.post(j, needed=True)
+            self._arrivals.expect(j, v)
         for j in behind:
-            self._arrive(j, v)
+            self._arrivals.arrive(self.t, j, v)
             self.stores[j].drop_below(self.t - self.script.stages[j].lag)
 
     def state(self) -> EngineState:

@@ -1,0 +1,63 @@
+"""Clipping: what a gradient norm is taken over, and over all stages of a pipeline."""
+
+from __future__ import annotations
+
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.utilities import rank_zero_warn
+from torch.optim import Optimizer
+
+from lightning_cyclic.errors import ConfigurationError
+from lightning_cyclic.plan import Plan
+from lightning_cyclic.runtime.stagewise.session import StagewiseSession
+
+CLIPPING = ("stage", "global")
+
+
+def clip_mode(trainer: Trainer, plan: Plan, clip: str | None) -> str:
+    """Return what a gradient norm is taken over: "stage" or "global".
+
+    Raises:
+        ConfigurationError: a global norm where stages are updated from different steps.
+    """
+    by_norm = bool(trainer.gradient_clip_val) and trainer.gradient_clip_algorithm != "value"
+    if plan.weights != "freshest":
+        return clip or "global"
+    if clip == "global" and plan.slack > 0:
+        raise ConfigurationError(
+            f'clip="global" with slack={plan.slack} would mix gradients of two steps in one '
+            'norm; allowed: clip="stage", or slack=0, or preset "cyclic_dp_v1"; '
+            'use CyclicStrategy(clip="stage")'
+        )
+    if clip is None and by_norm:
+        rank_zero_warn(
+            "gradient_clip_val clips each stage by its own norm, because the norm over all "
+            'stages would stall freshest weights; CyclicStrategy(clip="global") is exact and '
+            'stalls, clip="stage" keeps this and silences the warning.'
+        )
+    return clip or "stage"
+
+
+def clip_stages(
+    session: StagewiseSession, optimizer: Optimizer, clip_val: float, *, by_stage: bool
+) -> None:
+    """Clip gradients by the norm over all stages, as one process that has them all would.
+
+    Args:
+        session: whose stages they are.
+        optimizer: of this worker's parameters.
+        clip_val: largest norm.
+        by_stage: clip each stage by its own norm, as freshest weights do.
+    """
+    if by_stage:
+        for j in range(session.holdings.num_stages):
+            torch.nn.utils.clip_grad_norm_(session.holdings.owned(j), clip_val)
+        return
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if session.norms is None:
+        torch.nn.utils.clip_grad_norm_(parameters, clip_val)
+        return
+    if not session.owns:  # a replica whose gradients have gone to another
+        return
+    total = session.norms.total_norm(session.t, parameters)
+    torch.nn.utils.clip_grads_with_norm_(parameters, clip_val, total)

@@ -1,0 +1,58 @@
+"""Metrics of pipelined modules: the worker that updates one tells the others of its replica.
+
+A metric is an attribute of the whole module, on every worker, but only one worker runs the code
+that updates it. The others are told its state before anybody computes it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, final
+
+from torch import nn
+
+from lightning_cyclic.actions import Payload
+from lightning_cyclic.outputs import decode, encode
+from lightning_cyclic.runtime.stagewise.session import StagewiseSession
+from lightning_cyclic.runtime.stagewise.sideeffects import state_of
+from lightning_cyclic.runtime.stagewise.site import is_metric
+
+_SYNCING = ("sync_on_compute", "_to_sync", "dist_sync_on_step")
+
+
+@final
+class SharedMetrics:
+    """Share the states of a module's metrics.
+
+    Args:
+        module: whose metrics they are.
+        session: knows which worker updates which.
+    """
+
+    def __init__(self, module: nn.Module, session: StagewiseSession) -> None:
+        self._session = session
+        self._metrics: dict[str, Any] = {p: m for p, m in module.named_modules() if is_metric(m)}
+        self._before = {path: _syncing(metric) for path, metric in self._metrics.items()}
+        if session.config.width == 1:  # else they would add up states of stages, which are alike
+            for metric in self._metrics.values():
+                metric.__dict__.update(dict.fromkeys(_SYNCING, False))
+
+    def share(self) -> None:
+        """Bring the states of metrics from the workers that update them to all of a replica."""
+        session = self._session
+        if session.cuts is None or len(session.replica) == 1:
+            return
+        for path, stage in sorted(session.cuts.metrics.items()):
+            metric = self._metrics[path]
+            source = session.worker_of(stage)
+            shared = session.share(Payload.L, source, *encode(state_of(metric), path))
+            if session.worker != source:
+                metric.__dict__.update(decode(shared.tensors, shared.facts))
+
+    def release(self) -> None:
+        """Let metrics synchronize as they did before."""
+        for path, attributes in self._before.items():
+            self._metrics[path].__dict__.update(attributes)
+
+
+def _syncing(metric: nn.Module) -> dict[str, Any]:
+    return {n: metric.__dict__[n] for n in _SYNCING if n in metric.__dict__}

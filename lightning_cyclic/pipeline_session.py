@@ -1,0 +1,108 @@
+"""The session of a pipeline, made of a Trainer and of what the user chose."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, final
+
+from lightning.pytorch import Trainer
+from torch import nn
+
+from lightning_cyclic.actions import Payload
+from lightning_cyclic.options import Options
+from lightning_cyclic.plan import Plan
+from lightning_cyclic.runtime.stagewise.cuts import Cuts, choose_cuts
+from lightning_cyclic.runtime.stagewise.evidence import Survey
+from lightning_cyclic.runtime.stagewise.ranks import rank_of
+from lightning_cyclic.runtime.stagewise.report import report
+from lightning_cyclic.runtime.stagewise.session import StagewiseConfig, StagewiseSession
+from lightning_cyclic.runtime.stagewise.survey import survey
+from lightning_cyclic.runtime.transport import CountingTransport, DistributedTransport
+from lightning_cyclic.training import agreed_seed
+
+PIPELINE_PAYLOADS = (
+    Payload.D, Payload.A, Payload.G, Payload.W, Payload.S, Payload.T, Payload.P, Payload.V,
+    Payload.L, Payload.R,
+)  # fmt: skip
+
+
+@final
+class CutFinder:
+    """Find where the stages of a module begin, and remember what was seen of it.
+
+    Args:
+        options: what the user chose.
+    """
+
+    def __init__(self, options: Options) -> None:
+        self._options = options
+        self._survey: Survey | None = None
+
+    def find(self, module: nn.Module, step: Callable[[], Any]) -> Cuts:
+        """Choose cuts for a module by a run of its whole step."""
+        options = self._options
+        self._survey = survey(module, step, repeats=2)  # for quiet times
+        stages = options.stages if options.stages != "auto" else options.expected_stages(module)
+        assert not isinstance(stages, str)
+        return choose_cuts(
+            self._survey,
+            stages,
+            memory_limit_bytes=options.memory_limit_bytes,
+            # one device waits for nobody: memory is what it wants, and the same bits in every run
+            balance="activations" if options.placement == "single" else "time",
+        )
+
+    def report(self, cuts: Cuts | None) -> str | None:
+        """Return where stages could begin and where they do; None where nobody looked."""
+        return None if self._survey is None or cuts is None else report(self._survey, cuts)
+
+
+def make_transport(num_workers: int, options: Options) -> tuple[CountingTransport | None, Any]:
+    """Return what messages travel by, and its process group; None and None for one worker."""
+    if num_workers == 1:
+        return None, None
+    size = num_workers // options.width
+    made = DistributedTransport(PIPELINE_PAYLOADS, options.timeout_s, lambda w: rank_of(w, size))
+    return CountingTransport(made), made.group
+
+
+def make_session(
+    trainer: Trainer,
+    options: Options,
+    plan: Plan,
+    finder: CutFinder,
+    transport: CountingTransport | None,
+    group: Any,
+) -> StagewiseSession:
+    """Make this worker's session; all workers must call it.
+
+    Args:
+        trainer: knows the place of this worker.
+        options: what the user chose.
+        plan: with as many stages as are expected.
+        finder: chooses the stages on worker 0.
+        transport: None for one worker.
+        group: process group for what workers agree on; None for one worker.
+    """
+
+    def make_plan(
+        num_stages: int,
+        num_micro: int,
+        tied: tuple[tuple[int, ...], ...],
+        relayed: tuple[int, ...],
+    ) -> Plan:
+        return options.plan(num_stages, relayed, num_micro=num_micro, tied=tied)
+
+    device = trainer.strategy.root_device
+    config = StagewiseConfig(
+        make_plan=make_plan,
+        find_cuts=finder.find,
+        num_micro=plan.num_micro // options.width,
+        width=options.width,
+        remat=options.remat,
+        seed=agreed_seed(device),
+    )
+    worker = rank_of(trainer.global_rank, trainer.world_size // options.width)
+    return StagewiseSession(
+        trainer.lightning_module, config, transport, worker, trainer.world_size, device, group
+    )

@@ -1,0 +1,90 @@
+"""Surrogates: a loss whose backward deposits the gradients that a program has computed.
+
+A pipelined step runs its backwards inside ``training_step``. Lightning, which scales the loss,
+runs a backward and looks at ``p.grad``, is given a stand-in for the loss: gradients stay out of
+``p.grad`` until the stand-in's backward, so that hooks and accumulation work as in plain
+training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, final
+
+import torch
+from lightning.pytorch import Trainer
+from torch import Tensor, nn
+
+
+@final
+class Surrogates:
+    """Keep the gradients of a window of batches, and make surrogates that deposit them.
+
+    Args:
+        trainer: says which batches are one window.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self._totals: list[tuple[nn.Parameter, Tensor | None, Tensor | None]] = []
+
+    @property
+    def batches_per_update(self) -> int:
+        """Return ``accumulate_grad_batches`` of today."""
+        return int(self._trainer.accumulate_grad_batches)
+
+    @contextmanager
+    def collecting(self, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+        """Take what the body adds to ``p.grad`` for the gradients of a batch."""
+        before = [p.grad for p in parameters]
+        if self._starts:  # Lightning zeroes gradients only behind this
+            for p in parameters:
+                p.grad = None
+        yield
+        self._totals = [(p, p.grad, b) for p, b in zip(parameters, before, strict=True)]
+        if self._starts:
+            for p, b in zip(parameters, before, strict=True):
+                p.grad = b
+
+    def stand_for(self, loss: Tensor) -> Tensor:
+        """Return a surrogate of the loss of the batch that was collected."""
+        anchor = torch.zeros((), requires_grad=True, device=loss.device)
+        surrogate: Tensor = _Deposit.apply(anchor, loss, self._deposit)  # type: ignore[no-untyped-call]
+        return surrogate
+
+    @property
+    def _starts(self) -> bool:
+        """Say whether the batch under way is the first of its window."""
+        return self._trainer.fit_loop.epoch_loop.batch_idx % self.batches_per_update == 0
+
+    def _deposit(self, grad: Tensor) -> None:
+        """Put the gradients of the window so far into ``p.grad``.
+
+        They are those of the loss divided by ``accumulate_grad_batches``, as Lightning divides;
+        code that scales it further (an overridden ``backward``) scales this batch's part.
+        """
+        factor = float(grad) * self.batches_per_update
+        starts = self._starts
+        for p, total, before in self._totals:
+            if factor == 1.0 or total is None:
+                p.grad = total
+            elif starts or before is None:
+                p.grad = total * factor
+            else:
+                p.grad = before + (total - before) * factor
+        self._totals = []
+
+
+class _Deposit(torch.autograd.Function):
+    """Stand for the loss of a batch whose backward has been run."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, loss: Tensor, deposit: Callable[[Tensor], None]) -> Any:
+        ctx.deposit = deposit
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        ctx.deposit(grad)
+        return None, None, None
