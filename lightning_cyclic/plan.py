@@ -133,11 +133,28 @@ class Plan:
         return schedule.updates_before(t, schedule.backward(i, j), j)
 
     def horizon(self, t: int, i: int, j: int) -> int:
-        """Count the updates of stage j between F(i, j) and B(i, j) that F looks ahead.
+        """Count the updates of stage j that F(i, j) looks ahead of the version that it reads.
 
-        0 for rules that do not predict, as their backward reads what the forward read.
+        By default those between F(i, j) and B(i, j); 0 for rules that do not predict, as their
+        backward reads what the forward read.
         """
+        horizons = PRESETS[self.preset].horizons
+        if horizons is not None and self.axes.weights.looks_ahead:
+            return horizons.forward(j, self.num_stages, self.num_micro)
         return self.backward_reads(t, i, j) - self.reads(t, i, j)
+
+    def backward_horizon(self, j: int) -> int:
+        """Count the updates of stage j that a B looks ahead of the version that it reads."""
+        horizons = PRESETS[self.preset].horizons
+        if horizons is None or not self.axes.weights.looks_ahead:
+            return 0
+        return horizons.backward(j, self.num_micro)
+
+    @property
+    def guesses_once_a_step(self) -> bool:
+        """Say whether all micro-batches of a step read the guess of the first."""
+        horizons = PRESETS[self.preset].horizons
+        return horizons is not None and horizons.once_a_step
 
     def depth(self, j: int) -> int:
         """Count the versions of stage j that are alive at once, anywhere, at most."""
@@ -334,7 +351,7 @@ def make_plan(  # noqa: PLR0913  (one argument per axis and number is the public
     _check_number("slack", slack, least=0)
     _check_number("width", width)
     if num_micro is None:
-        num_micro = _default_num_micro(axes, num_stages, num_workers) * width
+        num_micro = _default_num_micro(preset, axes, num_stages, num_workers) * width
     _check_number("num_micro", num_micro)
     plan = Plan(
         preset=preset,
@@ -374,9 +391,14 @@ def _check_number(name: str, value: object, *, least: int = 1) -> None:
         )
 
 
-def _default_num_micro(axes: dict[str, str], num_stages: int, num_workers: int) -> int:
+def _default_num_micro(
+    preset: str, axes: dict[str, str], num_stages: int, num_workers: int
+) -> int:
     if PLACEMENTS[axes["placement"]].runs_whole_micro:
         return num_workers
+    horizons = PRESETS[preset].horizons
+    if horizons is not None and horizons.once_a_step:
+        return num_stages
     return 1 if WEIGHTS[axes["weights"]].per_micro else num_stages
 
 

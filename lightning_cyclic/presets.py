@@ -20,7 +20,7 @@ from lightning_cyclic.sharding import (
 from lightning_cyclic.weights.base import AbstractWeights
 from lightning_cyclic.weights.delayed import Delayed
 from lightning_cyclic.weights.freshest import Freshest
-from lightning_cyclic.weights.predicted import Predicted
+from lightning_cyclic.weights.predicted import Horizons, Predicted
 from lightning_cyclic.weights.stashed import Stashed
 from lightning_cyclic.weights.sync import Sync
 
@@ -59,13 +59,17 @@ AXES: Final[dict[str, dict[str, type[Any]]]] = {
 @final
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """Hold the four axis values that a strategy name stands for, and where they come from."""
+    """Hold the four axis values that a strategy name stands for, and where they come from.
+
+    ``horizons`` is given where predicted weights look further ahead than to their own backward.
+    """
 
     schedule: str
     placement: str
     weights: str
     sharding: str
     source: str
+    horizons: Horizons | None = None
 
 
 PRESETS: Final[dict[str, Preset]] = {
@@ -91,8 +95,22 @@ PRESETS: Final[dict[str, Preset]] = {
         "cyclic", "pipelined", "delayed", "none", "PipeDream-2BW, arXiv 2006.09503"
     ),
     "pipeoptim": Preset("cyclic", "pipelined", "predicted", "none", "PipeOptim, arXiv 2312.00839"),
-    "spectrain": Preset("cyclic", "pipelined", "predicted", "none", "SpecTrain, arXiv 1809.02839"),
-    "xpipe": Preset("cyclic", "pipelined", "predicted", "none", "XPipe, arXiv 1911.04610"),
+    "spectrain": Preset(
+        "cyclic",
+        "pipelined",
+        "predicted",
+        "none",
+        "SpecTrain, arXiv 1809.02839",
+        Horizons(once_a_step=False),
+    ),
+    "xpipe": Preset(
+        "cyclic",
+        "pipelined",
+        "predicted",
+        "none",
+        "XPipe, arXiv 1911.04610",
+        Horizons(once_a_step=True),
+    ),
     "lockstep_dp": Preset(
         "lockstep", "replicated", "sync", "optimizer", "plain data parallelism, for parity"
     ),

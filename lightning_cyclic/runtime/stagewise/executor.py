@@ -18,12 +18,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
-from lightning_cyclic.actions import Action, Kind
+from lightning_cyclic.actions import Action, Kind, Payload
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.runtime.stagewise.chance import Chance
 from lightning_cyclic.runtime.stagewise.entry import Entry
 from lightning_cyclic.runtime.stagewise.ghosts import Handle
-from lightning_cyclic.runtime.stagewise.history import History
 from lightning_cyclic.runtime.stagewise.holdings import Holdings
 from lightning_cyclic.runtime.stagewise.losses import check_loss, loss_of
 from lightning_cyclic.runtime.stagewise.mail import Key, Mail
@@ -35,6 +34,7 @@ from lightning_cyclic.runtime.stagewise.sideeffects import SideEffects
 from lightning_cyclic.runtime.stagewise.site import Site
 from lightning_cyclic.runtime.stagewise.tape import names
 from lightning_cyclic.runtime.stagewise.trees import map_tensors
+from lightning_cyclic.runtime.stagewise.versions import Version, Versions
 
 
 class Micro(NamedTuple):
@@ -69,7 +69,7 @@ class _Cell:
     edges: dict[Handle, GradientEdge] = field(default_factory=dict)
     loss: Tensor | None = None
     again: frozenset[Handle] | None = None  # what to capture when it is run again
-    shown: dict[str, nn.Parameter] = field(default_factory=dict)  # of older versions, by name
+    versions: tuple[Version, ...] = ()  # whose stand-ins the graph holds
 
 
 @final
@@ -84,7 +84,7 @@ class Executor:
         effects: what running a stage again must not repeat.
         seed: of the randomness.
         remat: "never", "always" or "except_last".
-        history: versions of the parameters, where forwards read older ones too.
+        versions: of the parameters, where forwards read older ones too.
     """
 
     def __init__(
@@ -96,20 +96,20 @@ class Executor:
         effects: SideEffects,
         seed: int,
         remat: str = "never",
-        history: History | None = None,
+        versions: Versions | None = None,
     ) -> None:
         self.site = site
         self.plan = plan
         self.holdings = holdings
-        self.outcomes: dict[int, Outcome] = {}  # by micro-batch, on the last stage's worker
+        self.outcomes: dict[tuple[int, int], Outcome] = {}  # on the last stage's worker
         self.lessons: dict[str, Lesson] = {}
         self.learnt: dict[str, Lesson] = {}
         self._effects = effects
         self._seed = seed
         self._remat = remat
-        self._history = history
+        self._versions = versions
         self._micro: dict[tuple[int, int], Micro] = {}
-        self._call: Callable[[Any], Any] = _no_step
+        self._calls: dict[int, Callable[[Any], Any]] = {}  # by step
         self._training = True
         self._cells: dict[Key, _Cell] = {}
         self._mail = Mail(post, holdings, plan, self._kind)
@@ -121,16 +121,24 @@ class Executor:
     ) -> None:
         """Take in the micro-batches of step ``t`` and how the user's step is called."""
         self._micro |= {(t, i): m for i, m in micro.items()}
-        self._call = call
+        self._calls[t] = call
         self._training = training
-        self.outcomes = {}
 
-    def run(self, actions: Iterable[Action]) -> None:
-        """Carry out actions in their order."""
+    def run(
+        self, actions: Iterable[Action], others: Callable[[Action], None] | None = None
+    ) -> None:
+        """Carry out actions in their order.
+
+        Args:
+            actions: F, B and messages.
+            others: carries out what else there is: updates and outcomes.
+        """
         actions = list(actions)
         with self.site.open():
             for n, a in enumerate(actions):
-                if a.kind is Kind.RECV:
+                if others is not None and (a.kind is Kind.UPDATE or a.payload is Payload.L):
+                    others(a)
+                elif a.kind is Kind.RECV:
                     self._mail.receive(actions, n)
                 elif a.kind is Kind.SEND:
                     self._mail.send(a)
@@ -139,12 +147,20 @@ class Executor:
                 elif a.kind is Kind.B:
                     self._backward(a)
 
-    def forget(self, t: int) -> None:
-        """Forget the micro-batches of step ``t``, and adopt what they taught."""
-        self._micro = {k: m for k, m in self._micro.items() if k[0] > t}
-        self.lessons |= self.learnt
+    def take_outcomes(self, t: int) -> list[Outcome]:
+        """Return what the micro-batches of step ``t`` gave, in their order; none elsewhere."""
+        taken = sorted(k for k in self.outcomes if k[0] == t)
+        return [self.outcomes.pop(k) for k in taken]
+
+    def adopt(self, learnt: Mapping[str, Lesson]) -> None:
+        """Take what micro-batches taught for the next ones."""
+        self.lessons |= learnt
         self.learnt = {}
-        self.outcomes = {}
+
+    def forget(self, t: int) -> None:
+        """Forget the micro-batches of step ``t``, behind their last backward."""
+        self._micro = {k: m for k, m in self._micro.items() if k[0] != t}
+        self._calls.pop(t, None)
 
     def _kind(self, a: Action) -> str:
         assert a.i is not None
@@ -160,24 +176,26 @@ class Executor:
         lesson = None if packet.learning else self.lessons.get(micro.family)
         if lesson is not None and tuple(map(names, packet.tapes)) != lesson.paths[:j]:
             lesson = None
-        again = self._training and self._is_remat(i)
+        again = self._training and self._is_run_again(a)
         entry = Entry(packet.tensors, packet.with_grad, copied=again)
         run = self._new_run(a, packet, entry, lesson)
         cell = _Cell(packet=packet)
-        with _discard() if again else nullcontext(), self._versions(a, cell):
-            output = run(lambda: self._call(_fresh(micro.batch)))
+        call = self._calls[t]
+        with _discard() if again else nullcontext(), self._showing(a, cell):
+            output = run(lambda: call(_fresh(micro.batch)))
         self._finish_forward(a, run, cell, entry, output, lesson, again)
 
     @contextmanager
-    def _versions(self, a: Action, cell: _Cell) -> Iterator[None]:
+    def _showing(self, a: Action, cell: _Cell) -> Iterator[None]:
         """Let the parameters of a stage have the version that the plan says."""
-        if self._history is None or not self._training:
+        if self._versions is None or not self._training:
             yield
             return
-        assert a.i is not None
-        stages = {a.j, *self.holdings.lenders(a.j)}
-        with self._history.shown({j: self.plan.reads(a.t, a.i, j) for j in stages}) as shown:
-            cell.shown = shown
+        if a.kind is Kind.F:
+            showing = self._versions.shown(a, sorted({a.j, *self.holdings.lenders(a.j)}))
+        else:
+            showing = self._versions.shown_again(a, cell.versions)
+        with showing as cell.versions:
             yield
 
     def _new_run(
@@ -254,14 +272,17 @@ class Executor:
         logs = [(name, _detached(run.filled(value)), kw) for name, value, kw in run.logs]
         run.logs = []  # they hold graphs
         used |= dict.fromkeys(run.used, a.j)
-        self.outcomes[a.i] = Outcome(_without_graph(output), logs)
+        self.outcomes[a.t, a.i] = Outcome(_without_graph(output), logs)
         if lesson is None:
             family = self._micro[a.t, a.i].family
             self.learnt[family] = Lesson.merge(self.learnt.get(family), packet.tapes, used)
 
-    def _is_remat(self, i: int) -> bool:
+    def _is_run_again(self, a: Action) -> bool:
+        assert a.i is not None
+        if self._versions is not None and self._versions.recomputes(a):
+            return True
         if self._remat == "except_last":
-            return i < self.plan.num_micro - self.plan.width
+            return a.i < self.plan.num_micro - self.plan.width
         return self._remat == "always"
 
     # ------------------------------------------------------------------ backward
@@ -302,23 +323,24 @@ class Executor:
 
     def _run_again(self, a: Action, cell: _Cell) -> None:
         assert a.i is not None
-        batch = self._micro[a.t, a.i].batch
+        batch, call = self._micro[a.t, a.i].batch, self._calls[a.t]
         entry = Entry(cell.packet.tensors, cell.packet.with_grad, copied=False)
         run = self._new_run(a, cell.packet, entry, None, cell.again)
-        with torch.enable_grad(), self._versions(a, cell):
-            output = run(lambda: self._call(_fresh(batch)))
+        with torch.enable_grad(), self._showing(a, cell):
+            output = run(lambda: call(_fresh(batch)))
         self._keep(cell, run, entry, output)
         cell.packet = Packet()
 
     def _accumulating(self, cell: _Cell) -> AbstractContextManager[None]:
-        return self._history.accumulating(cell.shown) if self._history else nullcontext()
+        return self._versions.backward(cell.versions) if self._versions else nullcontext()
 
     def _tied_roots(
         self, t: int, i: int, j: int, cell: _Cell
     ) -> list[tuple[nn.Parameter, Tensor]]:
         """Return the gradients that later stages have for parameters of this one."""
+        shown = {n: q for version in cell.versions for n, q in version.items()}
         return [
-            (cell.shown.get(name, p), self._mail.tied.pop((t, i, name)))
+            (shown.get(name, p), self._mail.tied.pop((t, i, name)))
             for name, p in self.holdings.lent(j)
             if (t, i, name) in self._mail.tied
         ]
@@ -345,7 +367,3 @@ def _discard() -> AbstractContextManager[Any]:
 
 def _nothing_saved(x: Any) -> Tensor:
     raise AssertionError("a graph whose stage is run again was used")
-
-
-def _no_step(batch: Any) -> Any:
-    raise AssertionError("no step was prepared")

@@ -125,7 +125,10 @@ class Mail:
         parcel = self._post.receive(a, self._kind(a))
         handles = [(h[0], h[1], h[2]) for h in parcel.facts]
         self.grads[a.t, a.i, a.j] = dict(zip(handles, parcel.tensors, strict=True))
-        self._post.settle(Payload.A, a.i)
+        behind = (a.t, a.i)  # its activations and all before them have been used there
+        self._post.settle(
+            lambda b: b.payload is Payload.A and b.i is not None and (b.t, b.i) <= behind
+        )
 
     def _send_tied(self, a: Action) -> None:
         assert a.i is not None

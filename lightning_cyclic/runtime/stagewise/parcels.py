@@ -152,11 +152,11 @@ class ParcelPost:
             self._wait(self._receive(a, a.j + _DESCRIPTION, data), a)
         return Parcel(_read(data, 0, form.specs), form.facts)
 
-    def settle(self, payload: Payload | None = None, i: int = 0) -> None:
-        """Wait for sends that must have arrived: of a payload up to micro-batch ``i``, or all."""
+    def settle(self, must_have_arrived: Callable[[Action], bool] | None = None) -> None:
+        """Wait for sends: for those that must have arrived by now, or all."""
         still = []
         for pending, data, a in self._under_way:
-            if payload is None or (a.payload is payload and a.i is not None and a.i <= i):
+            if must_have_arrived is None or must_have_arrived(a):
                 self._wait(pending, a)
             else:
                 still.append((pending, data, a))

@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
 import torch
 import torch.distributed as dist
@@ -25,8 +25,9 @@ from lightning_cyclic.runtime.norms import NormExchange
 from lightning_cyclic.runtime.script import Script
 from lightning_cyclic.runtime.stagewise.chance import undisturbed
 from lightning_cyclic.runtime.stagewise.cuts import Cuts
-from lightning_cyclic.runtime.stagewise.executor import Executor, Micro, Outcome
-from lightning_cyclic.runtime.stagewise.history import History
+from lightning_cyclic.runtime.stagewise.executor import Executor, Micro
+from lightning_cyclic.runtime.stagewise.flow import Apply, Flow, Summarise, Summary
+from lightning_cyclic.runtime.stagewise.foresight import BackwardWeights, Foresight, Guess
 from lightning_cyclic.runtime.stagewise.holdings import Holdings
 from lightning_cyclic.runtime.stagewise.mail import stages_of
 from lightning_cyclic.runtime.stagewise.packets import Lesson
@@ -36,6 +37,7 @@ from lightning_cyclic.runtime.stagewise.sideeffects import SideEffects
 from lightning_cyclic.runtime.stagewise.site import Site
 from lightning_cyclic.runtime.stagewise.split import MicroBatch, signature, split
 from lightning_cyclic.runtime.stagewise.trees import flatten, unflatten
+from lightning_cyclic.runtime.stagewise.versions import Versions
 from lightning_cyclic.runtime.stagewise.weighting import shares_of, whole_share
 from lightning_cyclic.runtime.transport import AbstractTransport
 from lightning_cyclic.runtime.waiting import Waiter, naming_peers
@@ -57,6 +59,9 @@ class StagewiseConfig:
         width: number of replicas.
         remat: "never", "always" or "except_last".
         seed: of the randomness inside steps.
+        apply: makes a new version of a stage, where steps flow into each other.
+        guess: predicts the weights of a stage, for plans that read predicted ones.
+        backward_weights: what backwards read there.
     """
 
     make_plan: Callable[..., Plan]
@@ -65,16 +70,9 @@ class StagewiseConfig:
     width: int
     remat: str
     seed: int
-
-
-class Summary(NamedTuple):
-    """Hold what is shared of a step, in terms that travel: tensors and JSON."""
-
-    tensors: Sequence[Tensor]
-    facts: Any
-
-
-Summarise = Callable[[Sequence[Outcome]], Summary]  # called on the last stage's worker alone
+    apply: Apply | None = None
+    guess: Guess | None = None
+    backward_weights: BackwardWeights = "current"
 
 
 @final
@@ -119,7 +117,8 @@ class StagewiseSession:
         base = config.make_plan(num_stages, config.num_micro * config.width, (), ())
         self._post = self._make_post(base)
         self.executor: Executor | None = None
-        self.history: History | None = None
+        self.versions: Versions | None = None
+        self.flow: Flow | None = None
 
     # ------------------------------------------------------------------ beginning
 
@@ -160,12 +159,29 @@ class StagewiseSession:
         site = Site(self.module, cuts, self.device)
         self._post = self._make_post(plan)
         if plan.weights != "sync":
-            stages = [holdings.trained(j) for j in range(plan.num_stages)]
-            self.history = History(self.module, stages, self.t)
+            stages = {j: holdings.trained(j) for j in holdings.stages}
+            readers = {
+                j: [k for k in holdings.stages if k == j or j in holdings.lenders(k)]
+                for j in stages
+            }
+            foresight = None
+            if plan.axes.weights.looks_ahead:
+                assert self.config.guess is not None
+                foresight = Foresight(
+                    plan, stages, self.config.guess, self.config.backward_weights
+                )
+            self.versions = Versions(self.module, plan, stages, self.t, readers, foresight)
         self.executor = Executor(
             site, plan, self._post, holdings, SideEffects(self.module, cuts),
-            self.config.seed, self.config.remat, self.history,
+            self.config.seed, self.config.remat, self.versions,
         )  # fmt: skip
+        if flows(plan):
+            assert self.versions is not None
+            assert self.config.apply is not None
+            self.flow = Flow(
+                plan, self.worker, self.executor, self._post, self.versions, self.config.apply,
+                self.t,
+            )  # fmt: skip
         holdings.free()
         if self.transport is not None:
             parameters = [holdings.owned(j) for j in range(plan.num_stages)]
@@ -300,6 +316,35 @@ class StagewiseSession:
         self._spread_buffers()
         return self._share_outcomes(self.t, summarise)
 
+    def advance(
+        self, parts: Sequence[MicroBatch], call: Callable[[Any], Any], summarise: Summarise
+    ) -> list[tuple[int, Summary]]:
+        """Do what this worker does with the batch of a step, where steps flow into each other.
+
+        Args:
+            parts: the micro-batches.
+            call: runs the user's step on one of them.
+            summarise: what of the outcomes is shared with all workers.
+
+        Returns:
+            The steps of which the outcomes have come meanwhile, with their summaries.
+        """
+        assert self.flow is not None
+        self._check_number(len(parts))
+        shares = shares_of([p.size for p in parts], 1)
+        with undisturbed(self.device):
+            self.flow.step(self.t, self._micro(parts, shares, "train"), call, summarise)
+        self.t += 1
+        return self.flow.take_arrived()
+
+    def flush(self) -> list[tuple[int, Summary]]:
+        """Finish all steps that have begun; return as :meth:`advance` does."""
+        if self.flow is None or self.failed:
+            return []
+        with undisturbed(self.device):
+            self.flow.flush()
+        return self.flow.take_arrived()
+
     def evaluate(
         self, kind: str, batch: Any, call: Callable[[Any], Any], summarise: Summarise
     ) -> Summary:
@@ -317,22 +362,27 @@ class StagewiseSession:
             ) from None
 
     def _check_number(self, num_parts: int) -> None:
-        if self.history is not None and num_parts != self.config.num_micro:
+        if self.versions is not None and num_parts != self.config.num_micro:
             raise StepError(
                 f"a batch gave {num_parts} micro-batches, but num_micro={self.config.num_micro}; "
                 "allowed with delayed weights: as many in every step, as they decide which "
                 "version is read; use DataLoader(drop_last=True), or larger batches"
             )
 
-    def put_previous(self, values: Mapping[str, Tensor]) -> None:
-        """Take the version before the newest from a checkpoint."""
-        if self.history is not None:
-            self.history.put_previous(values)
+    def put_previous(self, previous: Mapping[str, Any]) -> None:
+        """Take from a checkpoint what later forwards read beside the newest version."""
+        if self.versions is not None and previous:
+            self.versions.put_previous(previous)
+
+    def previous(self) -> dict[str, Any]:
+        """Return for a checkpoint what later forwards read beside the newest version."""
+        return {} if self.versions is None else self.versions.previous()
 
     def begin_update(self) -> None:
-        """Make room for the next version, where older ones are still read."""
-        if self.history is not None:
-            self.history.begin_update()
+        """Make room for the next version of all stages, where older ones are still read."""
+        if self.versions is not None:
+            for j in self.holdings.stages:
+                self.versions.begin_update(j)
 
     def end_step(self) -> None:
         """Send on what an update has changed, and count the step."""
@@ -349,9 +399,16 @@ class StagewiseSession:
     ) -> None:  # fmt: skip
         executor = self.executor
         assert executor is not None
-        width = self.config.width
-        q = self.worker // len(self.replica)
-        micro = {
+        with undisturbed(self.device):
+            executor.prepare(t, self._micro(parts, shares, kind), call, training=training)
+            executor.run(actions)
+
+    def _micro(
+        self, parts: Sequence[MicroBatch], shares: Sequence[Callable[[Tensor], Tensor]], kind: str
+    ) -> dict[int, Micro]:
+        """Return the micro-batches of this worker's replica by their numbers among all."""
+        width, q = self.config.width, self.worker // len(self.replica)
+        return {
             i * width + q: Micro(
                 part.batch,
                 weight,
@@ -360,9 +417,6 @@ class StagewiseSession:
             )
             for i, (part, weight) in enumerate(zip(parts, shares, strict=True))
         }
-        with undisturbed(self.device):
-            executor.prepare(t, micro, call, training=training)
-            executor.run(actions)
 
     def _spread_buffers(self) -> None:
         """Bring the buffers that the last micro-batch left to the other replicas."""
@@ -384,17 +438,17 @@ class StagewiseSession:
         """Tell all workers of the replica what came out, and what was learnt."""
         executor = self.executor
         assert executor is not None
-        source = self.replica[-1]
+        source, learnt = self.replica[-1], executor.learnt
         summary = Summary([], None)
         if self.worker == source:
-            summary = summarise([x for _, x in sorted(executor.outcomes.items())])
+            summary = summarise(executor.take_outcomes(t))
         if len(self.replica) > 1:
             self._post.settle()
-            learnt = {f: lesson.to_data() for f, lesson in executor.learnt.items()}
-            facts = [summary.facts, learnt]
+            facts = [summary.facts, {f: lesson.to_data() for f, lesson in learnt.items()}]
             shared = self.share(Payload.L, source, summary.tensors, facts)
-            executor.learnt = {f: Lesson.from_data(d) for f, d in shared.facts[1].items()}
+            learnt = {f: Lesson.from_data(d) for f, d in shared.facts[1].items()}
             summary = Summary(shared.tensors, shared.facts[0])
+        executor.adopt(learnt)
         executor.forget(t)
         return summary
 
@@ -492,6 +546,11 @@ class StagewiseSession:
         if self.transport is None:
             return nullcontext()
         return naming_peers(self.transport, self.t, what)
+
+
+def flows(plan: Plan) -> bool:
+    """Say whether steps begin before those ahead of them have ended."""
+    return plan.placement == "pipelined" and plan.weights != "sync"
 
 
 def family(batch: Any) -> str:

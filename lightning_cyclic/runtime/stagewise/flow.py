@@ -1,0 +1,167 @@
+"""A flow: steps that begin before those ahead of them have ended, where no flush is between.
+
+With the batch of step t a worker carries out its block of the stream: forwards of step t, and
+what has come back of earlier steps, their updates among it. A flush carries out what is left. It
+changes no number: later forwards read the versions that they would have read without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, final
+
+from torch import Tensor, nn
+
+from lightning_cyclic.actions import Action, Kind
+from lightning_cyclic.plan import Plan
+from lightning_cyclic.runtime.stagewise.executor import Executor, Micro, Outcome
+from lightning_cyclic.runtime.stagewise.packets import Lesson
+from lightning_cyclic.runtime.stagewise.parcels import Parcel, ParcelPost
+from lightning_cyclic.runtime.stagewise.stream import Stream
+from lightning_cyclic.runtime.stagewise.versions import Versions
+
+
+class Summary(NamedTuple):
+    """Hold what is shared of a step, in terms that travel: tensors and JSON."""
+
+    tensors: Sequence[Tensor]
+    facts: Any
+
+
+Summarise = Callable[[Sequence[Outcome]], Summary]  # called on the last stage's worker alone
+Apply = Callable[[int, int], None]  # (step, stage): clip and optimize; gradients are in p.grad
+
+
+@final
+class Flow:
+    """Run the steps of one worker.
+
+    Args:
+        plan: whose program is run.
+        worker: this worker.
+        executor: of its stages.
+        post: how messages travel.
+        versions: of its stages' parameters.
+        apply: makes a new version from the gradients of a step.
+        t: the first step.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        worker: int,
+        executor: Executor,
+        post: ParcelPost,
+        versions: Versions,
+        apply: Apply,
+        t: int,
+    ) -> None:
+        self.arrived: list[tuple[int, Summary]] = []
+        self._plan = plan
+        self._executor = executor
+        self._post = post
+        self._versions = versions
+        self._apply = apply
+        self._stream = Stream(plan, worker)
+        self._stages = executor.holdings.stages
+        self._begun = self._ended = t - 1
+        self._summarise: dict[int, Summarise] = {}
+        self._put_off: dict[tuple[int, int], list[Action]] = {}  # forwards, by update
+        self._grads: list[tuple[nn.Parameter, Tensor]] = []
+        self._told: dict[int, Parcel] = {}
+
+    @property
+    def is_empty(self) -> bool:
+        """Say whether every step that has begun has ended."""
+        return self._begun == self._ended
+
+    def step(
+        self,
+        t: int,
+        micro: Mapping[int, Micro],
+        call: Callable[[Any], Any],
+        summarise: Summarise,
+    ) -> None:
+        """Carry out what a worker does with the batch of step ``t``.
+
+        Args:
+            t: step, the one behind the last.
+            micro: its micro-batches.
+            call: runs the user's step on one of them.
+            summarise: what of its outcomes is shared with all workers.
+        """
+        assert t == self._begun + 1
+        self._executor.prepare(t, micro, call, training=True)
+        self._summarise[t] = summarise
+        self._begun = t
+        self._run([a for a in self._stream.block(t) if a.t > self._ended])
+
+    def flush(self) -> None:
+        """Finish all steps that have begun."""
+        if not self.is_empty:
+            self._put_off = self._stream.put_off(self._begun)
+            self._run([a for a in self._stream.rest(self._begun) if a.t > self._ended])
+            self._put_off = {}
+            self._post.settle()
+            self._ended = self._begun
+
+    def take_arrived(self) -> list[tuple[int, Summary]]:
+        """Return the steps whose outcomes have come since the last call, with these."""
+        taken, self.arrived = self.arrived, []
+        return taken
+
+    # ------------------------------------------------------------------ actions
+
+    def _run(self, actions: Sequence[Action]) -> None:
+        for p, grad in self._grads:
+            p.grad = grad
+        self._executor.run(actions, self._other)
+        # Lightning zeroes gradients between batches; these belong to steps under way
+        own = self._executor.holdings.own
+        self._grads = [(p, p.grad) for p in own if p.grad is not None]
+        for p in own:
+            p.grad = None
+
+    def _other(self, a: Action) -> None:
+        if a.kind is Kind.UPDATE:
+            self._update(a)
+        elif a.kind is Kind.SEND:
+            self._post.send(a, None, self._conclusion(a.t))
+        else:
+            parcel = self._post.receive(a, None)
+            facts, learnt = parcel.facts
+            self._executor.adopt({f: Lesson.from_data(data) for f, data in learnt.items()})
+            self.arrived.append((a.t, Summary(parcel.tensors, facts)))
+
+    def _conclusion(self, t: int) -> Parcel:
+        """Return what all workers are told of step ``t``."""
+        if t not in self._told:
+            summary = self._summarise[t](self._executor.take_outcomes(t))
+            learnt = self._executor.learnt
+            facts = [summary.facts, {f: lesson.to_data() for f, lesson in learnt.items()}]
+            self._executor.adopt(learnt)
+            self.arrived.append((t, summary))
+            self._told[t] = Parcel(summary.tensors, facts)
+        return self._told[t]
+
+    def _update(self, a: Action) -> None:
+        if a.j == self._plan.num_stages - 1:  # one worker alone tells nobody
+            self._conclusion(a.t)
+            del self._told[a.t]
+        stage = self._executor.holdings.owned(a.j)
+        mine = set(map(id, stage))
+        others = [(p, p.grad) for p in self._executor.holdings.own if id(p) not in mine]
+        for p, _ in others:
+            p.grad = None  # of a step that is still under way on another stage
+        for forward in self._put_off.get((a.t, a.j), ()):
+            self._versions.reserve(forward)
+        self._versions.begin_update(a.j)
+        self._apply(a.t, a.j)
+        for p in stage:
+            p.grad = None
+        for p, grad in others:
+            p.grad = grad
+        if a.j == self._stages[0]:  # backwards go from the last stage to the first
+            del self._summarise[a.t]
+            self._executor.forget(a.t)
+            self._post.settle(lambda b: 0 <= b.t < a.t)

@@ -1,0 +1,84 @@
+"""The stream of one worker: its program without end, cut where the next batch is needed.
+
+A worker is given one batch per step, but a plan without a flush works on several at once:
+
+    worker 0   F0 F1 F2 B0 F3 B1 | F0 B2 F1 B3 UPDATE F2 B0 F3 B1 | F0 B2 ...
+                 block of step 0 |  block of step 1               |
+
+From some step on, every block is the one before with larger numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import final
+
+from lightning_cyclic.actions import Action, Kind, Payload
+from lightning_cyclic.plan import Plan
+
+
+@final
+class Stream:
+    """Answer what a worker does with each batch.
+
+    Args:
+        plan: without a flush between steps.
+        worker: whose program it is.
+    """
+
+    def __init__(self, plan: Plan, worker: int) -> None:
+        schedule = plan.axes.schedule
+        self._slots_per_step = schedule.period // schedule.unit
+        # until the rule reads as ever on, and until all that a step begins has ended
+        self._steady, lasts = 2 * plan.num_stages, plan.num_stages + 2
+        num_steps = self._steady + lasts + 1
+        program = replace(plan, num_steps=num_steps).programs[worker]
+        self._program = [a for a in program if a.payload is not Payload.D]
+        self._starts = [
+            next(n for n, a in enumerate(self._program) if a.t == t) for t in range(num_steps)
+        ]
+        again = [self._moved(a, 1) for a in self._block(self._steady)]
+        assert again == self._block(self._steady + 1), "the plan never becomes steady"
+
+    def block(self, t: int) -> list[Action]:
+        """Return the actions from the first that needs the batch of step ``t``.
+
+        They end before the first that needs the next batch.
+        """
+        steps = max(0, t - self._steady)
+        return [self._moved(a, steps) for a in self._block(t - steps)]
+
+    def rest(self, t: int) -> list[Action]:
+        """Return what is left of steps up to ``t`` behind the block of step ``t``.
+
+        Actions of later steps that the stream has in between are left out.
+        """
+        steps = max(0, t - self._steady)
+        behind = self._program[self._starts[t - steps + 1] :]
+        return [self._moved(a, steps) for a in behind if a.t <= t - steps]
+
+    def put_off(self, t: int) -> dict[tuple[int, int], list[Action]]:
+        """Return the forwards of later steps that the rest of step ``t`` leaves out.
+
+        Returns:
+            (step, stage) of an update -> the forwards of that stage that come before it.
+        """
+        steps = max(0, t - self._steady)
+        put_off: dict[int, list[Action]] = {}
+        found: dict[tuple[int, int], list[Action]] = {}
+        for a in self._program[self._starts[t - steps + 1] :]:
+            if a.kind is Kind.F and a.t > t - steps:
+                put_off.setdefault(a.j, []).append(self._moved(a, steps))
+            elif a.kind is Kind.UPDATE and a.t <= t - steps:
+                found[a.t + steps, a.j] = list(put_off.get(a.j, ()))
+        return found
+
+    def _block(self, t: int) -> Sequence[Action]:
+        return self._program[self._starts[t] : self._starts[t + 1]]
+
+    def _moved(self, a: Action, steps: int) -> Action:
+        if steps == 0:
+            return a
+        v = None if a.v is None else a.v + steps
+        return replace(a, t=a.t + steps, v=v, s=a.s + steps * self._slots_per_step)
