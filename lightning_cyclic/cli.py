@@ -3,6 +3,7 @@
     lightning-cyclic draw cyclic_dp --workers 4
     lightning-cyclic simulate cyclic_dp --workers 16 --bandwidth 10Gbit/s --latency-s 50us
     lightning-cyclic doctor model.py:Model --stages 4
+    lightning-cyclic plan model.py:Model --workers 4 --memory 24GB
 
 It imports no torch, so that it starts at once.
 """
@@ -20,6 +21,7 @@ from typing import NoReturn
 from lightning_cyclic.doctor import add_doctor
 from lightning_cyclic.errors import PlanError
 from lightning_cyclic.plan import PRESETS, Plan, make_plan
+from lightning_cyclic.planning import add_plan
 from lightning_cyclic.simulate import (
     Costs,
     Network,
@@ -67,13 +69,14 @@ class _Parser(argparse.ArgumentParser):
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="lightning-cyclic",
-        description="Draw and simulate plans for delay-tolerant parallel training.",
+        description="Draw, simulate and choose plans for delay-tolerant parallel training.",
         allow_abbrev=False,
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND", title="commands")
     _add_draw(commands)
     _add_simulate(commands)
     add_doctor(commands)
+    add_plan(commands, _has_colours)
     return parser
 
 

@@ -1,0 +1,230 @@
+"""Candidates: every way to spend the workers that the planner looks at."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Final, final
+
+from lightning_cyclic.errors import PlanError, one_of
+from lightning_cyclic.plan import Plan, make_plan
+from lightning_cyclic.planner.profile import Profile
+from lightning_cyclic.presets import PLACEMENTS, PRESETS, SHARDINGS, Preset
+from lightning_cyclic.simulate.costs import Network
+
+_FINENESS = (1, 2, 4)  # stages per worker that runs whole micro-batches: finer ones overlap better
+_DOUBLINGS = 2  # of a single profile's micro-batch
+
+
+def _default_presets() -> tuple[str, ...]:
+    """Leave out what no strategy runs yet, and names for the axes of an earlier preset."""
+    first: dict[tuple[str, ...], str] = {}
+    for name, preset in PRESETS.items():
+        if preset.placement != "shared" and not SHARDINGS[preset.sharding].gathers:
+            first.setdefault(_axes(preset), name)
+    return tuple(first.values())
+
+
+def _axes(preset: Preset) -> tuple[str, ...]:
+    return preset.schedule, preset.placement, preset.weights, preset.sharding
+
+
+DEFAULT_PRESETS: Final = _default_presets()
+
+
+@final
+@dataclass(frozen=True, kw_only=True)  # no slots: what is derived is cached in __dict__
+class Problem:
+    """Hold what is asked of the planner.
+
+    Args:
+        profiles: of the model, one per size of a micro-batch that was measured. A single one is
+            also taken twofold and fourfold, which is safe: samples are not slower in company.
+            Smaller ones are not guessed, as they would look faster than they are.
+        num_workers: N.
+        memory_bytes: of each worker.
+        network: the links between the workers.
+        batch_size: samples per update. [for each worker the largest measured micro-batch]
+        presets: names of presets to look at. [those that a strategy runs]
+        remats: whether to look at plans without and with rematerialisation.
+        state_per_param: bytes of optimizer state per byte of parameters. [2: Adam's moments]
+        slack: slots that a new version needs to travel, for the ``freshest`` rule. [0]
+
+    Raises:
+        PlanError: numbers that cannot be, profiles of one size or of different units, or an
+            unknown preset.
+    """
+
+    profiles: tuple[Profile, ...]
+    num_workers: int
+    memory_bytes: float
+    network: Network = Network()
+    batch_size: int = 0
+    presets: tuple[str, ...] = DEFAULT_PRESETS
+    remats: tuple[bool, ...] = (False, True)
+    state_per_param: float = 2.0
+    slack: int = 0
+
+    def __post_init__(self) -> None:
+        for preset in self.presets:
+            if preset not in PRESETS:
+                raise PlanError(one_of(preset, list(PRESETS), "preset", "use cyclic_pipeline"))
+        for name, least in (("num_workers", 1), ("batch_size", 0), ("state_per_param", 0)):
+            if getattr(self, name) < least:
+                raise PlanError(
+                    f"{name}={getattr(self, name)}; allowed: {least} or more; correct it"
+                )
+        if not self.memory_bytes > 0:
+            raise PlanError(
+                f"memory_bytes={self.memory_bytes}; allowed: above 0; give what a worker has"
+            )
+        sizes = [profile.micro_size for profile in self.profiles]
+        if not sizes or len(set(sizes)) != len(sizes) or len({*map(_names, self.profiles)}) > 1:
+            raise PlanError(
+                f"profiles of micro-batches of {sizes} samples; allowed: one or more of the same "
+                "units, each of another size; give one profile per size"
+            )
+
+    @property
+    def samples(self) -> int:
+        """Return the samples per update."""
+        return self.batch_size or max(p.micro_size for p in self.profiles) * self.num_workers
+
+    @cached_property
+    def by_size(self) -> dict[int, Profile]:
+        """Return profiles by the size of the micro-batch, measured or scaled."""
+        found = {profile.micro_size: profile for profile in self.profiles}
+        if len(found) > 1:
+            return found
+        (base,) = self.profiles
+        larger = [base.micro_size << k for k in range(1, _DOUBLINGS + 1)]
+        return found | {size: base.scaled(size) for size in larger}
+
+    def profile(self, micro_size: int) -> Profile:
+        """Return the profile of a micro-batch: of a size asked for, else the nearest, scaled."""
+        if micro_size in self.by_size:
+            return self.by_size[micro_size]
+        nearest = min(self.profiles, key=lambda p: abs(p.micro_size - micro_size))
+        return nearest.scaled(micro_size)
+
+    @property
+    def num_units(self) -> int:
+        """Return how many units the model has."""
+        return len(self.profiles[0].units)
+
+
+def _names(profile: Profile) -> tuple[str, ...]:
+    return tuple(unit.name for unit in profile.units)
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """Hold one way to spend the workers, before anybody knows where stages begin.
+
+    Args:
+        preset: name of the preset.
+        width: replicas of a pipeline.
+        num_stages: S.
+        num_micro: micro-batches per update, of all replicas together.
+        micro_size: samples of each.
+        remat: backwards run their forward again.
+    """
+
+    preset: str
+    width: int
+    num_stages: int
+    num_micro: int
+    micro_size: int
+    remat: bool
+
+    @property
+    def runs_whole_micro(self) -> bool:
+        """Say whether a worker runs all stages of its micro-batches."""
+        return PLACEMENTS[PRESETS[self.preset].placement].runs_whole_micro
+
+    @property
+    def has_flush(self) -> bool:
+        """Say whether a pipeline runs empty at each update."""
+        return PRESETS[self.preset].weights == "sync"
+
+    def plan(
+        self, problem: Problem, *, num_steps: int, tied: Sequence[Sequence[int]] = ()
+    ) -> Plan:
+        """Make the plan.
+
+        Raises:
+            PlanError: these axes and numbers do not fit together.
+        """
+        return make_plan(
+            self.preset,
+            num_stages=self.num_stages,
+            num_workers=problem.num_workers,
+            num_micro=self.num_micro,
+            num_steps=num_steps,
+            slack=problem.slack,
+            width=self.width,
+            tied=tied,
+        )
+
+
+def candidates(problem: Problem) -> Iterator[Candidate]:
+    """Yield every candidate.
+
+    Of pipelines: each width and depth whose product is the number of workers, each size of a
+    micro-batch that divides the batch, with and without rematerialisation. Of workers that run
+    whole micro-batches: one, two and four stages per worker, one micro-batch for each. Whether
+    axes and numbers fit together is not asked here.
+
+    Source: the search space of PipeDream-2BW's planner, section 4,
+        https://arxiv.org/abs/2006.09503; presets are added.
+    """
+    for preset in problem.presets:
+        placement = PLACEMENTS[PRESETS[preset].placement]
+        if placement.runs_whole_micro:
+            yield from _replicated(problem, preset)
+        elif PRESETS[preset].placement == "shared":
+            yield from _pipelines(problem, preset, 1, _stages_of_places(problem.num_workers))
+        else:
+            for width in range(1, problem.num_workers + 1):
+                if problem.num_workers % width == 0:
+                    yield from _pipelines(problem, preset, width, problem.num_workers // width)
+
+
+def _replicated(problem: Problem, preset: str) -> Iterator[Candidate]:
+    micro_size, rest = divmod(problem.samples, problem.num_workers)
+    counts = {min(k * problem.num_workers, problem.num_units) for k in _FINENESS}
+    for num_stages in sorted(counts) if micro_size and not rest else ():
+        yield Candidate(
+            preset=preset,
+            width=1,
+            num_stages=num_stages,
+            num_micro=problem.num_workers,
+            micro_size=micro_size,
+            remat=False,
+        )
+
+
+def _pipelines(problem: Problem, preset: str, width: int, depth: int) -> Iterator[Candidate]:
+    for micro_size in sorted(problem.by_size, reverse=True):
+        num_micro, rest = divmod(problem.samples, micro_size)
+        if depth > problem.num_units or rest or num_micro < width or num_micro % width:
+            continue
+        for remat in problem.remats:
+            yield Candidate(
+                preset=preset,
+                width=width,
+                num_stages=depth,
+                num_micro=num_micro,
+                micro_size=micro_size,
+                remat=remat,
+            )
+
+
+def _stages_of_places(num_workers: int) -> int:
+    """Return the fewest stages that have a place for each worker, as placement "shared" has."""
+    stages = 1
+    while stages * (stages + 1) // 2 < num_workers:
+        stages += 1
+    return stages

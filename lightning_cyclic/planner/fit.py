@@ -1,0 +1,190 @@
+"""Fit a candidate into the memory of the workers: where its stages begin, and what each keeps.
+
+Stages of a pipeline keep different numbers of versions and micro-batches, so that the same units
+may fit into the last stage and not into the first. The numbers are counted on the program with
+one byte of everything; then the cut is the fastest of those that fit, exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import TypeAlias, final
+
+from lightning_cyclic.plan import Plan
+from lightning_cyclic.planner.candidates import Candidate, Problem
+from lightning_cyclic.planner.memory import Memory, memory
+from lightning_cyclic.planner.profile import Profile
+from lightning_cyclic.planner.row import cut_row, row_of
+from lightning_cyclic.planner.stages import Stages
+from lightning_cyclic.simulate.costs import Network
+
+Kept: TypeAlias = Callable[[int, int, int], float]
+"""Bytes that a worker keeps whose stage, by number, goes from one unit to before another."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fit:
+    """Hold a candidate that fits.
+
+    Args:
+        candidate: what was asked for.
+        plan: its plan, of enough steps to reach the steady state.
+        stages: where its stages begin, and what each takes.
+        memory: of each worker.
+    """
+
+    candidate: Candidate
+    plan: Plan
+    stages: Stages
+    memory: tuple[Memory, ...]
+
+    @property
+    def memory_bytes(self) -> float:
+        """Return the bytes of the worker that keeps most."""
+        return max(memory.total for memory in self.memory)
+
+
+@final
+class Fitter:
+    """Fit candidates, and remember plans that several of them share.
+
+    Args:
+        problem: what is asked.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        self._problem = problem
+        self._plans: dict[tuple[object, ...], Plan] = {}
+
+    def fit(self, candidate: Candidate) -> Fit | None:
+        """Cut the model for a candidate; None where no cut fits into memory.
+
+        Raises:
+            PlanError: its axes, numbers and shared parameters do not fit together.
+        """
+        profile = self._problem.profile(candidate.micro_size)
+        limit = self._problem.memory_bytes
+        plan = self._plan(candidate)
+        if not _has_one_stage_per_worker(plan):
+            found = self._filled(candidate, self._even(profile, candidate))
+        else:
+            kept = self._kept(plan, candidate, profile)
+            starts = _fastest(
+                profile, candidate, self._problem.network, lambda p, a, b: kept(p, a, b) <= limit
+            )
+            if starts is None:
+                return None
+            found = self._filled(candidate, Stages.of(profile, starts))
+        return found if found.memory_bytes <= limit else None
+
+    def least(self, candidate: Candidate) -> Fit:
+        """Cut the model so that the worker with most bytes keeps as few as can be.
+
+        Raises:
+            PlanError: as for :meth:`fit`.
+        """
+        profile = self._problem.profile(candidate.micro_size)
+        plan = self._plan(candidate)
+        if not _has_one_stage_per_worker(plan):
+            return self._filled(candidate, self._even(profile, candidate))
+        kept = self._kept(plan, candidate, profile)
+
+        def pieces(p: int, b: int) -> Iterator[tuple[int, float, float]]:
+            for a in range(b - 1, -1, -1):
+                yield a, 0.0, kept(p, a, b)
+
+        starts = cut_row(len(profile.units), candidate.num_stages, pieces)
+        assert starts is not None  # every cut is allowed
+        return self._filled(candidate, Stages.of(profile, starts))
+
+    def _plan(self, candidate: Candidate, tied: tuple[tuple[int, ...], ...] = ()) -> Plan:
+        num_steps = 4 + -(-2 * candidate.num_stages * candidate.width // candidate.num_micro)
+        key = candidate.preset, candidate.width, candidate.num_stages, candidate.num_micro, tied
+        if key not in self._plans:
+            self._plans[key] = candidate.plan(self._problem, num_steps=num_steps, tied=tied)
+        return self._plans[key]
+
+    def _even(self, profile: Profile, candidate: Candidate) -> Stages:
+        """Cut for speed alone, where every worker keeps much the same."""
+        return Stages.even(profile, candidate.num_stages, together=candidate.runs_whole_micro)
+
+    def _filled(self, candidate: Candidate, stages: Stages) -> Fit:
+        plan = self._plan(candidate, stages.tied)
+        return Fit(
+            candidate=candidate,
+            plan=plan,
+            stages=stages,
+            memory=memory(
+                plan, stages, remat=candidate.remat, state_per_param=self._problem.state_per_param
+            ),
+        )
+
+    def _kept(self, plan: Plan, candidate: Candidate, profile: Profile) -> Kept:
+        """Say what a worker keeps of some units in a row, by its stage."""
+        counts = _counts(plan, candidate, self._problem.state_per_param)
+        units = profile.units
+        params = [0.0, *accumulate(unit.param_bytes for unit in units)]
+        activations = [0.0, *accumulate(unit.activation_bytes for unit in units)]
+        crossing = [*(unit.crossing_bytes for unit in units), 0.0]
+
+        def kept(j: int, a: int, b: int) -> float:
+            copies = counts[j]
+            shared = sum(
+                tie.bytes * max(sum(a <= u < b for u in tie.units) - 1, 0) for tie in profile.ties
+            )
+            return (
+                (copies.weights + copies.gradients + copies.optimizer)
+                * (params[b] - params[a] - shared)
+                + copies.activations * (activations[b] - activations[a])
+                + copies.inputs * crossing[a]
+                + copies.returns * crossing[b]
+            )
+
+        return kept
+
+
+def _has_one_stage_per_worker(plan: Plan) -> bool:
+    homes = [w for j in range(plan.num_stages) for w in plan.axes.placement.workers_of(j)]
+    return len(homes) == len(set(homes))
+
+
+def _counts(plan: Plan, candidate: Candidate, state_per_param: float) -> list[Memory]:
+    """Count the copies that workers keep, by stage: of the replicas', the most."""
+    alike = Stages.alike(plan.num_stages)
+    workers = memory(plan, alike, remat=candidate.remat, state_per_param=state_per_param)
+    found = []
+    for j in range(plan.num_stages):
+        held = [workers[w] for w in plan.axes.placement.workers_of(j)]
+        names = Memory.__dataclass_fields__
+        found.append(Memory(**{name: max(getattr(x, name) for x in held) for name in names}))
+    return found
+
+
+def pace_s(profile: Profile, candidate: Candidate, network: Network) -> float:
+    """Return the seconds per micro-batch of a pipeline's slowest stage, cut for speed alone."""
+    starts = _fastest(profile, candidate, network, None)
+    assert starts is not None  # candidates have no more stages than units
+    stages = Stages.of(profile, starts)
+    return max(paces_s(stages, candidate, network))
+
+
+def paces_s(stages: Stages, candidate: Candidate, network: Network) -> list[float]:
+    """Return the seconds per micro-batch of each stage: of its compute, or of its messages."""
+    costs = stages.costs(remat=candidate.remat)
+    compute_s = map(sum, zip(costs.forward_s, costs.backward_s, strict=True))
+    sent = [network.transfer_s(size) for size in (0.0, *stages.input_bytes[1:], 0.0)]
+    return [max(s, sent[j] + sent[j + 1]) for j, s in enumerate(compute_s)]
+
+
+def _fastest(
+    profile: Profile,
+    candidate: Candidate,
+    network: Network,
+    fits: Callable[[int, int, int], bool] | None,
+) -> Sequence[int] | None:
+    work = [unit.forward_s * (1 + candidate.remat) + unit.backward_s for unit in profile.units]
+    sent = [network.transfer_s(unit.crossing_bytes) for unit in profile.units[1:]]
+    return cut_row(len(work), candidate.num_stages, row_of(work, [0.0, *sent, 0.0]), fits=fits)

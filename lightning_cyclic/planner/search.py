@@ -1,0 +1,214 @@
+"""The search: which plan trains fastest within the memory of the workers.
+
+    candidate ──[1] bound──> heap ──[2] fit──> heap ──[3] simulate──> heap ──> ranked
+                 no plan              cut, memory          step time
+
+The heap gives out what may be best: a candidate by the step time that no cut of it can beat, one
+that fits by the time that its own stages cannot beat, one that was simulated by its step time.
+What comes out simulated is better than all that is left. So few candidates are simulated, and the
+ranking is the same as if all had been.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import islice
+from math import ceil
+from typing import TypeAlias, final
+
+from lightning_cyclic.errors import PlanError
+from lightning_cyclic.planner.candidates import Candidate, Problem, candidates
+from lightning_cyclic.planner.fit import Fit, Fitter, pace_s
+from lightning_cyclic.planner.ranked import RankedPlan, least_step_s, staleness, timed
+from lightning_cyclic.simulate.units import show_bytes
+
+_MOST_CELLS = 100_000  # (micro-batch, stage, step) cells to count memory on: some ten seconds
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ranking:
+    """Hold the best plans, the best first.
+
+    Args:
+        problem: what was asked.
+        plans: fastest first; of those whose times print alike the least stale, then the one with
+            least memory.
+        num_candidates: how many were looked at.
+        num_left_out: how many more have too many micro-batches and stages to look at.
+    """
+
+    problem: Problem
+    plans: tuple[RankedPlan, ...]
+    num_candidates: int
+    num_left_out: int
+
+
+def search(problem: Problem, *, most: int = 10) -> Ranking:
+    """Rank the plans that fit.
+
+    Args:
+        problem: the model, the workers, and what to look at.
+        most: plans to return.
+
+    Returns:
+        The best plans; the same as if every candidate had been simulated.
+
+    Raises:
+        PlanError: none fits: names the one that needs least memory, or why none can be made.
+
+    Source: the search of PipeDream-2BW's planner over width, depth, rematerialisation and size of
+        the micro-batch, section 4, https://arxiv.org/abs/2006.09503; step times are simulated.
+    """
+    every = list(candidates(problem))
+    chosen = [c for c in every if _cells(c) <= _MOST_CELLS]
+    run = _Search(problem, chosen)
+    plans = tuple(islice(_distinct(run.best_first()), most))
+    if not plans:
+        raise run.nothing_fits()
+    return Ranking(
+        problem=problem,
+        plans=plans,
+        num_candidates=len(chosen),
+        num_left_out=len(every) - len(chosen),
+    )
+
+
+def _distinct(plans: Iterator[RankedPlan]) -> Iterator[RankedPlan]:
+    """Leave out what a better plan is already but for its name or how fine its stages are."""
+    shown: dict[Candidate, list[RankedPlan]] = {}
+    for plan in plans:
+        candidate = plan.fit.candidate
+        others = shown.setdefault(replace(candidate, preset="", num_stages=0), [])
+        if not any(_is_alike(plan, other) for other in others):
+            others.append(plan)
+            yield plan
+
+
+def _is_alike(plan: RankedPlan, other: RankedPlan) -> bool:
+    if plan.fit.candidate.preset == other.fit.candidate.preset:
+        return True
+    return plan.fit.plan.programs == other.fit.plan.programs
+
+
+def _cells(candidate: Candidate) -> int:
+    # as many steps as it takes to be steady: four, and two rounds through a replica's stages
+    of_each = candidate.num_micro * candidate.num_stages
+    return 4 * of_each + 2 * candidate.num_stages**2 * candidate.width
+
+
+_Key: TypeAlias = tuple[float, float, float]
+
+
+@final
+class _Search:
+    """Hold the heap."""
+
+    def __init__(self, problem: Problem, chosen: list[Candidate]) -> None:
+        self._problem = problem
+        self._chosen = chosen
+        self._fitter = Fitter(problem)
+        self._paces: dict[tuple[int, int, bool], float] = {}
+        self._refusals: list[tuple[int, PlanError]] = []  # with the candidate's width
+        self._too_large: list[Candidate] = []
+        self._heap: list[tuple[_Key, int, Candidate | Fit | RankedPlan]] = []
+        self._pushed = 0
+
+    def best_first(self) -> Iterator[RankedPlan]:
+        """Yield plans, each better than all that follow."""
+        for candidate in self._chosen:
+            self._push((_shown(self._bound_s(candidate)), 0.0, 0.0), candidate)
+        while self._heap:
+            (time_s, _, _), _, item = heapq.heappop(self._heap)
+            if isinstance(item, RankedPlan):
+                yield item
+            elif isinstance(item, Fit):
+                plan = timed(item, self._problem)
+                key = max(_shown(plan.step_s), time_s), plan.staleness[0], item.memory_bytes
+                self._push(key, plan)
+            else:
+                self._fit(item, time_s)
+
+    def nothing_fits(self) -> PlanError:
+        """Say why there is no plan, and which is nearest."""
+        problem = self._problem
+        if not self._too_large:
+            return self._refusal() or self._no_candidate()
+        near = min(self._least(), key=lambda fit: fit.memory_bytes, default=None)
+        if near is None:
+            return self._refusal() or self._no_candidate()
+        c, least = near.candidate, ceil(near.memory_bytes)
+        return PlanError(
+            f"no plan fits into memory_bytes={problem.memory_bytes:.0f} "
+            f"({show_bytes(problem.memory_bytes)}) per worker; allowed: "
+            f"{least} ({show_bytes(least)}) or more, which {c.preset} "
+            f"needs with width={c.width}, {c.num_stages} stages, {c.num_micro} micro-batches of "
+            f'{c.micro_size} and remat="{"always" if c.remat else "never"}"; give workers more '
+            "memory, use more workers, smaller batches, or an optimizer with less state"
+        )
+
+    def _refusal(self) -> PlanError | None:
+        """Return why the first candidate cannot be: a plain pipeline, if there was one."""
+        return min(self._refusals, key=lambda found: found[0], default=(0, None))[1]
+
+    def _no_candidate(self) -> PlanError:
+        problem = self._problem
+        return PlanError(
+            f"batch_size={problem.samples} cannot be cut into micro-batches of "
+            f"{', '.join(map(str, sorted(problem.by_size)))} for {problem.num_workers} workers "
+            f"and {problem.num_units} units with {', '.join(problem.presets)}; allowed: multiples "
+            f"of one of these sizes; use batch_size={max(problem.by_size) * problem.num_workers}"
+        )
+
+    def _least(self) -> Iterator[Fit]:
+        for candidate in self._too_large:
+            try:
+                yield self._fitter.least(candidate)
+            except PlanError:  # this cut parts units that share parameters
+                continue
+
+    def _push(self, key: _Key, item: Candidate | Fit | RankedPlan) -> None:
+        heapq.heappush(self._heap, (key, self._pushed, item))
+        self._pushed += 1
+
+    def _bound_s(self, candidate: Candidate) -> float:
+        """Return a step time that no cut of a candidate can beat."""
+        profile = self._problem.profile(candidate.micro_size)
+        through_s = sum(u.forward_s * (1 + candidate.remat) + u.backward_s for u in profile.units)
+        if candidate.runs_whole_micro:
+            return max(through_s, self._exchange_s())
+        key = candidate.micro_size, candidate.num_stages, candidate.remat
+        if key not in self._paces:
+            self._paces[key] = pace_s(profile, candidate, self._problem.network)
+        bound_s = candidate.num_micro // candidate.width * self._paces[key]
+        return max(bound_s, through_s) if candidate.has_flush else bound_s
+
+    def _exchange_s(self) -> float:
+        """Return for how long some port is busy where all workers hold all stages.
+
+        Each parameter's gradient travels N-1 times until it is whole, and its new value as often.
+        """
+        problem = self._problem
+        tied = sum(tie.bytes * (len(tie.units) - 1) for tie in problem.profiles[0].ties)
+        size = sum(unit.param_bytes for unit in problem.profiles[0].units) - tied
+        share = 2 * (problem.num_workers - 1) / problem.num_workers
+        return problem.network.transfer_s(share * size)
+
+    def _fit(self, candidate: Candidate, time_s: float) -> None:
+        try:
+            found = self._fitter.fit(candidate)
+        except PlanError as error:
+            self._refusals.append((candidate.width, error))
+            return
+        if found is None:
+            self._too_large.append(candidate)
+            return
+        least_s = _shown(least_step_s(found, self._problem))
+        self._push((max(least_s, time_s), staleness(found)[0], found.memory_bytes), found)
+
+
+def _shown(seconds: float) -> float:
+    """Round to the digits that are shown, so that equal times are equal."""
+    return float(f"{seconds:.3g}")

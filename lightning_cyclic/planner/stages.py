@@ -1,0 +1,125 @@
+"""The stages of a profile: what each of some units in a row takes together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import final
+
+from lightning_cyclic.planner.partition import balance
+from lightning_cyclic.planner.profile import Profile
+from lightning_cyclic.simulate.costs import Costs
+
+_TICKS_PER_S = 10**12  # picoseconds, as balance() is exact in whole numbers
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stages:
+    """Hold what each stage takes, for one micro-batch.
+
+    Args:
+        names: of the units at which they begin.
+        forward_s: seconds of the forward.
+        backward_s: seconds of the backward.
+        param_bytes: bytes of the parameters; what units of one stage share counts once.
+        activation_bytes: bytes that the forward leaves for the backward.
+        input_bytes: bytes that the stage receives; of the first, of the batch.
+        tied_bytes: bytes of those parameters that later stages use, too.
+        tied: groups of stages that share parameters.
+    """
+
+    names: tuple[str, ...]
+    forward_s: tuple[float, ...]
+    backward_s: tuple[float, ...]
+    param_bytes: tuple[float, ...]
+    activation_bytes: tuple[float, ...]
+    input_bytes: tuple[float, ...]
+    tied_bytes: tuple[float, ...]
+    tied: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(cls, profile: Profile, starts: Sequence[int], *, together: bool = False) -> Stages:
+        """Cut a profile.
+
+        Args:
+            profile: for the micro-batch's size.
+            starts: number of the first unit of each stage; the first is 0.
+            together: each worker runs all stages, so that what they share belongs to the first
+                that uses it, and ties none. [False]
+        """
+        rows = [profile.units[a:b] for a, b in pairwise([*starts, len(profile.units)])]
+        param_bytes = [sum(unit.param_bytes for unit in row) for row in rows]
+        tied_bytes, tied = [0.0] * len(rows), set()
+        for tie in profile.ties:
+            homes = [sum(a <= u for a in starts) - 1 for u in tie.units]
+            users = tuple(sorted(set(homes)))
+            for j in users:
+                param_bytes[j] -= (homes.count(j) - 1) * tie.bytes
+            if together:
+                for j in users[1:]:
+                    param_bytes[j] -= tie.bytes
+            elif len(users) > 1:
+                tied_bytes[users[0]] += tie.bytes
+                tied.add(users)
+        return cls(
+            names=tuple(row[0].name for row in rows),
+            forward_s=tuple(sum(unit.forward_s for unit in row) for row in rows),
+            backward_s=tuple(sum(unit.backward_s for unit in row) for row in rows),
+            param_bytes=tuple(param_bytes),
+            activation_bytes=tuple(sum(unit.activation_bytes for unit in row) for row in rows),
+            input_bytes=tuple(row[0].crossing_bytes for row in rows),
+            tied_bytes=tuple(tied_bytes),
+            tied=tuple(sorted(tied)),
+        )
+
+    @classmethod
+    def even(cls, profile: Profile, num_stages: int, *, together: bool = False) -> Stages:
+        """Cut a profile into stages whose slowest is as fast as can be; see :meth:`of`."""
+        weights = [round((u.forward_s + u.backward_s) * _TICKS_PER_S) for u in profile.units]
+        return cls.of(profile, balance(weights, num_stages), together=together)
+
+    @classmethod
+    def alike(
+        cls,
+        num_stages: int,
+        *,
+        param_bytes: float = 1,
+        activation_bytes: float = 1,
+        input_bytes: float = 1,
+    ) -> Stages:
+        """Make stages that all take the same, by default one byte of each kind.
+
+        With one byte of each, bytes count copies.
+        """
+        return cls(
+            names=("",) * num_stages,
+            forward_s=(1,) * num_stages,
+            backward_s=(2,) * num_stages,
+            param_bytes=(param_bytes,) * num_stages,
+            activation_bytes=(activation_bytes,) * num_stages,
+            input_bytes=(input_bytes,) * num_stages,
+            tied_bytes=(0,) * num_stages,
+            tied=(),
+        )
+
+    @property
+    def num_stages(self) -> int:
+        """Return the number of stages."""
+        return len(self.names)
+
+    def costs(self, *, remat: bool = False) -> Costs:
+        """Return what the simulator asks for.
+
+        Args:
+            remat: a backward runs the forward again first.
+        """
+        both = zip(self.forward_s, self.backward_s, strict=True)
+        return Costs(
+            forward_s=self.forward_s,
+            backward_s=tuple(b + f * remat for f, b in both),
+            param_bytes=self.param_bytes,
+            cut_bytes=self.input_bytes,
+            tied_bytes=self.tied_bytes,
+        )

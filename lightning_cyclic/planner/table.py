@@ -1,0 +1,133 @@
+"""A ranking as a table, and as plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from textwrap import wrap
+from typing import Any
+
+from lightning_cyclic.planner.memory import Memory
+from lightning_cyclic.planner.ranked import RankedPlan
+from lightning_cyclic.planner.search import Ranking
+from lightning_cyclic.simulate.units import show_bytes, show_seconds
+
+_WIDTH = 100
+_COLUMNS = ("w x S", "micro", "remat", "step", "samples/s", "memory", "bubble", "stale")
+
+
+def table(ranking: Ranking, *, colour: bool = False) -> str:
+    """Print the plans, and of the first what to write and what its fullest worker keeps.
+
+    Args:
+        ranking: the plans.
+        colour: use the colours of a terminal. [False: plain text]
+
+    Returns:
+        Lines of text.
+    """
+    from rich.box import SIMPLE_HEAD  # noqa: PLC0415
+    from rich.console import Console  # noqa: PLC0415
+    from rich.table import Table  # noqa: PLC0415
+
+    grid = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), title_justify="left")
+    grid.title = _title(ranking)
+    grid.add_column("", justify="right", no_wrap=True)
+    grid.add_column("preset", style="bold", no_wrap=True)
+    for name in _COLUMNS:
+        grid.add_column(name, justify="right", no_wrap=True)
+    for number, plan in enumerate(ranking.plans, start=1):
+        grid.add_row(str(number), *_row(plan), style="green" if number == 1 else "")
+    console = Console(width=_WIDTH, force_terminal=colour, no_color=not colour, highlight=False)
+    with console.capture() as capture:
+        console.print(grid)
+        for line in _notes(ranking):
+            console.print(line, markup=False, soft_wrap=True)
+    return "\n".join(line.rstrip() for line in capture.get().rstrip().splitlines())
+
+
+def _title(ranking: Ranking) -> str:
+    problem = ranking.problem
+    network = problem.network
+    return (
+        f"{problem.profiles[0].name}: {problem.samples} samples per update, "
+        f"{problem.num_workers} workers of {show_bytes(problem.memory_bytes)}, "
+        f"{show_seconds(network.latency_s)} latency, "
+        f"{show_bytes(network.bandwidth_bytes_per_s)}/s"
+    )
+
+
+def _row(plan: RankedPlan) -> Iterator[str]:
+    candidate = plan.fit.candidate
+    yield candidate.preset
+    yield f"{candidate.width} x {candidate.num_stages}"
+    yield f"{candidate.num_micro} of {candidate.micro_size}"
+    yield "yes" if candidate.remat else ""
+    yield f"{'' if plan.is_simulated else '>='}{show_seconds(plan.step_s)}"
+    yield f"{plan.samples_per_s:.4g}"
+    yield show_bytes(plan.fit.memory_bytes)
+    yield f"{plan.bubble:.1%}"
+    yield _staleness(plan)
+
+
+def _staleness(plan: RankedPlan) -> str:
+    mean, most = plan.staleness
+    return (f"{mean:.2g}, {most}" if most else "0") + (" p" if plan.horizon else "")
+
+
+def _notes(ranking: Ranking) -> Iterator[str]:
+    yield "w: replicas, S: stages; micro: micro-batches per update, of so many samples"
+    predicted = "; p: and predict the rest" if any(plan.horizon for plan in ranking.plans) else ""
+    yield f"stale: updates that forwards are behind, mean and most{predicted}"
+    if any(not plan.is_simulated for plan in ranking.plans):
+        yield ">=: too long to simulate; no step with these stages can be faster"
+    if ranking.num_left_out:
+        yield f"{ranking.num_left_out} candidates with more micro-batches were not looked at"
+    yield ""
+    yield f"1: {written(ranking.plans[0])}"
+    fullest = max(ranking.plans[0].fit.memory, key=lambda worker: worker.total)
+    text = f"its fullest worker keeps {_parts(fullest)}"
+    yield from wrap(text, _WIDTH - 1, initial_indent="   ", subsequent_indent="   ")
+
+
+def _parts(memory: Memory) -> str:
+    parts = ((name, size) for name, size in asdict(memory).items() if size)
+    return ", ".join(f"{show_bytes(size)} of {name}" for name, size in parts)
+
+
+def written(plan: RankedPlan) -> str:
+    """Write a plan as the strategy that runs it.
+
+    Where stages begin is said by paths, so that the strategy need not choose.
+    """
+    candidate, stages = plan.fit.candidate, plan.fit.stages
+    paths = ", ".join(f'"{name}"' for name in stages.names[1:])
+    arguments = [f'"{candidate.preset}"', f"stages=[{paths}]" if paths else "stages=1"]
+    if not candidate.runs_whole_micro:
+        arguments.append(f"num_micro={candidate.num_micro}")
+    if candidate.width > 1:
+        arguments.append(f"width={candidate.width}")
+    if candidate.remat:
+        arguments.append('remat="always"')
+    if plan.fit.plan.slack:
+        arguments.append(f"slack={plan.fit.plan.slack}")
+    return f"CyclicStrategy({', '.join(arguments)})"
+
+
+def as_data(ranking: Ranking) -> list[dict[str, Any]]:
+    """Return the plans as names and plain numbers, for JSON."""
+    return [
+        asdict(plan.fit.candidate)
+        | {
+            "stages": list(plan.fit.stages.names),
+            "step_s": plan.step_s,
+            "is_simulated": plan.is_simulated,
+            "samples_per_s": plan.samples_per_s,
+            "bubble": plan.bubble,
+            "staleness": {"mean": plan.staleness[0], "most": plan.staleness[1]},
+            "horizon": plan.horizon,
+            "memory": [asdict(worker) for worker in plan.fit.memory],
+            "strategy": written(plan),
+        }
+        for plan in ranking.plans
+    ]

@@ -1,0 +1,177 @@
+import sys
+from dataclasses import replace
+
+import pytest
+
+from lightning_cyclic.errors import PlanError
+from lightning_cyclic.planner import Problem, Profile, Tie, Unit, search
+from lightning_cyclic.planner.candidates import candidates
+from lightning_cyclic.planner.fit import Fitter
+from lightning_cyclic.planner.ranked import timed
+from lightning_cyclic.simulate import Network
+
+FEW = ("gpipe", "1f1b", "pipedream_2bw", "cyclic_pipeline", "cyclic_dp")
+
+
+def profile(count=4, *, params=1e6, activations=4e6, crossing=1e5, ties=()):
+    units = tuple(
+        Unit(
+            name=f"h.{k}",
+            forward_s=0.01,
+            backward_s=0.02,
+            param_bytes=params,
+            activation_bytes=activations,
+            crossing_bytes=crossing,
+        )
+        for k in range(count)
+    )
+    return Profile(name="net", micro_size=4, units=units, ties=ties)
+
+
+def problem(**changes):
+    return Problem(
+        **{"profiles": (profile(),), "num_workers": 2, "memory_bytes": 1e9, "presets": FEW}
+        | changes
+    )
+
+
+def key(plan):
+    return float(f"{plan.step_s:.3g}"), plan.staleness[0], plan.fit.memory_bytes
+
+
+def everything(given_):
+    """Simulate every candidate that fits, and sort."""
+    fitter = Fitter(given_)
+    plans = []
+    for candidate in candidates(given_):
+        try:
+            fit = fitter.fit(candidate)
+        except PlanError:
+            continue
+        if fit is not None:
+            plans.append(timed(fit, given_))
+    distinct = []
+    for plan in sorted(plans, key=key):
+        numbers = replace(plan.fit.candidate, preset="", num_stages=0)
+        alike = [
+            p for p in distinct if replace(p.fit.candidate, preset="", num_stages=0) == numbers
+        ]
+        presets = {p.fit.candidate.preset for p in alike}
+        programs = [p.fit.plan.programs for p in alike]
+        if plan.fit.candidate.preset not in presets and plan.fit.plan.programs not in programs:
+            distinct.append(plan)
+    return distinct
+
+
+@pytest.mark.parametrize(
+    ("num_workers", "memory_bytes", "bandwidth", "latency_s"),
+    [
+        (2, 1e9, 1e10, 0.0),
+        (2, 1e9, 1e7, 0.01),
+        (2, 3e7, 1e8, 0.001),
+        (2, 1.9e7, 1e6, 0.0),
+        (4, 3e7, 1e7, 0.001),
+    ],
+)
+def test_the_ranking_is_that_of_all_candidates(num_workers, memory_bytes, bandwidth, latency_s):
+    given_ = problem(
+        profiles=(profile(), profile().scaled(2)),
+        memory_bytes=memory_bytes,
+        network=Network(latency_s=latency_s, bandwidth_bytes_per_s=bandwidth),
+        num_workers=num_workers,
+    )
+    expected = [key(plan) for plan in everything(given_)[:6]]
+    assert expected
+    ranking = search(given_, most=6)
+    assert [key(plan) for plan in ranking.plans] == expected
+    assert all(plan.fit.memory_bytes <= memory_bytes for plan in ranking.plans)
+
+
+def test_of_plans_that_are_as_fast_the_least_stale_comes_first():
+    plans = search(problem(presets=("pipedream_2bw", "cyclic_pipeline"))).plans
+    assert plans[0].step_s == pytest.approx(plans[1].step_s)
+    assert plans[0].fit.candidate.preset == "cyclic_pipeline"
+
+
+def test_a_program_is_listed_under_one_name():
+    # with as many micro-batches as this, PipeDream's rule reads what the freshest rule reads
+    given_ = problem(presets=("cyclic_pipeline", "pipedream"), batch_size=32, remats=(False,))
+    names = [plan.fit.candidate.preset for plan in search(given_).plans]
+    assert names
+    assert set(names) == {"cyclic_pipeline"}
+    one = problem(presets=("cyclic_pipeline", "pipedream"), batch_size=4, num_workers=3)
+    assert "pipedream" in {plan.fit.candidate.preset for plan in search(one).plans}
+
+
+def test_rematerialisation_is_for_those_without_memory():
+    roomy = search(problem(presets=("1f1b",)), most=1).plans[0]
+    assert not roomy.fit.candidate.remat
+    # in four stages of one unit the first keeps four micro-batches of one sample at least
+    given_ = problem(presets=("1f1b",), num_workers=4, profiles=(profile(params=0),))
+    least = {
+        remat: min(
+            Fitter(given_).least(c).memory_bytes for c in candidates(given_) if c.remat == remat
+        )
+        for remat in (False, True)
+    }
+    assert least[True] < least[False]
+    tight = replace(given_, memory_bytes=least[True])
+    assert all(plan.fit.candidate.remat for plan in search(tight).plans)
+
+
+def test_slow_links_favour_pipelines_and_fast_ones_replicas():
+    heavy = profile(params=1e9, crossing=1e4)
+    slow = problem(
+        profiles=(heavy,), network=Network(bandwidth_bytes_per_s=1e8), memory_bytes=1e12
+    )
+    assert search(slow, most=1).plans[0].fit.candidate.num_stages == 2
+    wide = profile(params=1e3, crossing=1e8)
+    fast = problem(profiles=(wide,), network=Network(bandwidth_bytes_per_s=1e9))
+    best = search(fast, most=1).plans[0].fit.candidate
+    assert best.width == 2 or best.runs_whole_micro
+
+
+def test_shared_parameters_leave_what_reads_one_version():
+    shared = profile(ties=(Tie(units=(0, 3), bytes=1e5),))
+    plans = search(problem(profiles=(shared,), presets=("1f1b", "pipedream_2bw"))).plans
+    cut = [plan.fit.candidate.preset for plan in plans if plan.fit.candidate.num_stages > 1]
+    assert set(cut) == {"1f1b"}
+
+
+def test_the_nearest_plan_is_named_where_none_fits():
+    given_ = problem(memory_bytes=1e6)
+    with pytest.raises(PlanError) as caught:
+        search(given_)
+    text = str(caught.value)
+    assert "no plan fits into memory_bytes=1000000 (1 MB) per worker" in text
+    assert 'remat="always"; give workers more memory' in text
+    least = int(text.split("allowed: ")[1].split(maxsplit=1)[0])
+    assert search(replace(given_, memory_bytes=least)).plans
+    with pytest.raises(PlanError, match="no plan fits"):
+        search(replace(given_, memory_bytes=least - 1))
+
+
+def test_why_no_plan_can_be_made():
+    with pytest.raises(PlanError, match="batch_size=7 cannot be cut .* use batch_size=32"):
+        search(problem(batch_size=7, num_workers=2, presets=("cyclic_dp",)))
+    with pytest.raises(PlanError, match="num_micro=1 with num_stages=4"):
+        search(problem(batch_size=16, num_workers=4, presets=("pipedream_2bw",), profiles=(
+            replace(profile(), micro_size=16), replace(profile(), micro_size=17),
+        )))  # fmt: skip
+
+
+def test_candidates_that_are_too_large(monkeypatch):
+    given_ = problem(presets=("gpipe",), profiles=(profile(), profile().scaled(1)))
+    every = len(list(candidates(given_)))
+    # by name of the module, as the package has a function of the same name
+    for module, most in (("ranked", 30), ("search", 60)):
+        monkeypatch.setattr(sys.modules[f"lightning_cyclic.planner.{module}"], "_MOST_CELLS", most)
+    ranking = search(given_, most=every)
+    assert 0 < ranking.num_left_out == every - ranking.num_candidates
+    assert {plan.is_simulated for plan in ranking.plans} == {True, False}
+
+
+def test_a_single_worker():
+    plans = search(problem(num_workers=1)).plans
+    assert plans[0].fit.candidate.num_stages == 1
+    assert plans[0].bubble == pytest.approx(0, abs=1e-9)

@@ -1,0 +1,95 @@
+import json
+
+import pytest
+
+from lightning_cyclic.planner import Problem, search
+from lightning_cyclic.planner.table import as_data, table, written
+from lightning_cyclic.simulate import Network
+
+from .test_search import profile
+
+PRINTED = """\
+net: 16 samples per update, 3 workers of 1 GB, 0 s latency, 1 GB/s
+
+    preset           w x S   micro  remat      step  samples/s   memory  bubble    stale
+ ────────────────────────────────────────────────────────────────────────────────────────
+ 1  cyclic_pipeline  1 x 3  8 of 2           240 ms      66.67  22.2 MB   50.0%  0.12, 1
+ 2  cyclic_pipeline  1 x 3  4 of 4           240 ms      66.67  34.4 MB   50.0%  0.25, 1
+ 3  1f1b             1 x 3  8 of 2         250.2 ms      63.95  20.2 MB   52.0%        0
+ 4  1f1b             1 x 3  4 of 4         260.4 ms      61.44  32.4 MB   53.9%        0
+
+w: replicas, S: stages; micro: micro-batches per update, of so many samples
+stale: updates that forwards are behind, mean and most
+
+1: CyclicStrategy("cyclic_pipeline", stages=["h.2", "h.3"], num_micro=8)
+   its fullest worker keeps 4 MB of weights, 2 MB of gradients, 4 MB of optimizer, 12 MB of
+   activations, 150 kB of inputs, 50 kB of returns
+"""
+
+
+def ranking(**changes):
+    return search(
+        Problem(
+            **{
+                "profiles": (profile(), profile().scaled(2)),
+                "num_workers": 3,
+                "batch_size": 16,  # of micro-batches that three replicas cannot share
+                "memory_bytes": 1e9,
+                "network": Network(bandwidth_bytes_per_s=1e9),
+                "presets": ("cyclic_pipeline", "1f1b"),
+                "remats": (False,),
+            }
+            | changes
+        )
+    )
+
+
+def test_the_table():
+    assert table(ranking()) + "\n" == PRINTED
+
+
+def test_colours():
+    assert "\033[" in table(ranking(), colour=True)
+    assert "\033[" not in table(ranking())
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        (
+            {"presets": ("1f1b",), "num_workers": 1, "batch_size": 4},
+            'CyclicStrategy("1f1b", stages=1, num_micro=1)',
+        ),
+        (
+            {"presets": ("1f1b",), "remats": (True,), "num_workers": 4, "batch_size": 16},
+            'CyclicStrategy("1f1b", stages=["h.2"], num_micro=4, width=2, remat="always")',
+        ),
+        (
+            {"presets": ("cyclic_dp",), "slack": 3, "num_workers": 4},
+            'CyclicStrategy("cyclic_dp", stages=["h.1", "h.2", "h.3"], slack=3)',
+        ),
+    ],
+)
+def test_the_strategy_to_write(changes, text):
+    found = [written(plan) for plan in ranking(**changes).plans]
+    assert text in found
+
+
+def test_predictions_and_bounds_are_marked(monkeypatch):
+    monkeypatch.setattr("lightning_cyclic.planner.ranked._MOST_CELLS", 0)
+    text = table(ranking(presets=("pipeoptim",), batch_size=4))
+    assert "1, 1 p" in text or "0.5, 1 p" in text
+    assert "p: and predict the rest" in text
+    assert ">=" in text.splitlines()[4]
+    assert ">=: too long to simulate" in text
+
+
+def test_json():
+    (first, *_) = json.loads(json.dumps(as_data(ranking())))
+    assert first["preset"] == "cyclic_pipeline"
+    assert len(first["stages"]) == 3
+    assert first["staleness"] == {"mean": 0.125, "most": 1}
+    assert [set(worker) for worker in first["memory"]] == [
+        {"weights", "gradients", "optimizer", "activations", "inputs", "returns"}
+    ] * 3
+    assert first["strategy"].startswith("CyclicStrategy(")
