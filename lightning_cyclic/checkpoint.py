@@ -82,8 +82,19 @@ def stagewise_state(plan: Plan, session: StagewiseSession) -> dict[str, Any]:
         "cuts": session.cuts.as_data(),
         "t": session.t,
         "seed": session.config.seed,
-        "previous": session.previous(),
+        "previous": {
+            kind: merged(values, session.group) for kind, values in session.previous().items()
+        },
     }
+
+
+def merged(mine: Mapping[str, Any], group: Any) -> dict[str, Any]:
+    """Return on worker 0 what all workers have of parameters, by name; elsewhere the own."""
+    if group is None:
+        return dict(mine)
+    parts: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(dict(mine), parts, dst=0)
+    return dict(mine) if parts is None else {k: v for part in parts for k, v in part.items()}
 
 
 def fits(saved: Mapping[str, Any], plan: Plan) -> bool:

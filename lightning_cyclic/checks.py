@@ -15,7 +15,10 @@ from torch.optim import Optimizer
 from lightning_cyclic.errors import ConfigurationError, PlanError, one_of
 from lightning_cyclic.plan import Plan
 
-RUNNABLE = ("cyclic_dp", "cyclic_dp_v1", "lockstep_dp", "gpipe", "1f1b")
+RUNNABLE = (
+    "cyclic_dp", "cyclic_dp_v1", "lockstep_dp", "cyclic_pipeline", "gpipe", "1f1b", "pipedream",
+    "pipedream_2bw", "pipeoptim", "spectrain", "xpipe",
+)  # fmt: skip
 REMAT = ("never", "always", "except_last")
 
 
@@ -45,8 +48,7 @@ def is_stagewise(plan: Plan) -> bool:
 
 
 def _check_stagewise(plan: Plan) -> None:
-    allowed = ("sync", "delayed", "freshest") if plan.placement == "single" else ("sync",)
-    if plan.weights not in allowed:
+    if plan.placement == "single" and plan.weights not in ("sync", "delayed", "freshest"):
         raise _not_run(plan, f"weights {plan.weights!r} with placement {plan.placement!r}")
 
 
@@ -108,6 +110,20 @@ def check_pipeline(
                 "pipeline has a part; allowed: one worker, or no averaging of weights; remove "
                 "the callback"
             )
+
+
+def check_flow(trainer: Trainer) -> None:
+    """Refuse what pipelines without a flush cannot do.
+
+    Raises:
+        ConfigurationError: gradients accumulated over batches.
+    """
+    if trainer.accumulate_grad_batches != 1:
+        raise ConfigurationError(
+            f"accumulate_grad_batches={trainer.accumulate_grad_batches} with a pipeline without "
+            "a flush, which updates once per batch; allowed: 1; use larger batches, and "
+            "CyclicStrategy(num_micro=...) to cut them"
+        )
 
 
 def check_optimizers(optimizers: Sequence[Optimizer]) -> None:

@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from lightning_cyclic.errors import ConfigurationError
 from lightning_cyclic.plan import Plan
-from lightning_cyclic.runtime.stagewise.session import StagewiseSession
+from lightning_cyclic.runtime.stagewise.session import StagewiseSession, flows
 
 CLIPPING = ("stage", "global")
 
@@ -21,6 +21,8 @@ def clip_mode(trainer: Trainer, plan: Plan, clip: str | None) -> str:
         ConfigurationError: a global norm where stages are updated from different steps.
     """
     by_norm = bool(trainer.gradient_clip_val) and trainer.gradient_clip_algorithm != "value"
+    if flows(plan):
+        return _mode_of_flow(plan, clip, by_norm=by_norm)
     if plan.weights != "freshest":
         return clip or "global"
     if clip == "global" and plan.slack > 0:
@@ -36,6 +38,22 @@ def clip_mode(trainer: Trainer, plan: Plan, clip: str | None) -> str:
             'stalls, clip="stage" keeps this and silences the warning.'
         )
     return clip or "stage"
+
+
+def _mode_of_flow(plan: Plan, clip: str | None, *, by_norm: bool) -> str:
+    if clip == "global":
+        raise ConfigurationError(
+            f'clip="global" with preset {plan.preset!r} would make every stage wait for the norm '
+            'of the first, which comes last; allowed: clip="stage"; use '
+            'CyclicStrategy(clip="stage"), or preset "1f1b", whose norm is over all stages'
+        )
+    if clip is None and by_norm and plan.num_stages > 1:
+        rank_zero_warn(
+            "gradient_clip_val clips each stage by its own norm, because the norm over all "
+            'stages would stall a pipeline without a flush; CyclicStrategy(clip="stage") keeps '
+            "this and silences the warning."
+        )
+    return "stage"
 
 
 def clip_stages(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, final
 
@@ -16,8 +16,6 @@ from lightning_cyclic.reductions import HeldReductions
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-    from lightning_cyclic.runtime.session import Session
-
 
 @final
 class DeferredUpdates:
@@ -27,14 +25,27 @@ class DeferredUpdates:
         trainer: whose hooks and clipping run around each update.
         clip: "stage" clips each stage by its own norm, "global" by the norm over all stages.
         reductions: refuses what would wait for all workers while an update is applied.
+        parameters_of: stage -> its parameters on this worker.
+        total_norm: (step, parameters) -> the norm over all stages.
+        lag: steps by which an update, or what reads its hyper-parameters, is late at most.
     """
 
-    def __init__(self, trainer: pl.Trainer, clip: str, reductions: HeldReductions) -> None:
+    def __init__(
+        self,
+        trainer: pl.Trainer,
+        clip: str,
+        reductions: HeldReductions,
+        parameters_of: Callable[[int], Sequence[nn.Parameter]],
+        total_norm: Callable[[int, Sequence[nn.Parameter]], Tensor],
+        lag: int = 2,
+    ) -> None:
         self._trainer = trainer
         self._reductions = reductions
         self._clip = clip
         self._remembered: dict[int, tuple[list[dict[str, Any]], dict[str, Any]]] = {}
-        self.session: Session | None = None
+        self._lag = lag
+        self._parameters_of = parameters_of
+        self._total_norm = total_norm
 
     def remember(self, t: int, optimizer: Optimizer, kwargs: dict[str, Any]) -> None:
         """Keep the hyper-parameters of step ``t``, before a scheduler moves on."""
@@ -43,10 +54,18 @@ class DeferredUpdates:
             for group in optimizer.param_groups
         ]
         self._remembered[t] = (groups, kwargs)
-        for old in [k for k in self._remembered if k < t - 2]:  # updates lag two steps at most
+        for old in [k for k in self._remembered if k < t - self._lag]:
             del self._remembered[old]
         # schedulers warn when they step before the optimizer; its step is only later
         optimizer._opt_called = True  # type: ignore[attr-defined]
+
+    def put_groups(self, t: int, groups: list[dict[str, Any]]) -> None:
+        """Take the hyper-parameters of step ``t`` from a checkpoint."""
+        self._remembered[t] = (groups, {})
+
+    def groups_of(self, t: int) -> list[dict[str, Any]]:
+        """Return the hyper-parameters of step ``t``, by parameter group."""
+        return self._remembered[t][0]
 
     def apply(self, t: int, stages: Sequence[int]) -> None:
         """Run hooks, clipping and the optimizer on the gradients of the given stages."""
@@ -67,9 +86,7 @@ class DeferredUpdates:
         if self._clip == "stage":
             torch.nn.utils.clip_grad_norm_(parameters, clip_val)
             return
-        assert self.session is not None
-        assert self.session.norms is not None
-        total = self.session.norms.total_norm(self._t, parameters)
+        total = self._total_norm(self._t, parameters)
         torch.nn.utils.clip_grads_with_norm_(parameters, clip_val, total)
 
     @property
@@ -77,10 +94,8 @@ class DeferredUpdates:
         return self._trainer.strategy.optimizers[0]
 
     def _clip_gradients(self, t: int, stages: Sequence[int]) -> None:
-        assert self.session is not None
-        assert self.session.engine is not None
         self._t = t
-        each = [list(self.session.engine.parameters(j)) for j in stages]
+        each = [list(self._parameters_of(j)) for j in stages]
         if self._clip == "global":
             each = [[p for ps in each for p in ps]]
         for parameters in each:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import final
+from typing import final, get_args
 
 from torch import nn
 
@@ -20,6 +20,8 @@ from lightning_cyclic.clipping import CLIPPING
 from lightning_cyclic.errors import ConfigurationError
 from lightning_cyclic.plan import PRESETS, Plan, make_plan
 from lightning_cyclic.runtime.session import auto_stages
+from lightning_cyclic.runtime.stagewise.foresight import BackwardWeights
+from lightning_cyclic.runtime.stagewise.session import flows
 
 NO_TIMEOUT_S = 1800.0  # limit of every wait, where the user sets none
 
@@ -43,6 +45,7 @@ class Options:
         width: replicas of a pipeline.
         remat: "never", "always" or "except_last".
         memory_limit_bytes: of a stage; None for any.
+        backward_weights: "current", "predicted" or "recompute".
         timeout_s: limit of every wait for another worker, in seconds.
         num_workers: how many there are; None while it is not known.
     """
@@ -60,6 +63,7 @@ class Options:
     width: int
     remat: str
     memory_limit_bytes: int | None
+    backward_weights: BackwardWeights
     timeout_s: float
     num_workers: int | None = None
 
@@ -74,6 +78,7 @@ class Options:
         if self.clip is not None:
             check_choice(self.clip, CLIPPING, "clip")
         check_choice(self.remat, REMAT, "remat")
+        check_choice(self.backward_weights, get_args(BackwardWeights), "backward_weights")
         probe = self._probe()
         check_plan(probe)
         check_used(probe, self.remat, self.memory_limit_bytes)
@@ -91,7 +96,12 @@ class Options:
         if not self.is_stagewise or self.num_workers != 1:
             return self.is_stagewise
         plan = self.plan(self.expected_stages(None))
-        return plan.num_stages > 1 or plan.num_micro > 1
+        return plan.num_stages > 1 or plan.num_micro > 1 or not self.trains_plainly
+
+    @property
+    def flows(self) -> bool:
+        """Say whether steps of a pipeline begin before those ahead of them have ended."""
+        return flows(self._probe())
 
     @property
     def trains_plainly(self) -> bool:

@@ -73,6 +73,7 @@ def make_session(
     finder: CutFinder,
     transport: CountingTransport | None,
     group: Any,
+    configured: Callable[[StagewiseConfig], StagewiseConfig],
 ) -> StagewiseSession:
     """Make this worker's session; all workers must call it.
 
@@ -83,6 +84,7 @@ def make_session(
         finder: chooses the stages on worker 0.
         transport: None for one worker.
         group: process group for what workers agree on; None for one worker.
+        configured: adds to the configuration.
     """
 
     def make_plan(
@@ -104,5 +106,11 @@ def make_session(
     )
     worker = rank_of(trainer.global_rank, trainer.world_size // options.width)
     return StagewiseSession(
-        trainer.lightning_module, config, transport, worker, trainer.world_size, device, group
+        trainer.lightning_module,
+        configured(config),
+        transport,
+        worker,
+        trainer.world_size,
+        device,
+        group,
     )

@@ -1,50 +1,32 @@
-"""Pipelined training behind Lightning's hooks: each worker runs single stages of the step.
+"""Training of pipelines with a flush behind Lightning's hooks: all of a step runs inside it.
 
 training_step     share the batch, cut it, run the program; log once; return a surrogate of the
                   loss, whose backward puts the gradients of the whole batch into ``p.grad``
 optimizer_step    Lightning's own; then send on what it changed
-validation, ...   the forward of the whole batch, stage by stage; outputs and logs everywhere
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, final
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch import Trainer
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_cyclic import checkpoint as ckpt
-from lightning_cyclic.checks import check_optimizers, check_pipeline
 from lightning_cyclic.clipping import clip_mode, clip_stages
-from lightning_cyclic.metrics import SharedMetrics
 from lightning_cyclic.options import Options
-from lightning_cyclic.pipeline_session import (
-    PIPELINE_PAYLOADS,
-    CutFinder,
-    make_session,
-    make_transport,
-)
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.reductions import HeldReductions
-from lightning_cyclic.runtime.stagewise.cuts import Cuts
-from lightning_cyclic.runtime.transport import CountingTransport
-from lightning_cyclic.stopping import StopBoard, replace_stop_broadcast, restore_stop_broadcast
-from lightning_cyclic.summaries import Summaries
+from lightning_cyclic.staged import StagedTraining, positional
 from lightning_cyclic.surrogates import Surrogates
-from lightning_cyclic.training import AbstractTraining, Closure, Own
-
-__all__ = ["PIPELINE_PAYLOADS", "PipelinedTraining"]
+from lightning_cyclic.training import Closure, Own
 
 
 @final
-class PipelinedTraining(AbstractTraining):
-    """Train and evaluate a module whose stages are apart.
+class PipelinedTraining(StagedTraining):
+    """Train a module whose stages are apart, one step after the other.
 
     Args:
         trainer: whose loops call, set up but for this.
@@ -56,71 +38,13 @@ class PipelinedTraining(AbstractTraining):
     def __init__(
         self, trainer: Trainer, options: Options, plan: Plan, reductions: HeldReductions
     ) -> None:
-        fitting = trainer.state.fn == TrainerFn.FITTING
-        if fitting:
-            check_optimizers(trainer.optimizers)
-        self._trainer = trainer
-        self._options = options
-        self._plan = plan
-        self._reductions = reductions
-        self._closed = False
-        self._finder = CutFinder(options)
-        self._transport, group = make_transport(trainer.world_size, options)
-        self._session = session = make_session(
-            trainer, options, plan, self._finder, self._transport, group
-        )
-        self._summaries = Summaries(self._module, session, reductions)
+        super().__init__(trainer, options, plan, reductions)
         self._surrogates = Surrogates(trainer)
-        self._metrics = SharedMetrics(self._module, session)
-        self._stop = None if group is None else StopBoard(f"cyclic/stop/{group.group_name}")
-        if fitting and self._stop is not None:
-            stop = self._stop
-            replace_stop_broadcast(trainer, stop, lambda: stop.agreed)
-        # on the instance: the module's own configure_gradient_clipping still leads here
-        vars(trainer.precision_plugin)["clip_grad_by_norm"] = self._clip
-
-    @override
-    @staticmethod
-    def check(trainer: Trainer, *, sync_batchnorm: bool) -> None:
-        fitting = trainer.state.fn == TrainerFn.FITTING
-        check_pipeline(
-            trainer, trainer.lightning_module, fitting=fitting, sync_batchnorm=sync_batchnorm
-        )
-
-    @property
-    def _module(self) -> LightningModule:
-        return self._trainer.lightning_module
-
-    # ------------------------------------------------------------------ what users ask
-
-    @property
-    @override
-    def plan(self) -> Plan | None:
-        return self._session.plan
-
-    @property
-    @override
-    def stage_of(self) -> dict[str, int] | None:
-        cuts = self._session.cuts
-        if cuts is None:
-            return None
-        return {n: j for j, names in enumerate(cuts.parameters) for n in names}
-
-    @property
-    @override
-    def transport(self) -> CountingTransport | None:
-        return self._transport
-
-    @override
-    def report(self) -> str:
-        return self._finder.report(self._session.cuts) or super().report()
-
-    # ------------------------------------------------------------------ training
 
     @override
     def training_step(self, own: Own, *args: Any, **kwargs: Any) -> Any:
         """Run a step, and return the surrogate of its loss."""
-        session, (batch, *rest) = self._session, _positional(args, kwargs)
+        session, (batch, *rest) = self._session, positional(args, kwargs)
         if self._stop is not None:
             self._stop.tell()
         batch = session.share_batch(batch)
@@ -141,9 +65,6 @@ class PipelinedTraining(AbstractTraining):
         self._summaries.log(told.records)
         surrogate = self._surrogates.stand_for(loss)
         return {"loss": surrogate, **told.returned} if told.returned else surrogate
-
-    def _asked(self) -> bool:
-        return self._stop is not None and self._stop.look()
 
     def _agree(self, loss: Tensor, *, stops: bool) -> Tensor:
         """Return the mean loss of all replicas, and let all stop if one of them does."""
@@ -170,153 +91,8 @@ class PipelinedTraining(AbstractTraining):
             self._session.end_step()
         return output
 
+    @override
     def _clip(self, optimizer: Optimizer, clip_val: float) -> None:
         """Stand in for the precision plugin's method: one stage's norm, or all stages'."""
         by_stage = clip_mode(self._trainer, self._plan, self._options.clip) == "stage"
         clip_stages(self._session, optimizer, clip_val, by_stage=by_stage)
-
-    # ------------------------------------------------------------------ evaluation
-
-    @override
-    def validation_step(self, own: Own, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's validation step, stage by stage once the stages are apart."""
-        fitting = self._trainer.state.fn == TrainerFn.FITTING
-        if fitting and self._session.cuts is None:  # no step yet: the module is whole everywhere
-            return self._summaries.tell_whole(lambda: own(*args, **kwargs))
-        return self._evaluate("validation_step", "val_step_context", *_positional(args, kwargs))
-
-    @override
-    def test_step(self, own: Own, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluate("test_step", "test_step_context", *_positional(args, kwargs))
-
-    @override
-    def predict_step(self, own: Own, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluate("predict_step", "predict_step_context", *_positional(args, kwargs))
-
-    def _evaluate(self, kind: str, context: str, batch: Any, *rest: Any) -> Any:
-        """Run a step of evaluation on the whole batch; the output everywhere."""
-        session = self._session
-        batch = session.share_batch(batch)
-        call = self._caller(kind, context, rest)
-        with self._summaries.held():
-            session.find_stages(lambda: call(batch))
-            summary = session.evaluate(kind, batch, call, self._summaries.of_output)
-        return self._summaries.tell_output(summary)
-
-    def _caller(self, kind: str, context: str, rest: Sequence[Any]) -> Callable[[Any], Any]:
-        """Return what runs the user's step on a batch, in the precision plugin's context."""
-        step = getattr(self._module, kind)
-        make_context = getattr(self._trainer.precision_plugin, context)
-
-        def call(batch: Any) -> Any:
-            with make_context():
-                return step(batch, *rest)
-
-        return call
-
-    # ------------------------------------------------------------------ all replicas together
-
-    @override
-    def reduce(self, own: Own, tensor: Any, group: Any, reduce_op: Any) -> Any:
-        """Reduce over replicas; the workers of one have the same value."""
-        self._reductions.check_meeting("a reduction")
-        return self._over_replicas(tensor, reduce_op)
-
-    @override
-    def reduce_boolean_decision(self, own: Own, decision: bool, all: bool) -> bool:
-        """Decide by all (or any) replicas' decisions."""
-        device = self._trainer.strategy.root_device
-        agreed = self._over_replicas(torch.tensor(int(decision), device=device), "sum")
-        return bool(agreed == self._options.width) if all else bool(agreed > 0)
-
-    def _over_replicas(self, tensor: Any, reduce_op: Any) -> Any:
-        if self._options.width == 1 or not isinstance(tensor, Tensor):
-            return tensor
-        return self._session.reduce(tensor, str(reduce_op or "mean").lower())
-
-    @override
-    def end_epoch(self) -> None:
-        self._metrics.share()
-
-    @override
-    def fail(self, text: str) -> None:
-        self._session.fail(text)
-
-    # ------------------------------------------------------------------ checkpoints
-
-    @property
-    def _has_stages(self) -> bool:
-        """Say whether the stages are known, and each worker has optimized its own."""
-        return self._session.executor is not None and not self._session.failed
-
-    @property
-    def _is_apart(self) -> bool:
-        """Say whether the stages are known, and each worker has its own alone."""
-        return self._has_stages and not self._closed
-
-    @override
-    def lightning_module_state_dict(self, own: Own) -> dict[str, Any]:
-        """Return the whole weights under the names of ``module.state_dict()``."""
-        if not self._is_apart or self._session.group is None:
-            return super().lightning_module_state_dict(own)
-        return ckpt.whole_state(self._module, self._session.gather())
-
-    @override
-    def optimizer_state(self, own: Own, optimizer: Optimizer) -> dict[str, Any]:
-        if not self._has_stages:
-            return super().optimizer_state(own, optimizer)
-        optimizer = getattr(optimizer, "_optimizer", optimizer)
-        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        mine = [p for p in self._session.holdings.own if id(p) in held]
-        return ckpt.gather_optimizer_state(optimizer, mine)
-
-    @override
-    def delayed_state(self) -> dict[str, Any] | None:
-        plan = self.plan
-        return None if plan is None else ckpt.stagewise_state(plan, self._session)
-
-    @override
-    def load_model_state_dict(
-        self, own: Own, checkpoint: Mapping[str, Any], *, strict: bool
-    ) -> None:
-        """Load whole weights; each worker keeps those of its stages."""
-        with self._session.whole():
-            own(checkpoint, strict=strict)
-
-    @override
-    def load_optimizer_state_dict(self, own: Own, checkpoint: Mapping[str, Any]) -> None:
-        """Load the whole optimizer state; each worker keeps the part that it owns."""
-        own(checkpoint)
-        if self._is_apart:
-            ckpt.keep_owned_state(self._trainer.optimizers[0], self._session.holdings.own)
-
-    @override
-    def resume(self, saved: Mapping[str, Any] | None) -> bool:
-        """Go on with the stages and the step of a checkpoint that this plan has written."""
-        session = self._session
-        if saved is not None and "cuts" in saved:
-            session.t = saved["t"]
-            session.config = replace(session.config, seed=saved["seed"])
-            if session.cuts is None and ckpt.fits(saved, self._plan):
-                session.begin(Cuts.from_data(saved["cuts"]))
-                session.put_previous(saved["previous"])
-        return True
-
-    # ------------------------------------------------------------------ the end
-
-    @override
-    def close(self) -> None:
-        """Give every worker the whole weights again."""
-        if not self._closed:
-            self._closed = True
-            if not self._session.failed:
-                self._session.restore_whole()
-            self._session.close()
-            self._metrics.release()
-        self._trainer.precision_plugin.__dict__.pop("clip_grad_by_norm", None)
-        restore_stop_broadcast(self._trainer)
-
-
-def _positional(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return a step's arguments as Lightning gives them: the batch first."""
-    return (*args, *kwargs.values())

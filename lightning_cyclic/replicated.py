@@ -8,7 +8,7 @@ state dicts       flush first
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, final
 
@@ -58,7 +58,9 @@ class ReplicatedTraining(AbstractTraining):
         self._parameter_ids = frozenset(map(id, parameters.values()))
         self._seed = agreed_seed(trainer.strategy.root_device)
         clip = clip_mode(trainer, plan, options.clip)
-        self._updates = DeferredUpdates(trainer, clip, reductions)
+        self._updates = DeferredUpdates(
+            trainer, clip, reductions, self._parameters_of, self._total_norm
+        )
         config = SessionConfig(
             make_plan=options.plan,
             stages=options.stages,
@@ -75,7 +77,6 @@ class ReplicatedTraining(AbstractTraining):
             trainer.strategy.root_device,
             self._updates.apply,
         )
-        self._updates.session = session
         # on the instance: the module's own configure_gradient_clipping still leads here
         vars(trainer.precision_plugin)["clip_grad_by_norm"] = self._updates.clip_grad_by_norm
         replace_stop_broadcast(
@@ -90,6 +91,14 @@ class ReplicatedTraining(AbstractTraining):
     @property
     def _module(self) -> LightningModule:
         return self._trainer.lightning_module
+
+    def _parameters_of(self, j: int) -> Sequence[nn.Parameter]:
+        assert self._session.engine is not None
+        return self._session.engine.parameters(j)
+
+    def _total_norm(self, t: int, parameters: Sequence[nn.Parameter]) -> Tensor:
+        assert self._session.norms is not None
+        return self._session.norms.total_norm(t, parameters)
 
     # ------------------------------------------------------------------ what users ask
 

@@ -1,6 +1,6 @@
 """CyclicStrategy: Lightning's hooks, each handed on to the training that is under way.
 
-setup      check, make the plan, and the training: replicated.py, pipelines.py, or Lightning's own
+setup      check, make the plan, and the training: replicated.py, pipelines.py, flowing.py, or none
 hooks      the training answers, given what Lightning itself would do (training.py)
 """
 
@@ -28,20 +28,25 @@ from lightning_cyclic import checkpoint as ckpt
 from lightning_cyclic.callbacks.drain import DrainCallback
 from lightning_cyclic.checks import check_no_leftovers, check_plan
 from lightning_cyclic.errors import ConfigurationError
+from lightning_cyclic.flowing import FlowingTraining
 from lightning_cyclic.options import NO_TIMEOUT_S, Options, checked_stages
 from lightning_cyclic.pipelines import PipelinedTraining
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.reductions import HeldReductions
 from lightning_cyclic.replicated import ReplicatedTraining
+from lightning_cyclic.runtime.stagewise.foresight import BackwardWeights
 from lightning_cyclic.training import AbstractTraining, Closure, PlainTraining, start_alike
 
 
 @final
 class CyclicStrategy(DDPStrategy):
-    """Train an unmodified LightningModule by a plan with replicated placement.
+    """Train an unmodified LightningModule by a plan.
 
     Args:
-        preset: name of the plan: "cyclic_dp", "cyclic_dp_v1" or "lockstep_dp".
+        preset: name of the plan: "cyclic_dp", "cyclic_dp_v1" or "lockstep_dp" run whole
+            micro-batches on each worker; "gpipe" and "1f1b" are pipelines with a flush,
+            "cyclic_pipeline", "pipedream", "pipedream_2bw", "pipeoptim", "spectrain" and "xpipe"
+            are pipelines without.
         schedule: overrides the preset's schedule.
         placement: overrides the preset's placement.
         weights: overrides the preset's weight rule.
@@ -58,6 +63,9 @@ class CyclicStrategy(DDPStrategy):
             forward saved: "never", "always", or "except_last" micro-batch.
         memory_limit_bytes: most bytes of parameters and of one micro-batch's activations that a
             stage of a pipeline may have. [any number]
+        backward_weights: of presets that predict: what a backward finds in the place of the
+            weights that its forward predicted: the "current" ones, those "predicted", or
+            "recompute": the current ones, with which the stage is run again.
         accelerator: as in DDPStrategy.
         parallel_devices: as in DDPStrategy.
         cluster_environment: as in DDPStrategy.
@@ -98,6 +106,7 @@ class CyclicStrategy(DDPStrategy):
         width: int = 1,
         remat: str = "never",
         memory_limit_bytes: int | None = None,
+        backward_weights: BackwardWeights = "current",
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -133,6 +142,7 @@ class CyclicStrategy(DDPStrategy):
             width=width,
             remat=remat,
             memory_limit_bytes=memory_limit_bytes,
+            backward_weights=backward_weights,
             timeout_s=timeout.total_seconds() if timeout else NO_TIMEOUT_S,
         )
         self._options.check()
@@ -393,11 +403,11 @@ class CyclicStrategy(DDPStrategy):
 
 def _kind_of_training(
     options: Options, *, fitting: bool
-) -> type[PipelinedTraining | ReplicatedTraining] | None:
+) -> type[PipelinedTraining | FlowingTraining | ReplicatedTraining] | None:
     """Return what is to be set up; None where Lightning's own step runs on whole weights.
 
     That is also so behind a replicated fit, whose session still answers for checkpoints.
     """
     if options.is_cut:
-        return PipelinedTraining
+        return FlowingTraining if options.flows and fitting else PipelinedTraining
     return ReplicatedTraining if fitting and not options.trains_plainly else None

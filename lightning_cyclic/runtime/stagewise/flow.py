@@ -71,6 +71,11 @@ class Flow:
         self._told: dict[int, Parcel] = {}
 
     @property
+    def most_late(self) -> int:
+        """Return how many steps later the last worker is told of a step than the first."""
+        return max(Stream(self._plan, w).lag for w in range(self._plan.num_workers))
+
+    @property
     def is_empty(self) -> bool:
         """Say whether every step that has begun has ended."""
         return self._begun == self._ended

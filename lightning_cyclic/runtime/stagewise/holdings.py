@@ -43,6 +43,10 @@ class Holdings:
         """Return the parameters that this worker updates, in the module's order."""
         return [p for n, p in self._named.items() if self._home.get(n) in self.stages]
 
+    def named(self) -> dict[str, nn.Parameter]:
+        """Return the parameters that this worker updates, by name."""
+        return {n: p for n, p in self._named.items() if self._home.get(n) in self.stages}
+
     @property
     def num_stages(self) -> int:
         """Return how many stages there are."""

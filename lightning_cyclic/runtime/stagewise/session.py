@@ -158,7 +158,7 @@ class StagewiseSession:
         holdings = Holdings(self.module, cuts, stages_of(plan, self.worker))
         site = Site(self.module, cuts, self.device)
         self._post = self._make_post(plan)
-        if plan.weights != "sync":
+        if plan.weights != "sync" and not (flows(plan) and self.config.apply is None):
             stages = {j: holdings.trained(j) for j in holdings.stages}
             readers = {
                 j: [k for k in holdings.stages if k == j or j in holdings.lenders(k)]
@@ -175,9 +175,8 @@ class StagewiseSession:
             site, plan, self._post, holdings, SideEffects(self.module, cuts),
             self.config.seed, self.config.remat, self.versions,
         )  # fmt: skip
-        if flows(plan):
+        if flows(plan) and self.config.apply is not None:  # else it is only evaluated
             assert self.versions is not None
-            assert self.config.apply is not None
             self.flow = Flow(
                 plan, self.worker, self.executor, self._post, self.versions, self.config.apply,
                 self.t,
@@ -336,6 +335,12 @@ class StagewiseSession:
             self.flow.step(self.t, self._micro(parts, shares, "train"), call, summarise)
         self.t += 1
         return self.flow.take_arrived()
+
+    @property
+    def most_late(self) -> int:
+        """Return how many steps later the last worker is told of a step than the first."""
+        assert self.flow is not None
+        return self.flow.most_late
 
     def flush(self) -> list[tuple[int, Summary]]:
         """Finish all steps that have begun; return as :meth:`advance` does."""

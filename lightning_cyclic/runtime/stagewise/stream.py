@@ -10,6 +10,7 @@ From some step on, every block is the one before with larger numbers.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import final
@@ -40,6 +41,19 @@ class Stream:
         ]
         again = [self._moved(a, 1) for a in self._block(self._steady)]
         assert again == self._block(self._steady + 1), "the plan never becomes steady"
+
+    @property
+    def lag(self) -> int:
+        """Return with which block behind that of a step its outcomes come or are told."""
+        t = self._steady
+        told = next(
+            (
+                n
+                for n, a in enumerate(self._program)
+                if a.t == t and (a.payload is Payload.L or a.kind is Kind.UPDATE)
+            )
+        )
+        return bisect_right(self._starts, told) - 1 - t
 
     def block(self, t: int) -> list[Action]:
         """Return the actions from the first that needs the batch of step ``t``.

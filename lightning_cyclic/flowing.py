@@ -1,0 +1,183 @@
+"""Training of pipelines without a flush: the update of a step may come with a later batch.
+
+training_step     share the batch, cut it, do what the program has before the next batch
+optimizer_step    remember lr & co., then the closure; the program updates when it is due
+validation, ...   flush first
+
+Workers ahead of the last stage are told of a step later, with the next ones. Rank 0 has the last
+stage, and so, where that is all it has, every value at once; with more stages it begins the next
+step before it ends one. At the end of an epoch all have been told everything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, final
+
+from lightning.pytorch import Trainer
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_cyclic import checkpoint as ckpt
+from lightning_cyclic.checks import check_flow
+from lightning_cyclic.clipping import clip_mode
+from lightning_cyclic.deferred import DeferredUpdates
+from lightning_cyclic.options import Options
+from lightning_cyclic.plan import Plan
+from lightning_cyclic.predictor import Predictor
+from lightning_cyclic.reductions import HeldReductions
+from lightning_cyclic.runtime.stagewise.flow import Summary
+from lightning_cyclic.runtime.stagewise.session import StagewiseConfig
+from lightning_cyclic.staged import StagedTraining, positional
+from lightning_cyclic.summaries import Told
+from lightning_cyclic.surrogates import stand_in
+from lightning_cyclic.training import Closure, Own
+
+
+@final
+class FlowingTraining(StagedTraining):
+    """Train a module whose stages are apart, steps flowing into each other.
+
+    Args:
+        trainer: whose loops call, set up but for this.
+        options: what the user chose.
+        plan: with as many stages as are expected.
+        reductions: refuses meetings inside steps.
+    """
+
+    def __init__(
+        self, trainer: Trainer, options: Options, plan: Plan, reductions: HeldReductions
+    ) -> None:
+        self._updates = DeferredUpdates(
+            trainer,
+            clip_mode(trainer, plan, options.clip),
+            reductions,
+            self._parameters_of,
+            self._total_norm,
+            lag=plan.num_stages + 2,
+        )
+        self._predictor = Predictor(trainer, self._updates)
+        self._unread: list[tuple[int, Summary]] = []  # came with a flush between steps
+        self._latest: Told | None = None
+        self._stops_at: int | None = None  # step before which all workers stop
+        self._owned_is_kept = False
+        super().__init__(trainer, options, plan, reductions)
+
+    @override
+    @staticmethod
+    def check(trainer: Trainer, *, sync_batchnorm: bool) -> None:
+        StagedTraining.check(trainer, sync_batchnorm=sync_batchnorm)
+        check_flow(trainer)
+
+    @override
+    def _configured(self, config: StagewiseConfig) -> StagewiseConfig:
+        return replace(
+            config,
+            apply=self._apply,
+            guess=self._predictor.guess,
+            backward_weights=self._options.backward_weights,
+        )
+
+    def _parameters_of(self, j: int) -> Sequence[nn.Parameter]:
+        return self._session.holdings.owned(j)
+
+    def _total_norm(self, t: int, parameters: Sequence[nn.Parameter]) -> Tensor:
+        raise AssertionError("stages that flow are clipped one by one")
+
+    @override
+    def _clip(self, optimizer: Optimizer, clip_val: float) -> None:
+        self._updates.clip_grad_by_norm(optimizer, clip_val)
+
+    # ------------------------------------------------------------------ one step
+
+    @override
+    def training_step(self, own: Own, *args: Any, **kwargs: Any) -> Any:
+        """Do what the program has for this batch; return a stand-in of the newest known loss."""
+        session, (batch, *rest) = self._session, positional(args, kwargs)
+        if self._stop is not None:
+            self._stop.tell()
+        batch = session.share_batch(batch)
+        parts = session.cut(batch)
+        sizes = [part.size for part in parts]
+        call = self._caller("training_step", "train_step_context", rest)
+        with self._summaries.held():
+            session.find_stages(lambda: call(parts[0].batch))
+            arrived = session.advance(
+                parts,
+                call,
+                lambda outcomes: self._summaries.of_step(outcomes, sizes, stops=self._asked()),
+            )
+            if self._latest is None or self._is_last():  # so that every worker knows a loss
+                arrived += session.flush()
+        self._read(self._unread + arrived)
+        self._unread = []
+        assert self._latest is not None
+        surrogate = stand_in(self._latest.loss)
+        returned = self._latest.returned
+        return {"loss": surrogate, **returned} if returned else surrogate
+
+    def _read(self, arrived: Sequence[tuple[int, Summary]]) -> None:
+        for t, summary in arrived:
+            told = self._latest = self._summaries.read_step(summary)
+            self._summaries.log(told.records)
+            if told.stops and self._stops_at is None:
+                self._stops_at = t + 1 + self._session.most_late
+        if self._stop is not None:
+            self._stop.agreed = self._stops_at is not None and self._session.t >= self._stops_at
+
+    @override
+    def optimizer_step(
+        self, own: Own, optimizer: Optimizer, closure: Closure, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Run the closure, in which the program updates what is due."""
+        self._updates.remember(self._session.t, self._trainer.optimizers[0], kwargs)
+        return closure()
+
+    def _apply(self, t: int, j: int) -> None:
+        if not self._owned_is_kept:  # a whole checkpoint may have been loaded
+            ckpt.keep_owned_state(self._trainer.optimizers[0], self._session.holdings.own)
+            self._owned_is_kept = True
+        with self._predictor.noting(self._session.holdings.owned(j)):
+            self._updates.apply(t, [j])
+
+    def _is_last(self) -> bool:
+        trainer, loop = self._trainer, self._trainer.fit_loop.epoch_loop
+        return bool(
+            loop.batch_progress.is_last_batch
+            or loop.batch_idx + 1 >= trainer.num_training_batches
+            or trainer.global_step + 1 >= trainer.max_steps > 0
+        )
+
+    # ------------------------------------------------------------------ between steps
+
+    @override
+    def flush(self) -> None:
+        """Finish the steps under way; what they log is logged in the next one."""
+        with self._summaries.held():
+            self._unread += self._session.flush()
+
+    @override
+    def delayed_state(self) -> dict[str, Any] | None:
+        state = super().delayed_state()
+        t = self._session.t
+        if state is not None and t > 0:
+            named = self._session.holdings.named()
+            state["groups"] = self._updates.groups_of(t - 1)
+            state["displacements"] = ckpt.merged(self._predictor.state(named), self._session.group)
+        return state
+
+    @override
+    def resume(self, saved: Mapping[str, Any] | None) -> bool:
+        taken = super().resume(saved)
+        if saved is not None and "groups" in saved and self._session.executor is not None:
+            self._updates.put_groups(saved["t"] - 1, saved["groups"])
+            self._predictor.put_state(saved["displacements"], self._session.holdings.named())
+        return taken
+
+    @override
+    def close(self) -> None:
+        if not self._closed and not self._session.failed:
+            self.flush()
+        super().close()

@@ -1,0 +1,82 @@
+"""The predictor: guesses weights with the Trainer's optimizer, for forwards that look ahead."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, final
+
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor, nn
+
+from lightning_cyclic.deferred import DeferredUpdates
+from lightning_cyclic.runtime.prediction import Displacements, knows, predict
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+
+@final
+class Predictor:
+    """Look ahead along the optimizer's direction, with the hyper-parameters of the last update.
+
+    An optimizer whose state does not tell where it goes is extrapolated from its last
+    displacement, and said so once.
+
+    Args:
+        trainer: whose optimizer is asked.
+        updates: remembers hyper-parameters by step.
+    """
+
+    def __init__(self, trainer: pl.Trainer, updates: DeferredUpdates) -> None:
+        self._trainer = trainer
+        self._updates = updates
+        self._displacements = Displacements(say=rank_zero_warn)
+
+    def guess(
+        self, j: int, parameters: Sequence[nn.Parameter], v: int, horizon: int
+    ) -> list[Tensor]:
+        """Return the values that a stage's parameters are about to have.
+
+        Args:
+            j: stage.
+            parameters: its own.
+            v: version that they hold.
+            horizon: updates to look ahead.
+        """
+        if v == 0:  # no update has shown a direction yet
+            return [p.detach().clone() for p in parameters]
+        return predict(
+            self._trainer.optimizers[0],
+            parameters,
+            horizon,
+            groups=self._updates.groups_of(v - 1),
+            fallback=self._displacements,
+        )
+
+    @contextmanager
+    def noting(self, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+        """Remember how far the body's update moves parameters, where that will be asked for."""
+        optimizer = self._trainer.optimizers[0]
+        if knows(optimizer):
+            yield
+            return
+        before = [p.detach().clone() for p in parameters]
+        rates = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
+        yield
+        for p, values in zip(parameters, before, strict=True):
+            if id(p) in rates:
+                self._displacements.note(p, values, p, rates[id(p)])
+
+    # ------------------------------------------------------------------ checkpoints
+
+    def state(self, named: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+        """Return name -> last displacement, of this worker's parameters."""
+        directions = self._displacements.directions
+        return {n: directions[p] for n, p in named.items() if p in directions}
+
+    def put_state(self, state: Mapping[str, Tensor], named: Mapping[str, Any]) -> None:
+        """Take last displacements from a checkpoint."""
+        for n, p in named.items():
+            if n in state:
+                self._displacements.directions[p] = state[n].to(p.device)
