@@ -12,28 +12,37 @@ import io
 import logging
 import multiprocessing
 import os
+import random
 import signal
 import socket
 import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import cache
 from multiprocessing.connection import Connection, wait
+from threading import Thread
 from typing import Any
 
 import torch
+from torch.distributed import TCPStore
 
-PRELOAD = [
+HUGGING_FACE = ["bert", "gpt2", "llama", "mamba", "mixtral", "t5", "vit", "whisper"]
+PRELOAD = [  # modules that no rank need import for itself
     "pytest",
     "torch",
     "torch.distributed",
     "torchmetrics",
     "lightning.pytorch",
     "lightning_cyclic.strategy",
-    "transformers.models.gpt2.modeling_gpt2",
+    "torch.distributed.algorithms.ddp_comm_hooks.default_hooks",  # what a Trainer imports late
+    "torch.utils.serialization.config",
+    *(f"transformers.models.{name}.modeling_{name}" for name in HUGGING_FACE),
+    "tests.stagewise_runs",
 ]
 
 # what Lightning and torch say about runs as small as these
@@ -96,6 +105,7 @@ def run(
     *args: Any,
     time_limit_s: float = 60.0,
     after_failure_s: float = 5.0,
+    frozen: Collection[int] = (),
 ) -> list[Any]:
     """Return what ``function(*args)`` returned on each rank.
 
@@ -105,6 +115,7 @@ def run(
         *args: pickled for each rank.
         time_limit_s: when it has passed, all are killed, in seconds.
         after_failure_s: when one has failed, the others have this long to end, in seconds.
+        frozen: ranks that will never end: they are not waited for when all others have ended.
 
     Raises:
         RanksFailedError: some rank raised, died, or did not end in time.
@@ -123,11 +134,13 @@ def run(
             child_end.close()
             processes.append(process)
             ends.append(end)
-        outcomes = _collect(ends, time_limit_s, after_failure_s)
+        outcomes = _collect(ends, frozen, time_limit_s, after_failure_s)
         for r in set(range(num_ranks)) - set(outcomes):
-            os.kill(processes[r].pid, signal.SIGUSR1)  # which makes it write where it is
-            time.sleep(0.5)
+            if r not in frozen:
+                _send(processes[r], signal.SIGUSR1)  # which makes it write where it is
+                time.sleep(0.5)
             outcomes[r] = (False, f"did not end in time; it is at\n{stacks[r].read()}")
+            _send(processes[r], signal.SIGKILL)
     finally:
         _stop(processes)
         for file in stacks:
@@ -148,12 +161,15 @@ def _context() -> multiprocessing.context.ForkServerContext:
 
 
 def _collect(
-    ends: Sequence[Connection], time_limit_s: float, after_failure_s: float
+    ends: Sequence[Connection],
+    frozen: Collection[int],
+    time_limit_s: float,
+    after_failure_s: float,
 ) -> dict[int, tuple[bool, Any]]:
     """Return rank -> (whether it went well, result as bytes or what went wrong), if it ended."""
     outcomes: dict[int, tuple[bool, Any]] = {}
     until = time.monotonic() + time_limit_s
-    while len(outcomes) < len(ends):
+    while set(range(len(ends))) - set(outcomes) - set(frozen):
         open_ends = [end for r, end in enumerate(ends) if r not in outcomes]
         ready = wait(open_ends, max(0.0, until - time.monotonic()))
         if not ready:
@@ -174,18 +190,39 @@ def _received(end: Any) -> tuple[bool, Any]:
 
 
 def _stop(processes: Sequence[Any]) -> None:
+    until = time.monotonic() + 1.0
     for process in processes:
-        process.join(1.0)
+        process.join(max(0.0, until - time.monotonic()))
         if process.is_alive():
-            os.kill(process.pid, signal.SIGKILL)
+            _send(process, signal.SIGKILL)
             process.join()
         process.close()
 
 
+def _send(process: Any, number: signal.Signals) -> None:
+    with suppress(ProcessLookupError):  # it has ended since it was looked at
+        os.kill(process.pid, number)
+
+
 def _free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
+    """Choose where the system chooses none for connections: the port is to be free still, soon."""
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_000)
+        with socket.socket() as s, suppress(OSError):
+            s.bind(("127.0.0.1", port))
+            return port
+
+
+def _listen(port: int, num_ranks: int) -> None:
+    """Listen until rank 0's process group does, or ranks that come first wait a second in vain."""
+    limit = timedelta(seconds=60)
+    store = TCPStore(  # whose server is that of all stores of this process and port
+        "127.0.0.1", port, num_ranks, is_master=True, timeout=limit, wait_for_workers=False,
+        multi_tenant=True,
+    )  # fmt: skip
+    while not torch.distributed.is_initialized():
+        time.sleep(0.02)
+    del store
 
 
 def _child(
@@ -204,6 +241,8 @@ def _child(
     _place.append(place)
     torch.set_num_threads(1)
     torch.manual_seed(1234 + place.rank)  # all ranks inherit one state
+    if place.rank == 0 and place.num_ranks > 1:
+        Thread(target=_listen, args=(port, place.num_ranks), daemon=True).start()
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.simplefilter("error")
     for message in EXPECTED_WARNINGS:

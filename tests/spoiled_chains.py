@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,13 +32,6 @@ class Chain(LightningModule):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-def line_of(module: type[Chain]) -> str:
-    """Return how an error names the line that its comment marks."""
-    lines, start = inspect.getsourcelines(module)
-    (offset,) = (n for n, line in enumerate(lines) if "# this line" in line)
-    return f"{Path(__file__).name}:{start + offset}"
 
 
 # ---------------------------------------------------------------------- order of calls

@@ -169,15 +169,14 @@ def fit(job: Job, strategy: dict[str, Any] | None) -> Outcome:
 
 
 @cache
-def reference(job: Job) -> Outcome:
-    """Return the plain run of a job, made once per session."""
-    (plain,) = processes.run(fit, 1, job, None)
-    return plain
-
-
 def plainly(function: Callable[..., Any], job: Job, *args: Any) -> Any:
-    """Return what a function returns in one process without a strategy."""
+    """Return what a function returns in one process without a strategy, run once per session."""
     return processes.run(function, 1, job, None, *args)[0]
+
+
+def reference(job: Job) -> Outcome:
+    """Return the plain run of a job."""
+    return plainly(fit, job)
 
 
 def pipelines(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -83,7 +84,7 @@ def test_stop_anywhere_and_go_on_with_the_same_bits(
     run = Reference(rule=RULES[preset], slack=slack, n=n, num_batches=NUM_BATCHES,
                     num_epochs=NUM_EPOCHS)  # fmt: skip
     run.run(Classifier(*args), whole[0]["stage_of"]).compare(whole)  # writing changed nothing
-    for step in (1, 3, 5, 9):  # behind the first step, in mid epoch, at an epoch's end
+    for step in (1, 5, 9):  # behind the first step, at an epoch's end, in mid epoch
         resumed = processes.run(resume, n, args, strategy, tmp_path / f"step={step}.ckpt")
         for rank, expected in zip(resumed, whole, strict=True):
             assert rank["global_step"] == expected["global_step"]
@@ -179,9 +180,8 @@ def test_another_plan_says_so_and_goes_on_from_the_newest_weights(
     args = ("mlp", "adamw")
     processes.run(train, 2, args, {"stages": 4}, tmp_path)
     path = tmp_path / "step=10.ckpt"
-    with pytest.raises(processes.RanksFailedError, match="this run has another plan"):
-        processes.run(resume, n, args, other, path)
-    resumed = processes.run(resume_without_warning, n, args, other, path)
+    resumed = processes.run(resume_warned, n, args, other, path)
+    assert "this run has another plan" in resumed[0]["warning"]
     assert all(rank["global_step"] == 15 for rank in resumed)
     rule = RULES[other.get("preset", "cyclic_dp")]
     run = Reference(rule=rule, slack=other.get("slack", 0), n=n, num_batches=NUM_BATCHES,
@@ -189,11 +189,12 @@ def test_another_plan_says_so_and_goes_on_from_the_newest_weights(
     run.run(Classifier(*args), resumed[0]["stage_of"]).compare(resumed)
 
 
-def resume_without_warning(*args: Any) -> dict[str, Any]:
-    import warnings
-
-    warnings.filterwarnings("ignore", message=r"The checkpoint was written under")
-    return resume(*args)
+def resume_warned(*args: Any) -> dict[str, Any]:
+    """Go on from a checkpoint; return what was warned of, too."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.filterwarnings("always", message=r"The checkpoint was written under")
+        resumed = resume(*args)
+    return resumed | {"warning": "\n".join(str(each.message) for each in caught)}
 
 
 @pytest.mark.parametrize("preset", ["cyclic_dp", "cyclic_dp_v1"])

@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from tests.corpus import Classifier, MicroBatches, assert_same, loader, make_tra
 
 pytestmark = pytest.mark.multi
 
-LINGERS_S = 12.0
+LINGERS_S, TIMEOUT_S = 12.0, 20.0
 BAD_BATCH = 5  # of twenty: in mid-epoch
 WAITED = r"worker {w} waited (for|to send to) worker \d: action \d\w+[<>]\d\S*, slot \d+:"
 
@@ -41,9 +42,11 @@ class Troubled(Classifier):
     ) -> None:
         super().__init__("batchnorm_mlp")
         self.trouble, self.culprit, self.bad_batch = trouble, culprit, bad_batch
+        self.met_at = 0.0  # on the clock that all processes share
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         if batch_idx == self.bad_batch and int(os.environ["NODE_RANK"]) == self.culprit:
+            self.met_at = time.monotonic()
             self.trouble()
         return super().training_step(batch, batch_idx)
 
@@ -75,23 +78,34 @@ def fit(
     return module
 
 
-def fit_and_linger(*args: Any) -> tuple[str, float]:
-    """Return the error and its time; the worker that fails keeps its process for a while."""
-    start = time.monotonic()
+def fit_and_linger(folder: Path, fit: Callable[..., Any], *args: Any) -> tuple[str, float]:
+    """Return the error and when it came; the worker that fails lives on until the others end."""
     try:
         fit(*args)
     except PeerError as error:
-        return str(error), time.monotonic() - start
+        (folder / str(processes.here().rank)).touch()
+        return str(error), time.monotonic()
     except ZeroDivisionError:
-        time.sleep(LINGERS_S)
-    return "", 0.0
+        failed_at = time.monotonic()
+        linger(folder)
+        return "", failed_at
+    raise AssertionError("nothing failed")
+
+
+def linger(folder: Path) -> None:
+    """Keep this process until all others have ended, at most LINGERS_S."""
+    until, others = time.monotonic() + LINGERS_S, processes.here().num_ranks - 1
+    while time.monotonic() < until and len(list(folder.iterdir())) < others:
+        time.sleep(0.05)
 
 
 def errors_of(
-    function: Callable[..., Any], num_ranks: int, *args: Any, after_failure_s: float
+    function: Callable[..., Any], num_ranks: int, *args: Any, **limits: Any
 ) -> dict[int, str]:
+    """Return rank -> with what it failed."""
+    limits = {"time_limit_s": 55, "after_failure_s": 15} | limits
     with pytest.raises(processes.RanksFailedError) as caught:
-        processes.run(function, num_ranks, *args, time_limit_s=55, after_failure_s=after_failure_s)
+        processes.run(function, num_ranks, *args, **limits)
     return caught.value.errors
 
 
@@ -100,7 +114,7 @@ def errors_of(
 def test_when_a_worker_dies_every_other_one_says_for_what_it_waited(
     victim: int, preset: str
 ) -> None:
-    errors = errors_of(fit, 4, die, victim, preset, 20.0, after_failure_s=15)
+    errors = errors_of(fit, 4, die, victim, preset, TIMEOUT_S)
     assert errors.pop(victim) == "died without a word"
     assert len(errors) == 3
     for w, text in errors.items():
@@ -111,7 +125,7 @@ def test_when_a_worker_dies_every_other_one_says_for_what_it_waited(
 
 @pytest.mark.slow
 def test_when_a_worker_is_silent_every_other_one_says_for_what_it_waited() -> None:
-    errors = errors_of(fit, 4, freeze, 2, "cyclic_dp", 3.0, after_failure_s=8)
+    errors = errors_of(fit, 4, freeze, 2, "cyclic_dp", 3.0, frozen={2})
     assert errors.pop(2).startswith("did not end")
     assert len(errors) == 3
     assert any("WaitTimeoutError: " in text for text in errors.values())
@@ -121,22 +135,23 @@ def test_when_a_worker_is_silent_every_other_one_says_for_what_it_waited() -> No
 
 @pytest.mark.slow
 @pytest.mark.parametrize("bad_batch", [0, BAD_BATCH])
-def test_a_worker_that_fails_and_lives_on_holds_up_nobody(bad_batch: int) -> None:
-    ends = processes.run(fit_and_linger, 4, fail, 1, "cyclic_dp", 40.0, bad_batch, time_limit_s=55)
+def test_a_worker_that_fails_and_lives_on_holds_up_nobody(bad_batch: int, tmp_path: Path) -> None:
+    args = (tmp_path, fit, fail, 1, "cyclic_dp", 40.0, bad_batch)
+    ends = processes.run(fit_and_linger, 4, *args, time_limit_s=55)
     for w in (0, 2, 3):
-        text, seconds = ends[w]
+        text, ended_at = ends[w]
         assert "worker 1: ZeroDivisionError: the batch is broken" in text
-        assert seconds < 6
+        assert ended_at < ends[1][1] + LINGERS_S / 2
 
 
-def fit_until_asked(culprit: int, preset: str) -> tuple[int, dict[str, Tensor], float]:
-    """Return batches done, weights, and seconds until the end."""
-    start = time.monotonic()
+def fit_until_asked(culprit: int, preset: str) -> tuple[int, dict[str, Tensor], float, float]:
+    """Return batches done, weights, when this worker was asked (0 if it was not), and the end."""
     module = Troubled(be_asked_to_stop, culprit)
-    trainer = make_trainer(CyclicStrategy(preset, timeout=timedelta(seconds=20)), max_epochs=1)
+    limit = timedelta(seconds=TIMEOUT_S)
+    trainer = make_trainer(CyclicStrategy(preset, timeout=limit), max_epochs=1)
     with pytest.raises(SIGTERMException):
         trainer.fit(module, loader(MicroBatches(module.kind, 40 * trainer.world_size)))
-    return len(module.losses), weights_of(module), time.monotonic() - start
+    return len(module.losses), weights_of(module), module.met_at, time.monotonic()
 
 
 @pytest.mark.parametrize("preset", ["cyclic_dp", "cyclic_dp_v1", "lockstep_dp"])
@@ -145,10 +160,11 @@ def test_all_stop_at_the_same_step_soon_after_one_is_asked_to(
     num_ranks: int, culprit: int, preset: str
 ) -> None:
     ends = processes.run(fit_until_asked, num_ranks, culprit, preset, time_limit_s=50)
-    batches = {done for done, _, _ in ends}
+    batches = {done for done, _, _, _ in ends}
+    asked_at = max(asked for _, _, asked, _ in ends)
     assert len(batches) == 1, ends
     assert BAD_BATCH < batches.pop() <= BAD_BATCH + 5
-    for _, weights, seconds in ends:
-        assert seconds < 10
+    for _, weights, _, ended_at in ends:
+        assert ended_at < asked_at + TIMEOUT_S / 2
         assert_same(weights, ends[0][1])
         assert all(bool(torch.isfinite(x.float()).all()) for x in weights.values())

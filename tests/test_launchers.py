@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -14,38 +12,68 @@ from torch import Tensor
 
 from lightning_cyclic.strategy import CyclicStrategy
 from tests import launched, processes
+from tests.commands import Command, Commands, asked_for
 from tests.corpus import assert_same
 
 pytestmark = [pytest.mark.multi, pytest.mark.slow]
 
+Weights = dict[str, Tensor]
 SCRIPT = [sys.executable, launched.__file__]
 TORCHRUN = [
     sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
     launched.__file__,
 ]  # fmt: skip
-FLAGS = [
+CLI = [
     "cli", "--trainer.accelerator=cpu", "--trainer.devices=2", "--trainer.max_epochs=1",
     "--trainer.logger=false", "--trainer.enable_checkpointing=false",
     "--trainer.enable_progress_bar=false", "--seed_everything=false",
 ]  # fmt: skip
+LAUNCHES = {  # name -> command; behind it the file for the weights, and more arguments
+    "spawn": (SCRIPT, ["cyclic_dp_spawn"]),
+    "torchrun": (TORCHRUN, ["cyclic_dp"]),
+    "popen": (SCRIPT, ["cyclic_dp"]),
+    "fork": (SCRIPT, ["cyclic_dp_fork"]),
+    "cli, name": (SCRIPT, [*CLI, "--trainer.strategy=cyclic_dp_fork"]),
+    "cli, class": (SCRIPT, [*CLI, "--config={config}"]),  # by popen
+}
 BY_CLASS = """
 trainer:
   strategy:
     class_path: lightning_cyclic.CyclicStrategy
     init_args:
       preset: cyclic_dp
-      slack: {slack}
-      stages: {stages}
+      slack: 2
+      stages: [net.3, net.5]
 """
 
 
 @pytest.fixture(scope="module")
-def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tensor]:
-    """What two ranks that are started by hand end with."""
-    return by_hand(tmp_path_factory.mktemp("by_hand") / "out", CyclicStrategy("cyclic_dp"))
+def weights_of(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[[str], Weights]]:
+    """Name of a launch -> what it ends with."""
+    folder = tmp_path_factory.mktemp("launches")
+    config = folder / "config.yaml"
+    config.write_text(BY_CLASS)
+
+    def command(name: str) -> Command:
+        script, arguments = LAUNCHES[name]
+        arguments = [text.format(config=config) for text in arguments]
+        env = {"GLOO_SOCKET_IFNAME": "lo"}
+        return Command(arguments=[*script, str(folder / name), *arguments], env=env)
+
+    names = asked_for(request, "launch")
+    with Commands({name: command(name) for name in names}) as commands:
+
+        def weights_of(name: str) -> Weights:
+            commands.output(name)
+            return torch.load(folder / name)
+
+        yield weights_of
 
 
-def by_hand(out: Path, strategy: CyclicStrategy) -> dict[str, Tensor]:
+def by_hand(out: Path, strategy: CyclicStrategy) -> Weights:
+    """Return what two ranks that are started by hand end with."""
     processes.run(one_node, 2, out, strategy)
     return torch.load(out)
 
@@ -54,47 +82,21 @@ def one_node(out: Path, strategy: CyclicStrategy) -> None:
     launched.fit(out, strategy, devices=1, num_nodes=2)
 
 
-def launch(out: Path, command: list[str], *arguments: str) -> dict[str, Tensor]:
-    """Run a command with a time limit, and no process of it left behind."""
-    env = {k: v for k, v in os.environ.items() if k not in ("LOCAL_RANK", "WORLD_SIZE")}
-    env["GLOO_SOCKET_IFNAME"] = "lo"
-    process = subprocess.Popen(
-        [*command, str(out), *arguments], env=env, text=True, start_new_session=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
-    try:
-        output, _ = process.communicate(timeout=100)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        raise
-    assert process.returncode == 0, output
-    return torch.load(out)
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> Weights:
+    return by_hand(tmp_path_factory.mktemp("by_hand") / "out", CyclicStrategy("cyclic_dp"))
 
 
-@pytest.mark.parametrize(
-    ("command", "strategy"),
-    [
-        (SCRIPT, "cyclic_dp"),
-        (SCRIPT, "cyclic_dp_spawn"),
-        (SCRIPT, "cyclic_dp_fork"),
-        (TORCHRUN, "cyclic_dp"),
-    ],
-    ids=["popen", "spawn", "fork", "torchrun"],
-)
+@pytest.mark.parametrize("launch", [name for name in LAUNCHES if name != "cli, class"])
 def test_every_launcher_ends_with_the_same_bits(
-    command: list[str], strategy: str, expected: dict[str, Tensor], tmp_path: Path
+    launch: str, weights_of: Callable[[str], Weights], expected: Weights
 ) -> None:
-    assert_same(launch(tmp_path / "out", command, strategy), expected)
+    assert_same(weights_of(launch), expected)
 
 
-def test_lightning_cli_takes_a_name(expected: dict[str, Tensor], tmp_path: Path) -> None:
-    given = launch(tmp_path / "out", SCRIPT, *FLAGS, "--trainer.strategy=cyclic_dp")
-    assert_same(given, expected)
-
-
-def test_lightning_cli_takes_a_class_with_arguments(tmp_path: Path) -> None:
-    config = tmp_path / "config.yaml"
-    config.write_text(BY_CLASS.format(slack=2, stages="[net.3, net.5]"))
-    given = launch(tmp_path / "out", SCRIPT, *FLAGS, f"--config={config}")
+@pytest.mark.parametrize("launch", ["cli, class"])
+def test_lightning_cli_takes_a_class_with_arguments(
+    launch: str, weights_of: Callable[[str], Weights], tmp_path: Path
+) -> None:
     strategy = CyclicStrategy("cyclic_dp", slack=2, stages=["net.3", "net.5"])
-    assert_same(given, by_hand(tmp_path / "by_hand", strategy))
+    assert_same(weights_of(launch), by_hand(tmp_path / "out", strategy))

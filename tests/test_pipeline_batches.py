@@ -54,7 +54,7 @@ class SgdLstm(own.LstmStack):
 class Sized(Dataset[Any]):
     """Batches of given numbers of rows."""
 
-    def __init__(self, job: Job, sizes: list[int]) -> None:
+    def __init__(self, job: Job, sizes: tuple[int, ...]) -> None:
         self._job, self._sizes = job, sizes
 
     def __len__(self) -> int:
@@ -64,7 +64,7 @@ class Sized(Dataset[Any]):
         return CASES[self._job.case].batch(t, self._sizes[t])
 
 
-def fit_sizes(job: Job, strategy: Any, sizes: list[int]) -> Outcome:
+def fit_sizes(job: Job, strategy: Any, sizes: tuple[int, ...]) -> Outcome:
     """Train plainly, or in a pipeline, on whole batches."""
     more = {} if strategy else {"accumulate_grad_batches": 1}
     run = prepare(replace(job, num_micro=job.num_micro if strategy else 1), strategy, **more)
@@ -73,10 +73,10 @@ def fit_sizes(job: Job, strategy: Any, sizes: list[int]) -> Outcome:
 
 
 UNEVEN = {
-    "not divisible": [10, 10, 9, 11, 10, 13, 10, 9],
-    "smaller": [3, 2, 1, 3, 1, 2, 3, 3],
-    "last": [8, 8, 8, 8, 8, 8, 8, 5],
-    "any": [8, 3, 10, 1, 8, 7, 2, 12],
+    "not divisible": (10, 10, 9, 11, 10, 13, 10, 9),
+    "smaller": (3, 2, 1, 3, 1, 2, 3, 3),
+    "last": (8, 8, 8, 8, 8, 8, 8, 5),
+    "any": (8, 3, 10, 1, 8, 7, 2, 12),
 }
 
 
@@ -85,7 +85,7 @@ UNEVEN = {
     ("name", "module"), [("unet", SgdUNet), ("lstm", SgdLstm)], ids=["unet", "lstm"]
 )
 def test_uneven_micro_batches_weigh_as_their_rows(
-    name: str, module: Any, sizes: list[int]
+    name: str, module: Any, sizes: tuple[int, ...]
 ) -> None:
     job = Job(case=name, module=module, num_epochs=1)
     whole = plainly(fit_sizes, job, sizes)

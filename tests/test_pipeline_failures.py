@@ -6,6 +6,7 @@ import re
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,18 +15,25 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_cyclic.errors import PeerError
 from lightning_cyclic.strategy import CyclicStrategy
 from tests import processes
 from tests.corpus import assert_same, make_trainer, weights_of
 from tests.spoiled_chains import Chain
-from tests.test_failures import WAITED, be_asked_to_stop, die, fail, freeze
+from tests.test_failures import (
+    LINGERS_S,
+    TIMEOUT_S,
+    WAITED,
+    be_asked_to_stop,
+    die,
+    errors_of,
+    fail,
+    fit_and_linger,
+    freeze,
+)
 
 pytestmark = pytest.mark.multi
 
-LINGERS_S = 12.0
 NUM_STEPS, NUM_MICRO, BAD_STEP = 12, 4, 5
-TIMEOUT_S = 20.0
 PRESETS = pytest.mark.parametrize("preset", ["gpipe", "1f1b"])
 
 
@@ -106,26 +114,6 @@ def fit(
     return module
 
 
-def fit_and_linger(*args: Any) -> tuple[str, float]:
-    """Return the error and when it came; the worker that fails keeps its process for a while."""
-    try:
-        fit(*args)
-    except PeerError as error:
-        return str(error), time.monotonic()
-    except ZeroDivisionError:
-        failed_at = time.monotonic()
-        time.sleep(LINGERS_S)
-    return "", failed_at
-
-
-def errors_of(
-    function: Callable[..., Any], num_ranks: int, *args: Any, after_failure_s: float
-) -> dict[int, str]:
-    with pytest.raises(processes.RanksFailedError) as caught:
-        processes.run(function, num_ranks, *args, time_limit_s=55, after_failure_s=after_failure_s)
-    return caught.value.errors
-
-
 def rank_of_layer(culprit: int, num_ranks: int) -> int:
     """Return the rank of the stage that runs a layer: the last stage is on rank 0."""
     return num_ranks - 1 - culprit * num_ranks // 4
@@ -152,7 +140,7 @@ def assert_named(text: str, rank: int, num_ranks: int) -> None:
 def test_when_a_worker_dies_every_other_one_says_for_what_it_waited(
     num_ranks: int, culprit: int, preset: str
 ) -> None:
-    errors = errors_of(fit, num_ranks, die, culprit, preset, after_failure_s=15)
+    errors = errors_of(fit, num_ranks, die, culprit, preset)
     assert errors.pop(rank_of_layer(culprit, num_ranks)) == "died without a word"
     assert len(errors) == num_ranks - 1
     for r, text in errors.items():
@@ -168,8 +156,9 @@ def test_when_a_worker_dies_every_other_one_says_for_what_it_waited(
 def test_when_a_worker_is_silent_every_other_one_says_for_what_it_waited(
     num_ranks: int, culprit: int, preset: str
 ) -> None:
-    errors = errors_of(fit, num_ranks, freeze, culprit, preset, 3.0, after_failure_s=8)
-    assert errors.pop(rank_of_layer(culprit, num_ranks)).startswith("did not end")
+    bad = rank_of_layer(culprit, num_ranks)
+    errors = errors_of(fit, num_ranks, freeze, culprit, preset, 3.0, frozen={bad})
+    assert errors.pop(bad).startswith("did not end")
     assert len(errors) == num_ranks - 1
     assert any("WaitTimeoutError: " in text for text in errors.values())
     for r, text in errors.items():
@@ -191,11 +180,10 @@ def test_when_a_worker_is_silent_every_other_one_says_for_what_it_waited(
     ],
 )
 def test_a_stage_that_fails_and_lives_on_holds_up_nobody(
-    num_ranks: int, culprit: int, phase: str, preset: str
+    num_ranks: int, culprit: int, phase: str, preset: str, tmp_path: Path
 ) -> None:
-    ends = processes.run(
-        fit_and_linger, num_ranks, fail, culprit, preset, 40.0, phase, time_limit_s=55
-    )
+    args = (tmp_path, fit, fail, culprit, preset, 40.0, phase)
+    ends = processes.run(fit_and_linger, num_ranks, *args, time_limit_s=55)
     bad = rank_of_layer(culprit, num_ranks)
     _, failed_at = ends[bad]
     for r, (text, ended_at) in enumerate(ends):

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
+from collections.abc import Iterator
 
 import pytest
 
 import lightning_cyclic
 from lightning_cyclic.plan import PRESETS
 from lightning_cyclic.registration import register
+from tests.commands import Command, Commands, asked_for
 
 SUFFIXES = ("", "_spawn", "_fork", "_notebook")
 NAMES = sorted(preset + suffix for preset in PRESETS for suffix in SUFFIXES)
@@ -20,50 +20,70 @@ missing = set({NAMES}) - set(StrategyRegistry)
 assert not missing, missing
 """
 QUIET = "logger=False, enable_checkpointing=False, accelerator='cpu', devices=1"
+ASK = f"from lightning.pytorch import Trainer\nTrainer(strategy='cyclic_dp', {QUIET})\n"
+REFUSED = f"""
+try:
+    from lightning.pytorch import Trainer
+    Trainer(strategy='cyclic_dp', {QUIET})
+except ValueError as error:
+    assert 'cyclic_dp' in str(error), error
+else:
+    raise AssertionError('known')
+"""
+BARE = """
+import sys, lightning_cyclic
+lightning_cyclic.make_plan('cyclic_dp', num_stages=2, num_workers=2)
+assert not {'torch', 'lightning', 'numpy'} & set(sys.modules)
+"""
+OTHER_COPY = f"""
+import pytorch_lightning
+try:
+    pytorch_lightning.Trainer(strategy='cyclic_dp', {QUIET})
+except ValueError as error:
+    print(error)
+"""
+BY_ITSELF, BY_IMPORT = "1", "0"  # whether torch finds the entry point
+CODES = {  # name -> code for a fresh interpreter, and which of the two
+    "lightning first": ("import lightning.pytorch, lightning_cyclic" + CHECK, BY_ITSELF),
+    "lightning last": ("import lightning_cyclic, lightning.pytorch" + CHECK, BY_ITSELF),
+    "lightning alone": ("import lightning.pytorch" + CHECK, BY_ITSELF),
+    "no autoload, no import": (REFUSED, BY_IMPORT),
+    "no autoload, import": ("import lightning_cyclic\n" + ASK, BY_IMPORT),
+    "bare": (BARE, BY_ITSELF),
+    "other copy": (OTHER_COPY, BY_ITSELF),
+}
 
 
-def in_fresh_interpreter(code: str, **env: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=os.environ | env, text=True, timeout=100, check=False,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout
-    return done.stdout
+def command(code: str, autoload: str = BY_ITSELF) -> Command:
+    env = {"TORCH_DEVICE_BACKEND_AUTOLOAD": autoload}
+    return Command(arguments=[sys.executable, "-c", code], env=env)
+
+
+@pytest.fixture(scope="module")
+def fresh(request: pytest.FixtureRequest) -> Iterator[Commands]:
+    names = asked_for(request, "code")
+    with Commands({name: command(*CODES[name]) for name in names}) as commands:
+        yield commands
 
 
 @pytest.mark.multi
-@pytest.mark.parametrize(
-    "imports",
-    [
-        "import lightning.pytorch, lightning_cyclic",
-        "import lightning_cyclic, lightning.pytorch",
-        "import lightning.pytorch  # and torch finds the entry point by itself",
-    ],
-)
-def test_every_name_is_known_in_whatever_order_things_are_imported(imports: str) -> None:
-    in_fresh_interpreter(imports + CHECK)
+@pytest.mark.parametrize("code", ["lightning first", "lightning last", "lightning alone"])
+def test_every_name_is_known_in_whatever_order_things_are_imported(
+    code: str, fresh: Commands
+) -> None:
+    fresh.output(code)
 
 
 @pytest.mark.multi
-def test_without_autoload_a_name_needs_the_import() -> None:
-    ask = f"from lightning.pytorch import Trainer\nTrainer(strategy='cyclic_dp', {QUIET})\n"
-    off = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
-    refused = (
-        "try:\n    " + ask.replace("\n", "\n    ") + "\n"
-        "except ValueError as error:\n    assert 'cyclic_dp' in str(error), error\n"
-        "else:\n    raise AssertionError('known')\n"
-    )
-    in_fresh_interpreter(refused, **off)
-    in_fresh_interpreter("import lightning_cyclic\n" + ask, **off)
+@pytest.mark.parametrize("code", ["no autoload, no import", "no autoload, import"])
+def test_without_autoload_a_name_needs_the_import(code: str, fresh: Commands) -> None:
+    fresh.output(code)
 
 
 @pytest.mark.multi
-def test_the_import_needs_neither_torch_nor_lightning() -> None:
-    in_fresh_interpreter(
-        "import sys, lightning_cyclic\n"
-        "lightning_cyclic.make_plan('cyclic_dp', num_stages=2, num_workers=2)\n"
-        "assert not {'torch', 'lightning', 'numpy'} & set(sys.modules)\n"
-    )
+@pytest.mark.parametrize("code", ["bare"])
+def test_the_import_needs_neither_torch_nor_lightning(code: str, fresh: Commands) -> None:
+    fresh.output(code)
 
 
 def test_registering_again_changes_nothing() -> None:
@@ -137,14 +157,9 @@ def test_an_unknown_name_is_no_attribute() -> None:
 
 
 @pytest.mark.multi
-def test_the_other_copy_of_lightning_says_which_one_is_meant() -> None:
+@pytest.mark.parametrize("code", ["other copy"])
+def test_the_other_copy_of_lightning_says_which_one_is_meant(code: str, fresh: Commands) -> None:
     pytest.importorskip("pytorch_lightning")
-    out = in_fresh_interpreter(
-        "import pytorch_lightning\n"
-        "try:\n"
-        f"    pytorch_lightning.Trainer(strategy='cyclic_dp', {QUIET})\n"
-        "except ValueError as error:\n"
-        "    print(error)\n"
-    )
+    out = fresh.output(code)
     assert "strategy 'cyclic_dp' was asked of a Trainer of `pytorch_lightning`" in out
     assert "use `from lightning.pytorch import Trainer" in out

@@ -191,7 +191,10 @@ def fit_with_bar(preset: str, rich: bool) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("rich", [False, True], ids=["tqdm", "rich"])
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize(
+    "preset",
+    ["cyclic_dp", *(pytest.param(p, marks=pytest.mark.exhaustive) for p in PRESETS[1:])],
+)
 def test_progress_bars(preset: str, rich: bool) -> None:
     ranks = processes.run(fit_with_bar, 2, preset, rich)
     for rank in ranks:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -21,6 +20,7 @@ from torch import nn
 from train import make_trainer, refuse_popen_sweep
 
 from lightning_cyclic.plan import make_plan
+from tests.commands import Command, Commands, asked_for
 
 ROOT = Path(__file__).parents[2]
 LIGHTNING_WARNINGS = [  # of Lightning itself: an old torch name; advice about loaders
@@ -94,46 +94,61 @@ class TestOneWorker:
         assert bits == pytest.approx(8, abs=0.3)
 
 
-def run_recipe(tmp_path, *overrides):
-    """Run the script as a user does; a second worker runs the same command line again."""
-    command = [sys.executable, "recipes/train.py", f"hydra.run.dir={tmp_path}", *overrides]
-    env = {k: v for k, v in os.environ.items() if k not in {"OMP_NUM_THREADS", "LOCAL_RANK"}}
-    done = subprocess.run(
-        command,
-        cwd=ROOT,
-        env=env | {"COLUMNS": "120"},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+FEW = ["max_epochs=1", "limit_train_batches=10", "limit_val_batches=2"]
+DIGITS = [f"trainer.{number}" for number in FEW]
+BYTE_LM = ["experiment=byte_lm", "trainer.fast_dev_run=2", *TINY_GPT]
+RECIPES = {  # by default a second worker runs the same command line again
+    "digits ddp": [*DIGITS, "strategy=ddp", "start_method=fork"],
+    "digits cyclic_dp": [*DIGITS, "strategy=cyclic_dp"],
+    "digits 1f1b": [*DIGITS, "strategy=1f1b"],
+    "byte_lm cyclic_dp": [*BYTE_LM, "strategy=cyclic_dp", "start_method=fork"],
+    "byte_lm gpipe": [*BYTE_LM, "strategy=gpipe", "start_method=fork"],
+}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """The folder of all runs, each in one of its name."""
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module")
+def printed(request, runs):
+    """Name of a recipe -> what the script prints that runs as a user runs it."""
+
+    def command(name):
+        script = [sys.executable, "recipes/train.py", f"hydra.run.dir='{runs / name}'"]
+        return Command(
+            arguments=["env", "-u", "OMP_NUM_THREADS", *script, *RECIPES[name]],
+            env={"COLUMNS": "120"},
+            folder=ROOT,
+        )
+
+    names = asked_for(request, "recipe")
+    with Commands({name: command(name) for name in names}) as commands:
+        yield commands.output
 
 
 @pytest.mark.multi
-@pytest.mark.parametrize("strategy", ["ddp", "cyclic_dp", "1f1b"])
+@pytest.mark.parametrize("recipe", ["digits ddp", "digits cyclic_dp", "digits 1f1b"])
 class TestTwoWorkers:
     def test_digits_prints_each_table_once_and_keeps_its_files_in_the_run_directory(
-        self, tmp_path, strategy
+        self, recipe, printed, runs
     ):
-        few = ["max_epochs=1", "limit_train_batches=10", "limit_val_batches=2"]
-        printed = run_recipe(tmp_path, f"strategy={strategy}", *(f"trainer.{n}" for n in few))
-        assert len(re.findall(r"\bPlan\b", printed)) == 1
-        assert len(re.findall(r"val accuracy +│ [01]\.\d{4}", printed)) == 1
-        assert ("bytes sent by rank 0" in printed) == (strategy != "ddp")
-        (checkpoint,) = tmp_path.glob("metrics/checkpoints/*.ckpt")
+        text = printed(recipe)
+        assert len(re.findall(r"\bPlan\b", text)) == 1
+        assert len(re.findall(r"val accuracy +│ [01]\.\d{4}", text)) == 1
+        assert ("bytes sent by rank 0" in text) == (recipe != "digits ddp")
+        (checkpoint,) = (runs / recipe).glob("metrics/checkpoints/*.ckpt")
         weights = torch.load(checkpoint, weights_only=True)["state_dict"]
         assert sum(w.numel() * w.element_size() for w in weights.values()) > 300_000 * 4
-        assert (tmp_path / "metrics" / "metrics.csv").is_file()
+        assert (runs / recipe / "metrics" / "metrics.csv").is_file()
 
 
 @pytest.mark.multi
-@pytest.mark.parametrize("strategy", ["cyclic_dp", "gpipe"])
-def test_byte_lm_on_two_workers(tmp_path, strategy):
-    few = ["experiment=byte_lm", f"strategy={strategy}", "trainer.fast_dev_run=2"]
-    printed = run_recipe(tmp_path, *few, *TINY_GPT)
-    assert re.search(r"val bits per byte +│ [78]\.\d{4}", printed)
+@pytest.mark.parametrize("recipe", ["byte_lm cyclic_dp", "byte_lm gpipe"])
+def test_byte_lm_on_two_workers(recipe, printed):
+    assert re.search(r"val bits per byte +│ [78]\.\d{4}", printed(recipe))
 
 
 @pytest.mark.parametrize(

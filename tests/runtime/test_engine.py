@@ -161,8 +161,15 @@ def reference(
     return module
 
 
-@pytest.mark.parametrize("make_optimizer", [sgd, adamw])
-@pytest.mark.parametrize("stages", ["N", 8])
+@pytest.mark.parametrize(
+    ("stages", "make_optimizer"),
+    [
+        ("N", sgd),
+        (8, adamw),
+        pytest.param("N", adamw, marks=pytest.mark.exhaustive),
+        pytest.param(8, sgd, marks=pytest.mark.exhaustive),
+    ],
+)
 @pytest.mark.parametrize(
     ("preset", "slack"),
     [

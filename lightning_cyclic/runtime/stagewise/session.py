@@ -198,7 +198,13 @@ class StagewiseSession:
     def _plan(self, num_micro: int) -> Plan:
         """Return the plan of a step whose replicas have ``num_micro`` micro-batches each."""
         assert self.cuts is not None
-        if num_micro not in self._plans:
+        whole = self._plans.get(self.config.num_micro)
+        if num_micro not in self._plans and whole is not None and flows(whole):
+            # a batch of evaluation has a flush behind it, and reads the newest weights
+            self._plans[num_micro] = replace(
+                whole, num_micro=num_micro, schedule="gpipe", weights="sync"
+            )
+        elif num_micro not in self._plans:
             cuts = self.cuts
             ties = tuple(sorted(set(cuts.tied.values()))) if self.num_workers > 1 else ()
             relayed = tuple(j for j, names in enumerate(cuts.buffers) if cuts.changed & set(names))

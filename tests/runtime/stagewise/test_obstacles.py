@@ -1,7 +1,5 @@
 """What stands against cuts: each kind, with the line that is at fault."""
 
-import inspect
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,6 +10,7 @@ from lightning_cyclic.errors import PlanError
 from lightning_cyclic.runtime.stagewise.cuts import choose_cuts
 from lightning_cyclic.runtime.stagewise.places import Terrain
 from lightning_cyclic.runtime.stagewise.survey import survey
+from tests.lines import line_of
 
 
 def surveyed(model, *batch):
@@ -34,13 +33,6 @@ def opened(model, *batch):
 def soft(model, *batch):
     terrain = Terrain(surveyed(model, *batch))
     return {p.path: [o.kind for o in p.obstacles if not o.is_hard] for p in terrain.places}
-
-
-def line_of(model, text):
-    """Return file:line of the line that ends with a comment."""
-    lines, first = inspect.getsourcelines(type(model))
-    (n,) = [n for n, line in enumerate(lines) if line.rstrip().endswith(f"# {text}")]
-    return f"{__name__.rpartition('.')[2]}.py:{first + n}"
 
 
 def refusal(model, path, *batch):
@@ -84,7 +76,7 @@ def test_a_value_of_an_earlier_stage_read_in_glue():
 
 def test_a_refused_cut_names_the_line_and_the_nearest_cut_that_works():
     message = refusal(Reads(), "d", X)
-    assert line_of(Reads(), "read") in message
+    assert line_of(Reads, "read").name in message
     assert "Python reads a value that an earlier stage computes, by __bool__" in message
     assert "the nearest place is 'b'; use CyclicStrategy(stages=[\"b\"])" in message
 
@@ -273,7 +265,7 @@ def test_a_module_with_changing_buffers_called_on_both_sides():
     model = Normed()
     assert hard(model, X) == {"norm": [], "b": ["buffer"], "c": []}
     message = refusal(model, "b", X)
-    assert line_of(model, "second") in message
+    assert line_of(type(model), "second").name in message
     assert "'norm' has buffers that training changes, used on both sides" in message
 
 
@@ -317,7 +309,7 @@ def test_a_tensor_of_the_batch_overwritten_by_a_derived_value():
     model = Writes()
     assert hard(model, X) == {"b": ["in_place"], "c": []}
     message = refusal(model, "b", X)
-    assert line_of(model, "write") in message
+    assert line_of(type(model), "write").name in message
     assert 'use CyclicStrategy(stages=["c"])' in message
 
 
