@@ -223,6 +223,13 @@ class CyclicStrategy(DDPStrategy):
             callbacks.insert(0, DrainCallback(self))
 
     @override
+    def setup_environment(self) -> None:
+        """Forget the training before this one: a checkpoint is loaded before setup."""
+        self._plan = self._training.plan or self._plan
+        self._training = PlainTraining()
+        super().setup_environment()
+
+    @override
     def setup(self, trainer: Trainer) -> None:
         """Check everything that can be checked before the first step."""
         options, fitting = self._options, trainer.state.fn == TrainerFn.FITTING
