@@ -14,7 +14,8 @@ contender has processes of its own, which take turns, round after round, so that
 machine's speed meets all of them alike, and none inherits another's heap. Figures are seconds per
 step everywhere, as ratios to the reference of the same round: median (lowest - highest). "loop" is
 the executor without Lightning's loops, "trainer" is Lightning's Trainer. Beside them stands what
-the package's own simulator says for the stages and messages measured in the same rounds.
+the package's own simulator says for the stages and messages measured in the same rounds; workers
+that share cores get equal shares of them there.
 """
 
 from __future__ import annotations
@@ -36,13 +37,13 @@ from pipeline_model import Case
 from replicated import free_port, spread
 
 ONE = Case(
-    name="a: 1 process", num_workers=1, num_stages=4, num_micro=4, rows=2, length=128, width=256,
+    name="a: 1 process", num_workers=1, num_stages=4, num_micro=4, rows=8, length=128, width=256,
     depth=8, sleep_ms=0, num_steps=4, rounds=9,
 )  # fmt: skip
 CASES = {
     "a": ONE,
     "b2": replace(ONE, name="b: 2 processes", num_workers=2, num_stages=2),
-    "b4": replace(ONE, name="b: 4 processes", num_workers=4, num_micro=8, rows=1),
+    "b4": replace(ONE, name="b: 4 processes", num_workers=4, num_micro=8, rows=4),
     "c": replace(ONE, name="c: 1 process, a Sequential, remat except the last micro-batch"),
 }
 # contender -> what it is compared with; the references stand for themselves
@@ -197,7 +198,9 @@ def main() -> None:
     parser.add_argument("--only", choices=list(CASES), help="run one table")
     parser.add_argument("--rounds", type=int, help="how often every contender trains")
     parser.add_argument("--steps", type=int, help="timed steps of a round")
+    parser.add_argument("--rows", type=int, help="samples of a micro-batch, of 128 tokens each")
     parser.add_argument("--sleep-ms", type=float, default=0, help="slept per layer's forward")
+    parser.add_argument("--loop", action="store_true", help="leave Lightning's Trainer out")
     parser.add_argument("--profile", action="store_true", help="print where time goes in (a)")
     parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -207,6 +210,7 @@ def main() -> None:
     changes = {"sleep_ms": args.sleep_ms, **(SLEPT if args.sleep_ms else {})}
     changes |= {"rounds": args.rounds} if args.rounds else {}
     changes |= {"num_steps": args.steps} if args.steps else {}
+    changes |= {"rows": args.rows} if args.rows else {}
     if args.profile:
         profile(replace(CASES["a"], **changes))
         return
@@ -220,7 +224,8 @@ def main() -> None:
         if key == "c" and importlib.util.find_spec("torchgpipe") is None:
             print("  torchgpipe is not installed: nothing is compared")
             continue
-        report(case, PAIRS[key[0]])
+        pairs = PAIRS[key[0]].items()
+        report(case, {n: r for n, r in pairs if not (args.loop and n.startswith("trainer"))})
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.utils.data import DataLoader
 
 from lightning_cyclic import CyclicStrategy, make_plan
-from lightning_cyclic.pipelines import PIPELINE_PAYLOADS
+from lightning_cyclic.pipeline_session import PIPELINE_PAYLOADS
 from lightning_cyclic.runtime.stagewise.cuts import choose_cuts
 from lightning_cyclic.runtime.stagewise.executor import Outcome
 from lightning_cyclic.runtime.stagewise.ranks import rank_of

@@ -6,6 +6,7 @@ memory; two workers time messages between them.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from statistics import median
@@ -18,7 +19,7 @@ from pipeline_model import Case, cut_by_hand, loss_of
 from torch import Tensor, nn
 
 from lightning_cyclic import make_plan
-from lightning_cyclic.simulate import Costs, Network, simulate
+from lightning_cyclic.simulate import Costs, Network, simulate_shared
 
 _SMALL, _LARGE, _TIMES = 64, 1 << 20, 20  # bytes, bytes, how often
 
@@ -106,7 +107,10 @@ def predicted_s(
 
 
 def _of_round(case: Case, preset: str, workers: Sequence[Figures], again: float) -> float:
-    stages = dict(_stages(workers))
+    # all workers were timed at the same time: those that share cores had their share of them
+    cores = len(os.sched_getaffinity(0)) if not case.sleep_ms else case.num_workers
+    share = min(1.0, cores / case.num_workers)
+    stages = {j: tuple(share * s for s in seconds) for j, seconds in _stages(workers)}
     forward, backward, update = zip(*(stages[j] for j in range(case.num_stages)), strict=True)
     costs = Costs(
         forward_s=forward, update_s=update,
@@ -122,7 +126,7 @@ def _of_round(case: Case, preset: str, workers: Sequence[Figures], again: float)
         preset, num_stages=case.num_stages, num_workers=case.num_workers,
         num_micro=case.num_micro, num_steps=8,
     )  # fmt: skip
-    return simulate(plan.programs, costs, network).step_s
+    return simulate_shared(plan.programs, costs, network, cores=cores).step_s
 
 
 def _stages(workers: Sequence[Figures]) -> Iterator[tuple[int, tuple[float, float, float]]]:
