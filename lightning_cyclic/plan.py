@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import final
 
 from lightning_cyclic.actions import Action, Kind, Program
@@ -366,6 +366,12 @@ def make_plan(  # noqa: PLR0913  (one argument per axis and number is the public
         width=width,
         tied=tuple(sorted({tuple(stages) for stages in tied})),
     )
+    return _proved(plan)
+
+
+@lru_cache(maxsize=32)
+def _proved(plan: Plan) -> Plan:
+    """Return an equal plan that can run, with what has been derived of it before."""
     check_fit(plan)
     check_timetable(plan)
     validate(probe(plan))
