@@ -16,8 +16,16 @@ CHOICES = [
     if not path.stem.startswith("_")
 ]
 EXPERIMENTS = [choice for choice in CHOICES if choice.startswith("experiment=")]
-PIPELINES = ["gpipe", "1f1b"]
-PRESETS = ["cyclic_dp", "cyclic_dp_v1", "lockstep_dp", *PIPELINES]
+PIPELINES = ["gpipe", "1f1b", "cyclic_pipeline", "pipedream_2bw", "xpipe"]
+PRESETS = [
+    "cyclic_dp",
+    "cyclic_dp_v1",
+    "lockstep_dp",
+    "pipedream",
+    "pipeoptim",
+    "spectrain",
+    *PIPELINES,
+]
 
 
 @pytest.mark.parametrize("choice", CHOICES)
