@@ -89,12 +89,19 @@ def stagewise_state(plan: Plan, session: StagewiseSession) -> dict[str, Any]:
 
 
 def merged(mine: Mapping[str, Any], group: Any) -> dict[str, Any]:
-    """Return on worker 0 what all workers have of parameters, by name; elsewhere the own."""
+    """Return on worker 0 what all workers have of parameters, by name; elsewhere the own.
+
+    Where several have versions of one, some may have more of them than others.
+    """
     if group is None:
         return dict(mine)
     parts: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     dist.gather_object(dict(mine), parts, dst=0)
-    return dict(mine) if parts is None else {k: v for part in parts for k, v in part.items()}
+    whole: dict[str, Any] = {}
+    for name, values in (item for part in parts or [mine] for item in part.items()):
+        together = isinstance(values, dict) and name in whole
+        whole[name] = whole[name] | values if together else values
+    return whole
 
 
 def fits(saved: Mapping[str, Any], plan: Plan) -> bool:

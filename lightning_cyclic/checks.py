@@ -17,7 +17,7 @@ from lightning_cyclic.plan import Plan
 
 RUNNABLE = (
     "cyclic_dp", "cyclic_dp_v1", "lockstep_dp", "cyclic_pipeline", "gpipe", "1f1b", "pipedream",
-    "pipedream_2bw", "pipeoptim", "spectrain", "xpipe",
+    "pipedream_2bw", "pipeoptim", "spectrain", "xpipe", "cyclic_mp",
 )  # fmt: skip
 REMAT = ("never", "always", "except_last")
 
@@ -44,12 +44,20 @@ def check_plan(plan: Plan) -> None:
 
 def is_stagewise(plan: Plan) -> bool:
     """Say whether a plan's workers run single stages of the step, not whole micro-batches."""
-    return plan.placement in ("pipelined", "single")
+    return plan.placement in ("pipelined", "single", "shared")
 
 
 def _check_stagewise(plan: Plan) -> None:
     if plan.placement == "single" and plan.weights not in ("sync", "delayed", "freshest"):
         raise _not_run(plan, f"weights {plan.weights!r} with placement {plan.placement!r}")
+    if plan.placement == "shared" and plan.weights not in ("delayed", "freshest"):
+        raise _not_run(plan, f"weights {plan.weights!r} with placement {plan.placement!r}")
+    if plan.placement == "shared" and plan.num_micro < plan.num_stages:
+        raise PlanError(
+            f"num_micro={plan.num_micro} with num_stages={plan.num_stages} and placement "
+            "'shared', where as many workers take turns with stage 0; allowed: one micro-batch "
+            f"for each of them, or more; use num_micro={plan.num_stages}"
+        )
 
 
 def _not_run(plan: Plan, what: str) -> PlanError:

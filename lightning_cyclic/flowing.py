@@ -137,7 +137,7 @@ class FlowingTraining(StagedTraining):
 
     def _apply(self, t: int, j: int) -> None:
         if not self._owned_is_kept:  # a whole checkpoint may have been loaded
-            ckpt.keep_owned_state(self._trainer.optimizers[0], self._session.holdings.own)
+            ckpt.keep_owned_state(self._trainer.optimizers[0], self._session.updated)
             self._owned_is_kept = True
         with self._predictor.noting(self._session.holdings.owned(j)):
             self._updates.apply(t, [j])

@@ -18,6 +18,7 @@ from lightning_cyclic.checks import (
 )
 from lightning_cyclic.clipping import CLIPPING
 from lightning_cyclic.errors import ConfigurationError
+from lightning_cyclic.placement import Shared
 from lightning_cyclic.plan import PRESETS, Plan, make_plan
 from lightning_cyclic.runtime.session import auto_stages
 from lightning_cyclic.runtime.stagewise.foresight import BackwardWeights
@@ -158,6 +159,8 @@ class Options:
         if self._placement == "single":
             return self.num_micro or 1
         assert self.num_workers is not None
+        if (self._placement or self._preset_placement) == "shared":
+            return Shared.fewest_stages(self.num_workers)
         if self.is_stagewise:
             return max(1, self.num_workers // self.width)
         assert module is not None

@@ -103,6 +103,7 @@ def make_session(
         width=options.width,
         remat=options.remat,
         seed=agreed_seed(device),
+        expected_stages=plan.num_stages,
     )
     worker = rank_of(trainer.global_rank, trainer.world_size // options.width)
     return StagewiseSession(

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from math import gcd, lcm
 from typing import ClassVar, final
 
 
@@ -32,6 +33,8 @@ class AbstractPlacement(ABC):
     num_micro: int
     width: int = 1
 
+    takes_turns: ClassVar[bool] = False
+    """Whether the worker of a micro-batch on a stage depends on the step."""
     runs_whole_micro: ClassVar[bool] = False
     """Whether a worker runs every stage of its micro-batches, so that stages are replicated."""
     schedules: ClassVar[tuple[str, ...]]
@@ -47,6 +50,11 @@ class AbstractPlacement(ABC):
     def misfit(self) -> str | None:
         """Say what is wrong with the numbers and what to do, or None where they fit."""
 
+    @property
+    def repeats(self) -> int:
+        """Steps after which the same workers run the same micro-batches of a step again."""
+        return 1
+
     def workers_of(self, j: int) -> tuple[int, ...]:
         """List the workers that hold stage j, the first of them first."""
         return (self.worker(0, 0, j),)
@@ -54,7 +62,7 @@ class AbstractPlacement(ABC):
     def replica(self, w: int) -> range:
         """List the workers that run parts of the same micro-batches as worker w, w included.
 
-        In the order of their stages, where these are the same in every step; else w alone.
+        In the order of their stages; w alone where it runs whole micro-batches.
         """
         return range(w, w + 1)
 
@@ -157,12 +165,33 @@ class Shared(AbstractPlacement):
         assignment of places is derived from the timetable.
     """
 
+    takes_turns: ClassVar[bool] = True
     schedules: ClassVar[tuple[str, ...]] = ("cyclic",)
+
+    def replica(self, w: int) -> range:
+        """List the workers: all of them, the last stage last."""
+        return range(self.num_workers)
+
+    @property
+    def repeats(self) -> int:
+        """Steps after which the same workers run the same micro-batches of a step again."""
+        sizes = [self.num_stages - j for j in range(self.num_stages)]
+        return lcm(*(size // gcd(self.num_micro, size) for size in sizes))
 
     @property
     def num_places(self) -> int:
         """Live activations of all stages together."""
         return self.num_stages * (self.num_stages + 1) // 2
+
+    @staticmethod
+    def fewest_stages(num_workers: int) -> int:
+        """Return the fewest stages with a place for each worker.
+
+        Example:
+            >>> [Shared.fewest_stages(n) for n in (1, 2, 3, 4, 6, 7)]
+            [1, 2, 2, 3, 3, 4]
+        """
+        return next(s for s in range(1, num_workers + 1) if s * (s + 1) // 2 >= num_workers)
 
     def worker(self, t: int, i: int, j: int) -> int:
         """Give the worker of micro-batch i of step t on stage j."""

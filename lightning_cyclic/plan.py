@@ -119,6 +119,11 @@ class Plan:
         """
         return self.axes.placement.worker(t, i, j)
 
+    def beginner(self, w: int, t: int) -> int:
+        """Give the worker of w's replica that begins step t, and so has its batch."""
+        placement = self.axes.placement
+        return self.worker_of(0, 0, t) if placement.takes_turns else placement.replica(w)[0]
+
     def reads(self, t: int, i: int, j: int) -> int:
         """Give the version of stage j that F(i, j) of step t reads."""
         schedule = self.axes.schedule

@@ -46,7 +46,7 @@ class CyclicStrategy(DDPStrategy):
         preset: name of the plan: "cyclic_dp", "cyclic_dp_v1" or "lockstep_dp" run whole
             micro-batches on each worker; "gpipe" and "1f1b" are pipelines with a flush,
             "cyclic_pipeline", "pipedream", "pipedream_2bw", "pipeoptim", "spectrain" and "xpipe"
-            are pipelines without.
+            are pipelines without; under "cyclic_mp" workers take turns with the stages.
         schedule: overrides the preset's schedule.
         placement: overrides the preset's placement.
         weights: overrides the preset's weight rule.

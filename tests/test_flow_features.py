@@ -98,8 +98,8 @@ def saved_and_resumed(job: Job, strategy: dict[str, Any], folder: str, step: int
 
 @pytest.mark.parametrize(
     ("preset", "step"),
-    [("cyclic_pipeline", 3), ("pipedream_2bw", 5), ("pipedream", 3), ("pipeoptim", 2),
-     ("pipeoptim", 3), ("xpipe", 3)],
+    [("cyclic_mp", 3), ("cyclic_pipeline", 3), ("pipedream_2bw", 5), ("pipedream", 3),
+     ("pipeoptim", 2), ("pipeoptim", 3), ("xpipe", 3)],
 )  # fmt: skip
 def test_a_resumed_run_ends_with_the_same_bits(preset: str, step: int, tmp_path: Any) -> None:
     job = job_of(preset)

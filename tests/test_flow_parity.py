@@ -18,7 +18,10 @@ from tests.stagewise_runs import CLOSE, Job, Outcome, pipelines, prepare
 
 pytestmark = pytest.mark.multi
 
-RULES = {"pipedream_2bw": "delayed", "cyclic_pipeline": "freshest", "pipedream": "stashed"}
+RULES = {
+    "pipedream_2bw": "delayed", "cyclic_pipeline": "freshest", "pipedream": "stashed",
+    "cyclic_mp": "freshest",
+}  # fmt: skip
 
 
 def fit(job: Job, strategy: dict[str, Any], *callbacks: Callback, **flags: Any) -> Outcome:
@@ -101,7 +104,16 @@ def test_four_processes(name: str, preset: str) -> None:
     assert_follows(pipelines(job, 4, preset=preset, stages=4, function=fit), job, preset)
 
 
-@pytest.mark.parametrize("preset", list(RULES))
+@pytest.mark.parametrize("preset", ["pipedream_2bw", "cyclic_pipeline", "pipedream"])
 def test_one_process(preset: str) -> None:
     job = Job(case="resnet", num_micro=1 if preset == "pipedream" else 3)
     assert_follows(pipelines(job, 1, preset=preset, stages=4, function=fit), job, preset)
+
+
+@pytest.mark.parametrize(
+    ("name", "num_stages", "num_ranks"), [("resnet", 2, 3), ("gru", 2, 2), ("unet", 4, 4)]
+)
+def test_workers_that_take_turns_with_stages(name: str, num_stages: int, num_ranks: int) -> None:
+    job = Job(case=name)
+    ranks = pipelines(job, num_ranks, preset="cyclic_mp", stages=num_stages, function=fit)
+    assert_follows(ranks, job, "cyclic_mp")

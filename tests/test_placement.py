@@ -35,10 +35,26 @@ def test_replicas_of_a_pipeline_take_micro_batches_in_turn():
     assert [list(placement.replica(w)) for w in range(4)] == [[0, 1], [0, 1], [2, 3], [2, 3]]
 
 
-@pytest.mark.parametrize("cls", [Replicated, Shared, Single])
+@pytest.mark.parametrize("cls", [Replicated, Single])
 def test_elsewhere_a_worker_is_a_replica_of_its_own(cls):
     placement = cls(num_stages=3, num_workers=3, num_micro=3)
     assert [list(placement.replica(w)) for w in range(3)] == [[0], [1], [2]]
+
+
+def test_those_who_take_turns_are_one_replica():
+    placement = Shared(num_stages=3, num_workers=3, num_micro=3)
+    assert {placement.replica(w) for w in range(3)} == {range(3)}
+
+
+@pytest.mark.parametrize(("num_stages", "num_micro", "repeats"), [(2, 2, 1), (3, 3, 2), (4, 4, 3)])
+def test_turns_repeat(num_stages, num_micro, repeats):
+    placement = Shared(num_stages=num_stages, num_workers=1, num_micro=num_micro)
+    assert placement.repeats == repeats
+    wide = Shared(num_stages=num_stages, num_workers=placement.num_places, num_micro=num_micro)
+    steps = [[wide.worker(t, i, j) for i in range(num_micro) for j in range(num_stages)]
+             for t in range(2 * repeats)]  # fmt: skip
+    assert steps[:repeats] == steps[repeats:]
+    assert all(steps[0] != steps[t] for t in range(1, repeats))
 
 
 def test_shared_gives_a_stage_as_many_places_as_it_has_live_activations():

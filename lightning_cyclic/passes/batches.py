@@ -1,16 +1,17 @@
 """batches: give every worker of a pipeline the batch of a step, and what came out of it.
 
-    D   the batch    worker of stage 0 -> the others, before anything else of a step
+    D   the batch    worker of the first F of a step -> the others, before all else of the step
     L   the losses   worker of the last stage -> the others: sent after its last F of the step,
                      received after their last B, so that all know them before they update
 
 Both carry the first stage of the receiver, and both stay inside a replica. Workers that run
-whole micro-batches need neither; nor do places, whose workers change from step to step.
+whole micro-batches need neither.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import product
 from typing import TYPE_CHECKING
 
 from lightning_cyclic.actions import Action, Kind, Payload
@@ -32,16 +33,27 @@ def batches(plan: Plan, program: Iterable[Action], w: int) -> Iterator[Action]:
     if len(replica) == 1:
         yield from program
         return
-    own = _first_stage(plan, w)
-    for a in program:
-        if a.kind is Kind.F and a.j == own and _local(plan, a) == 0:
-            yield from _share(plan, Payload.D, a, w, replica[0])
+    actions = list(program)
+    firsts = _of_each_step(actions, Kind.F)
+    lasts = _of_each_step(reversed(actions), Kind.B)
+    for a in actions:
+        if a is firsts.get(a.t):
+            yield from _share(plan, Payload.D, a, w, plan.beginner(w, a.t))
         yield a
         is_last = _local(plan, a) == plan.num_micro // plan.width - 1
         if is_last and a.kind is Kind.F and a.j == plan.num_stages - 1:
             yield from _share(plan, Payload.L, a, w, w)
-        elif is_last and a.kind is Kind.B and a.j == own and w != replica[-1]:
+        elif a is lasts.get(a.t) and w != replica[-1]:
             yield from _share(plan, Payload.L, a, w, replica[-1])
+
+
+def _of_each_step(actions: Iterable[Action], kind: Kind) -> dict[int, Action]:
+    """Return the first action of a kind of each step."""
+    found: dict[int, Action] = {}
+    for a in actions:
+        if a.kind is kind:
+            found.setdefault(a.t, a)
+    return found
 
 
 def _local(plan: Plan, a: Action) -> int:
@@ -55,8 +67,16 @@ def _share(plan: Plan, payload: Payload, a: Action, w: int, source: int) -> Iter
         yield message(Kind.RECV, payload, a, source, j=_first_stage(plan, w))
         return
     for other in plan.axes.placement.replica(w):
-        if other != w:
+        if other != w and _takes_part(plan, other, a.t):
             yield message(Kind.SEND, payload, a, other, j=_first_stage(plan, other))
+
+
+def _takes_part(plan: Plan, w: int, t: int) -> bool:
+    """Say whether a worker runs anything of a step; where they take turns, some may not."""
+    if not plan.axes.placement.takes_turns:
+        return True
+    cells = product(range(plan.num_micro), range(plan.num_stages))
+    return any(plan.worker_of(i, j, t) == w for i, j in cells)
 
 
 def _first_stage(plan: Plan, w: int) -> int:

@@ -96,7 +96,8 @@ class _Worker:
             if self._uses(j) and (j, last) not in self.versions:
                 a = self.program[-1]
                 self._refuse(a, f"ends without version {last} of stage {j}", "the last version")
-        for t in range(last) if self.w != self.replica[-1] else ():
+        steps = {key[1] for key in self.done if key[0] is Kind.F}
+        for t in sorted(steps) if self.w != self.replica[-1] else ():
             if (Payload.L, t) not in self.shared:
                 self._refuse(self.program[-1], f"ends without losses of step {t}", "those of all")
 
@@ -115,7 +116,7 @@ class _Worker:
         self._need_version(a)
         self._need(a, a.j == 0 or self._has(a, Kind.F, a.j - 1) or self._has(a, Payload.A, a.j))
         self._need(a, not self._is_handed_buffers(a) or self._has(a, Payload.R, a.j))
-        self._need(a, self.w == self.replica[0] or (Payload.D, a.t) in self.shared)
+        self._need(a, self._begins(a.t) or (Payload.D, a.t) in self.shared)
         self._need(a, all((j, a.v) in self.versions for j in first_users(self.plan, a.j)))
         self._mark(a, Kind.F)
 
@@ -148,11 +149,15 @@ class _Worker:
                 users = [k for k in later_users(self.plan, a.j) if self._runs(a, k)]
                 return bool(users) and all(self._has(a, Kind.B, k) for k in users)
             case Payload.D:
-                return self.w == self.replica[0]
+                return self._begins(a.t)
             case Payload.L:
                 return self._has_losses(a.t)
             case _:
                 return True
+
+    def _begins(self, t: int) -> bool:
+        """Say whether the worker is the one that has the batch of a step."""
+        return self.w == self.plan.beginner(self.w, t)
 
     def _runs(self, a: Action, j: int) -> bool:
         return self.plan.worker_of(a.i or 0, j, a.t) == self.w

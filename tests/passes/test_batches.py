@@ -54,10 +54,19 @@ def test_the_batch_comes_first_and_the_losses_last(preset, num_workers):
             assert min(losses) > (forwards if w == num_workers - 1 else compute)[-1]
 
 
-@pytest.mark.parametrize("preset", ["cyclic_dp", "cyclic_zero", "cyclic_mp", "lockstep_dp"])
+@pytest.mark.parametrize("preset", ["cyclic_dp", "cyclic_zero", "lockstep_dp"])
 def test_other_placements_need_neither(preset):
     plan = make_plan(preset, num_stages=3, num_workers=3)
     assert of(plan, Payload.D) == of(plan, Payload.L) == []
+
+
+def test_places_have_the_batch_from_who_begins_the_step():
+    plan = make_plan("cyclic_mp", num_stages=3, num_workers=6, num_micro=4, num_steps=4)
+    for t in range(4):
+        begins = plan.worker_of(0, 0, t)
+        sent = [(w, a.peer) for w, program in enumerate(plan.programs) for a in program
+                if a.kind is Kind.SEND and a.payload is Payload.D and a.t == t]  # fmt: skip
+        assert sent == [(begins, w) for w in range(6) if w != begins]
 
 
 def test_a_replica_of_one_worker_needs_neither():

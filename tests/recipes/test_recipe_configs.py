@@ -16,7 +16,7 @@ CHOICES = [
     if not path.stem.startswith("_")
 ]
 EXPERIMENTS = [choice for choice in CHOICES if choice.startswith("experiment=")]
-PIPELINES = ["gpipe", "1f1b", "cyclic_pipeline", "pipedream_2bw", "xpipe"]
+PIPELINES = ["gpipe", "1f1b", "cyclic_pipeline", "pipedream_2bw", "xpipe", "cyclic_mp"]
 PRESETS = [
     "cyclic_dp",
     "cyclic_dp_v1",

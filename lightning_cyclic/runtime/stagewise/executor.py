@@ -131,12 +131,12 @@ class Executor:
 
         Args:
             actions: F, B and messages.
-            others: carries out what else there is: updates and outcomes.
+            others: carries out what else there is: updates, new versions and outcomes.
         """
         actions = list(actions)
         with self.site.open():
             for n, a in enumerate(actions):
-                if others is not None and (a.kind is Kind.UPDATE or a.payload is Payload.L):
+                if others is not None and _is_other(a):
                     others(a)
                 elif a.kind is Kind.RECV:
                     self._mail.receive(actions, n)
@@ -146,6 +146,10 @@ class Executor:
                     self._forward(a)
                 elif a.kind is Kind.B:
                     self._backward(a)
+
+    def receive(self, a: Action) -> None:
+        """Take in the message of one action."""
+        self._mail.receive([a], 0)
 
     def take_outcomes(self, t: int) -> list[Outcome]:
         """Return what the micro-batches of step ``t`` gave, in their order; none elsewhere."""
@@ -158,9 +162,9 @@ class Executor:
         self.learnt = {}
 
     def forget(self, t: int) -> None:
-        """Forget the micro-batches of step ``t``, behind their last backward."""
-        self._micro = {k: m for k, m in self._micro.items() if k[0] != t}
-        self._calls.pop(t, None)
+        """Forget the micro-batches of step ``t``, behind their last backward; and older ones."""
+        self._micro = {k: m for k, m in self._micro.items() if not _is_over(k[0], t)}
+        self._calls = {k: call for k, call in self._calls.items() if not _is_over(k, t)}
 
     def _kind(self, a: Action) -> str:
         assert a.i is not None
@@ -344,6 +348,15 @@ class Executor:
             for name, p in self.holdings.lent(j)
             if (t, i, name) in self._mail.tied
         ]
+
+
+def _is_over(step: int, t: int) -> bool:
+    return step == t or 0 <= step < t  # evaluations count downward from -1
+
+
+def _is_other(a: Action) -> bool:
+    new_version = a.payload is Payload.P and a.kind is Kind.RECV
+    return a.kind is Kind.UPDATE or a.payload is Payload.L or new_version
 
 
 def _fresh(batch: Any) -> Any:

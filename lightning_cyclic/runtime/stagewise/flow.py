@@ -12,12 +12,12 @@ from typing import Any, NamedTuple, final
 
 from torch import Tensor, nn
 
-from lightning_cyclic.actions import Action, Kind
+from lightning_cyclic.actions import Action, Kind, Payload
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.runtime.stagewise.executor import Executor, Micro, Outcome
 from lightning_cyclic.runtime.stagewise.packets import Lesson
 from lightning_cyclic.runtime.stagewise.parcels import Parcel, ParcelPost
-from lightning_cyclic.runtime.stagewise.stream import Stream
+from lightning_cyclic.runtime.stagewise.stream import Stream, step_of
 from lightning_cyclic.runtime.stagewise.versions import Versions
 
 
@@ -64,6 +64,7 @@ class Flow:
         self._apply = apply
         self._stream = Stream(plan, worker)
         self._stages = executor.holdings.stages
+        self._takes_turns = plan.axes.placement.takes_turns
         self._begun = self._ended = t - 1
         self._summarise: dict[int, Summarise] = {}
         self._put_off: dict[tuple[int, int], list[Action]] = {}  # forwards, by update
@@ -99,16 +100,20 @@ class Flow:
         self._executor.prepare(t, micro, call, training=True)
         self._summarise[t] = summarise
         self._begun = t
-        self._run([a for a in self._stream.block(t) if a.t > self._ended])
+        if self._takes_turns:  # with others, one of which updates
+            self._tidy(t - self._plan.num_stages - 2)
+        self._run([a for a in self._stream.block(t) if step_of(a) > self._ended])
 
-    def flush(self) -> None:
-        """Finish all steps that have begun."""
-        if not self.is_empty:
-            self._put_off = self._stream.put_off(self._begun)
-            self._run([a for a in self._stream.rest(self._begun) if a.t > self._ended])
-            self._put_off = {}
-            self._post.settle()
-            self._ended = self._begun
+    def flush(self) -> bool:
+        """Finish all steps that have begun; say whether any had not ended."""
+        if self.is_empty:
+            return False
+        self._put_off = self._stream.put_off(self._begun)
+        self._run([a for a in self._stream.rest(self._begun) if step_of(a) > self._ended])
+        self._put_off = {}
+        self._post.settle()
+        self._ended = self._begun
+        return True
 
     def take_arrived(self) -> list[tuple[int, Summary]]:
         """Return the steps whose outcomes have come since the last call, with these."""
@@ -130,6 +135,9 @@ class Flow:
     def _other(self, a: Action) -> None:
         if a.kind is Kind.UPDATE:
             self._update(a)
+        elif a.payload is Payload.P:
+            self._versions.begin_update(a.j)
+            self._executor.receive(a)
         elif a.kind is Kind.SEND:
             self._post.send(a, None, self._conclusion(a.t))
         else:
@@ -152,7 +160,6 @@ class Flow:
     def _update(self, a: Action) -> None:
         if a.j == self._plan.num_stages - 1:  # one worker alone tells nobody
             self._conclusion(a.t)
-            del self._told[a.t]
         stage = self._executor.holdings.owned(a.j)
         mine = set(map(id, stage))
         others = [(p, p.grad) for p in self._executor.holdings.own if id(p) not in mine]
@@ -167,6 +174,11 @@ class Flow:
         for p, grad in others:
             p.grad = grad
         if a.j == self._stages[0]:  # backwards go from the last stage to the first
-            del self._summarise[a.t]
-            self._executor.forget(a.t)
-            self._post.settle(lambda b: 0 <= b.t < a.t)
+            self._tidy(a.t)
+
+    def _tidy(self, t: int) -> None:
+        """Forget what is over with step ``t``."""
+        self._summarise = {k: f for k, f in self._summarise.items() if k > t}
+        self._told = {k: parcel for k, parcel in self._told.items() if k > t}
+        self._executor.forget(t)
+        self._post.settle(lambda b: 0 <= b.t < t)

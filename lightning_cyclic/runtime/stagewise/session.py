@@ -62,6 +62,7 @@ class StagewiseConfig:
         apply: makes a new version of a stage, where steps flow into each other.
         guess: predicts the weights of a stage, for plans that read predicted ones.
         backward_weights: what backwards read there.
+        expected_stages: how many stages there will be. [0: one per worker of a replica]
     """
 
     make_plan: Callable[..., Plan]
@@ -73,6 +74,7 @@ class StagewiseConfig:
     apply: Apply | None = None
     guess: Guess | None = None
     backward_weights: BackwardWeights = "current"
+    expected_stages: int = 0
 
 
 @final
@@ -113,7 +115,7 @@ class StagewiseSession:
         self._evaluations = 0
         self._plans: dict[int, Plan] = {}
         self._phases: dict[int, tuple[list[Action], list[Action]]] = {}
-        num_stages = max(1, num_workers // config.width)
+        num_stages = config.expected_stages or max(1, num_workers // config.width)
         base = config.make_plan(num_stages, config.num_micro * config.width, (), ())
         self._post = self._make_post(base)
         self.executor: Executor | None = None
@@ -155,6 +157,8 @@ class StagewiseSession:
         """Take stages for found, and give up what other workers hold."""
         self.cuts = cuts
         plan = self._plan(self.config.num_micro)
+        if plan.axes.placement.takes_turns:
+            _refuse_metrics(cuts)
         holdings = Holdings(self.module, cuts, stages_of(plan, self.worker))
         site = Site(self.module, cuts, self.device)
         self._post = self._make_post(plan)
@@ -244,6 +248,14 @@ class StagewiseSession:
         return any(plan.owner(j) == self.worker for j in range(plan.num_stages))
 
     @property
+    def updated(self) -> list[nn.Parameter]:
+        """Return the parameters that this worker updates, and has optimizer state for."""
+        plan = self.plan
+        assert plan is not None
+        stages = [j for j in self.holdings.stages if plan.owner(j) == self.worker]
+        return [p for j in stages for p in self.holdings.owned(j)]
+
+    @property
     def holdings(self) -> Holdings:
         """Return what this worker holds; known once the stages are."""
         assert self.executor is not None
@@ -265,16 +277,21 @@ class StagewiseSession:
             )
         leaves, structure = flatten(batch)
         at = [k for k, x in enumerate(leaves) if isinstance(x, Tensor)]
-        shared = self.share(Payload.D, self.replica[0], [leaves[k] for k in at], len(at))
+        source = self._source()
+        shared = self.share(Payload.D, source, [leaves[k] for k in at], len(at))
         if shared.facts != len(at):
             raise StepError(
                 f"the batch of worker {self.worker} has {len(at)} tensors, that of worker "
-                f"{self.replica[0]} has {shared.facts}; allowed: batches of one structure; "
+                f"{source} has {shared.facts}; allowed: batches of one structure; "
                 "check the dataset of each worker"
             )
         for k, x in zip(at, shared.tensors, strict=True):
             leaves[k] = x
         return unflatten(structure, leaves)
+
+    def _source(self) -> int:
+        """Return the worker whose batch counts: the one that begins the step."""
+        return self.replica[0] if self.plan is None else self.plan.beginner(self.worker, self.t)
 
     def share(
         self, payload: Payload, source: int, tensors: Sequence[Tensor], facts: Any
@@ -318,7 +335,8 @@ class StagewiseSession:
         self._check_number(len(parts))
         self._run(before, self.t, parts, shares, call, "train", training=True)
         self._last_parts = len(parts)
-        self._spread_buffers()
+        if self.config.width > 1:
+            self._spread_buffers(self.t)
         return self._share_outcomes(self.t, summarise)
 
     def advance(
@@ -353,7 +371,9 @@ class StagewiseSession:
         if self.flow is None or self.failed:
             return []
         with undisturbed(self.device):
-            self.flow.flush()
+            is_new = self.flow.flush()
+        if is_new and self.executor is not None and self.executor.plan.axes.placement.takes_turns:
+            self._spread_buffers(self.t - 1)
         return self.flow.take_arrived()
 
     def evaluate(
@@ -429,17 +449,15 @@ class StagewiseSession:
             for i, (part, weight) in enumerate(zip(parts, shares, strict=True))
         }
 
-    def _spread_buffers(self) -> None:
-        """Bring the buffers that the last micro-batch left to the other replicas."""
+    def _spread_buffers(self, t: int) -> None:
+        """Bring the buffers that the last micro-batch of a step left to all that hold them."""
         executor, plan = self.executor, self.plan
         assert executor is not None
         assert plan is not None
-        if plan.width == 1:
-            return
         for j in plan.relayed:
             holders = plan.axes.placement.workers_of(j)
-            source = plan.worker_of(plan.num_micro - 1, j)
-            a = Action(kind=Kind.SEND, payload=Payload.R, t=self.t, j=j, peer=source)
+            source = plan.worker_of(plan.num_micro - 1, j, t)
+            a = Action(kind=Kind.SEND, payload=Payload.R, t=t, j=j, peer=source)
             if self.worker == source:
                 executor.run([replace(a, peer=w) for w in holders if w != source])
             elif self.worker in holders:
@@ -559,9 +577,20 @@ class StagewiseSession:
         return naming_peers(self.transport, self.t, what)
 
 
+def _refuse_metrics(cuts: Cuts) -> None:
+    """Refuse metrics of stages with which workers take turns: each would see a part."""
+    early = [path for path, j in cuts.metrics.items() if j < cuts.num_stages - 1]
+    if early:
+        raise PlanError(
+            f"the metric {early[0]!r} is updated before the last stage, with which several "
+            "workers take turns under placement 'shared'; allowed: metrics of the last stage; "
+            "update it behind the last module of the step, or use another placement"
+        )
+
+
 def flows(plan: Plan) -> bool:
     """Say whether steps begin before those ahead of them have ended."""
-    return plan.placement == "pipelined" and plan.weights != "sync"
+    return plan.placement == "shared" or (plan.placement == "pipelined" and plan.weights != "sync")
 
 
 def family(batch: Any) -> str:

@@ -5,7 +5,8 @@ A worker is given one batch per step, but a plan without a flush works on severa
     worker 0   F0 F1 F2 B0 F3 B1 | F0 B2 F1 B3 UPDATE F2 B0 F3 B1 | F0 B2 ...
                  block of step 0 |  block of step 1               |
 
-From some step on, every block is the one before with larger numbers.
+From some step on, every block is the one before with larger numbers; or where the workers of a
+stage take turns, the one of some steps before.
 """
 
 from __future__ import annotations
@@ -33,14 +34,16 @@ class Stream:
         self._slots_per_step = schedule.period // schedule.unit
         # until the rule reads as ever on, and until all that a step begins has ended
         self._steady, lasts = 2 * plan.num_stages, plan.num_stages + 2
-        num_steps = self._steady + lasts + 1
+        self._repeats = plan.axes.placement.repeats
+        num_steps = self._steady + self._repeats + lasts
         program = replace(plan, num_steps=num_steps).programs[worker]
         self._program = [a for a in program if a.payload is not Payload.D]
         self._starts = [
-            next(n for n, a in enumerate(self._program) if a.t == t) for t in range(num_steps)
+            next(n for n, a in enumerate(self._program) if _begins_in(a) == t)
+            for t in range(num_steps)
         ]
-        again = [self._moved(a, 1) for a in self._block(self._steady)]
-        assert again == self._block(self._steady + 1), "the plan never becomes steady"
+        again = [self._moved(a, self._repeats) for a in self._block(self._steady)]
+        assert again == self._block(self._steady + self._repeats), "the plan never becomes steady"
 
     @property
     def lag(self) -> int:
@@ -60,7 +63,7 @@ class Stream:
 
         They end before the first that needs the next batch.
         """
-        steps = max(0, t - self._steady)
+        steps = self._steps_behind(t)
         return [self._moved(a, steps) for a in self._block(t - steps)]
 
     def rest(self, t: int) -> list[Action]:
@@ -68,9 +71,9 @@ class Stream:
 
         Actions of later steps that the stream has in between are left out.
         """
-        steps = max(0, t - self._steady)
+        steps = self._steps_behind(t)
         behind = self._program[self._starts[t - steps + 1] :]
-        return [self._moved(a, steps) for a in behind if a.t <= t - steps]
+        return [self._moved(a, steps) for a in behind if step_of(a) <= t - steps]
 
     def put_off(self, t: int) -> dict[tuple[int, int], list[Action]]:
         """Return the forwards of later steps that the rest of step ``t`` leaves out.
@@ -78,7 +81,7 @@ class Stream:
         Returns:
             (step, stage) of an update -> the forwards of that stage that come before it.
         """
-        steps = max(0, t - self._steady)
+        steps = self._steps_behind(t)
         put_off: dict[int, list[Action]] = {}
         found: dict[tuple[int, int], list[Action]] = {}
         for a in self._program[self._starts[t - steps + 1] :]:
@@ -88,6 +91,10 @@ class Stream:
                 found[a.t + steps, a.j] = list(put_off.get(a.j, ()))
         return found
 
+    def _steps_behind(self, t: int) -> int:
+        """Return how many steps before step t the program has one like it."""
+        return max(0, t - self._steady) // self._repeats * self._repeats
+
     def _block(self, t: int) -> Sequence[Action]:
         return self._program[self._starts[t] : self._starts[t + 1]]
 
@@ -96,3 +103,13 @@ class Stream:
             return a
         v = None if a.v is None else a.v + steps
         return replace(a, t=a.t + steps, v=v, s=a.s + steps * self._slots_per_step)
+
+
+def step_of(a: Action) -> int:
+    """Return the step without which an action would not be: a version's is that of its update."""
+    return a.v - 1 if a.payload is Payload.P and a.v is not None else a.t
+
+
+def _begins_in(a: Action) -> int:
+    """Return the step with whose batch an action comes: versions are received before a forward."""
+    return a.t if a.kind is Kind.RECV else step_of(a)

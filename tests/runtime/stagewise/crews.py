@@ -72,6 +72,7 @@ class Crew:
         return StagewiseConfig(
             make_plan=planned, find_cuts=lambda module, step: self.cuts,
             num_micro=plan.num_micro, width=1, remat=remat, seed=0,
+            expected_stages=plan.num_stages,
             apply=lambda t, j: self.apply(w, t, j),
             guess=lambda j, stage, v, updates: self.guess(w, stage, v, updates), **self.options,
         )  # fmt: skip
@@ -110,7 +111,8 @@ class Crew:
         session.begin(self.cuts)
         for t in range(NUM_STEPS):
             given = torch.cat([batch(t * m + i) for i in range(m)])
-            parts = session.cut(session.share_batch(given if w == 0 else torch.zeros(1, 6)))
+            begins = w == self.plan.worker_of(0, 0, t)
+            parts = session.cut(session.share_batch(given if begins else torch.zeros(1, 6)))
             self._note(w, session.advance(parts, model.step, _summary))
             if t in flush_after:
                 self._note(w, session.flush())
