@@ -159,7 +159,7 @@ class Options:
         if self._placement == "single":
             return self.num_micro or 1
         assert self.num_workers is not None
-        if (self._placement or self._preset_placement) == "shared":
+        if self.plans_placement == "shared":
             return Shared.fewest_stages(self.num_workers)
         if self.is_stagewise:
             return max(1, self.num_workers // self.width)
@@ -171,8 +171,12 @@ class Options:
     def _probe(self) -> Plan:
         """Make a plan of plausible numbers, as the real ones may not be known yet."""
         numbers = {"single": 1, "replicated": self.num_micro or 2}
-        placement = self._placement or self._preset_placement
-        return self.plan(4, num_workers=numbers.get(placement, 2 * self.width))
+        return self.plan(4, num_workers=numbers.get(self.plans_placement, 2 * self.width))
+
+    @property
+    def plans_placement(self) -> str:
+        """Return the placement of the plan: the one that was chosen, or follows."""
+        return self._placement or self._preset_placement
 
     @property
     def _placement(self) -> str | None:

@@ -49,7 +49,7 @@ class CutFinder:
             stages,
             memory_limit_bytes=options.memory_limit_bytes,
             # one device waits for nobody: memory is what it wants, and the same bits in every run
-            balance="activations" if options.placement == "single" else "time",
+            balance="activations" if options.plans_placement == "single" else "time",
         )
 
     def report(self, cuts: Cuts | None) -> str | None:
