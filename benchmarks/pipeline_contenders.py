@@ -22,14 +22,12 @@ from torch.utils.data import DataLoader
 
 from lightning_cyclic import CyclicStrategy, make_plan
 from lightning_cyclic.pipeline_session import PIPELINE_PAYLOADS
+from lightning_cyclic.runtime.stagewise.config import StagewiseConfig
 from lightning_cyclic.runtime.stagewise.cuts import choose_cuts
 from lightning_cyclic.runtime.stagewise.executor import Outcome
+from lightning_cyclic.runtime.stagewise.flow import Summary
 from lightning_cyclic.runtime.stagewise.ranks import rank_of
-from lightning_cyclic.runtime.stagewise.session import (
-    StagewiseConfig,
-    StagewiseSession,
-    Summary,
-)
+from lightning_cyclic.runtime.stagewise.session import StagewiseSession
 from lightning_cyclic.runtime.stagewise.survey import survey
 from lightning_cyclic.runtime.transport import DistributedTransport
 

@@ -9,7 +9,8 @@ from torch.optim import Optimizer
 
 from lightning_cyclic.errors import ConfigurationError
 from lightning_cyclic.plan import Plan
-from lightning_cyclic.runtime.stagewise.session import StagewiseSession, flows
+from lightning_cyclic.runtime.stagewise.plans import flows
+from lightning_cyclic.runtime.stagewise.session import StagewiseSession
 
 CLIPPING = ("stage", "global")
 

@@ -28,8 +28,8 @@ from lightning_cyclic.options import Options
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.predictor import Predictor
 from lightning_cyclic.reductions import HeldReductions
+from lightning_cyclic.runtime.stagewise.config import StagewiseConfig
 from lightning_cyclic.runtime.stagewise.flow import Summary
-from lightning_cyclic.runtime.stagewise.session import StagewiseConfig
 from lightning_cyclic.staged import StagedTraining, positional
 from lightning_cyclic.summaries import Told
 from lightning_cyclic.surrogates import stand_in

@@ -22,7 +22,7 @@ from lightning_cyclic.placement import Shared
 from lightning_cyclic.plan import PRESETS, Plan, make_plan
 from lightning_cyclic.runtime.session import auto_stages
 from lightning_cyclic.runtime.stagewise.foresight import BackwardWeights
-from lightning_cyclic.runtime.stagewise.session import flows
+from lightning_cyclic.runtime.stagewise.plans import flows
 
 NO_TIMEOUT_S = 1800.0  # limit of every wait, where the user sets none
 

@@ -11,11 +11,12 @@ from torch import nn
 from lightning_cyclic.actions import Payload
 from lightning_cyclic.options import Options
 from lightning_cyclic.plan import Plan
+from lightning_cyclic.runtime.stagewise.config import StagewiseConfig
 from lightning_cyclic.runtime.stagewise.cuts import Cuts, choose_cuts
 from lightning_cyclic.runtime.stagewise.evidence import Survey
 from lightning_cyclic.runtime.stagewise.ranks import rank_of
 from lightning_cyclic.runtime.stagewise.report import report
-from lightning_cyclic.runtime.stagewise.session import StagewiseConfig, StagewiseSession
+from lightning_cyclic.runtime.stagewise.session import StagewiseSession
 from lightning_cyclic.runtime.stagewise.survey import survey
 from lightning_cyclic.runtime.transport import CountingTransport, DistributedTransport
 from lightning_cyclic.training import agreed_seed

@@ -27,8 +27,8 @@ from lightning_cyclic.options import Options
 from lightning_cyclic.pipeline_session import CutFinder, make_session, make_transport
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.reductions import HeldReductions
+from lightning_cyclic.runtime.stagewise.config import StagewiseConfig
 from lightning_cyclic.runtime.stagewise.cuts import Cuts
-from lightning_cyclic.runtime.stagewise.session import StagewiseConfig
 from lightning_cyclic.runtime.transport import CountingTransport
 from lightning_cyclic.stopping import StopBoard, replace_stop_broadcast, restore_stop_broadcast
 from lightning_cyclic.summaries import Summaries

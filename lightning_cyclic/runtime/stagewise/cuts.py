@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
+from lightning_cyclic.errors import PlanError
 from lightning_cyclic.runtime.stagewise.choice import best_places
 from lightning_cyclic.runtime.stagewise.evidence import Survey, Use
 from lightning_cyclic.runtime.stagewise.naming import named_places
@@ -44,6 +45,20 @@ class Cuts:
     def num_stages(self) -> int:
         """Return how many stages there are."""
         return len(self.starts) + 1
+
+    def refuse_early_metrics(self) -> None:
+        """Refuse metrics of stages with which workers take turns: each would see a part.
+
+        Raises:
+            PlanError: with the first of them.
+        """
+        early = [path for path, j in self.metrics.items() if j < self.num_stages - 1]
+        if early:
+            raise PlanError(
+                f"the metric {early[0]!r} is updated before the last stage, with which several "
+                "workers take turns under placement 'shared'; allowed: metrics of the last stage; "
+                "update it behind the last module of the step, or use another placement"
+            )
 
     def as_data(self) -> dict[str, Any]:
         """Return plain data, for a checkpoint or a message."""

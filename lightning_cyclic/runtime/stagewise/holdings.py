@@ -134,6 +134,18 @@ class Holdings:
                 p.data = torch.empty(p.shape, dtype=p.dtype, device=p.device)
         self._is_freed = False
 
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Let the body write to every parameter; behind it, keep only this worker's."""
+        if not self._is_freed:
+            yield
+            return
+        self.restore()
+        try:
+            yield
+        finally:
+            self.free()
+
     @property
     def is_freed(self) -> bool:
         """Say whether only this worker's parameters have memory."""

@@ -107,6 +107,13 @@ def signature(batch: Any) -> str:
     return _text(batch, _Cutter(size or 0, (), frozenset(map(id, spine))))
 
 
+def family(batch: Any) -> str:
+    """Describe a batch without its sizes."""
+    leaves, structure = flatten(batch)
+    kinds = [f"{x.dtype}{x.dim()}" if isinstance(x, Tensor) else type(x).__name__ for x in leaves]
+    return f"{structure.kind} {len(leaves)} {' '.join(kinds)}"
+
+
 class _Cutter:
     """Cut every part of one batch at the same samples."""
 

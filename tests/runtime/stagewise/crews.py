@@ -10,9 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from lightning_cyclic.plan import Plan, make_plan
+from lightning_cyclic.runtime.stagewise.config import StagewiseConfig
 from lightning_cyclic.runtime.stagewise.cuts import choose_cuts
+from lightning_cyclic.runtime.stagewise.flow import Summary
 from lightning_cyclic.runtime.stagewise.losses import loss_of
-from lightning_cyclic.runtime.stagewise.session import StagewiseConfig, StagewiseSession, Summary
+from lightning_cyclic.runtime.stagewise.session import StagewiseSession
 from lightning_cyclic.runtime.stagewise.survey import survey
 from lightning_cyclic.runtime.transport.local import LocalTransport, PostOffice
 

@@ -13,9 +13,11 @@ from torch import Tensor, nn
 
 from lightning_cyclic.actions import Kind
 from lightning_cyclic.plan import Plan, make_plan
+from lightning_cyclic.runtime.stagewise.config import StagewiseConfig
 from lightning_cyclic.runtime.stagewise.cuts import Cuts, choose_cuts
+from lightning_cyclic.runtime.stagewise.flow import Summary
 from lightning_cyclic.runtime.stagewise.losses import loss_of
-from lightning_cyclic.runtime.stagewise.session import StagewiseConfig, StagewiseSession, Summary
+from lightning_cyclic.runtime.stagewise.session import StagewiseSession
 from lightning_cyclic.runtime.stagewise.survey import survey
 from lightning_cyclic.runtime.transport import CountingTransport
 from lightning_cyclic.runtime.transport.local import LocalTransport, PostOffice
