@@ -130,6 +130,11 @@ def test_each_stage_is_clipped_by_its_own_norm() -> None:
         ({"accumulate_grad_batches": 2}, {}, "accumulate_grad_batches=2.*allowed: 1; use larger"),
         ({"gradient_clip_val": 1.0}, {"clip": "global"}, 'clip="global".*allowed: clip="stage"'),
         ({}, {"num_micro": 2}, "num_micro=2 with num_stages=4.*num_micro=3 or more"),
+        (
+            {},
+            {"preset": "cyclic_mp", "num_micro": 3},
+            "num_micro=3 with num_stages=4.*num_micro=4",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(
@@ -137,4 +142,12 @@ def test_what_cannot_be_is_refused_by_name(
 ) -> None:
     job = Job(case="resnet", flags=tuple(flags.items()))
     with pytest.raises(processes.RanksFailedError, match=text):
-        pipelines(job, 2, preset="cyclic_pipeline", stages=4, function=fit, **options)
+        pipelines(job, 2, **{"preset": "cyclic_pipeline", "stages": 4} | options, function=fit)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_shared_parameters_are_not_predicted(num_ranks: int) -> None:
+    job = Job(case="gpt2", num_micro=1)
+    text = "weights 'predicted' (with|do not fit).*allowed: .*one stage"
+    with pytest.raises(processes.RanksFailedError, match=text):
+        pipelines(job, num_ranks, preset="pipeoptim", stages=2, function=fit)

@@ -117,3 +117,13 @@ def test_workers_that_take_turns_with_stages(name: str, num_stages: int, num_ran
     job = Job(case=name)
     ranks = pipelines(job, num_ranks, preset="cyclic_mp", stages=num_stages, function=fit)
     assert_follows(ranks, job, "cyclic_mp")
+
+
+@pytest.mark.parametrize(
+    ("name", "preset", "num_ranks"),
+    [("gpt2", "cyclic_pipeline", 2), ("gpt2", "pipedream_2bw", 4), ("t5", "pipedream", 2)],
+)
+def test_parameters_that_stages_share(name: str, preset: str, num_ranks: int) -> None:
+    job = Job(case=name, num_micro=1 if preset == "pipedream" else 4)
+    ranks = pipelines(job, num_ranks, preset=preset, stages=num_ranks, function=fit)
+    assert_follows(ranks, job, preset)

@@ -66,11 +66,16 @@ def _check_ties(plan: Plan) -> None:
                 f"{plan.num_stages - 1}, ascending, such as ((0, 1),) where there are two; "
                 "use tied=() or such groups"
             )
-    if plan.tied and plan.num_workers > 1 and plan.weights != "sync":
+    if plan.tied and plan.axes.weights.looks_ahead:
         raise PlanError(
-            f"weights {plan.weights!r} do not fit tied={plan.tied} on {plan.num_workers} workers; "
-            'allowed: sync; use weights="sync", or stages that keep shared parameters in one '
-            "stage, and tied=()"
+            f"weights {plan.weights!r} do not fit tied={plan.tied}, as each stage would predict "
+            "them otherwise; allowed: sync, delayed, freshest, stashed; use one of these, or "
+            "stages that keep shared parameters in one stage, and tied=()"
+        )
+    if plan.tied and plan.axes.placement.takes_turns:
+        raise PlanError(
+            f"placement {plan.placement!r} does not fit tied={plan.tied}; allowed: parameters "
+            "that belong to one stage; use another placement, or other stages, and tied=()"
         )
 
 

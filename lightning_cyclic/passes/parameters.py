@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from lightning_cyclic.actions import Action, Kind, Payload
 from lightning_cyclic.passes.messages import message
-from lightning_cyclic.passes.ties import first_users, version_readers
+from lightning_cyclic.passes.ties import first_users, reads_tied, version_readers
 
 if TYPE_CHECKING:
     from lightning_cyclic.plan import Plan
@@ -76,8 +76,9 @@ def _from_owner(plan: Plan, program: Iterable[Action], w: int) -> Iterator[Actio
         if a.kind is Kind.UPDATE:
             yield from _total(plan, a, w)
         elif a.kind in (Kind.F, Kind.B):
-            read = [(Payload.P, a.j), *((Payload.V, j) for j in first_users(plan, a.j))]
-            found = [inbox.pop((payload, j, a.v), None) for payload, j in read]
+            read = [(Payload.P, a.j, a.v)]
+            read += [(Payload.V, j, reads_tied(plan, a, j)) for j in first_users(plan, a.j)]
+            found = [inbox.pop(key, None) for key in read]
             yield from filter(None, found)
         yield a
         if a.kind is Kind.UPDATE:

@@ -16,6 +16,7 @@ from lightning_cyclic.passes.ties import (
     first_users,
     gradient_sources,
     later_users,
+    reads_tied,
     version_readers,
 )
 
@@ -117,7 +118,8 @@ class _Worker:
         self._need(a, a.j == 0 or self._has(a, Kind.F, a.j - 1) or self._has(a, Payload.A, a.j))
         self._need(a, not self._is_handed_buffers(a) or self._has(a, Payload.R, a.j))
         self._need(a, self._begins(a.t) or (Payload.D, a.t) in self.shared)
-        self._need(a, all((j, a.v) in self.versions for j in first_users(self.plan, a.j)))
+        tied = ((j, reads_tied(self.plan, a, j)) for j in first_users(self.plan, a.j))
+        self._need(a, all(version in self.versions for version in tied))
         self._mark(a, Kind.F)
 
     def _backward(self, a: Action) -> None:

@@ -1,7 +1,8 @@
 """ties: parameters that several stages use stay one parameter, wherever the stages run.
 
 The first stage that uses a parameter counts it among its own: there all gradients meet, and
-there it is updated. Under ``tied=((0, 3),)``, stage 3 uses parameters of stage 0, and
+there it is updated. All stages read the version that the first one reads. Under
+``tied=((0, 3),)``, stage 3 uses parameters of stage 0, and
 
     W   their gradient      after B(i, 3) -> before B(i, 0), inside a replica
     V   their new version   after UPDATE of stage 0 -> before the first F(i, 3) that reads it
@@ -37,6 +38,14 @@ def gradient_sources(plan: Plan, a: Action, w: int) -> tuple[int, ...]:
     """List the workers that send W to worker w before its B of a first stage."""
     users = (plan.worker_of(a.i or 0, k, a.t) for k in later_users(plan, a.j))
     return tuple(dict.fromkeys(user for user in users if user != w))
+
+
+def reads_tied(plan: Plan, a: Action, first: int) -> int:
+    """Give the version of tied parameters that an F or B reads: the one that the first stage read.
+
+    So a parameter has one value for each micro-batch, though later stages could read a newer one.
+    """
+    return plan.reads(a.t, a.i or 0, first)
 
 
 def version_readers(plan: Plan, j: int) -> tuple[int, ...]:

@@ -42,9 +42,14 @@ def test_a_width_that_does_not_fit_is_refused(change, text):
         ({"tied": ((0,),)}, r"groups of two or more"),
         ({"tied": ((0, 0),)}, r"groups of two or more"),
         (
-            {"weights": "stashed"},
-            r"weights 'stashed' do not fit tied=\(\(0, 3\),\) on 4 workers; allowed: sync; use "
-            r'weights="sync", or stages that keep shared parameters in one stage',
+            {"preset": "pipeoptim"},
+            r"weights 'predicted' do not fit tied=\(\(0, 3\),\), as .*; allowed: sync, delayed, "
+            r"freshest, stashed; use one of these, or stages that keep shared parameters in one",
+        ),
+        (
+            {"preset": "cyclic_mp"},
+            r"placement 'shared' does not fit tied=\(\(0, 3\),\); allowed: parameters that belong "
+            r"to one stage; use another placement",
         ),
     ],
 )

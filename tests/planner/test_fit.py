@@ -112,7 +112,7 @@ def test_stages_that_share_parameters_are_part_of_the_plan():
     fit = Fitter(problem(tied(), 1e9)).fit(candidate("1f1b"))
     assert fit.plan.tied == ((0, 2),)
     with pytest.raises(PlanError, match="do not fit tied"):
-        Fitter(problem(tied(), 1e9)).fit(candidate("pipedream_2bw"))
+        Fitter(problem(tied(), 1e9)).fit(candidate("pipeoptim"))
 
 
 def test_workers_that_run_whole_micro_batches_need_room_for_the_model():

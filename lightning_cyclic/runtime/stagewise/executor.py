@@ -355,7 +355,7 @@ def _is_over(step: int, t: int) -> bool:
 
 
 def _is_other(a: Action) -> bool:
-    new_version = a.payload is Payload.P and a.kind is Kind.RECV
+    new_version = a.payload in (Payload.P, Payload.V) and a.kind is Kind.RECV
     return a.kind is Kind.UPDATE or a.payload is Payload.L or new_version
 
 

@@ -135,7 +135,7 @@ class Flow:
     def _other(self, a: Action) -> None:
         if a.kind is Kind.UPDATE:
             self._update(a)
-        elif a.payload is Payload.P:
+        elif a.payload in (Payload.P, Payload.V):
             self._versions.begin_update(a.j)
             self._executor.receive(a)
         elif a.kind is Kind.SEND:

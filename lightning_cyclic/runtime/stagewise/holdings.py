@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, final
 import torch
 from torch import Tensor, nn
 
+from lightning_cyclic.errors import PlanError
+
 if TYPE_CHECKING:
     from lightning_cyclic.runtime.stagewise.cuts import Cuts
 
@@ -67,6 +69,27 @@ class Holdings:
     def lenders(self, j: int) -> set[int]:
         """Return the earlier stages of which stage ``j`` uses parameters."""
         return {self._home[n] for n in self.borrowed(j)}
+
+    def tied_to(self, k: int) -> dict[int, dict[str, nn.Parameter]]:
+        """Return the trained parameters of earlier stages that stage ``k`` uses, too."""
+        found: dict[int, dict[str, nn.Parameter]] = {}
+        for n in self.borrowed(k):
+            if self._named[n].requires_grad:
+                found.setdefault(self._home[n], {})[n] = self._named[n]
+        return found
+
+    def refuse_ties(self, weights: str) -> None:
+        """Refuse parameters that stages share, where each would read them otherwise.
+
+        Raises:
+            PlanError: with the first of them.
+        """
+        for n, stages in self._cuts.tied.items():
+            raise PlanError(
+                f"weights {weights!r} with {n!r}, which stages {list(stages)} share: each would "
+                "predict it otherwise; allowed: parameters that belong to one stage, or other "
+                "weights; let one stage have its modules, CyclicStrategy(stages=[...])"
+            )
 
     def trained(self, j: int) -> dict[str, nn.Parameter]:
         """Return the parameters of stage ``j`` that are trained, by name."""

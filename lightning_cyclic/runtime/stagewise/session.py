@@ -131,8 +131,14 @@ class StagewiseSession:
         readers = {
             j: [k for k in holdings.stages if k == j or j in holdings.lenders(k)] for j in stages
         }
+        for k in holdings.stages:  # of stages of other workers, what is tied to own ones
+            for j, tied in holdings.tied_to(k).items():
+                if j not in holdings.stages:
+                    stages.setdefault(j, {}).update(tied)
+                    readers.setdefault(j, []).append(k)
         foresight = None
         if plan.axes.weights.looks_ahead:
+            holdings.refuse_ties(plan.weights)
             assert self.config.guess is not None
             foresight = Foresight(plan, stages, self.config.guess, self.config.backward_weights)
         return Versions(self.module, plan, stages, self.t, readers, foresight)

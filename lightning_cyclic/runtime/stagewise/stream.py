@@ -107,7 +107,8 @@ class Stream:
 
 def step_of(a: Action) -> int:
     """Return the step without which an action would not be: a version's is that of its update."""
-    return a.v - 1 if a.payload is Payload.P and a.v is not None else a.t
+    is_version = a.payload in (Payload.P, Payload.V)
+    return a.v - 1 if is_version and a.v is not None else a.t
 
 
 def _begins_in(a: Action) -> int:

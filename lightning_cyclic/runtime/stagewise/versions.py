@@ -178,7 +178,8 @@ class Versions:
         """Take from a checkpoint what :meth:`previous` returned, of all workers together."""
         values = previous["versions"]
         for j, stage in self._stages.items():
-            for v in sorted({v for n in stage for v in values.get(n, {})}):
+            all_have = [set(values.get(n, ())) for n in stage]  # tied ones may have more
+            for v in sorted(set.intersection(*all_have)) if all_have else ():
                 made = {n: _like(p, values[n][v]) for n, p in stage.items()}
                 self._kept[j][v] = self._alive[j][v] = Version(j, v, made)
         if self._foresight is not None:

@@ -44,6 +44,7 @@ class Crew:
         **options: Any,
     ) -> None:  # fmt: skip
         self.plan, self.make_optimizer, self.options = plan, make_optimizer, options
+        self.make_model = make_model
         model = make_model()
         size = 8 // plan.num_stages
         starts = [f"layers.{k}" for k in range(size, 8, size)]

@@ -42,7 +42,7 @@ class Net(nn.Module):
 
 def reference(crew: Crew) -> tuple[Net, dict[int, float]]:
     """Train by the rule, one micro-batch after the other; return the mean losses, too."""
-    model, losses = Net(), {}
+    model, losses = crew.make_model(), {}
     named = dict(model.named_parameters())
     m = crew.plan.num_micro
 
@@ -154,3 +154,23 @@ def _depth(plan: Plan, j: int) -> int:
     if plan.weights == "stashed":
         return plan.num_stages - j
     return 1 if plan.weights == "freshest" and j == plan.num_stages - 1 else 2
+
+
+class Tied(Net):
+    """Use the first layer's weights again at the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[7] = nn.Linear(6, 6)
+        self.layers[7].weight = self.layers[0].weight
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("numbers", PLANS[:15], ids=lambda n: "-".join(map(str, n)))
+def test_tied_parameters_have_one_value_for_each_micro_batch(
+    numbers: tuple[str, int, int, int], optimizer: str
+) -> None:
+    crew = Crew(plan_of(*numbers), Tied, OPTIMIZERS[optimizer])
+    assert crew.cuts.tied == {"layers.0.weight": (0, numbers[1] - 1)}
+    crew.train(flush_after=(4,))
+    compare(crew)
