@@ -49,9 +49,11 @@ class Chain(nn.Module):
 class Seer(Crew):
     """Workers that predict with the formula of the test."""
 
-    def __init__(self, plan: Plan, optimizer: str, **options: Any) -> None:
+    def __init__(
+        self, plan: Plan, optimizer: str, *, make_model: Any = Chain, **options: Any
+    ) -> None:
         make, self.ahead = OPTIMIZERS[optimizer]
-        super().__init__(plan, Chain, make, **options)
+        super().__init__(plan, make_model, make, **options)
 
     def guess(self, w: int, stage: Sequence[nn.Parameter], v: int, updates: int) -> list[Tensor]:
         state = self.optimizers[w].state
@@ -114,3 +116,31 @@ def test_running_a_stage_again_reads_what_its_forward_read(
     seer = Seer(plan_of(*numbers), "sgd", backward_weights="predicted", remat="always")
     seer.train()
     compare(seer)
+
+
+class Autocast(Chain):
+    def step(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return super().step(x).float()
+
+
+def trained(model: type[Chain], backward_weights: str) -> dict[str, Tensor]:
+    """Return the weights that the workers of two stages end with."""
+    seer = Seer(
+        plan_of("pipeoptim", 2, 2, 1), "sgd", make_model=model, backward_weights=backward_weights
+    )
+    seer.train()
+    return {
+        name: dict(session.module.named_parameters())[name].detach()
+        for session in seer.sessions
+        for j in session.holdings.stages
+        for name in seer.cuts.parameters[j]
+    }
+
+
+@pytest.mark.parametrize("model", [Chain, Autocast])
+def test_under_autocast_current_weights_are_the_predicted_ones(model: type[Chain]) -> None:
+    current, predicted, recompute = (trained(model, kind) for kind in BACKWARDS)
+    same = all(torch.equal(x, predicted[n]) for n, x in current.items())
+    assert same == (model is Autocast)  # its graphs hold low-precision copies of the weights
+    assert not all(torch.equal(x, predicted[n]) for n, x in recompute.items())
