@@ -1,13 +1,14 @@
 """Compare pipelines side by side in one run.
 
-    python benchmarks/pipeline.py               all three tables
-    python benchmarks/pipeline.py --only b4     one: a, b2, b4, c
+    python benchmarks/pipeline.py               all tables
+    python benchmarks/pipeline.py --only b4     one: a, b2, b4, c, d2, d4
     python benchmarks/pipeline.py --sleep-ms 4  compute slept, where workers share cores
     python benchmarks/pipeline.py --profile     where the time of the staged step goes
 
 a   stage-at-a-time against the plain step, one process
 b   1f1b and gpipe against torch.distributed.pipelining's, 2 and 4 processes on loopback
 c   gpipe against torchgpipe on a Sequential, one process, if torchgpipe is installed
+d   pipelines without a flush against 1f1b, 2 and 4 processes on loopback
 
 All train the same GPT, in the same micro-batches, with one torch thread per process. Every
 contender has processes of its own, which take turns, round after round, so that a drift of the
@@ -44,6 +45,8 @@ CASES = {
     "a": ONE,
     "b2": replace(ONE, name="b: 2 processes", num_workers=2, num_stages=2),
     "b4": replace(ONE, name="b: 4 processes", num_workers=4, num_micro=8, rows=4),
+    "d2": replace(ONE, name="d: 2 processes, no flush", num_workers=2, num_stages=2),
+    "d4": replace(ONE, name="d: 4 processes, no flush", num_workers=4, num_micro=8, rows=4),
     "c": replace(ONE, name="c: 1 process, a Sequential, remat except the last micro-batch"),
 }
 # contender -> what it is compared with; the references stand for themselves
@@ -57,6 +60,7 @@ PAIRS = {
         for preset in ("1f1b", "gpipe") for executor in ("loop", "trainer")
     },
     "c": {"sequential gpipe": "torchgpipe gpipe"},
+    "d": {"loop cyclic_pipeline": "loop 1f1b", "loop pipedream_2bw": "loop 1f1b"},
 }  # fmt: skip
 SLEPT = {"width": 64, "length": 32}  # so that what is computed beside the sleep is little
 

@@ -33,6 +33,7 @@ from lightning_cyclic.runtime.transport import DistributedTransport
 
 WARM_UP = 2  # steps of every fit that are not timed
 CPU = torch.device("cpu")
+WITHOUT_FLUSH = ("cyclic_pipeline", "pipedream_2bw")
 Figures: TypeAlias = dict[str, Any]
 Contender: TypeAlias = Callable[[int], Figures]
 
@@ -104,9 +105,12 @@ def _session(case: Case, preset: str, module: Any, remat: str = "never") -> Cont
         ),
         find_cuts=lambda m, step: choose_cuts(survey(m, step), module.stage_paths),
         num_micro=case.num_micro, width=1, remat=remat, seed=0,
+        apply=lambda t, j: optimizer.step(),
     )  # fmt: skip
     session = StagewiseSession(module, config, transport, worker, case.num_workers, CPU, group)
     optimizer = module.configure_optimizers()  # of what others hold there are no gradients
+    if preset in WITHOUT_FLUSH:
+        return _flowing(session, module, batch)
 
     def step() -> Any:
         parts = session.cut(session.share_batch(batch))
@@ -118,6 +122,23 @@ def _session(case: Case, preset: str, module: Any, remat: str = "never") -> Cont
         return summary.tensors[0]
 
     return _repeated(step)
+
+
+def _flowing(session: StagewiseSession, module: Any, batch: torch.Tensor) -> Contender:
+    """Time steps between two that have been flushed, but not the flush itself."""
+
+    def step() -> None:
+        parts = session.cut(session.share_batch(batch))
+        session.find_stages(lambda: module.training_step(parts[0].batch))
+        session.advance(parts, module.training_step, _mean_loss)
+
+    def contender(num_steps: int) -> Figures:
+        step()  # fills the pipeline
+        figures = _repeated(step)(num_steps)
+        session.flush()
+        return figures
+
+    return contender
 
 
 def _mean_loss(outcomes: Sequence[Outcome]) -> Summary:
