@@ -33,7 +33,7 @@ from lightning_cyclic.runtime.stagewise.flow import Summary
 from lightning_cyclic.staged import StagedTraining, positional
 from lightning_cyclic.summaries import Told
 from lightning_cyclic.surrogates import stand_in
-from lightning_cyclic.training import Closure, Own
+from lightning_cyclic.training import Closure, Own, epoch_ends
 
 
 @final
@@ -109,7 +109,9 @@ class FlowingTraining(StagedTraining):
                 call,
                 lambda outcomes: self._summaries.of_step(outcomes, sizes, stops=self._asked()),
             )
-            if self._latest is None or self._is_last():  # so that every worker knows a loss
+            if self._latest is None or epoch_ends(
+                self._trainer
+            ):  # so that every worker knows a loss
                 arrived += session.flush()
         self._read(self._unread + arrived)
         self._unread = []
@@ -141,14 +143,6 @@ class FlowingTraining(StagedTraining):
             self._owned_is_kept = True
         with self._predictor.noting(self._session.holdings.owned(j)):
             self._updates.apply(t, [j])
-
-    def _is_last(self) -> bool:
-        trainer, loop = self._trainer, self._trainer.fit_loop.epoch_loop
-        return bool(
-            loop.batch_progress.is_last_batch
-            or loop.batch_idx + 1 >= trainer.num_training_batches
-            or trainer.global_step + 1 >= trainer.max_steps > 0
-        )
 
     # ------------------------------------------------------------------ between steps
 

@@ -13,6 +13,7 @@ from lightning_cyclic.checks import (
     check_choice,
     check_once,
     check_plan,
+    check_predicts,
     check_used,
     is_stagewise,
 )
@@ -83,6 +84,7 @@ class Options:
         probe = self._probe()
         check_plan(probe)
         check_used(probe, self.remat, self.memory_limit_bytes)
+        check_predicts(probe, self.backward_weights, default="current")
 
     # ------------------------------------------------------------------ which kind of training
 

@@ -30,7 +30,7 @@ from lightning_cyclic.runtime.agreement import require_same_number
 from lightning_cyclic.runtime.session import Session, SessionConfig
 from lightning_cyclic.runtime.transport import CountingTransport
 from lightning_cyclic.stopping import replace_stop_broadcast, restore_stop_broadcast
-from lightning_cyclic.training import AbstractTraining, Closure, Own, agreed_seed
+from lightning_cyclic.training import AbstractTraining, Closure, Own, agreed_seed, epoch_ends
 
 
 @final
@@ -126,7 +126,7 @@ class ReplicatedTraining(AbstractTraining):
             return own(*args, **kwargs)
         session = self._session
         batch, last = args[0] if args else kwargs, not self._accumulating
-        ends = self._epoch_ends()
+        ends = epoch_ends(self._trainer)
         with session.forward(batch, last=last, ends=ends), self._reductions.held():
             output = own(*args, **kwargs)
             if output is None:
@@ -178,14 +178,6 @@ class ReplicatedTraining(AbstractTraining):
         self._updates.remember(self._session.t, self._trainer.optimizers[0], kwargs)
         self._session.end_step()
         return output
-
-    def _epoch_ends(self) -> bool:
-        trainer, loop = self._trainer, self._trainer.fit_loop.epoch_loop
-        return bool(
-            loop.batch_progress.is_last_batch
-            or loop.batch_idx + 1 >= trainer.num_training_batches
-            or trainer.global_step + 1 >= trainer.max_steps > 0
-        )
 
     def _skips_backward(self) -> bool:
         # stochastic weight averaging runs an epoch of forwards alone, for BatchNorm statistics

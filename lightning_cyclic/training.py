@@ -185,3 +185,13 @@ def agreed_seed(device: torch.device) -> int:
     seed = torch.tensor([torch.initial_seed() % 2**63], device=device)
     torch.distributed.broadcast(seed, 0)
     return int(seed)
+
+
+def epoch_ends(trainer: Trainer) -> bool:
+    """Say whether no batch is to follow the one under way, in this epoch or at all."""
+    loop = trainer.fit_loop.epoch_loop
+    return bool(
+        loop.batch_progress.is_last_batch
+        or loop.batch_idx + 1 >= trainer.num_training_batches
+        or trainer.global_step + 1 >= trainer.max_steps > 0
+    )

@@ -59,12 +59,7 @@ class _Clock:
         self.lanes = [
             worker * len(Lane) + graph.lane(node) for node, worker in enumerate(graph.workers)
         ]
-        self.seconds = [
-            costs.compute_s(action)
-            if action.payload is None
-            else network.transfer_s(costs.message_bytes(action))
-            for action in graph.actions
-        ]
+        self.seconds = seconds_of_nodes(graph, costs, network)
         num_lanes = num_workers * len(Lane)
         self.ready: list[list[int]] = [[] for _ in range(num_lanes)]  # heaps of nodes, per lane
         self.busy = [False] * num_lanes
@@ -83,12 +78,7 @@ class _Clock:
             for lane in self._wake(now_s * (1 + _SAME_MOMENT)):
                 self._serve(lane, now_s)
         if -1.0 in self.start_s:
-            node = self.start_s.index(-1.0)
-            raise PlanError(
-                f"worker {self.graph.workers[node]} waits for ever before "
-                f"{self.graph.actions[node]}; allowed: programs without cyclic waits; "
-                "validate the programs first"
-            )
+            raise waits_for_ever(self.graph, self.start_s.index(-1.0))
 
     def events(self) -> tuple[Event, ...]:
         """Return when each node ran."""
@@ -133,3 +123,21 @@ class _Clock:
         self.blockers[node] -= 1
         if not self.blockers[node]:
             heapq.heappush(self.queue, (self.ready_s[node], node))
+
+
+def seconds_of_nodes(graph: Graph, costs: Costs, network: Network) -> list[float]:
+    """Return for how long each node keeps its lane busy."""
+    return [
+        costs.compute_s(action)
+        if action.payload is None
+        else network.transfer_s(costs.message_bytes(action))
+        for action in graph.actions
+    ]
+
+
+def waits_for_ever(graph: Graph, node: int) -> PlanError:
+    """Return the error for a node that is never served."""
+    return PlanError(
+        f"worker {graph.workers[node]} waits for ever before {graph.actions[node]}; allowed: "
+        "programs without cyclic waits; validate the programs first"
+    )

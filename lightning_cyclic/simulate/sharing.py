@@ -15,6 +15,7 @@ from typing import final
 from lightning_cyclic.actions import Action
 from lightning_cyclic.errors import PlanError
 from lightning_cyclic.simulate.costs import Costs, Network
+from lightning_cyclic.simulate.engine import seconds_of_nodes, waits_for_ever
 from lightning_cyclic.simulate.graph import Graph, Lane, build
 from lightning_cyclic.simulate.result import Event, Result, summarise
 
@@ -68,12 +69,7 @@ class _Clock:
         self._lanes = [
             worker * len(Lane) + graph.lane(node) for node, worker in enumerate(graph.workers)
         ]
-        self._seconds = [
-            costs.compute_s(action)
-            if action.payload is None
-            else network.transfer_s(costs.message_bytes(action))
-            for action in graph.actions
-        ]
+        self._seconds = seconds_of_nodes(graph, costs, network)
         self._now_s = 0.0
         self._ready: list[list[int]] = [[] for _ in range(num_workers * len(Lane))]
         self._left_s: dict[int, float] = {}  # of the nodes that run
@@ -93,12 +89,7 @@ class _Clock:
             self._advance()
             self._serve()
         if -1.0 in self._end_s:
-            node = self._end_s.index(-1.0)
-            raise PlanError(
-                f"worker {self._graph.workers[node]} waits for ever before "
-                f"{self._graph.actions[node]}; allowed: programs without cyclic waits; "
-                "validate the programs first"
-            )
+            raise waits_for_ever(self._graph, self._end_s.index(-1.0))
 
     def events(self) -> tuple[Event, ...]:
         """Return when each node ran."""

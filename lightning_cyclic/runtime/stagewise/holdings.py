@@ -84,12 +84,14 @@ class Holdings:
         Raises:
             PlanError: with the first of them.
         """
-        for n, stages in self._cuts.tied.items():
-            raise PlanError(
-                f"weights {weights!r} with {n!r}, which stages {list(stages)} share: each would "
-                "predict it otherwise; allowed: parameters that belong to one stage, or other "
-                "weights; let one stage have its modules, CyclicStrategy(stages=[...])"
-            )
+        if not self._cuts.tied:
+            return
+        n, stages = next(iter(self._cuts.tied.items()))
+        raise PlanError(
+            f"weights {weights!r} with {n!r}, which stages {list(stages)} share: each would "
+            "predict it otherwise; allowed: parameters that belong to one stage, or other "
+            "weights; let one stage have its modules, CyclicStrategy(stages=[...])"
+        )
 
     def trained(self, j: int) -> dict[str, nn.Parameter]:
         """Return the parameters of stage ``j`` that are trained, by name."""

@@ -126,12 +126,18 @@ class Crew:
 
     def compare(self, expected: nn.Module) -> None:
         """Compare what each worker holds, bit by bit."""
-        named = dict(expected.named_parameters()) | dict(expected.named_buffers())
-        for session in self.sessions:
-            own = dict(session.module.named_parameters()) | dict(session.module.named_buffers())
-            for j in session.holdings.stages:
-                for name in [*self.cuts.parameters[j], *self.cuts.buffers[j]]:
-                    assert torch.equal(own[name], named[name]), (session.worker, name)
+        compare(self.sessions, expected)
+
+
+def compare(sessions: Sequence[StagewiseSession], expected: nn.Module) -> None:
+    """Compare what the worker of each session holds, bit by bit."""
+    named = dict(expected.named_parameters()) | dict(expected.named_buffers())
+    for session in sessions:
+        assert session.cuts is not None
+        own = dict(session.module.named_parameters()) | dict(session.module.named_buffers())
+        for j in session.holdings.stages:
+            for name in [*session.cuts.parameters[j], *session.cuts.buffers[j]]:
+                assert torch.equal(own[name], named[name]), (session.worker, name)
 
 
 def _summary(outcomes: Any) -> Summary:

@@ -22,6 +22,8 @@ from lightning_cyclic.runtime.stagewise.survey import survey
 from lightning_cyclic.runtime.transport import CountingTransport
 from lightning_cyclic.runtime.transport.local import LocalTransport, PostOffice
 
+from .crews import compare
+
 CPU = torch.device("cpu")
 NUM_STEPS = 5
 ROWS = 3  # of a micro-batch
@@ -134,12 +136,7 @@ class Crew:
 
     def compare(self, expected: Net) -> None:
         """Compare what each worker holds, bit by bit."""
-        named = dict(expected.named_parameters()) | dict(expected.named_buffers())
-        for session in self.sessions:
-            own = dict(session.module.named_parameters()) | dict(session.module.named_buffers())
-            for j in session.holdings.stages:
-                for name in [*self.cuts.parameters[j], *self.cuts.buffers[j]]:
-                    assert torch.equal(own[name], named[name]), (session.worker, name)
+        compare(self.sessions, expected)
 
 
 def _summary(outcomes: Any) -> Summary:
