@@ -29,6 +29,7 @@ from lightning_cyclic.plan import Plan
 from lightning_cyclic.predictor import Predictor
 from lightning_cyclic.reductions import HeldReductions
 from lightning_cyclic.runtime.stagewise.config import StagewiseConfig
+from lightning_cyclic.runtime.stagewise.executor import Outcome
 from lightning_cyclic.runtime.stagewise.flow import Summary
 from lightning_cyclic.staged import StagedTraining, positional
 from lightning_cyclic.summaries import Told
@@ -102,13 +103,13 @@ class FlowingTraining(StagedTraining):
         parts = session.cut(batch)
         sizes = [part.size for part in parts]
         call = self._caller("training_step", "train_step_context", rest)
+
+        def summarise(outcomes: Sequence[Outcome]) -> Summary:
+            return self._summaries.of_step(outcomes, sizes, stops=self._asked_before())
+
         with self._summaries.held():
             session.find_stages(lambda: call(parts[0].batch))
-            arrived = session.advance(
-                parts,
-                call,
-                lambda outcomes: self._summaries.of_step(outcomes, sizes, stops=self._asked()),
-            )
+            arrived = session.advance(parts, call, summarise)
             if self._latest is None or epoch_ends(
                 self._trainer
             ):  # so that every worker knows a loss
@@ -120,12 +121,19 @@ class FlowingTraining(StagedTraining):
         returned = self._latest.returned
         return {"loss": surrogate, **returned} if returned else surrogate
 
+    def _asked_before(self) -> int:
+        """Return the step before which all workers stop; 0 if none was asked to."""
+        if self._stop is None or not self._asked():
+            return 0
+        # replicas run ahead of each other by two steps at most, as they read common versions
+        apart = 4 if self._options.width > 1 else 0
+        return self._stop.agree(self._session.t + 1 + self._session.most_late + apart)
+
     def _read(self, arrived: Sequence[tuple[int, Summary]]) -> None:
-        for t, summary in arrived:
+        for _, summary in arrived:
             told = self._latest = self._summaries.read_step(summary)
             self._summaries.log(told.records)
-            if told.stops and self._stops_at is None:
-                self._stops_at = t + 1 + self._session.most_late
+            self._stops_at = told.stops or self._stops_at
         if self._stop is not None:
             self._stop.agreed = self._stops_at is not None and self._session.t >= self._stops_at
 

@@ -154,10 +154,8 @@ class Options:
         Args:
             module: whose parameters decide, where each worker runs whole micro-batches.
         """
-        if isinstance(self.stages, int):
-            return self.stages
-        if not isinstance(self.stages, str):
-            return len(self.stages) + 1
+        if self._given_stages is not None:
+            return self._given_stages
         if self._placement == "single":
             return self.num_micro or 1
         assert self.num_workers is not None
@@ -172,8 +170,17 @@ class Options:
 
     def _probe(self) -> Plan:
         """Make a plan of plausible numbers, as the real ones may not be known yet."""
+        num_stages = self._given_stages or (2 if self.num_micro else 4)
         numbers = {"single": 1, "replicated": self.num_micro or 2}
-        return self.plan(4, num_workers=numbers.get(self.plans_placement, 2 * self.width))
+        workers = min(2, num_stages) * self.width
+        return self.plan(num_stages, num_workers=numbers.get(self.plans_placement, workers))
+
+    @property
+    def _given_stages(self) -> int | None:
+        """Return how many stages the user asked for; None for "auto"."""
+        if isinstance(self.stages, str):
+            return None
+        return self.stages if isinstance(self.stages, int) else len(self.stages) + 1
 
     @property
     def plans_placement(self) -> str:

@@ -61,7 +61,7 @@ class PipelinedTraining(StagedTraining):
                 self._surrogates.batches_per_update,
             )
         told = self._summaries.read_step(summary)
-        loss = self._agree(told.loss, stops=told.stops)
+        loss = self._agree(told.loss, stops=bool(told.stops))
         self._summaries.log(told.records)
         surrogate = self._surrogates.stand_for(loss)
         return {"loss": surrogate, **told.returned} if told.returned else surrogate

@@ -103,7 +103,7 @@ class Pipelined(AbstractPlacement):
     """
 
     schedules: ClassVar[tuple[str, ...]] = ("cyclic", "gpipe", "1f1b")
-    wide_schedules: ClassVar[tuple[str, ...]] = ("gpipe", "1f1b")
+    wide_schedules: ClassVar[tuple[str, ...]] = ("gpipe", "1f1b", "cyclic")
 
     @property
     def depth(self) -> int:

@@ -145,7 +145,7 @@ class Plan:
         """
         horizons = PRESETS[self.preset].horizons
         if horizons is not None and self.axes.weights.looks_ahead:
-            return horizons.forward(j, self.num_stages, self.num_micro)
+            return horizons.forward(j, self.num_stages, self.num_micro // self.width)
         return self.backward_reads(t, i, j) - self.reads(t, i, j)
 
     def backward_horizon(self, j: int) -> int:
@@ -153,7 +153,16 @@ class Plan:
         horizons = PRESETS[self.preset].horizons
         if horizons is None or not self.axes.weights.looks_ahead:
             return 0
-        return horizons.backward(j, self.num_micro)
+        return horizons.backward(j, self.num_micro // self.width)
+
+    @property
+    def sums_by_replica(self) -> bool:
+        """Say whether replicas exchange gradients once per update, each its own sum.
+
+        The sums are added in the order of replicas. With a flush they are added micro-batch by
+        micro-batch instead, so that a step has the bits of one process, at more messages.
+        """
+        return self.width > 1 and self.weights != "sync"
 
     @property
     def guesses_once_a_step(self) -> bool:
@@ -255,7 +264,8 @@ class Plan:
     def _owners(self) -> tuple[int, ...]:
         placement, sharding = self.axes.placement, self.axes.sharding
         if not placement.runs_whole_micro:
-            return tuple(placement.workers_of(j)[0] for j in range(self.num_stages))
+            last = -1 if self.sums_by_replica else 0  # where the sum of all replicas ends
+            return tuple(placement.workers_of(j)[last] for j in range(self.num_stages))
         return tuple(
             sharding.owner(j, readers, num_workers=self.num_workers, num_stages=self.num_stages)
             for j, readers in enumerate(self._first_readers)

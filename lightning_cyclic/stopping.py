@@ -63,6 +63,10 @@ class StopBoard:
         """Say whether any worker was asked before the step under way."""
         return self._told or bool(self._store.check([self._key]))
 
+    def agree(self, step: int) -> int:
+        """Return the step before which all replicas stop: the first that any of them names."""
+        return int(self._store.compare_set(f"{self._key}/step", "", str(step)))
+
 
 def replace_stop_broadcast(
     trainer: Trainer, session: Asked, has_agreed: Callable[[], bool]

@@ -31,13 +31,14 @@ class Told(NamedTuple):
         loss: mean over the samples of the batch, shape ().
         returned: what the step returned besides the loss.
         records: what it logged.
-        stops: whether some worker of the replica was asked to stop.
+        stops: 0 if no worker of the replica was asked to stop; where steps flow, else the step
+            before which all do.
     """
 
     loss: Tensor
     returned: dict[str, Any]
     records: list[Record]
-    stops: bool
+    stops: int
 
 
 @final
@@ -69,15 +70,13 @@ class Summaries:
 
     # ------------------------------------------------------------------ training
 
-    def of_step(
-        self, outcomes: Sequence[Outcome], sizes: Sequence[int], *, stops: bool
-    ) -> Summary:
+    def of_step(self, outcomes: Sequence[Outcome], sizes: Sequence[int], *, stops: int) -> Summary:
         """Summarise a training step.
 
         Args:
             outcomes: of its micro-batches.
             sizes: their samples.
-            stops: whether some worker was asked to stop.
+            stops: as in :class:`Told`.
 
         Raises:
             StepError: a loss that is not finite, or a value that cannot be sent.

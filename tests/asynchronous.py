@@ -37,18 +37,24 @@ def train(
     num_micro: int,
     num_steps: int,
     after_update: Callable[[int], None] | None = None,
+    width: int = 1,
 ) -> None:
-    """Train in place; the module ends with the newest version of every stage."""
+    """Train in place; the module ends with the newest version of every stage.
+
+    With a width, replica r of the pipeline has micro-batches r, r + width, ... as its first,
+    second, ...; it sums their gradients, and the sums of replicas are added in their order.
+    """
     versions = [[[p.detach().clone() for p in ps]] for ps in stages]  # stage -> version -> values
     for t in range(num_steps):
-        totals: list[list[Tensor | None]] = [[None] * len(ps) for ps in stages]
+        sums: list[Sums] = [[[None] * len(ps) for ps in stages] for _ in range(width)]
         for i in range(num_micro):
             for j, ps in enumerate(stages):
-                v = version_read(rule, t, i, j, num_micro, len(stages))
+                v = version_read(rule, t, i // width, j, num_micro // width, len(stages))
                 put(ps, versions[j][v])
             (loss(module, t, i) / num_micro).backward()
-            for ps, total in zip(stages, totals, strict=True):
+            for ps, total in zip(stages, sums[i % width], strict=True):
                 take_grads(ps, total)
+        totals = added(sums)
         for j, ps in enumerate(stages):
             put(ps, versions[j][t])
             for p, total in zip(ps, totals[j], strict=True):
@@ -59,6 +65,20 @@ def train(
             after_update(t)
         for j, ps in enumerate(stages):
             versions[j].append([p.detach().clone() for p in ps])
+
+
+Sums = list[list[Tensor | None]]  # by stage, by parameter
+
+
+def added(sums: Sequence[Sums]) -> Sums:
+    """Add what replicas have, in their order."""
+    total = sums[0]
+    for other in sums[1:]:
+        total = [
+            [x if y is None else y if x is None else x + y for x, y in zip(xs, ys, strict=True)]
+            for xs, ys in zip(total, other, strict=True)
+        ]
+    return total
 
 
 def put(parameters: Sequence[nn.Parameter], values: Sequence[Tensor]) -> None:

@@ -31,7 +31,7 @@ def fit(job: Job, strategy: dict[str, Any], *callbacks: Callback, **flags: Any) 
     return run.outcome() | {"stage_of": run.trainer.strategy.stage_of}
 
 
-def sequential(job: Job, rule: str, stage_of: dict[str, int]) -> Outcome:
+def sequential(job: Job, rule: str, stage_of: dict[str, int], width: int = 1) -> Outcome:
     """Train by the rule, one micro-batch after the other; return weights and mean losses."""
     torch.set_num_threads(1)
     module: Any = job.make()
@@ -55,7 +55,7 @@ def sequential(job: Job, rule: str, stage_of: dict[str, int]) -> Outcome:
     asynchronous.train(
         module, stages, optimizer, loss, rule=rule, num_micro=job.num_micro,
         num_steps=job.num_steps * job.num_epochs,
-        after_update=lambda t: scheduler and scheduler.step(),
+        after_update=lambda t: scheduler and scheduler.step(), width=width,
     )  # fmt: skip
     each = torch.tensor(losses, dtype=torch.float64).reshape(-1, job.num_micro)
     state = {n: x.detach().clone() for n, x in module.state_dict().items()}

@@ -221,7 +221,18 @@ class _Worker:
         self.versions = {(j, v) for j, v in self.versions if j != a.j}
 
     def _extend_sum(self, t: int, j: int) -> None:
-        """Add own gradients to the sum in the order of micro-batches, as far as they go."""
+        """Add own gradients to the sum in the order of micro-batches, as far as they go.
+
+        Where replicas sum their own, add the whole of these to the sum of the replicas before.
+        """
+        if self.plan.sums_by_replica:
+            number, num_micro = self.replica[0] // len(self.replica), self.plan.num_micro
+            end = num_micro - self.plan.width + number
+            own = range(number, num_micro, self.plan.width)
+            has_before = number == 0 or self.sums[t, j] == end - 1
+            if has_before and all((Kind.B, t, i, j) in self.done for i in own):
+                self.sums[t, j] = end
+            return
         while (Kind.B, t, self.sums[t, j] + 1, j) in self.done:
             self.sums[t, j] += 1
 

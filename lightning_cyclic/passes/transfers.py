@@ -100,9 +100,15 @@ def _edge(
 
 
 def _sum(plan: Plan, a: Action, w: int) -> Iterator[Action]:
-    """Add to the sum of the micro-batches before, and hand it on."""
+    """Add to the sum of the micro-batches before, and hand it on.
+
+    Of replicas that sum their own, it is the last one of each that does so.
+    """
     i = a.i or 0
-    if i > 0 and (before := plan.worker_of(i - 1, a.j, a.t)) != w:
+    first = plan.num_micro - plan.width if plan.sums_by_replica else 0
+    if i < first:
+        return
+    if i > first and (before := plan.worker_of(i - 1, a.j, a.t)) != w:
         yield message(Kind.RECV, Payload.S, a, before, i=i - 1)
     if i == plan.num_micro - 1:
         if plan.owner(a.j) != w:

@@ -17,6 +17,12 @@ from lightning_cyclic.runtime.agreement import gather_texts
 from lightning_cyclic.runtime.stagewise.cuts import Cuts
 from lightning_cyclic.runtime.stagewise.ranks import rank_of
 
+_OPERATIONS = {
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+    "product": dist.ReduceOp.PRODUCT,
+}
+
 
 @final
 class Collectives:
@@ -38,6 +44,7 @@ class Collectives:
         self._size = size
         self._device = device
         self._group = group
+        self._peers = _peers(width, size) if group is not None and width > 1 else None
 
     def agree_on_cuts(
         self, find: Callable[[], Cuts], waiting: AbstractContextManager[None]
@@ -88,21 +95,22 @@ class Collectives:
                 named[name].copy_(x)
 
     def reduce(self, tensor: Tensor, how: str) -> Tensor:
-        """Reduce over all workers, of which those of a replica have the same value."""
-        if how in ("max", "min", "product"):
-            op = {"max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}.get(how)
-            if op is None:
-                raise StepError(
-                    f"a reduction by {how!r} over replicas; allowed: mean, sum, max, min; "
-                    "use one of these"
-                )
-            dist.all_reduce(tensor, op, group=self._group)
+        """Reduce over replicas: over the workers that have this one's place in them.
+
+        Workers of one replica have the same value, and each place reduces by itself, so that
+        they may do so in steps that flow, each when it is told of one.
+        """
+        if self._peers is None:
             return tensor
-        parts = self._size * (self._width if how in ("mean", "avg") else 1)
-        dist.all_reduce(tensor, group=self._group)
+        if how in _OPERATIONS:
+            dist.all_reduce(tensor, _OPERATIONS[how], group=self._peers)
+            return tensor
+        dist.all_reduce(tensor, group=self._peers)
+        if how not in ("mean", "avg"):
+            return tensor
         if tensor.is_floating_point():
-            return tensor.div_(parts)
-        return tensor.div_(parts, rounding_mode="floor")
+            return tensor.div_(self._width)
+        return tensor.div_(self._width, rounding_mode="floor")
 
     def meet(self) -> None:
         """Wait until all workers have come here."""
@@ -110,3 +118,13 @@ class Collectives:
 
     def _named(self) -> dict[str, Tensor]:
         return dict(self._module.named_parameters()) | dict(self._module.named_buffers())
+
+
+def _peers(width: int, size: int) -> Any:
+    """Return the process group of the workers with this one's place in their replicas."""
+    rank, mine = dist.get_rank(), None
+    for place in range(size):  # every rank takes part in making every group
+        ranks = [replica * size + place for replica in range(width)]
+        made = dist.new_group(ranks)
+        mine = made if rank in ranks else mine
+    return mine

@@ -125,20 +125,25 @@ class Executor:
         self._training = training
 
     def run(
-        self, actions: Iterable[Action], others: Callable[[Action], None] | None = None
+        self,
+        actions: Iterable[Action],
+        others: Callable[[Action], None] | None = None,
+        done: Callable[[Action], None] | None = None,
     ) -> None:
         """Carry out actions in their order.
 
         Args:
             actions: F, B and messages.
             others: carries out what else there is: updates, new versions and outcomes.
+            done: is told of each action that was not for ``others``, when it is over.
         """
         actions = list(actions)
         with self.site.open():
             for n, a in enumerate(actions):
                 if others is not None and _is_other(a):
                     others(a)
-                elif a.kind is Kind.RECV:
+                    continue
+                if a.kind is Kind.RECV:
                     self._mail.receive(actions, n)
                 elif a.kind is Kind.SEND:
                     self._mail.send(a)
@@ -146,6 +151,8 @@ class Executor:
                     self._forward(a)
                 elif a.kind is Kind.B:
                     self._backward(a)
+                if done is not None:
+                    done(a)
 
     def receive(self, a: Action) -> None:
         """Take in the message of one action."""

@@ -64,7 +64,8 @@ class Flow:
         self._apply = apply
         self._stream = Stream(plan, worker)
         self._stages = executor.holdings.stages
-        self._takes_turns = plan.axes.placement.takes_turns
+        replicas_update = plan.axes.placement.takes_turns or plan.width > 1
+        self._is_told_of_updates = replicas_update  # of some stages, by others
         self._begun = self._ended = t - 1
         self._summarise: dict[int, Summarise] = {}
         self._put_off: dict[tuple[int, int], list[Action]] = {}  # forwards, by update
@@ -100,7 +101,7 @@ class Flow:
         self._executor.prepare(t, micro, call, training=True)
         self._summarise[t] = summarise
         self._begun = t
-        if self._takes_turns:  # with others, one of which updates
+        if self._is_told_of_updates:
             self._tidy(t - self._plan.num_stages - 2)
         self._run([a for a in self._stream.block(t) if step_of(a) > self._ended])
 
@@ -125,7 +126,7 @@ class Flow:
     def _run(self, actions: Sequence[Action]) -> None:
         for p, grad in self._grads:
             p.grad = grad
-        self._executor.run(actions, self._other)
+        self._executor.run(actions, self._other, self._done)
         # Lightning zeroes gradients between batches; these belong to steps under way
         own = self._executor.holdings.own
         self._grads = [(p, p.grad) for p in own if p.grad is not None]
@@ -146,6 +147,10 @@ class Flow:
             self._executor.adopt({f: Lesson.from_data(data) for f, data in learnt.items()})
             self.arrived.append((a.t, Summary(parcel.tensors, facts)))
 
+    def _done(self, a: Action) -> None:
+        if a.kind is Kind.B and self._stream.tells(a):  # one worker alone tells nobody else
+            self._conclusion(a.t)
+
     def _conclusion(self, t: int) -> Parcel:
         """Return what all workers are told of step ``t``."""
         if t not in self._told:
@@ -158,8 +163,6 @@ class Flow:
         return self._told[t]
 
     def _update(self, a: Action) -> None:
-        if a.j == self._plan.num_stages - 1:  # one worker alone tells nobody
-            self._conclusion(a.t)
         stage = self._executor.holdings.owned(a.j)
         mine = set(map(id, stage))
         others = [(p, p.grad) for p in self._executor.holdings.own if id(p) not in mine]

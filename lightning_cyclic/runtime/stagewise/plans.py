@@ -118,7 +118,8 @@ class Plans:
             usual = self._plans.get(self._config.num_micro)
             if usual is not None and flows(usual):
                 # a batch of evaluation has a flush behind it, and reads the newest weights
-                made = replace(usual, num_micro=num_micro, schedule="gpipe", weights="sync")
+                of_all = num_micro * self._config.width
+                made = replace(usual, num_micro=of_all, schedule="gpipe", weights="sync")
             else:
                 made = replace(self._make(num_micro), num_steps=1)
             self._plans[num_micro] = made

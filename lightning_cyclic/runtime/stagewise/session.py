@@ -234,7 +234,7 @@ class StagewiseSession:
         """
         assert self.flow is not None
         self._check_number(len(parts))
-        shares = shares_of([p.size for p in parts], 1)
+        shares = shares_of([p.size for p in parts], self.config.width)
         with undisturbed(self.device):
             self.flow.step(self.t, self._micro(parts, shares, "train"), call, summarise)
         self.t += 1
@@ -252,7 +252,9 @@ class StagewiseSession:
             return []
         with undisturbed(self.device):
             is_new = self.flow.flush()
-        if is_new and self.executor is not None and self.executor.plan.axes.placement.takes_turns:
+        plan = self.plan
+        assert plan is not None
+        if is_new and (plan.axes.placement.takes_turns or plan.width > 1):
             self._spread_buffers(self.t - 1)
         return self.flow.take_arrived()
 

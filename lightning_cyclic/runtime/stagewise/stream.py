@@ -31,12 +31,16 @@ class Stream:
 
     def __init__(self, plan: Plan, worker: int) -> None:
         schedule = plan.axes.schedule
+        self._plan = plan
+        self._is_alone = len(plan.axes.placement.replica(worker)) == 1
         self._slots_per_step = schedule.period // schedule.unit
         # until the rule reads as ever on, and until all that a step begins has ended
         self._steady, lasts = 2 * plan.num_stages, plan.num_stages + 2
         self._repeats = plan.axes.placement.repeats
         num_steps = self._steady + self._repeats + lasts
-        program = replace(plan, num_steps=num_steps).programs[worker]
+        program: Sequence[Action] = replace(plan, num_steps=num_steps).programs[worker]
+        if plan.width > 1:
+            program = _with_buffers_last(program)
         self._program = [a for a in program if a.payload is not Payload.D]
         self._starts = [
             next(n for n, a in enumerate(self._program) if _begins_in(a) == t)
@@ -49,14 +53,16 @@ class Stream:
     def lag(self) -> int:
         """Return with which block behind that of a step its outcomes come or are told."""
         t = self._steady
-        told = next(
-            (
-                n
-                for n, a in enumerate(self._program)
-                if a.t == t and (a.payload is Payload.L or a.kind is Kind.UPDATE)
-            )
-        )
-        return bisect_right(self._starts, told) - 1 - t
+        told = (n for n, a in enumerate(self._program) if a.t == t and self.tells(a))
+        return bisect_right(self._starts, next(told)) - 1 - t
+
+    def tells(self, a: Action) -> bool:
+        """Say whether an action tells the worker, or its last backward shows, what came out."""
+        if not self._is_alone:
+            return a.payload is Payload.L
+        plan = self._plan
+        is_last = a.i is not None and a.i >= plan.num_micro - plan.width
+        return a.kind is Kind.B and a.j == plan.num_stages - 1 and is_last
 
     def block(self, t: int) -> list[Action]:
         """Return the actions from the first that needs the batch of step ``t``.
@@ -109,6 +115,25 @@ def step_of(a: Action) -> int:
     """Return the step without which an action would not be: a version's is that of its update."""
     is_version = a.payload in (Payload.P, Payload.V)
     return a.v - 1 if is_version and a.v is not None else a.t
+
+
+def _with_buffers_last(program: Sequence[Action]) -> list[Action]:
+    """Send the buffers for the first micro-batch of a step right before its receiver's forward.
+
+    So that what comes out of the step before, behind the sending, does not come with the next
+    batch for some replicas and with this one for others.
+    """
+    made: list[Action] = []
+    waiting: list[Action] = []
+    for a in program:
+        if a.kind is Kind.SEND and a.payload is Payload.R and a.i == 0:
+            waiting.append(a)
+            continue
+        if waiting and _begins_in(a) == waiting[0].t:
+            made += waiting
+            waiting = []
+        made.append(a)
+    return made + waiting
 
 
 def _begins_in(a: Action) -> int:

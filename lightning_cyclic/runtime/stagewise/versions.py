@@ -76,7 +76,8 @@ class Versions:
         self._alive = {j: weakref.WeakValueDictionary[int, Version]() for j in stages}
         self._foresight = foresight
         self._overwritten: dict[int, Version] = {}  # stage -> what all its graphs hold
-        self._last = dict.fromkeys(range(plan.num_stages), newest * plan.num_micro - 1)
+        # stage -> its last micro-batch, counted from the first step on
+        self._last = dict.fromkeys(range(plan.num_stages), newest * plan.num_micro - plan.width)
 
     def newest(self, j: int) -> int:
         """Return the version that the module's own parameters of stage ``j`` hold."""
@@ -213,7 +214,8 @@ class Versions:
 
     def _next_read(self, j: int) -> int:
         """Return the oldest version of stage ``j`` that later forwards read."""
-        nexts = [divmod(self._last[user] + 1, self._plan.num_micro) for user in self._readers[j]]
+        width, num_micro = self._plan.width, self._plan.num_micro
+        nexts = [divmod(self._last[user] + width, num_micro) for user in self._readers[j]]
         return min(self._plan.reads(t, i, j) for t, i in nexts)
 
     @contextmanager

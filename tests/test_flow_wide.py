@@ -1,0 +1,109 @@
+"""Several replicas of a pipeline without a flush: one exchange of gradients per update."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch import Tensor
+
+from lightning_cyclic.actions import Kind, Payload
+from lightning_cyclic.plan import make_plan
+from lightning_cyclic.strategy import CyclicStrategy
+from tests import processes
+from tests.corpus import assert_same, make_trainer, weights_of
+from tests.stagewise_runs import CLOSE, Job, Outcome, pipelines
+from tests.test_flow_features import saved_and_resumed, validated
+from tests.test_flow_parity import RULES, fit, sequential
+from tests.test_pipeline_failures import BAD_STEP, Troubled, batches, be_asked_to_stop
+
+pytestmark = pytest.mark.multi
+
+
+def assert_follows(ranks: list[Outcome], job: Job, preset: str, width: int) -> None:
+    """Compare every rank with the rule, and what replicas logged with their own micro-batches."""
+    (expected,) = processes.run(sequential, 1, job, RULES[preset], ranks[0]["stage_of"], width)
+    for r, rank in enumerate(ranks):
+        assert rank["global_step"] == job.num_steps * job.num_epochs
+        assert_same(
+            {n: rank["weights"][n] for n in expected["weights"]}, expected["weights"], f"rank {r}"
+        )
+    ends = [torch.tensor(rank["logged"][job.num_steps - 1 :: job.num_steps]) for rank in ranks]
+    mean = torch.stack(ends).double().mean(0)
+    all_micro = expected["losses"][job.num_steps - 1 :: job.num_steps]
+    torch.testing.assert_close(mean, all_micro, rtol=CLOSE, atol=CLOSE)
+
+
+@pytest.mark.parametrize(
+    ("name", "preset", "num_ranks", "num_stages"),
+    [
+        ("resnet", "cyclic_pipeline", 4, 2),  # whose statistics travel between replicas
+        ("gpt2", "pipedream_2bw", 4, 2),  # whose stages share a parameter
+        ("unet", "pipedream", 4, 2),
+        ("vit", "pipedream_2bw", 2, 2),  # one worker has all stages of a replica
+    ],
+)
+def test_replicas_follow_the_rule(name: str, preset: str, num_ranks: int, num_stages: int) -> None:
+    job = Job(case=name, num_micro=2 if preset == "pipedream" else 4)
+    ranks = pipelines(job, num_ranks, preset=preset, stages=num_stages, width=2, function=fit)
+    assert_follows(ranks, job, preset, 2)
+
+
+# ---------------------------------------------------------------------- in the middle
+
+
+@cache
+def unbroken(job: Job, **strategy: Any) -> Outcome:
+    """Return what a run on four ranks gives that nothing interrupts; run once per session."""
+    return pipelines(job, 4, function=fit, **strategy)[0]
+
+
+@pytest.mark.parametrize("preset", ["cyclic_pipeline", "pipeoptim"])
+def test_validation_and_checkpoints_change_nothing(preset: str, tmp_path: Path) -> None:
+    job = Job(case="resnet", num_micro=2 if preset == "pipeoptim" else 4, num_steps=5)
+    plan = {"preset": preset, "stages": 2, "width": 2}
+    for ranks in (
+        pipelines(job, 4, function=validated, **plan),
+        pipelines(job, 4, str(tmp_path), 3, function=saved_and_resumed, **plan),
+    ):
+        for r, rank in enumerate(ranks):
+            assert_same(rank["weights"], unbroken(job, **plan)["weights"], f"rank {r}")
+
+
+def fit_until_asked(culprit: int) -> tuple[int, dict[str, Tensor]]:
+    """Return batches done and weights; one rank is asked to stop."""
+    here = processes.here().rank
+    module = Troubled(be_asked_to_stop if here == culprit else lambda: None, 3, "train")
+    strategy = CyclicStrategy("pipedream_2bw", stages=["layers.2"], width=2, num_micro=2)
+    trainer = make_trainer(strategy, max_epochs=4)
+    with pytest.raises(SIGTERMException):
+        trainer.fit(module, batches())
+    return module.batches, weights_of(module)
+
+
+def test_all_replicas_stop_at_the_same_step() -> None:
+    ends = processes.run(fit_until_asked, 4, 2, time_limit_s=50)
+    assert len({done for done, _ in ends}) == 1
+    assert BAD_STEP < ends[0][0] <= BAD_STEP + 8
+    for _, weights in ends:
+        assert_same(weights, ends[0][1])
+
+
+# ---------------------------------------------------------------------- messages
+
+
+def test_replicas_exchange_gradients_once_per_update() -> None:
+    plan = make_plan("pipedream_2bw", num_stages=2, num_workers=6, num_micro=12, width=3)
+    for w, program in enumerate(plan.programs):
+        replica, stage = divmod(w, 2)
+        of_step = [a for a in program if a.t == 2]
+        sums = [(a.kind, a.peer) for a in of_step if a.payload in (Payload.S, Payload.T)]
+        before, after = (Kind.RECV, w - 2), (Kind.SEND, w + 2)
+        assert sums == [before] * (replica > 0) + [after] * (replica < 2)
+        versions = [a for a in program if a.payload is Payload.P and a.v == 3]
+        assert [a.kind for a in versions] == ([Kind.SEND] * 2 if replica == 2 else [Kind.RECV])
+        assert plan.owner(stage) == 4 + stage
