@@ -124,6 +124,7 @@ def _numbers(plan: Plan) -> dict[str, Any]:
         "num_stages": plan.num_stages,
         "num_workers": plan.num_workers,
         "num_micro": plan.num_micro,
+        "width": plan.width,
         "slack": plan.slack,
     }
 

@@ -79,6 +79,8 @@ class FlowingTraining(StagedTraining):
             apply=self._apply,
             guess=self._predictor.guess,
             backward_weights=self._options.backward_weights,
+            read_state=self._predictor.read_state,
+            write_state=self._predictor.write_state,
         )
 
     def _parameters_of(self, j: int) -> Sequence[nn.Parameter]:
@@ -147,7 +149,7 @@ class FlowingTraining(StagedTraining):
 
     def _apply(self, t: int, j: int) -> None:
         if not self._owned_is_kept:  # a whole checkpoint may have been loaded
-            ckpt.keep_owned_state(self._trainer.optimizers[0], self._session.updated)
+            ckpt.keep_owned_state(self._trainer.optimizers[0], self._session.with_state)
             self._owned_is_kept = True
         with self._predictor.noting(self._session.holdings.owned(j)):
             self._updates.apply(t, [j])

@@ -6,8 +6,10 @@ that updates it. The others are told its state before anybody computes it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, final
 
+from lightning.pytorch import Trainer
 from torch import nn
 
 from lightning_cyclic.actions import Payload
@@ -17,6 +19,7 @@ from lightning_cyclic.runtime.stagewise.sideeffects import state_of
 from lightning_cyclic.runtime.stagewise.site import is_metric
 
 _SYNCING = ("sync_on_compute", "_to_sync", "dist_sync_on_step")
+_STORES_METRICS = "_store_dataloader_outputs"  # of evaluation loops: computes, before any hook
 
 
 @final
@@ -24,17 +27,31 @@ class SharedMetrics:
     """Share the states of a module's metrics.
 
     Args:
+        trainer: whose loops of evaluation compute metrics.
         module: whose metrics they are.
         session: knows which worker updates which.
     """
 
-    def __init__(self, module: nn.Module, session: StagewiseSession) -> None:
+    def __init__(self, trainer: Trainer, module: nn.Module, session: StagewiseSession) -> None:
         self._session = session
+        loops: tuple[Any, ...] = (
+            trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop,
+        )  # fmt: skip
+        self._loops = [loop for loop in loops if hasattr(loop, _STORES_METRICS)]
+        for loop in self._loops:
+            setattr(loop, _STORES_METRICS, self._sharing_before(getattr(loop, _STORES_METRICS)))
         self._metrics: dict[str, Any] = {p: m for p, m in module.named_modules() if is_metric(m)}
         self._before = {path: _syncing(metric) for path, metric in self._metrics.items()}
         if session.config.width == 1:  # else they would add up states of stages, which are alike
             for metric in self._metrics.values():
                 metric.__dict__.update(dict.fromkeys(_SYNCING, False))
+
+    def _sharing_before(self, compute: Callable[[], None]) -> Callable[[], None]:
+        def share_and_compute() -> None:
+            self.share()
+            compute()
+
+        return share_and_compute
 
     def share(self) -> None:
         """Bring the states of metrics from the workers that update them to all of a replica."""
@@ -50,6 +67,8 @@ class SharedMetrics:
 
     def release(self) -> None:
         """Let metrics synchronize as they did before."""
+        for loop in self._loops:
+            vars(loop).pop(_STORES_METRICS, None)
         for path, attributes in self._before.items():
             self._metrics[path].__dict__.update(attributes)
 

@@ -194,7 +194,9 @@ class Plan:
 
     def first_read(self, v: int, j: int) -> int:
         """Give the step in which version v of stage j is read first."""
-        return v + min(self._lag(i, j) for i in {0, self.num_micro - 1})
+        t, ends = self._late_step, (0, self.num_micro - 1)
+        reads = [f(t, i, j) for i in ends for f in (self.reads, self.backward_reads)]
+        return v + t - max(reads)
 
     def is_late(self, j: int) -> bool:
         """Say whether the owner of a replicated stage reads a new version after somebody else."""

@@ -15,6 +15,8 @@ from lightning_cyclic.runtime.prediction import Displacements, knows, predict
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
+_DISPLACEMENT = "lightning_cyclic.displacement"
+
 
 @final
 class Predictor:
@@ -67,6 +69,36 @@ class Predictor:
         for p, values in zip(parameters, before, strict=True):
             if id(p) in rates:
                 self._displacements.note(p, values, p, rates[id(p)])
+
+    # ------------------------------------------------------------------ replicas
+
+    def read_state(self, parameters: Sequence[nn.Parameter]) -> tuple[list[Tensor], Any]:
+        """Return what guesses are made of beside weights, for replicas that do not update.
+
+        Returns:
+            Tensors; for each parameter the names of its tensors and its plain values.
+        """
+        optimizer, tensors, facts = self._trainer.optimizers[0], [], []
+        for p in parameters:
+            state = dict(optimizer.state.get(p, {}))
+            if p in self._displacements.directions:
+                state[_DISPLACEMENT] = self._displacements.directions[p]
+            names = [n for n, x in state.items() if isinstance(x, Tensor)]
+            tensors += [state[n] for n in names]
+            facts.append([names, {n: x for n, x in state.items() if n not in names}])
+        return tensors, facts
+
+    def write_state(
+        self, parameters: Sequence[nn.Parameter], tensors: Sequence[Tensor], facts: Any
+    ) -> None:
+        """Take what :meth:`read_state` returned on another worker."""
+        optimizer, rest = self._trainer.optimizers[0], iter(tensors)
+        for p, (names, plain) in zip(parameters, facts, strict=True):
+            state = {n: next(rest) for n in names}
+            if _DISPLACEMENT in state:
+                self._displacements.directions[p] = state.pop(_DISPLACEMENT)
+            if state or plain:
+                optimizer.state[p] = state | plain
 
     # ------------------------------------------------------------------ checkpoints
 

@@ -62,7 +62,7 @@ class StagedTraining(AbstractTraining):
             trainer, options, plan, self._finder, self._transport, group, self._configured
         )
         self._summaries = Summaries(self._module, session, reductions)
-        self._metrics = SharedMetrics(self._module, session)
+        self._metrics = SharedMetrics(trainer, self._module, session)
         self._stop = None if group is None else StopBoard(f"cyclic/stop/{group.group_name}")
         if fitting and self._stop is not None:
             stop = self._stop
@@ -209,7 +209,7 @@ class StagedTraining(AbstractTraining):
             return super().optimizer_state(own, optimizer)
         optimizer = getattr(optimizer, "_optimizer", optimizer)
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        mine = [p for p in self._session.updated if id(p) in held]
+        mine = [p for p in self._session.with_state if id(p) in held]
         return ckpt.gather_optimizer_state(optimizer, mine)
 
     @override
@@ -230,7 +230,7 @@ class StagedTraining(AbstractTraining):
         """Load the whole optimizer state; each worker keeps the part that it owns."""
         own(checkpoint)
         if self._is_apart:
-            ckpt.keep_owned_state(self._trainer.optimizers[0], self._session.updated)
+            ckpt.keep_owned_state(self._trainer.optimizers[0], self._session.with_state)
 
     @override
     def resume(self, saved: Mapping[str, Any] | None) -> bool:

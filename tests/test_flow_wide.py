@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,25 @@ def test_replicas_follow_the_rule(name: str, preset: str, num_ranks: int, num_st
     assert_follows(ranks, job, preset, 2)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Twins(Job):
+    """Give every micro-batch to both replicas: half of each gradient twice is one of them."""
+
+    def batch(self, k: int) -> Any:
+        return super().batch(k // 2)
+
+
+@pytest.mark.parametrize(
+    ("preset", "num_micro"), [("pipeoptim", 1), ("spectrain", 1), ("xpipe", 2)]
+)
+def test_every_replica_predicts_as_the_owner_does(preset: str, num_micro: int) -> None:
+    job = Job(case="vit", num_micro=num_micro)
+    twins = Twins(case="vit", num_micro=2 * num_micro)
+    one, *_ = pipelines(job, 2, preset=preset, stages=2, function=fit)
+    for rank in pipelines(twins, 4, preset=preset, stages=2, width=2, function=fit):
+        assert_same(rank["weights"], one["weights"])
+
+
 # ---------------------------------------------------------------------- in the middle
 
 
@@ -66,12 +86,12 @@ def unbroken(job: Job, **strategy: Any) -> Outcome:
 def test_validation_and_checkpoints_change_nothing(preset: str, tmp_path: Path) -> None:
     job = Job(case="resnet", num_micro=2 if preset == "pipeoptim" else 4, num_steps=5)
     plan = {"preset": preset, "stages": 2, "width": 2}
-    for ranks in (
-        pipelines(job, 4, function=validated, **plan),
-        pipelines(job, 4, str(tmp_path), 3, function=saved_and_resumed, **plan),
-    ):
+    for what, ranks in {
+        "validated": pipelines(job, 4, function=validated, **plan),
+        "resumed": pipelines(job, 4, str(tmp_path), 3, function=saved_and_resumed, **plan),
+    }.items():
         for r, rank in enumerate(ranks):
-            assert_same(rank["weights"], unbroken(job, **plan)["weights"], f"rank {r}")
+            assert_same(rank["weights"], unbroken(job, **plan)["weights"], f"{what} rank {r}")
 
 
 def fit_until_asked(culprit: int) -> tuple[int, dict[str, Tensor]]:

@@ -20,11 +20,11 @@ from lightning_cyclic.plan import make_plan
             r"each replica; use num_stages=3 or num_workers=4",
         ),
         (
-            {"preset": "pipedream", "num_workers": 4},
-            r"width=2 does not fit placement 'pipelined' with schedule 'cyclic'; allowed with "
-            r"them: 1; use width=1, or placement 'pipelined' with schedule '1f1b' or 'gpipe'",
+            {"preset": "cyclic_dp"},
+            r"width=2 does not fit placement 'replicated' with schedule 'cyclic'; allowed with "
+            r"them: 1; use width=1, or placement 'pipelined' with schedule '1f1b' or 'cyclic' or "
+            r"'gpipe'",
         ),
-        ({"preset": "cyclic_dp"}, r"width=2 does not fit placement 'replicated'"),
         ({"placement": "single", "num_workers": 1}, r"width=2 does not fit placement 'single'"),
     ],
 )

@@ -12,6 +12,7 @@ from lightning_cyclic.plan import Plan
 from lightning_cyclic.runtime.stagewise.cuts import Cuts
 from lightning_cyclic.runtime.stagewise.flow import Apply
 from lightning_cyclic.runtime.stagewise.foresight import BackwardWeights, Guess
+from lightning_cyclic.runtime.stagewise.mail import ReadState, WriteState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +30,8 @@ class StagewiseConfig:
         apply: makes a new version of a stage, where steps flow into each other.
         guess: predicts the weights of a stage, for plans that read predicted ones.
         backward_weights: what backwards read there.
+        read_state: gives what an owner must tell replicas of a stage, so that they can guess.
+        write_state: takes it.
         expected_stages: how many stages there will be. [0: one per worker of a replica]
     """
 
@@ -41,4 +44,6 @@ class StagewiseConfig:
     apply: Apply | None = None
     guess: Guess | None = None
     backward_weights: BackwardWeights = "current"
+    read_state: ReadState | None = None
+    write_state: WriteState | None = None
     expected_stages: int = 0

@@ -25,7 +25,7 @@ from lightning_cyclic.runtime.stagewise.entry import Entry
 from lightning_cyclic.runtime.stagewise.ghosts import Handle
 from lightning_cyclic.runtime.stagewise.holdings import Holdings
 from lightning_cyclic.runtime.stagewise.losses import check_loss, loss_of
-from lightning_cyclic.runtime.stagewise.mail import Key, Mail
+from lightning_cyclic.runtime.stagewise.mail import Key, Mail, ReadState, WriteState
 from lightning_cyclic.runtime.stagewise.packets import Lesson, Packet
 from lightning_cyclic.runtime.stagewise.parcels import ParcelPost
 from lightning_cyclic.runtime.stagewise.run import Run
@@ -167,6 +167,10 @@ class Executor:
         """Take what micro-batches taught for the next ones."""
         self.lessons |= learnt
         self.learnt = {}
+
+    def exchange_state(self, read: ReadState, write: WriteState) -> None:
+        """Send the optimizer's state of a stage with its parameters, to those who predict."""
+        self._mail.read_state, self._mail.write_state = read, write
 
     def forget(self, t: int) -> None:
         """Forget the micro-batches of step ``t``, behind their last backward; and older ones."""

@@ -137,7 +137,7 @@ class Flow:
         if a.kind is Kind.UPDATE:
             self._update(a)
         elif a.payload in (Payload.P, Payload.V):
-            self._versions.begin_update(a.j)
+            self._begin_update(a)
             self._executor.receive(a)
         elif a.kind is Kind.SEND:
             self._post.send(a, None, self._conclusion(a.t))
@@ -168,9 +168,7 @@ class Flow:
         others = [(p, p.grad) for p in self._executor.holdings.own if id(p) not in mine]
         for p, _ in others:
             p.grad = None  # of a step that is still under way on another stage
-        for forward in self._put_off.get((a.t, a.j), ()):
-            self._versions.reserve(forward)
-        self._versions.begin_update(a.j)
+        self._begin_update(a)
         self._apply(a.t, a.j)
         for p in stage:
             p.grad = None
@@ -178,6 +176,11 @@ class Flow:
             p.grad = grad
         if a.j == self._stages[0]:  # backwards go from the last stage to the first
             self._tidy(a.t)
+
+    def _begin_update(self, a: Action) -> None:
+        for forward in self._put_off.get((step_of(a), a.j), ()):
+            self._versions.reserve(forward)
+        self._versions.begin_update(a.j)
 
     def _tidy(self, t: int) -> None:
         """Forget what is over with step ``t``."""

@@ -68,7 +68,7 @@ class Foresight:
         assert a.i is not None
         reserved = self._reserved.pop((a.t, a.i, a.j), None)
         values = self._made(a, newest) if reserved is None else reserved
-        if a.i == 0:
+        if a.i < self._plan.width:  # the first of its replica
             self._of_step[a.j] = (a.t, values)
         return values
 
@@ -85,8 +85,9 @@ class Foresight:
 
     def _made(self, a: Action, newest: int) -> Values:
         assert a.i is not None
-        if self._plan.guesses_once_a_step and a.i > 0:
-            first = self._reserved.get((a.t, 0, a.j))
+        width = self._plan.width
+        if self._plan.guesses_once_a_step and a.i >= width:
+            first = self._reserved.get((a.t, a.i % width, a.j))
             t, values = self._of_step[a.j] if first is None else (a.t, first)
             assert t == a.t
             return values

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from lightning_cyclic.actions import Action, Kind, Payload
@@ -26,6 +26,8 @@ from lightning_cyclic.runtime.stagewise.parcels import Parcel, ParcelPost
 from lightning_cyclic.runtime.stagewise.tape import Tape
 
 Key = tuple[int, int, int]  # step, micro-batch, stage
+ReadState = Callable[[Sequence[nn.Parameter]], tuple[list[Tensor], Any]]
+WriteState = Callable[[Sequence[nn.Parameter], Sequence[Tensor], Any], None]
 _MOST_KINDS = 256  # of batches, whose descriptions are kept
 
 
@@ -46,6 +48,8 @@ class Mail:
         self.packets: dict[Key, Packet] = {}  # by the stage that takes them
         self.grads: dict[Key, Mapping[Handle, Tensor]] = {}  # by the stage that takes them
         self.tied: dict[tuple[int, int, str], Tensor] = {}  # step, micro-batch, parameter
+        self.read_state: ReadState | None = None  # what goes with parameters to replicas
+        self.write_state: WriteState | None = None
         self._post = post
         self._holdings = holdings
         self._plan = plan
@@ -151,10 +155,16 @@ class Mail:
         self._holdings.add_to(a.j, parcel.facts, parcel.tensors)
 
     def _send_parameters(self, a: Action) -> None:
-        self._post.send(a, None, Parcel([p.detach() for p in self._holdings.owned(a.j)]))
+        stage = self._holdings.owned(a.j)
+        state, facts = self.read_state(stage) if self.read_state else ([], None)
+        self._post.send(a, None, Parcel([*(p.detach() for p in stage), *state], facts))
 
     def _receive_parameters(self, a: Action) -> None:
-        _copy(self._holdings.owned(a.j), self._post.receive(a, None).tensors)
+        stage = self._holdings.owned(a.j)
+        parcel = self._post.receive(a, None)
+        _copy(stage, parcel.tensors[: len(stage)])
+        if self.write_state is not None:
+            self.write_state(stage, parcel.tensors[len(stage) :], parcel.facts)
 
     def _send_buffers(self, a: Action) -> None:
         self._post.send(a, None, Parcel(self._holdings.changing(a.j)))

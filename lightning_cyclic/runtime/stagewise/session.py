@@ -121,6 +121,10 @@ class StagewiseSession:
         if flows(plan) and apply is not None:  # else it is only evaluated
             assert self.versions is not None
             self.flow = Flow(plan, self.worker, self.executor, post, self.versions, apply, self.t)
+        if _shares_state(plan):
+            assert self.config.read_state is not None
+            assert self.config.write_state is not None
+            self.executor.exchange_state(self.config.read_state, self.config.write_state)
         holdings.free()
         if self.transport is not None:
             parameters = [holdings.owned(j) for j in range(plan.num_stages)]
@@ -158,12 +162,17 @@ class StagewiseSession:
         return any(plan.owner(j) == self.worker for j in range(plan.num_stages))
 
     @property
-    def updated(self) -> list[nn.Parameter]:
-        """Return the parameters that this worker updates, and has optimizer state for."""
+    def with_state(self) -> list[nn.Parameter]:
+        """Return the parameters that this worker has optimizer state for.
+
+        It updates them; or it is told of their updates, and predicts them.
+        """
         plan = self.plan
         assert plan is not None
-        stages = [j for j in self.holdings.stages if plan.owner(j) == self.worker]
-        return [p for j in stages for p in self.holdings.owned(j)]
+        own = [
+            j for j in self.holdings.stages if _shares_state(plan) or plan.owner(j) == self.worker
+        ]
+        return [p for j in own for p in self.holdings.owned(j)]
 
     @property
     def holdings(self) -> Holdings:
@@ -398,3 +407,8 @@ class StagewiseSession:
         if self.transport is None:
             return nullcontext()
         return naming_peers(self.transport, self.t, what)
+
+
+def _shares_state(plan: Plan) -> bool:
+    """Say whether replicas that do not update need the optimizer's state to predict."""
+    return plan.axes.weights.looks_ahead and plan.width > 1

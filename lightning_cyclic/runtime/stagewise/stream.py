@@ -85,7 +85,7 @@ class Stream:
         """Return the forwards of later steps that the rest of step ``t`` leaves out.
 
         Returns:
-            (step, stage) of an update -> the forwards of that stage that come before it.
+            (step, stage) of a new version -> the forwards of that stage that come before it.
         """
         steps = self._steps_behind(t)
         put_off: dict[int, list[Action]] = {}
@@ -93,8 +93,8 @@ class Stream:
         for a in self._program[self._starts[t - steps + 1] :]:
             if a.kind is Kind.F and a.t > t - steps:
                 put_off.setdefault(a.j, []).append(self._moved(a, steps))
-            elif a.kind is Kind.UPDATE and a.t <= t - steps:
-                found[a.t + steps, a.j] = list(put_off.get(a.j, ()))
+            elif _moves_on(a) and step_of(a) <= t - steps:
+                found[step_of(a) + steps, a.j] = list(put_off.get(a.j, ()))
         return found
 
     def _steps_behind(self, t: int) -> int:
@@ -134,6 +134,11 @@ def _with_buffers_last(program: Sequence[Action]) -> list[Action]:
             waiting = []
         made.append(a)
     return made + waiting
+
+
+def _moves_on(a: Action) -> bool:
+    """Say whether an action gives the worker the next version of a stage that it holds."""
+    return a.kind is Kind.UPDATE or (a.kind is Kind.RECV and a.payload is Payload.P)
 
 
 def _begins_in(a: Action) -> int:
