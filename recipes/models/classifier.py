@@ -1,4 +1,4 @@
-"""Image classification: any network that maps images to logits, trained on cross-entropy."""
+"""Classification: any network that maps images or texts to logits, trained on cross-entropy."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from models.decay import decay_groups
 
-Batch = tuple[Tensor, Tensor]  # images (N, C, H, W), labels (N,)
+Batch = tuple[Tensor, Tensor]  # inputs (N, ...), labels (N,)
 
 
 @final
-class ImageClassifier(L.LightningModule):
-    """Train a network on labelled images; logs ``train_loss``, ``val_loss``, ``val_accuracy``.
+class Classifier(L.LightningModule):
+    """Train a network on labelled inputs; logs ``train_loss``, ``val_loss``, ``val_accuracy``.
 
     Args:
-        net: Maps images (N, C, H, W) to logits (N, num_classes).
+        net: Maps inputs (N, ...), say images (N, C, H, W), to logits (N, num_classes).
         num_classes: Number of classes.
         optimizer: Makes the optimizer from param groups.
         scheduler: Makes the learning-rate schedule from the optimizer; it steps every epoch.
@@ -42,21 +42,21 @@ class ImageClassifier(L.LightningModule):
         self.make_scheduler = scheduler
         self.val_accuracy = MulticlassAccuracy(num_classes, average="micro")
 
-    def forward(self, images: Tensor) -> Tensor:
-        """Map images (N, C, H, W) to logits (N, num_classes)."""
-        return self.net(images)
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Map inputs (N, ...) to logits (N, num_classes)."""
+        return self.net(inputs)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Return the mean cross-entropy of the batch."""
-        images, labels = batch
-        loss = F.cross_entropy(self(images), labels)
+        inputs, labels = batch
+        loss = F.cross_entropy(self(inputs), labels)
         self.log("train_loss", loss, prog_bar=True)
         return loss
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         """Add the batch to the epoch's loss and accuracy over all workers."""
-        images, labels = batch
-        logits = self(images)
+        inputs, labels = batch
+        logits = self(inputs)
         self.val_accuracy.update(logits, labels)
         self.log("val_loss", F.cross_entropy(logits, labels), prog_bar=True, sync_dist=True)
         self.log("val_accuracy", self.val_accuracy, prog_bar=True)
