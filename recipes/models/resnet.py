@@ -1,4 +1,4 @@
-"""ResNets without torchvision: ResNet-18, ResNet-50 and a small one for 8x8 digits.
+"""ResNets without torchvision: ResNet-18, ResNet-50, ResNet-101, a small one for 8x8 digits.
 
 Shapes: N images, C channels, H x W pixels.
 Source: He et al., "Deep Residual Learning for Image Recognition", arXiv 1512.03385.
@@ -145,6 +145,18 @@ def resnet50(*, channels: int, num_classes: int, stem: Stem, width: int = 64) ->
     return ResNet(
         Bottleneck,
         (3, 4, 6, 3),
+        channels=channels,
+        num_classes=num_classes,
+        width=width,
+        stem=stem,
+    )
+
+
+def resnet101(*, channels: int, num_classes: int, stem: Stem, width: int = 64) -> ResNet:
+    """Make ResNet-101 (44.5 M parameters with 1,000 classes)."""
+    return ResNet(
+        Bottleneck,
+        (3, 4, 23, 3),
         channels=channels,
         num_classes=num_classes,
         width=width,

@@ -1,0 +1,63 @@
+"""VGG-16 without torchvision, for large and for small images.
+
+Source: Simonyan and Zisserman, "Very Deep Convolutional Networks for Large-Scale Image
+Recognition", arXiv 1409.1556, table 1, column D.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+from models.resnet import Stem
+
+_GROUPS = ((2, 1), (2, 2), (3, 4), (3, 8), (3, 8))  # convolutions, width over the first width
+
+
+def vgg16(
+    *,
+    channels: int,
+    num_classes: int,
+    stem: Stem,
+    width: int = 64,
+    batch_norm: bool = True,
+    dropout: float = 0.5,
+) -> nn.Sequential:
+    """Make VGG-16 (138.4 M parameters with 1,000 classes).
+
+    Args:
+        channels: Channels of the images.
+        num_classes: Number of logits.
+        stem: ``"imagenet"`` has the three linear layers of the paper; ``"cifar"`` has one, as
+            small images leave one pixel of 512 features.
+        width: Channels of the first convolution; all other widths follow it.
+        batch_norm: Put BatchNorm behind each convolution.
+        dropout: Share of the features that is dropped behind each large linear layer.
+    """
+    features = nn.Sequential()
+    inputs = channels
+    for count, factor in _GROUPS:
+        for _ in range(count):
+            features.extend(_convolution(inputs, factor * width, batch_norm))
+            inputs = factor * width
+        features.append(nn.MaxPool2d(2))
+    if stem == "cifar":
+        head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, num_classes))
+    else:
+        head = _large_head(inputs, 64 * width, num_classes, dropout)
+    return nn.Sequential(features, head)
+
+
+def _convolution(inputs: int, outputs: int, batch_norm: bool) -> list[nn.Module]:
+    convolution = nn.Conv2d(inputs, outputs, 3, padding=1)
+    nn.init.kaiming_normal_(convolution.weight, mode="fan_out", nonlinearity="relu")
+    nn.init.zeros_(convolution.bias)
+    return [convolution, *([nn.BatchNorm2d(outputs)] if batch_norm else []), nn.ReLU()]
+
+
+def _large_head(inputs: int, hidden: int, num_classes: int, dropout: float) -> nn.Sequential:
+    return nn.Sequential(
+        *(nn.AdaptiveAvgPool2d(7), nn.Flatten()),
+        *(nn.Linear(inputs * 7 * 7, hidden), nn.ReLU(), nn.Dropout(dropout)),
+        *(nn.Linear(hidden, hidden), nn.ReLU(), nn.Dropout(dropout)),
+        nn.Linear(hidden, num_classes),
+    )
