@@ -50,8 +50,9 @@ def main(cfg: DictConfig) -> float:
 def make_trainer(cfg: DictConfig) -> L.Trainer:
     """Make the Trainer, with the strategy and the report of its plan."""
     make = instantiate(cfg.trainer, _partial_=True)
+    strategy = instantiate(cfg.strategy, _convert_="all")  # stages=[...] as a list
     report = PlanReport(remat=cfg.strategy.get("remat"))
-    return make(strategy=instantiate(cfg.strategy), callbacks=[report])
+    return make(strategy=strategy, callbacks=[report])
 
 
 def refuse_popen_sweep(cfg: DictConfig) -> None:
