@@ -143,12 +143,20 @@ class LabelledImages(L.LightningDataModule):
             )
 
 
-def load_split(path: str, split: str) -> datasets.Dataset:
-    """Open one split of a data set on the hub or in a local folder."""
+def load_split(path: str, split: str, name: str | None = None) -> datasets.Dataset:
+    """Open one split of a data set on the hub or in a local folder.
+
+    Args:
+        path: Name on the Hugging Face hub, or a local folder.
+        split: Name of the split.
+        name: The part of the data set, where the hub's has several.
+    """
     folder = Path(path).expanduser()
     if (folder / "dataset_dict.json").is_file():  # what DatasetDict.save_to_disk leaves behind
         return datasets.load_from_disk(str(folder))[split]
-    return datasets.load_dataset(str(folder) if folder.is_dir() else path, split=split)
+    if folder.is_dir():
+        return datasets.load_dataset(str(folder), split=split)
+    return datasets.load_dataset(path, name, split=split)
 
 
 def _image_column(rows: datasets.Dataset) -> str:

@@ -35,7 +35,7 @@ class LabelledTexts(L.LightningDataModule):
         label: Name of the column of labels.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  (one keyword for each line of the data set's YAML file)
         self,
         path: str,
         *,
@@ -47,7 +47,7 @@ class LabelledTexts(L.LightningDataModule):
         val_split: str = "test",
         text: str = "text",
         label: str = "label",
-    ) -> None:  # noqa: PLR0913  (one keyword for each line of the data set's YAML file)
+    ) -> None:
         super().__init__()
         self.path = path
         self.tokenizer = Path(tokenizer)

@@ -1,0 +1,38 @@
+"""Test a checkpoint of a recipe: what a module's ``test_step`` says of the test data.
+
+    python recipes/test.py experiment=pipeoptim_translation strategy=single
+        data.tokenizer=RUN/pieces.json "ckpt_path='RUN/metrics/checkpoints/epoch=7-step=9.ckpt'"
+
+RUN is the folder that training printed as "files". The quotes are for Hydra: the file's name has
+equals signs in it. Whatever strategy wrote the checkpoint, ``strategy=single`` reads it.
+"""
+
+from __future__ import annotations
+
+import time
+
+import hydra
+import lightning as L
+from hydra.utils import instantiate
+from omegaconf import DictConfig
+from report import print_results
+from train import limit_threads, make_trainer
+
+
+@hydra.main(version_base="1.3", config_path="../conf", config_name="config")
+def main(cfg: DictConfig) -> None:
+    """Test what the configuration says, and print the metrics."""
+    started_s = time.perf_counter()
+    if cfg.ckpt_path is None:
+        raise ValueError("no checkpoint to test was given; add ckpt_path=FILE.ckpt")
+    limit_threads(cfg)
+    L.seed_everything(cfg.seed, workers=True, verbose=False)
+    trainer = make_trainer(cfg)
+    trainer.test(instantiate(cfg.model), instantiate(cfg.data), cfg.ckpt_path, verbose=False)
+    if trainer.is_global_zero:
+        metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        print_results(trainer, metrics, time.perf_counter() - started_s)
+
+
+if __name__ == "__main__":
+    main()
