@@ -16,10 +16,16 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from models.decay import decay_groups
 
 
-def gpt2(*, vocab_size: int, block_size: int, layers: int, heads: int, width: int) -> nn.Module:
+def gpt2(
+    *,
+    vocab_size: int,
+    block_size: int,
+    layers: int,
+    heads: int,
+    width: int,
+    dropout: float = 0.0,
+) -> nn.Module:
     """Make a GPT-2 with random weights; input and output embeddings are tied.
-
-    Dropout is off: the small runs of the recipes see every window once.
 
     Args:
         vocab_size: Number of tokens; 256 for bytes.
@@ -27,6 +33,8 @@ def gpt2(*, vocab_size: int, block_size: int, layers: int, heads: int, width: in
         layers: Number of transformer blocks.
         heads: Attention heads of a block.
         width: Size of the embedding, a multiple of ``heads``.
+        dropout: Share that is dropped of embeddings, attention and residual branches; off by
+            default, as the small runs of the recipes see every window once.
     """
     config = GPT2Config(
         vocab_size=vocab_size,
@@ -34,9 +42,9 @@ def gpt2(*, vocab_size: int, block_size: int, layers: int, heads: int, width: in
         n_layer=layers,
         n_head=heads,
         n_embd=width,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
+        resid_pdrop=dropout,
+        embd_pdrop=dropout,
+        attn_pdrop=dropout,
         bos_token_id=None,
         eos_token_id=None,
         use_cache=False,
