@@ -236,6 +236,29 @@ def check_predicts(plan: Plan, backward_weights: str, default: str) -> None:
         )
 
 
+def check_delayed(plan: Plan, *, error_feedback: bool) -> None:
+    """Refuse corrections of old gradients where none are old.
+
+    Raises:
+        ConfigurationError: with the option.
+    """
+    if not isinstance(error_feedback, bool):
+        raise ConfigurationError(
+            f"error_feedback={error_feedback!r}; allowed: True or False; use "
+            'CyclicStrategy("pipedream_2bw", error_feedback=True)'
+        )
+    if error_feedback and plan.weights == "sync":
+        raise _no_use(plan, "error_feedback=True", "error_feedback=False", "pipedream_2bw")
+
+
+def _no_use(plan: Plan, given: str, allowed: str, preset: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"{given} is of no use with weights {plan.weights!r} (preset {plan.preset!r}), whose "
+        f"gradients are not old when they are applied; allowed: {allowed}, or a preset whose are; "
+        f'use CyclicStrategy("{preset}", {given})'
+    )
+
+
 def check_no_leftovers(kwargs: Mapping[str, Any]) -> None:
     """Refuse arguments that only DDP knows.
 

@@ -151,7 +151,10 @@ class FlowingTraining(StagedTraining):
         if not self._owned_is_kept:  # a whole checkpoint may have been loaded
             ckpt.keep_owned_state(self._trainer.optimizers[0], self._session.with_state)
             self._owned_is_kept = True
-        with self._predictor.noting(self._session.holdings.owned(j)):
+        plan, stage = self._session.plan, self._session.holdings.owned(j)
+        assert plan is not None
+        corrected = self._compensation.corrected(plan, t, {j: stage})
+        with corrected, self._predictor.noting(stage):  # which repeats the optimizer's own update
             self._updates.apply(t, [j])
 
     # ------------------------------------------------------------------ between steps

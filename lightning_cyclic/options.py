@@ -11,6 +11,7 @@ from torch import nn
 from lightning_cyclic.checks import (
     REMAT,
     check_choice,
+    check_delayed,
     check_once,
     check_plan,
     check_predicts,
@@ -48,6 +49,7 @@ class Options:
         remat: "never", "always" or "except_last".
         memory_limit_bytes: of a stage; None for any.
         backward_weights: "current", "predicted" or "recompute".
+        error_feedback: as in CyclicStrategy.
         timeout_s: limit of every wait for another worker, in seconds.
         num_workers: how many there are; None while it is not known.
     """
@@ -66,6 +68,7 @@ class Options:
     remat: str
     memory_limit_bytes: int | None
     backward_weights: BackwardWeights
+    error_feedback: bool
     timeout_s: float
     num_workers: int | None = None
 
@@ -85,6 +88,7 @@ class Options:
         check_plan(probe)
         check_used(probe, self.remat, self.memory_limit_bytes)
         check_predicts(probe, self.backward_weights, default="current")
+        check_delayed(probe, error_feedback=self.error_feedback)
 
     # ------------------------------------------------------------------ which kind of training
 

@@ -7,6 +7,7 @@ optimizer_step    Lightning's own; then send on what it changed
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any, final
 
 import torch
@@ -80,16 +81,25 @@ class PipelinedTraining(StagedTraining):
         self, own: Own, optimizer: Optimizer, closure: Closure, *args: Any, **kwargs: Any
     ) -> Any:
         """Update, and send on what the update has changed."""
+        late = ExitStack()
 
         def closed() -> Any:
             output = closure()
             self._session.begin_update()  # behind it the next version may be made in place
+            late.enter_context(self._corrected())
             return output
 
-        output = own(optimizer, closed, *args, **kwargs)
+        with late:
+            output = own(optimizer, closed, *args, **kwargs)
         if self._session.executor is not None:  # else the update came without a step
             self._session.end_step()
         return output
+
+    def _corrected(self) -> AbstractContextManager[None]:
+        plan, holdings = self.plan, self._session.holdings
+        assert plan is not None
+        stages = {j: holdings.owned(j) for j in holdings.stages}
+        return self._compensation.corrected(plan, self._session.t, stages)
 
     @override
     def _clip(self, optimizer: Optimizer, clip_val: float) -> None:

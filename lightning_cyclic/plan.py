@@ -180,6 +180,14 @@ class Plan:
             for i, start in ends
         )
 
+    def delay(self, j: int) -> Fraction:
+        """Count the updates by which gradients of stage j are old when they are applied.
+
+        A mean over the micro-batches of a step, once the run is under way; predictions do not
+        count against it.
+        """
+        return self._delays[j]
+
     def is_new(self, t: int, i: int, j: int) -> bool:
         """Say whether F(i, j) of step t reads another version than in the step before."""
         return t == 0 or self.reads(t, i, j) != self.reads(t - 1, i, j)
@@ -261,6 +269,13 @@ class Plan:
             needs = [self._need(i, j) for i in range(self.num_micro)]
             readers.append(tuple(i for i, need in enumerate(needs) if need == min(needs)))
         return tuple(readers)
+
+    @cached_property
+    def _delays(self) -> tuple[Fraction, ...]:
+        sums = (
+            sum(self._lag(i, j) for i in range(self.num_micro)) for j in range(self.num_stages)
+        )
+        return tuple(Fraction(total, self.num_micro) for total in sums)
 
     @cached_property
     def _owners(self) -> tuple[int, ...]:

@@ -21,6 +21,7 @@ from typing_extensions import override
 from lightning_cyclic import checkpoint as ckpt
 from lightning_cyclic.checks import check_optimizers, check_trainer, trained_parameters
 from lightning_cyclic.clipping import clip_mode
+from lightning_cyclic.compensation import Compensation
 from lightning_cyclic.deferred import DeferredUpdates
 from lightning_cyclic.errors import ConfigurationError, StepError
 from lightning_cyclic.options import Options
@@ -61,6 +62,7 @@ class ReplicatedTraining(AbstractTraining):
         self._updates = DeferredUpdates(
             trainer, clip, reductions, self._parameters_of, self._total_norm
         )
+        self._compensation = Compensation(options)
         config = SessionConfig(
             make_plan=options.plan,
             stages=options.stages,
@@ -75,7 +77,7 @@ class ReplicatedTraining(AbstractTraining):
             config,
             trainer.global_rank,
             trainer.strategy.root_device,
-            self._updates.apply,
+            self._apply,
         )
         # on the instance: the module's own configure_gradient_clipping still leads here
         vars(trainer.precision_plugin)["clip_grad_by_norm"] = self._updates.clip_grad_by_norm
@@ -179,6 +181,13 @@ class ReplicatedTraining(AbstractTraining):
         self._session.end_step()
         return output
 
+    def _apply(self, t: int, stages: Sequence[int]) -> None:
+        each = {j: self._parameters_of(j) for j in stages}
+        plan = self.plan
+        assert plan is not None
+        with self._compensation.corrected(plan, t, each):
+            self._updates.apply(t, stages)
+
     def _skips_backward(self) -> bool:
         # stochastic weight averaging runs an epoch of forwards alone, for BatchNorm statistics
         return bool(self._trainer.fit_loop.epoch_loop.automatic_optimization._skip_backward)
@@ -233,7 +242,9 @@ class ReplicatedTraining(AbstractTraining):
         state, stages, plan = self._session.state(), self._session.stages, self.plan
         if state is None or stages is None or plan is None:
             return None
-        return ckpt.delayed_state(plan, stages, state, self._seed)
+        mine = self._compensation.state(dict(self._module.named_parameters()))
+        delayed = ckpt.delayed_state(plan, stages, state, self._seed)
+        return delayed | {"feedback": ckpt.merged(mine, self._session.group)}
 
     @override
     def load_optimizer_state_dict(self, own: Own, checkpoint: Mapping[str, Any]) -> None:
@@ -247,6 +258,8 @@ class ReplicatedTraining(AbstractTraining):
         if saved is not None and ckpt.fits(saved, self._plan):
             self._session.resume(*ckpt.restored(saved), seed=saved["seed"])
             self._seed = saved["seed"]
+            named = dict(self._module.named_parameters())
+            self._compensation.put_state(saved.get("feedback", {}), named)
             return True
         if saved is not None:
             rank_zero_warn(
@@ -254,6 +267,7 @@ class ReplicatedTraining(AbstractTraining):
                 "goes on from its newest weights, as any strategy would, not with the same bits."
             )
         self._session.restart()
+        self._compensation.put_state({}, {})
         return True
 
     def _keep_owned_state(self) -> None:

@@ -22,6 +22,7 @@ from typing_extensions import override
 
 from lightning_cyclic import checkpoint as ckpt
 from lightning_cyclic.checks import check_optimizers, check_pipeline
+from lightning_cyclic.compensation import Compensation
 from lightning_cyclic.metrics import SharedMetrics
 from lightning_cyclic.options import Options
 from lightning_cyclic.pipeline_session import CutFinder, make_session, make_transport
@@ -56,6 +57,7 @@ class StagedTraining(AbstractTraining):
         self._plan = plan
         self._reductions = reductions
         self._closed = False
+        self._compensation = Compensation(options)
         self._finder = CutFinder(options)
         self._transport, group = make_transport(trainer.world_size, options)
         self._session = session = make_session(
@@ -215,7 +217,11 @@ class StagedTraining(AbstractTraining):
     @override
     def delayed_state(self) -> dict[str, Any] | None:
         plan = self.plan
-        return None if plan is None else ckpt.stagewise_state(plan, self._session)
+        if plan is None:
+            return None
+        mine = self._compensation.state(self._session.holdings.named())
+        state = ckpt.stagewise_state(plan, self._session)
+        return state | {"feedback": ckpt.merged(mine, self._session.group)}
 
     @override
     def load_model_state_dict(
@@ -242,6 +248,8 @@ class StagedTraining(AbstractTraining):
             if session.cuts is None and ckpt.fits(saved, self._plan):
                 session.begin(Cuts.from_data(saved["cuts"]))
                 session.put_previous(saved["previous"])
+                named = session.holdings.named()
+                self._compensation.put_state(saved.get("feedback", {}), named)
         return True
 
     # ------------------------------------------------------------------ the end

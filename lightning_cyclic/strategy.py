@@ -66,6 +66,8 @@ class CyclicStrategy(DDPStrategy):
         backward_weights: of presets that predict: what a backward finds in the place of the
             weights that its forward predicted: the "current" ones, those "predicted", or
             "recompute": the current ones, with which the stage is run again.
+        error_feedback: where gradients are old, turn each update u_t into 2 * u_t - u_(t-1), for
+            one more buffer of the size of the weights. Experimental; see runtime/delays.py.
         accelerator: as in DDPStrategy.
         parallel_devices: as in DDPStrategy.
         cluster_environment: as in DDPStrategy.
@@ -107,6 +109,7 @@ class CyclicStrategy(DDPStrategy):
         remat: str = "never",
         memory_limit_bytes: int | None = None,
         backward_weights: BackwardWeights = "current",
+        error_feedback: bool = False,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -143,6 +146,7 @@ class CyclicStrategy(DDPStrategy):
             remat=remat,
             memory_limit_bytes=memory_limit_bytes,
             backward_weights=backward_weights,
+            error_feedback=error_feedback,
             timeout_s=timeout.total_seconds() if timeout else NO_TIMEOUT_S,
         )
         self._options.check()

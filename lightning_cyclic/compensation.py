@@ -1,0 +1,67 @@
+"""Compensation: what the options for old gradients do around the update of a stage.
+
+A stage whose forwards read the newest weights there are at that time has gradients that are as
+old as the plan says: ``plan.delay(j)`` updates. Stages without a delay are left as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import final
+
+from torch import Tensor, nn
+
+from lightning_cyclic.options import Options
+from lightning_cyclic.plan import Plan
+from lightning_cyclic.runtime.delays import ErrorFeedback
+
+
+@final
+class Compensation:
+    """Correct the updates of stages whose gradients are old.
+
+    Args:
+        options: which of the corrections the user chose.
+    """
+
+    def __init__(self, options: Options) -> None:
+        self._feedback = ErrorFeedback() if options.error_feedback else None
+
+    @contextmanager
+    def corrected(
+        self, plan: Plan, t: int, stages: Mapping[int, Sequence[nn.Parameter]]
+    ) -> Iterator[None]:
+        """Correct, behind the body, by how much the update before missed what it should have been.
+
+        A parameter without a gradient is left alone, as torch's optimizers leave it.
+
+        Args:
+            plan: says which stages have old gradients.
+            t: the step whose gradients the body applies.
+            stages: stage -> its parameters, which the body changes in place.
+        """
+        if self._feedback is None:
+            yield
+            return
+        late = [p for j, ps in stages.items() if plan.delay(j) > 0 for p in ps]
+        before = [p.detach().clone() for p in late]
+        yield
+        for p, values in zip(late, before, strict=True):
+            if p.grad is not None:
+                p.data.copy_(self._feedback.correct(p, values, p))
+
+    # ------------------------------------------------------------------ checkpoints
+
+    def state(self, named: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+        """Return name -> last update, of the parameters that this worker updates."""
+        updates = {} if self._feedback is None else self._feedback.updates
+        return {n: updates[p] for n, p in named.items() if p in updates}
+
+    def put_state(self, state: Mapping[str, Tensor], named: Mapping[str, nn.Parameter]) -> None:
+        """Take last updates from a checkpoint, and forget any others."""
+        if self._feedback is not None:
+            self._feedback.updates.clear()
+            for n, p in named.items():
+                if n in state:
+                    self._feedback.updates[p] = state[n].to(p.device)
