@@ -106,8 +106,8 @@ def merged(mine: Mapping[str, Any], group: Any) -> dict[str, Any]:
 
 def fits(saved: Mapping[str, Any], plan: Plan) -> bool:
     """Say whether a saved delayed state goes on under this plan with the same bits."""
-    mine = _numbers(plan)
-    return all(saved["plan"].get(k) == v for k, v in mine.items() if k != "num_stages")
+    mine, theirs = _numbers(plan), {"warmup_steps": 0} | saved["plan"]  # older ones lack it
+    return all(theirs.get(k) == v for k, v in mine.items() if k != "num_stages")
 
 
 def restored(saved: Mapping[str, Any]) -> tuple[StageMap, EngineState]:
@@ -126,6 +126,7 @@ def _numbers(plan: Plan) -> dict[str, Any]:
         "num_micro": plan.num_micro,
         "width": plan.width,
         "slack": plan.slack,
+        "warmup_steps": plan.warmup_steps,
     }
 
 

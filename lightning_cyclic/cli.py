@@ -130,6 +130,7 @@ def _add_plan(parser: argparse.ArgumentParser, *, num_steps: int) -> None:
     add("--micro", type=_count, metavar="M", help="micro-batches per step (default: the plan's)")
     add("--width", type=_count, metavar="W", default=1, help="replicas of a pipeline (default: 1)")
     add("--slack", type=_whole, metavar="C", default=0, help="slots for messages (default: 0)")
+    add("--warmup-steps", type=_whole, metavar="K", default=0, help="synchronous (default: 0)")
     add("--steps", type=_count, metavar="T", default=num_steps, help=f"(default: {num_steps})")
 
 
@@ -142,6 +143,7 @@ def _plan(arguments: argparse.Namespace) -> Plan:
         num_steps=arguments.steps,
         slack=arguments.slack,
         width=arguments.width,
+        warmup_steps=arguments.warmup_steps,
     )
 
 

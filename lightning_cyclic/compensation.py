@@ -1,7 +1,8 @@
 """Compensation: what the options for old gradients do around the update of a stage.
 
 A stage whose forwards read the newest weights there are at that time has gradients that are as
-old as the plan says: ``plan.delay(j)`` updates. Stages without a delay are left as they are.
+old as the plan says: ``plan.delay(j)`` updates. Stages without a delay are left as they are, and
+so are synchronous steps at first, behind which everything begins as if at step 0.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class Compensation:
             t: the step whose gradients the body applies.
             stages: stage -> its parameters, which the body changes in place.
         """
-        if self._feedback is None:
+        if self._feedback is None or t < plan.warmup_steps:
             yield
             return
         late = [p for j, ps in stages.items() if plan.delay(j) > 0 for p in ps]

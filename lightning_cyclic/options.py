@@ -49,7 +49,8 @@ class Options:
         remat: "never", "always" or "except_last".
         memory_limit_bytes: of a stage; None for any.
         backward_weights: "current", "predicted" or "recompute".
-        error_feedback: as in CyclicStrategy.
+        error_feedback: as in CyclicStrategy, as is the next.
+        warmup_steps: of a pipeline without a flush.
         timeout_s: limit of every wait for another worker, in seconds.
         num_workers: how many there are; None while it is not known.
     """
@@ -69,6 +70,7 @@ class Options:
     memory_limit_bytes: int | None
     backward_weights: BackwardWeights
     error_feedback: bool
+    warmup_steps: int
     timeout_s: float
     num_workers: int | None = None
 
@@ -113,7 +115,7 @@ class Options:
     @property
     def trains_plainly(self) -> bool:
         """Say whether this is one worker whose plan always reads the newest weights."""
-        return self.num_workers == 1 and self.plan(1).reads(1, 0, 0) == 1
+        return self.num_workers == 1 and self.plan(1).delay(0) == 0
 
     # ------------------------------------------------------------------ plans
 
@@ -150,6 +152,7 @@ class Options:
             placement=self._placement,
             weights=self.weights,
             sharding=self.sharding,
+            warmup_steps=self.warmup_steps,
         )
 
     def expected_stages(self, module: nn.Module | None) -> int:

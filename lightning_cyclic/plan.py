@@ -35,6 +35,7 @@ from lightning_cyclic.presets import (
     Preset,
 )
 from lightning_cyclic.schedules.base import TWO_SLOTS, AbstractSchedule
+from lightning_cyclic.schedules.warm_up import WarmUp
 from lightning_cyclic.schedules.wide import Wide
 
 __all__ = ["PRESETS", "Plan", "Preset", "lower", "make_plan"]
@@ -62,6 +63,7 @@ class Plan:
         spacing: slots between a micro-batch and the next on the cyclic schedule.
         width: replicas of a pipeline.
         tied: groups of stages that share parameters, the first that uses them first.
+        warmup_steps: steps that do not overlap; behind them the rule begins as if at step 0.
     """
 
     preset: str
@@ -78,12 +80,13 @@ class Plan:
     spacing: Fraction
     width: int = 1
     tied: tuple[tuple[int, ...], ...] = ()
+    warmup_steps: int = 0
 
     @cached_property
     def axes(self) -> Axes:
         """The four axis values as objects."""
         return Axes(
-            schedule=self._make_schedule(),
+            schedule=self._warmed_up(self._overlapping),
             placement=PLACEMENTS[self.placement](
                 num_stages=self.num_stages,
                 num_workers=self.num_workers,
@@ -94,7 +97,9 @@ class Plan:
             sharding=SHARDINGS[self.sharding](),
         )
 
-    def _make_schedule(self) -> AbstractSchedule:
+    @cached_property
+    def _overlapping(self) -> AbstractSchedule:
+        """The schedule behind the warm-up."""
         base = SCHEDULES[self.schedule](
             num_stages=self.num_stages,
             num_micro=self.num_micro // self.width,
@@ -104,6 +109,16 @@ class Plan:
             return base
         return Wide(
             num_stages=self.num_stages, num_micro=self.num_micro, base=base, width=self.width
+        )
+
+    def _warmed_up(self, base: AbstractSchedule) -> AbstractSchedule:
+        if self.warmup_steps == 0:
+            return base
+        return WarmUp(
+            num_stages=self.num_stages,
+            num_micro=self.num_micro,
+            base=base,
+            num_steps=self.warmup_steps,
         )
 
     def slot(self, kind: Kind, t: int, i: int, j: int) -> int:
@@ -126,9 +141,11 @@ class Plan:
 
     def reads(self, t: int, i: int, j: int) -> int:
         """Give the version of stage j that F(i, j) of step t reads."""
-        schedule = self.axes.schedule
-        newest = schedule.updates_before(t, schedule.forward(i, j), j, self.slack)
-        return self.axes.weights.forward(t, newest)
+        late, schedule = t - self.warmup_steps, self._overlapping
+        if late < 0:
+            return t
+        newest = schedule.updates_before(late, schedule.forward(i, j), j, self.slack)
+        return self.warmup_steps + self.axes.weights.forward(late, newest)
 
     def backward_reads(self, t: int, i: int, j: int) -> int:
         """Give the version of stage j that B(i, j) of step t reads."""
@@ -144,14 +161,14 @@ class Plan:
         backward reads what the forward read.
         """
         horizons = PRESETS[self.preset].horizons
-        if horizons is not None and self.axes.weights.looks_ahead:
+        if t >= self.warmup_steps and horizons is not None and self.axes.weights.looks_ahead:
             return horizons.forward(j, self.num_stages, self.num_micro // self.width)
         return self.backward_reads(t, i, j) - self.reads(t, i, j)
 
-    def backward_horizon(self, j: int) -> int:
-        """Count the updates of stage j that a B looks ahead of the version that it reads."""
+    def backward_horizon(self, t: int, j: int) -> int:
+        """Count the updates of stage j that a B of step t looks ahead of the version it reads."""
         horizons = PRESETS[self.preset].horizons
-        if horizons is None or not self.axes.weights.looks_ahead:
+        if t < self.warmup_steps or horizons is None or not self.axes.weights.looks_ahead:
             return 0
         return horizons.backward(j, self.num_micro // self.width)
 
@@ -202,6 +219,8 @@ class Plan:
 
     def first_read(self, v: int, j: int) -> int:
         """Give the step in which version v of stage j is read first."""
+        if v <= self.warmup_steps:
+            return v
         t, ends = self._late_step, (0, self.num_micro - 1)
         reads = [f(t, i, j) for i in ends for f in (self.reads, self.backward_reads)]
         return v + t - max(reads)
@@ -246,7 +265,7 @@ class Plan:
         schedule = self.axes.schedule
         kind, t, i, j, _ = cell
         start = schedule.forward if kind is Kind.F else schedule.backward
-        return t * schedule.period + start(i, j), j, t * self.num_micro + i
+        return schedule.begin(t) + start(i, j), j, t * self.num_micro + i
 
     def _lag(self, i: int, j: int) -> int:
         """Count the versions by which F(i, j) is behind once the run is under way."""
@@ -255,7 +274,7 @@ class Plan:
     @property
     def _late_step(self) -> int:
         """A step late enough for every rule to have reached its steady state."""
-        return 2 * self.num_stages + self.slack + 2
+        return self.warmup_steps + 2 * self.num_stages + self.slack + 2
 
     def _need(self, i: int, j: int) -> int:
         """Give the time at which micro-batch i first reads a version, up to a constant."""
@@ -337,6 +356,7 @@ def make_plan(  # noqa: PLR0913  (one argument per axis and number is the public
     relayed: Iterable[int] = (),
     width: int = 1,
     tied: Iterable[Iterable[int]] = (),
+    warmup_steps: int = 0,
 ) -> Plan:
     """Make a plan from a preset, with any axis replaced, and prove that it can run.
 
@@ -358,6 +378,8 @@ def make_plan(  # noqa: PLR0913  (one argument per axis and number is the public
             micro-batch i // width. [1]
         tied: groups of stages that share parameters, ascending, such as ``((0, 3),)``; the first
             of a group updates them. [()]
+        warmup_steps: first steps that do not overlap, in which every forward reads the newest
+            weights; behind them the rule begins as if at step 0. [0]
 
     Returns:
         The plan; its programs are made when first asked for.
@@ -382,6 +404,7 @@ def make_plan(  # noqa: PLR0913  (one argument per axis and number is the public
     _check_number("num_steps", num_steps)
     _check_number("slack", slack, least=0)
     _check_number("width", width)
+    _check_number("warmup_steps", warmup_steps, least=0)
     if num_micro is None:
         num_micro = _default_num_micro(preset, axes, num_stages, num_workers) * width
     _check_number("num_micro", num_micro)
@@ -397,6 +420,7 @@ def make_plan(  # noqa: PLR0913  (one argument per axis and number is the public
         spacing=_spacing(PRESETS[preset], axes["placement"], num_stages, num_micro),
         width=width,
         tied=tuple(sorted({tuple(stages) for stages in tied})),
+        warmup_steps=warmup_steps,
     )
     return _proved(plan)
 

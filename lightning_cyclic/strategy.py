@@ -68,6 +68,8 @@ class CyclicStrategy(DDPStrategy):
             "recompute": the current ones, with which the stage is run again.
         error_feedback: where gradients are old, turn each update u_t into 2 * u_t - u_(t-1), for
             one more buffer of the size of the weights. Experimental; see runtime/delays.py.
+        warmup_steps: of pipelines without a flush: first steps that are synchronous; behind them
+            the weight rule begins as if training began there (PipeMare, arXiv 1910.05124).
         accelerator: as in DDPStrategy.
         parallel_devices: as in DDPStrategy.
         cluster_environment: as in DDPStrategy.
@@ -110,6 +112,7 @@ class CyclicStrategy(DDPStrategy):
         memory_limit_bytes: int | None = None,
         backward_weights: BackwardWeights = "current",
         error_feedback: bool = False,
+        warmup_steps: int = 0,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -147,6 +150,7 @@ class CyclicStrategy(DDPStrategy):
             memory_limit_bytes=memory_limit_bytes,
             backward_weights=backward_weights,
             error_feedback=error_feedback,
+            warmup_steps=warmup_steps,
             timeout_s=timeout.total_seconds() if timeout else NO_TIMEOUT_S,
         )
         self._options.check()

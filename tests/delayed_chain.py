@@ -58,12 +58,17 @@ class Chain(LightningModule):
     Args:
         optimizer: name.
         factor: name of the schedule of its learning rate.
+        tied: whether the last layer has the weight of the first.
     """
 
-    def __init__(self, optimizer: str = "sgd", factor: str = "constant") -> None:
+    def __init__(
+        self, optimizer: str = "sgd", factor: str = "constant", *, tied: bool = False
+    ) -> None:
         super().__init__()
         torch.manual_seed(1)
         self.layers = nn.ModuleList(nn.Linear(SIZE, SIZE) for _ in range(NUM_STAGES))
+        if tied:
+            self.layers[-1].weight = self.layers[0].weight
         self.names = (optimizer, factor)
 
     def loss(self, x: Tensor) -> Tensor:
@@ -82,6 +87,14 @@ class Chain(LightningModule):
         factor = FACTORS[self.names[1]]
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
         return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+    def stages(self) -> list[list[nn.Parameter]]:
+        """Return the parameters of each stage; of what is tied, the first has it."""
+        found: dict[nn.Parameter, int] = {}
+        for j, layer in enumerate(self.layers):
+            for p in layer.parameters():
+                found.setdefault(p, j)
+        return [[p for p, k in found.items() if k == j] for j in range(NUM_STAGES)]
 
     def weights(self) -> dict[str, Tensor]:
         return {n: p.detach().clone() for n, p in self.named_parameters()}
@@ -158,7 +171,7 @@ def sequential(
     torch.set_num_threads(1)
     chain = make()
     name, factor = chain.names[0], FACTORS[chain.names[1]]
-    stages = [list(layer.parameters()) for layer in chain.layers]
+    stages = chain.stages()
     optimizers = [OPTIMIZERS[name](stage) for stage in stages]
     base = optimizers[0].param_groups[0]["lr"]
     versions = [[[p.detach().clone() for p in stage]] for stage in stages]
@@ -192,3 +205,117 @@ def sequential(
     for j, stage in enumerate(stages):
         asynchronous.put(stage, versions[j][-1])
     return chain.weights()
+
+
+# ---------------------------------------------------------------------- by predicting rules
+
+State = dict[str, Tensor]
+
+
+def look_ahead(
+    optimizer: str, weights: Tensor, state: State, lrs: Sequence[float], shape: str
+) -> Tensor:
+    """Return where an optimizer goes in as many updates as there are learning rates."""
+    if not state or not lrs:
+        return weights
+    if optimizer == "sgd" and shape == "linear":
+        return torch.add(weights, state["momentum_buffer"], alpha=-sum(lrs, start=0.0))
+    if optimizer == "sgd":  # no further gradient: the buffer is halved before each update
+        reach = 0.0
+        for n, lr in enumerate(lrs, start=1):
+            reach = reach - lr * 0.5**n
+        return torch.add(weights, state["momentum_buffer"], alpha=reach)
+    t, decay = float(state["step"]), 0.01
+    root = state["exp_avg_sq"].sqrt()
+    if shape == "linear":
+        direction = state["exp_avg"] / (1 - 0.9**t) / (root / (1 - 0.999**t) ** 0.5 + 1e-8)
+        kept, reach = 1.0, 0.0
+        for lr in lrs:
+            kept, reach = kept * (1 - lr * decay), reach * (1 - lr * decay) + lr
+        return torch.add(weights * kept, direction, alpha=-reach)
+    mean = state["exp_avg"]
+    for n, lr in enumerate(lrs, start=1):
+        mean = 0.9 * mean
+        scale = root / (1 - 0.999 ** (t + n)) ** 0.5 + 1e-8
+        weights = weights * (1 - lr * decay) - lr * (mean / (1 - 0.9 ** (t + n)) / scale)
+    return weights
+
+
+def predicted(  # noqa: C901  (all rules on one screen)
+    make: Callable[[], Chain],
+    preset: str,
+    num_micro: int,
+    num_steps: int,
+    *,
+    backward_weights: str = "current",
+    warmup_steps: int = 0,
+    error_feedback: bool = False,
+    lr_annealing_steps: int = 0,
+    horizon: str = "linear",
+    lookahead_lrs: bool = False,
+) -> dict[str, Tensor]:
+    """Train one micro-batch after the other; return the newest weights."""
+    torch.set_num_threads(1)
+    chain = make()
+    name, factor = chain.names[0], FACTORS[chain.names[1]]
+    stages = chain.stages()
+    optimizers = [OPTIMIZERS[name](stage) for stage in stages]
+    base = optimizers[0].param_groups[0]["lr"]
+    past: list[list[Any]] = []  # version -> layer -> [(weight, state), (bias, state)]
+    last = [[torch.zeros_like(p) for p in stage] for stage in stages]  # updates
+
+    def lr_of(t: int, j: int) -> float:
+        behind = float(NUM_STAGES - 1 - j) / (1 if preset != "xpipe" else num_micro)
+        late = t - warmup_steps
+        return base * factor(t) / (annealed(behind, late, lr_annealing_steps) if late >= 0 else 1)
+
+    def guessed(v: int, j: int, updates: int) -> tuple[Tensor, ...]:
+        ahead = range(v, v + updates) if lookahead_lrs else [v - 1] * updates
+        lrs = [lr_of(u, j) for u in ahead] if v > 0 else []
+        return tuple(look_ahead(name, p, state, lrs, horizon) for p, state in past[v][j])
+
+    for t in range(num_steps):
+        past.append(
+            [
+                [(p.detach().clone(), _state(optimizer, p)) for p in stage]
+                for stage, optimizer in zip(stages, optimizers, strict=True)
+            ]
+        )
+        totals: list[list[Tensor | None]] = [[None, None] for _ in stages]
+        for i in range(num_micro):
+            ahead, back = [], []
+            for j in range(NUM_STAGES):
+                k = t - warmup_steps
+                v, forward, backward = (
+                    asynchronous.horizons(preset, k, j, num_micro, NUM_STAGES)
+                    if k >= 0
+                    else (k, 0, 0)
+                )
+                ahead.append(guessed(warmup_steps + v, j, forward))
+                back.append(guessed(t, j, backward))
+            if backward_weights == "predicted":
+                back = ahead
+            x = batch_of(t * num_micro + i)
+            if backward_weights == "recompute":
+                grads = asynchronous._recomputed(ahead, back, 1, x, num_micro)
+            else:
+                grads = asynchronous._with_faces(ahead, back, x, num_micro)
+            for total, of_layer in zip(totals, grads, strict=True):
+                for n, grad in enumerate(of_layer):
+                    so_far = total[n]
+                    total[n] = grad if so_far is None else so_far + grad
+        for j, stage in enumerate(stages):
+            for p, total in zip(stage, totals[j], strict=True):
+                p.grad = total
+            optimizers[j].param_groups[0]["lr"] = lr_of(t, j)
+            optimizers[j].step()
+            if error_feedback and t >= warmup_steps and j < NUM_STAGES - 1:
+                for n, (p, (old, _)) in enumerate(zip(stage, past[t][j], strict=True)):
+                    update = old - p.detach()
+                    p.data = p.data - (update - last[j][n])
+                    last[j][n] = update
+    return chain.weights()
+
+
+def _state(optimizer: Optimizer, p: nn.Parameter) -> State:
+    return {k: v.clone() for k, v in optimizer.state.get(p, {}).items() if v is not None}

@@ -51,14 +51,16 @@ def probe(plan: Plan) -> Plan:
     to stages and micro-batches, which keeps those relations. What does depend on the numbers
     themselves, whether a version exists in time, is checked on the plan itself.
     """
-    few = replace(plan, num_steps=_steps_to_steady_state(plan))
+    alike = min(plan.warmup_steps, 2)  # synchronous steps differ in nothing behind the first
+    few = replace(plan, warmup_steps=alike)
+    few = replace(few, num_steps=_steps_to_steady_state(few))
     if plan.num_micro * plan.num_stages * few.num_steps <= _MOST_CELLS:
         return few
     return _reduced(few)
 
 
 def _steps_to_steady_state(plan: Plan) -> int:
-    return 3 + 2 * plan.num_stages * plan.width // plan.num_micro
+    return plan.warmup_steps + 3 + 2 * plan.num_stages * plan.width // plan.num_micro
 
 
 def _reduced(plan: Plan) -> Plan:
@@ -108,7 +110,7 @@ def check_timetable(plan: Plan) -> None:
     Raises:
         ValidationError: an F or B starts too early for the version that it reads.
     """
-    for t in range(3):
+    for t in sorted({0, 1, 2, *range(plan.warmup_steps, plan.warmup_steps + 3)}):
         for j in range(plan.num_stages):
             for i in sorted({0, plan.num_micro - 1}):
                 _check_version(plan, Kind.F, t, i, j, plan.reads(t, i, j))

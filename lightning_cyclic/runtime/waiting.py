@@ -64,14 +64,17 @@ class Waiter:
             + "\nLook at the log of that worker first; if it was only slow, raise the limit: "
             "CyclicStrategy(timeout=timedelta(minutes=...))"
             f"\nThe arrow shows the action{note}:\n"
-            + timetable_around(replace(self._plan, num_steps=4), drawn, worker)
+            + timetable_around(replace(self._plan, num_steps=4, warmup_steps=0), drawn, worker)
         )
 
     def _drawable(self, action: Action) -> tuple[Action, int]:
         """Move an action of a late step into the first steps, where a short plan has it."""
+        behind = action.t - self._plan.warmup_steps
         shift = max(action.t - 2, 0)
+        if self._plan.warmup_steps > 0:  # whose steps all are like the first, but do not overlap
+            shift = max(action.t - max(min(behind, 2), 0), 0)
         v = None if action.v is None else action.v - shift
-        slot = action.s - shift * self._script.slots_per_step
+        slot = action.s - self._plan.axes.schedule.slot(shift, 0)
         return replace(action, t=action.t - shift, v=v, s=slot), shift
 
 

@@ -1,7 +1,7 @@
 """What a schedule is: the time of each forward and backward, and nothing else.
 
 Times are integers of ticks (see :mod:`lightning_cyclic.clock`); a slot has ``unit`` of them.
-Steps repeat: step t is step 0 moved by ``t * period`` ticks.
+Steps repeat: step t is step 0 moved by ``t * period`` ticks (behind a warm-up, if there is one).
 """
 
 from __future__ import annotations
@@ -47,9 +47,17 @@ class AbstractSchedule(ABC):
     def backward(self, i: int, j: int) -> int:
         """Give the tick at which B(i, j) of step 0 starts."""
 
+    def begin(self, t: int) -> int:
+        """Give the tick at which step t begins."""
+        return t * self.period
+
+    def begun(self, time: int) -> int:
+        """Count the steps that have begun at a time."""
+        return max(0, time // self.period + 1)
+
     def slot(self, t: int, ticks: int) -> int:
         """Round a time of step t up to whole slots."""
-        return ceil_div(t * self.period + ticks, self.unit)
+        return ceil_div(self.begin(t) + ticks, self.unit)
 
     def updates_before(self, t: int, start: int, j: int, slack: int = 0) -> int:
         """Count the updates of stage j that exist at a time in step t.
@@ -66,4 +74,4 @@ class AbstractSchedule(ABC):
             The newest version that can be read at that time, 0 at first.
         """
         ready = self.backward(self.num_micro - 1, j) + (1 + slack) * self.unit
-        return max(0, t + 1 + (start - ready) // self.period)
+        return self.begun(self.begin(t) + start - ready)

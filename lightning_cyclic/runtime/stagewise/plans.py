@@ -119,7 +119,9 @@ class Plans:
             if usual is not None and flows(usual):
                 # a batch of evaluation has a flush behind it, and reads the newest weights
                 of_all = num_micro * self._config.width
-                made = replace(usual, num_micro=of_all, schedule="gpipe", weights="sync")
+                made = replace(
+                    usual, num_micro=of_all, schedule="gpipe", weights="sync", warmup_steps=0
+                )
             else:
                 made = replace(self._make(num_micro), num_steps=1)
             self._plans[num_micro] = made

@@ -58,12 +58,12 @@ class Replica:
 
     def follow(self, plan: Plan) -> None:
         """Begin to send by the slots of a plan."""
-        self._slots_per_step = slots_per_step(plan)
+        self._schedule = plan.axes.schedule
         if self._transport is None:
             self.wait = _no_wait
             self.post = ParcelPost(_NoTransport(), self.wait, self._device)  # type: ignore[arg-type]
             return
-        script = Script(worker=self._worker, stages=(), slots_per_step=self._slots_per_step)
+        script = Script(worker=self._worker, stages=(), slots_per_step=slots_per_step(plan))
         self.wait = Waiter(plan, script, self._transport).wait
         self.post = ParcelPost(self._transport, self.wait, self._device)
 
@@ -81,7 +81,7 @@ class Replica:
         """
         if len(self.workers) == 1:
             return Parcel(tensors, facts)
-        slot = (t + (payload is Payload.L)) * self._slots_per_step
+        slot = self._schedule.slot(t + (payload is Payload.L), 0)
         place = Action(kind=Kind.SEND, payload=payload, t=t, j=0, s=slot)
         if self._worker != source:
             return self.post.receive(replace(place, kind=Kind.RECV, peer=source), None)

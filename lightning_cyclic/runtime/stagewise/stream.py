@@ -6,7 +6,8 @@ A worker is given one batch per step, but a plan without a flush works on severa
                  block of step 0 |  block of step 1               |
 
 From some step on, every block is the one before with larger numbers; or where the workers of a
-stage take turns, the one of some steps before.
+stage take turns, the one of some steps before. So are the blocks of synchronous steps at first,
+each of which ends before the next begins.
 """
 
 from __future__ import annotations
@@ -30,15 +31,18 @@ class Stream:
     """
 
     def __init__(self, plan: Plan, worker: int) -> None:
-        schedule = plan.axes.schedule
-        self._plan = plan
         self._is_alone = len(plan.axes.placement.replica(worker)) == 1
-        self._slots_per_step = schedule.period // schedule.unit
-        # until the rule reads as ever on, and until all that a step begins has ended
-        self._steady, lasts = 2 * plan.num_stages, plan.num_stages + 2
         self._repeats = plan.axes.placement.repeats
+        self._warm_up, self._schedule = plan.warmup_steps, plan.axes.schedule
+        # synchronous steps repeat, too, but for the first
+        skipped = max(plan.warmup_steps - 1 - self._repeats, 0) // self._repeats * self._repeats
+        self._skipped, few = skipped, plan.warmup_steps - skipped
+        # until the rule reads as ever on, and until all that a step begins has ended
+        self._steady, lasts = few + 2 * plan.num_stages, plan.num_stages + 2
         num_steps = self._steady + self._repeats + lasts
-        program: Sequence[Action] = replace(plan, num_steps=num_steps).programs[worker]
+        self._plan = plan = replace(plan, num_steps=num_steps, warmup_steps=few)
+        self._short = plan.axes.schedule
+        program: Sequence[Action] = plan.programs[worker]
         if plan.width > 1:
             program = _with_buffers_last(program)
         self._program = [a for a in program if a.payload is not Payload.D]
@@ -46,8 +50,7 @@ class Stream:
             next(n for n, a in enumerate(self._program) if _begins_in(a) == t)
             for t in range(num_steps)
         ]
-        again = [self._moved(a, self._repeats) for a in self._block(self._steady)]
-        assert again == self._block(self._steady + self._repeats), "the plan never becomes steady"
+        assert self._is_steady(), "the plan never becomes steady"
 
     @property
     def lag(self) -> int:
@@ -69,17 +72,17 @@ class Stream:
 
         They end before the first that needs the next batch.
         """
-        steps = self._steps_behind(t)
-        return [self._moved(a, steps) for a in self._block(t - steps)]
+        steps, slots = self._behind(t)
+        return [_moved(a, steps, slots) for a in self._block(t - steps)]
 
     def rest(self, t: int) -> list[Action]:
         """Return what is left of steps up to ``t`` behind the block of step ``t``.
 
         Actions of later steps that the stream has in between are left out.
         """
-        steps = self._steps_behind(t)
+        steps, slots = self._behind(t)
         behind = self._program[self._starts[t - steps + 1] :]
-        return [self._moved(a, steps) for a in behind if step_of(a) <= t - steps]
+        return [_moved(a, steps, slots) for a in behind if step_of(a) <= t - steps]
 
     def put_off(self, t: int) -> dict[tuple[int, int], list[Action]]:
         """Return the forwards of later steps that the rest of step ``t`` leaves out.
@@ -87,28 +90,32 @@ class Stream:
         Returns:
             (step, stage) of a new version -> the forwards of that stage that come before it.
         """
-        steps = self._steps_behind(t)
+        steps, slots = self._behind(t)
         put_off: dict[int, list[Action]] = {}
         found: dict[tuple[int, int], list[Action]] = {}
         for a in self._program[self._starts[t - steps + 1] :]:
             if a.kind is Kind.F and a.t > t - steps:
-                put_off.setdefault(a.j, []).append(self._moved(a, steps))
+                put_off.setdefault(a.j, []).append(_moved(a, steps, slots))
             elif _moves_on(a) and step_of(a) <= t - steps:
                 found[step_of(a) + steps, a.j] = list(put_off.get(a.j, ()))
         return found
 
-    def _steps_behind(self, t: int) -> int:
-        """Return how many steps before step t the program has one like it."""
-        return max(0, t - self._steady) // self._repeats * self._repeats
+    def _behind(self, t: int) -> tuple[int, int]:
+        """Return how many steps before step t the program has one like it, and how many slots."""
+        if t < self._warm_up:
+            steps = max(t - 1, 0) // self._repeats * self._repeats
+        else:
+            late = max(t - self._skipped - self._steady, 0)
+            steps = self._skipped + late // self._repeats * self._repeats
+        return steps, self._schedule.slot(t, 0) - self._short.slot(t - steps, 0)
+
+    def _is_steady(self) -> bool:
+        t, later = self._steady, self._steady + self._repeats
+        slots = self._short.slot(later, 0) - self._short.slot(t, 0)
+        return [_moved(a, later - t, slots) for a in self._block(t)] == self._block(later)
 
     def _block(self, t: int) -> Sequence[Action]:
         return self._program[self._starts[t] : self._starts[t + 1]]
-
-    def _moved(self, a: Action, steps: int) -> Action:
-        if steps == 0:
-            return a
-        v = None if a.v is None else a.v + steps
-        return replace(a, t=a.t + steps, v=v, s=a.s + steps * self._slots_per_step)
 
 
 def step_of(a: Action) -> int:
@@ -144,3 +151,9 @@ def _moves_on(a: Action) -> bool:
 def _begins_in(a: Action) -> int:
     """Return the step with whose batch an action comes: versions are received before a forward."""
     return a.t if a.kind is Kind.RECV else step_of(a)
+
+
+def _moved(a: Action, steps: int, slots: int) -> Action:
+    if steps == 0:
+        return a
+    return replace(a, t=a.t + steps, v=None if a.v is None else a.v + steps, s=a.s + slots)

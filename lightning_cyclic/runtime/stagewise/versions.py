@@ -126,7 +126,7 @@ class Versions:
         foresight = self._foresight
         if foresight is not None and foresight.backward_weights != "predicted":
             newest = self._newest[a.j]
-            if self._plan.backward_horizon(a.j) > 0:
+            if self._plan.backward_horizon(a.t, a.j) > 0:
                 versions = (self._made(a.j, foresight.backward(a.j, newest)),)
             else:
                 versions = (self._version(a.j, newest),)
