@@ -236,26 +236,47 @@ def check_predicts(plan: Plan, backward_weights: str, default: str) -> None:
         )
 
 
-def check_delayed(plan: Plan, *, error_feedback: bool) -> None:
-    """Refuse corrections of old gradients where none are old.
+def check_delayed(plan: Plan, error_feedback: object, lr_annealing_steps: object) -> None:
+    """Refuse corrections of old gradients where none are old, or none old enough.
 
     Raises:
         ConfigurationError: with the option.
     """
-    if not isinstance(error_feedback, bool):
-        raise ConfigurationError(
-            f"error_feedback={error_feedback!r}; allowed: True or False; use "
-            'CyclicStrategy("pipedream_2bw", error_feedback=True)'
-        )
+    check_switch(error_feedback, "error_feedback")
     if error_feedback and plan.weights == "sync":
-        raise _no_use(plan, "error_feedback=True", "error_feedback=False", "pipedream_2bw")
+        raise _no_use(plan, "error_feedback", error_feedback, "pipedream_2bw", "are not old")
+    if (
+        not isinstance(lr_annealing_steps, int)
+        or isinstance(lr_annealing_steps, bool)
+        or lr_annealing_steps < 0
+    ):
+        raise ConfigurationError(
+            f"lr_annealing_steps={lr_annealing_steps!r}; allowed: whole numbers from 0 on; use "
+            'CyclicStrategy("pipedream", lr_annealing_steps=1000)'
+        )
+    weights = plan.axes.weights
+    if lr_annealing_steps and (plan.weights == "sync" or weights.needs_previous):
+        old = "are at most one update old, which lowers no learning rate,"
+        raise _no_use(plan, "lr_annealing_steps", lr_annealing_steps, "pipedream", old)
 
 
-def _no_use(plan: Plan, given: str, allowed: str, preset: str) -> ConfigurationError:
+def check_switch(given: object, what: str) -> None:
+    """Refuse what is neither True nor False.
+
+    Raises:
+        ConfigurationError: with the value.
+    """
+    if not isinstance(given, bool):
+        raise ConfigurationError(
+            f"{what}={given!r}; allowed: True or False; use CyclicStrategy(..., {what}=True)"
+        )
+
+
+def _no_use(plan: Plan, what: str, given: object, preset: str, old: str) -> ConfigurationError:
     return ConfigurationError(
-        f"{given} is of no use with weights {plan.weights!r} (preset {plan.preset!r}), whose "
-        f"gradients are not old when they are applied; allowed: {allowed}, or a preset whose are; "
-        f'use CyclicStrategy("{preset}", {given})'
+        f"{what}={given!r} is of no use with weights {plan.weights!r} (preset {plan.preset!r}), "
+        f"whose gradients {old} when they are applied; allowed: {what}={type(given)()!r}, or a "
+        f'preset with later updates; use CyclicStrategy("{preset}", {what}={given!r})'
     )
 
 

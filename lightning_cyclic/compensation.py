@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import final
+from typing import Any, final
 
 from torch import Tensor, nn
 
 from lightning_cyclic.options import Options
 from lightning_cyclic.plan import Plan
-from lightning_cyclic.runtime.delays import ErrorFeedback
+from lightning_cyclic.runtime.delays import ErrorFeedback, pipemare_lr
 
 
 @final
@@ -28,6 +28,7 @@ class Compensation:
 
     def __init__(self, options: Options) -> None:
         self._feedback = ErrorFeedback() if options.error_feedback else None
+        self._annealing_steps = options.lr_annealing_steps
 
     @contextmanager
     def corrected(
@@ -51,6 +52,23 @@ class Compensation:
         for p, values in zip(late, before, strict=True):
             if p.grad is not None:
                 p.data.copy_(self._feedback.correct(p, values, p))
+
+    def annealed(
+        self, plan: Plan, t: int, j: int, groups: Sequence[Mapping[str, Any]]
+    ) -> list[dict[str, Any]]:
+        """Return hyper-parameters with the learning rates that a stage's update has.
+
+        Args:
+            plan: says by how many updates the stage's gradients are old.
+            t: the step of the update.
+            j: stage.
+            groups: of that step, as the scheduler left them; they are not changed.
+        """
+        late = t - plan.warmup_steps
+        if self._annealing_steps == 0 or late < 0:
+            return [dict(group) for group in groups]
+        delay, steps = float(plan.delay(j)), self._annealing_steps
+        return [{**group, "lr": pipemare_lr(group["lr"], delay, late, steps)} for group in groups]
 
     # ------------------------------------------------------------------ checkpoints
 

@@ -67,10 +67,19 @@ class DeferredUpdates:
         """Return the hyper-parameters of step ``t``, by parameter group."""
         return self._remembered[t][0]
 
-    def apply(self, t: int, stages: Sequence[int]) -> None:
-        """Run hooks, clipping and the optimizer on the gradients of the given stages."""
+    def apply(
+        self, t: int, stages: Sequence[int], groups: list[dict[str, Any]] | None = None
+    ) -> None:
+        """Run hooks, clipping and the optimizer on the gradients of the given stages.
+
+        Args:
+            t: step.
+            stages: whose gradients are in ``p.grad``.
+            groups: hyper-parameters in place of those of step ``t``.
+        """
         trainer, optimizer = self._trainer, self._optimizer
-        groups, kwargs = self._remembered[t]
+        remembered, kwargs = self._remembered[t]
+        groups = remembered if groups is None else groups
         with _hyper_parameters(optimizer, groups), self._reductions.refused():
             call._call_callback_hooks(trainer, "on_before_optimizer_step", optimizer)
             call._call_lightning_module_hook(trainer, "on_before_optimizer_step", optimizer)

@@ -16,6 +16,7 @@ from dataclasses import replace
 from typing import Any, final
 
 from lightning.pytorch import Trainer
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -59,7 +60,13 @@ class FlowingTraining(StagedTraining):
             self._total_norm,
             lag=plan.num_stages + 2,
         )
-        self._predictor = Predictor(trainer, self._updates)
+        self._predictor = Predictor(trainer, self._groups_of)
+        if options.lr_annealing_steps and all(plan.delay(j) <= 1 for j in range(plan.num_stages)):
+            rank_zero_warn(
+                f"lr_annealing_steps={options.lr_annealing_steps} changes nothing with "
+                f"{plan.num_stages} stages, as no gradient is more than one update old; use more "
+                "stages, or leave it out"
+            )
         self._unread: list[tuple[int, Summary]] = []  # came with a flush between steps
         self._latest: Told | None = None
         self._stops_at: int | None = None  # step before which all workers stop
@@ -154,8 +161,16 @@ class FlowingTraining(StagedTraining):
         plan, stage = self._session.plan, self._session.holdings.owned(j)
         assert plan is not None
         corrected = self._compensation.corrected(plan, t, {j: stage})
-        with corrected, self._predictor.noting(stage):  # which repeats the optimizer's own update
-            self._updates.apply(t, [j])
+        groups = self._groups_of(t, j)
+        # a prediction repeats the optimizer's own update
+        with corrected, self._predictor.noting(stage, groups):
+            self._updates.apply(t, [j], groups)
+
+    def _groups_of(self, t: int, j: int) -> list[dict[str, Any]]:
+        """Return the hyper-parameters with which the update of step t is made on stage j."""
+        plan = self._session.plan
+        assert plan is not None
+        return self._compensation.annealed(plan, t, j, self._updates.groups_of(t))
 
     # ------------------------------------------------------------------ between steps
 

@@ -49,7 +49,8 @@ class Options:
         remat: "never", "always" or "except_last".
         memory_limit_bytes: of a stage; None for any.
         backward_weights: "current", "predicted" or "recompute".
-        error_feedback: as in CyclicStrategy, as is the next.
+        error_feedback: as in CyclicStrategy, as are the next two.
+        lr_annealing_steps: in which learning rates of late stages rise to the scheduler's.
         warmup_steps: of a pipeline without a flush.
         timeout_s: limit of every wait for another worker, in seconds.
         num_workers: how many there are; None while it is not known.
@@ -70,6 +71,7 @@ class Options:
     memory_limit_bytes: int | None
     backward_weights: BackwardWeights
     error_feedback: bool
+    lr_annealing_steps: int
     warmup_steps: int
     timeout_s: float
     num_workers: int | None = None
@@ -90,7 +92,7 @@ class Options:
         check_plan(probe)
         check_used(probe, self.remat, self.memory_limit_bytes)
         check_predicts(probe, self.backward_weights, default="current")
-        check_delayed(probe, error_feedback=self.error_feedback)
+        check_delayed(probe, self.error_feedback, self.lr_annealing_steps)
 
     # ------------------------------------------------------------------ which kind of training
 

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, TypeAlias, final
 
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
-from lightning_cyclic.deferred import DeferredUpdates
 from lightning_cyclic.runtime.prediction import Displacements, knows, predict
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
+GroupsOf: TypeAlias = Callable[[int, int], list[dict[str, Any]]]
 _DISPLACEMENT = "lightning_cyclic.displacement"
 
 
@@ -27,12 +27,12 @@ class Predictor:
 
     Args:
         trainer: whose optimizer is asked.
-        updates: remembers hyper-parameters by step.
+        groups_of: (step, stage) -> hyper-parameters of that update.
     """
 
-    def __init__(self, trainer: pl.Trainer, updates: DeferredUpdates) -> None:
+    def __init__(self, trainer: pl.Trainer, groups_of: GroupsOf) -> None:
         self._trainer = trainer
-        self._updates = updates
+        self._groups_of = groups_of
         self._displacements = Displacements(say=rank_zero_warn)
 
     def guess(
@@ -52,19 +52,30 @@ class Predictor:
             self._trainer.optimizers[0],
             parameters,
             horizon,
-            groups=self._updates.groups_of(v - 1),
+            groups=self._groups_of(v - 1, j),
             fallback=self._displacements,
         )
 
     @contextmanager
-    def noting(self, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-        """Remember how far the body's update moves parameters, where that will be asked for."""
+    def noting(
+        self, parameters: Sequence[nn.Parameter], groups: Sequence[Mapping[str, Any]]
+    ) -> Iterator[None]:
+        """Remember how far the body's update moves parameters, where that will be asked for.
+
+        Args:
+            parameters: of the stage that is updated.
+            groups: hyper-parameters of the update, which may be another step's than today's.
+        """
         optimizer = self._trainer.optimizers[0]
         if knows(optimizer):
             yield
             return
         before = [p.detach().clone() for p in parameters]
-        rates = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
+        rates = {
+            id(p): values["lr"]
+            for group, values in zip(optimizer.param_groups, groups, strict=False)
+            for p in group["params"]
+        }
         yield
         for p, values in zip(parameters, before, strict=True):
             if id(p) in rates:

@@ -68,8 +68,11 @@ class CyclicStrategy(DDPStrategy):
             "recompute": the current ones, with which the stage is run again.
         error_feedback: where gradients are old, turn each update u_t into 2 * u_t - u_(t-1), for
             one more buffer of the size of the weights. Experimental; see runtime/delays.py.
+        lr_annealing_steps: divide the learning rate of each stage by the delay of its gradients,
+            in updates, less and less until this step; nothing changes where the delay is one
+            update or less (PipeMare, arXiv 1910.05124, technique 1). Experimental.
         warmup_steps: of pipelines without a flush: first steps that are synchronous; behind them
-            the weight rule begins as if training began there (PipeMare, arXiv 1910.05124).
+            the weight rule begins as if training began there (PipeMare, technique 3).
         accelerator: as in DDPStrategy.
         parallel_devices: as in DDPStrategy.
         cluster_environment: as in DDPStrategy.
@@ -112,6 +115,7 @@ class CyclicStrategy(DDPStrategy):
         memory_limit_bytes: int | None = None,
         backward_weights: BackwardWeights = "current",
         error_feedback: bool = False,
+        lr_annealing_steps: int = 0,
         warmup_steps: int = 0,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
@@ -150,6 +154,7 @@ class CyclicStrategy(DDPStrategy):
             memory_limit_bytes=memory_limit_bytes,
             backward_weights=backward_weights,
             error_feedback=error_feedback,
+            lr_annealing_steps=lr_annealing_steps,
             warmup_steps=warmup_steps,
             timeout_s=timeout.total_seconds() if timeout else NO_TIMEOUT_S,
         )

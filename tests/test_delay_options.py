@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Callback
 from torch import Tensor
 
 from lightning_cyclic import ConfigurationError, PlanError
@@ -126,6 +127,67 @@ def test_error_feedback_of_replicas(num_workers: int) -> None:
         assert_same(rank["weights"], expected)
 
 
+# ---------------------------------------------------------------------- learning rates
+
+
+@pytest.mark.parametrize(
+    ("preset", "num_ranks", "optimizer"),
+    [("pipedream", 1, "sgd"), ("pipedream", 2, "adamw"), ("pipeoptim", 2, "sgd"),
+     ("spectrain", 1, "adamw")],
+)  # fmt: skip
+def test_learning_rates_are_lowered_by_delay(preset: str, num_ranks: int, optimizer: str) -> None:
+    make = partial(Chain, optimizer, "sawtooth")
+    flags = {"val_check_interval": 5}
+    assert_follows(preset, num_ranks, make, flags=flags, lr_annealing_steps=8)
+
+
+def test_annealing_goes_on_from_a_checkpoint(tmp_path: Any) -> None:
+    make = partial(Chain, "adamw", "sawtooth")
+    assert_follows("pipeoptim", 2, make, (str(tmp_path), 5), lr_annealing_steps=20)
+
+
+def test_annealing_begins_behind_a_warm_up() -> None:
+    make = partial(Chain, "sgd", "sawtooth")
+    options = {"warmup_steps": 4, "lr_annealing_steps": 6, "error_feedback": True}
+    assert_follows("pipedream", 2, make, **options)
+
+
+def trained_in_two_stages() -> None:
+    strategy = {"preset": "pipedream", "num_micro": 1, "stages": 2, "lr_annealing_steps": 9}
+    text = "lr_annealing_steps=9 changes nothing with 2 stages"
+    with pytest.warns(UserWarning, match=text):
+        fit(Chain, strategy, 3)
+
+
+def test_what_lowers_no_learning_rate_is_said() -> None:
+    processes.run(trained_in_two_stages, 1)
+
+
+class Rates(Callback):
+    """Reads what a scheduler and its optimizer say between updates."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[float, float]] = []
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        (config,) = trainer.lr_scheduler_configs
+        (told,) = config.scheduler.get_last_lr()
+        self.seen.append((told, trainer.optimizers[0].param_groups[0]["lr"]))
+
+
+def watched(options: dict[str, Any]) -> list[tuple[float, float]]:
+    rates, strategy = Rates(), {"preset": "pipeoptim", "num_micro": 1} | options
+    fit(partial(Chain, "sgd", "sawtooth"), strategy, NUM_STEPS, callbacks=[rates])
+    return rates.seen
+
+
+@pytest.mark.parametrize("options", [{"lr_annealing_steps": 8}])
+def test_a_scheduler_and_its_optimizer_are_not_disturbed(options: dict[str, Any]) -> None:
+    (seen,) = processes.run(watched, 1, options)
+    expected = [delayed_chain.LR * delayed_chain.FACTORS["sawtooth"](t + 1) for t in range(11)]
+    assert seen == [(lr, lr) for lr in expected]
+
+
 # ---------------------------------------------------------------------- warm-up
 
 
@@ -190,6 +252,10 @@ def test_warm_up_and_error_feedback_together() -> None:
         ),
         ("gpipe", {"error_feedback": 1}, r"error_feedback=1; allowed: True or False"),
         ("lockstep_dp", {"error_feedback": True}, r"'sync' \(preset 'lockstep_dp'\)"),
+        ("1f1b", {"lr_annealing_steps": 9}, "lr_annealing_steps=9 is of no use with weights"),
+        ("pipedream_2bw", {"lr_annealing_steps": 9}, "'delayed'.*at most one update old"),
+        ("cyclic_dp", {"lr_annealing_steps": 9}, "'freshest'.*allowed: lr_annealing_steps=0"),
+        ("pipedream", {"lr_annealing_steps": -1}, "lr_annealing_steps=-1; allowed: whole"),
         ("1f1b", {"warmup_steps": 5}, "warmup_steps=5 does not fit weights 'sync'"),
         ("cyclic_dp", {"warmup_steps": 5}, "warmup_steps=5 does not fit placement 'replicated'"),
         ("pipedream", {"warmup_steps": -1}, "warmup_steps=-1; allowed: whole numbers from 0"),

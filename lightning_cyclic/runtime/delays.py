@@ -7,7 +7,7 @@ the learning rate of stages whose gradients are old, for as long as training is 
 from __future__ import annotations
 
 import math
-from typing import final
+from typing import TypeVar, final
 
 import torch
 from torch import Tensor, nn
@@ -57,7 +57,10 @@ class ErrorFeedback:
         return after.detach() - (update if previous is None else update - previous)
 
 
-def pipemare_lr(base_lr: float, delay: float, t: int, annealing_steps: int) -> float:
+Rate = TypeVar("Rate", float, Tensor)
+
+
+def pipemare_lr(base_lr: Rate, delay: float, t: int, annealing_steps: int) -> Rate:
     """Lower a stage's learning rate by its delay, less and less until step ``annealing_steps``.
 
     The factor is ``delay ** -(1 - min(t / annealing_steps, 1))``. A delay below one step, where
@@ -65,8 +68,9 @@ def pipemare_lr(base_lr: float, delay: float, t: int, annealing_steps: int) -> f
 
     Args:
         base_lr: the learning rate that the scheduler gives for this step.
-        delay: how many updates old the stage's gradients are; PipeMare counts
-            ``(2 * (S - j) - 1) / m`` for stage j of S, counted from 0, and m micro-batches.
+        delay: how many updates old the stage's gradients are: ``Plan.delay``. PipeMare's own
+            pipeline has ``(2 * (S - j) - 1) / m`` for stage j of S, counted from 0, and m
+            micro-batches: it reads the present weights in the backward, and stashes none.
         t: the training step, from 0.
         annealing_steps: number of steps until the learning rate is ``base_lr``; 0 for at once.
 
