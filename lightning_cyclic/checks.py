@@ -221,18 +221,18 @@ def check_used(plan: Plan, remat: str, memory_limit_bytes: int | None) -> None:
             )
 
 
-def check_predicts(plan: Plan, backward_weights: str, default: str) -> None:
-    """Refuse a choice of what backwards find in the place of predicted weights, if none are.
+def check_predicts(plan: Plan, what: str, given: object, default: object) -> None:
+    """Refuse a choice about predicted weights, if none are.
 
     Raises:
         ConfigurationError: with the choice.
     """
-    if backward_weights != default and not plan.axes.weights.looks_ahead:
+    if given != default and not plan.axes.weights.looks_ahead:
         raise ConfigurationError(
-            f"backward_weights={backward_weights!r} is of no use with weights {plan.weights!r} "
-            f"(preset {plan.preset!r}), whose backwards read what their forwards read; allowed: "
-            f"backward_weights={default!r}, or a preset that predicts; use "
-            f'CyclicStrategy("pipeoptim", backward_weights={backward_weights!r})'
+            f"{what}={given!r} is of no use with weights {plan.weights!r} "
+            f"(preset {plan.preset!r}), whose forwards and backwards read weights as they were; "
+            f"allowed: {what}={default!r}, or a preset that predicts; use "
+            f'CyclicStrategy("pipeoptim", {what}={given!r})'
         )
 
 

@@ -26,6 +26,7 @@ from lightning_cyclic.checks import check_flow
 from lightning_cyclic.clipping import clip_mode
 from lightning_cyclic.deferred import DeferredUpdates
 from lightning_cyclic.options import Options
+from lightning_cyclic.outlook import Outlook
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.predictor import Predictor
 from lightning_cyclic.reductions import HeldReductions
@@ -60,7 +61,8 @@ class FlowingTraining(StagedTraining):
             self._total_norm,
             lag=plan.num_stages + 2,
         )
-        self._predictor = Predictor(trainer, self._groups_of)
+        self._outlook = Outlook(trainer, plan.num_stages + 2) if options.lookahead_lrs else None
+        self._predictor = Predictor(trainer, self._groups_of, self._lrs_of, options.horizon)
         if options.lr_annealing_steps and all(plan.delay(j) <= 1 for j in range(plan.num_stages)):
             rank_zero_warn(
                 f"lr_annealing_steps={options.lr_annealing_steps} changes nothing with "
@@ -152,6 +154,8 @@ class FlowingTraining(StagedTraining):
     ) -> Any:
         """Run the closure, in which the program updates what is due."""
         self._updates.remember(self._session.t, self._trainer.optimizers[0], kwargs)
+        if self._outlook is not None:
+            self._outlook.remember(self._session.t)
         return closure()
 
     def _apply(self, t: int, j: int) -> None:
@@ -172,6 +176,16 @@ class FlowingTraining(StagedTraining):
         assert plan is not None
         return self._compensation.annealed(plan, t, j, self._updates.groups_of(t))
 
+    def _lrs_of(self, v: int, j: int, horizon: int) -> list[list[float]] | None:
+        """Return the learning rates of the updates of stage j that follow version v."""
+        rows = None if self._outlook is None else self._outlook.rows(v - 1, horizon)
+        if rows is None:
+            return None
+        plan, annealed = self._session.plan, self._compensation.annealed
+        assert plan is not None
+        each = [annealed(plan, v + n, j, [{"lr": x} for x in row]) for n, row in enumerate(rows)]
+        return [[group["lr"] for group in groups] for groups in each]
+
     # ------------------------------------------------------------------ between steps
 
     @override
@@ -187,6 +201,7 @@ class FlowingTraining(StagedTraining):
         if state is not None and t > 0:
             named = self._session.holdings.named()
             state["groups"] = self._updates.groups_of(t - 1)
+            state["lrs_ahead"] = self._outlook and self._outlook.state(t - 1)
             state["displacements"] = ckpt.merged(self._predictor.state(named), self._session.group)
         return state
 
@@ -195,6 +210,8 @@ class FlowingTraining(StagedTraining):
         taken = super().resume(saved)
         if saved is not None and "groups" in saved and self._session.executor is not None:
             self._updates.put_groups(saved["t"] - 1, saved["groups"])
+            if self._outlook is not None:
+                self._outlook.put_state(saved["t"] - 1, saved.get("lrs_ahead"))
             self._predictor.put_state(saved["displacements"], self._session.holdings.named())
         return taken
 

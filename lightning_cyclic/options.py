@@ -15,6 +15,7 @@ from lightning_cyclic.checks import (
     check_once,
     check_plan,
     check_predicts,
+    check_switch,
     check_used,
     is_stagewise,
 )
@@ -22,6 +23,7 @@ from lightning_cyclic.clipping import CLIPPING
 from lightning_cyclic.errors import ConfigurationError
 from lightning_cyclic.placement import Shared
 from lightning_cyclic.plan import PRESETS, Plan, make_plan
+from lightning_cyclic.runtime.prediction import Shape
 from lightning_cyclic.runtime.session import auto_stages
 from lightning_cyclic.runtime.stagewise.foresight import BackwardWeights
 from lightning_cyclic.runtime.stagewise.plans import flows
@@ -52,6 +54,8 @@ class Options:
         error_feedback: as in CyclicStrategy, as are the next two.
         lr_annealing_steps: in which learning rates of late stages rise to the scheduler's.
         warmup_steps: of a pipeline without a flush.
+        horizon: "linear" or "geometric", of presets that predict.
+        lookahead_lrs: whether predictions use the learning rates to come.
         timeout_s: limit of every wait for another worker, in seconds.
         num_workers: how many there are; None while it is not known.
     """
@@ -73,6 +77,8 @@ class Options:
     error_feedback: bool
     lr_annealing_steps: int
     warmup_steps: int
+    horizon: Shape
+    lookahead_lrs: bool
     timeout_s: float
     num_workers: int | None = None
 
@@ -91,7 +97,11 @@ class Options:
         probe = self._probe()
         check_plan(probe)
         check_used(probe, self.remat, self.memory_limit_bytes)
-        check_predicts(probe, self.backward_weights, default="current")
+        check_choice(self.horizon, get_args(Shape), "horizon")
+        check_switch(self.lookahead_lrs, "lookahead_lrs")
+        check_predicts(probe, "backward_weights", self.backward_weights, default="current")
+        check_predicts(probe, "horizon", self.horizon, default="linear")
+        check_predicts(probe, "lookahead_lrs", self.lookahead_lrs, default=False)
         check_delayed(probe, self.error_feedback, self.lr_annealing_steps)
 
     # ------------------------------------------------------------------ which kind of training

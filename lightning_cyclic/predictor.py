@@ -9,12 +9,19 @@ from typing import TYPE_CHECKING, Any, TypeAlias, final
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
-from lightning_cyclic.runtime.prediction import Displacements, knows, predict
+from lightning_cyclic.runtime.prediction import (
+    Displacements,
+    Shape,
+    check_geometric,
+    knows,
+    predict,
+)
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 GroupsOf: TypeAlias = Callable[[int, int], list[dict[str, Any]]]
+LrsOf: TypeAlias = Callable[[int, int, int], list[list[float]] | None]
 _DISPLACEMENT = "lightning_cyclic.displacement"
 
 
@@ -28,10 +35,22 @@ class Predictor:
     Args:
         trainer: whose optimizer is asked.
         groups_of: (step, stage) -> hyper-parameters of that update.
+        lrs_of: (version, stage, updates) -> learning rates of the updates to come, or None for
+            those of the last update throughout.
+        shape: "linear" or "geometric".
+
+    Raises:
+        ConfigurationError: an optimizer without such a shape.
     """
 
-    def __init__(self, trainer: pl.Trainer, groups_of: GroupsOf) -> None:
+    def __init__(
+        self, trainer: pl.Trainer, groups_of: GroupsOf, lrs_of: LrsOf, shape: Shape
+    ) -> None:
+        if shape == "geometric":
+            check_geometric(trainer.optimizers[0])
         self._trainer = trainer
+        self._lrs_of = lrs_of
+        self._shape = shape
         self._groups_of = groups_of
         self._displacements = Displacements(say=rank_zero_warn)
 
@@ -53,6 +72,8 @@ class Predictor:
             parameters,
             horizon,
             groups=self._groups_of(v - 1, j),
+            lrs=self._lrs_of(v, j, horizon),
+            shape=self._shape,
             fallback=self._displacements,
         )
 

@@ -34,6 +34,7 @@ from lightning_cyclic.pipelines import PipelinedTraining
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.reductions import HeldReductions
 from lightning_cyclic.replicated import ReplicatedTraining
+from lightning_cyclic.runtime.prediction import Shape
 from lightning_cyclic.runtime.stagewise.foresight import BackwardWeights
 from lightning_cyclic.training import AbstractTraining, Closure, PlainTraining, start_alike
 
@@ -73,6 +74,10 @@ class CyclicStrategy(DDPStrategy):
             update or less (PipeMare, arXiv 1910.05124, technique 1). Experimental.
         warmup_steps: of pipelines without a flush: first steps that are synchronous; behind them
             the weight rule begins as if training began there (PipeMare, technique 3).
+        horizon: of presets that predict: "linear" repeats the optimizer's last direction;
+            "geometric" lets momentum fade, as if no gradient came any more (FTPipe).
+        lookahead_lrs: of presets that predict: use the learning rates that schedulers with
+            interval="step" will give, in place of the last one (FTPipe); see outlook.py.
         accelerator: as in DDPStrategy.
         parallel_devices: as in DDPStrategy.
         cluster_environment: as in DDPStrategy.
@@ -117,6 +122,8 @@ class CyclicStrategy(DDPStrategy):
         error_feedback: bool = False,
         lr_annealing_steps: int = 0,
         warmup_steps: int = 0,
+        horizon: Shape = "linear",
+        lookahead_lrs: bool = False,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -156,6 +163,8 @@ class CyclicStrategy(DDPStrategy):
             error_feedback=error_feedback,
             lr_annealing_steps=lr_annealing_steps,
             warmup_steps=warmup_steps,
+            horizon=horizon,
+            lookahead_lrs=lookahead_lrs,
             timeout_s=timeout.total_seconds() if timeout else NO_TIMEOUT_S,
         )
         self._options.check()

@@ -181,11 +181,41 @@ def watched(options: dict[str, Any]) -> list[tuple[float, float]]:
     return rates.seen
 
 
-@pytest.mark.parametrize("options", [{"lr_annealing_steps": 8}])
+@pytest.mark.parametrize("options", [{"lr_annealing_steps": 8}, {"lookahead_lrs": True}])
 def test_a_scheduler_and_its_optimizer_are_not_disturbed(options: dict[str, Any]) -> None:
     (seen,) = processes.run(watched, 1, options)
     expected = [delayed_chain.LR * delayed_chain.FACTORS["sawtooth"](t + 1) for t in range(11)]
     assert seen == [(lr, lr) for lr in expected]
+
+
+# ---------------------------------------------------------------------- predictions
+
+
+@pytest.mark.parametrize(
+    ("preset", "num_ranks", "optimizer", "options"),
+    [
+        ("pipeoptim", 1, "sgd", {"horizon": "geometric"}),
+        ("spectrain", 2, "adamw", {"horizon": "geometric"}),
+        ("pipeoptim", 2, "adamw", {"lookahead_lrs": True}),
+        ("spectrain", 1, "sgd", {"lookahead_lrs": True}),
+        ("xpipe", 2, "sgd", {"lookahead_lrs": True, "horizon": "geometric"}),
+        ("spectrain", 2, "sgd", {"lookahead_lrs": True, "lr_annealing_steps": 9}),
+        ("pipeoptim", 4, "adamw", {"lookahead_lrs": True, "warmup_steps": 3}),
+    ],
+)
+def test_predictions_of_another_shape_and_at_other_rates(
+    preset: str, num_ranks: int, optimizer: str, options: dict[str, Any]
+) -> None:
+    make = partial(Chain, optimizer, "sawtooth")
+    flags = {"val_check_interval": 4}  # a flush, before which guesses are made for later forwards
+    assert_follows(preset, num_ranks, make, flags=flags, **options)
+
+
+@pytest.mark.parametrize(("preset", "num_ranks"), [("spectrain", 2), ("pipeoptim", 1)])
+def test_predictions_go_on_from_a_checkpoint(preset: str, num_ranks: int, tmp_path: Any) -> None:
+    make = partial(Chain, "adamw", "sawtooth")
+    options = {"lookahead_lrs": True, "horizon": "geometric"}
+    assert_follows(preset, num_ranks, make, (str(tmp_path), 5), **options)
 
 
 # ---------------------------------------------------------------------- warm-up
@@ -256,6 +286,10 @@ def test_warm_up_and_error_feedback_together() -> None:
         ("pipedream_2bw", {"lr_annealing_steps": 9}, "'delayed'.*at most one update old"),
         ("cyclic_dp", {"lr_annealing_steps": 9}, "'freshest'.*allowed: lr_annealing_steps=0"),
         ("pipedream", {"lr_annealing_steps": -1}, "lr_annealing_steps=-1; allowed: whole"),
+        ("pipedream", {"horizon": "geometric"}, "horizon='geometric' is of no use.*'stashed'"),
+        ("pipeoptim", {"horizon": "square"}, "horizon 'square' is unknown.*linear, geometric"),
+        ("pipedream_2bw", {"lookahead_lrs": True}, "lookahead_lrs=True is of no use.*'delayed'"),
+        ("pipeoptim", {"lookahead_lrs": "yes"}, "lookahead_lrs='yes'; allowed: True or False"),
         ("1f1b", {"warmup_steps": 5}, "warmup_steps=5 does not fit weights 'sync'"),
         ("cyclic_dp", {"warmup_steps": 5}, "warmup_steps=5 does not fit placement 'replicated'"),
         ("pipedream", {"warmup_steps": -1}, "warmup_steps=-1; allowed: whole numbers from 0"),

@@ -82,6 +82,20 @@ def knows(optimizer: Optimizer) -> bool:
     return rule is not None and all(rule.remembers(g) for g in optimizer.param_groups)
 
 
+def check_geometric(optimizer: Optimizer) -> None:
+    """Refuse an optimizer whose way without further gradients is not known.
+
+    Raises:
+        ConfigurationError: with the optimizers of which it is.
+    """
+    rule = rule_of(optimizer)
+    if rule is None or rule.geometric is None:
+        raise ConfigurationError(
+            f"got a geometric horizon with {type(optimizer).__name__}; allowed: "
+            f"{_names([k for k, r in RULES.items() if r.geometric])}; use a linear one"
+        )
+
+
 @torch.no_grad()
 def predict(
     optimizer: Optimizer,
@@ -192,11 +206,8 @@ class _Guide(NamedTuple):
 
     def _guess_from_state(self, case: Case) -> Guess | None:
         if self.shape == "geometric":
-            if self.rule is None or self.rule.geometric is None:
-                raise ConfigurationError(
-                    f'got shape="geometric" with {type(self.optimizer).__name__}; allowed: '
-                    f'{_names([k for k, r in RULES.items() if r.geometric])}; use shape="linear"'
-                )
+            check_geometric(self.optimizer)
+            assert self.rule is not None
             return self.rule.geometric
         if self.rule is None:
             return None
