@@ -9,11 +9,15 @@ RAdam        mhat * r / (sqrt(vhat) + eps), or mhat while r is undefined  no
 Adamax       mhat / u                                                     no
 RMSprop      buf; momentum 0: g / (sqrt(v) + eps)                         no
 Adagrad      g / (sqrt(G) + eps) at a learning rate that decays on        no
+Rprop        sign(g) * step size, whatever the learning rate              no
 Muon         NewtonSchulz(buf); with g: NewtonSchulz(g + mom * (buf - g)) no
 
 Lightning zeroes gradients, so g is there only if somebody kept it. Without it Nesterov, NAdam
 and Muon take the gradient that would leave their average of gradients as it is; plain SGD,
-RMSprop without momentum and Adagrad know no direction at all.
+RMSprop without momentum and Adagrad know no direction at all, so that the last displacement
+stands in for them. Rprop is the one sign rule that torch has (no Lion); its step size grows only
+when the next gradient agrees, so that a prediction repeats the last one, and 0 where the sign has
+changed: its state has that gradient as 0.
 
 Weight decay: what a remembered average has absorbed is not added again; a gradient that was kept
 lacks it, so it is added; decoupled decay (AdamW, Muon) shrinks the weights at each step.
@@ -29,7 +33,18 @@ from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
-from torch.optim import SGD, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop
+from torch.optim import (
+    SGD,
+    Adagrad,
+    Adam,
+    Adamax,
+    AdamW,
+    NAdam,
+    Optimizer,
+    RAdam,
+    RMSprop,
+    Rprop,
+)
 
 try:
     from torch.optim._muon import Muon, muon
@@ -251,6 +266,13 @@ def _adagrad(case: Case) -> Tensor:
 
 
 @_once_moved
+def _rprop(case: Case) -> Tensor:
+    # the learning rate is but the first step size; once per update
+    step = case.state["prev"].sign() * case.state["step_size"]
+    return torch.add(case.weights, step, alpha=-len(case.lrs)).to(case.weights.dtype)
+
+
+@_once_moved
 def _muon(case: Case) -> Tensor:
     group, moment = case.group, case.state["momentum_buffer"]
     if group["nesterov"] and case.gradient is not None:
@@ -294,6 +316,7 @@ RULES: Mapping[type[Optimizer], Rule] = {
     Adamax: Rule(_adamax),
     RMSprop: Rule(_rmsprop, remembers=lambda group: group["momentum"] > 0),
     Adagrad: Rule(_adagrad, remembers=lambda _: False),
+    Rprop: Rule(_rprop),
 } | ({} if Muon is None else {Muon: Rule(_muon)})
 
 

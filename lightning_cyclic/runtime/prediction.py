@@ -3,7 +3,10 @@
 A pipeline that updates while micro-batches are in flight runs a forward s updates before its
 backward. Weight prediction runs that forward on ``W - sum of lr * direction`` over s updates,
 where the direction is what the optimizer would apply again. Directions of torch's optimizers are
-read from their state (directions.py); of any other, the last displacement stands in.
+read from their state (the table in directions.py); of any other, the last displacement stands in.
+
+Where nothing has moved there is no direction: before an optimizer's first update, and at a
+learning rate of 0, forwards read the weights as they are.
 """
 
 from __future__ import annotations

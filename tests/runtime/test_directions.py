@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn
-from torch.optim import SGD, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop
+from torch.optim import SGD, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop
 
 from lightning_cyclic.runtime.directions import RULES, advance, rule_of
 from lightning_cyclic.runtime.prediction import predict
@@ -197,6 +197,23 @@ def test_rmsprop_scales_the_last_gradient_with_the_penalty(centered):
     torch.testing.assert_close(guess, past.now - 0.03 * direction, **EXACT)
 
 
+@pytest.mark.parametrize("horizon", [1, 4])
+@pytest.mark.parametrize("options", [{}, {"maximize": True}, {"updates": 1}])
+def test_rprop_repeats_its_last_step_at_any_learning_rate(options, horizon):
+    past = History(Rprop, **options)
+    expected = past.now - horizon * (past.before - past.now)
+    lrs = [[0.3 / (i + 1)] for i in range(horizon)]
+    for guess in (past.guess(horizon), past.guess(horizon, lrs=lrs)):
+        torch.testing.assert_close(guess, expected, **EXACT)
+
+
+def test_rprop_with_a_constant_gradient_takes_longer_steps_than_foreseen():
+    past = History(Rprop, constant=True)
+    ahead = past.really(1, lambda copy: copy.gradient)
+    foreseen = past.now - past.guess(1)
+    torch.testing.assert_close(past.now - ahead, 1.2 * foreseen, **EXACT)
+
+
 def test_adagrad_slows_down_along_the_horizon():
     past = History(Adagrad, weight_decay=0.3, lr_decay=0.2, maximize=True)
     direction = (-past.gradient + 0.3 * past.now) / (past.state["sum"].sqrt() + 1e-10)
@@ -304,6 +321,6 @@ def test_a_subclass_counts_as_its_parent_unless_it_steps_in_its_own_way():
     weights = [nn.Parameter(torch.ones(1))]
     assert rule_of(Named(weights)) is RULES[SGD]
     assert rule_of(Different(weights)) is None
-    assert rule_of(torch.optim.Rprop(weights)) is None
+    assert rule_of(torch.optim.Adadelta(weights)) is None
     for kind in set(RULES) - {MUON}:
         assert rule_of(kind(weights, lr=0.1)) == RULES[kind]

@@ -19,6 +19,7 @@ REMEMBERING = {
     "radam": lambda ps: torch.optim.RAdam(ps, lr=0.1),
     "adamax": lambda ps: torch.optim.Adamax(ps, lr=0.1),
     "rmsprop": lambda ps: torch.optim.RMSprop(ps, lr=0.1, momentum=0.9),
+    "rprop": lambda ps: torch.optim.Rprop(ps, lr=0.1),
 }
 if hasattr(torch.optim, "Muon"):
     REMEMBERING["muon"] = lambda ps: torch.optim.Muon(ps, lr=0.1)
@@ -26,7 +27,7 @@ FORGETFUL = {
     "sgd": lambda ps: torch.optim.SGD(ps, lr=0.1),
     "rmsprop": lambda ps: torch.optim.RMSprop(ps, lr=0.1, centered=True),
     "adagrad": lambda ps: torch.optim.Adagrad(ps, lr=0.1),
-    "rprop": lambda ps: torch.optim.Rprop(ps, lr=0.1),
+    "adadelta": lambda ps: torch.optim.Adadelta(ps, lr=0.1),
     "adafactor": lambda ps: torch.optim.Adafactor(ps, lr=0.1),
 }
 MAKERS = REMEMBERING | {f"forgetful {name}": make for name, make in FORGETFUL.items()}
@@ -141,8 +142,8 @@ def test_the_last_displacement_stands_in_and_that_is_said_once(name):
 
 def test_by_default_a_warning_says_that_displacements_stand_in():
     weights = pair()
-    with pytest.warns(UserWarning, match="the updates of Rprop are not known"):
-        predict(torch.optim.Rprop(weights), weights, 1, fallback=Displacements())
+    with pytest.warns(UserWarning, match="the updates of ASGD are not known"):
+        predict(torch.optim.ASGD(weights), weights, 1, fallback=Displacements())
 
 
 def test_the_last_gradient_goes_before_the_last_displacement():
@@ -255,10 +256,10 @@ class TestBadInput:
         with pytest.raises(ConfigurationError, match=message):
             predict(optimizer, weights, **{"horizon": 2, **options})
 
-    @pytest.mark.parametrize("name", ["nadam", "rmsprop", "forgetful adagrad", "forgetful rprop"])
+    @pytest.mark.parametrize("name", ["nadam", "rmsprop", "forgetful adagrad", "rprop"])
     def test_no_geometric_form(self, name):
         weights = pair()
-        with pytest.raises(ConfigurationError, match=r"allowed: SGD, Adam, AdamW; use shape="):
+        with pytest.raises(ConfigurationError, match=r"allowed: SGD, Adam, AdamW; use a linear"):
             predict(MAKERS[name](weights), weights, 1, shape="geometric", fallback=quiet())
 
     @pytest.mark.parametrize("name", FORGETFUL)
@@ -270,8 +271,8 @@ class TestBadInput:
     def test_gradients_do_not_help_an_unknown_optimizer(self):
         weights = pair()
         given = {p: torch.ones_like(p) for p in weights}
-        with pytest.raises(ConfigurationError, match="the updates of Rprop are not known"):
-            predict(torch.optim.Rprop(weights), weights, 1, last_gradients=given)
+        with pytest.raises(ConfigurationError, match="the updates of ASGD are not known"):
+            predict(torch.optim.ASGD(weights), weights, 1, last_gradients=given)
 
     def test_a_parameter_of_somebody_else(self):
         weights, optimizer = momentum_after_an_update()
