@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -243,9 +244,16 @@ class StagedTraining(AbstractTraining):
         """Go on with the stages and the step of a checkpoint that this plan has written."""
         session = self._session
         if saved is not None and "cuts" in saved:
-            session.t = saved["t"]
+            fits = ckpt.fits(saved, self._plan)
+            begins_anew = not fits and self._plan.weights != "sync"
+            if begins_anew:  # versions that its first forwards would read were never made
+                rank_zero_warn(
+                    f"The checkpoint was written under {saved['plan']}; this run has another plan "
+                    "and goes on from its newest weights: its weight rule begins as at step 0."
+                )
+            session.t = 0 if begins_anew else saved["t"]
             session.config = replace(session.config, seed=saved["seed"])
-            if session.cuts is None and ckpt.fits(saved, self._plan):
+            if session.cuts is None and fits:
                 session.begin(Cuts.from_data(saved["cuts"]))
                 session.put_previous(saved["previous"])
                 named = session.holdings.named()

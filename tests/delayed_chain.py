@@ -113,10 +113,11 @@ def fit(
     num_steps: int,
     saved: tuple[str, int] | None = None,
     callbacks: Sequence[Callback] = (),
+    ckpt_path: str | None = None,
     **flags: Any,
 ) -> dict[str, Tensor]:
     """Train on this rank; with ``saved``, save behind that step and go on in a new Trainer."""
-    batches, resume = (strategy["num_micro"], num_steps), {}
+    batches = (strategy["num_micro"], num_steps)
     strategy = {"stages": STAGES} | strategy
     if saved is not None:
         folder, step = saved
@@ -125,11 +126,11 @@ def fit(
             strategy, max_steps=step + 2, callbacks=[saver], enable_checkpointing=True, **flags
         )
         first.fit(make(), loader(*batches))
-        resume = {"ckpt_path": f"{folder}/step={step}.ckpt"}
+        ckpt_path = f"{folder}/step={step}.ckpt"
     module = make()
     trainer = make_trainer(strategy, max_epochs=1, callbacks=list(callbacks), **flags)
     valid = loader(strategy["num_micro"], 1) if "val_check_interval" in flags else None
-    trainer.fit(module, loader(*batches), valid, **resume)
+    trainer.fit(module, loader(*batches), valid, ckpt_path=ckpt_path)
     return module.weights()
 
 

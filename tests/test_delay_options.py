@@ -5,12 +5,14 @@ One case by hand: pytest tests/test_delay_options.py -k "feedback and adamw"
 
 from __future__ import annotations
 
+import warnings
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
 from lightning_cyclic import ConfigurationError, PlanError
@@ -267,6 +269,44 @@ def test_warm_up_and_error_feedback_together() -> None:
     make = partial(Chain, "adamw", "sawtooth")
     assert_follows("pipedream_2bw", 2, make, warmup_steps=4, error_feedback=True)
     assert_follows("pipeoptim", 2, make, warmup_steps=4, error_feedback=True)
+
+
+def begun_by_another(
+    make: Any, strategies: tuple[dict[str, Any], dict[str, Any]], folder: str
+) -> tuple[dict[str, Tensor], list[str]]:
+    """Train under the first strategy, and from its checkpoint behind step 4 under the second."""
+    first, second = strategies
+    saver = ModelCheckpoint(folder, "{step}", every_n_train_steps=4, save_top_k=-1)
+    flags = {"max_steps": 5, "callbacks": [saver], "enable_checkpointing": True}
+    fit(make, first, NUM_STEPS, **flags)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        weights = fit(make, second, NUM_STEPS, ckpt_path=f"{folder}/step=4.ckpt")
+    return weights, [str(w.message) for w in said if "another plan" in str(w.message)]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("preset", ["pipedream_2bw", "cyclic_pipeline"])
+def test_a_checkpoint_of_another_plan_is_as_a_warm_up(
+    preset: str, num_ranks: int, tmp_path: Any
+) -> None:
+    make = partial(Chain, "adamw", "sawtooth")
+    strategies = tuple({"preset": name, "num_micro": 4} for name in ("1f1b", preset))
+    ranks = processes.run(begun_by_another, num_ranks, make, strategies, str(tmp_path))
+    follow = partial(delayed_chain.sequential, make, RULES[preset], 4, NUM_STEPS, warmup_steps=4)
+    (expected,) = processes.run(follow, 1)
+    for weights, _ in ranks:
+        assert_same(weights, expected)
+    assert [len(said) for _, said in ranks] == [1, 0][:num_ranks]
+
+
+def test_predictions_begin_anew_from_a_checkpoint_of_another_plan(tmp_path: Any) -> None:
+    make = partial(Chain, "adamw", "sawtooth")
+    strategies = ({"preset": "1f1b", "num_micro": 1}, {"preset": "pipeoptim", "num_micro": 1})
+    one = processes.run(begun_by_another, 1, make, strategies, str(tmp_path / "one"))
+    two = processes.run(begun_by_another, 2, make, strategies, str(tmp_path / "two"))
+    for weights, _ in two:
+        assert_same(weights, one[0][0])
 
 
 # ---------------------------------------------------------------------- refused
