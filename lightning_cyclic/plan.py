@@ -15,6 +15,12 @@ from functools import cached_property, lru_cache
 from typing import final
 
 from lightning_cyclic.actions import Action, Kind, Program
+from lightning_cyclic.defaults import (
+    check_number,
+    chosen_axes,
+    default_num_micro,
+    default_spacing,
+)
 from lightning_cyclic.errors import PlanError, one_of
 from lightning_cyclic.passes.batches import batches
 from lightning_cyclic.passes.fit import check_fit
@@ -25,7 +31,6 @@ from lightning_cyclic.passes.updates import drain, updates
 from lightning_cyclic.passes.validate import check_timetable, probe, validate
 from lightning_cyclic.passes.versions import Cell, versions
 from lightning_cyclic.presets import (
-    AXES,
     PLACEMENTS,
     PRESETS,
     SCHEDULES,
@@ -34,7 +39,7 @@ from lightning_cyclic.presets import (
     Axes,
     Preset,
 )
-from lightning_cyclic.schedules.base import TWO_SLOTS, AbstractSchedule
+from lightning_cyclic.schedules.base import AbstractSchedule
 from lightning_cyclic.schedules.warm_up import WarmUp
 from lightning_cyclic.schedules.wide import Wide
 
@@ -395,19 +400,19 @@ def make_plan(  # noqa: PLR0913  (one argument per axis and number is the public
     """
     if preset not in PRESETS:
         raise PlanError(one_of(preset, list(PRESETS), "preset", 'use preset="cyclic_dp"'))
-    axes = _axes(
+    axes = chosen_axes(
         PRESETS[preset],
         {"schedule": schedule, "placement": placement, "weights": weights, "sharding": sharding},
     )
-    _check_number("num_stages", num_stages)
-    _check_number("num_workers", num_workers)
-    _check_number("num_steps", num_steps)
-    _check_number("slack", slack, least=0)
-    _check_number("width", width)
-    _check_number("warmup_steps", warmup_steps, least=0)
+    check_number("num_stages", num_stages)
+    check_number("num_workers", num_workers)
+    check_number("num_steps", num_steps)
+    check_number("slack", slack, least=0)
+    check_number("width", width)
+    check_number("warmup_steps", warmup_steps, least=0)
     if num_micro is None:
-        num_micro = _default_num_micro(preset, axes, num_stages, num_workers) * width
-    _check_number("num_micro", num_micro)
+        num_micro = default_num_micro(preset, axes, num_stages, num_workers) * width
+    check_number("num_micro", num_micro)
     plan = Plan(
         preset=preset,
         num_stages=num_stages,
@@ -417,7 +422,7 @@ def make_plan(  # noqa: PLR0913  (one argument per axis and number is the public
         slack=slack,
         **axes,
         relayed=tuple(sorted(set(relayed))),
-        spacing=_spacing(PRESETS[preset], axes["placement"], num_stages, num_micro),
+        spacing=default_spacing(PRESETS[preset], axes["placement"], num_stages, num_micro),
         width=width,
         tied=tuple(sorted({tuple(stages) for stages in tied})),
         warmup_steps=warmup_steps,
@@ -432,42 +437,3 @@ def _proved(plan: Plan) -> Plan:
     check_timetable(plan)
     validate(probe(plan))
     return plan
-
-
-def _axes(preset: Preset, given: dict[str, str | None]) -> dict[str, str]:
-    """Fill in the preset's axis values, and refuse unknown ones."""
-    axes = {name: value or getattr(preset, name) for name, value in given.items()}
-    if given["sharding"] is None and axes["placement"] != "replicated":
-        axes["sharding"] = "none"  # a stage without replicas has nothing to shard
-    for name, value in axes.items():
-        if value not in AXES[name]:
-            hint = f'use {name}="{getattr(preset, name)}"'
-            raise PlanError(one_of(value, list(AXES[name]), name, hint))
-    return axes
-
-
-def _check_number(name: str, value: object, *, least: int = 1) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise PlanError(
-            f"{name}={value!r}; allowed: whole numbers from {least} on; use {name}={least} or more"
-        )
-
-
-def _default_num_micro(
-    preset: str, axes: dict[str, str], num_stages: int, num_workers: int
-) -> int:
-    if PLACEMENTS[axes["placement"]].runs_whole_micro:
-        return num_workers
-    horizons = PRESETS[preset].horizons
-    if horizons is not None and horizons.once_a_step:
-        return num_stages
-    return 1 if WEIGHTS[axes["weights"]].per_micro else num_stages
-
-
-def _spacing(preset: Preset, placement: str, num_stages: int, num_micro: int) -> Fraction:
-    """Choose the delay that keeps every worker busy: of whole micro-batches, or of stages."""
-    # one worker alone follows the timetable of the placement that it is the reference for
-    followed = preset.placement if placement == "single" else placement
-    if PLACEMENTS[followed].runs_whole_micro:
-        return Fraction(2 * num_stages, num_micro)
-    return TWO_SLOTS

@@ -9,7 +9,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "lightning_cyclic"
 FOLDERS = ("schedules", "weights", "passes", "simulate", "planner", "viz")
-FILES = ("errors", "actions", "clock", "placement", "sharding", "presets", "plan")
+FILES = ("errors", "actions", "clock", "placement", "sharding", "presets", "defaults", "plan")
 
 
 def modules():
