@@ -18,8 +18,16 @@ from torch import Tensor
 from lightning_cyclic import ConfigurationError, PlanError
 from lightning_cyclic.strategy import CyclicStrategy
 from tests import delayed_chain, processes, sequential
-from tests.corpus import Classifier, MicroBatches, assert_same, loss_of
-from tests.corpus import fit as fit_replicas
+from tests.corpus import (
+    Classifier,
+    MicroBatches,
+    assert_same,
+    loss_of,
+    make_trainer,
+    train_data,
+    valid_data,
+    weights_of,
+)
 from tests.delayed_chain import Chain, fit
 
 pytestmark = pytest.mark.multi
@@ -88,45 +96,92 @@ def test_error_feedback_goes_on_from_a_checkpoint(
     assert_follows(preset, num_ranks, make, (str(tmp_path), 4), error_feedback=True)
 
 
-def follow_replicas(num_workers: int, num_steps: int, stage_of: dict[str, int]) -> Any:
-    """Train by the rule of cyclic_dp_v1 with error feedback."""
+def follow_replicas(
+    rule: str, optimizer: str, num_workers: int, num_steps: int, stage_of: dict[str, int]
+) -> dict[str, Tensor]:
+    """Train by the rule of cyclic_dp or cyclic_dp_v1, with error feedback where reads are late."""
     torch.set_num_threads(1)
-    module = Classifier("mlp", "sgd")
+    module = Classifier("mlp", optimizer)
     named = dict(module.named_parameters())
-    stages: list[Any] = [[] for _ in range(1 + max(stage_of.values()))]
+    num_stages = 1 + max(stage_of.values())
+    stages: list[Any] = [[] for _ in range(num_stages)]
     for n, p in named.items():
         stages[stage_of[n]].append(p)
+    late = {
+        n
+        for n in named
+        for i in range(num_workers)
+        if not sequential.reads_newest(rule, i, stage_of[n], num_workers, num_stages, 0)
+    }
     data = MicroBatches("vectors", num_workers * num_steps)
     before: dict[str, Tensor] = {}
     last: dict[str, Tensor] = {}
+    configured = module.configure_optimizers()
+    scheduled = isinstance(configured, dict)
+    scheduler = configured["lr_scheduler"]["scheduler"] if scheduled else None
 
     def note() -> None:
         before.update({n: p.detach().clone() for n, p in named.items()})
 
     def correct(t: int) -> None:
-        for n, p in named.items():
-            update = before[n] - p.detach()
-            p.data = p.data - (update - last.get(n, torch.zeros_like(update)))
+        for n in late:
+            update = before[n] - named[n].detach()
+            named[n].data -= update - last.get(n, torch.zeros_like(update))
             last[n] = update
+        if scheduler is not None:
+            scheduler.step()
 
     sequential.train(
-        module, stages, module.configure_optimizers(),
+        module, stages, configured["optimizer"] if scheduled else configured,
         lambda _, t, i: loss_of(module.net, data[t * num_workers + i]),
-        rule="delayed", num_workers=num_workers, num_steps=num_steps, before_update=note,
+        rule=rule, num_workers=num_workers, num_steps=num_steps, before_update=note,
         after_update=correct,
     )  # fmt: skip
     return {n: x.detach().clone() for n, x in module.state_dict().items()}
 
 
-@pytest.mark.parametrize("num_workers", [1, 2])
-def test_error_feedback_of_replicas(num_workers: int) -> None:
-    strategy = {"preset": "cyclic_dp_v1", "stages": 3, "error_feedback": True}
-    make = partial(Classifier, "mlp", "sgd")
-    ranks = processes.run(fit_replicas, num_workers, make, strategy, 9, {"val_check_interval": 4})
-    stage_of = ranks[0]["stage_of"]
-    (expected,) = processes.run(follow_replicas, 1, num_workers, 9, stage_of)
-    for rank in ranks:
-        assert_same(rank["weights"], expected)
+def fit_replicas(
+    make: Any, strategy: dict[str, Any], saved: tuple[str, int] | None
+) -> tuple[dict[str, Tensor], dict[str, int]]:
+    """Train on this rank; with ``saved``, save behind that step and go on in a new Trainer."""
+    path = None
+    if saved is not None:
+        folder, step = saved
+        saver = ModelCheckpoint(folder, "{step}", every_n_train_steps=step, save_top_k=-1)
+        flags = {"callbacks": [saver], "enable_checkpointing": True, "max_steps": step + 2}
+        module = make()
+        make_trainer(strategy, **flags).fit(module, train_data(module, NUM_STEPS))
+        path = f"{folder}/step={step}.ckpt"
+    module = make()
+    trainer = make_trainer(strategy, max_epochs=1, val_check_interval=4)
+    trainer.fit(module, train_data(module, NUM_STEPS), valid_data(module), ckpt_path=path)
+    return weights_of(module), dict(trainer.strategy.stage_of)
+
+
+@pytest.mark.parametrize(
+    ("preset", "rule", "num_workers", "optimizer", "step"),
+    [
+        ("cyclic_dp_v1", "delayed", 1, "sgd", None),
+        ("cyclic_dp_v1", "delayed", 1, "adamw", 5),
+        ("cyclic_dp_v1", "delayed", 2, "adamw", None),
+        ("cyclic_dp_v1", "delayed", 2, "sgd", 5),
+        ("cyclic_dp", "freshest", 2, "adamw", None),
+        ("cyclic_dp", "freshest", 2, "adamw", 4),
+    ],
+)
+def test_error_feedback_of_replicas(
+    preset: str, rule: str, num_workers: int, optimizer: str, step: int | None, tmp_path: Any
+) -> None:
+    strategy = {"preset": preset, "stages": 3, "error_feedback": True}
+    make = partial(Classifier, "mlp", optimizer)
+    saved = None if step is None else (str(tmp_path), step)
+    ranks = processes.run(fit_replicas, num_workers, make, strategy, saved)
+    stage_of = ranks[0][1]
+    (expected,) = processes.run(
+        follow_replicas, 1, rule, optimizer, num_workers, NUM_STEPS, stage_of
+    )
+    for weights, _ in ranks:
+        assert_same(weights, expected)
 
 
 # ---------------------------------------------------------------------- learning rates
