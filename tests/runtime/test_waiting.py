@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from lightning_cyclic.actions import Kind
 from lightning_cyclic.errors import WaitTimeoutError
 from lightning_cyclic.plan import make_plan
+from lightning_cyclic.runtime.script import Script
 from lightning_cyclic.runtime.transport import LocalTransport, PostOffice
+from lightning_cyclic.runtime.waiting import Waiter
 from tests.runtime.test_engine import Worker, find_stages, loss, mlp, run_workers, sgd
 
 
@@ -52,3 +57,21 @@ def test_a_worker_that_dies_leaves_the_others_with_a_named_wait() -> None:
         assert isinstance(errors[w], WaitTimeoutError)
         assert f"worker {w} waited for worker" in str(errors[w])
         assert ", slot " in str(errors[w])
+
+
+@pytest.mark.parametrize("warmup_steps", [0, 3])
+def test_an_action_of_any_step_is_drawn_where_a_short_timetable_has_one_like_it(
+    warmup_steps: int,
+) -> None:
+    plan = make_plan(
+        "pipedream_2bw", num_stages=3, num_workers=3, num_micro=4, num_steps=12,
+        warmup_steps=warmup_steps,
+    )  # fmt: skip
+    script = Script(worker=1, stages=(), slots_per_step=8)
+    waiter = Waiter(plan, script, LocalTransport(PostOffice(), 1, 3))
+    short = replace(plan, num_steps=4, warmup_steps=0)
+    drawn = {(a.kind, a.t, a.i, a.j): a.s for a in short.programs[1] if a.i is not None}
+    for a in (a for a in plan.programs[1] if a.kind in (Kind.F, Kind.B)):
+        moved, shift = waiter._drawable(a)
+        assert moved.t + shift == a.t
+        assert drawn[a.kind, moved.t, moved.i, moved.j] == moved.s
