@@ -42,11 +42,14 @@ def clip_mode(trainer: Trainer, plan: Plan, clip: str | None) -> str:
 
 
 def _mode_of_flow(plan: Plan, clip: str | None, *, by_norm: bool) -> str:
+    if decides_together(plan):
+        return clip or "global"
     if clip == "global":
         raise ConfigurationError(
             f'clip="global" with preset {plan.preset!r} would make every stage wait for the norm '
             'of the first, which comes last; allowed: clip="stage"; use '
-            'CyclicStrategy(clip="stage"), or preset "1f1b", whose norm is over all stages'
+            'CyclicStrategy(clip="stage"), or preset "pipedream_2bw" or "1f1b", whose norm is '
+            "over all stages"
         )
     if clip is None and by_norm and plan.num_stages > 1:
         rank_zero_warn(
@@ -55,6 +58,14 @@ def _mode_of_flow(plan: Plan, clip: str | None, *, by_norm: bool) -> str:
             "this and silences the warning."
         )
     return "stage"
+
+
+def decides_together(plan: Plan) -> bool:
+    """Say whether all stages of a pipeline without a flush can decide about a step at no price.
+
+    Under ``delayed`` a version is first read when every stage has long had its gradients.
+    """
+    return plan.weights == "delayed" and plan.placement == "pipelined"
 
 
 def clip_stages(

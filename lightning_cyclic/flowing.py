@@ -53,9 +53,12 @@ class FlowingTraining(StagedTraining):
     def __init__(
         self, trainer: Trainer, options: Options, plan: Plan, reductions: HeldReductions
     ) -> None:
+        clip = clip_mode(trainer, plan, options.clip)
+        if clip == "global" and trainer.gradient_clip_val:
+            options, plan = replace(options, late_updates=True), replace(plan, late_updates=True)
         self._updates = DeferredUpdates(
             trainer,
-            clip_mode(trainer, plan, options.clip),
+            clip,
             reductions,
             self._parameters_of,
             self._total_norm,
@@ -86,6 +89,7 @@ class FlowingTraining(StagedTraining):
         return replace(
             config,
             apply=self._apply,
+            complete=self._complete if self._options.late_updates else None,
             guess=self._predictor.guess,
             backward_weights=self._options.backward_weights,
             read_state=self._predictor.read_state,
@@ -95,8 +99,17 @@ class FlowingTraining(StagedTraining):
     def _parameters_of(self, j: int) -> Sequence[nn.Parameter]:
         return self._session.holdings.owned(j)
 
+    def _complete(self, t: int, j: int) -> None:
+        norms = self._session.norms
+        assert norms is not None
+        norms.settle(before=t - 1)  # for which every stage has been updated
+        norms.begin(t, j)
+
     def _total_norm(self, t: int, parameters: Sequence[nn.Parameter]) -> Tensor:
-        raise AssertionError("stages that flow are clipped one by one")
+        norms = self._session.norms
+        assert norms is not None
+        norms.forget(t - 1)
+        return norms.end(t, parameters)
 
     @override
     def _clip(self, optimizer: Optimizer, clip_val: float) -> None:

@@ -58,6 +58,7 @@ class Options:
         lookahead_lrs: whether predictions use the learning rates to come.
         timeout_s: limit of every wait for another worker, in seconds.
         num_workers: how many there are; None while it is not known.
+        late_updates: whether stages decide together about a step, as the Trainer's flags ask.
     """
 
     preset: str
@@ -81,6 +82,7 @@ class Options:
     lookahead_lrs: bool
     timeout_s: float
     num_workers: int | None = None
+    late_updates: bool = False
 
     def check(self) -> None:
         """Refuse early, before any process, what no number of workers would make right.
@@ -165,6 +167,7 @@ class Options:
             weights=self.weights,
             sharding=self.sharding,
             warmup_steps=self.warmup_steps,
+            late_updates=self.late_updates,
         )
 
     def expected_stages(self, module: nn.Module | None) -> int:

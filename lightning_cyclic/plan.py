@@ -69,6 +69,8 @@ class Plan:
         width: replicas of a pipeline.
         tied: groups of stages that share parameters, the first that uses them first.
         warmup_steps: steps that do not overlap; behind them the rule begins as if at step 0.
+        late_updates: whether each stage is updated right before its new version is first read,
+            so that all stages can decide together about a step without making one wait.
     """
 
     preset: str
@@ -86,6 +88,7 @@ class Plan:
     width: int = 1
     tied: tuple[tuple[int, ...], ...] = ()
     warmup_steps: int = 0
+    late_updates: bool = False
 
     @cached_property
     def axes(self) -> Axes:
@@ -362,6 +365,7 @@ def make_plan(  # noqa: PLR0913  (one argument per axis and number is the public
     width: int = 1,
     tied: Iterable[Iterable[int]] = (),
     warmup_steps: int = 0,
+    late_updates: bool = False,
 ) -> Plan:
     """Make a plan from a preset, with any axis replaced, and prove that it can run.
 
@@ -385,6 +389,8 @@ def make_plan(  # noqa: PLR0913  (one argument per axis and number is the public
             of a group updates them. [()]
         warmup_steps: first steps that do not overlap, in which every forward reads the newest
             weights; behind them the rule begins as if at step 0. [0]
+        late_updates: update a stage right before its new version is first read, so that all
+            stages can decide together about a step. [False: as soon as its gradients are there]
 
     Returns:
         The plan; its programs are made when first asked for.
@@ -426,6 +432,7 @@ def make_plan(  # noqa: PLR0913  (one argument per axis and number is the public
         width=width,
         tied=tuple(sorted({tuple(stages) for stages in tied})),
         warmup_steps=warmup_steps,
+        late_updates=late_updates,
     )
     return _proved(plan)
 

@@ -5,6 +5,7 @@ One case by hand: pytest tests/test_flow_parity.py -k "four_processes and unet"
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -31,8 +32,19 @@ def fit(job: Job, strategy: dict[str, Any], *callbacks: Callback, **flags: Any) 
     return run.outcome() | {"stage_of": run.trainer.strategy.stage_of}
 
 
-def sequential(job: Job, rule: str, stage_of: dict[str, int], width: int = 1) -> Outcome:
-    """Train by the rule, one micro-batch after the other; return weights and mean losses."""
+def sequential(
+    job: Job, rule: str, stage_of: dict[str, int], width: int = 1,
+    decide: Callable[[Any], Any] = lambda optimizer: optimizer,
+) -> Outcome:  # fmt: skip
+    """Train by the rule, one micro-batch after the other; return weights and mean losses.
+
+    Args:
+        job: what is trained on.
+        rule: of the weights that are read.
+        stage_of: parameter -> stage.
+        width: replicas.
+        decide: wraps the optimizer, to look at the gradients of all stages together.
+    """
     torch.set_num_threads(1)
     module: Any = job.make()
     module.log = module.log_dict = lambda *args, **kwargs: None
@@ -53,7 +65,7 @@ def sequential(job: Job, rule: str, stage_of: dict[str, int], width: int = 1) ->
         return value
 
     asynchronous.train(
-        module, stages, optimizer, loss, rule=rule, num_micro=job.num_micro,
+        module, stages, decide(optimizer), loss, rule=rule, num_micro=job.num_micro,
         num_steps=job.num_steps * job.num_epochs,
         after_update=lambda t: scheduler and scheduler.step(), width=width,
     )  # fmt: skip

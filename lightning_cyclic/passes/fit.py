@@ -24,6 +24,12 @@ def check_fit(plan: Plan) -> None:
     _check_width(plan)
     _check_ties(plan)
     _check_warm_up(plan)
+    if plan.late_updates and (plan.weights != "delayed" or plan.placement != "pipelined"):
+        raise PlanError(
+            f"late_updates=True with weights {plan.weights!r} and placement {plan.placement!r}, "
+            "where the newest version is read at once; allowed: weights 'delayed' with placement "
+            "'pipelined'; use late_updates=False"
+        )
     problem = placement.misfit()
     if problem is not None:
         raise PlanError(problem)

@@ -57,10 +57,13 @@ def _at_first_use(plan: Plan, a: Action, w: int) -> Iterator[Action]:
 
 
 def _by_slot(plan: Plan, program: Program, w: int) -> Iterator[Action]:
-    """Update a stage in the slot after the last backward of a step, before that slot's work."""
+    """Update a stage in the slot after the last backward of a step, before that slot's work.
+
+    Late updates wait for the slot of the first forward that reads the new version.
+    """
     due = sorted(
         (
-            _update(j, t + 1, plan.slot(Kind.B, t, plan.num_micro - 1, j) + 1)
+            _update(j, t + 1, _slot_of_update(plan, t, j))
             for j in range(plan.num_stages)
             if plan.owner(j) == w
             for t in range(plan.num_steps)
@@ -72,6 +75,14 @@ def _by_slot(plan: Plan, program: Program, w: int) -> Iterator[Action]:
             yield due.pop(0)
         yield a
     yield from due
+
+
+def _slot_of_update(plan: Plan, t: int, j: int) -> int:
+    if plan.late_updates and t < plan.warmup_steps:  # behind it there is a flush
+        return plan.slot(Kind.B, t, plan.num_micro - 1, 0) + 1
+    if plan.late_updates:
+        return plan.slot(Kind.F, plan.first_read(t + 1, j), 0, j)
+    return plan.slot(Kind.B, t, plan.num_micro - 1, j) + 1
 
 
 def _update(j: int, v: int, s: int) -> Action:

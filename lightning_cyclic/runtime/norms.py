@@ -7,7 +7,7 @@ same bits as one process that holds everything.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import final
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lightning_cyclic.actions import Action, Kind, Payload
 from lightning_cyclic.plan import Plan
-from lightning_cyclic.runtime.transport import AbstractTransport
+from lightning_cyclic.runtime.transport import AbstractPending, AbstractTransport
 from lightning_cyclic.runtime.waiting import Wait
 
 _NORM_CHANNELS = 1 << 17  # beside the channels of stages
@@ -28,7 +28,7 @@ class NormExchange:
     Args:
         plan: says who owns which stage.
         parameters: the parameters of each stage.
-        transport: how messages travel.
+        transport: how messages travel; None for one worker.
         wait: waits for a message and names it if it does not come.
     """
 
@@ -36,13 +36,15 @@ class NormExchange:
         self,
         plan: Plan,
         parameters: Sequence[Sequence[nn.Parameter]],
-        transport: AbstractTransport,
+        transport: AbstractTransport | None,
         wait: Wait,
     ) -> None:
         self._parameters = parameters
         self._transport = transport
         self._wait = wait
         self._owners = [plan.owner(j) for j in range(plan.num_stages)]
+        self._known: dict[int, dict[int, Tensor]] = {}  # step -> stage -> norms of its tensors
+        self._sent: list[tuple[int, AbstractPending, Action]] = []
 
     def total_norm(self, t: int, order: Sequence[nn.Parameter]) -> Tensor:
         """Return the 2-norm of step ``t``'s gradients over all stages, shape ().
@@ -51,8 +53,37 @@ class NormExchange:
             t: the step whose totals lie in ``p.grad`` of the owned stages.
             order: all trained parameters, in the order in which the norms are reduced.
         """
-        norms = self._own_norms()
-        norms |= self._exchange(t, norms)
+        for j, owner in enumerate(self._owners):
+            if owner == self._me:
+                self.begin(t, j)
+        total = self.end(t, order)
+        self.settle()
+        self.forget(t)
+        return total
+
+    # ------------------------------------------------------------------ apart in time
+
+    def begin(self, t: int, j: int) -> None:
+        """Tell the other owners the norms of an own stage, whose totals lie in ``p.grad``."""
+        if not self._parameters[j]:
+            return
+        norms = torch.stack([_norm(p) for p in self._parameters[j]])
+        self._known.setdefault(t, {})[j] = norms
+        for peer in sorted(set(self._owners) - {self._me}):
+            assert self._transport is not None
+            data = norms.view(torch.uint8)
+            pending = self._transport.isend(Payload.T, _NORM_CHANNELS + j, peer, data)
+            action = Action(kind=Kind.SEND, payload=Payload.T, t=t, j=j, peer=peer)
+            self._sent.append((t, pending, action))
+
+    def end(self, t: int, order: Sequence[nn.Parameter]) -> Tensor:
+        """Return the 2-norm of step ``t``'s gradients over all stages, shape ().
+
+        Args:
+            t: a step whose norms all owners have told, or will; steps in their order.
+            order: as in :meth:`total_norm`.
+        """
+        norms = self._all_of(t)
         by_parameter: dict[int, Tensor] = {}
         for j, values in norms.items():
             by_parameter |= {
@@ -61,41 +92,56 @@ class NormExchange:
             }
         present = [by_parameter[id(p)] for p in order if id(p) in by_parameter]
         present = [x for x in present if not bool(x < 0)]  # -1 marks a tensor without gradient
+        if not present:
+            return torch.zeros(())
         total: Tensor = torch.linalg.vector_norm(torch.stack(present))
         return total
 
-    def _own_norms(self) -> dict[int, Tensor]:
-        me = self._transport.worker
-        return {
-            j: torch.stack([_norm(p) for p in ps])
-            for j, ps in enumerate(self._parameters)
-            if self._owners[j] == me
-        }
+    def is_finite(self, t: int, stages: Collection[int] | None = None) -> bool:
+        """Say whether the gradients of step ``t`` are finite, of some stages or of all."""
+        norms = self._all_of(t) if stages is None else self._known[t]
+        return all(bool(torch.isfinite(x).all()) for j, x in norms.items() if _among(j, stages))
 
-    def _exchange(self, t: int, own: Mapping[int, Tensor]) -> dict[int, Tensor]:
-        me, received, waits = self._transport.worker, {}, []
+    def settle(self, before: int | None = None) -> None:
+        """Wait until what was sent of steps before one has arrived; or all."""
+        still = []
+        for t, pending, action in self._sent:
+            if before is None or t < before:
+                self._wait(pending, action)
+            else:
+                still.append((t, pending, action))
+        self._sent = still
+
+    def forget(self, t: int) -> None:
+        """Forget the norms of steps up to ``t``."""
+        self._known = {k: norms for k, norms in self._known.items() if k > t}
+
+    @property
+    def _me(self) -> int:
+        return 0 if self._transport is None else self._transport.worker
+
+    def _all_of(self, t: int) -> dict[int, Tensor]:
+        """Return the norms of every stage, received if they have not been yet."""
+        known, waits = self._known.setdefault(t, {}), []
         for j, owner in enumerate(self._owners):
-            if owner != me:
-                ps = self._parameters[j]
+            ps = self._parameters[j]
+            if owner != self._me and j not in known and ps:
+                assert self._transport is not None
                 data = torch.empty(8 * len(ps), dtype=torch.uint8, device=ps[0].device)
                 pending = self._transport.irecv(Payload.T, _NORM_CHANNELS + j, owner, data)
-                waits.append(
-                    (pending, Action(kind=Kind.RECV, payload=Payload.T, t=t, j=j, peer=owner))
-                )
-                received[j] = data.view(torch.float64)
-        for j, values in own.items():
-            for peer in sorted(set(self._owners) - {me}):
-                data = values.view(torch.uint8)
-                pending = self._transport.isend(Payload.T, _NORM_CHANNELS + j, peer, data)
-                waits.append(
-                    (pending, Action(kind=Kind.SEND, payload=Payload.T, t=t, j=j, peer=peer))
-                )
+                action = Action(kind=Kind.RECV, payload=Payload.T, t=t, j=j, peer=owner)
+                waits.append((pending, action))
+                known[j] = data.view(torch.float64)
         for pending, action in waits:
             self._wait(pending, action)
-        return received
+        return dict(sorted(known.items()))
 
 
 def _norm(p: nn.Parameter) -> Tensor:
     if p.grad is None:
         return torch.full((), -1.0, dtype=torch.float64, device=p.device)
     return torch._foreach_norm([p.grad])[0].double()  # exact; cast back before the reduction
+
+
+def _among(j: int, stages: Collection[int] | None) -> bool:
+    return stages is None or j in stages

@@ -10,7 +10,7 @@ from torch import nn
 
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.runtime.stagewise.cuts import Cuts
-from lightning_cyclic.runtime.stagewise.flow import Apply
+from lightning_cyclic.runtime.stagewise.flow import Apply, Complete
 from lightning_cyclic.runtime.stagewise.foresight import BackwardWeights, Guess
 from lightning_cyclic.runtime.stagewise.mail import ReadState, WriteState
 
@@ -28,6 +28,7 @@ class StagewiseConfig:
         remat: "never", "always" or "except_last".
         seed: of the randomness inside steps.
         apply: makes a new version of a stage, where steps flow into each other.
+        complete: looks at the gradients of a stage there, before ``apply`` is called.
         guess: predicts the weights of a stage, for plans that read predicted ones.
         backward_weights: what backwards read there.
         read_state: gives what an owner must tell replicas of a stage, so that they can guess.
@@ -42,6 +43,7 @@ class StagewiseConfig:
     remat: str
     seed: int
     apply: Apply | None = None
+    complete: Complete | None = None
     guess: Guess | None = None
     backward_weights: BackwardWeights = "current"
     read_state: ReadState | None = None

@@ -30,6 +30,7 @@ class Summary(NamedTuple):
 
 Summarise = Callable[[Sequence[Outcome]], Summary]  # called on the last stage's worker alone
 Apply = Callable[[int, int], None]  # (step, stage): clip and optimize; gradients are in p.grad
+Complete = Callable[[int, int], None]  # (step, stage): its gradients have been summed, in p.grad
 
 
 @final
@@ -43,6 +44,7 @@ class Flow:
         post: how messages travel.
         versions: of its stages' parameters.
         apply: makes a new version from the gradients of a step.
+        complete: looks at the gradients of a step when the last has come, if that matters.
         t: the first step.
     """
 
@@ -54,6 +56,7 @@ class Flow:
         post: ParcelPost,
         versions: Versions,
         apply: Apply,
+        complete: Complete | None,
         t: int,
     ) -> None:
         self.arrived: list[tuple[int, Summary]] = []
@@ -62,6 +65,7 @@ class Flow:
         self._post = post
         self._versions = versions
         self._apply = apply
+        self._complete = complete
         self._stream = Stream(plan, worker)
         self._stages = executor.holdings.stages
         replicas_update = plan.axes.placement.takes_turns or plan.width > 1
@@ -70,6 +74,7 @@ class Flow:
         self._summarise: dict[int, Summarise] = {}
         self._put_off: dict[tuple[int, int], list[Action]] = {}  # forwards, by update
         self._grads: list[tuple[nn.Parameter, Tensor]] = []
+        self._aside: dict[tuple[int, int], list[Tensor | None]] = {}  # of updates that are late
         self._told: dict[int, Parcel] = {}
 
     @property
@@ -150,6 +155,13 @@ class Flow:
     def _done(self, a: Action) -> None:
         if a.kind is Kind.B and self._stream.tells(a):  # one worker alone tells nobody else
             self._conclusion(a.t)
+        if self._complete is not None and self._stream.completes(a):
+            self._complete(a.t, a.j)
+            if self._plan.late_updates:
+                stage = self._executor.holdings.owned(a.j)
+                self._aside[a.t, a.j] = [p.grad for p in stage]
+                for p in stage:
+                    p.grad = None
 
     def _conclusion(self, t: int) -> Parcel:
         """Return what all workers are told of step ``t``."""
@@ -164,15 +176,18 @@ class Flow:
 
     def _update(self, a: Action) -> None:
         stage = self._executor.holdings.owned(a.j)
-        mine = set(map(id, stage))
-        others = [(p, p.grad) for p in self._executor.holdings.own if id(p) not in mine]
-        for p, _ in others:
-            p.grad = None  # of a step that is still under way on another stage
+        aside = self._aside.pop((a.t, a.j), None)
+        mine = set(map(id, stage)) if aside is None else set()
+        under_way = [(p, p.grad) for p in self._executor.holdings.own if id(p) not in mine]
+        for p, _ in under_way:
+            p.grad = None  # of other stages, or of later steps
+        for p, grad in zip(stage, aside or (), strict=aside is not None):
+            p.grad = grad
         self._begin_update(a)
         self._apply(a.t, a.j)
         for p in stage:
             p.grad = None
-        for p, grad in others:
+        for p, grad in under_way:
             p.grad = grad
         if a.j == self._stages[0]:  # backwards go from the last stage to the first
             self._tidy(a.t)

@@ -120,7 +120,12 @@ class Plans:
                 # a batch of evaluation has a flush behind it, and reads the newest weights
                 of_all = num_micro * self._config.width
                 made = replace(
-                    usual, num_micro=of_all, schedule="gpipe", weights="sync", warmup_steps=0
+                    usual,
+                    num_micro=of_all,
+                    schedule="gpipe",
+                    weights="sync",
+                    warmup_steps=0,
+                    late_updates=False,
                 )
             else:
                 made = replace(self._make(num_micro), num_steps=1)

@@ -120,13 +120,16 @@ class StagewiseSession:
         )  # fmt: skip
         if flows(plan) and apply is not None:  # else it is only evaluated
             assert self.versions is not None
-            self.flow = Flow(plan, self.worker, self.executor, post, self.versions, apply, self.t)
+            self.flow = Flow(
+                plan, self.worker, self.executor, post, self.versions, apply,
+                self.config.complete, self.t,
+            )  # fmt: skip
         if _shares_state(plan):
             assert self.config.read_state is not None
             assert self.config.write_state is not None
             self.executor.exchange_state(self.config.read_state, self.config.write_state)
         holdings.free()
-        if self.transport is not None:
+        if self.transport is not None or self.config.complete is not None:
             parameters = [holdings.owned(j) for j in range(plan.num_stages)]
             self.norms = NormExchange(plan, parameters, self.transport, self._replica.wait)
 
@@ -261,6 +264,8 @@ class StagewiseSession:
             return []
         with undisturbed(self.device):
             is_new = self.flow.flush()
+        if self.norms is not None:
+            self.norms.settle()
         plan = self.plan
         assert plan is not None
         if is_new and (plan.axes.placement.takes_turns or plan.width > 1):

@@ -31,6 +31,7 @@ class Stream:
     """
 
     def __init__(self, plan: Plan, worker: int) -> None:
+        self._worker = worker
         self._is_alone = len(plan.axes.placement.replica(worker)) == 1
         self._repeats = plan.axes.placement.repeats
         self._warm_up, self._schedule = plan.warmup_steps, plan.axes.schedule
@@ -66,6 +67,15 @@ class Stream:
         plan = self._plan
         is_last = a.i is not None and a.i >= plan.num_micro - plan.width
         return a.kind is Kind.B and a.j == plan.num_stages - 1 and is_last
+
+    def completes(self, a: Action) -> bool:
+        """Say whether an action ends the sum of gradients that this worker updates with."""
+        plan = self._plan
+        if plan.owner(a.j) != self._worker:
+            return False
+        if plan.sums_by_replica:
+            return a.kind is Kind.RECV and a.payload is Payload.S
+        return a.kind is Kind.B and a.i == plan.num_micro - 1
 
     def block(self, t: int) -> list[Action]:
         """Return the actions from the first that needs the batch of step ``t``.
