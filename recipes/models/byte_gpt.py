@@ -24,8 +24,9 @@ def gpt2(
     heads: int,
     width: int,
     dropout: float = 0.0,
+    tied: bool = True,
 ) -> nn.Module:
-    """Make a GPT-2 with random weights; input and output embeddings are tied.
+    """Make a GPT-2 with random weights.
 
     Args:
         vocab_size: Number of tokens; 256 for bytes.
@@ -35,6 +36,7 @@ def gpt2(
         width: Size of the embedding, a multiple of ``heads``.
         dropout: Share that is dropped of embeddings, attention and residual branches; off by
             default, as the small runs of the recipes see every window once.
+        tied: Whether input and output embeddings are one parameter.
     """
     config = GPT2Config(
         vocab_size=vocab_size,
@@ -48,6 +50,7 @@ def gpt2(
         bos_token_id=None,
         eos_token_id=None,
         use_cache=False,
+        tie_word_embeddings=tied,
     )
     return GPT2LMHeadModel(config)
 
