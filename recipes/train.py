@@ -4,6 +4,7 @@
     python recipes/train.py strategy=ddp                one word changes the strategy
     python recipes/train.py strategy=1f1b workers=4     a pipeline of four stages
     python recipes/train.py experiment=cdp_cifar10      the paper's settings
+    python recipes/train.py experiment=compare_pipelines   several trainings, side by side
     python recipes/train.py trainer.max_epochs=1 seed=3 any value of any file in conf/
 
 The modules in models/ and datamodules/ are plain Lightning. Nothing in this file is special to
@@ -18,6 +19,7 @@ import time
 import hydra
 import lightning as L
 import torch
+from compare import compare_recipes
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from hydra.utils import instantiate
@@ -33,8 +35,11 @@ def main(cfg: DictConfig) -> float:
     worker; only rank 0 prints.
 
     Returns:
-        The metric that the data set is judged by (``task.metric``), for Hydra's sweepers.
+        The metric that the data set is judged by (``task.metric``), for Hydra's sweepers; of a
+        comparison, the number of runs that failed.
     """
+    if "compare" in cfg:
+        return compare_recipes(cfg)
     started_s = time.perf_counter()
     refuse_popen_sweep(cfg)
     limit_threads(cfg)
