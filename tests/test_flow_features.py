@@ -78,10 +78,14 @@ def validated(job: Job, strategy: dict[str, Any]) -> Outcome:
     return run.outcome()
 
 
-@pytest.mark.parametrize("preset", ["cyclic_pipeline", "pipedream", "pipeoptim"])
-def test_validation_within_an_epoch_changes_nothing(preset: str) -> None:
+@pytest.mark.parametrize(
+    ("preset", "num_ranks"),
+    [("cyclic_pipeline", 2), ("pipedream", 2), ("pipeoptim", 2), ("pipedream_2bw", 1),
+     ("pipeoptim", 1)],
+)  # fmt: skip
+def test_validation_within_an_epoch_changes_nothing(preset: str, num_ranks: int) -> None:
     job = job_of(preset)
-    ranks = pipelines(job, 2, preset=preset, stages=4, function=validated)
+    ranks = pipelines(job, num_ranks, preset=preset, stages=4, function=validated)
     assert_equals_alone(ranks, preset)
 
 

@@ -7,9 +7,11 @@ changes no number: later forwards read the versions that they would have read wi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple, final
 
+import torch
 from torch import Tensor, nn
 
 from lightning_cyclic.actions import Action, Kind, Payload
@@ -76,6 +78,7 @@ class Flow:
         self._grads: list[tuple[nn.Parameter, Tensor]] = []
         self._aside: dict[tuple[int, int], list[Tensor | None]] = {}  # of updates that are late
         self._told: dict[int, Parcel] = {}
+        self._modes: list[tuple[nn.Module, bool]] = []  # of the last step that has begun
 
     @property
     def most_late(self) -> int:
@@ -106,6 +109,7 @@ class Flow:
         self._executor.prepare(t, micro, call, training=True)
         self._summarise[t] = summarise
         self._begun = t
+        self._modes = [(m, m.training) for m in self._executor.site.module.modules()]
         if self._is_told_of_updates:
             self._tidy(t - self._plan.num_stages - 2)
         self._run([a for a in self._stream.block(t) if step_of(a) > self._ended])
@@ -115,7 +119,9 @@ class Flow:
         if self.is_empty:
             return False
         self._put_off = self._stream.put_off(self._begun)
-        self._run([a for a in self._stream.rest(self._begun) if step_of(a) > self._ended])
+        rest = [a for a in self._stream.rest(self._begun) if step_of(a) > self._ended]
+        with self._as_in_training():
+            self._run(rest)
         self._put_off = {}
         self._post.settle()
         self._ended = self._begun
@@ -127,6 +133,19 @@ class Flow:
         return taken
 
     # ------------------------------------------------------------------ actions
+
+    @contextmanager
+    def _as_in_training(self) -> Iterator[None]:
+        """Run forwards as their step would have: validation flushes in eval mode, without grad."""
+        changed = [(m, was, m.training) for m, was in self._modes if m.training != was]
+        for m, was, _ in changed:
+            m.training = was  # of this module alone, as train() would set those inside, too
+        try:
+            with torch.inference_mode(False), torch.enable_grad():
+                yield
+        finally:
+            for m, _, now in changed:
+                m.training = now
 
     def _run(self, actions: Sequence[Action]) -> None:
         for p, grad in self._grads:
