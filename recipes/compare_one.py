@@ -87,8 +87,8 @@ def whole_steps(num_batches: int, updates_per_step: int, limit: float | None) ->
 class Recorder(L.Callback):
     """Note the loss of each step and the metric of each validation, and the seconds until then.
 
-    Without a flush, a step's loss may be known one update late: then that of the one before is
-    noted. Time spent in validation does not count.
+    Without a flush a loss may be known a few updates later, the later the fewer processes there
+    are: what is noted is the newest that is known. Time spent in validation does not count.
 
     Args:
         metric: the name under which the module logs what it is judged by.

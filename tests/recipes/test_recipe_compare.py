@@ -190,7 +190,7 @@ class TestReports:
 
 TINY = ["tasks=[digits]", "presets=[1f1b,wild]", "seeds=[0,1]", "jobs=2", "trainer.max_epochs=1"]
 TINY += ["trainer.limit_train_batches=8", "trainer.limit_val_batches=2", "model.net.width=4"]
-TINY += ["+compare.contenders.wild={preset: pipedream_2bw, optimizer: {lr: 1e30}}"]
+TINY += ["+compare.contenders.wild={preset: pipedream, num_micro: 1, optimizer: {lr: 1e30}}"]
 
 
 @pytest.fixture(scope="module")
