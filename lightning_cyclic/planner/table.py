@@ -104,7 +104,7 @@ def written(plan: RankedPlan) -> str:
     paths = ", ".join(f'"{name}"' for name in stages.names[1:])
     arguments = [f'"{candidate.preset}"', f"stages=[{paths}]" if paths else "stages=1"]
     if not candidate.runs_whole_micro:
-        arguments.append(f"num_micro={candidate.num_micro}")
+        arguments.append(f"num_micro={candidate.of_each}")  # of each replica
     if candidate.width > 1:
         arguments.append(f"width={candidate.width}")
     if candidate.remat:
