@@ -366,6 +366,7 @@ def make_plan(  # noqa: PLR0913  (one argument per axis and number is the public
     tied: Iterable[Iterable[int]] = (),
     warmup_steps: int = 0,
     late_updates: bool = False,
+    proved: bool = True,
 ) -> Plan:
     """Make a plan from a preset, with any axis replaced, and prove that it can run.
 
@@ -391,6 +392,8 @@ def make_plan(  # noqa: PLR0913  (one argument per axis and number is the public
             weights; behind them the rule begins as if at step 0. [0]
         late_updates: update a stage right before its new version is first read, so that all
             stages can decide together about a step. [False: as soon as its gradients are there]
+        proved: also prove that the program can run; else only that axes and numbers fit, and that
+             the timetable has what it reads, for those who make many plans to run one. [True]
 
     Returns:
         The plan; its programs are made when first asked for.
@@ -434,7 +437,11 @@ def make_plan(  # noqa: PLR0913  (one argument per axis and number is the public
         warmup_steps=warmup_steps,
         late_updates=late_updates,
     )
-    return _proved(plan)
+    if proved:
+        return _proved(plan)
+    check_fit(plan)
+    check_timetable(plan)
+    return plan
 
 
 @lru_cache(maxsize=32)
@@ -442,5 +449,14 @@ def _proved(plan: Plan) -> Plan:
     """Return an equal plan that can run, with what has been derived of it before."""
     check_fit(plan)
     check_timetable(plan)
-    validate(probe(plan))
+    prove(plan)
     return plan
+
+
+def prove(plan: Plan) -> None:
+    """Prove that the program of a plan, whose axes and numbers fit, can run.
+
+    Raises:
+        ValidationError: the program would break a rule; the text points at the action.
+    """
+    validate(probe(plan))

@@ -149,10 +149,15 @@ class Candidate:
         """Say whether a pipeline runs empty at each update."""
         return PRESETS[self.preset].weights == "sync"
 
+    @property
+    def of_each(self) -> int:
+        """Return the micro-batches per update of each replica."""
+        return self.num_micro // self.width
+
     def plan(
         self, problem: Problem, *, num_steps: int, tied: Sequence[Sequence[int]] = ()
     ) -> Plan:
-        """Make the plan.
+        """Make the plan; that its program can run is for :func:`prove` to say.
 
         Raises:
             PlanError: these axes and numbers do not fit together.
@@ -166,6 +171,7 @@ class Candidate:
             slack=problem.slack,
             width=self.width,
             tied=tied,
+            proved=False,
         )
 
 

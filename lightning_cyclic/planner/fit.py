@@ -14,7 +14,8 @@ from typing import TypeAlias, final
 
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.planner.candidates import Candidate, Problem
-from lightning_cyclic.planner.memory import Memory, memory
+from lightning_cyclic.planner.copies import Copies, Counter, Row, steps_to_count
+from lightning_cyclic.planner.memory import KINDS, Memory, memory
 from lightning_cyclic.planner.profile import Profile
 from lightning_cyclic.planner.row import cut_row, row_of
 from lightning_cyclic.planner.stages import Stages
@@ -58,6 +59,7 @@ class Fitter:
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
         self._plans: dict[tuple[object, ...], Plan] = {}
+        self._counter = Counter(problem.slack, problem.state_per_param)
 
     def fit(self, candidate: Candidate) -> Fit | None:
         """Cut the model for a candidate; None where no cut fits into memory.
@@ -69,9 +71,11 @@ class Fitter:
         limit = self._problem.memory_bytes
         plan = self._plan(candidate)
         if not _has_one_stage_per_worker(plan):
+            if candidate.runs_whole_micro and _least(profile, plan) > limit:
+                return None
             found = self._filled(candidate, self._even(profile, candidate))
         else:
-            kept = self._kept(plan, candidate, profile)
+            kept = self._kept(candidate, profile)
             starts = _fastest(
                 profile, candidate, self._problem.network, lambda p, a, b: kept(p, a, b) <= limit
             )
@@ -90,7 +94,7 @@ class Fitter:
         plan = self._plan(candidate)
         if not _has_one_stage_per_worker(plan):
             return self._filled(candidate, self._even(profile, candidate))
-        kept = self._kept(plan, candidate, profile)
+        kept = self._kept(candidate, profile)
 
         def pieces(p: int, b: int) -> Iterator[tuple[int, float, float]]:
             for a in range(b - 1, -1, -1):
@@ -101,7 +105,7 @@ class Fitter:
         return self._filled(candidate, Stages.of(profile, starts))
 
     def _plan(self, candidate: Candidate, tied: tuple[tuple[int, ...], ...] = ()) -> Plan:
-        num_steps = 4 + -(-2 * candidate.num_stages * candidate.width // candidate.num_micro)
+        num_steps = steps_to_count(candidate.num_stages, candidate.of_each)
         key = candidate.preset, candidate.width, candidate.num_stages, candidate.num_micro, tied
         if key not in self._plans:
             self._plans[key] = candidate.plan(self._problem, num_steps=num_steps, tied=tied)
@@ -113,18 +117,26 @@ class Fitter:
 
     def _filled(self, candidate: Candidate, stages: Stages) -> Fit:
         plan = self._plan(candidate, stages.tied)
-        return Fit(
-            candidate=candidate,
-            plan=plan,
-            stages=stages,
-            memory=memory(
-                plan, stages, remat=candidate.remat, state_per_param=self._problem.state_per_param
-            ),
+        if _has_one_stage_per_worker(plan):
+            found = _times(plan, self._copies(candidate), stages)
+        else:
+            state_per_param = self._problem.state_per_param
+            found = memory(plan, stages, remat=candidate.remat, state_per_param=state_per_param)
+        return Fit(candidate=candidate, plan=plan, stages=stages, memory=found)
+
+    def _copies(self, candidate: Candidate) -> Copies:
+        return self._counter.copies(
+            candidate.preset,
+            candidate.num_stages,
+            candidate.of_each,
+            candidate.width,
+            remat=candidate.remat,
         )
 
-    def _kept(self, plan: Plan, candidate: Candidate, profile: Profile) -> Kept:
-        """Say what a worker keeps of some units in a row, by its stage."""
-        counts = _counts(plan, candidate, self._problem.state_per_param)
+    def _kept(self, candidate: Candidate, profile: Profile) -> Kept:
+        """Say what a worker keeps of some units in a row, by its stage: of the replicas', most."""
+        copies = zip(*self._copies(candidate), strict=True)
+        counts = [_most(rows) for rows in copies]
         units = profile.units
         params = [0.0, *accumulate(unit.param_bytes for unit in units)]
         activations = [0.0, *accumulate(unit.activation_bytes for unit in units)]
@@ -151,16 +163,41 @@ def _has_one_stage_per_worker(plan: Plan) -> bool:
     return len(homes) == len(set(homes))
 
 
-def _counts(plan: Plan, candidate: Candidate, state_per_param: float) -> list[Memory]:
-    """Count the copies that workers keep, by stage: of the replicas', the most."""
-    alike = Stages.alike(plan.num_stages)
-    workers = memory(plan, alike, remat=candidate.remat, state_per_param=state_per_param)
-    found = []
+def _most(rows: Sequence[Row]) -> Memory:
+    """Return the most that any replica keeps, of each kind."""
+    return Memory(**{
+        kind: max(values) for kind, values in zip(KINDS, zip(*rows, strict=True), strict=True)
+    })  # fmt: skip
+
+
+def _times(plan: Plan, copies: Copies, stages: Stages) -> tuple[Memory, ...]:
+    """Return what workers keep whose stage is their only one: copies times bytes.
+
+    A worker holds inputs of its own stage, and the gradients of what it sends to the next.
+    """
+    placement, width = plan.axes.placement, plan.width
+    outputs = [*stages.input_bytes[1:], 0.0]
+    found: dict[int, Memory] = {}
     for j in range(plan.num_stages):
-        held = [workers[w] for w in plan.axes.placement.workers_of(j)]
-        names = Memory.__dataclass_fields__
-        found.append(Memory(**{name: max(getattr(x, name) for x in held) for name in names}))
-    return found
+        params, sent = stages.param_bytes[j], outputs[j]
+        sizes = (params, params, params, stages.activation_bytes[j], stages.input_bytes[j], sent)
+        for q, w in enumerate(placement.workers_of(j)):
+            row = copies[0 if q == 0 else -1 if q == width - 1 else 1][j]
+            found[w] = Memory(**{
+                kind: count * size for kind, count, size in zip(KINDS, row, sizes, strict=True)
+            })  # fmt: skip
+    return tuple(found[w] for w in range(plan.num_workers))
+
+
+def _least(profile: Profile, plan: Plan) -> float:
+    """Return what a worker that runs whole micro-batches keeps at least, whatever the stages.
+
+    Before its first backward that is all activations, and from the beginning all parameters,
+    unless they are fetched for each use.
+    """
+    units, shared = profile.units, sum(tie.bytes * (len(tie.units) - 1) for tie in profile.ties)
+    params = 0.0 if plan.axes.sharding.gathers else sum(u.param_bytes for u in units) - shared
+    return params + sum(u.activation_bytes for u in units)
 
 
 def pace_s(profile: Profile, candidate: Candidate, network: Network) -> float:

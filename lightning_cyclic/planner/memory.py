@@ -20,7 +20,7 @@ forward or backward, and what the framework itself takes, are not counted.
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import accumulate
 from typing import final
 
@@ -58,6 +58,9 @@ class Memory:
         """Return all bytes."""
         held = self.weights + self.gradients + self.optimizer
         return held + self.activations + self.inputs + self.returns
+
+
+KINDS = tuple(field.name for field in fields(Memory))
 
 
 def memory(

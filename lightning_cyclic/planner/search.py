@@ -19,6 +19,7 @@ from math import ceil
 from typing import TypeAlias, final
 
 from lightning_cyclic.errors import PlanError
+from lightning_cyclic.plan import Plan, prove
 from lightning_cyclic.planner.candidates import Candidate, Problem, candidates
 from lightning_cyclic.planner.fit import Fit, Fitter, pace_s
 from lightning_cyclic.planner.ranked import RankedPlan, least_step_s, staleness, timed
@@ -90,7 +91,19 @@ def _distinct(plans: Iterator[RankedPlan]) -> Iterator[RankedPlan]:
 def _is_alike(plan: RankedPlan, other: RankedPlan) -> bool:
     if plan.fit.candidate.preset == other.fit.candidate.preset:
         return True
-    return plan.fit.plan.programs == other.fit.plan.programs
+    return _have_same_programs(plan.fit.plan, other.fit.plan)
+
+
+def _have_same_programs(one: Plan, other: Plan) -> bool:
+    """Compare what workers run, where possible without the messages, which take long to make."""
+    if any(a != b for a, b in zip(one.timetable, other.timetable, strict=False)):
+        return False
+    # beyond what is read when, rules differ in when an update is made alone
+    at_end = {plan.axes.weights.at_end_of_step for plan in (one, other)}
+    unnamed = [replace(plan, preset="", weights="") for plan in (one, other)]
+    if len(at_end) == 1 and unnamed[0] == unnamed[1]:
+        return True
+    return one.programs == other.programs
 
 
 def _cells(candidate: Candidate) -> int:
@@ -123,13 +136,23 @@ class _Search:
         while self._heap:
             (time_s, _, _), _, item = heapq.heappop(self._heap)
             if isinstance(item, RankedPlan):
-                yield item
+                if self._can_run(item):
+                    yield item
             elif isinstance(item, Fit):
                 plan = timed(item, self._problem)
                 key = max(_shown(plan.step_s), time_s), plan.staleness[0], item.memory_bytes
                 self._push(key, plan)
             else:
                 self._fit(item, time_s)
+
+    def _can_run(self, plan: RankedPlan) -> bool:
+        """Prove a plan; only those that are shown, as that takes as long as to simulate it."""
+        try:
+            prove(plan.fit.plan)
+        except PlanError as error:
+            self._refusals.append((plan.fit.candidate.width, error))
+            return False
+        return True
 
     def nothing_fits(self) -> PlanError:
         """Say why there is no plan, and which is nearest."""

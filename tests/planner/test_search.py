@@ -4,10 +4,12 @@ from dataclasses import replace
 import pytest
 
 from lightning_cyclic.errors import PlanError
+from lightning_cyclic.plan import make_plan, prove
 from lightning_cyclic.planner import Problem, Profile, Tie, Unit, search
 from lightning_cyclic.planner.candidates import candidates
 from lightning_cyclic.planner.fit import Fitter
 from lightning_cyclic.planner.ranked import timed
+from lightning_cyclic.planner.search import _have_same_programs
 from lightning_cyclic.simulate import Network
 
 FEW = ("gpipe", "1f1b", "pipedream_2bw", "cyclic_pipeline", "cyclic_dp")
@@ -101,6 +103,32 @@ def test_a_program_is_listed_under_one_name():
     assert set(names) == {"cyclic_pipeline"}
     one = problem(presets=("cyclic_pipeline", "pipedream"), batch_size=4, num_workers=3)
     assert "pipedream" in {plan.fit.candidate.preset for plan in search(one).plans}
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "numbers"),
+    [
+        ("cyclic_pipeline", "pipedream", {"num_stages": 2, "num_workers": 2, "num_micro": 4}),
+        ("cyclic_pipeline", "pipedream", {"num_stages": 3, "num_workers": 3, "num_micro": 4}),
+        ("cyclic_pipeline", "pipedream_2bw", {"num_stages": 2, "num_workers": 2}),
+        ("cyclic_pipeline", "pipeoptim", {"num_stages": 2, "num_workers": 2}),
+        ("gpipe", "1f1b", {"num_stages": 3, "num_workers": 3, "num_micro": 1}),
+        ("gpipe", "1f1b", {"num_stages": 3, "num_workers": 3, "num_micro": 3}),
+        ("cyclic_dp", "cyclic_dp_v1", {"num_stages": 2, "num_workers": 2}),
+        ("pipedream_2bw", "pipedream", {"num_stages": 1, "num_workers": 1, "num_micro": 1}),
+        ("cyclic_pipeline", "pipedream", {"num_stages": 1, "num_workers": 1, "num_micro": 2}),
+        ("gpipe", "cyclic_pipeline", {"num_stages": 1, "num_workers": 1, "num_micro": 2}),
+        ("pipedream", "1f1b", {"num_stages": 1, "num_workers": 1, "num_micro": 2}),
+    ],
+)
+def test_programs_are_compared_without_their_messages(one, other, numbers):
+    first, second = make_plan(one, **numbers), make_plan(other, **numbers)
+    assert _have_same_programs(first, second) == (first.programs == second.programs)
+
+
+def test_what_is_ranked_can_run():
+    for plan in search(problem(num_workers=4, profiles=(profile(6),))).plans:
+        prove(plan.fit.plan)
 
 
 def test_rematerialisation_is_for_those_without_memory():

@@ -1,0 +1,161 @@
+"""The copies that workers keep who have one stage of a pipeline, counted on small programs.
+
+How many versions, micro-batches and sums such a worker keeps depends on how far its stage is from
+the last one and on how many micro-batches there are, and once the pipeline is full in proportion
+only. So programs of a few stages, replicas and micro-batches are counted, and what grows from one
+to the next grows on:
+
+    small program   0  1  2  3  4  5
+                    |  |________|  |
+    the plan's      0  1 ........ 8  9
+
+Nothing is assumed of a schedule or a rule: where small programs do not grow in proportion, or
+cannot be, the plan's own is counted. Parameters that stages share add messages, and no copies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import TypeAlias, final
+
+from lightning_cyclic.errors import PlanError
+from lightning_cyclic.plan import make_plan
+from lightning_cyclic.planner.memory import KINDS, memory
+from lightning_cyclic.planner.stages import Stages
+
+_STAGES = 6  # of the largest small program: the first, the last, and four between
+_REPLICAS = 3  # the first, the last, and one for all between
+
+Row: TypeAlias = tuple[float, ...]  # copies of each kind, in the order of KINDS
+Copies: TypeAlias = list[list[Row]]  # by replica (the first, those between, the last), and stage
+_Count: TypeAlias = Callable[[int, int], Copies]
+
+
+@final
+class Counter:
+    """Count copies, and remember what small programs keep.
+
+    Args:
+        slack: of all plans.
+        state_per_param: bytes of optimizer state per byte of parameters.
+    """
+
+    def __init__(self, slack: int, state_per_param: float) -> None:
+        self._slack = slack
+        self._state_per_param = state_per_param
+        self._counted: dict[tuple[object, ...], Copies] = {}
+
+    def copies(
+        self, preset: str, num_stages: int, of_each: int, width: int, *, remat: bool
+    ) -> Copies:
+        """Return the copies of each kind that the workers of some replicas keep.
+
+        Args:
+            preset: of the plan.
+            num_stages: S.
+            of_each: micro-batches of each replica.
+            width: number of replicas.
+            remat: backwards run their forward again.
+
+        Returns:
+            By replica and stage; where there are more than three replicas, the second stands for
+            all between the first and the last.
+
+        Raises:
+            PlanError: the axes and numbers do not fit together.
+        """
+
+        def count(stages: int, micro: int) -> Copies:
+            return self._count(preset, stages, micro, min(width, _REPLICAS), remat)
+
+        spare = 2 + self._slack  # micro-batches beyond one per stage that fill the pipeline
+        few = min(num_stages, _STAGES)
+        if of_each >= num_stages + spare and (of_each > few + spare or num_stages > few):
+            try:
+                found = _filled(count, few, few + spare, of_each)
+                if found is not None and num_stages > few:
+                    found = _stretched(count, few + spare, found, num_stages)
+            except PlanError:  # of a small program; the plan's own may be possible
+                found = None
+            if found is not None:
+                return found
+        return count(num_stages, of_each)
+
+    def _count(
+        self, preset: str, num_stages: int, of_each: int, width: int, remat: bool
+    ) -> Copies:
+        key = preset, num_stages, of_each, width, remat
+        if key not in self._counted:
+            plan = make_plan(
+                preset,
+                num_stages=num_stages,
+                num_workers=num_stages * width,
+                num_micro=of_each * width,
+                num_steps=steps_to_count(num_stages, of_each),
+                slack=self._slack,
+                width=width,
+                proved=False,
+            )
+            for again in (False, True):
+                workers = memory(
+                    plan,
+                    Stages.alike(num_stages),
+                    remat=again,
+                    state_per_param=self._state_per_param,
+                )
+                self._counted[*key[:-1], again] = [
+                    [tuple(getattr(workers[w], kind) for kind in KINDS) for w in row]
+                    for row in _replicas(plan.axes.placement.workers_of, num_stages, width)
+                ]
+        return self._counted[key]
+
+
+def steps_to_count(num_stages: int, of_each: int) -> int:
+    """Return the steps after which the workers of a plan have kept the most that they ever do."""
+    return 4 + -(-2 * num_stages // of_each)
+
+
+def _replicas(
+    workers_of: Callable[[int], Sequence[int]], num_stages: int, width: int
+) -> list[list[int]]:
+    """Return the worker of each stage, replica by replica."""
+    return [[workers_of(j)[q] for j in range(num_stages)] for q in range(width)]
+
+
+def _filled(count: _Count, num_stages: int, full: int, of_each: int) -> Copies | None:
+    """Let a program of few micro-batches have more; None where copies grow irregularly."""
+    less, some, more = (count(num_stages, full + k) for k in (-1, 0, 1))
+    found = []
+    for rows in zip(less, some, more, strict=True):
+        if any(_minus(b, a) != _minus(c, b) for a, b, c in zip(*rows, strict=True)):
+            return None
+        found.append([_grown(b, c, of_each - full) for _, b, c in zip(*rows, strict=True)])
+    return found
+
+
+def _stretched(count: _Count, full: int, filled: Copies, num_stages: int) -> Copies | None:
+    """Let a program of few stages have more; None where copies change irregularly with them."""
+    added, found = num_stages - _STAGES, []
+    small = count(_STAGES - 1, full), count(_STAGES, full)
+    for few, some, row in zip(*small, filled, strict=True):
+        steps = {_minus(a, b) for those in (some, row) for a, b in pairwise(those[1:-1])}
+        if len(steps) > 1 or few[1:] != some[2:]:
+            return None
+        first = _grown(row[0], _plus(row[0], _minus(some[0], few[0])), added)
+        between = (_grown(row[2], row[1], added + 2 - j) for j in range(1, num_stages - 1))
+        found.append([first, *between, row[-1]])
+    return found
+
+
+def _plus(a: Row, b: Row) -> Row:
+    return tuple(x + y for x, y in zip(a, b, strict=True))
+
+
+def _minus(a: Row, b: Row) -> Row:
+    return tuple(x - y for x, y in zip(a, b, strict=True))
+
+
+def _grown(a: Row, b: Row, times: int) -> Row:
+    """Return a after so many steps as from a to b."""
+    return tuple(x + (y - x) * times for x, y in zip(a, b, strict=True))
