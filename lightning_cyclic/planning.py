@@ -16,7 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from lightning_cyclic.errors import PlanError
-from lightning_cyclic.planner.candidates import DEFAULT_PRESETS, Problem
+from lightning_cyclic.planner.candidates import (
+    DEFAULT_BANDWIDTH,
+    DEFAULT_LATENCY,
+    DEFAULT_PRESETS,
+    Problem,
+)
 from lightning_cyclic.planner.profile import Profile, from_json, to_json
 from lightning_cyclic.planner.search import search
 from lightning_cyclic.planner.table import as_data, table
@@ -48,10 +53,11 @@ def add_plan(commands: Any, has_colours: Callable[[], bool]) -> None:
     add("--workers", type=_number(int, 1), required=True, metavar="N", help="number of workers")
     add("--memory", type=_read(parse_bytes), required=True, metavar="SIZE", help="of each worker, "
         "like 24GB; leave some to the framework")  # fmt: skip
-    add("--bandwidth", type=_read(parse_bandwidth), default="10Gbit/s", metavar="10Gbit/s",
-        help="of each worker, in each direction (default: 10Gbit/s)")  # fmt: skip
-    add("--latency", type=_read(parse_seconds), default="50us", metavar="50us", help="of a "
-        "message (default: 50us)")  # fmt: skip
+    add("--bandwidth", type=_read(parse_bandwidth), default=DEFAULT_BANDWIDTH,
+        metavar=DEFAULT_BANDWIDTH, help="of each worker, in each direction "
+        f"(default: {DEFAULT_BANDWIDTH})")  # fmt: skip
+    add("--latency", type=_read(parse_seconds), default=DEFAULT_LATENCY,
+        metavar=DEFAULT_LATENCY, help=f"of a message (default: {DEFAULT_LATENCY})")  # fmt: skip
     add("--batch", type=_number(int, 1), default=0, metavar="B", help="samples per update, of all "
         "workers (default: for each worker the largest measured micro-batch)")  # fmt: skip
     add("--preset", action="append", default=[], metavar="PRESET", help="look at this preset "

@@ -7,8 +7,9 @@ from lightning import LightningModule
 from torch import nn
 
 from lightning_cyclic.cli import main
-from lightning_cyclic.measurement import measure, profile_of
+from lightning_cyclic.measurement import measure
 from lightning_cyclic.planner import Tie, from_json
+from lightning_cyclic.runtime.stagewise.profiling import profile_of
 from lightning_cyclic.runtime.stagewise.survey import survey
 
 MODEL = """

@@ -14,6 +14,8 @@ from lightning_cyclic.presets import PLACEMENTS, PRESETS, SHARDINGS, Preset
 from lightning_cyclic.simulate.costs import Network
 
 _FINENESS = (1, 2, 4)  # stages per worker that runs whole micro-batches: finer ones overlap better
+DEFAULT_BANDWIDTH: Final = "10Gbit/s"  # of each worker, in each direction
+DEFAULT_LATENCY: Final = "50us"  # of a message
 _DOUBLINGS = 2  # of a single profile's micro-batch
 
 
@@ -50,6 +52,9 @@ class Problem:
         remats: whether to look at plans without and with rematerialisation.
         state_per_param: bytes of optimizer state per byte of parameters. [2: Adam's moments]
         slack: slots that a new version needs to travel, for the ``freshest`` rule. [0]
+        widths: numbers of replicas to look at; workers that run whole micro-batches are as many
+            replicas. [all]
+        micro_sizes: sizes of a pipeline's micro-batches to look at. [as of the profiles]
 
     Raises:
         PlanError: numbers that cannot be, profiles of one size or of different units, or an
@@ -65,6 +70,8 @@ class Problem:
     remats: tuple[bool, ...] = (False, True)
     state_per_param: float = 2.0
     slack: int = 0
+    widths: tuple[int, ...] | None = None
+    micro_sizes: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         for preset in self.presets:
@@ -93,7 +100,9 @@ class Problem:
 
     @cached_property
     def by_size(self) -> dict[int, Profile]:
-        """Return profiles by the size of the micro-batch, measured or scaled."""
+        """Return profiles by the size of a pipeline's micro-batch, measured or scaled."""
+        if self.micro_sizes is not None:
+            return {size: self._nearest(size) for size in self.micro_sizes}
         found = {profile.micro_size: profile for profile in self.profiles}
         if len(found) > 1:
             return found
@@ -103,10 +112,15 @@ class Problem:
 
     def profile(self, micro_size: int) -> Profile:
         """Return the profile of a micro-batch: of a size asked for, else the nearest, scaled."""
-        if micro_size in self.by_size:
-            return self.by_size[micro_size]
+        return self.by_size.get(micro_size) or self._nearest(micro_size)
+
+    def _nearest(self, micro_size: int) -> Profile:
         nearest = min(self.profiles, key=lambda p: abs(p.micro_size - micro_size))
-        return nearest.scaled(micro_size)
+        return nearest if nearest.micro_size == micro_size else nearest.scaled(micro_size)
+
+    def looks_at(self, width: int) -> bool:
+        """Say whether so many replicas are to be looked at."""
+        return self.widths is None or width in self.widths
 
     @property
     def num_units(self) -> int:
@@ -189,12 +203,14 @@ def candidates(problem: Problem) -> Iterator[Candidate]:
     for preset in problem.presets:
         placement = PLACEMENTS[PRESETS[preset].placement]
         if placement.runs_whole_micro:
-            yield from _replicated(problem, preset)
+            yield from (
+                _replicated(problem, preset) if problem.looks_at(problem.num_workers) else ()
+            )
         elif PRESETS[preset].placement == "shared":
             yield from _pipelines(problem, preset, 1, _stages_of_places(problem.num_workers))
         else:
             for width in range(1, problem.num_workers + 1):
-                if problem.num_workers % width == 0:
+                if problem.num_workers % width == 0 and problem.looks_at(width):
                     yield from _pipelines(problem, preset, width, problem.num_workers // width)
 
 
