@@ -1,4 +1,4 @@
-"""Names of the strategies: every preset, with the launcher variants that DDP has.
+"""Names of the strategies: presets and "cyclic_auto", with the launcher variants that DDP has.
 
 Imports neither torch nor lightning: what is registered is a small factory that imports the
 strategy only when a Trainer asks for the name.
@@ -36,16 +36,16 @@ def refuse_strategy(*, preset: str, **kwargs: Any) -> NoReturn:
 
 
 def register(registry: Any, make: Callable[..., Any] = make_strategy) -> None:
-    """Register every preset and its variants; registering again changes nothing.
+    """Register every preset, "cyclic_auto", and their variants; registering again changes nothing.
 
     Args:
         registry: Lightning's ``StrategyRegistry``.
         make: what a name stands for, called with ``preset`` and ``start_method``.
     """
-    for preset in PRESETS:
+    for name, preset in [*((preset, preset) for preset in PRESETS), ("cyclic_auto", "auto")]:
         for suffix, start_method in _START_METHODS.items():
             registry.register(
-                f"{preset}{suffix}",
+                f"{name}{suffix}",
                 make,
                 description=f"lightning_cyclic preset {preset!r}, started by {start_method}",
                 override=True,

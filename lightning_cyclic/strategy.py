@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import Any, Literal, final
 
 import torch
@@ -25,6 +26,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_cyclic import checkpoint as ckpt
+from lightning_cyclic.auto import AUTO, SAVED, AutoPlan, check_no_network, network_of
 from lightning_cyclic.callbacks.drain import DrainCallback
 from lightning_cyclic.checks import check_no_leftovers, check_plan
 from lightning_cyclic.errors import ConfigurationError
@@ -47,7 +49,8 @@ class CyclicStrategy(DDPStrategy):
         preset: name of the plan: "cyclic_dp", "cyclic_dp_v1" or "lockstep_dp" run whole
             micro-batches on each worker; "gpipe" and "1f1b" are pipelines with a flush,
             "cyclic_pipeline", "pipedream", "pipedream_2bw", "pipeoptim", "spectrain" and "xpipe"
-            are pipelines without; under "cyclic_mp" workers take turns with the stages.
+            are pipelines without; under "cyclic_mp" workers take turns with the stages. "auto"
+            is the fastest that fits into memory, by the planner, chosen when a fit is set up.
         schedule: overrides the preset's schedule.
         placement: overrides the preset's placement.
         weights: overrides the preset's weight rule.
@@ -63,7 +66,8 @@ class CyclicStrategy(DDPStrategy):
         remat: of pipelines: run a stage again for its backward instead of keeping what its
             forward saved: "never", "always", or "except_last" micro-batch.
         memory_limit_bytes: most bytes of parameters and of one micro-batch's activations that a
-            stage of a pipeline may have. [any number]
+            stage of a pipeline may have. [any number] With "auto": most bytes that a worker may
+            keep. [nine tenths of its device, or of its share of the host]
         backward_weights: of presets that predict: what a backward finds in the place of the
             weights that its forward predicted: the "current" ones, those "predicted", or
             "recompute": the current ones, with which the stage is run again.
@@ -78,6 +82,8 @@ class CyclicStrategy(DDPStrategy):
             "geometric" lets momentum fade, as if no gradient came any more (FTPipe).
         lookahead_lrs: of presets that predict: use the learning rates that schedulers with
             interval="step" will give, in place of the last one (FTPipe); see outlook.py.
+        bandwidth: with "auto": of each worker, like "10Gbit/s" or bytes per second. [10Gbit/s]
+        latency: with "auto": of a message, like "50us" or seconds. [50us]
         accelerator: as in DDPStrategy.
         parallel_devices: as in DDPStrategy.
         cluster_environment: as in DDPStrategy.
@@ -124,6 +130,8 @@ class CyclicStrategy(DDPStrategy):
         warmup_steps: int = 0,
         horizon: Shape = "linear",
         lookahead_lrs: bool = False,
+        bandwidth: str | float | None = None,
+        latency: str | float | None = None,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -167,6 +175,12 @@ class CyclicStrategy(DDPStrategy):
             lookahead_lrs=lookahead_lrs,
             timeout_s=timeout.total_seconds() if timeout else NO_TIMEOUT_S,
         )
+        self._auto: AutoPlan | None = None
+        if preset == AUTO:
+            self._auto = AutoPlan(self._chosen, network_of(bandwidth, latency))
+            self._chosen = self._auto.provisional
+        else:
+            check_no_network(bandwidth, latency, preset)
         self._options.check()
         self._plan: Plan | None = None
         self._training: AbstractTraining = PlainTraining()
@@ -184,8 +198,9 @@ class CyclicStrategy(DDPStrategy):
 
     @property
     def preset(self) -> str:
-        """Return the name of the plan."""
-        return self._chosen.preset
+        """Return the name of the plan; "auto" until it is chosen."""
+        is_open = self._auto is not None and not self._auto.is_decided
+        return AUTO if is_open else self._chosen.preset
 
     @property
     def slack(self) -> int:
@@ -217,8 +232,12 @@ class CyclicStrategy(DDPStrategy):
         )
 
     def report(self) -> str:
-        """Return the profile of a pipelined module, where stages could begin and where they do."""
-        return self._training.report()
+        """Return the profile of a pipelined module, where stages could begin and where they do.
+
+        With preset "auto", on rank 0, the table of the plans that were looked at.
+        """
+        table = self._auto.report() if self._auto is not None else None
+        return self._training.report() if table is None else table
 
     @property
     def messages_sent(self) -> int:
@@ -238,7 +257,7 @@ class CyclicStrategy(DDPStrategy):
     def connect(self, model: LightningModule) -> None:
         """Insert the drain in front of all callbacks."""
         super().connect(model)
-        if _kind_of_training(self._options, fitting=True) is None:
+        if self._auto is None and _kind_of_training(self._options, fitting=True) is None:
             return
         callbacks: list[Any] = model.trainer.callbacks  # type: ignore[attr-defined]
         if not any(isinstance(callback, DrainCallback) for callback in callbacks):
@@ -254,16 +273,12 @@ class CyclicStrategy(DDPStrategy):
     @override
     def setup(self, trainer: Trainer) -> None:
         """Check everything that can be checked before the first step."""
-        options, fitting = self._options, trainer.state.fn == TrainerFn.FITTING
-        if options.is_stagewise and options.width == 1:
-            # all workers see the same batches, in the loader's own order
-            connector, name = trainer._accelerator_connector, "use_distributed_sampler"
-            self._undo.callback(setattr, connector, name, getattr(connector, name))
-            setattr(connector, name, False)
-        kind = _kind_of_training(options, fitting=fitting)
-        if kind is not None:
-            kind.check(trainer, sync_batchnorm=self._layer_sync is not None)
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        if self._auto is None or not fitting:
+            self._prepare(trainer, self._options, fitting=fitting)
         super().setup(trainer)
+        options = self._options
+        kind = _kind_of_training(options, fitting=fitting)
         if kind is None and not fitting:
             return
         self._plan = options.plan(options.expected_stages(self.lightning_module))
@@ -272,12 +287,31 @@ class CyclicStrategy(DDPStrategy):
             self._training = kind(trainer, options, self._plan, self._reductions)
             self._resume()
 
+    def _prepare(self, trainer: Trainer, options: Options, *, fitting: bool) -> None:
+        """Check the Trainer, and let workers that see the same batches have the whole loader."""
+        if options.is_stagewise and options.width == 1:
+            # all workers see the same batches, in the loader's own order
+            connector, name = trainer._accelerator_connector, "use_distributed_sampler"
+            self._undo.callback(setattr, connector, name, getattr(connector, name))
+            setattr(connector, name, False)
+        self._check(trainer, options, fitting=fitting)
+
+    def _check(self, trainer: Trainer, options: Options, *, fitting: bool) -> None:
+        kind = _kind_of_training(options, fitting=fitting)
+        if kind is not None:
+            kind.check(trainer, sync_batchnorm=self._layer_sync is not None)
+
     @override
     def configure_ddp(self) -> None:
-        """Make all workers start from worker 0's module, without wrapping it."""
+        """Make all workers start from worker 0's module, without wrapping it; choose the plan."""
         assert self.lightning_module is not None
         if self.world_size > 1:
             start_alike(self.lightning_module, self.root_device)
+        if self._auto is not None:  # here, as the module is on its device, and no data are read
+            trainer = self.lightning_module.trainer
+            check = partial(self._check, trainer, fitting=True)
+            self._chosen = self._auto.choose(trainer, check)
+            self._prepare(trainer, self._options, fitting=True)
 
     @property
     @override
@@ -391,6 +425,9 @@ class CyclicStrategy(DDPStrategy):
     ) -> None:
         """Write a plain checkpoint with one more key for what is delayed."""
         state = self._training.delayed_state()
+        chosen = self._auto.state() if self._auto is not None else None
+        if chosen is not None:
+            state = (state or {}) | {SAVED: chosen}
         if state is not None:
             checkpoint[ckpt.KEY] = state
         super().save_checkpoint(checkpoint, filepath, storage_options)
@@ -399,7 +436,11 @@ class CyclicStrategy(DDPStrategy):
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
         """Read a checkpoint, and keep what is delayed for the training."""
         loaded = super().load_checkpoint(checkpoint_path, weights_only)
-        self._saved = loaded.get(ckpt.KEY)
+        saved = dict(loaded.get(ckpt.KEY) or {})
+        chosen = saved.pop(SAVED, None)  # by a run with preset "auto"; of no use to others
+        if chosen is not None and self._auto is not None:
+            self._auto.load(chosen)
+        self._saved = saved or None
         return loaded
 
     @override
