@@ -72,19 +72,24 @@ def network_of(bandwidth: str | float | None, latency: str | float | None) -> Ne
     )
 
 
-def check_no_network(bandwidth: object, latency: object, preset: str) -> None:
-    """Refuse links where no plan is chosen by them.
+def check_network(options: Options, given: Mapping[str, object]) -> None:
+    """Refuse numbers of links where nothing is decided by them.
+
+    Args:
+        options: of a named preset.
+        given: bandwidth and latency, None where they are not.
 
     Raises:
         ConfigurationError: with the argument.
     """
-    for name, value in (("bandwidth", bandwidth), ("latency", latency)):
-        if value is not None:
-            raise ConfigurationError(
-                f"{name}={value!r} is of no use with preset {preset!r}, which is not chosen by "
-                f'it; allowed: {name}=None, or preset "auto"; use '
-                f'CyclicStrategy("auto", {name}={value!r})'
-            )
+    name, value = next(((n, v) for n, v in given.items() if v is not None), ("", None))
+    if name and options.plans_placement != "pipelined":
+        raise ConfigurationError(
+            f"{name}={value!r} is of no use with placement {options.plans_placement!r} (preset "
+            f"{options.preset!r}), where nothing is chosen by it; allowed: {name}=None, a "
+            f'pipeline, whose stages are cut by it, or "auto"; use '
+            f'CyclicStrategy("auto", {name}={value!r})'
+        )
 
 
 @final
@@ -94,15 +99,13 @@ class AutoPlan:
     Args:
         asked: what the user gave beside "auto": axes, num_micro, width and remat="always" narrow
             the search, memory_limit_bytes is of a worker.
-        network: the links between workers.
 
     Raises:
         ConfigurationError: an argument that only a named preset has, or no preset with the axes.
     """
 
-    def __init__(self, asked: Options, network: Network) -> None:
+    def __init__(self, asked: Options) -> None:
         self._asked = asked
-        self._network = network
         self._presets = _presets(asked)
         self._chosen: dict[str, Any] | None = None
         self._module: LightningModule | None = None  # that it was chosen for
@@ -231,7 +234,7 @@ class AutoPlan:
                 profiles=profiles,
                 num_workers=num_workers,
                 memory_bytes=asked.memory_limit_bytes or _memory_bytes(trainer),
-                network=self._network,
+                network=asked.network,
                 batch_size=width * batch_size,
                 presets=presets,
                 remats=(True,) if asked.remat == "always" else (False, True),

@@ -27,6 +27,7 @@ from lightning_cyclic.runtime.prediction import Shape
 from lightning_cyclic.runtime.session import auto_stages
 from lightning_cyclic.runtime.stagewise.foresight import BackwardWeights
 from lightning_cyclic.runtime.stagewise.plans import flows
+from lightning_cyclic.simulate import Network
 
 NO_TIMEOUT_S = 1800.0  # limit of every wait, where the user sets none
 
@@ -37,7 +38,7 @@ class Options:
     """Hold the arguments of CyclicStrategy that decide the plan, and make plans of them.
 
     Args:
-        preset: as in CyclicStrategy, as are all but the last two.
+        preset: as in CyclicStrategy, as are all but the last three.
         schedule: overrides the preset's.
         placement: overrides the preset's.
         weights: overrides the preset's.
@@ -59,6 +60,7 @@ class Options:
         timeout_s: limit of every wait for another worker, in seconds.
         num_workers: how many there are; None while it is not known.
         late_updates: whether stages decide together about a step, as the Trainer's flags ask.
+        network: the links between workers, by which stages are cut and "auto" chooses.
     """
 
     preset: str
@@ -83,6 +85,7 @@ class Options:
     timeout_s: float
     num_workers: int | None = None
     late_updates: bool = False
+    network: Network = Network()
 
     def check(self) -> None:
         """Refuse early, before any process, what no number of workers would make right.

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, final
 
+import torch
 from lightning.pytorch import Trainer
 from torch import nn
+from torch.optim import Optimizer
 
 from lightning_cyclic.actions import Payload
 from lightning_cyclic.options import Options
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.runtime.stagewise.config import StagewiseConfig
 from lightning_cyclic.runtime.stagewise.cuts import Cuts, choose_cuts
+from lightning_cyclic.runtime.stagewise.demands import Demands
 from lightning_cyclic.runtime.stagewise.evidence import Survey
 from lightning_cyclic.runtime.stagewise.ranks import rank_of
 from lightning_cyclic.runtime.stagewise.report import report
@@ -33,10 +36,12 @@ class CutFinder:
 
     Args:
         options: what the user chose.
+        state_per_param: bytes of optimizer state per byte of parameters; None for evaluation.
     """
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: Options, state_per_param: float | None = None) -> None:
         self._options = options
+        self._state_per_param = state_per_param
         self._survey: Survey | None = None
 
     def find(self, module: nn.Module, step: Callable[[], Any]) -> Cuts:
@@ -51,11 +56,34 @@ class CutFinder:
             memory_limit_bytes=options.memory_limit_bytes,
             # one device waits for nobody: memory is what it wants, and the same bits in every run
             balance="activations" if options.plans_placement == "single" else "time",
+            demands=self._demands(stages) if isinstance(stages, int) else None,
+        )
+
+    def _demands(self, num_stages: int) -> Demands | None:
+        """Return what the plan asks of the worker of each stage, where each has one in training.
+
+        Workers that take turns, or have several stages, keep what no single stage decides.
+        """
+        options = self._options
+        if self._state_per_param is None or options.plans_placement != "pipelined":
+            return None
+        return Demands.of(
+            options.plan(num_stages),
+            again=options.remat != "never",
+            network=options.network,
+            state_per_param=self._state_per_param,
         )
 
     def report(self, cuts: Cuts | None) -> str | None:
         """Return where stages could begin and where they do; None where nobody looked."""
         return None if self._survey is None or cuts is None else report(self._survey, cuts)
+
+
+def state_per_param(optimizers: Sequence[Optimizer]) -> float:
+    """Return the bytes of optimizer state per byte of parameters: Adam's, where nobody knows."""
+    if not all(isinstance(optimizer, torch.optim.SGD) for optimizer in optimizers):
+        return 2.0
+    return float(any(g["momentum"] for optimizer in optimizers for g in optimizer.param_groups))
 
 
 def make_transport(num_workers: int, options: Options) -> tuple[CountingTransport | None, Any]:

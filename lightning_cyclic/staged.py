@@ -26,7 +26,12 @@ from lightning_cyclic.checks import check_optimizers, check_pipeline
 from lightning_cyclic.compensation import Compensation
 from lightning_cyclic.metrics import SharedMetrics
 from lightning_cyclic.options import Options
-from lightning_cyclic.pipeline_session import CutFinder, make_session, make_transport
+from lightning_cyclic.pipeline_session import (
+    CutFinder,
+    make_session,
+    make_transport,
+    state_per_param,
+)
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.reductions import HeldReductions
 from lightning_cyclic.runtime.stagewise.config import StagewiseConfig
@@ -59,7 +64,8 @@ class StagedTraining(AbstractTraining):
         self._reductions = reductions
         self._closed = False
         self._compensation = Compensation(options)
-        self._finder = CutFinder(options)
+        kept = state_per_param(trainer.optimizers) if fitting else None
+        self._finder = CutFinder(options, kept)
         self._transport, group = make_transport(trainer.world_size, options)
         self._session = session = make_session(
             trainer, options, plan, self._finder, self._transport, group, self._configured

@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_cyclic import checkpoint as ckpt
-from lightning_cyclic.auto import AUTO, SAVED, AutoPlan, check_no_network, network_of
+from lightning_cyclic.auto import AUTO, SAVED, AutoPlan, check_network, network_of
 from lightning_cyclic.callbacks.drain import DrainCallback
 from lightning_cyclic.checks import check_no_leftovers, check_plan
 from lightning_cyclic.errors import ConfigurationError
@@ -65,9 +65,11 @@ class CyclicStrategy(DDPStrategy):
         width: replicas of a pipeline; workers = width * workers of each.
         remat: of pipelines: run a stage again for its backward instead of keeping what its
             forward saved: "never", "always", or "except_last" micro-batch.
-        memory_limit_bytes: most bytes of parameters and of one micro-batch's activations that a
-            stage of a pipeline may have. [any number] With "auto": most bytes that a worker may
-            keep. [nine tenths of its device, or of its share of the host]
+        memory_limit_bytes: most bytes that a worker may keep, as the planner counts them: weights
+            of all versions, gradients, optimizer state, and activations of all micro-batches
+            under way. Of pipelines with a stage per worker, whose stages are cut so, and of
+            "auto" [nine tenths of the device, or of the share of the host]; elsewhere of the
+            parameters and one micro-batch's activations of a stage. [any number]
         backward_weights: of presets that predict: what a backward finds in the place of the
             weights that its forward predicted: the "current" ones, those "predicted", or
             "recompute": the current ones, with which the stage is run again.
@@ -82,8 +84,9 @@ class CyclicStrategy(DDPStrategy):
             "geometric" lets momentum fade, as if no gradient came any more (FTPipe).
         lookahead_lrs: of presets that predict: use the learning rates that schedulers with
             interval="step" will give, in place of the last one (FTPipe); see outlook.py.
-        bandwidth: with "auto": of each worker, like "10Gbit/s" or bytes per second. [10Gbit/s]
-        latency: with "auto": of a message, like "50us" or seconds. [50us]
+        bandwidth: of pipelines and "auto": of each worker, like "10Gbit/s" or bytes per second.
+            [10Gbit/s]
+        latency: of pipelines and "auto": of a message, like "50us" or seconds. [50us]
         accelerator: as in DDPStrategy.
         parallel_devices: as in DDPStrategy.
         cluster_environment: as in DDPStrategy.
@@ -174,14 +177,15 @@ class CyclicStrategy(DDPStrategy):
             horizon=horizon,
             lookahead_lrs=lookahead_lrs,
             timeout_s=timeout.total_seconds() if timeout else NO_TIMEOUT_S,
+            network=network_of(bandwidth, latency),
         )
         self._auto: AutoPlan | None = None
         if preset == AUTO:
-            self._auto = AutoPlan(self._chosen, network_of(bandwidth, latency))
+            self._auto = AutoPlan(self._chosen)
             self._chosen = self._auto.provisional
         else:
-            check_no_network(bandwidth, latency, preset)
-        self._options.check()
+            self._options.check()
+            check_network(self._chosen, {"bandwidth": bandwidth, "latency": latency})
         self._plan: Plan | None = None
         self._training: AbstractTraining = PlainTraining()
         self._reductions = HeldReductions()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -193,9 +194,37 @@ def test_arguments_that_do_not_go_with_auto(
         CyclicStrategy("auto", **arguments)
 
 
-def test_links_are_of_use_to_auto_alone() -> None:
-    with pytest.raises(ConfigurationError, match="bandwidth='1Gbit/s' is of no use with preset"):
-        CyclicStrategy("1f1b", bandwidth="1Gbit/s")
+def test_links_are_of_use_to_pipelines_and_auto_alone() -> None:
+    CyclicStrategy("1f1b", bandwidth="1Gbit/s")
+    with pytest.raises(ConfigurationError, match="latency=0 is of no use with .* 'replicated'"):
+        CyclicStrategy("cyclic_dp", latency=0)
+
+
+def stages_of(**arguments: Any) -> list[str]:
+    """Cut a pipeline of two stages; return where the second begins, and what each worker has."""
+    strategy = CyclicStrategy("1f1b", num_micro=4, **arguments)
+    trainer, module = make_trainer(strategy, max_steps=1, max_epochs=-1), Net()
+    trainer.fit(module)
+    return sorted({name.rpartition(".")[0] for name, j in strategy.stage_of.items() if j == 0})
+
+
+def cut(arguments: dict[str, Any]) -> list[str]:
+    return stages_of(**arguments)
+
+
+@pytest.mark.multi
+def test_the_stages_of_a_named_pipeline_fit_into_memory() -> None:
+    # three layers of 16 x 16, of which two do not fit beside what training keeps of them
+    least = "memory_limit_bytes=1 cannot be met with stages=2; allowed: (?P<bytes>\\d+) bytes"
+    with pytest.raises(RanksFailedError) as caught:
+        processes.run(cut, 2, {"memory_limit_bytes": 1})
+    found = re.search(least, str(caught.value))
+    assert found is not None
+    limit = int(found["bytes"])
+    first = processes.run(cut, 2, {"memory_limit_bytes": limit})
+    assert first[0] == first[1]
+    with pytest.raises(RanksFailedError, match=f"allowed: {limit} bytes"):
+        processes.run(cut, 2, {"memory_limit_bytes": limit - 1})
 
 
 class Stream(IterableDataset[Any]):

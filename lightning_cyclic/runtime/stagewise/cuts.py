@@ -13,6 +13,7 @@ from typing import Any, Self
 
 from lightning_cyclic.errors import PlanError
 from lightning_cyclic.runtime.stagewise.choice import best_places
+from lightning_cyclic.runtime.stagewise.demands import Demands
 from lightning_cyclic.runtime.stagewise.evidence import Survey, Use
 from lightning_cyclic.runtime.stagewise.naming import named_places
 from lightning_cyclic.runtime.stagewise.places import Balance, Place, Terrain
@@ -92,6 +93,7 @@ def choose_cuts(
     *,
     memory_limit_bytes: int | None = None,
     balance: Balance = "time",
+    demands: Demands | None = None,
 ) -> Cuts:
     """Choose where stages begin.
 
@@ -107,6 +109,8 @@ def choose_cuts(
             a stage may have. [any number]
         balance: "time", which suits workers that wait for each other, or "activations", which
             suits one device and is the same in every run.
+        demands: of a plan with as many stages: then times include messages, and the limit is
+            that of all that a worker keeps. [none]
 
     Returns:
         The stages.
@@ -116,7 +120,7 @@ def choose_cuts(
     """
     terrain = Terrain(survey, balance)
     if isinstance(stages, int):
-        places = best_places(terrain, stages, memory_limit_bytes)
+        places = best_places(terrain, stages, memory_limit_bytes, demands)
     else:
         places = named_places(terrain, [stages] if isinstance(stages, str) else stages)
     return _cuts(survey, places)

@@ -1,14 +1,18 @@
 """The choice of places is the best of all, by trying them all."""
 
 from itertools import combinations, pairwise
+from math import ceil
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_cyclic.errors import PlanError
+from lightning_cyclic.plan import make_plan
 from lightning_cyclic.runtime.stagewise.choice import best_places, split_by
-from lightning_cyclic.runtime.stagewise.places import Terrain
+from lightning_cyclic.runtime.stagewise.demands import Demands
+from lightning_cyclic.runtime.stagewise.places import Load, Terrain
+from lightning_cyclic.simulate import Network
 
 from .scripts import Writer
 
@@ -127,3 +131,73 @@ def test_stages_of_equal_activations_do_not_depend_on_times():
         script = [("layer", ns, 1, n) for ns, n in zip(times, sizes, strict=True)]
         terrain = Terrain(Writer(script).survey(), "activations")
         assert [p.path for p in best_places(terrain, 2)] == ["3"]
+
+
+# ---------------------------------------------------------------------- with a plan's demands
+
+
+def demanded(preset, stages, bandwidth):
+    plan = make_plan(preset, num_stages=stages, num_workers=stages, num_micro=stages)
+    network = Network(bandwidth_bytes_per_s=bandwidth)
+    return Demands.of(plan, again=False, network=network, state_per_param=2.0)
+
+
+def judged(terrain, places, demands):
+    """Return the slowest stage's seconds and the fullest worker's bytes, from the definition."""
+    ticks = [0, *(p.tick for p in places), terrain.survey.end + 1]
+    crossing = [0, *(p.crossing_bytes for p in places), 0]
+    times, sizes = [], []
+    for j, (a, b) in enumerate(pairwise(ticks)):
+        load = terrain.load(a, b, crossing[j])
+        sent_s = demands.sent_s(crossing[j]) + demands.sent_s(crossing[j + 1])
+        begin, end = map(terrain.time_at, (a, b))
+        compute_s = demands.compute_s(end) - demands.compute_s(begin)
+        times.append(max(compute_s, sent_s))
+        sizes.append(demands.kept_bytes(j, load, crossing[j + 1]))
+    return max(times), max(sizes)
+
+
+def judged_all(terrain, stages, demands):
+    """Yield, for places without shared modules and for all, what each allowed choice takes."""
+    for places in ([p for p in terrain.places if not p.obstacles], terrain.places):
+        choices = combinations(places, stages - 1)
+        yield [judged(terrain, c, demands) for c in choices if allowed(terrain, c, None)]
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    scripts,
+    st.sampled_from(["gpipe", "1f1b", "pipedream_2bw", "pipedream"]),
+    st.integers(2, 4),
+    st.sampled_from([1e8, 1e9, 1e12]),
+    st.none() | st.integers(0, 250),
+)
+def test_as_good_as_the_best_of_all_for_a_plan(script, preset, stages, bandwidth, limit):
+    terrain = Terrain(Writer([("layer", 1, 1, 1), *script]).survey())
+    demands = demanded(preset, stages, bandwidth)
+    groups = list(judged_all(terrain, stages, demands))
+    fitting = [[t for t, size in g if limit is None or size <= limit] for g in groups]
+    best = next((min(times) for times in fitting if times), None)
+    if best is not None:
+        places = best_places(terrain, stages, limit, demands)
+        found_s, kept = judged(terrain, places, demands)
+        assert allowed(terrain, places, None)
+        assert limit is None or kept <= limit
+        assert found_s == best
+        return
+    least = min((size for _, size in groups[1]), default=None)
+    text = "at most" if least is None else f"allowed: {ceil(least)} bytes or more"
+    with pytest.raises(PlanError, match=text):
+        best_places(terrain, stages, limit, demands)
+
+
+def test_the_first_stage_of_a_pipeline_keeps_most():
+    demands = demanded("1f1b", 3, 1e9)
+    load = Load(compute_ns=1, parameter_bytes=10, activation_bytes=100, crossing_bytes=1000)
+    # weights, gradients and Adam's moments; activations and inputs of 3, 2 and 1 micro-batches
+    assert [demands.kept_bytes(j, load, 0) for j in range(3)] == [3340, 2240, 1140]
+
+
+def test_workers_with_several_stages_have_no_demands_by_stage():
+    plan = make_plan("1f1b", num_stages=4, num_workers=2)
+    assert Demands.of(plan, again=False, network=Network(), state_per_param=2.0) is None
