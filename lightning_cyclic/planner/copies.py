@@ -69,18 +69,23 @@ class Counter:
         def count(stages: int, micro: int) -> Copies:
             return self._count(preset, stages, micro, min(width, _REPLICAS), remat)
 
+        try:
+            found = self._by_small_programs(count, num_stages, of_each)
+        except PlanError:  # of a small program; the plan's own may be possible
+            found = None
+        return count(num_stages, of_each) if found is None else found
+
+    def _by_small_programs(self, count: _Count, num_stages: int, of_each: int) -> Copies | None:
         spare = 2 + self._slack  # micro-batches beyond one per stage that fill the pipeline
         few = min(num_stages, _STAGES)
         if of_each >= num_stages + spare and (of_each > few + spare or num_stages > few):
-            try:
-                found = _filled(count, few, few + spare, of_each)
-                if found is not None and num_stages > few:
-                    found = _stretched(count, few + spare, found, num_stages)
-            except PlanError:  # of a small program; the plan's own may be possible
-                found = None
-            if found is not None:
-                return found
-        return count(num_stages, of_each)
+            found = _filled(count, few, few + spare, of_each)
+            if found is not None and num_stages > few:
+                found = _stretched(count, few + spare, found, num_stages)
+            return found
+        if num_stages > _STAGES + 1 and num_stages <= of_each + 1 < num_stages + spare + 1:
+            return _alongside(count, num_stages, of_each - num_stages)
+        return None
 
     def _count(
         self, preset: str, num_stages: int, of_each: int, width: int, remat: bool
@@ -148,8 +153,28 @@ def _stretched(count: _Count, full: int, filled: Copies, num_stages: int) -> Cop
     return found
 
 
-def _plus(a: Row, b: Row) -> Row:
-    return tuple(x + y for x, y in zip(a, b, strict=True))
+def _alongside(count: _Count, num_stages: int, excess: int) -> Copies | None:
+    """Let micro-batches grow with the stages; None where copies change irregularly with them."""
+    added, found = num_stages - _STAGES - 1, []
+    small = [count(few, few + excess) for few in range(_STAGES - 1, _STAGES + 2)]
+    for few, some, many in zip(*small, strict=True):
+        steps = {_minus(a, b) for row in (few, some, many) for a, b in pairwise(row[1:-1])}
+        pairs = (few, some), (some, many)
+        grows = {_minus(b, a) for less, more in pairs
+                 for a, b in zip(less[1:-1], more[2:-1], strict=True)}  # fmt: skip
+        ends = {(_minus(b[0], a[0]), _minus(b[-1], a[-1])) for a, b in pairs}
+        if max(map(len, (steps, grows, ends))) > 1:
+            return None
+        (step,), (grow,) = steps, grows
+        nearest = _plus(many[-2], grow, added)  # to the last stage
+        between = [_plus(nearest, step, k) for k in reversed(range(num_stages - 2))]
+        first = _grown(some[0], many[0], added + 1)
+        found.append([first, *between, _grown(some[-1], many[-1], added + 1)])
+    return found
+
+
+def _plus(a: Row, b: Row, times: int = 1) -> Row:
+    return tuple(x + y * times for x, y in zip(a, b, strict=True))
 
 
 def _minus(a: Row, b: Row) -> Row:
