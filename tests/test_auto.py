@@ -146,6 +146,36 @@ def test_a_checkpoint_keeps_the_choice(tmp_path: Path) -> None:
     assert_same_runs(resumed, processes.run(fit, 2, first[0]["chosen"], path))
 
 
+@pytest.mark.multi
+def test_presets_that_the_trainer_cannot_run_are_left_out() -> None:
+    asked = {"preset": "auto", "placement": "pipelined"}
+    ranks = processes.run(accumulate, 2, asked)
+    assert {rank["chosen"]["preset"] for rank in ranks} <= {"gpipe", "1f1b"}
+
+
+def accumulate(arguments: dict[str, Any]) -> dict[str, Any]:
+    return fit(arguments, accumulate_grad_batches=2)
+
+
+def fit_twice() -> tuple[list[int], list[bool], str]:
+    strategy, module, other = CyclicStrategy("auto"), Net(), Net()
+    trainer, choices = make_trainer(strategy, max_epochs=0), []
+    for net in (module, module, other):
+        trainer.fit_loop.max_epochs += 1
+        trainer.fit(net)
+        choices.append(strategy._auto.state())
+    same = [choices[1] is choices[0], choices[2] is choices[1]]
+    return [module.made_loaders, other.made_loaders], same, choices[0]["why"]
+
+
+def test_a_second_fit_of_the_module_keeps_the_choice() -> None:
+    ((made, same, why),) = processes.run(fit_twice, 1)
+    assert made == [3, 2]  # one for each fit, and one for each choice
+    assert same == [True, False]
+    assert why.startswith("lightning_cyclic chose CyclicStrategy(")
+    assert why.endswith("the weights that forwards read are always the newest")
+
+
 def test_the_table_on_demand() -> None:
     text = processes.run(fit, 1, {"preset": "auto"}, None, True)[0]["report"]
     assert text.startswith(f"Net: {ROWS} samples per update, 1 workers")
