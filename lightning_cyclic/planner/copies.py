@@ -163,7 +163,7 @@ def _alongside(count: _Count, num_stages: int, excess: int) -> Copies | None:
         grows = {_minus(b, a) for less, more in pairs
                  for a, b in zip(less[1:-1], more[2:-1], strict=True)}  # fmt: skip
         ends = {(_minus(b[0], a[0]), _minus(b[-1], a[-1])) for a, b in pairs}
-        if max(map(len, (steps, grows, ends))) > 1:
+        if max(len(steps), len(grows), len(ends)) > 1:
             return None
         (step,), (grow,) = steps, grows
         nearest = _plus(many[-2], grow, added)  # to the last stage
