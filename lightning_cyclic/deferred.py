@@ -68,7 +68,12 @@ class DeferredUpdates:
         return self._remembered[t][0]
 
     def apply(
-        self, t: int, stages: Sequence[int], groups: list[dict[str, Any]] | None = None
+        self,
+        t: int,
+        stages: Sequence[int],
+        groups: list[dict[str, Any]] | None = None,
+        *,
+        skips: bool = False,
     ) -> None:
         """Run hooks, clipping and the optimizer on the gradients of the given stages.
 
@@ -76,6 +81,7 @@ class DeferredUpdates:
             t: step.
             stages: whose gradients are in ``p.grad``.
             groups: hyper-parameters in place of those of step ``t``.
+            skips: leave the optimizer out, as a gradient scaler does that finds an overflow.
         """
         trainer, optimizer = self._trainer, self._optimizer
         remembered, kwargs = self._remembered[t]
@@ -84,6 +90,8 @@ class DeferredUpdates:
             call._call_callback_hooks(trainer, "on_before_optimizer_step", optimizer)
             call._call_lightning_module_hook(trainer, "on_before_optimizer_step", optimizer)
             self._clip_gradients(t, stages)
+            if skips:
+                return
             with trainer.profiler.profile(  # type: ignore[attr-defined]
                 "[Strategy]CyclicStrategy.deferred_optimizer_step"
             ):

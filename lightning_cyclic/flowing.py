@@ -23,16 +23,18 @@ from typing_extensions import override
 
 from lightning_cyclic import checkpoint as ckpt
 from lightning_cyclic.checks import check_flow
-from lightning_cyclic.clipping import clip_mode
+from lightning_cyclic.clipping import clip_mode, decides_together
 from lightning_cyclic.deferred import DeferredUpdates
 from lightning_cyclic.options import Options
 from lightning_cyclic.outlook import Outlook
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.predictor import Predictor
 from lightning_cyclic.reductions import HeldReductions
-from lightning_cyclic.runtime.stagewise.config import StagewiseConfig
+from lightning_cyclic.runtime.norms import NormExchange
+from lightning_cyclic.runtime.stagewise.config import Share, StagewiseConfig
 from lightning_cyclic.runtime.stagewise.executor import Outcome
 from lightning_cyclic.runtime.stagewise.flow import Summary
+from lightning_cyclic.scaling import scaling_of
 from lightning_cyclic.staged import StagedTraining, positional
 from lightning_cyclic.summaries import Told
 from lightning_cyclic.surrogates import stand_in
@@ -54,7 +56,9 @@ class FlowingTraining(StagedTraining):
         self, trainer: Trainer, options: Options, plan: Plan, reductions: HeldReductions
     ) -> None:
         clip = clip_mode(trainer, plan, options.clip)
-        if clip == "global" and trainer.gradient_clip_val:
+        self._scaling = scaling_of(trainer, plan, self._all_are_finite)
+        needs_all = self._scaling is not None or (clip == "global" and trainer.gradient_clip_val)
+        if needs_all and decides_together(plan):
             options, plan = replace(options, late_updates=True), replace(plan, late_updates=True)
         self._updates = DeferredUpdates(
             trainer,
@@ -77,6 +81,7 @@ class FlowingTraining(StagedTraining):
         self._stops_at: int | None = None  # step before which all workers stop
         self._owned_is_kept = False
         super().__init__(trainer, options, plan, reductions)
+        self._summaries.refuses_overflow = self._scaling is None
 
     @override
     @staticmethod
@@ -89,7 +94,8 @@ class FlowingTraining(StagedTraining):
         return replace(
             config,
             apply=self._apply,
-            complete=self._complete if self._options.late_updates else None,
+            complete=self._complete if self._options.late_updates or self._scaling else None,
+            scaled=None if self._scaling is None else self._scaled,
             guess=self._predictor.guess,
             backward_weights=self._options.backward_weights,
             read_state=self._predictor.read_state,
@@ -100,16 +106,34 @@ class FlowingTraining(StagedTraining):
         return self._session.holdings.owned(j)
 
     def _complete(self, t: int, j: int) -> None:
-        norms = self._session.norms
-        assert norms is not None
-        norms.settle(before=t - 1)  # for which every stage has been updated
+        """Make the gradients of a stage known to those who decide about their step."""
+        norms, long_over = self._norms, t - 2 * self._the_plan.num_stages - 4
+        if self._scaling is not None:
+            self._scaling.unscale(self._the_plan, t, self._parameters_of(j))
+        norms.settle(before=long_over)
+        norms.forget(long_over)
         norms.begin(t, j)
 
+    def _scaled(self, t: int, share: Share) -> Share:
+        assert self._scaling is not None
+        self._scaling.begin(t)
+        return self._scaling.scaled(self._the_plan, t, share)
+
+    def _all_are_finite(self, t: int) -> bool:
+        return self._norms.is_finite(t)
+
     def _total_norm(self, t: int, parameters: Sequence[nn.Parameter]) -> Tensor:
-        norms = self._session.norms
-        assert norms is not None
-        norms.forget(t - 1)
-        return norms.end(t, parameters)
+        return self._norms.end(t, parameters)
+
+    @property
+    def _norms(self) -> NormExchange:
+        assert self._session.norms is not None
+        return self._session.norms
+
+    @property
+    def _the_plan(self) -> Plan:
+        assert self._session.plan is not None
+        return self._session.plan
 
     @override
     def _clip(self, optimizer: Optimizer, clip_val: float) -> None:
@@ -137,7 +161,7 @@ class FlowingTraining(StagedTraining):
             if self._latest is None or epoch_ends(
                 self._trainer
             ):  # so that every worker knows a loss
-                arrived += session.flush()
+                arrived += self._finish()
         self._read(self._unread + arrived)
         self._unread = []
         assert self._latest is not None
@@ -175,27 +199,29 @@ class FlowingTraining(StagedTraining):
         if not self._owned_is_kept:  # a whole checkpoint may have been loaded
             ckpt.keep_owned_state(self._trainer.optimizers[0], self._session.with_state)
             self._owned_is_kept = True
-        plan, stage = self._session.plan, self._session.holdings.owned(j)
-        assert plan is not None
-        corrected = self._compensation.corrected(plan, t, {j: stage})
-        groups = self._groups_of(t, j)
+        stage, groups = self._session.holdings.owned(j), self._groups_of(t, j)
+        if self._scaling is not None and not self._is_finite(t, j):
+            self._updates.apply(t, [j], groups, skips=True)
+            return
+        corrected = self._compensation.corrected(self._the_plan, t, {j: stage})
         # a prediction repeats the optimizer's own update
         with corrected, self._predictor.noting(stage, groups):
             self._updates.apply(t, [j], groups)
 
+    def _is_finite(self, t: int, j: int) -> bool:
+        """Say whether a stage is updated: as all are, or by its own gradients."""
+        return self._norms.is_finite(t, None if self._options.late_updates else {j})
+
     def _groups_of(self, t: int, j: int) -> list[dict[str, Any]]:
         """Return the hyper-parameters with which the update of step t is made on stage j."""
-        plan = self._session.plan
-        assert plan is not None
-        return self._compensation.annealed(plan, t, j, self._updates.groups_of(t))
+        return self._compensation.annealed(self._the_plan, t, j, self._updates.groups_of(t))
 
     def _lrs_of(self, v: int, j: int, horizon: int) -> list[list[float]] | None:
         """Return the learning rates of the updates of stage j that follow version v."""
         rows = None if self._outlook is None else self._outlook.rows(v - 1, horizon)
         if rows is None:
             return None
-        plan, annealed = self._session.plan, self._compensation.annealed
-        assert plan is not None
+        plan, annealed = self._the_plan, self._compensation.annealed
         each = [annealed(plan, v + n, j, [{"lr": x} for x in row]) for n, row in enumerate(rows)]
         return [[group["lr"] for group in groups] for groups in each]
 
@@ -205,7 +231,16 @@ class FlowingTraining(StagedTraining):
     def flush(self) -> None:
         """Finish the steps under way; what they log is logged in the next one."""
         with self._summaries.held():
-            self._unread += self._session.flush()
+            self._unread += self._finish()
+
+    def _finish(self) -> list[tuple[int, Summary]]:
+        session = self._session
+        arrived = session.flush()
+        if session.norms is not None and session.flow is not None and not session.failed:
+            if self._scaling is not None:
+                self._scaling.catch_up(session.t)
+            session.norms.settle()  # everybody has taken what he needs
+        return arrived
 
     @override
     def delayed_state(self) -> dict[str, Any] | None:
@@ -215,6 +250,7 @@ class FlowingTraining(StagedTraining):
             named = self._session.holdings.named()
             state["groups"] = self._updates.groups_of(t - 1)
             state["lrs_ahead"] = self._outlook and self._outlook.state(t - 1)
+            state["scales"] = self._scaling and self._scaling.state()
             state["displacements"] = ckpt.merged(self._predictor.state(named), self._session.group)
         return state
 
@@ -225,6 +261,8 @@ class FlowingTraining(StagedTraining):
             self._updates.put_groups(saved["t"] - 1, saved["groups"])
             if self._outlook is not None:
                 self._outlook.put_state(saved["t"] - 1, saved.get("lrs_ahead"))
+            if self._scaling is not None:
+                self._scaling.put_state(saved.get("scales") or {})
             self._predictor.put_state(saved["displacements"], self._session.holdings.named())
         return taken
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_cyclic.checks import check_no_scaler
 from lightning_cyclic.clipping import clip_mode, clip_stages
 from lightning_cyclic.options import Options
 from lightning_cyclic.plan import Plan
@@ -41,6 +42,12 @@ class PipelinedTraining(StagedTraining):
     ) -> None:
         super().__init__(trainer, options, plan, reductions)
         self._surrogates = Surrogates(trainer)
+
+    @override
+    @staticmethod
+    def check(trainer: Trainer, *, sync_batchnorm: bool) -> None:
+        StagedTraining.check(trainer, sync_batchnorm=sync_batchnorm)
+        check_no_scaler(trainer)
 
     @override
     def training_step(self, own: Own, *args: Any, **kwargs: Any) -> Any:

@@ -19,7 +19,12 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_cyclic import checkpoint as ckpt
-from lightning_cyclic.checks import check_optimizers, check_trainer, trained_parameters
+from lightning_cyclic.checks import (
+    check_no_scaler,
+    check_optimizers,
+    check_trainer,
+    trained_parameters,
+)
 from lightning_cyclic.clipping import clip_mode
 from lightning_cyclic.compensation import Compensation
 from lightning_cyclic.deferred import DeferredUpdates
@@ -89,6 +94,7 @@ class ReplicatedTraining(AbstractTraining):
     @staticmethod
     def check(trainer: Trainer, *, sync_batchnorm: bool) -> None:
         check_trainer(trainer, trainer.lightning_module, sync_batchnorm=sync_batchnorm)
+        check_no_scaler(trainer)
 
     @property
     def _module(self) -> LightningModule:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from lightning_cyclic.checks import check_trainer
+from lightning_cyclic.checks import check_no_scaler, check_trainer
 from lightning_cyclic.errors import ConfigurationError, PlanError
 from lightning_cyclic.plan import PRESETS
 from lightning_cyclic.strategy import CyclicStrategy
@@ -95,7 +95,7 @@ def test_a_loss_scaler_is_refused() -> None:
     with pytest.raises(
         ConfigurationError, match=r"'16-mixed'.*allowed: .*use Trainer\(precision="
     ):
-        check_trainer(Scales(), LightningModule(), sync_batchnorm=False)  # type: ignore[arg-type]
+        check_no_scaler(Scales())  # type: ignore[arg-type]
 
 
 # ---------------------------------------------------------------------- what two workers run

@@ -30,6 +30,7 @@ class NormExchange:
         parameters: the parameters of each stage.
         transport: how messages travel; None for one worker.
         wait: waits for a message and names it if it does not come.
+        for_all: whether workers that own no stage are told, too.
     """
 
     def __init__(
@@ -38,11 +39,15 @@ class NormExchange:
         parameters: Sequence[Sequence[nn.Parameter]],
         transport: AbstractTransport | None,
         wait: Wait,
+        *,
+        for_all: bool = False,
     ) -> None:
         self._parameters = parameters
         self._transport = transport
         self._wait = wait
         self._owners = [plan.owner(j) for j in range(plan.num_stages)]
+        told = range(plan.num_workers) if for_all else self._owners
+        self._others = sorted(set(told) - {self._me})
         self._known: dict[int, dict[int, Tensor]] = {}  # step -> stage -> norms of its tensors
         self._sent: list[tuple[int, AbstractPending, Action]] = []
 
@@ -69,7 +74,7 @@ class NormExchange:
             return
         norms = torch.stack([_norm(p) for p in self._parameters[j]])
         self._known.setdefault(t, {})[j] = norms
-        for peer in sorted(set(self._owners) - {self._me}):
+        for peer in self._others:
             assert self._transport is not None
             data = norms.view(torch.uint8)
             pending = self._transport.isend(Payload.T, _NORM_CHANNELS + j, peer, data)
@@ -99,7 +104,7 @@ class NormExchange:
 
     def is_finite(self, t: int, stages: Collection[int] | None = None) -> bool:
         """Say whether the gradients of step ``t`` are finite, of some stages or of all."""
-        norms = self._all_of(t) if stages is None else self._known[t]
+        norms = self._all_of(t) if stages is None else self._known.get(t, {})
         return all(bool(torch.isfinite(x).all()) for j, x in norms.items() if _among(j, stages))
 
     def settle(self, before: int | None = None) -> None:

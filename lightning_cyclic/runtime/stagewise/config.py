@@ -6,13 +6,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.runtime.stagewise.cuts import Cuts
 from lightning_cyclic.runtime.stagewise.flow import Apply, Complete
 from lightning_cyclic.runtime.stagewise.foresight import BackwardWeights, Guess
 from lightning_cyclic.runtime.stagewise.mail import ReadState, WriteState
+
+Share = Callable[[Tensor], Tensor]
+Scaled = Callable[[int, Share], Share]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +32,7 @@ class StagewiseConfig:
         seed: of the randomness inside steps.
         apply: makes a new version of a stage, where steps flow into each other.
         complete: looks at the gradients of a stage there, before ``apply`` is called.
+        scaled: multiplies the share of a micro-batch in the loss of a step there.
         guess: predicts the weights of a stage, for plans that read predicted ones.
         backward_weights: what backwards read there.
         read_state: gives what an owner must tell replicas of a stage, so that they can guess.
@@ -44,6 +48,7 @@ class StagewiseConfig:
     seed: int
     apply: Apply | None = None
     complete: Complete | None = None
+    scaled: Scaled | None = None
     guess: Guess | None = None
     backward_weights: BackwardWeights = "current"
     read_state: ReadState | None = None

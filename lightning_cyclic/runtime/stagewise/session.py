@@ -131,7 +131,10 @@ class StagewiseSession:
         holdings.free()
         if self.transport is not None or self.config.complete is not None:
             parameters = [holdings.owned(j) for j in range(plan.num_stages)]
-            self.norms = NormExchange(plan, parameters, self.transport, self._replica.wait)
+            self.norms = NormExchange(
+                plan, parameters, self.transport, self._replica.wait,
+                for_all=self.config.scaled is not None,
+            )  # fmt: skip
 
     def _make_versions(self, plan: Plan, holdings: Holdings) -> Versions:
         stages = {j: holdings.trained(j) for j in holdings.stages}
@@ -247,6 +250,8 @@ class StagewiseSession:
         assert self.flow is not None
         self._check_number(len(parts))
         shares = shares_of([p.size for p in parts], self.config.width)
+        if self.config.scaled is not None:
+            shares = [self.config.scaled(self.t, share) for share in shares]
         with undisturbed(self.device):
             self.flow.step(self.t, self._micro(parts, shares, "train"), call, summarise)
         self.t += 1
@@ -264,8 +269,6 @@ class StagewiseSession:
             return []
         with undisturbed(self.device):
             is_new = self.flow.flush()
-        if self.norms is not None:
-            self.norms.settle()
         plan = self.plan
         assert plan is not None
         if is_new and (plan.axes.placement.takes_turns or plan.width > 1):

@@ -1,0 +1,136 @@
+"""Loss scaling under old gradients: one scale per step, known when its first loss is.
+
+A gradient scaler looks at the gradients of a step, skips its update if one is not finite, and
+sets the scale of the next. Where steps overlap, the next has begun by then, so the scale of a
+step follows from those steps of which every stage had its gradients when the step came to its
+last stage: a function of the plan, never of the timing.
+
+    scale(t) = what the scaler makes of the outcomes of steps 0 .. n(t) - 1
+    n(t)     = updates of stage 0 that the timetable has before the first loss of step t
+
+Whether a step is skipped is one decision under ``delayed``, as all stages know of all before they
+update; under other rules each stage skips its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import final
+
+import torch
+from lightning.pytorch import Trainer
+from torch import Tensor, nn
+from torch.amp import GradScaler
+
+from lightning_cyclic.errors import ConfigurationError
+from lightning_cyclic.plan import Plan
+
+State = tuple[float, int]  # scale, updates since it was last changed
+
+
+@final
+class LossScaling:
+    """Keep the scales of steps.
+
+    Args:
+        scaler: the Trainer's, whose numbers are used; it holds the newest state between steps.
+        is_finite: says of a step whether the gradients of every stage are finite; waits for those
+            of other workers.
+    """
+
+    def __init__(self, scaler: GradScaler, is_finite: Callable[[int], bool]) -> None:
+        self._scaler = scaler
+        self._is_finite = is_finite
+        self._states: dict[int, State] = {}  # outcomes that are counted in -> state
+
+    def scale_of(self, plan: Plan, t: int) -> float:
+        """Return by what the losses of step ``t`` are multiplied."""
+        schedule = plan.axes.schedule
+        start = schedule.forward(0, plan.num_stages - 1)
+        counted = schedule.updates_before(t, start, 0)
+        self._forget(counted - 2 * plan.num_stages - 4)
+        return self._state(counted)[0]
+
+    def scaled(
+        self, plan: Plan, t: int, share: Callable[[Tensor], Tensor]
+    ) -> Callable[[Tensor], Tensor]:
+        """Return the share of a micro-batch in the loss of step ``t``, times its scale."""
+        return lambda ones: share(ones) * self.scale_of(plan, t)
+
+    @torch.no_grad()
+    def unscale(self, plan: Plan, t: int, parameters: Sequence[nn.Parameter]) -> None:
+        """Divide the gradients of step ``t`` by its scale."""
+        inverse = 1.0 / self.scale_of(plan, t)
+        for p in parameters:
+            if p.grad is not None:
+                p.grad.mul_(inverse)
+
+    def begin(self, t: int) -> None:
+        """Go on from the scaler's own state at step ``t``, where no other is known."""
+        if not self._states:
+            state = self._scaler.state_dict()
+            self._states[t] = (state["scale"], state["_growth_tracker"])
+
+    def catch_up(self, t: int) -> None:
+        """Let the scaler hold the state behind all steps before ``t``, which have ended."""
+        scale, tracker = self._state(t)
+        state = self._scaler.state_dict() | {"scale": scale, "_growth_tracker": tracker}
+        self._scaler.load_state_dict(state)
+        if self._scaler._scale is not None:  # load_state_dict leaves what is on a device
+            self._scaler._scale.fill_(scale)
+
+    def _state(self, counted: int) -> State:
+        first, last = min(self._states), max(self._states)
+        for n in range(last, counted):
+            self._states[n + 1] = self._next(self._states[n], self._is_finite(n))
+        return self._states[max(counted, first)]  # first: behind a checkpoint of another plan
+
+    def _next(self, state: State, is_finite: bool) -> State:
+        scale = torch.full((), state[0])
+        tracker = torch.full((), state[1], dtype=torch.int32)
+        torch._amp_update_scale_(
+            scale, tracker, torch.full((), float(not is_finite)),
+            self._scaler.get_growth_factor(), self._scaler.get_backoff_factor(),
+            self._scaler.get_growth_interval(),
+        )  # fmt: skip
+        return float(scale), int(tracker)
+
+    def _forget(self, before: int) -> None:
+        self._states = {
+            n: state for n, state in self._states.items() if n >= min(before, max(self._states))
+        }
+
+    # ------------------------------------------------------------------ checkpoints
+
+    def state(self) -> dict[int, State]:
+        """Return the states that later steps may need."""
+        return dict(self._states)
+
+    def put_state(self, states: Mapping[int, State]) -> None:
+        """Take states from a checkpoint."""
+        self._states = {n: (scale, tracker) for n, (scale, tracker) in states.items()}
+
+
+def scaling_of(
+    trainer: Trainer, plan: Plan, is_finite: Callable[[int], bool]
+) -> LossScaling | None:
+    """Return how the Trainer's precision scales losses; None where it does not.
+
+    Args:
+        trainer: whose precision plugin may have a scaler.
+        plan: of the pipeline.
+        is_finite: as in :class:`LossScaling`.
+
+    Raises:
+        ConfigurationError: a plan under which gradients end on workers that vary.
+    """
+    scaler = getattr(trainer.precision_plugin, "scaler", None)
+    if scaler is None or not scaler.is_enabled():
+        return None
+    if plan.axes.placement.takes_turns:
+        raise ConfigurationError(
+            f"precision={trainer.precision!r} scales the loss, which placement "
+            f"{plan.placement!r} does not support yet; allowed: '32-true', 'bf16-mixed', or "
+            "another placement; use Trainer(precision='bf16-mixed')"
+        )
+    return LossScaling(scaler, is_finite)

@@ -1,0 +1,190 @@
+"""Half precision in pipelines without a flush: the scale of each step, and which updates it skips.
+
+The reference is one process under autocast that goes by the rule, micro-batch by micro-batch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.precision import MixedPrecision
+from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.optim import Optimizer
+
+from tests import asynchronous, processes
+from tests.corpus import assert_same
+from tests.stagewise_runs import Job, Outcome, loader, pipelines, prepare
+
+FIRST_SCALE, GROWS_AFTER, MAX_NORM = 2.0**24, 3, 0.02
+RULES = {"pipedream_2bw": "delayed", "cyclic_pipeline": "freshest"}
+JOB = Job(case="vit", num_steps=7)
+
+
+def precision() -> MixedPrecision:
+    scaler = GradScaler("cpu", init_scale=FIRST_SCALE, growth_interval=GROWS_AFTER)
+    return MixedPrecision("16-mixed", "cpu", scaler=scaler)
+
+
+def fit(job: Job, strategy: dict[str, Any], *validation: int, **flags: Any) -> Outcome:
+    flags = {"plugins": [precision()]} | flags
+    if validation:
+        flags |= {"val_check_interval": 2, "limit_val_batches": 1}
+    run = prepare(job, strategy, **flags)
+    run.trainer.fit(run.module, run.batches, loader(job, 1) if validation else None)
+    scaler = run.trainer.precision_plugin.scaler
+    stage_of = run.trainer.strategy.stage_of
+    return run.outcome() | {"stage_of": stage_of, "scaler": scaler.state_dict()}
+
+
+def saved_and_resumed(job: Job, strategy: dict[str, Any], folder: str, step: int) -> Outcome:
+    saver = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=step, save_top_k=-1)
+    flags = {"max_steps": step + 2, "enable_checkpointing": True, "plugins": [precision()]}
+    first = prepare(job, strategy, [saver], **flags)
+    first.trainer.fit(first.module, first.batches)
+    second = prepare(job, strategy, plugins=[precision()])
+    second.trainer.fit(second.module, second.batches, ckpt_path=f"{folder}/step={step}.ckpt")
+    return second.outcome() | {"scaler": second.trainer.precision_plugin.scaler.state_dict()}
+
+
+class Scaled:
+    """Step an optimizer as a gradient scaler does, with scales that follow late.
+
+    Args:
+        optimizer: steps where gradients are finite.
+        stages: the parameters of each.
+        together: skip all stages if one has gradients that are not finite; else that one.
+        max_norm: clip by the norm over all stages, if one is given.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, stages: list[list[nn.Parameter]], together: bool,
+        max_norm: float | None,
+    ) -> None:  # fmt: skip
+        self.skipped: list[int] = []  # stages, by step
+        self.states = [(FIRST_SCALE, 0)]
+        self.zero_grad = optimizer.zero_grad
+        self._optimizer = optimizer
+        self._stages = stages
+        self._together = together
+        self._max_norm = max_norm
+
+    def scale(self, t: int) -> float:
+        """Return the scale of step t: when it begins, stage 0 has not ended step t - 1."""
+        return self.states[max(t - 1, 0)][0]
+
+    def step(self) -> None:
+        t, bad = len(self.skipped), []
+        for j, stage in enumerate(self._stages):
+            grads = [p.grad for p in stage if p.grad is not None]
+            for grad in grads:
+                grad.mul_(1.0 / self.scale(t))
+            if not all(bool(grad.isfinite().all()) for grad in grads):
+                bad.append(j)
+        skips = list(range(len(self._stages))) if bad and self._together else bad
+        if self._max_norm is not None:
+            ps = [p for group in self._optimizer.param_groups for p in group["params"]]
+            nn.utils.clip_grad_norm_(ps, self._max_norm)
+        for j in skips:
+            for p in self._stages[j]:
+                p.grad = None
+        self._optimizer.step()
+        self.skipped.append(len(skips))
+        scale, tracker = self.states[-1]
+        if bad:
+            self.states.append((scale / 2, 0))
+        elif tracker + 1 == GROWS_AFTER:
+            self.states.append((scale * 2, 0))
+        else:
+            self.states.append((scale, tracker + 1))
+
+
+def sequential(job: Job, rule: str, stage_of: dict[str, int], max_norm: float | None) -> Outcome:
+    torch.set_num_threads(1)
+    module: Any = job.make()
+    module.log = module.log_dict = lambda *args, **kwargs: None
+    stages: list[list[nn.Parameter]] = [[] for _ in range(1 + max(stage_of.values()))]
+    for name, p in module.named_parameters():
+        stages[stage_of[name]].append(p)
+    configured = module.configure_optimizers()
+    optimizer, after = configured, lambda t: None
+    if isinstance(configured, tuple):
+        (optimizer,), (scheduler,) = configured
+        after = lambda t: scheduler["scheduler"].step()  # noqa: E731
+    scaled = Scaled(optimizer, stages, rule == "delayed", max_norm)
+
+    def loss(module: Any, t: int, i: int) -> Tensor:
+        with torch.autocast("cpu", torch.float16):
+            output = module.training_step(job.batch(t % job.num_steps * job.num_micro + i), 0)
+        value: Tensor = output["loss"] if isinstance(output, dict) else output
+        return value * scaled.scale(t)
+
+    asynchronous.train(
+        module, stages, scaled, loss, rule=rule, num_micro=job.num_micro,  # type: ignore[arg-type]
+        num_steps=job.num_steps * job.num_epochs, after_update=after,
+    )  # fmt: skip
+    state = {n: x.detach().clone() for n, x in module.state_dict().items()}
+    return {"weights": state, "skipped": scaled.skipped, "state": scaled.states[-1]}
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize(
+    ("preset", "num_ranks", "num_stages", "clips"),
+    [
+        ("pipedream_2bw", 1, 4, False),
+        ("pipedream_2bw", 2, 4, True),
+        ("pipedream_2bw", 4, 4, False),
+        ("cyclic_pipeline", 2, 4, False),
+        ("cyclic_pipeline", 4, 4, False),
+    ],
+)
+def test_scales_and_skipped_updates_follow_the_rule(
+    preset: str, num_ranks: int, num_stages: int, clips: bool
+) -> None:
+    flags = (("gradient_clip_val", MAX_NORM),) if clips else ()
+    job = Job(case=JOB.case, num_steps=JOB.num_steps, flags=flags)
+    ranks = pipelines(job, num_ranks, preset=preset, stages=num_stages, function=fit)
+    args = (job, RULES[preset], ranks[0]["stage_of"], MAX_NORM if clips else None)
+    (expected,) = processes.run(sequential, 1, *args)
+    for r, rank in enumerate(ranks):
+        same = {n: rank["weights"][n] for n in expected["weights"]}
+        assert_same(same, expected["weights"], f"rank {r}")
+        scale = (rank["scaler"]["scale"], rank["scaler"]["_growth_tracker"])
+        assert scale == expected["state"]
+    skipped = expected["skipped"]
+    assert max(skipped) > 0  # else nothing has been tested
+    assert min(skipped) == 0
+    if preset == "cyclic_pipeline":
+        assert set(skipped) - {0, num_stages}  # some stages were updated while others were not
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize("preset", ["pipedream_2bw", "pipeoptim"])
+def test_flushes_in_the_middle_change_no_scale(preset: str) -> None:
+    job = Job(case="vit", num_micro=1 if preset == "pipeoptim" else 4, num_steps=7)
+    alone, *_ = pipelines(job, 1, preset=preset, stages=4, function=fit)
+    for rank in pipelines(job, 2, 1, preset=preset, stages=4, function=fit):
+        assert_same(rank["weights"], alone["weights"])
+        assert rank["scaler"] == alone["scaler"]
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize("step", [2, 9])
+def test_a_resumed_run_goes_on_with_the_scales(step: int, tmp_path: Any) -> None:
+    plan = {"preset": "pipedream_2bw", "stages": 4}
+    alone, *_ = pipelines(JOB, 1, function=fit, **plan)
+    for rank in pipelines(JOB, 2, str(tmp_path), step, function=saved_and_resumed, **plan):
+        assert_same(rank["weights"], alone["weights"])
+        assert rank["scaler"] == alone["scaler"]
+
+
+@pytest.mark.multi
+def test_replicas_have_the_same_scale() -> None:
+    ranks = pipelines(JOB, 4, preset="pipedream_2bw", stages=2, width=2, function=fit)
+    for rank in ranks:
+        assert_same(rank["weights"], ranks[0]["weights"])
+        assert rank["scaler"] == ranks[0]["scaler"]
+        assert rank["scaler"]["scale"] < FIRST_SCALE
