@@ -151,6 +151,6 @@ def write_csv(records: Sequence[Record], path: Path) -> None:
 def _lines(records: Sequence[Record]) -> Iterator[dict[str, Any]]:
     for record in records:
         names = {name: record[name] for name in _CSV if name in record}
-        for row in record["rows"]:
+        for row in record["rows"] or [{}]:  # a run without a step has a line, too
             value = {k: row[k] for k in ("epoch", "step", "seconds", "loss", "value") if k in row}
             yield names | value | ({"metric": record["metric"]} if "value" in row else {})
