@@ -46,7 +46,17 @@ from lightning_cyclic.simulate.units import show_bytes, show_seconds
 AUTO: Final = "auto"
 SAVED: Final = "auto"  # a decision's place in a checkpoint's key
 _AXES = ("schedule", "placement", "weights", "sharding")
-_FIXED: Mapping[str, object] = {"stages": "auto", "clip": None, "backward_weights": "current"}
+# what belongs to a preset by name -> its default, and a preset that has it
+_FIXED: Mapping[str, tuple[object, str]] = {
+    "stages": ("auto", "1f1b"),
+    "clip": (None, "1f1b"),
+    "backward_weights": ("current", "pipeoptim"),
+    "horizon": ("linear", "pipeoptim"),
+    "lookahead_lrs": (False, "pipeoptim"),
+    "error_feedback": (False, "pipedream_2bw"),
+    "warmup_steps": (0, "pipedream_2bw"),
+    "lr_annealing_steps": (0, "pipedream"),
+}
 _USED_SHARE = 0.9  # of a device's memory; the rest is the framework's
 
 Check = Callable[[Options], None]
@@ -270,12 +280,12 @@ class AutoPlan:
 
 def _presets(asked: Options) -> tuple[str, ...]:
     """Return the presets with the axes that were asked for."""
-    for name, default in _FIXED.items():
+    for name, (default, has_it) in _FIXED.items():
         if getattr(asked, name) != default:
             raise ConfigurationError(
                 f'{name}={getattr(asked, name)!r} with preset "auto", which chooses it or has '
                 f"none; allowed: {name}={default!r}, or a preset by name; use "
-                f'CyclicStrategy("1f1b", {name}={getattr(asked, name)!r})'
+                f'CyclicStrategy("{has_it}", {name}={getattr(asked, name)!r})'
             )
     if asked.remat == "except_last":
         raise ConfigurationError(
