@@ -21,7 +21,7 @@ def clip_mode(trainer: Trainer, plan: Plan, clip: str | None) -> str:
     Raises:
         ConfigurationError: a global norm where stages are updated from different steps.
     """
-    by_norm = bool(trainer.gradient_clip_val) and trainer.gradient_clip_algorithm != "value"
+    by_norm = clips_by_norm(trainer)
     if flows(plan):
         return _mode_of_flow(plan, clip, by_norm=by_norm)
     if plan.weights != "freshest":
@@ -58,6 +58,11 @@ def _mode_of_flow(plan: Plan, clip: str | None, *, by_norm: bool) -> str:
             "this and silences the warning."
         )
     return "stage"
+
+
+def clips_by_norm(trainer: Trainer) -> bool:
+    """Say whether gradients are clipped by a norm, not value by value."""
+    return bool(trainer.gradient_clip_val) and trainer.gradient_clip_algorithm != "value"
 
 
 def decides_together(plan: Plan) -> bool:

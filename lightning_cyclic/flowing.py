@@ -23,7 +23,7 @@ from typing_extensions import override
 
 from lightning_cyclic import checkpoint as ckpt
 from lightning_cyclic.checks import check_flow
-from lightning_cyclic.clipping import clip_mode, decides_together
+from lightning_cyclic.clipping import clip_mode, clips_by_norm, decides_together
 from lightning_cyclic.deferred import DeferredUpdates
 from lightning_cyclic.options import Options
 from lightning_cyclic.outlook import Outlook
@@ -57,7 +57,7 @@ class FlowingTraining(StagedTraining):
     ) -> None:
         clip = clip_mode(trainer, plan, options.clip)
         self._scaling = scaling_of(trainer, plan, self._all_are_finite)
-        needs_all = self._scaling is not None or (clip == "global" and trainer.gradient_clip_val)
+        needs_all = self._scaling is not None or (clip == "global" and clips_by_norm(trainer))
         if needs_all and decides_together(plan):
             options, plan = replace(options, late_updates=True), replace(plan, late_updates=True)
         self._updates = DeferredUpdates(
