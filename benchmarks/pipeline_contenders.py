@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader
 
 from lightning_cyclic import CyclicStrategy, make_plan
 from lightning_cyclic.pipeline_session import PIPELINE_PAYLOADS
+from lightning_cyclic.runtime.prediction import predict
 from lightning_cyclic.runtime.stagewise.config import StagewiseConfig
 from lightning_cyclic.runtime.stagewise.cuts import choose_cuts
 from lightning_cyclic.runtime.stagewise.executor import Outcome
@@ -33,21 +34,27 @@ from lightning_cyclic.runtime.transport import DistributedTransport
 
 WARM_UP = 2  # steps of every fit that are not timed
 CPU = torch.device("cpu")
-WITHOUT_FLUSH = ("cyclic_pipeline", "pipedream_2bw")
+BY_THE_STEP = ("cyclic_pipeline", "pipedream_2bw", "xpipe", "cyclic_mp")
+BY_THE_MICRO_BATCH = ("pipedream", "pipeoptim", "spectrain")  # update after each
 Figures: TypeAlias = dict[str, Any]
 Contender: TypeAlias = Callable[[int], Figures]
 
 
 class Stopwatch:
-    """Measure from barrier to barrier."""
+    """Measure from barrier to barrier.
 
-    def __init__(self) -> None:
-        _barrier()
+    Args:
+        alone: measure without barriers, which would empty a pipeline that has no flush.
+    """
+
+    def __init__(self, *, alone: bool = False) -> None:
+        self._meet: Callable[[], object] = (lambda: None) if alone else _barrier
+        self._meet()
         self._wall, self._cpu = time.perf_counter(), time.process_time()
 
     def stop(self, num_steps: int, loss: Any = None) -> Figures:
         """Return the seconds and CPU seconds per step, and the last loss where there is one."""
-        _barrier()
+        self._meet()
         wall, cpu = time.perf_counter() - self._wall, time.process_time() - self._cpu
         loss = None if loss is None else float(loss)
         return {"wall": wall / num_steps, "cpu": cpu / num_steps, "loss": loss}
@@ -104,13 +111,17 @@ def _session(case: Case, preset: str, module: Any, remat: str = "never") -> Cont
             tied=tied, relayed=relayed,
         ),
         find_cuts=lambda m, step: choose_cuts(survey(m, step), module.stage_paths),
-        num_micro=case.num_micro, width=1, remat=remat, seed=0,
+        num_micro=1 if preset in BY_THE_MICRO_BATCH else case.num_micro,
+        width=1, remat=remat, seed=0, expected_stages=case.num_stages,
         apply=lambda t, j: optimizer.step(),
+        guess=lambda j, parameters, v, updates: predict(optimizer, parameters, updates),
     )  # fmt: skip
     session = StagewiseSession(module, config, transport, worker, case.num_workers, CPU, group)
     optimizer = module.configure_optimizers()  # of what others hold there are no gradients
-    if preset in WITHOUT_FLUSH:
-        return _flowing(session, module, batch)
+    if preset in BY_THE_STEP + BY_THE_MICRO_BATCH:
+        batches = batch.split(case.rows * config.num_micro)
+        fills = -(-2 * case.num_stages // case.num_micro)
+        return _flowing(session, module, batches, fills)
 
     def step() -> Any:
         parts = session.cut(session.share_batch(batch))
@@ -124,17 +135,28 @@ def _session(case: Case, preset: str, module: Any, remat: str = "never") -> Cont
     return _repeated(step)
 
 
-def _flowing(session: StagewiseSession, module: Any, batch: torch.Tensor) -> Contender:
-    """Time steps between two that have been flushed, but not the flush itself."""
+def _flowing(
+    session: StagewiseSession, module: Any, batches: Sequence[torch.Tensor], fills: int
+) -> Contender:
+    """Time steps in the middle of a run, neither filling the pipeline nor flushing it.
 
-    def step() -> None:
+    A step trains all the batches: one, or where weights are updated after each micro-batch, as
+    many as that has micro-batches. ``fills`` of them come before those that are timed.
+    """
+
+    def train(batch: torch.Tensor) -> None:
         parts = session.cut(session.share_batch(batch))
         session.find_stages(lambda: module.training_step(parts[0].batch))
         session.advance(parts, module.training_step, _mean_loss)
 
     def contender(num_steps: int) -> Figures:
-        step()  # fills the pipeline
-        figures = _repeated(step)(num_steps)
+        _barrier()
+        for batch in [*batches] * fills:
+            train(batch)
+        watch = Stopwatch(alone=True)
+        for batch in [*batches] * num_steps:
+            train(batch)
+        figures = watch.stop(num_steps)
         session.flush()
         return figures
 

@@ -1,27 +1,54 @@
 """What benchmarks/pipeline.py measures for the package's simulator, and what that says.
 
 Every worker times its stages at the same time as the others theirs, since they share caches and
-memory; two workers time messages between them.
+memory; two workers time messages between them. What it costs to keep or to guess weights is timed
+apart, and added to the forwards, backwards and updates that do so according to the plan.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from pipeline_contenders import Contender, Figures, Stopwatch
+from pipeline_contenders import BY_THE_MICRO_BATCH, Contender, Figures, Stopwatch
 from pipeline_model import Case, cut_by_hand, loss_of
 from torch import Tensor, nn
 
-from lightning_cyclic import make_plan
+from lightning_cyclic import Plan, make_plan
+from lightning_cyclic.runtime.prediction import predict
 from lightning_cyclic.simulate import Costs, Network, simulate_shared
 
 _SMALL, _LARGE, _TIMES = 64, 1 << 20, 20  # bytes, bytes, how often
+
+
+class StageTimes(NamedTuple):
+    """Hold the seconds that one stage takes.
+
+    Args:
+        forward_s: of one micro-batch.
+        backward_s: of one micro-batch.
+        update_s: of one optimizer step.
+        copy_s: to copy the weights, as is done to keep or to replace a version of them.
+        guess_s: to guess them one update ahead.
+        num_bytes: of the weights; the same everywhere, whoever shares a core.
+    """
+
+    forward_s: float
+    backward_s: float
+    update_s: float
+    copy_s: float
+    guess_s: float
+    num_bytes: int
+
+    def share(self, share: float) -> StageTimes:
+        """Return the times on a core of its own of what had this share of a core."""
+        *seconds, num_bytes = self
+        return StageTimes(*(share * s for s in seconds), num_bytes)
 
 
 def profiler(case: Case) -> Contender:
@@ -44,10 +71,10 @@ def profiler(case: Case) -> Contender:
 
 def _profile(
     case: Case, part: nn.Module, j: int, optimizer: torch.optim.Optimizer, num_steps: int
-) -> tuple[float, float, float]:
-    """Return the seconds of a forward, a backward and an update of stage j."""
-    forwards, backwards, updates = [], [], []
-    tokens = case.batch()[: case.rows]
+) -> StageTimes:
+    """Return what stage j takes."""
+    forwards, backwards, updates, copies, guesses = [], [], [], [], []
+    tokens, weights = case.batch()[: case.rows], list(part.parameters())
     for _ in range(num_steps):
         for _ in range(case.num_micro):
             x = tokens
@@ -58,7 +85,10 @@ def _profile(
             backwards.append(_timed(lambda y=y: y.backward(torch.ones_like(y)))[1])
         updates.append(_timed(optimizer.step)[1])
         optimizer.zero_grad()
-    return _mean(forwards), _mean(backwards), _mean(updates)
+        copies.append(_timed(lambda: [p.detach().clone() for p in weights])[1])
+        guesses.append(_timed(lambda: predict(optimizer, weights, 1))[1])
+    seconds = map(_mean, (forwards, backwards, updates, copies, guesses))
+    return StageTimes(*seconds, sum(p.numel() * p.element_size() for p in weights))
 
 
 def _forward(case: Case, part: nn.Module, j: int, x: Tensor, tokens: Tensor) -> Tensor:
@@ -91,45 +121,86 @@ def _message_s(num_bytes: int) -> float:
     return median(taken) if taken else 0.0
 
 
+# ---------------------------------------------------------------------- what that says
+
+
 def predicted_s(
-    case: Case, executor: str, preset: str, rounds: Sequence[Sequence[Figures]]
+    case: Case, preset: str, rounds: Sequence[Sequence[Figures]], *, remat: bool = False
 ) -> float:
     """Return the seconds of a step that the simulator says.
 
     Args:
-        case: what was measured.
-        executor: which contender; "sequential" runs all forwards but the last again.
+        case: what the contender trains; it may have more workers than were measured.
         preset: whose plan.
         rounds: what the profilers returned, by round and worker.
+        remat: whether all forwards but the last run again.
     """
-    again = (case.num_micro - 1) / case.num_micro if executor == "sequential" else 0.0
-    return median(_of_round(case, preset, workers, again) for workers in rounds)
-
-
-def _of_round(case: Case, preset: str, workers: Sequence[Figures], again: float) -> float:
-    # all workers were timed at the same time: those that share cores had their share of them
-    cores = len(os.sched_getaffinity(0)) if not case.sleep_ms else case.num_workers
-    share = min(1.0, cores / case.num_workers)
-    stages = {j: tuple(share * s for s in seconds) for j, seconds in _stages(workers)}
-    forward, backward, update = zip(*(stages[j] for j in range(case.num_stages)), strict=True)
-    costs = Costs(
-        forward_s=forward, update_s=update,
-        backward_s=tuple(b + again * f for f, b in zip(forward, backward, strict=True)),
-        param_bytes=(0.0,) * case.num_stages, cut_bytes=(case.cut_bytes,) * case.num_stages,
+    by_the_micro_batch = preset in BY_THE_MICRO_BATCH
+    num_micro = 1 if by_the_micro_batch else case.num_micro
+    plan = make_plan(
+        preset, num_stages=case.num_stages, num_workers=case.num_workers, num_micro=num_micro,
+        num_steps=max(8, 32 // num_micro),
     )  # fmt: skip
+    again = (case.num_micro - 1) / case.num_micro if remat else 0.0
+    step_s = median(_of_round(case, plan, workers, again) for workers in rounds)
+    return step_s * case.num_micro if by_the_micro_batch else step_s
+
+
+def useful_s(case: Case, workers: Sequence[Figures]) -> float:
+    """Return the seconds for which the slowest stage computes in a step."""
+    return case.num_micro * max(x.forward_s + x.backward_s for x in _stages(case, workers))
+
+
+def _of_round(case: Case, plan: Plan, workers: Sequence[Figures], again: float) -> float:
+    stages = _stages(case, workers)
+    more = [_for_weights_s(plan, j, x) for j, x in enumerate(stages)]
+    costs = Costs(
+        forward_s=tuple(x.forward_s + s[0] for x, s in zip(stages, more, strict=True)),
+        backward_s=tuple(
+            x.backward_s + again * x.forward_s + s[1] for x, s in zip(stages, more, strict=True)
+        ),
+        update_s=tuple(x.update_s + s[2] for x, s in zip(stages, more, strict=True)),
+        param_bytes=tuple(float(x.num_bytes) for x in stages),
+        cut_bytes=(case.cut_bytes,) * case.num_stages,
+    )
     network = Network()
     if case.num_workers > 1:
         network = Network(
             latency_s=workers[0]["latency_s"], bandwidth_bytes_per_s=workers[0]["bytes_per_s"]
         )
-    plan = make_plan(
-        preset, num_stages=case.num_stages, num_workers=case.num_workers,
-        num_micro=case.num_micro, num_steps=8,
-    )  # fmt: skip
+    cores = case.num_workers if case.sleep_ms else num_cores()
     return simulate_shared(plan.programs, costs, network, cores=cores).step_s
 
 
-def _stages(workers: Sequence[Figures]) -> Iterator[tuple[int, tuple[float, float, float]]]:
-    for figures in workers:
-        for j, seconds in figures["stages"].items():
-            yield int(j), seconds
+def num_cores() -> int:
+    """Return how many processes can compute at once."""
+    return len(os.sched_getaffinity(0))
+
+
+def _stages(case: Case, workers: Sequence[Figures]) -> list[StageTimes]:
+    """Return what the stages take on a core each.
+
+    All workers were timed at the same time: those that share cores had their share of them.
+    """
+    share = 1.0 if case.sleep_ms else min(1.0, num_cores() / len(workers))
+    found = {j: x.share(share) for figures in workers for j, x in figures["stages"].items()}
+    return [found[j] for j in range(case.num_stages)]
+
+
+def _for_weights_s(plan: Plan, j: int, times: StageTimes) -> tuple[float, float, float]:
+    """Return what a forward, a backward and an update of stage j take longer for its weights.
+
+    What only some micro-batches of a step do is spread over all. A forward that reads a guess
+    replaces the one before, and its backward replaces that by the newest weights, or by a guess.
+    An update first copies weights that somebody may still read.
+    """
+    t, num_micro = plan.num_steps - 1, plan.num_micro
+    forward = [plan.horizon(t, i, j) > 0 for i in range(num_micro)]
+    backward = plan.backward_horizon(t, j) > 0
+    replaced = num_micro if backward else sum(forward)
+    guessed = forward[0] if plan.guesses_once_a_step else sum(forward)
+    return (
+        (replaced * times.copy_s + guessed * times.guess_s) / num_micro,
+        replaced * (times.copy_s + backward * times.guess_s) / num_micro,
+        times.copy_s if plan.depth(j) > 1 else 0.0,
+    )

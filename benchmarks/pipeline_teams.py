@@ -1,0 +1,122 @@
+"""The processes of benchmarks/pipeline.py: a team for each contender, all of which take turns.
+
+They are forked from one server that has imported everything and computed nothing, so that a team
+starts within a second and inherits no other's heap.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+from pipeline_model import Case
+from replicated import free_port
+
+Rounds: TypeAlias = list[list[dict[str, Any]]]  # by round and worker
+
+_IMPORTED = ["pipeline_contenders", "pipeline_profile"]
+
+
+class Team:
+    """Hold the processes of one contender.
+
+    Args:
+        name: of the contender.
+        case: what it trains.
+    """
+
+    def __init__(self, name: str, case: Case) -> None:
+        port = str(free_port())
+        context = _context()
+        self._processes, self._pipes = [], []
+        for rank in range(case.num_workers):
+            env = {
+                "NODE_RANK": str(rank), "RANK": str(rank), "LOCAL_RANK": "0",
+                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1",
+                "WORLD_SIZE": str(case.num_workers), "GLOO_SOCKET_IFNAME": "lo",
+            }  # fmt: skip
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_work, args=(name, case, env, theirs), daemon=True)
+            process.start()
+            theirs.close()  # so that reading from a worker that has died ends
+            self._processes.append(process)
+            self._pipes.append(ours)
+
+    def run(self, num_steps: int) -> list[dict[str, Any]]:
+        """Return the figures of all workers."""
+        for pipe in self._pipes:
+            pipe.send(num_steps)
+        try:
+            return [pipe.recv() for pipe in self._pipes]
+        except EOFError:
+            raise SystemExit("a worker died; set SHOW_ERRORS=1 to see why") from None
+
+    def close(self) -> None:
+        """End the processes."""
+        for process in self._processes:
+            process.kill()
+            process.join()
+
+
+def _context() -> Any:
+    """Return how processes are made; the server finds the files beside this one."""
+    os.environ["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_IMPORTED)
+    return context
+
+
+def _work(name: str, case: Case, env: Mapping[str, str], pipe: Any) -> None:
+    """Be one worker: run as many steps as each message says, and send the figures."""
+    os.environ.update(env)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    if not os.environ.get("SHOW_ERRORS"):
+        os.dup2(nowhere, 2)
+    contender = make_contender(name, case)
+    while True:
+        pipe.send(contender(pipe.recv()))
+
+
+def make_contender(name: str, case: Case) -> Any:
+    """Make a contender, or the profiler, in this process."""
+    import logging
+    import warnings
+
+    import torch
+    import torch.distributed as dist
+    from pipeline_contenders import make
+    from pipeline_profile import profiler
+
+    warnings.filterwarnings("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    torch.set_num_threads(1)
+    if case.num_workers > 1:
+        dist.init_process_group("gloo")
+    return profiler(case) if name == "profile" else make(name, case)
+
+
+def run(cases: Mapping[str, Case], num_steps: int, num_rounds: int) -> dict[str, Rounds]:
+    """Return what every contender's workers measured, round by round.
+
+    Args:
+        cases: contender -> what it trains.
+        num_steps: timed steps of a round.
+        num_rounds: how often every contender trains, behind one round that warms up.
+    """
+    teams = {name: Team(name, case) for name, case in cases.items()}
+    rounds: dict[str, Rounds] = {name: [] for name in cases}
+    try:
+        for k in range(num_rounds + 1):
+            for name, team in teams.items():
+                figures = team.run(num_steps)
+                if k > 0:
+                    rounds[name].append(figures)
+    finally:
+        for team in teams.values():
+            team.close()
+    return rounds
