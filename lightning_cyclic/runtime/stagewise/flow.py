@@ -221,4 +221,13 @@ class Flow:
         self._summarise = {k: f for k, f in self._summarise.items() if k > t}
         self._told = {k: parcel for k, parcel in self._told.items() if k > t}
         self._executor.forget(t)
-        self._post.settle(lambda b: 0 <= b.t < t)
+        self._post.settle(lambda b: 0 <= b.t < received_before(self._plan, t))
+
+
+def received_before(plan: Plan, t: int) -> int:
+    """Return the step before which messages have been received when a stage is updated by step t.
+
+    Waiting for later ones would stop the pipeline: a loss is received behind the backward of the
+    first stage, up to S - 1 micro-batches after the last stage has sent it.
+    """
+    return t - (plan.num_stages - 1) // (plan.num_micro // plan.width)
