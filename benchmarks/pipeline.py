@@ -47,18 +47,16 @@ CASES = {
     "a": ONE,
     "b2": replace(ONE, name="b: 2 processes", num_workers=2, num_stages=2),
     "b4": replace(ONE, name="b: 4 processes", num_workers=4, num_micro=8, rows=4),
-    "d2": replace(ONE, name="d: 2 processes, no flush", num_workers=2, num_stages=2, rounds=5),
-    "d4": replace(
-        ONE,
-        name="d: 4 processes, no flush",
-        num_workers=4,
-        num_micro=8,
-        rows=4,
-        sleep_ms=10,
+    "d2": replace(
+        ONE, name="d: 2 processes, no flush", num_workers=2, num_stages=2, rows=4, num_steps=4,
         rounds=5,
     ),
+    "d4": replace(
+        ONE, name="d: 4 processes, no flush", num_workers=4, num_micro=8, rows=4, num_steps=2,
+        rounds=5, sleep_ms=10,
+    ),
     "c": replace(ONE, name="c: 1 process, a Sequential, remat except the last micro-batch"),
-}
+}  # fmt: skip
 # contender -> what it is compared with; the references stand for themselves
 PAIRS = {
     "a": {
