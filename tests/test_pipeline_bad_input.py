@@ -280,8 +280,17 @@ def test_a_change_of_a_view_is_refused_where_views_would_travel_apart(num_ranks:
 
 
 @pytest.mark.multi
-@pytest.mark.parametrize("remat", ["never", "always"])
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize(
+    ("num_ranks", "remat"),
+    [
+        (1, "never"),
+        (2, "always"),
+        *(
+            pytest.param(*case, marks=pytest.mark.exhaustive)
+            for case in [(1, "always"), (2, "never")]
+        ),
+    ],
+)
 @pytest.mark.parametrize("stages", [["layers.1"], ["layers.1", "layers.2"]], ids=str)
 def test_a_change_of_a_view_is_refused_when_it_was_not_seen_before(
     stages: list[str], num_ranks: int, remat: str
@@ -330,7 +339,7 @@ def test_code_that_needs_values_of_the_batch_only() -> None:
 
 
 @pytest.mark.multi
-@pytest.mark.parametrize("preset", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("preset", [pytest.param("gpipe", marks=pytest.mark.exhaustive), "1f1b"])
 @pytest.mark.parametrize(
     ("module", "kind", "reason"),
     [

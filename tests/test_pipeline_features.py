@@ -245,7 +245,7 @@ def test_a_pipeline_goes_on_with_the_same_bits(name: str, dropout: float, tmp_pa
             assert_same(rank["weights"], through[0]["weights"], begin_with)
 
 
-@pytest.mark.parametrize("name", ["resnet", "gpt2"])
+@pytest.mark.parametrize("name", [pytest.param("resnet", marks=EXHAUSTIVE), "gpt2"])
 def test_checkpoints_move_between_places(name: str, tmp_path: Path) -> None:
     job = Job(case=name)
     plain = plainly(fit_in_parts, job, tmp_path / "plain", None, 4)
