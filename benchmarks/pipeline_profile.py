@@ -2,7 +2,9 @@
 
 Every worker times its stages at the same time as the others theirs, since they share caches and
 memory; two workers time messages between them. What it costs to keep or to guess weights is timed
-apart, and added to the forwards, backwards and updates that do so according to the plan.
+apart, and added to the forwards, backwards and updates that do so according to the plan. So is
+the Python that runs the user's step one stage at a time: a tiny model shows it, as it does not
+depend on sizes.
 """
 
 from __future__ import annotations
@@ -10,12 +12,20 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from statistics import median
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from pipeline_contenders import BY_THE_MICRO_BATCH, Contender, Figures, Stopwatch
+from pipeline_contenders import (
+    BY_THE_MICRO_BATCH,
+    BY_THE_STEP,
+    Contender,
+    Figures,
+    Stopwatch,
+    make,
+)
 from pipeline_model import Case, cut_by_hand, loss_of
 from torch import Tensor, nn
 
@@ -23,6 +33,10 @@ from lightning_cyclic import Plan, make_plan
 from lightning_cyclic.runtime.prediction import predict
 from lightning_cyclic.simulate import Costs, Network, simulate_shared
 
+# preset -> one that runs as much Python
+_LIKE = dict.fromkeys(("1f1b", "gpipe"), "1f1b") | dict.fromkeys(BY_THE_STEP, "cyclic_pipeline")
+_LIKE |= {"pipedream": "pipedream", "pipeoptim": "pipeoptim", "spectrain": "pipeoptim"}
+_TINY: dict[str, Any] = {"width": 16, "length": 8}  # so that Python is all that takes time
 _SMALL, _LARGE, _TIMES = 64, 1 << 20, 20  # bytes, bytes, how often
 
 
@@ -35,6 +49,8 @@ class StageTimes(NamedTuple):
         update_s: of one optimizer step.
         copy_s: to copy the weights, as is done to keep or to replace a version of them.
         guess_s: to guess them one update ahead.
+        python_s: of a forward and its backward, to run the user's step for one stage, with what
+            belongs to it of an update, on a core of its own: by the preset that is like another's.
         num_bytes: of the weights; the same everywhere, whoever shares a core.
     """
 
@@ -43,12 +59,13 @@ class StageTimes(NamedTuple):
     update_s: float
     copy_s: float
     guess_s: float
+    python_s: dict[str, float]
     num_bytes: int
 
     def share(self, share: float) -> StageTimes:
         """Return the times on a core of its own of what had this share of a core."""
-        *seconds, num_bytes = self
-        return StageTimes(*(share * s for s in seconds), num_bytes)
+        *seconds, python_s, num_bytes = self
+        return StageTimes(*(share * s for s in seconds), python_s, num_bytes)
 
 
 def profiler(case: Case) -> Contender:
@@ -56,10 +73,19 @@ def profiler(case: Case) -> Contender:
     parts = cut_by_hand(case)
     mine = [dist.get_rank()] if case.num_workers > 1 else list(range(case.num_stages))
     optimizers = {j: case.optimizer(parts[j]) for j in mine}
+    tiny = replace(case, num_workers=1, sleep_ms=0, rows=1, **_TINY)
+    staged = {preset: make(f"loop {preset}", tiny) for preset in sorted({*_LIKE.values()})}
+    plain = make("loop plain", tiny)
 
     def contender(num_steps: int) -> Figures:
+        runs = case.num_micro * case.num_stages
+        plain_s, share = plain(_TIMES)["wall"], _share(case.num_workers)
+        python_s = {
+            preset: max(0.0, run(_TIMES)["wall"] - plain_s) / runs * share
+            for preset, run in staged.items()
+        }
         watch = Stopwatch()
-        stages = {j: _profile(case, parts[j], j, optimizers[j], num_steps) for j in mine}
+        stages = {j: _profile(case, parts[j], j, optimizers[j], num_steps, python_s) for j in mine}
         figures = watch.stop(num_steps)
         if case.num_workers > 1:
             small, large = _message_s(_SMALL), _message_s(_LARGE)
@@ -70,8 +96,9 @@ def profiler(case: Case) -> Contender:
 
 
 def _profile(
-    case: Case, part: nn.Module, j: int, optimizer: torch.optim.Optimizer, num_steps: int
-) -> StageTimes:
+    case: Case, part: nn.Module, j: int, optimizer: torch.optim.Optimizer, num_steps: int,
+    python_s: dict[str, float],
+) -> StageTimes:  # fmt: skip
     """Return what stage j takes."""
     forwards, backwards, updates, copies, guesses = [], [], [], [], []
     tokens, weights = case.batch()[: case.rows], list(part.parameters())
@@ -88,7 +115,7 @@ def _profile(
         copies.append(_timed(lambda: [p.detach().clone() for p in weights])[1])
         guesses.append(_timed(lambda: predict(optimizer, weights, 1))[1])
     seconds = map(_mean, (forwards, backwards, updates, copies, guesses))
-    return StageTimes(*seconds, sum(p.numel() * p.element_size() for p in weights))
+    return StageTimes(*seconds, python_s, sum(p.numel() * p.element_size() for p in weights))
 
 
 def _forward(case: Case, part: nn.Module, j: int, x: Tensor, tokens: Tensor) -> Tensor:
@@ -152,10 +179,12 @@ def useful_s(case: Case, workers: Sequence[Figures]) -> float:
 
 
 def _of_round(case: Case, plan: Plan, workers: Sequence[Figures], again: float) -> float:
-    stages = _stages(case, workers)
+    stages, like = _stages(case, workers), _LIKE.get(plan.preset, "1f1b")
     more = [_for_weights_s(plan, j, x) for j, x in enumerate(stages)]
     costs = Costs(
-        forward_s=tuple(x.forward_s + s[0] for x, s in zip(stages, more, strict=True)),
+        forward_s=tuple(
+            x.forward_s + x.python_s[like] + s[0] for x, s in zip(stages, more, strict=True)
+        ),
         backward_s=tuple(
             x.backward_s + again * x.forward_s + s[1] for x, s in zip(stages, more, strict=True)
         ),
@@ -177,12 +206,17 @@ def num_cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
+def _share(num_workers: int) -> float:
+    """Return how much of a core each worker has while all compute."""
+    return min(1.0, num_cores() / num_workers)
+
+
 def _stages(case: Case, workers: Sequence[Figures]) -> list[StageTimes]:
     """Return what the stages take on a core each.
 
     All workers were timed at the same time: those that share cores had their share of them.
     """
-    share = 1.0 if case.sleep_ms else min(1.0, num_cores() / len(workers))
+    share = 1.0 if case.sleep_ms else _share(len(workers))
     found = {j: x.share(share) for figures in workers for j, x in figures["stages"].items()}
     return [found[j] for j in range(case.num_stages)]
 
