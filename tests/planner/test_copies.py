@@ -66,7 +66,9 @@ def test_copies_are_those_of_the_plans_own_program(preset, slack):
     assert compared >= 5
 
 
-@pytest.mark.parametrize("preset", ["gpipe", "1f1b"])
+@pytest.mark.parametrize(
+    "preset", [pytest.param("gpipe", marks=pytest.mark.exhaustive), "1f1b", "pipedream_2bw"]
+)
 @pytest.mark.parametrize("width", [2, 3, pytest.param(5, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("remat", [False, True])
 def test_replicas_between_the_first_and_the_last_are_alike(preset, width, remat):
