@@ -23,6 +23,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
 
+from lightning_cyclic.checks import check_bytes
 from lightning_cyclic.errors import ConfigurationError, PeerError, PlanError
 from lightning_cyclic.first_batch import first_batch
 from lightning_cyclic.options import Options
@@ -72,14 +73,18 @@ def network_of(bandwidth: str | float | None, latency: str | float | None) -> Ne
     Raises:
         PlanError: text that is no such number.
     """
-    bandwidth = DEFAULT_BANDWIDTH if bandwidth is None else bandwidth
-    latency = DEFAULT_LATENCY if latency is None else latency
     return Network(
-        latency_s=parse_seconds(latency) if isinstance(latency, str) else latency,
-        bandwidth_bytes_per_s=(
-            parse_bandwidth(bandwidth) if isinstance(bandwidth, str) else bandwidth
+        latency_s=_number(DEFAULT_LATENCY if latency is None else latency, parse_seconds),
+        bandwidth_bytes_per_s=_number(
+            DEFAULT_BANDWIDTH if bandwidth is None else bandwidth, parse_bandwidth
         ),
     )
+
+
+def _number(given: object, parse: Callable[[str], float]) -> float:
+    """Return a number that is given as it is, or as text with a unit."""
+    is_number = isinstance(given, int | float) and not isinstance(given, bool)
+    return float(given) if is_number else parse(str(given))  # type: ignore[arg-type]
 
 
 def check_network(options: Options, given: Mapping[str, object]) -> None:
@@ -280,6 +285,7 @@ class AutoPlan:
 
 def _presets(asked: Options) -> tuple[str, ...]:
     """Return the presets with the axes that were asked for."""
+    check_bytes(asked.memory_limit_bytes, "memory_limit_bytes")
     for name, (default, has_it) in _FIXED.items():
         if getattr(asked, name) != default:
             raise ConfigurationError(

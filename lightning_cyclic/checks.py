@@ -10,6 +10,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import MPSAccelerator
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from torch import nn
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from lightning_cyclic.errors import ConfigurationError, PlanError, one_of
@@ -106,6 +107,24 @@ def check_no_scaler(trainer: Trainer) -> None:
             "flush support; allowed: '32-true', '64-true', 'bf16-mixed', 'bf16-true', '16-true'; "
             "use Trainer(precision='bf16-mixed'), or preset 'pipedream_2bw' or 'cyclic_pipeline'"
         )
+
+
+def scaler_of(trainer: Trainer, plan: Plan) -> GradScaler | None:
+    """Return what scales the loss of a pipeline without a flush; None where nothing does.
+
+    Raises:
+        ConfigurationError: a plan under which gradients end on workers that vary.
+    """
+    scaler: GradScaler | None = getattr(trainer.precision_plugin, "scaler", None)
+    if scaler is None or not scaler.is_enabled():
+        return None
+    if plan.axes.placement.takes_turns:
+        raise ConfigurationError(
+            f"precision={trainer.precision!r} scales the loss, which placement "
+            f"{plan.placement!r} does not support yet; allowed: '32-true', 'bf16-mixed', or "
+            "another placement; use Trainer(precision='bf16-mixed')"
+        )
+    return scaler
 
 
 def check_pipeline(
@@ -266,6 +285,20 @@ def check_delayed(plan: Plan, error_feedback: object, lr_annealing_steps: object
     if lr_annealing_steps and (plan.weights == "sync" or weights.needs_previous):
         old = "are at most one update old, which lowers no learning rate,"
         raise _no_use(plan, "lr_annealing_steps", lr_annealing_steps, "pipedream", old)
+
+
+def check_bytes(given: object, what: str) -> None:
+    """Refuse what is no number of bytes.
+
+    Raises:
+        ConfigurationError: with the value.
+    """
+    is_number = isinstance(given, int | float) and not isinstance(given, bool)
+    if given is not None and not (is_number and given > 0):  # type: ignore[operator]
+        raise ConfigurationError(
+            f"{what}={given!r}; allowed: a number of bytes above 0, or None; use "
+            f"CyclicStrategy(..., {what}=24 * 10**9)"
+        )
 
 
 def check_switch(given: object, what: str) -> None:

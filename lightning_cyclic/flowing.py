@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_cyclic import checkpoint as ckpt
-from lightning_cyclic.checks import check_flow
+from lightning_cyclic.checks import check_flow, scaler_of
 from lightning_cyclic.clipping import clip_mode, clips_by_norm, decides_together
 from lightning_cyclic.deferred import DeferredUpdates
 from lightning_cyclic.options import Options
@@ -31,10 +31,10 @@ from lightning_cyclic.plan import Plan
 from lightning_cyclic.predictor import Predictor
 from lightning_cyclic.reductions import HeldReductions
 from lightning_cyclic.runtime.norms import NormExchange
+from lightning_cyclic.runtime.scaling import LossScaling
 from lightning_cyclic.runtime.stagewise.config import Share, StagewiseConfig
 from lightning_cyclic.runtime.stagewise.executor import Outcome
 from lightning_cyclic.runtime.stagewise.flow import Summary
-from lightning_cyclic.scaling import scaling_of
 from lightning_cyclic.staged import StagedTraining, positional
 from lightning_cyclic.summaries import Told
 from lightning_cyclic.surrogates import stand_in
@@ -56,7 +56,8 @@ class FlowingTraining(StagedTraining):
         self, trainer: Trainer, options: Options, plan: Plan, reductions: HeldReductions
     ) -> None:
         clip = clip_mode(trainer, plan, options.clip)
-        self._scaling = scaling_of(trainer, plan, self._all_are_finite)
+        scaler = scaler_of(trainer, plan)
+        self._scaling = LossScaling(scaler, self._all_are_finite) if scaler else None
         needs_all = self._scaling is not None or (clip == "global" and clips_by_norm(trainer))
         if needs_all and decides_together(plan):
             options, plan = replace(options, late_updates=True), replace(plan, late_updates=True)
@@ -66,9 +67,9 @@ class FlowingTraining(StagedTraining):
             reductions,
             self._parameters_of,
             self._total_norm,
-            lag=plan.num_stages + 2,
+            lag=plan.steps_under_way,
         )
-        self._outlook = Outlook(trainer, plan.num_stages + 2) if options.lookahead_lrs else None
+        self._outlook = Outlook(trainer, plan.steps_under_way) if options.lookahead_lrs else None
         self._predictor = Predictor(trainer, self._groups_of, self._lrs_of, options.horizon)
         if options.lr_annealing_steps and all(plan.delay(j) <= 1 for j in range(plan.num_stages)):
             rank_zero_warn(
@@ -107,12 +108,9 @@ class FlowingTraining(StagedTraining):
 
     def _complete(self, t: int, j: int) -> None:
         """Make the gradients of a stage known to those who decide about their step."""
-        norms, long_over = self._norms, t - 2 * self._the_plan.num_stages - 4
         if self._scaling is not None:
             self._scaling.unscale(self._the_plan, t, self._parameters_of(j))
-        norms.settle(before=long_over)
-        norms.forget(long_over)
-        norms.begin(t, j)
+        self._norms.begin(t, j)
 
     def _scaled(self, t: int, share: Share) -> Share:
         assert self._scaling is not None

@@ -10,6 +10,7 @@ from torch import nn
 
 from lightning_cyclic.checks import (
     REMAT,
+    check_bytes,
     check_choice,
     check_delayed,
     check_once,
@@ -20,6 +21,7 @@ from lightning_cyclic.checks import (
     is_stagewise,
 )
 from lightning_cyclic.clipping import CLIPPING
+from lightning_cyclic.defaults import check_number
 from lightning_cyclic.errors import ConfigurationError
 from lightning_cyclic.placement import Shared
 from lightning_cyclic.plan import PRESETS, Plan, make_plan
@@ -99,6 +101,8 @@ class Options:
             check_choice(self.clip, CLIPPING, "clip")
         check_choice(self.remat, REMAT, "remat")
         check_choice(self.backward_weights, get_args(BackwardWeights), "backward_weights")
+        check_bytes(self.memory_limit_bytes, "memory_limit_bytes")
+        check_number("width", self.width)
         probe = self._probe()
         check_plan(probe)
         check_used(probe, self.remat, self.memory_limit_bytes)

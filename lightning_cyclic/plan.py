@@ -213,6 +213,20 @@ class Plan:
         """
         return self._delays[j]
 
+    @property
+    def steps_under_way(self) -> int:
+        """Bound the steps that have begun somewhere and have not ended everywhere.
+
+        A step ends when its micro-batches have gone through all stages and back, up to S - 1
+        steps of one micro-batch behind the one that begins; late updates add two.
+        """
+        return self.num_stages + 2
+
+    def ended_before(self, t: int) -> int:
+        """Count the steps whose gradients all stages have when step t comes to its first loss."""
+        schedule = self.axes.schedule
+        return schedule.updates_before(t, schedule.forward(0, self.num_stages - 1), 0)
+
     def is_new(self, t: int, i: int, j: int) -> bool:
         """Say whether F(i, j) of step t reads another version than in the step before."""
         return t == 0 or self.reads(t, i, j) != self.reads(t - 1, i, j)

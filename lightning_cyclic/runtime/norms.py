@@ -48,6 +48,7 @@ class NormExchange:
         self._owners = [plan.owner(j) for j in range(plan.num_stages)]
         told = range(plan.num_workers) if for_all else self._owners
         self._others = sorted(set(told) - {self._me})
+        self._remembered = 2 * plan.steps_under_way
         self._known: dict[int, dict[int, Tensor]] = {}  # step -> stage -> norms of its tensors
         self._sent: list[tuple[int, AbstractPending, Action]] = []
 
@@ -69,7 +70,13 @@ class NormExchange:
     # ------------------------------------------------------------------ apart in time
 
     def begin(self, t: int, j: int) -> None:
-        """Tell the other owners the norms of an own stage, whose totals lie in ``p.grad``."""
+        """Tell the others the norms of an own stage, whose totals lie in ``p.grad``.
+
+        And forget steps so long over that every worker has read them: those of another worker
+        are read within as many steps as can be under way, and each may be as many behind.
+        """
+        self.settle(before=t - self._remembered)
+        self.forget(t - self._remembered)
         if not self._parameters[j]:
             return
         norms = torch.stack([_norm(p) for p in self._parameters[j]])

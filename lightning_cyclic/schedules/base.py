@@ -75,3 +75,32 @@ class AbstractSchedule(ABC):
         """
         ready = self.backward(self.num_micro - 1, j) + (1 + slack) * self.unit
         return self.begun(self.begin(t) + start - ready)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AbstractAround(AbstractSchedule):
+    """Change a schedule in part; what is not overridden stays the inner one's.
+
+    Args:
+        base: the inner schedule.
+    """
+
+    base: AbstractSchedule
+
+    @property
+    def unit(self) -> int:
+        """Ticks per slot."""
+        return self.base.unit
+
+    @property
+    def period(self) -> int:
+        """Ticks from the start of a step to the start of the next."""
+        return self.base.period
+
+    def forward(self, i: int, j: int) -> int:
+        """Give the tick at which F(i, j) of step 0 starts."""
+        return self.base.forward(i, j)
+
+    def backward(self, i: int, j: int) -> int:
+        """Give the tick at which B(i, j) of step 0 starts."""
+        return self.base.backward(i, j)

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from typing import final
 
 from lightning_cyclic.clock import ceil_div
-from lightning_cyclic.schedules.base import AbstractSchedule
+from lightning_cyclic.schedules.base import AbstractAround
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WarmUp(AbstractSchedule):
+class WarmUp(AbstractAround):
     """Let each of the first steps end before the next begins, then follow a schedule.
 
     Args:
@@ -28,18 +28,7 @@ class WarmUp(AbstractSchedule):
     Source: PipeMare, technique 3, https://arxiv.org/abs/1910.05124.
     """
 
-    base: AbstractSchedule
     num_steps: int
-
-    @property
-    def unit(self) -> int:
-        """Ticks per slot: those of the schedule behind."""
-        return self.base.unit
-
-    @property
-    def period(self) -> int:
-        """Ticks per step behind the warm-up."""
-        return self.base.period
 
     @property
     def whole(self) -> int:
@@ -57,11 +46,3 @@ class WarmUp(AbstractSchedule):
         if late >= 0:
             return self.num_steps + late // self.period + 1
         return max(0, time // self.whole + 1)
-
-    def forward(self, i: int, j: int) -> int:
-        """Give the tick at which F(i, j) of step 0 starts."""
-        return self.base.forward(i, j)
-
-    def backward(self, i: int, j: int) -> int:
-        """Give the tick at which B(i, j) of step 0 starts."""
-        return self.base.backward(i, j)

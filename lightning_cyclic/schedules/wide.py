@@ -14,12 +14,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import final
 
-from lightning_cyclic.schedules.base import AbstractSchedule
+from lightning_cyclic.schedules.base import AbstractAround
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wide(AbstractSchedule):
+class Wide(AbstractAround):
     """Run micro-batch i when the schedule of one replica runs its micro-batch i // width.
 
     Args:
@@ -27,18 +27,7 @@ class Wide(AbstractSchedule):
         width: replicas.
     """
 
-    base: AbstractSchedule
     width: int
-
-    @property
-    def unit(self) -> int:
-        """Ticks per slot: those of one replica."""
-        return self.base.unit
-
-    @property
-    def period(self) -> int:
-        """Ticks per step: as many as of one replica."""
-        return self.base.period
 
     def forward(self, i: int, j: int) -> int:
         """Give the tick at which F(i, j) of step 0 starts."""

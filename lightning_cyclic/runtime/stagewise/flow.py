@@ -111,7 +111,7 @@ class Flow:
         self._begun = t
         self._modes = [(m, m.training) for m in self._executor.site.module.modules()]
         if self._is_told_of_updates:
-            self._tidy(t - self._plan.num_stages - 2)
+            self._tidy(t - self._plan.steps_under_way)
         self._run([a for a in self._stream.block(t) if step_of(a) > self._ended])
 
     def flush(self) -> bool:

@@ -39,7 +39,7 @@ class Stream:
         skipped = max(plan.warmup_steps - 1 - self._repeats, 0) // self._repeats * self._repeats
         self._skipped, few = skipped, plan.warmup_steps - skipped
         # until the rule reads as ever on, and until all that a step begins has ended
-        self._steady, lasts = few + 2 * plan.num_stages, plan.num_stages + 2
+        self._steady, lasts = few + 2 * plan.num_stages, plan.steps_under_way
         num_steps = self._steady + self._repeats + lasts
         self._plan = plan = replace(plan, num_steps=num_steps, warmup_steps=few)
         self._short = plan.axes.schedule

@@ -5,8 +5,7 @@ sets the scale of the next. Where steps overlap, the next has begun by then, so 
 step follows from those steps of which every stage had its gradients when the step came to its
 last stage: a function of the plan, never of the timing.
 
-    scale(t) = what the scaler makes of the outcomes of steps 0 .. n(t) - 1
-    n(t)     = updates of stage 0 that the timetable has before the first loss of step t
+    scale(t) = what the scaler makes of the outcomes of steps 0 .. plan.ended_before(t) - 1
 
 Whether a step is skipped is one decision under ``delayed``, as all stages know of all before they
 update; under other rules each stage skips its own.
@@ -18,11 +17,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import final
 
 import torch
-from lightning.pytorch import Trainer
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
-from lightning_cyclic.errors import ConfigurationError
 from lightning_cyclic.plan import Plan
 
 State = tuple[float, int]  # scale, updates since it was last changed
@@ -45,10 +42,8 @@ class LossScaling:
 
     def scale_of(self, plan: Plan, t: int) -> float:
         """Return by what the losses of step ``t`` are multiplied."""
-        schedule = plan.axes.schedule
-        start = schedule.forward(0, plan.num_stages - 1)
-        counted = schedule.updates_before(t, start, 0)
-        self._forget(counted - 2 * plan.num_stages - 4)
+        counted = plan.ended_before(t)
+        self._forget(counted - 2 * plan.steps_under_way)
         return self._state(counted)[0]
 
     def scaled(
@@ -76,8 +71,6 @@ class LossScaling:
         scale, tracker = self._state(t)
         state = self._scaler.state_dict() | {"scale": scale, "_growth_tracker": tracker}
         self._scaler.load_state_dict(state)
-        if self._scaler._scale is not None:  # load_state_dict leaves what is on a device
-            self._scaler._scale.fill_(scale)
 
     def _state(self, counted: int) -> State:
         first, last = min(self._states), max(self._states)
@@ -109,28 +102,3 @@ class LossScaling:
     def put_state(self, states: Mapping[int, State]) -> None:
         """Take states from a checkpoint."""
         self._states = {n: (scale, tracker) for n, (scale, tracker) in states.items()}
-
-
-def scaling_of(
-    trainer: Trainer, plan: Plan, is_finite: Callable[[int], bool]
-) -> LossScaling | None:
-    """Return how the Trainer's precision scales losses; None where it does not.
-
-    Args:
-        trainer: whose precision plugin may have a scaler.
-        plan: of the pipeline.
-        is_finite: as in :class:`LossScaling`.
-
-    Raises:
-        ConfigurationError: a plan under which gradients end on workers that vary.
-    """
-    scaler = getattr(trainer.precision_plugin, "scaler", None)
-    if scaler is None or not scaler.is_enabled():
-        return None
-    if plan.axes.placement.takes_turns:
-        raise ConfigurationError(
-            f"precision={trainer.precision!r} scales the loss, which placement "
-            f"{plan.placement!r} does not support yet; allowed: '32-true', 'bf16-mixed', or "
-            "another placement; use Trainer(precision='bf16-mixed')"
-        )
-    return LossScaling(scaler, is_finite)
