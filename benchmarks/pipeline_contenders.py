@@ -21,15 +21,15 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.utils.data import DataLoader
 
 from lightning_cyclic import CyclicStrategy, make_plan
-from lightning_cyclic.pipeline_session import PIPELINE_PAYLOADS
-from lightning_cyclic.runtime.prediction import predict
-from lightning_cyclic.runtime.stagewise.config import StagewiseConfig
-from lightning_cyclic.runtime.stagewise.cuts import choose_cuts
-from lightning_cyclic.runtime.stagewise.executor import Outcome
-from lightning_cyclic.runtime.stagewise.flow import Summary
-from lightning_cyclic.runtime.stagewise.ranks import rank_of
-from lightning_cyclic.runtime.stagewise.session import StagewiseSession
-from lightning_cyclic.runtime.stagewise.survey import survey
+from lightning_cyclic.plugin.pipeline_session import PIPELINE_PAYLOADS
+from lightning_cyclic.runtime.partial_step.config import StagewiseConfig
+from lightning_cyclic.runtime.partial_step.executor import Outcome
+from lightning_cyclic.runtime.partial_step.flow import Summary
+from lightning_cyclic.runtime.partial_step.ranks import rank_of
+from lightning_cyclic.runtime.partial_step.session import StagewiseSession
+from lightning_cyclic.runtime.prediction.prediction import predict
+from lightning_cyclic.runtime.stages.cuts import choose_cuts
+from lightning_cyclic.runtime.stages.survey import survey
 from lightning_cyclic.runtime.transport import DistributedTransport
 
 WARM_UP = 2  # steps of every fit that are not timed

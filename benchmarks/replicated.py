@@ -329,7 +329,7 @@ def spread(values: list[float]) -> str:
 def predicted(case: Case, preset: str, compute_s: float) -> float:
     """Ask the package's simulator for the same ratio, from the compute time measured alone."""
     from lightning_cyclic import make_plan
-    from lightning_cyclic.runtime.session import auto_stages
+    from lightning_cyclic.runtime.whole_step.session import auto_stages
     from lightning_cyclic.simulate import Costs, Network, compare
 
     num_bytes = 4 * case.depth * (case.width + 1) * case.width

@@ -25,20 +25,20 @@ from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_cyclic import checkpoint as ckpt
-from lightning_cyclic.auto import AUTO, SAVED, AutoPlan, check_network, network_of
-from lightning_cyclic.callbacks.drain import DrainCallback
-from lightning_cyclic.checks import check_no_leftovers, check_plan
 from lightning_cyclic.errors import ConfigurationError
-from lightning_cyclic.flowing import FlowingTraining
-from lightning_cyclic.options import NO_TIMEOUT_S, Options, checked_stages
-from lightning_cyclic.pipelines import PipelinedTraining
 from lightning_cyclic.plan import Plan
-from lightning_cyclic.reductions import HeldReductions
-from lightning_cyclic.replicated import ReplicatedTraining
-from lightning_cyclic.runtime.prediction import Shape
-from lightning_cyclic.runtime.stagewise.foresight import BackwardWeights
-from lightning_cyclic.training import AbstractTraining, Closure, PlainTraining, start_alike
+from lightning_cyclic.plugin import checkpoint as ckpt
+from lightning_cyclic.plugin.auto import AUTO, SAVED, AutoPlan, check_network, network_of
+from lightning_cyclic.plugin.callbacks.drain import DrainCallback
+from lightning_cyclic.plugin.checks import check_no_leftovers, check_plan
+from lightning_cyclic.plugin.flowing import FlowingTraining
+from lightning_cyclic.plugin.options import NO_TIMEOUT_S, Options, checked_stages
+from lightning_cyclic.plugin.pipelines import PipelinedTraining
+from lightning_cyclic.plugin.reductions import HeldReductions
+from lightning_cyclic.plugin.replicated import ReplicatedTraining
+from lightning_cyclic.plugin.training import AbstractTraining, Closure, PlainTraining, start_alike
+from lightning_cyclic.runtime.prediction.foresight import BackwardWeights
+from lightning_cyclic.runtime.prediction.prediction import Shape
 
 
 @final

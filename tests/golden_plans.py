@@ -13,8 +13,8 @@ import io
 from pathlib import Path
 from typing import Any
 
-from lightning_cyclic.actions import to_csv
 from lightning_cyclic.plan import Plan, make_plan
+from lightning_cyclic.plan.actions import to_csv
 from lightning_cyclic.simulate import Costs, Network, account, simulate
 
 FOLDER = Path(__file__).parent / "golden"

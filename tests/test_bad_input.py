@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from lightning_cyclic.checks import check_no_scaler, check_trainer
 from lightning_cyclic.errors import ConfigurationError, PlanError
 from lightning_cyclic.plan import PRESETS
+from lightning_cyclic.plugin.checks import check_no_scaler, check_trainer
 from lightning_cyclic.strategy import CyclicStrategy
 from tests import processes
 from tests.corpus import make_trainer

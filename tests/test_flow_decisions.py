@@ -8,8 +8,8 @@ import pytest
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_cyclic.actions import Kind
 from lightning_cyclic.plan import make_plan
+from lightning_cyclic.plan.actions import Kind
 from tests import processes
 from tests.corpus import assert_same
 from tests.stagewise_runs import Job, Outcome, pipelines

@@ -12,8 +12,8 @@ import torch
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 
-from lightning_cyclic.actions import Kind, Payload
 from lightning_cyclic.plan import make_plan
+from lightning_cyclic.plan.actions import Kind, Payload
 from lightning_cyclic.strategy import CyclicStrategy
 from tests import processes
 from tests.corpus import assert_same, make_trainer, weights_of

@@ -11,8 +11,8 @@ from lightning.pytorch import Callback
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_cyclic.passes.buffers import live_activations
 from lightning_cyclic.plan import make_plan
+from lightning_cyclic.plan.dataflow import live_activations
 from tests import processes
 from tests.corpus import (
     Batch,

@@ -9,8 +9,8 @@ from typing import Final, final
 
 from lightning_cyclic.errors import PlanError, one_of
 from lightning_cyclic.plan import Plan, make_plan
+from lightning_cyclic.plan.presets import PLACEMENTS, PRESETS, SHARDINGS, Preset
 from lightning_cyclic.planner.profile import Profile
-from lightning_cyclic.presets import PLACEMENTS, PRESETS, SHARDINGS, Preset
 from lightning_cyclic.simulate.costs import Network
 
 _FINENESS = (1, 2, 4)  # stages per worker that runs whole micro-batches: finer ones overlap better

@@ -24,8 +24,8 @@ from dataclasses import dataclass, fields
 from itertools import accumulate
 from typing import final
 
-from lightning_cyclic.actions import Kind, Payload, Program
 from lightning_cyclic.plan import Plan
+from lightning_cyclic.plan.actions import Kind, Payload, Program
 from lightning_cyclic.planner.stages import Stages
 from lightning_cyclic.simulate.account import account
 

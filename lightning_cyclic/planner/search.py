@@ -19,7 +19,7 @@ from math import ceil
 from typing import TypeAlias, final
 
 from lightning_cyclic.errors import PlanError
-from lightning_cyclic.plan import Plan, prove
+from lightning_cyclic.plan.plan import Plan, prove
 from lightning_cyclic.planner.candidates import Candidate, Problem, candidates
 from lightning_cyclic.planner.fit import Fit, Fitter, pace_s
 from lightning_cyclic.planner.ranked import RankedPlan, least_step_s, staleness, timed

@@ -13,8 +13,8 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from lightning_cyclic.actions import Action, Kind, Payload
 from lightning_cyclic.plan import Plan
+from lightning_cyclic.plan.actions import Action, Kind, Payload
 from lightning_cyclic.runtime.transport import AbstractPending, AbstractTransport
 from lightning_cyclic.runtime.waiting import Wait
 

@@ -7,12 +7,12 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import final
 
-from lightning_cyclic.actions import Action, Kind, Payload
 from lightning_cyclic.errors import CyclicError, PeerError, WaitTimeoutError
-from lightning_cyclic.passes.refusal import timetable_around
 from lightning_cyclic.plan import Plan
-from lightning_cyclic.runtime.script import Script
+from lightning_cyclic.plan.actions import Action, Kind, Payload
+from lightning_cyclic.plan.check.refusal import timetable_around
 from lightning_cyclic.runtime.transport import AbstractPending, AbstractTransport
+from lightning_cyclic.runtime.whole_step.script import Script
 
 Wait = Callable[[AbstractPending, Action], None]
 

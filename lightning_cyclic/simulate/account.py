@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import accumulate, chain
 from typing import TypeAlias, final
 
-from lightning_cyclic.actions import Action, Kind, Payload
+from lightning_cyclic.plan.actions import Action, Kind, Payload
 from lightning_cyclic.simulate.costs import Costs
 
 Span: TypeAlias = tuple[int, int]  # half-open

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from math import inf
 from typing import Self, final
 
-from lightning_cyclic.actions import Action, Kind, Payload
 from lightning_cyclic.errors import PlanError
+from lightning_cyclic.plan.actions import Action, Kind, Payload
 
 BACKWARD_PER_FORWARD = 2.0  # a backward makes two products where its forward makes one
 

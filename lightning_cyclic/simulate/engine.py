@@ -11,8 +11,8 @@ import heapq
 from collections.abc import Iterable, Sequence
 from typing import final
 
-from lightning_cyclic.actions import Action
 from lightning_cyclic.errors import PlanError
+from lightning_cyclic.plan.actions import Action
 from lightning_cyclic.simulate.costs import Costs, Network
 from lightning_cyclic.simulate.graph import Graph, Lane, build
 from lightning_cyclic.simulate.result import Event, Result, summarise
@@ -39,7 +39,7 @@ def simulate(
         PlanError: if messages do not pair up, or the workers wait for each other for ever.
 
     Example:
-        >>> from lightning_cyclic.actions import Kind
+        >>> from lightning_cyclic.plan.actions import Kind
         >>> F = Action(kind=Kind.F, t=0, i=0, j=0, v=0)
         >>> simulate([[F]], Costs.even(1, compute_s=3.0)).makespan_s
         1.0

@@ -26,8 +26,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias, final
 
-from lightning_cyclic.actions import Action, Kind, Payload
 from lightning_cyclic.errors import PlanError
+from lightning_cyclic.plan.actions import Action, Kind, Payload
 
 Item: TypeAlias = tuple[object, ...]  # a name for data: the payload and the indices it belongs to
 

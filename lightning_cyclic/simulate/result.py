@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, final
 
-from lightning_cyclic.actions import Action, Kind
+from lightning_cyclic.plan.actions import Action, Kind
 from lightning_cyclic.simulate.graph import Lane
 
 

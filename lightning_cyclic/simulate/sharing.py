@@ -12,8 +12,8 @@ import heapq
 from collections.abc import Iterable, Sequence
 from typing import final
 
-from lightning_cyclic.actions import Action
 from lightning_cyclic.errors import PlanError
+from lightning_cyclic.plan.actions import Action
 from lightning_cyclic.simulate.costs import Costs, Network
 from lightning_cyclic.simulate.engine import seconds_of_nodes, waits_for_ever
 from lightning_cyclic.simulate.graph import Graph, Lane, build
@@ -44,7 +44,7 @@ def simulate_shared(
         PlanError: no core; or as :func:`~lightning_cyclic.simulate.engine.simulate`.
 
     Example:
-        >>> from lightning_cyclic.actions import Kind
+        >>> from lightning_cyclic.plan.actions import Kind
         >>> F = Action(kind=Kind.F, t=0, i=0, j=0, v=0)
         >>> simulate_shared([[F], [F]], Costs.even(1, compute_s=3.0), cores=1).makespan_s
         2.0

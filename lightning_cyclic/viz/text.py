@@ -17,10 +17,10 @@ from collections.abc import Iterator
 from functools import partial
 from itertools import product
 
-from lightning_cyclic.actions import Kind
-from lightning_cyclic.clock import Entry, picture
 from lightning_cyclic.errors import PlanError
 from lightning_cyclic.plan import Plan
+from lightning_cyclic.plan.actions import Kind
+from lightning_cyclic.plan.clock import Entry, picture
 
 _CELL = re.compile(r"\d+([FB])\d+@(\d+)")
 # One colour per version, so that a read of an old version stands out from its neighbours; a

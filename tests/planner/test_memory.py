@@ -2,8 +2,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_cyclic.passes.buffers import live_activations, live_versions
 from lightning_cyclic.plan import make_plan
+from lightning_cyclic.plan.dataflow import live_activations, live_versions
 from lightning_cyclic.planner import Memory, Stages, memory
 from lightning_cyclic.planner.memory import _looks_ahead
 

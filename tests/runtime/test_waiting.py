@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_cyclic.actions import Kind
 from lightning_cyclic.errors import WaitTimeoutError
 from lightning_cyclic.plan import make_plan
-from lightning_cyclic.runtime.script import Script
+from lightning_cyclic.plan.actions import Kind
 from lightning_cyclic.runtime.transport import LocalTransport, PostOffice
 from lightning_cyclic.runtime.waiting import Waiter
-from tests.runtime.test_engine import Worker, find_stages, loss, mlp, run_workers, sgd
+from lightning_cyclic.runtime.whole_step.script import Script
+from tests.runtime.whole_step.test_engine import Worker, find_stages, loss, mlp, run_workers, sgd
 
 
 def test_a_wait_that_reaches_its_limit_names_worker_action_peer_and_slot() -> None:
@@ -49,7 +49,7 @@ def test_a_worker_that_dies_leaves_the_others_with_a_named_wait() -> None:
         return loss(module, t, i)  # type: ignore[arg-type]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tests.runtime.test_engine.loss", dying)
+        patch.setattr("tests.runtime.whole_step.test_engine.loss", dying)
         workers = run_workers(mlp(), "cyclic_dp", 4, 4, 0, sgd, 8, timeout_s=1.0, check=False)
     errors = [w.error for w in workers]
     assert isinstance(errors[2], ValueError)

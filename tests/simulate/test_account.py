@@ -2,8 +2,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_cyclic.actions import Payload, parse
 from lightning_cyclic.plan import make_plan
+from lightning_cyclic.plan.actions import Payload, parse
 from lightning_cyclic.simulate import Costs, account
 
 P, S, T = Payload.P, Payload.S, Payload.T

@@ -1,7 +1,7 @@
 import pytest
 
-from lightning_cyclic.actions import parse
 from lightning_cyclic.errors import PlanError
+from lightning_cyclic.plan.actions import parse
 from lightning_cyclic.simulate import Costs, Network
 
 COSTS = Costs(

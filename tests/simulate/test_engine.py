@@ -1,7 +1,7 @@
 import pytest
 
-from lightning_cyclic.actions import parse
 from lightning_cyclic.errors import PlanError
+from lightning_cyclic.plan.actions import parse
 from lightning_cyclic.simulate import Costs, Lane, Network, simulate
 
 # Two stages: a forward takes 1 s, a backward 2 s, any message 1 s and 0.5 s of latency.

@@ -1,6 +1,6 @@
 import pytest
 
-from lightning_cyclic.actions import parse
+from lightning_cyclic.plan.actions import parse
 from lightning_cyclic.simulate import Event, Lane
 from lightning_cyclic.simulate.result import steady_window, summarise
 

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_cyclic.actions import parse
 from lightning_cyclic.errors import PlanError
 from lightning_cyclic.plan import make_plan
+from lightning_cyclic.plan.actions import parse
 from lightning_cyclic.simulate import Costs, Network, simulate, simulate_shared
 
 COSTS = Costs(

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 
 from torch import Tensor
 
-from lightning_cyclic.actions import Payload
+from lightning_cyclic.plan.actions import Payload
 
 
 class AbstractPending(ABC):

@@ -9,7 +9,7 @@ from typing import final
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_cyclic.actions import Payload
+from lightning_cyclic.plan.actions import Payload
 from lightning_cyclic.runtime.transport.base import AbstractPending, AbstractTransport
 
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_cyclic.actions import Payload
+from lightning_cyclic.plan.actions import Payload
 from lightning_cyclic.runtime.transport.base import AbstractPending, AbstractTransport
 
 _POLL_S = 0.5

@@ -1,0 +1,1 @@
+"""The command line: draw, simulate, plan, and look at modules."""

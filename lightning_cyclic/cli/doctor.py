@@ -1,0 +1,67 @@
+"""The doctor: say of a LightningModule where its stages can begin, and what stands against others.
+
+    lightning-cyclic doctor model.py:Model --stages 4 --arg depth=12
+    lightning-cyclic doctor package.models:Model --data package.data:Digits --num-micro 8
+
+Only its arguments are known here, so that the command line starts without torch; the examination
+itself is in :mod:`lightning_cyclic.cli.load_module`.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from lightning_cyclic.errors import PlanError
+from lightning_cyclic.simulate import parse_bytes
+
+
+def add_doctor(commands: Any) -> None:
+    """Add the command to those of a parser."""
+    parser = commands.add_parser(
+        "doctor",
+        help="say where the stages of a LightningModule can begin",
+        description="Run a module's training_step once on the CPU; print where its time and bytes "
+        "go, where stages can begin, what stands against others (with the line), and the stages "
+        "that balance best.",
+        epilog="example: lightning-cyclic doctor model.py:Model --stages 4 --arg depth=12",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("module", metavar="PATH:CLASS", help="a LightningModule: a file or a dotted module")
+    add("--stages", type=_stages, metavar="N", help="number of stages, or paths of modules that "
+        "begin stages 1, 2, ..., with commas (default: 2 where that is possible)")  # fmt: skip
+    add("--num-micro", type=int, default=1, metavar="M", help="micro-batches that a batch is cut "
+        "into (default: 1)")  # fmt: skip
+    add("--data", metavar="PATH:CLASS", help="a LightningDataModule (default: the module's own "
+        "train_dataloader, else its example_input_array)")  # fmt: skip
+    add("--arg", action="append", default=[], metavar="NAME=VALUE", help="an argument of the "
+        "module, or with data.NAME=VALUE of the data; values as in YAML")  # fmt: skip
+    add("--memory-limit", metavar="SIZE", help="most parameters and activations of one "
+        "micro-batch that a stage may have, like 2GB")  # fmt: skip
+    parser.set_defaults(run=_run)
+
+
+def _run(arguments: argparse.Namespace) -> str:
+    from lightning_cyclic.cli.load_module import examine  # noqa: PLC0415
+
+    if arguments.num_micro < 1:
+        raise PlanError(
+            f"--num-micro {arguments.num_micro} is no number of micro-batches; allowed: whole "
+            "numbers from 1 on; leave it out for whole batches"
+        )
+    limit = arguments.memory_limit
+    return examine(
+        arguments.module,
+        data=arguments.data,
+        texts=arguments.arg,
+        stages=arguments.stages,
+        num_micro=arguments.num_micro,
+        memory_limit_bytes=None if limit is None else int(parse_bytes(limit)),
+    )
+
+
+def _stages(text: str) -> int | list[str]:
+    return (
+        int(text) if text.lstrip("-").isdecimal() else [part.strip() for part in text.split(",")]
+    )

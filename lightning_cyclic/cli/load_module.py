@@ -1,0 +1,231 @@
+"""The doctor's patient: a LightningModule made from its class, with a batch and a step to run."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import logging
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+
+from lightning_cyclic.errors import CyclicError, PlanError
+from lightning_cyclic.runtime.stages.choice import most_stages
+from lightning_cyclic.runtime.stages.cuts import choose_cuts
+from lightning_cyclic.runtime.stages.places import Terrain
+from lightning_cyclic.runtime.stages.report import report
+from lightning_cyclic.runtime.stages.survey import survey
+from lightning_cyclic.runtime.values.split import split
+
+_REPEATS = 3  # of the step, for times that neither warm-up nor other processes disturb
+_T = TypeVar("_T")
+
+
+def examine(
+    where: str,
+    *,
+    data: str | None = None,
+    texts: Sequence[str] = (),
+    stages: int | Sequence[str] | None = None,
+    num_micro: int = 1,
+    memory_limit_bytes: int | None = None,
+) -> str:
+    """Make a module, run its step and report on its stages.
+
+    Args:
+        where: of its class, "PATH:CLASS".
+        data: of a LightningDataModule's class. [the module's own data]
+        texts: arguments, "name=value".
+        stages: how many, or paths. [2 where that is possible]
+        num_micro: micro-batches that the first batch is cut into; the first is run.
+        memory_limit_bytes: of a stage. [any]
+
+    Returns:
+        The report.
+
+    Raises:
+        PlanError: what was given is wrong, or the stages cannot be.
+    """
+    try:
+        mine, its_data = _arguments(texts)
+        module = _make(_find(where, LightningModule), mine)
+        feed = None if data is None else _make(_find(data, LightningDataModule), its_data)
+        with _detached(module, feed):
+            step = _step(module, feed, num_micro)
+            seen = survey(module, step, repeats=_REPEATS)
+        if stages is None:
+            stages = min(2, most_stages(Terrain(seen)))
+        return report(seen, choose_cuts(seen, stages, memory_limit_bytes=memory_limit_bytes))
+    except PlanError:
+        raise
+    except CyclicError as error:
+        raise PlanError(str(error)) from error
+
+
+# ---------------------------------------------------------------------- classes
+
+
+def _find(where: str, base: type[_T]) -> type[_T]:
+    """Return the class of "PATH:CLASS"."""
+    path, colon, name = where.rpartition(":")
+    if not colon or not path or not name:
+        raise PlanError(
+            f"{where!r} does not say which class; allowed: FILE.py:CLASS or dotted.module:CLASS; "
+            f"write it like model.py:Model"
+        )
+    found = getattr(_imported(path), name, None)
+    if not (inspect.isclass(found) and issubclass(found, base)):
+        what = "does not exist" if found is None else f"is no {base.__name__}"
+        raise PlanError(
+            f"{name!r} {what} in {path}; allowed: the name of a {base.__name__} there; "
+            "check the spelling"
+        )
+    return found
+
+
+def _imported(path: str) -> Any:
+    if not path.endswith(".py"):
+        sys.path.insert(0, str(Path.cwd()))
+        try:
+            return importlib.import_module(path)
+        except ModuleNotFoundError as error:
+            if error.name is not None and (
+                path == error.name or path.startswith(f"{error.name}.")
+            ):
+                raise PlanError(
+                    f"there is no module {path!r}; allowed: an installed module, one in the "
+                    "current folder, or a file; write a file like model.py:Model"
+                ) from error
+            raise
+        finally:
+            sys.path.remove(str(Path.cwd()))
+    file = Path(path)
+    if not file.is_file():
+        raise PlanError(f"there is no file {path!r}; allowed: a Python file; check the path")
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    assert spec is not None
+    assert spec.loader is not None
+    loaded = importlib.util.module_from_spec(spec)
+    sys.modules[file.stem] = loaded  # dataclasses and pickle look it up there
+    sys.path.insert(0, str(file.parent))  # for its neighbours, as python FILE does
+    spec.loader.exec_module(loaded)
+    return loaded
+
+
+def _arguments(texts: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the arguments of the module and those of the data."""
+    mine: dict[str, Any] = {}
+    its_data: dict[str, Any] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals:
+            raise PlanError(f"--arg {text!r} has no value; allowed: NAME=VALUE; write depth=12")
+        try:
+            literal = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            raise PlanError(
+                f"--arg {text!r} is no YAML; allowed: 12, 1e-3, text, [1, 2]"
+            ) from error
+        (its_data if name.startswith("data.") else mine)[name.removeprefix("data.")] = literal
+    return mine, its_data
+
+
+def _make(cls: type[_T], arguments: dict[str, Any]) -> _T:
+    try:
+        inspect.signature(cls).bind(**arguments)
+    except TypeError as error:
+        raise PlanError(
+            f"{cls.__name__} cannot be made with {arguments or 'no arguments'}: {error}; allowed: "
+            f"{cls.__name__}{inspect.signature(cls)}; give them as --arg NAME=VALUE"
+        ) from error
+    return cls(**arguments)
+
+
+# ---------------------------------------------------------------------- the step
+
+
+@contextmanager
+def _detached(module: LightningModule, data: LightningDataModule | None) -> Iterator[None]:
+    """Give the module a Trainer that trains nothing, and a log that keeps nothing."""
+    note = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    level = note.level
+    note.setLevel(logging.ERROR)
+    try:
+        trainer = Trainer(
+            accelerator="cpu", devices=1, logger=False, enable_checkpointing=False,
+            enable_progress_bar=False, enable_model_summary=False,
+        )  # fmt: skip
+    finally:
+        note.setLevel(level)
+    module.trainer = trainer
+    trainer.strategy.connect(module)
+    if data is not None:
+        data.trainer = trainer
+    for name in ("log", "log_dict"):
+        module.__dict__[name] = lambda *args, **kwargs: None
+    try:
+        yield
+    finally:
+        for name in ("log", "log_dict"):
+            del module.__dict__[name]
+
+
+def _step(
+    module: LightningModule, data: LightningDataModule | None, num_micro: int
+) -> Callable[[], Any]:
+    """Return what runs the module once, on its first micro-batch."""
+    if not module.automatic_optimization:
+        raise PlanError(
+            f"{type(module).__name__} optimizes by itself (automatic_optimization=False), so "
+            "that its step has no stages; allowed: automatic optimization; return the loss from "
+            "training_step"
+        )
+    for owner in (module,) if data is None else (data, module):
+        owner.prepare_data()
+        owner.setup("fit")
+    module.configure_model()
+    module.train()
+    source = data if data is not None else module
+    if is_overridden("train_dataloader", source) and is_overridden("training_step", module):
+        batch = _transferred(_first_batch(source), module, data)
+        return _training_step(module, split(batch, num_micro)[0].batch)
+    example = module.example_input_array
+    if example is None:
+        raise PlanError(
+            f"{type(module).__name__} comes without data; allowed: --data PATH:CLASS, a "
+            "train_dataloader or an example_input_array of the module; give one of them"
+        )
+    example = split(example, num_micro)[0].batch
+    if isinstance(example, dict):
+        return lambda: module(**example)
+    return lambda: module(*example) if isinstance(example, tuple) else module(example)
+
+
+def _first_batch(source: LightningModule | LightningDataModule) -> Any:
+    for batch in source.train_dataloader():
+        return batch
+    raise PlanError(
+        f"the train_dataloader of {type(source).__name__} yields no batch; allowed: one or more; "
+        "check the data"
+    )
+
+
+def _transferred(batch: Any, module: LightningModule, data: LightningDataModule | None) -> Any:
+    for hook in ("on_before_batch_transfer", "on_after_batch_transfer"):
+        owner = data if data is not None and is_overridden(hook, data) else module
+        batch = getattr(owner, hook)(batch, 0)
+    return batch
+
+
+def _training_step(module: LightningModule, batch: Any) -> Callable[[], Any]:
+    if is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2):
+        return lambda: module.training_step(batch, 0)
+    return lambda: module.training_step(batch)

@@ -1,0 +1,212 @@
+"""The command line: draw a plan, and ask the simulator what it costs on a given cluster.
+
+    lightning-cyclic draw cyclic_dp --workers 4
+    lightning-cyclic simulate cyclic_dp --workers 16 --bandwidth 10Gbit/s --latency-s 50us
+    lightning-cyclic doctor model.py:Model --stages 4
+    lightning-cyclic plan model.py:Model --workers 4 --memory 24GB
+
+It imports no torch, so that it starts at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+from lightning_cyclic.cli.doctor import add_doctor
+from lightning_cyclic.cli.planning import add_plan
+from lightning_cyclic.errors import PlanError
+from lightning_cyclic.plan import PRESETS, Plan, make_plan
+from lightning_cyclic.simulate import (
+    Costs,
+    Network,
+    compare,
+    parse_bandwidth,
+    parse_bytes,
+    parse_seconds,
+    table,
+)
+from lightning_cyclic.viz import draw
+
+USAGE_ERROR = 2  # exit status of a command that was not understood, as shells and argparse have it
+_CLOSED_PIPE = 141  # exit status of a command whose reader has left: 128 + SIGPIPE
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Args:
+        argv: arguments without the program's name. [those of the process]
+
+    Returns:
+        The exit status: 0, or 2 behind one line on stderr.
+    """
+    try:
+        arguments = _parser().parse_args(argv)
+        print(arguments.run(arguments), flush=True)
+    except PlanError as error:
+        print(f"lightning-cyclic: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return USAGE_ERROR
+    except BrokenPipeError:
+        # Python flushes stdout once more at exit, and would complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _CLOSED_PIPE
+    return 0
+
+
+class _Parser(argparse.ArgumentParser):
+    """Say what is wrong in one line, without the usage above it."""
+
+    def error(self, message: str) -> NoReturn:
+        raise PlanError(f"{message}; see {self.prog} --help")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="lightning-cyclic",
+        description="Draw, simulate and choose plans for delay-tolerant parallel training.",
+        allow_abbrev=False,
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", title="commands")
+    _add_draw(commands)
+    _add_simulate(commands)
+    add_doctor(commands)
+    add_plan(commands, _has_colours)
+    return parser
+
+
+def _add_draw(commands: argparse._SubParsersAction[_Parser]) -> None:
+    parser = commands.add_parser(
+        "draw",
+        help="draw who computes what when, on which weights",
+        epilog="2F0@3 reads: stage 2, forward of micro-batch 0, on version 3 of the weights. "
+        "In a terminal each version has its colour, and backwards (B) are reversed.",
+    )
+    _add_plan(parser, num_steps=2)
+    parser.add_argument(
+        "--columns", type=_whole, metavar="C", help="most characters per line; 0 draws all "
+        "slots (default: as wide as the terminal)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--from", type=_whole, dest="first_slot", default=0, metavar="SLOT",
+        help="slot at which the picture begins (default: 0)",
+    )  # fmt: skip
+    parser.set_defaults(run=_draw)
+
+
+def _add_simulate(commands: argparse._SubParsersAction[_Parser]) -> None:
+    parser = commands.add_parser(
+        "simulate", help="compare step time, messages and memory with lockstep data parallelism"
+    )
+    _add_plan(parser, num_steps=12)
+    quantities: list[tuple[str, Callable[[str], float], str, str]] = [
+        ("--model-bytes", parse_bytes, "100MB", "all parameters"),
+        ("--step-s", parse_seconds, "0.1", "one micro-batch forward and backward, whole model"),
+        ("--update-s", parse_seconds, "0", "one optimizer step of the whole model"),
+        ("--cut-bytes", parse_bytes, "0", "activations of one micro-batch between two stages"),
+        ("--latency-s", parse_seconds, "50us", "latency of a message"),
+        ("--bandwidth", parse_bandwidth, "10Gbit/s", "of each worker, in each direction"),
+        ("--bucket-bytes", parse_bytes, "25MiB", "size of the reference's all-reduces; 0: stages"),
+    ]
+    for option, parse, default, meaning in quantities:
+        parser.add_argument(
+            option, type=_with_message(parse), default=default, metavar=default,
+            help=f"{meaning} (default: {default})",
+        )  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="print JSON in place of a table")
+    parser.set_defaults(run=_simulate)
+
+
+def _add_plan(parser: argparse.ArgumentParser, *, num_steps: int) -> None:
+    parser.add_argument("preset", metavar="PRESET", help=", ".join(PRESETS))
+    add = parser.add_argument
+    add("--workers", type=_count, required=True, metavar="N", help="number of workers")
+    add("--stages", type=_count, metavar="S", help="number of stages (default: N/W)")
+    add("--micro", type=_count, metavar="M", help="micro-batches per step (default: the plan's)")
+    add("--width", type=_count, metavar="W", default=1, help="replicas of a pipeline (default: 1)")
+    add("--slack", type=_whole, metavar="C", default=0, help="slots for messages (default: 0)")
+    add("--warmup-steps", type=_whole, metavar="K", default=0, help="synchronous (default: 0)")
+    add("--steps", type=_count, metavar="T", default=num_steps, help=f"(default: {num_steps})")
+
+
+def _plan(arguments: argparse.Namespace) -> Plan:
+    return make_plan(
+        arguments.preset,
+        num_stages=arguments.stages or max(1, arguments.workers // arguments.width),
+        num_workers=arguments.workers,
+        num_micro=arguments.micro,
+        num_steps=arguments.steps,
+        slack=arguments.slack,
+        width=arguments.width,
+        warmup_steps=arguments.warmup_steps,
+    )
+
+
+def _draw(arguments: argparse.Namespace) -> str:
+    columns = arguments.columns
+    return draw(
+        _plan(arguments),
+        colour=_has_colours(),
+        width=(shutil.get_terminal_size().columns if columns is None else columns) or None,
+        first_slot=arguments.first_slot,
+    )
+
+
+def _simulate(arguments: argparse.Namespace) -> str:
+    network = Network(latency_s=arguments.latency_s, bandwidth_bytes_per_s=arguments.bandwidth)
+    plan = _plan(arguments)
+    costs = Costs.even(
+        plan.num_stages,
+        compute_s=arguments.step_s,
+        model_bytes=arguments.model_bytes,
+        update_s=arguments.update_s,
+        cut_bytes=arguments.cut_bytes,
+    )
+    comparison = compare(plan, costs, network, bucket_bytes=arguments.bucket_bytes)
+    if arguments.json:
+        return json.dumps(comparison.as_dict(), indent=2)
+    return table(comparison, colour=_has_colours())
+
+
+def _has_colours() -> bool:
+    """Say whether stdout is a terminal whose user wants colours (https://no-color.org)."""
+    return (
+        sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    )
+
+
+def _count(text: str) -> int:
+    return _integer(text, at_least=1)
+
+
+def _whole(text: str) -> int:
+    return _integer(text, at_least=0)
+
+
+def _integer(text: str, *, at_least: int) -> int:
+    if not text.isdecimal() or int(text) < at_least:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a count; allowed: whole numbers from {at_least} on"
+        )
+    return int(text)
+
+
+def _with_message(parse: Callable[[str], float]) -> Callable[[str], float]:
+    """Let argparse print the message of a PlanError, which it hides as any ValueError's."""
+
+    def parse_or_explain(text: str) -> float:
+        try:
+            return parse(text)
+        except PlanError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+
+    return parse_or_explain
+
+
+if __name__ == "__main__":
+    sys.exit(main())

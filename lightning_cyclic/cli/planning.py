@@ -1,0 +1,186 @@
+"""The command ``plan``: which preset, stages and micro-batches train a model fastest.
+
+    lightning-cyclic plan model.py:Model --workers 4 --memory 24GB --bandwidth 10Gbit/s
+    lightning-cyclic plan profile.json --workers 16 --memory 16GB --bandwidth 1Gbit/s
+
+Only its arguments are known here, so that the command line starts without torch; modules are
+measured in :mod:`lightning_cyclic.cli.measurement`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from lightning_cyclic.errors import PlanError
+from lightning_cyclic.planner.candidates import (
+    DEFAULT_BANDWIDTH,
+    DEFAULT_LATENCY,
+    DEFAULT_PRESETS,
+    Problem,
+)
+from lightning_cyclic.planner.profile import Profile, from_json, to_json
+from lightning_cyclic.planner.search import search
+from lightning_cyclic.planner.table import as_data, table
+from lightning_cyclic.simulate import Network, parse_bandwidth, parse_bytes, parse_seconds
+
+_REMATS = {"both": (False, True), "never": (False,), "always": (True,)}
+
+
+def add_plan(commands: Any, has_colours: Callable[[], bool]) -> None:
+    """Add the command to those of a parser.
+
+    Args:
+        commands: of the parser.
+        has_colours: says whether to print in colours.
+    """
+    parser = commands.add_parser(
+        "plan",
+        help="rank the ways to train a model on given workers",
+        description="Rank presets, stages, replicas, sizes of micro-batches and "
+        "rematerialisation by the step time that the simulator predicts, of those that fit into "
+        "the memory of the workers.",
+        epilog="example: lightning-cyclic plan model.py:Model --workers 4 --memory 24GB "
+        "--bandwidth 1Gbit/s",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("model", metavar="PROFILE.json|PATH:CLASS", nargs="+", help="a LightningModule, which is "
+        "measured here, or what --save kept of it")  # fmt: skip
+    add("--workers", type=_number(int, 1), required=True, metavar="N", help="number of workers")
+    add("--memory", type=_read(parse_bytes), required=True, metavar="SIZE", help="of each worker, "
+        "like 24GB; leave some to the framework")  # fmt: skip
+    add("--bandwidth", type=_read(parse_bandwidth), default=DEFAULT_BANDWIDTH,
+        metavar=DEFAULT_BANDWIDTH, help="of each worker, in each direction "
+        f"(default: {DEFAULT_BANDWIDTH})")  # fmt: skip
+    add("--latency", type=_read(parse_seconds), default=DEFAULT_LATENCY,
+        metavar=DEFAULT_LATENCY, help=f"of a message (default: {DEFAULT_LATENCY})")  # fmt: skip
+    add("--batch", type=_number(int, 1), default=0, metavar="B", help="samples per update, of all "
+        "workers (default: for each worker the largest measured micro-batch)")  # fmt: skip
+    add("--preset", action="append", default=[], metavar="PRESET", help="look at this preset "
+        f"only; may be repeated (default: {', '.join(DEFAULT_PRESETS)})")  # fmt: skip
+    add("--remat", choices=tuple(_REMATS), default="both", help="look at plans with "
+        "rematerialisation, without, or both (default: both)")  # fmt: skip
+    add("--state", type=_number(float, 0), default=2.0, metavar="X", help="bytes of optimizer "
+        "state per byte of parameters: Adam 2, momentum 1, SGD 0 (default: 2)")  # fmt: skip
+    add("--slack", type=_number(int, 0), default=0, metavar="C", help="slots for messages "
+        "(default: 0)")  # fmt: skip
+    add("--rows", type=_number(int, 1), default=10, metavar="R", help="plans to print "
+        "(default: 10)")  # fmt: skip
+    add("--json", action="store_true", help="print JSON in place of a table")
+    measured = parser.add_argument_group("of a module")
+    add = measured.add_argument
+    add("--num-micro", type=_sizes, default=(1, 2, 4), metavar="M,...", help="micro-batches that "
+        "its batch is cut into; the first is measured, for each (default: 1,2,4)")  # fmt: skip
+    add("--data", metavar="PATH:CLASS", help="a LightningDataModule (default: the module's own "
+        "train_dataloader, else its example_input_array)")  # fmt: skip
+    add("--arg", action="append", default=[], metavar="NAME=VALUE", help="an argument of the "
+        "module, or with data.NAME=VALUE of the data; values as in YAML")  # fmt: skip
+    add("--save", metavar="PROFILE.json", help="keep what was measured")
+    parser.set_defaults(run=lambda arguments: _run(arguments, has_colours))
+
+
+def _run(arguments: argparse.Namespace, has_colours: Callable[[], bool]) -> str:
+    profiles = _profiles(arguments)
+    ranking = search(
+        Problem(
+            profiles=profiles,
+            num_workers=arguments.workers,
+            memory_bytes=arguments.memory,
+            network=Network(
+                latency_s=arguments.latency, bandwidth_bytes_per_s=arguments.bandwidth
+            ),
+            batch_size=arguments.batch,
+            presets=tuple(dict.fromkeys(arguments.preset)) or DEFAULT_PRESETS,
+            remats=_REMATS[arguments.remat],
+            state_per_param=arguments.state,
+            slack=arguments.slack,
+        ),
+        most=arguments.rows,
+    )
+    if arguments.json:
+        return json.dumps(as_data(ranking), indent=2)
+    return table(ranking, colour=has_colours())
+
+
+def _profiles(arguments: argparse.Namespace) -> tuple[Profile, ...]:
+    if all(where.endswith(".json") for where in arguments.model):
+        if arguments.save or arguments.data or arguments.arg:
+            raise PlanError(
+                "--save, --data and --arg go with a module, not with profiles; allowed: "
+                "PATH:CLASS; leave them out"
+            )
+        read = (from_json(_text(Path(where))) for where in arguments.model)
+        return tuple(profile for profiles in read for profile in profiles)
+    if len(arguments.model) > 1:
+        raise PlanError(
+            f"{' '.join(arguments.model)} is more than one model; allowed: one PATH:CLASS, or "
+            "files of profiles that end in .json; give one"
+        )
+    from lightning_cyclic.cli.measurement import measure  # noqa: PLC0415
+
+    found = measure(
+        arguments.model[0],
+        data=arguments.data,
+        texts=arguments.arg,
+        num_micros=arguments.num_micro,
+    )
+    if arguments.save:
+        _save(found, Path(arguments.save))
+    return found
+
+
+def _save(profiles: tuple[Profile, ...], path: Path) -> None:
+    try:
+        path.write_text(to_json(profiles))
+    except OSError as error:
+        raise PlanError(
+            f"{path} cannot be written ({error.strerror}); allowed: a file in a folder that "
+            "exists; check the path"
+        ) from error
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise PlanError(
+            f"{path} cannot be read ({error}); allowed: a profile as --save writes it; check the "
+            "path"
+        ) from error
+
+
+def _read(parse: Callable[[str], float]) -> Callable[[str], float]:
+    """Let argparse print the message of a PlanError, which it hides as any ValueError's."""
+
+    def parse_or_explain(text: str) -> float:
+        try:
+            return parse(text)
+        except PlanError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+
+    return parse_or_explain
+
+
+def _number(kind: type[int] | type[float], least: int) -> Callable[[str], float]:
+    what = "whole numbers" if kind is int else "numbers"
+
+    def parse(text: str) -> float:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = kind(-1)
+        if not least <= value < float("inf"):
+            raise argparse.ArgumentTypeError(
+                f"{text!r} does not fit; allowed: {what} from {least} on"
+            )
+        return value
+
+    return parse
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    return tuple(int(_number(int, 1)(part)) for part in text.split(","))

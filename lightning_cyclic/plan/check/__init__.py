@@ -1,0 +1,1 @@
+"""The proof that a program can run, and how one that cannot is refused."""

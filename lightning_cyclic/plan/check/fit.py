@@ -1,0 +1,114 @@
+"""fit: refuse axes and numbers that do not fit together, before any program is made."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NoReturn
+
+from lightning_cyclic.errors import PlanError
+from lightning_cyclic.plan.presets import PLACEMENTS, WEIGHTS
+
+if TYPE_CHECKING:
+    from lightning_cyclic.plan import Plan
+
+_WARM_UP_PLACEMENTS = ("pipelined", "shared")
+
+
+def check_fit(plan: Plan) -> None:
+    """Refuse axes and numbers that do not fit together, before any program is made.
+
+    Raises:
+        PlanError: says what was given, what is allowed and what to do.
+    """
+    schedule, placement, weights, sharding = plan.axes
+    _check_width(plan)
+    _check_ties(plan)
+    _check_warm_up(plan)
+    if plan.late_updates and (plan.weights != "delayed" or plan.placement != "pipelined"):
+        raise PlanError(
+            f"late_updates=True with weights {plan.weights!r} and placement {plan.placement!r}, "
+            "where the newest version is read at once; allowed: weights 'delayed' with placement "
+            "'pipelined'; use late_updates=False"
+        )
+    problem = placement.misfit()
+    if problem is not None:
+        raise PlanError(problem)
+    if plan.schedule not in placement.schedules:
+        _refuse(plan, "schedule", placement.schedules)
+    if placement.runs_whole_micro and not weights.for_replicas:
+        _refuse(plan, "weights", [name for name, rule in WEIGHTS.items() if rule.for_replicas])
+    if not placement.runs_whole_micro and plan.sharding != "none":
+        _refuse(plan, "sharding", ["none"])
+    if weights.needs_previous and schedule.updates_before(2, schedule.forward(0, 0), 0) < 1:
+        raise PlanError(
+            f"num_micro={plan.num_micro // plan.width} with num_stages={plan.num_stages} and "
+            f"weights {plan.weights!r}; allowed: num_micro >= num_stages - 1 in each replica, or "
+            "stage 0 would need an update that does not exist yet; "
+            f"use num_micro={plan.num_stages - 1} or more"
+        )
+    if not set(plan.relayed) <= set(range(plan.num_stages)):
+        raise PlanError(
+            f"relayed={plan.relayed}; allowed: stages 0 to {plan.num_stages - 1}; "
+            "use relayed=() or some of these"
+        )
+
+
+def _check_width(plan: Plan) -> None:
+    """Refuse several replicas where the placement and schedule do not have them."""
+    if plan.width == 1 or plan.schedule in plan.axes.placement.wide_schedules:
+        return
+    places = [name for name, placement in PLACEMENTS.items() if placement.wide_schedules]
+    schedules = sorted({name for p in places for name in PLACEMENTS[p].wide_schedules})
+    raise PlanError(
+        f"width={plan.width} does not fit placement {plan.placement!r} with schedule "
+        f"{plan.schedule!r}; allowed with them: 1; use width=1, or placement "
+        f"{' or '.join(map(repr, places))} with schedule {' or '.join(map(repr, schedules))}"
+    )
+
+
+def _check_ties(plan: Plan) -> None:
+    """Refuse groups that are none, and weight rules under which stages read different versions."""
+    for group in plan.tied:
+        is_ascending = list(group) == sorted(set(group))
+        if len(group) < 2 or not is_ascending or not set(group) <= set(range(plan.num_stages)):
+            raise PlanError(
+                f"tied={plan.tied}; allowed: groups of two or more of the stages 0 to "
+                f"{plan.num_stages - 1}, ascending, such as ((0, 1),) where there are two; "
+                "use tied=() or such groups"
+            )
+    if plan.tied and plan.axes.weights.looks_ahead:
+        raise PlanError(
+            f"weights {plan.weights!r} do not fit tied={plan.tied}, as each stage would predict "
+            "them otherwise; allowed: sync, delayed, freshest, stashed; use one of these, or "
+            "stages that keep shared parameters in one stage, and tied=()"
+        )
+    if plan.tied and plan.axes.placement.takes_turns:
+        raise PlanError(
+            f"placement {plan.placement!r} does not fit tied={plan.tied}; allowed: parameters "
+            "that belong to one stage; use another placement, or other stages, and tied=()"
+        )
+
+
+def _check_warm_up(plan: Plan) -> None:
+    """Refuse a warm-up of what is synchronous, and of replicas."""
+    if plan.warmup_steps == 0:
+        return
+    given = f"warmup_steps={plan.warmup_steps} does not fit"
+    if plan.weights == "sync":
+        raise PlanError(
+            f"{given} weights 'sync' (preset {plan.preset!r}), under which every step reads the "
+            "newest weights; allowed: 0, or weights that are late; use warmup_steps=0, or preset "
+            '"pipedream_2bw"'
+        )
+    if plan.placement not in _WARM_UP_PLACEMENTS:
+        raise PlanError(
+            f"{given} placement {plan.placement!r} (preset {plan.preset!r}); allowed with it: 0; "
+            f"use warmup_steps=0, or placement {' or '.join(map(repr, _WARM_UP_PLACEMENTS))}"
+        )
+
+
+def _refuse(plan: Plan, axis: str, allowed: Sequence[str]) -> NoReturn:
+    raise PlanError(
+        f"{axis} {getattr(plan, axis)!r} does not fit placement {plan.placement!r}; "
+        f'allowed with it: {", ".join(allowed)}; use {axis}="{allowed[0]}"'
+    )

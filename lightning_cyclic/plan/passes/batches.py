@@ -1,0 +1,84 @@
+"""batches: give every worker of a pipeline the batch of a step, and what came out of it.
+
+    D   the batch    worker of the first F of a step -> the others, before all else of the step
+    L   the losses   worker of the last stage -> the others: sent after its last F of the step,
+                     received after their last B, so that all know them before they update
+
+Both carry the first stage of the receiver, and both stay inside a replica. Workers that run
+whole micro-batches need neither.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import product
+from typing import TYPE_CHECKING
+
+from lightning_cyclic.plan.actions import Action, Kind, Payload
+from lightning_cyclic.plan.passes.messages import message
+
+if TYPE_CHECKING:
+    from lightning_cyclic.plan import Plan
+
+
+def batches(plan: Plan, program: Iterable[Action], w: int) -> Iterator[Action]:
+    """Put D before the first F of each step, and L behind the last F or B.
+
+    Args:
+        plan: whose placement says who works together.
+        program: F and B of worker ``w``, in the order of time.
+        w: worker.
+    """
+    replica = plan.axes.placement.replica(w)
+    if len(replica) == 1:
+        yield from program
+        return
+    actions = list(program)
+    firsts = _of_each_step(actions, Kind.F)
+    lasts = _of_each_step(reversed(actions), Kind.B)
+    for a in actions:
+        if a is firsts.get(a.t):
+            yield from _share(plan, Payload.D, a, w, plan.beginner(w, a.t))
+        yield a
+        is_last = _local(plan, a) == plan.num_micro // plan.width - 1
+        if is_last and a.kind is Kind.F and a.j == plan.num_stages - 1:
+            yield from _share(plan, Payload.L, a, w, w)
+        elif a is lasts.get(a.t) and w != replica[-1]:
+            yield from _share(plan, Payload.L, a, w, replica[-1])
+
+
+def _of_each_step(actions: Iterable[Action], kind: Kind) -> dict[int, Action]:
+    """Return the first action of a kind of each step."""
+    found: dict[int, Action] = {}
+    for a in actions:
+        if a.kind is kind:
+            found.setdefault(a.t, a)
+    return found
+
+
+def _local(plan: Plan, a: Action) -> int:
+    """Count the micro-batches of the same replica and step before an action's."""
+    return (a.i or 0) // plan.width
+
+
+def _share(plan: Plan, payload: Payload, a: Action, w: int, source: int) -> Iterator[Action]:
+    """Send from the source to all others of its replica, or receive from it."""
+    if w != source:
+        yield message(Kind.RECV, payload, a, source, j=_first_stage(plan, w))
+        return
+    for other in plan.axes.placement.replica(w):
+        if other != w and _takes_part(plan, other, a.t):
+            yield message(Kind.SEND, payload, a, other, j=_first_stage(plan, other))
+
+
+def _takes_part(plan: Plan, w: int, t: int) -> bool:
+    """Say whether a worker runs anything of a step; where they take turns, some may not."""
+    if not plan.axes.placement.takes_turns:
+        return True
+    cells = product(range(plan.num_micro), range(plan.num_stages))
+    return any(plan.worker_of(i, j, t) == w for i, j in cells)
+
+
+def _first_stage(plan: Plan, w: int) -> int:
+    workers_of = plan.axes.placement.workers_of
+    return next(j for j in range(plan.num_stages) if w in workers_of(j))

@@ -1,0 +1,104 @@
+"""shards: with ``sharding="full"``, fetch parameters before each F and B, drop them after it.
+
+The owner keeps the bytes of its stages and sends them to each user, one slot ahead of use, so
+that a worker holds its own stages, the one in use and the one on its way. In each slot of the
+cyclic timetable every stage has one user: one message per worker and slot, and no broadcast.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from lightning_cyclic.plan.actions import Action, Kind, Payload, Program
+
+if TYPE_CHECKING:
+    from lightning_cyclic.plan import Plan
+
+_COMPUTE = (Kind.F, Kind.B)
+
+
+def shards(plan: Plan, programs: tuple[Program, ...]) -> tuple[Program, ...]:
+    """Insert GATHER, FREE and the messages from owner to user; change nothing without sharding.
+
+    Args:
+        plan: whose ownership decides.
+        programs: with UPDATEs at owners only and without P messages.
+
+    Returns:
+        Programs in which users hold parameters only while they use them. At the end everybody
+        gathers the last version, as validation and checkpoints need whole models.
+    """
+    if not plan.axes.sharding.gathers:
+        return programs
+    outbox = _outbox(plan, programs)
+    return tuple(
+        (*_serve(_use(plan, program, w), outbox[w]), *_last_version(plan, w))
+        for w, program in enumerate(programs)
+    )
+
+
+def _outbox(plan: Plan, programs: tuple[Program, ...]) -> dict[int, list[Action]]:
+    """List what each owner sends, in the order of the slots in which it is due."""
+    made = {(a.j, a.v): a.s for program in programs for a in program if a.kind is Kind.UPDATE}
+    dues = defaultdict(list)
+    for w, program in enumerate(programs):
+        for a in program:
+            owner = plan.owner(a.j)
+            if a.kind in _COMPUTE and owner != w:
+                due = max(a.s - 1, made.get((a.j, a.v), 0), 0)
+                dues[owner].append((due, a.s, w, replace(_receive(a, owner), s=due)))
+    return defaultdict(list, {owner: _sends(found) for owner, found in dues.items()})
+
+
+def _sends(dues: list[tuple[int, int, int, Action]]) -> list[Action]:
+    dues.sort(key=lambda due: due[:3])
+    return [replace(a, kind=Kind.SEND, peer=w) for _, _, w, a in dues]
+
+
+def _use(plan: Plan, program: Program, w: int) -> Iterator[Action]:
+    """Surround each F and B of somebody else's stage with GATHER, receive and FREE."""
+    for a in program:
+        owner = plan.owner(a.j)
+        if a.kind not in _COMPUTE or owner == w:
+            yield a
+            continue
+        yield Action(kind=Kind.GATHER, t=a.t, j=a.j, v=a.v, s=a.s)
+        yield _receive(a, owner)
+        yield a
+        yield Action(kind=Kind.FREE, t=a.t, j=a.j, v=a.v, s=a.s)
+
+
+def _serve(program: Iterator[Action], outbox: list[Action]) -> Iterator[Action]:
+    """Send what is due before the work of each slot, after the versions made in it.
+
+    What was due in an earlier slot, in which this worker had no work, goes before everything: a
+    message that this slot waits for may depend on it.
+    """
+    sends = deque(outbox)
+    for a in program:
+        starts_work = a.kind in (*_COMPUTE, Kind.GATHER)
+        while sends and (sends[0].s < a.s or (starts_work and sends[0].s == a.s)):
+            yield sends.popleft()
+        yield a
+    yield from sends
+
+
+def _receive(a: Action, owner: int) -> Action:
+    return Action(kind=Kind.RECV, payload=Payload.P, t=a.t, j=a.j, v=a.v, peer=owner, s=a.s)
+
+
+def _last_version(plan: Plan, w: int) -> Iterator[Action]:
+    """Bring the last version of every stage to everybody, stage by stage."""
+    v = plan.num_steps
+    for j in range(plan.num_stages):
+        owner = plan.owner(j)
+        a = Action(kind=Kind.GATHER, t=v, j=j, v=v)
+        if w == owner:
+            others = (x for x in range(plan.num_workers) if x != owner)
+            yield from (replace(_receive(a, owner), kind=Kind.SEND, peer=x) for x in others)
+        else:
+            yield a
+            yield _receive(a, owner)

@@ -1,0 +1,132 @@
+"""Presets: the names of plans, and the axis values that they are made of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple, final
+
+from lightning_cyclic.plan.placement import (
+    AbstractPlacement,
+    Pipelined,
+    Replicated,
+    Shared,
+    Single,
+)
+from lightning_cyclic.plan.schedules.base import AbstractSchedule
+from lightning_cyclic.plan.schedules.cyclic import Cyclic
+from lightning_cyclic.plan.schedules.gpipe import GPipe
+from lightning_cyclic.plan.schedules.lockstep import Lockstep
+from lightning_cyclic.plan.schedules.one_f_one_b import OneFOneB
+from lightning_cyclic.plan.sharding import (
+    AbstractSharding,
+    FullSharding,
+    NoSharding,
+    OptimizerSharding,
+)
+from lightning_cyclic.plan.weights.base import AbstractWeights
+from lightning_cyclic.plan.weights.delayed import Delayed
+from lightning_cyclic.plan.weights.freshest import Freshest
+from lightning_cyclic.plan.weights.predicted import Horizons, Predicted
+from lightning_cyclic.plan.weights.stashed import Stashed
+from lightning_cyclic.plan.weights.sync import Sync
+
+SCHEDULES: Final[dict[str, type[AbstractSchedule]]] = {
+    "lockstep": Lockstep,
+    "cyclic": Cyclic,
+    "gpipe": GPipe,
+    "1f1b": OneFOneB,
+}
+PLACEMENTS: Final[dict[str, type[AbstractPlacement]]] = {
+    "replicated": Replicated,
+    "pipelined": Pipelined,
+    "shared": Shared,
+    "single": Single,
+}
+WEIGHTS: Final[dict[str, type[AbstractWeights]]] = {
+    "sync": Sync,
+    "delayed": Delayed,
+    "freshest": Freshest,
+    "stashed": Stashed,
+    "predicted": Predicted,
+}
+SHARDINGS: Final[dict[str, type[AbstractSharding]]] = {
+    "none": NoSharding,
+    "optimizer": OptimizerSharding,
+    "full": FullSharding,
+}
+AXES: Final[dict[str, dict[str, type[Any]]]] = {
+    "schedule": SCHEDULES,
+    "placement": PLACEMENTS,
+    "weights": WEIGHTS,
+    "sharding": SHARDINGS,
+}
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Preset:
+    """Hold the four axis values that a strategy name stands for, and where they come from.
+
+    ``horizons`` is given where predicted weights look further ahead than to their own backward.
+    """
+
+    schedule: str
+    placement: str
+    weights: str
+    sharding: str
+    source: str
+    horizons: Horizons | None = None
+
+
+PRESETS: Final[dict[str, Preset]] = {
+    "cyclic_dp": Preset(
+        "cyclic", "replicated", "freshest", "optimizer", "CDP-v2, arXiv 2403.08837"
+    ),
+    # All stages have the same first reader under delayed weights, so "optimizer" would shard
+    # nothing; the last worker holds every total already, and owning them saves a hop.
+    "cyclic_dp_v1": Preset("cyclic", "replicated", "delayed", "none", "CDP-v1, arXiv 2403.08837"),
+    "cyclic_zero": Preset(
+        "cyclic", "replicated", "freshest", "full", "CDP in ZeRO-DP, arXiv 2403.08837"
+    ),
+    "cyclic_mp": Preset(
+        "cyclic", "shared", "freshest", "none", "CDP with model parallelism, arXiv 2403.08837"
+    ),
+    "cyclic_pipeline": Preset(
+        "cyclic", "pipelined", "freshest", "none", "CDP as a pipeline, arXiv 2403.08837"
+    ),
+    "gpipe": Preset("gpipe", "pipelined", "sync", "none", "GPipe, arXiv 1811.06965"),
+    "1f1b": Preset("1f1b", "pipelined", "sync", "none", "PipeDream-Flush, arXiv 2006.09503"),
+    "pipedream": Preset("cyclic", "pipelined", "stashed", "none", "PipeDream, SOSP 2019"),
+    "pipedream_2bw": Preset(
+        "cyclic", "pipelined", "delayed", "none", "PipeDream-2BW, arXiv 2006.09503"
+    ),
+    "pipeoptim": Preset("cyclic", "pipelined", "predicted", "none", "PipeOptim, arXiv 2312.00839"),
+    "spectrain": Preset(
+        "cyclic",
+        "pipelined",
+        "predicted",
+        "none",
+        "SpecTrain, arXiv 1809.02839",
+        Horizons(once_a_step=False),
+    ),
+    "xpipe": Preset(
+        "cyclic",
+        "pipelined",
+        "predicted",
+        "none",
+        "XPipe, arXiv 1911.04610",
+        Horizons(once_a_step=True),
+    ),
+    "lockstep_dp": Preset(
+        "lockstep", "replicated", "sync", "optimizer", "plain data parallelism, for parity"
+    ),
+}
+
+
+class Axes(NamedTuple):
+    """Hold the axis values of a plan as the objects that decide."""
+
+    schedule: AbstractSchedule
+    placement: AbstractPlacement
+    weights: AbstractWeights
+    sharding: AbstractSharding

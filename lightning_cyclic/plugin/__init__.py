@@ -1,0 +1,1 @@
+"""What is between Lightning and the runtime: hooks, checks, checkpoints, logging."""

@@ -1,0 +1,395 @@
+"""The automatic choice: a plan for this module on these workers, before anything is set up.
+
+    rank 0      one batch  ->  survey  ->  profiles  ->  search  ->  decision
+    all ranks   the decision, as text
+
+What comes of it are the same options that a user could have written, so a run goes on as one
+with these would, bit by bit. Measured times differ from run to run; so a checkpoint keeps the
+decision, and who resumes from it does not choose again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from math import inf
+from typing import Any, Final, final
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_info
+
+from lightning_cyclic.errors import ConfigurationError, PeerError, PlanError
+from lightning_cyclic.plan.presets import PLACEMENTS, PRESETS
+from lightning_cyclic.planner.candidates import (
+    DEFAULT_BANDWIDTH,
+    DEFAULT_LATENCY,
+    DEFAULT_PRESETS,
+    Problem,
+)
+from lightning_cyclic.planner.profile import Profile
+from lightning_cyclic.planner.ranked import RankedPlan
+from lightning_cyclic.planner.search import NothingFitsError, search
+from lightning_cyclic.planner.table import table, written
+from lightning_cyclic.plugin.checks import check_bytes
+from lightning_cyclic.plugin.first_batch import first_batch
+from lightning_cyclic.plugin.options import Options
+from lightning_cyclic.runtime.agreement import gather_texts
+from lightning_cyclic.runtime.stages.profiling import measured
+from lightning_cyclic.runtime.values.split import size_of, split
+from lightning_cyclic.simulate import Network, parse_bandwidth, parse_seconds
+from lightning_cyclic.simulate.units import show_bytes, show_seconds
+
+AUTO: Final = "auto"
+SAVED: Final = "auto"  # a decision's place in a checkpoint's key
+_AXES = ("schedule", "placement", "weights", "sharding")
+# what belongs to a preset by name -> its default, and a preset that has it
+_FIXED: Mapping[str, tuple[object, str]] = {
+    "stages": ("auto", "1f1b"),
+    "clip": (None, "1f1b"),
+    "backward_weights": ("current", "pipeoptim"),
+    "horizon": ("linear", "pipeoptim"),
+    "lookahead_lrs": (False, "pipeoptim"),
+    "error_feedback": (False, "pipedream_2bw"),
+    "warmup_steps": (0, "pipedream_2bw"),
+    "lr_annealing_steps": (0, "pipedream"),
+}
+_USED_SHARE = 0.9  # of a device's memory; the rest is the framework's
+
+Check = Callable[[Options], None]
+
+
+def network_of(bandwidth: str | float | None, latency: str | float | None) -> Network:
+    """Return the links between workers, by default those of `lightning-cyclic plan`.
+
+    Args:
+        bandwidth: like "10Gbit/s", or bytes per second.
+        latency: like "50us", or seconds.
+
+    Raises:
+        PlanError: text that is no such number.
+    """
+    return Network(
+        latency_s=_number(DEFAULT_LATENCY if latency is None else latency, parse_seconds),
+        bandwidth_bytes_per_s=_number(
+            DEFAULT_BANDWIDTH if bandwidth is None else bandwidth, parse_bandwidth
+        ),
+    )
+
+
+def _number(given: object, parse: Callable[[str], float]) -> float:
+    """Return a number that is given as it is, or as text with a unit."""
+    is_number = isinstance(given, int | float) and not isinstance(given, bool)
+    return float(given) if is_number else parse(str(given))  # type: ignore[arg-type]
+
+
+def check_network(options: Options, given: Mapping[str, object]) -> None:
+    """Refuse numbers of links where nothing is decided by them.
+
+    Args:
+        options: of a named preset.
+        given: bandwidth and latency, None where they are not.
+
+    Raises:
+        ConfigurationError: with the argument.
+    """
+    name, value = next(((n, v) for n, v in given.items() if v is not None), ("", None))
+    if name and options.plans_placement != "pipelined":
+        raise ConfigurationError(
+            f"{name}={value!r} is of no use with placement {options.plans_placement!r} (preset "
+            f"{options.preset!r}), where nothing is chosen by it; allowed: {name}=None, a "
+            f'pipeline, whose stages are cut by it, or "auto"; use '
+            f'CyclicStrategy("auto", {name}={value!r})'
+        )
+
+
+@final
+class AutoPlan:
+    """Choose the options of a run.
+
+    Args:
+        asked: what the user gave beside "auto": axes, num_micro, width and remat="always" narrow
+            the search, memory_limit_bytes is of a worker.
+
+    Raises:
+        ConfigurationError: an argument that only a named preset has, or no preset with the axes.
+    """
+
+    def __init__(self, asked: Options) -> None:
+        self._asked = asked
+        self._presets = _presets(asked)
+        self._chosen: dict[str, Any] | None = None
+        self._module: LightningModule | None = None  # that it was chosen for
+        self._problem: Problem | None = None  # that was solved here
+
+    @property
+    def provisional(self) -> Options:
+        """Return options that stand in until the choice: whole modules on all workers."""
+        return replace(
+            self._asked,
+            preset="cyclic_dp",
+            schedule=None,
+            placement=None,
+            weights=None,
+            sharding=None,
+            stages="auto",
+            num_micro=None,
+            width=1,
+            remat="never",
+            memory_limit_bytes=None,
+        )
+
+    @property
+    def is_decided(self) -> bool:
+        """Say whether a plan has been chosen."""
+        return self._chosen is not None
+
+    def choose(self, trainer: Trainer, check: Check) -> Options:
+        """Return the options of this run; all workers must call it.
+
+        Args:
+            trainer: whose module is on its device.
+            check: refuses options that do not fit the Trainer.
+
+        Raises:
+            PlanError: no plan fits; on every worker.
+            ConfigurationError: what the Trainer or its data cannot do; on every worker.
+        """
+        module, workers = trainer.lightning_module, trainer.world_size
+        known = self._chosen is not None and self._module in (None, module)
+        if not known or (self._chosen or {})["num_workers"] != workers:
+            self._chosen = self._agreed(trainer, check)
+            rank_zero_info(self._chosen["why"])
+        self._module = module
+        assert self._chosen is not None
+        return replace(self.provisional, **self._chosen["options"])
+
+    def state(self) -> dict[str, Any] | None:
+        """Return the choice for a checkpoint."""
+        return self._chosen
+
+    def load(self, chosen: Mapping[str, Any]) -> None:
+        """Take the choice of a checkpoint, for the next module."""
+        self._chosen, self._module = dict(chosen), None
+
+    def report(self) -> str | None:
+        """Return the table of the plans that were looked at; None where this worker has not."""
+        return None if self._problem is None else table(search(self._problem, most=10))
+
+    # ------------------------------------------------------------------ together
+
+    def _agreed(self, trainer: Trainer, check: Check) -> dict[str, Any]:
+        """Let rank 0 choose, and all others know."""
+        text, failure = "", None
+        if trainer.is_global_zero:
+            try:
+                text = json.dumps(["", self._choice(trainer, check)])
+            except Exception as error:  # the others wait for a word
+                text, failure = json.dumps([type(error).__name__, str(error)]), error
+        if trainer.world_size > 1:
+            text = gather_texts(text, trainer.strategy.root_device)[0]
+        if failure is not None:
+            raise failure
+        kind, found = json.loads(text)
+        if kind:
+            errors = {e.__name__: e for e in (ConfigurationError, PlanError)}
+            errors[NothingFitsError.__name__] = PlanError
+            raise errors.get(kind, PeerError)(
+                found if kind in errors else f"worker 0 could not choose a plan: {kind}: {found}"
+            )
+        chosen: dict[str, Any] = found
+        return chosen
+
+    # ------------------------------------------------------------------ on rank 0
+
+    def _choice(self, trainer: Trainer, check: Check) -> dict[str, Any]:
+        presets = self._checked_presets(trainer.world_size, check)
+        best, self._problem = _best(self._problems(trainer, presets))
+        return {
+            "options": _options(best),
+            "num_workers": trainer.world_size,
+            "why": _why(best, self._problem),
+        }
+
+    def _checked_presets(self, num_workers: int, check: Check) -> tuple[str, ...]:
+        """Leave out what the Trainer cannot run so."""
+        kept, refusals = [], []
+        for preset in self._presets:
+            try:
+                check(
+                    replace(
+                        self.provisional,
+                        preset=preset,
+                        num_workers=num_workers,
+                        num_micro=None if _runs_whole_micro(preset) else 4 * num_workers,
+                    )
+                )
+                kept.append(preset)
+            except ConfigurationError as error:
+                refusals.append(error)
+        if not kept:
+            raise refusals[0]
+        return tuple(kept)
+
+    def _problems(self, trainer: Trainer, presets: tuple[str, ...]) -> tuple[Problem, ...]:
+        """Measure the module; return what is asked of the planner, for each number of replicas.
+
+        A loader's batch is a replica's, so that more replicas train on more samples per update.
+        """
+        asked, num_workers = self._asked, trainer.world_size
+        profiles = self._profiles(trainer)
+        sizes = tuple(profile.micro_size for profile in profiles)
+        batch_size = max(sizes) * (asked.num_micro or 1)
+        return tuple(
+            Problem(
+                profiles=profiles,
+                num_workers=num_workers,
+                memory_bytes=asked.memory_limit_bytes or _memory_bytes(trainer),
+                network=asked.network,
+                batch_size=width * batch_size,
+                presets=presets,
+                remats=(True,) if asked.remat == "always" else (False, True),
+                slack=asked.slack,
+                widths=(width,),
+                micro_sizes=sizes,
+            )
+            for width in range(1, num_workers + 1)
+            if num_workers % width == 0 and asked.width in (1, width)
+        )
+
+    def _profiles(self, trainer: Trainer) -> tuple[Profile, ...]:
+        module = trainer.lightning_module
+        batch = first_batch(trainer)
+        found: dict[int, Profile] = {}
+        with _quiet(module):
+            for num_micro in self._num_micros(size_of(batch), trainer.world_size):
+                part = split(batch, num_micro)[0].batch
+                profile = measured(module, _step(trainer, part), part)
+                found.setdefault(profile.micro_size, profile)
+        return tuple(found.values())
+
+    def _num_micros(self, rows: int, num_workers: int) -> Iterator[int]:
+        """Yield into how many micro-batches a replica may cut its batch."""
+        if self._asked.num_micro is not None:
+            yield self._asked.num_micro
+            return
+        num_micro = 1
+        while num_micro <= max(4, 2 * num_workers) and rows % num_micro == 0:
+            yield num_micro
+            num_micro *= 2
+
+
+def _presets(asked: Options) -> tuple[str, ...]:
+    """Return the presets with the axes that were asked for."""
+    check_bytes(asked.memory_limit_bytes, "memory_limit_bytes")
+    for name, (default, has_it) in _FIXED.items():
+        if getattr(asked, name) != default:
+            raise ConfigurationError(
+                f'{name}={getattr(asked, name)!r} with preset "auto", which chooses it or has '
+                f"none; allowed: {name}={default!r}, or a preset by name; use "
+                f'CyclicStrategy("{has_it}", {name}={getattr(asked, name)!r})'
+            )
+    if asked.remat == "except_last":
+        raise ConfigurationError(
+            "remat='except_last' with preset \"auto\", whose planner does not count it; allowed: "
+            "remat='always', or 'never', which leaves the choice to the planner; use one of these"
+        )
+    given = {axis: getattr(asked, axis) for axis in _AXES if getattr(asked, axis) is not None}
+    found = [
+        name
+        for name in DEFAULT_PRESETS
+        if all(getattr(PRESETS[name], axis) == value for axis, value in given.items())
+        and not (asked.num_micro is not None and _runs_whole_micro(name))
+    ]
+    if not found:
+        raise ConfigurationError(
+            f"no preset that is chosen from has {given} with num_micro={asked.num_micro}; "
+            f"allowed: the axes of {', '.join(DEFAULT_PRESETS)}; ask for less, or name a preset"
+        )
+    return tuple(found)
+
+
+def _runs_whole_micro(preset: str) -> bool:
+    return PLACEMENTS[PRESETS[preset].placement].runs_whole_micro
+
+
+def _best(problems: tuple[Problem, ...]) -> tuple[RankedPlan, Problem]:
+    """Return the plan that trains most samples per second, of all numbers of replicas.
+
+    Raises:
+        PlanError: none fits; names the nearest.
+    """
+    found: list[tuple[RankedPlan, Problem]] = []
+    refusals: list[PlanError] = []
+    for problem in problems:
+        try:
+            found.append((search(problem, most=1).plans[0], problem))
+        except PlanError as error:
+            refusals.append(error)
+    if not found:
+        raise min(refusals, key=lambda error: getattr(error, "least_bytes", inf))
+
+    def key(item: tuple[RankedPlan, Problem]) -> tuple[float, float, float]:
+        plan = item[0]
+        return -float(f"{plan.samples_per_s:.3g}"), plan.staleness[0], plan.fit.memory_bytes
+
+    return min(found, key=key)
+
+
+def _options(plan: RankedPlan) -> dict[str, Any]:
+    """Return the options of a plan, as plain data."""
+    candidate, names = plan.fit.candidate, plan.fit.stages.names[1:]
+    return {
+        "preset": candidate.preset,
+        "stages": list(names) if names else 1,
+        "num_micro": None if candidate.runs_whole_micro else candidate.of_each,
+        "width": candidate.width,
+        "remat": "always" if candidate.remat else "never",
+    }
+
+
+def _why(plan: RankedPlan, problem: Problem) -> str:
+    mean, most = plan.staleness
+    stale = f"{mean:.2g} updates old on average, {most} at most" if most else "always the newest"
+    return (
+        f"lightning_cyclic chose {written(plan)}: {show_seconds(plan.step_s)} per update of "
+        f"{problem.samples} samples ({plan.samples_per_s:.4g} per second), "
+        f"{show_bytes(plan.fit.memory_bytes)} of {show_bytes(problem.memory_bytes)} per worker; "
+        f"the weights that forwards read are {stale}"
+    )
+
+
+def _memory_bytes(trainer: Trainer) -> float:
+    """Return what a worker may fill of the memory of its device, or of its share of the host's."""
+    device = trainer.strategy.root_device
+    if device.type == "cuda":
+        return _USED_SHARE * torch.cuda.mem_get_info(device)[1]
+    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return _USED_SHARE * host / max(1, trainer.num_devices)
+
+
+@contextmanager
+def _quiet(module: LightningModule) -> Iterator[None]:
+    """Keep nothing of what the module logs."""
+    for name in ("log", "log_dict"):
+        module.__dict__[name] = lambda *args, **kwargs: None
+    try:
+        yield
+    finally:
+        for name in ("log", "log_dict"):
+            del module.__dict__[name]
+
+
+def _step(trainer: Trainer, batch: Any) -> Callable[[], Any]:
+    """Return what runs the module's step as a fit does."""
+    arguments = trainer.fit_loop.epoch_loop._build_kwargs(OrderedDict(), batch, 0)
+
+    def step() -> Any:
+        with trainer.precision_plugin.train_step_context():
+            return trainer.lightning_module.training_step(*arguments.values())
+
+    return step

@@ -1,0 +1,98 @@
+"""Clipping: what a gradient norm is taken over, and over all stages of a pipeline."""
+
+from __future__ import annotations
+
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.utilities import rank_zero_warn
+from torch.optim import Optimizer
+
+from lightning_cyclic.errors import ConfigurationError
+from lightning_cyclic.plan import Plan
+from lightning_cyclic.runtime.partial_step.plans import flows
+from lightning_cyclic.runtime.partial_step.session import StagewiseSession
+
+CLIPPING = ("stage", "global")
+
+
+def clip_mode(trainer: Trainer, plan: Plan, clip: str | None) -> str:
+    """Return what a gradient norm is taken over: "stage" or "global".
+
+    Raises:
+        ConfigurationError: a global norm where stages are updated from different steps.
+    """
+    by_norm = clips_by_norm(trainer)
+    if flows(plan):
+        return _mode_of_flow(plan, clip, by_norm=by_norm)
+    if plan.weights != "freshest":
+        return clip or "global"
+    if clip == "global" and plan.slack > 0:
+        raise ConfigurationError(
+            f'clip="global" with slack={plan.slack} would mix gradients of two steps in one '
+            'norm; allowed: clip="stage", or slack=0, or preset "cyclic_dp_v1"; '
+            'use CyclicStrategy(clip="stage")'
+        )
+    if clip is None and by_norm:
+        rank_zero_warn(
+            "gradient_clip_val clips each stage by its own norm, because the norm over all "
+            'stages would stall freshest weights; CyclicStrategy(clip="global") is exact and '
+            'stalls, clip="stage" keeps this and silences the warning.'
+        )
+    return clip or "stage"
+
+
+def _mode_of_flow(plan: Plan, clip: str | None, *, by_norm: bool) -> str:
+    if decides_together(plan):
+        return clip or "global"
+    if clip == "global":
+        raise ConfigurationError(
+            f'clip="global" with preset {plan.preset!r} would make every stage wait for the norm '
+            'of the first, which comes last; allowed: clip="stage"; use '
+            'CyclicStrategy(clip="stage"), or preset "pipedream_2bw" or "1f1b", whose norm is '
+            "over all stages"
+        )
+    if clip is None and by_norm and plan.num_stages > 1:
+        rank_zero_warn(
+            "gradient_clip_val clips each stage by its own norm, because the norm over all "
+            'stages would stall a pipeline without a flush; CyclicStrategy(clip="stage") keeps '
+            "this and silences the warning."
+        )
+    return "stage"
+
+
+def clips_by_norm(trainer: Trainer) -> bool:
+    """Say whether gradients are clipped by a norm, not value by value."""
+    return bool(trainer.gradient_clip_val) and trainer.gradient_clip_algorithm != "value"
+
+
+def decides_together(plan: Plan) -> bool:
+    """Say whether all stages of a pipeline without a flush can decide about a step at no price.
+
+    Under ``delayed`` a version is first read when every stage has long had its gradients.
+    """
+    return plan.weights == "delayed" and plan.placement == "pipelined"
+
+
+def clip_stages(
+    session: StagewiseSession, optimizer: Optimizer, clip_val: float, *, by_stage: bool
+) -> None:
+    """Clip gradients by the norm over all stages, as one process that has them all would.
+
+    Args:
+        session: whose stages they are.
+        optimizer: of this worker's parameters.
+        clip_val: largest norm.
+        by_stage: clip each stage by its own norm, as freshest weights do.
+    """
+    if by_stage:
+        for j in range(session.holdings.num_stages):
+            torch.nn.utils.clip_grad_norm_(session.holdings.owned(j), clip_val)
+        return
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if session.norms is None:
+        torch.nn.utils.clip_grad_norm_(parameters, clip_val)
+        return
+    if not session.owns:  # a replica whose gradients have gone to another
+        return
+    total = session.norms.total_norm(session.t, parameters)
+    torch.nn.utils.clip_grads_with_norm_(parameters, clip_val, total)

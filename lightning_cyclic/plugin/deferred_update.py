@@ -1,0 +1,160 @@
+"""Deferred updates: apply the gradients of step t later, with the hyper-parameters of step t."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+from lightning.pytorch.trainer import call
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_cyclic.plugin.reductions import HeldReductions
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+
+@final
+class DeferredUpdates:
+    """Remember an optimizer's hyper-parameters by step, and apply updates with them.
+
+    Args:
+        trainer: whose hooks and clipping run around each update.
+        clip: "stage" clips each stage by its own norm, "global" by the norm over all stages.
+        reductions: refuses what would wait for all workers while an update is applied.
+        parameters_of: stage -> its parameters on this worker.
+        total_norm: (step, parameters) -> the norm over all stages.
+        lag: steps by which an update, or what reads its hyper-parameters, is late at most.
+    """
+
+    def __init__(
+        self,
+        trainer: pl.Trainer,
+        clip: str,
+        reductions: HeldReductions,
+        parameters_of: Callable[[int], Sequence[nn.Parameter]],
+        total_norm: Callable[[int, Sequence[nn.Parameter]], Tensor],
+        lag: int = 2,
+    ) -> None:
+        self._trainer = trainer
+        self._reductions = reductions
+        self._clip = clip
+        self._remembered: dict[int, tuple[list[dict[str, Any]], dict[str, Any]]] = {}
+        self._lag = lag
+        self._parameters_of = parameters_of
+        self._total_norm = total_norm
+
+    def remember(self, t: int, optimizer: Optimizer, kwargs: dict[str, Any]) -> None:
+        """Keep the hyper-parameters of step ``t``, before a scheduler moves on."""
+        groups = [
+            {k: _copied(v) for k, v in group.items() if k != "params"}
+            for group in optimizer.param_groups
+        ]
+        self._remembered[t] = (groups, kwargs)
+        for old in [k for k in self._remembered if k < t - self._lag]:
+            del self._remembered[old]
+        # schedulers warn when they step before the optimizer; its step is only later
+        optimizer._opt_called = True  # type: ignore[attr-defined]
+
+    def put_groups(self, t: int, groups: list[dict[str, Any]]) -> None:
+        """Take the hyper-parameters of step ``t`` from a checkpoint."""
+        self._remembered[t] = (groups, {})
+
+    def groups_of(self, t: int) -> list[dict[str, Any]]:
+        """Return the hyper-parameters of step ``t``, by parameter group."""
+        return self._remembered[t][0]
+
+    def apply(
+        self,
+        t: int,
+        stages: Sequence[int],
+        groups: list[dict[str, Any]] | None = None,
+        *,
+        skips: bool = False,
+    ) -> None:
+        """Run hooks, clipping and the optimizer on the gradients of the given stages.
+
+        Args:
+            t: step.
+            stages: whose gradients are in ``p.grad``.
+            groups: hyper-parameters in place of those of step ``t``.
+            skips: leave the optimizer out, as a gradient scaler does that finds an overflow.
+        """
+        trainer, optimizer = self._trainer, self._optimizer
+        remembered, kwargs = self._remembered[t]
+        groups = remembered if groups is None else groups
+        with _hyper_parameters(optimizer, groups), self._reductions.refused():
+            call._call_callback_hooks(trainer, "on_before_optimizer_step", optimizer)
+            call._call_lightning_module_hook(trainer, "on_before_optimizer_step", optimizer)
+            self._clip_gradients(t, stages)
+            if skips:
+                return
+            with trainer.profiler.profile(  # type: ignore[attr-defined]
+                "[Strategy]CyclicStrategy.deferred_optimizer_step"
+            ):
+                optimizer.step(**kwargs)
+
+    def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
+        """Stand in for the precision plugin's method: one stage's norm, or all stages'."""
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        if self._clip == "stage":
+            torch.nn.utils.clip_grad_norm_(parameters, clip_val)
+            return
+        total = self._total_norm(self._t, parameters)
+        torch.nn.utils.clip_grads_with_norm_(parameters, clip_val, total)
+
+    @property
+    def _optimizer(self) -> Optimizer:
+        return self._trainer.strategy.optimizers[0]
+
+    def _clip_gradients(self, t: int, stages: Sequence[int]) -> None:
+        self._t = t
+        each = [list(self._parameters_of(j)) for j in stages]
+        if self._clip == "global":
+            each = [[p for ps in each for p in ps]]
+        for parameters in each:
+            with _only(parameters, [p for ps in each for p in ps]):
+                self._configured_clipping()
+
+    def _configured_clipping(self) -> None:
+        call._call_lightning_module_hook(
+            self._trainer,
+            "configure_gradient_clipping",
+            self._optimizer,
+            gradient_clip_val=self._trainer.gradient_clip_val,
+            gradient_clip_algorithm=self._trainer.gradient_clip_algorithm,
+        )
+
+
+@contextmanager
+def _hyper_parameters(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Iterator[None]:
+    """Let the optimizer have the remembered hyper-parameters, then today's again."""
+    today = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+    for group, values in zip(optimizer.param_groups, groups, strict=False):
+        group.update(values)
+    try:
+        yield
+    finally:
+        for group, values in zip(optimizer.param_groups, today, strict=True):
+            group.update(values)
+
+
+@contextmanager
+def _only(parameters: Sequence[nn.Parameter], among: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Hide the gradients of all others, so that clipping sees one stage."""
+    kept = {id(p) for p in parameters}
+    hidden = [(p, p.grad) for p in among if id(p) not in kept]
+    for p, _ in hidden:
+        p.grad = None
+    try:
+        yield
+    finally:
+        for p, grad in hidden:
+            p.grad = grad
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value

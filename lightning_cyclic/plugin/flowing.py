@@ -1,0 +1,271 @@
+"""Training of pipelines without a flush: the update of a step may come with a later batch.
+
+training_step     share the batch, cut it, do what the program has before the next batch
+optimizer_step    remember lr & co., then the closure; the program updates when it is due
+validation, ...   flush first
+
+Workers ahead of the last stage are told of a step later, with the next ones. Rank 0 has the last
+stage, and so, where that is all it has, every value at once; with more stages it begins the next
+step before it ends one. At the end of an epoch all have been told everything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, final
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_cyclic.plan import Plan
+from lightning_cyclic.plugin import checkpoint as ckpt
+from lightning_cyclic.plugin.checks import check_flow, scaler_of
+from lightning_cyclic.plugin.clipping import clip_mode, clips_by_norm, decides_together
+from lightning_cyclic.plugin.deferred_update import DeferredUpdates
+from lightning_cyclic.plugin.future_rates import Outlook
+from lightning_cyclic.plugin.options import Options
+from lightning_cyclic.plugin.prediction import Predictor
+from lightning_cyclic.plugin.reductions import HeldReductions
+from lightning_cyclic.plugin.staged import StagedTraining, positional
+from lightning_cyclic.plugin.summaries import Told
+from lightning_cyclic.plugin.surrogate_loss import stand_in
+from lightning_cyclic.plugin.training import Closure, Own, epoch_ends
+from lightning_cyclic.runtime.loss_scaling import LossScaling
+from lightning_cyclic.runtime.norms import NormExchange
+from lightning_cyclic.runtime.partial_step.config import Share, StagewiseConfig
+from lightning_cyclic.runtime.partial_step.executor import Outcome
+from lightning_cyclic.runtime.partial_step.flow import Summary
+
+
+@final
+class FlowingTraining(StagedTraining):
+    """Train a module whose stages are apart, steps flowing into each other.
+
+    Args:
+        trainer: whose loops call, set up but for this.
+        options: what the user chose.
+        plan: with as many stages as are expected.
+        reductions: refuses meetings inside steps.
+    """
+
+    def __init__(
+        self, trainer: Trainer, options: Options, plan: Plan, reductions: HeldReductions
+    ) -> None:
+        clip = clip_mode(trainer, plan, options.clip)
+        scaler = scaler_of(trainer, plan)
+        self._scaling = LossScaling(scaler, self._all_are_finite) if scaler else None
+        needs_all = self._scaling is not None or (clip == "global" and clips_by_norm(trainer))
+        if needs_all and decides_together(plan):
+            options, plan = replace(options, late_updates=True), replace(plan, late_updates=True)
+        self._updates = DeferredUpdates(
+            trainer,
+            clip,
+            reductions,
+            self._parameters_of,
+            self._total_norm,
+            lag=plan.steps_under_way,
+        )
+        self._outlook = Outlook(trainer, plan.steps_under_way) if options.lookahead_lrs else None
+        self._predictor = Predictor(trainer, self._groups_of, self._lrs_of, options.horizon)
+        if options.lr_annealing_steps and all(plan.delay(j) <= 1 for j in range(plan.num_stages)):
+            rank_zero_warn(
+                f"lr_annealing_steps={options.lr_annealing_steps} changes nothing with "
+                f"{plan.num_stages} stages, as no gradient is more than one update old; use more "
+                "stages, or leave it out"
+            )
+        self._unread: list[tuple[int, Summary]] = []  # came with a flush between steps
+        self._latest: Told | None = None
+        self._stops_at: int | None = None  # step before which all workers stop
+        self._owned_is_kept = False
+        super().__init__(trainer, options, plan, reductions)
+        self._summaries.refuses_overflow = self._scaling is None
+
+    @override
+    @staticmethod
+    def check(trainer: Trainer, *, sync_batchnorm: bool) -> None:
+        StagedTraining.check(trainer, sync_batchnorm=sync_batchnorm)
+        check_flow(trainer)
+
+    @override
+    def _configured(self, config: StagewiseConfig) -> StagewiseConfig:
+        return replace(
+            config,
+            apply=self._apply,
+            complete=self._complete if self._options.late_updates or self._scaling else None,
+            scaled=None if self._scaling is None else self._scaled,
+            guess=self._predictor.guess,
+            backward_weights=self._options.backward_weights,
+            read_state=self._predictor.read_state,
+            write_state=self._predictor.write_state,
+        )
+
+    def _parameters_of(self, j: int) -> Sequence[nn.Parameter]:
+        return self._session.holdings.owned(j)
+
+    def _complete(self, t: int, j: int) -> None:
+        """Make the gradients of a stage known to those who decide about their step."""
+        if self._scaling is not None:
+            self._scaling.unscale(self._the_plan, t, self._parameters_of(j))
+        self._norms.begin(t, j)
+
+    def _scaled(self, t: int, share: Share) -> Share:
+        assert self._scaling is not None
+        self._scaling.begin(t)
+        return self._scaling.scaled(self._the_plan, t, share)
+
+    def _all_are_finite(self, t: int) -> bool:
+        return self._norms.is_finite(t)
+
+    def _total_norm(self, t: int, parameters: Sequence[nn.Parameter]) -> Tensor:
+        return self._norms.end(t, parameters)
+
+    @property
+    def _norms(self) -> NormExchange:
+        assert self._session.norms is not None
+        return self._session.norms
+
+    @property
+    def _the_plan(self) -> Plan:
+        assert self._session.plan is not None
+        return self._session.plan
+
+    @override
+    def _clip(self, optimizer: Optimizer, clip_val: float) -> None:
+        self._updates.clip_grad_by_norm(optimizer, clip_val)
+
+    # ------------------------------------------------------------------ one step
+
+    @override
+    def training_step(self, own: Own, *args: Any, **kwargs: Any) -> Any:
+        """Do what the program has for this batch; return a stand-in of the newest known loss."""
+        session, (batch, *rest) = self._session, positional(args, kwargs)
+        if self._stop is not None:
+            self._stop.tell()
+        batch = session.share_batch(batch)
+        parts = session.cut(batch)
+        sizes = [part.size for part in parts]
+        call = self._caller("training_step", "train_step_context", rest)
+
+        def summarise(outcomes: Sequence[Outcome]) -> Summary:
+            return self._summaries.of_step(outcomes, sizes, stops=self._asked_before())
+
+        with self._summaries.held():
+            session.find_stages(lambda: call(parts[0].batch))
+            arrived = session.advance(parts, call, summarise)
+            if self._latest is None or epoch_ends(
+                self._trainer
+            ):  # so that every worker knows a loss
+                arrived += self._finish()
+        self._read(self._unread + arrived)
+        self._unread = []
+        assert self._latest is not None
+        surrogate = stand_in(self._latest.loss)
+        returned = self._latest.returned
+        return {"loss": surrogate, **returned} if returned else surrogate
+
+    def _asked_before(self) -> int:
+        """Return the step before which all workers stop; 0 if none was asked to."""
+        if self._stop is None or not self._asked():
+            return 0
+        # replicas run ahead of each other by two steps at most, as they read common versions
+        apart = 4 if self._options.width > 1 else 0
+        return self._stop.agree(self._session.t + 1 + self._session.most_late + apart)
+
+    def _read(self, arrived: Sequence[tuple[int, Summary]]) -> None:
+        for _, summary in arrived:
+            told = self._latest = self._summaries.read_step(summary)
+            self._summaries.log(told.records)
+            self._stops_at = told.stops or self._stops_at
+        if self._stop is not None:
+            self._stop.agreed = self._stops_at is not None and self._session.t >= self._stops_at
+
+    @override
+    def optimizer_step(
+        self, own: Own, optimizer: Optimizer, closure: Closure, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Run the closure, in which the program updates what is due."""
+        self._updates.remember(self._session.t, self._trainer.optimizers[0], kwargs)
+        if self._outlook is not None:
+            self._outlook.remember(self._session.t)
+        return closure()
+
+    def _apply(self, t: int, j: int) -> None:
+        if not self._owned_is_kept:  # a whole checkpoint may have been loaded
+            ckpt.keep_owned_state(self._trainer.optimizers[0], self._session.with_state)
+            self._owned_is_kept = True
+        stage, groups = self._session.holdings.owned(j), self._groups_of(t, j)
+        if self._scaling is not None and not self._is_finite(t, j):
+            self._updates.apply(t, [j], groups, skips=True)
+            return
+        corrected = self._compensation.corrected(self._the_plan, t, {j: stage})
+        # a prediction repeats the optimizer's own update
+        with corrected, self._predictor.noting(stage, groups):
+            self._updates.apply(t, [j], groups)
+
+    def _is_finite(self, t: int, j: int) -> bool:
+        """Say whether a stage is updated: as all are, or by its own gradients."""
+        return self._norms.is_finite(t, None if self._options.late_updates else {j})
+
+    def _groups_of(self, t: int, j: int) -> list[dict[str, Any]]:
+        """Return the hyper-parameters with which the update of step t is made on stage j."""
+        return self._compensation.annealed(self._the_plan, t, j, self._updates.groups_of(t))
+
+    def _lrs_of(self, v: int, j: int, horizon: int) -> list[list[float]] | None:
+        """Return the learning rates of the updates of stage j that follow version v."""
+        rows = None if self._outlook is None else self._outlook.rows(v - 1, horizon)
+        if rows is None:
+            return None
+        plan, annealed = self._the_plan, self._compensation.annealed
+        each = [annealed(plan, v + n, j, [{"lr": x} for x in row]) for n, row in enumerate(rows)]
+        return [[group["lr"] for group in groups] for groups in each]
+
+    # ------------------------------------------------------------------ between steps
+
+    @override
+    def flush(self) -> None:
+        """Finish the steps under way; what they log is logged in the next one."""
+        with self._summaries.held():
+            self._unread += self._finish()
+
+    def _finish(self) -> list[tuple[int, Summary]]:
+        session = self._session
+        arrived = session.flush()
+        if session.norms is not None and session.flow is not None and not session.failed:
+            if self._scaling is not None:
+                self._scaling.catch_up(session.t)
+            session.norms.settle()  # everybody has taken what he needs
+        return arrived
+
+    @override
+    def delayed_state(self) -> dict[str, Any] | None:
+        state = super().delayed_state()
+        t = self._session.t
+        if state is not None and t > 0:
+            named = self._session.holdings.named()
+            state["groups"] = self._updates.groups_of(t - 1)
+            state["lrs_ahead"] = self._outlook and self._outlook.state(t - 1)
+            state["scales"] = self._scaling and self._scaling.state()
+            state["displacements"] = ckpt.merged(self._predictor.state(named), self._session.group)
+        return state
+
+    @override
+    def resume(self, saved: Mapping[str, Any] | None) -> bool:
+        taken = super().resume(saved)
+        if saved is not None and "groups" in saved and self._session.executor is not None:
+            self._updates.put_groups(saved["t"] - 1, saved["groups"])
+            if self._outlook is not None:
+                self._outlook.put_state(saved["t"] - 1, saved.get("lrs_ahead"))
+            if self._scaling is not None:
+                self._scaling.put_state(saved.get("scales") or {})
+            self._predictor.put_state(saved["displacements"], self._session.holdings.named())
+        return taken
+
+    @override
+    def close(self) -> None:
+        if not self._closed and not self._session.failed:
+            self.flush()
+        super().close()

@@ -1,0 +1,251 @@
+"""Options: what the user chose of a plan, checked as soon as it is known."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import final, get_args
+
+from torch import nn
+
+from lightning_cyclic.errors import ConfigurationError
+from lightning_cyclic.plan import PRESETS, Plan, make_plan
+from lightning_cyclic.plan.defaults import check_number
+from lightning_cyclic.plan.placement import Shared
+from lightning_cyclic.plugin.checks import (
+    REMAT,
+    check_bytes,
+    check_choice,
+    check_delayed,
+    check_once,
+    check_plan,
+    check_predicts,
+    check_switch,
+    check_used,
+    is_stagewise,
+)
+from lightning_cyclic.plugin.clipping import CLIPPING
+from lightning_cyclic.runtime.partial_step.plans import flows
+from lightning_cyclic.runtime.prediction.foresight import BackwardWeights
+from lightning_cyclic.runtime.prediction.prediction import Shape
+from lightning_cyclic.runtime.whole_step.session import auto_stages
+from lightning_cyclic.simulate import Network
+
+NO_TIMEOUT_S = 1800.0  # limit of every wait, where the user sets none
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """Hold the arguments of CyclicStrategy that decide the plan, and make plans of them.
+
+    Args:
+        preset: as in CyclicStrategy, as are all but the last three.
+        schedule: overrides the preset's.
+        placement: overrides the preset's.
+        weights: overrides the preset's.
+        sharding: overrides the preset's.
+        stages: "auto", a number, or module paths.
+        num_micro: micro-batches per update, of each replica.
+        slack: slots that messages are given to travel.
+        clip: "stage", "global" or None.
+        relay_buffers: "auto" or "all".
+        width: replicas of a pipeline.
+        remat: "never", "always" or "except_last".
+        memory_limit_bytes: of a stage; None for any.
+        backward_weights: "current", "predicted" or "recompute".
+        error_feedback: as in CyclicStrategy, as are the next two.
+        lr_annealing_steps: in which learning rates of late stages rise to the scheduler's.
+        warmup_steps: of a pipeline without a flush.
+        horizon: "linear" or "geometric", of presets that predict.
+        lookahead_lrs: whether predictions use the learning rates to come.
+        timeout_s: limit of every wait for another worker, in seconds.
+        num_workers: how many there are; None while it is not known.
+        late_updates: whether stages decide together about a step, as the Trainer's flags ask.
+        network: the links between workers, by which stages are cut and "auto" chooses.
+    """
+
+    preset: str
+    schedule: str | None
+    placement: str | None
+    weights: str | None
+    sharding: str | None
+    stages: int | str | Sequence[str]
+    num_micro: int | None
+    slack: int
+    clip: str | None
+    relay_buffers: str
+    width: int
+    remat: str
+    memory_limit_bytes: int | None
+    backward_weights: BackwardWeights
+    error_feedback: bool
+    lr_annealing_steps: int
+    warmup_steps: int
+    horizon: Shape
+    lookahead_lrs: bool
+    timeout_s: float
+    num_workers: int | None = None
+    late_updates: bool = False
+    network: Network = Network()
+
+    def check(self) -> None:
+        """Refuse early, before any process, what no number of workers would make right.
+
+        Raises:
+            PlanError: unknown names, impossible numbers, or a plan that cannot be run yet.
+            ConfigurationError: values that are not understood, or would be ignored.
+        """
+        check_choice(self.relay_buffers, ("auto", "all"), "relay_buffers")
+        if self.clip is not None:
+            check_choice(self.clip, CLIPPING, "clip")
+        check_choice(self.remat, REMAT, "remat")
+        check_choice(self.backward_weights, get_args(BackwardWeights), "backward_weights")
+        check_bytes(self.memory_limit_bytes, "memory_limit_bytes")
+        check_number("width", self.width)
+        probe = self._probe()
+        check_plan(probe)
+        check_used(probe, self.remat, self.memory_limit_bytes)
+        check_choice(self.horizon, get_args(Shape), "horizon")
+        check_switch(self.lookahead_lrs, "lookahead_lrs")
+        check_predicts(probe, "backward_weights", self.backward_weights, default="current")
+        check_predicts(probe, "horizon", self.horizon, default="linear")
+        check_predicts(probe, "lookahead_lrs", self.lookahead_lrs, default=False)
+        check_delayed(probe, self.error_feedback, self.lr_annealing_steps)
+
+    # ------------------------------------------------------------------ which kind of training
+
+    @property
+    def is_stagewise(self) -> bool:
+        """Say whether workers run single stages of the step."""
+        return is_stagewise(self._probe())
+
+    @property
+    def is_cut(self) -> bool:
+        """Say whether the step or its batch is cut; else one worker runs Lightning's own step."""
+        if not self.is_stagewise or self.num_workers != 1:
+            return self.is_stagewise
+        plan = self.plan(self.expected_stages(None))
+        return plan.num_stages > 1 or plan.num_micro > 1 or not self.trains_plainly
+
+    @property
+    def flows(self) -> bool:
+        """Say whether steps of a pipeline begin before those ahead of them have ended."""
+        return flows(self._probe())
+
+    @property
+    def trains_plainly(self) -> bool:
+        """Say whether this is one worker whose plan always reads the newest weights."""
+        return self.num_workers == 1 and self.plan(1).delay(0) == 0
+
+    # ------------------------------------------------------------------ plans
+
+    def plan(
+        self,
+        num_stages: int,
+        relayed: tuple[int, ...] = (),
+        *,
+        num_workers: int | None = None,
+        num_micro: int | None = None,
+        tied: tuple[tuple[int, ...], ...] = (),
+    ) -> Plan:
+        """Make the plan.
+
+        Args:
+            num_stages: how many stages there are.
+            relayed: stages whose buffers travel.
+            num_workers: None for as many as there are.
+            num_micro: of all replicas together; None for the user's choice.
+            tied: groups of stages that share parameters.
+        """
+        if num_micro is None and self.num_micro is not None:
+            num_micro = self.num_micro * self.width
+        return make_plan(
+            self.preset,
+            num_stages=num_stages,
+            num_workers=num_workers or self.num_workers or 1,
+            num_micro=num_micro,
+            width=self.width,
+            tied=tied,
+            slack=self.slack,
+            relayed=relayed,
+            schedule=self.schedule,
+            placement=self._placement,
+            weights=self.weights,
+            sharding=self.sharding,
+            warmup_steps=self.warmup_steps,
+            late_updates=self.late_updates,
+        )
+
+    def expected_stages(self, module: nn.Module | None) -> int:
+        """Return how many stages there will be, as far as that is known before the first step.
+
+        Args:
+            module: whose parameters decide, where each worker runs whole micro-batches.
+        """
+        if self._given_stages is not None:
+            return self._given_stages
+        if self._placement == "single":
+            return self.num_micro or 1
+        assert self.num_workers is not None
+        if self.plans_placement == "shared":
+            return Shared.fewest_stages(self.num_workers)
+        if self.is_stagewise:
+            return max(1, self.num_workers // self.width)
+        assert module is not None
+        ps = [p for p in module.parameters() if p.requires_grad]
+        wanted = auto_stages(self.num_workers, sum(p.numel() * p.element_size() for p in ps))
+        return max(1, min(wanted, len(ps)))
+
+    def _probe(self) -> Plan:
+        """Make a plan of plausible numbers, as the real ones may not be known yet."""
+        num_stages = self._given_stages or (2 if self.num_micro else 4)
+        numbers = {"single": 1, "replicated": self.num_micro or 2}
+        workers = min(2, num_stages) * self.width
+        return self.plan(num_stages, num_workers=numbers.get(self.plans_placement, workers))
+
+    @property
+    def _given_stages(self) -> int | None:
+        """Return how many stages the user asked for; None for "auto"."""
+        if isinstance(self.stages, str):
+            return None
+        return self.stages if isinstance(self.stages, int) else len(self.stages) + 1
+
+    @property
+    def plans_placement(self) -> str:
+        """Return the placement of the plan: the one that was chosen, or follows."""
+        return self._placement or self._preset_placement
+
+    @property
+    def _placement(self) -> str | None:
+        """Return the placement that was chosen; None for the preset's.
+
+        One worker that is given several micro-batches runs them on the timetable of as many.
+        """
+        given = self.placement
+        if given is None and self.num_workers == 1 and (self.num_micro or 1) > 1:
+            return "single" if self._preset_placement == "replicated" else None
+        return given
+
+    @property
+    def _preset_placement(self) -> str:
+        known = PRESETS.get(self.preset)  # make_plan refuses unknown ones
+        return known.placement if known else "replicated"
+
+
+def checked_stages(stages: object) -> int | str | list[str]:
+    """Return stages that are understood.
+
+    Raises:
+        ConfigurationError: neither "auto", nor a number, nor paths.
+        PlanError: a path that is named twice.
+    """
+    if stages == "auto" or (isinstance(stages, int) and stages is not True and stages >= 1):
+        return stages
+    if isinstance(stages, list | tuple) and all(isinstance(s, str) for s in stages):
+        check_once(stages)
+        return list(stages)
+    raise ConfigurationError(
+        f'stages={stages!r} is not understood; allowed: "auto", a number from 1, or a list of '
+        'module paths; use CyclicStrategy(stages=["layer2", "layer3"])'
+    )

@@ -1,0 +1,146 @@
+"""The session of a pipeline, made of a Trainer and of what the user chose."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, final
+
+import torch
+from lightning.pytorch import Trainer
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_cyclic.plan import Plan
+from lightning_cyclic.plan.actions import Payload
+from lightning_cyclic.plugin.options import Options
+from lightning_cyclic.plugin.training import agreed_seed
+from lightning_cyclic.runtime.partial_step.config import StagewiseConfig
+from lightning_cyclic.runtime.partial_step.ranks import rank_of
+from lightning_cyclic.runtime.partial_step.session import StagewiseSession
+from lightning_cyclic.runtime.stages.cuts import Cuts, choose_cuts
+from lightning_cyclic.runtime.stages.demands import Demands
+from lightning_cyclic.runtime.stages.evidence import Survey
+from lightning_cyclic.runtime.stages.report import report
+from lightning_cyclic.runtime.stages.survey import survey
+from lightning_cyclic.runtime.transport import CountingTransport, DistributedTransport
+
+PIPELINE_PAYLOADS = (
+    Payload.D, Payload.A, Payload.G, Payload.W, Payload.S, Payload.T, Payload.P, Payload.V,
+    Payload.L, Payload.R,
+)  # fmt: skip
+
+
+@final
+class CutFinder:
+    """Find where the stages of a module begin, and remember what was seen of it.
+
+    Args:
+        options: what the user chose.
+        state_per_param: bytes of optimizer state per byte of parameters; None for evaluation.
+    """
+
+    def __init__(self, options: Options, state_per_param: float | None = None) -> None:
+        self._options = options
+        self._state_per_param = state_per_param
+        self._survey: Survey | None = None
+
+    def find(self, module: nn.Module, step: Callable[[], Any]) -> Cuts:
+        """Choose cuts for a module by a run of its whole step."""
+        options = self._options
+        self._survey = survey(module, step, repeats=2)  # for quiet times
+        stages = options.stages if options.stages != "auto" else options.expected_stages(module)
+        assert not isinstance(stages, str)
+        return choose_cuts(
+            self._survey,
+            stages,
+            memory_limit_bytes=options.memory_limit_bytes,
+            # one device waits for nobody: memory is what it wants, and the same bits in every run
+            balance="activations" if options.plans_placement == "single" else "time",
+            demands=self._demands(stages) if isinstance(stages, int) else None,
+        )
+
+    def _demands(self, num_stages: int) -> Demands | None:
+        """Return what the plan asks of the worker of each stage, where each has one in training.
+
+        Workers that take turns, or have several stages, keep what no single stage decides.
+        """
+        options = self._options
+        if self._state_per_param is None or options.plans_placement != "pipelined":
+            return None
+        return Demands.of(
+            options.plan(num_stages),
+            again=options.remat != "never",
+            network=options.network,
+            state_per_param=self._state_per_param,
+        )
+
+    def report(self, cuts: Cuts | None) -> str | None:
+        """Return where stages could begin and where they do; None where nobody looked."""
+        return None if self._survey is None or cuts is None else report(self._survey, cuts)
+
+
+def state_per_param(optimizers: Sequence[Optimizer]) -> float:
+    """Return the bytes of optimizer state per byte of parameters: Adam's, where nobody knows."""
+    if not all(isinstance(optimizer, torch.optim.SGD) for optimizer in optimizers):
+        return 2.0
+    return float(any(g["momentum"] for optimizer in optimizers for g in optimizer.param_groups))
+
+
+def make_transport(num_workers: int, options: Options) -> tuple[CountingTransport | None, Any]:
+    """Return what messages travel by, and its process group; None and None for one worker."""
+    if num_workers == 1:
+        return None, None
+    size = num_workers // options.width
+    made = DistributedTransport(PIPELINE_PAYLOADS, options.timeout_s, lambda w: rank_of(w, size))
+    return CountingTransport(made), made.group
+
+
+def make_session(
+    trainer: Trainer,
+    options: Options,
+    plan: Plan,
+    finder: CutFinder,
+    transport: CountingTransport | None,
+    group: Any,
+    configured: Callable[[StagewiseConfig], StagewiseConfig],
+) -> StagewiseSession:
+    """Make this worker's session; all workers must call it.
+
+    Args:
+        trainer: knows the place of this worker.
+        options: what the user chose.
+        plan: with as many stages as are expected.
+        finder: chooses the stages on worker 0.
+        transport: None for one worker.
+        group: process group for what workers agree on; None for one worker.
+        configured: adds to the configuration.
+    """
+
+    def make_plan(
+        num_stages: int,
+        num_micro: int,
+        tied: tuple[tuple[int, ...], ...],
+        relayed: tuple[int, ...],
+    ) -> Plan:
+        return options.plan(num_stages, relayed, num_micro=num_micro, tied=tied)
+
+    device = trainer.strategy.root_device
+    config = StagewiseConfig(
+        make_plan=make_plan,
+        find_cuts=finder.find,
+        num_micro=plan.num_micro // options.width,
+        width=options.width,
+        remat=options.remat,
+        seed=agreed_seed(device),
+        expected_stages=plan.num_stages,
+    )
+    worker = rank_of(trainer.global_rank, trainer.world_size // options.width)
+    return StagewiseSession(
+        trainer.lightning_module,
+        configured(config),
+        transport,
+        worker,
+        trainer.world_size,
+        device,
+        group,
+    )

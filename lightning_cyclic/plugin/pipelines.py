@@ -1,0 +1,115 @@
+"""Training of pipelines with a flush behind Lightning's hooks: all of a step runs inside it.
+
+training_step     share the batch, cut it, run the program; log once; return a surrogate of the
+                  loss, whose backward puts the gradients of the whole batch into ``p.grad``
+optimizer_step    Lightning's own; then send on what it changed
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any, final
+
+import torch
+from lightning.pytorch import Trainer
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_cyclic.plan import Plan
+from lightning_cyclic.plugin.checks import check_no_scaler
+from lightning_cyclic.plugin.clipping import clip_mode, clip_stages
+from lightning_cyclic.plugin.options import Options
+from lightning_cyclic.plugin.reductions import HeldReductions
+from lightning_cyclic.plugin.staged import StagedTraining, positional
+from lightning_cyclic.plugin.surrogate_loss import Surrogates
+from lightning_cyclic.plugin.training import Closure, Own
+
+
+@final
+class PipelinedTraining(StagedTraining):
+    """Train a module whose stages are apart, one step after the other.
+
+    Args:
+        trainer: whose loops call, set up but for this.
+        options: what the user chose.
+        plan: with as many stages as are expected.
+        reductions: refuses meetings inside steps.
+    """
+
+    def __init__(
+        self, trainer: Trainer, options: Options, plan: Plan, reductions: HeldReductions
+    ) -> None:
+        super().__init__(trainer, options, plan, reductions)
+        self._surrogates = Surrogates(trainer)
+
+    @override
+    @staticmethod
+    def check(trainer: Trainer, *, sync_batchnorm: bool) -> None:
+        StagedTraining.check(trainer, sync_batchnorm=sync_batchnorm)
+        check_no_scaler(trainer)
+
+    @override
+    def training_step(self, own: Own, *args: Any, **kwargs: Any) -> Any:
+        """Run a step, and return the surrogate of its loss."""
+        session, (batch, *rest) = self._session, positional(args, kwargs)
+        if self._stop is not None:
+            self._stop.tell()
+        batch = session.share_batch(batch)
+        parts = session.cut(batch)
+        sizes = [part.size for part in parts]
+        call = self._caller("training_step", "train_step_context", rest)
+        with self._summaries.held():
+            session.find_stages(lambda: call(parts[0].batch))
+        with self._surrogates.collecting(session.holdings.own), self._summaries.held():
+            summary = session.train(
+                parts,
+                call,
+                lambda outcomes: self._summaries.of_step(outcomes, sizes, stops=self._asked()),
+                self._surrogates.batches_per_update,
+            )
+        told = self._summaries.read_step(summary)
+        loss = self._agree(told.loss, stops=bool(told.stops))
+        self._summaries.log(told.records)
+        surrogate = self._surrogates.stand_for(loss)
+        return {"loss": surrogate, **told.returned} if told.returned else surrogate
+
+    def _agree(self, loss: Tensor, *, stops: bool) -> Tensor:
+        """Return the mean loss of all replicas, and let all stop if one of them does."""
+        if self._stop is not None and self._options.width > 1:
+            loss, share = self._over_replicas(torch.stack([loss, loss.new_tensor(stops)]), "mean")
+            stops = bool(share > 0)
+        if self._stop is not None:
+            self._stop.agreed = stops
+        return loss
+
+    @override
+    def optimizer_step(
+        self, own: Own, optimizer: Optimizer, closure: Closure, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Update, and send on what the update has changed."""
+        late = ExitStack()
+
+        def closed() -> Any:
+            output = closure()
+            self._session.begin_update()  # behind it the next version may be made in place
+            late.enter_context(self._corrected())
+            return output
+
+        with late:
+            output = own(optimizer, closed, *args, **kwargs)
+        if self._session.executor is not None:  # else the update came without a step
+            self._session.end_step()
+        return output
+
+    def _corrected(self) -> AbstractContextManager[None]:
+        plan, holdings = self.plan, self._session.holdings
+        assert plan is not None
+        stages = {j: holdings.owned(j) for j in holdings.stages}
+        return self._compensation.corrected(plan, self._session.t, stages)
+
+    @override
+    def _clip(self, optimizer: Optimizer, clip_val: float) -> None:
+        """Stand in for the precision plugin's method: one stage's norm, or all stages'."""
+        by_stage = clip_mode(self._trainer, self._plan, self._options.clip) == "stage"
+        clip_stages(self._session, optimizer, clip_val, by_stage=by_stage)

@@ -1,0 +1,203 @@
+"""Records: what a module logs inside a step, once for the batch and on every worker.
+
+A step is run several times for a batch: for each micro-batch, and by several workers. So
+``self.log`` is held back while it runs; what the last stage logged is put together over the
+micro-batches, sent to all workers, and logged there, once.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple, final
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+
+from lightning_cyclic.errors import StepError
+from lightning_cyclic.runtime.partial_step.site import is_metric
+from lightning_cyclic.runtime.values.plain import decode_leaf, encode_leaf
+
+Log = tuple[str, Any, dict[str, Any]]  # name, value, further arguments of self.log
+_SIGNATURE = inspect.signature(LightningModule.log)
+
+
+class Record(NamedTuple):
+    """Hold one call of ``self.log``.
+
+    Args:
+        name: of the value.
+        value: shape (), or what a metric gave for its last batch.
+        metric: path of the metric that was logged; None for a plain value.
+        arguments: further arguments of the call.
+    """
+
+    name: str
+    value: Tensor | None
+    metric: str | None
+    arguments: dict[str, Any]
+
+
+@final
+class Recorder:
+    """Hold back what a module logs.
+
+    Args:
+        module: whose ``log`` is held back.
+    """
+
+    def __init__(self, module: LightningModule) -> None:
+        self._module = module
+        self._paths = {id(m): path for path, m in module.named_modules() if is_metric(m)}
+
+    @contextmanager
+    def holding(self, note: Callable[[str, Any, dict[str, Any]], None]) -> Iterator[None]:
+        """Hold back what is logged while the body runs.
+
+        Args:
+            note: called with name, value and further arguments instead.
+        """
+
+        def log(*args: Any, **kwargs: Any) -> None:
+            bound = dict(_SIGNATURE.bind(self._module, *args, **kwargs).arguments)
+            del bound["self"]
+            note(bound.pop("name"), bound.pop("value"), bound)
+
+        self._module.__dict__["log"] = log
+        try:
+            yield
+        finally:
+            del self._module.__dict__["log"]
+
+    def combine(self, logs: Sequence[Sequence[Log]], sizes: Sequence[int]) -> list[Record]:
+        """Put together what each micro-batch logged.
+
+        Args:
+            logs: of each micro-batch, in their order.
+            sizes: samples of each micro-batch.
+
+        Raises:
+            StepError: a value that cannot be sent.
+        """
+        found: dict[str, list[tuple[Any, dict[str, Any], int]]] = {}
+        for calls, size in zip(logs, sizes, strict=True):
+            for name, value, arguments in calls:
+                found.setdefault(name, []).append((value, arguments, size))
+        return [self._combine(name, calls) for name, calls in found.items()]
+
+    def replay(self, records: Sequence[Record]) -> None:
+        """Log records on this worker, as the module would have.
+
+        Values are reduced over replicas whether or not the module asked for it, so that every
+        worker has the same; over the workers of one replica there is nothing to reduce.
+        """
+        for name, value, path, arguments in records:
+            if path is None:
+                assert value is not None
+                self._module.log(name, value, **(arguments | {"sync_dist": True}))
+                continue
+            metric: Any = self._module.get_submodule(path)
+            if value is not None:
+                metric._forward_cache = value
+            self._module.log(name, metric, **arguments)
+
+    def _combine(self, name: str, calls: Sequence[tuple[Any, dict[str, Any], int]]) -> Record:
+        last, arguments, _ = calls[-1]
+        if isinstance(last, nn.Module):
+            path = self._paths.get(id(last))
+            if path is None:
+                raise StepError(
+                    f"self.log({name!r}, ...) was given a {type(last).__name__} that is not part "
+                    "of the module; allowed: metrics that are attributes of the LightningModule; "
+                    "make it one"
+                )
+            cached = [getattr(m, "_forward_cache", None) for m, _, _ in calls]
+            value = last._forward_cache if isinstance(last._forward_cache, Tensor) else None
+            return Record(name, None if cached[-1] is None else value, path, arguments)
+        values = [_scalar(name, value) for value, _, _ in calls]
+        if len(values) == 1:
+            return Record(name, values[0], None, arguments)
+        sizes = [a.get("batch_size") or size for _, a, size in calls]
+        if arguments.get("batch_size"):
+            arguments = arguments | {"batch_size": sum(sizes)}
+        return Record(name, _reduce(name, values, sizes, arguments), None, arguments)
+
+
+def to_summary(records: Sequence[Record]) -> tuple[list[Tensor], Any]:
+    """Return records as tensors and JSON."""
+    tensors = [r.value for r in records if r.value is not None]
+    facts = [
+        [
+            r.name,
+            r.value is not None,
+            r.metric,
+            [[k, _encoded(r.name, v)] for k, v in r.arguments.items()],
+        ]
+        for r in records
+    ]
+    return tensors, facts
+
+
+def from_summary(tensors: Sequence[Tensor], facts: Any) -> list[Record]:
+    """Make records from what :func:`to_summary` returned."""
+    left = iter(tensors)
+    return [
+        Record(
+            name, next(left) if has_value else None, metric, {k: _decoded(v) for k, v in arguments}
+        )
+        for name, has_value, metric, arguments in facts
+    ]
+
+
+def _scalar(name: str, value: Any) -> Tensor:
+    if isinstance(value, Tensor):
+        if value.numel() != 1:
+            raise StepError(
+                f"self.log({name!r}, ...) was given a tensor of shape {tuple(value.shape)}; "
+                "allowed: one number; log its mean, say"
+            )
+        return value.detach()
+    if isinstance(value, bool | int | float):
+        return torch.tensor(value, dtype=torch.get_default_dtype())
+    if isinstance(value, Mapping):
+        raise StepError(
+            f"self.log({name!r}, ...) was given a dict; allowed: one number; use self.log_dict"
+        )
+    raise StepError(
+        f"self.log({name!r}, ...) was given a {type(value).__name__}; allowed: numbers, tensors "
+        "of one element, and metrics; convert it"
+    )
+
+
+def _reduce(
+    name: str, values: Sequence[Tensor], sizes: Sequence[int], arguments: Mapping[str, Any]
+) -> Tensor:
+    how = arguments.get("reduce_fx", "mean")
+    how = how if isinstance(how, str) else getattr(how, "__name__", "")
+    stacked = torch.stack([v.reshape(()).to(values[0].device) for v in values])
+    if how in ("mean", "avg"):
+        if not stacked.is_floating_point():
+            stacked = stacked.to(torch.get_default_dtype())
+        weights = torch.tensor(sizes, dtype=stacked.dtype, device=stacked.device)
+        return (stacked * weights).sum() / weights.sum()
+    if how in ("sum", "max", "min", "amax", "amin"):
+        reduced: Tensor = getattr(stacked, how)()
+        return reduced
+    raise StepError(
+        f"self.log({name!r}, ..., reduce_fx={arguments['reduce_fx']!r}) cannot be put together "
+        'over micro-batches; allowed: "mean", "sum", "max", "min"; use one of these, or '
+        "CyclicStrategy(num_micro=1)"
+    )
+
+
+def _encoded(name: str, value: Any) -> Any:
+    if callable(value) and getattr(torch, getattr(value, "__name__", ""), None) is value:
+        return ["torch", value.__name__]  # type: ignore[union-attr]
+    return ["plain", encode_leaf(value, f"an argument of self.log({name!r}, ...)")]
+
+
+def _decoded(data: Any) -> Any:
+    kind, value = data
+    return getattr(torch, value) if kind == "torch" else decode_leaf(value)

@@ -1,0 +1,148 @@
+"""Summaries: what one worker has of a step, told to all workers of its replica.
+
+The last stage's worker has the loss, what the step returned and what it logged. It makes a
+summary of them, which travels; all workers read the same in it, and log the same.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple, final
+
+from lightning.pytorch import LightningModule
+from torch import Tensor
+
+from lightning_cyclic.errors import StepError
+from lightning_cyclic.plugin.outputs import decode, encode, further_outputs, weighted_mean
+from lightning_cyclic.plugin.records import Log, Record, Recorder, from_summary, to_summary
+from lightning_cyclic.plugin.reductions import HeldReductions
+from lightning_cyclic.runtime.partial_step.executor import Outcome
+from lightning_cyclic.runtime.partial_step.flow import Summary
+from lightning_cyclic.runtime.partial_step.losses import loss_of
+from lightning_cyclic.runtime.partial_step.session import StagewiseSession
+
+
+class Told(NamedTuple):
+    """Hold what every worker is told of a training step.
+
+    Args:
+        loss: mean over the samples of the batch, shape ().
+        returned: what the step returned besides the loss.
+        records: what it logged.
+        stops: 0 if no worker of the replica was asked to stop; where steps flow, else the step
+            before which all do.
+    """
+
+    loss: Tensor
+    returned: dict[str, Any]
+    records: list[Record]
+    stops: int
+
+
+@final
+class Summaries:
+    """Write summaries where a step ends, and read them on every worker.
+
+    Args:
+        module: the user's.
+        session: runs the stages.
+        reductions: are refused while a step runs.
+    """
+
+    def __init__(
+        self, module: LightningModule, session: StagewiseSession, reductions: HeldReductions
+    ) -> None:
+        self._session = session
+        self._reductions = reductions
+        self._recorder = Recorder(module)
+        self.refuses_overflow = True  # no scaler looks for it
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Keep what the user's step logs for the summary while the body runs it."""
+        with self._recorder.holding(self._note), self._reductions.held():
+            yield
+
+    def log(self, records: Sequence[Record]) -> None:
+        """Log on this worker what was told."""
+        self._recorder.replay(records)
+
+    # ------------------------------------------------------------------ training
+
+    def of_step(self, outcomes: Sequence[Outcome], sizes: Sequence[int], *, stops: int) -> Summary:
+        """Summarise a training step.
+
+        Args:
+            outcomes: of its micro-batches.
+            sizes: their samples.
+            stops: as in :class:`Told`.
+
+        Raises:
+            StepError: a loss that is not finite, or a value that cannot be sent.
+        """
+        loss = weighted_mean([loss_of(x.output).detach().reshape(()) for x in outcomes], sizes)
+        if self.refuses_overflow:
+            self._check_finite(loss)
+        further, structure = encode(
+            further_outputs([x.output for x in outcomes], sizes), "what training_step returned"
+        )
+        logged, logs = to_summary(self._recorder.combine([x.logs for x in outcomes], sizes))
+        return Summary([loss, *further, *logged], [len(further), structure, logs, stops])
+
+    def read_step(self, summary: Summary) -> Told:
+        """Read what :meth:`of_step` wrote."""
+        num, structure, logs, stops = summary.facts
+        loss, *others = summary.tensors
+        returned = decode(others[:num], structure)
+        return Told(loss, returned, from_summary(others[num:], logs), stops)
+
+    def _check_finite(self, loss: Tensor) -> None:
+        """Look at the value where it is, once a step: the other workers wait for nothing new."""
+        value = float(loss)
+        if not math.isfinite(value):
+            raise StepError(
+                f"the loss of worker {self._session.worker} is {value} in step "
+                f"{self._session.t}; allowed: a finite loss, since every worker would train on "
+                "the result; lower the learning rate, clip gradients, or look for the batch with "
+                "Trainer(detect_anomaly=True)"
+            )
+
+    # ------------------------------------------------------------------ evaluation
+
+    def of_output(self, outcomes: Sequence[Outcome]) -> Summary:
+        """Summarise the one outcome of a step of evaluation."""
+        (outcome,) = outcomes
+        tensors, structure = encode(outcome.output, "the output of a step")
+        logged, logs = to_summary(self._recorder.combine([outcome.logs], [1]))
+        return Summary([*tensors, *logged], [len(tensors), structure, logs])
+
+    def tell_output(self, summary: Summary) -> Any:
+        """Log what :meth:`of_output` wrote down, and return the output."""
+        num, structure, logs = summary.facts
+        self.log(from_summary(summary.tensors[num:], logs))
+        return decode(summary.tensors[:num], structure)
+
+    def tell_whole(self, step: Callable[[], Any]) -> Any:
+        """Run a step on the whole module, as before training; log as :meth:`tell_output` does."""
+        logs: list[Log] = []
+        with self._recorder.holding(lambda *log: logs.append(log)):
+            output = step()
+        self.log(self._recorder.combine([logs], [1]))
+        return output
+
+    # ------------------------------------------------------------------ the user's step
+
+    def _note(self, name: str, value: Any, arguments: dict[str, Any]) -> None:
+        executor = self._session.executor
+        run = executor.site.run if executor else None
+        if run is None:  # the survey, or a metric's own code
+            return
+        if run.depth and run.target < run.site.num_stages - 1:
+            raise StepError(
+                f"self.log({name!r}, ...) is called inside a module of stage {run.target}, where "
+                "the other workers do not look; allowed: logging in training_step and in the "
+                "LightningModule's own forward; return the value and log it there"
+            )
+        run.logs.append((name, value, arguments))

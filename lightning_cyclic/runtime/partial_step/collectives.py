@@ -1,0 +1,130 @@
+"""What all workers do together: agree on the stages, put weights together, reduce."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_cyclic.errors import CyclicError, PlanError, StepError
+from lightning_cyclic.plan import Plan
+from lightning_cyclic.runtime.agreement import gather_texts
+from lightning_cyclic.runtime.partial_step.ranks import rank_of
+from lightning_cyclic.runtime.stages.cuts import Cuts
+
+_OPERATIONS = {
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+    "product": dist.ReduceOp.PRODUCT,
+}
+
+
+@final
+class Collectives:
+    """Carry out what every worker must call.
+
+    Args:
+        module: the whole module.
+        width: number of replicas.
+        size: workers per replica.
+        device: where tensors live.
+        group: process group of all workers; None for one worker.
+    """
+
+    def __init__(
+        self, module: nn.Module, width: int, size: int, device: torch.device, group: Any
+    ) -> None:
+        self._module = module
+        self._width = width
+        self._size = size
+        self._device = device
+        self._group = group
+        self._peers = _peers(width, size) if group is not None and width > 1 else None
+
+    def agree_on_cuts(
+        self, find: Callable[[], Cuts], waiting: AbstractContextManager[None]
+    ) -> Cuts:
+        """Return on every worker what rank 0 finds.
+
+        Args:
+            find: called on rank 0 alone.
+            waiting: the context in which all others are waited for.
+
+        Raises:
+            PlanError: on every worker, if there are no such stages.
+        """
+        if self._group is None:
+            return find()
+        text = ""
+        if dist.get_rank() == 0:
+            try:
+                text = json.dumps(["cuts", find().as_data()])
+            except CyclicError as error:
+                text = json.dumps([type(error).__name__, str(error)])
+        with waiting:
+            text = gather_texts(text, self._device, self._group)[0]
+        kind, data = json.loads(text)
+        if kind != "cuts":
+            raise (StepError if kind == "StepError" else PlanError)(data)
+        return Cuts.from_data(data)
+
+    def gather(self, cuts: Cuts, plan: Plan) -> dict[str, Tensor]:
+        """Return all parameters and buffers, whole, on every worker."""
+        whole: dict[str, Tensor] = {}
+        named = self._named()
+        for j in range(cuts.num_stages):
+            source = rank_of(plan.owner(j), self._size)
+            for name in [*cuts.parameters[j], *cuts.buffers[j]]:
+                x = named[name].detach()
+                if self._group is not None:
+                    x = x.contiguous().clone()
+                    dist.broadcast(x, source, group=self._group)
+                whole[name] = x
+        return whole
+
+    def load(self, whole: Mapping[str, Tensor]) -> None:
+        """Copy whole weights into the module."""
+        named = self._named()
+        with torch.no_grad():
+            for name, x in whole.items():
+                named[name].copy_(x)
+
+    def reduce(self, tensor: Tensor, how: str) -> Tensor:
+        """Reduce over replicas: over the workers that have this one's place in them.
+
+        Workers of one replica have the same value, and each place reduces by itself, so that
+        they may do so in steps that flow, each when it is told of one.
+        """
+        if self._peers is None:
+            return tensor
+        if how in _OPERATIONS:
+            dist.all_reduce(tensor, _OPERATIONS[how], group=self._peers)
+            return tensor
+        dist.all_reduce(tensor, group=self._peers)
+        if how not in ("mean", "avg"):
+            return tensor
+        if tensor.is_floating_point():
+            return tensor.div_(self._width)
+        return tensor.div_(self._width, rounding_mode="floor")
+
+    def meet(self) -> None:
+        """Wait until all workers have come here."""
+        dist.barrier(group=self._group)
+
+    def _named(self) -> dict[str, Tensor]:
+        return dict(self._module.named_parameters()) | dict(self._module.named_buffers())
+
+
+def _peers(width: int, size: int) -> Any:
+    """Return the process group of the workers with this one's place in their replicas."""
+    rank, mine = dist.get_rank(), None
+    for place in range(size):  # every rank takes part in making every group
+        ranks = [replica * size + place for replica in range(width)]
+        made = dist.new_group(ranks)
+        mine = made if rank in ranks else mine
+    return mine

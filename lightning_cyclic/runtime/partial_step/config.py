@@ -1,0 +1,56 @@
+"""What the user chose of stage-at-a-time training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_cyclic.plan import Plan
+from lightning_cyclic.runtime.partial_step.flow import Apply, Complete
+from lightning_cyclic.runtime.partial_step.mail import ReadState, WriteState
+from lightning_cyclic.runtime.prediction.foresight import BackwardWeights, Guess
+from lightning_cyclic.runtime.stages.cuts import Cuts
+
+Share = Callable[[Tensor], Tensor]
+Scaled = Callable[[int, Share], Share]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagewiseConfig:
+    """Hold what the user chose.
+
+    Args:
+        make_plan: (number of stages, micro-batches of all replicas, ties, stages whose buffers
+            change) -> plan.
+        find_cuts: (module, step) -> where the stages begin; run on worker 0 alone.
+        num_micro: into how many micro-batches each replica cuts its batch.
+        width: number of replicas.
+        remat: "never", "always" or "except_last".
+        seed: of the randomness inside steps.
+        apply: makes a new version of a stage, where steps flow into each other.
+        complete: looks at the gradients of a stage there, before ``apply`` is called.
+        scaled: multiplies the share of a micro-batch in the loss of a step there.
+        guess: predicts the weights of a stage, for plans that read predicted ones.
+        backward_weights: what backwards read there.
+        read_state: gives what an owner must tell replicas of a stage, so that they can guess.
+        write_state: takes it.
+        expected_stages: how many stages there will be. [0: one per worker of a replica]
+    """
+
+    make_plan: Callable[..., Plan]
+    find_cuts: Callable[[nn.Module, Callable[[], Any]], Cuts]
+    num_micro: int
+    width: int
+    remat: str
+    seed: int
+    apply: Apply | None = None
+    complete: Complete | None = None
+    scaled: Scaled | None = None
+    guess: Guess | None = None
+    backward_weights: BackwardWeights = "current"
+    read_state: ReadState | None = None
+    write_state: WriteState | None = None
+    expected_stages: int = 0

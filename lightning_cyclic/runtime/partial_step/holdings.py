@@ -1,0 +1,177 @@
+"""The parameters of one worker: those of its stages, and stand-ins for all others.
+
+A stand-in keeps a parameter's shape and dtype, so that optimizers and summaries see every name,
+and one element of memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, final
+
+import torch
+from torch import Tensor, nn
+
+from lightning_cyclic.errors import PlanError
+
+if TYPE_CHECKING:
+    from lightning_cyclic.runtime.stages.cuts import Cuts
+
+
+@final
+class Holdings:
+    """Say which parameters a worker has, and move their gradients.
+
+    Args:
+        module: the whole module.
+        cuts: which stage each parameter belongs to.
+        stages: those that this worker runs.
+    """
+
+    def __init__(self, module: nn.Module, cuts: Cuts, stages: Sequence[int]) -> None:
+        self._module = module
+        self.stages = tuple(stages)
+        self._named = dict(module.named_parameters())
+        self._cuts = cuts
+        self._home = {n: j for j, names in enumerate(cuts.parameters) for n in names}
+        held = set(stages)
+        users = {n: set(cuts.tied.get(n, ())) | {j} for n, j in self._home.items()}
+        self.foreign = tuple(n for n in self._named if not users.get(n, held) & held)
+        self._is_freed = False
+
+    @property
+    def own(self) -> list[nn.Parameter]:
+        """Return the parameters that this worker updates, in the module's order."""
+        return [p for n, p in self._named.items() if self._home.get(n) in self.stages]
+
+    def named(self) -> dict[str, nn.Parameter]:
+        """Return the parameters that this worker updates, by name."""
+        return {n: p for n, p in self._named.items() if self._home.get(n) in self.stages}
+
+    @property
+    def num_stages(self) -> int:
+        """Return how many stages there are."""
+        return self._cuts.num_stages
+
+    def owned(self, j: int) -> list[nn.Parameter]:
+        """Return the parameters of stage ``j``: those that it is the first to use."""
+        return [self._named[n] for n in self._cuts.parameters[j]]
+
+    def lent(self, j: int) -> list[tuple[str, nn.Parameter]]:
+        """Return the parameters of stage ``j`` that later stages use too."""
+        return [(n, self._named[n]) for n in self._cuts.tied if self._home[n] == j]
+
+    def borrowed(self, j: int) -> list[str]:
+        """Return the names of the parameters of earlier stages that stage ``j`` uses too."""
+        return [n for n, stages in self._cuts.tied.items() if j in stages and self._home[n] != j]
+
+    def lenders(self, j: int) -> set[int]:
+        """Return the earlier stages of which stage ``j`` uses parameters."""
+        return {self._home[n] for n in self.borrowed(j)}
+
+    def tied_to(self, k: int) -> dict[int, dict[str, nn.Parameter]]:
+        """Return the trained parameters of earlier stages that stage ``k`` uses, too."""
+        found: dict[int, dict[str, nn.Parameter]] = {}
+        for n in self.borrowed(k):
+            if self._named[n].requires_grad:
+                found.setdefault(self._home[n], {})[n] = self._named[n]
+        return found
+
+    def refuse_ties(self, weights: str) -> None:
+        """Refuse parameters that stages share, where each would read them otherwise.
+
+        Raises:
+            PlanError: with the first of them.
+        """
+        if not self._cuts.tied:
+            return
+        n, stages = next(iter(self._cuts.tied.items()))
+        raise PlanError(
+            f"weights {weights!r} with {n!r}, which stages {list(stages)} share: each would "
+            "predict it otherwise; allowed: parameters that belong to one stage, or other "
+            "weights; let one stage have its modules, CyclicStrategy(stages=[...])"
+        )
+
+    def trained(self, j: int) -> dict[str, nn.Parameter]:
+        """Return the parameters of stage ``j`` that are trained, by name."""
+        named = {n: self._named[n] for n in self._cuts.parameters[j]}
+        return {n: p for n, p in named.items() if p.requires_grad}
+
+    def shared(self, first: int, stages: Sequence[int]) -> list[nn.Parameter]:
+        """Return the parameters of stage ``first`` that some of ``stages`` use too."""
+        users = set(stages)
+        return [p for n, p in self.lent(first) if users & set(self._cuts.tied[n])]
+
+    def changing(self, j: int) -> list[Tensor]:
+        """Return the buffers of stage ``j`` that training changes."""
+        names = [n for n in self._cuts.buffers[j] if n in self._cuts.changed]
+        return [self._module.get_buffer(n).detach() for n in names]
+
+    @contextmanager
+    def apart(self, j: int) -> Iterator[dict[str, Tensor]]:
+        """Keep the gradients that the body gives borrowed parameters apart; by name."""
+        names = self.borrowed(j)
+        before = [self._named[n].grad for n in names]
+        for n in names:
+            self._named[n].grad = None
+        taken: dict[str, Tensor] = {}
+        yield taken
+        for n, grad in zip(names, before, strict=True):
+            now = self._named[n].grad
+            if now is not None:
+                taken[n] = now
+            self._named[n].grad = grad
+
+    # ------------------------------------------------------------------ sums over replicas
+
+    def take_sum(self, j: int) -> tuple[list[int], list[Tensor]]:
+        """Take the gradients of stage ``j`` away; places in the stage, and tensors."""
+        owned = self.owned(j)
+        places = [k for k, p in enumerate(owned) if p.grad is not None]
+        grads = [owned[k].grad for k in places]
+        for p in owned:
+            p.grad = None
+        return places, [g for g in grads if g is not None]
+
+    def add_to(self, j: int, places: Sequence[int], grads: Sequence[Tensor]) -> None:
+        """Add this worker's gradients of stage ``j`` to a sum that came."""
+        owned = self.owned(j)
+        for k, total in zip(places, grads, strict=True):
+            own = owned[k].grad
+            owned[k].grad = total if own is None else total.add_(own)
+
+    # ------------------------------------------------------------------ memory
+
+    def free(self) -> None:
+        """Give up the memory of what other workers hold."""
+        for n in self.foreign:
+            p = self._named[n]
+            p.data = torch.zeros((), dtype=p.dtype, device=p.device).expand(p.shape)
+            p.grad = None
+        self._is_freed = True
+
+    def restore(self) -> None:
+        """Give every parameter memory again, without values."""
+        if self._is_freed:
+            for n in self.foreign:
+                p = self._named[n]
+                p.data = torch.empty(p.shape, dtype=p.dtype, device=p.device)
+        self._is_freed = False
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Let the body write to every parameter; behind it, keep only this worker's."""
+        if not self._is_freed:
+            yield
+            return
+        self.restore()
+        try:
+            yield
+        finally:
+            self.free()
+
+    @property
+    def is_freed(self) -> bool:
+        """Say whether only this worker's parameters have memory."""
+        return self._is_freed

@@ -1,0 +1,106 @@
+"""What goes from a stage to the next one, and what is learnt on the way.
+
+In the first step with a new kind of batch nobody knows what later stages will need: a packet
+holds every tensor that the user's code still could use. Stages note what they did use; the last
+stage puts that together into a *lesson*, which holds from the next step on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from lightning_cyclic.runtime.partial_step.ghosts import Handle
+from lightning_cyclic.runtime.partial_step.tape import Tape, names, tape_from_data, tape_to_data
+
+
+@dataclass(slots=True, kw_only=True)
+class Packet:
+    """Hold what crosses from stage j to stage j+1 for one micro-batch.
+
+    Args:
+        tensors: by handle; cut off from the graph.
+        with_grad: handles of those whose gradients come back.
+        tapes: of regions 0 .. j.
+        used: last stage that used each handle so far; only while learning.
+        learning: whether everything alive is sent.
+        shared: numbers of the groups of tensors that share memory in the stages that made them.
+        stale: tensors of which another view was changed in place since -> where.
+    """
+
+    tensors: dict[Handle, Tensor] = field(default_factory=dict)
+    with_grad: frozenset[Handle] = frozenset()
+    tapes: tuple[Tape, ...] = ()
+    used: dict[Handle, int] = field(default_factory=dict)
+    learning: bool = False
+    shared: dict[Handle, int] = field(default_factory=dict)
+    stale: dict[Handle, str] = field(default_factory=dict)
+
+    def facts(self) -> Any:
+        """Return what is to be said beside the tensors, in terms of JSON."""
+        return [
+            [list(h) for h in self.tensors],
+            [h in self.with_grad for h in self.tensors],
+            [tape_to_data(tape) for tape in self.tapes],
+            [[list(h), j] for h, j in self.used.items()],
+            self.learning,
+            [[list(h), n] for h, n in self.shared.items()],
+            [[list(h), line] for h, line in self.stale.items()],
+        ]
+
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor], facts: Any, tapes: tuple[Tape, ...] | None) -> Packet:
+        """Make a packet of what came; ``tapes`` if they are known already."""
+        handles, with_grad, tape_data, used, learning, shared, stale = facts
+        keys: list[Handle] = [(h[0], h[1], h[2]) for h in handles]
+        return cls(
+            tensors=dict(zip(keys, tensors, strict=True)),
+            with_grad=frozenset(h for h, yes in zip(keys, with_grad, strict=True) if yes),
+            tapes=tapes or tuple(tape_from_data(data) for data in tape_data),
+            used={(h[0], h[1], h[2]): j for h, j in used},
+            learning=learning,
+            shared={(h[0], h[1], h[2]): n for h, n in shared},
+            stale={(h[0], h[1], h[2]): line for h, line in stale},
+        )
+
+
+class Lesson(NamedTuple):
+    """Hold what a kind of batch has taught.
+
+    Args:
+        paths: names of the events of each region but the last.
+        last_use: the last stage that uses each handle that crosses.
+    """
+
+    paths: tuple[tuple[str, ...], ...]
+    last_use: Mapping[Handle, int]
+
+    def wanted(self, j: int) -> frozenset[Handle]:
+        """Return the handles that cross from stage ``j`` to the next."""
+        return frozenset(h for h, last in self.last_use.items() if h[0] <= j < last)
+
+    def to_data(self) -> Any:
+        """Return plain data that JSON can hold."""
+        return [[list(p) for p in self.paths], [[list(h), j] for h, j in self.last_use.items()]]
+
+    @classmethod
+    def from_data(cls, data: Any) -> Lesson:
+        """Make the lesson from what :meth:`to_data` returned."""
+        paths, uses = data
+        return cls(tuple(tuple(p) for p in paths), {(h[0], h[1], h[2]): j for h, j in uses})
+
+    @classmethod
+    def merge(
+        cls, known: Lesson | None, tapes: Sequence[Tape], used: Mapping[Handle, int]
+    ) -> Lesson:
+        """Add what one micro-batch used; of other paths, the latest holds."""
+        paths = tuple(names(tape) for tape in tapes)
+        if known is None or known.paths != paths:
+            return cls(paths, dict(used))
+        last = dict(known.last_use)
+        for h, j in used.items():
+            last[h] = max(j, last.get(h, j))
+        return cls(paths, last)

@@ -1,0 +1,76 @@
+"""What a stage changes beside its outputs: module buffers and metrics.
+
+A stage that is run again for its backward must not count its batch twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+
+if TYPE_CHECKING:
+    from lightning_cyclic.runtime.stages.cuts import Cuts
+
+
+@final
+class SideEffects:
+    """Undo them.
+
+    Args:
+        module: the whole module.
+        cuts: which buffers and metrics belong to which stage.
+    """
+
+    def __init__(self, module: nn.Module, cuts: Cuts) -> None:
+        self._module = module
+        self._cuts = cuts
+
+    @contextmanager
+    def undone(self, j: int) -> Iterator[None]:
+        """Run the body, and leave stage ``j`` as it was but for gradients."""
+        names = [n for n in self._cuts.buffers[j] if n in self._cuts.changed]
+        buffers = [self._module.get_buffer(n) for n in names]
+        values = [b.detach().clone() for b in buffers]
+        metrics = [
+            self._module.get_submodule(p) for p, at in self._cuts.metrics.items() if at == j
+        ]
+        states = [state_of(m) for m in metrics]
+        try:
+            yield
+        finally:
+            # the values are what they were: graphs that hold the buffers are not to notice
+            with torch.no_grad(), _unsafe_preserve_version_counter(tuple(buffers)):
+                for name, b, value in zip(names, buffers, values, strict=True):
+                    _put_back(self._module, name, b, value)
+            for m, state in zip(metrics, states, strict=True):
+                m.__dict__.update(state)
+
+
+def state_of(metric: nn.Module) -> dict[str, Any]:
+    """Return a copy of a torchmetrics metric's state and of what it knows of its last batch."""
+    names = [*metric.__dict__["_defaults"], *_REMEMBERED]
+    return {n: _copied(getattr(metric, n)) for n in names if hasattr(metric, n)}
+
+
+_REMEMBERED = ("_update_count", "_computed", "_forward_cache", "_cache", "_is_synced")
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, list):
+        return list(value)
+    return dict(value) if isinstance(value, Mapping) else value
+
+
+def _put_back(module: nn.Module, name: str, buffer: Tensor, value: Tensor) -> None:
+    path, _, last = name.rpartition(".")
+    owner = module.get_submodule(path)
+    if getattr(owner, last) is not buffer:  # the step has put another tensor in its place
+        setattr(owner, last, buffer)
+    buffer.copy_(value)

@@ -1,0 +1,256 @@
+"""The weight versions of one worker's stages, alive as long as somebody may read them.
+
+Optimizers update the module's own parameters. Forwards read *stand-ins*: parameters that take the
+places of the module's own while a forward runs, so that each graph belongs to the version that
+its forward read. The stand-ins of the newest version share the memory of the module's own:
+
+    F reads version v      stand-ins of v | own      one memory
+    update to v+1          stand-ins of v   own      if anybody still has v: else in place
+
+Autograd keeps some parameters themselves for the backward, not their memory, so nothing is
+swapped between a forward and its backward, and nothing is copied that no one reads.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from lightning_cyclic.plan import Plan
+from lightning_cyclic.plan.actions import Action
+from lightning_cyclic.runtime.prediction.foresight import Foresight, overwrite
+
+
+@final
+class Version(dict[str, nn.Parameter]):
+    """Hold the stand-ins of one version of a stage, by name.
+
+    Args:
+        j: stage.
+        v: version; the one from which it was predicted.
+        parameters: by name.
+    """
+
+    __slots__ = ("__weakref__", "j", "v")
+
+    def __init__(self, j: int, v: int, parameters: Mapping[str, nn.Parameter]) -> None:
+        super().__init__(parameters)
+        self.j = j
+        self.v = v
+
+
+@final
+class Versions:
+    """Keep the versions of stages.
+
+    Args:
+        module: the whole module.
+        plan: says which version is read.
+        stages: stage -> name -> trained parameter, of the stages that this worker has.
+        newest: the version that the parameters hold now.
+        readers: stage -> the stages that read its parameters, itself among them.
+        foresight: guesses what forwards read, where the plan's rule predicts.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        plan: Plan,
+        stages: Mapping[int, Mapping[str, nn.Parameter]],
+        newest: int,
+        readers: Mapping[int, Sequence[int]],
+        foresight: Foresight | None = None,
+    ) -> None:
+        self._plan = plan
+        self._stages = stages
+        self._own = {n: p for stage in stages.values() for n, p in stage.items()}
+        self._readers = readers
+        self._places = _places_of(module)
+        self._newest = dict.fromkeys(stages, newest)
+        self._kept: dict[int, dict[int, Version]] = {j: {} for j in stages}
+        self._alive = {j: weakref.WeakValueDictionary[int, Version]() for j in stages}
+        self._foresight = foresight
+        self._overwritten: dict[int, Version] = {}  # stage -> what all its graphs hold
+        # stage -> its last micro-batch, counted from the first step on
+        self._last = dict.fromkeys(range(plan.num_stages), newest * plan.num_micro - plan.width)
+
+    def newest(self, j: int) -> int:
+        """Return the version that the module's own parameters of stage ``j`` hold."""
+        return self._newest[j]
+
+    @contextmanager
+    def shown(self, a: Action, stages: Sequence[int]) -> Iterator[tuple[Version, ...]]:
+        """Let stages have the versions that a forward reads, while the body runs.
+
+        Args:
+            a: the forward.
+            stages: its own, and those of which it uses parameters.
+
+        Yields:
+            The versions; graphs that are made in the body need them until their backward.
+        """
+        assert a.i is not None
+        self._last[a.j] = a.t * self._plan.num_micro + a.i
+        if self._foresight is not None and self._foresight.looks_ahead(a):
+            versions: tuple[Version, ...] = (self._predicted(a),)
+        else:
+            reads = {j: self._plan.reads(a.t, a.i, j) for j in stages if j in self._stages}
+            versions = tuple(self._version(j, v) for j, v in reads.items())
+        with self._in_place(versions):
+            yield versions
+
+    def recomputes(self, a: Action) -> bool:
+        """Say whether the stage of a forward is run again because its weights were a guess."""
+        foresight = self._foresight
+        return (
+            foresight is not None
+            and foresight.backward_weights == "recompute"
+            and foresight.looks_ahead(a)
+        )
+
+    @contextmanager
+    def shown_again(
+        self, a: Action, versions: tuple[Version, ...]
+    ) -> Iterator[tuple[Version, ...]]:
+        """Let stages have what a backward reads, before which they are run again.
+
+        Args:
+            a: the backward.
+            versions: of its forward.
+        """
+        foresight = self._foresight
+        if foresight is not None and foresight.backward_weights != "predicted":
+            newest = self._newest[a.j]
+            if self._plan.backward_horizon(a.t, a.j) > 0:
+                versions = (self._made(a.j, foresight.backward(a.j, newest)),)
+            else:
+                versions = (self._version(a.j, newest),)
+        with self._in_place(versions):
+            yield versions
+
+    @contextmanager
+    def backward(self, versions: Sequence[Version]) -> Iterator[None]:
+        """Let the gradients that the body gives stand-ins go to the module's own parameters."""
+        for version in versions:
+            if version is self._overwritten.get(version.j):
+                assert self._foresight is not None
+                overwrite(version, self._foresight.backward(version.j, self._newest[version.j]))
+        pairs = [(self._own[n], q) for version in versions for n, q in version.items()]
+        for p, q in pairs:
+            q.grad, p.grad = p.grad, None
+        try:
+            yield
+        finally:
+            for p, q in pairs:
+                p.grad, q.grad = q.grad, None
+
+    def reserve(self, a: Action) -> None:
+        """Predict for a forward that is put off by a flush, before the next update."""
+        if self._foresight is not None:
+            self._foresight.reserve(a, self._newest[a.j])
+
+    def begin_update(self, j: int) -> None:
+        """Make room for the next version of a stage: its parameters are about to be changed."""
+        newest, needed = self._newest[j], self._next_read(j)
+        if needed <= newest:
+            self._kept[j][newest] = self._version(j, newest)
+        for v in [v for v in self._kept[j] if v < needed]:
+            del self._kept[j][v]
+        if newest in self._alive[j]:
+            for p in self._stages[j].values():
+                p.data = p.data.clone()
+        self._newest[j] += 1
+
+    def previous(self) -> dict[str, Any]:
+        """Return what later forwards read beside the newest version, in plain types."""
+        found: dict[str, dict[int, Tensor]] = {}
+        for j, kept in self._kept.items():
+            for v in (v for v in sorted(kept) if self._next_read(j) <= v):
+                for n, q in kept[v].items():
+                    found.setdefault(n, {})[v] = q.detach().clone()
+        return {"versions": found, "owed": self._foresight.owed() if self._foresight else {}}
+
+    def put_previous(self, previous: Mapping[str, Any]) -> None:
+        """Take from a checkpoint what :meth:`previous` returned, of all workers together."""
+        values = previous["versions"]
+        for j, stage in self._stages.items():
+            all_have = [set(values.get(n, ())) for n in stage]  # tied ones may have more
+            for v in sorted(set.intersection(*all_have)) if all_have else ():
+                made = {n: _like(p, values[n][v]) for n, p in stage.items()}
+                self._kept[j][v] = self._alive[j][v] = Version(j, v, made)
+        if self._foresight is not None:
+            self._foresight.put_owed(previous["owed"])
+
+    # ------------------------------------------------------------------ finding and showing
+
+    def _version(self, j: int, v: int) -> Version:
+        version = self._alive[j].get(v)
+        if version is None:
+            assert v == self._newest[j], f"version {v} of stage {j} is gone"
+            version = Version(j, v, {n: _alias(p) for n, p in self._stages[j].items()})
+            self._alive[j][v] = version
+        return version
+
+    def _predicted(self, a: Action) -> Version:
+        assert self._foresight is not None
+        values = self._foresight.forward(a, self._newest[a.j])
+        if self._foresight.backward_weights != "current":
+            return self._made(a.j, values)
+        version = self._overwritten.get(a.j)
+        if version is None:
+            version = self._overwritten[a.j] = self._made(a.j, values)
+        else:
+            overwrite(version, values)
+        return version
+
+    def _made(self, j: int, values: Mapping[str, Tensor]) -> Version:
+        made = {n: _like(p, values[n]) for n, p in self._stages[j].items()}
+        return Version(j, self._newest[j], made)
+
+    def _next_read(self, j: int) -> int:
+        """Return the oldest version of stage ``j`` that later forwards read."""
+        width, num_micro = self._plan.width, self._plan.num_micro
+        nexts = [divmod(self._last[user] + width, num_micro) for user in self._readers[j]]
+        return min(self._plan.reads(t, i, j) for t, i in nexts)
+
+    @contextmanager
+    def _in_place(self, versions: Sequence[Version]) -> Iterator[None]:
+        self._put({n: p for version in versions for n, p in version.items()})
+        try:
+            yield
+        finally:
+            self._put({n: self._own[n] for version in versions for n in version})
+
+    def _put(self, shown: Mapping[str, nn.Parameter]) -> None:
+        for n, q in shown.items():
+            for owner, name in self._places[id(self._own[n])]:
+                if isinstance(owner, nn.RNNBase):
+                    setattr(owner, name, q)  # it keeps its weights in a list, too
+                else:
+                    owner._parameters[name] = q
+
+
+def _alias(p: nn.Parameter) -> nn.Parameter:
+    """Return a parameter over the same memory, whose changes are counted apart."""
+    return nn.Parameter(p.data, requires_grad=p.requires_grad)
+
+
+def _like(p: nn.Parameter, values: Tensor) -> nn.Parameter:
+    made = torch.empty_like(p, requires_grad=False)
+    made.copy_(values)
+    return nn.Parameter(made, requires_grad=p.requires_grad)
+
+
+def _places_of(module: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
+    """List where each parameter sits: tied ones in several modules."""
+    places: dict[int, list[tuple[nn.Module, str]]] = {}
+    for m in module.modules():
+        for name, p in m._parameters.items():
+            if p is not None:
+                places.setdefault(id(p), []).append((m, name))
+    return places

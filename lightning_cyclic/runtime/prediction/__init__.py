@@ -1,0 +1,1 @@
+"""Guessing the weights that a backward will find."""

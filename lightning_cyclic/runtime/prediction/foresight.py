@@ -1,0 +1,128 @@
+"""Foresight: the predicted weights that forwards read under the ``predicted`` rule.
+
+    backward_weights   what the weights in the graph are when the backward comes
+    "current"          the newest, or a new guess for rules that guess again; what the forward
+                       computed with them stays. One stand-in per stage serves all micro-batches
+    "predicted"        those of the forward: a stand-in for each micro-batch under way
+    "recompute"        the newest, and the stage is run again with them
+
+Under autocast a graph holds low-precision copies of the weights, so that "current" becomes
+"predicted" there: only "recompute" sees the newest weights in both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal, TypeAlias, final
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+
+from lightning_cyclic.plan import Plan
+from lightning_cyclic.plan.actions import Action
+
+BackwardWeights: TypeAlias = Literal["current", "predicted", "recompute"]
+Guess: TypeAlias = Callable[[int, Sequence[nn.Parameter], int, int], list[Tensor]]
+"""(stage, its parameters, the version that they hold, updates to look ahead) -> values."""
+Values: TypeAlias = dict[str, Tensor]
+
+
+@final
+class Foresight:
+    """Guess the weights of stages, and keep guesses that are owed.
+
+    Args:
+        plan: says how far forwards and backwards look ahead.
+        stages: stage -> name -> trained parameter.
+        guess: looks ahead from a stage's own parameters.
+        backward_weights: what a backward reads.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        stages: Mapping[int, Mapping[str, nn.Parameter]],
+        guess: Guess,
+        backward_weights: BackwardWeights,
+    ) -> None:
+        self.backward_weights = backward_weights
+        self._plan = plan
+        self._stages = stages
+        self._guess = guess
+        self._reserved: dict[tuple[int, int, int], Values] = {}
+        self._of_step: dict[int, tuple[int, Values]] = {}  # stage -> step, guess of its first
+
+    def looks_ahead(self, a: Action) -> bool:
+        """Say whether the forward or the backward of a micro-batch reads a guess."""
+        assert a.i is not None
+        plan = self._plan
+        return plan.horizon(a.t, a.i, a.j) > 0 or plan.backward_horizon(a.t, a.j) > 0
+
+    def forward(self, a: Action, newest: int) -> Values:
+        """Return what a forward reads.
+
+        Args:
+            a: the forward.
+            newest: version that the parameters hold.
+        """
+        assert a.i is not None
+        reserved = self._reserved.pop((a.t, a.i, a.j), None)
+        values = self._made(a, newest) if reserved is None else reserved
+        if a.i < self._plan.width:  # the first of its replica
+            self._of_step[a.j] = (a.t, values)
+        return values
+
+    def backward(self, j: int, newest: int) -> Values:
+        """Return what a backward reads under "current" and "recompute"."""
+        # a backward of a synchronous step t reads version t; those of later ones, newer versions
+        return self._look(j, newest, self._plan.backward_horizon(newest, j))
+
+    def reserve(self, a: Action, newest: int) -> None:
+        """Guess now for a forward that would run before the next update, but for a flush."""
+        assert a.i is not None
+        key = (a.t, a.i, a.j)
+        if key not in self._reserved and self.looks_ahead(a):
+            self._reserved[key] = self._made(a, newest)
+
+    def _made(self, a: Action, newest: int) -> Values:
+        assert a.i is not None
+        width = self._plan.width
+        if self._plan.guesses_once_a_step and a.i >= width:
+            first = self._reserved.get((a.t, a.i % width, a.j))
+            t, values = self._of_step[a.j] if first is None else (a.t, first)
+            assert t == a.t
+            return values
+        return self._look(a.j, newest, self._plan.horizon(a.t, a.i, a.j))
+
+    def _look(self, j: int, newest: int, horizon: int) -> Values:
+        stage = self._stages[j]
+        if horizon == 0:
+            return {n: p.detach() for n, p in stage.items()}
+        values = self._guess(j, list(stage.values()), newest, horizon)
+        return dict(zip(stage, values, strict=True))
+
+    # ------------------------------------------------------------------ checkpoints
+
+    def owed(self) -> dict[str, dict[tuple[int, int], Tensor]]:
+        """Return the guesses that later forwards are owed: name -> (t, i) -> values."""
+        found: dict[str, dict[tuple[int, int], Tensor]] = {}
+        for (t, i, _), values in self._reserved.items():
+            for n, x in values.items():
+                found.setdefault(n, {})[t, i] = x.clone()
+        return found
+
+    def put_owed(self, owed: Mapping[str, Mapping[tuple[int, int], Tensor]]) -> None:
+        """Take guesses from a checkpoint."""
+        for j, stage in self._stages.items():
+            for t, i in sorted({key for n in stage for key in owed.get(n, {})}):
+                values = {n: torch.empty_like(p).copy_(owed[n][t, i]) for n, p in stage.items()}
+                self._reserved[t, i, j] = {n: x.detach() for n, x in values.items()}
+
+
+def overwrite(parameters: Mapping[str, nn.Parameter], values: Values) -> None:
+    """Change values that graphs hold, unseen by autograd: this is what "current" means."""
+    held = [parameters[n] for n in values]
+    with torch.no_grad(), _unsafe_preserve_version_counter(tuple(held)):
+        for q, x in zip(held, values.values(), strict=True):
+            q.copy_(x)

@@ -1,0 +1,1 @@
+"""Finding the stages of an unmodified module."""

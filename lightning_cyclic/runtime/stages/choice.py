@@ -1,0 +1,258 @@
+"""The best places for a number of stages: the largest stage is as small as it can be.
+
+Without a plan a stage weighs what it computes (or its activations), and the cut is found by
+bisection. With one it also takes what its messages take, and may keep no more than its worker has
+memory for; then the cut is the planner's own (planner/row.py). Both are exact.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from functools import cache
+from math import ceil, inf
+from typing import final
+
+from lightning_cyclic.errors import PlanError
+from lightning_cyclic.planner.partition import balance_between
+from lightning_cyclic.planner.row import Fits, Pieces, cut_row
+from lightning_cyclic.runtime.stages.demands import Demands
+from lightning_cyclic.runtime.stages.obstacles import Split
+from lightning_cyclic.runtime.stages.places import Place, Terrain
+
+
+def best_places(
+    terrain: Terrain,
+    stages: int,
+    memory_limit_bytes: int | None = None,
+    demands: Demands | None = None,
+) -> list[Place]:
+    """Return where stages 1, 2, ... begin.
+
+    Places that would share a module among stages are used only if there are too few others.
+
+    Args:
+        terrain: the places.
+        stages: how many.
+        memory_limit_bytes: of parameters and activations of one stage; with demands, of all that
+            its worker keeps. [any number]
+        demands: of the plan, for as many stages. [none: stages weigh what the terrain says]
+
+    Raises:
+        PlanError: too many stages, or too few for the memory.
+    """
+    possible = _possible(terrain)
+    for places in ([p for p in possible if not p.obstacles], possible):
+        found = _best(terrain, places, stages, memory_limit_bytes, demands)
+        if found is not None:
+            return found
+    most = most_stages(terrain)
+    if not 1 <= stages <= most:
+        raise PlanError(
+            f"stages={stages} were asked for, but {terrain.survey.title} can be cut into at most "
+            f"{most}; allowed: 1 to {most}; use CyclicStrategy(stages={most}); "
+            "`lightning-cyclic doctor` says what stands against more"
+        )
+    least = _least_memory(terrain, possible, stages, demands)
+    raise PlanError(
+        f"memory_limit_bytes={memory_limit_bytes} cannot be met with stages={stages}; allowed: "
+        f"{least} bytes or more with so many; raise it, use more stages or smaller micro-batches"
+    )
+
+
+def _best(
+    terrain: Terrain,
+    places: Sequence[Place],
+    stages: int,
+    limit: float | None,
+    demands: Demands | None = None,
+) -> list[Place] | None:
+    """Return the best of some places; None if no choice of them is allowed.
+
+    Some places keep others from being used behind them, from some tick on. What can be used then
+    depends on the last place alone, so each is tried as the last.
+    """
+    if stages < 1:
+        return None
+    if stages == 1 and limit is None:  # whatever the step is, even one that uses no parameter
+        return []
+    if stages == 1 or not terrain.obstacles.depend_on_other_cuts:
+        return _best_of_row(terrain, places, stages, limit, demands)[0]
+    reach = _reaches(terrain, places)
+    best: list[Place] | None = None
+    least = inf
+    for last, end in enumerate(places):
+        usable = [p for p, r in zip(places[:last], reach, strict=False) if r >= end.tick]
+        found, largest = _best_of_row(terrain, [*usable, end], stages, limit, demands)
+        if found and largest < least:
+            best, least = found, largest
+    return best
+
+
+def _best_of_row(
+    terrain: Terrain,
+    places: Sequence[Place],
+    stages: int,
+    limit: float | None,
+    demands: Demands | None,
+) -> tuple[list[Place] | None, float]:
+    """Return the best of places that do not stand against each other, and its largest stage."""
+    if demands is not None:
+        return _Planned(terrain, places, demands, limit).best(stages)
+    found = _Row(terrain, places, limit).best(stages)
+    return found, inf if found is None else _largest(terrain, found)
+
+
+def _reaches(terrain: Terrain, places: Sequence[Place]) -> list[int]:
+    """Return for each place the tick of the last place that may be used with it."""
+    found = []
+    for k, place in enumerate(places):
+        reach = place.tick
+        for other in places[k + 1 :]:
+            if _clash(terrain, [place, other]):
+                break
+            reach = other.tick
+        found.append(reach)
+    return found
+
+
+def _clash(terrain: Terrain, places: Sequence[Place]) -> bool:
+    split = split_by(places)
+    return any(o.is_hard for p in places for o in terrain.obstacles.against(p.tick, split))
+
+
+def split_by(places: Sequence[Place]) -> Split:
+    """Return the modules within whose calls places lie."""
+    return frozenset[str]().union(*(p.split for p in places))
+
+
+def _largest(terrain: Terrain, places: Sequence[Place]) -> int:
+    ends = _weights(terrain, [p.tick for p in places])
+    return max(b - a for a, b in zip(ends, ends[1:], strict=False))
+
+
+def _weights(terrain: Terrain, ticks: Sequence[int]) -> list[int]:
+    return [0, *map(terrain.weight_before, ticks), terrain.weight_before(terrain.survey.end + 1)]
+
+
+@final
+class _Row:
+    """Choose among places by their running sums of weight, parameters and memory."""
+
+    def __init__(self, terrain: Terrain, places: Sequence[Place], limit: float | None) -> None:
+        self._places = places
+        self._ticks = [0, *(p.tick for p in places), terrain.survey.end + 1]
+        self._ends = _weights(terrain, [p.tick for p in places])
+        firsts = [terrain.first_uses_before(tick) for tick in self._ticks]
+        self._highs = [bisect_left(firsts, count) - 1 for count in firsts]
+        self._lows = [0] * len(self._ends) if limit is None else self._memory_lows(terrain, limit)
+
+    def best(self, stages: int) -> list[Place] | None:
+        """Return the best choice; None if there is none."""
+        starts = balance_between(self._ends, stages, lows=self._lows, highs=self._highs)
+        return None if starts is None else [self._places[k - 1] for k in starts[1:]]
+
+    def most(self) -> int:
+        """Return the largest number of stages, each with a parameter of its own."""
+        # the furthest place from which a stage can reach the end, and so on to the front
+        count, b = 0, len(self._ends) - 1
+        while b > 0 and self._highs[b] >= 0:
+            b = self._highs[b]
+            count += 1
+        return max(count, 1)
+
+    def _memory_lows(self, terrain: Terrain, limit: float) -> list[int]:
+        lows, a = [], 0
+        for b, end in enumerate(self._ticks):
+            while a < b and terrain.kept_bytes(self._ticks[a], end) > limit:
+                a += 1
+            lows.append(a)
+        return lows
+
+
+@final
+class _Planned:
+    """Choose among places by what a plan's workers compute, send and keep."""
+
+    def __init__(
+        self, terrain: Terrain, places: Sequence[Place], demands: Demands, limit: float | None
+    ) -> None:
+        self._places = places
+        self._demands = demands
+        self._limit = limit
+        ticks = [0, *(p.tick for p in places), terrain.survey.end + 1]
+        self._crossing = [0, *(p.crossing_bytes for p in places), 0]
+        self._sent_s = [demands.sent_s(size) for size in self._crossing]
+        self._compute_s = [demands.compute_s(terrain.time_at(tick)) for tick in ticks]
+        self._firsts = [terrain.first_uses_before(tick) for tick in ticks]
+        self._load = cache(lambda a, b: terrain.load(ticks[a], ticks[b], self._crossing[a]))
+
+    def best(self, stages: int) -> tuple[list[Place] | None, float]:
+        """Return the best choice and the seconds of its slowest stage; None if there is none."""
+        return self._cut(stages, self._slowest, self._is_allowed)
+
+    def least_memory(self, stages: int) -> float:
+        """Return the bytes of the worker that keeps most, where that is as little as can be."""
+        return self._cut(stages, self._fullest, self._has_parameter)[1]
+
+    def _cut(self, stages: int, pieces: Pieces, fits: Fits) -> tuple[list[Place] | None, float]:
+        starts = cut_row(len(self._firsts) - 1, stages, pieces, fits=fits)
+        if starts is None:
+            return None, inf
+        ends = [*starts[1:], len(self._firsts) - 1]
+        parts = enumerate(zip(starts, ends, strict=True))
+        costs = (c for j, (a, b) in parts for at, _, c in pieces(j, b) if at == a)
+        return [self._places[k - 1] for k in starts[1:]], max(costs)
+
+    def _slowest(self, j: int, b: int) -> Iterator[tuple[int, float, float]]:
+        for a in range(b - 1, -1, -1):
+            compute_s = self._compute_s[b] - self._compute_s[a]
+            yield a, compute_s, max(compute_s, self._sent_s[a] + self._sent_s[b])
+
+    def _fullest(self, j: int, b: int) -> Iterator[tuple[int, float, float]]:
+        for a in range(b - 1, -1, -1):
+            yield a, 0.0, self._kept_bytes(j, a, b)
+
+    def _is_allowed(self, j: int, a: int, b: int) -> bool:
+        fits = self._limit is None or self._kept_bytes(j, a, b) <= self._limit
+        return fits and self._has_parameter(j, a, b)
+
+    def _has_parameter(self, j: int, a: int, b: int) -> bool:
+        is_whole = b - a == len(self._firsts) - 1  # of a step that may use none
+        return is_whole or self._firsts[a] < self._firsts[b]
+
+    def _kept_bytes(self, j: int, a: int, b: int) -> float:
+        return self._demands.kept_bytes(j, self._load(a, b), self._crossing[b])
+
+
+def most_stages(terrain: Terrain) -> int:
+    """Return the largest number of stages, each with a parameter of its own."""
+    places = _possible(terrain)
+    if not terrain.obstacles.depend_on_other_cuts:
+        return _Row(terrain, places, None).most()
+    most = 1
+    while _best(terrain, places, most + 1, None) is not None:
+        most += 1
+    return most
+
+
+def _possible(terrain: Terrain) -> list[Place]:
+    return [p for p in terrain.places if p.is_possible and p.has_parameters]
+
+
+def _least_memory(
+    terrain: Terrain, places: Sequence[Place], stages: int, demands: Demands | None
+) -> int:
+    """Return the least limit that can be met: of a plan's demands at once, else by bisection."""
+    if demands is not None and not terrain.obstacles.depend_on_other_cuts:
+        return ceil(_Planned(terrain, places, demands, None).least_memory(stages))
+    low, high = 0, max(1, terrain.kept_bytes(0, terrain.survey.end + 1))
+    while _best(terrain, places, stages, high, demands) is None:
+        high *= 2
+    while low < high:
+        middle = (low + high) // 2
+        if _best(terrain, places, stages, middle, demands) is None:
+            low = middle + 1
+        else:
+            high = middle
+    return low

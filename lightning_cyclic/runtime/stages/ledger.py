@@ -1,0 +1,229 @@
+"""The ledger: every tensor that a survey meets, who made it, from what, and who uses it.
+
+Tensors are known by identity, without being kept alive or marked.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from lightning_cyclic.runtime.stages.evidence import (
+    Change,
+    Edit,
+    Line,
+    Read,
+    Storage,
+    Use,
+    Value,
+)
+
+READS_VALUE = frozenset(
+    {"item", "tolist", "numpy", "__array__", "__bool__", "__int__", "__float__", "__index__"}
+    | {"__complex__", "equal", "allclose", "is_nonzero", "__contains__"}
+)
+"""Names of the torch functions that hand values to Python."""
+_TORCH = str(Path(torch.__file__).parent)
+_OWN = str(Path(__file__).parent)
+
+
+@dataclass(slots=True)
+class _Entry:
+    """Hold a tensor's record while it grows."""
+
+    storage: int
+    num_bytes: int
+    derived: bool
+    made: Use | None
+    home: int | None  # the innermost unit call within which it was made
+    units: frozenset[int]
+    uses: list[Use] = field(default_factory=list)
+
+
+@final
+class Ledger:
+    """Keep the records."""
+
+    def __init__(self) -> None:
+        self.reads: list[Read] = []
+        self.changes: list[Change] = []
+        self.edits: list[Edit] = []
+        self._entries: list[_Entry] = []
+        self._storages: list[Storage] = []
+        self._state: set[int] = set()  # storages whose changes are no concern of the step's
+        self._numbers: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+
+    def number(self, x: Tensor) -> int:
+        """Return a tensor's number; one that was never met was given to the step."""
+        known = self.known(x)
+        return self._enter(x) if known is None else known
+
+    def known(self, x: Tensor) -> int | None:
+        """Return a tensor's number if it was met before."""
+        entry = self._numbers.get(id(x))
+        return entry[1] if entry is not None and entry[0]() is x else None
+
+    def parameter(self, x: Tensor) -> int:
+        """Enter a parameter: what is computed from it is derived."""
+        return self._enter(x, derived=True)
+
+    def buffer(self, x: Tensor) -> int:
+        """Enter a buffer: changes of its values are compared, not followed."""
+        number = self.number(x)
+        self._state.add(self._entries[number].storage)
+        return number
+
+    def unseen(self, x: Tensor, use: Use, unit: int) -> int:
+        """Enter what a unit returns and no torch function made: a kernel unseen by Python did."""
+        return self._enter(x, derived=True, made=use, home=unit, units=frozenset({unit}))
+
+    def was_given(self, x: Tensor) -> bool:
+        """Say whether a tensor was there before the step."""
+        return self._entries[self.number(x)].made is None
+
+    def uses(self, number: int) -> list[Use]:
+        """Return the uses of a tensor so far."""
+        return self._entries[number].uses
+
+    def num_bytes(self, number: int) -> int:
+        """Return the bytes of a tensor."""
+        return self._entries[number].num_bytes
+
+    def note(
+        self,
+        name: str,
+        use: Use,
+        unit: int | None,
+        tensors: tuple[list[Tensor], list[Tensor], list[Tensor]],
+    ) -> None:
+        """Note what a torch function did.
+
+        Args:
+            name: of the function.
+            use: where it ran.
+            unit: number of the innermost unit call within which it ran.
+            tensors: what it was given, what it changed of that, what it returned.
+        """
+        inputs, changed, outputs = tensors
+        numbers = [self.number(x) for x in inputs]
+        for k in numbers:
+            self._entries[k].uses.append(use)
+        derived = any(map(self._is_derived, numbers))
+        units = frozenset[int]().union(*(self._entries[k].units for k in numbers))
+        if name in READS_VALUE:
+            followed = [k for k in numbers if self._is_derived(k) or self._entries[k].units]
+            self.reads += [Read(k, use, name) for k in followed]
+        for x in changed:
+            self._change(self.number(x), use, unit, derived)
+        units = units if unit is None else units | {unit}
+        for x in outputs:
+            if self.known(x) is None:
+                self._enter(x, derived=derived, made=use, home=unit, units=units, among=inputs)
+
+    def values(self) -> tuple[Value, ...]:
+        """Return the records of the tensors as plain data."""
+        return tuple(
+            Value(
+                storage=e.storage,
+                num_bytes=e.num_bytes,
+                derived=e.derived,
+                made=e.made,
+                units=e.units,
+                uses=tuple(e.uses),
+            )
+            for e in self._entries
+        )
+
+    def storages(self) -> tuple[Storage, ...]:
+        """Return the records of what views share."""
+        return tuple(self._storages)
+
+    def _is_derived(self, k: int) -> bool:
+        entry = self._entries[k]
+        return entry.derived or self._storages[entry.storage].derived_from is not None
+
+    def _change(self, k: int, use: Use, unit: int | None, by_derived: bool) -> None:
+        storage = self._entries[k].storage
+        if storage not in self._state:
+            self.edits.append(Edit(storage, use))
+        if self._is_derived(k):
+            return
+        if storage not in self._state and (by_derived or unit != self._entries[k].home):
+            self.changes.append(Change(storage, use, by_derived))
+        if by_derived:
+            self._storages[storage] = self._storages[storage]._replace(derived_from=use.tick)
+
+    def _enter(
+        self,
+        x: Tensor,
+        *,
+        derived: bool = False,
+        made: Use | None = None,
+        home: int | None = None,
+        units: frozenset[int] = frozenset(),
+        among: Iterable[Tensor] = (),
+    ) -> int:
+        storage = self._storage(x, among)
+        self._entries.append(_Entry(storage, _num_bytes(x), derived, made, home, units))
+        self._numbers[id(x)] = (weakref.ref(x), len(self._entries) - 1)
+        return len(self._entries) - 1
+
+    def _storage(self, x: Tensor, among: Iterable[Tensor]) -> int:
+        mine = _storage_of(x)
+        for y in among:
+            if mine is not None and mine == _storage_of(y):
+                return self._entries[self.number(y)].storage
+        self._storages.append(Storage(_num_bytes(x), None))
+        return len(self._storages) - 1
+
+
+def arguments(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors among a torch function's arguments or results."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from arguments(item)
+    elif isinstance(value, dict):
+        yield from arguments(list(value.values()))
+    elif isinstance(value, slice):
+        yield from arguments((value.start, value.stop, value.step))
+
+
+def about_to_change(name: str, args: Any, kwargs: Any) -> Iterator[Tensor]:
+    """Yield the tensors that a torch function says it will change in place."""
+    in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+    if args and (in_place or kwargs.get("inplace") is True):
+        yield from arguments(args[0])
+    yield from arguments(kwargs.get("out"))
+
+
+def version(x: Tensor) -> int:
+    """Return how often a tensor was changed in place."""
+    return 0 if x.is_inference() else x._version
+
+
+def user_line() -> Line:
+    """Return the innermost line outside torch and this folder."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith((_TORCH, _OWN)):
+        frame = frame.f_back
+    return Line(frame.f_code.co_filename, frame.f_lineno)
+
+
+def _num_bytes(x: Tensor) -> int:
+    return x.numel() * x.element_size()
+
+
+def _storage_of(x: Tensor) -> int | None:
+    try:
+        return int(x.untyped_storage()._cdata)
+    except (RuntimeError, NotImplementedError):  # sparse and other tensors without one
+        return None

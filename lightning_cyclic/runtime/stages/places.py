@@ -1,0 +1,219 @@
+"""Places: the module calls at which a stage may begin, and what each would cost.
+
+A place is the first call of a module, once parameters have been used. Modules that begin with
+nothing between them are one place with several names:
+
+    h.3, h.3.ln_1 | h.3.attn, h.3.attn.c_attn | h.3.attn.c_proj | ...
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Literal, TypeAlias, final
+
+from lightning_cyclic.runtime.stages.evidence import NO_LINE, Call, Survey
+from lightning_cyclic.runtime.stages.obstacles import Obstacle, Obstacles, Split
+
+Balance: TypeAlias = Literal["time", "activations"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Hold one place.
+
+    Args:
+        path: the module whose first call is the place; the outermost with parameters.
+        names: all modules that begin there.
+        tick: when.
+        before_ns: computing time before it.
+        after_ns: computing time from it on.
+        crossing_bytes: of the tensors that earlier stages make and later ones use.
+        split: the modules whose calls are under way.
+        obstacles: what stands against a stage that begins there.
+        has_parameters: a module that begins there has some; others only begin a stage by name.
+    """
+
+    path: str
+    names: tuple[str, ...]
+    tick: int
+    before_ns: int
+    after_ns: int
+    crossing_bytes: int
+    split: Split
+    obstacles: tuple[Obstacle, ...]
+    has_parameters: bool
+
+    @property
+    def is_possible(self) -> bool:
+        """Say whether a stage can begin there, other stages aside."""
+        return not any(o.is_hard for o in self.obstacles)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """Hold what one stage has to do and to keep.
+
+    Args:
+        compute_ns: of its forward, for the surveyed micro-batch.
+        parameter_bytes: of the parameters that it uses.
+        activation_bytes: of the tensors that it makes.
+        crossing_bytes: of those that it receives from earlier stages.
+    """
+
+    compute_ns: int
+    parameter_bytes: int
+    activation_bytes: int
+    crossing_bytes: int = 0
+
+
+_BARE = Obstacle(
+    kind="bare", reason="a stage from here on would use no parameter first", line=NO_LINE
+)
+
+
+@final
+class Terrain:
+    """Answer what lies before, between and at places.
+
+    Args:
+        survey: what was seen.
+        balance: what stages are to have equal parts of. Times are measured, and so differ a
+            little from run to run; bytes of activations do not.
+    """
+
+    def __init__(self, survey: Survey, balance: Balance = "time") -> None:
+        self.survey = survey
+        self._balance = balance
+        self.obstacles = Obstacles(survey)
+        held = survey.parameters.values()
+        self._first_uses = sorted(h.uses[0].tick for h in held if h.uses)
+        self._last_use = max((h.uses[-1].tick for h in held if h.uses), default=0)
+        self._uses = [(h.num_bytes, [u.tick for u in h.uses]) for h in held if h.uses]
+        self._unused_bytes = sum(h.num_bytes for h in held if not h.uses)
+        self._made_ticks, self._made_bytes = self._made()
+        self._alive = sorted(
+            (v.made.tick, v.uses[-1].tick, k)
+            for k, v in enumerate(survey.values)
+            if v.made is not None and v.uses
+        )
+        self._call_ticks = sorted(t for c in survey.calls for t in (c.begin, c.end))
+        self.places = tuple(self._find())
+
+    def at(self, path: str) -> Place | None:
+        """Return the place with a name, seen as that module's; None if it is never called."""
+        call = next((c for c in self.survey.calls if c.path == path and c.n == 0), None)
+        if call is None:
+            return None
+        names = next((p.names for p in self.places if path in p.names), (path,))
+        return self._place(call, names, call.is_unit)
+
+    def first_uses_before(self, tick: int) -> int:
+        """Return how many parameters are used before a tick."""
+        return bisect_left(self._first_uses, tick)
+
+    def load(self, begin: int, end: int, crossing_bytes: int = 0) -> Load:
+        """Return the load of a stage from one tick (0: the step's begin) to another."""
+        return Load(
+            compute_ns=self.time_at(end) - self.time_at(begin),
+            parameter_bytes=self.parameter_bytes(begin, end),
+            activation_bytes=self._activation_bytes(begin, end),
+            crossing_bytes=crossing_bytes,
+        )
+
+    def weight_before(self, tick: int) -> int:
+        """Return how much lies before a tick of what stages are to have equal parts of."""
+        if self._balance == "activations":
+            return self._activation_bytes(0, tick)
+        return self.time_at(tick)
+
+    def kept_bytes(self, begin: int, end: int) -> int:
+        """Return the bytes of parameters and activations of a stage."""
+        return self.parameter_bytes(begin, end) + self._activation_bytes(begin, end)
+
+    def time_at(self, tick: int) -> int:
+        """Return when a call began, in ns; the step's duration where none did any more."""
+        if tick <= 0:
+            return 0
+        k = bisect_left(self.survey.calls, tick, key=lambda c: c.begin)
+        calls = self.survey.calls
+        return calls[k].begin_ns if k < len(calls) else self.survey.duration_ns
+
+    def parameter_bytes(self, begin: int, end: int) -> int:
+        """Return the bytes of the parameters used; those never used count at the beginning."""
+        used = sum(
+            size
+            for size, ticks in self._uses
+            if bisect_left(ticks, end) > bisect_left(ticks, begin)
+        )
+        return used + (self._unused_bytes if begin <= 0 else 0)
+
+    def _activation_bytes(self, begin: int, end: int) -> int:
+        a, b = bisect_left(self._made_ticks, begin), bisect_left(self._made_ticks, end)
+        return self._made_bytes[b] - self._made_bytes[a]
+
+    def _made(self) -> tuple[list[int], list[int]]:
+        """Return when each storage was made, and the bytes made before each of these."""
+        first: dict[int, int] = {}
+        for v in self.survey.values:
+            first.setdefault(v.storage, -1 if v.made is None else v.made.tick)
+        made = sorted((tick, storage) for storage, tick in first.items() if tick >= 0)
+        sizes = (self.survey.storages[storage].num_bytes for _, storage in made)
+        return [tick for tick, _ in made], [0, *accumulate(sizes)]
+
+    # ------------------------------------------------------------------ places
+
+    def _find(self) -> Iterator[Place]:
+        group: list[Call] = []
+        for call in self._candidates():
+            if group and self._between(group[-1].begin, call.begin):
+                yield self._grouped(group)
+                group = []
+            group.append(call)
+        if group:
+            yield self._grouped(group)
+
+    def _candidates(self) -> Iterator[Call]:
+        begin = self._first_uses[0] if self._first_uses else self.survey.end
+        for call in self.survey.calls:
+            is_first = call.n == 0 and call.path != "" and not self.survey.in_metric(call.path)
+            if is_first and begin < call.begin <= self._last_use:
+                yield call
+
+    def _between(self, begin: int, end: int) -> bool:
+        """Say whether a torch function ran between two ticks."""
+        ticks = self._call_ticks
+        return end - begin - 1 > bisect_left(ticks, end) - bisect_right(ticks, begin)
+
+    def _grouped(self, calls: list[Call]) -> Place:
+        shown = next((c for c in calls if c.is_unit), calls[0])
+        return self._place(shown, tuple(c.path for c in calls), any(c.is_unit for c in calls))
+
+    def _place(self, call: Call, names: tuple[str, ...], has_parameters: bool) -> Place:
+        around = self.survey.around(call.parent)
+        split = frozenset(c.path for c in around if c.path)
+        split = self.obstacles.opened(call.begin, split)
+        own = self.first_uses_before(call.begin) < len(self._first_uses)
+        return Place(
+            path=call.path,
+            names=names,
+            tick=call.begin,
+            before_ns=call.begin_ns,
+            after_ns=self.survey.duration_ns - call.begin_ns,
+            crossing_bytes=self._crossing_bytes(call.begin, split),
+            split=split,
+            obstacles=(() if own else (_BARE,)) + self.obstacles.against(call.begin, split),
+            has_parameters=has_parameters,
+        )
+
+    def _crossing_bytes(self, tick: int, split: Split) -> int:
+        """Count what crosses; views of one storage together at most as the storage."""
+        by_storage: dict[int, int] = {}
+        for made, last, k in self._alive[: bisect_right(self._alive, (tick,))]:
+            if made < tick <= last and self.obstacles.is_ghost(k, tick, split):
+                value = self.survey.values[k]
+                by_storage[value.storage] = by_storage.get(value.storage, 0) + value.num_bytes
+        whole = self.survey.storages
+        return sum(min(size, whole[s].num_bytes) for s, size in by_storage.items())

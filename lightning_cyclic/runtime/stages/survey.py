@@ -1,0 +1,343 @@
+"""The survey: one real run of a step, whole and without gradients, that notes what happens.
+
+    with hands on every module's calls and every torch function:
+        step()
+    -> calls and their times, uses of parameters, every tensor with its maker and users,
+       values read into Python, changes in place                        (evidence.py)
+
+What follows from it is decided elsewhere: :mod:`obstacles` and :mod:`cuts`.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from time import perf_counter_ns
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from lightning_cyclic.runtime.partial_step.ghosts import reads_metadata
+from lightning_cyclic.runtime.partial_step.site import is_metric
+from lightning_cyclic.runtime.stages.evidence import (
+    NO_LINE,
+    Call,
+    Held,
+    Line,
+    Survey,
+    Use,
+    quietest,
+)
+from lightning_cyclic.runtime.stages.ledger import (
+    READS_VALUE,
+    Ledger,
+    about_to_change,
+    arguments,
+    user_line,
+    version,
+)
+from lightning_cyclic.runtime.stages.untouched import Keeper, untouched
+from lightning_cyclic.runtime.values.trees import tensors
+
+
+def survey(
+    module: nn.Module,
+    step: Callable[[], Any],
+    parameters: Mapping[str, Tensor] | None = None,
+    *,
+    repeats: int = 0,
+) -> Survey:
+    """Run a step once, whole, and say what it did; leave everything as it was.
+
+    Random states, buffers, metrics, the ``training`` flags, plain attributes and tensors changed
+    in place are restored, also when the step raises. The caller silences ``self.log``.
+
+    Args:
+        module: the whole module.
+        step: runs e.g. ``module.training_step(batch, 0)``.
+        parameters: name -> the tensor that stands for it. [``module.named_parameters()``]
+        repeats: further runs, for the times alone: each stretch between two calls counts with
+            its shortest time, so that neither warm-up nor other processes disturb them.
+
+    Returns:
+        The evidence, plain data.
+    """
+    named = dict[str, Tensor](module.named_parameters() if parameters is None else parameters)
+    runs = [_survey_once(module, step, named) for _ in range(1 + repeats)]
+    return quietest(runs)
+
+
+def _survey_once(
+    module: nn.Module, step: Callable[[], Any], parameters: dict[str, Tensor]
+) -> Survey:
+    with untouched(module) as keeper:
+        surveyor = _Surveyor(module, parameters, keeper)
+        surveyor.run(step)
+        return surveyor.result()
+
+
+@dataclass(slots=True)
+class _Open:
+    """Hold a call's record while it grows."""
+
+    path: str
+    n: int
+    parent: int | None
+    begin: int
+    begin_ns: int
+    unit: int | None  # number of the innermost unit call, itself included
+    end: int = 0
+    end_ns: int = 0
+    outputs: frozenset[int] = frozenset()
+
+
+@final
+class _Surveyor:
+    """Take the notes.
+
+    Args:
+        module: the whole module.
+        parameters: name -> tensor.
+        keeper: told of what is about to change.
+    """
+
+    def __init__(self, module: nn.Module, parameters: dict[str, Tensor], keeper: Keeper) -> None:
+        self._module = module
+        self._keeper = keeper
+        self._tick = 0
+        self._own_ns = 0  # spent on notes
+        self._start_ns = 0
+        self._end_ns = 0
+        self._calls: list[_Open] = []
+        self._counts: dict[str, int] = {}
+        self._stack: list[int] = []
+        self._metrics: dict[str, list[int]] = {}
+        self._ledger = Ledger()
+        self._parameters = {name: self._ledger.parameter(p) for name, p in parameters.items()}
+        self._buffers = {name: self._ledger.buffer(b) for name, b in module.named_buffers()}
+        self._on_cuda = any(p.is_cuda for p in parameters.values())
+
+    # ------------------------------------------------------------------ running
+
+    def run(self, step: Callable[[], Any]) -> None:
+        """Run the step and take notes of it."""
+        with _no_collection(), torch.no_grad(), self._followed(), _Watch(self):
+            self._start_ns = perf_counter_ns()
+            result = step()
+            self._end_ns = self._now()
+        end = self._use()
+        for leaf in tensors(result):
+            self._ledger.uses(self._ledger.number(leaf)).append(end)
+
+    @contextmanager
+    def _followed(self) -> Iterator[None]:
+        doors = list(self._doors())
+        before = [(m, name, m.__dict__.get(name)) for m, name, _ in doors]
+        for m, name, door in doors:
+            m.__dict__[name] = door
+        try:
+            yield
+        finally:
+            for m, name, value in before:
+                m.__dict__.pop(name)
+                if value is not None:
+                    m.__dict__[name] = value
+
+    def _doors(self) -> Iterator[tuple[nn.Module, str, Callable[..., Any]]]:
+        for path, m in self._module.named_modules():
+            if isinstance(m, torch.jit.ScriptModule):
+                continue
+            metric = is_metric(m)
+            is_unit = path != "" and (metric or next(m.parameters(), None) is not None)
+            yield m, "_call_impl", self._door(path, m._call_impl, is_unit)
+            if metric:
+                self._metrics[path] = []
+                update: Callable[..., Any] = m.update
+                yield m, "update", self._metric_door(path, update)
+
+    def _door(self, path: str, call: Callable[..., Any], is_unit: bool) -> Callable[..., Any]:
+        def follow(*args: Any, **kwargs: Any) -> Any:
+            number = self._begin(path, is_unit)
+            result = None
+            try:
+                result = call(*args, **kwargs)
+                return result
+            finally:
+                self._end(number, result)
+
+        return follow
+
+    def _metric_door(self, path: str, update: Callable[..., Any]) -> Callable[..., Any]:
+        def follow(*args: Any, **kwargs: Any) -> Any:
+            number = self._begin(f"{path}.update", True)
+            self._metrics[path].append(self._tick)
+            try:
+                return update(*args, **kwargs)
+            finally:
+                self._end(number, None)
+
+        return follow
+
+    # ------------------------------------------------------------------ calls
+
+    def _begin(self, path: str, is_unit: bool) -> int:
+        now = self._now()
+        self._tick += 1
+        number = len(self._calls)
+        parent = self._stack[-1] if self._stack else None
+        unit = number if is_unit else self._unit(parent)
+        n = self._counts.get(path, 0)
+        self._counts[path] = n + 1
+        self._calls.append(_Open(path, n, parent, self._tick, now, unit))
+        self._stack.append(number)
+        self._spent(now)
+        return number
+
+    def _end(self, number: int, result: Any) -> None:
+        now = self._now()
+        self._tick += 1
+        call = self._calls[number]
+        call.end, call.end_ns = self._tick, now
+        self._stack.pop()
+        if call.unit == number:
+            call.outputs = frozenset(self._returned(x, number) for x in tensors(result))
+        self._spent(now)
+
+    def _returned(self, x: Tensor, number: int) -> int:
+        known = self._ledger.known(x)
+        if known is not None:
+            return known
+        return self._ledger.unseen(x, Use(self._tick, number, user_line()), number)
+
+    def _unit(self, call: int | None) -> int | None:
+        return None if call is None else self._calls[call].unit
+
+    def _now(self) -> int:
+        """Return the time since the step began, in ns, without that spent on notes."""
+        if self._on_cuda:
+            torch.cuda.synchronize()
+        return perf_counter_ns() - self._start_ns - self._own_ns
+
+    def _spent(self, since: int) -> None:
+        self._own_ns += perf_counter_ns() - self._start_ns - self._own_ns - since
+
+    # ------------------------------------------------------------------ torch functions
+
+    def function(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Call a torch function and note what it did."""
+        begun = perf_counter_ns()
+        if reads_metadata(func):
+            self._own_ns += perf_counter_ns() - begun
+            return func(*args, **kwargs)
+        name = func.__name__
+        inputs = list(arguments((args, kwargs)))
+        for x in about_to_change(name, args, kwargs):
+            if self._ledger.was_given(x):
+                self._keeper.keep(x)
+        versions = [version(x) for x in inputs]
+        self._own_ns += perf_counter_ns() - begun
+        result = func(*args, **kwargs)
+        begun = perf_counter_ns()
+        changed = [x for x, v in zip(inputs, versions, strict=True) if version(x) != v]
+        outputs = list(arguments(result))
+        if outputs or changed or name in READS_VALUE:
+            use = self._use()
+            self._ledger.note(name, use, self._unit(use.call), (inputs, changed, outputs))
+        self._own_ns += perf_counter_ns() - begun
+        return result
+
+    def _use(self) -> Use:
+        self._tick += 1
+        return Use(self._tick, self._stack[-1] if self._stack else None, user_line())
+
+    # ------------------------------------------------------------------ the result
+
+    def result(self) -> Survey:
+        """Return the notes as plain data."""
+        first_calls: dict[str, int] = {}
+        for call in reversed(self._calls):
+            first_calls[call.path] = call.begin
+        return Survey(
+            title=type(self._module).__name__,
+            modules=tuple(path for path, _ in self._module.named_modules()),
+            aliases=_aliases(self._module),
+            calls=tuple(
+                Call(
+                    path=c.path, n=c.n, parent=c.parent, begin=c.begin, end=c.end,
+                    begin_ns=c.begin_ns, end_ns=c.end_ns, is_unit=c.unit == k, outputs=c.outputs,
+                )
+                for k, c in enumerate(self._calls)
+            ),
+            values=self._ledger.values(),
+            storages=self._ledger.storages(),
+            reads=tuple(self._ledger.reads),
+            changes=tuple(self._ledger.changes),
+            edits=tuple(self._ledger.edits),
+            parameters={name: self._held(name, k) for name, k in self._parameters.items()},
+            buffers={name: first_calls.get(_owner(name)) for name in self._buffers},
+            changed={name: self._span(name) for name in self._keeper.changed_buffers()},
+            metrics={path: tuple(ticks) for path, ticks in self._metrics.items()},
+            end=self._tick,
+            duration_ns=self._end_ns,
+        )  # fmt: skip
+
+    def _held(self, name: str, k: int) -> Held:
+        uses = tuple(self._ledger.uses(k))
+        if not uses:  # a kernel that Python does not see may have used it, within its module
+            calls = (n for n, c in enumerate(self._calls) if c.path == _owner(name))
+            uses = tuple(Use(self._calls[n].begin, n, Line("", 0)) for n in calls if _owner(name))
+        return Held(self._ledger.num_bytes(k), uses)
+
+    def _span(self, buffer: str) -> tuple[Use, Use]:
+        """Return when a buffer that changed was first and last used."""
+        now = dict(self._module.named_buffers()).get(buffer)
+        numbers = [self._buffers[buffer]] + ([] if now is None else [self._ledger.number(now)])
+        uses = [use for k in numbers for use in self._ledger.uses(k)]
+        uses = uses or [Use(c.begin, k, NO_LINE) for k, c in self._calls_of(_owner(buffer))]
+        uses = uses or [Use(0, None, NO_LINE), Use(self._tick, None, NO_LINE)]
+        return min(uses, key=_tick), max(uses, key=_tick)
+
+    def _calls_of(self, path: str) -> list[tuple[int, _Open]]:
+        return [(k, c) for k, c in enumerate(self._calls) if path and c.path == path]
+
+
+@final
+class _Watch(TorchFunctionMode):
+    """Hand every torch function to the surveyor."""
+
+    def __init__(self, surveyor: _Surveyor) -> None:
+        super().__init__()
+        self._surveyor = surveyor
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._surveyor.function(func, args, kwargs or {})
+
+
+def _tick(use: Use) -> int:
+    return use.tick
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Keep Python's garbage collector, which would strike at the same call each time, out."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _aliases(module: nn.Module) -> dict[str, str]:
+    first = {m: path for path, m in module.named_modules()}
+    every = module.named_modules(remove_duplicate=False)
+    return {path: first[m] for path, m in every if first[m] != path}
+
+
+def _owner(name: str) -> str:
+    return name.rpartition(".")[0]

@@ -1,0 +1,1 @@
+"""Values that user code passes around: containers, trees, and what JSON can hold."""

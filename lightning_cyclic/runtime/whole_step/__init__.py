@@ -1,0 +1,1 @@
+"""F and B of a worker that runs whole micro-batches."""

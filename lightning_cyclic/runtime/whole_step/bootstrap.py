@@ -1,0 +1,138 @@
+"""The first training step, which finds the stages.
+
+Version 0 is what every stage of step 0 reads, so step 0 needs no stages for its forwards: they
+run one worker after the other, as the sequential run does, handing all module buffers on, and
+take notes on the way. Then the workers agree on the stages and the backwards go on staggered.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_cyclic.errors import StepError
+from lightning_cyclic.runtime.agreement import describe_batch, gather_texts, require_same_lines
+from lightning_cyclic.runtime.stages.profile import Profile, Recorder, Unit
+from lightning_cyclic.runtime.whole_step.flat import FlatLayout
+
+
+@final
+class FirstStep:
+    """Run the forwards of step 0 in the order of workers and record them.
+
+    Args:
+        module: the whole module.
+        parameters: name -> parameter, for those that are trained.
+        device: where messages live.
+        group: the process group that the messages use.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        parameters: Mapping[str, nn.Parameter],
+        device: torch.device,
+        group: Any,
+    ) -> None:
+        self._module = module
+        self._device = device
+        self._group = group
+        self._recorder = Recorder(module, dict(parameters))
+        self._batch = ""
+        self._orders: list[list[str]] = []  # in which each worker used its parameters
+        self._layout = FlatLayout([b for _, b in module.named_buffers()])
+
+    @contextmanager
+    def forward(self, batch: Any, *, first: bool) -> Iterator[None]:
+        """Run the body as one forward of the step; the first of its batches is recorded."""
+        if not first:
+            yield
+            return
+        self._batch = describe_batch(batch)
+        with self._recorder.recording():
+            yield
+
+    def receive(self) -> None:
+        """Take in all buffers as the worker before this one left them."""
+        if dist.get_rank() > 0:
+            buffer = self._layout.new()
+            dist.recv(buffer.data, dist.get_rank() - 1, group=self._group)
+            for own, view in zip(self._buffers(), buffer.views, strict=True):
+                own.copy_(view)
+
+    def send(self) -> None:
+        """Hand all buffers to the worker behind this one."""
+        if dist.get_rank() < dist.get_world_size() - 1:
+            buffer = self._layout.new()
+            buffer.write(self._buffers())
+            dist.send(buffer.data, dist.get_rank() + 1, group=self._group)
+
+    def agree(self) -> Profile:
+        """Return the profile that all workers share.
+
+        Raises:
+            StepError: on every worker, if batches differ.
+        """
+        mine = self._recorder.profile()
+        facts = gather_texts(json.dumps([self._batch, _as_data(mine)]), self._device, self._group)
+        both = [json.loads(text) for text in facts]
+        require_same_lines(
+            "the data of their first batch",
+            [batch for batch, _ in both],
+            "the same structure, dtypes and number of dims; check the dataset of each worker",
+        )
+        everyone = [data for _, data in both]
+        self._orders = [[n for u in data["units"] for n in u["parameters"]] for data in everyone]
+        return _shared(everyone)
+
+    def check_order(self, stage_of: Mapping[str, int]) -> None:
+        """Refuse stages that some worker's forward entered in another order.
+
+        Workers may use parameters differently, as long as they do so inside one stage. What only
+        some of them use is in stage 0, which is there before a step begins.
+
+        Raises:
+            StepError: on every worker, with the order of the one that differs.
+        """
+        for w, order in enumerate(self._orders):
+            entered = list(dict.fromkeys(j for j in map(stage_of.__getitem__, order) if j > 0))
+            if entered != sorted(entered):
+                raise StepError(
+                    f"the first training step of worker {w} entered the stages that worker 0 has "
+                    f"in the order {entered}; allowed: the same order everywhere; control flow "
+                    "that differs between workers must lie inside one stage: put boundaries "
+                    'around it, CyclicStrategy(stages=["module.path", ...]), or use stages=1'
+                )
+
+    def _buffers(self) -> list[torch.Tensor]:
+        return [b.detach() for _, b in self._module.named_buffers()]
+
+
+def _as_data(profile: Profile) -> dict[str, Any]:
+    return asdict(profile)
+
+
+def _shared(everyone: Sequence[Mapping[str, Any]]) -> Profile:
+    """Return worker 0's profile, with the buffers that changed on any worker.
+
+    Whether statistics change may depend on the batch: what changed anywhere is relayed.
+    """
+    base = everyone[0]
+    units = tuple(
+        Unit(starts=tuple(u["starts"]), parameters=tuple(u["parameters"]), glue=tuple(u["glue"]))
+        for u in base["units"]
+    )
+    changed: dict[str, tuple[int, int]] = {}
+    for data in everyone:
+        for name, (first, last) in data["buffers"].items():
+            # another worker's units mean nothing here: such a buffer may change anywhere
+            span = (first, last) if data["units"] == base["units"] else (0, len(units) - 1)
+            changed.setdefault(name, span)
+    return Profile(units=units, unused=tuple(base["unused"]), buffers=changed)

@@ -1,0 +1,99 @@
+"""Entrances: notice in which order an unmodified module runs its stages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, final
+
+from torch import nn
+
+from lightning_cyclic.errors import StepError
+from lightning_cyclic.runtime.stages.stage_map import Stage, StageMap
+
+
+@final
+class Entrances:
+    """Call ``enter(j)`` before the first module of each stage runs in a step.
+
+    The module that begins a stage has a hook, and so has every module that owns parameters of
+    it: where a step skips the first one (a dropped layer), the next one enters.
+
+    Args:
+        module: the whole module.
+        stages: its stages.
+        enter: does what the program has before F(.,j), and for stages skipped before it.
+        worker: this worker, for messages.
+    """
+
+    def __init__(
+        self, module: nn.Module, stages: StageMap, enter: Callable[[int], None], worker: int
+    ) -> None:
+        self._stages = stages
+        self._enter = enter
+        self._worker = worker
+        self._open = False
+        self._order: list[int] = []
+        self._handles: list[Any] = []
+        for j, stage in enumerate(stages.stages[1:], start=1):
+            self._handles += self._hook(module, j, stage)
+
+    def open(self) -> None:
+        """Begin to notice: a step's forward begins."""
+        self._open, self._order = True, []
+
+    def close(self, t: int, entered: int) -> None:
+        """End a step's forward and check what it did.
+
+        Args:
+            t: the step, for messages.
+            entered: the last stage that was entered.
+
+        Raises:
+            StepError: the stages ran in another order than in the profiled step, or parameters
+                used by glue code may have been read in the wrong version.
+        """
+        self._open = False
+        for j in range(entered + 1, len(self._stages.stages)):
+            if self._stages.stages[j].glue:
+                raise self._glue_error(t, j)
+        first = list(dict.fromkeys(self._order))
+        if first != sorted(first):
+            raise self._order_error(t, first)
+
+    def remove(self) -> None:
+        """Take the hooks off the module."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _hook(self, module: nn.Module, j: int, stage: Stage) -> list[Any]:
+        owners = (name.rpartition(".")[0] for name in stage.parameters)
+        paths = dict.fromkeys([stage.start, *owners])
+
+        def before_forward(module: nn.Module, args: Any) -> None:
+            if self._open:
+                self._enter(j)
+                self._order.append(j)
+
+        return [
+            module.get_submodule(path).register_forward_pre_hook(before_forward, prepend=True)
+            for path in paths
+            if path
+        ]
+
+    def _glue_error(self, t: int, j: int) -> StepError:
+        stage = self._stages.stages[j]
+        return StepError(
+            f"step {t} of worker {self._worker} called no module of stage {j}, but "
+            f"{', '.join(stage.glue)} of that stage is used by code outside its module, perhaps "
+            f"in the wrong version; allowed: calling {stage.start!r} in every step; or put the "
+            'boundary elsewhere, CyclicStrategy(stages=["module.path", ...])'
+        )
+
+    def _order_error(self, t: int, first: list[int]) -> StepError:
+        late = next(b for a, b in zip(first, first[1:], strict=False) if b < a)
+        return StepError(
+            f"step {t} of worker {self._worker} ran its stages in the order {first}, stage {late} "
+            f"({self._stages.stages[late].start!r}) too late; allowed: the order of the first "
+            "training step; cut only where the order is always the same, "
+            'CyclicStrategy(stages=["module.path", ...]), or use stages=1'
+        )

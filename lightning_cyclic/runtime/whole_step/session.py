@@ -1,0 +1,331 @@
+"""A session: one worker's training from the first step to the last.
+
+first step      find the stages (bootstrap), make the plan and the engine in its middle
+later steps     the engine
+between steps   flush, state, stop
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_cyclic.errors import StepError
+from lightning_cyclic.plan import Plan
+from lightning_cyclic.plan.actions import Payload
+from lightning_cyclic.runtime.norms import NormExchange
+from lightning_cyclic.runtime.stages.profile import Profile
+from lightning_cyclic.runtime.stages.stage_map import StageMap, make_stages
+from lightning_cyclic.runtime.transport import CountingTransport, DistributedTransport
+from lightning_cyclic.runtime.waiting import naming_peers
+from lightning_cyclic.runtime.whole_step.bootstrap import FirstStep
+from lightning_cyclic.runtime.whole_step.engine import Engine, EngineState, Update
+from lightning_cyclic.runtime.whole_step.randomness import keyed
+
+_BYTES_PER_STAGE = 1 << 20
+_FINE_STAGES = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionConfig:
+    """Hold what the user chose.
+
+    Args:
+        make_plan: (number of stages, relayed stages) -> plan.
+        stages: "auto", a number, or module paths that begin stages 1, 2, ...
+        seed: key of the randomness inside training steps.
+        timeout_s: limit of every wait, in seconds.
+        relay_buffers: "auto" relays the buffers that the first step changed, "all" every one.
+        paced: whether workers that start together are brought into the timetable's stagger.
+    """
+
+    make_plan: Callable[[int, tuple[int, ...]], Plan]
+    stages: int | str | Sequence[str]
+    seed: int
+    timeout_s: float
+    relay_buffers: str = "auto"
+    paced: bool = True
+
+
+def auto_stages(num_workers: int, num_bytes: int) -> int:
+    """Return the number of stages that "auto" stands for: of sizes alone, never of timing.
+
+    One stage per worker, or finer (up to 8) where every stage still has a MiB: fine stages
+    overlap better, but each message has a price of its own.
+
+    Args:
+        num_workers: how many workers there are.
+        num_bytes: bytes of all trained parameters.
+    """
+    fine = max(1, min(_FINE_STAGES // num_workers, num_bytes // (_BYTES_PER_STAGE * num_workers)))
+    return num_workers * fine
+
+
+@final
+class Session:
+    """Train one worker's replica.
+
+    Args:
+        module: the whole module.
+        parameters: name -> parameter, for those that the optimizer trains.
+        config: what the user chose.
+        worker: this worker.
+        device: where its tensors live.
+        update: applies the total gradients of a step to the owned stages (step, stages).
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        parameters: Mapping[str, nn.Parameter],
+        config: SessionConfig,
+        worker: int,
+        device: torch.device,
+        update: Update,
+    ) -> None:
+        self._module = module
+        self._trained = dict(parameters)
+        self._config = config
+        self._worker = worker
+        self._device = device
+        self._update = update
+        self._seed = config.seed
+        self.stop_requested = False
+        self._batches = 0  # of the step under way
+        self._failed = False
+        self._watched: list[tuple[str, Tensor, int]] = []
+        self.engine: Engine | None = None
+        self.stages: StageMap | None = None
+        # made here, by all workers at once, so that a failure in the first step has a board
+        self.transport = self._new_transport()
+        self._first: FirstStep | None = FirstStep(module, parameters, device, self.group)
+        self.norms: NormExchange | None = None
+
+    @property
+    def t(self) -> int:
+        """Return the step under way, or the number of steps done between steps."""
+        return self.engine.t if self.engine else 0
+
+    # ------------------------------------------------------------------ steps
+
+    @contextmanager
+    def forward(self, batch: Any, *, last: bool, ends: bool = False) -> Iterator[None]:
+        """Run the body as the training step of one batch.
+
+        Args:
+            batch: what the step is given.
+            last: False while gradients only accumulate on this worker.
+            ends: whether it is this worker's last batch of the epoch.
+        """
+        first = self._batches == 0
+        key = self._worker + (self._batches << 32)  # the micro-batch, and which of its batches
+        self._batches = 0 if last else self._batches + 1
+        with keyed(self._seed, self.t, key, self._device):
+            if self.engine is not None:
+                with self.engine.forward(first=first, last=last):
+                    yield
+            else:
+                with self._first_forward(batch, first=first, last=last):
+                    yield
+        if last and self.engine is None:
+            self._begin()
+        if self.engine is not None:
+            self.engine.ends = ends
+        if last:
+            self._check_buffers()
+
+    @contextmanager
+    def backward(self, loss: Tensor, *, last: bool) -> Iterator[None]:
+        """Run the body as the backward of one batch, scaled by 1/num_micro.
+
+        Raises:
+            StepError: the loss has no graph, or is not finite.
+        """
+        self._check_loss(loss)
+        if self.engine is None:  # accumulating in the very first step: gradients stay in p.grad
+            num_micro = self._config.make_plan(1, ()).num_micro
+            _scale_gradient(loss, num_micro)
+            yield
+            return
+        _scale_gradient(loss, self.engine.plan.num_micro)
+        with self.engine.backward(last_of_window=last):
+            yield
+
+    def end_step(self) -> None:
+        """Count the step."""
+        assert self.engine is not None
+        self.engine.end_step()
+
+    # ------------------------------------------------------------------ between steps
+
+    def flush(self) -> None:
+        """Finish updates in flight; do nothing behind a failure, when peers may be gone."""
+        if self.engine is not None and not self._failed:
+            self.engine.flush()
+
+    def state(self) -> EngineState | None:
+        """Return the delayed state for a checkpoint, behind a flush; None before any step."""
+        return self.engine.state() if self.engine is not None and not self._failed else None
+
+    def resume(self, stages: StageMap, state: EngineState, seed: int) -> None:
+        """Go on from a checkpoint: the stages are known, so no step needs to find them."""
+        self._seed = seed
+        if self.engine is not None:
+            self.engine.close()
+        self._start(stages, state)
+        self._first = None
+
+    def restart(self) -> None:
+        """Take the parameters as they are now for the newest version (they were replaced)."""
+        if self.engine is not None:
+            assert self.stages is not None
+            t = self.engine.t
+            self.engine.close()
+            self._start(self.stages, EngineState(t=t, previous={}))
+
+    def request_stop(self) -> None:
+        """Ask every worker to stop; safe to call from a signal handler."""
+        self.stop_requested = True
+        if self.engine is not None:
+            self.engine.request_stop()
+
+    def fail(self, text: str) -> None:
+        """Tell the other workers why this one fails; communicate no more."""
+        if not self._failed:
+            self._failed = True
+            self.transport.report_failure(f"worker {self._worker}: {text}")
+
+    @property
+    def failed(self) -> bool:
+        """Say whether this worker has failed."""
+        return self._failed
+
+    def close(self) -> None:
+        """End what runs in the background, when all workers have what they need of each other."""
+        if not self._failed:
+            with self.naming_peers("all workers to finish"):
+                dist.barrier(group=self.group)
+        if self.engine is not None:
+            self.engine.close()
+        else:
+            self.transport.close()
+
+    # ------------------------------------------------------------------ beginning
+
+    @contextmanager
+    def _first_forward(self, batch: Any, *, first: bool, last: bool) -> Iterator[None]:
+        assert self._first is not None
+        if first:
+            with self.naming_peers("the buffers of the worker before it"):
+                self._first.receive()
+        with self._first.forward(batch, first=first):
+            yield
+        if last:
+            with self.naming_peers("the worker behind it to take the buffers"):
+                self._first.send()
+
+    def naming_peers(self, what: str) -> AbstractContextManager[None]:
+        """Name the workers that do not come while the body waits for them."""
+        return naming_peers(self.transport, self.t, what)
+
+    def _begin(self) -> None:
+        assert self._first is not None
+        with self.naming_peers("all workers to agree on the stages"):
+            profile = self._first.agree()
+        stages = self._make_stages(profile)
+        self._first.check_order(stages.stage_of)
+        self._start(stages, None)
+        assert self.engine is not None
+        self.engine.adopt_forward()
+        self._first = None
+
+    def _make_stages(self, profile: Profile) -> StageMap:
+        sizes = {n: p.numel() * p.element_size() for n, p in self._trained.items()}
+        stages = self._config.stages
+        if stages == "auto":
+            num_workers = self._config.make_plan(1, ()).num_workers
+            stages = min(auto_stages(num_workers, sum(sizes.values())), len(profile.units))
+        assert not isinstance(stages, str)
+        if self._config.relay_buffers == "all":
+            everywhere = (0, len(profile.units) - 1)
+            names = [name for name, _ in self._module.named_buffers()]
+            profile = Profile(
+                units=profile.units,
+                unused=profile.unused,
+                buffers={name: profile.buffers.get(name, everywhere) for name in names},
+            )
+        return make_stages(profile, sizes, stages)
+
+    def _start(self, stages: StageMap, state: EngineState | None) -> None:
+        plan = self._config.make_plan(len(stages.stages), stages.relayed)
+        if self.engine is not None:  # receives posted for the old engine must not match new sends
+            self.transport = self._new_transport()
+        self.stages = stages
+        self.engine = Engine(
+            self._module,
+            plan,
+            stages,
+            self.transport,
+            self._update,
+            state,
+            paced=self._config.paced,
+        )
+        self.norms = self.engine.norm_exchange()
+        if self.stop_requested:
+            self.engine.request_stop()
+        self._watch_buffers(stages)
+
+    # ------------------------------------------------------------------ checks
+
+    def _check_loss(self, loss: Tensor) -> None:
+        if not loss.requires_grad:
+            raise StepError(
+                f"training_step of worker {self._worker} returned a loss without a graph "
+                f"(step {self.t}); allowed: a tensor that depends on trained parameters; "
+                "do not detach it, and do not compute it under torch.no_grad()"
+            )
+        if not math.isfinite(float(loss.detach())):
+            raise StepError(
+                f"the loss of worker {self._worker} is {float(loss.detach())} in step {self.t}; "
+                "allowed: a finite loss, since every worker would train on the result; lower the "
+                "learning rate, clip gradients, or look for the batch with "
+                "Trainer(detect_anomaly=True)"
+            )
+
+    def _new_transport(self) -> CountingTransport:
+        payloads = (Payload.S, Payload.T, Payload.P, Payload.R, Payload.K)
+        transport = DistributedTransport(payloads, self._config.timeout_s)
+        self.group = transport.group  # for what workers agree on; breaks when one of them fails
+        return CountingTransport(transport)
+
+    def _watch_buffers(self, stages: StageMap) -> None:
+        relayed = {name for stage in stages.stages for name in stage.buffers}
+        self._watched = [
+            (name, buffer, buffer._version)
+            for name, buffer in self._module.named_buffers()
+            if name not in relayed
+        ]
+
+    def _check_buffers(self) -> None:
+        """Refuse a buffer that begins to change later than in the first step."""
+        for name, buffer, version in self._watched:
+            if buffer._version != version:
+                raise StepError(
+                    f"buffer {name!r} changed in step {self.t} of worker {self._worker}, but not "
+                    "in the first step, so it is not relayed between workers; allowed: buffers "
+                    "that change from the first step on; or relay every buffer, "
+                    'CyclicStrategy(relay_buffers="all")'
+                )
+
+
+def _scale_gradient(loss: Tensor, num_micro: int) -> None:
+    """Divide the gradient by ``num_micro`` at its root, as ``(loss / num_micro).backward()``."""
+    # a hook, so that on_before_backward still sees the loss that training_step returned
+    loss.register_hook(lambda grad: grad / num_micro)  # type: ignore[no-untyped-call]

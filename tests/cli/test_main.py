@@ -1,0 +1,169 @@
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from lightning_cyclic.cli.main import main
+
+DRAWN = """\
+slot     0     1     2     3     4     5     6     7     8     9
+w0   0F0@0 1F0@0 1B0@0 0B0@0 0F0@0 1F0@1 1B0@1 0B0@0     .     .
+w1       .     . 0F1@0 1F1@0 1B1@0 0B1@0 0F1@1 1F1@1 1B1@1 0B1@1
+"""
+
+WIDE = """\
+slot     0     1     2     3     4     5
+w0   0F0@0 0F2@0     . 0B0@0     . 0B2@0
+w1       . 1F0@0 1B0@0 1F2@0 1B2@0     .
+w2   0F1@0 0F3@0     . 0B1@0     . 0B3@0
+w3       . 1F1@0 1B1@0 1F3@0 1B3@0     .
+"""
+
+
+@pytest.fixture(autouse=True)
+def _terminal_of_80_columns(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+
+
+def run(capsys, *arguments):
+    """Run the command line; return its exit status, stdout and stderr."""
+    status = main(arguments)
+    out, err = capsys.readouterr()
+    return status, out, err
+
+
+def test_draw(capsys):
+    assert run(capsys, "draw", "cyclic_dp", "--workers", "2") == (0, DRAWN, "")
+
+
+def test_draw_within_a_width_from_a_slot(capsys):
+    status, out, _ = run(
+        capsys, "draw", "cyclic_dp", "--workers", "2", "--columns", "30", "--from", "4"
+    )
+    assert status == 0
+    assert out.splitlines()[0] == "slot     4     5     6 ..."
+
+
+def test_draw_is_as_wide_as_the_terminal(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "30")
+    narrow = run(capsys, "draw", "cyclic_dp", "--workers", "2")[1]
+    assert narrow.splitlines()[0] == "slot     0     1     2 ..."
+    whole = run(capsys, "draw", "cyclic_dp", "--workers", "2", "--columns", "0")[1]
+    assert whole == DRAWN
+
+
+@pytest.mark.parametrize(
+    ("no_color", "is_terminal", "coloured"),
+    [("", True, True), ("1", True, False), ("", False, False)],
+)
+def test_colours_are_for_terminals_whose_user_wants_them(
+    capsys, monkeypatch, no_color, is_terminal, coloured
+):
+    monkeypatch.setenv("NO_COLOR", no_color)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: is_terminal)
+    for command in ("draw", "simulate"):
+        _, out, _ = run(capsys, command, "cyclic_dp", "--workers", "2")
+        assert ("\033[" in out) == coloured
+
+
+def test_all_numbers_of_a_plan(capsys):
+    status, out, _ = run(
+        capsys, "draw", "cyclic_dp", "--workers", "2", "--stages", "4", "--slack", "100",
+        "--steps", "3", "--micro", "2", "--columns", "0",
+    )  # fmt: skip
+    assert status == 0
+    assert "3F1@1" in out  # of step 2: so much slack delays every read
+    assert "@2" not in out
+
+
+def test_replicas_of_a_pipeline(capsys):
+    arguments = "1f1b", "--workers", "4", "--width", "2", "--steps", "1"
+    status, out, _ = run(capsys, "draw", *arguments)
+    assert (status, out) == (0, WIDE)
+    status, out, _ = run(capsys, "simulate", *arguments[:-1], "6", "--json")
+    got = json.loads(out)
+    assert (got["num_stages"], got["plan"]["num_micro"]) == (2, 4)
+
+
+def test_simulate_prints_a_table(capsys):
+    status, out, err = run(capsys, "simulate", "cyclic_dp", "--workers", "4")
+    assert (status, err) == (0, "")
+    assert out.startswith("4 workers, 4 stages, 50 µs latency, 1.25 GB/s\n")
+    rows = [line.split("  ")[1] for line in out.splitlines()[4:]]
+    assert rows == [
+        "time per step", "micro-batches per step", "micro-batches per second", "bubble",
+        "bytes sent per worker and step", "messages sent per worker and step",
+        "weight versions kept", "parameter bytes kept per worker",
+        "stage-activations kept per worker", "stage-activations kept by all workers", "speed",
+    ]  # fmt: skip
+
+
+def test_simulate_prints_json_of_the_given_cluster(capsys):
+    status, out, _ = run(
+        capsys, "simulate", "cyclic_dp", "--workers", "16", "--model-bytes", "300MB",
+        "--step-s", "1", "--latency-s", "2ms", "--bandwidth", "8Gbit/s", "--bucket-bytes", "0",
+        "--json",
+    )  # fmt: skip
+    got = json.loads(out)
+    assert status == 0
+    assert got["network"] == {"latency_s": 0.002, "bandwidth_bytes_per_s": 1e9}
+    assert got["plan"]["step_s"] == pytest.approx(1.00, abs=0.01)
+    assert got["lockstep"]["step_s"] == pytest.approx(1.90, abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        ("", ["COMMAND", "see lightning-cyclic --help"]),
+        ("paint", ["'paint'", "draw", "simulate"]),
+        ("draw cyclic_dp", ["--workers", "see lightning-cyclic draw --help"]),
+        ("draw cdp --workers 2", ["preset 'cdp' is unknown", "cyclic_dp", "use preset="]),
+        ("draw cyclic_dp --workers two", ["--workers", "'two'", "whole numbers from 1 on"]),
+        ("draw cyclic_dp --workers 0", ["--workers", "'0'", "whole numbers from 1 on"]),
+        ("draw cyclic_dp --workers 2 --slack -1", ["--slack"]),
+        ("draw 1f1b --workers 4 --width 0", ["--width", "'0'", "whole numbers from 1 on"]),
+        ("draw 1f1b --workers 5 --width 2", ["num_workers=5 with width=2", "use num_workers=6"]),
+        ("simulate cyclic_dp --workers 4 --width 2", ["width=2", "use width=1"]),
+        ("draw cyclic_dp --workers 2 --from 99", ["slot 99", "begin at an earlier slot"]),
+        ("draw pipedream_2bw --workers 4 --micro 2", ["num_micro=2", "use num_micro=3"]),
+        ("simulate gpipe --workers 2 --bandwidth 1GB", ["'1GB'", "Gbit/s", "write it like"]),
+        ("simulate gpipe --workers 2 --bandwidth 0", ["bandwidth > 0"]),
+    ],
+)
+def test_errors_are_one_line_and_exit_status_two(capsys, arguments, parts):
+    status, out, err = run(capsys, *arguments.split())
+    assert (status, out) == (2, "")
+    assert err.startswith("lightning-cyclic: error: ")
+    assert err.count("\n") == 1
+    assert [part for part in parts if part not in err] == []
+
+
+def command(*arguments):
+    return [sys.executable, "-m", "lightning_cyclic.cli.main", *arguments]
+
+
+def test_the_process():
+    environment = os.environ | {"COLUMNS": "80"}
+    done = subprocess.run(
+        command("draw", "cyclic_dp", "--workers", "2"),
+        env=environment, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout, done.stderr) == (0, DRAWN, "")
+    failed = subprocess.run(command("draw"), capture_output=True, text=True, check=False)
+    assert (failed.returncode, failed.stdout) == (2, "")
+
+
+def test_a_reader_that_leaves_early_is_no_error():
+    arguments = command("draw", "cyclic_dp", "--workers", "300", "--columns", "4000")
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.readline()
+        process.stdout.close()
+        assert process.stderr.read() == b""
+
+
+def test_no_torch_is_imported():
+    code = "import sys, lightning_cyclic.cli.main; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,123 @@
+import json
+import sys
+
+import pytest
+
+from lightning_cyclic.cli.main import main
+from lightning_cyclic.planner import Profile, Unit, to_json
+
+from .test_main import run
+
+UNIT = {
+    "forward_s": 0.01, "backward_s": 0.02, "param_bytes": 1e6, "activation_bytes": 4e6,
+    "crossing_bytes": 1e5,
+}  # fmt: skip
+
+
+def profile(micro_size=4):
+    units = tuple(Unit(name=f"h.{k}", **UNIT) for k in range(4))
+    return Profile(name="net", micro_size=micro_size, units=units)
+
+
+@pytest.fixture
+def file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "net.json"
+    path.write_text(to_json([profile()]))
+    return "net.json"
+
+
+def test_a_profile(capsys, file):
+    status, out, err = run(
+        capsys, "plan", file, "--workers", "2", "--memory", "1GB", "--bandwidth", "1Gbit/s"
+    )
+    assert (status, err) == (0, "")
+    title, _, header, *_ = out.splitlines()
+    assert title == "net: 8 samples per update, 2 workers of 1 GB, 50 µs latency, 125 MB/s"
+    assert header.split()[:2] == ["preset", "w"]
+    assert "1: CyclicStrategy(" in out
+
+
+def test_all_options(capsys, file):
+    status, out, _ = run(
+        capsys, "plan", file, "--workers", "4", "--memory", "100MB", "--bandwidth", "10Gbit/s",
+        "--latency", "1ms", "--batch", "32", "--preset", "gpipe", "--preset", "gpipe", "--remat",
+        "always", "--state", "0", "--rows", "3", "--slack", "1", "--json",
+    )  # fmt: skip
+    plans = json.loads(out)
+    assert status == 0
+    assert len(plans) == 3
+    assert {(plan["preset"], plan["remat"]) for plan in plans} == {("gpipe", True)}
+    assert all(plan["num_micro"] * plan["micro_size"] == 32 for plan in plans)
+    assert {worker["optimizer"] for plan in plans for worker in plan["memory"]} == {0}
+
+
+def test_profiles_of_several_sizes(capsys, file, tmp_path):
+    (tmp_path / "more.json").write_text(to_json([profile(8)]))
+    arguments = "--workers", "1", "--memory", "1GB", "--batch", "8", "--json"
+    _, out, _ = run(capsys, "plan", file, "more.json", "--preset", "1f1b", *arguments)
+    assert {plan["micro_size"] for plan in json.loads(out)} == {4, 8}
+
+
+@pytest.mark.parametrize(("is_terminal", "coloured"), [(True, True), (False, False)])
+def test_colours_are_for_terminals(capsys, monkeypatch, file, is_terminal, coloured):
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: is_terminal)
+    _, out, _ = run(capsys, "plan", file, "--workers", "1", "--memory", "1GB", "--preset", "1f1b")
+    assert ("\033[" in out) == coloured
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        ("net.json --memory 1GB", ["--workers"]),
+        ("net.json --workers 2", ["--memory"]),
+        ("net.json --workers 0 --memory 1GB", ["'0' does not fit; allowed: whole numbers from 1"]),
+        ("net.json --workers two --memory 1GB", ["'two' does not fit"]),
+        ("net.json --workers 2 --memory 1Gbit", ["'1Gbit' is not a number of bytes", "25MB"]),
+        ("net.json --workers 2 --memory 0GB", ["memory_bytes=0", "above 0"]),
+        ("net.json --workers 2 --memory 1GB --state -1", ["'-1' does not fit; allowed: numbers"]),
+        ("net.json --workers 2 --memory 1GB --preset cdp", ["preset 'cdp' is unknown"]),
+        (
+            "net.json --workers 2 --memory 1MB",
+            ["no plan fits", "1 MB", "give workers more memory"],
+        ),
+        ("net.json --workers 2 --memory 1GB --save a.json", ["--save, --data and --arg go with"]),
+        ("net.json net.json --workers 2 --memory 1GB", ["[4, 4] samples"]),
+        ("a.py:A b.py:B --workers 2 --memory 1GB", ["more than one model"]),
+        ("none.json --workers 2 --memory 1GB", ["none.json cannot be read"]),
+        ("bad.json --workers 2 --memory 1GB", ["unit 0 of profile 'net' has no backward_s"]),
+        ("negative.json --workers 2 --memory 1GB", ["forward_s=-1 of unit 0 ('h.0')"]),
+        ("net.json --workers 2 --memory 1GB --batch 7", ["batch_size=7"]),
+    ],
+)
+def test_errors_are_one_line_and_exit_status_two(capsys, file, tmp_path, arguments, parts):
+    bad = json.loads(to_json([profile()]))
+    (tmp_path / "negative.json").write_text(
+        json.dumps(bad | {"units": [bad["units"][0] | {"forward_s": -1}]})
+    )
+    del bad["units"][0]["backward_s"]
+    (tmp_path / "bad.json").write_text(json.dumps(bad))
+    status, out, err = run(capsys, "plan", *arguments.split())
+    assert (status, out) == (2, "")
+    assert err.startswith("lightning-cyclic: error: ")
+    assert err.count("\n") == 1
+    assert [part for part in parts if part not in err] == []
+
+
+def test_profiles_need_no_torch(file):
+    import subprocess
+
+    code = (
+        "import sys; from lightning_cyclic.cli.main import main; "
+        f"main(['plan', {file!r}, '--workers', '2', '--memory', '1GB', '--preset', '1f1b']); "
+        "sys.exit('torch' in sys.modules or 'lightning' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL, check=True)
+
+
+def test_help(capsys):
+    with pytest.raises(SystemExit):
+        main(["plan", "--help"])
+    assert "PROFILE.json|PATH:CLASS" in capsys.readouterr().out

@@ -1,0 +1,135 @@
+"""validate refuses every broken program, and points at what is wrong."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_cyclic.errors import ValidationError
+from lightning_cyclic.plan import PRESETS, make_plan
+from lightning_cyclic.plan.actions import from_csv, parse, to_csv
+from lightning_cyclic.plan.check.validate import probe, validate
+
+PLANS = {name: make_plan(name, num_stages=3, num_workers=3, relayed=[1]) for name in PRESETS}
+
+
+def swapped(program, first, second):
+    program = list(program)
+    m, n = program.index(parse(first)), program.index(parse(second))
+    program[m], program[n] = program[n], program[m]
+    return tuple(program)
+
+
+def with_worker(plan, w, program):
+    programs = from_csv(to_csv(plan.programs))
+    return (*programs[:w], program(programs[w]), *programs[w + 1 :])
+
+
+def refusal(plan, programs):
+    with pytest.raises(ValidationError) as refused:
+        validate(plan, programs)
+    text = str(refused.value)
+    message, _, timetable = text.partition("\n")
+    assert "; allowed: " in message
+    assert timetable.startswith("slot")
+    assert "^" in timetable
+    return text
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_programs_survive_text(name):
+    validate(PLANS[name], from_csv(to_csv(PLANS[name].programs)))
+
+
+@given(name=st.sampled_from(sorted(PRESETS)), data=st.data())
+@settings(deadline=None, max_examples=150)
+def test_no_action_can_be_left_out(name, data):
+    plan = PLANS[name]
+    w = data.draw(st.integers(0, 2))
+    n = data.draw(st.integers(0, len(plan.programs[w]) - 1))
+    program = plan.programs[w][:n] + plan.programs[w][n + 1 :]
+    refusal(plan, (*plan.programs[:w], program, *plan.programs[w + 1 :]))
+
+
+@given(name=st.sampled_from(sorted(PRESETS)), data=st.data())
+@settings(deadline=None, max_examples=100)
+def test_no_action_can_be_run_twice(name, data):
+    plan = PLANS[name]
+    w = data.draw(st.integers(0, 2))
+    n = data.draw(st.integers(0, len(plan.programs[w]) - 1))
+    program = plan.programs[w][: n + 1] + plan.programs[w][n:]
+    refusal(plan, (*plan.programs[:w], program, *plan.programs[w + 1 :]))
+
+
+@given(name=st.sampled_from(sorted(PRESETS)), data=st.data())
+@settings(deadline=None, max_examples=100)
+def test_no_version_can_be_another(name, data):
+    plan = PLANS[name]
+    w = data.draw(st.integers(0, 2))
+    versioned = [n for n, a in enumerate(plan.programs[w]) if a.v is not None]
+    n = data.draw(st.sampled_from(versioned))
+    a = plan.programs[w][n]
+    change = data.draw(st.sampled_from([-1, 1])) if a.v else 1
+    program = list(plan.programs[w])
+    program[n] = replace(a, v=a.v + change)
+    refusal(plan, (*plan.programs[:w], tuple(program), *plan.programs[w + 1 :]))
+
+
+def test_two_workers_that_wait_for_each_other():
+    plan = make_plan("gpipe", num_stages=2, num_workers=2, num_micro=1, num_steps=1)
+    waits = with_worker(plan, 0, lambda p: swapped(p, "1SEND_A0>1#0", "0RECV_G0<1#0"))
+    text = refusal(plan, waits)
+    assert "waits for ever" in text
+    assert "0RECV_G0<1#0" in text
+
+
+def test_messages_out_of_order():
+    plan = make_plan("gpipe", num_stages=2, num_workers=2, num_micro=2, num_steps=1)
+    swaps = with_worker(plan, 1, lambda p: swapped(p, "1RECV_A0<0#0", "1RECV_A1<0#0"))
+    assert "takes what was sent as 1SEND_A0>1#0" in refusal(plan, swaps)
+
+
+def test_a_send_before_what_it_sends():
+    plan = make_plan("gpipe", num_stages=2, num_workers=2, num_micro=1, num_steps=1)
+    early = with_worker(plan, 0, lambda p: swapped(p, "0F0@0#0", "1SEND_A0>1#0"))
+    assert "before what it needs" in refusal(plan, early)
+
+
+def test_an_update_before_its_sum_is_whole():
+    plan = make_plan("cyclic_dp", num_stages=2, num_workers=2, num_steps=2)
+    early = with_worker(plan, 1, lambda p: swapped(p, "0RECV_S0<0#0", "0UPDATE@1#0"))
+    assert "0UPDATE@1#0" in refusal(plan, early)
+
+
+def test_somebody_else_updates():
+    plan = make_plan("cyclic_dp", num_stages=2, num_workers=2, num_steps=1)
+    more = with_worker(plan, 0, lambda p: (*p, parse("0UPDATE@2#1")))
+    assert "updates somebody else's stage" in refusal(plan, more)
+
+
+def test_more_in_flight_than_the_timetable_says():
+    plan = make_plan("1f1b", num_stages=2, num_workers=2, num_micro=4, num_steps=1)
+    eager = make_plan("gpipe", num_stages=2, num_workers=2, num_micro=4, num_steps=1)
+    assert "keeps 4 activations at once" in refusal(plan, eager.programs)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_probes_are_small_and_of_the_same_kind(name):
+    plan = make_plan(name, num_stages=256, num_workers=256)
+    small = probe(plan)
+    assert small.num_stages * small.num_micro * small.num_steps <= 2_000
+    assert (small.schedule, small.placement, small.weights) == (
+        plan.schedule,
+        plan.placement,
+        plan.weights,
+    )
+    assert small.num_stages > 4
+
+
+def test_a_sum_sent_on_before_the_one_before_has_come():
+    plan = make_plan("cyclic_dp", num_stages=3, num_workers=3, num_steps=1)
+    early = with_worker(plan, 1, lambda p: swapped(p, "1RECV_S0<0#0", "1SEND_S1>2#0"))
+    text = refusal(plan, early)
+    assert "before what it needs" in text
+    assert "1SEND_S1>2#0" in text

@@ -1,0 +1,52 @@
+"""shards fetches and drops, and sends one slot ahead."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_cyclic.plan import make_plan
+from lightning_cyclic.plan.actions import Kind, Payload
+from lightning_cyclic.plan.passes.shards import shards
+
+
+def test_without_full_sharding_nothing_changes():
+    plan = make_plan("cyclic_dp", num_stages=2, num_workers=2)
+    assert shards(plan, plan.programs) is plan.programs
+
+
+@given(num_stages=st.integers(1, 6), num_workers=st.integers(1, 5))
+@settings(deadline=None, max_examples=25)
+def test_users_hold_one_stage_beside_their_own(num_stages, num_workers):
+    plan = make_plan("cyclic_zero", num_stages=num_stages, num_workers=num_workers)
+    for w, program in enumerate(plan.programs):
+        held = set()
+        for n, a in enumerate(program):
+            if a.kind is Kind.GATHER and a.t < plan.num_steps:
+                assert not held
+                assert program[n + 1].payload is Payload.P
+                held.add(a.j)
+            elif a.kind is Kind.FREE:
+                held.remove(a.j)
+            elif a.kind in (Kind.F, Kind.B):
+                assert a.j in held or plan.owner(a.j) == w
+
+
+def test_owners_send_one_slot_ahead_of_use():
+    plan = make_plan("cyclic_zero", num_stages=3, num_workers=3)
+    uses = [
+        (plan.owner(a.j), w, a.s)
+        for w, program in enumerate(plan.programs)
+        for a in program
+        if a.kind in (Kind.F, Kind.B) and plan.owner(a.j) != w
+    ]
+    sends = [
+        (w, a.peer, a.s)
+        for w, program in enumerate(plan.programs)
+        for a in program
+        if a.payload is Payload.P and a.kind is Kind.SEND and a.t < plan.num_steps
+    ]
+    assert sorted(sends) == sorted((o, w, max(0, s - 1)) for o, w, s in uses)
+
+
+def test_lockstep_can_be_sharded_too():
+    plan = make_plan("lockstep_dp", num_stages=4, num_workers=2, sharding="full", num_steps=2)
+    assert {a.kind for a in plan.programs[0]} == set(Kind)

@@ -1,0 +1,320 @@
+"""Plans: presets, refusals, and whole programs as text."""
+
+import time
+from itertools import islice
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_cyclic.errors import PlanError, ValidationError
+from lightning_cyclic.plan import PRESETS, make_plan
+from lightning_cyclic.plan.actions import Kind, Payload, from_csv, to_csv
+from lightning_cyclic.plan.check.validate import validate
+
+
+def text_of(plan, w):
+    return " ".join(map(str, plan.programs[w]))
+
+
+def test_presets_are_those_of_the_design():
+    axes = {name: (p.schedule, p.placement, p.weights, p.sharding) for name, p in PRESETS.items()}
+    assert axes == {
+        "cyclic_dp": ("cyclic", "replicated", "freshest", "optimizer"),
+        "cyclic_dp_v1": ("cyclic", "replicated", "delayed", "none"),
+        "cyclic_zero": ("cyclic", "replicated", "freshest", "full"),
+        "cyclic_mp": ("cyclic", "shared", "freshest", "none"),
+        "cyclic_pipeline": ("cyclic", "pipelined", "freshest", "none"),
+        "gpipe": ("gpipe", "pipelined", "sync", "none"),
+        "1f1b": ("1f1b", "pipelined", "sync", "none"),
+        "pipedream": ("cyclic", "pipelined", "stashed", "none"),
+        "pipedream_2bw": ("cyclic", "pipelined", "delayed", "none"),
+        "pipeoptim": ("cyclic", "pipelined", "predicted", "none"),
+        "spectrain": ("cyclic", "pipelined", "predicted", "none"),
+        "xpipe": ("cyclic", "pipelined", "predicted", "none"),
+        "lockstep_dp": ("lockstep", "replicated", "sync", "optimizer"),
+    }
+    assert all(p.source for p in PRESETS.values())
+    assert not any("ddp" in name or "deepspeed" in name for name in PRESETS)
+
+
+def test_program_of_two_replicas():
+    plan = make_plan("cyclic_dp", num_stages=2, num_workers=2, num_steps=2)
+    assert text_of(plan, 0) == (
+        "0F0@0#0 1F0@0#0 1B0@0#0 1SEND_S0>1#0 0B0@0#0 0SEND_S0>1#0 "
+        "0F0@0#1 1RECV_T<1#0 1UPDATE@1#0 1SEND_P@1>1#1 1F0@1#1 "
+        "1B0@1#1 1SEND_S0>1#1 0B0@0#1 0SEND_S0>1#1 "
+        "0RECV_P@1<1#1 1RECV_T<1#1 1UPDATE@2#1 1SEND_P@2>1#2 0RECV_P@2<1#2"
+    )
+    assert text_of(plan, 1) == (
+        "0F1@0#0 1F1@0#0 1B1@0#0 1RECV_S0<0#0 1SEND_T>0#0 0B1@0#0 0RECV_S0<0#0 "
+        "0UPDATE@1#0 0SEND_P@1>0#1 0F1@1#1 1RECV_P@1<0#1 1F1@1#1 "
+        "1B1@1#1 1RECV_S0<0#1 1SEND_T>0#1 0B1@1#1 0RECV_S0<0#1 "
+        "0UPDATE@2#1 0SEND_P@2>0#2 1RECV_P@2<0#2"
+    )
+
+
+def test_buffers_are_relayed_before_anything_else_of_a_stage():
+    plan = make_plan("cyclic_dp", num_stages=2, num_workers=2, num_steps=1, relayed=[0])
+    assert text_of(plan, 0).startswith("0F0@0#0 0SEND_R1>1#0 1F0@0#0")
+    assert text_of(plan, 1).startswith("0RECV_R1<0#0 0F1@0#0 0SEND_R0>0#1 1F1@0#0")
+    assert "0RECV_R0<1#1" in text_of(plan, 0)  # the last worker's buffers reach the others
+
+
+def test_lockstep_updates_at_the_end_of_each_step():
+    plan = make_plan("lockstep_dp", num_stages=2, num_workers=2, num_steps=1)
+    assert text_of(plan, 1) == (
+        "0F1@0#0 1F1@0#0 1B1@0#0 1RECV_S0<0#0 1SEND_T>0#0 0B1@0#0 0RECV_S0<0#0 "
+        "0UPDATE@1#0 0SEND_P@1>0#1 1RECV_P@1<0#1"
+    )
+
+
+def test_a_late_owner_updates_as_soon_as_it_has_the_total():
+    plan = make_plan("cyclic_dp_v1", num_stages=2, num_workers=2, num_steps=1, sharding="none")
+    assert text_of(plan, 1) == (
+        "0F1@0#0 1F1@0#0 1B1@0#0 1RECV_S0<0#0 1UPDATE@1#0 0B1@0#0 0RECV_S0<0#0 0UPDATE@1#0 "
+        "0SEND_P@1>0#2 1SEND_P@1>0#2"  # in the order in which worker 0 reads
+    )
+
+
+def test_one_worker_alone_sends_nothing():
+    plan = make_plan("cyclic_dp", num_stages=1, num_workers=1, num_steps=2)
+    assert text_of(plan, 0) == "0F0@0#0 0B0@0#0 0UPDATE@1#0 0F0@1#1 0B0@1#1 0UPDATE@2#1"
+
+
+def test_full_sharding_gathers_around_each_use():
+    plan = make_plan("cyclic_zero", num_stages=2, num_workers=2, num_steps=1)
+    assert text_of(plan, 0) == (
+        "0GATHER@0#0 0RECV_P@0<1#0 0F0@0#0 0FREE@0#0 1F0@0#0 1SEND_P@0>1#0 "
+        "1B0@0#0 1SEND_S0>1#0 1SEND_P@0>1#0 0GATHER@0#0 0RECV_P@0<1#0 0B0@0#0 0FREE@0#0 "
+        "0SEND_S0>1#0 1RECV_T<1#0 1UPDATE@1#0 0GATHER@1#1 0RECV_P@1<1#1 1SEND_P@1>1#1"
+    )
+
+
+def replica_by_rule(plan, w):
+    """Write down what a replica does in each step and after the last, straight from the rules."""
+    last, stages, steps = plan.num_workers - 1, range(plan.num_stages), plan.num_steps
+    nxt, prev = (w + 1) % (last + 1), (w - 1) % (last + 1)
+    for t in range(steps + 2):
+        for j in stages:
+            v, owner = plan.reads(t, w, j), plan.owner(j)
+            is_new = 1 <= v <= steps and v != plan.reads(t - 1, w, j)
+            if is_new and w == owner:
+                yield from [f"{j}RECV_T<{last}#{v - 1}"] * (owner != last)
+                yield f"{j}UPDATE@{v}#{v - 1}"
+                yield from [f"{j}SEND_P@{v}>{nxt}"] * (last > 0)
+            elif is_new:
+                yield f"{j}RECV_P@{v}<{prev}"
+                yield from [f"{j}SEND_P@{v}>{nxt}"] * (nxt != owner)
+            yield from [f"{j}F{w}@{v}#{t}"] * (t < steps)
+        for j in reversed(stages) if t < steps else ():
+            yield f"{j}B{w}@{plan.reads(t, w, j)}#{t}"
+            yield from [f"{j}RECV_S{w - 1}<{w - 1}#{t}"] * (w > 0)
+            yield from [f"{j}SEND_S{w}>{w + 1}#{t}"] * (w < last)
+            yield from [f"{j}SEND_T>{plan.owner(j)}#{t}"] * (w == last != plan.owner(j))
+
+
+@given(
+    preset=st.sampled_from(["cyclic_dp", "cyclic_dp_v1"]),
+    num_stages=st.integers(1, 8),
+    num_workers=st.integers(1, 5),
+    slack=st.sampled_from([0, 1, 2, 3, 7, 100]),
+    num_steps=st.integers(1, 5),
+)
+@settings(deadline=None, max_examples=60)
+def test_replicas_do_what_the_rules_say(**numbers):
+    plan = make_plan(**numbers, sharding="optimizer")
+    for w, program in enumerate(plan.programs):
+        texts = [str(a).partition("#")[0] if a.payload is Payload.P else str(a) for a in program]
+        expected = list(replica_by_rule(plan, w))
+        assert sorted(texts) == sorted(expected)
+        # totals may come earlier than their update, as they are received in the order of sending
+        assert [x for x in texts if "RECV_T" not in x] == [
+            x for x in expected if "RECV_T" not in x
+        ]
+
+
+def test_pipeline_program():
+    plan = make_plan("pipedream", num_stages=2, num_workers=2, num_steps=2)
+    assert text_of(plan, 0) == (
+        "1SEND_D>1#0 0F0@0#0 1SEND_A0>1#0 1SEND_D>1#1 0F0@0#1 1SEND_A0>1#1 "
+        "0RECV_G0<1#0 0B0@0#0 0RECV_L<1#0 0UPDATE@1#0 "
+        "0RECV_G0<1#1 0B0@0#1 0RECV_L<1#1 0UPDATE@2#1"
+    )
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("num_workers", [1, 2, 3, 4])
+@pytest.mark.parametrize("fine", [1, 2, 8])
+def test_every_preset_makes_a_program_that_holds(preset, num_workers, fine):
+    num_stages = 8 if fine == 8 else fine * num_workers
+    plan = make_plan(preset, num_stages=num_stages, num_workers=num_workers, num_steps=3)
+    validate(plan)
+    assert len(plan.programs) == num_workers
+    assert plan.programs is plan.programs
+    assert to_csv(from_csv(to_csv(plan.programs))) == to_csv(plan.programs)
+
+
+sizes = {
+    "preset": st.sampled_from([name for name, p in PRESETS.items() if p.placement != "pipelined"]),
+    "num_stages": st.integers(1, 9),
+    "num_workers": st.integers(1, 6),
+    "num_steps": st.integers(1, 5),
+}
+
+
+@given(
+    **sizes,
+    slack=st.sampled_from([0, 1, 2, 3, 5, 100]),
+    is_sharded=st.booleans(),
+    is_relayed=st.booleans(),
+)
+@settings(deadline=None, max_examples=60)
+def test_any_numbers_make_a_program_that_holds(is_sharded, is_relayed, **numbers):
+    num_workers, num_stages = numbers["num_workers"], numbers["num_stages"]
+    if PRESETS[numbers["preset"]].placement == "shared":
+        numbers["num_workers"] = min(num_workers, num_stages * (num_stages + 1) // 2)
+    relayed = (0, num_stages - 1) if is_relayed else ()
+    plan = make_plan(**numbers, sharding=None if is_sharded else "none", relayed=relayed)
+    validate(plan)
+
+
+@given(
+    preset=st.sampled_from([name for name, p in PRESETS.items() if p.placement == "pipelined"]),
+    num_stages=st.integers(1, 7),
+    fewer=st.integers(0, 6),
+    more=st.integers(-1, 4),
+    num_steps=st.integers(1, 5),
+)
+@settings(deadline=None, max_examples=60)
+def test_any_pipeline_makes_a_program_that_holds(preset, num_stages, fewer, more, num_steps):
+    plan = make_plan(
+        preset,
+        num_stages=num_stages,
+        num_workers=max(1, num_stages - fewer),
+        num_micro=max(1, num_stages + more),
+        num_steps=num_steps,
+    )
+    validate(plan)
+
+
+@given(**sizes)
+@settings(deadline=None, max_examples=30)
+def test_each_forward_and_backward_runs_once_and_in_order(**numbers):
+    num_stages = numbers["num_stages"]
+    if PRESETS[numbers["preset"]].placement == "shared":
+        numbers["num_workers"] = min(numbers["num_workers"], num_stages * (num_stages + 1) // 2)
+    plan = make_plan(**numbers)
+    slots = {(a.kind, a.t, a.i, a.j): s for s, _, a in plan.timetable}
+    assert len(slots) == 2 * plan.num_steps * plan.num_micro * num_stages
+    for (kind, t, i, j), s in slots.items():
+        if kind is Kind.B:
+            assert slots[Kind.F, t, i, j] < s
+        if j > 0:
+            before = slots[kind, t, i, j - 1]
+            assert before < s if kind is Kind.F else before > s
+
+
+@pytest.mark.parametrize("num_workers", [2, 3, 4])
+def test_volume_per_step_is_that_of_one_ring_all_reduce(num_workers):
+    few, more = (
+        make_plan("cyclic_dp", num_stages=num_workers, num_workers=num_workers, num_steps=steps)
+        for steps in (4, 5)
+    )
+    sends = [sum(a.kind is Kind.SEND for p in plan.programs for a in p) for plan in (few, more)]
+    # 2(N-1) messages of a stage per stage, and one hop of the total but where it starts
+    assert sends[1] - sends[0] == 2 * num_workers * (num_workers - 1) + num_workers - 1
+
+
+@pytest.mark.parametrize("num_workers", [2, 3, 4])
+def test_full_sharding_sends_two_messages_per_use_elsewhere(num_workers):
+    few, more = (
+        make_plan("cyclic_zero", num_stages=num_workers, num_workers=num_workers, num_steps=steps)
+        for steps in (4, 5)
+    )
+    sends = [
+        sum(a.kind is Kind.SEND and a.payload is Payload.P for p in plan.programs for a in p)
+        for plan in (few, more)
+    ]
+    assert sends[1] - sends[0] == 2 * num_workers * (num_workers - 1)
+
+
+def test_a_single_worker_reads_the_versions_of_the_workers_it_stands_for():
+    many = make_plan("cyclic_dp", num_stages=5, num_workers=3)
+    one = make_plan("cyclic_dp", num_stages=5, num_workers=1, placement="single", num_micro=3)
+    cells = [(t, i, j) for t in range(4) for i in range(3) for j in range(5)]
+    assert [one.reads(*cell) for cell in cells] == [many.reads(*cell) for cell in cells]
+    assert not any(a.peer is not None for a in one.programs[0])
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"preset": "cdp"}, r"preset 'cdp' is unknown; allowed: cyclic_dp, .*use preset="),
+        ({"schedule": "spiral"}, r"schedule 'spiral' is unknown; .*use schedule=\"cyclic\""),
+        ({"placement": "here"}, r"placement 'here' is unknown"),
+        ({"weights": "old"}, r"weights 'old' is unknown"),
+        ({"sharding": "half"}, r"sharding 'half' is unknown"),
+        ({"num_stages": 0}, r"num_stages=0; allowed: whole numbers from 1 on; use num_stages=1"),
+        ({"num_workers": 0}, r"num_workers=0"),
+        ({"num_workers": True}, r"num_workers=True"),
+        ({"num_steps": 0}, r"num_steps=0"),
+        ({"num_micro": 0}, r"num_micro=0"),
+        ({"slack": -1}, r"slack=-1; allowed: whole numbers from 0 on"),
+        ({"slack": 0.5}, r"slack=0.5"),
+        ({"num_micro": 3}, r"num_micro=3 with num_workers=2; .*use num_micro=2"),
+        ({"schedule": "gpipe"}, r"'gpipe' does not fit placement 'replicated'; allowed with it"),
+        ({"weights": "stashed"}, r"'stashed' does not fit .*sync, delayed, freshest"),
+        (
+            {"placement": "pipelined", "sharding": "full"},
+            r"'full' does not fit placement 'pipelined'",
+        ),
+        ({"placement": "pipelined", "num_workers": 3}, r"at most one worker per stage"),
+        ({"placement": "single"}, r"use num_workers=1"),
+        ({"placement": "shared", "num_workers": 4}, r"use num_workers=3 or fewer"),
+        ({"relayed": [2]}, r"relayed=\(2,\); allowed: stages 0 to 1"),
+    ],
+)
+def test_what_does_not_fit_is_refused(change, text):
+    arguments = {"preset": "cyclic_dp", "num_stages": 2, "num_workers": 2} | change
+    with pytest.raises(PlanError, match=text):
+        make_plan(**arguments)
+
+
+def test_sync_on_cyclic_is_refused_with_an_arrow_at_the_first_read():
+    with pytest.raises(ValidationError) as refused:
+        make_plan("cyclic_dp", num_stages=2, num_workers=2, weights="sync")
+    message, *lines = str(refused.value).splitlines()
+    assert "read version 1 of stage 0 before its update has been made" in message
+    assert "allowed: version 0 or older" in message
+    assert 'use weights="delayed"' in message
+    assert lines[:3] == [
+        "slot     0     1     2     3     4     5     6     7     8",
+        "w0   0F0@0 1F0@0 1B0@0 0B0@0 0F0@1 1F0@1 1B0@1 0B0@1 0F0@2",
+        "                                 ^",
+    ]
+
+
+def test_sync_on_cyclic_needs_no_refusal_where_nothing_overlaps():
+    plan = make_plan("cyclic_dp", num_stages=3, num_workers=1, weights="sync")
+    assert [plan.reads(t, 0, 0) for t in range(3)] == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("preset", "num_stages", "num_workers"),
+    [
+        ("cyclic_dp", 1024, 1024),
+        ("cyclic_dp", 100, 37),
+        ("cyclic_dp", 8, 1024),
+        ("cyclic_zero", 64, 64),
+        ("cyclic_mp", 64, 100),
+        ("pipedream", 300, 300),
+        ("1f1b", 1024, 512),
+    ],
+)
+def test_a_thousand_workers_are_planned_in_seconds(preset, num_stages, num_workers):
+    start = time.perf_counter()
+    plan = make_plan(preset, num_stages=num_stages, num_workers=num_workers)
+    assert len(list(islice(plan.timetable, 2_000))) == 2_000
+    assert time.perf_counter() - start < 5
+    assert "programs" not in vars(plan)  # nothing was lowered for it

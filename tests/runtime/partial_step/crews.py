@@ -1,0 +1,144 @@
+"""Crews: every worker of a plan without a flush, in one process over the local transport."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_cyclic.plan import Plan, make_plan
+from lightning_cyclic.runtime.partial_step.config import StagewiseConfig
+from lightning_cyclic.runtime.partial_step.flow import Summary
+from lightning_cyclic.runtime.partial_step.losses import loss_of
+from lightning_cyclic.runtime.partial_step.session import StagewiseSession
+from lightning_cyclic.runtime.stages.cuts import choose_cuts
+from lightning_cyclic.runtime.stages.survey import survey
+from lightning_cyclic.runtime.transport.local import LocalTransport, PostOffice
+
+NUM_STEPS = 11
+ROWS = 3  # of a micro-batch
+
+
+def batch(k: int) -> Tensor:
+    """Return micro-batch number k."""
+    return torch.randn(ROWS, 6, generator=torch.Generator().manual_seed(k))
+
+
+class Crew:
+    """Every worker of a plan, each in a thread of its own.
+
+    Args:
+        plan: of the workers.
+        make_model: a module with eight layers and a method ``step``.
+        make_optimizer: of its parameters.
+        remat: "never", "always" or "except_last".
+        **options: of the session's configuration.
+    """
+
+    def __init__(
+        self, plan: Plan, make_model: Callable[[], Any],
+        make_optimizer: Callable[[Any], torch.optim.Optimizer], *, remat: str = "never",
+        **options: Any,
+    ) -> None:  # fmt: skip
+        self.plan, self.make_optimizer, self.options = plan, make_optimizer, options
+        self.make_model = make_model
+        model = make_model()
+        size = 8 // plan.num_stages
+        starts = [f"layers.{k}" for k in range(size, 8, size)]
+        self.cuts = choose_cuts(survey(model, lambda: model.step(batch(0))), starts)
+        office = PostOffice()
+        self.models = [make_model() for _ in range(plan.num_workers)]
+        self.optimizers = [make_optimizer(m.parameters()) for m in self.models]
+        self.losses: list[dict[int, float]] = [{} for _ in self.models]
+        self.sessions = [
+            StagewiseSession(
+                model, self._config(w, remat),
+                LocalTransport(office, w, plan.num_workers, timeout_s=30.0)
+                if plan.num_workers > 1 else None,
+                w, plan.num_workers, torch.device("cpu"),
+            )
+            for w, model in enumerate(self.models)
+        ]  # fmt: skip
+
+    def _config(self, w: int, remat: str) -> StagewiseConfig:
+        plan = self.plan
+
+        def planned(num_stages: int, num_micro: int, tied: Any, relayed: Any) -> Plan:
+            return make_plan(
+                plan.preset, num_stages=num_stages, num_workers=plan.num_workers,
+                num_micro=num_micro, tied=tied, relayed=relayed,
+            )  # fmt: skip
+
+        return StagewiseConfig(
+            make_plan=planned, find_cuts=lambda module, step: self.cuts,
+            num_micro=plan.num_micro, width=1, remat=remat, seed=0,
+            expected_stages=plan.num_stages,
+            apply=lambda t, j: self.apply(w, t, j),
+            guess=lambda j, stage, v, updates: self.guess(w, stage, v, updates), **self.options,
+        )  # fmt: skip
+
+    def apply(self, w: int, t: int, j: int) -> None:
+        """Update."""
+        self.optimizers[w].step()
+
+    def guess(self, w: int, stage: Sequence[nn.Parameter], v: int, updates: int) -> list[Tensor]:
+        """Predict."""
+        raise NotImplementedError
+
+    def train(self, flush_after: tuple[int, ...] = ()) -> None:
+        """Train all workers for as many steps as there are."""
+        errors: list[BaseException] = []
+
+        def run(w: int) -> None:
+            try:
+                self._train(w, flush_after)
+            except BaseException as error:
+                errors.append(error)
+                self.sessions[w].fail(str(error))
+
+        threads = [threading.Thread(target=run, args=(w,)) for w in range(self.plan.num_workers)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60.0)
+            assert not thread.is_alive()
+        if errors:
+            raise errors[0]
+
+    def _train(self, w: int, flush_after: tuple[int, ...]) -> None:
+        torch.set_num_threads(1)
+        session, model, m = self.sessions[w], self.models[w], self.plan.num_micro
+        session.begin(self.cuts)
+        for t in range(NUM_STEPS):
+            given = torch.cat([batch(t * m + i) for i in range(m)])
+            begins = w == self.plan.worker_of(0, 0, t)
+            parts = session.cut(session.share_batch(given if begins else torch.zeros(1, 6)))
+            self._note(w, session.advance(parts, model.step, _summary))
+            if t in flush_after:
+                self._note(w, session.flush())
+        self._note(w, session.flush())
+
+    def _note(self, w: int, arrived: list[tuple[int, Summary]]) -> None:
+        self.losses[w] |= {t: float(summary.tensors[0]) for t, summary in arrived}
+
+    def compare(self, expected: nn.Module) -> None:
+        """Compare what each worker holds, bit by bit."""
+        compare(self.sessions, expected)
+
+
+def compare(sessions: Sequence[StagewiseSession], expected: nn.Module) -> None:
+    """Compare what the worker of each session holds, bit by bit."""
+    named = dict(expected.named_parameters()) | dict(expected.named_buffers())
+    for session in sessions:
+        assert session.cuts is not None
+        own = dict(session.module.named_parameters()) | dict(session.module.named_buffers())
+        for j in session.holdings.stages:
+            for name in [*session.cuts.parameters[j], *session.cuts.buffers[j]]:
+                assert torch.equal(own[name], named[name]), (session.worker, name)
+
+
+def _summary(outcomes: Any) -> Summary:
+    return Summary([torch.stack([loss_of(x.output) for x in outcomes]).mean()], None)

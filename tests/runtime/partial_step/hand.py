@@ -1,0 +1,67 @@
+"""Run a step stage by stage by hand, as workers would, without messages."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from lightning_cyclic.runtime.partial_step.chance import Chance
+from lightning_cyclic.runtime.partial_step.run import Run
+from lightning_cyclic.runtime.partial_step.site import Site
+from lightning_cyclic.runtime.stages.cuts import Cuts
+
+CPU = torch.device("cpu")
+
+
+def cuts_of(model: nn.Module, starts, *, tied=None, split=(), metrics=None, changed=()) -> Cuts:
+    """Cut a module whose children are called in their order."""
+    stage, parameters, buffers = 0, [[] for _ in range(len(starts) + 1)], []
+    buffers = [[] for _ in parameters]
+    for path, m in model.named_modules():
+        stage = starts.index(path) + 1 if path in starts else stage
+        prefix = f"{path}." if path else ""
+        parameters[stage] += [prefix + n for n, _ in m.named_parameters(recurse=False)]
+        buffers[stage] += [prefix + n for n, _ in m.named_buffers(recurse=False)]
+    known = dict(model.named_parameters())
+    return Cuts(
+        starts=tuple(starts),
+        split=frozenset(split),
+        parameters=tuple(tuple(n for n in names if n in known) for names in parameters),
+        tied=dict(tied or {}),
+        buffers=tuple(map(tuple, buffers)),
+        changed=frozenset(changed),
+        metrics=dict(metrics or {}),
+    )
+
+
+def site_of(model: nn.Module, *starts: str, **more) -> Site:
+    return Site(model, cuts_of(model, starts, **more), CPU)
+
+
+def run_stage(site: Site, step, target: int, before=(), **more):
+    """Run one stage behind the runs of the stages before.
+
+    Returns:
+        The run, and what the step returned.
+    """
+    received = {h: x.detach() for h, x in before[-1].captured.items()} if before else {}
+    run = Run(
+        site,
+        target,
+        tapes=[tuple(earlier.tape) for earlier in before],
+        received=more.pop("received", received),
+        chance=more.pop("chance", None) or Chance(0, 0, 0, CPU),
+        **more,
+    )
+    with site.open():
+        return run, run(step)
+
+
+def run_stages(site: Site, step, watch=lambda target: None):
+    """Run all stages; return the runs and what the last returned."""
+    runs, output = [], None
+    for target in range(site.num_stages):
+        watch(target)
+        run, output = run_stage(site, step, target, runs)
+        runs.append(run)
+    return runs, output

@@ -1,0 +1,217 @@
+"""Pipelines without a flush, all workers in one process over the local transport."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_cyclic.plan import Plan, make_plan
+from lightning_cyclic.plan.actions import Kind
+from lightning_cyclic.runtime.partial_step.flow import received_before
+from lightning_cyclic.runtime.partial_step.versions import Version
+from lightning_cyclic.simulate import Costs, simulate
+from tests import asynchronous
+
+from .crews import NUM_STEPS, Crew, batch
+
+OPTIMIZERS: dict[str, Any] = {
+    "sgd": lambda ps: torch.optim.SGD(ps, 0.1, momentum=0.9, weight_decay=0.01),
+    "adamw": lambda ps: torch.optim.AdamW(ps, 0.01),
+}
+
+
+class Net(nn.Module):
+    """Eight layers, a convolution among them, and a skip made by glue code."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(8))
+        self.layers[3] = nn.Conv1d(3, 3, 3, padding=1)
+        self.norm = nn.BatchNorm1d(3)
+
+    def step(self, x: Tensor) -> Tensor:
+        skip = y = x
+        for k, layer in enumerate(self.layers):
+            y = torch.tanh(self.norm(layer(y.unsqueeze(0))).squeeze(0) if k == 3 else layer(y))
+            skip = y if k == 1 else skip
+        return (y + skip).square().mean()
+
+
+def reference(crew: Crew) -> tuple[Net, dict[int, float]]:
+    """Train by the rule, one micro-batch after the other; return the mean losses, too."""
+    model, losses = crew.make_model(), {}
+    named = dict(model.named_parameters())
+    m = crew.plan.num_micro
+
+    def loss(module: Any, t: int, i: int) -> Tensor:
+        value: Tensor = module.step(batch(t * m + i))
+        losses.setdefault(t, []).append(value.detach())
+        return value
+
+    asynchronous.train(
+        model, [[named[n] for n in names] for names in crew.cuts.parameters],
+        crew.make_optimizer(model.parameters()), loss,
+        rule=crew.plan.weights, num_micro=m, num_steps=NUM_STEPS,
+    )  # fmt: skip
+    return model, {t: float(torch.stack(values).mean()) for t, values in losses.items()}
+
+
+def compare(crew: Crew) -> None:
+    """Compare what each worker holds, and was told, bit by bit."""
+    expected, losses = reference(crew)
+    crew.compare(expected)
+    for told in crew.losses:
+        assert told == losses
+
+
+def plan_of(preset: str, num_stages: int, num_workers: int, num_micro: int) -> Plan:
+    return make_plan(
+        preset, num_stages=num_stages, num_workers=num_workers, num_micro=num_micro, relayed=()
+    )
+
+
+PLANS = [
+    ("pipedream_2bw", 2, 2, 1), ("pipedream_2bw", 2, 2, 4), ("pipedream_2bw", 4, 4, 3),
+    ("pipedream_2bw", 4, 2, 4), ("pipedream_2bw", 4, 1, 4), ("cyclic_pipeline", 2, 2, 1),
+    ("cyclic_pipeline", 2, 2, 3), ("cyclic_pipeline", 4, 4, 3), ("cyclic_pipeline", 4, 4, 6),
+    ("cyclic_pipeline", 4, 2, 4), ("cyclic_pipeline", 4, 1, 4), ("pipedream", 2, 2, 1),
+    ("pipedream", 4, 4, 1), ("pipedream", 4, 2, 1), ("pipedream", 8, 4, 1),
+    ("cyclic_mp", 2, 3, 2), ("cyclic_mp", 2, 2, 4), ("cyclic_mp", 4, 10, 4),
+    ("cyclic_mp", 4, 4, 4), ("cyclic_mp", 4, 4, 7), ("cyclic_mp", 4, 1, 4),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("numbers", PLANS, ids=lambda n: "-".join(map(str, n)))
+def test_the_rule_bit_by_bit(numbers: tuple[str, int, int, int], optimizer: str) -> None:
+    crew = Crew(plan_of(*numbers), Net, OPTIMIZERS[optimizer])
+    crew.train()
+    compare(crew)
+
+
+@pytest.mark.parametrize("numbers", PLANS[2::3], ids=lambda n: "-".join(map(str, n)))
+@pytest.mark.parametrize("flush_after", [(0,), (3, 4, 8), tuple(range(NUM_STEPS))])
+def test_a_flush_changes_no_number(
+    numbers: tuple[str, int, int, int], flush_after: tuple[int, ...]
+) -> None:
+    crew = Crew(plan_of(*numbers), Net, OPTIMIZERS["sgd"])
+    crew.train(flush_after)
+    compare(crew)
+
+
+@pytest.mark.parametrize("numbers", PLANS[3::4], ids=lambda n: "-".join(map(str, n)))
+def test_running_a_stage_again_reads_the_same_version(
+    numbers: tuple[str, int, int, int],
+) -> None:
+    crew = Crew(plan_of(*numbers), Net, OPTIMIZERS["sgd"], remat="always")
+    crew.train(flush_after=(5,))
+    compare(crew)
+
+
+def alive(crew: Crew, versions: list[Any], j: int) -> int:
+    """Count the memories that versions of a stage have, its own parameters' among them."""
+    name = crew.cuts.parameters[j][0]
+    w = crew.plan.owner(j)
+    found = {dict(crew.models[w].named_parameters())[name].data_ptr()}
+    found |= {v[name].data_ptr() for r in versions if (v := r()) is not None and v.j == j}
+    return len(found)
+
+
+@pytest.mark.parametrize("numbers", PLANS[:15], ids=lambda n: "-".join(map(str, n)))
+def test_as_many_versions_are_alive_as_the_program_says(
+    numbers: tuple[str, int, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = plan_of(*numbers)
+    crew = Crew(plan, Net, OPTIMIZERS["sgd"])
+    versions: list[Any] = []
+    most = [1] * plan.num_stages
+    made = Version.__init__
+
+    def noted(self: Version, j: int, *args: Any) -> None:
+        made(self, j, *args)
+        versions.append(weakref.ref(self))
+
+    def counted(w: int, t: int, j: int) -> None:
+        crew.optimizers[w].step()
+        most[j] = max(most[j], alive(crew, versions, j))  # the most are alive behind an update
+
+    monkeypatch.setattr(Version, "__init__", noted)
+    monkeypatch.setattr(crew, "apply", counted)
+    gc.disable()  # by reference count alone
+    try:
+        crew.train()
+    finally:
+        gc.enable()
+    assert most == [plan.depth(j) for j in range(plan.num_stages)]
+    assert most == [_depth(plan, j) for j in range(plan.num_stages)]
+
+
+def _depth(plan: Plan, j: int) -> int:
+    """Return what the papers say."""
+    if plan.weights == "stashed":
+        return plan.num_stages - j
+    return 1 if plan.weights == "freshest" and j == plan.num_stages - 1 else 2
+
+
+class Tied(Net):
+    """Use the first layer's weights again at the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[7] = nn.Linear(6, 6)
+        self.layers[7].weight = self.layers[0].weight
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("numbers", PLANS[:15], ids=lambda n: "-".join(map(str, n)))
+def test_tied_parameters_have_one_value_for_each_micro_batch(
+    numbers: tuple[str, int, int, int], optimizer: str
+) -> None:
+    crew = Crew(plan_of(*numbers), Tied, OPTIMIZERS[optimizer])
+    assert crew.cuts.tied == {"layers.0.weight": (0, numbers[1] - 1)}
+    crew.train(flush_after=(4,))
+    compare(crew)
+
+
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        ("pipedream", 2, 2, 1), ("pipedream", 4, 4, 1), ("spectrain", 8, 8, 1),
+        ("cyclic_pipeline", 4, 4, 3), ("cyclic_pipeline", 4, 4, 4), ("pipedream_2bw", 8, 8, 8),
+        ("pipedream", 4, 2, 1), ("xpipe", 4, 4, 2),
+    ],
+    ids=lambda n: "-".join(map(str, n)),
+)  # fmt: skip
+def test_an_update_waits_for_nobody_to_receive(numbers: tuple[str, int, int, int]) -> None:
+    preset, num_stages, num_workers, num_micro = numbers
+    plan = make_plan(
+        preset, num_stages=num_stages, num_workers=num_workers, num_micro=num_micro, num_steps=20
+    )
+    events = simulate(plan.programs, Costs.even(num_stages, compute_s=3.0)).events
+    programs = [[e for e in events if e.worker == w] for w in range(num_workers)]
+    asked: dict[Any, float] = {}  # when a worker gets to a message, in the order of its program
+    for w, program in enumerate(programs):
+        now_s = 0.0
+        for _, _, a, _, end_s in program:
+            if a.kind is Kind.RECV:
+                asked[a.peer, w, a.payload, a.t, a.i, a.j] = now_s
+            elif a.kind is not Kind.SEND:
+                now_s = end_s
+    num_settled = 0
+    for w, program in enumerate(programs):
+        sent = []
+        for _, _, a, start_s, _ in program:
+            if a.kind is Kind.SEND:
+                sent.append(a)
+            elif a.kind is Kind.UPDATE:
+                for b in (b for b in sent if b.t < received_before(plan, a.t)):
+                    num_settled += 1
+                    when_s = asked[w, b.peer, b.payload, b.t, b.i, b.j]
+                    assert when_s <= start_s + 1e-9, f"{a} of worker {w} waits for {b}"
+    assert num_settled > 0

@@ -1,0 +1,255 @@
+"""Parcels: every tensor arrives bit by bit, and what does not change is one message."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lightning_cyclic.plan.actions import Payload, parse
+from lightning_cyclic.runtime.partial_step.parcels import Parcel, ParcelPost
+from lightning_cyclic.runtime.transport import CountingTransport, LocalTransport, PostOffice
+
+CPU = torch.device("cpu")
+X = torch.arange(24.0).reshape(4, 6)
+
+
+class Pair:
+    """Two workers in one thread: what one sends lies in the office until the other takes it."""
+
+    def __init__(self):
+        office = PostOffice()
+        self.waited = []
+        self.transport = CountingTransport(LocalTransport(office, 0, 2, 0.5))
+        self.sender = ParcelPost(self.transport, self.wait, CPU)
+        self.receiver = ParcelPost(LocalTransport(office, 1, 2, 0.5), self.wait, CPU)
+
+    def wait(self, pending, action):
+        self.waited.append(str(action))
+        pending.wait()
+
+    def send(self, *tensors, key="k", facts=None, i=0, j=1, payload="A"):
+        self.sender.send(parse(f"{j}SEND_{payload}{i}>1#0"), key, Parcel(tensors, facts))
+
+    def receive(self, key="k", i=0, j=1, payload="A"):
+        return self.receiver.receive(parse(f"{j}RECV_{payload}{i}<0#0"), key)
+
+    def exchange(self, *tensors, key="k", facts=None, i=0):
+        """Return what arrives, and the number of messages that it took."""
+        before = self.transport.messages.total()
+        self.send(*tensors, key=key, facts=facts, i=i)
+        return self.receive(key, i), self.transport.messages.total() - before
+
+
+def bits(x):
+    x = x.detach().resolve_conj().resolve_neg().contiguous()
+    return x.reshape(-1).view(torch.uint8).tolist()
+
+
+ODD = torch.tensor([1, -1, 0, 2139095041, -4194303, -(2**31)], dtype=torch.int32)
+TENSORS = {
+    "float": X,
+    "scalar": torch.tensor(3.5),
+    "odd floats": ODD.view(torch.float32),  # nans with payloads, infinities, -0.0
+    "bfloat16": X.to(torch.bfloat16) / 7,
+    "half": X.half(),
+    "float8": X.to(torch.float8_e4m3fn),
+    "bool": X > 7,
+    "uint8": X.to(torch.uint8)[0, :3],
+    "int64": torch.tensor([2**62 + 1, -(2**63)]),
+    "complex": torch.complex(X, -X),
+    "transposed": X.t(),
+    "permuted": torch.arange(120.0).reshape(2, 3, 4, 5).permute(2, 0, 3, 1),
+    "channels last": torch.rand(2, 3, 4, 4).to(memory_format=torch.channels_last),
+    "rows of it": X[1:3],
+    "every second": X[:, ::2],
+    "one of many": torch.arange(1000.0)[7::100],
+    "expanded": X[:, :1].expand(4, 9),
+    "expanded scalar": torch.tensor(2.0).expand(3, 5),
+    "expanded, with gaps": X[0, ::5].expand(3, 2),
+    "expanded, wide": torch.arange(1000.0)[::100].expand(3, 10),
+    "windows": torch.arange(10.0).unfold(0, 4, 1),
+    "empty": X[:0],
+    "empty within": torch.zeros(2, 0, 3, dtype=torch.int64),
+    "empty, expanded": torch.zeros(1, 0).expand(5, 0),
+    "conjugate": torch.complex(X, X).conj(),
+    "negative": torch.complex(X, X).conj().imag,
+    "of a graph": (X.clone().requires_grad_() * 2),
+    "parameter": torch.nn.Parameter(X),
+}
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_a_tensor_arrives_bit_by_bit(name: str):
+    x, pair = TENSORS[name], Pair()
+    for _ in range(2):  # as something new, and as something known
+        (y,), _ = pair.exchange(x)[0]
+        assert (y.shape, y.dtype, y.device) == (x.shape, x.dtype, x.device)
+        assert bits(y) == bits(x)
+        assert not y._is_view()
+        assert y.is_leaf
+        assert not y.requires_grad
+
+
+@pytest.mark.parametrize("name", sorted(TENSORS.keys() - {"one of many", "expanded, wide"}))
+def test_strides_are_kept(name: str):
+    (y,), _ = Pair().exchange(TENSORS[name])[0]
+    assert y.stride() == TENSORS[name].stride()
+
+
+@pytest.mark.parametrize("name", ["one of many", "expanded, wide"])
+def test_wide_gaps_are_not_sent(name: str):
+    pair = Pair()
+    (y,), _ = pair.exchange(TENSORS[name])[0]
+    assert y.is_contiguous()
+    assert pair.transport.num_bytes[Payload.A] < 1000
+
+
+def test_all_together_arrive_in_their_order_and_aligned():
+    tensors = list(TENSORS.values())
+    pair = Pair()
+    for _ in range(2):
+        arrived = pair.exchange(*tensors)[0].tensors
+        assert list(map(bits, arrived)) == list(map(bits, tensors))
+        assert {x.storage_offset() * x.element_size() % 64 for x in arrived} == {0}
+
+
+def test_an_expanded_tensor_is_sent_once():
+    pair = Pair()
+    pair.exchange(torch.rand(100).expand(1000, 100))
+    assert pair.transport.num_bytes[Payload.A] < 2000
+
+
+def test_unchanged_is_one_message_and_changed_is_description_and_content():
+    pair = Pair()
+    assert pair.exchange(X, facts=[1])[1] == 3
+    parcel, number = pair.exchange(X + 1, facts=[1])
+    assert number == 1
+    assert torch.equal(parcel.tensors[0], X + 1)
+    assert parcel.facts == [1]
+    changes = [
+        ((X.t(),), [1]), ((X.double(),), [1]), ((X, X), [1]), ((X[:1],), [1]),
+        ((X.clone().requires_grad_(),), [1]), ((X,), [2]), ((X,), [1]),
+    ]  # fmt: skip
+    for tensors, facts in changes:
+        parcel, number = pair.exchange(*tensors, facts=facts)
+        assert number == 3
+        assert parcel.facts == facts
+        assert list(map(bits, parcel.tensors)) == list(map(bits, tensors))
+        assert pair.exchange(*tensors, facts=facts)[1] == 1
+
+
+def test_facts_without_tensors_need_no_content():
+    pair = Pair()
+    parcel, number = pair.exchange(facts={"a": [1, None, "x"]})
+    assert (list(parcel.tensors), parcel.facts, number) == ([], {"a": [1, None, "x"]}, 2)
+    parcel, number = pair.exchange(facts={"a": [1, None, "x"]})
+    assert (parcel.facts, number) == ({"a": [1, None, "x"]}, 1)
+
+
+def test_an_empty_parcel_is_one_message_and_arrives():
+    pair = Pair()
+    parcel, _ = pair.exchange()
+    assert (list(parcel.tensors), parcel.facts) == ([], None)
+    assert pair.exchange()[1] == 1
+
+
+def test_each_key_has_a_form_of_its_own():
+    pair = Pair()
+    assert [pair.exchange(X, key="a")[1], pair.exchange(X[:2], key="b")[1]] == [3, 3]
+    for _ in range(2):
+        assert [pair.exchange(X, key="a")[1], pair.exchange(X[:2], key="b")[1]] == [1, 1]
+
+
+def test_stages_and_payloads_have_forms_of_their_own():
+    pair = Pair()
+    for j, payload, x in ((1, "A", X), (2, "A", X[:2]), (1, "G", X[:3])):
+        for _ in range(2):
+            pair.send(x, j=j, payload=payload)
+            assert bits(pair.receive(j=j, payload=payload).tensors[0]) == bits(x)
+    assert dict(pair.transport.messages) == {Payload.A: 8, Payload.G: 4}
+
+
+def test_both_ends_forget_the_same_forms():
+    pair = Pair()
+
+    def number(key):
+        (y,), _ = (out := pair.exchange(X[: key % 4], key=key))[0]
+        assert bits(y) == bits(X[: key % 4])
+        return out[1]
+
+    full, empty = 3, 2  # messages of a parcel with and without content
+    new = [empty if key % 4 == 0 else full for key in range(400)]
+    assert [number(key) for key in range(256)] == new[:256]
+    assert number(0) == number(1) == 1  # all are known, and these are the latest now
+    assert [number(key) for key in range(256, 300)] == new[256:300]
+    assert number(0) == number(1) == number(46) == number(299) == 1
+    assert number(45) == new[45]  # forgotten; now the oldest, 47, is forgotten
+    assert number(47) == new[47]
+    assert number(46) == 1
+
+
+def test_a_form_is_forgotten_alike_where_receives_are_posted_ahead():
+    pair = Pair()
+    keys = (
+        [k * 7 % 300 for k in range(300)] + [k % 5 * 3 for k in range(20)] + [*range(299, 9, -3)]
+    )
+    for key, later in zip(keys, [*keys[1:], None], strict=True):
+        pair.send(X[:, : 1 + key % 5], key=key)
+        (y,), _ = pair.receive(key)
+        assert bits(y) == bits(X[:, : 1 + key % 5])
+        if later is not None:
+            pair.receiver.post(parse("1RECV_A0<0#0"), later)
+
+
+def test_parcels_wait_in_their_order():
+    pair = Pair()
+    for i in range(3):
+        pair.send(X[:, : 1 + i // 2] + i, i=i)
+    for i in range(3):
+        assert torch.equal(pair.receive(i=i).tensors[0], X[:, : 1 + i // 2] + i)
+
+
+def test_a_parcel_is_independent_of_what_was_sent_and_of_other_parcels():
+    pair, x = Pair(), X.clone()
+    arrived = []
+    for k in range(3):
+        pair.send(x)
+        x.add_(100)
+        arrived.append(pair.receive().tensors[0])
+        arrived[-1].sub_(k * 100)
+    assert [bits(y) for y in arrived] == [bits(X)] * 3
+
+
+def test_a_receive_that_is_posted_twice_is_one_receive():
+    pair = Pair()
+    pair.receiver.post(parse("1RECV_A0<0#0"), "k")
+    pair.receiver.post(parse("1RECV_A0<0#0"), "k")
+    assert bits(pair.exchange(X)[0].tensors[0]) == bits(X)
+    assert bits(pair.exchange(X)[0].tensors[0]) == bits(X)
+
+
+def test_a_wait_that_fails_comes_through_with_its_action():
+    pair = Pair()
+    with pytest.raises(TimeoutError):
+        pair.receive(i=3)
+    assert pair.waited == ["1RECV_A3<0#0"]
+
+
+def test_sends_are_settled_that_must_have_arrived():
+    pair = Pair()
+    for i in range(3):
+        pair.send(facts=i, i=i)
+        pair.send(facts=i, i=i, payload="G")
+
+    def settled(which=None):
+        pair.waited.clear()
+        pair.sender.settle(which)
+        return sorted(set(pair.waited))
+
+    def first_two(a):
+        return a.payload is Payload.A and a.i <= 1
+
+    assert settled(first_two) == ["1SEND_A0>1#0", "1SEND_A1>1#0"]
+    assert settled(first_two) == []
+    assert settled() == ["1SEND_A2>1#0", "1SEND_G0>1#0", "1SEND_G1>1#0", "1SEND_G2>1#0"]
+    assert settled() == []

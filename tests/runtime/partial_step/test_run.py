@@ -1,0 +1,188 @@
+"""Steps run one stage at a time: what runs where, and what crosses."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from lightning_cyclic.runtime.partial_step.ghosts import Ghost
+from lightning_cyclic.runtime.partial_step.tape import names
+from tests.runtime.partial_step.hand import run_stage, run_stages, site_of
+from tests.runtime.partial_step.rows import Layer, Row, X, check, step_of
+
+
+def test_units_run_in_their_stage_only_and_glue_wherever_it_is_passed():
+    model, by_stage = Row(), []
+    runs, output = run_stages(
+        site_of(model, "b", "c"), step_of(model), lambda _: by_stage.append(len(model.seen))
+    )
+    cut = [*by_stage, len(model.seen)]
+    parts = [model.seen[cut[k] : cut[k + 1]] for k in range(3)]
+    assert parts == [["a", "glue 1"], ["glue 1", "b", "glue 2"], ["glue 1", "glue 2", "c"]]
+    assert torch.equal(output, model(X))
+    assert [names(run.tape) for run in runs] == [
+        ("a()", "relu", "add"),
+        ("b()", "add"),
+        ("c()", "sum"),
+    ]
+    assert [run.is_real for run in runs] == [True] * 3
+
+
+def test_all_in_one_stage_is_the_plain_run():
+    model = Row()
+    (run,) = check(model)
+    assert run.captured == {}
+
+
+def test_gradients_pass_by_hand():
+    model, runs = Row(), []
+    site = site_of(model, "b", "c")
+    for target in range(3):
+        before = runs[-1].captured if runs else {}
+        received = {h: x.detach().requires_grad_() for h, x in before.items()}
+        run, output = run_stage(site, step_of(model), target, runs, received=received)
+        runs.append(run)
+        run.entered = received
+    output.backward()
+    for run, later in ((runs[1], runs[2]), (runs[0], runs[1])):
+        for h, x in run.captured.items():
+            if later.entered[h].grad is not None and x.requires_grad:
+                x.backward(later.entered[h].grad)
+    staged = {n: p.grad for n, p in model.named_parameters()}
+    model.zero_grad()
+    model(X).backward()
+    for n, p in model.named_parameters():
+        assert torch.equal(p.grad, staged[n]), n
+
+
+def test_what_depends_on_the_batch_alone_is_real_everywhere():
+    class Masked(Row):
+        def forward(self, x):
+            h = self.a(x)
+            mask = x > 0
+            count = int(mask.sum())
+            assert type(mask) is torch.Tensor
+            self.seen.append(count)
+            return self.b(h[mask][:count]).sum() if count < 4 else self.b(h).sum()
+
+    model = Masked()
+    runs = check(model, "b")
+    assert model.seen.count(4) == 3  # both stages, and the plain run
+    assert not any(e.is_read for run in runs for e in run.tape)
+
+
+def test_metadata_of_a_ghost_steers_the_code():
+    class Shaped(Row):
+        def forward(self, x):
+            h = self.a(x)
+            self.seen.append(type(h))
+            rows, columns = h.shape
+            weights = torch.ones(columns, dtype=h.dtype, device=h.device)
+            return self.b(h.view(len(h), -1) * weights / rows).sum()
+
+    model = Shaped()
+    check(model, "b")
+    assert Ghost in model.seen
+
+
+def test_a_module_may_contain_the_beginning_of_a_stage():
+    class Box(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.row = Row()
+            self.head = nn.Linear(1, 1)
+
+        def forward(self, x):
+            return self.head(self.row(x).reshape(1, 1)).sum()
+
+    model = Box()
+    site = site_of(model, "row.b", "row.c", split=["row"])
+    _, output = run_stages(site, step_of(model))
+    assert model.row.seen.count("a") == 1
+    assert torch.equal(output, model(X))
+
+
+def test_outputs_of_any_container_become_ghosts_and_aliases_stay():
+    class Giving(Layer):
+        def forward(self, x):
+            return {"y": super().forward(x), "x": x, "n": 3}
+
+    class Nested(Row):
+        def __init__(self):
+            super().__init__()
+            self.a = Giving("a", self.seen)
+
+        def forward(self, x):
+            out = self.a(x)
+            assert out["x"] is x
+            return self.b(out["y"] * out["n"] + out["x"]).sum()
+
+    check(Nested(), "b")
+
+
+def test_what_crosses_is_what_the_code_still_holds():
+    class Skip(Row):
+        def forward(self, x):
+            h = self.a(x)
+            early = F.relu(h)
+            del h
+            late = self.b(early)
+            return (self.c(late) + early).sum()
+
+    runs = check(Skip(), "b", "c")
+    assert set(runs[0].captured) == {(0, 1, 0)}
+    assert set(runs[1].captured) == {(0, 1, 0), (1, 0, 0)}
+    assert runs[1].used == {(0, 1, 0)}
+    assert runs[2].used == {(0, 1, 0), (1, 0, 0)}
+
+
+def test_only_what_was_used_counts_as_used():
+    class Holding(Row):
+        def forward(self, x):
+            h = self.a(x)
+            _unused, used = h + 1, h + 2
+            return self.b(used).sum()
+
+    runs = check(Holding(), "b")
+    assert set(runs[0].captured) == {(0, 0, 0), (0, 1, 0), (0, 2, 0)}
+    assert runs[1].used == {(0, 2, 0)}
+
+
+def test_only_what_is_wanted_is_captured():
+    model = Row()
+    site, path = site_of(model, "b"), ("a()", "relu", "add")
+    run, _ = run_stage(site, step_of(model), 0, wanted=frozenset({(0, 2, 0)}), path=path)
+    assert set(run.captured) == {(0, 2, 0)}
+    assert not run.has_strayed
+
+
+def test_on_another_path_everything_alive_is_captured():
+    model = Row()
+    site, wanted = site_of(model, "b"), frozenset({(0, 0, 0)})
+    run, _ = run_stage(site, step_of(model), 0, wanted=wanted, path=("a()", "exp", "add"))
+    assert run.has_strayed
+    assert (0, 2, 0) in run.captured
+
+
+def test_a_tensor_of_the_batch_that_a_stage_changed_crosses():
+    class Changing(Row):
+        def forward(self, x):
+            x.add_(self.a(x).mean())
+            x[0] = self.a(x)[1]
+            return (self.b(x) + x).sum()
+
+    runs = check(Changing(), "b")
+    assert runs[0].tape[2].mutated == (0,)
+
+
+def test_changes_in_place_of_what_came_are_passed_on():
+    class InPlace(Row):
+        def forward(self, x):
+            h = self.a(x)
+            g = self.b(h)
+            h.mul_(2).add_(g)
+            return (self.c(g) + h).sum()
+
+    with torch.no_grad():
+        check(InPlace(), "b", "c")

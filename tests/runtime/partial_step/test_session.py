@@ -1,0 +1,187 @@
+"""All workers of a plan in one process, over the local transport: the oracle of all else."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_cyclic.plan import Plan, make_plan
+from lightning_cyclic.plan.actions import Kind
+from lightning_cyclic.runtime.partial_step.config import StagewiseConfig
+from lightning_cyclic.runtime.partial_step.flow import Summary
+from lightning_cyclic.runtime.partial_step.losses import loss_of
+from lightning_cyclic.runtime.partial_step.session import StagewiseSession
+from lightning_cyclic.runtime.stages.cuts import Cuts, choose_cuts
+from lightning_cyclic.runtime.stages.survey import survey
+from lightning_cyclic.runtime.transport import CountingTransport
+from lightning_cyclic.runtime.transport.local import LocalTransport, PostOffice
+
+from .crews import compare
+
+CPU = torch.device("cpu")
+NUM_STEPS = 5
+ROWS = 3  # of a micro-batch
+
+
+class Net(nn.Module):
+    """Eight layers, a skip made by glue code, and the first weight used again at the end."""
+
+    def __init__(self, norm: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(8))
+        self.norms = nn.ModuleList(nn.BatchNorm1d(6) if norm else nn.Identity() for _ in range(8))
+        self.head = nn.Linear(6, 6, bias=False)
+        self.head.weight = self.layers[0].weight
+
+    def step(self, x: Tensor) -> Tensor:
+        skip = y = x
+        for k, (layer, norm) in enumerate(zip(self.layers, self.norms, strict=True)):
+            y = torch.tanh(norm(layer(y)))
+            skip = y if k == 1 else skip
+        return self.head(y + skip).square().mean()
+
+
+def batch(k: int) -> Tensor:
+    return torch.randn(ROWS, 6, generator=torch.Generator().manual_seed(k))
+
+
+def sequential(model: Net, num_micro: int) -> Net:
+    """Train on the micro-batches one after the other."""
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    for t in range(NUM_STEPS):
+        optimizer.zero_grad()
+        for i in range(num_micro):
+            (model.step(batch(t * num_micro + i)) / num_micro).backward()
+        optimizer.step()
+    return model
+
+
+class Crew:
+    """Every worker of a plan, each in a thread of its own."""
+
+    def __init__(self, model: Net, preset: str, num_workers: int, **numbers: int) -> None:
+        self.width, self.num_micro = numbers.get("width", 1), numbers["num_micro"]
+        self.remat = "always" if numbers.get("remat") else "never"
+        size = 8 // numbers["num_stages"]
+        starts = [f"layers.{k}" for k in range(size, 8, size)]
+        self.cuts: Cuts = choose_cuts(survey(model, lambda: model.step(batch(0))), starts)
+        self.preset, self.num_workers = preset, num_workers
+        office = PostOffice()
+        self.sessions = [
+            StagewiseSession(
+                copy.deepcopy(model), self._config(),
+                CountingTransport(LocalTransport(office, w, num_workers, timeout_s=30.0)),
+                w, num_workers, CPU,
+            )
+            for w in range(num_workers)
+        ]  # fmt: skip
+        self.sent: list[list[Counter[Any]]] = [[] for _ in self.sessions]
+
+    def _config(self) -> StagewiseConfig:
+        return StagewiseConfig(
+            make_plan=self._plan, find_cuts=lambda module, step: self.cuts,
+            num_micro=self.num_micro // self.width, width=self.width, remat=self.remat, seed=0,
+        )  # fmt: skip
+
+    def _plan(self, num_stages: int, num_micro: int, tied: Any, relayed: Any) -> Plan:
+        return make_plan(
+            self.preset, num_stages=num_stages, num_workers=self.num_workers,
+            num_micro=num_micro, width=self.width, tied=tied, relayed=relayed,
+        )  # fmt: skip
+
+    def train(self) -> None:
+        errors: list[BaseException] = []
+
+        def run(w: int) -> None:
+            try:
+                self._train(w)
+            except BaseException as error:
+                errors.append(error)
+                self.sessions[w].fail(str(error))
+
+        threads = [threading.Thread(target=run, args=(w,)) for w in range(self.num_workers)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60.0)
+            assert not thread.is_alive()
+        if errors:
+            raise errors[0]
+
+    def _train(self, w: int) -> None:
+        torch.set_num_threads(1)
+        session = self.sessions[w]
+        session.begin(self.cuts)
+        model: Any = session.module
+        optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+        replica = w // len(session.replica)
+        for t in range(NUM_STEPS):
+            optimizer.zero_grad()
+            mine = [
+                batch(t * self.num_micro + i) for i in range(replica, self.num_micro, self.width)
+            ]
+            given = torch.cat(mine) if w == session.replica[0] else torch.zeros(1, 6)
+            parts = session.cut(session.share_batch(given))
+            session.train(parts, model.step, _summary, 1)
+            optimizer.step()
+            session.end_step()
+            self.sent[w].append(Counter(session.transport.messages))  # type: ignore[union-attr]
+
+    def compare(self, expected: Net) -> None:
+        """Compare what each worker holds, bit by bit."""
+        compare(self.sessions, expected)
+
+
+def _summary(outcomes: Any) -> Summary:
+    return Summary([torch.stack([loss_of(x.output) for x in outcomes]).mean()], None)
+
+
+PLANS = {
+    "two stages": ("gpipe", 2, {"num_stages": 2, "num_micro": 4}),
+    "four stages": ("1f1b", 4, {"num_stages": 4, "num_micro": 6}),
+    "four stages on two workers": ("1f1b", 2, {"num_stages": 4, "num_micro": 4}),
+    "two replicas": ("1f1b", 4, {"num_stages": 2, "num_micro": 4, "width": 2}),
+    "two replicas of two workers with four stages": (
+        "gpipe", 4, {"num_stages": 4, "num_micro": 4, "width": 2},
+    ),
+    "run again": ("1f1b", 2, {"num_stages": 4, "num_micro": 4, "remat": 1}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("norm", [False, True], ids=["plain", "BatchNorm"])
+@pytest.mark.parametrize("name", list(PLANS))
+def test_all_workers_in_one_process_equal_the_sequential_run(name: str, norm: bool) -> None:
+    preset, num_workers, numbers = PLANS[name]
+    crew = Crew(Net(norm), preset, num_workers, **numbers)
+    crew.train()
+    crew.compare(sequential(Net(norm), numbers["num_micro"]))
+
+
+@pytest.mark.parametrize("name", ["two stages", "four stages", "two replicas"])
+def test_messages_are_those_of_the_program(name: str) -> None:
+    preset, num_workers, numbers = PLANS[name]
+    crew = Crew(Net(), preset, num_workers, **numbers)
+    crew.train()
+    for w, session in enumerate(crew.sessions):
+        plan = session.plan
+        assert plan is not None
+        sends = Counter(a.payload for a in plan.programs[w] if a.kind is Kind.SEND)
+        # in the first steps descriptions of what crosses travel, too
+        assert crew.sent[w][-1] - crew.sent[w][-2] == sends
+
+
+def test_what_other_workers_hold_takes_no_memory() -> None:
+    crew = Crew(Net(), "gpipe", 4, num_stages=4, num_micro=4)
+    crew.train()
+    for session in crew.sessions:
+        foreign = dict(session.module.named_parameters())
+        for name in session.holdings.foreign:
+            assert foreign[name].shape == dict(Net().named_parameters())[name].shape
+            assert foreign[name].untyped_storage().nbytes() == 4

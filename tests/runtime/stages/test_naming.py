@@ -1,0 +1,56 @@
+"""Places named by the user: what is refused, and what is proposed instead."""
+
+import pytest
+
+from lightning_cyclic.errors import PlanError
+from lightning_cyclic.runtime.stages.naming import named_places
+from lightning_cyclic.runtime.stages.places import Terrain
+
+from .scripts import Writer
+
+LAYER = ("layer", 1, 1, 1)
+TERRAIN = Terrain(
+    Writer([LAYER, LAYER, ("box", [LAYER, LAYER]), LAYER, ("read",), LAYER]).survey()
+)
+
+
+def test_places_in_order():
+    assert [p.path for p in named_places(TERRAIN, ["1", "2.1", "3"])] == ["1", "2.1", "3"]
+    assert named_places(TERRAIN, []) == []
+
+
+def test_an_inner_module_that_begins_with_its_parent_splits_it():
+    (outer,), (inner,) = named_places(TERRAIN, ["2"]), named_places(TERRAIN, ["2.0"])
+    assert outer.tick < inner.tick
+    assert (outer.split, inner.split) == (frozenset(), {"2"})
+
+
+@pytest.mark.parametrize(
+    ("paths", "message"),
+    [
+        (["9"], r"names '9', which is no module of Script; allowed: 1, 2, 2.1, 3; name some"),
+        ([""], r"names '', which is no module"),
+        (["2.2"], r"names '2.2', which is no module .*; did you mean '2.[01]'\?"),
+        (
+            ["3", "1"],
+            r'not begin one after the other; .*use CyclicStrategy\(stages=\["1", "3"\]\)',
+        ),
+        (["1", "1"], r'one after the other; .*each once; use CyclicStrategy\(stages=\["1"\]\)'),
+        (["0"], r"'0': stage 0, from the step's beginning to '0', would be without parameters"),
+        (["0"], r'nearest place is \'1\'; use CyclicStrategy\(stages=\["1"\]\)'),
+        (["2", "2.0"], r"stage 1, from '2' to '2.0', would be without parameters of its own"),
+        (["5"], r"stage 1 cannot begin at '5': Python reads a value .* by item, at script.py:1"),
+        (["1", "5"], r'nearest place is \'3\'; use CyclicStrategy\(stages=\["1", "3"\]\)'),
+        (["2.1", "3", "5"], r"no place between its neighbours; leave it out, or give a number"),
+    ],
+)
+def test_refusals(paths, message):
+    with pytest.raises(PlanError, match=message):
+        named_places(TERRAIN, paths)
+
+
+def test_what_is_proposed_works():
+    with pytest.raises(PlanError) as caught:
+        named_places(TERRAIN, ["1", "5"])
+    proposed = eval(str(caught.value).partition("stages=")[2].removesuffix(")"))
+    assert [p.path for p in named_places(TERRAIN, proposed)] == proposed

@@ -1,0 +1,74 @@
+"""The report: asserted as a picture, from a survey with round numbers."""
+
+from lightning_cyclic.runtime.stages.cuts import choose_cuts
+from lightning_cyclic.runtime.stages.report import loads, report
+
+from .scripts import Writer
+
+LAYER = ("layer", 2_000_000, 4000, 1000)
+BOX = ("box", [LAYER, LAYER])
+SEEN = Writer([LAYER, BOX, ("read",), LAYER, ("old", 3)]).survey()
+
+PICTURE = """\
+Script: calls of modules with parameters, forward of one micro-batch
+
+  module       time   params   makes   crossing   a stage
+ ────────────────────────────────────────────────────────────────────
+  0            2 ms         4 kB          1 kB
+  1            4 ms         8 kB          2 kB        0 B   1 begins
+  1.0          2 ms         4 kB          1 kB              as above
+  1.1          2 ms         4 kB          1 kB        0 B   can begin
+  3            2 ms         4 kB          1 kB        0 B   cannot [1]
+  3 (call 2)   2 ms         4 kB          1 kB
+
+  [1] Python reads a value that an earlier stage computes, by item
+      at script.py:1
+
+Stages
+
+  stage   begins at                time   share   params   makes   receives
+ ─────────────────────────────────────────────────────────────────────────────────────
+      0   the step's beginning     2 ms     20%         4 kB          1 kB        0 B
+      1   1                        8 ms     80%        12 kB          4 kB        0 B
+
+CyclicStrategy(stages=["1"])"""
+
+
+def squeezed(text):
+    return [" ".join(line.replace("─", "").split()) for line in text.splitlines()]
+
+
+def test_a_report():
+    text = report(SEEN, choose_cuts(SEEN, ["1"]))
+    assert squeezed(text) == squeezed(PICTURE)
+
+
+def test_no_line_is_wider_than_100_columns_but_what_is_to_be_pasted():
+    long = [("box", [("box", [("box", [LAYER] * 3)] * 3)] * 3)] * 3
+    seen = Writer(long).survey()
+    text = report(seen, choose_cuts(seen, 40))
+    pasted = [line for line in text.splitlines() if len(line) > 100]
+    assert [line.partition("(")[0] for line in pasted] == ["CyclicStrategy"]
+
+
+def test_of_deep_modules_the_inner_calls_are_left_out_but_none_that_begins_a_stage():
+    seen = Writer([LAYER, BOX, BOX, LAYER]).survey()
+    text = report(seen, choose_cuts(seen, ["2.1"]), rows=4)
+    listed = [line.split()[0] for line in text.splitlines() if " ms " in line]
+    assert listed[:5] == ["0", "1", "2", "2.1", "3"]
+    assert "3 inner calls are left out" in text
+
+
+def test_a_shared_module_is_named_and_a_tied_parameter_too():
+    seen = Writer([LAYER, LAYER, ("old", 0), LAYER]).survey()
+    text = report(seen, choose_cuts(seen, ["1"]))
+    assert "[1] '0' runs on both sides" in text
+    assert "0 is used in stages 0, 1: kept alike" in text
+
+
+def test_loads_add_up():
+    cuts = choose_cuts(SEEN, ["1", "1.1"])
+    found = loads(SEEN, cuts)
+    assert sum(load.compute_ns for load in found) == SEEN.duration_ns == 10_000_000
+    assert [load.parameter_bytes for load in found] == [4000, 4000, 8000]
+    assert [load.activation_bytes for load in found] == [1000, 1000, 3000]

@@ -1,0 +1,236 @@
+"""The engine over the local transport: all workers of a plan in threads of one process."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_cyclic.plan import make_plan
+from lightning_cyclic.plan.actions import Payload
+from lightning_cyclic.runtime.stages.profile import Recorder
+from lightning_cyclic.runtime.stages.stage_map import StageMap, make_stages
+from lightning_cyclic.runtime.transport import CountingTransport, LocalTransport, PostOffice
+from lightning_cyclic.runtime.whole_step.engine import Engine
+from tests.sequential import train
+
+PRESETS = {"cyclic_dp": "freshest", "cyclic_dp_v1": "delayed", "lockstep_dp": "sync",
+           "cyclic_dp_v1/optimizer": "delayed"}  # fmt: skip
+
+
+def plan_of(name: str, **numbers: Any) -> Any:
+    preset, _, sharding = name.partition("/")
+    return make_plan(preset, sharding=sharding or None, **numbers)
+
+
+def mlp() -> nn.Module:
+    torch.manual_seed(0)
+    layers: list[nn.Module] = []
+    for _ in range(9):
+        layers += [nn.Linear(12, 12), nn.BatchNorm1d(12), nn.Tanh()]
+    return nn.Sequential(*layers, nn.Linear(12, 3))
+
+
+def loss(module: nn.Module, t: int, i: int) -> Tensor:
+    g = torch.Generator().manual_seed(1000 * t + i)
+    x, y = torch.randn(7, 12, generator=g), torch.randint(0, 3, (7,), generator=g)
+    return F.cross_entropy(module(x), y)
+
+
+def find_stages(module: nn.Module, num_stages: int) -> StageMap:
+    module = copy.deepcopy(module)
+    recorder = Recorder(module, dict(module.named_parameters()))
+    with recorder.recording():
+        loss(module, 0, 0)
+    sizes = {n: p.numel() for n, p in module.named_parameters()}
+    return make_stages(recorder.profile(), sizes, num_stages)
+
+
+def sgd(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-3)
+
+
+def adamw(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(module.parameters(), lr=0.01)
+
+
+class Worker(threading.Thread):
+    """Run one worker of a plan in a thread."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        plan: Any,
+        stages: StageMap,
+        transport: Any,
+        make_optimizer: Any,
+        num_steps: int,
+        flush_at: tuple[int, ...] = (),
+    ) -> None:
+        super().__init__(daemon=True)
+        self.module = copy.deepcopy(module)
+        self.optimizer = make_optimizer(self.module)
+        self.plan, self.stages, self.transport = plan, stages, transport
+        self.num_steps, self.flush_at = num_steps, flush_at
+        self.error: BaseException | None = None
+        self.depths: list[int] = []
+
+    def run(self) -> None:
+        torch.set_num_threads(1)
+        try:
+            self.engine = Engine(self.module, self.plan, self.stages, self.transport, self.update)
+            for t in range(self.num_steps):
+                self.step(t)
+                if t in self.flush_at:
+                    self.engine.flush()
+            self.engine.flush()
+            self.depths = [s.depth for s in self.engine.stores]
+            self.engine.close()
+        except BaseException as error:
+            self.error = error
+
+    def step(self, t: int) -> None:
+        with self.engine.forward():
+            value = loss(self.module, t, self.transport.worker)
+        with self.engine.backward(last_of_window=True):
+            (value / self.plan.num_micro).backward()
+        self.engine.end_step()
+
+    def update(self, t: int, stages: Any) -> None:
+        self.optimizer.step()
+
+
+def run_workers(
+    module: nn.Module,
+    preset: str,
+    n: int,
+    s: int,
+    slack: int,
+    make_optimizer: Any,
+    num_steps: int,
+    flush_at: tuple[int, ...] = (),
+    timeout_s: float = 20.0,
+    check: bool = True,
+) -> list[Worker]:
+    stages = find_stages(module, s)
+    plan = plan_of(preset, num_stages=s, num_workers=n, slack=slack, relayed=stages.relayed)
+    office = PostOffice()
+    workers = [
+        Worker(
+            module,
+            plan,
+            stages,
+            CountingTransport(LocalTransport(office, w, n, timeout_s)),
+            make_optimizer,
+            num_steps,
+            flush_at,
+        )
+        for w in range(n)
+    ]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(60)
+    errors = [w.error for w in workers if w.error is not None]
+    if errors and check:
+        raise errors[0]
+    return workers
+
+
+def reference(
+    module: nn.Module, preset: str, n: int, s: int, slack: int, make_optimizer: Any, num_steps: int
+) -> nn.Module:
+    module = copy.deepcopy(module)
+    named = dict(module.named_parameters())
+    stages = [[named[x] for x in st.parameters] for st in find_stages(module, s).stages]
+    train(
+        module,
+        stages,
+        make_optimizer(module),
+        loss,
+        rule=PRESETS[preset],
+        num_workers=n,
+        num_steps=num_steps,
+        slack=slack,
+    )
+    return module
+
+
+@pytest.mark.parametrize(
+    ("stages", "make_optimizer"),
+    [
+        ("N", sgd),
+        (8, adamw),
+        pytest.param("N", adamw, marks=pytest.mark.exhaustive),
+        pytest.param(8, sgd, marks=pytest.mark.exhaustive),
+    ],
+)
+@pytest.mark.parametrize(
+    ("preset", "slack"),
+    [
+        ("cyclic_dp", 0),
+        ("cyclic_dp", 2),
+        ("cyclic_dp", 4),
+        ("cyclic_dp_v1", 0),
+        ("cyclic_dp_v1/optimizer", 0),
+        ("lockstep_dp", 0),
+    ],
+)
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+def test_every_worker_ends_with_the_bits_of_the_sequential_run(
+    n: int, preset: str, slack: int, stages: Any, make_optimizer: Any
+) -> None:
+    s = n if stages == "N" else stages
+    workers = run_workers(mlp(), preset, n, s, slack, make_optimizer, 12)
+    expected = reference(mlp(), preset, n, s, slack, make_optimizer, 12).state_dict()
+    for worker in workers:
+        for name, value in worker.module.state_dict().items():
+            assert torch.equal(value, expected[name]), (worker.transport.worker, name)
+
+
+@pytest.mark.parametrize(
+    ("preset", "slack"),
+    [("cyclic_dp", 0), ("cyclic_dp", 3), ("cyclic_dp_v1", 0), ("cyclic_dp_v1/optimizer", 0)],
+)
+@pytest.mark.parametrize("n", [2, 4])
+def test_a_flush_changes_nothing(n: int, preset: str, slack: int) -> None:
+    workers = run_workers(mlp(), preset, n, 8, slack, adamw, 12, flush_at=(0, 1, 4, 5, 8))
+    expected = reference(mlp(), preset, n, 8, slack, adamw, 12).state_dict()
+    for worker in workers:
+        for name, value in worker.module.state_dict().items():
+            assert torch.equal(value, expected[name]), (worker.transport.worker, name)
+
+
+def test_the_rules_differ_so_that_equality_can_fail() -> None:
+    runs = [
+        reference(mlp(), p, 2, 2, c, sgd, 12)
+        for p, c in [("cyclic_dp", 0), ("cyclic_dp", 2), ("cyclic_dp_v1", 0), ("lockstep_dp", 0)]
+    ]
+    firsts = [next(run.parameters()) for run in runs]
+    assert all(not torch.equal(a, b) for k, a in enumerate(firsts) for b in firsts[:k])
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+@pytest.mark.parametrize("preset", list(PRESETS))
+def test_messages_and_bytes_are_those_of_the_program(n: int, preset: str) -> None:
+    num_steps, s = 6, 4
+    workers = run_workers(mlp(), preset, n, s, 0, sgd, num_steps)
+    plan = plan_of(
+        preset, num_stages=s, num_workers=n, num_steps=num_steps, relayed=tuple(range(s))
+    )
+    for worker in workers:
+        sends = [a for a in plan.programs[worker.transport.worker] if a.kind == "SEND"]
+        starts = preset != "lockstep_dp" and worker.transport.worker < n - 1
+        assert worker.transport.messages[Payload.K] == int(starts)
+        for payload in set(Payload) - {Payload.K}:
+            expected = sum(a.payload is payload for a in sends)
+            assert worker.transport.messages[payload] == expected, payload
+        for payload in (Payload.S, Payload.T, Payload.P):
+            sizes = [store.layout.num_bytes for store in worker.engine.stores]
+            num_bytes = sum(sizes[a.j] for a in sends if a.payload is payload)
+            assert worker.transport.num_bytes[payload] == num_bytes
