@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from lightning_cyclic import Plan, make_plan
 from lightning_cyclic.runtime.prediction.prediction import predict
-from lightning_cyclic.simulate import Costs, Network, simulate_shared
+from lightning_cyclic.simulate import Costs, Network, simulate
 
 # preset -> one that runs as much Python
 _LIKE = dict.fromkeys(("1f1b", "gpipe"), "1f1b") | dict.fromkeys(BY_THE_STEP, "cyclic_pipeline")
@@ -198,7 +198,7 @@ def _of_round(case: Case, plan: Plan, workers: Sequence[Figures], again: float) 
             latency_s=workers[0]["latency_s"], bandwidth_bytes_per_s=workers[0]["bytes_per_s"]
         )
     cores = case.num_workers if case.sleep_ms else num_cores()
-    return simulate_shared(plan.programs, costs, network, cores=cores).step_s
+    return simulate(plan.programs, costs, network, plan, cores=cores).step_s
 
 
 def num_cores() -> int:

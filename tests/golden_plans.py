@@ -67,7 +67,7 @@ def figures(plan: Plan) -> list[str]:
     """Return what the simulator says of a plan, each number with all its digits."""
     costs = Costs.even(plan.num_stages, compute_s=1.0, model_bytes=0.3, cut_bytes=0.01)
     network = Network(latency_s=0.002, bandwidth_bytes_per_s=1.0)
-    result, counted = simulate(plan.programs, costs, network), account(plan.programs, costs)
+    result, counted = simulate(plan.programs, costs, network, plan), account(plan.programs, costs)
     workers = counted.workers
     return [
         repr(result.step_s),

@@ -13,7 +13,15 @@ behind ``#``:
     0RECV_V@3<0#3      receive version 3 of tied parameters of stage 0
     2SEND_D>1#4        send the batch of step 4 to worker 1, whose first stage is 2
     0RECV_L<3#4        receive the losses of step 4 from worker 3; the own first stage is 0
+    2ADD1#4            add the gradient of micro-batch 1 to the sum of those before it
+    0TELL#4            note what came out of step 4; the own first stage is 0
     2GATHER@3#4, 2FREE@3#4   fetch or drop the bytes of stage 2 (sharding "full")
+
+A RECV says where a worker is ready for a message, which is where it is posted; what waits for the
+message is the action that reads it. An action runs on the main lane of its worker, one after the
+other, unless it names another lane, whose actions run beside it:
+
+    2SEND_S0>1#4~sums  pass the sum on beside the backward that goes on
 """
 
 from __future__ import annotations
@@ -23,7 +31,7 @@ import enum
 import io
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from lightning_cyclic.errors import ActionSyntaxError
 
@@ -33,9 +41,11 @@ class Kind(enum.StrEnum):
 
     F = "F"
     B = "B"
+    ADD = "ADD"
     SEND = "SEND"
     RECV = "RECV"
     UPDATE = "UPDATE"
+    TELL = "TELL"
     GATHER = "GATHER"
     FREE = "FREE"
 
@@ -53,7 +63,19 @@ class Payload(enum.StrEnum):
     V = "V"  # a version of tied parameters, owner of the first stage j -> the later stages
     D = "D"  # the batch of a step, worker of stage 0 -> the others; j: first stage of the receiver
     L = "L"  # losses of a step, worker of the last stage -> the others; j as in D
-    K = "K"  # a signal to start, worker w -> w+1; only when all start together, in no program
+    N = "N"  # norms of the gradients of stage j, its owner -> those who decide about a step
+    C = "C"  # relayed module buffers at a flush, from a worker that has the newest -> the others
+    K = "K"  # a signal to start, worker w -> w+1; only in a step that all begin together
+    X = "X"  # what a message of another form than the last looks like, and its content
+    M = "M"  # a metric's state at the end of an epoch, worker of stage j -> the others
+
+
+class Lane(enum.StrEnum):
+    """Say beside what else of its worker an action runs."""
+
+    MAIN = ""
+    SUMS = "sums"  # gradients are added and passed on while the backward goes on
+    WEIGHTS = "weights"  # versions are passed on as soon as they have come
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,9 +87,11 @@ class Action:
         payload: what travels; only for SEND and RECV.
         t: training step (0-based). Of an UPDATE: the step whose gradients it applies.
         j: stage (0 = input side).
-        i: micro-batch inside the step (0-based); None for T, P, V, D, L, UPDATE, GATHER and FREE.
-        v: weight version; None where no version is read or made (A, G, S, T, R, W, D, L).
+        i: micro-batch inside the step (0-based); only of F, B, ADD, A, G, S, R and W, and of P
+            where parameters are fetched for each use.
+        v: weight version; only of F, B, UPDATE, GATHER, FREE, P and V.
         peer: the other worker of a SEND or RECV.
+        lane: beside what else it runs.
         s: slot in which the timetable places the action; no part of its identity or text.
     """
 
@@ -78,7 +102,8 @@ class Action:
     v: int | None = None
     payload: Payload | None = None
     peer: int | None = None
-    s: int = 0
+    lane: Lane = Lane.MAIN
+    s: int = field(default=0, compare=False)
 
     def __str__(self) -> str:
         """Print the action in the form that :func:`parse` reads."""
@@ -91,20 +116,23 @@ class Action:
             text += f"@{self.v}"
         if self.peer is not None:
             text += f"{'>' if self.kind is Kind.SEND else '<'}{self.peer}"
-        return f"{text}#{self.t}"
+        lane = f"~{self.lane}" if self.lane else ""
+        return f"{text}#{self.t}{lane}"
 
 
 Program = tuple[Action, ...]  # what one worker does, in its order
 
 _PATTERN = re.compile(
     r"(?P<j>\d+)"
-    r"(?:(?P<kind>F|B|UPDATE|GATHER|FREE)|(?P<way>SEND|RECV)_(?P<payload>[AGSTPRWVDLK]))"
-    r"(?P<i>\d+)?(?:@(?P<v>\d+))?(?:(?P<arrow>[<>])(?P<peer>\d+))?#(?P<t>\d+)",
+    r"(?:(?P<kind>F|B|ADD|UPDATE|TELL|GATHER|FREE)|(?P<way>SEND|RECV)_(?P<payload>[AGSTPRWVDLNCKXM]))"
+    r"(?P<i>\d+)?(?:@(?P<v>\d+))?(?:(?P<arrow>[<>])(?P<peer>\d+))?#(?P<t>\d+)"
+    r"(?:~(?P<lane>sums|weights))?",
     re.ASCII,  # other scripts' digits would parse but not print back
 )
-_WITH_MICRO = {Kind.F, Kind.B, Payload.A, Payload.G, Payload.S, Payload.R, Payload.W}
+_WITH_MICRO = {Kind.F, Kind.B, Kind.ADD, Payload.A, Payload.G, Payload.S, Payload.R, Payload.W}
 _WITH_VERSION = {Kind.UPDATE, Kind.GATHER, Kind.FREE, Payload.P, Payload.V}
-_MAYBE_VERSION = {Kind.F, Kind.B}  # before the versions pass they have none yet
+_MAYBE_VERSION = {Kind.F, Kind.B, Payload.X}  # of programs without weights; X has its message's
+_MAYBE_MICRO = {Payload.P, Payload.X}  # P that is fetched for one use names it
 
 
 def parse(text: str) -> Action:
@@ -139,6 +167,7 @@ def parse(text: str) -> Action:
         i=_number(match["i"]),
         v=_number(match["v"]),
         peer=_number(match["peer"]),
+        lane=Lane(match["lane"] or ""),
     )
 
 
@@ -184,7 +213,7 @@ def _is_complete(match: re.Match[str]) -> bool:
     arrow = {"SEND": ">", "RECV": "<", None: None}[match["way"]]
     version_fits = what in _MAYBE_VERSION or (match["v"] is not None) == (what in _WITH_VERSION)
     return (
-        (match["i"] is not None) == (what in _WITH_MICRO)
+        (what in _MAYBE_MICRO or (match["i"] is not None) == (what in _WITH_MICRO))
         and match["arrow"] == arrow
         and version_fits
     )

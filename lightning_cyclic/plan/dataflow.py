@@ -1,57 +1,296 @@
-"""How much a worker must keep at once, counted along its program."""
+"""Dataflow: what each action reads, makes and frees, in one table.
+
+    F          reads  weights, the stage's input, buffers, batch
+               makes  its graph, the next stage's input, losses
+    B          reads  weights, graph, the outputs' gradient           and frees the last two
+               makes  a gradient, which is in the sum, and the input's gradient
+    ADD        reads  gradient, sum                                   makes the new sum
+    UPDATE     reads  sum, the version before, norms                  makes weights
+    TELL       reads  losses
+    SEND       reads  what it carries                                 and frees it if it goes away
+    RECV       makes  what it carries
+
+Names of data are tuples. The checker, the account, the simulator, the planner's memory and the
+runtime all follow this table; who runs what is not in it. What is given from the beginning (the
+first weights, batches, the inputs of the first stage) is made by nobody.
+"""
 
 from __future__ import annotations
 
+import enum
 from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from itertools import accumulate
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias, final
 
-from lightning_cyclic.plan.actions import Action, Kind, Payload, Program
+from lightning_cyclic.plan.actions import Action, Kind, Payload
+from lightning_cyclic.plan.passes.ties import first_users, later_users, reads_tied
+
+if TYPE_CHECKING:
+    from lightning_cyclic.plan.plan import Plan
 
 
-def live_activations(program: Program) -> int:
+class Datum(enum.Enum):
+    """Say what kind of data an item is."""
+
+    WEIGHTS = enum.auto()  # (j, v)
+    TIED = enum.auto()  # (j, v): parameters of stage j that other stages use
+    INPUT = enum.auto()  # (t, i, j): activations that enter stage j
+    GRAPH = enum.auto()  # (t, i, j): what a forward leaves for its backward
+    OUTPUT_GRADIENT = enum.auto()  # (t, i, j): gradient of the activations that leave stage j
+    TIED_GRADIENT = enum.auto()  # (t, i, j): gradient of parameters of stage j from later stages
+    GRADIENT = enum.auto()  # (t, i, j): of one micro-batch, before it is added
+    SUM = enum.auto()  # (t, j, i): of gradients up to micro-batch i; (t, j, None): as far as it is
+    TOTAL = enum.auto()  # (t, j): the sum of all micro-batches, where it has come as a whole
+    BUFFERS = enum.auto()  # (t, i, j): module buffers that a micro-batch is handed
+    LEFT_BUFFERS = enum.auto()  # (j,): those that the last forward has left
+    BATCH = enum.auto()  # (t,)
+    LOSSES = enum.auto()  # (t,)
+    NORMS = enum.auto()  # (t, j)
+    START = enum.auto()  # (t,): the word that a step may begin
+
+
+Item: TypeAlias = tuple[object, ...]  # a Datum and its numbers
+
+
+class Flow(NamedTuple):
+    """Hold a row of the table: names of what an action reads, makes and frees."""
+
+    reads: tuple[Item, ...] = ()
+    makes: tuple[Item, ...] = ()
+    frees: tuple[Item, ...] = ()
+
+
+@final
+class Dataflow:
+    """Look actions up in the table.
+
+    Args:
+        plan: says which parameters stages share, which decide together, and where the last stage
+            is. [None: of programs alone, whose stages share none; what an action could read is
+            read if it is there]
+    """
+
+    def __init__(self, plan: Plan | None = None) -> None:
+        self._plan = plan
+
+    def __call__(self, a: Action) -> Flow:
+        """Return the row of an action."""
+        return _ROWS[a.payload or a.kind](self, a)
+
+    def _forward(self, a: Action) -> Flow:
+        key = a.t, a.i, a.j
+        reads: list[Item] = [(Datum.WEIGHTS, a.j, a.v), (Datum.INPUT, *key), (Datum.BUFFERS, *key)]
+        reads += [(Datum.BATCH, a.t), (Datum.START, a.t), *self._tied(a)]
+        makes: list[Item] = [
+            (Datum.GRAPH, *key),
+            (Datum.INPUT, a.t, a.i, a.j + 1),
+            (Datum.LEFT_BUFFERS, a.j),
+        ]
+        return Flow(tuple(reads), (*makes, (Datum.LOSSES, a.t)))
+
+    def _tied(self, a: Action) -> Iterator[Item]:
+        plan = self._plan
+        for j in first_users(plan, a.j) if plan is not None else ():
+            assert plan is not None
+            yield Datum.TIED, j, reads_tied(plan, a, j)
+
+    def _backward(self, a: Action) -> Flow:
+        key = a.t, a.i, a.j
+        taken = [(Datum.GRAPH, *key), (Datum.OUTPUT_GRADIENT, *key), (Datum.TIED_GRADIENT, *key)]
+        makes = [(Datum.GRADIENT, *key), *_sums(a)]
+        makes += [(Datum.OUTPUT_GRADIENT, a.t, a.i, a.j - 1)]
+        plan = self._plan
+        firsts = first_users(plan, a.j) if plan is not None else ()
+        makes += [(Datum.TIED_GRADIENT, a.t, a.i, j) for j in firsts]
+        if plan is None or not later_users(plan, a.j):
+            taken.pop()
+        return Flow(
+            ((Datum.WEIGHTS, a.j, a.v), *taken), tuple(makes), (*taken, (Datum.INPUT, *key))
+        )
+
+    def _add(self, a: Action) -> Flow:
+        assert a.i is not None
+        gradient, before = (Datum.GRADIENT, a.t, a.i, a.j), (Datum.SUM, a.t, a.j, a.i - 1)
+        return Flow((gradient, before), _sums(a), (gradient, before))
+
+    def _update(self, a: Action) -> Flow:
+        assert a.v is not None
+        taken = ((Datum.SUM, a.t, a.j, None), (Datum.TOTAL, a.t, a.j))
+        reads = [*taken, (Datum.WEIGHTS, a.j, a.v - 1)]
+        if self._plan is None or self._plan.norms != "none":
+            stages = range(a.j + 1) if self._plan is None else range(self._plan.num_stages)
+            reads += [(Datum.NORMS, a.t, j) for j in stages]
+        return Flow(tuple(reads), ((Datum.WEIGHTS, a.j, a.v),), taken)
+
+    def _tell(self, a: Action) -> Flow:
+        return Flow(((Datum.LOSSES, a.t),))
+
+    def _nothing(self, a: Action) -> Flow:
+        return Flow()
+
+    def _message(self, a: Action) -> Flow:
+        carried = _CARRIED.get(a.payload)  # type: ignore[arg-type]
+        if carried is None:  # descriptions and metrics, which no action reads
+            return Flow()
+        item = carried.at(a)
+        if a.kind is Kind.RECV:
+            return Flow((), (item,))
+        if a.payload is Payload.N:  # of a sum that was added here, or has come as a whole
+            return Flow((item, (Datum.TOTAL, a.t, a.j)))
+        if a.payload is Payload.C:  # of buffers that came for the next step, or in a copy
+            return Flow((item, (Datum.BUFFERS, a.t + 1, 0, a.j)))
+        return Flow((item,), (), (item,) if carried.goes_away else ())
+
+
+def _sums(a: Action) -> tuple[Item, Item]:
+    """Name the sum that a micro-batch's gradient is in."""
+    return (Datum.SUM, a.t, a.j, a.i), (Datum.SUM, a.t, a.j, None)
+
+
+class _Carried(NamedTuple):
+    """Name what a message carries: a Datum and fields of its action, at either end."""
+
+    sent: tuple[Datum, str]
+    received: tuple[Datum, str]
+    goes_away: bool = False
+
+    def at(self, a: Action) -> Item:
+        """Name it at the end of an action."""
+        datum, fields = self.sent if a.kind is Kind.SEND else self.received
+        return (datum, *(getattr(a, field) for field in fields))
+
+
+def _same(datum: Datum, fields: str, *, goes_away: bool = False) -> _Carried:
+    return _Carried((datum, fields), (datum, fields), goes_away)
+
+
+_CARRIED = {
+    Payload.A: _same(Datum.INPUT, "tij", goes_away=True),
+    Payload.G: _same(Datum.OUTPUT_GRADIENT, "tij", goes_away=True),
+    Payload.W: _same(Datum.TIED_GRADIENT, "tij", goes_away=True),
+    Payload.S: _same(Datum.SUM, "tji", goes_away=True),
+    Payload.T: _Carried((Datum.SUM, "tji"), (Datum.TOTAL, "tj"), goes_away=True),
+    Payload.P: _same(Datum.WEIGHTS, "jv"),
+    Payload.V: _Carried((Datum.WEIGHTS, "jv"), (Datum.TIED, "jv")),
+    Payload.R: _Carried((Datum.LEFT_BUFFERS, "j"), (Datum.BUFFERS, "tij")),
+    Payload.C: _same(Datum.LEFT_BUFFERS, "j"),
+    Payload.D: _same(Datum.BATCH, "t"),
+    Payload.L: _same(Datum.LOSSES, "t"),
+    Payload.N: _Carried((Datum.SUM, "tji"), (Datum.NORMS, "tj")),
+    Payload.K: _same(Datum.START, "t"),
+}  # i is None of T and N: of a whole sum
+
+
+_ROWS: defaultdict[Kind | Payload, Callable[[Dataflow, Action], Flow]] = defaultdict(
+    lambda: Dataflow._message,
+    {
+        Kind.F: Dataflow._forward,
+        Kind.B: Dataflow._backward,
+        Kind.ADD: Dataflow._add,
+        Kind.UPDATE: Dataflow._update,
+        Kind.TELL: Dataflow._tell,
+        Kind.GATHER: Dataflow._nothing,
+        Kind.FREE: Dataflow._nothing,
+    },
+)
+
+
+# ---------------------------------------------------------------------- how long things are kept
+
+
+class Life(NamedTuple):
+    """Say from where to where in a program an item is kept: a half-open span of positions.
+
+    ``maker`` is the action that made or received it; None for what was given.
+    """
+
+    item: Item
+    maker: Action | None
+    begin: int
+    end: int
+
+
+def lives(program: Iterable[Action], kinds: frozenset[Datum]) -> Iterator[Life]:
+    """Yield how long each item of some kinds is kept along a worker's program.
+
+    From the action that makes it (-1: given), or the first that computes with it where it is
+    received, to the one that frees it, or to behind the last that reads it. An update replaces
+    the version before it in place where nothing reads that later. What is made and never read is
+    kept for its own action.
+
+    Args:
+        program: of one worker.
+        kinds: of items.
+    """
+    flow = Dataflow()
+    found: dict[Item, Life] = {}
+    for n, a in enumerate(program):
+        row = flow(a)
+        for item in row.reads:
+            if item[0] in kinds and (life := _read(found.get(item), item, n, a)) is not None:
+                found[item] = life
+        for item in row.makes:
+            if item[0] in kinds and (item not in found or a.kind is Kind.RECV):
+                if item in found:  # dropped in between, and received again
+                    yield found[item]
+                found[item] = Life(item, a, n, -1 if a.kind is Kind.RECV else n + 1)
+        for item in row.frees:
+            if item in found:
+                yield found.pop(item)._replace(end=n)
+    yield from (life for life in found.values() if life.end >= 0)
+
+
+def _read(life: Life | None, item: Item, n: int, a: Action) -> Life | None:
+    """Return the life of an item that is read; None where that does not count."""
+    if a.kind is Kind.SEND and (life is None or life.end < 0):
+        return None  # handed on as soon as it comes; needed later, or not at all
+    if life is None:
+        life = Life(item, None, -1, 0)
+    elif life.end < 0:  # received, and not needed before
+        life = life._replace(begin=n)
+    in_place = a.kind is Kind.UPDATE and item[0] is Datum.WEIGHTS
+    return life._replace(end=max(life.end, n) if in_place else n + 1)
+
+
+def peak(spans: Iterable[tuple[int, int, float]]) -> float:
+    """Return the greatest sum of weights of half-open spans (begin, end, weight) that overlap.
+
+    Example:
+        >>> peak([(0, 2, 1), (1, 3, 5), (3, 4, 7)])
+        7
+    """
+    changes: dict[int, float] = {}
+    for begin, end, weight in spans:
+        changes[begin] = changes.get(begin, 0) + weight
+        changes[end] = changes.get(end, 0) - weight
+    return max(accumulate(changes[position] for position in sorted(changes)), default=0)
+
+
+def live_activations(program: Iterable[Action]) -> int:
     """Count the most stage-activations that a worker keeps from an F to its B.
 
     Example:
         >>> from lightning_cyclic.plan.actions import parse
-        >>> live_activations(tuple(map(parse, ["0F0#0", "0F1#0", "0B0#0", "0B1#0"])))
+        >>> live_activations(map(parse, ["0F0#0", "0F1#0", "0B0#0", "0B1#0"]))
         2
     """
-    live = peak = 0
-    for a in program:
-        live += (a.kind is Kind.F) - (a.kind is Kind.B)
-        peak = max(peak, live)
-    return peak
+    graphs = lives(program, frozenset({Datum.GRAPH}))
+    return int(peak((life.begin, life.end, 1) for life in graphs))
 
 
-def live_versions(program: Program) -> dict[int, int]:
+def live_versions(program: Iterable[Action]) -> dict[int, int]:
     """Count, for each stage, the most versions that a worker must keep at once.
 
-    A version is kept from when it is made or received to its last read, send or update. What is
-    being received or made is counted only from the next action on, as it may replace the old.
+    What is being received or made is counted only from its first reader on, as it may replace the
+    old one.
 
     Returns:
         Peak by stage; stages of which the program reads nothing are left out.
     """
-    last_use = {(a.j, v): n for n, a in enumerate(program) for v in _uses(a)}
-    live: dict[int, set[int]] = defaultdict(set)
-    peaks: dict[int, int] = {}
-    for n, a in enumerate(program):
-        for v in _uses(a):
-            live[a.j].add(v)
-        peaks[a.j] = max(peaks.get(a.j, 0), len(live[a.j]))
-        live[a.j] = {v for v in live[a.j] if last_use[a.j, v] > n}
-        if a.v is not None and _makes(a) and last_use.get((a.j, a.v), 0) > n:
-            live[a.j].add(a.v)
-    return {j: peak for j, peak in peaks.items() if peak}
-
-
-def _makes(a: Action) -> bool:
-    return a.kind is Kind.UPDATE or (a.kind is Kind.RECV and a.payload is Payload.P)
-
-
-def _uses(a: Action) -> tuple[int, ...]:
-    if a.v is None:
-        return ()
-    if a.kind is Kind.UPDATE:
-        return (a.v - 1,)
-    is_read = a.kind in (Kind.F, Kind.B, Kind.SEND)  # what is sent with a version is parameters
-    return (a.v,) if is_read else ()
+    spans: defaultdict[int, list[tuple[int, int, int]]] = defaultdict(list)
+    for life in lives(program, frozenset({Datum.WEIGHTS})):
+        _, j, _ = life.item
+        assert isinstance(j, int)
+        spans[j].append((life.begin, life.end, 1))
+    return {j: int(peak(found)) for j, found in spans.items()}

@@ -37,6 +37,8 @@ class AbstractPlacement(ABC):
     """Whether the worker of a micro-batch on a stage depends on the step."""
     runs_whole_micro: ClassVar[bool] = False
     """Whether a worker runs every stage of its micro-batches, so that stages are replicated."""
+    overlaps: ClassVar[bool] = True
+    """Whether steps follow each other as the timetable has it; else each ends before the next."""
     schedules: ClassVar[tuple[str, ...]]
     """Names of the schedules under which no worker has two actions where one fits."""
     wide_schedules: ClassVar[tuple[str, ...]] = ()
@@ -220,8 +222,9 @@ class Shared(AbstractPlacement):
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Single(AbstractPlacement):
-    """Give everything to worker 0."""
+    """Give everything to worker 0, one step after the other."""
 
+    overlaps: ClassVar[bool] = False
     schedules: ClassVar[tuple[str, ...]] = ("lockstep", "cyclic", "gpipe", "1f1b")
 
     def worker(self, t: int, i: int, j: int) -> int:

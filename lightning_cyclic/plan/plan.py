@@ -1,35 +1,23 @@
-"""Plan: one value of each axis plus the numbers, and the program that follows from them.
+"""Plan: one value of each axis plus the numbers; everything else about it is derived.
 
-    make_plan(...)  ->  Plan  ->  plan.programs: for each worker, the actions in its order
+    make_plan(...)  ->  Plan  ->  plan.program: what every worker does, step by step
 
-A preset is only a name for four axis values. Everything else about a plan is derived: who owns
-a stage, which version each forward reads, every message.
+A preset is only a name for four axis values. Who owns a stage, which version each forward reads,
+how late gradients are: all of it follows, from integers alone. Programs are made of plans by
+passes (lower.py), which a plan does not know.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from fractions import Fraction
-from functools import cached_property, lru_cache
-from typing import final
+from functools import cached_property
+from typing import TYPE_CHECKING, final
 
-from lightning_cyclic.errors import PlanError, one_of
-from lightning_cyclic.plan.actions import Action, Kind, Program
-from lightning_cyclic.plan.check.fit import check_fit
-from lightning_cyclic.plan.check.validate import check_timetable, probe, validate
-from lightning_cyclic.plan.defaults import (
-    check_number,
-    chosen_axes,
-    default_num_micro,
-    default_spacing,
-)
-from lightning_cyclic.plan.passes.batches import batches
-from lightning_cyclic.plan.passes.messages import in_order_of_sends
-from lightning_cyclic.plan.passes.shards import shards
-from lightning_cyclic.plan.passes.transfers import relays, transfers
-from lightning_cyclic.plan.passes.updates import drain, updates
-from lightning_cyclic.plan.passes.versions import Cell, versions
+from lightning_cyclic.plan.actions import Action, Kind
+from lightning_cyclic.plan.actions import Program as Actions
+from lightning_cyclic.plan.clock import ceil_div
 from lightning_cyclic.plan.presets import (
     PLACEMENTS,
     PRESETS,
@@ -37,13 +25,14 @@ from lightning_cyclic.plan.presets import (
     SHARDINGS,
     WEIGHTS,
     Axes,
-    Preset,
 )
 from lightning_cyclic.plan.schedules.base import AbstractSchedule
 from lightning_cyclic.plan.schedules.warm_up import WarmUp
 from lightning_cyclic.plan.schedules.wide import Wide
 
-__all__ = ["PRESETS", "Plan", "Preset", "lower", "make_plan"]
+if TYPE_CHECKING:
+    from lightning_cyclic.plan.check.proof import Proof
+    from lightning_cyclic.plan.program import Program
 
 
 @final
@@ -51,7 +40,7 @@ __all__ = ["PRESETS", "Plan", "Preset", "lower", "make_plan"]
 class Plan:
     """Hold one value of each axis and the numbers; derive the rest.
 
-    Made by :func:`make_plan`, which checks that everything fits.
+    Made by :func:`~lightning_cyclic.plan.lower.make_plan`, which checks that everything fits.
 
     Args:
         preset: name that the plan was made from.
@@ -71,6 +60,11 @@ class Plan:
         warmup_steps: steps that do not overlap; behind them the rule begins as if at step 0.
         late_updates: whether each stage is updated right before its new version is first read,
             so that all stages can decide together about a step without making one wait.
+        norms: who is told the norms of all gradients of a step before it is applied: "none", all
+            "owners" of stages, or "all" workers.
+        relayed_until: the last stage in which the buffers of each relayed stage change.
+        lowering: makes the program; no part of what a plan is.
+        proving: proves it; the same.
     """
 
     preset: str
@@ -89,6 +83,10 @@ class Plan:
     tied: tuple[tuple[int, ...], ...] = ()
     warmup_steps: int = 0
     late_updates: bool = False
+    norms: str = "none"
+    relayed_until: tuple[int, ...] = ()
+    lowering: Callable[[Plan], Program] = field(kw_only=True, compare=False, repr=False)
+    proving: Callable[[Plan], Proof] = field(kw_only=True, compare=False, repr=False)
 
     @cached_property
     def axes(self) -> Axes:
@@ -197,7 +195,7 @@ class Plan:
 
     def depth(self, j: int) -> int:
         """Count the versions of stage j that are alive at once, anywhere, at most."""
-        t = self._late_step
+        t = self.late_step
         schedule = self.axes.schedule
         ends = ((i, schedule.backward(i, j)) for i in range(self.num_micro))
         return 1 + max(
@@ -217,10 +215,12 @@ class Plan:
     def steps_under_way(self) -> int:
         """Bound the steps that have begun somewhere and have not ended everywhere.
 
-        A step ends when its micro-batches have gone through all stages and back, up to S - 1
-        steps of one micro-batch behind the one that begins; late updates add two.
+        A step ends when its micro-batches have gone through all stages and back; versions are
+        first read, and late updates made, up to two steps later.
         """
-        return self.num_stages + 2
+        schedule = self.axes.schedule
+        whole = schedule.backward(self.num_micro - 1, 0) + schedule.unit
+        return ceil_div(whole, schedule.period) + 2
 
     def ended_before(self, t: int) -> int:
         """Count the steps whose gradients all stages have when step t comes to its first loss."""
@@ -243,7 +243,7 @@ class Plan:
         """Give the step in which version v of stage j is read first."""
         if v <= self.warmup_steps:
             return v
-        t, ends = self._late_step, (0, self.num_micro - 1)
+        t, ends = self.late_step, (0, self.num_micro - 1)
         reads = [f(t, i, j) for i in ends for f in (self.reads, self.backward_reads)]
         return v + t - max(reads)
 
@@ -259,49 +259,75 @@ class Plan:
         return self._chains[j]
 
     @property
+    def is_staggered(self) -> bool:
+        """Say whether workers that begin together wait for a signal of the one before.
+
+        Not where updates make all of them meet inside their forwards (the norm over all stages
+        under freshest weights): who waits to begin would never get there.
+        """
+        meets = self.norms != "none" and self.weights == "freshest"
+        runs_whole = self.axes.placement.runs_whole_micro
+        return runs_whole and self.schedule == "cyclic" and self.num_workers > 1 and not meets
+
+    @property
+    def flows(self) -> bool:
+        """Say whether single stages begin with a step before those ahead of it have ended."""
+        _, placement, weights, _ = self.axes
+        overlaps = placement.overlaps and not weights.at_end_of_step
+        return overlaps and not placement.runs_whole_micro
+
+    @property
+    def late_step(self) -> int:
+        """Give a step late enough for every rule to read as it ever will."""
+        return self.warmup_steps + 2 * self.num_stages + self.slack + 2
+
+    @property
     def timetable(self) -> Iterator[tuple[int, int, Action]]:
         """Slot, worker and action of each F and B, step by step, micro-batch by micro-batch.
 
         Lazy and made without messages, so that thousands of workers can be drawn.
         """
-        for a in versions(self, self._cells(self.num_steps)):
-            yield a.s, self.worker_of(a.i or 0, a.j, a.t), a
+        slot = self.axes.schedule.slot
+        forward, backward = self.axes.schedule.forward, self.axes.schedule.backward
+        stages = range(self.num_stages)
+        for t in range(self.num_steps):
+            for i in range(self.num_micro):
+                for j in stages:
+                    v, s = self.reads(t, i, j), slot(t, forward(i, j))
+                    yield s, self.worker_of(i, j, t), Action(kind=Kind.F, t=t, i=i, j=j, v=v, s=s)
+                for j in reversed(stages):
+                    v, s = self.backward_reads(t, i, j), slot(t, backward(i, j))
+                    yield s, self.worker_of(i, j, t), Action(kind=Kind.B, t=t, i=i, j=j, v=v, s=s)
+
+    def time(self, a: Action) -> tuple[int, int, int]:
+        """Give the exact time of an F or B; ties go by stage, then in order of micro-batches."""
+        schedule, i = self.axes.schedule, a.i or 0
+        start = schedule.forward if a.kind is Kind.F else schedule.backward
+        return schedule.begin(a.t) + start(i, a.j), a.j, a.t * self.num_micro + i
 
     @cached_property
-    def programs(self) -> tuple[Program, ...]:
-        """For each worker, its actions in the order in which it runs them."""
-        return lower(self)
+    def program(self) -> Program:
+        """What every worker does, step by step, without end."""
+        return self.lowering(self)
 
-    def _cells(self, num_steps: int) -> Iterator[Cell]:
-        """List F and B in the order in which a micro-batch meets them."""
-        schedule = self.axes.schedule
-        for t in range(num_steps):
-            for i in range(self.num_micro):
-                for j in range(self.num_stages):
-                    yield Cell(Kind.F, t, i, j, schedule.slot(t, schedule.forward(i, j)))
-                for j in reversed(range(self.num_stages)):
-                    yield Cell(Kind.B, t, i, j, schedule.slot(t, schedule.backward(i, j)))
+    @cached_property
+    def programs(self) -> tuple[Actions, ...]:
+        """For each worker, its actions of the plan's steps, with a flush behind them."""
+        return self.program.first(self.num_steps)
 
-    def _time(self, cell: Cell) -> tuple[int, int, int]:
-        """Give the exact time of an F or B; ties go by stage, then in order of micro-batches."""
-        schedule = self.axes.schedule
-        kind, t, i, j, _ = cell
-        start = schedule.forward if kind is Kind.F else schedule.backward
-        return schedule.begin(t) + start(i, j), j, t * self.num_micro + i
+    @cached_property
+    def proof(self) -> Proof:
+        """How it was proved that the program can run: on itself, or on a smaller plan's."""
+        return self.proving(self)
 
-    def _lag(self, i: int, j: int) -> int:
-        """Count the versions by which F(i, j) is behind once the run is under way."""
-        return self._late_step - self.reads(self._late_step, i, j)
-
-    @property
-    def _late_step(self) -> int:
-        """A step late enough for every rule to have reached its steady state."""
-        return self.warmup_steps + 2 * self.num_stages + self.slack + 2
+    def lag(self, t: int, i: int, j: int) -> int:
+        """Count the versions by which F(i, j) of step t is behind."""
+        return t - self.reads(t, i, j)
 
     def _need(self, i: int, j: int) -> int:
         """Give the time at which micro-batch i first reads a version, up to a constant."""
         schedule = self.axes.schedule
-        return self._lag(i, j) * schedule.period + schedule.forward(i, j)
+        return self.lag(self.late_step, i, j) * schedule.period + schedule.forward(i, j)
 
     @cached_property
     def _first_readers(self) -> tuple[tuple[int, ...], ...]:
@@ -314,7 +340,8 @@ class Plan:
     @cached_property
     def _delays(self) -> tuple[Fraction, ...]:
         sums = (
-            sum(self._lag(i, j) for i in range(self.num_micro)) for j in range(self.num_stages)
+            sum(self.lag(self.late_step, i, j) for i in range(self.num_micro))
+            for j in range(self.num_stages)
         )
         return tuple(Fraction(total, self.num_micro) for total in sums)
 
@@ -339,138 +366,3 @@ class Plan:
     def _place_in_chain(self, w: int, j: int) -> tuple[bool, int, int]:
         owner = self.owner(j)
         return w != owner, self._need(w, j), (w - owner) % self.num_workers
-
-
-def lower(plan: Plan) -> tuple[Program, ...]:
-    """Turn a plan into programs, pass by pass.
-
-    Returns:
-        For each worker, its actions in order.
-    """
-    # [1] Who computes what. Replicas read a version up to two steps later: see ``drain``.
-    num_steps = plan.num_steps + (2 if plan.axes.placement.runs_whole_micro else 0)
-    cells: list[list[Cell]] = [[] for _ in range(plan.num_workers)]
-    for cell in sorted(plan._cells(num_steps), key=plan._time):
-        cells[plan.worker_of(cell.i, cell.j, cell.t)].append(cell)
-    # [2] Which version it reads, [3] which batch and [4] which buffers come before it.
-    programs = tuple(
-        tuple(relays(plan, batches(plan, versions(plan, c), w), w)) for w, c in enumerate(cells)
-    )
-    # [5] Where versions are made, [6] what travels, [7] what remains after the last step.
-    programs = drain(plan, transfers(plan, updates(plan, programs)))
-    # [8] In which order messages are received, [9] who holds the bytes.
-    programs = in_order_of_sends(programs)
-    return shards(plan, programs)
-
-
-def make_plan(  # noqa: PLR0913  (one argument per axis and number is the public face)
-    preset: str,
-    *,
-    num_stages: int,
-    num_workers: int,
-    num_micro: int | None = None,
-    num_steps: int = 4,
-    slack: int = 0,
-    schedule: str | None = None,
-    placement: str | None = None,
-    weights: str | None = None,
-    sharding: str | None = None,
-    relayed: Iterable[int] = (),
-    width: int = 1,
-    tied: Iterable[Iterable[int]] = (),
-    warmup_steps: int = 0,
-    late_updates: bool = False,
-    proved: bool = True,
-) -> Plan:
-    """Make a plan from a preset, with any axis replaced, and prove that it can run.
-
-    Args:
-        preset: name in :data:`PRESETS`.
-        num_stages: S, at least 1.
-        num_workers: N, at least 1.
-        num_micro: m, micro-batches per update. [None: one per worker where workers run whole
-            micro-batches, one where the rule updates after each, else one per stage; times the
-            width]
-        num_steps: training steps that the program covers, at least 1. [4]
-        slack: slots that a new version needs to travel. [0: CDP-v2]
-        schedule: replaces the preset's axis value, as do the next three. [None: the preset's]
-        placement: who runs what. [None: the preset's]
-        weights: which version is read. [None: the preset's]
-        sharding: who keeps what. [None: the preset's, or "none" where no stage is replicated]
-        relayed: stages whose module buffers travel from micro-batch to micro-batch. [()]
-        width: replicas of a pipeline; micro-batch i runs on replica i % width, as its
-            micro-batch i // width. [1]
-        tied: groups of stages that share parameters, ascending, such as ``((0, 3),)``; the first
-            of a group updates them. [()]
-        warmup_steps: first steps that do not overlap, in which every forward reads the newest
-            weights; behind them the rule begins as if at step 0. [0]
-        late_updates: update a stage right before its new version is first read, so that all
-            stages can decide together about a step. [False: as soon as its gradients are there]
-        proved: also prove that the program can run; else only that axes and numbers fit, and that
-             the timetable has what it reads, for those who make many plans to run one. [True]
-
-    Returns:
-        The plan; its programs are made when first asked for.
-
-    Raises:
-        PlanError: a name is unknown, or numbers and axes do not fit together.
-        ValidationError: the program would break a rule; the text points at the action.
-
-    Example:
-        >>> plan = make_plan("cyclic_dp", num_stages=2, num_workers=2, num_steps=1)
-        >>> [str(a) for a in plan.programs[1]][:4]
-        ['0F1@0#0', '1F1@0#0', '1B1@0#0', '1RECV_S0<0#0']
-    """
-    if preset not in PRESETS:
-        raise PlanError(one_of(preset, list(PRESETS), "preset", 'use preset="cyclic_dp"'))
-    axes = chosen_axes(
-        PRESETS[preset],
-        {"schedule": schedule, "placement": placement, "weights": weights, "sharding": sharding},
-    )
-    check_number("num_stages", num_stages)
-    check_number("num_workers", num_workers)
-    check_number("num_steps", num_steps)
-    check_number("slack", slack, least=0)
-    check_number("width", width)
-    check_number("warmup_steps", warmup_steps, least=0)
-    if num_micro is None:
-        num_micro = default_num_micro(preset, axes, num_stages, num_workers) * width
-    check_number("num_micro", num_micro)
-    plan = Plan(
-        preset=preset,
-        num_stages=num_stages,
-        num_workers=num_workers,
-        num_micro=num_micro,
-        num_steps=num_steps,
-        slack=slack,
-        **axes,
-        relayed=tuple(sorted(set(relayed))),
-        spacing=default_spacing(PRESETS[preset], axes["placement"], num_stages, num_micro),
-        width=width,
-        tied=tuple(sorted({tuple(stages) for stages in tied})),
-        warmup_steps=warmup_steps,
-        late_updates=late_updates,
-    )
-    if proved:
-        return _proved(plan)
-    check_fit(plan)
-    check_timetable(plan)
-    return plan
-
-
-@lru_cache(maxsize=32)
-def _proved(plan: Plan) -> Plan:
-    """Return an equal plan that can run, with what has been derived of it before."""
-    check_fit(plan)
-    check_timetable(plan)
-    prove(plan)
-    return plan
-
-
-def prove(plan: Plan) -> None:
-    """Prove that the program of a plan, whose axes and numbers fit, can run.
-
-    Raises:
-        ValidationError: the program would break a rule; the text points at the action.
-    """
-    validate(probe(plan))

@@ -26,6 +26,7 @@ from typing import final
 
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.plan.actions import Kind, Payload, Program
+from lightning_cyclic.plan.dataflow import Datum, Life, lives, peak
 from lightning_cyclic.planner.stages import Stages
 from lightning_cyclic.simulate.account import account
 
@@ -117,20 +118,19 @@ def memory(
 
 def _looks_ahead(plan: Plan, j: int) -> bool:
     """Say whether forwards of a stage read predicted weights once the run is under way."""
-    late = 2 * plan.num_stages + plan.slack + 2
-    return any(plan.horizon(late, i, j) for i in range(plan.num_micro))
+    return any(plan.horizon(plan.late_step, i, j) for i in range(plan.num_micro))
 
 
 def _activations(program: Program, stages: Stages, remat: bool) -> float:
     """Return the most bytes that forwards leave for their backwards."""
-    changes = []
-    for a in program:
-        size = stages.activation_bytes[a.j]
-        if a.kind is Kind.F:
-            changes += [size, -size] if remat else [size]
-        elif a.kind is Kind.B:
-            changes += [size, -size] if remat else [-size]
-    return max(accumulate(changes), default=0)
+    spans = []
+    for life in lives(program, frozenset({Datum.GRAPH})):
+        size = stages.activation_bytes[_stage(life)]
+        if remat:  # while the forward runs, and while it runs again
+            spans += [(life.begin, life.begin + 1, size), (life.end, life.end + 1, size)]
+        else:
+            spans.append((life.begin, life.end, size))
+    return peak(spans)
 
 
 def _inputs(program: Program, stages: Stages, remat: bool) -> float:
@@ -139,30 +139,21 @@ def _inputs(program: Program, stages: Stages, remat: bool) -> float:
     What the stage before left on the same worker is among its activations, and an input of its
     own only where these are not kept.
     """
-    kept, changes = set(), [0.0]
-    for a in program:
-        size, key = stages.input_bytes[a.j], (a.t, a.i, a.j)
-        is_received = a.kind is Kind.RECV and a.payload is Payload.A
-        is_given = a.kind is Kind.F and (remat or a.j == 0) and key not in kept
-        if is_received or is_given:
-            kept.add(key)
-            changes.append(size)
-        elif a.kind is Kind.B and key in kept:
-            changes.append(-size)
-    return max(accumulate(changes))
+    received = {(a.t, a.i, a.j) for a in program if a.kind is Kind.RECV and a.payload is Payload.A}
+    return peak(
+        (life.begin, life.end, stages.input_bytes[_stage(life)])
+        for life in lives(program, frozenset({Datum.GRAPH}))  # from a forward to its backward
+        if remat or _stage(life) == 0 or life.item[1:] in received
+    )
 
 
 def _returns(program: Program, stages: Stages) -> float:
     """Return the most bytes of received gradients that wait for their backward or are in it."""
-    kept, changes = set(), [0.0]
-    for a in program:
-        key = a.t, a.i, a.j
-        if a.kind is Kind.RECV and a.payload is Payload.G:
-            kept.add(key)
-            changes.append(stages.input_bytes[a.j + 1])
-        elif a.kind is Kind.B and key in kept:
-            changes.append(-stages.input_bytes[a.j + 1])
-    return max(accumulate(changes))
+    return peak(
+        (life.begin, life.begin + 1, stages.input_bytes[_stage(life) + 1])
+        for life in lives(program, frozenset({Datum.OUTPUT_GRADIENT}))
+        if life.maker is not None and life.maker.kind is Kind.RECV
+    )
 
 
 def _sums(plan: Plan, program: Program, stages: Stages) -> float:
@@ -185,3 +176,8 @@ def _sums(plan: Plan, program: Program, stages: Stages) -> float:
     if plan.axes.sharding.gathers:
         return max(accumulate(changes))
     return sum(count * stages.param_bytes[j] for j, count in most.items())
+
+
+def _stage(life: Life) -> int:
+    """Give the stage of an item of one micro-batch."""
+    return int(str(life.item[3]))

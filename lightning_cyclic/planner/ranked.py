@@ -51,9 +51,9 @@ class RankedPlan:
     @cached_property
     def horizon(self) -> int:
         """Return the most updates that a forward predicts."""
-        plan, late = self.fit.plan, _late(self.fit)
+        plan = self.fit.plan
         cells = ((i, j) for i in range(plan.num_micro) for j in range(plan.num_stages))
-        return max(plan.horizon(late, i, j) for i, j in cells)
+        return max(plan.horizon(plan.late_step, i, j) for i, j in cells)
 
 
 def timed(fit: Fit, problem: Problem) -> RankedPlan:
@@ -62,7 +62,7 @@ def timed(fit: Fit, problem: Problem) -> RankedPlan:
         step_s, bubble, is_simulated = _closed_form(fit, problem)
     else:
         costs = fit.stages.costs(remat=fit.candidate.remat)
-        result = simulate(fit.plan.programs, costs, problem.network)
+        result = simulate(fit.plan.programs, costs, problem.network, fit.plan)
         step_s, bubble, is_simulated = result.step_s, max(result.bubble), True
     return RankedPlan(
         fit=fit,
@@ -82,14 +82,9 @@ def staleness(fit: Fit) -> tuple[float, int]:
     Returns:
         The mean over micro-batches and stages, and the most.
     """
-    plan, t = fit.plan, _late(fit)
+    plan, t = fit.plan, fit.plan.late_step
     late = [t - plan.reads(t, i, j) for i in range(plan.num_micro) for j in range(plan.num_stages)]
     return sum(late) / len(late), max(late)
-
-
-def _late(fit: Fit) -> int:
-    """Return a step late enough for every rule to have reached its steady state."""
-    return 2 * fit.plan.num_stages + fit.plan.slack + 2
 
 
 def _closed_form(fit: Fit, problem: Problem) -> tuple[float, float, bool]:

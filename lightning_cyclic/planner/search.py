@@ -19,7 +19,7 @@ from math import ceil
 from typing import TypeAlias, final
 
 from lightning_cyclic.errors import PlanError
-from lightning_cyclic.plan.plan import Plan, prove
+from lightning_cyclic.plan.plan import Plan
 from lightning_cyclic.planner.candidates import Candidate, Problem, candidates
 from lightning_cyclic.planner.fit import Fit, Fitter, pace_s
 from lightning_cyclic.planner.ranked import RankedPlan, least_step_s, staleness, timed
@@ -162,7 +162,7 @@ class _Search:
     def _can_run(self, plan: RankedPlan) -> bool:
         """Prove a plan; only those that are shown, as that takes as long as to simulate it."""
         try:
-            prove(plan.fit.plan)
+            assert plan.fit.plan.proof
         except PlanError as error:
             self._refusals.append((plan.fit.candidate.width, error))
             return False

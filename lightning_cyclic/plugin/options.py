@@ -10,8 +10,8 @@ from torch import nn
 
 from lightning_cyclic.errors import ConfigurationError
 from lightning_cyclic.plan import PRESETS, Plan, make_plan
-from lightning_cyclic.plan.defaults import check_number
 from lightning_cyclic.plan.placement import Shared
+from lightning_cyclic.plan.presets import check_number
 from lightning_cyclic.plugin.checks import (
     REMAT,
     check_bytes,

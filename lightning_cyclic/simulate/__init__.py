@@ -7,7 +7,6 @@ from lightning_cyclic.simulate.engine import simulate
 from lightning_cyclic.simulate.graph import Lane
 from lightning_cyclic.simulate.lockstep import Lockstep, lockstep
 from lightning_cyclic.simulate.result import Event, Result
-from lightning_cyclic.simulate.sharing import simulate_shared
 from lightning_cyclic.simulate.table import table
 from lightning_cyclic.simulate.units import (
     parse_bandwidth,
@@ -37,6 +36,5 @@ __all__ = [
     "show_bytes",
     "show_seconds",
     "simulate",
-    "simulate_shared",
     "table",
 ]

@@ -5,16 +5,15 @@ Nothing here is a formula: what a paper says about a schedule is asserted on the
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
-from typing import TypeAlias, final
+from typing import final
 
 from lightning_cyclic.plan.actions import Action, Kind, Payload
+from lightning_cyclic.plan.dataflow import Datum, live_activations, live_versions, lives, peak
 from lightning_cyclic.simulate.costs import Costs
-
-Span: TypeAlias = tuple[int, int]  # half-open
 
 
 @final
@@ -80,55 +79,16 @@ def _worker(program: Sequence[Action], costs: Costs, t: int) -> WorkerAccount:
         assert action.payload is not None  # as for every SEND
         messages[action.payload] += 1
         num_bytes[action.payload] = num_bytes.get(action.payload, 0) + costs.message_bytes(action)
-    alive = list(_lifetimes(program))
+    versions = list(lives(program, frozenset({Datum.WEIGHTS})))
+    stages = {life.item[1]: costs.param_bytes[int(str(life.item[1]))] for life in versions}
     return WorkerAccount(
         sent_messages=messages,
         sent_bytes=num_bytes,
-        versions=int(max((_peak(spans) for spans in _by_stage(alive)), default=0)),
-        param_bytes=_peak((span, costs.param_bytes[j]) for j, span in alive),
-        activations=_peak_activations(program),
+        versions=max(live_versions(program).values(), default=0),
+        param_bytes=peak((life.begin, life.end, stages[life.item[1]]) for life in versions),
+        activations=live_activations(program),
         updates=len({action.j for action in program if action.kind is Kind.UPDATE}),
     )
-
-
-def _lifetimes(program: Sequence[Action]) -> Iterator[tuple[int, Span]]:
-    """Yield the stage and lifetime of each version that the worker holds.
-
-    A lifetime is a half-open span of positions in the program: from the action that makes or
-    receives the version (the start, for initial weights) to behind the last that reads it. An
-    update reads the version before it, and replaces it in place where nothing reads it later.
-    """
-    spans: dict[tuple[int, int], Span] = {}
-    for position, action in enumerate(program):
-        if action.v is None or action.kind in (Kind.GATHER, Kind.FREE):
-            continue
-        if action.payload is Payload.V:  # of parameters that the receiving stage counts as its own
-            continue
-        key = action.j, action.v
-        if action.kind is Kind.UPDATE:
-            base = action.j, action.v - 1
-            spans[base] = spans.get(base, (-1, 0))[0], position
-        if action.kind in (Kind.UPDATE, Kind.RECV):
-            if key in spans:  # freed in between, and received again
-                yield action.j, spans[key]
-            spans[key] = position, position + 1
-        else:
-            spans[key] = spans.get(key, (-1, 0))[0], position + 1
-    yield from ((j, span) for (j, _), span in spans.items())
-
-
-def _by_stage(alive: Iterable[tuple[int, Span]]) -> Iterable[list[tuple[Span, int]]]:
-    """Group lifetimes by stage, each with weight one."""
-    groups: defaultdict[int, list[tuple[Span, int]]] = defaultdict(list)
-    for j, span in alive:
-        groups[j].append((span, 1))
-    return groups.values()
-
-
-def _peak_activations(program: Sequence[Action]) -> int:
-    """Return the most forwards of one worker whose backward is still to come."""
-    signs = {Kind.F: 1, Kind.B: -1}
-    return max(accumulate(signs.get(action.kind, 0) for action in program), default=0)
 
 
 def _peak_over_workers(programs: Sequence[Sequence[Action]]) -> int:
@@ -140,12 +100,3 @@ def _peak_over_workers(programs: Sequence[Sequence[Action]]) -> int:
         elif action.kind is Kind.B:
             changes[action.s + 1] -= 1
     return max(accumulate(changes[s] for s in sorted(changes)), default=0)
-
-
-def _peak(spans: Iterable[tuple[Span, float]]) -> float:
-    """Return the greatest sum of weights of half-open spans that overlap."""
-    changes: dict[int, float] = {}
-    for (start, end), weight in spans:
-        changes[start] = changes.get(start, 0) + weight
-        changes[end] = changes.get(end, 0) - weight
-    return max(accumulate(changes[position] for position in sorted(changes)), default=0)

@@ -91,7 +91,7 @@ def compare(plan: Plan, costs: Costs, network: Network, *, bucket_bytes: float =
 
 
 def _of_plan(plan: Plan, costs: Costs, network: Network) -> Figures:
-    result = simulate(plan.programs, costs, network)
+    result = simulate(plan.programs, costs, network, plan)
     counted = account(plan.programs, costs)
     workers = counted.workers
     return Figures(

@@ -128,7 +128,7 @@ class Costs:
             return self.cut_bytes[action.j]
         if action.payload is Payload.G:  # enters stage j from behind, over the next cut
             return self.cut_bytes[action.j + 1]
-        if action.payload in (Payload.D, Payload.L):  # samples and numbers, not tensors of a model
+        if action.payload in (Payload.D, Payload.L, Payload.N):  # samples and numbers
             return 0.0
         if action.payload in (Payload.W, Payload.V):
             return self.tied_bytes[action.j]

@@ -2,17 +2,24 @@
 
 A node becomes ready when the last node that it waits for has ended; a RECV when the first byte of
 its message arrives, one latency after its SEND began. A lane that is free serves, of its ready
-nodes, the one that its worker's program lists first. Nothing is preempted.
+nodes, the one that the timetable has first. Nothing is preempted.
+
+Workers may share cores: as many as there are compute at once at full speed, more get equal shares.
+
+    two workers, one core       w0  F F . .   each alone takes 2 s;
+                                w1  . F F .   while both compute, each is half as fast
 """
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Sequence
+from math import inf
 from typing import final
 
 from lightning_cyclic.errors import PlanError
 from lightning_cyclic.plan.actions import Action
+from lightning_cyclic.plan.plan import Plan
 from lightning_cyclic.simulate.costs import Costs, Network
 from lightning_cyclic.simulate.graph import Graph, Lane, build
 from lightning_cyclic.simulate.result import Event, Result, summarise
@@ -23,28 +30,40 @@ _SAME_MOMENT = 1e-9
 
 
 def simulate(
-    programs: Sequence[Iterable[Action]], costs: Costs, network: Network | None = None
+    programs: Sequence[Iterable[Action]],
+    costs: Costs,
+    network: Network | None = None,
+    plan: Plan | None = None,
+    *,
+    cores: int | None = None,
 ) -> Result:
     """Run the programs of all workers against a clock.
 
     Args:
         programs: actions of each worker, in program order.
-        costs: what each stage costs.
+        costs: what each stage costs, on a core of its own.
         network: the links between the workers; free by default.
+        plan: of the programs, where stages share parameters. [they share none]
+        cores: how many workers can compute at once at full speed. [all]
 
     Returns:
         When everything happened, the steady step time and the idle times.
 
     Raises:
-        PlanError: if messages do not pair up, or the workers wait for each other for ever.
+        PlanError: if there is no core, messages do not pair up, or the workers wait for each
+            other for ever.
 
     Example:
         >>> from lightning_cyclic.plan.actions import Kind
         >>> F = Action(kind=Kind.F, t=0, i=0, j=0, v=0)
         >>> simulate([[F]], Costs.even(1, compute_s=3.0)).makespan_s
         1.0
+        >>> simulate([[F], [F]], Costs.even(1, compute_s=3.0), cores=1).makespan_s
+        2.0
     """
-    clock = _Clock(build(programs), len(programs), costs, network or Network())
+    if cores is not None and cores < 1:
+        raise PlanError(f"cores={cores}; allowed: whole numbers from 1 on; use cores=1 or more")
+    clock = _Clock(build(programs, plan), len(programs), costs, network or Network(), cores)
     clock.run()
     return summarise(clock.events(), len(programs))
 
@@ -53,40 +72,54 @@ def simulate(
 class _Clock:
     """Advance from moment to moment until nothing is left to run."""
 
-    def __init__(self, graph: Graph, num_workers: int, costs: Costs, network: Network) -> None:
+    def __init__(
+        self, graph: Graph, num_workers: int, costs: Costs, network: Network, cores: int | None
+    ) -> None:
         self.graph = graph
         self.latency_s = network.latency_s
         self.lanes = [
             worker * len(Lane) + graph.lane(node) for node, worker in enumerate(graph.workers)
         ]
-        self.seconds = seconds_of_nodes(graph, costs, network)
+        self.seconds = _seconds_of_nodes(graph, costs, network)
         num_lanes = num_workers * len(Lane)
-        self.ready: list[list[int]] = [[] for _ in range(num_lanes)]  # heaps of nodes, per lane
+        # heaps of (slot, node), per lane: what the timetable has first is served first
+        self.ready: list[list[tuple[int, int]]] = [[] for _ in range(num_lanes)]
         self.busy = [False] * num_lanes
         self.blockers = list(graph.blockers)
         self.ready_s = [0.0] * len(graph.actions)
         self.start_s = [-1.0] * len(graph.actions)
+        self.end_s = [-1.0] * len(graph.actions)
         # What happens when: (seconds, node) says that the node becomes ready, (seconds, ~lane)
         # that the lane becomes free.
         self.queue = [(0.0, node) for node, count in enumerate(self.blockers) if not count]
         heapq.heapify(self.queue)
+        self.cores = _Cores(cores)
 
     def run(self) -> None:
         """Serve all nodes."""
-        while self.queue:
-            now_s = self.queue[0][0]
-            for lane in self._wake(now_s * (1 + _SAME_MOMENT)):
+        now_s = 0.0
+        while self.queue or self.cores.running:
+            before_s, now_s = (
+                now_s,
+                min(self.queue[0][0] if self.queue else inf, self.cores.next_end_s(now_s)),
+            )
+            ended = self.cores.advance(now_s - before_s)
+            for node in ended:
+                self.busy[self.lanes[node]] = False
+                self._end(node, now_s)
+            free = {self.lanes[node]: None for node in ended}
+            for lane in self._wake(now_s * (1 + _SAME_MOMENT)) | free:
                 self._serve(lane, now_s)
         if -1.0 in self.start_s:
-            raise waits_for_ever(self.graph, self.start_s.index(-1.0))
+            raise _waits_for_ever(self.graph, self.start_s.index(-1.0))
 
     def events(self) -> tuple[Event, ...]:
         """Return when each node ran."""
         graph = self.graph
         return tuple(
-            Event(worker, graph.lane(node), graph.actions[node], start_s, start_s + seconds)
-            for node, (worker, start_s, seconds) in enumerate(
-                zip(graph.workers, self.start_s, self.seconds, strict=True)
+            Event(worker, graph.lane(node), graph.actions[node], start_s, end_s)
+            for node, (worker, start_s, end_s) in enumerate(
+                zip(graph.workers, self.start_s, self.end_s, strict=True)
             )
         )
 
@@ -97,7 +130,7 @@ class _Clock:
             _, node = heapq.heappop(self.queue)
             lane = self.lanes[node] if node >= 0 else ~node
             if node >= 0:
-                heapq.heappush(self.ready[lane], node)
+                heapq.heappush(self.ready[lane], (self.graph.actions[node].s, node))
             else:
                 self.busy[lane] = False
             lanes[lane] = None
@@ -106,16 +139,24 @@ class _Clock:
     def _serve(self, lane: int, now_s: float) -> None:
         """Start what a free lane can start: one node, and before it any that take no time."""
         while self.ready[lane] and not self.busy[lane]:
-            node = heapq.heappop(self.ready[lane])
-            end_s = now_s + self.seconds[node]
+            _, node = heapq.heappop(self.ready[lane])
             self.start_s[node] = now_s
-            if self.seconds[node] > 0:
-                self.busy[lane] = True
-                heapq.heappush(self.queue, (end_s, ~lane))
-            for follower in self.graph.after[node]:
-                self._unblock(follower, end_s)
+            seconds = self.seconds[node]
+            self.busy[lane] = seconds > 0
             if self.graph.feeds[node] >= 0:
                 self._unblock(self.graph.feeds[node], now_s + self.latency_s)
+            if seconds > 0 and self.cores.are_shared and self.graph.lane(node) is Lane.COMPUTE:
+                self.cores.start(node, seconds)
+                continue
+            if seconds > 0:
+                heapq.heappush(self.queue, (now_s + seconds, ~lane))
+            self._end(node, now_s + seconds)
+
+    def _end(self, node: int, end_s: float) -> None:
+        """Note when a node ends, and let others wait for it until then."""
+        self.end_s[node] = end_s
+        for follower in self.graph.after[node]:
+            self._unblock(follower, end_s)
 
     def _unblock(self, node: int, at_s: float) -> None:
         """Note that one of the node's waits ends at ``at_s``; queue it if that was the last."""
@@ -125,7 +166,49 @@ class _Clock:
             heapq.heappush(self.queue, (self.ready_s[node], node))
 
 
-def seconds_of_nodes(graph: Graph, costs: Costs, network: Network) -> list[float]:
+@final
+class _Cores:
+    """Let nodes share cores equally.
+
+    Every node gets as much done as every other, so that one number, how much a node that runs
+    from the beginning would have done, says of all of them when they end.
+
+    Args:
+        count: how many nodes run at full speed at once; None for any number.
+    """
+
+    def __init__(self, count: int | None) -> None:
+        self.are_shared = count is not None
+        self.running: list[tuple[float, int]] = []  # heap of (work done at its end, node)
+        self._count = count or 0
+        self._work_s = 0.0
+
+    def start(self, node: int, seconds: float) -> None:
+        """Begin to run a node."""
+        heapq.heappush(self.running, (self._work_s + seconds, node))
+
+    def next_end_s(self, now_s: float) -> float:
+        """Return when the next node ends if no other starts."""
+        if not self.running:
+            return inf
+        return now_s + (self.running[0][0] - self._work_s) / self._speed
+
+    def advance(self, seconds: float) -> list[int]:
+        """Let time pass; return the nodes that have ended, in order."""
+        if not self.running:
+            return []
+        self._work_s += seconds * self._speed
+        ended = []
+        while self.running and self.running[0][0] <= self._work_s * (1 + _SAME_MOMENT):
+            ended.append(heapq.heappop(self.running)[1])
+        return sorted(ended)
+
+    @property
+    def _speed(self) -> float:
+        return min(1.0, self._count / len(self.running))
+
+
+def _seconds_of_nodes(graph: Graph, costs: Costs, network: Network) -> list[float]:
     """Return for how long each node keeps its lane busy."""
     return [
         costs.compute_s(action)
@@ -135,7 +218,7 @@ def seconds_of_nodes(graph: Graph, costs: Costs, network: Network) -> list[float
     ]
 
 
-def waits_for_ever(graph: Graph, node: int) -> PlanError:
+def _waits_for_ever(graph: Graph, node: int) -> PlanError:
     """Return the error for a node that is never served."""
     return PlanError(
         f"worker {graph.workers[node]} waits for ever before {graph.actions[node]}; allowed: "

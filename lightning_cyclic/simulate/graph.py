@@ -6,35 +6,26 @@ Each worker has three lanes, which are busy independently of each other:
     send      messages out
     receive   messages in; receives count as posted ahead
 
-An action waits for the data that it reads and for nothing else, so a late message delays the
-actions that need it, and a send never delays the compute of its worker:
-
-    F, B              the version (RECV P or UPDATE); F the batch, the activations and the tied
-                      parameters (V), B the gradients of both (G, W)
-    SEND S, SEND T    the worker's own backward and the partial sum that it received
-    UPDATE            the total: own backward, RECV T or RECV S
-    SEND P, SEND V    the version, so a relay leaves as soon as the version has arrived
-    SEND W            the latest backward of its micro-batch
-    SEND L            the latest forward, which is the last one of the last stage
+An action waits for the data that it reads (plan/dataflow.py) and for nothing else, so a late
+message delays the actions that need it, and a send never delays the compute of its worker.
 """
 
 from __future__ import annotations
 
 import enum
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias, final
+from typing import final
 
 from lightning_cyclic.errors import PlanError
 from lightning_cyclic.plan.actions import Action, Kind, Payload
+from lightning_cyclic.plan.dataflow import Dataflow, Datum, Item
+from lightning_cyclic.plan.plan import Plan
 
-Item: TypeAlias = tuple[object, ...]  # a name for data: the payload and the indices it belongs to
-
-
-_WITH_MANY_MAKERS = (Payload.S, Payload.W, Payload.V)  # sums, and what several workers send
-_BEFORE_F = (Payload.P, Payload.V, Payload.D, Payload.A, Payload.R)
-_BEFORE_B = (Payload.P, Payload.G, Payload.W)
+_WITH_MANY_MAKERS = frozenset({Datum.SUM, Datum.TIED_GRADIENT, Datum.TIED, Datum.NORMS})
+_NOT_SIMULATED = frozenset({Payload.K, Payload.X, Payload.M, Payload.C})
+"""What no steady step has: start signals, descriptions, metrics, copies at a flush."""
 
 
 class Lane(enum.IntEnum):
@@ -85,16 +76,17 @@ class Graph:
 
 def lane_of(action: Action) -> Lane:
     """Return the lane on which an action runs."""
-    if action.kind is Kind.SEND:
+    if action.kind in (Kind.SEND, Kind.ADD):  # an ADD takes no time, and holds nothing up
         return Lane.SEND
     return Lane.RECEIVE if action.kind is Kind.RECV else Lane.COMPUTE
 
 
-def build(programs: Sequence[Iterable[Action]]) -> Graph:
+def build(programs: Sequence[Iterable[Action]], plan: Plan | None = None) -> Graph:
     """Connect the actions of all workers by the data and the order that they wait for.
 
     Args:
         programs: actions of each worker, in program order.
+        plan: of the programs, where stages share parameters. [they share none]
 
     Returns:
         The graph; its nodes are numbered worker by worker, in program order.
@@ -102,79 +94,63 @@ def build(programs: Sequence[Iterable[Action]]) -> Graph:
     Raises:
         PlanError: if a message is sent and not received, or received and not sent.
     """
-    graph = Graph()
+    graph, flow = Graph(), Dataflow(plan)
     for worker, program in enumerate(programs):
-        _read_program(graph, worker, program)
+        _read_program(graph, flow, worker, program)
     _pair_messages(graph)
     return graph
 
 
-def _read_program(graph: Graph, worker: int, program: Iterable[Action]) -> None:
-    made: defaultdict[Item, list[int]] = defaultdict(list)  # who made the data, so far
+def _read_program(graph: Graph, flow: Dataflow, worker: int, program: Iterable[Action]) -> None:
+    made = _Made(graph)
     previous: dict[object, int] = {}  # the last node of the compute lane and of each payload
     for action in program:
-        node = graph.add(worker, action)
-        for item in _reads(action):
-            for maker in made[item]:
-                graph.wait(node, on=maker)
+        if action.payload in _NOT_SIMULATED:
+            continue
+        node, row = graph.add(worker, action), flow(action)
+        for item in row.reads:
+            made.wait(node, item, for_later=bool(action.lane))
         if action.kind is not Kind.RECV:  # messages of one payload leave in program order
-            if action.payload in previous:
-                graph.wait(node, on=previous[action.payload])
-            previous[action.payload] = node
-        for item in _makes(action):
-            if item[0] not in _WITH_MANY_MAKERS:  # of all else, only the latest counts
-                made[item].clear()
-            made[item].append(node)
+            queue = action.lane, action.payload or action.kind is Kind.ADD
+            if queue in previous:
+                graph.wait(node, on=previous[queue])
+            previous[queue] = node
+        for item in row.makes:
+            made.add(node, item)
 
 
-def _reads(action: Action) -> Iterator[Item]:
-    """Yield the names of the data that an action reads."""
-    if action.kind is Kind.SEND and action.payload is Payload.W:
-        yield Payload.W, action.t, action.i
-    elif action.kind is Kind.SEND:
-        yield _name(action, Payload.P if action.payload is Payload.V else action.payload)
-    elif action.kind is Kind.F:
-        yield from (_name(action, payload) for payload in _BEFORE_F)
-    elif action.kind is Kind.B:
-        yield from (_name(action, payload) for payload in _BEFORE_B)
-    elif action.kind is Kind.UPDATE:
-        yield _name(action, Payload.S)
+@final
+class _Made:
+    """Know which nodes of a worker have made its data so far, and which wait for what is to come.
 
+    Args:
+        graph: whose nodes they are.
+    """
 
-def _makes(action: Action) -> Iterator[Item]:
-    """Yield the names of the data that an action makes on its worker."""
-    if action.kind is Kind.RECV:
-        yield _name(action, action.payload)
-    elif action.kind is Kind.F:
-        yield _name(action, Payload.R)
-        yield _name(action, Payload.L)
-        yield Payload.A, action.t, action.i, action.j + 1
-    elif action.kind is Kind.B:
-        yield _name(action, Payload.S)
-        yield Payload.W, action.t, action.i
-        yield Payload.G, action.t, action.i, action.j - 1
-    elif action.kind is Kind.UPDATE:
-        yield _name(action, Payload.P)
+    def __init__(self, graph: Graph) -> None:
+        self._graph = graph
+        self._makers: defaultdict[Item, list[int]] = defaultdict(list)
+        self._waiting: defaultdict[Item, list[int]] = defaultdict(list)
 
+    def wait(self, node: int, item: Item, *, for_later: bool) -> None:
+        """Let a node wait for what it reads; on a lane, also for what is received later."""
+        for maker in self._makers[item]:
+            self._graph.wait(node, on=maker)
+        if for_later and not self._makers[item]:
+            self._waiting[item].append(node)
 
-def _name(action: Action, payload: Payload | None) -> Item:
-    """Name the data of ``payload`` that belong to an action; A and G by the stage they enter."""
-    if payload is Payload.P:
-        return payload, action.j, action.v
-    if payload in (Payload.S, Payload.T):  # a total is the last partial sum
-        return Payload.S, action.t, action.j
-    if payload is Payload.R:  # relayed around each forward, so that the latest is the right one
-        return payload, action.j
-    if payload is Payload.V:  # whichever stage it belongs to: the first reader waits for all
-        return payload, action.v
-    if payload in (Payload.D, Payload.L):
-        return payload, action.t
-    return payload, action.t, action.i, action.j
+    def add(self, node: int, item: Item) -> None:
+        """Note who makes an item; of most, only the latest counts."""
+        if item[0] not in _WITH_MANY_MAKERS:
+            self._makers[item].clear()
+        self._makers[item].append(node)
+        for waiting in self._waiting.pop(item, ()):
+            self._graph.wait(waiting, on=node)
 
 
 def _pair_messages(graph: Graph) -> None:
     """Connect each SEND to its RECV; equal messages pair up in program order."""
-    sent: defaultdict[Item, deque[int]] = defaultdict(deque)
+    sent: defaultdict[tuple[object, ...], deque[int]] = defaultdict(deque)
     for node, action in enumerate(graph.actions):
         if action.kind is Kind.SEND:
             sent[_envelope(action, graph.workers[node], action.peer)].append(node)
@@ -191,7 +167,7 @@ def _pair_messages(graph: Graph) -> None:
             raise _unpaired(graph, left[0], "is sent and never received")
 
 
-def _envelope(action: Action, source: int | None, target: int | None) -> Item:
+def _envelope(action: Action, source: int | None, target: int | None) -> tuple[object, ...]:
     return source, target, action.payload, action.t, action.i, action.j, action.v
 
 

@@ -1,6 +1,7 @@
 """Plans: presets, refusals, and whole programs as text."""
 
 import time
+from dataclasses import replace
 from itertools import islice
 
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 
 from lightning_cyclic.errors import PlanError, ValidationError
 from lightning_cyclic.plan import PRESETS, make_plan
-from lightning_cyclic.plan.actions import Kind, Payload, from_csv, to_csv
+from lightning_cyclic.plan.actions import Kind, Lane, Payload, from_csv, to_csv
 from lightning_cyclic.plan.check.validate import validate
 
 
@@ -41,39 +42,47 @@ def test_presets_are_those_of_the_design():
 def test_program_of_two_replicas():
     plan = make_plan("cyclic_dp", num_stages=2, num_workers=2, num_steps=2)
     assert text_of(plan, 0) == (
-        "0F0@0#0 1F0@0#0 1B0@0#0 1SEND_S0>1#0 0B0@0#0 0SEND_S0>1#0 "
-        "0F0@0#1 1RECV_T<1#0 1UPDATE@1#0 1SEND_P@1>1#1 1F0@1#1 "
-        "1B0@1#1 1SEND_S0>1#1 0B0@0#1 0SEND_S0>1#1 "
-        "0RECV_P@1<1#1 1RECV_T<1#1 1UPDATE@2#1 1SEND_P@2>1#2 0RECV_P@2<1#2"
+        "1RECV_T<1#0~sums 0RECV_P@1<1#1 "  # posted as early as there is room
+        "0F0@0#0 1F0@0#0 0SEND_K>1#0 1B0@0#0 1SEND_S0>1#0~sums 0B0@0#0 0SEND_S0>1#0~sums "
+        "1RECV_T<1#1~sums 0RECV_P@2<1#2 0F0@0#1 1UPDATE@1#0 1SEND_P@1>1#1 1F0@1#1 "
+        "1B0@1#1 1SEND_S0>1#1~sums 0B0@0#1 0SEND_S0>1#1~sums "
+        "1UPDATE@2#1 1SEND_P@2>1#2"
     )
     assert text_of(plan, 1) == (
-        "0F1@0#0 1F1@0#0 1B1@0#0 1RECV_S0<0#0 1SEND_T>0#0 0B1@0#0 0RECV_S0<0#0 "
-        "0UPDATE@1#0 0SEND_P@1>0#1 0F1@1#1 1RECV_P@1<0#1 1F1@1#1 "
-        "1B1@1#1 1RECV_S0<0#1 1SEND_T>0#1 0B1@1#1 0RECV_S0<0#1 "
-        "0UPDATE@2#1 0SEND_P@2>0#2 1RECV_P@2<0#2"
+        "1RECV_S0<0#0~sums 0RECV_S0<0#0~sums 1RECV_P@1<0#1 0RECV_K<0#0 "
+        "0F1@0#0 1F1@0#0 1B1@0#0 1ADD1#0~sums 1SEND_T>0#0~sums 0B1@0#0 0ADD1#0~sums "
+        "0UPDATE@1#0 0SEND_P@1>0#1 "
+        "1RECV_S0<0#1~sums 0RECV_S0<0#1~sums 1RECV_P@2<0#2 "
+        "0F1@1#1 1F1@1#1 1B1@1#1 1ADD1#1~sums 1SEND_T>0#1~sums 0B1@1#1 0ADD1#1~sums "
+        "0UPDATE@2#1 0SEND_P@2>0#2"
     )
 
 
 def test_buffers_are_relayed_before_anything_else_of_a_stage():
-    plan = make_plan("cyclic_dp", num_stages=2, num_workers=2, num_steps=1, relayed=[0])
-    assert text_of(plan, 0).startswith("0F0@0#0 0SEND_R1>1#0 1F0@0#0")
-    assert text_of(plan, 1).startswith("0RECV_R1<0#0 0F1@0#0 0SEND_R0>0#1 1F1@0#0")
-    assert "0RECV_R0<1#1" in text_of(plan, 0)  # the last worker's buffers reach the others
+    plan = make_plan("cyclic_dp", num_stages=2, num_workers=3, num_steps=1, relayed=[0])
+    assert "0F0@0#0 0SEND_R1>1#0 0SEND_K>1#0 1F0@0#0" in text_of(plan, 0)
+    assert text_of(plan, 1).startswith("0RECV_R1<0#0 ")
+    assert "0F1@0#0 0SEND_R2>2#0 0SEND_K>2#0 1F1@0#0" in text_of(plan, 1)
+    assert "0F2@0#0 0SEND_R0>0#1 1F2@0#0" in text_of(plan, 2)  # for the next step
+    assert text_of(plan, 0).endswith("0SEND_C>1#0")  # a flush brings them to the others
+    assert text_of(plan, 1).endswith("0RECV_C<0#0")
 
 
 def test_lockstep_updates_at_the_end_of_each_step():
     plan = make_plan("lockstep_dp", num_stages=2, num_workers=2, num_steps=1)
     assert text_of(plan, 1) == (
-        "0F1@0#0 1F1@0#0 1B1@0#0 1RECV_S0<0#0 1SEND_T>0#0 0B1@0#0 0RECV_S0<0#0 "
-        "0UPDATE@1#0 0SEND_P@1>0#1 1RECV_P@1<0#1"
+        "1RECV_S0<0#0~sums 0RECV_S0<0#0~sums 1RECV_P@1<0#1 "
+        "0F1@0#0 1F1@0#0 1B1@0#0 1ADD1#0~sums 1SEND_T>0#0~sums 0B1@0#0 0ADD1#0~sums "
+        "0UPDATE@1#0 0SEND_P@1>0#1"
     )
 
 
-def test_a_late_owner_updates_as_soon_as_it_has_the_total():
+def test_a_late_owner_updates_all_its_stages_when_its_step_ends():
     plan = make_plan("cyclic_dp_v1", num_stages=2, num_workers=2, num_steps=1, sharding="none")
     assert text_of(plan, 1) == (
-        "0F1@0#0 1F1@0#0 1B1@0#0 1RECV_S0<0#0 1UPDATE@1#0 0B1@0#0 0RECV_S0<0#0 0UPDATE@1#0 "
-        "0SEND_P@1>0#2 1SEND_P@1>0#2"  # in the order in which worker 0 reads
+        "1RECV_S0<0#0~sums 0RECV_S0<0#0~sums 0RECV_K<0#0 "
+        "0F1@0#0 1F1@0#0 1B1@0#0 1ADD1#0~sums 0B1@0#0 0ADD1#0~sums "
+        "0UPDATE@1#0 1UPDATE@1#0 0SEND_P@1>0#2 1SEND_P@1>0#2"  # in the order of reading
     )
 
 
@@ -85,9 +94,10 @@ def test_one_worker_alone_sends_nothing():
 def test_full_sharding_gathers_around_each_use():
     plan = make_plan("cyclic_zero", num_stages=2, num_workers=2, num_steps=1)
     assert text_of(plan, 0) == (
-        "0GATHER@0#0 0RECV_P@0<1#0 0F0@0#0 0FREE@0#0 1F0@0#0 1SEND_P@0>1#0 "
-        "1B0@0#0 1SEND_S0>1#0 1SEND_P@0>1#0 0GATHER@0#0 0RECV_P@0<1#0 0B0@0#0 0FREE@0#0 "
-        "0SEND_S0>1#0 1RECV_T<1#0 1UPDATE@1#0 0GATHER@1#1 0RECV_P@1<1#1 1SEND_P@1>1#1"
+        "0GATHER@0#0 0RECV_P0@0<1#0~weights 0F0@0#0 0FREE@0#0 1F0@0#0 1SEND_P1@0>1#0~weights "
+        "0SEND_K>1#0 1B0@0#0 1SEND_S0>1#0~sums 1SEND_P1@0>1#0~weights "
+        "0GATHER@0#0 0RECV_P0@0<1#0~weights 0B0@0#0 0FREE@0#0 0SEND_S0>1#0~sums "
+        "1RECV_T<1#0~sums 1UPDATE@1#0 0GATHER@1#1 0RECV_P@1<1#1~weights 1SEND_P@1>1#1~weights"
     )
 
 
@@ -95,23 +105,36 @@ def replica_by_rule(plan, w):
     """Write down what a replica does in each step and after the last, straight from the rules."""
     last, stages, steps = plan.num_workers - 1, range(plan.num_stages), plan.num_steps
     nxt, prev = (w + 1) % (last + 1), (w - 1) % (last + 1)
+    made = set()
     for t in range(steps + 2):
         for j in stages:
-            v, owner = plan.reads(t, w, j), plan.owner(j)
+            v = plan.reads(t, w, j)
             is_new = 1 <= v <= steps and v != plan.reads(t - 1, w, j)
-            if is_new and w == owner:
-                yield from [f"{j}RECV_T<{last}#{v - 1}"] * (owner != last)
-                yield f"{j}UPDATE@{v}#{v - 1}"
-                yield from [f"{j}SEND_P@{v}>{nxt}"] * (last > 0)
+            if is_new and w == plan.owner(j):
+                due = [k for k in stages[j:] if plan.owner(k) == w and plan.reads(t, w, k) == v]
+                due = [k for k in due if (k, v) not in made]
+                made |= {(k, v) for k in due}
+                yield from [f"{k}RECV_T<{last}#{v - 1}" for k in reversed(due) if w != last]
+                yield from [f"{k}UPDATE@{v}#{v - 1}" for k in due]
+                yield from [f"{k}SEND_P@{v}>{nxt}" for k in due if last > 0]
             elif is_new:
                 yield f"{j}RECV_P@{v}<{prev}"
-                yield from [f"{j}SEND_P@{v}>{nxt}"] * (nxt != owner)
+                yield from [f"{j}SEND_P@{v}>{nxt}~weights"] * (nxt != plan.owner(j))
             yield from [f"{j}F{w}@{v}#{t}"] * (t < steps)
         for j in reversed(stages) if t < steps else ():
             yield f"{j}B{w}@{plan.reads(t, w, j)}#{t}"
-            yield from [f"{j}RECV_S{w - 1}<{w - 1}#{t}"] * (w > 0)
+            yield from [f"{j}RECV_S{w - 1}<{w - 1}#{t}", f"{j}ADD{w}#{t}"] * (w > 0)
             yield from [f"{j}SEND_S{w}>{w + 1}#{t}"] * (w < last)
             yield from [f"{j}SEND_T>{plan.owner(j)}#{t}"] * (w == last != plan.owner(j))
+
+
+def as_the_rules_write(a):
+    """Write an action without the step of a version's first reader, and where it is no matter."""
+    text = str(replace(a, lane=a.lane if a.lane is Lane.WEIGHTS else Lane.MAIN))
+    if a.payload is not Payload.P:
+        return text
+    step = f"#{a.t}"
+    return text.replace(step, "") if a.kind is Kind.SEND else text.partition("#")[0]
 
 
 @given(
@@ -125,21 +148,20 @@ def replica_by_rule(plan, w):
 def test_replicas_do_what_the_rules_say(**numbers):
     plan = make_plan(**numbers, sharding="optimizer")
     for w, program in enumerate(plan.programs):
-        texts = [str(a).partition("#")[0] if a.payload is Payload.P else str(a) for a in program]
+        texts = [as_the_rules_write(a) for a in program if a.payload is not Payload.K]
         expected = list(replica_by_rule(plan, w))
         assert sorted(texts) == sorted(expected)
-        # totals may come earlier than their update, as they are received in the order of sending
-        assert [x for x in texts if "RECV_T" not in x] == [
-            x for x in expected if "RECV_T" not in x
-        ]
+        # receives are posted early, and what is handed on goes as soon as it has come
+        others = [x for x in texts if "RECV" not in x and "weights" not in x]
+        assert others == [x for x in expected if "RECV" not in x and "weights" not in x]
 
 
 def test_pipeline_program():
     plan = make_plan("pipedream", num_stages=2, num_workers=2, num_steps=2)
     assert text_of(plan, 0) == (
-        "1SEND_D>1#0 0F0@0#0 1SEND_A0>1#0 1SEND_D>1#1 0F0@0#1 1SEND_A0>1#1 "
-        "0RECV_G0<1#0 0B0@0#0 0RECV_L<1#0 0UPDATE@1#0 "
-        "0RECV_G0<1#1 0B0@0#1 0RECV_L<1#1 0UPDATE@2#1"
+        "1SEND_D>1#0 0RECV_G0<1#0 0RECV_L<1#0 0F0@0#0 1SEND_A0>1#0 "
+        "1SEND_D>1#1 0F0@0#1 1SEND_A0>1#1 0B0@0#0 0RECV_G0<1#1 0TELL#0 0RECV_L<1#1 0UPDATE@1#0 "
+        "0B0@0#1 0TELL#1 0UPDATE@2#1"
     )
 
 
@@ -221,7 +243,10 @@ def test_volume_per_step_is_that_of_one_ring_all_reduce(num_workers):
         make_plan("cyclic_dp", num_stages=num_workers, num_workers=num_workers, num_steps=steps)
         for steps in (4, 5)
     )
-    sends = [sum(a.kind is Kind.SEND for p in plan.programs for a in p) for plan in (few, more)]
+    sends = [
+        sum(a.kind is Kind.SEND and a.payload is not Payload.K for p in plan.programs for a in p)
+        for plan in (few, more)
+    ]
     # 2(N-1) messages of a stage per stage, and one hop of the total but where it starts
     assert sends[1] - sends[0] == 2 * num_workers * (num_workers - 1) + num_workers - 1
 
@@ -317,4 +342,6 @@ def test_a_thousand_workers_are_planned_in_seconds(preset, num_stages, num_worke
     plan = make_plan(preset, num_stages=num_stages, num_workers=num_workers)
     assert len(list(islice(plan.timetable, 2_000))) == 2_000
     assert time.perf_counter() - start < 5
-    assert "programs" not in vars(plan)  # nothing was lowered for it
+    assert "program" not in vars(plan)  # nothing was lowered for it
+    assert plan.proof.is_smaller
+    assert "proved on a smaller plan that stands for it (num_workers=" in str(plan.proof)

@@ -70,7 +70,8 @@ def test_workers_that_run_whole_micro_batches_keep_the_model():
     assert [worker.weights for worker in workers] == [4] * 4
     assert [worker.activations for worker in workers] == [4] * 4
     assert [worker.optimizer for worker in workers] == [2] * 4  # each owns one stage
-    assert [worker.gradients for worker in workers] == [4, 8, 8, 8]  # own, and the received sums
+    # own, and the received sums; worker 0 receives the total of its stage alone
+    assert [worker.gradients for worker in workers] == [5, 8, 8, 8]
     assert [worker.inputs for worker in workers] == [1] * 4  # the batch
 
 

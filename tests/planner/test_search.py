@@ -4,7 +4,8 @@ from dataclasses import replace
 import pytest
 
 from lightning_cyclic.errors import PlanError
-from lightning_cyclic.plan.plan import make_plan, prove
+from lightning_cyclic.plan import make_plan
+from lightning_cyclic.plan.check.proof import prove
 from lightning_cyclic.planner import Problem, Profile, Tie, Unit, search
 from lightning_cyclic.planner.candidates import candidates
 from lightning_cyclic.planner.fit import Fitter

@@ -1,6 +1,7 @@
 import pytest
 
 from lightning_cyclic.errors import PlanError
+from lightning_cyclic.plan import make_plan
 from lightning_cyclic.plan.actions import parse
 from lightning_cyclic.simulate import Costs, Lane, Network, simulate
 
@@ -15,10 +16,13 @@ COSTS = Costs(
 NETWORK = Network(latency_s=0.5, bandwidth_bytes_per_s=10.0)
 
 
-def run(*programs, network=NETWORK):
+TIED = make_plan("1f1b", num_stages=2, num_workers=2, tied=((0, 1),))
+
+
+def run(*programs, network=NETWORK, plan=None):
     """Return the simulation of programs given as text, one action after the other."""
     return simulate([[parse(text) for text in program.split()] for program in programs],
-                    COSTS, network)  # fmt: skip
+                    COSTS, network, plan)  # fmt: skip
 
 
 def times(result):
@@ -53,7 +57,9 @@ def test_a_send_does_not_delay_the_compute_of_its_worker():
 
 def test_a_partial_sum_is_added_beside_the_backward_that_does_not_need_it():
     late = "0F0@0#0 0F1@0#0 0F2@0#0 0B0@0#0 0SEND_S0>1#0"
-    result = times(run(late, "0F1@0#0 0B1@0#0 0RECV_S0<0#0 0SEND_S1>2#0 1F1@0#0", "0RECV_S1<1#0"))
+    result = times(
+        run(late, "0F1@0#0 0B1@0#0 0RECV_S0<0#0 0ADD1#0 0SEND_S1>2#0 1F1@0#0", "0RECV_S1<1#0")
+    )
     assert result[1, "1F1@0#0"] == (3.0, 4.0)  # before the sum has come
     assert result[1, "0RECV_S0<0#0"] == (5.5, 6.5)
     assert result[1, "0SEND_S1>2#0"] == (6.5, 7.5)  # own gradient and received sum
@@ -61,7 +67,7 @@ def test_a_partial_sum_is_added_beside_the_backward_that_does_not_need_it():
 
 def test_a_partial_sum_waits_for_the_own_backward():
     result = times(
-        run("0B0@0#0 0SEND_S0>1#0", "0F1@0#0 1F1@0#0 0B1@0#0 0RECV_S0<0#0 0SEND_S1>2#0",
+        run("0B0@0#0 0SEND_S0>1#0", "0F1@0#0 1F1@0#0 0B1@0#0 0RECV_S0<0#0 0ADD1#0 0SEND_S1>2#0",
             "0RECV_S1<1#0")
     )  # fmt: skip
     assert result[1, "0RECV_S0<0#0"] == (2.5, 3.5)
@@ -160,6 +166,7 @@ def test_tied_gradients_leave_after_their_backward_and_hold_up_the_first_stage()
         run(
             "1B0@0#0 0SEND_W0>1#0 1B1@0#0 0SEND_W1>1#0",
             "0RECV_W0<0#0 0B0@0#0 0RECV_W1<0#0 0B1@0#0",
+            plan=TIED,
         )
     )
     assert result[0, "0SEND_W0>1#0"] == (2.0, 2.0)  # no bytes are known of them
@@ -173,16 +180,19 @@ def test_tied_gradients_of_several_workers_are_all_waited_for():
             "1B0@0#0 0SEND_W0>2#0",
             "1F0@0#0 1B0@0#0 0SEND_W0>2#0",
             "0RECV_W0<1#0 0RECV_W0<0#0 0B0@0#0",
+            plan=TIED,
         )
     )
     assert result[2, "0B0@0#0"] == (3.5, 5.5)
 
 
 def test_a_tied_version_follows_its_update_and_is_waited_for():
-    result = times(run("0UPDATE@1#0 0SEND_V@1>1#1", "1F0@0#0 1F1@0#0 0RECV_V@1<0#1 1F0@1#1"))
+    programs = "0UPDATE@1#0 0SEND_V@1>1#1", "1F0@0#0 1F1@0#0 0RECV_V@1<0#1 1F0@1#1"
+    result = times(run(*programs, plan=TIED))
     assert result[0, "0SEND_V@1>1#1"] == (0.25, 0.25)
     assert result[1, "1F0@1#1"] == (2.0, 3.0)
-    late = times(run("0B0@0#0 0UPDATE@1#0 0SEND_V@1>1#1", "0RECV_V@1<0#1 1F0@1#1"))
+    programs = "0B0@0#0 0UPDATE@1#0 0SEND_V@1>1#1", "0RECV_V@1<0#1 1F0@1#1"
+    late = times(run(*programs, plan=TIED))
     assert late[1, "1F0@1#1"] == (2.75, 3.75)
 
 

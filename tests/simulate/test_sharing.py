@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from lightning_cyclic.errors import PlanError
 from lightning_cyclic.plan import make_plan
 from lightning_cyclic.plan.actions import parse
-from lightning_cyclic.simulate import Costs, Network, simulate, simulate_shared
+from lightning_cyclic.simulate import Costs, Network, simulate
 
 COSTS = Costs(
     forward_s=(1.0, 1.0), backward_s=(2.0, 2.0), param_bytes=(8.0, 8.0), update_s=(0.25, 0.25),
@@ -22,7 +22,7 @@ def times(result):
 
 def run(*programs, cores):
     programs = [[parse(text) for text in program.split()] for program in programs]
-    return times(simulate_shared(programs, COSTS, NETWORK, cores=cores))
+    return times(simulate(programs, COSTS, NETWORK, cores=cores))
 
 
 @settings(deadline=None, max_examples=30)
@@ -39,7 +39,7 @@ def test_with_a_core_each_it_is_the_other_clock(preset, workers, num_micro):
         update_s=(0.25,) * 4, cut_bytes=(4.0,) * 4,
     )  # fmt: skip
     expected = simulate(plan.programs, costs, NETWORK)
-    given = simulate_shared(plan.programs, costs, NETWORK, cores=workers)
+    given = simulate(plan.programs, costs, NETWORK, cores=workers)
     assert times(given) == times(expected)  # all times are sums of powers of two
     assert given.step_s == expected.step_s
 
@@ -70,7 +70,7 @@ def test_a_pipeline_on_fewer_cores_is_bound_by_them():
     plan = make_plan("1f1b", num_stages=4, num_workers=4, num_micro=16, num_steps=6)
     costs = Costs.even(4, compute_s=4.0)
     alone = simulate(plan.programs, costs).step_s
-    shared = simulate_shared(plan.programs, costs, cores=2).step_s
+    shared = simulate(plan.programs, costs, cores=2).step_s
     work = 16 * 4.0
     assert alone == pytest.approx(19 / 4 * 4.0)
     assert work / 2 <= shared < 1.1 * work / 2
@@ -78,4 +78,4 @@ def test_a_pipeline_on_fewer_cores_is_bound_by_them():
 
 def test_no_core_is_refused():
     with pytest.raises(PlanError, match=r"cores=0; allowed: whole numbers from 1"):
-        simulate_shared([[]], COSTS, cores=0)
+        simulate([[]], COSTS, cores=0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NoReturn
 
-from lightning_cyclic.errors import PlanError
+from lightning_cyclic.errors import PlanError, one_of
 from lightning_cyclic.plan.presets import PLACEMENTS, WEIGHTS
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ def check_fit(plan: Plan) -> None:
             "where the newest version is read at once; allowed: weights 'delayed' with placement "
             "'pipelined'; use late_updates=False"
         )
+    _check_norms(plan)
     problem = placement.misfit()
     if problem is not None:
         raise PlanError(problem)
@@ -51,6 +52,22 @@ def check_fit(plan: Plan) -> None:
             f"relayed={plan.relayed}; allowed: stages 0 to {plan.num_stages - 1}; "
             "use relayed=() or some of these"
         )
+
+
+def _check_norms(plan: Plan) -> None:
+    """Refuse decisions over all stages where one would wait for what comes later."""
+    allowed = ("none", "owners", "all")
+    if plan.norms not in allowed:
+        raise PlanError(one_of(plan.norms, allowed, "norms", 'use norms="none"'))
+    knows_all = not plan.flows or plan.late_updates
+    fits = knows_all or plan.norms == "all"
+    if plan.norms == "none" or (fits and not plan.axes.placement.takes_turns):
+        return
+    raise PlanError(
+        f"norms={plan.norms!r} with weights {plan.weights!r} and placement {plan.placement!r}, "
+        "where each stage is updated before all have their gradients; allowed: norms='none', or "
+        "weights 'delayed' with placement 'pipelined' and late_updates=True; use norms='none'"
+    )
 
 
 def _check_width(plan: Plan) -> None:

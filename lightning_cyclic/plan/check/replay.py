@@ -1,283 +1,445 @@
-"""Replay programs on integers: receives block, and whatever an action takes must be there.
+"""Replay programs on integers: the runtime without tensors.
 
-This is the runtime without tensors. A worker holds versions, activations and partial sums as
-names; a message carries a name from one worker to another, in order per payload.
+What is played is the strictest transport that the package runs on:
+
+* a channel (what leaves one worker for another on one lane) is one queue without tags: the n-th
+  send meets the n-th receive, whatever was meant;
+* sends are rendezvous: one is over when its receive has been posted, and a sender waits where as
+  many of a kind are not over as it has buffers for;
+* receives are posted where they stand in the program, and wait for nothing; what waits is the
+  action that reads what was received. Actions on lanes wait beside the others of their worker.
+
+Whatever an action takes must be there by then, or under way to it: see dataflow.py.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Final, NoReturn, final
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, NoReturn, final
 
-from lightning_cyclic.plan.actions import Action, Kind, Payload, Program
+from lightning_cyclic.plan.actions import Action, Kind, Lane, Payload
 from lightning_cyclic.plan.check.refusal import refuse
-from lightning_cyclic.plan.passes.ties import (
-    first_users,
-    gradient_sources,
-    later_users,
-    reads_tied,
-    version_readers,
-)
+from lightning_cyclic.plan.dataflow import Dataflow, Datum, Item
+from lightning_cyclic.plan.passes.descriptions import described
+from lightning_cyclic.plan.passes.messages import Channel, Ring, channel_of, ring_of
+from lightning_cyclic.plan.passes.sums import source_of_sum
+from lightning_cyclic.plan.passes.ties import gradient_sources, later_users, version_readers
 
 if TYPE_CHECKING:
-    from lightning_cyclic.plan import Plan
+    from lightning_cyclic.plan.plan import Plan
 
-_Channel = tuple[int, int, Payload]  # from, to, payload
+_ONE_OF = {
+    datum: pair
+    for pair in ((Datum.SUM, Datum.TOTAL), (Datum.BUFFERS, Datum.LEFT_BUFFERS))
+    for datum in pair
+}
+_TODO = "move or correct it, or use the programs of make_plan(...)"
 
 
-def replay(plan: Plan, programs: tuple[Program, ...]) -> None:
-    """Run all programs to their ends.
+@final
+class Replay:
+    """Play the programs of all workers, part after part.
 
-    Raises:
-        ValidationError: a worker waits for ever, messages do not pair up in order, or an action
-            takes something that is not there.
+    Args:
+        plan: whose rules hold.
     """
-    channels: dict[_Channel, deque[Action]] = defaultdict(deque)
-    workers = [_Worker(plan, w, program, channels) for w, program in enumerate(programs)]
-    turns = [True]
-    while any(turns):
-        turns = [worker.run() for worker in workers]
-    for worker in workers:
-        worker.check_end()
-    for (source, _, _), channel in channels.items():
-        for a in channel:
-            refuse(
-                plan,
-                a,
-                source,
-                given="sent but never received",
-                allowed="as many receives as sends, worker by worker",
-                todo="add the receive, or use the programs of make_plan(...)",
-            )
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._queues: dict[Channel, _Queue] = defaultdict(_Queue)
+        self._workers = [_Worker(plan, w, self._queues) for w in range(plan.num_workers)]
+
+    def run(self, programs: Sequence[Sequence[Action]]) -> None:
+        """Play one part of every worker's program as far as it gets.
+
+        Raises:
+            ValidationError: messages do not meet those that were meant, or an action takes
+                something that is not there.
+        """
+        for worker, program in zip(self._workers, programs, strict=True):
+            worker.todo.extend(described(program))
+        turns = [True]
+        while any(turns):
+            turns = [worker.run() for worker in self._workers]
+
+    def check_flushed(self, t: int) -> None:
+        """Check that nothing is left to do, and that all have come to the same point.
+
+        Args:
+            t: the last step that has begun.
+
+        Raises:
+            ValidationError: a worker waits for ever, a message is pending, or somebody lacks the
+                newest weights or losses.
+        """
+        for never_comes in (
+            True,
+            False,
+        ):  # to blame is not who waits for one who waits for nothing
+            for worker in self._workers:
+                worker.check_idle(never_comes=never_comes)
+        for channel, queue in self._queues.items():
+            for w, a in queue.pending(channel):
+                given = "is sent and never received" if a.kind is Kind.SEND else (
+                    "waits for a message that nobody sends"
+                )  # fmt: skip
+                refuse(
+                    self._plan, a, w, given=given,
+                    allowed="as many receives as sends, channel by channel", todo=_TODO,
+                )  # fmt: skip
+        for worker in self._workers:
+            worker.check_end(t)
+
+
+@final
+class _Queue:
+    """Hold what has been posted on a channel and has not met."""
+
+    def __init__(self) -> None:
+        self.sends: deque[tuple[_Worker, Action]] = deque()
+        self.receives: deque[tuple[_Worker, Action]] = deque()
+
+    def meet(self) -> None:
+        """Let the first send meet the first receive, as long as there are both."""
+        while self.sends and self.receives:
+            sender, sent = self.sends.popleft()
+            receiver, a = self.receives.popleft()
+            sender.has_sent(sent)
+            receiver.has_received(a, sent)
+
+    def pending(self, channel: Channel) -> Iterator[tuple[int, Action]]:
+        """Yield worker and action of what has met nothing."""
+        yield from ((channel.source, a) for _, a in self.sends)
+        yield from ((channel.target, a) for _, a in self.receives)
 
 
 @final
 class _Worker:
-    """Run the program of one worker as far as it gets."""
+    """Play the program of one worker.
 
-    def __init__(
-        self, plan: Plan, w: int, program: Program, channels: dict[_Channel, deque[Action]]
-    ) -> None:
-        self.plan = plan
-        self.w = w
-        self.program = program
-        self.channels = channels
-        self.position = 0
-        self.versions = {(j, 0) for j in range(plan.num_stages) if self._starts_with(j)}
-        self.done: set[tuple[Kind | Payload, int, int, int]] = set()  # what, t, i, j
-        self.gathered: dict[int, int | None] = {}  # for which version of a stage there is room
-        self.sums: dict[tuple[int, int], int] = defaultdict(lambda: -1)  # t, j: up to i
-        self.tied: set[tuple[int, int | None, int, int | None]] = set()  # W: t, i, j, peer
-        self.shared: set[tuple[Payload, int]] = set()  # D and L: t
-        self.replica = plan.axes.placement.replica(w)
+    What it holds are names of items (see dataflow.py), with numbers where many share a name: sums
+    with the micro-batches that are in them, buffers with the micro-batch that they are for, tied
+    gradients with the worker that has sent them.
+    """
 
-    def _starts_with(self, j: int) -> bool:
-        """Say whether the worker has the first version of a stage."""
-        return not self.plan.axes.sharding.gathers or self.plan.owner(j) == self.w
+    def __init__(self, plan: Plan, w: int, queues: dict[Channel, _Queue]) -> None:
+        self.todo: deque[Action] = deque()
+        self._plan = plan
+        self._w = w
+        self._queues = queues
+        self._flow = Dataflow(plan)
+        self._depths = plan.program.depths
+        self._lanes: dict[Lane, deque[Action]] = {lane: deque() for lane in Lane if lane}
+        self._under_way: Counter[Ring] = Counter()
+        self._expected: Counter[Item] = Counter()  # will be there: received, or made on a lane
+        self._have: set[Item] = set()
+        self._sums: dict[tuple[int, int], int] = defaultdict(lambda: -1)
+        self._room: dict[int, int | None] = {}  # stages that are fetched for use -> version
+        self._replica = plan.axes.placement.replica(w)
+        self._holds = [j for j in range(plan.num_stages) if w in plan.axes.placement.workers_of(j)]
+        own = (j for j in range(plan.num_stages) if not self._fetches or plan.owner(j) == w)
+        self._have |= {(Datum.WEIGHTS, j, 0) for j in own}
+        self._have |= {(Datum.TIED, j, 0) for j in range(plan.num_stages)}
+
+    @property
+    def _fetches(self) -> bool:
+        return self._plan.axes.sharding.gathers
+
+    # ------------------------------------------------------------------ running
 
     def run(self) -> bool:
-        """Run until the end or until a message is missing; say whether anything was run."""
-        start = self.position
-        while self.position < len(self.program):
-            a = self.program[self.position]
-            if a.kind is Kind.RECV and not self._channel(a):
-                break
-            _STEPS[a.kind](self, a)
-            self.position += 1
-        return self.position > start
+        """Run until everything waits; say whether anything was run."""
+        has_run = False
+        while self._run_main() or any(map(self._run_lane, self._lanes.values())):
+            has_run = True
+        return has_run
 
-    def check_end(self) -> None:
-        """Check that nothing is left to do."""
-        if self.position < len(self.program):
-            a = self.program[self.position]
-            self._refuse(a, "waits for ever for its message", "a send that is not behind it")
-        last = self.plan.num_steps
-        for j in range(self.plan.num_stages):
-            if self._uses(j) and (j, last) not in self.versions:
-                a = self.program[-1]
-                self._refuse(a, f"ends without version {last} of stage {j}", "the last version")
-        steps = {key[1] for key in self.done if key[0] is Kind.F}
-        for t in sorted(steps) if self.w != self.replica[-1] else ():
-            if (Payload.L, t) not in self.shared:
-                self._refuse(self.program[-1], f"ends without losses of step {t}", "those of all")
+    def _run_main(self) -> bool:
+        if not self.todo:
+            return False
+        a = self.todo[0]
+        if a.kind is Kind.UPDATE and self._plan.owner(a.j) != self._w:
+            self._refuse(a, "updates somebody else's stage", f"worker {self._plan.owner(a.j)}")
+        if a.lane and a.kind is not Kind.RECV:
+            self._lanes[a.lane].append(self.todo.popleft())
+            self._expected.update(self._flow(a).makes)
+            return True
+        if not self._is_ready(a):
+            return False
+        self._do(self.todo.popleft())
+        return True
 
-    def _uses(self, j: int) -> bool:
-        """Say whether the worker needs the last version of a stage, or of what is tied to it."""
-        holders = self.plan.axes.placement.workers_of(j)
-        return self.w in holders or self.w in version_readers(self.plan, j)
+    def _run_lane(self, lane: deque[Action]) -> bool:
+        if not lane or not self._is_ready(lane[0]):
+            return False
+        a = lane.popleft()
+        self._expected.subtract(self._flow(a).makes)
+        self._do(a)
+        return True
 
-    def _channel(self, a: Action) -> deque[Action]:
-        assert a.peer is not None
-        assert a.payload is not None
-        ends = (self.w, a.peer) if a.kind is Kind.SEND else (a.peer, self.w)
-        return self.channels[*ends, a.payload]
+    def _is_ready(self, a: Action) -> bool:
+        """Say whether an action can run now.
 
-    def _forward(self, a: Action) -> None:
-        self._need_version(a)
-        self._need(a, a.j == 0 or self._has(a, Kind.F, a.j - 1) or self._has(a, Payload.A, a.j))
-        self._need(a, not self._is_handed_buffers(a) or self._has(a, Payload.R, a.j))
-        self._need(a, self._begins(a.t) or (Payload.D, a.t) in self.shared)
-        tied = ((j, reads_tied(self.plan, a, j)) for j in first_users(self.plan, a.j))
-        self._need(a, all(version in self.versions for version in tied))
-        self._mark(a, Kind.F)
+        On the main lane, what it reads must be under way by then; lanes may be given an action
+        before its message is posted.
 
-    def _backward(self, a: Action) -> None:
-        self._need_version(a)
-        is_last = a.j == self.plan.num_stages - 1
-        self._need(a, self._has(a, Kind.F, a.j))
-        self._need(a, is_last or self._has(a, Kind.B, a.j + 1) or self._has(a, Payload.G, a.j))
-        sources = gradient_sources(self.plan, a, self.w)
-        self._need(a, all((a.t, a.i, a.j, source) in self.tied for source in sources))
-        self._mark(a, Kind.B)
-        self._extend_sum(a.t, a.j)
+        Raises:
+            ValidationError: it never can.
+        """
+        if a.kind is Kind.RECV or a.payload is Payload.X:
+            return True
+        ring = ring_of(a, self._w) if a.kind is Kind.SEND else None
+        if ring is not None and self._under_way[ring] >= self._depths[ring]:
+            return False
+        missing = [item for item in self._flow(a).reads if not self._has(item, a)]
+        if not a.lane and not all(self._comes(item, missing) for item in missing):
+            self._refuse_early(a)
+        return not missing
+
+    def _comes(self, item: Item, missing: Sequence[Item]) -> bool:
+        """Say whether an item that is missing, or what would do in its place, is under way."""
+        assert isinstance(item[0], Datum)
+        would_do = _ONE_OF.get(item[0], (item[0],))
+        return any(self._expected[other] for other in missing if other[0] in would_do)
+
+    def _do(self, a: Action) -> None:
+        match a.kind:
+            case Kind.SEND:
+                self._send(a)
+            case Kind.RECV:
+                self._receive(a)
+            case Kind.GATHER:
+                self._need(a, a.j not in self._room)
+                self._room[a.j] = a.v
+            case Kind.FREE:
+                self._need(a, self._room.pop(a.j, None) == a.v)
+                self._have -= {item for item in self._have if item[:2] == (Datum.WEIGHTS, a.j)}
+            case Kind.UPDATE:
+                self._update(a)
+            case Kind.TELL:
+                self._make(a, (Kind.TELL, a.t))
+            case _:
+                self._compute(a)
+
+    # ------------------------------------------------------------------ actions
+
+    def _compute(self, a: Action) -> None:
+        key = a.t, a.i or 0, a.j
+        if a.kind is Kind.F:
+            self._make(a, (Datum.GRAPH, *key))
+            self._make(a, (Datum.INPUT, a.t, a.i or 0, a.j + 1))
+            self._have.add((Datum.BUFFERS, a.j, self._micro(a) + 1))
+            self._have.add((Datum.LOSSES, a.t, a.i or 0, a.j))
+        elif a.kind is Kind.B:
+            self._have.discard((Datum.GRAPH, *key))
+            self._make(a, (Datum.GRADIENT, *key))
+            self._have.add((Datum.OUTPUT_GRADIENT, a.t, a.i or 0, a.j - 1))
+            if source_of_sum(self._plan, a, self._w) is None:
+                self._extend(a)
+        else:
+            self._extend(a)
+
+    def _extend(self, a: Action) -> None:
+        """Add gradients to a sum: one, or those of a replica that sums its own."""
+        plan, total, i = self._plan, (a.t, a.j), a.i or 0
+        if plan.sums_by_replica:
+            number = self._replica[0] // len(self._replica)
+            own = range(number, plan.num_micro, plan.width)
+            if i == own[-1] and all((Datum.GRADIENT, a.t, k, a.j) in self._have for k in own):
+                self._need(a, number == 0 or self._sums[total] == i - 1)
+                self._sums[total] = i
+            return
+        self._need(a, i == 0 or self._sums[total] == i - 1)
+        self._sums[total] = i
+
+    def _update(self, a: Action) -> None:
+        self._need(a, a.v == a.t + 1)
+        self._make(a, (Datum.WEIGHTS, a.j, a.v))
+        self._have.add((Datum.TIED, a.j, a.v))
 
     def _send(self, a: Action) -> None:
-        if a.payload in (Payload.P, Payload.V):
-            self._need_version(a)
-            self._need(a, self.w in self.plan.axes.placement.workers_of(a.j))
-        self._need(a, self._is_there(a))
-        self._channel(a).append(a)
+        ring = ring_of(a, self._w)
+        self._under_way[ring] += 1
+        queue = self._queues[ring.channel]
+        queue.sends.append((self, a))
+        queue.meet()
 
-    def _is_there(self, a: Action) -> bool:
-        """Say whether what a message without a version carries is there."""
+    def has_sent(self, a: Action) -> None:
+        """Note that a send has met its receive."""
+        ring = ring_of(a, self._w)
+        self._under_way[ring] -= 1
+
+    def _receive(self, a: Action) -> None:
+        self._expected.update(self._flow(a).makes)
+        queue = self._queues[channel_of(a, self._w)]
+        queue.receives.append((self, a))
+        queue.meet()
+
+    def has_received(self, a: Action, sent: Action) -> None:
+        """Take in what has come where ``a`` was posted.
+
+        Raises:
+            ValidationError: something else was sent.
+        """
+        if (sent.payload, sent.t, sent.i, sent.j, sent.v) != (a.payload, a.t, a.i, a.j, a.v):
+            self._refuse(a, f"takes what was sent as {sent}", "receives in the order of the sends")
+        self._expected.subtract(self._flow(a).makes)
         match a.payload:
             case Payload.S | Payload.T:
-                return self.sums[a.t, a.j] == (self._last_micro if a.i is None else a.i)
-            case Payload.A | Payload.G:
-                kind, j = (Kind.F, a.j - 1) if a.payload is Payload.A else (Kind.B, a.j + 1)
-                return self._has(a, kind, j)
+                self._sums[a.t, a.j] = self._plan.num_micro - 1 if a.i is None else a.i
+            case Payload.R:
+                self._make(a, (Datum.BUFFERS, a.j, self._micro(a)))
+            case Payload.C:
+                self._make(a, (Datum.BUFFERS, a.j, (a.t + 1) * self._plan.num_micro))
             case Payload.W:
-                users = [k for k in later_users(self.plan, a.j) if self._runs(a, k)]
-                return bool(users) and all(self._has(a, Kind.B, k) for k in users)
-            case Payload.D:
-                return self._begins(a.t)
-            case Payload.L:
-                return self._has_losses(a.t)
+                self._make(a, (Datum.TIED_GRADIENT, a.t, a.i, a.j, a.peer))
+            case Payload.P:
+                self._need(a, not self._fetches or self._room.get(a.j) == a.v)
+                self._need(a, a.j in self._holds)
+                self._have |= {(Datum.WEIGHTS, a.j, a.v), (Datum.TIED, a.j, a.v)}
+            case Payload.V:
+                self._need(a, a.j not in self._holds)
+                self._make(a, (Datum.TIED, a.j, a.v))
             case _:
+                for item in self._flow(a).makes:
+                    self._make(a, item)
+
+    # ------------------------------------------------------------------ what is there
+
+    def _has(self, item: Item, a: Action) -> bool:  # noqa: PLR0911  (one line for each kind)
+        """Say whether an item that an action reads is there, or need not be."""
+        plan = self._plan
+        match item[0]:
+            case Datum.INPUT if a.kind is Kind.F and a.j == 0:
                 return True
+            case Datum.OUTPUT_GRADIENT if a.kind is Kind.B and a.j == plan.num_stages - 1:
+                return True
+            case Datum.START:
+                return self._expected[item] == 0
+            case Datum.BATCH:
+                return self._w == plan.beginner(self._w, a.t) or item in self._have
+            case Datum.BUFFERS | Datum.LEFT_BUFFERS:
+                return self._has_buffers(a)
+            case Datum.SUM | Datum.TOTAL:
+                return self._has_sum(a)
+            case Datum.TIED_GRADIENT:
+                return self._has_tied_gradients(a)
+            case Datum.LOSSES:
+                return item in self._have or self._has_losses(a.t)
+            case Datum.NORMS:
+                owner = plan.owner(int(str(item[2])))
+                decides = plan.norms == "owners" or plan.late_updates
+                return owner == self._w or not decides or item in self._have
+            case _:
+                return item in self._have
 
-    def _begins(self, t: int) -> bool:
-        """Say whether the worker is the one that has the batch of a step."""
-        return self.w == self.plan.beginner(self.w, t)
+    def _has_buffers(self, a: Action) -> bool:
+        """Say whether the buffers that an action takes are there, where any are relayed."""
+        if a.j not in self._plan.relayed:
+            return True
+        if a.payload is Payload.C:
+            return (Datum.BUFFERS, a.j, (a.t + 1) * self._plan.num_micro) in self._have
+        k = self._micro(a)
+        return k == 0 or (Datum.BUFFERS, a.j, k) in self._have
 
-    def _runs(self, a: Action, j: int) -> bool:
-        return self.plan.worker_of(a.i or 0, j, a.t) == self.w
+    def _has_sum(self, a: Action) -> bool:
+        done = self._sums[a.t, a.j]
+        if a.kind is Kind.ADD:
+            return done == (a.i or 0) - 1
+        return done == (self._plan.num_micro - 1 if a.i is None else a.i)
+
+    def _has_tied_gradients(self, a: Action) -> bool:
+        plan, i = self._plan, a.i or 0
+        users = [k for k in later_users(plan, a.j) if plan.worker_of(i, k, a.t) == self._w]
+        if not all((Datum.GRADIENT, a.t, i, k) in self._have for k in users):
+            return False
+        if a.kind is Kind.SEND:
+            return bool(users)
+        sources = gradient_sources(plan, a, self._w)
+        return all((Datum.TIED_GRADIENT, a.t, i, a.j, w) in self._have for w in sources)
 
     def _has_losses(self, t: int) -> bool:
         """Say whether all forwards of a step that end on this worker have been run."""
-        j, micros = self.plan.num_stages - 1, range(self.plan.num_micro)
-        own = [i for i in micros if self.plan.worker_of(i, j, t) == self.w]
-        return bool(own) and all((Kind.F, t, i, j) in self.done for i in own)
+        j, micros = self._plan.num_stages - 1, range(self._plan.num_micro)
+        own = [i for i in micros if self._plan.worker_of(i, j, t) == self._w]
+        return bool(own) and all((Datum.LOSSES, t, i, j) in self._have for i in own)
 
-    @property
-    def _last_micro(self) -> int:
-        return self.plan.num_micro - 1
+    def _micro(self, a: Action) -> int:
+        """Count the micro-batches before the one of an action."""
+        return a.t * self._plan.num_micro + (a.i or 0)
 
-    def _receive(self, a: Action) -> None:
-        sent = self._channel(a).popleft()
-        if (sent.t, sent.i, sent.j, sent.v) != (a.t, a.i, a.j, a.v):
-            self._refuse(a, f"takes what was sent as {sent}", "receives in the order of the sends")
-        match a.payload:
-            case Payload.P | Payload.V:
-                self._receive_version(a)
-            case Payload.S | Payload.T:
-                self.sums[a.t, a.j] = self._last_micro if a.i is None else a.i
-                self._extend_sum(a.t, a.j)
-            case Payload.W:
-                self._need(a, (a.t, a.i, a.j, a.peer) not in self.tied)
-                self.tied.add((a.t, a.i, a.j, a.peer))
-            case Payload.D | Payload.L:
-                self._need(a, (a.payload, a.t) not in self.shared)
-                self.shared.add((a.payload, a.t))
-            case _:
-                assert a.payload is not None
-                self._mark(a, a.payload)
+    def _make(self, a: Action, item: Item) -> None:
+        self._need(a, item not in self._have)
+        self._have.add(item)
 
-    def _receive_version(self, a: Action) -> None:
-        assert a.v is not None
-        self._need(a, not self.plan.axes.sharding.gathers or self.gathered.get(a.j) == a.v)
-        holds = self.w in self.plan.axes.placement.workers_of(a.j)
-        self._need(a, holds == (a.payload is Payload.P))
-        self.versions.add((a.j, a.v))
+    # ------------------------------------------------------------------ the end
 
-    def _update(self, a: Action) -> None:
-        assert a.v is not None
-        if self.plan.owner(a.j) != self.w:
-            self._refuse(a, "updates somebody else's stage", f"worker {self.plan.owner(a.j)}")
-        self._need(a, a.v == a.t + 1)
-        self._need(a, (a.j, a.v - 1) in self.versions and (a.j, a.v) not in self.versions)
-        self._need(a, self.sums[a.t, a.j] == self._last_micro)
-        self.versions.add((a.j, a.v))
+    def check_idle(self, *, never_comes: bool) -> None:
+        """Check that nothing is left to do.
 
-    def _gather(self, a: Action) -> None:
-        """Make room: the bytes come with the next receive."""
-        self._need(a, a.j not in self.gathered)
-        self.gathered[a.j] = a.v
-
-    def _free(self, a: Action) -> None:
-        self._need_version(a)
-        self._need(a, self.gathered.pop(a.j, None) == a.v)
-        self.versions = {(j, v) for j, v in self.versions if j != a.j}
-
-    def _extend_sum(self, t: int, j: int) -> None:
-        """Add own gradients to the sum in the order of micro-batches, as far as they go.
-
-        Where replicas sum their own, add the whole of these to the sum of the replicas before.
+        Args:
+            never_comes: look for what waits for something that is not even under way.
         """
-        if self.plan.sums_by_replica:
-            number, num_micro = self.replica[0] // len(self.replica), self.plan.num_micro
-            end = num_micro - self.plan.width + number
-            own = range(number, num_micro, self.plan.width)
-            has_before = number == 0 or self.sums[t, j] == end - 1
-            if has_before and all((Kind.B, t, i, j) in self.done for i in own):
-                self.sums[t, j] = end
-            return
-        while (Kind.B, t, self.sums[t, j] + 1, j) in self.done:
-            self.sums[t, j] += 1
+        for queue in (self.todo, *self._lanes.values()):
+            if not queue:
+                continue
+            first, *behind = queue
+            missing = [item for item in self._flow(first).reads if not self._has(item, first)]
+            too_late = Counter(x for a in behind if first.lane for x in self._flow(a).makes)
+            if never_comes and any(self._expected[x] <= too_late[x] for x in missing):
+                self._refuse_early(first)
+            if not never_comes:
+                self._refuse(
+                    first, "waits for ever for a message, or for its receiver",
+                    "a send that is not behind it, and a receive for each send",
+                )  # fmt: skip
 
-    def _has(self, a: Action, what: Kind | Payload, j: int) -> bool:
-        return (what, a.t, a.i or 0, j) in self.done
+    def check_end(self, t: int) -> None:
+        """Check that the worker has the newest weights and the losses of the last step."""
+        plan, last = self._plan, Action(kind=Kind.UPDATE, t=t, j=0, v=t + 1, s=self._end(t))
+        for j in range(plan.num_stages):
+            held = (Datum.WEIGHTS, j, t + 1) in self._have
+            if j in self._holds and not held:
+                self._refuse(last, f"ends without version {t + 1} of stage {j}", "the last one")
+            if self._w in version_readers(plan, j) and (Datum.TIED, j, t + 1) not in self._have:
+                self._refuse(last, f"ends without version {t + 1} of stage {j}", "the last one")
+        if not plan.axes.placement.runs_whole_micro:
+            self._check_told(t, last)
+        for j in plan.relayed:
+            k = (t + 1) * plan.num_micro
+            if j in self._holds and (Datum.BUFFERS, j, k) not in self._have:
+                self._refuse(last, f"ends without the newest buffers of stage {j}", "these")
 
-    def _is_handed_buffers(self, a: Action) -> bool:
-        """Say whether the buffers that an F starts from come from another worker."""
-        k = a.t * self.plan.num_micro + (a.i or 0)
-        if a.j not in self.plan.relayed or k == 0:
-            return False
-        t, i = divmod(k - 1, self.plan.num_micro)
-        return self.plan.worker_of(i, a.j, t) != self.w
+    def _check_told(self, t: int, last: Action) -> None:
+        """Check that the worker was told of every step in which it took part."""
+        took_part = {item[1] for item in self._have if item[0] is Datum.GRADIENT}
+        for step in sorted(x for x in took_part if isinstance(x, int)):
+            if step <= t and (Kind.TELL, step) not in self._have:
+                self._refuse(last, f"ends without losses of step {step}", "those of all")
 
-    def _mark(self, a: Action, what: Kind | Payload) -> None:
-        self._need(a, not self._has(a, what, a.j))
-        self.done.add((what, a.t, a.i or 0, a.j))
+    def _end(self, t: int) -> int:
+        return self._plan.slot(Kind.B, t, self._plan.num_micro - 1, 0)
 
-    def _need_version(self, a: Action) -> None:
-        if (a.j, a.v) not in self.versions:
-            held = sorted(v for j, v in self.versions if j == a.j)
-            self._refuse(
-                a, f"takes version {a.v} of stage {a.j}, which is not there", f"one of {held}"
-            )
+    # ------------------------------------------------------------------ refusals
 
     def _need(self, a: Action, is_there: bool) -> None:
         if not is_there:
-            self._refuse(
-                a,
-                "runs before what it needs is there, or twice",
-                "F after F of the stage before, B after F and B of the stage behind, sums in the "
-                "order of micro-batches, UPDATE after the version before and the whole sum",
-            )
+            self._refuse_early(a)
+
+    def _refuse_early(self, a: Action) -> NoReturn:
+        if a.v is not None and a.kind in (Kind.F, Kind.B) or a.payload in (Payload.P, Payload.V):
+            held = sorted(int(str(x[2])) for x in self._have if x[:2] == (Datum.WEIGHTS, a.j))
+            if a.v not in held and a.kind is not Kind.RECV:
+                self._refuse(
+                    a, f"takes version {a.v} of stage {a.j}, which is not there", f"one of {held}"
+                )
+        self._refuse(
+            a,
+            "runs before what it needs is there, or twice",
+            "F after F of the stage before, B after F and B of the stage behind, sums in the "
+            "order of micro-batches, UPDATE after the version before and the whole sum",
+        )
 
     def _refuse(self, a: Action, given: str, allowed: str) -> NoReturn:
-        todo = "move or correct it, or use the programs of make_plan(...)"
-        refuse(self.plan, a, self.w, given=given, allowed=allowed, todo=todo)
-
-
-_STEPS: Final[dict[Kind, Callable[[_Worker, Action], None]]] = {
-    Kind.F: _Worker._forward,
-    Kind.B: _Worker._backward,
-    Kind.SEND: _Worker._send,
-    Kind.RECV: _Worker._receive,
-    Kind.UPDATE: _Worker._update,
-    Kind.GATHER: _Worker._gather,
-    Kind.FREE: _Worker._free,
-}
+        refuse(self._plan, a, self._w, given=given, allowed=allowed, todo=_TODO)

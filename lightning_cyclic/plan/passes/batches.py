@@ -1,11 +1,12 @@
 """batches: give every worker of a pipeline the batch of a step, and what came out of it.
 
-    D   the batch    worker of the first F of a step -> the others, before all else of the step
-    L   the losses   worker of the last stage -> the others: sent after its last F of the step,
-                     received after their last B, so that all know them before they update
+    D      the batch        worker of the first F of a step -> the others, before all else of it
+    L      the losses       worker of the last stage -> the others of its replica
+    TELL   what came out    on the worker of the last stage behind its last B there, and then L is
+                            sent; on the others behind their last B, before they update
 
-Both carry the first stage of the receiver, and both stay inside a replica. Workers that run
-whole micro-batches need neither.
+D and L carry the first stage of the receiver, and both stay inside a replica. Workers that run
+whole micro-batches need none of these.
 """
 
 from __future__ import annotations
@@ -18,33 +19,54 @@ from lightning_cyclic.plan.actions import Action, Kind, Payload
 from lightning_cyclic.plan.passes.messages import message
 
 if TYPE_CHECKING:
-    from lightning_cyclic.plan import Plan
+    from lightning_cyclic.plan.plan import Plan
 
 
 def batches(plan: Plan, program: Iterable[Action], w: int) -> Iterator[Action]:
-    """Put D before the first F of each step, and L behind the last F or B.
+    """Put D before the first F of each step, and TELL and L behind its last B.
 
     Args:
         plan: whose placement says who works together.
         program: F and B of worker ``w``, in the order of time.
         w: worker.
     """
-    replica = plan.axes.placement.replica(w)
-    if len(replica) == 1:
+    if plan.axes.placement.runs_whole_micro:
         yield from program
         return
-    actions = list(program)
+    replica, actions = plan.axes.placement.replica(w), list(program)
     firsts = _of_each_step(actions, Kind.F)
     lasts = _of_each_step(reversed(actions), Kind.B)
+    waiting: list[Action] = []  # last backwards of steps whose losses have not been sent yet
     for a in actions:
-        if a is firsts.get(a.t):
+        while waiting and _losses_leave(plan, waiting[0].t) < a.s:
+            yield from _told(plan, waiting.pop(0), w, replica[-1])
+        if a is firsts.get(a.t) and len(replica) > 1:
             yield from _share(plan, Payload.D, a, w, plan.beginner(w, a.t))
         yield a
         is_last = _local(plan, a) == plan.num_micro // plan.width - 1
-        if is_last and a.kind is Kind.F and a.j == plan.num_stages - 1:
+        if w == replica[-1] and is_last and a.kind is Kind.B and a.j == plan.num_stages - 1:
+            yield _tell(plan, a, w)
             yield from _share(plan, Payload.L, a, w, w)
-        elif a is lasts.get(a.t) and w != replica[-1]:
-            yield from _share(plan, Payload.L, a, w, replica[-1])
+        elif w != replica[-1] and a is lasts.get(a.t):
+            waiting.append(a)
+            while waiting and _losses_leave(plan, waiting[0].t) <= a.s:
+                yield from _told(plan, waiting.pop(0), w, replica[-1])
+    for a in waiting:
+        yield from _told(plan, a, w, replica[-1])
+
+
+def _losses_leave(plan: Plan, t: int) -> int:
+    """Give the slot behind which the losses of a step are sent."""
+    return plan.slot(Kind.B, t, plan.num_micro - 1, plan.num_stages - 1)
+
+
+def _told(plan: Plan, a: Action, w: int, source: int) -> Iterator[Action]:
+    yield from _share(plan, Payload.L, a, w, source)
+    yield _tell(plan, a, w)
+
+
+def _tell(plan: Plan, a: Action, w: int) -> Action:
+    return Action(kind=Kind.TELL, t=a.t, j=_first_stage(plan, w), s=a.s)
 
 
 def _of_each_step(actions: Iterable[Action], kind: Kind) -> dict[int, Action]:

@@ -1,19 +1,49 @@
-"""Messages: how one is made, and the order in which they are received.
+"""Messages: how one is made, to which step it belongs, and on which channel it travels.
 
-On each ordered pair of workers, messages of one payload are received in the order in which they
-are sent. Transports without tags need that, and where the receiver needs them in another order,
-it costs nothing to take first what was sent first.
+A channel is what leaves one worker for another on one lane. It is one queue: its messages are
+received in the order in which they are sent, whatever they carry, as transports without tags
+(NCCL) need it.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Sequence
+from typing import NamedTuple
 
-from lightning_cyclic.plan.actions import Action, Kind, Payload, Program
+from lightning_cyclic.plan.actions import Action, Kind, Lane, Payload
 
-_Channels = dict[tuple[int, int | None, Payload | None], deque[Action]]  # from, to: sends
+
+class Channel(NamedTuple):
+    """Name what leaves one worker for another on one lane.
+
+    Start signals have channels of their own: they are words between hosts, not tensors.
+    """
+
+    source: int
+    target: int
+    lane: Lane
+    is_control: bool = False
+
+
+class Ring(NamedTuple):
+    """Name the messages that share buffers: those of one payload and stage on one channel."""
+
+    channel: Channel
+    payload: Payload
+    j: int
+
+
+def ring_of(a: Action, w: int) -> Ring:
+    """Name the ring of a message of worker ``w``."""
+    assert a.payload is not None
+    return Ring(channel_of(a, w), a.payload, a.j)
+
+
+def channel_of(a: Action, w: int) -> Channel:
+    """Name the channel of a message of worker ``w``."""
+    assert a.peer is not None  # as for every message
+    source, target = (w, a.peer) if a.kind is Kind.SEND else (a.peer, w)
+    return Channel(source, target, a.lane, a.payload is Payload.K)
 
 
 def message(
@@ -40,34 +70,21 @@ def message(
     )
 
 
-def in_order_of_sends(programs: tuple[Program, ...]) -> tuple[Program, ...]:
-    """Take, with each message, those that its sender sent before and that were not needed yet.
+def step_of(a: Action) -> int:
+    """Give the step without which an action would not be.
 
-    A message that was sent before another has come when that one has, so nobody waits longer.
-
-    Args:
-        programs: with each receive where its message is needed first.
-
-    Returns:
-        The same actions, with receives moved forward where the order of the sends asks for it.
+    That of a version is the one of its update, or the one of the micro-batch that it is fetched
+    for; that of relayed buffers the one whose forward has left them. A flush ends all actions of
+    the steps that have begun.
     """
-    sent: _Channels = defaultdict(deque)
-    for w, program in enumerate(programs):
-        for a in program:
-            if a.kind is Kind.SEND:
-                sent[w, a.peer, a.payload].append(a)
-    return tuple(tuple(_received(program, w, sent)) for w, program in enumerate(programs))
+    if a.payload in (Payload.P, Payload.V) and a.v is not None and a.i is None:
+        return a.v - 1
+    return a.t - 1 if a.payload is Payload.R and a.i == 0 else a.t
 
 
-def _received(program: Program, w: int, sent: _Channels) -> Iterator[Action]:
-    taken: set[Action] = set()
-    for a in program:
-        if a.kind is not Kind.RECV:
-            yield a
-            continue
-        assert a.peer is not None  # as for every RECV
-        queue = sent[a.peer, w, a.payload]
-        while queue and replace(a, s=0) not in taken:
-            received = replace(queue.popleft(), kind=Kind.RECV, peer=a.peer, s=a.s)
-            taken.add(replace(received, s=0))
-            yield received
+def begins_of_steps(program: Sequence[Action]) -> list[int]:
+    """Return where each step begins: at the first action that is not of a step before."""
+    begins: list[int] = []
+    for n, a in enumerate(program):
+        begins += [n] * (step_of(a) + 1 - len(begins))
+    return begins

@@ -4,24 +4,25 @@
                                      else the owner sends them to all who hold the stage
     V   those that other stages use  owner -> the workers of these stages (see ``ties.py``)
 
-Both carry the step in which the version is read first. The total that an update applies (T) is
-received right before it.
+Both carry the step in which the version is read first. The totals that updates apply (T) are
+received right before them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import groupby
 from typing import TYPE_CHECKING
 
-from lightning_cyclic.plan.actions import Action, Kind, Payload
+from lightning_cyclic.plan.actions import Action, Kind, Payload, Program
 from lightning_cyclic.plan.passes.messages import message
 from lightning_cyclic.plan.passes.ties import first_users, reads_tied, version_readers
 
 if TYPE_CHECKING:
-    from lightning_cyclic.plan import Plan
+    from lightning_cyclic.plan.plan import Plan
 
 
-def parameters(plan: Plan, program: Iterable[Action], w: int) -> Iterator[Action]:
+def parameters(plan: Plan, program: Program, w: int) -> Iterator[Action]:
     """Insert P and V around UPDATEs, and T before them.
 
     Args:
@@ -29,59 +30,52 @@ def parameters(plan: Plan, program: Iterable[Action], w: int) -> Iterator[Action
         program: of worker ``w``, with UPDATEs.
         w: worker.
     """
-    place = _along_chain if plan.axes.placement.runs_whole_micro else _from_owner
-    return place(plan, program, w)
+    if plan.axes.placement.runs_whole_micro:
+        return _along_chain(plan, program, w)
+    return _from_owner(plan, program, w)
 
 
-def _along_chain(plan: Plan, program: Iterable[Action], w: int) -> Iterator[Action]:
-    """Let the owner update and the others receive, each handing the version on at once."""
-    waiting: list[Action] = []
-    for a in program:
-        if a.kind is not Kind.UPDATE:
-            yield a
-            continue
-        chain = plan.chain(a.j)
-        if plan.axes.sharding.gathers:
-            chain = chain[:1]  # the shards pass brings parameters to the others when they use them
-            if w not in chain:
-                continue
-        if chain[0] == w:
-            yield from _total(plan, a, w)
-            yield a
+def _grouped(program: Program) -> Iterator[tuple[bool, list[Action]]]:
+    """Yield updates of one step that are one behind the other together, all else alone."""
+    for key, actions in groupby(program, key=lambda a: (a.kind is Kind.UPDATE, a.t)):
+        if key[0]:
+            yield True, list(actions)
         else:
-            yield _parameter(plan, Kind.RECV, Payload.P, a, chain[chain.index(w) - 1])
-        if w != chain[-1]:
-            after = chain[chain.index(w) + 1]
-            waiting.append(_parameter(plan, Kind.SEND, Payload.P, a, after))
-        if not _is_more_to_come(plan, a, w):
-            yield from sorted(waiting, key=lambda send: send.j)
-            waiting.clear()
+            yield from ((False, [a]) for a in actions)
 
 
-def _is_more_to_come(plan: Plan, a: Action, w: int) -> bool:
-    """Say whether a later update must be sent first, as its stage comes earlier in a forward.
+def _along_chain(plan: Plan, program: Program, w: int) -> Iterator[Action]:
+    """Let the owner update and the others receive, each handing the version on at once."""
+    for is_update, group in _grouped(program):
+        if not is_update:
+            yield from group
+            continue
+        own = [a for a in group if plan.owner(a.j) == w]
+        yield from _totals(plan, own, w)
+        yield from own
+        for a in group:
+            chain = plan.chain(a.j)
+            if plan.axes.sharding.gathers:
+                continue  # the shards pass brings parameters to users when they use them
+            if chain[0] != w:
+                yield _parameter(plan, Kind.RECV, Payload.P, a, chain[chain.index(w) - 1])
+            if w != chain[-1]:
+                yield _parameter(plan, Kind.SEND, Payload.P, a, chain[chain.index(w) + 1])
 
-    A late owner updates in the order of backwards, its receiver reads in the order of forwards.
-    """
-    below = a.j - 1
-    if plan.owner(a.j) != w or not plan.is_late(a.j) or below < 0 or not plan.is_late(below):
-        return False
-    return plan.chain(below)[1] == plan.chain(a.j)[1]
 
-
-def _from_owner(plan: Plan, program: Iterable[Action], w: int) -> Iterator[Action]:
+def _from_owner(plan: Plan, program: Program, w: int) -> Iterator[Action]:
     """Let owners send each version to all who read it, who receive it before they first do."""
     inbox = {(a.payload, a.j, a.v): a for a in _versions_due(plan, w)}
-    for a in program:
-        if a.kind is Kind.UPDATE:
-            yield from _total(plan, a, w)
-        elif a.kind in (Kind.F, Kind.B):
+    for is_update, group in _grouped(program):
+        if is_update:
+            yield from _totals(plan, group, w)
+        elif group[0].kind in (Kind.F, Kind.B):
+            (a,) = group
             read = [(Payload.P, a.j, a.v)]
             read += [(Payload.V, j, reads_tied(plan, a, j)) for j in first_users(plan, a.j)]
-            found = [inbox.pop(key, None) for key in read]
-            yield from filter(None, found)
-        yield a
-        if a.kind is Kind.UPDATE:
+            yield from filter(None, [inbox.pop(key, None) for key in read])
+        yield from group
+        for a in group if is_update else ():
             yield from _sends(plan, a)
     yield from inbox.values()  # what nobody read any more: all end with the same weights
 
@@ -117,11 +111,12 @@ def _others(plan: Plan, j: int) -> tuple[int, ...]:
     return tuple(w for w in plan.axes.placement.workers_of(j) if w != owner)
 
 
-def _total(plan: Plan, update: Action, w: int) -> Iterator[Action]:
-    """Receive the total that an update applies, unless its sum ends on the owner."""
-    source = plan.worker_of(plan.num_micro - 1, update.j, update.t)
-    if source != w:
-        yield message(Kind.RECV, Payload.T, update, source)
+def _totals(plan: Plan, updates: Iterable[Action], w: int) -> Iterator[Action]:
+    """Receive the totals that updates apply, unless their sums end on the owner."""
+    for a in sorted(updates, key=lambda a: -a.j):  # backwards end with the first stage
+        source = plan.worker_of(plan.num_micro - 1, a.j, a.t)
+        if source != w:
+            yield message(Kind.RECV, Payload.T, a, source)
 
 
 def _parameter(plan: Plan, kind: Kind, payload: Payload, update: Action, peer: int) -> Action:

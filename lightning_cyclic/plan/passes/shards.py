@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from lightning_cyclic.plan.actions import Action, Kind, Payload, Program
+from lightning_cyclic.plan.actions import Action, Kind, Lane, Payload, Program
+from lightning_cyclic.plan.passes.messages import message
 
 if TYPE_CHECKING:
     from lightning_cyclic.plan import Plan
@@ -28,15 +29,13 @@ def shards(plan: Plan, programs: tuple[Program, ...]) -> tuple[Program, ...]:
         programs: with UPDATEs at owners only and without P messages.
 
     Returns:
-        Programs in which users hold parameters only while they use them. At the end everybody
-        gathers the last version, as validation and checkpoints need whole models.
+        Programs in which users hold parameters only while they use them.
     """
     if not plan.axes.sharding.gathers:
         return programs
     outbox = _outbox(plan, programs)
     return tuple(
-        (*_serve(_use(plan, program, w), outbox[w]), *_last_version(plan, w))
-        for w, program in enumerate(programs)
+        tuple(_serve(_use(plan, program, w), outbox[w])) for w, program in enumerate(programs)
     )
 
 
@@ -87,15 +86,26 @@ def _serve(program: Iterator[Action], outbox: list[Action]) -> Iterator[Action]:
 
 
 def _receive(a: Action, owner: int) -> Action:
-    return Action(kind=Kind.RECV, payload=Payload.P, t=a.t, j=a.j, v=a.v, peer=owner, s=a.s)
+    """Receive parameters for one use; they have a lane, as owners serve while they compute."""
+    return replace(message(Kind.RECV, Payload.P, a, owner, i=a.i, v=a.v), lane=Lane.WEIGHTS)
 
 
-def _last_version(plan: Plan, w: int) -> Iterator[Action]:
-    """Bring the last version of every stage to everybody, stage by stage."""
-    v = plan.num_steps
+def last_version(plan: Plan, v: int, w: int) -> Iterator[Action]:
+    """Bring a version of every stage to everybody at a flush, stage by stage.
+
+    Validation and checkpoints need whole models; the next step drops it again.
+
+    Args:
+        plan: whose ownership decides; without sharding everybody has it already.
+        v: version, the newest.
+        w: worker.
+    """
+    if not plan.axes.sharding.gathers:
+        return
+    s = plan.slot(Kind.B, v - 1, plan.num_micro - 1, 0) + 1
     for j in range(plan.num_stages):
         owner = plan.owner(j)
-        a = Action(kind=Kind.GATHER, t=v, j=j, v=v)
+        a = Action(kind=Kind.GATHER, t=v, j=j, v=v, s=s)
         if w == owner:
             others = (x for x in range(plan.num_workers) if x != owner)
             yield from (replace(_receive(a, owner), kind=Kind.SEND, peer=x) for x in others)

@@ -1,18 +1,27 @@
 """updates: say where each worker that holds a stage moves on to its next version.
 
 Where stages are replicated, every worker gets an UPDATE here, as if each applied the gradients
-to its own copy. The transfers pass lets the owner alone do so, and the others receive.
+to its own copy. The parameters pass lets the owner alone do so, and the others receive.
+
+Stages of one worker that are due at one place are updated there together, so that a step is one
+call of the optimizer:
+
+    sync, or one worker alone     all of them behind all else of the step
+    an owner that reads late      the same: its totals end with its own backward
+    an owner that reads first     before the first forward that reads a new version
+    pipelines without a flush     each as soon as its sum is whole, or right before it is read
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import groupby
 from typing import TYPE_CHECKING
 
-from lightning_cyclic.plan.actions import Action, Kind, Payload, Program
+from lightning_cyclic.plan.actions import Action, Kind, Program
 
 if TYPE_CHECKING:
-    from lightning_cyclic.plan import Plan
+    from lightning_cyclic.plan.plan import Plan
 
 
 def updates(plan: Plan, programs: tuple[Program, ...]) -> tuple[Program, ...]:
@@ -25,35 +34,65 @@ def updates(plan: Plan, programs: tuple[Program, ...]) -> tuple[Program, ...]:
     Returns:
         Programs in which every version is made before it is read.
     """
-    if not plan.axes.placement.runs_whole_micro:
-        return tuple(tuple(_by_slot(plan, program, w)) for w, program in enumerate(programs))
-    place = _at_end if plan.axes.weights.at_end_of_step else _at_first_use
-    return tuple(
-        tuple(action for a in program for action in place(plan, a, w))
-        for w, program in enumerate(programs)
-    )
+    return tuple(tuple(_inserted(plan, program, w)) for w, program in enumerate(programs))
 
 
-def _at_end(plan: Plan, a: Action, w: int) -> Iterator[Action]:
-    """Update all stages after the last backward of a step."""
-    yield a
-    if a.kind is Kind.B and a.j == 0:
-        for j in range(plan.num_stages):
-            yield _update(j, a.t + 1, a.s + 1)
+def _inserted(plan: Plan, program: Program, w: int) -> Iterator[Action]:
+    if plan.axes.weights.at_end_of_step or not plan.axes.placement.overlaps:
+        held = _held(plan, w)
+        return _at_end(program, held)
+    if plan.axes.placement.runs_whole_micro:
+        return _at_first_use(plan, program, w)
+    return _by_slot(plan, program, w)
 
 
-def _at_first_use(plan: Plan, a: Action, w: int) -> Iterator[Action]:
-    """Update a stage right before the first forward that reads the new version.
+def _held(plan: Plan, w: int) -> list[int]:
+    """List the stages whose versions a worker makes, or gets from who makes them."""
+    stages = range(plan.num_stages)
+    if plan.axes.placement.runs_whole_micro:
+        return list(stages)
+    return [j for j in stages if plan.owner(j) == w]
 
-    An owner that is not among the first readers would keep them waiting, so it updates as soon
-    as it has the total, which it has without a message: it is the last worker.
+
+def _at_end(program: Program, stages: list[int]) -> Iterator[Action]:
+    """Update behind all else of each step."""
+    for t, actions in groupby(program, key=lambda a: a.t):
+        last = 0
+        for a in actions:
+            last = max(last, a.s)
+            yield a
+        yield from (_update(j, t + 1, last + 1) for j in stages)
+
+
+def _at_first_use(plan: Plan, program: Program, w: int) -> Iterator[Action]:
+    """Update stages right before the first forward that reads a new version of any of them.
+
+    An owner that is not among the first readers would keep them waiting, so it updates when its
+    step ends: it has the totals then, as it is the last worker.
     """
-    is_late_owner = w == plan.owner(a.j) and w not in plan.first_readers(a.j)
-    if a.kind is Kind.F and a.v and not is_late_owner and plan.is_new(a.t, w, a.j):
-        yield _update(a.j, a.v, a.s)
-    yield a
-    if a.kind is Kind.B and is_late_owner:
-        yield _update(a.j, a.t + 1, a.s + 1)
+    late = [j for j in range(plan.num_stages) if plan.owner(j) == w and plan.is_late(j)]
+    done: set[tuple[int, int]] = set()  # stage, version
+    for n, a in enumerate(program):
+        if a.kind is Kind.F and a.v and plan.is_new(a.t, w, a.j) and a.j not in late:
+            for j in _due_with(plan, a, w, late):
+                if (j, a.v) not in done:
+                    done.add((j, a.v))
+                    yield _update(j, a.v, a.s)
+        yield a
+        if late and (n + 1 == len(program) or program[n + 1].t > a.t):
+            yield from (_update(j, a.t + 1, a.s + 1) for j in late)
+
+
+def _due_with(plan: Plan, a: Action, w: int, late: list[int]) -> Iterator[int]:
+    """List the stages to update before a forward: its own, and an owner's that it reads next.
+
+    Their totals come before that of the first of them, as backwards end with the first stage.
+    """
+    yield a.j
+    for j in range(a.j + 1, plan.num_stages) if plan.owner(a.j) == w else ():
+        is_due = plan.reads(a.t, w, j) == a.v and plan.is_new(a.t, w, j)
+        if plan.owner(j) == w and is_due and j not in late:
+            yield j
 
 
 def _by_slot(plan: Plan, program: Program, w: int) -> Iterator[Action]:
@@ -64,8 +103,7 @@ def _by_slot(plan: Plan, program: Program, w: int) -> Iterator[Action]:
     due = sorted(
         (
             _update(j, t + 1, _slot_of_update(plan, t, j))
-            for j in range(plan.num_stages)
-            if plan.owner(j) == w
+            for j in _held(plan, w)
             for t in range(plan.num_steps)
         ),
         key=lambda a: (a.s, a.j),
@@ -87,29 +125,3 @@ def _slot_of_update(plan: Plan, t: int, j: int) -> int:
 
 def _update(j: int, v: int, s: int) -> Action:
     return Action(kind=Kind.UPDATE, t=v - 1, j=j, v=v, s=s)
-
-
-def drain(plan: Plan, programs: tuple[Program, ...]) -> tuple[Program, ...]:
-    """Leave of the steps after the last one only what brings all versions home.
-
-    Replicas read a version up to two steps after it was computed. So programs are made for two
-    more steps, and what is left of those without their computation is the drain: it uses no other
-    messages than a step does, in the same order.
-
-    Args:
-        plan: whose ``num_steps`` says where the computation ends.
-        programs: of two more steps, with messages.
-
-    Returns:
-        Programs after which every worker holds version ``num_steps`` of every stage.
-    """
-    return tuple(tuple(a for a in program if _is_kept(plan, a)) for program in programs)
-
-
-def _is_kept(plan: Plan, a: Action) -> bool:
-    if a.kind is Kind.UPDATE or a.payload in (Payload.P, Payload.V):
-        return a.v is not None and a.v <= plan.num_steps
-    if a.payload is Payload.R and a.t == plan.num_steps and a.i is not None:
-        # the last micro-batch's buffers go round once, so that all workers end with the same
-        return plan.axes.placement.runs_whole_micro and a.i < plan.num_workers - 1
-    return a.t < plan.num_steps

@@ -12,6 +12,7 @@ from typing import final
 
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.plan.actions import Action, Kind, Payload
+from lightning_cyclic.plan.lower import blocking
 from lightning_cyclic.runtime.partial_step.config import StagewiseConfig
 from lightning_cyclic.runtime.stages.cuts import Cuts
 
@@ -97,7 +98,7 @@ class Plans:
     def _phases_of(self, num_micro: int) -> tuple[list[Action], list[Action]]:
         """Return the actions before and after an update, as they are in step 0."""
         if num_micro not in self._phases:
-            program = self._of(num_micro).programs[self._worker]
+            program = blocking(self._of(num_micro))[self._worker]
             own = [a for a in program if a.payload not in _SHARED]
             before = [a for a in own if a.payload not in _AFTER_UPDATE]
             after = [a for a in own if a.payload in _AFTER_UPDATE]

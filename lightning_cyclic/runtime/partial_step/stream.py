@@ -19,6 +19,7 @@ from typing import final
 
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.plan.actions import Action, Kind, Payload
+from lightning_cyclic.plan.lower import blocking
 
 
 @final
@@ -43,7 +44,7 @@ class Stream:
         num_steps = self._steady + self._repeats + lasts
         self._plan = plan = replace(plan, num_steps=num_steps, warmup_steps=few)
         self._short = plan.axes.schedule
-        program: Sequence[Action] = plan.programs[worker]
+        program: Sequence[Action] = blocking(plan)[worker]
         if plan.width > 1:
             program = _with_buffers_last(program)
         self._program = [a for a in program if a.payload is not Payload.D]

@@ -1,5 +1,6 @@
 """validate refuses every broken program, and points at what is wrong."""
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -9,7 +10,9 @@ from hypothesis import strategies as st
 from lightning_cyclic.errors import ValidationError
 from lightning_cyclic.plan import PRESETS, make_plan
 from lightning_cyclic.plan.actions import from_csv, parse, to_csv
-from lightning_cyclic.plan.check.validate import probe, validate
+from lightning_cyclic.plan.check.proof import probe
+from lightning_cyclic.plan.check.validate import validate
+from lightning_cyclic.plan.passes.messages import ring_of
 
 PLANS = {name: make_plan(name, num_stages=3, num_workers=3, relayed=[1]) for name in PRESETS}
 
@@ -78,10 +81,10 @@ def test_no_version_can_be_another(name, data):
 
 def test_two_workers_that_wait_for_each_other():
     plan = make_plan("gpipe", num_stages=2, num_workers=2, num_micro=1, num_steps=1)
-    waits = with_worker(plan, 0, lambda p: swapped(p, "1SEND_A0>1#0", "0RECV_G0<1#0"))
+    waits = with_worker(plan, 0, lambda p: swapped(p, "1SEND_A0>1#0", "0B0@0#0"))
     text = refusal(plan, waits)
     assert "waits for ever" in text
-    assert "0RECV_G0<1#0" in text
+    assert "0B0@0#0" in text
 
 
 def test_messages_out_of_order():
@@ -98,7 +101,7 @@ def test_a_send_before_what_it_sends():
 
 def test_an_update_before_its_sum_is_whole():
     plan = make_plan("cyclic_dp", num_stages=2, num_workers=2, num_steps=2)
-    early = with_worker(plan, 1, lambda p: swapped(p, "0RECV_S0<0#0", "0UPDATE@1#0"))
+    early = with_worker(plan, 1, lambda p: swapped(p, "0ADD1#0~sums", "0UPDATE@1#0"))
     assert "0UPDATE@1#0" in refusal(plan, early)
 
 
@@ -129,7 +132,41 @@ def test_probes_are_small_and_of_the_same_kind(name):
 
 def test_a_sum_sent_on_before_the_one_before_has_come():
     plan = make_plan("cyclic_dp", num_stages=3, num_workers=3, num_steps=1)
-    early = with_worker(plan, 1, lambda p: swapped(p, "1RECV_S0<0#0", "1SEND_S1>2#0"))
+    early = with_worker(plan, 1, lambda p: swapped(p, "1ADD1#0~sums", "1SEND_S1>2#0~sums"))
     text = refusal(plan, early)
-    assert "before what it needs" in text
-    assert "1SEND_S1>2#0" in text
+    assert "before what it needs" in text  # which is behind it on its lane
+    assert "1SEND_S1>2#0~sums" in text
+
+
+def test_messages_of_other_kinds_share_one_queue():
+    plan = make_plan("cyclic_dp", num_stages=2, num_workers=2, num_steps=3, relayed=[0])
+    swaps = with_worker(plan, 0, lambda p: swapped(p, "0RECV_R0<1#1", "0RECV_P@1<1#1"))
+    assert "takes what was sent as 0SEND_R0>0#1" in refusal(plan, swaps)
+
+
+def test_a_message_that_nobody_sends():
+    plan = make_plan("1f1b", num_stages=2, num_workers=2, num_micro=1, num_steps=1)
+    waits = with_worker(plan, 0, lambda p: (*p, parse("0RECV_L<1#0")))
+    text = refusal(plan, waits)
+    assert "waits for a message that nobody sends" in text
+    assert "0RECV_L<1#0" in text
+
+
+def test_a_message_that_nobody_posts():
+    plan = make_plan("1f1b", num_stages=2, num_workers=2, num_micro=1, num_steps=1)
+    waits = with_worker(plan, 1, lambda p: (*p, parse("0SEND_L>0#0")))
+    text = refusal(plan, waits)
+    assert "is sent and never received" in text
+    assert "0SEND_L>0#0" in text
+
+
+def test_sends_wait_where_as_many_are_under_way_as_there_are_buffers():
+    plan = make_plan(
+        "pipedream", num_stages=8, num_workers=8, num_steps=12
+    )  # batches are sent far ahead
+    to_the_last = ring_of(parse("7SEND_D>7#0"), 0)
+    assert plan.program.depths[to_the_last] > 2
+    validate(plan)
+    vars(plan.program)["depths"] = Counter(dict.fromkeys(plan.program.depths, 2))
+    with pytest.raises(ValidationError, match="waits for ever for a message, or for its receiver"):
+        validate(plan)

@@ -33,8 +33,12 @@ def swapped(plan, w, first, second):
 
 def test_gradients_meet_where_the_parameter_is_used_first():
     plan = plan_of()
-    assert text_of(plan, 3, Payload.W) == ("3B0@0#0 0SEND_W0>0#0 3B1@0#0 0SEND_W1>0#0 3UPDATE@1#0")
-    assert text_of(plan, 0, Payload.W) == ("0RECV_W0<3#0 0B0@0#0 0RECV_W1<3#0 0B1@0#0 0UPDATE@1#0")
+    assert text_of(plan, 3, Payload.W) == (
+        "3B0@0#0 0SEND_W0>0#0 3B1@0#0 0SEND_W1>0#0 3TELL#0 3UPDATE@1#0"
+    )
+    assert text_of(plan, 0, Payload.W) == (
+        "0RECV_W0<3#0 0B0@0#0 0RECV_W1<3#0 0B1@0#0 0TELL#0 0UPDATE@1#0"
+    )
     assert not any(a.payload is Payload.W for w in (1, 2) for a in plan.programs[w])
 
 
@@ -43,7 +47,7 @@ def test_a_new_version_is_there_before_it_is_read():
     assert "0UPDATE@1#0 0SEND_V@1>3#1" in text_of(plan, 0, Payload.V)
     last = [str(a) for a in plan.programs[3]]
     assert last.index("0RECV_V@1<0#1") < last.index("3F0@1#1")
-    assert last[-1] == "0RECV_V@2<0#2"  # all end with the same weights
+    assert "0RECV_V@2<0#2" in last  # all end with the same weights
 
 
 def test_a_worker_sends_one_gradient_for_all_of_its_stages():

@@ -1,4 +1,4 @@
-"""transfers pairs messages up, in one order per pair of workers and payload."""
+"""transfers pairs messages up; they are received in one order per channel."""
 
 from collections import defaultdict
 
@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_cyclic.plan import PRESETS, make_plan
-from lightning_cyclic.plan.actions import Kind, Payload
+from lightning_cyclic.plan.actions import Kind, Lane, Payload
+from lightning_cyclic.plan.passes.messages import Channel, channel_of
 
 
 def traffic(plan):
@@ -15,9 +16,9 @@ def traffic(plan):
     for w, program in enumerate(plan.programs):
         for a in program:
             if a.kind is Kind.SEND:
-                sent[w, a.peer, a.payload].append((a.t, a.i, a.j, a.v))
+                sent[channel_of(a, w)].append((a.payload, a.t, a.i, a.j, a.v))
             elif a.kind is Kind.RECV:
-                received[a.peer, w, a.payload].append((a.t, a.i, a.j, a.v))
+                received[channel_of(a, w)].append((a.payload, a.t, a.i, a.j, a.v))
     return sent, received
 
 
@@ -42,18 +43,20 @@ def test_sends_and_receives_pair_up_in_order(preset, num_stages, num_workers, sl
     )
     sent, received = traffic(plan)
     assert sent == received
-    assert all(source != target for source, target, _ in sent)
+    assert all(channel.source != channel.target for channel in sent)
 
 
 def test_neighbouring_stages_on_one_worker_exchange_nothing():
     plan = make_plan("gpipe", num_stages=4, num_workers=2, num_micro=2, num_steps=1)
     sent, _ = traffic(plan)
     assert dict(sent) == {
-        (0, 1, Payload.A): [(0, 0, 2, None), (0, 1, 2, None)],
-        (1, 0, Payload.G): [(0, 0, 1, None), (0, 1, 1, None)],
-        (0, 1, Payload.D): [(0, None, 2, None)],
-        (1, 0, Payload.L): [(0, None, 0, None)],
-    }
+        Channel(0, 1, Lane.MAIN): [
+            (Payload.D, 0, None, 2, None), (Payload.A, 0, 0, 2, None), (Payload.A, 0, 1, 2, None)
+        ],
+        Channel(1, 0, Lane.MAIN): [
+            (Payload.G, 0, 0, 1, None), (Payload.L, 0, None, 0, None), (Payload.G, 0, 1, 1, None)
+        ],
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("preset", ["cyclic_dp", "lockstep_dp", "cyclic_mp"])

@@ -6,6 +6,7 @@ import pytest
 
 from lightning_cyclic.plan import make_plan
 from lightning_cyclic.plan.actions import Payload
+from lightning_cyclic.plan.lower import blocking
 from lightning_cyclic.runtime.partial_step.stream import Stream
 
 PLANS = [
@@ -18,7 +19,7 @@ PLANS = [
 
 
 def program(plan, worker, num_steps):
-    program = replace(plan, num_steps=num_steps).programs[worker]
+    program = blocking(replace(plan, num_steps=num_steps))[worker]
     return [a for a in program if a.payload is not Payload.D]  # given with the batch
 
 

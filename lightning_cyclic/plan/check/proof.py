@@ -1,0 +1,136 @@
+"""proof: show, before any process starts, that a program can run and is right.
+
+[1] In the timetable, everything is computed after what it needs (versions.py).
+[2] The program is replayed on integers: nobody waits for ever, every message meets the one that
+    was meant on a channel that is one queue, and what an action takes is there (replay.py); from
+    the beginning, and again behind a flush, which leaves nothing pending.
+[3] No worker keeps more versions or activations than the timetable says (validate.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from typing import TYPE_CHECKING, final
+
+from lightning_cyclic.plan.check.replay import Replay
+from lightning_cyclic.plan.check.validate import validate
+
+if TYPE_CHECKING:
+    from lightning_cyclic.plan.plan import Plan
+
+_MOST_CELLS = 2_000  # (micro-batch, stage, step) cells that a probe may have: about a second
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proof:
+    """Say on which plan it was shown that a program can run.
+
+    Args:
+        plan: whose program was replayed.
+        is_smaller: whether it stands for a plan with more workers, stages or micro-batches.
+    """
+
+    plan: Plan
+    is_smaller: bool
+
+    def __str__(self) -> str:
+        """Say it in a sentence."""
+        steps = f"{self.plan.num_steps} steps and two flushes replayed"
+        if not self.is_smaller:
+            return f"proved on the plan itself: {steps}"
+        return (
+            f"proved on a smaller plan that stands for it (num_workers={self.plan.num_workers}, "
+            f"num_stages={self.plan.num_stages}, num_micro={self.plan.num_micro}): {steps}; what "
+            "depends on the numbers themselves was checked on the plan"
+        )
+
+
+def prove(plan: Plan) -> Proof:
+    """Prove that the program of a plan, whose axes and numbers fit, can run.
+
+    Raises:
+        ValidationError: the program would break a rule; the text points at the action.
+    """
+    small = probe(plan)
+    if not small.axes.sharding.gathers:  # owners serve steps to come, which no flush ends yet
+        _replay_with_flushes(small)
+    validate(small)
+    shape = small.num_workers, small.num_stages, small.num_micro
+    is_smaller = shape != (plan.num_workers, plan.num_stages, plan.num_micro)
+    return Proof(plan=small, is_smaller=is_smaller)
+
+
+def _replay_with_flushes(plan: Plan) -> None:
+    """Replay some steps, a flush in the middle, as many steps more, and a flush at the end."""
+    program, workers, middle = plan.program, range(plan.num_workers), plan.num_steps // 2
+    replay = Replay(plan)
+    ended = -1
+    for t in range(plan.num_steps):
+        begins = t == ended + 1
+        replay.run([program.step(w, t, ended=ended, starts=begins) for w in workers])
+        if t in (middle, plan.num_steps - 1):
+            replay.run([program.flush(w, t, ended=ended) for w in workers])
+            replay.check_flushed(t)
+            ended = t
+
+
+def probe(plan: Plan) -> Plan:
+    """Make a plan that is cheap to check and stands for this one.
+
+    What the passes do depends on numbers only through who reads a version first and by how much
+    each forward lags, never on how many workers or stages there are. So a few steps, until the
+    program repeats, stand for all; and many workers may be reduced in proportion to stages and
+    micro-batches, which keeps those relations. What does depend on the numbers themselves,
+    whether a version exists in time, is checked on the plan itself.
+    """
+    few = replace(plan, warmup_steps=min(plan.warmup_steps, 2))  # all others are like these
+    few = replace(few, num_steps=_enough_steps(few))
+    if plan.num_micro * plan.num_stages * few.num_steps <= _MOST_CELLS:
+        return few
+    small = _reduced(few)
+    return replace(small, num_steps=_enough_steps(small))
+
+
+def _enough_steps(plan: Plan) -> int:
+    """Return how many steps show the program's prologue and, behind a flush, its block."""
+    return 2 * (plan.warmup_steps + 1 + plan.steps_under_way)
+
+
+def _reduced(plan: Plan) -> Plan:
+    width = min(plan.width, 3)  # first, last and one between: replicas differ in nothing else
+    of_each = plan.num_micro // plan.width
+    scale = Fraction(8, max(plan.num_stages, of_each))
+    num_stages = max(1, round(plan.num_stages * scale))
+    num_micro = min(of_each, max(num_stages, round(of_each * scale))) * width
+    if plan.axes.weights.per_micro:
+        num_micro = max(1, round(of_each * scale)) * width
+    num_workers = min(plan.num_workers // plan.width, num_stages) * width
+    if plan.axes.placement.runs_whole_micro:
+        num_workers = num_micro = max(1, round(plan.num_micro * scale))
+    spacing = plan.spacing
+    if spacing * plan.num_micro == 2 * plan.num_stages:
+        spacing = Fraction(2 * num_stages, num_micro)
+    return replace(
+        plan,
+        num_stages=num_stages,
+        num_workers=num_workers,
+        num_micro=num_micro,
+        spacing=spacing,
+        slack=round(plan.slack * scale),
+        relayed=_scaled(plan.relayed, plan.num_stages, num_stages),
+        width=width,
+        relayed_until=(),
+        tied=_scaled_ties(plan, num_stages),
+    )
+
+
+def _scaled(stages: tuple[int, ...], whole: int, part: int) -> tuple[int, ...]:
+    return tuple(sorted({j * part // whole for j in stages}))
+
+
+def _scaled_ties(plan: Plan, num_stages: int) -> tuple[tuple[int, ...], ...]:
+    """Scale the stages of each group, and drop groups whose stages become one."""
+    groups = {_scaled(group, plan.num_stages, num_stages) for group in plan.tied}
+    return tuple(sorted(group for group in groups if len(group) > 1))

@@ -1,0 +1,209 @@
+"""The heart: a plan is made of a name and numbers, lowered to a program, and proved.
+
+    make_plan(...)  ->  Plan  ->  lower  ->  Program  ->  prove
+
+Each pass is a pure function from programs to programs; read them in this order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import lru_cache
+
+from lightning_cyclic.errors import PlanError, one_of
+from lightning_cyclic.plan.actions import Action, Kind, Payload
+from lightning_cyclic.plan.actions import Program as Actions
+from lightning_cyclic.plan.check.fit import check_fit
+from lightning_cyclic.plan.check.proof import prove
+from lightning_cyclic.plan.check.versions import check_timetable
+from lightning_cyclic.plan.passes.batches import batches
+from lightning_cyclic.plan.passes.lanes import lanes
+from lightning_cyclic.plan.passes.norms import norms
+from lightning_cyclic.plan.passes.receives import receives
+from lightning_cyclic.plan.passes.shards import shards
+from lightning_cyclic.plan.passes.transfers import transfers
+from lightning_cyclic.plan.passes.updates import updates
+from lightning_cyclic.plan.plan import Plan
+from lightning_cyclic.plan.presets import (
+    PRESETS,
+    check_number,
+    chosen_axes,
+    default_num_micro,
+    default_spacing,
+)
+from lightning_cyclic.plan.program import NotSteadyError, Program
+
+
+def lower(plan: Plan) -> Program:
+    """Turn a plan into its program, pass by pass.
+
+    Returns:
+        What every worker does, step by step, without end.
+    """
+    repeats = plan.axes.placement.repeats
+    alike = max(plan.warmup_steps - 1 - repeats, 0) // repeats * repeats  # synchronous steps
+    few = replace(plan, warmup_steps=plan.warmup_steps - alike)
+    num_steps = few.warmup_steps + 2 + repeats + plan.steps_under_way
+    while True:  # until the window shows that the program repeats
+        shown = replace(few, num_steps=num_steps)
+        try:
+            return Program(plan, window(shown), shown)
+        except NotSteadyError:
+            num_steps += num_steps // 2
+
+
+def window(plan: Plan, *, early: bool = True) -> tuple[Actions, ...]:
+    """Make the actions of each worker over the first steps.
+
+    Args:
+        plan: of as many steps.
+        early: post receives as early as there is room. [True]
+    """
+    # [1] Who computes what on which version; [2] which batch comes before it, which losses behind.
+    programs = tuple(tuple(batches(plan, program, w)) for w, program in enumerate(_in_time(plan)))
+    # [3] Where versions are made, [4] what travels, [5] what all owners must know of all others.
+    programs = norms(plan, transfers(plan, updates(plan, programs)))
+    if not early:
+        return programs
+    # [6] What runs beside the compute, [7] where receives are posted, [8] who holds the bytes.
+    return shards(plan, receives(plan, lanes(plan, programs)))
+
+
+def blocking(plan: Plan) -> tuple[Actions, ...]:
+    """Make programs whose receives wait where they stand, for runtimes of single stages."""
+    v = plan.num_steps
+    return tuple(
+        tuple(
+            a
+            for a in program
+            if a.kind not in (Kind.ADD, Kind.TELL) and a.payload is not Payload.N
+            and (a.v <= v if a.v is not None and a.kind not in (Kind.F, Kind.B) else a.t < v)
+        )
+        for program in window(replace(plan, num_steps=v + 2), early=False)
+    )  # fmt: skip
+
+
+def _in_time(plan: Plan) -> tuple[Actions, ...]:
+    """List what each worker computes, in the order of the timetable."""
+    one_by_one = not plan.axes.placement.overlaps
+    cells: list[list[Action]] = [[] for _ in range(plan.num_workers)]
+    for _, w, a in plan.timetable:
+        cells[w].append(a)
+    return tuple(
+        tuple(sorted(found, key=lambda a: (a.t if one_by_one else 0, plan.time(a))))
+        for found in cells
+    )
+
+
+def make_plan(  # noqa: PLR0913  (one argument per axis and number is the public face)
+    preset: str,
+    *,
+    num_stages: int,
+    num_workers: int,
+    num_micro: int | None = None,
+    num_steps: int = 4,
+    slack: int = 0,
+    schedule: str | None = None,
+    placement: str | None = None,
+    weights: str | None = None,
+    sharding: str | None = None,
+    relayed: Iterable[int] = (),
+    width: int = 1,
+    tied: Iterable[Iterable[int]] = (),
+    warmup_steps: int = 0,
+    late_updates: bool = False,
+    norms: str = "none",
+    relayed_until: Iterable[int] = (),
+    proved: bool = True,
+) -> Plan:
+    """Make a plan from a preset, with any axis replaced, and prove that it can run.
+
+    Args:
+        preset: name in :data:`PRESETS`.
+        num_stages: S, at least 1.
+        num_workers: N, at least 1.
+        num_micro: m, micro-batches per update. [None: one per worker where workers run whole
+            micro-batches, one where the rule updates after each, else one per stage; times the
+            width]
+        num_steps: training steps that the program covers, at least 1. [4]
+        slack: slots that a new version needs to travel. [0: CDP-v2]
+        schedule: replaces the preset's axis value, as do the next three. [None: the preset's]
+        placement: who runs what. [None: the preset's]
+        weights: which version is read. [None: the preset's]
+        sharding: who keeps what. [None: the preset's, or "none" where no stage is replicated]
+        relayed: stages whose module buffers travel from micro-batch to micro-batch. [()]
+        width: replicas of a pipeline; micro-batch i runs on replica i % width, as its
+            micro-batch i // width. [1]
+        tied: groups of stages that share parameters, ascending, such as ``((0, 3),)``; the first
+            of a group updates them. [()]
+        warmup_steps: first steps that do not overlap, in which every forward reads the newest
+            weights; behind them the rule begins as if at step 0. [0]
+        late_updates: update a stage right before its new version is first read, so that all
+            stages can decide together about a step. [False: as soon as its gradients are there]
+        norms: who is told the norms of all gradients of a step before it is applied: "none", all
+            "owners" of stages, or "all" workers. ["none"]
+        relayed_until: the last stage in which the buffers of each relayed stage change. [itself]
+        proved: also prove that the program can run; else only that axes and numbers fit, and that
+             the timetable has what it reads, for those who make many plans to run one. [True]
+
+    Returns:
+        The plan; its program is made when first asked for.
+
+    Raises:
+        PlanError: a name is unknown, or numbers and axes do not fit together.
+        ValidationError: the program would break a rule; the text points at the action.
+
+    Example:
+        >>> plan = make_plan("1f1b", num_stages=2, num_workers=2, num_micro=1, num_steps=1)
+        >>> [str(a) for a in plan.programs[1]][:4]
+        ['1RECV_D<0#0', '1RECV_A0<0#0', '1F0@0#0', '1B0@0#0']
+    """
+    if preset not in PRESETS:
+        raise PlanError(one_of(preset, list(PRESETS), "preset", 'use preset="cyclic_dp"'))
+    axes = chosen_axes(
+        PRESETS[preset],
+        {"schedule": schedule, "placement": placement, "weights": weights, "sharding": sharding},
+    )
+    check_number("num_stages", num_stages)
+    check_number("num_workers", num_workers)
+    check_number("num_steps", num_steps)
+    check_number("slack", slack, least=0)
+    check_number("width", width)
+    check_number("warmup_steps", warmup_steps, least=0)
+    if num_micro is None:
+        num_micro = default_num_micro(preset, axes, num_stages, num_workers) * width
+    check_number("num_micro", num_micro)
+    plan = Plan(
+        preset=preset,
+        num_stages=num_stages,
+        num_workers=num_workers,
+        num_micro=num_micro,
+        num_steps=num_steps,
+        slack=slack,
+        **axes,
+        relayed=tuple(sorted(set(relayed))),
+        spacing=default_spacing(PRESETS[preset], axes["placement"], num_stages, num_micro),
+        width=width,
+        tied=tuple(sorted({tuple(stages) for stages in tied})),
+        warmup_steps=warmup_steps,
+        late_updates=late_updates,
+        norms=norms,
+        relayed_until=tuple(relayed_until),
+        lowering=lower,
+        proving=prove,
+    )
+    if proved:
+        return _proved(plan)
+    check_fit(plan)
+    check_timetable(plan)
+    return plan
+
+
+@lru_cache(maxsize=32)
+def _proved(plan: Plan) -> Plan:
+    """Return an equal plan that can run, with what has been derived of it before."""
+    check_fit(plan)
+    check_timetable(plan)
+    assert plan.proof
+    return plan

@@ -1,0 +1,286 @@
+"""Program: what every worker does, step by step, without end.
+
+A worker is given one batch per step, but a plan without a flush works on several at once. So its
+actions are cut where the next batch is needed first:
+
+    worker 0   F0 F1 F2 B0 F3 B1 | F0 B2 F1 B3 UPDATE F2 B0 F3 B1 | F0 B2 ...
+                 block of step 0 |  block of step 1               |
+
+    prologue   blocks that differ
+    block      from some step on, every block is the one before with larger numbers; or where the
+               workers of a stage take turns, the one of some steps before
+    drain      what a flush leaves: all that is left of the steps that have begun
+
+After a flush, what it has done of later blocks is left out of them. Nobody else knows what a
+steady state is: runtime, simulator, account, memory model and pictures ask here.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from itertools import chain, product
+from typing import TYPE_CHECKING, final
+
+from lightning_cyclic.plan.actions import Action, Kind, Payload
+from lightning_cyclic.plan.actions import Program as Actions
+from lightning_cyclic.plan.dataflow import Dataflow
+from lightning_cyclic.plan.passes.buffers import copies
+from lightning_cyclic.plan.passes.messages import (
+    Channel,
+    Ring,
+    begins_of_steps,
+    channel_of,
+    ring_of,
+    step_of,
+)
+from lightning_cyclic.plan.passes.shards import last_version
+from lightning_cyclic.plan.passes.starts import start_signals
+
+if TYPE_CHECKING:
+    from lightning_cyclic.plan.plan import Plan
+
+
+@final
+class Program:
+    """Answer what workers do.
+
+    Args:
+        plan: of which this is the program.
+        window: the actions of each worker over some steps, from the first on.
+        shown: the plan of the window: with as many steps, and a warm-up no longer than needed.
+
+    Raises:
+        NotSteadyError: the window is too short to see the program repeat.
+    """
+
+    def __init__(self, plan: Plan, window: tuple[Actions, ...], shown: Plan) -> None:
+        self.plan = plan
+        self.flow = Dataflow(plan)
+        self._window = window
+        self._shown = shown
+        self._starts = [self._begins(program) for program in window]
+        self._repeats = plan.axes.placement.repeats
+        self._steady = self._first_steady()
+        self.steady = self._steady + plan.warmup_steps - shown.warmup_steps
+
+    @property
+    def num_workers(self) -> int:
+        """Return how many workers there are."""
+        return len(self._window)
+
+    # ------------------------------------------------------------------ what a worker does
+
+    def step(self, w: int, t: int, *, ended: int = -1, starts: bool = False) -> list[Action]:
+        """Return what a worker does from the first that needs the batch of step ``t`` on.
+
+        It ends before the first that needs the next batch.
+
+        Args:
+            w: worker.
+            t: step.
+            ended: the last step that has ended by a flush; what is left of it has been done.
+            starts: whether all workers begin this step together.
+        """
+        back, slots = self._behind(t)
+        block = self._block(w, t - back)
+        actions = [_moved(a, back, slots) for a in block if step_of(a) + back > ended]
+        if not starts:
+            return actions
+        return list(start_signals(self.plan, list(self._with_room(w, t, actions)), w))
+
+    def flush(self, w: int, t: int, *, ended: int = -1) -> list[Action]:
+        """Return what is left of the steps up to ``t`` behind the block of step ``t``.
+
+        Args:
+            w: worker.
+            t: step, the last that has begun.
+            ended: the last step that has ended by an earlier flush.
+        """
+        left = [a for a in self._left(w, t) if ended < step_of(a) <= t]
+        left += copies(self.plan, t, w)
+        return [*left, *last_version(self.plan, t + 1, w)]
+
+    def put_off(self, w: int, t: int) -> dict[tuple[int, int], list[Action]]:
+        """Return the forwards of later steps that a flush behind step ``t`` leaves out.
+
+        Returns:
+            (step, stage) of a new version -> the forwards of that stage that come before it.
+        """
+        put_off: dict[int, list[Action]] = {}
+        found: dict[tuple[int, int], list[Action]] = {}
+        for a in self._left(w, t):
+            if a.kind is Kind.F and a.t > t:
+                put_off.setdefault(a.j, []).append(a)
+            elif _moves_on(a) and step_of(a) <= t:
+                found[step_of(a), a.j] = list(put_off.get(a.j, ()))
+        return found
+
+    def first(self, num_steps: int) -> tuple[Actions, ...]:
+        """Return what each worker does over some steps, with a flush behind them."""
+        return tuple(
+            tuple(
+                chain(
+                    (a for t in range(num_steps) for a in self.step(w, t, starts=t == 0)
+                     if step_of(a) < num_steps),
+                    self.flush(w, num_steps - 1),
+                )
+            )
+            for w in range(self.num_workers)
+        )  # fmt: skip
+
+    def forward_after(self, w: int, a: Action) -> Action:
+        """Return a worker's next forward of the stage of one.
+
+        Args:
+            w: worker.
+            a: a forward that it runs.
+        """
+        return self._next_forward(w, a.t, a.i or 0, a.j)
+
+    def first_forward(self, w: int, t: int, j: int) -> Action:
+        """Return a worker's first forward of a stage, in step ``t`` or later."""
+        return self._next_forward(w, t, -1, j)
+
+    def _next_forward(self, w: int, t: int, i: int, j: int) -> Action:
+        for later in range(t, t + self._repeats + 1):
+            for a in self.step(w, later):
+                if a.kind is Kind.F and a.j == j and (a.t, a.i or 0) > (t, i):
+                    return a
+        raise AssertionError(f"worker {w} has no forward of stage {j} behind step {t}")
+
+    # ------------------------------------------------------------------ what all have in common
+
+    @cached_property
+    def channels(self) -> tuple[Channel, ...]:
+        """List the channels that messages travel on, in one order for all workers."""
+        found = {
+            channel_of(a, w): None
+            for w, program in enumerate(self.first(self.steady + self._repeats))
+            for a in program
+            if a.kind is Kind.SEND
+        }
+        return tuple(sorted(found))
+
+    @cached_property
+    def depths(self) -> Mapping[Ring, int]:
+        """Count the sends of each ring that may wait for their receives at once.
+
+        As many as do in the timetable, and one for the one that is being made.
+        """
+        posted: defaultdict[Ring, list[int]] = defaultdict(list)
+        for w, program in enumerate(self._window):
+            for a in program:
+                if a.kind is Kind.RECV:
+                    posted[ring_of(a, w)].append(a.s)
+        sent: defaultdict[Ring, list[int]] = defaultdict(list)
+        most: defaultdict[Ring, int] = defaultdict(lambda: 2)
+        for w, program in enumerate(self._window):
+            for a in program:
+                if a.kind is Kind.SEND:
+                    ring = ring_of(a, w)
+                    sent[ring].append(a.s)
+                    taken = bisect_right(posted[ring], a.s)
+                    most[ring] = max(most[ring], len(sent[ring]) - taken + 1)
+        return most
+
+    def lag(self, w: int) -> int:
+        """Return with which block behind that of a step a worker is told what came out of it."""
+        t = self._steady
+        told = next(n for n, a in enumerate(self._window[w]) if a.t == t and a.kind is Kind.TELL)
+        return bisect_right(self._starts[w], told) - 1 - t
+
+    # ------------------------------------------------------------------ inside
+
+    def _with_room(self, w: int, t: int, block: list[Action]) -> Iterator[Action]:
+        """Drop what a flush has brought, where parameters are held only while they are used."""
+        for a in last_version(self.plan, t, w) if t > 0 else ():
+            if a.kind is Kind.GATHER:
+                yield replace(a, kind=Kind.FREE)
+        yield from block
+
+    def _left(self, w: int, t: int) -> Iterator[Action]:
+        """Yield the actions behind the block of a step, as far as the window goes."""
+        back, slots = self._behind(t)
+        behind = self._window[w][self._starts[w][t - back + 1] :]
+        return (_moved(a, back, slots) for a in behind)
+
+    def _block(self, w: int, t: int) -> Sequence[Action]:
+        return self._window[w][self._starts[w][t] : self._starts[w][t + 1]]
+
+    def _begins(self, program: Actions) -> list[int]:
+        """Return where the block of each step begins: at the first action that belongs to it.
+
+        Where parameters are fetched for each use, owners serve others who are ahead: then it
+        begins with the worker's own compute.
+        """
+        if not self.plan.axes.sharding.gathers:
+            return begins_of_steps(program)
+        begins = [0]
+        for n, a in enumerate(program):
+            if a.kind in (Kind.F, Kind.GATHER):
+                begins += [n] * (a.t + 1 - len(begins))
+        return begins
+
+    def _behind(self, t: int) -> tuple[int, int]:
+        """Return how many steps before step t the window has one like it, and how many slots.
+
+        Synchronous steps at first repeat, too, but for the very first.
+        """
+        if t < self.plan.warmup_steps:
+            back = max(t - 1, 0) // self._repeats * self._repeats
+        else:
+            skipped = self.plan.warmup_steps - self._shown.warmup_steps
+            late = max(t - skipped - self._steady, 0)
+            back = skipped + late // self._repeats * self._repeats
+        slot, shown = self.plan.axes.schedule.slot, self._shown.axes.schedule.slot
+        return back, slot(t, 0) - shown(t - back, 0)
+
+    def _first_steady(self) -> int:
+        """Return the first step from which on all blocks repeat."""
+        t = self._shown.num_steps - 1 - self.plan.steps_under_way - self._repeats
+        if t <= self._shown.warmup_steps or not self._repeats_from(t):
+            raise NotSteadyError
+        while t > self._shown.warmup_steps and self._repeats_from(t - 1):
+            t -= 1
+        return t
+
+    def _repeats_from(self, t: int) -> bool:
+        """Say whether the block of a step is that of some steps later, for all workers.
+
+        And whether forwards of the step lag as those of any late step do: the rule has no more
+        to come.
+        """
+        later, shown = t + self._repeats, self._shown
+        slot = shown.axes.schedule.slot
+        slots = slot(later, 0) - slot(t, 0)
+        cells = product(range(shown.num_micro), range(shown.num_stages))
+        if any(shown.lag(t, i, j) != shown.lag(shown.late_step, i, j) for i, j in cells):
+            return False
+        return all(
+            [_placed(_moved(a, self._repeats, slots)) for a in self._block(w, t)]
+            == [_placed(a) for a in self._block(w, later)]
+            for w in range(self.num_workers)
+        )
+
+
+class NotSteadyError(Exception):
+    """Say that a window is too short to see a program repeat; asks for a longer one."""
+
+
+def _placed(a: Action) -> tuple[Action, int]:
+    return a, a.s
+
+
+def _moves_on(a: Action) -> bool:
+    """Say whether an action gives the worker the next version of a stage that it holds."""
+    return a.kind is Kind.UPDATE or (a.kind is Kind.RECV and a.payload is Payload.P)
+
+
+def _moved(a: Action, steps: int, slots: int) -> Action:
+    if steps == 0:
+        return a
+    return replace(a, t=a.t + steps, v=None if a.v is None else a.v + steps, s=a.s + slots)

@@ -1,0 +1,165 @@
+"""A program without end: its blocks, what a flush leaves, and that it repeats."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_cyclic.plan import PRESETS, make_plan
+from lightning_cyclic.plan.actions import Kind, Payload
+from lightning_cyclic.plan.check.replay import Replay
+from lightning_cyclic.plan.lower import window
+from lightning_cyclic.plan.passes.messages import step_of
+
+PLANS = [
+    ("pipedream_2bw", 3, 3, 4), ("pipedream_2bw", 4, 2, 4), ("cyclic_pipeline", 4, 4, 3),
+    ("cyclic_pipeline", 4, 4, 8), ("cyclic_pipeline", 3, 1, 2), ("pipedream", 4, 4, 1),
+    ("pipedream", 4, 2, 1), ("pipedream", 4, 1, 1), ("pipeoptim", 2, 2, 1),
+    ("pipedream_2bw", 3, 3, 4, 1), ("pipedream", 4, 2, 1, 5), ("cyclic_mp", 3, 4, 4, 3),
+    ("cyclic_mp", 2, 3, 3, 8), ("cyclic_dp", 4, 4, 4), ("cyclic_dp", 8, 3, 3),
+    ("cyclic_dp_v1", 4, 2, 2), ("lockstep_dp", 3, 2, 2), ("1f1b", 3, 3, 4), ("gpipe", 4, 2, 3),
+]  # fmt: skip
+
+
+@pytest.fixture(params=PLANS, ids=lambda n: "-".join(map(str, n)))
+def plan(request):
+    preset, num_stages, num_workers, num_micro, *warm_up = request.param
+    return make_plan(
+        preset, num_stages=num_stages, num_workers=num_workers, num_micro=num_micro,
+        warmup_steps=sum(warm_up), relayed=[num_stages - 1],
+    )  # fmt: skip
+
+
+def test_blocks_are_the_actions_of_any_window_cut_where_each_step_begins(plan):
+    whole = window(replace(plan, num_steps=40))
+    for w, program in enumerate(whole):
+        blocks = [plan.program.step(w, t) for t in range(22)]
+        actions = [a for block in blocks for a in block]
+        assert actions == list(program[: len(actions)])
+        assert [a.s for a in actions] == [a.s for a in program[: len(actions)]]
+        assert all(step_of(a) <= t for t, block in enumerate(blocks) for a in block)
+        assert all(step_of(block[0]) == t for t, block in enumerate(blocks))
+
+
+def test_a_flush_leaves_nothing_and_does_nothing_twice(plan):
+    whole = window(replace(plan, num_steps=40))
+    for w, program in enumerate(whole):
+        done = []
+        for t in range(12):
+            done += plan.program.step(w, t)
+            left = [a for a in plan.program.flush(w, t) if a.payload is not Payload.C]
+            assert sorted(map(str, done + left)) == sorted(
+                str(a) for a in program if step_of(a) <= t
+            )
+
+
+def test_what_a_flush_has_done_is_left_out_of_later_blocks(plan):
+    flushed = plan.program.flush(0, 3)
+    behind = [a for t in range(4, 9) for a in plan.program.step(0, t, ended=3)]
+    whole = [a for t in range(4, 9) for a in plan.program.step(0, t)]
+    assert behind == [a for a in whole if a not in set(flushed)]
+
+
+@pytest.mark.parametrize("name", sorted(set(PRESETS) - {"cyclic_zero"}))
+@pytest.mark.parametrize("flush_at", [{0}, {1, 2}, {0, 3, 4}])
+def test_any_flush_leaves_nothing_pending(name, flush_at):
+    plan = make_plan(name, num_stages=4, num_workers=4, relayed=[0, 2])
+    replay, ended, program = Replay(plan), -1, plan.program
+    for t in range(7):
+        replay.run([program.step(w, t, ended=ended, starts=ended == t - 1) for w in range(4)])
+        if t in flush_at | {6}:
+            replay.run([program.flush(w, t, ended=ended) for w in range(4)])
+            replay.check_flushed(t)
+            ended = t
+
+
+@given(
+    preset=st.sampled_from(sorted(set(PRESETS) - {"cyclic_zero"})),
+    num_stages=st.integers(1, 8),
+    num_workers=st.integers(1, 5),
+    slack=st.sampled_from([0, 1, 3, 50]),
+    norms=st.sampled_from(["none", "owners", "all"]),
+    flush_at=st.sets(st.integers(0, 5)),
+)
+@settings(deadline=None, max_examples=120)
+def test_any_program_survives_any_flush(preset, num_stages, num_workers, slack, norms, flush_at):
+    is_replicated = PRESETS[preset].placement == "replicated"
+    if not is_replicated:
+        num_workers = min(num_workers, num_stages)
+    if norms == "all" and is_replicated:
+        norms = "owners"
+    flows = PRESETS[preset].schedule == "cyclic" and not is_replicated
+    if preset == "cyclic_mp" or (slack and PRESETS[preset].weights == "freshest"):
+        norms = "none"
+    if norms == "owners" and flows and preset != "pipedream_2bw":
+        norms = "all"
+    plan = make_plan(
+        preset, num_stages=num_stages, num_workers=num_workers,
+        slack=slack if is_replicated else 0, relayed=[0], norms=norms,
+        late_updates=preset == "pipedream_2bw" and norms != "none",
+    )  # fmt: skip
+    replay, ended, program = Replay(plan), -1, plan.program
+    workers = range(num_workers)
+    for t in range(6):
+        replay.run([program.step(w, t, ended=ended, starts=ended == t - 1) for w in workers])
+        if t in flush_at | {5}:
+            replay.run([program.flush(w, t, ended=ended) for w in workers])
+            replay.check_flushed(t)
+            ended = t
+
+
+def test_workers_that_begin_together_signal_each_other():
+    plan = make_plan("cyclic_dp", num_stages=4, num_workers=4)
+    signals = [
+        [str(a) for a in plan.program.step(w, 5, ended=4, starts=True) if a.payload is Payload.K]
+        for w in range(4)
+    ]
+    assert signals == [
+        ["0SEND_K>1#5"], ["0RECV_K<0#5", "0SEND_K>2#5"], ["0RECV_K<1#5", "0SEND_K>3#5"],
+        ["0RECV_K<2#5"],
+    ]  # fmt: skip
+    assert not any(a.payload is Payload.K for a in plan.program.step(1, 5))
+    first = [str(a) for a in plan.program.step(0, 5, ended=4, starts=True)]
+    assert first.index("0SEND_K>1#5") + 1 == first.index("2F0@4#5")  # two slots into its step
+
+
+def test_a_norm_that_lets_all_workers_meet_needs_no_start_signal():
+    plan = make_plan("cyclic_dp", num_stages=4, num_workers=4, norms="owners")
+    assert not any(a.payload is Payload.K for p in plan.programs for a in p)
+
+
+def test_forwards_of_a_stage_follow_each_other():
+    plan = make_plan("cyclic_mp", num_stages=3, num_workers=4)
+    for w in range(4):
+        forwards = [a for t in range(9) for a in plan.program.step(w, t) if a.kind is Kind.F]
+        for a in forwards[:8]:
+            after = plan.program.forward_after(w, a)
+            assert after == next(b for b in forwards if b.j == a.j and (b.t, b.i) > (a.t, a.i))
+
+
+def test_channels_are_few_and_the_same_for_all():
+    plan = make_plan("cyclic_dp", num_stages=8, num_workers=4, relayed=[1])
+    named = [(c.source, c.target, c.lane.value, c.is_control) for c in plan.program.channels]
+    assert named == sorted(named)
+    assert len(named) == len(set(named))
+    assert {(w, w + 1, "sums", False) for w in range(3)} <= set(named)
+    pipeline = make_plan("1f1b", num_stages=4, num_workers=4)
+    one_lane = {(c.source, c.target) for c in pipeline.program.channels}
+    assert len(one_lane) == len(pipeline.program.channels)
+
+
+def test_with_which_block_a_worker_is_told_of_a_step():
+    plan = make_plan("pipedream", num_stages=4, num_workers=4)
+    assert [plan.program.lag(w) for w in range(4)] == [3, 2, 1, 0]
+
+
+def test_a_long_warm_up_is_not_written_out():
+    plan = make_plan("pipedream", num_stages=3, num_workers=3, warmup_steps=1000)
+    late = make_plan("pipedream", num_stages=3, num_workers=3, warmup_steps=4)
+    for w in range(3):
+        moved = [
+            replace(a, t=a.t + 996, v=None if a.v is None else a.v + 996)
+            for a in late.program.step(w, 9)
+        ]
+        assert plan.program.step(w, 1005) == moved
