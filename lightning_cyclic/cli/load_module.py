@@ -18,9 +18,9 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
 from lightning_cyclic.errors import CyclicError, PlanError
-from lightning_cyclic.runtime.stages.choice import most_stages
+from lightning_cyclic.runtime.stages.best_places import most_stages
 from lightning_cyclic.runtime.stages.cuts import choose_cuts
-from lightning_cyclic.runtime.stages.places import Terrain
+from lightning_cyclic.runtime.stages.places import CutPoints
 from lightning_cyclic.runtime.stages.report import report
 from lightning_cyclic.runtime.stages.survey import survey
 from lightning_cyclic.runtime.values.split import split
@@ -62,7 +62,7 @@ def examine(
             step = _step(module, feed, num_micro)
             seen = survey(module, step, repeats=_REPEATS)
         if stages is None:
-            stages = min(2, most_stages(Terrain(seen)))
+            stages = min(2, most_stages(CutPoints(seen)))
         return report(seen, choose_cuts(seen, stages, memory_limit_bytes=memory_limit_bytes))
     except PlanError:
         raise

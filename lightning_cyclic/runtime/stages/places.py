@@ -9,7 +9,7 @@ nothing between them are one place with several names:
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal, TypeAlias, final
@@ -52,6 +52,11 @@ class Place:
         return not any(o.is_hard for o in self.obstacles)
 
 
+def split_by(places: Sequence[Place]) -> Split:
+    """Return the modules within whose calls places lie."""
+    return frozenset[str]().union(*(p.split for p in places))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
     """Hold what one stage has to do and to keep.
@@ -75,8 +80,8 @@ _BARE = Obstacle(
 
 
 @final
-class Terrain:
-    """Answer what lies before, between and at places.
+class CutPoints:
+    """Hold the places of a survey, and answer what lies before, between and at them.
 
     Args:
         survey: what was seen.
@@ -101,6 +106,16 @@ class Terrain:
         )
         self._call_ticks = sorted(t for c in survey.calls for t in (c.begin, c.end))
         self.places = tuple(self._find())
+
+    @property
+    def possible(self) -> list[Place]:
+        """Return the places at which stages can begin unasked."""
+        return [p for p in self.places if p.is_possible and p.has_parameters]
+
+    def clash(self, places: Sequence[Place]) -> bool:
+        """Say whether stages cannot begin at all of some places at once."""
+        split = split_by(places)
+        return any(o.is_hard for p in places for o in self.obstacles.against(p.tick, split))
 
     def at(self, path: str) -> Place | None:
         """Return the place with a name, seen as that module's; None if it is never called."""

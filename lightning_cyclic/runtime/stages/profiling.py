@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from lightning_cyclic.planner.profile import Profile, Tie, Unit
 from lightning_cyclic.runtime.stages.evidence import Survey
-from lightning_cyclic.runtime.stages.places import Place, Terrain
+from lightning_cyclic.runtime.stages.places import CutPoints, Place
 from lightning_cyclic.runtime.stages.survey import survey
 from lightning_cyclic.runtime.stages.untouched import untouched
 from lightning_cyclic.runtime.values.split import size_of
@@ -65,16 +65,15 @@ def profile_of(
         A unit from each place where a stage can begin to the next. Places that would share a
         module among stages are used only where there are no others.
     """
-    terrain = Terrain(survey)
-    possible = [p for p in terrain.places if p.is_possible and p.has_parameters]
-    places = [p for p in possible if not p.obstacles] or possible
-    places = _with_parameters(terrain, places)
+    points = CutPoints(survey)
+    places = [p for p in points.possible if not p.obstacles] or points.possible
+    places = _with_parameters(points, places)
     ticks = [0, *(p.tick for p in places), survey.end + 1]
     names = ["", *(p.path for p in places)]
     crossing = [batch_bytes, *(p.crossing_bytes for p in places)]
     units = []
     for name, (begin, end), crossing_bytes in zip(names, pairwise(ticks), crossing, strict=True):
-        load = terrain.load(begin, end)
+        load = points.load(begin, end)
         forward_s = load.compute_ns / _NS_PER_S
         units.append(
             Unit(
@@ -94,12 +93,12 @@ def profile_of(
     )
 
 
-def _with_parameters(terrain: Terrain, places: Sequence[Place]) -> list[Place]:
+def _with_parameters(points: CutPoints, places: Sequence[Place]) -> list[Place]:
     """Leave out places between which no parameter is used first: no stage could be there."""
     kept: list[Place] = []
     for place in places:
-        before = terrain.first_uses_before(kept[-1].tick) if kept else 0
-        if terrain.first_uses_before(place.tick) > before:
+        before = points.first_uses_before(kept[-1].tick) if kept else 0
+        if points.first_uses_before(place.tick) > before:
             kept.append(place)
     return kept
 
