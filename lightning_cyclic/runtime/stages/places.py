@@ -224,11 +224,19 @@ class CutPoints:
         )
 
     def _crossing_bytes(self, tick: int, split: Split) -> int:
-        """Count what crosses; views of one storage together at most as the storage."""
-        by_storage: dict[int, int] = {}
-        for made, last, k in self._alive[: bisect_right(self._alive, (tick,))]:
-            if made < tick <= last and self.obstacles.is_ghost(k, tick, split):
-                value = self.survey.values[k]
-                by_storage[value.storage] = by_storage.get(value.storage, 0) + value.num_bytes
-        whole = self.survey.storages
-        return sum(min(size, whole[s].num_bytes) for s, size in by_storage.items())
+        """Count what crosses: all that any later stage uses, passed on from stage to stage."""
+        return sum(
+            self.sent_bytes(k)
+            for made, last, k in self._alive[: bisect_right(self._alive, (tick,))]
+            if made < tick <= last and self.obstacles.is_ghost(k, tick, split)
+        )
+
+    def sent_bytes(self, value: int) -> int:
+        """Return the bytes of a tensor on its way: views travel apart, expanded ones unexpanded.
+
+        So it is with activations. A gradient has the strides that autograd gives it, and what lies
+        between its elements travels with them, so that it may take up to twice as long (behind a
+        ``cat``); or there is none. A survey, which runs without gradients, cannot know.
+        """
+        found = self.survey.values[value]
+        return min(found.num_bytes, self.survey.storages[found.storage].num_bytes)

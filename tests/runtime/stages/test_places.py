@@ -35,7 +35,7 @@ def test_parameters_count_in_every_stage_that_uses_them_and_unused_ones_in_the_f
     assert points.at("c") is None
 
 
-def test_views_cross_once():
+def test_views_cross_apart_and_expanded_tensors_unexpanded():
     class Views(nn.Module):
         def __init__(self):
             super().__init__()
@@ -43,12 +43,12 @@ def test_views_cross_once():
 
         def forward(self, x):
             h = self.a(x)
-            twice, again = h.view(-1), h[:1]
-            return self.b(h).sum() + twice.sum() + again.sum()
+            twice, again, wide = h.view(-1), h[:1], h.mean(0, keepdim=True).expand(9, 4)
+            return self.b(h).sum() + twice.sum() + again.sum() + wide.sum()
 
     model = Views()
     seen = survey(model, lambda: model(torch.ones(2, 4)))
-    assert [p.crossing_bytes for p in CutPoints(seen).places] == [2 * 4 * 4]
+    assert [p.crossing_bytes for p in CutPoints(seen).places] == [4 * (2 * 4 + 2 * 4 + 4 + 4)]
 
 
 def test_what_depends_on_the_batch_alone_does_not_cross_unless_a_module_made_it():
