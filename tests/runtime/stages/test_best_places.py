@@ -16,7 +16,9 @@ from lightning_cyclic.simulate import Network
 
 from .scripts import Writer
 
-layers = st.tuples(st.just("layer"), st.integers(0, 9), st.integers(0, 5), st.integers(0, 5))
+costs = st.integers(0, 9), st.integers(0, 5), st.integers(0, 5)
+back = st.integers(0, 3)  # a skip makes it more than one
+layers = st.tuples(st.just("layer"), *costs) | st.tuples(st.just("layer"), *costs, back, back)
 leaves = (
     layers | layers | layers | st.just(("read",)) | st.tuples(st.just("old"), st.integers(0, 5))
 )
