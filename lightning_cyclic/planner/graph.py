@@ -34,7 +34,7 @@ class GraphTensor(NamedTuple):
         users: numbers of those that use it.
     """
 
-    num_bytes: float
+    num_bytes: int
     maker: int
     users: tuple[int, ...]
 
@@ -107,7 +107,7 @@ class CostGraph:
         return tuple(masks)
 
     @cached_property
-    def _masks(self) -> tuple[tuple[float, int, int], ...]:
+    def _masks(self) -> tuple[tuple[int, int, int], ...]:
         """Return the bytes, the maker and the users of each tensor."""
         return tuple(
             (x.num_bytes, 1 << x.maker, sum(1 << v for v in set(x.users))) for x in self.tensors
@@ -117,7 +117,7 @@ class CostGraph:
         """Return the seconds of some nodes, given as a bit mask."""
         return sum(self.seconds[v] for v in nodes_in(nodes))
 
-    def crossing_bytes(self, ideal: int) -> float:
+    def crossing_bytes(self, ideal: int) -> int:
         """Return the bytes of what is made within an ideal and used behind it."""
         return sum(size for size, maker, users in self._masks if maker & ideal and users & ~ideal)
 

@@ -112,6 +112,25 @@ class CutPoints:
         """Return the places at which stages can begin unasked."""
         return [p for p in self.places if p.is_possible and p.has_parameters]
 
+    def pieces(self, starts: Sequence[str] = ()) -> list[Place]:
+        """Return where the smallest stages begin, each with a parameter that it uses first.
+
+        Places that would share a module among stages are used only where there are no others.
+
+        Args:
+            starts: paths of places where stages do begin: they are taken before others. [none]
+        """
+        clean = [p for p in self.possible if not p.obstacles]
+        is_enough = bool(clean) and {*starts} <= {p.path for p in clean}
+        kept: list[Place] = []
+        for place in clean if is_enough else self.possible:
+            before = self.first_uses_before(kept[-1].tick) if kept else 0
+            if self.first_uses_before(place.tick) > before:
+                kept.append(place)
+            elif place.path in starts:
+                kept[-1] = place
+        return kept
+
     def clash(self, places: Sequence[Place]) -> bool:
         """Say whether stages cannot begin at all of some places at once."""
         split = split_by(places)

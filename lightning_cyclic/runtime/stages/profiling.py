@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from lightning_cyclic.planner.profile import Profile, Tie, Unit
 from lightning_cyclic.runtime.stages.evidence import Survey
-from lightning_cyclic.runtime.stages.places import CutPoints, Place
+from lightning_cyclic.runtime.stages.places import CutPoints
 from lightning_cyclic.runtime.stages.survey import survey
 from lightning_cyclic.runtime.stages.untouched import untouched
 from lightning_cyclic.runtime.values.split import size_of
@@ -66,8 +66,7 @@ def profile_of(
         module among stages are used only where there are no others.
     """
     points = CutPoints(survey)
-    places = [p for p in points.possible if not p.obstacles] or points.possible
-    places = _with_parameters(points, places)
+    places = points.pieces()
     ticks = [0, *(p.tick for p in places), survey.end + 1]
     names = ["", *(p.path for p in places)]
     crossing = [batch_bytes, *(p.crossing_bytes for p in places)]
@@ -91,16 +90,6 @@ def profile_of(
         units=tuple(units),
         ties=_ties(survey, ticks[1:-1]),
     )
-
-
-def _with_parameters(points: CutPoints, places: Sequence[Place]) -> list[Place]:
-    """Leave out places between which no parameter is used first: no stage could be there."""
-    kept: list[Place] = []
-    for place in places:
-        before = points.first_uses_before(kept[-1].tick) if kept else 0
-        if points.first_uses_before(place.tick) > before:
-            kept.append(place)
-    return kept
 
 
 def _ties(survey: Survey, begins: Sequence[int]) -> tuple[Tie, ...]:

@@ -20,13 +20,14 @@ _WIDTH = 100
 _PATH_WIDTH, _START_WIDTH = 40, 34
 
 
-def report(survey: Survey, cuts: Cuts, *, rows: int = 120) -> str:
+def report(survey: Survey, cuts: Cuts, *, rows: int = 120, remark: str | None = None) -> str:
     """Print what a step does, where stages can begin, what stands against others, and a choice.
 
     Args:
         survey: of the step.
         cuts: the stages.
         rows: most calls to list; of deep modules the inner ones are left out.
+        remark: what else there is to say of the choice. [nothing]
 
     Returns:
         Lines of text, at most 100 columns wide.
@@ -46,6 +47,8 @@ def report(survey: Survey, cuts: Cuts, *, rows: int = 120) -> str:
         console.print("Stages")
         console.print(_stages(points, cuts))
         console.print(_advice(points, cuts), markup=False, soft_wrap=True)
+        if remark is not None:
+            console.print(remark, markup=False)
     return "\n".join(line.rstrip() for line in capture.get().strip("\n").splitlines())
 
 

@@ -22,9 +22,11 @@ class Writer:
     A script is a list of nodes: ("layer", ns, parameter bytes, activation bytes, *inputs), each
     input as how many layers' outputs ago it was made, ("read",), ("old", k): the k-th layer again,
     ("box", script), and ("call", path, ns, parameter bytes, activation bytes, inputs by path).
+    Times are in ns, or in what ``unit_ns`` says.
     """
 
-    def __init__(self, script):
+    def __init__(self, script, unit_ns=1):
+        self.unit_ns = unit_ns
         self.tick, self.now = 0, 0
         self.calls, self.values, self.reads, self.stack = [], [], [], []
         self.uses, self.sizes, self.counts = {}, {}, {}
@@ -56,7 +58,7 @@ class Writer:
     def layer(self, path, ns, parameter_bytes, activation_bytes, inputs=()):
         number = self.begin(path)
         use = self.use()
-        self.now += ns
+        self.now += ns * self.unit_ns
         self.uses.setdefault(path, []).append(use)
         self.sizes[path] = parameter_bytes
         for k in inputs:
