@@ -7,7 +7,7 @@ from lightning_cyclic.planner.ideals import split_ideals
 from lightning_cyclic.planner.memory import Memory, memory
 from lightning_cyclic.planner.milp import split_milp
 from lightning_cyclic.planner.partition import balance, balance_between
-from lightning_cyclic.planner.profile import Profile, Tie, Unit, from_json, to_json
+from lightning_cyclic.planner.profile import ModelProfile, Tie, UnitProfile, from_json, to_json
 from lightning_cyclic.planner.ranked import RankedPlan
 from lightning_cyclic.planner.search import Ranking, search
 from lightning_cyclic.planner.stages import Stages
@@ -20,13 +20,13 @@ __all__ = [
     "GraphSplit",
     "GraphTensor",
     "Memory",
+    "ModelProfile",
     "Problem",
-    "Profile",
     "RankedPlan",
     "Ranking",
     "Stages",
     "Tie",
-    "Unit",
+    "UnitProfile",
     "balance",
     "balance_between",
     "from_json",

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_cyclic.planner.profile import Profile, Tie, Unit
+from lightning_cyclic.planner.profile import ModelProfile, Tie, UnitProfile
 from lightning_cyclic.runtime.stages.evidence import Survey
 from lightning_cyclic.runtime.stages.places import CutPoints
 from lightning_cyclic.runtime.stages.survey import survey
@@ -30,7 +30,7 @@ _REPEATS = 3  # of the step, for times that neither warm-up nor other processes 
 _NS_PER_S = 1e9
 
 
-def measured(module: nn.Module, step: Callable[[], Any], batch: Any) -> Profile:
+def measured(module: nn.Module, step: Callable[[], Any], batch: Any) -> ModelProfile:
     """Run a module's step a few times and return what its units take.
 
     Args:
@@ -52,7 +52,7 @@ def profile_of(
     micro_size: int,
     batch_bytes: float = 0.0,
     backward_per_forward: float = BACKWARD_PER_FORWARD,
-) -> Profile:
+) -> ModelProfile:
     """Turn a survey into a profile.
 
     Args:
@@ -75,7 +75,7 @@ def profile_of(
         load = points.load(begin, end)
         forward_s = load.compute_ns / _NS_PER_S
         units.append(
-            Unit(
+            UnitProfile(
                 name=name,
                 forward_s=forward_s,
                 backward_s=forward_s * backward_per_forward,
@@ -84,7 +84,7 @@ def profile_of(
                 crossing_bytes=crossing_bytes,
             )
         )
-    return Profile(
+    return ModelProfile(
         name=survey.title,
         micro_size=micro_size,
         units=tuple(units),
