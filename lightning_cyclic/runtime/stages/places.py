@@ -29,7 +29,6 @@ class Place:
         names: all modules that begin there.
         tick: when.
         before_ns: computing time before it.
-        after_ns: computing time from it on.
         crossing_bytes: of the tensors that earlier stages make and later ones use.
         split: the modules whose calls are under way.
         obstacles: what stands against a stage that begins there.
@@ -40,7 +39,6 @@ class Place:
     names: tuple[str, ...]
     tick: int
     before_ns: int
-    after_ns: int
     crossing_bytes: int
     split: Split
     obstacles: tuple[Obstacle, ...]
@@ -235,7 +233,6 @@ class CutPoints:
             names=names,
             tick=call.begin,
             before_ns=call.begin_ns,
-            after_ns=self.survey.duration_ns - call.begin_ns,
             crossing_bytes=self._crossing_bytes(call.begin, split),
             split=split,
             obstacles=(() if own else (_BARE,)) + self.obstacles.against(call.begin, split),

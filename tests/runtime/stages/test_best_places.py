@@ -193,6 +193,22 @@ def test_as_good_as_the_best_of_all_for_a_plan(script, preset, stages, bandwidth
         best_places(points, stages, limit, demands)
 
 
+CHAIN = [
+    ("layer", ns, 1, size, 0) for ns, size in ((3, 60), (1, 9), (1, 90), (2, 2), (5, 1), (2, 1))
+]
+
+
+@pytest.mark.parametrize(
+    ("bandwidth", "limit", "starts"),
+    [(1e9, None, ["2", "4"]), (1e10, None, ["3", "5"]), (1e10, 330, ["2", "4"])],
+)
+def test_a_chain_of_layers(bandwidth, limit, starts):
+    points = CutPoints(Writer(CHAIN).survey())
+    assert [p.path for p in best_places(points, 3)] == ["1", "4"]
+    demands = demanded("1f1b", 3, bandwidth)
+    assert [p.path for p in best_places(points, 3, limit, demands)] == starts
+
+
 def test_the_first_stage_of_a_pipeline_keeps_most():
     demands = demanded("1f1b", 3, 1e9)
     load = Load(compute_ns=1, parameter_bytes=10, activation_bytes=100, crossing_bytes=1000)

@@ -5,7 +5,6 @@ from itertools import pairwise, permutations
 
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -25,6 +24,7 @@ from lightning_cyclic.simulate import Network
 
 from .scripts import Writer
 from .test_best_places import judged, scripts
+from .test_cuts import UNet
 
 FORWARD = Demands.of_forward(1)
 
@@ -41,21 +41,6 @@ def drawn(pieces):
 
 
 # ---------------------------------------------------------------------- real modules
-
-
-class UNet(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.d1, self.d2 = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1)
-        self.mid = nn.Conv2d(4, 4, 3, padding=1)
-        self.u2, self.u1 = nn.Conv2d(8, 4, 3, padding=1), nn.Conv2d(8, 3, 3, padding=1)
-
-    def forward(self, x):
-        a = F.relu(self.d1(x))
-        b = F.relu(self.d2(F.max_pool2d(a, 2)))
-        m = F.relu(self.mid(F.max_pool2d(b, 2)))
-        u = F.relu(self.u2(torch.cat([F.interpolate(m, scale_factor=2), b], 1)))
-        return F.mse_loss(self.u1(torch.cat([F.interpolate(u, scale_factor=2), a], 1)), x)
 
 
 class Towers(nn.Module):

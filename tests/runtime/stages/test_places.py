@@ -16,7 +16,6 @@ def test_modules_that_begin_with_nothing_between_are_one_place():
     assert [p.names for p in points.places] == [("1", "1.0", "1.0.0"), ("1.0.1",), ("1.1",)]
     assert [p.path for p in points.places] == ["1", "1.0.1", "1.1"]
     assert [p.before_ns for p in points.places] == [1, 2, 3]
-    assert [p.after_ns for p in points.places] == [3, 2, 1]
     assert points.places[1].split == {"1", "1.0"}
 
 
