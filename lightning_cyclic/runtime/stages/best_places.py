@@ -2,7 +2,10 @@
 
 Without a plan a stage weighs what it computes (or its activations), and the cut is found by
 bisection. With one it also takes what its messages take, and may keep no more than its worker has
-memory for; then the cut is the planner's own (planner/row.py). Both are exact.
+memory for; then the cut is the planner's own (planner/row.py). Both are exact, also where calls
+branch: their order makes a row of every graph, and what crosses at a place is all that is made
+before and used behind, passed on from stage to stage (planner/graph.py; ``branches.py`` compares
+with other orders).
 """
 
 from __future__ import annotations
