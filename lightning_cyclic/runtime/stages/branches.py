@@ -64,11 +64,11 @@ def faster_order(
     graph = pieces.graph(wanted)
     now_s = graph.slowest_s(pieces.ends(cuts.starts))
     least_s = max(*graph.seconds, sum(graph.seconds) / cuts.num_stages)
-    if graph.is_chain or least_s > _WORTH * now_s or points.clash(pieces.begins):
+    if graph.is_chain or least_s >= _WORTH * now_s or points.clash(pieces.begins):
         return None
     fits = None if memory_limit_bytes is None else pieces.fits(graph, wanted, memory_limit_bytes)
     best = _best(graph, cuts.num_stages, fits, milp=milp)
-    if best is None or best.slowest_s > _WORTH * now_s:
+    if best is None or best.slowest_s >= _WORTH * now_s:
         return None
     what = "forward" if demands is None else "forward and backward, or messages,"
     return (

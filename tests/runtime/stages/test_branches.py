@@ -324,6 +324,8 @@ def test_where_there_is_nothing_to_say():
     assert said(row.survey(), 2) is None  # one order
     assert said(SEEN, 1) is None
     assert said(SEEN, 6) is None  # each call is a stage in whatever order
+    timeless = [(*call[:2], 0, *call[3:]) for call in TWO_BRANCHES]
+    assert said(Writer(timeless).survey(), 3) is None
     hardly = [(*call[:2], call[2] + 40 * MS, *call[3:]) for call in TWO_BRANCHES]
     assert said(Writer(hardly).survey(), 3) is None  # less than a twentieth
 
