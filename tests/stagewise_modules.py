@@ -91,6 +91,10 @@ CASES: dict[str, Case] = {
     "unet": Case(
         make=own.UNet, batch=own.noisy_images, cuts2=["middle"], cuts4=["down2", "middle", "up1"]
     ),
+    "inception": Case(
+        make=own.Inception, batch=own.images, cuts2=["five"],
+        cuts4=["three.2", "five.1", "pool.1"],
+    ),
     "lstm": Case(
         make=own.LstmStack, batch=own.tokens, cuts2=["rnns.2"],
         cuts4=["rnns.1", "rnns.2", "rnns.3"],

@@ -151,6 +151,31 @@ def noisy_images(k: int, size: int) -> dict[str, Tensor]:
     return {"clean": clean, "noisy": clean + 0.3 * torch.randn(clean.shape, generator=g)}
 
 
+class Inception(Logging):
+    """Call one branch after the other, as GoogLeNet does; all of them wait for the stem alone."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__(accuracy())
+        self.stem = nn.Conv2d(3, 8, 3, padding=1)
+        self.one = nn.Conv2d(8, 4, 1)
+        self.three = nn.Sequential(nn.Conv2d(8, 4, 1), nn.ReLU(), nn.Conv2d(4, 8, 3, padding=1))
+        self.five = nn.Sequential(
+            nn.Conv2d(8, 2, 1), nn.BatchNorm2d(2), nn.ReLU(inplace=True),
+            nn.Conv2d(2, 4, 5, padding=2),
+        )  # fmt: skip
+        self.pool = nn.Sequential(nn.MaxPool2d(3, 1, 1), nn.Conv2d(8, 4, 1))
+        self.dropout = nn.Dropout(dropout)
+        self.fc = nn.Linear(20, CLASSES)
+
+    def training_step(self, batch: Images, batch_idx: int) -> Tensor:
+        x, y = batch
+        x = F.relu(self.stem(x))
+        parts = [branch(x) for branch in (self.one, self.three, self.five, self.pool)]
+        x = F.relu(torch.cat(parts, 1)).mean((2, 3))
+        logits = self.fc(self.dropout(x))
+        return self.note(F.cross_entropy(logits, y), logits, y)
+
+
 # ---------------------------------------------------------------------- recurrent
 
 

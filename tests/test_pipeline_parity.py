@@ -137,11 +137,20 @@ def test_four_stages_in_four_processes(name: str, preset: str) -> None:
     assert_equals_plain(pipelines(job, 4, preset=preset, stages=4), job)
 
 
-@pytest.mark.parametrize("name", REPRESENTATIVE)
+@pytest.mark.parametrize("name", [*REPRESENTATIVE, "siamese", "inception"])
 def test_stages_chosen_by_the_strategy(name: str) -> None:
     job = Job(case=name)
     ranks = processes.run(fit, 2, job, {"preset": F1B, "stages": 2})
     assert ranks[0]["num_stages"] == 2
+    assert_equals_plain(ranks, job)
+
+
+@pytest.mark.parametrize("bandwidth", ["10Gbit/s", "1Mbit/s"])
+def test_branches_are_cut_by_times_and_messages(bandwidth: str) -> None:
+    job = Job(case="inception")
+    strategy = {"preset": F1B, "stages": 3, "bandwidth": bandwidth}
+    ranks = processes.run(fit, 3, job, strategy)
+    assert ranks[0]["num_stages"] == 3
     assert_equals_plain(ranks, job)
 
 

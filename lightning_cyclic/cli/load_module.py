@@ -18,9 +18,10 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
 from lightning_cyclic.errors import CyclicError, PlanError
-from lightning_cyclic.runtime.stages.choice import most_stages
+from lightning_cyclic.runtime.stages.best_places import most_stages
+from lightning_cyclic.runtime.stages.branches import faster_order
 from lightning_cyclic.runtime.stages.cuts import choose_cuts
-from lightning_cyclic.runtime.stages.places import Terrain
+from lightning_cyclic.runtime.stages.places import CutPoints
 from lightning_cyclic.runtime.stages.report import report
 from lightning_cyclic.runtime.stages.survey import survey
 from lightning_cyclic.runtime.values.split import split
@@ -37,6 +38,7 @@ def examine(
     stages: int | Sequence[str] | None = None,
     num_micro: int = 1,
     memory_limit_bytes: int | None = None,
+    milp: bool = False,
 ) -> str:
     """Make a module, run its step and report on its stages.
 
@@ -47,6 +49,7 @@ def examine(
         stages: how many, or paths. [2 where that is possible]
         num_micro: micro-batches that the first batch is cut into; the first is run.
         memory_limit_bytes: of a stage. [any]
+        milp: compare with all orders of branches by an integer programme, if they are many.
 
     Returns:
         The report.
@@ -62,8 +65,12 @@ def examine(
             step = _step(module, feed, num_micro)
             seen = survey(module, step, repeats=_REPEATS)
         if stages is None:
-            stages = min(2, most_stages(Terrain(seen)))
-        return report(seen, choose_cuts(seen, stages, memory_limit_bytes=memory_limit_bytes))
+            stages = min(2, most_stages(CutPoints(seen)))
+        cuts = choose_cuts(seen, stages, memory_limit_bytes=memory_limit_bytes)
+        remark = None
+        if isinstance(stages, int):
+            remark = faster_order(seen, cuts, memory_limit_bytes=memory_limit_bytes, milp=milp)
+        return report(seen, cuts, remark=remark)
     except PlanError:
         raise
     except CyclicError as error:

@@ -10,7 +10,7 @@ from lightning.pytorch import LightningDataModule, LightningModule
 
 from lightning_cyclic.cli.load_module import _arguments, _detached, _find, _make, _step
 from lightning_cyclic.errors import CyclicError, PlanError
-from lightning_cyclic.planner.profile import Profile
+from lightning_cyclic.planner.profile import ModelProfile
 from lightning_cyclic.runtime.stages.profiling import measured
 from lightning_cyclic.runtime.stages.untouched import untouched
 
@@ -21,7 +21,7 @@ def measure(
     data: str | None = None,
     texts: Sequence[str] = (),
     num_micros: Sequence[int] = (1,),
-) -> tuple[Profile, ...]:
+) -> tuple[ModelProfile, ...]:
     """Make a module, run its step and return what its units take.
 
     Args:
@@ -52,7 +52,7 @@ def measure(
 
 def _measured(
     module: LightningModule, feed: LightningDataModule | None, num_micro: int
-) -> Profile:
+) -> ModelProfile:
     step = _step(module, feed, num_micro)
     return measured(module, step, _given(module, step))
 

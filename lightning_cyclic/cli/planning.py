@@ -22,7 +22,7 @@ from lightning_cyclic.planner.candidates import (
     DEFAULT_PRESETS,
     Problem,
 )
-from lightning_cyclic.planner.profile import Profile, from_json, to_json
+from lightning_cyclic.planner.profile import ModelProfile, from_json, to_json
 from lightning_cyclic.planner.search import search
 from lightning_cyclic.planner.table import as_data, table
 from lightning_cyclic.simulate import Network, parse_bandwidth, parse_bytes, parse_seconds
@@ -106,7 +106,7 @@ def _run(arguments: argparse.Namespace, has_colours: Callable[[], bool]) -> str:
     return table(ranking, colour=has_colours())
 
 
-def _profiles(arguments: argparse.Namespace) -> tuple[Profile, ...]:
+def _profiles(arguments: argparse.Namespace) -> tuple[ModelProfile, ...]:
     if all(where.endswith(".json") for where in arguments.model):
         if arguments.save or arguments.data or arguments.arg:
             raise PlanError(
@@ -133,7 +133,7 @@ def _profiles(arguments: argparse.Namespace) -> tuple[Profile, ...]:
     return found
 
 
-def _save(profiles: tuple[Profile, ...], path: Path) -> None:
+def _save(profiles: tuple[ModelProfile, ...], path: Path) -> None:
     try:
         path.write_text(to_json(profiles))
     except OSError as error:

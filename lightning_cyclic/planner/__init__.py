@@ -2,13 +2,12 @@
 
 from lightning_cyclic.planner.candidates import DEFAULT_PRESETS, Candidate, Problem
 from lightning_cyclic.planner.fit import Fit
-from lightning_cyclic.planner.graph import Graph, Split, Tensor
-from lightning_cyclic.planner.ideals import split_ideals, split_linear
+from lightning_cyclic.planner.graph import CostGraph, GraphSplit, GraphTensor
+from lightning_cyclic.planner.ideals import split_ideals
 from lightning_cyclic.planner.memory import Memory, memory
 from lightning_cyclic.planner.milp import split_milp
 from lightning_cyclic.planner.partition import balance, balance_between
-from lightning_cyclic.planner.profile import Profile, Tie, Unit, from_json, to_json
-from lightning_cyclic.planner.published import Workload, read_workload
+from lightning_cyclic.planner.profile import ModelProfile, Tie, UnitProfile, from_json, to_json
 from lightning_cyclic.planner.ranked import RankedPlan
 from lightning_cyclic.planner.search import Ranking, search
 from lightning_cyclic.planner.stages import Stages
@@ -16,27 +15,24 @@ from lightning_cyclic.planner.stages import Stages
 __all__ = [
     "DEFAULT_PRESETS",
     "Candidate",
+    "CostGraph",
     "Fit",
-    "Graph",
+    "GraphSplit",
+    "GraphTensor",
     "Memory",
+    "ModelProfile",
     "Problem",
-    "Profile",
     "RankedPlan",
     "Ranking",
-    "Split",
     "Stages",
-    "Tensor",
     "Tie",
-    "Unit",
-    "Workload",
+    "UnitProfile",
     "balance",
     "balance_between",
     "from_json",
     "memory",
-    "read_workload",
     "search",
     "split_ideals",
-    "split_linear",
     "split_milp",
     "to_json",
 ]

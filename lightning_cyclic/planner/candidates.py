@@ -10,7 +10,7 @@ from typing import Final, final
 from lightning_cyclic.errors import PlanError, one_of
 from lightning_cyclic.plan import Plan, make_plan
 from lightning_cyclic.plan.presets import PLACEMENTS, PRESETS, SHARDINGS, Preset
-from lightning_cyclic.planner.profile import Profile
+from lightning_cyclic.planner.profile import ModelProfile
 from lightning_cyclic.simulate.costs import Network
 
 _FINENESS = (1, 2, 4)  # stages per worker that runs whole micro-batches: finer ones overlap better
@@ -61,7 +61,7 @@ class Problem:
             unknown preset.
     """
 
-    profiles: tuple[Profile, ...]
+    profiles: tuple[ModelProfile, ...]
     num_workers: int
     memory_bytes: float
     network: Network = Network()
@@ -99,7 +99,7 @@ class Problem:
         return self.batch_size or max(p.micro_size for p in self.profiles) * self.num_workers
 
     @cached_property
-    def by_size(self) -> dict[int, Profile]:
+    def by_size(self) -> dict[int, ModelProfile]:
         """Return profiles by the size of a pipeline's micro-batch, measured or scaled."""
         if self.micro_sizes is not None:
             return {size: self._nearest(size) for size in self.micro_sizes}
@@ -110,11 +110,11 @@ class Problem:
         larger = [base.micro_size << k for k in range(1, _DOUBLINGS + 1)]
         return found | {size: base.scaled(size) for size in larger}
 
-    def profile(self, micro_size: int) -> Profile:
+    def profile(self, micro_size: int) -> ModelProfile:
         """Return the profile of a micro-batch: of a size asked for, else the nearest, scaled."""
         return self.by_size.get(micro_size) or self._nearest(micro_size)
 
-    def _nearest(self, micro_size: int) -> Profile:
+    def _nearest(self, micro_size: int) -> ModelProfile:
         nearest = min(self.profiles, key=lambda p: abs(p.micro_size - micro_size))
         return nearest if nearest.micro_size == micro_size else nearest.scaled(micro_size)
 
@@ -128,7 +128,7 @@ class Problem:
         return len(self.profiles[0].units)
 
 
-def _names(profile: Profile) -> tuple[str, ...]:
+def _names(profile: ModelProfile) -> tuple[str, ...]:
     return tuple(unit.name for unit in profile.units)
 
 

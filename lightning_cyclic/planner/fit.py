@@ -16,7 +16,7 @@ from lightning_cyclic.plan import Plan
 from lightning_cyclic.planner.candidates import Candidate, Problem
 from lightning_cyclic.planner.copies import Copies, Counter, Row, steps_to_count
 from lightning_cyclic.planner.memory import KINDS, Memory, memory
-from lightning_cyclic.planner.profile import Profile
+from lightning_cyclic.planner.profile import ModelProfile
 from lightning_cyclic.planner.row import cut_row, row_of
 from lightning_cyclic.planner.stages import Stages
 from lightning_cyclic.simulate.costs import Network
@@ -111,7 +111,7 @@ class Fitter:
             self._plans[key] = candidate.plan(self._problem, num_steps=num_steps, tied=tied)
         return self._plans[key]
 
-    def _even(self, profile: Profile, candidate: Candidate) -> Stages:
+    def _even(self, profile: ModelProfile, candidate: Candidate) -> Stages:
         """Cut for speed alone, where every worker keeps much the same."""
         return Stages.even(profile, candidate.num_stages, together=candidate.runs_whole_micro)
 
@@ -133,7 +133,7 @@ class Fitter:
             remat=candidate.remat,
         )
 
-    def _kept(self, candidate: Candidate, profile: Profile) -> Kept:
+    def _kept(self, candidate: Candidate, profile: ModelProfile) -> Kept:
         """Say what a worker keeps of some units in a row, by its stage: of the replicas', most."""
         copies = zip(*self._copies(candidate), strict=True)
         counts = [_most(rows) for rows in copies]
@@ -189,7 +189,7 @@ def _times(plan: Plan, copies: Copies, stages: Stages) -> tuple[Memory, ...]:
     return tuple(found[w] for w in range(plan.num_workers))
 
 
-def _least(profile: Profile, plan: Plan) -> float:
+def _least(profile: ModelProfile, plan: Plan) -> float:
     """Return what a worker that runs whole micro-batches keeps at least, whatever the stages.
 
     Before its first backward that is all activations, and from the beginning all parameters,
@@ -200,7 +200,7 @@ def _least(profile: Profile, plan: Plan) -> float:
     return params + sum(u.activation_bytes for u in units)
 
 
-def pace_s(profile: Profile, candidate: Candidate, network: Network) -> float:
+def pace_s(profile: ModelProfile, candidate: Candidate, network: Network) -> float:
     """Return the seconds per micro-batch of a pipeline's slowest stage, cut for speed alone."""
     starts = _fastest(profile, candidate, network, None)
     assert starts is not None  # candidates have no more stages than units
@@ -217,7 +217,7 @@ def paces_s(stages: Stages, candidate: Candidate, network: Network) -> list[floa
 
 
 def _fastest(
-    profile: Profile,
+    profile: ModelProfile,
     candidate: Candidate,
     network: Network,
     fits: Callable[[int, int, int], bool] | None,

@@ -22,7 +22,7 @@ from lightning_cyclic.errors import PlanError
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Unit:
+class UnitProfile:
     """Hold what one part of a model takes, for one micro-batch.
 
     Args:
@@ -57,12 +57,12 @@ class Tie:
     bytes: float
 
 
-COSTS = tuple(field.name for field in fields(Unit) if field.name != "name")
+COSTS = tuple(field.name for field in fields(UnitProfile) if field.name != "name")
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Profile:
+class ModelProfile:
     """Hold what a model takes.
 
     Args:
@@ -75,16 +75,16 @@ class Profile:
         PlanError: no unit, a cost below zero or not finite, or a tie of units that do not exist.
 
     Example:
-        >>> unit = dict(forward_s=1, backward_s=2, param_bytes=8, activation_bytes=4,
-        ...             crossing_bytes=2)
-        >>> profile = Profile(name="two", micro_size=2, units=(Unit(name="a", **unit),) * 2)
+        >>> unit = UnitProfile(name="a", forward_s=1, backward_s=2, param_bytes=8,
+        ...                    activation_bytes=4, crossing_bytes=2)
+        >>> profile = ModelProfile(name="two", micro_size=2, units=(unit, unit))
         >>> profile.scaled(4).units[0].forward_s
         2.0
     """
 
     name: str
     micro_size: int
-    units: tuple[Unit, ...]
+    units: tuple[UnitProfile, ...]
     ties: tuple[Tie, ...] = ()
 
     def __post_init__(self) -> None:
@@ -107,18 +107,18 @@ class Profile:
                     f"of the units 0 to {len(self.units) - 1}, ascending; correct it"
                 )
 
-    def scaled(self, micro_size: int) -> Profile:
+    def scaled(self, micro_size: int) -> ModelProfile:
         """Return the profile of a micro-batch of another size, its costs in proportion.
 
         Parameters stay as they are. What each call costs whatever its size is not known here, so
         that small micro-batches look faster than they are: measure those that matter.
         """
         factor = micro_size / self.micro_size
-        return Profile(
+        return ModelProfile(
             name=self.name,
             micro_size=micro_size,
             units=tuple(
-                Unit(
+                UnitProfile(
                     name=unit.name,
                     forward_s=unit.forward_s * factor,
                     backward_s=unit.backward_s * factor,
@@ -132,13 +132,13 @@ class Profile:
         )
 
 
-def to_json(profiles: Sequence[Profile]) -> str:
+def to_json(profiles: Sequence[ModelProfile]) -> str:
     """Write profiles of a model as JSON text: a list, or the one that there is."""
     data = [asdict(profile) for profile in profiles]
     return json.dumps(data if len(data) > 1 else data[0], indent=1)
 
 
-def from_json(text: str) -> tuple[Profile, ...]:
+def from_json(text: str) -> tuple[ModelProfile, ...]:
     """Read profiles from JSON text: an object, or a list of them.
 
     Raises:
@@ -154,13 +154,13 @@ def from_json(text: str) -> tuple[Profile, ...]:
     return tuple(_profile(item) for item in (data if isinstance(data, list) else [data]))
 
 
-def _profile(data: Any) -> Profile:
+def _profile(data: Any) -> ModelProfile:
     name = str(_fields(data, "the profile", ("name", "micro_size", "units"))["name"])
-    return Profile(
+    return ModelProfile(
         name=name,
         micro_size=data["micro_size"],
         units=tuple(
-            Unit(**_fields(unit, f"unit {number} of profile {name!r}", ("name", *COSTS)))
+            UnitProfile(**_fields(unit, f"unit {number} of profile {name!r}", ("name", *COSTS)))
             for number, unit in enumerate(_list(data["units"], "units", name))
         ),
         ties=tuple(

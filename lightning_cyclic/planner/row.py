@@ -2,7 +2,8 @@
 
 Where a part costs the sum of its units alone, :func:`balance` in ``partition.py`` is faster. Here
 a part may also pay for what crosses its two ends, and may be forbidden by its place in the row:
-the first stages of a pipeline keep more micro-batches than the last.
+the first stages of a pipeline keep more micro-batches than the last. ``ideals.py`` cuts graphs so,
+whose parts may not begin at every earlier place.
 """
 
 from __future__ import annotations

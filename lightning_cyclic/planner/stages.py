@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import final
 
 from lightning_cyclic.planner.partition import balance
-from lightning_cyclic.planner.profile import Profile
+from lightning_cyclic.planner.profile import ModelProfile
 from lightning_cyclic.simulate.costs import Costs
 
 _TICKS_PER_S = 10**12  # picoseconds, as balance() is exact in whole numbers
@@ -40,7 +40,7 @@ class Stages:
     tied: tuple[tuple[int, ...], ...]
 
     @classmethod
-    def of(cls, profile: Profile, starts: Sequence[int], *, together: bool = False) -> Stages:
+    def of(cls, profile: ModelProfile, starts: Sequence[int], *, together: bool = False) -> Stages:
         """Cut a profile.
 
         Args:
@@ -75,7 +75,7 @@ class Stages:
         )
 
     @classmethod
-    def even(cls, profile: Profile, num_stages: int, *, together: bool = False) -> Stages:
+    def even(cls, profile: ModelProfile, num_stages: int, *, together: bool = False) -> Stages:
         """Cut a profile into stages whose slowest is as fast as can be; see :meth:`of`."""
         weights = [round((u.forward_s + u.backward_s) * _TICKS_PER_S) for u in profile.units]
         return cls.of(profile, balance(weights, num_stages), together=together)

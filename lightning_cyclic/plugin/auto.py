@@ -31,7 +31,7 @@ from lightning_cyclic.planner.candidates import (
     DEFAULT_PRESETS,
     Problem,
 )
-from lightning_cyclic.planner.profile import Profile
+from lightning_cyclic.planner.profile import ModelProfile
 from lightning_cyclic.planner.ranked import RankedPlan
 from lightning_cyclic.planner.search import NothingFitsError, search
 from lightning_cyclic.planner.table import table, written
@@ -261,10 +261,10 @@ class AutoPlan:
             if num_workers % width == 0 and asked.width in (1, width)
         )
 
-    def _profiles(self, trainer: Trainer) -> tuple[Profile, ...]:
+    def _profiles(self, trainer: Trainer) -> tuple[ModelProfile, ...]:
         module = trainer.lightning_module
         batch = first_batch(trainer)
-        found: dict[int, Profile] = {}
+        found: dict[int, ModelProfile] = {}
         with _quiet(module):
             for num_micro in self._num_micros(size_of(batch), trainer.world_size):
                 part = split(batch, num_micro)[0].batch

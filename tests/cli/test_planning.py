@@ -4,7 +4,7 @@ import sys
 import pytest
 
 from lightning_cyclic.cli.main import main
-from lightning_cyclic.planner import Profile, Unit, to_json
+from lightning_cyclic.planner import ModelProfile, UnitProfile, to_json
 
 from .test_main import run
 
@@ -15,8 +15,8 @@ UNIT = {
 
 
 def profile(micro_size=4):
-    units = tuple(Unit(name=f"h.{k}", **UNIT) for k in range(4))
-    return Profile(name="net", micro_size=micro_size, units=units)
+    units = tuple(UnitProfile(name=f"h.{k}", **UNIT) for k in range(4))
+    return ModelProfile(name="net", micro_size=micro_size, units=units)
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from lightning_cyclic.errors import PlanError
-from lightning_cyclic.planner import DEFAULT_PRESETS, Problem, Profile, Unit
+from lightning_cyclic.planner import DEFAULT_PRESETS, ModelProfile, Problem, UnitProfile
 from lightning_cyclic.planner.candidates import candidates
 
 
@@ -12,8 +12,8 @@ def profile(count=8, micro_size=4):
         "forward_s": 0.01, "backward_s": 0.02, "param_bytes": 10, "activation_bytes": 50,
         "crossing_bytes": 5,
     }  # fmt: skip
-    units = tuple(Unit(name=f"h.{k}", **unit) for k in range(count))
-    return Profile(name="net", micro_size=micro_size, units=units)
+    units = tuple(UnitProfile(name=f"h.{k}", **unit) for k in range(count))
+    return ModelProfile(name="net", micro_size=micro_size, units=units)
 
 
 def problem(**changes):

@@ -5,7 +5,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_cyclic.errors import PlanError
-from lightning_cyclic.planner import Candidate, Problem, Profile, Stages, Tie, Unit, memory
+from lightning_cyclic.planner import (
+    Candidate,
+    ModelProfile,
+    Problem,
+    Stages,
+    Tie,
+    UnitProfile,
+    memory,
+)
 from lightning_cyclic.planner.fit import Fitter, paces_s
 from lightning_cyclic.simulate import Network
 
@@ -14,7 +22,7 @@ from lightning_cyclic.simulate import Network
 def profiles(draw, count=5):
     numbers = st.integers(0, 9)
     units = tuple(
-        Unit(
+        UnitProfile(
             name=f"h.{k}",
             forward_s=draw(numbers),
             backward_s=draw(numbers),
@@ -24,7 +32,7 @@ def profiles(draw, count=5):
         )
         for k in range(count)
     )
-    return Profile(name="net", micro_size=1, units=units)
+    return ModelProfile(name="net", micro_size=1, units=units)
 
 
 def candidate(preset, *, num_stages=3, num_micro=4, remat=False, width=1):
@@ -75,13 +83,13 @@ def unit(name, **costs):
     zero = dict.fromkeys(
         ("forward_s", "backward_s", "param_bytes", "activation_bytes", "crossing_bytes"), 0
     )
-    return Unit(name=name, **zero | costs)
+    return UnitProfile(name=name, **zero | costs)
 
 
 def test_the_first_stages_of_a_pipeline_get_less():
     # each unit leaves 10 bytes; stage 0 keeps three micro-batches of them, stage 2 one
     units = tuple(unit(f"h.{k}", forward_s=1, backward_s=1, activation_bytes=10) for k in range(6))
-    profile = Profile(name="net", micro_size=1, units=units)
+    profile = ModelProfile(name="net", micro_size=1, units=units)
     roomy = Fitter(problem(profile, 60)).fit(candidate("1f1b"))
     tight = Fitter(problem(profile, 40)).fit(candidate("1f1b"))
     assert roomy.stages.names == ("h.0", "h.2", "h.4")
@@ -95,7 +103,7 @@ def test_a_stage_ends_where_little_crosses():
         unit(f"h.{k}", forward_s=1, backward_s=1, crossing_bytes=size)
         for k, size in enumerate([0, 1, 90, 1])
     )
-    profile = Profile(name="net", micro_size=1, units=units)
+    profile = ModelProfile(name="net", micro_size=1, units=units)
     asked = candidate("1f1b", num_stages=2)
     slow = Fitter(problem(profile, 1e9, num_workers=2, bandwidth=10)).fit(asked)
     fast = Fitter(problem(profile, 1e9, num_workers=2, bandwidth=1e9)).fit(asked)
@@ -105,7 +113,7 @@ def test_a_stage_ends_where_little_crosses():
 
 def tied():
     units = tuple(unit(f"h.{k}", forward_s=1, backward_s=1, param_bytes=8) for k in range(3))
-    return Profile(name="net", micro_size=1, units=units, ties=(Tie(units=(0, 2), bytes=8),))
+    return ModelProfile(name="net", micro_size=1, units=units, ties=(Tie(units=(0, 2), bytes=8),))
 
 
 def test_stages_that_share_parameters_are_part_of_the_plan():

@@ -3,35 +3,44 @@ from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from lightning_cyclic.errors import PlanError
-from lightning_cyclic.planner import Graph, split_milp
+from lightning_cyclic.planner import CostGraph, split_milp
+from lightning_cyclic.simulate import Network
 
-from .brute import best, graphs
+from .brute import best, graphs_and_parts
 from .test_ideals import ENTANGLED, check
 
 
-@settings(deadline=None, max_examples=15)
-@given(graphs(), st.integers(1, 3))
-def test_as_good_as_the_best_of_all_splits(graph, parts):
+@settings(deadline=None, max_examples=25)
+@given(graphs_and_parts())
+def test_as_good_as_the_best_of_all_splits(drawn):
     pytest.importorskip("scipy")
+    graph, parts = drawn
     split = split_milp(graph, parts)
     check(graph, split, parts)
-    assert split.load_s == best(graph, parts)  # loads are whole numbers, taken from the stages
+    assert split.slowest_s == best(graph, parts)  # whole numbers, computed from the stages
 
 
 def test_stages_that_need_each_other_are_none():
     pytest.importorskip("scipy")
-    split = split_milp(ENTANGLED, 3, limit_bytes=8.4)
-    check(ENTANGLED, split, 3, 8.4)
-    assert split.load_s == 17
+    check(ENTANGLED, split_milp(ENTANGLED, 3), 3)
 
 
-def test_a_limit_that_cannot_be_kept():
+def test_times_of_nanoseconds_count():
     pytest.importorskip("scipy")
-    with pytest.raises(PlanError, match="limit_bytes=6 cannot be kept with 2 stages; allowed: 7"):
-        split_milp(Graph.row([1, 2], num_bytes=[5, 7]), 2, limit_bytes=6)
+    graph = CostGraph(
+        seconds=tuple(s * 2**-30 for s in ENTANGLED.seconds),
+        tensors=ENTANGLED.tensors,
+        network=Network(bandwidth_bytes_per_s=2**30),
+    )
+    assert split_milp(graph, 3).slowest_s == best(ENTANGLED, 3) * 2**-30
+
+
+def test_a_graph_too_wide_for_ideals():
+    pytest.importorskip("scipy")
+    graph = CostGraph(seconds=(3, 1, 2) * 5)
+    assert split_milp(graph, 5).slowest_s == 6
 
 
 def test_no_time(monkeypatch):
@@ -39,10 +48,16 @@ def test_no_time(monkeypatch):
     late = SimpleNamespace(status=1, x=None)
     monkeypatch.setattr(optimize, "milp", lambda *args, **kwargs: late)
     with pytest.raises(PlanError, match=r"no split of 2 nodes was found in 0.1 s"):
-        split_milp(Graph.row([1, 2]), 2, limit_s=0.1)
+        split_milp(CostGraph(seconds=(1, 2)), 2, limit_s=0.1)
+
+
+@pytest.mark.parametrize("parts", [0, 3])
+def test_stages_that_would_be_empty_are_refused(parts):
+    with pytest.raises(PlanError, match=f"cannot be cut into {parts} stages; allowed: 1 to 2"):
+        split_milp(CostGraph(seconds=(1, 2)), parts)
 
 
 def test_without_scipy(monkeypatch):
     monkeypatch.setitem(sys.modules, "scipy", None)
     with pytest.raises(PlanError, match=r"pip install 'lightning-cyclic\[milp\]'"):
-        split_milp(Graph.row([1, 2]), 2)
+        split_milp(CostGraph(seconds=(1, 2)), 2)

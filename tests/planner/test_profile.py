@@ -3,7 +3,7 @@ import json
 import pytest
 
 from lightning_cyclic.errors import PlanError
-from lightning_cyclic.planner import Profile, Tie, Unit, from_json, to_json
+from lightning_cyclic.planner import ModelProfile, Tie, UnitProfile, from_json, to_json
 
 COSTS = {
     "forward_s": 0.5, "backward_s": 1.0, "param_bytes": 8, "activation_bytes": 16,
@@ -12,8 +12,8 @@ COSTS = {
 
 
 def profile(count=3, **changes):
-    units = tuple(Unit(name=f"h.{k}", **COSTS) for k in range(count))
-    return Profile(**{"name": "net", "micro_size": 4, "units": units} | changes)
+    units = tuple(UnitProfile(name=f"h.{k}", **COSTS) for k in range(count))
+    return ModelProfile(**{"name": "net", "micro_size": 4, "units": units} | changes)
 
 
 def test_json_keeps_everything():
@@ -32,7 +32,7 @@ def test_scaling_keeps_parameters():
     scaled = profile(ties=(Tie(units=(0, 1), bytes=8),)).scaled(8)
     assert scaled.micro_size == 8
     assert scaled.ties == (Tie(units=(0, 1), bytes=8),)
-    assert scaled.units[1] == Unit(
+    assert scaled.units[1] == UnitProfile(
         name="h.1", forward_s=1, backward_s=2, param_bytes=8, activation_bytes=32, crossing_bytes=8
     )
     assert scaled.scaled(4) == profile(ties=scaled.ties)
@@ -42,7 +42,7 @@ def test_scaling_keeps_parameters():
 @pytest.mark.parametrize("cost", COSTS)
 def test_costs_that_cannot_be(cost, value):
     with pytest.raises(PlanError, match=rf"{cost}=.* of unit 0 \('a'\) of profile 'net'"):
-        profile(units=(Unit(name="a", **COSTS | {cost: value}),))
+        profile(units=(UnitProfile(name="a", **COSTS | {cost: value}),))
 
 
 @pytest.mark.parametrize(

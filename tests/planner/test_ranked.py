@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_cyclic.planner import Candidate, Problem, Profile, Unit, ranked
+from lightning_cyclic.planner import Candidate, ModelProfile, Problem, UnitProfile, ranked
 from lightning_cyclic.planner.fit import Fitter
 from lightning_cyclic.planner.ranked import least_step_s, timed
 from lightning_cyclic.simulate import Network
@@ -10,7 +10,7 @@ from lightning_cyclic.simulate import Network
 
 def problem(*, seconds=(1.0,) * 4, num_workers=4, network=None, crossing=0.0):
     units = tuple(
-        Unit(
+        UnitProfile(
             name=f"h.{k}",
             forward_s=s,
             backward_s=2 * s,
@@ -21,7 +21,7 @@ def problem(*, seconds=(1.0,) * 4, num_workers=4, network=None, crossing=0.0):
         for k, s in enumerate(seconds)
     )
     return Problem(
-        profiles=(Profile(name="net", micro_size=1, units=units),),
+        profiles=(ModelProfile(name="net", micro_size=1, units=units),),
         num_workers=num_workers,
         memory_bytes=1e9,
         network=network or Network(),

@@ -6,7 +6,7 @@ import pytest
 from lightning_cyclic.errors import PlanError
 from lightning_cyclic.plan import make_plan
 from lightning_cyclic.plan.check.proof import prove
-from lightning_cyclic.planner import Problem, Profile, Tie, Unit, search
+from lightning_cyclic.planner import ModelProfile, Problem, Tie, UnitProfile, search
 from lightning_cyclic.planner.candidates import candidates
 from lightning_cyclic.planner.fit import Fitter
 from lightning_cyclic.planner.ranked import timed
@@ -18,7 +18,7 @@ FEW = ("gpipe", "1f1b", "pipedream_2bw", "cyclic_pipeline", "cyclic_dp")
 
 def profile(count=4, *, params=1e6, activations=4e6, crossing=1e5, ties=()):
     units = tuple(
-        Unit(
+        UnitProfile(
             name=f"h.{k}",
             forward_s=0.01,
             backward_s=0.02,
@@ -28,7 +28,7 @@ def profile(count=4, *, params=1e6, activations=4e6, crossing=1e5, ties=()):
         )
         for k in range(count)
     )
-    return Profile(name="net", micro_size=4, units=units, ties=ties)
+    return ModelProfile(name="net", micro_size=4, units=units, ties=ties)
 
 
 def problem(**changes):

@@ -1,12 +1,12 @@
-from lightning_cyclic.planner import Profile, Stages, Tie, Unit
+from lightning_cyclic.planner import ModelProfile, Stages, Tie, UnitProfile
 
 
 def profile(*forward_s, ties=()):
-    return Profile(
+    return ModelProfile(
         name="net",
         micro_size=1,
         units=tuple(
-            Unit(
+            UnitProfile(
                 name=f"u{k}",
                 forward_s=s,
                 backward_s=2 * s,

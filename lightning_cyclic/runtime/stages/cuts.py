@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from lightning_cyclic.errors import PlanError
-from lightning_cyclic.runtime.stages.choice import best_places
+from lightning_cyclic.runtime.stages.best_places import best_places
 from lightning_cyclic.runtime.stages.demands import Demands
 from lightning_cyclic.runtime.stages.evidence import Survey, Use
-from lightning_cyclic.runtime.stages.naming import named_places
-from lightning_cyclic.runtime.stages.places import Balance, Place, Terrain
+from lightning_cyclic.runtime.stages.named_places import named_places
+from lightning_cyclic.runtime.stages.places import Balance, CutPoints, Place, split_by
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,11 +118,11 @@ def choose_cuts(
     Raises:
         PlanError: too many stages, or too few for the memory; or a path where none can begin.
     """
-    terrain = Terrain(survey, balance)
+    points = CutPoints(survey, balance)
     if isinstance(stages, int):
-        places = best_places(terrain, stages, memory_limit_bytes, demands)
+        places = best_places(points, stages, memory_limit_bytes, demands)
     else:
-        places = named_places(terrain, [stages] if isinstance(stages, str) else stages)
+        places = named_places(points, [stages] if isinstance(stages, str) else stages)
     return _cuts(survey, places)
 
 
@@ -146,7 +146,7 @@ def _cuts(survey: Survey, places: Sequence[Place]) -> Cuts:
         buffers[0 if called is None else stage_of(called)].append(name)
     return Cuts(
         starts=tuple(p.path for p in places),
-        split=frozenset[str]().union(*(p.split for p in places)),
+        split=split_by(places),
         parameters=tuple(map(tuple, parameters)),
         tied=tied,
         buffers=tuple(map(tuple, buffers)),

@@ -26,14 +26,14 @@ class Demands:
 
     Args:
         copies: that the worker of each stage keeps, of each kind.
-        again: whether backwards run their forward again.
+        forwards: that forward and backward take as long as.
         network: the links between workers.
     """
 
-    def __init__(self, copies: Sequence[Memory], *, again: bool, network: Network) -> None:
+    def __init__(self, copies: Sequence[Memory], *, forwards: float, network: Network) -> None:
         self._copies = tuple(copies)
-        self._forwards = 1 + BACKWARD_PER_FORWARD + again
-        self._network = network
+        self._forwards = forwards
+        self.network = network
 
     @classmethod
     def of(
@@ -61,7 +61,14 @@ class Demands:
             Memory(**{kind: max(getattr(workers[w], kind) for w in home) for kind in KINDS})
             for home in homes
         )
-        return cls(tuple(copies), again=again, network=network)
+        forwards = 1 + BACKWARD_PER_FORWARD + again
+        return cls(tuple(copies), forwards=forwards, network=network)
+
+    @classmethod
+    def of_forward(cls, num_stages: int) -> Self:
+        """Ask for forwards and for memory of parameters and activations alone, without a plan."""
+        one = Memory(**dict.fromkeys(KINDS, 0.0) | {"weights": 1.0, "activations": 1.0})
+        return cls((one,) * num_stages, forwards=1.0, network=Network())
 
     def compute_s(self, compute_ns: int) -> float:
         """Return the seconds of a stage's forward and backward, by those of its forward."""
@@ -69,7 +76,7 @@ class Demands:
 
     def sent_s(self, crossing_bytes: int) -> float:
         """Return for how long what crosses a cut keeps a port busy, in each direction."""
-        return self._network.transfer_s(crossing_bytes)
+        return self.network.transfer_s(crossing_bytes)
 
     def kept_bytes(self, j: int, load: Load, sent_bytes: int) -> float:
         """Return what the worker of a stage keeps.

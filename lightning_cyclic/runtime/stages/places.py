@@ -9,7 +9,7 @@ nothing between them are one place with several names:
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal, TypeAlias, final
@@ -29,7 +29,6 @@ class Place:
         names: all modules that begin there.
         tick: when.
         before_ns: computing time before it.
-        after_ns: computing time from it on.
         crossing_bytes: of the tensors that earlier stages make and later ones use.
         split: the modules whose calls are under way.
         obstacles: what stands against a stage that begins there.
@@ -40,7 +39,6 @@ class Place:
     names: tuple[str, ...]
     tick: int
     before_ns: int
-    after_ns: int
     crossing_bytes: int
     split: Split
     obstacles: tuple[Obstacle, ...]
@@ -50,6 +48,11 @@ class Place:
     def is_possible(self) -> bool:
         """Say whether a stage can begin there, other stages aside."""
         return not any(o.is_hard for o in self.obstacles)
+
+
+def split_by(places: Sequence[Place]) -> Split:
+    """Return the modules within whose calls places lie."""
+    return frozenset[str]().union(*(p.split for p in places))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,8 +78,8 @@ _BARE = Obstacle(
 
 
 @final
-class Terrain:
-    """Answer what lies before, between and at places.
+class CutPoints:
+    """Hold the places of a survey, and answer what lies before, between and at them.
 
     Args:
         survey: what was seen.
@@ -101,6 +104,35 @@ class Terrain:
         )
         self._call_ticks = sorted(t for c in survey.calls for t in (c.begin, c.end))
         self.places = tuple(self._find())
+
+    @property
+    def possible(self) -> list[Place]:
+        """Return the places at which stages can begin unasked."""
+        return [p for p in self.places if p.is_possible and p.has_parameters]
+
+    def pieces(self, starts: Sequence[str] = ()) -> list[Place]:
+        """Return where the smallest stages begin, each with a parameter that it uses first.
+
+        Places that would share a module among stages are used only where there are no others.
+
+        Args:
+            starts: paths of places where stages do begin: they are taken before others. [none]
+        """
+        clean = [p for p in self.possible if not p.obstacles]
+        is_enough = bool(clean) and {*starts} <= {p.path for p in clean}
+        kept: list[Place] = []
+        for place in clean if is_enough else self.possible:
+            before = self.first_uses_before(kept[-1].tick) if kept else 0
+            if self.first_uses_before(place.tick) > before:
+                kept.append(place)
+            elif place.path in starts:
+                kept[-1] = place
+        return kept
+
+    def clash(self, places: Sequence[Place]) -> bool:
+        """Say whether stages cannot begin at all of some places at once."""
+        split = split_by(places)
+        return any(o.is_hard for p in places for o in self.obstacles.against(p.tick, split))
 
     def at(self, path: str) -> Place | None:
         """Return the place with a name, seen as that module's; None if it is never called."""
@@ -201,7 +233,6 @@ class Terrain:
             names=names,
             tick=call.begin,
             before_ns=call.begin_ns,
-            after_ns=self.survey.duration_ns - call.begin_ns,
             crossing_bytes=self._crossing_bytes(call.begin, split),
             split=split,
             obstacles=(() if own else (_BARE,)) + self.obstacles.against(call.begin, split),
@@ -209,11 +240,19 @@ class Terrain:
         )
 
     def _crossing_bytes(self, tick: int, split: Split) -> int:
-        """Count what crosses; views of one storage together at most as the storage."""
-        by_storage: dict[int, int] = {}
-        for made, last, k in self._alive[: bisect_right(self._alive, (tick,))]:
-            if made < tick <= last and self.obstacles.is_ghost(k, tick, split):
-                value = self.survey.values[k]
-                by_storage[value.storage] = by_storage.get(value.storage, 0) + value.num_bytes
-        whole = self.survey.storages
-        return sum(min(size, whole[s].num_bytes) for s, size in by_storage.items())
+        """Count what crosses: all that any later stage uses, passed on from stage to stage."""
+        return sum(
+            self.sent_bytes(k)
+            for made, last, k in self._alive[: bisect_right(self._alive, (tick,))]
+            if made < tick <= last and self.obstacles.is_ghost(k, tick, split)
+        )
+
+    def sent_bytes(self, value: int) -> int:
+        """Return the bytes of a tensor on its way: views travel apart, expanded ones unexpanded.
+
+        So it is with activations. A gradient has the strides that autograd gives it, and what lies
+        between its elements travels with them, so that it may take up to twice as long (behind a
+        ``cat``); or there is none. A survey, which runs without gradients, cannot know.
+        """
+        found = self.survey.values[value]
+        return min(found.num_bytes, self.survey.storages[found.storage].num_bytes)

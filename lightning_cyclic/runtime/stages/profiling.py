@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_cyclic.planner.profile import Profile, Tie, Unit
+from lightning_cyclic.planner.profile import ModelProfile, Tie, UnitProfile
 from lightning_cyclic.runtime.stages.evidence import Survey
-from lightning_cyclic.runtime.stages.places import Place, Terrain
+from lightning_cyclic.runtime.stages.places import CutPoints
 from lightning_cyclic.runtime.stages.survey import survey
 from lightning_cyclic.runtime.stages.untouched import untouched
 from lightning_cyclic.runtime.values.split import size_of
@@ -30,7 +30,7 @@ _REPEATS = 3  # of the step, for times that neither warm-up nor other processes 
 _NS_PER_S = 1e9
 
 
-def measured(module: nn.Module, step: Callable[[], Any], batch: Any) -> Profile:
+def measured(module: nn.Module, step: Callable[[], Any], batch: Any) -> ModelProfile:
     """Run a module's step a few times and return what its units take.
 
     Args:
@@ -52,7 +52,7 @@ def profile_of(
     micro_size: int,
     batch_bytes: float = 0.0,
     backward_per_forward: float = BACKWARD_PER_FORWARD,
-) -> Profile:
+) -> ModelProfile:
     """Turn a survey into a profile.
 
     Args:
@@ -65,19 +65,17 @@ def profile_of(
         A unit from each place where a stage can begin to the next. Places that would share a
         module among stages are used only where there are no others.
     """
-    terrain = Terrain(survey)
-    possible = [p for p in terrain.places if p.is_possible and p.has_parameters]
-    places = [p for p in possible if not p.obstacles] or possible
-    places = _with_parameters(terrain, places)
+    points = CutPoints(survey)
+    places = points.pieces()
     ticks = [0, *(p.tick for p in places), survey.end + 1]
     names = ["", *(p.path for p in places)]
     crossing = [batch_bytes, *(p.crossing_bytes for p in places)]
     units = []
     for name, (begin, end), crossing_bytes in zip(names, pairwise(ticks), crossing, strict=True):
-        load = terrain.load(begin, end)
+        load = points.load(begin, end)
         forward_s = load.compute_ns / _NS_PER_S
         units.append(
-            Unit(
+            UnitProfile(
                 name=name,
                 forward_s=forward_s,
                 backward_s=forward_s * backward_per_forward,
@@ -86,22 +84,12 @@ def profile_of(
                 crossing_bytes=crossing_bytes,
             )
         )
-    return Profile(
+    return ModelProfile(
         name=survey.title,
         micro_size=micro_size,
         units=tuple(units),
         ties=_ties(survey, ticks[1:-1]),
     )
-
-
-def _with_parameters(terrain: Terrain, places: Sequence[Place]) -> list[Place]:
-    """Leave out places between which no parameter is used first: no stage could be there."""
-    kept: list[Place] = []
-    for place in places:
-        before = terrain.first_uses_before(kept[-1].tick) if kept else 0
-        if terrain.first_uses_before(place.tick) > before:
-            kept.append(place)
-    return kept
 
 
 def _ties(survey: Survey, begins: Sequence[int]) -> tuple[Tie, ...]:

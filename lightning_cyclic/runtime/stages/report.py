@@ -11,64 +11,67 @@ from rich.table import Table
 
 from lightning_cyclic.runtime.stages.cuts import Cuts
 from lightning_cyclic.runtime.stages.evidence import NO_LINE, Call, Survey
-from lightning_cyclic.runtime.stages.naming import paste
+from lightning_cyclic.runtime.stages.named_places import paste
 from lightning_cyclic.runtime.stages.obstacles import Obstacle
-from lightning_cyclic.runtime.stages.places import Load, Place, Terrain
+from lightning_cyclic.runtime.stages.places import CutPoints, Load, Place
 from lightning_cyclic.simulate.units import show_bytes, show_seconds
 
 _WIDTH = 100
 _PATH_WIDTH, _START_WIDTH = 40, 34
 
 
-def report(survey: Survey, cuts: Cuts, *, rows: int = 120) -> str:
+def report(survey: Survey, cuts: Cuts, *, rows: int = 120, remark: str | None = None) -> str:
     """Print what a step does, where stages can begin, what stands against others, and a choice.
 
     Args:
         survey: of the step.
         cuts: the stages.
         rows: most calls to list; of deep modules the inner ones are left out.
+        remark: what else there is to say of the choice. [nothing]
 
     Returns:
         Lines of text, at most 100 columns wide.
     """
-    terrain = Terrain(survey)
-    reasons = _reasons(terrain)
+    points = CutPoints(survey)
+    reasons = _reasons(points)
     console = Console(width=_WIDTH, force_terminal=False, no_color=True, highlight=False)
     with console.capture() as capture:
         console.print(
             f"{survey.title}: calls of modules with parameters, forward of one micro-batch"
         )
-        console.print(_calls(terrain, cuts, reasons, rows))
+        console.print(_calls(points, cuts, reasons, rows))
         for obstacle, number in reasons.items():
             console.print(_footnote(obstacle, number), markup=False)
         if reasons:
             console.print()
         console.print("Stages")
-        console.print(_stages(terrain, cuts))
-        console.print(_advice(terrain, cuts), markup=False, soft_wrap=True)
+        console.print(_stages(points, cuts))
+        console.print(_advice(points, cuts), markup=False, soft_wrap=True)
+        if remark is not None:
+            console.print(remark, markup=False)
     return "\n".join(line.rstrip() for line in capture.get().strip("\n").splitlines())
 
 
 def loads(survey: Survey, cuts: Cuts) -> list[Load]:
     """Return the load of each stage, for the surveyed micro-batch."""
-    return _loads(Terrain(survey), cuts)
+    return _loads(CutPoints(survey), cuts)
 
 
-def _loads(terrain: Terrain, cuts: Cuts) -> list[Load]:
-    found = [terrain.at(path) for path in cuts.starts]
+def _loads(points: CutPoints, cuts: Cuts) -> list[Load]:
+    found = [points.at(path) for path in cuts.starts]
     places = [place for place in found if place is not None]
     assert len(places) == len(cuts.starts), "cuts of another survey"
-    ticks = [0, *(p.tick for p in places), terrain.survey.end + 1]
+    ticks = [0, *(p.tick for p in places), points.survey.end + 1]
     crossing = [0, *(p.crossing_bytes for p in places)]
     return [
-        terrain.load(begin, end, bytes_)
+        points.load(begin, end, bytes_)
         for (begin, end), bytes_ in zip(pairwise(ticks), crossing, strict=True)
     ]
 
 
-def _reasons(terrain: Terrain) -> dict[Obstacle, int]:
+def _reasons(points: CutPoints) -> dict[Obstacle, int]:
     """Number what stands against places, in order of appearance."""
-    found = dict.fromkeys(o for p in terrain.places if p.has_parameters for o in p.obstacles[:1])
+    found = dict.fromkeys(o for p in points.places if p.has_parameters for o in p.obstacles[:1])
     return {obstacle: n for n, obstacle in enumerate(found, start=1)}
 
 
@@ -80,16 +83,16 @@ def _footnote(obstacle: Obstacle, number: int) -> str:
 # ---------------------------------------------------------------------- the calls
 
 
-def _calls(terrain: Terrain, cuts: Cuts, reasons: Mapping[Obstacle, int], rows: int) -> Table:
-    survey = terrain.survey
+def _calls(points: CutPoints, cuts: Cuts, reasons: Mapping[Obstacle, int], rows: int) -> Table:
+    survey = points.survey
     grid = Table(box=SIMPLE_HEAD)
     grid.add_column("module", overflow="fold")
     for name in ("time", "params", "makes", "crossing"):
         grid.add_column(name, justify="right", no_wrap=True)
     grid.add_column("a stage", no_wrap=True)
     listed, hidden = _listed(survey, cuts, rows)
-    places = {p.path: p for p in terrain.places}
-    shared = {name: p for p in terrain.places for name in p.names if name != p.path}
+    places = {p.path: p for p in points.places}
+    shared = {name: p for p in points.places for name in p.names if name != p.path}
     for call in listed:
         first = call.n == 0
         place = places.get(call.path) if first else None
@@ -98,15 +101,15 @@ def _calls(terrain: Terrain, cuts: Cuts, reasons: Mapping[Obstacle, int], rows: 
             verdict = _verdict(place, cuts, reasons)
         elif call.path in cuts.starts and first:
             verdict = _begins(call.path, cuts)
-        grid.add_row(*_row(terrain, call, place), verdict)
+        grid.add_row(*_row(points, call, place), verdict)
     if hidden:
         grid.caption = f"{hidden} inner calls are left out"
         grid.caption_justify = "left"
     return grid
 
 
-def _row(terrain: Terrain, call: Call, place: Place | None) -> Iterator[str]:
-    load = terrain.load(call.begin, call.end)
+def _row(points: CutPoints, call: Call, place: Place | None) -> Iterator[str]:
+    load = points.load(call.begin, call.end)
     yield _folded(call.path if call.n == 0 else f"{call.path} (call {call.n + 1})")
     yield show_seconds((call.end_ns - call.begin_ns) / 1e9)
     yield show_bytes(load.parameter_bytes)
@@ -163,15 +166,15 @@ def _count(worth: Sequence[tuple[int, Call]], depth: int) -> int:
 # ---------------------------------------------------------------------- the stages
 
 
-def _stages(terrain: Terrain, cuts: Cuts) -> Table:
+def _stages(points: CutPoints, cuts: Cuts) -> Table:
     grid = Table(box=SIMPLE_HEAD)
     grid.add_column("stage", justify="right")
     grid.add_column("begins at", overflow="fold")
     for name in ("time", "share", "params", "makes", "receives"):
         grid.add_column(name, justify="right", no_wrap=True)
-    whole = max(terrain.survey.duration_ns, 1)
+    whole = max(points.survey.duration_ns, 1)
     begins = ["the step's beginning", *cuts.starts]
-    for j, load in enumerate(_loads(terrain, cuts)):
+    for j, load in enumerate(_loads(points, cuts)):
         grid.add_row(
             str(j),
             _folded(begins[j], _START_WIDTH),
@@ -184,11 +187,11 @@ def _stages(terrain: Terrain, cuts: Cuts) -> Table:
     return grid
 
 
-def _advice(terrain: Terrain, cuts: Cuts) -> str:
+def _advice(points: CutPoints, cuts: Cuts) -> str:
     lines = [paste(cuts.starts)] if cuts.starts else ["one stage: CyclicStrategy(stages=1)"]
     for name, stages in cuts.tied.items():
         lines.append(f"{name} is used in stages {', '.join(map(str, stages))}: kept alike")
-    unused = [name for name, held in terrain.survey.parameters.items() if not held.uses]
+    unused = [name for name, held in points.survey.parameters.items() if not held.uses]
     if unused:
         more = f" and {len(unused) - 5} more" if len(unused) > 5 else ""
         lines.append(f"not used in this step: {', '.join(unused[:5])}{more}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -12,12 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from lightning_cyclic.plan import Plan, make_plan
-from lightning_cyclic.plan.actions import Kind
+from lightning_cyclic.plan.actions import Kind, Payload
 from lightning_cyclic.runtime.partial_step.config import StagewiseConfig
 from lightning_cyclic.runtime.partial_step.flow import Summary
 from lightning_cyclic.runtime.partial_step.losses import loss_of
 from lightning_cyclic.runtime.partial_step.session import StagewiseSession
 from lightning_cyclic.runtime.stages.cuts import Cuts, choose_cuts
+from lightning_cyclic.runtime.stages.places import CutPoints
 from lightning_cyclic.runtime.stages.survey import survey
 from lightning_cyclic.runtime.transport import CountingTransport
 from lightning_cyclic.runtime.transport.local import LocalTransport, PostOffice
@@ -27,6 +29,7 @@ from .crews import compare
 CPU = torch.device("cpu")
 NUM_STEPS = 5
 ROWS = 3  # of a micro-batch
+HEAD_BYTES = 64  # of a message
 
 
 class Net(nn.Module):
@@ -66,11 +69,14 @@ def sequential(model: Net, num_micro: int) -> Net:
 class Crew:
     """Every worker of a plan, each in a thread of its own."""
 
-    def __init__(self, model: Net, preset: str, num_workers: int, **numbers: int) -> None:
+    def __init__(
+        self, model: Any, preset: str, num_workers: int, starts: Sequence[str] = (),
+        **numbers: int,
+    ) -> None:  # fmt: skip
         self.width, self.num_micro = numbers.get("width", 1), numbers["num_micro"]
         self.remat = "always" if numbers.get("remat") else "never"
         size = 8 // numbers["num_stages"]
-        starts = [f"layers.{k}" for k in range(size, 8, size)]
+        starts = starts or [f"layers.{k}" for k in range(size, 8, size)]
         self.cuts: Cuts = choose_cuts(survey(model, lambda: model.step(batch(0))), starts)
         self.preset, self.num_workers = preset, num_workers
         office = PostOffice()
@@ -83,6 +89,7 @@ class Crew:
             for w in range(num_workers)
         ]  # fmt: skip
         self.sent: list[list[Counter[Any]]] = [[] for _ in self.sessions]
+        self.sent_bytes: list[list[Counter[Any]]] = [[] for _ in self.sessions]
 
     def _config(self) -> StagewiseConfig:
         return StagewiseConfig(
@@ -132,7 +139,9 @@ class Crew:
             session.train(parts, model.step, _summary, 1)
             optimizer.step()
             session.end_step()
-            self.sent[w].append(Counter(session.transport.messages))  # type: ignore[union-attr]
+            assert isinstance(session.transport, CountingTransport)
+            self.sent[w].append(Counter(session.transport.messages))
+            self.sent_bytes[w].append(Counter(session.transport.num_bytes))
 
     def compare(self, expected: Net) -> None:
         """Compare what each worker holds, bit by bit."""
@@ -175,6 +184,41 @@ def test_messages_are_those_of_the_program(name: str) -> None:
         sends = Counter(a.payload for a in plan.programs[w] if a.kind is Kind.SEND)
         # in the first steps descriptions of what crosses travel, too
         assert crew.sent[w][-1] - crew.sent[w][-2] == sends
+
+
+class Branches(nn.Module):
+    """Two branches, a skip past both of them, and a view of it that travels apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem = nn.Linear(6, 16)
+        self.left1, self.left2 = nn.Linear(16, 48), nn.Linear(48, 16)
+        self.right1, self.right2 = nn.Linear(16, 32), nn.Linear(32, 16)
+        self.join = nn.Linear(32, 16)
+
+    def step(self, x: Tensor) -> Tensor:
+        h = self.stem(x)
+        halves = h.view(-1, 8)
+        left = self.left2(torch.tanh(self.left1(h)))
+        right = self.right2(torch.tanh(self.right1(h)))
+        y = self.join(torch.cat([left, right], 1)) + h
+        return (y.view(-1, 8) * halves).square().mean()
+
+
+def test_messages_have_the_bytes_that_stages_are_cut_by() -> None:
+    starts = ["left1", "left2", "right1", "right2", "join"]
+    model = Branches()
+    crew = Crew(model, "1f1b", 6, starts, num_stages=6, num_micro=2)
+    crew.train()
+    points = CutPoints(survey(model, lambda: model.step(batch(0))))
+    crossing = [p.crossing_bytes for p in points.places]
+    h, wide, narrow = 4 * ROWS * 16, 4 * ROWS * 48, 4 * ROWS * 32
+    both = 2 * h  # and its view, to the end
+    assert crossing == [both, both + wide, both + h, both + h + narrow, both + narrow]
+    for w, num_bytes in enumerate(crossing):
+        in_one_step = crew.sent_bytes[w][-1] - crew.sent_bytes[w][-2]
+        assert in_one_step[Payload.A] == 2 * (num_bytes + HEAD_BYTES)
 
 
 def test_what_other_workers_hold_takes_no_memory() -> None:

@@ -11,7 +11,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from lightning_cyclic.errors import PlanError
 from lightning_cyclic.runtime.stages.cuts import Cuts, choose_cuts
-from lightning_cyclic.runtime.stages.places import Terrain
+from lightning_cyclic.runtime.stages.places import CutPoints
 from lightning_cyclic.runtime.stages.survey import survey
 
 
@@ -44,7 +44,7 @@ def test_gpt2_has_a_tied_weight_in_the_first_and_the_last_stage(gpt2):
 
 
 def test_nothing_stands_against_any_place_of_gpt2_but_its_bare_end(gpt2):
-    places = Terrain(gpt2).places
+    places = CutPoints(gpt2).places
     assert [p.path for p in places if p.obstacles] == ["lm_head"]
     assert [o.kind for o in places[-1].obstacles] == ["bare"]
     assert next(p for p in places if p.path == "transformer.h.2").names == (
@@ -53,9 +53,9 @@ def test_nothing_stands_against_any_place_of_gpt2_but_its_bare_end(gpt2):
 
 
 def test_only_the_hidden_state_crosses_between_blocks(gpt2):
-    place = Terrain(gpt2).at("transformer.h.2")
+    place = CutPoints(gpt2).at("transformer.h.2")
     assert place.crossing_bytes == 2 * 8 * 16 * 4
-    within = Terrain(gpt2).at("transformer.h.2.mlp")
+    within = CutPoints(gpt2).at("transformer.h.2.mlp")
     assert within.crossing_bytes == 2 * place.crossing_bytes  # and the residual
     assert within.split == {"transformer", "transformer.h.2"}
 
@@ -87,7 +87,7 @@ class UNet(nn.Module):
 def test_skips_made_by_glue_cross():
     model, x = UNet(), torch.ones(1, 3, 8, 8)
     seen = survey(model, lambda: model(x))
-    sizes = {p.path: p.crossing_bytes // 4 for p in Terrain(seen).places}
+    sizes = {p.path: p.crossing_bytes // 4 for p in CutPoints(seen).places}
     a, b, pooled = 4 * 64, 4 * 16, 4 * 4
     assert sizes["d2"] == a + b  # the second is the input, pooled
     assert sizes["mid"] == a + b + pooled
@@ -137,11 +137,11 @@ def test_buffers_metrics_and_unused_parameters(everything):
 def test_a_module_without_parameters_begins_a_stage_by_name_only(everything):
     assert choose_cuts(everything, ["act"]).starts == ("act",)
     assert choose_cuts(everything, "act").starts == ("act",)
-    assert not any(p.has_parameters for p in Terrain(everything).places if p.path == "act")
+    assert not any(p.has_parameters for p in CutPoints(everything).places if p.path == "act")
     assert choose_cuts(everything, 3).starts == ("norm", "b")
 
 
 def test_a_metric_before_a_cut_is_no_obstacle(everything):
-    assert not any(p.obstacles for p in Terrain(everything).places)
+    assert not any(p.obstacles for p in CutPoints(everything).places)
     with pytest.raises(PlanError, match="'unused', a module that the step does not call"):
         choose_cuts(everything, ["unused"])

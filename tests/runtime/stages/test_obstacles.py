@@ -8,7 +8,7 @@ from torchmetrics import MeanMetric
 
 from lightning_cyclic.errors import PlanError
 from lightning_cyclic.runtime.stages.cuts import choose_cuts
-from lightning_cyclic.runtime.stages.places import Terrain
+from lightning_cyclic.runtime.stages.places import CutPoints
 from lightning_cyclic.runtime.stages.survey import survey
 from tests.lines import line_of
 
@@ -19,20 +19,20 @@ def surveyed(model, *batch):
 
 def hard(model, *batch):
     """Return path of each place -> kinds of the hard obstacles there."""
-    terrain = Terrain(surveyed(model, *batch))
-    return {p.path: [o.kind for o in p.obstacles if o.is_hard] for p in terrain.places}
+    points = CutPoints(surveyed(model, *batch))
+    return {p.path: [o.kind for o in p.obstacles if o.is_hard] for p in points.places}
 
 
 def opened(model, *batch):
     """Return path of each place -> modules that are entered, as stages begin there."""
-    terrain = Terrain(surveyed(model, *batch))
-    assert not any(o.is_hard for p in terrain.places for o in p.obstacles)
-    return {p.path: sorted(p.split) for p in terrain.places}
+    points = CutPoints(surveyed(model, *batch))
+    assert not any(o.is_hard for p in points.places for o in p.obstacles)
+    return {p.path: sorted(p.split) for p in points.places}
 
 
 def soft(model, *batch):
-    terrain = Terrain(surveyed(model, *batch))
-    return {p.path: [o.kind for o in p.obstacles if not o.is_hard] for p in terrain.places}
+    points = CutPoints(surveyed(model, *batch))
+    return {p.path: [o.kind for o in p.obstacles if not o.is_hard] for p in points.places}
 
 
 def refusal(model, path, *batch):

@@ -43,6 +43,12 @@ def test_a_report():
     assert squeezed(text) == squeezed(PICTURE)
 
 
+def test_a_remark_comes_last_and_is_wrapped():
+    text = report(SEEN, choose_cuts(SEEN, ["1"]), remark=f"one [1] {'word ' * 30}")
+    assert squeezed(text)[:-2] == squeezed(PICTURE)
+    assert text.splitlines()[-2].startswith("one [1] word word")
+
+
 def test_no_line_is_wider_than_100_columns_but_what_is_to_be_pasted():
     long = [("box", [("box", [("box", [LAYER] * 3)] * 3)] * 3)] * 3
     seen = Writer(long).survey()

@@ -2,7 +2,10 @@
 
 Without a plan a stage weighs what it computes (or its activations), and the cut is found by
 bisection. With one it also takes what its messages take, and may keep no more than its worker has
-memory for; then the cut is the planner's own (planner/row.py). Both are exact.
+memory for; then the cut is the planner's own (planner/row.py). Both are exact, also where calls
+branch: their order makes a row of every graph, and what crosses at a place is all that is made
+before and used behind, passed on from stage to stage (planner/graph.py; ``branches.py`` compares
+with other orders).
 """
 
 from __future__ import annotations
@@ -17,12 +20,11 @@ from lightning_cyclic.errors import PlanError
 from lightning_cyclic.planner.partition import balance_between
 from lightning_cyclic.planner.row import Fits, Pieces, cut_row
 from lightning_cyclic.runtime.stages.demands import Demands
-from lightning_cyclic.runtime.stages.obstacles import Split
-from lightning_cyclic.runtime.stages.places import Place, Terrain
+from lightning_cyclic.runtime.stages.places import CutPoints, Place
 
 
 def best_places(
-    terrain: Terrain,
+    points: CutPoints,
     stages: int,
     memory_limit_bytes: int | None = None,
     demands: Demands | None = None,
@@ -32,28 +34,28 @@ def best_places(
     Places that would share a module among stages are used only if there are too few others.
 
     Args:
-        terrain: the places.
+        points: where stages can begin.
         stages: how many.
         memory_limit_bytes: of parameters and activations of one stage; with demands, of all that
             its worker keeps. [any number]
-        demands: of the plan, for as many stages. [none: stages weigh what the terrain says]
+        demands: of the plan, for as many stages. [none: stages weigh what the points say]
 
     Raises:
         PlanError: too many stages, or too few for the memory.
     """
-    possible = _possible(terrain)
+    possible = points.possible
     for places in ([p for p in possible if not p.obstacles], possible):
-        found = _best(terrain, places, stages, memory_limit_bytes, demands)
+        found = _best(points, places, stages, memory_limit_bytes, demands)
         if found is not None:
             return found
-    most = most_stages(terrain)
+    most = most_stages(points)
     if not 1 <= stages <= most:
         raise PlanError(
-            f"stages={stages} were asked for, but {terrain.survey.title} can be cut into at most "
+            f"stages={stages} were asked for, but {points.survey.title} can be cut into at most "
             f"{most}; allowed: 1 to {most}; use CyclicStrategy(stages={most}); "
             "`lightning-cyclic doctor` says what stands against more"
         )
-    least = _least_memory(terrain, possible, stages, demands)
+    least = _least_memory(points, possible, stages, demands)
     raise PlanError(
         f"memory_limit_bytes={memory_limit_bytes} cannot be met with stages={stages}; allowed: "
         f"{least} bytes or more with so many; raise it, use more stages or smaller micro-batches"
@@ -61,7 +63,7 @@ def best_places(
 
 
 def _best(
-    terrain: Terrain,
+    points: CutPoints,
     places: Sequence[Place],
     stages: int,
     limit: float | None,
@@ -76,21 +78,21 @@ def _best(
         return None
     if stages == 1 and limit is None:  # whatever the step is, even one that uses no parameter
         return []
-    if stages == 1 or not terrain.obstacles.depend_on_other_cuts:
-        return _best_of_row(terrain, places, stages, limit, demands)[0]
-    reach = _reaches(terrain, places)
+    if stages == 1 or not points.obstacles.depend_on_other_cuts:
+        return _best_of_row(points, places, stages, limit, demands)[0]
+    reach = _reaches(points, places)
     best: list[Place] | None = None
     least = inf
     for last, end in enumerate(places):
         usable = [p for p, r in zip(places[:last], reach, strict=False) if r >= end.tick]
-        found, largest = _best_of_row(terrain, [*usable, end], stages, limit, demands)
+        found, largest = _best_of_row(points, [*usable, end], stages, limit, demands)
         if found and largest < least:
             best, least = found, largest
     return best
 
 
 def _best_of_row(
-    terrain: Terrain,
+    points: CutPoints,
     places: Sequence[Place],
     stages: int,
     limit: float | None,
@@ -98,54 +100,44 @@ def _best_of_row(
 ) -> tuple[list[Place] | None, float]:
     """Return the best of places that do not stand against each other, and its largest stage."""
     if demands is not None:
-        return _Planned(terrain, places, demands, limit).best(stages)
-    found = _Row(terrain, places, limit).best(stages)
-    return found, inf if found is None else _largest(terrain, found)
+        return _Planned(points, places, demands, limit).best(stages)
+    found = _Row(points, places, limit).best(stages)
+    return found, inf if found is None else _largest(points, found)
 
 
-def _reaches(terrain: Terrain, places: Sequence[Place]) -> list[int]:
+def _reaches(points: CutPoints, places: Sequence[Place]) -> list[int]:
     """Return for each place the tick of the last place that may be used with it."""
     found = []
     for k, place in enumerate(places):
         reach = place.tick
         for other in places[k + 1 :]:
-            if _clash(terrain, [place, other]):
+            if points.clash([place, other]):
                 break
             reach = other.tick
         found.append(reach)
     return found
 
 
-def _clash(terrain: Terrain, places: Sequence[Place]) -> bool:
-    split = split_by(places)
-    return any(o.is_hard for p in places for o in terrain.obstacles.against(p.tick, split))
-
-
-def split_by(places: Sequence[Place]) -> Split:
-    """Return the modules within whose calls places lie."""
-    return frozenset[str]().union(*(p.split for p in places))
-
-
-def _largest(terrain: Terrain, places: Sequence[Place]) -> int:
-    ends = _weights(terrain, [p.tick for p in places])
+def _largest(points: CutPoints, places: Sequence[Place]) -> int:
+    ends = _weights(points, [p.tick for p in places])
     return max(b - a for a, b in zip(ends, ends[1:], strict=False))
 
 
-def _weights(terrain: Terrain, ticks: Sequence[int]) -> list[int]:
-    return [0, *map(terrain.weight_before, ticks), terrain.weight_before(terrain.survey.end + 1)]
+def _weights(points: CutPoints, ticks: Sequence[int]) -> list[int]:
+    return [0, *map(points.weight_before, ticks), points.weight_before(points.survey.end + 1)]
 
 
 @final
 class _Row:
     """Choose among places by their running sums of weight, parameters and memory."""
 
-    def __init__(self, terrain: Terrain, places: Sequence[Place], limit: float | None) -> None:
+    def __init__(self, points: CutPoints, places: Sequence[Place], limit: float | None) -> None:
         self._places = places
-        self._ticks = [0, *(p.tick for p in places), terrain.survey.end + 1]
-        self._ends = _weights(terrain, [p.tick for p in places])
-        firsts = [terrain.first_uses_before(tick) for tick in self._ticks]
+        self._ticks = [0, *(p.tick for p in places), points.survey.end + 1]
+        self._ends = _weights(points, [p.tick for p in places])
+        firsts = [points.first_uses_before(tick) for tick in self._ticks]
         self._highs = [bisect_left(firsts, count) - 1 for count in firsts]
-        self._lows = [0] * len(self._ends) if limit is None else self._memory_lows(terrain, limit)
+        self._lows = [0] * len(self._ends) if limit is None else self._memory_lows(points, limit)
 
     def best(self, stages: int) -> list[Place] | None:
         """Return the best choice; None if there is none."""
@@ -161,10 +153,10 @@ class _Row:
             count += 1
         return max(count, 1)
 
-    def _memory_lows(self, terrain: Terrain, limit: float) -> list[int]:
+    def _memory_lows(self, points: CutPoints, limit: float) -> list[int]:
         lows, a = [], 0
         for b, end in enumerate(self._ticks):
-            while a < b and terrain.kept_bytes(self._ticks[a], end) > limit:
+            while a < b and points.kept_bytes(self._ticks[a], end) > limit:
                 a += 1
             lows.append(a)
         return lows
@@ -175,17 +167,17 @@ class _Planned:
     """Choose among places by what a plan's workers compute, send and keep."""
 
     def __init__(
-        self, terrain: Terrain, places: Sequence[Place], demands: Demands, limit: float | None
+        self, points: CutPoints, places: Sequence[Place], demands: Demands, limit: float | None
     ) -> None:
         self._places = places
         self._demands = demands
         self._limit = limit
-        ticks = [0, *(p.tick for p in places), terrain.survey.end + 1]
+        ticks = [0, *(p.tick for p in places), points.survey.end + 1]
         self._crossing = [0, *(p.crossing_bytes for p in places), 0]
         self._sent_s = [demands.sent_s(size) for size in self._crossing]
-        self._compute_s = [demands.compute_s(terrain.time_at(tick)) for tick in ticks]
-        self._firsts = [terrain.first_uses_before(tick) for tick in ticks]
-        self._load = cache(lambda a, b: terrain.load(ticks[a], ticks[b], self._crossing[a]))
+        self._compute_s = [demands.compute_s(points.time_at(tick)) for tick in ticks]
+        self._firsts = [points.first_uses_before(tick) for tick in ticks]
+        self._load = cache(lambda a, b: points.load(ticks[a], ticks[b], self._crossing[a]))
 
     def best(self, stages: int) -> tuple[list[Place] | None, float]:
         """Return the best choice and the seconds of its slowest stage; None if there is none."""
@@ -225,33 +217,29 @@ class _Planned:
         return self._demands.kept_bytes(j, self._load(a, b), self._crossing[b])
 
 
-def most_stages(terrain: Terrain) -> int:
+def most_stages(points: CutPoints) -> int:
     """Return the largest number of stages, each with a parameter of its own."""
-    places = _possible(terrain)
-    if not terrain.obstacles.depend_on_other_cuts:
-        return _Row(terrain, places, None).most()
+    places = points.possible
+    if not points.obstacles.depend_on_other_cuts:
+        return _Row(points, places, None).most()
     most = 1
-    while _best(terrain, places, most + 1, None) is not None:
+    while _best(points, places, most + 1, None) is not None:
         most += 1
     return most
 
 
-def _possible(terrain: Terrain) -> list[Place]:
-    return [p for p in terrain.places if p.is_possible and p.has_parameters]
-
-
 def _least_memory(
-    terrain: Terrain, places: Sequence[Place], stages: int, demands: Demands | None
+    points: CutPoints, places: Sequence[Place], stages: int, demands: Demands | None
 ) -> int:
     """Return the least limit that can be met: of a plan's demands at once, else by bisection."""
-    if demands is not None and not terrain.obstacles.depend_on_other_cuts:
-        return ceil(_Planned(terrain, places, demands, None).least_memory(stages))
-    low, high = 0, max(1, terrain.kept_bytes(0, terrain.survey.end + 1))
-    while _best(terrain, places, stages, high, demands) is None:
+    if demands is not None and not points.obstacles.depend_on_other_cuts:
+        return ceil(_Planned(points, places, demands, None).least_memory(stages))
+    low, high = 0, max(1, points.kept_bytes(0, points.survey.end + 1))
+    while _best(points, places, stages, high, demands) is None:
         high *= 2
     while low < high:
         middle = (low + high) // 2
-        if _best(terrain, places, stages, middle, demands) is None:
+        if _best(points, places, stages, middle, demands) is None:
             low = middle + 1
         else:
             high = middle

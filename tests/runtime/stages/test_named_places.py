@@ -3,24 +3,24 @@
 import pytest
 
 from lightning_cyclic.errors import PlanError
-from lightning_cyclic.runtime.stages.naming import named_places
-from lightning_cyclic.runtime.stages.places import Terrain
+from lightning_cyclic.runtime.stages.named_places import named_places
+from lightning_cyclic.runtime.stages.places import CutPoints
 
 from .scripts import Writer
 
 LAYER = ("layer", 1, 1, 1)
-TERRAIN = Terrain(
+POINTS = CutPoints(
     Writer([LAYER, LAYER, ("box", [LAYER, LAYER]), LAYER, ("read",), LAYER]).survey()
 )
 
 
 def test_places_in_order():
-    assert [p.path for p in named_places(TERRAIN, ["1", "2.1", "3"])] == ["1", "2.1", "3"]
-    assert named_places(TERRAIN, []) == []
+    assert [p.path for p in named_places(POINTS, ["1", "2.1", "3"])] == ["1", "2.1", "3"]
+    assert named_places(POINTS, []) == []
 
 
 def test_an_inner_module_that_begins_with_its_parent_splits_it():
-    (outer,), (inner,) = named_places(TERRAIN, ["2"]), named_places(TERRAIN, ["2.0"])
+    (outer,), (inner,) = named_places(POINTS, ["2"]), named_places(POINTS, ["2.0"])
     assert outer.tick < inner.tick
     assert (outer.split, inner.split) == (frozenset(), {"2"})
 
@@ -46,11 +46,11 @@ def test_an_inner_module_that_begins_with_its_parent_splits_it():
 )
 def test_refusals(paths, message):
     with pytest.raises(PlanError, match=message):
-        named_places(TERRAIN, paths)
+        named_places(POINTS, paths)
 
 
 def test_what_is_proposed_works():
     with pytest.raises(PlanError) as caught:
-        named_places(TERRAIN, ["1", "5"])
+        named_places(POINTS, ["1", "5"])
     proposed = eval(str(caught.value).partition("stages=")[2].removesuffix(")"))
-    assert [p.path for p in named_places(TERRAIN, proposed)] == proposed
+    assert [p.path for p in named_places(POINTS, proposed)] == proposed

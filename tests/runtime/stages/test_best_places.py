@@ -9,14 +9,16 @@ from hypothesis import strategies as st
 
 from lightning_cyclic.errors import PlanError
 from lightning_cyclic.plan import make_plan
-from lightning_cyclic.runtime.stages.choice import best_places, split_by
+from lightning_cyclic.runtime.stages.best_places import best_places
 from lightning_cyclic.runtime.stages.demands import Demands
-from lightning_cyclic.runtime.stages.places import Load, Terrain
+from lightning_cyclic.runtime.stages.places import CutPoints, Load, split_by
 from lightning_cyclic.simulate import Network
 
 from .scripts import Writer
 
-layers = st.tuples(st.just("layer"), st.integers(0, 9), st.integers(0, 5), st.integers(0, 5))
+costs = st.integers(0, 9), st.integers(0, 5), st.integers(0, 5)
+back = st.integers(0, 3)  # a skip makes it more than one
+layers = st.tuples(st.just("layer"), *costs) | st.tuples(st.just("layer"), *costs, back, back)
 leaves = (
     layers | layers | layers | st.just(("read",)) | st.tuples(st.just("old"), st.integers(0, 5))
 )
@@ -27,29 +29,29 @@ scripts = st.recursive(
 )
 
 
-def allowed(terrain, places, limit):
+def allowed(points, places, limit):
     """Say whether stages may begin at all of these places."""
     split = split_by(places)
-    ticks = [0, *(p.tick for p in places), terrain.survey.end + 1]
+    ticks = [0, *(p.tick for p in places), points.survey.end + 1]
     return (
-        not any(o.is_hard for p in places for o in terrain.obstacles.against(p.tick, split))
+        not any(o.is_hard for p in places for o in points.obstacles.against(p.tick, split))
         and all(
-            terrain.first_uses_before(a) < terrain.first_uses_before(b) for a, b in pairwise(ticks)
+            points.first_uses_before(a) < points.first_uses_before(b) for a, b in pairwise(ticks)
         )
-        and (limit is None or all(terrain.kept_bytes(a, b) <= limit for a, b in pairwise(ticks)))
+        and (limit is None or all(points.kept_bytes(a, b) <= limit for a, b in pairwise(ticks)))
     )
 
 
-def slowest(terrain, places):
-    ends = [0, *(p.before_ns for p in places), terrain.survey.duration_ns]
+def slowest(points, places):
+    ends = [0, *(p.before_ns for p in places), points.survey.duration_ns]
     return max(b - a for a, b in pairwise(ends))
 
 
-def best_of_all(terrain, stages, limit):
+def best_of_all(points, stages, limit):
     """Return the slowest stage's time for the best choice without shared modules, else with."""
-    for places in ([p for p in terrain.places if not p.obstacles], terrain.places):
+    for places in ([p for p in points.places if not p.obstacles], points.places):
         choices = combinations(places, stages - 1)
-        found = [slowest(terrain, c) for c in choices if allowed(terrain, c, limit)]
+        found = [slowest(points, c) for c in choices if allowed(points, c, limit)]
         if found:
             return min(found)
     return None
@@ -58,39 +60,39 @@ def best_of_all(terrain, stages, limit):
 @settings(max_examples=300, deadline=None)
 @given(scripts, st.integers(1, 5), st.none() | st.integers(0, 40))
 def test_as_good_as_the_best_of_all(script, stages, limit):
-    terrain = Terrain(Writer([("layer", 1, 1, 1), *script]).survey())
-    best = best_of_all(terrain, stages, limit)
+    points = CutPoints(Writer([("layer", 1, 1, 1), *script]).survey())
+    best = best_of_all(points, stages, limit)
     if best is None:
         with pytest.raises(PlanError):
-            best_places(terrain, stages, limit)
+            best_places(points, stages, limit)
         return
-    places = best_places(terrain, stages, limit)
+    places = best_places(points, stages, limit)
     assert len(places) == stages - 1
-    assert allowed(terrain, places, limit)
-    assert slowest(terrain, places) == best
+    assert allowed(points, places, limit)
+    assert slowest(points, places) == best
 
 
 @settings(max_examples=100, deadline=None)
 @given(scripts)
 def test_the_number_that_a_refusal_allows_is_the_largest(script):
-    terrain = Terrain(Writer([("layer", 1, 1, 1), *script]).survey())
-    most = max(k for k in range(1, 20) if best_of_all(terrain, k, None) is not None)
-    assert len(best_places(terrain, most)) == most - 1
+    points = CutPoints(Writer([("layer", 1, 1, 1), *script]).survey())
+    most = max(k for k in range(1, 20) if best_of_all(points, k, None) is not None)
+    assert len(best_places(points, most)) == most - 1
     with pytest.raises(PlanError, match=rf"at most {most}; allowed: 1 to {most}; use .*={most}\)"):
-        best_places(terrain, most + 1)
+        best_places(points, most + 1)
 
 
 @settings(max_examples=100, deadline=None)
 @given(scripts, st.integers(1, 3))
 def test_the_memory_that_a_refusal_allows_is_the_least(script, stages):
-    terrain = Terrain(Writer([("layer", 1, 1, 1), *script]).survey())
-    if best_of_all(terrain, stages, None) is None:
+    points = CutPoints(Writer([("layer", 1, 1, 1), *script]).survey())
+    if best_of_all(points, stages, None) is None:
         return
     with pytest.raises(PlanError, match=rf"stages={stages}; allowed: \d+ bytes") as caught:
-        best_places(terrain, stages, -1)
+        best_places(points, stages, -1)
     least = int(str(caught.value).split("allowed: ")[1].split()[0])
-    assert best_of_all(terrain, stages, least) is not None
-    assert least == 0 or best_of_all(terrain, stages, least - 1) is None
+    assert best_of_all(points, stages, least) is not None
+    assert least == 0 or best_of_all(points, stages, least - 1) is None
 
 
 ROW = [("layer", ns, 1, 1) for ns in (3, 1, 1, 2, 5)]
@@ -100,37 +102,37 @@ ROW = [("layer", ns, 1, 1) for ns in (3, 1, 1, 2, 5)]
     ("stages", "starts"), [(1, []), (2, ["3"]), (3, ["1", "4"]), (5, ["1", "2", "3", "4"])]
 )
 def test_a_row_of_layers(stages, starts):
-    terrain = Terrain(Writer(ROW).survey())
-    assert [p.path for p in best_places(terrain, stages)] == starts
+    points = CutPoints(Writer(ROW).survey())
+    assert [p.path for p in best_places(points, stages)] == starts
 
 
 def test_places_that_share_a_module_are_used_only_for_want_of_others():
     script = [("layer", ns, 1, 1) for ns in (4, 4, 1)] + [("old", 0), ("layer", 1, 1, 1)]
-    terrain = Terrain(Writer(script).survey())
-    assert [p.path for p in best_places(terrain, 2)] == ["4"]
-    assert [p.path for p in best_places(terrain, 3)] == ["1", "2"]
+    points = CutPoints(Writer(script).survey())
+    assert [p.path for p in best_places(points, 2)] == ["4"]
+    assert [p.path for p in best_places(points, 3)] == ["1", "2"]
 
 
 def test_a_memory_limit_moves_the_cut():
     script = [("layer", 1, 8, 1), ("layer", 1, 8, 1), ("layer", 1, 1, 1), ("layer", 6, 1, 1)]
-    terrain = Terrain(Writer(script).survey())
-    assert [p.path for p in best_places(terrain, 2)] == ["3"]
-    assert [p.path for p in best_places(terrain, 2, 13)] == ["1"]
+    points = CutPoints(Writer(script).survey())
+    assert [p.path for p in best_places(points, 2)] == ["3"]
+    assert [p.path for p in best_places(points, 2, 13)] == ["1"]
 
 
 @pytest.mark.parametrize("stages", [0, -1, 6])
 def test_impossible_numbers(stages):
-    terrain = Terrain(Writer(ROW).survey())
+    points = CutPoints(Writer(ROW).survey())
     with pytest.raises(PlanError, match=rf"stages={stages} .* at most 5; allowed: 1 to 5"):
-        best_places(terrain, stages)
+        best_places(points, stages)
 
 
 def test_stages_of_equal_activations_do_not_depend_on_times():
     sizes = (1, 1, 1, 6, 1)
     for times in ((3, 1, 1, 2, 5), (9, 1, 1, 1, 1)):
         script = [("layer", ns, 1, n) for ns, n in zip(times, sizes, strict=True)]
-        terrain = Terrain(Writer(script).survey(), "activations")
-        assert [p.path for p in best_places(terrain, 2)] == ["3"]
+        points = CutPoints(Writer(script).survey(), "activations")
+        assert [p.path for p in best_places(points, 2)] == ["3"]
 
 
 # ---------------------------------------------------------------------- with a plan's demands
@@ -142,26 +144,26 @@ def demanded(preset, stages, bandwidth):
     return Demands.of(plan, again=False, network=network, state_per_param=2.0)
 
 
-def judged(terrain, places, demands):
+def judged(points, places, demands):
     """Return the slowest stage's seconds and the fullest worker's bytes, from the definition."""
-    ticks = [0, *(p.tick for p in places), terrain.survey.end + 1]
+    ticks = [0, *(p.tick for p in places), points.survey.end + 1]
     crossing = [0, *(p.crossing_bytes for p in places), 0]
     times, sizes = [], []
     for j, (a, b) in enumerate(pairwise(ticks)):
-        load = terrain.load(a, b, crossing[j])
+        load = points.load(a, b, crossing[j])
         sent_s = demands.sent_s(crossing[j]) + demands.sent_s(crossing[j + 1])
-        begin, end = map(terrain.time_at, (a, b))
+        begin, end = map(points.time_at, (a, b))
         compute_s = demands.compute_s(end) - demands.compute_s(begin)
         times.append(max(compute_s, sent_s))
         sizes.append(demands.kept_bytes(j, load, crossing[j + 1]))
     return max(times), max(sizes)
 
 
-def judged_all(terrain, stages, demands):
+def judged_all(points, stages, demands):
     """Yield, for places without shared modules and for all, what each allowed choice takes."""
-    for places in ([p for p in terrain.places if not p.obstacles], terrain.places):
+    for places in ([p for p in points.places if not p.obstacles], points.places):
         choices = combinations(places, stages - 1)
-        yield [judged(terrain, c, demands) for c in choices if allowed(terrain, c, None)]
+        yield [judged(points, c, demands) for c in choices if allowed(points, c, None)]
 
 
 @settings(max_examples=200, deadline=None)
@@ -173,22 +175,38 @@ def judged_all(terrain, stages, demands):
     st.none() | st.integers(0, 250),
 )
 def test_as_good_as_the_best_of_all_for_a_plan(script, preset, stages, bandwidth, limit):
-    terrain = Terrain(Writer([("layer", 1, 1, 1), *script]).survey())
+    points = CutPoints(Writer([("layer", 1, 1, 1), *script]).survey())
     demands = demanded(preset, stages, bandwidth)
-    groups = list(judged_all(terrain, stages, demands))
+    groups = list(judged_all(points, stages, demands))
     fitting = [[t for t, size in g if limit is None or size <= limit] for g in groups]
     best = next((min(times) for times in fitting if times), None)
     if best is not None:
-        places = best_places(terrain, stages, limit, demands)
-        found_s, kept = judged(terrain, places, demands)
-        assert allowed(terrain, places, None)
+        places = best_places(points, stages, limit, demands)
+        found_s, kept = judged(points, places, demands)
+        assert allowed(points, places, None)
         assert limit is None or kept <= limit
         assert found_s == best
         return
     least = min((size for _, size in groups[1]), default=None)
     text = "at most" if least is None else f"allowed: {ceil(least)} bytes or more"
     with pytest.raises(PlanError, match=text):
-        best_places(terrain, stages, limit, demands)
+        best_places(points, stages, limit, demands)
+
+
+CHAIN = [
+    ("layer", ns, 1, size, 0) for ns, size in ((3, 60), (1, 9), (1, 90), (2, 2), (5, 1), (2, 1))
+]
+
+
+@pytest.mark.parametrize(
+    ("bandwidth", "limit", "starts"),
+    [(1e9, None, ["2", "4"]), (1e10, None, ["3", "5"]), (1e10, 330, ["2", "4"])],
+)
+def test_a_chain_of_layers(bandwidth, limit, starts):
+    points = CutPoints(Writer(CHAIN).survey())
+    assert [p.path for p in best_places(points, 3)] == ["1", "4"]
+    demands = demanded("1f1b", 3, bandwidth)
+    assert [p.path for p in best_places(points, 3, limit, demands)] == starts
 
 
 def test_the_first_stage_of_a_pipeline_keeps_most():

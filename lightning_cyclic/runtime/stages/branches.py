@@ -1,0 +1,198 @@
+"""Branches: what a module would gain if it called them in another order.
+
+    as called        stem a1 | a2 b1 | b2 join        stages are calls in a row, so that a stage
+    in another       stem b1 | a1 b2 | a2 join        cannot take from each branch what suits it
+
+The calls between two places where stages can begin are a *piece*, with the code behind them. What
+pieces take, make and use is a graph of costs, which the planner cuts whatever the order of its
+nodes. The order of the user's code is never changed: it only pays to know what it costs.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
+from itertools import pairwise
+from typing import final
+
+from lightning_cyclic.errors import PlanError
+from lightning_cyclic.planner.graph import CostGraph, GraphSplit, GraphTensor, nodes_in
+from lightning_cyclic.planner.ideals import StageFits, split_ideals
+from lightning_cyclic.planner.milp import split_milp
+from lightning_cyclic.runtime.stages.cuts import Cuts
+from lightning_cyclic.runtime.stages.demands import Demands
+from lightning_cyclic.runtime.stages.evidence import Survey
+from lightning_cyclic.runtime.stages.places import CutPoints, Load
+from lightning_cyclic.simulate.units import show_seconds
+
+_WORTH = 0.95  # of the slowest stage's time: what is above is lost in the noise of times
+_MOST_HINTS = 3
+
+
+def faster_order(
+    survey: Survey,
+    cuts: Cuts,
+    *,
+    memory_limit_bytes: float | None = None,
+    demands: Demands | None = None,
+    milp: bool = False,
+) -> str | None:
+    """Say how much faster the slowest stage could be if branches were called in another order.
+
+    Args:
+        survey: of the step.
+        cuts: its stages, the best in the order of its calls.
+        memory_limit_bytes: that they keep, as in ``choose_cuts``. [any number]
+        demands: of the plan. [a stage's forward counts, and nothing else]
+        milp: where there are too many orders to look at, ask an integer programme, which takes
+            up to a minute; not under a memory limit, of which it knows nothing.
+
+    Returns:
+        A sentence; None where calls do not branch, where another order would gain next to
+        nothing, or where nobody can tell: there are too many, or stages begin as they were named.
+
+    Raises:
+        PlanError: ``milp`` is asked for, and SciPy is not installed.
+    """
+    points = CutPoints(survey)
+    pieces = StepPieces(points, cuts.starts)
+    if not {*cuts.starts} <= {place.path for place in pieces.begins}:
+        return None
+    wanted = demands or Demands.of_forward(cuts.num_stages)
+    graph = pieces.graph(wanted)
+    now_s = graph.slowest_s(pieces.ends(cuts.starts))
+    least_s = max(*graph.seconds, sum(graph.seconds) / cuts.num_stages)
+    if graph.is_chain or least_s >= _WORTH * now_s or points.clash(pieces.begins):
+        return None
+    fits = None if memory_limit_bytes is None else pieces.fits(graph, wanted, memory_limit_bytes)
+    best = _best(graph, cuts.num_stages, fits, milp=milp)
+    if best is None or best.slowest_s >= _WORTH * now_s:
+        return None
+    what = "forward" if demands is None else "forward and backward, or messages,"
+    return (
+        "if branches were called in another order, the slowest stage could take "
+        f"{show_seconds(best.slowest_s)} instead of {show_seconds(now_s)}\n"
+        f"({what} of one micro-batch): call {_hints(pieces, best)}"
+    )
+
+
+def _best(
+    graph: CostGraph, num_stages: int, fits: StageFits | None, *, milp: bool
+) -> GraphSplit | None:
+    try:
+        return split_ideals(graph, num_stages, fits=fits)
+    except PlanError:  # too many
+        return split_milp(graph, num_stages) if milp and fits is None else None
+
+
+def _hints(pieces: StepPieces, split: GraphSplit) -> str:
+    """Name what is called before what, in place of after it."""
+    done: list[int] = []
+    moved: dict[int, int] = {}
+    for stage in split.stages:
+        if later := [v for v in done if v > stage[0]]:
+            moved.setdefault(min(later), stage[0])
+        done += stage
+    found = [f"{pieces.name(v)!r} before {pieces.name(u)!r}" for v, u in moved.items()]
+    more = f" and {len(found) - _MOST_HINTS} more" if len(found) > _MOST_HINTS else ""
+    return ", ".join(found[:_MOST_HINTS]) + more
+
+
+@final
+class StepPieces:
+    """Turn a step into a graph of pieces, each from one place to the next.
+
+    Args:
+        points: where stages can begin.
+        starts: paths of the places where stages begin. [none]
+    """
+
+    def __init__(self, points: CutPoints, starts: Sequence[str] = ()) -> None:
+        self.begins = points.pieces(starts)
+        self._points = points
+        self._survey = points.survey
+        self._ticks = [p.tick for p in self.begins]
+        self._bounds = [*pairwise([0, *self._ticks, points.survey.end + 1])]
+
+    def number(self, tick: int) -> int:
+        """Return the number of the piece that a tick lies in."""
+        return bisect_right(self._ticks, tick)
+
+    def name(self, number: int) -> str:
+        """Return the path of the module with which a piece begins."""
+        if number:
+            return self.begins[number - 1].path
+        calls = (c for c in self._survey.calls if c.is_unit and self.number(c.end) == 0)
+        return next((c.path for c in calls), "the first call")
+
+    def ends(self, starts: Sequence[str]) -> list[int]:
+        """Return what has run when each stage ends, as bit masks of pieces."""
+        paths = [p.path for p in self.begins]
+        return [(1 << n) - 1 for n in (*(paths.index(s) + 1 for s in starts), len(paths) + 1)]
+
+    def graph(self, demands: Demands) -> CostGraph:
+        """Return what pieces take, send and wait for.
+
+        Args:
+            demands: say what computing and messages take.
+        """
+        time_at = self._points.time_at
+        return CostGraph(
+            seconds=tuple(demands.compute_s(time_at(b) - time_at(a)) for a, b in self._bounds),
+            tensors=tuple(self._tensors()),
+            keeps=tuple(sorted({pair for ticks in self._in_turn() for pair in self._row(ticks)})),
+            network=demands.network,
+        )
+
+    def fits(self, graph: CostGraph, demands: Demands, limit_bytes: float) -> StageFits:
+        """Return whether the worker of a stage has memory for some pieces."""
+        crossing_bytes = cache(graph.crossing_bytes)
+        made = [self._points.load(a, b).activation_bytes for a, b in self._bounds]
+        unused = self._points.parameter_bytes(0, 0)
+        held = [
+            (h.num_bytes, sum(1 << v for v in {self.number(u.tick) for u in h.uses}))
+            for h in self._survey.parameters.values()
+        ]
+
+        def fits(j: int, smaller: int, larger: int) -> bool:
+            stage = larger & ~smaller
+            used = sum(size for size, users in held if users & stage)
+            load = Load(
+                compute_ns=0,
+                parameter_bytes=used + (unused if j == 0 else 0),
+                activation_bytes=sum(made[v] for v in nodes_in(stage)),
+                crossing_bytes=crossing_bytes(smaller),
+            )
+            return demands.kept_bytes(j, load, crossing_bytes(larger)) <= limit_bytes
+
+        return fits
+
+    def _tensors(self) -> Iterator[GraphTensor]:
+        """Yield what pieces hand to later ones: as for a place, if later stages lack it there."""
+        is_ghost = self._points.obstacles.is_ghost
+        for k, value in enumerate(self._survey.values):
+            if value.made is None or not value.uses:
+                continue
+            between = slice(self.number(value.made.tick), self.number(value.uses[-1].tick))
+            crossed = (p for p in self.begins[between] if is_ghost(k, p.tick, p.split))
+            if (first := next(crossed, None)) is not None:
+                users = {self.number(u.tick) for u in value.uses if u.tick > first.tick}
+                maker = self.number(first.tick) - 1
+                yield GraphTensor(self._points.sent_bytes(k), maker, tuple(sorted(users)))
+
+    def _in_turn(self) -> Iterator[Iterable[int]]:
+        """Yield ticks whose order must stay: of uses of what is shared, or changed in place."""
+        for held in self._survey.parameters.values():
+            yield (use.tick for use in held.uses)
+        yield from self._survey.metrics.values()
+        edited = {edit.storage for edit in self._survey.edits}
+        touched: defaultdict[int, set[int]] = defaultdict(set)
+        for value in self._survey.values:
+            if value.storage in edited:
+                touched[value.storage] |= {u.tick for u in (value.made, *value.uses) if u}
+        yield from touched.values()
+
+    def _row(self, ticks: Iterable[int]) -> Iterator[tuple[int, int]]:
+        return pairwise(sorted({self.number(tick) for tick in ticks}))
