@@ -23,10 +23,10 @@ from torch.utils.data import DataLoader
 from lightning_cyclic import CyclicStrategy, make_plan
 from lightning_cyclic.plugin.pipeline_session import PIPELINE_PAYLOADS
 from lightning_cyclic.runtime.partial_step.config import StagewiseConfig
-from lightning_cyclic.runtime.partial_step.executor import Outcome
 from lightning_cyclic.runtime.partial_step.flow import Summary
 from lightning_cyclic.runtime.partial_step.ranks import rank_of
 from lightning_cyclic.runtime.partial_step.session import StagewiseSession
+from lightning_cyclic.runtime.partial_step.stage_step import Outcome
 from lightning_cyclic.runtime.prediction.prediction import predict
 from lightning_cyclic.runtime.stages.cuts import choose_cuts
 from lightning_cyclic.runtime.stages.survey import survey

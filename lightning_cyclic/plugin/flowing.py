@@ -37,8 +37,8 @@ from lightning_cyclic.plugin.training import Closure, Own, epoch_ends
 from lightning_cyclic.runtime.loss_scaling import LossScaling
 from lightning_cyclic.runtime.norms import NormExchange
 from lightning_cyclic.runtime.partial_step.config import Share, StagewiseConfig
-from lightning_cyclic.runtime.partial_step.executor import Outcome
 from lightning_cyclic.runtime.partial_step.flow import Summary
+from lightning_cyclic.runtime.partial_step.stage_step import Outcome
 
 
 @final

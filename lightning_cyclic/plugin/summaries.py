@@ -18,10 +18,10 @@ from lightning_cyclic.errors import StepError
 from lightning_cyclic.plugin.outputs import decode, encode, further_outputs, weighted_mean
 from lightning_cyclic.plugin.records import Log, Record, Recorder, from_summary, to_summary
 from lightning_cyclic.plugin.reductions import HeldReductions
-from lightning_cyclic.runtime.partial_step.executor import Outcome
 from lightning_cyclic.runtime.partial_step.flow import Summary
 from lightning_cyclic.runtime.partial_step.losses import loss_of
 from lightning_cyclic.runtime.partial_step.session import StagewiseSession
+from lightning_cyclic.runtime.partial_step.stage_step import Outcome
 
 
 class Told(NamedTuple):

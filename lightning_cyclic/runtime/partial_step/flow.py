@@ -16,9 +16,10 @@ from torch import Tensor, nn
 
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.plan.actions import Action, Kind, Payload
-from lightning_cyclic.runtime.partial_step.executor import Executor, Micro, Outcome
+from lightning_cyclic.runtime.partial_step.executor import Executor
 from lightning_cyclic.runtime.partial_step.packets import Lesson
 from lightning_cyclic.runtime.partial_step.parcels import Parcel, ParcelPost
+from lightning_cyclic.runtime.partial_step.stage_step import Micro, Outcome
 from lightning_cyclic.runtime.partial_step.stream import Stream, step_of
 from lightning_cyclic.runtime.partial_step.versions import Versions
 

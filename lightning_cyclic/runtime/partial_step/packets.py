@@ -67,6 +67,18 @@ class Packet:
         )
 
 
+class Gradients(NamedTuple):
+    """Hold gradients that one stage has of what others gave it.
+
+    Args:
+        crossed: of tensors, by handle.
+        tied: of parameters, by name.
+    """
+
+    crossed: Mapping[Handle, Tensor]
+    tied: Mapping[str, Tensor]
+
+
 class Lesson(NamedTuple):
     """Hold what a kind of batch has taught.
 

@@ -6,7 +6,7 @@ summary (L)    of what came out, from the last stage's worker to all others
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, final
 
@@ -116,8 +116,8 @@ class Replica:
         return unflatten(structure, leaves)
 
     def share_summary(
-        self, t: int, summary: Summary, learnt: dict[str, Lesson]
-    ) -> tuple[Summary, dict[str, Lesson]]:
+        self, t: int, summary: Summary, learnt: Mapping[str, Lesson]
+    ) -> tuple[Summary, Mapping[str, Lesson]]:
         """Return what the last stage's worker sums up of a step, on every worker of the replica.
 
         Args:

@@ -22,7 +22,7 @@ from lightning_cyclic.runtime.norms import NormExchange
 from lightning_cyclic.runtime.partial_step.chance import undisturbed
 from lightning_cyclic.runtime.partial_step.collectives import Collectives
 from lightning_cyclic.runtime.partial_step.config import StagewiseConfig
-from lightning_cyclic.runtime.partial_step.executor import Executor, Micro
+from lightning_cyclic.runtime.partial_step.executor import Executor
 from lightning_cyclic.runtime.partial_step.flow import Flow, Summarise, Summary
 from lightning_cyclic.runtime.partial_step.holdings import Holdings
 from lightning_cyclic.runtime.partial_step.mail import stages_of
@@ -31,6 +31,7 @@ from lightning_cyclic.runtime.partial_step.plans import Plans, flows
 from lightning_cyclic.runtime.partial_step.replica import Replica
 from lightning_cyclic.runtime.partial_step.side_effects import SideEffects
 from lightning_cyclic.runtime.partial_step.site import Site
+from lightning_cyclic.runtime.partial_step.stage_step import Micro
 from lightning_cyclic.runtime.partial_step.versions import Versions
 from lightning_cyclic.runtime.partial_step.weighting import shares_of, whole_share
 from lightning_cyclic.runtime.prediction.foresight import Foresight
