@@ -1,0 +1,143 @@
+"""The edge transport: a process group of two for every channel, as NCCL needs it.
+
+NCCL knows no tags and runs the operations of a group one after the other, so channels that
+shared one would wait for each other, and meet in an order that nobody has proved. With gloo
+as backend the same code runs without a GPU.
+
+    worker 0 --main--> worker 1      group 0 of ranks 0, 1
+    worker 0 --sums--> worker 1      group 1 of ranks 0, 1
+    worker 1 --main--> worker 0      group 2 of ranks 0, 1
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from datetime import timedelta
+from functools import partial
+from typing import Literal, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_cyclic.plan.passes.messages import Channel, Ring
+from lightning_cyclic.runtime.transport.line import Line, Says, Way
+from lightning_cyclic.runtime.transport.named import NamedTransport
+from lightning_cyclic.runtime.transport.ring_base_proposal import (
+    AbstractPending,
+    AbstractTransport,
+    Part,
+)
+from lightning_cyclic.runtime.transport.streams import ChannelStreams, own_error_handling
+
+_NEVER = timedelta(days=365)  # at its own limit torch's watchdog would end the process
+
+
+@final
+class EdgeTransport(AbstractTransport):
+    """Send and receive in the order of each channel; every worker must build it at the same time.
+
+    Args:
+        channels: all of the program, in one order for all workers: ``Program.channels``.
+        timeout_s: limit of every wait, in seconds.
+        rank_of: worker -> rank, and rank -> worker: its own inverse. [worker w is rank w]
+        backend: "nccl" for tensors on GPUs, one per worker; "gloo" for those of the host.
+    """
+
+    def __init__(
+        self,
+        channels: Sequence[Channel],
+        timeout_s: float,
+        rank_of: Callable[[int], int] = lambda w: w,
+        backend: Literal["nccl", "gloo"] = "nccl",
+    ) -> None:
+        super().__init__(rank_of(dist.get_rank()), dist.get_world_size(), timeout_s)
+        self._control = NamedTransport({c.lane for c in channels}, timeout_s, rank_of)
+        self._device = torch.device("cpu")
+        self._streams: ChannelStreams | None = None
+        if backend == "nccl":
+            self._device = torch.device("cuda", torch.cuda.current_device())
+        with own_error_handling() if backend == "nccl" else nullcontext():
+            self._lines = dict(self._connect(channels, rank_of, backend))
+        if backend == "nccl":
+            self._streams = ChannelStreams(
+                self._lines, self._device, timeout_s, self._control.failure, self._hang_up
+            )
+        self._warm_up()
+
+    @property
+    @override
+    def control(self) -> NamedTransport:
+        return self._control
+
+    @override
+    def isend(self, ring: Ring, data: Tensor, part: Part = Part.CONTENT) -> AbstractPending:
+        if ring.channel.is_control:
+            return self._control.isend(ring, data, part)
+        return self._post("send", ring.channel, data, self._says(ring, part))
+
+    @override
+    def irecv(self, ring: Ring, data: Tensor, part: Part = Part.CONTENT) -> AbstractPending:
+        if ring.channel.is_control:
+            return self._control.irecv(ring, data, part)
+        return self._post("recv", ring.channel, data, self._says(ring, part))
+
+    @override
+    def report_failure(self, text: str) -> None:
+        self._control.report_failure(text)
+        self._hang_up()
+
+    @override
+    def failure(self) -> str | None:
+        return self._control.failure()
+
+    @override
+    def close(self) -> None:
+        if self._streams is not None:
+            self._streams.close()
+        self._control.close()
+
+    def _connect(
+        self, channels: Sequence[Channel], rank_of: Callable[[int], int], backend: str
+    ) -> Iterator[tuple[Channel, Line]]:
+        """Make the groups of all channels, which takes all workers, and yield this worker's."""
+        limit = timedelta(seconds=self.timeout_s)
+        for channel in channels:
+            if not channel.is_control:
+                ranks = [rank_of(channel.source), rank_of(channel.target)]
+                group = dist.new_group(ranks, timeout=limit, backend=backend)
+                if self.worker in (channel.source, channel.target):
+                    if backend == "nccl":  # whose limits ChannelStreams keeps from now on
+                        dist.distributed_c10d._set_pg_timeout(_NEVER, group)
+                    yield channel, Line(group)
+
+    def _warm_up(self) -> None:
+        """Send one byte on every channel: the first contact of two blocks both their hosts.
+
+        No circle can form: all workers go through the channels in one order.
+        """
+        byte = torch.zeros(1, dtype=torch.uint8, device=self._device)
+        for channel in self._lines:
+            way: Way = "send" if channel.source == self.worker else "recv"
+            says = partial(self._control.peers.first_contact, channel)
+            self._post(way, channel, byte, says).wait()
+        if self._streams is not None:
+            self._streams.settle()
+
+    def _says(self, ring: Ring, part: Part) -> Says:
+        assert part is Part.CONTENT, f"{part.name} of {ring} has to go by control: no names here"
+        return partial(self._control.peers.waits, ring)
+
+    def _post(self, way: Way, channel: Channel, data: Tensor, says: Says) -> AbstractPending:
+        line = self._lines[channel]
+        peer = 1 - line.group.rank()
+        if self._streams is None:
+            return line.post(way, data, peer, 0, says)
+        start = partial(line.start, way, data, peer, 0)
+        return self._streams.begin(channel, start, data, says)
+
+    def _hang_up(self) -> None:
+        for line in self._lines.values():
+            line.hang_up()

@@ -1,0 +1,137 @@
+"""The host-staged transport: several workers on one GPU, whose messages travel by the host.
+
+NCCL refuses two ranks on one GPU, and gloo takes no tensor of a GPU. So what is sent is copied
+to the host first, and what has come is copied back:
+
+    isend   copy to the host (side stream) -> event -> thread: waits for it, inner.isend
+    irecv   inner.irecv into the host's memory -> wait: copy back (side stream) -> event
+
+Tensors of the host go the same way, with nothing to wait for, so that it runs without a GPU.
+"""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from typing import final
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_cyclic.plan.passes.messages import Ring
+from lightning_cyclic.runtime.transport.copies import (
+    AbstractCopies,
+    HostCopies,
+    StreamCopies,
+)
+from lightning_cyclic.runtime.transport.peers import name_of
+from lightning_cyclic.runtime.transport.ring_base_proposal import (
+    AbstractPending,
+    AbstractTransport,
+    Part,
+)
+from lightning_cyclic.runtime.transport.streams import Event
+
+
+@final
+class HostStagedTransport(AbstractTransport):
+    """Copy tensors of a GPU to and from the host, and let another transport carry them.
+
+    A wait blocks the host until the message has travelled; the copy back is left to the
+    current stream to wait for.
+
+    Args:
+        inner: carries tensors of the host, with names.
+    """
+
+    def __init__(self, inner: AbstractTransport) -> None:
+        super().__init__(inner.worker, inner.num_workers, inner.timeout_s)
+        self._inner = inner
+        self._copies: dict[torch.device, AbstractCopies] = {}
+        self._copying = threading.Lock()
+        # one thread: messages of a channel are passed on in the order in which they were sent
+        self._sender = ThreadPoolExecutor(1, thread_name_prefix="cyclic-staging")
+
+    @override
+    def isend(self, ring: Ring, data: Tensor, part: Part = Part.CONTENT) -> AbstractPending:
+        with self._copying:  # the order of the copies is that of the messages, in all threads
+            host, copied = self._copies_of(data.device).to_host(data)
+            begun = self._sender.submit(self._send, ring, host, part, copied)
+        said = f"worker {self.worker} waited for {name_of(ring, part)} to be copied to the host"
+        return _Sent(begun, self.timeout_s, said)
+
+    @override
+    def irecv(self, ring: Ring, data: Tensor, part: Part = Part.CONTENT) -> AbstractPending:
+        with self._copying:
+            copies = self._copies_of(data.device)
+        host = copies.room(data)
+        return _Received(self._inner.irecv(ring, host, part), copies, host, data)
+
+    @override
+    def report_failure(self, text: str) -> None:
+        self._inner.report_failure(text)
+
+    @override
+    def failure(self) -> str | None:
+        return self._inner.failure()
+
+    @override
+    def close(self) -> None:
+        self._sender.shutdown(wait=False, cancel_futures=True)
+        self._inner.close()
+
+    def _copies_of(self, device: torch.device) -> AbstractCopies:
+        if device not in self._copies:
+            on_gpu = device.type == "cuda"
+            self._copies[device] = StreamCopies(device) if on_gpu else HostCopies()
+        return self._copies[device]
+
+    def _send(self, ring: Ring, host: Tensor, part: Part, copied: Event | None) -> AbstractPending:
+        if copied is not None:
+            copied.synchronize()
+        return self._inner.isend(ring, host, part)
+
+
+@final
+class _Sent(AbstractPending):
+    def __init__(self, begun: Future[AbstractPending], timeout_s: float, said: str) -> None:
+        self._begun = begun
+        self._timeout_s = timeout_s
+        self._said = said
+
+    def wait(self) -> None:
+        try:
+            sent = self._begun.result(self._timeout_s)
+        except CancelledError:
+            raise ConnectionError(f"{self._said}: the transport is closed") from None
+        except TimeoutError:
+            raise TimeoutError(f"{self._said}; the limit is {self._timeout_s:g} s") from None
+        sent.wait()
+
+    def is_done(self) -> bool:
+        if not self._begun.done():
+            return False
+        failed = self._begun.cancelled() or self._begun.exception() is not None
+        return failed or self._begun.result().is_done()
+
+
+@final
+class _Received(AbstractPending):
+    def __init__(
+        self, pending: AbstractPending, copies: AbstractCopies, host: Tensor, data: Tensor
+    ) -> None:
+        self._pending = pending
+        self._copies = copies
+        self._host: Tensor | None = host
+        self._data = data
+        self._free = copies.now()
+
+    def wait(self) -> None:
+        self._pending.wait()
+        if self._host is not None:  # or a second wait would undo what was written since
+            self._copies.to_device(self._host, self._data, self._free)
+            self._host = None
+
+    def is_done(self) -> bool:
+        return self._pending.is_done()

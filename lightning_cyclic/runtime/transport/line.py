@@ -1,0 +1,127 @@
+"""A line: one process group of torch.distributed that messages are posted on."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, Literal, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_cyclic.runtime.transport.ring_base_proposal import AbstractPending
+
+Way = Literal["send", "recv"]
+Says = Callable[[], str]  # who waited for whom, in words; asked only when something fails
+
+_UNUSED_TAG = (1 << 31) - 1  # of no message
+
+
+@final
+class Line:
+    """Post messages on a process group, one thread at a time.
+
+    Args:
+        group: of which this process is a member.
+    """
+
+    def __init__(self, group: Any) -> None:
+        self.group = group
+        self._posting = threading.Lock()  # gloo does not promise that two threads may post at once
+
+    def post(self, way: Way, data: Tensor, rank: int, tag: int, says: Says) -> AbstractPending:
+        """Begin to send or receive; whoever waits is told if the peer has gone already.
+
+        Args:
+            way: whether ``data`` leaves or comes.
+            data: uint8, 1-d.
+            rank: of the peer, in the group.
+            tag: which messages match each other.
+            says: who waits for whom.
+        """
+        try:
+            return Work(self.start(way, data, rank, tag), says)
+        except RuntimeError as error:
+            return Gone(ConnectionError(f"{says()}: {error}"))
+
+    def start(self, way: Way, data: Tensor, rank: int, tag: int) -> dist.Work:
+        """Begin to send or receive.
+
+        Raises:
+            RuntimeError: the peer has gone.
+        """
+        with self._posting:
+            work: dist.Work = getattr(self.group, way)([data], rank, tag)
+            return work
+
+    def hang_up(self) -> None:
+        """Close all connections of this worker, so that nobody waits for it any longer.
+
+        gloo cannot abort a wait, but one that times out closes every connection of its group;
+        the default group stays as it is.
+        """
+        peer = (self.group.rank() + 1) % self.group.size()
+        with contextlib.suppress(RuntimeError):  # which all may be closed
+            if dist.get_backend(self.group) != "gloo":
+                self.group.abort()
+                return
+            nothing = torch.zeros(1, dtype=torch.uint8)
+            self.start("recv", nothing, peer, _UNUSED_TAG).wait(timedelta(milliseconds=1))
+
+
+@final
+class Work(AbstractPending):
+    """Wait for what torch.distributed has begun, and say in the transport's words how it ended.
+
+    Args:
+        work: what has begun.
+        says: who waits for whom.
+    """
+
+    def __init__(self, work: dist.Work, says: Says) -> None:
+        self._work: dist.Work | None = work
+        self._says = says
+        self._error: OSError | None = None
+
+    def wait(self) -> None:
+        """Block the host; a second wait ends as the first did, which gloo's own would not."""
+        if self._work is not None:
+            try:
+                self._work.wait()
+            except RuntimeError as error:
+                self._error = _named(str(error), self._says())
+            self._work = None
+        if self._error is not None:
+            raise self._error
+
+    def is_done(self) -> bool:
+        """Say whether a wait has ended: gloo does not know sooner."""
+        return self._work is None or self._work.is_completed()
+
+
+@final
+class Gone(AbstractPending):
+    """Stand for a message that cannot begin.
+
+    Args:
+        error: why.
+    """
+
+    def __init__(self, error: OSError) -> None:
+        self._error = error
+
+    def wait(self) -> None:
+        """Raise the error."""
+        raise self._error
+
+    def is_done(self) -> bool:
+        """Say yes."""
+        return True
+
+
+def _named(text: str, said: str) -> OSError:
+    late = "timed out" in text.lower() or "timeout" in text.lower()
+    return TimeoutError(f"{said}: {text}") if late else ConnectionError(f"{said}: {text}")

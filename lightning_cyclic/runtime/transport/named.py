@@ -1,0 +1,105 @@
+"""The named transport: torch.distributed's gloo, where messages are matched by tags."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from functools import partial
+from typing import Any, final
+
+import torch.distributed as dist
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_cyclic.errors import ConfigurationError
+from lightning_cyclic.plan.actions import Lane, Payload
+from lightning_cyclic.plan.passes.messages import Ring
+from lightning_cyclic.runtime.transport.failure_board import FailureBoard
+from lightning_cyclic.runtime.transport.line import Line, Way
+from lightning_cyclic.runtime.transport.peers import Peers
+from lightning_cyclic.runtime.transport.ring_base_proposal import (
+    AbstractPending,
+    AbstractTransport,
+    Part,
+)
+
+_PLACES = {payload: place for place, payload in enumerate(Payload)}
+
+
+@final
+class NamedTransport(AbstractTransport):
+    """Send and receive over gloo; every worker must build it at the same time.
+
+    One process group per lane, so that lanes never wait for each other to post.
+
+    Args:
+        lanes: on which messages travel.
+        timeout_s: limit of every wait, in seconds.
+        rank_of: worker -> rank, and rank -> worker: its own inverse. [worker w is rank w]
+    """
+
+    def __init__(
+        self,
+        lanes: Iterable[Lane],
+        timeout_s: float,
+        rank_of: Callable[[int], int] = lambda w: w,
+    ) -> None:
+        super().__init__(rank_of(dist.get_rank()), dist.get_world_size(), timeout_s)
+        limit = timedelta(seconds=timeout_s)
+        self._lines = {
+            lane: Line(dist.new_group(timeout=limit, backend="gloo"))
+            for lane in sorted(set(lanes))  # in one order on every worker
+        }
+        # a group's name is the same on every worker and new with every transport
+        key = f"lightning_cyclic/{self.group.group_name}"
+        self.peers = Peers(self.worker, rank_of, timeout_s, f"{key}/hosts")
+        self._board = FailureBoard(key)
+
+    @property
+    def group(self) -> Any:
+        """Return a group of all workers that breaks when one of them fails."""
+        return next(iter(self._lines.values())).group
+
+    @override
+    def isend(self, ring: Ring, data: Tensor, part: Part = Part.CONTENT) -> AbstractPending:
+        return self._post("send", ring, data, part)
+
+    @override
+    def irecv(self, ring: Ring, data: Tensor, part: Part = Part.CONTENT) -> AbstractPending:
+        return self._post("recv", ring, data, part)
+
+    def _post(self, way: Way, ring: Ring, data: Tensor, part: Part) -> AbstractPending:
+        if data.device.type != "cpu":
+            raise ConfigurationError(
+                f"gloo was given {ring.payload} of stage {ring.j} on {data.device}; it takes "
+                "tensors in the host's memory only; use HostStagedTransport(NamedTransport(...)),"
+                " which copies, or one process per GPU with NCCL"
+            )
+        rank = self.peers.rank_of(self.peers.other(ring.channel))
+        says = partial(self.peers.waits, ring, part)
+        return self._lines[ring.channel.lane].post(way, data, rank, tag_of(ring, part), says)
+
+    @override
+    def report_failure(self, text: str) -> None:
+        self._board.report(text)
+        for line in self._lines.values():
+            line.hang_up()
+
+    @override
+    def failure(self) -> str | None:
+        return self._board.read()
+
+    @override
+    def close(self) -> None:
+        self._board.close()
+
+
+def tag_of(ring: Ring, part: Part) -> int:
+    """Number the messages of one payload, stage and part; gloo's tags have 32 bits.
+
+    Example:
+        >>> from lightning_cyclic.plan.passes.messages import Channel
+        >>> tag_of(Ring(Channel(0, 1, Lane.MAIN), Payload.M, 9_999), Part.DESCRIBED) < 1 << 20
+        True
+    """
+    return (ring.j * len(_PLACES) + _PLACES[ring.payload]) * len(Part) + part

@@ -1,0 +1,83 @@
+"""The transport interface: point-to-point messages of flat buffers between workers."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from enum import IntEnum
+
+from torch import Tensor
+
+from lightning_cyclic.plan.passes.messages import Ring
+
+
+class Part(IntEnum):
+    """Say which part of a message bytes are, where it needs more than one."""
+
+    CONTENT = 0
+    HEAD = 1  # what comes, where content cannot say so itself
+    DESCRIPTION = 2  # the form of what follows, as text
+    DESCRIBED = 3  # the content in its new form
+
+
+class AbstractPending(ABC):
+    """Stand for bytes under way."""
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Block until the buffer may be read (receive) or written (send).
+
+        On devices with streams, the current stream waits, and the host goes on.
+
+        Raises:
+            TimeoutError: the transport's time limit passed.
+            ConnectionError: the peer has left.
+        """
+
+    @abstractmethod
+    def is_done(self) -> bool:
+        """Say whether a wait would return at once; errors count as done."""
+
+
+class AbstractTransport(ABC):
+    """Send and receive flat buffers on the channels of a program.
+
+    Transports with names match a receive with the send of the same ring and part; those without
+    match the receives of a channel with its sends, in the order in which either were posted, so
+    that only ``Part.CONTENT`` may travel on them: all other parts go by :attr:`control`.
+    No call blocks.
+
+    Args:
+        worker: this worker.
+        num_workers: how many there are.
+        timeout_s: limit of every wait, in seconds.
+    """
+
+    def __init__(self, worker: int, num_workers: int, timeout_s: float) -> None:
+        self.worker = worker
+        self.num_workers = num_workers
+        self.timeout_s = timeout_s
+
+    @property
+    def control(self) -> AbstractTransport | None:
+        """Return the transport of words between hosts, where this one has no names."""
+        return None
+
+    @abstractmethod
+    def isend(self, ring: Ring, data: Tensor, part: Part = Part.CONTENT) -> AbstractPending:
+        """Begin to send ``data`` (uint8, 1-d); it must not change before the wait returns."""
+
+    @abstractmethod
+    def irecv(self, ring: Ring, data: Tensor, part: Part = Part.CONTENT) -> AbstractPending:
+        """Begin to receive into ``data`` (uint8, 1-d); its content is valid after the wait."""
+
+    @abstractmethod
+    def report_failure(self, text: str) -> None:
+        """Leave word, for the other workers, of why this one fails."""
+
+    @abstractmethod
+    def failure(self) -> str | None:
+        """Return the word that a failing worker left, or None."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Stop what the transport runs in the background; pending messages are dropped."""

@@ -1,0 +1,378 @@
+"""A model of how NCCL carries unbatched point-to-point messages on one group per channel.
+
+* There are no names: the n-th send of a channel meets the n-th receive, whatever was meant.
+* The operations of a channel run one after the other, each when both sides have reached it: a
+  send is done only when its receive has run.
+* The host goes on at once; but the first contact of two workers blocks it, so a channel that
+  was not warmed up is an error.
+
+It is stricter than NCCL where that shows faults: it carries along what each message is and
+compares; buffers of receives hold NaNs (bytes 0xFF) until the message has run; what is sent is
+compared with what it was when the send was posted; sends under way are counted against
+``Program.depths``. And simpler: a wait blocks the host.
+
+``ThreadedModel`` joins workers that are threads of one process, ``GlooModel`` processes. Both
+have a control transport with names for all that is not ``Part.CONTENT``.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from abc import abstractmethod
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_cyclic.plan.passes.messages import Channel, Ring
+from lightning_cyclic.runtime.transport.line import Line, Way
+from lightning_cyclic.runtime.transport.named import NamedTransport
+from lightning_cyclic.runtime.transport.peers import name_of
+from lightning_cyclic.runtime.transport.ring_base_proposal import (
+    AbstractPending,
+    AbstractTransport,
+    Part,
+)
+from lightning_cyclic.runtime.transport.ring_local import LocalTransport, PostOffice
+
+_HEAD_BYTES = 32
+_NOT_YET = 0xFF  # four of which are a NaN
+
+
+class ModelError(AssertionError):
+    """Say how a program or a runtime breaks a rule that NCCL sets."""
+
+
+@dataclass(eq=False)
+class Operation:
+    """Hold one send or receive of one worker."""
+
+    way: Way
+    ring: Ring
+    data: Tensor
+    posted: Tensor | None  # a send's content when it was posted
+    ran: threading.Event = field(default_factory=threading.Event)
+    error: Exception | None = None
+
+    def __str__(self) -> str:
+        source, target, *_ = self.ring.channel
+        return f"{self.way} of {name_of(self.ring)}, worker {source} -> worker {target}"
+
+    @property
+    def head(self) -> str:
+        """Say what the message is: its channel is known."""
+        return f"{self.ring.payload}/{self.ring.j}/{self.data.numel()}"
+
+    def end(self, error: Exception | None = None) -> None:
+        """Let whoever waits go on."""
+        self.error = self.error or error
+        self.ran.set()
+
+
+@dataclass
+class Rules:
+    """Hold what a model checks.
+
+    Args:
+        channels: that are warmed up, in one order for all workers.
+        depths: how many sends of each ring may be under way; None for no limit.
+    """
+
+    channels: Iterable[Channel]
+    depths: Mapping[Ring, int] | None = None
+
+
+class AbstractModel(AbstractTransport):
+    """Check what a worker posts, and wait for what the sibling runs.
+
+    Args:
+        worker: this worker.
+        num_workers: how many there are.
+        timeout_s: limit of every wait, in seconds.
+        rules: what is checked.
+        control: carries words between hosts.
+    """
+
+    def __init__(
+        self,
+        worker: int,
+        num_workers: int,
+        timeout_s: float,
+        rules: Rules,
+        control: AbstractTransport,
+    ) -> None:
+        super().__init__(worker, num_workers, timeout_s)
+        self._warm = {c for c in rules.channels if worker in (c.source, c.target)}
+        self._depths = rules.depths
+        self._control = control
+        self._posting = threading.Lock()
+        self._under_way: list[Operation] = []
+        self.mismatches: list[str] = []
+
+    @property
+    @override
+    def control(self) -> AbstractTransport:
+        return self._control
+
+    @override
+    def isend(self, ring: Ring, data: Tensor, part: Part = Part.CONTENT) -> AbstractPending:
+        if ring.channel.is_control:
+            return self._control.isend(ring, data, part)
+        return self._post(Operation("send", ring, data, data.clone()), part)
+
+    @override
+    def irecv(self, ring: Ring, data: Tensor, part: Part = Part.CONTENT) -> AbstractPending:
+        if ring.channel.is_control:
+            return self._control.irecv(ring, data, part)
+        return self._post(Operation("recv", ring, data, None), part)
+
+    @override
+    def failure(self) -> str | None:
+        return self._control.failure()
+
+    @override
+    def report_failure(self, text: str) -> None:
+        self._control.report_failure(text)
+        self._break(text)
+
+    def pending(self) -> int:
+        """Count the operations of this worker that have not run."""
+        return len(self._not_run())
+
+    def assert_idle(self, within_s: float = 1.0) -> None:
+        """Check that all operations of this worker run.
+
+        Args:
+            within_s: how long the last ones may take: nobody waits for some sends, in seconds.
+
+        Raises:
+            ModelError: some have not run; names them.
+        """
+        until = time.monotonic() + within_s
+        left = self._not_run()
+        if not all(o.ran.wait(max(0.0, until - time.monotonic())) for o in left):
+            names = [str(o) for o in self._not_run()]
+            raise ModelError(f"worker {self.worker} leaves {len(names)} pending: {names}")
+
+    def _post(self, operation: Operation, part: Part) -> AbstractPending:
+        with self._posting:
+            self._check(operation, part)
+            self._under_way = [*self._not_run(), operation]
+            if operation.way == "recv":
+                operation.data.fill_(_NOT_YET)
+            self._launch(operation)
+        return _Pending(operation, self)
+
+    def _check(self, operation: Operation, part: Part) -> None:
+        ring, sends = operation.ring, operation.way == "send"
+        said = f"worker {self.worker}, {operation}"
+        if part is not Part.CONTENT:
+            raise ModelError(f"{said}: {part.name} has to go by control: no names here")
+        if (ring.channel.source if sends else ring.channel.target) != self.worker:
+            raise ModelError(f"{said}: the channel is of other workers, or goes the other way")
+        if ring.channel not in self._warm:
+            raise ModelError(f"{said}: first contact on {ring.channel}, which blocks the host")
+        others = [o for o in self._not_run() if o.way == "send" and o.ring == ring]
+        if sends and self._depths is not None and len(others) >= self._depths[ring]:
+            raise ModelError(f"{said}: {len(others)} are under way, as many as its depth")
+
+    def _not_run(self) -> list[Operation]:
+        return [o for o in self._under_way if not o.ran.is_set()]
+
+    def record(self, mismatch: str) -> ModelError:
+        """Note that two operations met that do not belong together."""
+        self.mismatches.append(mismatch)
+        return ModelError(mismatch)
+
+    @abstractmethod
+    def _launch(self, operation: Operation) -> None:
+        """Queue an operation on its channel."""
+
+    @abstractmethod
+    def _break(self, text: str) -> None:
+        """End all operations that have not run, here and at the peers."""
+
+
+@final
+class _Pending(AbstractPending):
+    def __init__(self, operation: Operation, model: AbstractModel) -> None:
+        self._operation = operation
+        self._model = model
+
+    def wait(self) -> None:
+        if not self._operation.ran.wait(self._model.timeout_s):
+            limit = f"not run within {self._model.timeout_s:g} s"
+            raise TimeoutError(f"worker {self._model.worker}, {self._operation}: {limit}")
+        if self._operation.error is not None:
+            raise self._operation.error
+
+    def is_done(self) -> bool:
+        return self._operation.ran.is_set()
+
+
+# ---------------------------------------------------------------------- threads
+
+
+@final
+class Fabric:
+    """Join the workers of one process: run the two heads of a channel when both are there."""
+
+    def __init__(self) -> None:
+        self.office = PostOffice()
+        self._lock = threading.Lock()
+        self._sends: dict[Channel, deque[tuple[Operation, AbstractModel]]] = defaultdict(deque)
+        self._receives: dict[Channel, deque[tuple[Operation, AbstractModel]]] = defaultdict(deque)
+
+    def put(self, operation: Operation, model: AbstractModel) -> None:
+        """Queue an operation, and run what can run now."""
+        with self._lock:
+            sends = self._sends[operation.ring.channel]
+            receives = self._receives[operation.ring.channel]
+            if self.office.failure is not None:
+                operation.end(ConnectionError(self.office.failure))
+                return
+            (sends if operation.way == "send" else receives).append((operation, model))
+            while sends and receives:
+                _meet(*sends.popleft(), *receives.popleft())
+
+    def fail(self, text: str) -> None:
+        """End all operations that have not run."""
+        with self._lock:
+            for waiting in (*self._sends.values(), *self._receives.values()):
+                while waiting:
+                    waiting.popleft()[0].end(ConnectionError(text))
+
+
+def _meet(
+    send: Operation, sender: AbstractModel, recv: Operation, receiver: AbstractModel
+) -> None:
+    error: Exception | None = None
+    if send.head != recv.head:
+        error = receiver.record(f"{send} of {send.head} met {recv} of {recv.head}")
+    elif _has_changed(send):
+        error = sender.record(f"{send}: its content changed while it was under way")
+    else:
+        recv.data.copy_(send.data)
+    send.end(error)
+    recv.end(error)
+
+
+def _has_changed(send: Operation) -> bool:
+    return send.posted is not None and not torch.equal(send.posted, send.data)
+
+
+@final
+class ThreadedModel(AbstractModel):
+    """Be a worker that is a thread.
+
+    Args:
+        fabric: what the workers share.
+        worker: this worker.
+        num_workers: how many there are.
+        timeout_s: limit of every wait, in seconds.
+        rules: what is checked.
+    """
+
+    def __init__(
+        self, fabric: Fabric, worker: int, num_workers: int, timeout_s: float, rules: Rules
+    ) -> None:
+        control = LocalTransport(fabric.office, worker, num_workers, timeout_s)
+        super().__init__(worker, num_workers, timeout_s, rules, control)
+        self._fabric = fabric
+
+    def _launch(self, operation: Operation) -> None:
+        self._fabric.put(operation, self)
+
+    def _break(self, text: str) -> None:
+        self._fabric.fail(text)
+
+    @override
+    def close(self) -> None:
+        """Do nothing: nothing runs in the background."""
+
+
+# ---------------------------------------------------------------------- processes
+
+
+@final
+class GlooModel(AbstractModel):
+    """Be a worker that is a process; every worker must build it at the same time.
+
+    A thread for each channel of this worker runs its operations over gloo, whose sends wait for
+    their receives: one is posted there when it is at the head of its queue.
+
+    Args:
+        timeout_s: limit of every wait, in seconds.
+        rules: what is checked.
+        rank_of: worker -> rank, and rank -> worker: its own inverse. [worker w is rank w]
+    """
+
+    def __init__(
+        self, timeout_s: float, rules: Rules, rank_of: Callable[[int], int] = lambda w: w
+    ) -> None:
+        channels = tuple(rules.channels)
+        control = NamedTransport({c.lane for c in channels}, timeout_s, rank_of)
+        super().__init__(control.worker, control.num_workers, timeout_s, rules, control)
+        # an operation may be posted long before it can run: waits have limits of their own
+        self._line = Line(dist.new_group(timeout=timedelta(days=1), backend="gloo"))
+        self._rank_of = rank_of
+        self._queues: dict[Channel, queue.SimpleQueue[Operation | None]] = {}
+        for tag, channel in enumerate(channels):
+            if channel in self._warm and not channel.is_control:
+                self._queues[channel] = queue.SimpleQueue()
+                args = (self._queues[channel], tag)
+                threading.Thread(target=self._run_all, args=args, daemon=True).start()
+
+    def _launch(self, operation: Operation) -> None:
+        self._queues[operation.ring.channel].put(operation)
+
+    def _break(self, text: str) -> None:
+        self._line.hang_up()
+
+    @override
+    def close(self) -> None:
+        for waiting in self._queues.values():
+            waiting.put(None)
+        if self.pending():  # threads that wait for peers end only so
+            self._line.hang_up()
+        self._control.close()
+
+    def _run_all(self, operations: queue.SimpleQueue[Operation | None], tag: int) -> None:
+        while (operation := operations.get()) is not None:
+            try:
+                run = self._send if operation.way == "send" else self._receive
+                operation.end(run(operation, tag))
+            except RuntimeError as error:
+                reason = self.failure() or str(error)
+                operation.end(ConnectionError(f"worker {self.worker}, {operation}: {reason}"))
+
+    def _send(self, send: Operation, tag: int) -> ModelError | None:
+        rank = self._rank_of(send.ring.channel.target)
+        self._line.start("send", _encoded(send.head), rank, tag).wait()
+        self._line.start("send", send.data, rank, tag).wait()
+        if _has_changed(send):
+            return self.record(f"{send}: its content changed while it was under way")
+        return None
+
+    def _receive(self, recv: Operation, tag: int) -> ModelError | None:
+        rank = self._rank_of(recv.ring.channel.source)
+        head = _encoded("")
+        self._line.start("recv", head, rank, tag).wait()
+        came = bytes(head.tolist()).decode().rstrip()
+        fits = came == recv.head
+        size = int(came.split("/")[-1])
+        room = recv.data if fits else torch.empty(size, dtype=torch.uint8)  # the next may be right
+        self._line.start("recv", room, rank, tag).wait()
+        return None if fits else self.record(f"{recv} of {recv.head} met a send of {came}")
+
+
+def _encoded(head: str) -> Tensor:
+    return torch.tensor(list(head.ljust(_HEAD_BYTES).encode()), dtype=torch.uint8)

@@ -1,0 +1,35 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lightning_cyclic.runtime.transport.copies import HostCopies, StreamCopies
+from tests.runtime.transport.rings import room, some
+
+
+def test_copies_on_the_host_are_complete_at_once() -> None:
+    copies, data = HostCopies(), some(1, 2)
+    host, copied = copies.to_host(data)
+    data.zero_()
+    assert (host.tolist(), copied, copies.now()) == ([1, 2], None, None)
+    copies.to_device(host, data, None)
+    assert data.tolist() == [1, 2]
+    assert copies.room(data).shape == data.shape
+
+
+@pytest.mark.gpu
+def test_a_buffer_is_written_only_when_it_is_free() -> None:
+    copies = StreamCopies(torch.device("cuda", 0))
+    data = (room(1 << 20) + 3).cuda()
+    host, copied = copies.to_host(data)
+    copied.synchronize()
+    assert host.is_pinned()
+    torch.cuda._sleep(int(1e9))
+    read = data + 1  # enqueued, and still to run
+    free = copies.now()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        copies.to_device(host.zero_(), data, free)
+        assert not free.query()
+    torch.cuda.synchronize()
+    assert bool((read == 4).all())
+    assert bool((data == 0).all())

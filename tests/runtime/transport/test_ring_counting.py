@@ -1,0 +1,54 @@
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from lightning_cyclic.plan.actions import Payload
+from lightning_cyclic.runtime.transport.ring_base_proposal import Part
+from lightning_cyclic.runtime.transport.ring_counting import CountingTransport
+from lightning_cyclic.runtime.transport.ring_local import LocalTransport, PostOffice
+from tests.nccl_model import Fabric, Rules, ThreadedModel
+from tests.runtime.transport.rings import SUMS, THERE, ring, room
+
+
+def test_messages_and_bytes_are_counted_from_all_threads() -> None:
+    office = PostOffice()
+    transport = CountingTransport(LocalTransport(office, 0, 2))
+    with ThreadPoolExecutor(4) as lanes:
+        for n in range(400):
+            channel = (THERE, SUMS)[n % 2]
+            lanes.submit(transport.isend, ring(channel, Payload.S), room(3))
+    transport.isend(ring(), room(5), Part.HEAD)
+    assert transport.messages == {Payload.S: 400, Payload.A: 1}
+    assert transport.num_bytes == {Payload.S: 1200, Payload.A: 5}
+    assert transport.counts.parts == {
+        (Payload.S, Part.CONTENT): 400,
+        (Payload.A, Part.HEAD): 1,
+    }
+    assert (transport.worker, transport.num_workers, transport.control) == (0, 2, None)
+
+
+def test_the_rest_is_passed_on() -> None:
+    office = PostOffice()
+    sender = CountingTransport(LocalTransport(office, 0, 2))
+    receiver = CountingTransport(LocalTransport(office, 1, 2))
+    sender.isend(ring(), room(2) + 7).wait()
+    there = room(2)
+    receiver.irecv(ring(), there).wait()
+    assert there.tolist() == [7, 7]
+    assert not receiver.messages
+    receiver.report_failure("boom")
+    assert sender.failure() == "boom"
+    sender.close()
+
+
+def test_what_goes_by_control_is_counted_too() -> None:
+    model = ThreadedModel(Fabric(), 0, 2, 5.0, Rules([THERE]))
+    transport = CountingTransport(model)
+    assert transport.control is not None
+    transport.control.isend(ring(), room(4), Part.HEAD)
+    transport.isend(ring(), room(6))
+    assert transport.num_bytes == {Payload.A: 10}
+    with pytest.raises(AssertionError):
+        transport.isend(ring(), room(), Part.HEAD)

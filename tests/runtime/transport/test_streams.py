@@ -1,0 +1,227 @@
+"""With a fake of torch.cuda, which notes what is enqueued; and with a GPU."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_cyclic.runtime.transport import streams
+from lightning_cyclic.runtime.transport.line import Gone
+from lightning_cyclic.runtime.transport.streams import ChannelStreams, own_error_handling
+from tests.runtime.transport.rings import SUMS, THERE, room
+
+Log = list[str]
+DEVICE = torch.device("cuda", 0)
+
+
+class FakeEvent:
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.has_run = False
+
+    def query(self) -> bool:
+        return self.has_run
+
+
+class FakeStream:
+    def __init__(self, log: Log, name: str) -> None:
+        self.log = log
+        self.name = name
+        self.event = FakeEvent(name)
+
+    def wait_stream(self, other: FakeStream) -> None:
+        self.log.append(f"{self.name} waits for {other.name}")
+
+    def wait_event(self, event: FakeEvent) -> None:
+        self.log.append(f"{self.name} waits for event of {event.name}")
+
+    def record_event(self) -> FakeEvent:
+        self.log.append(f"event on {self.name}")
+        return self.event
+
+    def synchronize(self) -> None:
+        self.log.append(f"host waits for {self.name}")
+
+
+class Fake:
+    """Stand for torch.cuda, a message and its buffer."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.log: Log = []
+        self.current = FakeStream(self.log, "compute")
+        self.made: list[FakeStream] = []
+        self.failure: str | None = None
+        monkeypatch.setattr(streams, "_POLL_S", 0.01)
+        monkeypatch.setattr(streams, "stream_on", self.make)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: self.current)
+        monkeypatch.setattr(torch.cuda, "stream", self.on)
+        self.data: Any = SimpleNamespace(record_stream=self.record)
+
+    def make(self, device: torch.device) -> FakeStream:
+        self.made.append(FakeStream(self.log, f"channel {len(self.made)}"))
+        return self.made[-1]
+
+    @contextmanager
+    def on(self, stream: FakeStream) -> Iterator[None]:
+        before, self.current = self.current, stream
+        yield
+        self.current = before
+
+    def record(self, stream: FakeStream) -> None:
+        self.log.append(f"buffer kept for {stream.name}")
+
+    def start(self) -> Any:
+        self.log.append(f"begin on {self.current.name}")
+        return SimpleNamespace(wait=lambda: self.log.append(f"{self.current.name} waits for it"))
+
+    def streams(self, timeout_s: float) -> ChannelStreams:
+        return ChannelStreams(
+            (THERE, SUMS),
+            DEVICE,
+            timeout_s,
+            lambda: self.failure,
+            lambda: self.log.append("hang up"),
+        )
+
+    def begin(self, made: ChannelStreams, says: str = "worker 0 waited") -> Any:
+        return made.begin(SUMS, self.start, self.data, lambda: says)
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> Fake:
+    return Fake(monkeypatch)
+
+
+def soon(holds: Callable[[], bool]) -> bool:
+    until = time.monotonic() + 5
+    while not holds() and time.monotonic() < until:
+        time.sleep(0.01)
+    return holds()
+
+
+def test_a_message_runs_on_the_stream_of_its_channel(fake: Fake) -> None:
+    made = fake.streams(20.0)
+    pending = fake.begin(made)
+    assert fake.log == [
+        "channel 1 waits for compute",
+        "begin on channel 1",
+        "channel 1 waits for it",
+        "buffer kept for channel 1",
+        "event on channel 1",
+    ]
+    assert not pending.is_done()
+    fake.log.clear()
+    pending.wait()
+    assert fake.log == ["compute waits for event of channel 1"]
+    fake.made[1].event.has_run = True
+    assert pending.is_done()
+    made.settle()
+    assert fake.log[-1] == "host waits for compute"
+    made.close()
+
+
+def test_a_message_that_is_late_ends_all(fake: Fake) -> None:
+    made = fake.streams(0.05)
+    never_waited_for, late = fake.begin(made), fake.begin(made, "worker 0 waited for P")
+    time.sleep(0.1)
+    assert not made.has_failed  # nobody waits: a receive may be posted long before its send
+    late.wait()
+    assert soon(lambda: "hang up" in fake.log)
+    for error in (late.wait, never_waited_for.wait, made.settle, fake.begin(made).wait):
+        with pytest.raises(TimeoutError, match="^worker 0 waited for P: it has not run$"):
+            error()
+    assert never_waited_for.is_done()
+    assert isinstance(fake.begin(made), Gone)
+    assert fake.log.count("hang up") == 1
+
+
+def test_messages_that_run_in_time_are_forgotten(fake: Fake) -> None:
+    made = fake.streams(0.05)
+    fake.begin(made).wait()
+    fake.made[1].event.has_run = True
+    time.sleep(0.1)
+    assert not made.has_failed
+    assert not made._watched
+    made.close()
+
+
+def test_the_failure_of_another_worker_ends_all(fake: Fake) -> None:
+    made = fake.streams(20.0)
+    pending = fake.begin(made)
+    pending.wait()
+    fake.failure = "worker 1: boom"
+    assert soon(lambda: "hang up" in fake.log)
+    with pytest.raises(ConnectionError, match="^worker 0 waited: worker 1: boom$"):
+        pending.wait()
+
+
+def test_a_message_that_cannot_begin_says_so_when_it_is_waited_for(fake: Fake) -> None:
+    def start() -> Any:
+        raise RuntimeError("NCCL communicator was aborted")
+
+    made = fake.streams(20.0)
+    pending = made.begin(SUMS, start, fake.data, lambda: "worker 0 waited")
+    with pytest.raises(ConnectionError, match="^worker 0 waited: NCCL communicator was aborted$"):
+        pending.wait()
+    made.close()
+
+
+@pytest.mark.parametrize("before", [None, "3"])
+def test_error_handling_is_ours_for_the_groups_made_inside(
+    monkeypatch: pytest.MonkeyPatch, before: str | None
+) -> None:
+    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+    monkeypatch.delenv(name, raising=False)
+    if before is not None:
+        monkeypatch.setenv(name, before)
+    with own_error_handling():
+        assert os.environ[name] == "0"
+    assert os.environ.get(name) == before
+
+
+@pytest.mark.gpu
+def test_the_current_stream_waits_and_the_host_does_not() -> None:
+    made = ChannelStreams((THERE, SUMS), DEVICE, 20.0, lambda: None, lambda: None)
+    data = room(1 << 20).to(DEVICE)
+    torch.cuda.synchronize()
+
+    def start() -> Any:
+        torch.cuda._sleep(int(1e9))  # about half a second
+        data.fill_(5)
+        return SimpleNamespace(wait=lambda: None)
+
+    begin = time.monotonic()
+    pending = made.begin(THERE, start, data, lambda: "")
+    other = made.begin(SUMS, lambda: SimpleNamespace(wait=lambda: None), data, lambda: "")
+    assert soon(other.is_done)  # behind no other channel
+    assert not pending.is_done()
+    pending.wait()
+    copy = data + 1
+    assert time.monotonic() - begin < 0.3
+    assert bool((copy == 6).all())
+    assert pending.is_done()
+    made.close()
+
+
+@pytest.mark.gpu
+def test_a_late_event_is_named() -> None:
+    hung_up: list[bool] = []
+    made = ChannelStreams((THERE,), DEVICE, 0.1, lambda: None, lambda: hung_up.append(True))
+
+    def start() -> Any:
+        torch.cuda._sleep(int(2e9))
+        return SimpleNamespace(wait=lambda: None)
+
+    pending = made.begin(THERE, start, room().to(DEVICE), lambda: "worker 0 waited")
+    pending.wait()
+    assert soon(lambda: bool(hung_up))
+    with pytest.raises(TimeoutError, match="worker 0 waited"):
+        pending.wait()
+    torch.cuda.synchronize()
