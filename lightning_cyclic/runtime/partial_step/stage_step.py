@@ -17,7 +17,12 @@ from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
+from torch.autograd.graph import (
+    GradientEdge,
+    _engine_run_backward,
+    get_gradient_edge,
+    saved_tensors_hooks,
+)
 
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.plan.actions import Action, Kind
@@ -109,6 +114,7 @@ class StageStep:
         self._calls: dict[int, Callable[[Any], Any]] = {}  # by step
         self._training = True
         self._cells: dict[tuple[int, int, int], _Cell] = {}  # by step, micro-batch, stage
+        self._borrowing = {j for j in range(plan.num_stages) if holdings.borrowed(j)}
 
     # ------------------------------------------------------------------ micro-batches
 
@@ -283,12 +289,12 @@ class StageStep:
             if h in came.crossed:
                 roots.append(edge)
                 root_grads.append(came.crossed[h])
-        for p, grad in self._tied_roots(a.j, cell, came.tied):
+        for p, grad in self._tied_roots(a.j, cell, came.tied) if came.tied else ():
             roots.append(get_gradient_edge(p))
             root_grads.append(grad)
-        with self._holdings.apart(a.j) as taken, self._accumulating(cell):
+        with self._apart(a.j) as taken, self._accumulating(cell):
             if roots:
-                torch.autograd.backward(roots, root_grads)
+                _run_backward(tuple(roots), tuple(root_grads))
         assert cell.entry is not None
         return Gradients(cell.entry.grads, taken)
 
@@ -301,6 +307,9 @@ class StageStep:
             output = run(lambda: call(_fresh(batch)))
         self._keep(cell, run, entry, output)
         cell.packet = Packet()
+
+    def _apart(self, j: int) -> AbstractContextManager[dict[str, Tensor]]:
+        return self._holdings.apart(j) if j in self._borrowing else nullcontext({})
 
     def _accumulating(self, cell: _Cell) -> AbstractContextManager[None]:
         return self._versions.backward(cell.versions) if self._versions else nullcontext()
@@ -326,6 +335,13 @@ def _packet_out(
         learning=learning,
         shared=groups_of(run.captured, entry.values, packet.shared),
         stale={h: line for h, line in run.sharing.stale.items() if h in run.captured},
+    )
+
+
+def _run_backward(roots: tuple[Any, ...], grads: tuple[Tensor, ...]) -> None:
+    """Do what torch.autograd.backward does, but for what it checks of gradients in Python."""
+    _engine_run_backward(
+        roots, grads, False, False, (), allow_unreachable=True, accumulate_grad=True
     )
 
 
