@@ -12,6 +12,8 @@ from torch.autograd.graph import increment_version
 from lightning_cyclic.runtime.partial_step.ghosts import Handle
 from lightning_cyclic.runtime.stages.ledger import version
 
+_ANCHOR = torch.zeros((), requires_grad=True)  # lets autograd note what is made of it
+
 
 @final
 class Entry:
@@ -33,20 +35,18 @@ class Entry:
         self.grads: dict[Handle, Tensor] = {}
         self.values = {h: x.clone() if copied else _alias(x) for h, x in tensors.items()}
         if self.handles and torch.is_grad_enabled():
-            anchor = torch.zeros((), requires_grad=True)
-            fresh = [self.values[h] for h in self.handles]
-            made = _Begin.apply(anchor, self, fresh)  # type: ignore[no-untyped-call]
-            self.values |= dict(zip(self.handles, made, strict=True))
-        self._given = {} if copied else dict(tensors)
-        self._versions = {h: version(self.values[h]) for h in self._given}
+            made = _begin(_ANCHOR, self, [self.values[h] for h in self.handles])
+            self.values.update(zip(self.handles, made, strict=True))
+        self._given = {} if copied else tensors
+        self._versions = [version(self.values[h]) for h in self._given]
 
     def pass_changes_on(self) -> None:
         """Let graphs that hold the received tensors, of a stage on this worker, see changes.
 
         Their backward then raises, as it does where one graph holds all stages.
         """
-        for h, x in self._given.items():
-            if version(self.values[h]) != self._versions[h]:
+        for (h, x), before in zip(self._given.items(), self._versions, strict=True):
+            if version(self.values[h]) != before:
                 increment_version(x)
         self._given = {}
 
@@ -68,8 +68,14 @@ class _Begin(torch.autograd.Function):
         return None, None, None
 
 
+# what apply() does beside this is for functorch, and for functions that need no ctx in forward
+_begin: Any = super(torch.autograd.Function, _Begin).apply
+
+
 def _alias(x: Tensor) -> Tensor:
     """Return another tensor over the same memory, which is no view in autograd's eyes."""
+    if type(x) is Tensor and not x.is_inference():
+        return x.data
     with torch.inference_mode(mode=False):  # changes in place are counted there too
         made = torch.empty(0, dtype=x.dtype, device=x.device)
         return made.set_(x.untyped_storage(), x.storage_offset(), x.size(), x.stride())

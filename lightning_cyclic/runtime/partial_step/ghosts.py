@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import sys
 from types import FrameType
-from typing import Any, NamedTuple, Self, final
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_cyclic.errors import StepError
+
+if TYPE_CHECKING:
+    from lightning_cyclic.runtime.partial_step.site import Site
 
 Handle = tuple[int, int, int]
 """Where a tensor was made: region, event in the region, leaf of the event's output."""
@@ -33,7 +36,7 @@ TENSOR_PROPERTIES = frozenset({"T", "mT", "H", "mH", "data", "real", "imag", "gr
 class TensorSpec(NamedTuple):
     """Hold what is known of a tensor without its values."""
 
-    size: tuple[int, ...]
+    size: torch.Size
     stride: tuple[int, ...]
     dtype: torch.dtype
     on_host: bool
@@ -44,6 +47,20 @@ class TensorSpec(NamedTuple):
         """Describe a tensor."""
         return cls(x.size(), x.stride(), x.dtype, x.is_cpu, x.requires_grad)
 
+    def describes(self, x: Tensor) -> bool:
+        """Say whether this is the description of a tensor."""
+        size, stride, dtype, on_host, requires_grad = self
+        return (
+            x.size() == size
+            and x.stride() == stride
+            and x.dtype is dtype
+            and x.is_cpu is on_host
+            and x.requires_grad is requires_grad
+        )
+
+
+_NUM_ATTRIBUTES = 5  # a ghost's own
+
 
 @final
 class Ghost(Tensor):
@@ -53,25 +70,61 @@ class Ghost(Tensor):
         spec: its description.
         handle: where it is made.
         device: of this worker.
+        site: whose run is asked about functions of it that nobody watches, if it replays.
     """
 
     handle: Handle
     value: Tensor | None
+    spec: TensorSpec
+    site: Site | None
+    _device: torch.device
 
     @staticmethod
-    def __new__(cls, spec: TensorSpec, handle: Handle, device: torch.device) -> Ghost:
+    def __new__(
+        cls, spec: TensorSpec, handle: Handle, device: torch.device, site: Site | None = None
+    ) -> Ghost:
         """Make a ghost without a value."""
+        at = torch.device("cpu") if spec.on_host else device
         ghost: Ghost = torch.Tensor._make_wrapper_subclass(
             cls,
             spec.size,
             strides=spec.stride,
             dtype=spec.dtype,
-            device=torch.device("cpu") if spec.on_host else device,
+            device=at,
             requires_grad=spec.requires_grad,
         )
         ghost.handle = handle
         ghost.value = None
+        ghost.spec = spec
+        ghost.site = site
+        ghost._device = at
         return ghost
+
+    @property
+    def is_as_made(self) -> bool:
+        """Say whether nobody has changed it or has written anything on it."""
+        return len(self.__dict__) == _NUM_ATTRIBUTES
+
+    # what is asked for most does not take the long way through torch
+
+    @property
+    def shape(self) -> torch.Size:  # type: ignore[override]
+        """Return the sizes."""
+        return self.spec.size if self.value is None else self.value.shape
+
+    @property
+    def dtype(self) -> torch.dtype:  # type: ignore[override]
+        """Return the type of the elements."""
+        return self.spec.dtype if self.value is None else self.value.dtype
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        """Return where the elements are."""
+        return self._device if self.value is None else self.value.device
+
+    def size(self, dim: Any = None) -> Any:
+        """Return the sizes, or one of them."""
+        return self.shape if dim is None else self.shape[dim]
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Show what is known."""
@@ -81,7 +134,11 @@ class Ghost(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Put real tensors in the place of filled ghosts; called where no run looks on."""
+        """Put real tensors in the place of filled ghosts; called where nobody watches."""
+        ghost = args[0] if args and type(args[0]) is Ghost else _first_ghost(args, kwargs)
+        run = None if ghost is None or ghost.site is None else ghost.site.looking
+        if run is not None and run.is_unwatched:
+            return run.pretend(func, args, kwargs or {})
         if reads_metadata(func) and not _is_filled(args[0]):
             return ask(func, args, kwargs or {})
         return func(*real(args), **real(kwargs or {}))
@@ -117,9 +174,11 @@ def ask(func: Any, args: Any, kwargs: Any) -> Any:
     no leaf there, but the output of some function.
     """
     with torch._C.DisableTorchFunctionSubclass():
-        name = func.__self__.__name__ if func.__name__ == "__get__" else ""
+        name = func.__self__.__name__ if func.__name__ == "__get__" else func.__name__
         if name in _OF_THE_GRAPH and args[0].requires_grad:
             return _OF_THE_GRAPH[name]
+        if name == "requires_grad_":
+            args[0].was_changed = True
         return func(*args, **kwargs)
 
 
@@ -175,6 +234,10 @@ def user_line() -> str:
 _NOT_THE_USERS = ("lightning_cyclic/runtime", "lightning_cyclic\\runtime", "/torch/", "\\torch\\")
 
 
+def _first_ghost(args: Any, kwargs: Any) -> Ghost | None:
+    return next((x for x in tensors_in(args, kwargs) if type(x) is Ghost), None)
+
+
 def _same(made: Any, given: Any) -> bool:
     return all(a is b for a, b in zip(made, given, strict=True))
 
@@ -190,3 +253,35 @@ def _refuse(ghost: Ghost) -> Any:
         "in every step with equal inputs; let a stage begin behind that line, "
         "CyclicStrategy(stages=[...])"
     )
+
+
+_TENSORS = frozenset({Tensor, nn.Parameter, Ghost})
+_NO_CONTAINERS = frozenset(
+    {int, float, bool, str, type(None), torch.dtype, torch.device, torch.Size, torch.layout}
+)
+
+
+def tensors_in(args: Any, kwargs: Any) -> list[Tensor]:
+    """List the tensors among arguments, also those in plain containers."""
+    found: list[Tensor] = []
+    _collect(args, found)
+    if kwargs:
+        _collect(kwargs.values(), found)
+    return found
+
+
+def _collect(parts: Any, found: list[Tensor]) -> None:
+    for x in parts:  # the commonest cost no call
+        kind = type(x)
+        if kind in _TENSORS:
+            found.append(x)
+        elif kind in _NO_CONTAINERS:
+            pass
+        elif isinstance(x, Tensor):
+            found.append(x)
+        elif isinstance(x, tuple | list):
+            _collect(x, found)
+        elif isinstance(x, dict):
+            _collect(x.values(), found)
+        elif kind is slice:
+            _collect((x.start, x.stop, x.step), found)

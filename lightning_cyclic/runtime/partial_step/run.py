@@ -1,7 +1,7 @@
 """A run: the user's step, from its start to the end of one stage.
 
-    region 0 .. target-1   ghosts: units are skipped, what depends on the batch alone is real
-    region target          real: the ghosts that crossed are filled when it begins
+    region 0 .. target-1   replayed: units are skipped, what depends on the batch alone is real
+    region target          real: what crossed is taken, and fills ghosts, when it begins
     region target+1        never: its first call ends the step with a private exception
 
 The last stage's run goes to the end of the user's step.
@@ -9,46 +9,38 @@ The last stage's run goes to the end of the user's step.
 
 from __future__ import annotations
 
-import functools
 import itertools
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any, NamedTuple, final
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any, NoReturn, final
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import (
-    TorchFunctionMode,
-    _get_current_function_mode,
-    _pop_mode,
-    _push_mode,
+from torch._C import (
+    _get_function_stack_at,
+    _len_torch_function_stack,
+    _pop_torch_function_stack,
+    _push_on_torch_function_stack,
 )
 
-from lightning_cyclic.errors import StepError
-from lightning_cyclic.runtime.partial_step.chance import Chance, is_random
-from lightning_cyclic.runtime.partial_step.ghosts import (
-    Ghost,
-    Handle,
-    ask,
-    reads_metadata,
-    real,
-    user_line,
+from lightning_cyclic.runtime.partial_step.chance import Chance
+from lightning_cyclic.runtime.partial_step.ghosts import Ghost, Handle, ask, real, tensors_in
+from lightning_cyclic.runtime.partial_step.record import MARK, Delivery, Record
+from lightning_cyclic.runtime.partial_step.refusals import (
+    refuse_begin,
+    refuse_end,
+    refuse_home,
+    refuse_path,
+    refuse_read,
 )
-from lightning_cyclic.runtime.partial_step.sharing import Sharing
-from lightning_cyclic.runtime.partial_step.site import Site
-from lightning_cyclic.runtime.partial_step.tape import Alias, Event, Plain, Tape, describe
-from lightning_cyclic.runtime.values.plain import encode_leaf
-from lightning_cyclic.runtime.values.trees import LEAF, flatten, unflatten
+from lightning_cyclic.runtime.partial_step.replay import Replay
+from lightning_cyclic.runtime.partial_step.sharing import NO_SHARING
+from lightning_cyclic.runtime.partial_step.site import Site, Unit
+from lightning_cyclic.runtime.partial_step.watch import Known, known
+from lightning_cyclic.runtime.values.trees import flatten, unflatten
 
 _run_numbers = itertools.count(1)
-_MARK = "_cyclic_made"  # on a tensor: (number of the run, handle)
-_READS_VALUE = frozenset(
-    {"item", "tolist", "numpy", "__array__", "__bool__", "__int__", "__float__", "__index__"}
-    | {"__complex__", "equal", "allclose", "is_nonzero", "__contains__"}
-)
-_NO_CONTAINERS = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device})
-_TENSORS = frozenset({Tensor, nn.Parameter, Ghost})
+_INDEXING = ("__getitem__", "__setitem__")  # they do not ask a ghost that is an index
 
 
 class StageDone(BaseException):
@@ -62,12 +54,9 @@ class Run:
     Args:
         site: the module.
         target: the stage that is run for real.
-        tapes: of the regions before it.
-        received: the tensors that crossed, by handle.
-        wanted: handles of what later stages need; None while that is being learnt: everything
-            that is alive when the stage ends.
-        path: names of the stage's events for which that holds; None for any.
-        sharing: looks after received tensors that shared memory.
+        replays: of the regions before it.
+        take: waits for what crossed, when the stage begins; None if that does not fit the
+            replays.
         chance: the randomness of this step and micro-batch.
     """
 
@@ -75,12 +64,8 @@ class Run:
         self,
         site: Site,
         target: int,
-        *,
-        tapes: Sequence[Tape] = (),
-        received: Mapping[Handle, Tensor] | None = None,
-        wanted: frozenset[Handle] | None = None,
-        path: tuple[str, ...] | None = None,
-        sharing: Sharing | None = None,
+        replays: Sequence[Replay],
+        take: Callable[[], Delivery | None],
         chance: Chance,
     ) -> None:
         self.site = site
@@ -89,23 +74,25 @@ class Run:
         self.depth = 0
         self.logs: list[tuple[str, Any, dict[str, Any]]] = []
         self.used: set[Handle] = set()
-        self.captured: dict[Handle, Tensor] = {}
-        self.tape: list[Event] = []
-        self._tapes = tapes
-        self._received = dict(received or {})
-        self._wanted = wanted
-        self._path = path
-        self.sharing = sharing or Sharing({}, {})
-        self.has_strayed = False
-        self._chance = chance
+        self.sharing = NO_SHARING
+        self.was_misled = False
         self._number = next(_run_numbers)
-        self._position = 0  # in the region's tape
-        self._made: list[tuple[Handle, weakref.ref[Tensor]]] = []
+        self.record = Record(self._number, target, is_last=target == site.num_stages - 1)
+        self._replays = replays
+        self._replay: Replay | None = None  # of the region, before the stage itself
+        self._take = take
+        self._came: Mapping[Handle, Tensor] = {}
         self._changed: dict[Handle, Tensor] = {}  # tensors of the batch that an event changed
-        self._is_last = target == site.num_stages - 1
-        self._came: frozenset[Handle] = frozenset()  # what has crossed
-        self._watch = _Watch(self)
+        self._chance = chance
+        self._modes = (
+            torch.is_grad_enabled(),
+            torch.is_inference_mode_enabled(),
+            _len_torch_function_stack(),
+        )
+        self._is_watching = False
+        self._draws = False  # in this region, what depends on nothing
         self._done = False
+        self._failure: Exception | None = None
 
     @property
     def is_real(self) -> bool:
@@ -118,254 +105,237 @@ class Run:
         Raises:
             StepError: the stage never began, or never ended.
         """
-        self._chance.begin_region(0)
-        if self.target == 0:
-            self._chance.begin_stage(0)
-        self.site.run = self
+        self.site.run = self.site.looking = self
         try:
-            with self._watch:
-                output = step()
-        except StageDone:
-            output = None
+            return self._check_end(self._output_of(step))
         finally:
-            self.site.run = None
-            del self._watch  # the two would keep each other alive, and all that this run holds
-        return self._check_end(output)
+            self.site.run = self.site.looking = None
+            self._came = {}
+            for replay in self._replays:
+                replay.release()
+
+    def _output_of(self, step: Callable[[], Any]) -> Any:
+        try:
+            self._enter(0)
+            return step()
+        except StageDone:
+            return None
+        finally:
+            if self._is_watching:
+                _pop_torch_function_stack()
 
     # ------------------------------------------------------------------ calls
 
-    def call(self, path: str, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def call(self, unit: Unit, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Answer a call of a module with parameters, or of a metric."""
+        if unit.begins > self.region and not self._done:
+            self._begin(unit)
+        replay = self._replay
+        if replay is not None and not unit.is_split:
+            ghost = replay.ghost(unit.event)
+            return self._read(replay, unit.event, args, kwargs) if ghost is None else ghost
         if self._done:
             raise StageDone
-        begun = self.site.begins.get(path)
-        if begun is not None and begun > self.region:
-            self._begin(begun, path)
-        if path in self.site.cuts.split:
+        if unit.is_split:
             return original(*args, **kwargs)
-        if not self.is_real:
-            with torch._C.DisableTorchFunction():
-                return self._read(f"{path}()", _tensors((args, kwargs)))
-        self._check_home(path)
-        return self._call_unit(path, original, args, kwargs)
+        if unit.stages is not None and self.region not in unit.stages:
+            refuse_home(unit.path, unit.stages, self.region)
+        return self._call_unit(unit, original, args, kwargs)
 
-    def _call_unit(self, path: str, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        args, kwargs, inputs = self._given(args, kwargs)
-        with torch._C.DisableTorchFunction():
-            before = [x._version for x in inputs]
-        with self._inside_unit():
-            result = original(*args, **kwargs)
-        self._look()
-        with torch._C.DisableTorchFunction():
-            mutated = tuple(
-                k
-                for k, (x, version) in enumerate(zip(inputs, before, strict=True))
-                if x._version != version and not self._depends(x)
-            )
-            return self._write(f"{path}()", result, inputs, mutated)
-
-    @contextmanager
-    def _inside_unit(self) -> Iterator[None]:
-        """Do not look at torch functions: where nobody does, they cost nothing."""
-        self.depth += 1
-        is_top = _get_current_function_mode() is self._watch  # type: ignore[no-untyped-call]
+    def _call_unit(self, unit: Unit, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run a unit without looking at torch functions: where nobody does, they cost nothing."""
+        inputs = tensors_in(args, kwargs)
+        if self._changed or Ghost in map(type, inputs):
+            args, kwargs, inputs = self._given(args, kwargs, inputs)
+        site, self.depth = self.site, 1
+        is_top = _get_function_stack_at(_len_torch_function_stack() - 1) is site.watch
         if is_top:
-            _pop_mode()  # type: ignore[no-untyped-call]
+            _pop_torch_function_stack()
+        site.looking = None
         try:
-            yield
+            before = [x._version for x in inputs]
+            result = original(*args, **kwargs)
+            mutated: Sequence[int] = ()
+            if [x._version for x in inputs] != before:
+                pairs = enumerate(zip(inputs, before, strict=True))
+                mutated = [k for k, (x, v) in pairs if x._version != v and not self._depends(x)]
+            if self.sharing.groups:
+                self._look()
+            return self.record.write(unit.event, result, inputs, mutated)
         finally:
+            site.looking, self.depth = self, 0
             if is_top:
-                _push_mode(self._watch)  # type: ignore[no-untyped-call]
-            self.depth -= 1
-
-    def _check_home(self, path: str) -> None:
-        stages = self.site.stages_of(path) if path in self.site._stages_of_unit else (self.region,)
-        if self.region not in stages:
-            raise StepError(
-                f"module {path!r}, whose parameters belong to stage {list(stages)}, is called in "
-                f"stage {self.region} at {user_line()}; allowed: calls in the order in which the "
-                "stages were found; keep all its calls in one stage, "
-                "CyclicStrategy(stages=[...])"
-            )
+                _push_on_torch_function_stack(site.watch)
 
     # ------------------------------------------------------------------ torch functions
 
-    def function(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Answer a call of a torch function outside all units."""
-        known = _known(func)
-        if known.is_metadata:
-            return self._metadata(func, args, kwargs)
-        inputs = _tensors((args, kwargs) if kwargs else args)
-        if not any(map(self._depends, inputs)):  # also what leaves contexts behind the end
-            return self._call(known, func, args, kwargs)
+    def function(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        """Answer a call of a torch function outside all units that the watch saw."""
+        about = known(func)
+        if about.is_metadata:
+            is_of_ghost = args and type(args[0]) is Ghost
+            return self._metadata(func, args, kwargs) if is_of_ghost else func(*args, **kwargs)
+        inputs = tensors_in(args, kwargs)
+        for x in inputs:
+            if self._depends(x):
+                break
+        else:  # also what leaves contexts behind the end
+            self._draws |= about.is_random
+            return self._call(func, args, kwargs) if about.is_random else func(*args, **kwargs)
+        if self._replay is not None:
+            if any(t is not Ghost for t in types) or not _is_dispatched(about, types, args):
+                self._replay.note_unseen()
+            return self.pretend(func, args, kwargs)
         if self._done:
             raise StageDone
-        name = known.name
-        if not self.is_real:
-            return self._pretend_function(known, inputs)
-        args, kwargs, inputs = self._given(args, kwargs, inputs)
-        result = self._call(known, func, args, kwargs)
+        if self._changed or Ghost in map(type, inputs):
+            args, kwargs, inputs = self._given(args, kwargs, inputs)
+        result = self._call(func, args, kwargs) if about.is_random else func(*args, **kwargs)
         self._look()
-        if known.reads_value:
-            self.tape.append(Event(name, LEAF, (), (), True))
-            self._position += 1
+        if about.reads_value:
+            self.record.write_read(about.name)
             return result
-        return self._write(name, result, inputs, self._changed_by(name, inputs))
+        changes_batch = about.changes_first and inputs and not self._depends(inputs[0])
+        return self.record.write(about.name, result, inputs, (0,) if changes_batch else ())
+
+    def pretend(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Answer a call of a torch function on ghosts that have no values yet."""
+        if self._done:
+            raise StageDone
+        about = known(func)
+        if about.is_metadata:
+            is_of_ghost = type(args[0]) is Ghost
+            return self._metadata(func, args, kwargs) if is_of_ghost else ask(func, args, kwargs)
+        if about.is_random:
+            self._chance.skip_glue()
+        if about.reads_value:
+            refuse_read(self.region, self.target)
+        assert self._replay is not None
+        ghost = self._replay.ghost(about.name)
+        return self._read(self._replay, about.name, args, kwargs) if ghost is None else ghost
+
+    @property
+    def is_unwatched(self) -> bool:
+        """Say whether ghosts alone see the torch functions of the region."""
+        return not self._is_watching
 
     def _metadata(self, func: Any, args: Any, kwargs: Any) -> Any:
-        if args and type(args[0]) is Ghost:
-            ghost = args[0]
-            if ghost.value is None:
-                return ask(func, args, kwargs)
-            args = (ghost.value, *args[1:])
-        return func(*args, **kwargs)
+        if args[0].value is None:
+            return ask(func, args, kwargs)
+        return func(args[0].value, *args[1:], **kwargs)
 
-    def _call(self, known: _Known, func: Any, args: Any, kwargs: Any) -> Any:
-        if known.is_random:
-            with self._chance.of_glue():
-                return func(*args, **kwargs)
-        return func(*args, **kwargs)
+    def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        with self._chance.of_glue():
+            return func(*args, **kwargs)
 
-    def _pretend_function(self, known: _Known, inputs: Sequence[Tensor]) -> Any:
-        if known.is_random:
-            self._chance.skip_glue()
-        if known.reads_value:
-            self._refuse_read()
-        return self._read(known.name, inputs)
-
-    def _changed_by(self, name: str, inputs: Sequence[Tensor]) -> tuple[int, ...]:
-        in_place = name in ("__setitem__", "__set__") or (
-            name.endswith("_") and not name.endswith("__")
-        )
-        return (0,) if in_place and inputs and not self._depends(inputs[0]) else ()
-
-    # ------------------------------------------------------------------ the tape
-
-    def _write(
-        self, name: str, result: Any, inputs: Sequence[Tensor], mutated: tuple[int, ...]
-    ) -> Any:
-        event, leaves = describe(name, result, inputs, mutated)
-        n = len(self.tape)
-        if not self._is_last:
-            _check_plain(event)
-        self.tape.append(event)
-        for k, (out, leaf) in enumerate(zip(event.outs, leaves, strict=True)):
-            if not isinstance(out, Alias | Plain):
-                self._note((self.region, n, k), leaf)
-        for k in mutated:
-            self._note((self.region, n, -1 - k), inputs[k])
-        return result
-
-    def _note(self, handle: Handle, x: Tensor) -> None:
-        setattr(x, _MARK, (self._number, handle))
-        self._made.append((handle, weakref.ref(x)))
-        if self._wanted is not None and handle in self._wanted:
-            self.captured[handle] = x
-
-    def _read(self, name: str, inputs: Sequence[Tensor]) -> Any:
-        event, n = self._expect(name), self._position
-        self._position += 1
-        for k in event.mutated:
-            handle = (self.region, n, -1 - k)
-            setattr(inputs[k], _MARK, (self._number, handle))
-            self._changed[handle] = inputs[k]
-        leaves = [self._leaf(out, (self.region, n, k), inputs) for k, out in enumerate(event.outs)]
-        return unflatten(event.structure, leaves)
-
-    def _leaf(self, out: Any, handle: Handle, inputs: Sequence[Tensor]) -> Any:
-        if isinstance(out, Plain):
-            return out.value
-        if isinstance(out, Alias):
-            return inputs[out.place]
-        ghost = Ghost(out, handle, self.site.device)
-        self._made.append((handle, weakref.ref(ghost)))
-        return ghost
-
-    def _expect(self, name: str) -> Event:
-        tape = self._tapes[self.region]
-        if self._position < len(tape):
-            event = tape[self._position]
-            if event.is_read:
-                self._refuse_read()
-            if event.name == name:
-                return event
-        self._refuse_path(name)
-        raise AssertionError
+    def _read(self, replay: Replay, name: str, args: Any, kwargs: Any) -> Any:
+        event, expected = replay.next(name), replay.expected
+        if event is None:
+            if expected is not None and expected.is_read:
+                refuse_read(self.region, self.target)
+            refuse_path(name, expected and expected.name, self.region, self.target)
+        with torch._C.DisableTorchFunction():  # none of this is the user's
+            inputs = tensors_in(args, kwargs)
+            for k in event.mutated:
+                handle = replay.place(-1 - k)
+                setattr(inputs[k], MARK, (self._number, handle))
+                self._changed[handle] = inputs[k]
+            return replay.value(inputs)
 
     # ------------------------------------------------------------------ from stage to stage
 
-    def _begin(self, stage: int, path: str) -> None:
+    def _begin(self, unit: Unit) -> None:
+        stage, replay = unit.begins, self._replay
         if stage != self.region + 1:
-            raise StepError(
-                f"stage {stage} begins ({path!r}, {user_line()}) before stage {self.region + 1}; "
-                "allowed: the order in which the stages were found; name module paths in the "
-                "order of their calls, CyclicStrategy(stages=[...])"
-            )
-        if self.is_real:
+            refuse_begin(unit.path, stage, self.region)
+        if replay is None:
             self._end()
-        elif self._position < len(self._tapes[self.region]):
-            self._refuse_path(f"the begin of stage {stage}")
-        self.region, self._position = stage, 0
-        self._chance.begin_region(stage)
-        if self.is_real:
-            self._chance.begin_stage(stage)
-            self._fill()
+        if not replay.end():
+            name = replay.expected and replay.expected.name
+            refuse_path(f"the begin of stage {stage}", name, self.region, self.target)
+        self._enter(stage)
+
+    def _enter(self, region: int) -> None:
+        self.region = region
+        if region == self.target:
+            self._enter_stage()
+            return
+        self._replay = replay = self._replays[region]
+        replay.begin()
+        if replay.needs_watch:
+            self._watch()
+        self._chance.begin_region(region)
+
+    def _enter_stage(self) -> None:
+        self._receive()
+        self._replay, self._draws = None, False
+        self._watch()
+        self._chance.begin_region(self.target)
+        self._chance.begin_stage(self.target)
+
+    def _watch(self) -> None:
+        if not self._is_watching:
+            self.site.watch.insert(self._modes[2])
+            self._is_watching = True
+
+    def _receive(self) -> None:
+        """Take what crossed; no error of this is for the user's code to catch."""
+        delivery = None
+        try:
+            delivery = self._taken()
+        except Exception as error:
+            self._failure = error
+        if delivery is None:
+            self.was_misled, self._done = self._failure is None, True
+            self._replay = None
+            raise StageDone
+        self._came, self.sharing = delivery.came, delivery.sharing
+        self.record.expect(delivery)
+        self._fill()
+
+    def _taken(self) -> Delivery | None:
+        """Call the callable as outside of the contexts that the user's code has entered."""
+        with_grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        if (with_grad, inference, _len_torch_function_stack()) == self._modes:
+            return self._take()
+        other = torch.inference_mode(self._modes[1]) if inference != self._modes[1] else None
+        with (
+            torch._C.DisableTorchFunction(),
+            other or nullcontext(),
+            torch.set_grad_enabled(self._modes[0]),
+        ):
+            return self._take()
 
     def _fill(self) -> None:
-        for handle, x in self._received.items():
-            setattr(x, _MARK, (self._number, handle))
+        for handle, x in self._came.items():
+            setattr(x, MARK, (self._number, handle))
+            self._replays[handle[0]].fill(handle, x)
             if handle in self._changed:
                 with torch._C.DisableTorchFunction():  # not an event of the user's
                     self._changed[handle].copy_(x)
-        for handle, reference in self._made:
-            ghost = reference()
-            if ghost is not None and type(ghost) is Ghost:
-                ghost.value = self._received.get(handle)
-        # in-place functions give back the tensor, not its ghost: either may live on
-        self._made += [(handle, weakref.ref(x)) for handle, x in self._received.items()]
-        self._came = frozenset(self._received)
-        self.sharing.begin(self._received)
-        self._received.clear()
+        self.sharing.begin(self._came)
 
-    def _end(self) -> None:
-        """Keep what later stages need, while the frames of the user's code still hold it."""
-        if self._path is not None and tuple(e.name for e in self.tape) != self._path:
-            self.has_strayed, self._wanted = True, None
-            self.captured.clear()
-        for handle, reference in self._made:
-            x = reference()
-            if x is None or (self._wanted is not None and handle not in self._wanted):
-                continue
-            value = x.value if type(x) is Ghost else x
-            if value is not None:
-                self.captured[handle] = value
-        for handle, x in self._changed.items():
-            if handle in self._came and (self._wanted is None or handle in self._wanted):
-                self.captured[handle] = x
+    def _end(self) -> NoReturn:
+        is_known = self.record.end(self._came, draws=self._draws)
+        captured = self.record.captured
+        for handle in self._changed.keys() & captured.keys():
+            captured[handle] = self._changed[handle]
         self._look()
-        if self._wanted is not None:
-            self.sharing.check(self.captured)
+        if is_known:
+            self.sharing.check(captured)
         self._done = True
         raise StageDone
 
     def _check_end(self, output: Any) -> Any:
+        if self._failure is not None:
+            raise self._failure
         if self._done:
             return None
-        if not self.is_real:
-            raise StepError(
-                f"stage {self.region + 1} never began: {self.site.cuts.starts[self.region]!r} was "
-                "not called; allowed: steps that call the first module of every stage; begin the "
-                "stage elsewhere, CyclicStrategy(stages=[...])"
-            )
-        if not self._is_last:
-            raise StepError(
-                f"stage {self.target} never ended: {self.site.cuts.starts[self.target]!r} was not "
-                "called; allowed: steps that call the first module of every stage; begin the "
-                "next stage elsewhere, CyclicStrategy(stages=[...])"
-            )
+        if self.region < self.site.num_stages - 1:
+            refuse_end(self.site.cuts.starts, self.region, self.target)
         self._look()
         leaves, structure = flatten(output)
-        return unflatten(structure, [self._filled(x) for x in leaves])
+        return unflatten(structure, [self.filled(x) for x in leaves])
 
     # ------------------------------------------------------------------ small things
 
@@ -374,121 +344,40 @@ class Run:
         kind = type(x)
         if kind is Ghost or kind is nn.Parameter:
             return True
-        mark = getattr(x, _MARK, None)
+        mark = getattr(x, MARK, None)
         if mark is not None and mark[0] == self._number:
             return True
         return kind is not Tensor and isinstance(x, nn.Parameter)
 
     def _given(
-        self, args: Any, kwargs: Any, inputs: list[Tensor] | None = None
+        self, args: Any, kwargs: Any, inputs: Sequence[Tensor]
     ) -> tuple[Any, Any, list[Tensor]]:
-        """Return arguments without ghosts, and their tensors."""
-        if inputs is None:
-            inputs = _tensors((args, kwargs))
-        if not self._changed and Ghost not in map(type, inputs):
-            return args, kwargs, inputs
-        args, kwargs = self._filled(args), self._filled(kwargs)
-        return args, kwargs, _tensors((args, kwargs))
+        """Return arguments without ghosts, and their tensors; note which were used."""
+        self._note_used(inputs)
+        kwargs = real(kwargs) if kwargs else kwargs
+        return real(args), kwargs, [real(x) for x in inputs]
 
-    def _filled(self, value: Any) -> Any:
-        for x in _tensors(value):
+    def filled(self, value: Any) -> Any:
+        """Replace ghosts by the tensors that came, and note that they were used."""
+        self._note_used(tensors_in((value,), None))
+        return real(value)
+
+    def _note_used(self, inputs: Sequence[Tensor]) -> None:
+        for x in inputs:
             if type(x) is Ghost:
                 self.used.add(x.handle)
                 if self.sharing.stale:
                     self.sharing.check((x.handle,))
             elif self._changed:
-                mark = getattr(x, _MARK, None)
+                mark = getattr(x, MARK, None)
                 if mark is not None and mark[0] == self._number and mark[1] in self._changed:
                     self.used.add(mark[1])
-        return real(value)
-
-    def filled(self, value: Any) -> Any:
-        """Replace ghosts by the tensors that came, and note that they were used."""
-        return self._filled(value)
 
     def _look(self) -> None:
         if self.sharing.groups:
             self.sharing.look(self.used)
 
-    def _refuse_read(self) -> None:
-        raise StepError(
-            f"{user_line()} reads a value of stage {self.region}, which the worker of stage "
-            f"{self.target} does not have; allowed: values of the last stage, and of the batch; "
-            "let no stage begin behind that line, CyclicStrategy(stages=[...]); "
-            "`lightning-cyclic doctor` lists the places that work"
-        )
 
-    def _refuse_path(self, name: str) -> None:
-        tape = self._tapes[self.region]
-        expected = tape[self._position].name if self._position < len(tape) else "the stage's end"
-        raise StepError(
-            f"the step took another way on the worker of stage {self.target} than on that of "
-            f"stage {self.region}: {name} at {user_line()} where {expected} was; allowed: control "
-            "flow that depends on the batch and on shapes alone; keep what decides it and what "
-            "follows in one stage, CyclicStrategy(stages=[...])"
-        )
-
-
-@final
-class _Watch(TorchFunctionMode):
-    """Show every torch function outside units to the run."""
-
-    def __init__(self, run: Run) -> None:
-        super().__init__()
-        self._run = run
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self._run.depth:
-            return func(*args, **(kwargs or {}))
-        return self._run.function(func, args, kwargs or {})
-
-
-class _Known(NamedTuple):
-    """Hold what is known of a torch function."""
-
-    name: str
-    is_metadata: bool
-    is_random: bool
-    reads_value: bool
-
-
-@functools.lru_cache(maxsize=4096)
-def _known(func: Any) -> _Known:
-    name: str = func.__name__
-    if name == "__get__":
-        name = f"{func.__self__.__name__}.get"
-    return _Known(name, reads_metadata(func), is_random(func), name in _READS_VALUE)
-
-
-def _check_plain(event: Event) -> None:
-    """Refuse outputs that the workers of later stages cannot be told of."""
-    for out in event.outs:
-        if isinstance(out, Plain):
-            encode_leaf(out.value, f"what {event.name} returned")
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    """List the tensors in plain containers."""
-    found: list[Tensor] = []
-    _collect(value, found)
-    return found
-
-
-def _collect(value: Any, found: list[Tensor]) -> None:
-    if isinstance(value, tuple | list):
-        parts: Any = value
-    elif isinstance(value, dict):
-        parts = value.values()
-    elif type(value) is slice:
-        parts = (value.start, value.stop, value.step)
-    else:
-        parts = (value,) if isinstance(value, Tensor) else ()
-    for x in parts:  # the commonest cost no call
-        kind = type(x)
-        if kind in _TENSORS:
-            found.append(x)
-        elif kind not in _NO_CONTAINERS:
-            if isinstance(x, Tensor):
-                found.append(x)
-            else:
-                _collect(x, found)
+def _is_dispatched(about: Known, types: Any, args: Any) -> bool:
+    """Say whether a function asks ghosts among its arguments, where no mode is entered."""
+    return bool(types) and (about.name not in _INDEXING or type(args[0]) is Ghost)

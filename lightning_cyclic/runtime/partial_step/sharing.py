@@ -90,9 +90,15 @@ class Sharing:
         self.stale = dict(stale)
         self._known: dict[Handle, tuple[Tensor, int]] = {}
 
+    @classmethod
+    def of(cls, groups: Mapping[Handle, int], stale: Mapping[Handle, str]) -> Sharing:
+        """Return one that looks after these; for nothing, the one that never does anything."""
+        return cls(groups, stale) if groups or stale else NO_SHARING
+
     def begin(self, came: Mapping[Handle, Tensor]) -> None:
         """Remember the tensors as they entered."""
-        self._known = {h: (came[h], version(came[h])) for h in self.groups if h in came}
+        if self.groups:
+            self._known = {h: (came[h], version(came[h])) for h in self.groups if h in came}
 
     def look(self, used: Iterable[Handle]) -> None:
         """Look for changes in place since the last look.
@@ -123,3 +129,6 @@ class Sharing:
                     "x = x + y in place of x += y, make the views behind the change, or let no "
                     "stage begin between, CyclicStrategy(stages=[...])"
                 )
+
+
+NO_SHARING = Sharing({}, {})

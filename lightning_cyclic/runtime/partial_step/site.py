@@ -9,18 +9,39 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import nn
 
 from lightning_cyclic.errors import ConfigurationError
+from lightning_cyclic.runtime.partial_step.watch import Watch
 
 if TYPE_CHECKING:
     from lightning_cyclic.runtime.partial_step.run import Run
     from lightning_cyclic.runtime.stages.cuts import Cuts
 
 _CALL = "forward"  # inside hooks, which run whether the forward is skipped or not
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unit:
+    """Say what a call that passes through a site is of.
+
+    Args:
+        path: of a module, or of a metric's method.
+        event: name of the event that a call is.
+        begins: the stage that begins with it; 0 for none.
+        is_split: whether stages begin within it.
+        stages: in which it may be called, since its parameters belong to them; None for any.
+    """
+
+    path: str
+    event: str
+    begins: int
+    is_split: bool
+    stages: tuple[int, ...] | None
 
 
 @final
@@ -37,9 +58,11 @@ class Site:
         self.module = module
         self.cuts = cuts
         self.device = device
-        self.run: Run | None = None
-        self.begins = {path: j for j, path in enumerate(cuts.starts, start=1)}
+        self.run: Run | None = None  # that is under way
+        self.looking: Run | None = None  # the same, while it looks at calls: outside units
+        self.watch = Watch(self)
         self.num_stages = len(cuts.starts) + 1
+        self._begins = {path: j for j, path in enumerate(cuts.starts, start=1)}
         self._stages_of_unit = _stages_of_units(module, cuts)
         self._doors = list(self._make_doors())
 
@@ -57,15 +80,11 @@ class Site:
                 else:
                     owner.__dict__[name] = before
 
-    def stages_of(self, path: str) -> tuple[int, ...]:
-        """Return the stages in which a unit may run: those that all its parameters belong to."""
-        return self._stages_of_unit[path]
-
     def _make_doors(self) -> Iterator[tuple[nn.Module, str, Any, Any]]:
         for path, m in self.module.named_modules():
             has_parameters = next(m.parameters(), None) is not None
             metric = is_metric(m)
-            if not path or not (has_parameters or metric or path in self.begins):
+            if not path or not (has_parameters or metric or path in self._begins):
                 continue
             if isinstance(m, torch.jit.ScriptModule):
                 raise ConfigurationError(
@@ -83,11 +102,19 @@ class Site:
                 yield m, name, self._door(f"{path}.{name}", method), m.__dict__.get(name)
 
     def _door(self, path: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        unit = Unit(
+            path=path,
+            event=f"{path}()",
+            begins=self._begins.get(path, 0),
+            is_split=path in self.cuts.split,
+            stages=self._stages_of_unit.get(path),
+        )
+
         def call(*args: Any, **kwargs: Any) -> Any:
-            run = self.run
-            if run is None or run.depth:
+            run = self.looking
+            if run is None:
                 return original(*args, **kwargs)
-            return run.call(path, original, args, kwargs)
+            return run.call(unit, original, args, kwargs)
 
         return call
 

@@ -12,12 +12,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
+from torch.autograd.graph import (
+    GradientEdge,
+    _engine_run_backward,
+    get_gradient_edge,
+    saved_tensors_hooks,
+)
 
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.plan.actions import Action, Kind
@@ -27,11 +33,12 @@ from lightning_cyclic.runtime.partial_step.ghosts import Handle
 from lightning_cyclic.runtime.partial_step.holdings import Holdings
 from lightning_cyclic.runtime.partial_step.losses import check_loss, loss_of
 from lightning_cyclic.runtime.partial_step.packets import Gradients, Lesson, Packet
+from lightning_cyclic.runtime.partial_step.passage import Habit, Habits, Passage
+from lightning_cyclic.runtime.partial_step.record import Delivery
 from lightning_cyclic.runtime.partial_step.run import Run
-from lightning_cyclic.runtime.partial_step.sharing import Sharing, groups_of
+from lightning_cyclic.runtime.partial_step.sharing import Sharing
 from lightning_cyclic.runtime.partial_step.side_effects import SideEffects
 from lightning_cyclic.runtime.partial_step.site import Site
-from lightning_cyclic.runtime.partial_step.tape import names
 from lightning_cyclic.runtime.partial_step.versions import Version, Versions
 from lightning_cyclic.runtime.values.trees import map_tensors
 
@@ -63,12 +70,22 @@ class Outcome(NamedTuple):
 class _Cell:
     """Hold what B(i,j) needs of F(i,j)."""
 
-    packet: Packet
     entry: Entry | None = None
     edges: dict[Handle, GradientEdge] = field(default_factory=dict)
     loss: Tensor | None = None
-    again: frozenset[Handle] | None = None  # what to capture when it is run again
     versions: tuple[Version, ...] = ()  # whose stand-ins the graph holds
+    again: _Again | None = None  # if it is run again
+
+
+class _Again(NamedTuple):
+    """Hold what running a stage again needs."""
+
+    packet: Packet
+    habit: Habit
+    captured: frozenset[Handle]
+
+
+_NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 @final
@@ -109,6 +126,8 @@ class StageStep:
         self._calls: dict[int, Callable[[Any], Any]] = {}  # by step
         self._training = True
         self._cells: dict[tuple[int, int, int], _Cell] = {}  # by step, micro-batch, stage
+        self._habits = Habits(site)
+        self._borrowing = {j for j in range(plan.num_stages) if holdings.borrowed(j)}
 
     # ------------------------------------------------------------------ micro-batches
 
@@ -122,8 +141,7 @@ class StageStep:
 
     def kind_of(self, a: Action) -> str:
         """Return what the tensors of an action's micro-batch look like."""
-        assert a.i is not None
-        return self._micro[a.t, a.i].kind
+        return self._of(a).kind
 
     def take_outcomes(self, t: int) -> list[Outcome]:
         """Return what the micro-batches of step ``t`` gave, in their order; none elsewhere."""
@@ -152,94 +170,96 @@ class StageStep:
         Returns:
             What crosses to the next stage; None behind the last.
         """
-        assert a.i is not None
-        packet, micro = take_packet(), self._micro[a.t, a.i]
-        lesson = None if packet.learning else self._lessons.get(micro.family)
-        if lesson is not None and tuple(map(names, packet.tapes)) != lesson.paths[: a.j]:
-            lesson = None
+        cell = _Cell()
         again = self._training and self._is_run_again(a)
-        entry = Entry(packet.tensors, packet.with_grad, copied=again)
-        run = self._new_run(a, packet, entry, lesson)
-        cell = _Cell(packet=packet)
-        call = self._calls[a.t]
-        with _discard() if again else nullcontext(), self._showing(a, cell):
-            output = run(lambda: call(_fresh(micro.batch)))
-        return self._finish_forward(a, run, cell, entry, output, lesson, again)
+        lesson = self._lessons.get(self._of(a).family)
+        passage = Passage(take_packet, lesson, copied=again)
+        with _discard() if again else _NOTHING, self._showing(a, cell):
+            run, output = self._pass(a, passage)
+        return self._finish_forward(a, run, cell, passage, output)
 
-    @contextmanager
-    def _showing(self, a: Action, cell: _Cell) -> Iterator[None]:
+    def _pass(self, a: Action, passage: Passage) -> tuple[Run, Any]:
+        """Run the step as habit has it; begin again where it proves wrong before the stage."""
+        kind, habits = self.kind_of(a), self._habits
+        habit = habits.get(kind, a.j) or habits.begin(kind, a.j, passage.packet.tapes)
+        while True:
+            run = self._new_run(a, habit, partial(passage.deliver, habit))
+            try:
+                output = run(self._step(a))
+            except Exception:
+                if run.is_real or habit.fits(passage.packet.tapes):
+                    raise
+            else:
+                if not run.was_misled:
+                    return run, output
+            habit = habits.begin(kind, a.j, passage.packet.tapes)
+
+    def _new_run(self, a: Action, habit: Habit, take: Callable[[], Delivery | None]) -> Run:
+        assert a.i is not None
+        chance = Chance(self._seed, a.t, a.i, self._site.device)
+        return Run(self._site, a.j, habit.replays, take, chance)
+
+    def _step(self, a: Action) -> Callable[[], Any]:
+        """Return the user's step on a batch that its code may change: it is run once a stage."""
+        return partial(self._calls[a.t], map_tensors(torch.clone, self._of(a).batch))
+
+    def _of(self, a: Action) -> Micro:
+        assert a.i is not None
+        return self._micro[a.t, a.i]
+
+    def _showing(self, a: Action, cell: _Cell) -> AbstractContextManager[None]:
         """Let the parameters of a stage have the version that the plan says."""
         if self._versions is None or not self._training:
-            yield
-            return
+            return _NOTHING
+        return self._showing_versions(self._versions, a, cell)
+
+    @contextmanager
+    def _showing_versions(self, versions: Versions, a: Action, cell: _Cell) -> Iterator[None]:
         if a.kind is Kind.F:
-            showing = self._versions.shown(a, sorted({a.j, *self._holdings.lenders(a.j)}))
+            showing = versions.shown(a, sorted({a.j, *self._holdings.lenders(a.j)}))
         else:
-            showing = self._versions.shown_again(a, cell.versions)
+            showing = versions.shown_again(a, cell.versions)
         with showing as cell.versions:
             yield
 
-    def _new_run(
-        self, a: Action, packet: Packet, entry: Entry, lesson: Lesson | None,
-        again: frozenset[Handle] | None = None,
-    ) -> Run:  # fmt: skip
-        assert a.i is not None
-        return Run(
-            self._site,
-            a.j,
-            tapes=packet.tapes,
-            received=entry.values,
-            wanted=again if lesson is None else lesson.wanted(a.j),
-            path=None if lesson is None or a.j >= len(lesson.paths) else lesson.paths[a.j],
-            sharing=Sharing(packet.shared, packet.stale),
-            chance=Chance(self._seed, a.t, a.i, self._site.device),
-        )
-
     def _finish_forward(
-        self, a: Action, run: Run, cell: _Cell, entry: Entry, output: Any,
-        lesson: Lesson | None, again: bool,
-    ) -> Packet | None:  # fmt: skip
+        self, a: Action, run: Run, cell: _Cell, passage: Passage, output: Any
+    ) -> Packet | None:
         assert a.i is not None
-        j, packet, packet_out = a.j, cell.packet, None
-        entry.pass_changes_on()
-        used = packet.used | dict.fromkeys(run.used, j)
-        if run.has_strayed and lesson is not None:  # what stages before used was not asked for
-            used = {h: last for h, last in lesson.last_use.items() if h[0] < j} | used
-            lesson = None
-        if j == self._plan.num_stages - 1:
-            self._finish_last(a, run, packet, output, used, lesson)
+        passage.entry.pass_changes_on()
+        gone = None
+        if a.j == self._plan.num_stages - 1:
+            self._finish_last(a, run, passage, output)
         else:
-            packet_out = _packet_out(run, packet, entry, used, learning=lesson is None)
+            gone = passage.packet_behind(run)
         if not self._training:
-            return packet_out
-        if again:
-            cell.again = frozenset(run.captured)
+            return gone
+        if passage.copied:
+            cell.again = _Again(passage.packet, passage.habit, frozenset(run.record.captured))
         else:
-            self._keep(cell, run, entry, output)
-            cell.packet = replace(packet, tensors={})
-        self._cells[a.t, a.i, j] = cell
-        return packet_out
+            self._keep(cell, run, passage.entry, output)
+        self._cells[a.t, a.i, a.j] = cell
+        return gone
 
     def _keep(self, cell: _Cell, run: Run, entry: Entry, output: Any) -> None:
         cell.entry = entry
-        cell.edges = {h: get_gradient_edge(x) for h, x in run.captured.items() if x.requires_grad}
+        cell.edges = {
+            h: get_gradient_edge(x) for h, x in run.record.captured.items() if x.requires_grad
+        }
         entry.values = {}
         if run.target == self._plan.num_stages - 1:
             cell.loss = loss_of(output)
 
-    def _finish_last(
-        self, a: Action, run: Run, packet: Packet, output: Any, used: dict[Handle, int],
-        lesson: Lesson | None,
-    ) -> None:  # fmt: skip
+    def _finish_last(self, a: Action, run: Run, passage: Passage, output: Any) -> None:
         assert a.i is not None
         if self._training:
             check_loss(output, a.t)
         logs = [(name, _detached(run.filled(value)), kw) for name, value, kw in run.logs]
         run.logs = []  # they hold graphs
-        used |= dict.fromkeys(run.used, a.j)
         self._outcomes[a.t, a.i] = Outcome(_without_graph(output), logs)
-        if lesson is None:
-            family = self._micro[a.t, a.i].family
+        if passage.lesson is None:
+            family, packet = self._of(a).family, passage.packet
+            used = passage.used(run)
             self.learnt[family] = Lesson.merge(self.learnt.get(family), packet.tapes, used)
 
     def _is_run_again(self, a: Action) -> bool:
@@ -269,41 +289,44 @@ class StageStep:
         if cell.again is None:
             return self._backward_of(a, cell, take_gradients())
         with self._effects.undone(a.j):  # behind the backward, which may look at buffers
-            self._run_again(a, cell)
+            self._run_again(a, cell, cell.again)
             return self._backward_of(a, cell, take_gradients())
 
     def _backward_of(self, a: Action, cell: _Cell, came: Gradients) -> Gradients:
-        assert a.i is not None
         roots: list[Any] = []
         root_grads: list[Tensor] = []
         if cell.loss is not None and cell.loss.requires_grad:
             roots.append(cell.loss)
-            root_grads.append(self._micro[a.t, a.i].weight(torch.ones_like(cell.loss)))
+            root_grads.append(self._of(a).weight(torch.ones_like(cell.loss)))
         for h, edge in cell.edges.items():
             if h in came.crossed:
                 roots.append(edge)
                 root_grads.append(came.crossed[h])
-        for p, grad in self._tied_roots(a.j, cell, came.tied):
+        for p, grad in self._tied_roots(a.j, cell, came.tied) if came.tied else ():
             roots.append(get_gradient_edge(p))
             root_grads.append(grad)
-        with self._holdings.apart(a.j) as taken, self._accumulating(cell):
+        with self._apart(a.j) as taken, self._accumulating(cell):
             if roots:
-                torch.autograd.backward(roots, root_grads)
+                _run_backward(tuple(roots), tuple(root_grads))
         assert cell.entry is not None
         return Gradients(cell.entry.grads, taken)
 
-    def _run_again(self, a: Action, cell: _Cell) -> None:
-        assert a.i is not None
-        batch, call = self._micro[a.t, a.i].batch, self._calls[a.t]
-        entry = Entry(cell.packet.tensors, cell.packet.with_grad, copied=False)
-        run = self._new_run(a, cell.packet, entry, None, cell.again)
+    def _run_again(self, a: Action, cell: _Cell, again: _Again) -> None:
+        packet, habit, captured = again
+        entry = Entry(packet.tensors, packet.with_grad, copied=False)
+        sharing = Sharing.of(packet.shared, packet.stale)
+        delivery = Delivery(entry.values, captured, None, habit.likely(None), sharing)
+        run = self._new_run(a, habit, lambda: delivery)
         with torch.enable_grad(), self._showing(a, cell):
-            output = run(lambda: call(_fresh(batch)))
+            output = run(self._step(a))
         self._keep(cell, run, entry, output)
-        cell.packet = Packet()
+        cell.again = None
+
+    def _apart(self, j: int) -> AbstractContextManager[dict[str, Tensor]]:
+        return self._holdings.apart(j) if j in self._borrowing else nullcontext({})
 
     def _accumulating(self, cell: _Cell) -> AbstractContextManager[None]:
-        return self._versions.backward(cell.versions) if self._versions else nullcontext()
+        return self._versions.backward(cell.versions) if self._versions else _NOTHING
 
     def _tied_roots(
         self, j: int, cell: _Cell, tied: Mapping[str, Tensor]
@@ -314,28 +337,15 @@ class StageStep:
         return [(shown.get(name, p), tied[name]) for name, p in lent if name in tied]
 
 
-def _packet_out(
-    run: Run, packet: Packet, entry: Entry, used: dict[Handle, int], *, learning: bool
-) -> Packet:
-    handles = sorted(run.captured)
-    return Packet(
-        tensors={h: run.captured[h].detach() for h in handles},
-        with_grad=frozenset(h for h in handles if run.captured[h].requires_grad),
-        tapes=(*packet.tapes, tuple(run.tape)),
-        used=used if learning else {},
-        learning=learning,
-        shared=groups_of(run.captured, entry.values, packet.shared),
-        stale={h: line for h, line in run.sharing.stale.items() if h in run.captured},
+def _run_backward(roots: tuple[Any, ...], grads: tuple[Tensor, ...]) -> None:
+    """Do what torch.autograd.backward does, but for what it checks of gradients in Python."""
+    _engine_run_backward(
+        roots, grads, False, False, (), allow_unreachable=True, accumulate_grad=True
     )
 
 
 def _is_over(step: int, t: int) -> bool:
     return step == t or 0 <= step < t  # evaluations count downward from -1
-
-
-def _fresh(batch: Any) -> Any:
-    """Return a batch that the user's code may change, as it is run once for each stage."""
-    return map_tensors(torch.clone, batch)
 
 
 def _without_graph(output: Any) -> Any:

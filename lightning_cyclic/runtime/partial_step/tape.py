@@ -20,7 +20,7 @@ from lightning_cyclic.runtime.values.plain import (
     from_json,
     to_json,
 )
-from lightning_cyclic.runtime.values.trees import Structure, flatten
+from lightning_cyclic.runtime.values.trees import LEAF, Structure, flatten
 
 
 class Alias(NamedTuple):
@@ -57,6 +57,8 @@ class Event(NamedTuple):
 
 
 Tape = tuple[Event, ...]  # of one region
+DRAWS = Event("(draws)", LEAF, ())
+"""The last event of a region whose code between units draws what depends on nothing but keys."""
 
 
 def describe(
@@ -70,6 +72,22 @@ def describe(
     leaves, structure = flatten(result)
     outs = tuple(_out(leaf, inputs) for leaf in leaves)
     return Event(name, structure, outs, mutated), leaves
+
+
+def is_again(event: Event, name: str, result: Any, inputs: Sequence[Tensor]) -> bool:
+    """Say whether a call that changed no input was an event that is known to give a new tensor.
+
+    It costs much less than to describe the call; events that give anything else are not known.
+    """
+    if type(result) is not Tensor or event.name != name or len(event.outs) != 1:
+        return False
+    for x in inputs:
+        if x is result:
+            return False
+    spec = event.outs[0]
+    if event.mutated or event.structure.kind is not None:
+        return False
+    return isinstance(spec, TensorSpec) and spec.describes(result)
 
 
 def _out(leaf: Any, inputs: Sequence[Tensor]) -> Out:
@@ -122,7 +140,9 @@ def spec_to_data(spec: TensorSpec) -> list[Any]:
 def spec_from_data(data: Sequence[Any]) -> TensorSpec:
     """Make a tensor's description from what :func:`spec_to_data` returned."""
     size, stride, dtype, on_host, requires_grad = data
-    return TensorSpec(tuple(size), tuple(stride), getattr(torch, dtype), on_host, requires_grad)
+    return TensorSpec(
+        torch.Size(size), tuple(stride), getattr(torch, dtype), on_host, requires_grad
+    )
 
 
 def _out_to_data(out: Out) -> list[Any]:

@@ -6,7 +6,9 @@ import torch
 from torch import nn
 
 from lightning_cyclic.runtime.partial_step.chance import Chance
-from lightning_cyclic.runtime.partial_step.run import Run
+from lightning_cyclic.runtime.partial_step.replay import Replay
+from lightning_cyclic.runtime.partial_step.run import Delivery, Run
+from lightning_cyclic.runtime.partial_step.sharing import Sharing
 from lightning_cyclic.runtime.partial_step.site import Site
 from lightning_cyclic.runtime.stages.cuts import Cuts
 
@@ -38,23 +40,28 @@ def site_of(model: nn.Module, *starts: str, **more) -> Site:
     return Site(model, cuts_of(model, starts, **more), CPU)
 
 
-def run_stage(site: Site, step, target: int, before=(), **more):
+def run_stage(
+    site: Site, step, target: int, before=(), *, received=None, chance=None, wanted=None,
+    path=None, likely=(), replays=None,
+):  # fmt: skip
     """Run one stage behind the runs of the stages before.
 
     Returns:
         The run, and what the step returned.
     """
-    received = {h: x.detach() for h, x in before[-1].captured.items()} if before else {}
-    run = Run(
-        site,
-        target,
-        tapes=[tuple(earlier.tape) for earlier in before],
-        received=more.pop("received", received),
-        chance=more.pop("chance", None) or Chance(0, 0, 0, CPU),
-        **more,
-    )
+    if received is None:
+        received = {h: x.detach() for h, x in before[-1].record.captured.items()} if before else {}
+    if replays is None:
+        replays = replays_of(site, before)
+    delivery = Delivery(received, wanted, path, likely, Sharing({}, {}))
+    run = Run(site, target, replays, lambda: delivery, chance or Chance(0, 0, 0, CPU))
     with site.open():
         return run, run(step)
+
+
+def replays_of(site, before) -> list[Replay]:
+    """Replay the stages before."""
+    return [Replay(j, tuple(run.record.tape), site) for j, run in enumerate(before)]
 
 
 def run_stages(site: Site, step, watch=lambda target: None):

@@ -125,7 +125,7 @@ def test_a_metric_is_updated_in_its_stage_only():
     model = Measured()
     runs, _ = run_stages(site_of(model, "b"), step_of(model))
     assert model.metric.update_count == 1
-    assert names(runs[0].tape) == ("a()", "detach", "metric.update()")
+    assert names(runs[0].record.tape) == ("a()", "detach", "metric.update()")
 
 
 def test_ghosts_in_what_the_step_returns_are_filled():

@@ -44,9 +44,10 @@ def test_ways_to_read_are_refused(read):
 def test_a_value_of_the_own_stage_may_be_read():
     model = Reading()
     site = site_of(model, "a")
-    runs, output = run_stages(site, step_of(model))
+    _, output = run_stages(site, step_of(model))
     assert torch.equal(output, model(X))
-    assert [e.name for e in runs[1].tape if e.is_read] == ["__bool__"]
+    run, _ = run_stage(site_of(model, "b"), step_of(model), 0)
+    assert [e.name for e in run.record.tape if e.is_read] == ["__bool__"]
 
 
 class Turning(Row):

@@ -1,0 +1,165 @@
+"""The passage of micro-batches through a stage: what comes, what goes on, and what is habit.
+
+How micro-batches of a kind passed a stage is taken for how the next ones will. What is known ahead
+need not be waited for, nor written down again: the regions before a stage can be replayed before
+the packet has come, and the stage's own events be compared with the last ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import final
+
+from lightning_cyclic.runtime.partial_step.entry import Entry
+from lightning_cyclic.runtime.partial_step.ghosts import Handle
+from lightning_cyclic.runtime.partial_step.packets import Lesson, Packet
+from lightning_cyclic.runtime.partial_step.record import Delivery
+from lightning_cyclic.runtime.partial_step.replay import Replay
+from lightning_cyclic.runtime.partial_step.run import Run
+from lightning_cyclic.runtime.partial_step.sharing import Sharing, groups_of
+from lightning_cyclic.runtime.partial_step.site import Site
+from lightning_cyclic.runtime.partial_step.tape import Tape, names
+
+_MOST_HABITS = 256  # kinds times stages: inputs of many sizes must not fill the memory
+
+
+@final
+class Habit:
+    """Hold how a kind of micro-batch passed one stage.
+
+    Args:
+        j: the stage.
+        tapes: of the regions before it.
+        replays: of these tapes.
+    """
+
+    def __init__(self, j: int, tapes: tuple[Tape, ...], replays: tuple[Replay, ...]) -> None:
+        self.tapes = tapes
+        self.replays = replays
+        self.wanted: frozenset[Handle] | None = None  # by the lesson that was asked for last
+        self.path: tuple[str, ...] | None = None
+        self._j = j
+        self._own: Tape | None = None
+        self._own_path: tuple[str, ...] = ()
+        self._behind: tuple[Tape, ...] = ()
+        self._asked: Lesson | None = None
+        self._holds = False
+
+    def fits(self, tapes: tuple[Tape, ...]) -> bool:
+        """Say whether these are the tapes of the regions before."""
+        return tapes is self.tapes or tapes == self.tapes
+
+    def holds(self, lesson: Lesson) -> bool:
+        """Say whether a lesson is of this way to the stage; if so, take from it what is wanted."""
+        if lesson is not self._asked:
+            self._asked, j = lesson, self._j
+            self._holds = tuple(map(names, self.tapes)) == lesson.paths[:j]
+            self.wanted = lesson.wanted(j)
+            self.path = lesson.paths[j] if j < len(lesson.paths) else None
+        return self._holds
+
+    def likely(self, path: tuple[str, ...] | None) -> Tape:
+        """Return the stage's last tape, if it is of this path."""
+        own = self._own or ()
+        return own if path is None or self._own_path == path else ()
+
+    def tapes_behind(self, own: Tape) -> tuple[Tape, ...]:
+        """Return the tapes with that of the stage: the same object for equal ones."""
+        if own != self._own:
+            self._own, self._own_path, self._behind = own, names(own), (*self.tapes, own)
+        return self._behind
+
+
+@final
+class Habits:
+    """Keep the habits of few kinds.
+
+    Args:
+        site: the module.
+    """
+
+    def __init__(self, site: Site) -> None:
+        self._site = site
+        self._habits: dict[tuple[str, int], Habit] = {}
+
+    def get(self, kind: str, j: int) -> Habit | None:
+        """Return the last habit of a kind of micro-batch."""
+        return self._habits.get((kind, j))
+
+    def begin(self, kind: str, j: int, tapes: tuple[Tape, ...]) -> Habit:
+        """Begin another habit, with other tapes; replays of the same ones are kept."""
+        before = (self.get(kind, k) for k in (j - 1, j))
+        made = {id(r.tape): r for habit in before if habit is not None for r in habit.replays}
+        replays = tuple(
+            made.get(id(tape)) or Replay(region, tape, self._site)
+            for region, tape in enumerate(tapes)
+        )
+        if len(self._habits) >= _MOST_HABITS:
+            del self._habits[next(iter(self._habits))]
+        habit = self._habits[kind, j] = Habit(j, tapes, replays)
+        return habit
+
+
+@final
+class Passage:
+    """Take the packet of a forward when its run needs it, and make that of the next stage.
+
+    Args:
+        take_packet: waits for what crossed from the stage before.
+        lesson: what is known of such micro-batches.
+        copied: hand out copies of what came, since it is needed again.
+    """
+
+    def __init__(
+        self, take_packet: Callable[[], Packet], lesson: Lesson | None, *, copied: bool
+    ) -> None:
+        self.habit: Habit
+        self.entry: Entry
+        self.lesson = lesson  # None where it does not hold
+        self.copied = copied
+        self._given_lesson = lesson
+        self._take_packet = take_packet
+        self._packet: Packet | None = None
+
+    @property
+    def packet(self) -> Packet:
+        """Return what crossed; wait for it if it has not come."""
+        if self._packet is None:
+            self._packet = self._take_packet()
+        return self._packet
+
+    def deliver(self, habit: Habit) -> Delivery | None:
+        """Give a run what crossed, when its stage begins; nothing if the habit was another."""
+        packet = self.packet
+        if not habit.fits(packet.tapes):
+            return None
+        if self.lesson is not None and (packet.learning or not habit.holds(self.lesson)):
+            self.lesson = None
+        self.habit = habit
+        self.entry = entry = Entry(packet.tensors, packet.with_grad, copied=self.copied)
+        wanted, path = (None, None) if self.lesson is None else (habit.wanted, habit.path)
+        sharing = Sharing.of(packet.shared, packet.stale)
+        return Delivery(entry.values, wanted, path, habit.likely(path), sharing)
+
+    def packet_behind(self, run: Run) -> Packet:
+        """Return what crosses to the next stage."""
+        packet, captured, stale = self.packet, run.record.captured, run.sharing.stale
+        handles = sorted(captured)
+        learning = self.lesson is None or run.record.has_strayed
+        return Packet(
+            tensors={h: captured[h].detach() for h in handles},
+            with_grad=frozenset([h for h in handles if captured[h].requires_grad]),
+            tapes=self.habit.tapes_behind(tuple(run.record.tape)),
+            used=self.used(run) if learning else {},
+            learning=learning,
+            shared=groups_of(captured, self.entry.values, packet.shared),
+            stale={h: stale[h] for h in handles if h in stale} if stale else {},
+        )
+
+    def used(self, run: Run) -> dict[Handle, int]:
+        """Return the last stage that used each handle so far."""
+        used = self.packet.used | dict.fromkeys(run.used, run.target)
+        if self._given_lesson is None or self.packet.learning:
+            return used
+        known = self._given_lesson.last_use.items()  # stages before were not asked what they used
+        return {h: last for h, last in known if h[0] < run.target} | used

@@ -1,0 +1,63 @@
+"""What a run refuses, and how the errors name it: the user's line, and what is allowed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NoReturn
+
+from lightning_cyclic.errors import StepError
+from lightning_cyclic.runtime.partial_step.ghosts import user_line
+
+
+def refuse_begin(path: str, stage: int, region: int) -> NoReturn:
+    """Refuse a stage that begins before the one ahead of it."""
+    raise StepError(
+        f"stage {stage} begins ({path!r}, {user_line()}) before stage {region + 1}; allowed: the "
+        "order in which the stages were found; name module paths in the order of their calls, "
+        "CyclicStrategy(stages=[...])"
+    )
+
+
+def refuse_home(path: str, stages: Sequence[int], region: int) -> NoReturn:
+    """Refuse a call of a module in a stage that does not have it."""
+    raise StepError(
+        f"module {path!r}, whose parameters belong to stage {list(stages)}, is called in stage "
+        f"{region} at {user_line()}; allowed: calls in the order in which the stages were found; "
+        "keep all its calls in one stage, CyclicStrategy(stages=[...])"
+    )
+
+
+def refuse_read(region: int, target: int) -> NoReturn:
+    """Refuse to read a value that another worker has."""
+    raise StepError(
+        f"{user_line()} reads a value of stage {region}, which the worker of stage {target} does "
+        "not have; allowed: values of the last stage, and of the batch; let no stage begin behind "
+        "that line, CyclicStrategy(stages=[...]); `lightning-cyclic doctor` lists the places that "
+        "work"
+    )
+
+
+def refuse_path(name: str, expected: str | None, region: int, target: int) -> NoReturn:
+    """Refuse another way than the region's own worker took; None is its end."""
+    there = expected or "the stage's end"
+    raise StepError(
+        f"the step took another way on the worker of stage {target} than on that of stage "
+        f"{region}: {name} at {user_line()} where {there} was; allowed: "
+        "control flow that depends on the batch and on shapes alone; keep what decides it and "
+        "what follows in one stage, CyclicStrategy(stages=[...])"
+    )
+
+
+def refuse_end(starts: Sequence[str], region: int, target: int) -> NoReturn:
+    """Refuse a step that ended before the stage did."""
+    if region < target:
+        raise StepError(
+            f"stage {region + 1} never began: {starts[region]!r} was not called; allowed: steps "
+            "that call the first module of every stage; begin the stage elsewhere, "
+            "CyclicStrategy(stages=[...])"
+        )
+    raise StepError(
+        f"stage {target} never ended: {starts[target]!r} was not called; allowed: steps that call "
+        "the first module of every stage; begin the next stage elsewhere, "
+        "CyclicStrategy(stages=[...])"
+    )

@@ -1,0 +1,99 @@
+"""Replays give the same ghosts again, but for those that somebody else has."""
+
+from __future__ import annotations
+
+import weakref
+
+from lightning_cyclic.runtime.partial_step.replay import Replay
+from lightning_cyclic.runtime.partial_step.tape import DRAWS, describe
+from tests.runtime.partial_step.hand import site_of
+from tests.runtime.partial_step.rows import Row, X
+
+TWO = (describe("a()", X, [], ())[0], describe("split", (X, 3, X + 1), [], ())[0])
+
+
+def replay_of(tape=TWO) -> Replay:
+    return Replay(0, tape, site_of(Row(), "b"))
+
+
+def first(replay: Replay):
+    """Pass the first event, and return what it gave."""
+    replay.begin()
+    ghost = replay.ghost("a()")
+    if ghost is None:
+        assert replay.next("a()") is TWO[0]
+        ghost = replay.value([])
+    return ghost
+
+
+def test_events_are_passed_in_their_order_and_by_their_names():
+    replay = replay_of()
+    replay.begin()
+    assert replay.expected is TWO[0]
+    assert replay.next("b()") is None
+    assert replay.ghost("b()") is None
+    assert not replay.end()
+    first(replay)
+    assert replay.next("split") is TWO[1]
+    x, number, y = replay.value([])
+    assert (x.handle, number, y.handle) == ((0, 1, 0), 3, (0, 1, 2))
+    assert replay.end()
+    assert replay.expected is None
+    assert replay.ghost("split") is replay.next("split") is None
+
+
+def test_a_ghost_that_nobody_has_is_given_again():
+    replay = replay_of()
+    place = id(first(replay))
+    assert id(first(replay)) == place
+
+
+def test_a_ghost_that_somebody_has_is_left_to_him_with_its_value():
+    replay = replay_of()
+    kept = first(replay)
+    replay.fill((0, 0, 0), X)
+    replay.release()
+    other = first(replay)
+    assert other is not kept
+    assert kept.value is X
+    assert other.value is None
+
+
+def test_a_ghost_that_somebody_refers_to_or_has_written_on_is_not_given_again():
+    replay = replay_of()
+    reference = weakref.ref(first(replay))
+    assert first(replay) is not reference()
+    first(replay).mine = 1
+    assert not hasattr(first(replay), "mine")
+    first(replay).requires_grad_()
+    assert not first(replay).requires_grad
+
+
+def test_what_came_is_let_go():
+    replay = replay_of()
+    first(replay)
+    replay.fill((0, 0, 0), X)
+    assert first(replay).value is X
+    replay.release()
+    assert first(replay).value is None
+
+
+def test_it_is_watched_until_ghosts_alone_have_seen_all():
+    replay = replay_of(TWO[:1])
+    first(replay)
+    replay.note_unseen()
+    assert replay.end()
+    assert replay.needs_watch
+    first(replay)
+    assert replay.end()
+    assert not replay.needs_watch
+
+
+def test_what_ghosts_cannot_see_is_always_watched():
+    changes = describe("add_", X, [X], (0,))[0]
+    for tape in ((*TWO[:1], DRAWS), (TWO[0], changes)):
+        replay = replay_of(tape)
+        first(replay)
+        replay.next("add_")
+        assert replay.end()
+        assert replay.needs_watch
