@@ -21,16 +21,15 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.utils.data import DataLoader
 
 from lightning_cyclic import CyclicStrategy, make_plan
-from lightning_cyclic.plugin.pipeline_session import PIPELINE_PAYLOADS
-from lightning_cyclic.runtime.partial_step.config import StagewiseConfig
-from lightning_cyclic.runtime.partial_step.flow import Summary
+from lightning_cyclic.plan.actions import Lane
+from lightning_cyclic.runtime.messages import Message
+from lightning_cyclic.runtime.partial_step.config import StagewiseConfig, Summarise
 from lightning_cyclic.runtime.partial_step.ranks import rank_of
 from lightning_cyclic.runtime.partial_step.session import StagewiseSession
-from lightning_cyclic.runtime.partial_step.stage_step import Outcome
 from lightning_cyclic.runtime.prediction.prediction import predict
 from lightning_cyclic.runtime.stages.cuts import choose_cuts
 from lightning_cyclic.runtime.stages.survey import survey
-from lightning_cyclic.runtime.transport import DistributedTransport
+from lightning_cyclic.runtime.transport import NamedTransport
 
 WARM_UP = 2  # steps of every fit that are not timed
 CPU = torch.device("cpu")
@@ -101,9 +100,7 @@ def _session(case: Case, preset: str, module: Any, remat: str = "never") -> Cont
     batch, transport, group, worker = case.batch(), None, None, 0
     if case.num_workers > 1:
         worker = rank_of(dist.get_rank(), case.num_workers)
-        transport = DistributedTransport(
-            PIPELINE_PAYLOADS, 600.0, lambda w: rank_of(w, case.num_workers)
-        )
+        transport = NamedTransport(Lane, 600.0, lambda w: rank_of(w, case.num_workers))
         group = transport.group
     config = StagewiseConfig(
         make_plan=lambda stages, num_micro, tied, relayed: make_plan(
@@ -124,12 +121,12 @@ def _session(case: Case, preset: str, module: Any, remat: str = "never") -> Cont
         return _flowing(session, module, batches, fills)
 
     def step() -> Any:
-        parts = session.cut(session.share_batch(batch))
-        session.find_stages(lambda: module.training_step(parts[0].batch))
-        summary = session.train(parts, module.training_step, _mean_loss, 1)
+        session.find_stages(batch, module.training_step)
+        session.train(batch, module.training_step, _summarise)
         optimizer.step()
         session.end_step()
         optimizer.zero_grad()
+        ((_, summary),) = session.take_arrived()
         return summary.tensors[0]
 
     return _repeated(step)
@@ -145,9 +142,9 @@ def _flowing(
     """
 
     def train(batch: torch.Tensor) -> None:
-        parts = session.cut(session.share_batch(batch))
-        session.find_stages(lambda: module.training_step(parts[0].batch))
-        session.advance(parts, module.training_step, _mean_loss)
+        session.find_stages(batch, module.training_step)
+        session.train(batch, module.training_step, _summarise)
+        session.take_arrived()
 
     def contender(num_steps: int) -> Figures:
         _barrier()
@@ -163,8 +160,8 @@ def _flowing(
     return contender
 
 
-def _mean_loss(outcomes: Sequence[Outcome]) -> Summary:
-    return Summary([torch.stack([x.output for x in outcomes]).mean()], None)
+def _summarise(sizes: list[int]) -> Summarise:
+    return lambda outcomes: Message([torch.stack([x.output for x in outcomes]).mean()])
 
 
 def _torch_pipelining(case: Case, preset: str) -> Contender:

@@ -29,11 +29,14 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from lightning_cyclic import make_plan
 from lightning_cyclic.runtime.partial_step.config import StagewiseConfig
-from lightning_cyclic.runtime.partial_step.flow import Summary
 from lightning_cyclic.runtime.partial_step.session import StagewiseSession
 from lightning_cyclic.runtime.stages.cuts import choose_cuts
 from lightning_cyclic.runtime.stages.survey import survey
 
+try:
+    from lightning_cyclic.runtime.messages import Message
+except ImportError:  # a version in which summaries were no messages
+    from lightning_cyclic.runtime.partial_step.flow import Summary as Message
 try:
     from lightning_cyclic.runtime.partial_step.stage_step import StageStep
 
@@ -135,9 +138,7 @@ def staged(model: Model) -> Callable[[], Times]:
         setattr(owner, name, clock.timed(getattr(owner, name)))
 
     def step() -> None:
-        parts = session.cut(session.share_batch(model.batch))
-        session.find_stages(lambda: model.step(parts[0].batch))
-        session.train(parts, model.step, _no_summary, 1)
+        _train(session, model)
         session.end_step()
         model.module.zero_grad()
 
@@ -158,8 +159,19 @@ def _session(model: Model) -> StagewiseSession:
     return StagewiseSession(model.module, config, None, 0, 1, torch.device("cpu"))
 
 
-def _no_summary(outcomes: Sequence[Any]) -> Summary:
-    return Summary([], None)
+def _train(session: Any, model: Model) -> None:
+    if not hasattr(session, "share_batch"):
+        session.find_stages(model.batch, model.step)
+        session.train(model.batch, model.step, lambda sizes: _no_summary)
+        session.take_arrived()
+        return
+    parts = session.cut(session.share_batch(model.batch))  # a version before messages were lazy
+    session.find_stages(lambda: model.step(parts[0].batch))
+    session.train(parts, model.step, _no_summary, 1)
+
+
+def _no_summary(outcomes: Sequence[Any]) -> Message:
+    return Message([], None)
 
 
 def _times(step: Callable[[], None], forward: Clock, backward: Clock) -> Times:

@@ -33,15 +33,15 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_cyclic.plan.passes.messages import Channel, Ring
-from lightning_cyclic.runtime.transport.line import Line, Way
-from lightning_cyclic.runtime.transport.named import NamedTransport
-from lightning_cyclic.runtime.transport.peers import name_of
-from lightning_cyclic.runtime.transport.ring_base_proposal import (
+from lightning_cyclic.runtime.transport.base import (
     AbstractPending,
     AbstractTransport,
     Part,
 )
-from lightning_cyclic.runtime.transport.ring_local import LocalTransport, PostOffice
+from lightning_cyclic.runtime.transport.line import Line, Way
+from lightning_cyclic.runtime.transport.local import LocalTransport, PostOffice
+from lightning_cyclic.runtime.transport.named import NamedTransport
+from lightning_cyclic.runtime.transport.peers import name_of
 
 _HEAD_BYTES = 32
 _NOT_YET = 0xFF  # four of which are a NaN

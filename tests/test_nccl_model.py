@@ -13,7 +13,7 @@ import torch
 from lightning_cyclic.plan import PRESETS, make_plan
 from lightning_cyclic.plan.actions import Action, Kind, Payload
 from lightning_cyclic.plan.passes.messages import Channel, Ring, ring_of
-from lightning_cyclic.runtime.transport.ring_base_proposal import Part
+from lightning_cyclic.runtime.transport.base import Part
 from tests import processes
 from tests.nccl_model import AbstractModel, Fabric, GlooModel, ModelError, Rules, ThreadedModel
 from tests.runtime.transport.rings import (

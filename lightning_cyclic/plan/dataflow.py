@@ -80,8 +80,8 @@ class Dataflow:
 
     def _forward(self, a: Action) -> Flow:
         key = a.t, a.i, a.j
-        reads: list[Item] = [(Datum.WEIGHTS, a.j, a.v), (Datum.INPUT, *key), (Datum.BUFFERS, *key)]
-        reads += [(Datum.BATCH, a.t), (Datum.START, a.t), *self._tied(a)]
+        reads: list[Item] = [(Datum.START, a.t), (Datum.BATCH, a.t), (Datum.WEIGHTS, a.j, a.v)]
+        reads += [(Datum.INPUT, *key), (Datum.BUFFERS, *key), *self._tied(a)]
         makes: list[Item] = [
             (Datum.GRAPH, *key),
             (Datum.INPUT, a.t, a.i, a.j + 1),
@@ -105,9 +105,15 @@ class Dataflow:
         makes += [(Datum.TIED_GRADIENT, a.t, a.i, j) for j in firsts]
         if plan is None or not later_users(plan, a.j):
             taken.pop()
-        return Flow(
-            ((Datum.WEIGHTS, a.j, a.v), *taken), tuple(makes), (*taken, (Datum.INPUT, *key))
-        )
+        reads = ((Datum.WEIGHTS, a.j, a.v), *taken, *self._norms_for_scale(a))
+        return Flow(reads, tuple(makes), (*taken, (Datum.INPUT, *key)))
+
+    def _norms_for_scale(self, a: Action) -> Iterator[Item]:
+        """Yield what the scale of a step's losses follows from: all that ended since the last."""
+        plan = self._plan
+        if plan is not None and plan.norms == "all":
+            for t in range(plan.ended_before(a.t - 1) if a.t else 0, plan.ended_before(a.t)):
+                yield from ((Datum.NORMS, t, j) for j in range(plan.num_stages))
 
     def _add(self, a: Action) -> Flow:
         assert a.i is not None
@@ -118,8 +124,9 @@ class Dataflow:
         assert a.v is not None
         taken = ((Datum.SUM, a.t, a.j, None), (Datum.TOTAL, a.t, a.j))
         reads = [*taken, (Datum.WEIGHTS, a.j, a.v - 1)]
-        if self._plan is None or self._plan.norms != "none":
-            stages = range(a.j + 1) if self._plan is None else range(self._plan.num_stages)
+        plan = self._plan
+        if plan is None or plan.norms == "owners" or (plan.norms == "all" and plan.late_updates):
+            stages = range(a.j + 1) if plan is None else range(plan.num_stages)
             reads += [(Datum.NORMS, a.t, j) for j in stages]
         return Flow(tuple(reads), ((Datum.WEIGHTS, a.j, a.v),), taken)
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from lightning_cyclic.errors import PlanError, one_of
-from lightning_cyclic.plan.actions import Action, Kind, Payload
+from lightning_cyclic.plan.actions import Action
 from lightning_cyclic.plan.actions import Program as Actions
 from lightning_cyclic.plan.check.fit import check_fit
 from lightning_cyclic.plan.check.proof import prove
@@ -53,35 +53,14 @@ def lower(plan: Plan) -> Program:
             num_steps += num_steps // 2
 
 
-def window(plan: Plan, *, early: bool = True) -> tuple[Actions, ...]:
-    """Make the actions of each worker over the first steps.
-
-    Args:
-        plan: of as many steps.
-        early: post receives as early as there is room. [True]
-    """
+def window(plan: Plan) -> tuple[Actions, ...]:
+    """Make the actions of each worker over the first steps of a plan, as many as it has."""
     # [1] Who computes what on which version; [2] which batch comes before it, which losses behind.
     programs = tuple(tuple(batches(plan, program, w)) for w, program in enumerate(_in_time(plan)))
     # [3] Where versions are made, [4] what travels, [5] what all owners must know of all others.
     programs = norms(plan, transfers(plan, updates(plan, programs)))
-    if not early:
-        return programs
     # [6] What runs beside the compute, [7] where receives are posted, [8] who holds the bytes.
     return shards(plan, receives(plan, lanes(plan, programs)))
-
-
-def blocking(plan: Plan) -> tuple[Actions, ...]:
-    """Make programs whose receives wait where they stand, for runtimes of single stages."""
-    v = plan.num_steps
-    return tuple(
-        tuple(
-            a
-            for a in program
-            if a.kind not in (Kind.ADD, Kind.TELL) and a.payload is not Payload.N
-            and (a.v <= v if a.v is not None and a.kind not in (Kind.F, Kind.B) else a.t < v)
-        )
-        for program in window(replace(plan, num_steps=v + 2), early=False)
-    )  # fmt: skip
 
 
 def _in_time(plan: Plan) -> tuple[Actions, ...]:

@@ -25,7 +25,7 @@ from functools import cached_property
 from itertools import chain, product
 from typing import TYPE_CHECKING, final
 
-from lightning_cyclic.plan.actions import Action, Kind, Payload
+from lightning_cyclic.plan.actions import Action, Kind
 from lightning_cyclic.plan.actions import Program as Actions
 from lightning_cyclic.plan.dataflow import Dataflow
 from lightning_cyclic.plan.passes.buffers import copies
@@ -110,13 +110,19 @@ class Program:
         Returns:
             (step, stage) of a new version -> the forwards of that stage that come before it.
         """
+        back, slots = self._behind(t)
+        begin = self._starts[w][t - back + 1]
+        read = {(a.j, a.v) for a in self._window[w][:begin] if _reads_weights(a)}
         put_off: dict[int, list[Action]] = {}
         found: dict[tuple[int, int], list[Action]] = {}
-        for a in self._left(w, t):
+        for a in (_moved(a, back, slots) for a in self._window[w][begin:]):
+            if a.v is not None and (a.kind is Kind.UPDATE or _reads_weights(a)):
+                version = a.j, a.v - back  # what was received is taken in by its first reader
+                if version not in read and a.v - 1 <= t:
+                    found[a.v - 1, a.j] = list(put_off.get(a.j, ()))
+                read.add(version)
             if a.kind is Kind.F and a.t > t:
                 put_off.setdefault(a.j, []).append(a)
-            elif _moves_on(a) and step_of(a) <= t:
-                found[step_of(a), a.j] = list(put_off.get(a.j, ()))
         return found
 
     def first(self, num_steps: int) -> tuple[Actions, ...]:
@@ -275,9 +281,8 @@ def _placed(a: Action) -> tuple[Action, int]:
     return a, a.s
 
 
-def _moves_on(a: Action) -> bool:
-    """Say whether an action gives the worker the next version of a stage that it holds."""
-    return a.kind is Kind.UPDATE or (a.kind is Kind.RECV and a.payload is Payload.P)
+def _reads_weights(a: Action) -> bool:
+    return a.kind in (Kind.F, Kind.B)
 
 
 def _moved(a: Action, steps: int, slots: int) -> Action:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim import Optimizer
 
 from lightning_cyclic.errors import ConfigurationError
 from lightning_cyclic.plan import Plan
-from lightning_cyclic.runtime.partial_step.plans import flows
 from lightning_cyclic.runtime.partial_step.session import StagewiseSession
 
 CLIPPING = ("stage", "global")
@@ -22,7 +22,7 @@ def clip_mode(trainer: Trainer, plan: Plan, clip: str | None) -> str:
         ConfigurationError: a global norm where stages are updated from different steps.
     """
     by_norm = clips_by_norm(trainer)
-    if flows(plan):
+    if plan.flows:
         return _mode_of_flow(plan, clip, by_norm=by_norm)
     if plan.weights != "freshest":
         return clip or "global"
@@ -65,6 +65,12 @@ def clips_by_norm(trainer: Trainer) -> bool:
     return bool(trainer.gradient_clip_val) and trainer.gradient_clip_algorithm != "value"
 
 
+def may_clip_by_norm(trainer: Trainer) -> bool:
+    """Say whether gradients could be clipped by a norm: by a flag, or by the module's own code."""
+    overridden = is_overridden("configure_gradient_clipping", trainer.lightning_module)
+    return clips_by_norm(trainer) or overridden
+
+
 def decides_together(plan: Plan) -> bool:
     """Say whether all stages of a pipeline without a flush can decide about a step at no price.
 
@@ -89,10 +95,11 @@ def clip_stages(
             torch.nn.utils.clip_grad_norm_(session.holdings.owned(j), clip_val)
         return
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    if session.norms is None:
+    if session.num_workers == 1:
         torch.nn.utils.clip_grad_norm_(parameters, clip_val)
         return
     if not session.owns:  # a replica whose gradients have gone to another
         return
-    total = session.norms.total_norm(session.t, parameters)
+    session.tell_norms()
+    total = session.norms.total(session.t, parameters)
     torch.nn.utils.clip_grads_with_norm_(parameters, clip_val, total)

@@ -24,7 +24,7 @@ from typing_extensions import override
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.plugin import checkpoint as ckpt
 from lightning_cyclic.plugin.checks import check_flow, scaler_of
-from lightning_cyclic.plugin.clipping import clip_mode, clips_by_norm, decides_together
+from lightning_cyclic.plugin.clipping import clip_mode, decides_together, may_clip_by_norm
 from lightning_cyclic.plugin.deferred_update import DeferredUpdates
 from lightning_cyclic.plugin.future_rates import Outlook
 from lightning_cyclic.plugin.options import Options
@@ -34,11 +34,9 @@ from lightning_cyclic.plugin.staged import StagedTraining, positional
 from lightning_cyclic.plugin.summaries import Told
 from lightning_cyclic.plugin.surrogate_loss import stand_in
 from lightning_cyclic.plugin.training import Closure, Own, epoch_ends
+from lightning_cyclic.runtime.gradient_store import Gradients
 from lightning_cyclic.runtime.loss_scaling import LossScaling
-from lightning_cyclic.runtime.norms import NormExchange
-from lightning_cyclic.runtime.partial_step.config import Share, StagewiseConfig
-from lightning_cyclic.runtime.partial_step.flow import Summary
-from lightning_cyclic.runtime.partial_step.stage_step import Outcome
+from lightning_cyclic.runtime.partial_step.config import Share, StagewiseConfig, Summarise
 
 
 @final
@@ -58,9 +56,10 @@ class FlowingTraining(StagedTraining):
         clip = clip_mode(trainer, plan, options.clip)
         scaler = scaler_of(trainer, plan)
         self._scaling = LossScaling(scaler, self._all_are_finite) if scaler else None
-        needs_all = self._scaling is not None or (clip == "global" and clips_by_norm(trainer))
-        if needs_all and decides_together(plan):
-            options, plan = replace(options, late_updates=True), replace(plan, late_updates=True)
+        if scaler is not None or (clip == "global" and may_clip_by_norm(trainer)):
+            late, norms = decides_together(plan), "all" if scaler else "owners"
+            options = replace(options, late_updates=late, norms=norms)
+            plan = replace(plan, late_updates=late, norms=norms)
         self._updates = DeferredUpdates(
             trainer,
             clip,
@@ -77,7 +76,6 @@ class FlowingTraining(StagedTraining):
                 f"{plan.num_stages} stages, as no gradient is more than one update old; use more "
                 "stages, or leave it out"
             )
-        self._unread: list[tuple[int, Summary]] = []  # came with a flush between steps
         self._latest: Told | None = None
         self._stops_at: int | None = None  # step before which all workers stop
         self._owned_is_kept = False
@@ -95,7 +93,7 @@ class FlowingTraining(StagedTraining):
         return replace(
             config,
             apply=self._apply,
-            complete=self._complete if self._options.late_updates or self._scaling else None,
+            unscale=None if self._scaling is None else self._unscale,
             scaled=None if self._scaling is None else self._scaled,
             guess=self._predictor.guess,
             backward_weights=self._options.backward_weights,
@@ -106,11 +104,9 @@ class FlowingTraining(StagedTraining):
     def _parameters_of(self, j: int) -> Sequence[nn.Parameter]:
         return self._session.holdings.owned(j)
 
-    def _complete(self, t: int, j: int) -> None:
-        """Make the gradients of a stage known to those who decide about their step."""
-        if self._scaling is not None:
-            self._scaling.unscale(self._the_plan, t, self._parameters_of(j))
-        self._norms.begin(t, j)
+    def _unscale(self, t: int, grads: Gradients) -> None:
+        assert self._scaling is not None
+        self._scaling.unscale(self._the_plan, t, grads)
 
     def _scaled(self, t: int, share: Share) -> Share:
         assert self._scaling is not None
@@ -118,15 +114,10 @@ class FlowingTraining(StagedTraining):
         return self._scaling.scaled(self._the_plan, t, share)
 
     def _all_are_finite(self, t: int) -> bool:
-        return self._norms.is_finite(t)
+        return self._session.norms.is_finite(t)
 
     def _total_norm(self, t: int, parameters: Sequence[nn.Parameter]) -> Tensor:
-        return self._norms.end(t, parameters)
-
-    @property
-    def _norms(self) -> NormExchange:
-        assert self._session.norms is not None
-        return self._session.norms
+        return self._session.norms.total(t, parameters)
 
     @property
     def _the_plan(self) -> Plan:
@@ -145,23 +136,19 @@ class FlowingTraining(StagedTraining):
         session, (batch, *rest) = self._session, positional(args, kwargs)
         if self._stop is not None:
             self._stop.tell()
-        batch = session.share_batch(batch)
-        parts = session.cut(batch)
-        sizes = [part.size for part in parts]
         call = self._caller("training_step", "train_step_context", rest)
 
-        def summarise(outcomes: Sequence[Outcome]) -> Summary:
-            return self._summaries.of_step(outcomes, sizes, stops=self._asked_before())
+        def summarise(sizes: list[int]) -> Summarise:
+            return lambda outcomes: self._summaries.of_step(
+                outcomes, sizes, stops=self._asked_before()
+            )
 
         with self._summaries.held():
-            session.find_stages(lambda: call(parts[0].batch))
-            arrived = session.advance(parts, call, summarise)
-            if self._latest is None or epoch_ends(
-                self._trainer
-            ):  # so that every worker knows a loss
-                arrived += self._finish()
-        self._read(self._unread + arrived)
-        self._unread = []
+            session.find_stages(batch, call)
+            session.train(batch, call, summarise)
+            if self._latest is None or epoch_ends(self._trainer):
+                self._finish()  # so that every worker knows a loss
+        self._read()
         assert self._latest is not None
         surrogate = stand_in(self._latest.loss)
         returned = self._latest.returned
@@ -175,8 +162,8 @@ class FlowingTraining(StagedTraining):
         apart = 4 if self._options.width > 1 else 0
         return self._stop.agree(self._session.t + 1 + self._session.most_late + apart)
 
-    def _read(self, arrived: Sequence[tuple[int, Summary]]) -> None:
-        for _, summary in arrived:
+    def _read(self) -> None:
+        for _, summary in self._session.take_arrived():
             told = self._latest = self._summaries.read_step(summary)
             self._summaries.log(told.records)
             self._stops_at = told.stops or self._stops_at
@@ -208,7 +195,7 @@ class FlowingTraining(StagedTraining):
 
     def _is_finite(self, t: int, j: int) -> bool:
         """Say whether a stage is updated: as all are, or by its own gradients."""
-        return self._norms.is_finite(t, None if self._options.late_updates else {j})
+        return self._session.norms.is_finite(t, None if self._options.late_updates else {j})
 
     def _groups_of(self, t: int, j: int) -> list[dict[str, Any]]:
         """Return the hyper-parameters with which the update of step t is made on stage j."""
@@ -229,16 +216,13 @@ class FlowingTraining(StagedTraining):
     def flush(self) -> None:
         """Finish the steps under way; what they log is logged in the next one."""
         with self._summaries.held():
-            self._unread += self._finish()
+            self._finish()
 
-    def _finish(self) -> list[tuple[int, Summary]]:
+    def _finish(self) -> None:
         session = self._session
-        arrived = session.flush()
-        if session.norms is not None and session.flow is not None and not session.failed:
-            if self._scaling is not None:
-                self._scaling.catch_up(session.t)
-            session.norms.settle()  # everybody has taken what he needs
-        return arrived
+        session.flush()
+        if self._scaling is not None and session.cuts is not None and not session.failed:
+            self._scaling.catch_up(session.t)
 
     @override
     def delayed_state(self) -> dict[str, Any] | None:
@@ -255,7 +239,7 @@ class FlowingTraining(StagedTraining):
     @override
     def resume(self, saved: Mapping[str, Any] | None) -> bool:
         taken = super().resume(saved)
-        if saved is not None and "groups" in saved and self._session.executor is not None:
+        if saved is not None and "groups" in saved and self._session.cuts is not None:
             self._updates.put_groups(saved["t"] - 1, saved["groups"])
             if self._outlook is not None:
                 self._outlook.put_state(saved["t"] - 1, saved.get("lrs_ahead"))

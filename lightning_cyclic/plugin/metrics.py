@@ -12,8 +12,8 @@ from typing import Any, final
 from lightning.pytorch import Trainer
 from torch import nn
 
-from lightning_cyclic.plan.actions import Payload
 from lightning_cyclic.plugin.outputs import decode, encode
+from lightning_cyclic.runtime.messages import Message
 from lightning_cyclic.runtime.partial_step.session import StagewiseSession
 from lightning_cyclic.runtime.partial_step.side_effects import state_of
 from lightning_cyclic.runtime.partial_step.site import is_metric
@@ -60,9 +60,8 @@ class SharedMetrics:
             return
         for path, stage in sorted(session.cuts.metrics.items()):
             metric = self._metrics[path]
-            source = session.worker_of(stage)
-            shared = session.share(Payload.L, source, *encode(state_of(metric), path))
-            if session.worker != source:
+            shared = session.share(stage, Message(*encode(state_of(metric), path)))
+            if session.worker != session.worker_of(stage):
                 metric.__dict__.update(decode(shared.tensors, shared.facts))
 
     def release(self) -> None:

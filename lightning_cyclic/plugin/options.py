@@ -25,7 +25,6 @@ from lightning_cyclic.plugin.checks import (
     is_stagewise,
 )
 from lightning_cyclic.plugin.clipping import CLIPPING
-from lightning_cyclic.runtime.partial_step.plans import flows
 from lightning_cyclic.runtime.prediction.foresight import BackwardWeights
 from lightning_cyclic.runtime.prediction.prediction import Shape
 from lightning_cyclic.runtime.whole_step.session import auto_stages
@@ -62,6 +61,7 @@ class Options:
         timeout_s: limit of every wait for another worker, in seconds.
         num_workers: how many there are; None while it is not known.
         late_updates: whether stages decide together about a step, as the Trainer's flags ask.
+        norms: who is told the norms of all gradients, as these flags ask.
         network: the links between workers, by which stages are cut and "auto" chooses.
     """
 
@@ -87,6 +87,7 @@ class Options:
     timeout_s: float
     num_workers: int | None = None
     late_updates: bool = False
+    norms: str = "none"
     network: Network = Network()
 
     def check(self) -> None:
@@ -131,7 +132,7 @@ class Options:
     @property
     def flows(self) -> bool:
         """Say whether steps of a pipeline begin before those ahead of them have ended."""
-        return flows(self._probe())
+        return self._probe().flows
 
     @property
     def trains_plainly(self) -> bool:
@@ -144,6 +145,7 @@ class Options:
         self,
         num_stages: int,
         relayed: tuple[int, ...] = (),
+        relayed_until: tuple[int, ...] = (),
         *,
         num_workers: int | None = None,
         num_micro: int | None = None,
@@ -154,6 +156,7 @@ class Options:
         Args:
             num_stages: how many stages there are.
             relayed: stages whose buffers travel.
+            relayed_until: the last stage in which those of each change.
             num_workers: None for as many as there are.
             num_micro: of all replicas together; None for the user's choice.
             tied: groups of stages that share parameters.
@@ -169,12 +172,14 @@ class Options:
             tied=tied,
             slack=self.slack,
             relayed=relayed,
+            relayed_until=relayed_until,
             schedule=self.schedule,
             placement=self._placement,
             weights=self.weights,
             sharding=self.sharding,
             warmup_steps=self.warmup_steps,
             late_updates=self.late_updates,
+            norms=self.norms,
         )
 
     def expected_stages(self, module: nn.Module | None) -> int:

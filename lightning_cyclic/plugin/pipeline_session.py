@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_cyclic.plan import Plan
-from lightning_cyclic.plan.actions import Payload
+from lightning_cyclic.plan.actions import Lane
 from lightning_cyclic.plugin.options import Options
 from lightning_cyclic.plugin.training import agreed_seed
 from lightning_cyclic.runtime.partial_step.config import StagewiseConfig
@@ -23,12 +23,7 @@ from lightning_cyclic.runtime.stages.demands import Demands
 from lightning_cyclic.runtime.stages.evidence import Survey
 from lightning_cyclic.runtime.stages.report import report
 from lightning_cyclic.runtime.stages.survey import survey
-from lightning_cyclic.runtime.transport import CountingTransport, DistributedTransport
-
-PIPELINE_PAYLOADS = (
-    Payload.D, Payload.A, Payload.G, Payload.W, Payload.S, Payload.T, Payload.P, Payload.V,
-    Payload.L, Payload.R,
-)  # fmt: skip
+from lightning_cyclic.runtime.transport import CountingTransport, NamedTransport
 
 
 @final
@@ -107,7 +102,7 @@ def make_transport(num_workers: int, options: Options) -> tuple[CountingTranspor
     if num_workers == 1:
         return None, None
     size = num_workers // options.width
-    made = DistributedTransport(PIPELINE_PAYLOADS, options.timeout_s, lambda w: rank_of(w, size))
+    made = NamedTransport(Lane, options.timeout_s, lambda w: rank_of(w, size))
     return CountingTransport(made), made.group
 
 

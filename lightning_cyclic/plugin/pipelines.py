@@ -7,7 +7,9 @@ optimizer_step    Lightning's own; then send on what it changed
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any, final
 
 import torch
@@ -18,12 +20,13 @@ from typing_extensions import override
 
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.plugin.checks import check_no_scaler
-from lightning_cyclic.plugin.clipping import clip_mode, clip_stages
+from lightning_cyclic.plugin.clipping import clip_mode, clip_stages, may_clip_by_norm
 from lightning_cyclic.plugin.options import Options
 from lightning_cyclic.plugin.reductions import HeldReductions
 from lightning_cyclic.plugin.staged import StagedTraining, positional
 from lightning_cyclic.plugin.surrogate_loss import Surrogates
 from lightning_cyclic.plugin.training import Closure, Own
+from lightning_cyclic.runtime.partial_step.config import Summarise
 
 
 @final
@@ -40,8 +43,11 @@ class PipelinedTraining(StagedTraining):
     def __init__(
         self, trainer: Trainer, options: Options, plan: Plan, reductions: HeldReductions
     ) -> None:
+        if clip_mode(trainer, plan, options.clip) == "global" and may_clip_by_norm(trainer):
+            options, plan = replace(options, norms="owners"), replace(plan, norms="owners")
         super().__init__(trainer, options, plan, reductions)
         self._surrogates = Surrogates(trainer)
+        self._accumulating = False
 
     @override
     @staticmethod
@@ -55,24 +61,42 @@ class PipelinedTraining(StagedTraining):
         session, (batch, *rest) = self._session, positional(args, kwargs)
         if self._stop is not None:
             self._stop.tell()
-        batch = session.share_batch(batch)
-        parts = session.cut(batch)
-        sizes = [part.size for part in parts]
         call = self._caller("training_step", "train_step_context", rest)
+
+        def summarise(sizes: list[int]) -> Summarise:
+            return lambda outcomes: self._summaries.of_step(outcomes, sizes, stops=self._asked())
+
         with self._summaries.held():
-            session.find_stages(lambda: call(parts[0].batch))
+            session.find_stages(batch, call)
         with self._surrogates.collecting(session.holdings.own), self._summaries.held():
-            summary = session.train(
-                parts,
+            session.train(
+                batch,
                 call,
-                lambda outcomes: self._summaries.of_step(outcomes, sizes, stops=self._asked()),
-                self._surrogates.batches_per_update,
+                summarise,
+                accumulate=self._surrogates.batches_per_update,
+                is_last=not self._accumulating,
             )
+        ((_, summary),) = session.take_arrived()
         told = self._summaries.read_step(summary)
         loss = self._agree(told.loss, stops=bool(told.stops))
         self._summaries.log(told.records)
         surrogate = self._surrogates.stand_for(loss)
         return {"loss": surrogate, **told.returned} if told.returned else surrogate
+
+    @override
+    @contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """Leave out what the program has for an update."""
+        self._accumulating = True
+        try:
+            yield
+        finally:
+            self._accumulating = False
+
+    @override
+    def flush(self) -> None:
+        """Bring buffers that training changes to all replicas."""
+        self._session.flush()
 
     def _agree(self, loss: Tensor, *, stops: bool) -> Tensor:
         """Return the mean loss of all replicas, and let all stop if one of them does."""
@@ -98,7 +122,7 @@ class PipelinedTraining(StagedTraining):
 
         with late:
             output = own(optimizer, closed, *args, **kwargs)
-        if self._session.executor is not None:  # else the update came without a step
+        if self._session.cuts is not None:  # else the update came without a step
             self._session.end_step()
         return output
 

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any, final
 
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -27,7 +29,7 @@ from lightning_cyclic.plugin.checks import (
     check_trainer,
     trained_parameters,
 )
-from lightning_cyclic.plugin.clipping import clip_mode
+from lightning_cyclic.plugin.clipping import clip_mode, may_clip_by_norm
 from lightning_cyclic.plugin.deferred_update import DeferredUpdates
 from lightning_cyclic.plugin.late_gradients import Compensation
 from lightning_cyclic.plugin.options import Options
@@ -74,6 +76,8 @@ class ReplicatedTraining(AbstractTraining):
             trainer, clip, reductions, self._parameters_of, self._total_norm
         )
         self._compensation = Compensation(options)
+        if clip == "global" and may_clip_by_norm(trainer) and plan.num_workers > 1:
+            options = replace(options, norms="owners")
         config = SessionConfig(
             make_plan=options.plan,
             stages=options.stages,
@@ -81,6 +85,7 @@ class ReplicatedTraining(AbstractTraining):
             timeout_s=options.timeout_s,
             relay_buffers=options.relay_buffers,
             paced=clip != "global" or plan.weights != "freshest",
+            accumulates=_may_accumulate(trainer),
         )
         self._session = session = Session(
             self._module,
@@ -111,8 +116,8 @@ class ReplicatedTraining(AbstractTraining):
         return self._session.engine.parameters(j)
 
     def _total_norm(self, t: int, parameters: Sequence[nn.Parameter]) -> Tensor:
-        assert self._session.norms is not None
-        return self._session.norms.total_norm(t, parameters)
+        assert self._session.engine is not None
+        return self._session.engine.total_norm(t, parameters)
 
     # ------------------------------------------------------------------ what users ask
 
@@ -290,7 +295,7 @@ class ReplicatedTraining(AbstractTraining):
     def _owned(self) -> list[nn.Parameter]:
         engine = self._session.engine
         assert engine is not None
-        return [p for j in engine.script.owned for p in engine.parameters(j)]
+        return [p for j in engine.owned for p in engine.parameters(j)]
 
     # ------------------------------------------------------------------ the end
 
@@ -299,3 +304,8 @@ class ReplicatedTraining(AbstractTraining):
         self._session.close()
         self._trainer.precision_plugin.__dict__.pop("clip_grad_by_norm", None)
         restore_stop_broadcast(self._trainer)
+
+
+def _may_accumulate(trainer: Trainer) -> bool:
+    scheduled = any(isinstance(c, GradientAccumulationScheduler) for c in trainer.callbacks)  # type: ignore[attr-defined]
+    return scheduled or trainer.accumulate_grad_batches != 1

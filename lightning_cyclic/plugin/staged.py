@@ -151,10 +151,9 @@ class StagedTraining(AbstractTraining):
     def _evaluate(self, kind: str, context: str, batch: Any, *rest: Any) -> Any:
         """Run a step of evaluation on the whole batch; the output everywhere."""
         session = self._session
-        batch = session.share_batch(batch)
         call = self._caller(kind, context, rest)
         with self._summaries.held():
-            session.find_stages(lambda: call(batch))
+            session.find_stages(batch, call, whole=True)
             summary = session.evaluate(kind, batch, call, self._summaries.of_output)
         return self._summaries.tell_output(summary)
 
@@ -202,7 +201,7 @@ class StagedTraining(AbstractTraining):
     @property
     def _has_stages(self) -> bool:
         """Say whether the stages are known, and each worker has optimized its own."""
-        return self._session.executor is not None and not self._session.failed
+        return self._session.cuts is not None and not self._session.failed
 
     @property
     def _is_apart(self) -> bool:
@@ -261,7 +260,7 @@ class StagedTraining(AbstractTraining):
                     f"The checkpoint was written under {saved['plan']}; this run has another plan "
                     "and goes on from its newest weights: its weight rule begins as at step 0."
                 )
-            session.t = 0 if begins_anew else saved["t"]
+            session.resume_at(0 if begins_anew else saved["t"])
             session.config = replace(session.config, seed=saved["seed"])
             if session.cuts is None and fits:
                 session.begin(Cuts.from_data(saved["cuts"]))

@@ -18,7 +18,7 @@ from lightning_cyclic.errors import StepError
 from lightning_cyclic.plugin.outputs import decode, encode, further_outputs, weighted_mean
 from lightning_cyclic.plugin.records import Log, Record, Recorder, from_summary, to_summary
 from lightning_cyclic.plugin.reductions import HeldReductions
-from lightning_cyclic.runtime.partial_step.flow import Summary
+from lightning_cyclic.runtime.messages import Message
 from lightning_cyclic.runtime.partial_step.losses import loss_of
 from lightning_cyclic.runtime.partial_step.session import StagewiseSession
 from lightning_cyclic.runtime.partial_step.stage_step import Outcome
@@ -71,7 +71,7 @@ class Summaries:
 
     # ------------------------------------------------------------------ training
 
-    def of_step(self, outcomes: Sequence[Outcome], sizes: Sequence[int], *, stops: int) -> Summary:
+    def of_step(self, outcomes: Sequence[Outcome], sizes: Sequence[int], *, stops: int) -> Message:
         """Summarise a training step.
 
         Args:
@@ -89,9 +89,9 @@ class Summaries:
             further_outputs([x.output for x in outcomes], sizes), "what training_step returned"
         )
         logged, logs = to_summary(self._recorder.combine([x.logs for x in outcomes], sizes))
-        return Summary([loss, *further, *logged], [len(further), structure, logs, stops])
+        return Message([loss, *further, *logged], [len(further), structure, logs, stops])
 
-    def read_step(self, summary: Summary) -> Told:
+    def read_step(self, summary: Message) -> Told:
         """Read what :meth:`of_step` wrote."""
         num, structure, logs, stops = summary.facts
         loss, *others = summary.tensors
@@ -111,14 +111,14 @@ class Summaries:
 
     # ------------------------------------------------------------------ evaluation
 
-    def of_output(self, outcomes: Sequence[Outcome]) -> Summary:
+    def of_output(self, outcomes: Sequence[Outcome]) -> Message:
         """Summarise the one outcome of a step of evaluation."""
         (outcome,) = outcomes
         tensors, structure = encode(outcome.output, "the output of a step")
         logged, logs = to_summary(self._recorder.combine([outcome.logs], [1]))
-        return Summary([*tensors, *logged], [len(tensors), structure, logs])
+        return Message([*tensors, *logged], [len(tensors), structure, logs])
 
-    def tell_output(self, summary: Summary) -> Any:
+    def tell_output(self, summary: Message) -> Any:
         """Log what :meth:`of_output` wrote down, and return the output."""
         num, structure, logs = summary.facts
         self.log(from_summary(summary.tensors[num:], logs))
@@ -135,8 +135,8 @@ class Summaries:
     # ------------------------------------------------------------------ the user's step
 
     def _note(self, name: str, value: Any, arguments: dict[str, Any]) -> None:
-        executor = self._session.executor
-        run = executor.site.run if executor else None
+        site = self._session.site
+        run = site.run if site else None
         if run is None:  # the survey, or a metric's own code
             return
         if run.depth and run.target < run.site.num_stages - 1:

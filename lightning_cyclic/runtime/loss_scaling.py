@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.amp import GradScaler
 
 from lightning_cyclic.plan import Plan
@@ -53,12 +53,12 @@ class LossScaling:
         return lambda ones: share(ones) * self.scale_of(plan, t)
 
     @torch.no_grad()
-    def unscale(self, plan: Plan, t: int, parameters: Sequence[nn.Parameter]) -> None:
+    def unscale(self, plan: Plan, t: int, grads: Sequence[Tensor | None]) -> None:
         """Divide the gradients of step ``t`` by its scale."""
         inverse = 1.0 / self.scale_of(plan, t)
-        for p in parameters:
-            if p.grad is not None:
-                p.grad.mul_(inverse)
+        for grad in grads:
+            if grad is not None:
+                grad.mul_(inverse)
 
     def begin(self, t: int) -> None:
         """Go on from the scaler's own state at step ``t``, where no other is known."""

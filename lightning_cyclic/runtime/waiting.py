@@ -9,10 +9,9 @@ from typing import final
 
 from lightning_cyclic.errors import CyclicError, PeerError, WaitTimeoutError
 from lightning_cyclic.plan import Plan
-from lightning_cyclic.plan.actions import Action, Kind, Payload
+from lightning_cyclic.plan.actions import Action, Kind
 from lightning_cyclic.plan.check.refusal import timetable_around
 from lightning_cyclic.runtime.transport import AbstractPending, AbstractTransport
-from lightning_cyclic.runtime.whole_step.script import Script
 
 Wait = Callable[[AbstractPending, Action], None]
 
@@ -23,13 +22,11 @@ class Waiter:
 
     Args:
         plan: whose timetable is drawn.
-        script: slots and peers of this worker's actions.
         transport: its limit, and the word that a failing worker left.
     """
 
-    def __init__(self, plan: Plan, script: Script, transport: AbstractTransport) -> None:
+    def __init__(self, plan: Plan, transport: AbstractTransport) -> None:
         self._plan = plan
-        self._script = script
         self._transport = transport
 
     def wait(self, pending: AbstractPending, action: Action) -> None:
@@ -45,11 +42,6 @@ class Waiter:
             raise self._named(WaitTimeoutError, action, "it did not come in time") from None
         except ConnectionError:
             raise self._named(PeerError, action, "the connection is gone") from None
-
-    def late(self, payload: Payload, t: int, j: int, v: int | None) -> CyclicError:
-        """Return the error of a lane that put nothing down in time."""
-        action = self._script.action(Kind.RECV, payload, t=t, j=j, v=v)
-        return self._named(WaitTimeoutError, action, "it did not come in time")
 
     def _named(self, kind: type[CyclicError], action: Action, what: str) -> CyclicError:
         worker, limit = self._transport.worker, self._transport.timeout_s

@@ -6,12 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_cyclic.errors import WaitTimeoutError
+from lightning_cyclic.errors import PeerError, WaitTimeoutError
 from lightning_cyclic.plan import make_plan
 from lightning_cyclic.plan.actions import Kind
 from lightning_cyclic.runtime.transport import LocalTransport, PostOffice
 from lightning_cyclic.runtime.waiting import Waiter
-from lightning_cyclic.runtime.whole_step.script import Script
 from tests.runtime.whole_step.test_engine import Worker, find_stages, loss, mlp, run_workers, sgd
 
 
@@ -38,7 +37,7 @@ def test_the_reason_that_a_failing_worker_left_is_in_the_message() -> None:
     plan = make_plan("cyclic_dp", num_stages=2, num_workers=2, relayed=stages.relayed)
     alone = Worker(mlp(), plan, stages, LocalTransport(office, 1, 2, 0.2), sgd, 1)
     alone.run()
-    with pytest.raises(WaitTimeoutError, match="Because worker 0: ValueError: bad batch"):
+    with pytest.raises(PeerError, match="Because worker 0: ValueError: bad batch"):
         raise alone.error  # type: ignore[misc]
 
 
@@ -67,8 +66,7 @@ def test_an_action_of_any_step_is_drawn_where_a_short_timetable_has_one_like_it(
         "pipedream_2bw", num_stages=3, num_workers=3, num_micro=4, num_steps=12,
         warmup_steps=warmup_steps,
     )  # fmt: skip
-    script = Script(worker=1, stages=(), slots_per_step=8)
-    waiter = Waiter(plan, script, LocalTransport(PostOffice(), 1, 3))
+    waiter = Waiter(plan, LocalTransport(PostOffice(), 1, 3))
     short = replace(plan, num_steps=4, warmup_steps=0)
     drawn = {(a.kind, a.t, a.i, a.j): a.s for a in short.programs[1] if a.i is not None}
     for a in (a for a in plan.programs[1] if a.kind in (Kind.F, Kind.B)):

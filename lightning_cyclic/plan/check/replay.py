@@ -328,9 +328,7 @@ class _Worker:
             case Datum.LOSSES:
                 return item in self._have or self._has_losses(a.t)
             case Datum.NORMS:
-                owner = plan.owner(int(str(item[2])))
-                decides = plan.norms == "owners" or plan.late_updates
-                return owner == self._w or not decides or item in self._have
+                return plan.owner(int(str(item[2]))) == self._w or item in self._have
             case _:
                 return item in self._have
 

@@ -16,7 +16,8 @@ from lightning_cyclic.plan.actions import Action, Kind, Lane, Payload
 class Channel(NamedTuple):
     """Name what leaves one worker for another on one lane.
 
-    Start signals have channels of their own: they are words between hosts, not tensors.
+    Start signals, and the metrics of an epoch, have channels of their own: they are words between
+    hosts, and belong to no program's steady state.
     """
 
     source: int
@@ -43,7 +44,7 @@ def channel_of(a: Action, w: int) -> Channel:
     """Name the channel of a message of worker ``w``."""
     assert a.peer is not None  # as for every message
     source, target = (w, a.peer) if a.kind is Kind.SEND else (a.peer, w)
-    return Channel(source, target, a.lane, a.payload is Payload.K)
+    return Channel(source, target, a.lane, a.payload in (Payload.K, Payload.M))
 
 
 def message(

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
 from lightning_cyclic.plan import Plan
-from lightning_cyclic.runtime.partial_step.flow import Apply, Complete
-from lightning_cyclic.runtime.partial_step.mail import ReadState, WriteState
+from lightning_cyclic.runtime.gradient_store import Gradients
+from lightning_cyclic.runtime.messages import Message
+from lightning_cyclic.runtime.partial_step.exchange import ReadState, WriteState
+from lightning_cyclic.runtime.partial_step.stage_step import Outcome
 from lightning_cyclic.runtime.prediction.foresight import BackwardWeights, Guess
 from lightning_cyclic.runtime.stages.cuts import Cuts
 
+Apply = Callable[[int, int], None]  # (step, stage): clip and optimize; gradients are in p.grad
 Share = Callable[[Tensor], Tensor]
+Summarise = Callable[[Sequence[Outcome]], Message]  # called on the last stage's worker alone
 Scaled = Callable[[int, Share], Share]
 
 
@@ -31,7 +35,7 @@ class StagewiseConfig:
         remat: "never", "always" or "except_last".
         seed: of the randomness inside steps.
         apply: makes a new version of a stage, where steps flow into each other.
-        complete: looks at the gradients of a stage there, before ``apply`` is called.
+        unscale: takes the scale of a step out of gradients of a stage there: (step, gradients).
         scaled: multiplies the share of a micro-batch in the loss of a step there.
         guess: predicts the weights of a stage, for plans that read predicted ones.
         backward_weights: what backwards read there.
@@ -47,7 +51,7 @@ class StagewiseConfig:
     remat: str
     seed: int
     apply: Apply | None = None
-    complete: Complete | None = None
+    unscale: Callable[[int, Gradients], None] | None = None
     scaled: Scaled | None = None
     guess: Guess | None = None
     backward_weights: BackwardWeights = "current"

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import sys
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NamedTuple, Self, final
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import Tensor, nn
 
 from lightning_cyclic.errors import StepError
+from lightning_cyclic.runtime.values.specs import TensorSpec
 
 if TYPE_CHECKING:
     from lightning_cyclic.runtime.partial_step.site import Site
@@ -31,32 +32,6 @@ READS_METADATA = frozenset(
 """Names of functions that a ghost answers by itself."""
 TENSOR_PROPERTIES = frozenset({"T", "mT", "H", "mH", "data", "real", "imag", "grad"})
 """Names of the properties of a tensor that are tensors; all others are metadata."""
-
-
-class TensorSpec(NamedTuple):
-    """Hold what is known of a tensor without its values."""
-
-    size: torch.Size
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    on_host: bool
-    requires_grad: bool
-
-    @classmethod
-    def of(cls, x: Tensor) -> Self:
-        """Describe a tensor."""
-        return cls(x.size(), x.stride(), x.dtype, x.is_cpu, x.requires_grad)
-
-    def describes(self, x: Tensor) -> bool:
-        """Say whether this is the description of a tensor."""
-        size, stride, dtype, on_host, requires_grad = self
-        return (
-            x.size() == size
-            and x.stride() == stride
-            and x.dtype is dtype
-            and x.is_cpu is on_host
-            and x.requires_grad is requires_grad
-        )
 
 
 _NUM_ATTRIBUTES = 5  # a ghost's own

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, final
 
 from torch import Tensor
 
-from lightning_cyclic.runtime.partial_step.ghosts import Handle, TensorSpec
+from lightning_cyclic.runtime.partial_step.ghosts import Handle
 from lightning_cyclic.runtime.partial_step.sharing import Sharing
 from lightning_cyclic.runtime.partial_step.tape import (
     DRAWS,
@@ -20,6 +20,7 @@ from lightning_cyclic.runtime.partial_step.tape import (
     names,
 )
 from lightning_cyclic.runtime.values.plain import encode_leaf
+from lightning_cyclic.runtime.values.specs import TensorSpec
 from lightning_cyclic.runtime.values.trees import LEAF, tensors
 
 MARK = "_cyclic_made"  # on a tensor: (number of the run, handle)

@@ -13,8 +13,9 @@ from weakref import getweakrefcount
 
 from torch import Tensor
 
-from lightning_cyclic.runtime.partial_step.ghosts import Ghost, Handle, TensorSpec
+from lightning_cyclic.runtime.partial_step.ghosts import Ghost, Handle
 from lightning_cyclic.runtime.partial_step.tape import DRAWS, Alias, Event, Plain, Tape
+from lightning_cyclic.runtime.values.specs import TensorSpec
 from lightning_cyclic.runtime.values.trees import unflatten
 
 if TYPE_CHECKING:

@@ -1,15 +1,17 @@
 """A session of stage-at-a-time training: one worker, from its first step to its last.
 
 first step      survey the module, choose the stages, give up what other workers hold
-every step      share the batch (D), run the program, share what came out (L)
-between steps   updates, validation, whole weights for a checkpoint
+every step      what the program has for its batch
+between steps   updates, flushes, validation, whole weights for a checkpoint
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
+from itertools import takewhile
 from typing import Any, final
 
 import torch
@@ -17,28 +19,35 @@ from torch import Tensor, nn
 
 from lightning_cyclic.errors import PeerError, StepError, WaitTimeoutError
 from lightning_cyclic.plan import Plan
-from lightning_cyclic.plan.actions import Action, Payload
-from lightning_cyclic.runtime.norms import NormExchange
+from lightning_cyclic.plan.actions import Action, Kind, Payload
+from lightning_cyclic.plan.dataflow import Datum, Item
+from lightning_cyclic.plan.passes.messages import step_of
+from lightning_cyclic.plan.program import Program
+from lightning_cyclic.runtime.gradient_store import GradientStore
+from lightning_cyclic.runtime.messages import Message, Messages
+from lightning_cyclic.runtime.norms import Norms
 from lightning_cyclic.runtime.partial_step.chance import undisturbed
 from lightning_cyclic.runtime.partial_step.collectives import Collectives
-from lightning_cyclic.runtime.partial_step.config import StagewiseConfig
-from lightning_cyclic.runtime.partial_step.executor import Executor
-from lightning_cyclic.runtime.partial_step.flow import Flow, Summarise, Summary
+from lightning_cyclic.runtime.partial_step.config import StagewiseConfig, Summarise
+from lightning_cyclic.runtime.partial_step.exchange import Exchange, Told, stages_of
 from lightning_cyclic.runtime.partial_step.holdings import Holdings
-from lightning_cyclic.runtime.partial_step.mail import stages_of
-from lightning_cyclic.runtime.partial_step.parcels import Parcel
-from lightning_cyclic.runtime.partial_step.plans import Plans, flows
-from lightning_cyclic.runtime.partial_step.replica import Replica
+from lightning_cyclic.runtime.partial_step.packets import Lesson
+from lightning_cyclic.runtime.partial_step.plans import Plans
 from lightning_cyclic.runtime.partial_step.side_effects import SideEffects
 from lightning_cyclic.runtime.partial_step.site import Site
-from lightning_cyclic.runtime.partial_step.stage_step import Micro
+from lightning_cyclic.runtime.partial_step.stage_step import Micro, StageStep
 from lightning_cyclic.runtime.partial_step.versions import Versions
 from lightning_cyclic.runtime.partial_step.weighting import shares_of, whole_share
 from lightning_cyclic.runtime.prediction.foresight import Foresight
 from lightning_cyclic.runtime.stages.cuts import Cuts
 from lightning_cyclic.runtime.transport import AbstractTransport
+from lightning_cyclic.runtime.values.batches import refuse_iterators, tensors_of, with_tensors
 from lightning_cyclic.runtime.values.split import MicroBatch, family, signature, split
-from lightning_cyclic.runtime.waiting import naming_peers
+from lightning_cyclic.runtime.values.trees import map_tensors
+from lightning_cyclic.runtime.waiting import Waiter, naming_peers
+from lightning_cyclic.runtime.worker import Worker
+
+_OF_UPDATES = frozenset({Kind.UPDATE, Payload.N, Payload.P, Payload.V})
 
 
 @final
@@ -74,68 +83,107 @@ class StagewiseSession:
         self.group = group
         self.t = 0
         self.failed = False
+        self.arrived: list[tuple[int, Message]] = []  # steps, and what came out of them
         self.cuts: Cuts | None = None
-        self.norms: NormExchange | None = None
-        self.executor: Executor | None = None
+        self.site: Site | None = None
         self.versions: Versions | None = None
-        self.flow: Flow | None = None
+        self.holdings: Holdings
+        self.norms: Norms
+        self._size = num_workers // config.width
         self._evaluations = 0
-        size = num_workers // config.width
-        self._plans = Plans(config, worker, num_workers)
-        self._replica = Replica(worker, size, transport, device, self._plans.provisional())
-        self._collectives = Collectives(module, config.width, size, device, group)
+        self._ended = -1  # the last step that a flush has ended
+        self._rest: list[Action] = []  # of a step whose update is made outside
+        self._summarise: dict[int, Summarise] = {}
+        self._concluded: dict[int, Message] = {}  # what is told of steps
+        self._put_off: dict[tuple[int, int], list[Action]] = {}  # forwards, by update
+        self._modes: list[tuple[nn.Module, bool]] = []  # of the last step that has begun
+        self._collectives = Collectives(module, config.width, self._size, device, group)
 
     # ------------------------------------------------------------------ beginning
 
     @property
     def plan(self) -> Plan | None:
         """Return the plan of a step whose batch has as many micro-batches as asked for."""
-        return self._plans.usual
+        return None if self.cuts is None else self._plans.usual
 
-    def find_stages(self, step: Callable[[], Any]) -> None:
+    @property
+    def program(self) -> Program:
+        """Return its program."""
+        return self._plans.usual.program
+
+    def find_stages(self, batch: Any, call: Callable[[Any], Any], *, whole: bool = False) -> None:
         """Find the stages with one run of the whole step on worker 0's process.
+
+        Args:
+            batch: that this worker has been given.
+            call: runs the user's step on one micro-batch.
+            whole: whether the batch is not cut.
 
         Raises:
             PlanError: on every worker, if there are no such stages.
+            StepError: for batches that cannot be shared.
         """
+        refuse_iterators(batch)
         if self.cuts is None:
+            part = batch if whole else self.cut(batch)[0].batch
+
+            def step() -> Any:  # on a batch that its code may change
+                return call(map_tensors(torch.clone, part))
+
             find = partial(self.config.find_cuts, self.module, step)
             waiting = self.naming_peers("all workers to agree on the stages")
             self.begin(self._collectives.agree_on_cuts(find, waiting))
 
+    def resume_at(self, t: int) -> None:
+        """Go on at a step, all before which have ended."""
+        self.t, self._ended = t, t - 1
+
     def begin(self, cuts: Cuts) -> None:
         """Take stages for found, and give up what other workers hold."""
-        self.cuts = cuts
-        plan = self._plans.begin(cuts)
+        self._plans = Plans(self.config, cuts, self.num_workers)
+        self.cuts, plan = cuts, self._plans.usual
         if plan.axes.placement.takes_turns:
             cuts.refuse_early_metrics()
-        holdings = Holdings(self.module, cuts, stages_of(plan, self.worker))
-        site = Site(self.module, cuts, self.device)
-        self._replica.follow(plan)
-        post, apply = self._replica.post, self.config.apply
-        if plan.weights != "sync" and not (flows(plan) and apply is None):
+        self.holdings = holdings = Holdings(self.module, cuts, stages_of(plan, self.worker))
+        self.site = Site(self.module, cuts, self.device)
+        if plan.weights != "sync" and (self.flows or not plan.flows):
             self.versions = self._make_versions(plan, holdings)
-        self.executor = Executor(
-            site, plan, post, holdings, SideEffects(self.module, cuts),
+        self._messages = self._make_messages(plan)
+        self._grads = GradientStore(holdings.owned)
+        self._step = StageStep(
+            self.site, plan, holdings, SideEffects(self.module, cuts),
             self.config.seed, self.config.remat, self.versions,
         )  # fmt: skip
-        if flows(plan) and apply is not None:  # else it is only evaluated
-            assert self.versions is not None
-            self.flow = Flow(
-                plan, self.worker, self.executor, post, self.versions, apply,
-                self.config.complete, self.t,
-            )  # fmt: skip
-        if _shares_state(plan):
-            assert self.config.read_state is not None
-            assert self.config.write_state is not None
-            self.executor.exchange_state(self.config.read_state, self.config.write_state)
+        parameters = [holdings.owned(j) for j in range(plan.num_stages)]
+        self.norms = Norms(plan, self.worker, parameters, self._fetch)
+        self._exchange = Exchange(
+            plan, self.worker, self._step, holdings, self._grads, self.norms, self._told(plan)
+        )
+        self._worker = Worker(
+            self.program.flow, self._messages, self._exchange, self._exchange, self
+        )
+        for j in range(plan.num_stages):
+            layout = self._messages.layout([self.norms.shape(j)])
+            self._messages.know(Payload.N, j, layout)  # received ahead, several at once
+        self._modes = [(m, m.training) for m in self.module.modules()]
         holdings.free()
-        if self.transport is not None or self.config.complete is not None:
-            parameters = [holdings.owned(j) for j in range(plan.num_stages)]
-            self.norms = NormExchange(
-                plan, parameters, self.transport, self._replica.wait,
-                for_all=self.config.scaled is not None,
-            )  # fmt: skip
+
+    def _make_messages(self, plan: Plan) -> Messages:
+        if self.transport is None:
+            return Messages(None, {}, _no_wait, self.device)
+        wait = Waiter(plan, self.transport).wait
+        self._line = self.transport.connect(self.program)
+        return Messages(self._line, self.program.depths, wait, self.device)
+
+    def _told(self, plan: Plan) -> Told:
+        shares_state = _shares_state(plan)
+        return Told(
+            begin_version=self._begin_version,
+            conclude=self._conclude,
+            complete=self._complete if plan.norms != "none" and self.flows else None,
+            read_state=self.config.read_state if shares_state else None,
+            write_state=self.config.write_state if shares_state else None,
+        )
 
     def _make_versions(self, plan: Plan, holdings: Holdings) -> Versions:
         stages = {j: holdings.trained(j) for j in holdings.stages}
@@ -154,19 +202,28 @@ class StagewiseSession:
             foresight = Foresight(plan, stages, self.config.guess, self.config.backward_weights)
         return Versions(self.module, plan, stages, self.t, readers, foresight)
 
-    # ------------------------------------------------------------------ a step
+    # ------------------------------------------------------------------ what there is
 
     @property
     def replica(self) -> tuple[int, ...]:
         """Return the workers of this worker's replica, input side first."""
-        return self._replica.workers
+        first = self.worker // self._size * self._size
+        return tuple(range(first, first + self._size))
+
+    @property
+    def flows(self) -> bool:
+        """Say whether steps begin before those ahead of them have ended, in training."""
+        return self._plans.usual.flows and self.config.apply is not None
 
     @property
     def owns(self) -> bool:
         """Say whether this worker updates any stage."""
-        plan = self.plan
-        assert plan is not None
-        return any(plan.owner(j) == self.worker for j in range(plan.num_stages))
+        return bool(self._owned)
+
+    @property
+    def _owned(self) -> list[int]:
+        plan = self._plans.usual
+        return [j for j in range(plan.num_stages) if plan.owner(j) == self.worker]
 
     @property
     def with_state(self) -> list[nn.Parameter]:
@@ -174,140 +231,87 @@ class StagewiseSession:
 
         It updates them; or it is told of their updates, and predicts them.
         """
-        plan = self.plan
-        assert plan is not None
-        own = [
-            j for j in self.holdings.stages if _shares_state(plan) or plan.owner(j) == self.worker
-        ]
+        predicts = _shares_state(self._plans.usual)
+        own = [j for j in self.holdings.stages if predicts or j in self._owned]
         return [p for j in own for p in self.holdings.owned(j)]
-
-    @property
-    def holdings(self) -> Holdings:
-        """Return what this worker holds; known once the stages are."""
-        assert self.executor is not None
-        return self.executor.holdings
 
     def worker_of(self, stage: int) -> int:
         """Return the worker of a stage in this worker's replica."""
-        assert self.executor is not None
-        return self.executor.plan.worker_of(self._replica.number, stage)
+        return self._plans.usual.worker_of(self.worker // self._size, stage)
 
-    def share_batch(self, batch: Any) -> Any:
-        """Return the batch that the worker of stage 0 has, on every worker of a replica."""
-        plan = self.plan
-        source = self.replica[0] if plan is None else plan.beginner(self.worker, self.t)
-        return self._replica.share_batch(self.t, source, batch)
+    @property
+    def most_late(self) -> int:
+        """Return how many steps later the last worker is told of a step than the first."""
+        return max(map(self.program.lag, range(self.num_workers)))
 
-    def share(
-        self, payload: Payload, source: int, tensors: Sequence[Tensor], facts: Any
-    ) -> Parcel:
-        """Return the source's tensors and facts on every worker of its replica."""
-        return self._replica.share(payload, self.t, source, tensors, facts)
+    # ------------------------------------------------------------------ a step
 
     def cut(self, batch: Any) -> list[MicroBatch]:
         """Cut a replica's batch into micro-batches."""
         return split(batch, self.config.num_micro)
 
     def train(
-        self,
-        parts: Sequence[MicroBatch],
-        call: Callable[[Any], Any],
-        summarise: Summarise,
-        accumulate: int,
-    ) -> Summary:
-        """Run the forwards and backwards of a step; gradients are left in ``p.grad``.
+        self, batch: Any, call: Callable[[Any], Any], summarise: Callable[[list[int]], Summarise],
+        *, accumulate: int = 1, is_last: bool = True,
+    ) -> None:  # fmt: skip
+        """Do what this worker does with the batch of a step, up to updates that others make.
+
+        Where these are made outside, the sums of gradients are in ``p.grad`` behind it, and what
+        is there before is added to.
 
         Args:
-            parts: the replica's micro-batches.
-            call: runs the user's step on one of them.
-            summarise: what of the outcomes is shared with all workers.
+            batch: that this worker has been given.
+            call: runs the user's step on one micro-batch.
+            summarise: sizes of micro-batches -> what of the outcomes all workers are told.
             accumulate: batches per update.
-
-        Returns:
-            The summary, on every worker of the replica.
+            is_last: whether it is the last of these.
         """
-        before = self._plans.before_update(len(parts), self.t)
+        usual = self.program.step(self.worker, self.t, ended=self._ended)
+        parts = self.cut(self._share_batch(self.t, batch, usual))
+        self._check_number(len(parts))
         shares = shares_of([p.size for p in parts], self.config.width * accumulate)
-        self._check_number(len(parts))
-        self._run(before, self.t, parts, shares, call, "train", training=True)
-        self._last_parts = len(parts)
-        if self.config.width > 1:
-            self._spread_buffers(self.t)
-        return self._share_outcomes(self.t, summarise)
-
-    def advance(
-        self, parts: Sequence[MicroBatch], call: Callable[[Any], Any], summarise: Summarise
-    ) -> list[tuple[int, Summary]]:
-        """Do what this worker does with the batch of a step, where steps flow into each other.
-
-        Args:
-            parts: the micro-batches.
-            call: runs the user's step on one of them.
-            summarise: what of the outcomes is shared with all workers.
-
-        Returns:
-            The steps of which the outcomes have come meanwhile, with their summaries.
-        """
-        assert self.flow is not None
-        self._check_number(len(parts))
-        shares = shares_of([p.size for p in parts], self.config.width)
         if self.config.scaled is not None:
             shares = [self.config.scaled(self.t, share) for share in shares]
-        with undisturbed(self.device):
-            self.flow.step(self.t, self._micro(parts, shares, "train"), call, summarise)
-        self.t += 1
-        return self.flow.take_arrived()
+        self._summarise[self.t] = summarise([part.size for part in parts])
+        self._step.prepare(self.t, self._micro(parts, shares, "train"), call, training=True)
+        self._modes = [(m, m.training) for m in self.module.modules()]
+        program = self._plans.of(len(parts)).program
+        actions = _shared(program.step(self.worker, self.t, ended=self._ended))
+        if self.flows:
+            self._forget(self.t - self._plans.usual.steps_under_way)
+            self._run(actions)
+            self.t += 1
+        else:
+            self._train_up_to_updates(actions, is_last=is_last)
 
-    @property
-    def most_late(self) -> int:
-        """Return how many steps later the last worker is told of a step than the first."""
-        assert self.flow is not None
-        return self.flow.most_late
+    def _train_up_to_updates(self, actions: list[Action], *, is_last: bool) -> None:
+        if not is_last:
+            actions = [a for a in actions if (a.payload or a.kind) not in _OF_UPDATES]
+        begun = list(takewhile(lambda a: not _updates(a), actions))
+        self._rest = actions[len(begun) :]
+        for j in self.holdings.stages:
+            self._grads.hide(self.t, j)
+        self._run(begun)
+        if not is_last:
+            self._worker.settle()
+        for j in self._owned:
+            self._worker.fetch((Datum.TOTAL, self.t, j))
+        for j in self.holdings.stages:
+            self._grads.show(self.t, j)
+        self._forget(self.t)
 
-    def flush(self) -> list[tuple[int, Summary]]:
-        """Finish all steps that have begun; return as :meth:`advance` does."""
-        if self.flow is None or self.failed:
-            return []
-        with undisturbed(self.device):
-            is_new = self.flow.flush()
-        plan = self.plan
-        assert plan is not None
-        if is_new and (plan.axes.placement.takes_turns or plan.width > 1):
-            self._spread_buffers(self.t - 1)
-        return self.flow.take_arrived()
+    def take_arrived(self) -> list[tuple[int, Message]]:
+        """Return the steps whose outcomes have come since the last call, with these."""
+        taken, self.arrived = self.arrived, []
+        return taken
 
-    def evaluate(
-        self, kind: str, batch: Any, call: Callable[[Any], Any], summarise: Summarise
-    ) -> Summary:
-        """Run the forward of one batch, whole; nothing is kept for a backward."""
-        self._evaluations += 1
-        t = -self._evaluations
-        part = MicroBatch(batch, 1)
-        actions = self._plans.forward(t)
-        try:
-            self._run(actions, t, [part], [whole_share], call, kind, training=False)
-            return self._share_outcomes(t, summarise)
-        except (PeerError, WaitTimeoutError) as error:
-            raise type(error)(
-                f"in {kind} number {-t}, whose actions have step {t}: {error}"
-            ) from None
-
-    def _check_number(self, num_parts: int) -> None:
-        if self.versions is not None and num_parts != self.config.num_micro:
-            raise StepError(
-                f"a batch gave {num_parts} micro-batches, but num_micro={self.config.num_micro}; "
-                "allowed with delayed weights: as many in every step, as they decide which "
-                "version is read; use DataLoader(drop_last=True), or larger batches"
-            )
-
-    def put_previous(self, previous: Mapping[str, Any]) -> None:
-        """Take from a checkpoint what later forwards read beside the newest version."""
-        if self.versions is not None and previous:
-            self.versions.put_previous(previous)
-
-    def previous(self) -> dict[str, Any]:
-        """Return for a checkpoint what later forwards read beside the newest version."""
-        return {} if self.versions is None else self.versions.previous()
+    def tell_norms(self) -> None:
+        """Let owners know each other's norms of the gradients that lie in ``p.grad``."""
+        for j in self._owned:
+            self.norms.note(self.t, j, [p.grad for p in self.holdings.owned(j)])
+        told = list(takewhile(lambda a: a.kind is not Kind.UPDATE, self._rest))
+        self._rest = self._rest[len(told) :]
+        self._run(told)
 
     def begin_update(self) -> None:
         """Make room for the next version of all stages, where older ones are still read."""
@@ -317,27 +321,147 @@ class StagewiseSession:
 
     def end_step(self) -> None:
         """Send on what an update has changed, and count the step."""
-        assert self.executor is not None
-        self.executor.run(self._plans.after_update(self._last_parts, self.t))
-        self._replica.post.settle()
+        if any(a.payload is Payload.N for a in self._rest):  # nobody has clipped by them
+            self.tell_norms()
+        self._run([a for a in self._rest if a.kind is not Kind.UPDATE])
+        self._worker.settle()
+        self.norms.forget(self.t)
+        self._rest = []
         self.t += 1
 
-    def _run(
-        self, actions: list[Action], t: int, parts: Sequence[MicroBatch],
-        shares: Sequence[Callable[[Tensor], Tensor]], call: Callable[[Any], Any], kind: str,
-        *, training: bool,
-    ) -> None:  # fmt: skip
-        executor = self.executor
-        assert executor is not None
-        with undisturbed(self.device):
-            executor.prepare(t, self._micro(parts, shares, kind), call, training=training)
-            executor.run(actions)
+    def flush(self) -> None:
+        """Finish all steps that have begun."""
+        last = self.t - 1
+        if self.cuts is None or self.failed or self._ended == last:
+            return
+        self._put_off = self.program.put_off(self.worker, last)
+        actions = self.program.flush(self.worker, last, ended=self._ended)
+        with self._as_in_training():
+            self._run(actions)
+        self._worker.settle()
+        self._put_off = {}
+        self._forget(last)
+        self._ended = last
+
+    def evaluate(
+        self, kind: str, batch: Any, call: Callable[[Any], Any], summarise: Summarise
+    ) -> Message:
+        """Run the forward of one batch, whole; nothing is kept for a backward."""
+        self._evaluations += 1
+        t = -self._evaluations
+        try:
+            actions = self._plans.evaluation(self.worker, t)
+            batch = self._share_batch(t, batch, actions)
+            micro = self._micro([MicroBatch(batch, 1)], [whole_share], kind)
+            self._summarise[t] = summarise
+            self._step.prepare(t, micro, call, training=False)
+            self._run(_shared(actions))
+        except (PeerError, WaitTimeoutError) as error:
+            raise type(error)(
+                f"in {kind} number {-t}, whose actions have step {t}: {error}"
+            ) from None
+        self._forget(t)
+        (_, summary), self.arrived = self.arrived[-1], self.arrived[:-1]
+        return summary
+
+    # ------------------------------------------------------------------ what the program asks
+
+    def update(self, a: Action) -> None:
+        """Make a new version of a stage, with the gradients of its step in ``p.grad``."""
+        assert self.config.apply is not None
+        self._begin_version(a)
+        self._grads.show(a.t, a.j)
+        self.config.apply(a.t, a.j)
+        for p in self.holdings.owned(a.j):
+            p.grad = None
+        if a.j == self.holdings.stages[0]:  # backwards go from the last stage to the first
+            self._forget(a.t)
+
+    def tell(self, a: Action) -> None:
+        """Note what came out of a step, and what it taught."""
+        message = self._exchange.conclusions.pop(a.t, None)
+        if message is None:
+            summary, learnt = self._conclude(a.t), self._step.learnt
+        else:
+            summary = message
+            learnt = {f: Lesson.from_data(data) for f, data in message.facts[1].items()}
+        self._step.adopt(learnt)
+        self.arrived.append((a.t, Message(summary.tensors, summary.facts[0])))
+
+    def _conclude(self, t: int) -> Message:
+        """Return what all workers are told of step ``t``."""
+        if t not in self._concluded:
+            summary = self._summarise[t](self._step.take_outcomes(t))
+            learnt = {f: lesson.to_data() for f, lesson in self._step.learnt.items()}
+            self._concluded[t] = Message(summary.tensors, [summary.facts, learnt])
+        return self._concluded[t]
+
+    def _complete(self, t: int, j: int) -> None:
+        """Note the norms of gradients that are whole, and that are scaled as the loss was."""
+        grads = self._grads.of(t, j)
+        if self.config.unscale is not None:
+            self.config.unscale(t, grads)
+        self.norms.note(t, j, grads)
+
+    def _fetch(self, item: Item) -> None:
+        self._worker.fetch(item)
+
+    def _begin_version(self, a: Action) -> None:
+        if self.versions is not None:
+            for forward in self._put_off.get((step_of(a), a.j), ()):
+                self.versions.reserve(forward)
+            self.versions.begin_update(a.j)
+
+    def _run(self, actions: Sequence[Action]) -> None:
+        assert self.site is not None
+        with undisturbed(self.device), self.site.open():
+            self._worker.run(actions)
+
+    def _share_batch(self, t: int, batch: Any, actions: Sequence[Action]) -> Any:
+        """Return the batch of the worker that begins a step."""
+        sharing = actions[: len(actions) - len(_shared(actions))]
+        if not sharing:
+            return batch
+        peer = sharing[-1].peer
+        mine = tensors_of(batch)
+        self._exchange.batches[t] = Message(mine, len(mine))
+        self._run(sharing)
+        self._worker.fetch((Datum.BATCH, t))
+        shared = self._exchange.batches.pop(t)
+        if shared.facts != len(mine):
+            raise StepError(
+                f"the batch of worker {self.worker} has {len(mine)} tensors, that of worker "
+                f"{peer} has {shared.facts}; allowed: batches of one structure; "
+                "check the dataset of each worker"
+            )
+        return with_tensors(batch, shared.tensors)
+
+    @contextmanager
+    def _as_in_training(self) -> Iterator[None]:
+        """Run forwards as their step would have: validation flushes in eval mode, without grad."""
+        changed = [(m, was, m.training) for m, was in self._modes if m.training != was]
+        for m, was, _ in changed:
+            m.training = was  # of this module alone, as train() would set those inside, too
+        try:
+            with torch.inference_mode(False), torch.enable_grad():
+                yield
+        finally:
+            for m, _, now in changed:
+                m.training = now
+
+    def _check_number(self, num_parts: int) -> None:
+        if self.versions is not None and num_parts != self.config.num_micro:
+            raise StepError(
+                f"a batch gave {num_parts} micro-batches, but num_micro={self.config.num_micro}; "
+                "allowed with delayed weights: as many in every step, as they decide which "
+                "version is read; use DataLoader(drop_last=True), or larger batches"
+            )
 
     def _micro(
         self, parts: Sequence[MicroBatch], shares: Sequence[Callable[[Tensor], Tensor]], kind: str
     ) -> dict[int, Micro]:
         """Return the micro-batches of this worker's replica by their numbers among all."""
-        width, q = self.config.width, self._replica.number
+        width, q = self.config.width, self.worker // self._size
         return {
             i * width + q: Micro(
                 part.batch,
@@ -348,36 +472,48 @@ class StagewiseSession:
             for i, (part, weight) in enumerate(zip(parts, shares, strict=True))
         }
 
-    def _spread_buffers(self, t: int) -> None:
-        """Bring the buffers that the last micro-batch of a step left to all that hold them."""
-        assert self.executor is not None
-        for actions in self._plans.relays(t):
-            self.executor.run(actions)
+    def _forget(self, t: int) -> None:
+        """Forget what is over with step ``t``; evaluations count downward from -1."""
+        self._step.forget(t)
+        self._summarise = {k: f for k, f in self._summarise.items() if k > t}
+        self._concluded = {k: told for k, told in self._concluded.items() if k > t}
+        self.norms.forget(t - 2 * self._plans.usual.steps_under_way)
 
-    def _share_outcomes(self, t: int, summarise: Summarise) -> Summary:
-        """Tell all workers of the replica what came out, and what was learnt."""
-        executor = self.executor
-        assert executor is not None
-        summary = Summary([], None)
-        if self.worker == self.replica[-1]:
-            summary = summarise(executor.take_outcomes(t))
-        summary, learnt = self._replica.share_summary(self.t, summary, executor.learnt)
-        executor.adopt(learnt)
-        executor.forget(t)
-        return summary
+    # ------------------------------------------------------------------ beside the program
 
-    # ------------------------------------------------------------------ whole weights
+    def share(self, j: int, message: Message) -> Message:
+        """Return what the worker of stage ``j`` has, on every worker of its replica.
+
+        All must call it, behind a flush.
+        """
+        source = self.worker_of(j)
+        a = Action(kind=Kind.SEND, payload=Payload.M, t=self.t, j=j, peer=source)
+        if self.worker != source:
+            a = replace(a, kind=Kind.RECV)
+            self._messages.post(a, None)
+            return self._messages.take(a)
+        for other in self.replica:
+            if other != source:
+                self._messages.send(replace(a, peer=other), None, message)
+        return message
+
+    def put_previous(self, previous: Mapping[str, Any]) -> None:
+        """Take from a checkpoint what later forwards read beside the newest version."""
+        if self.versions is not None and previous:
+            self.versions.put_previous(previous)
+
+    def previous(self) -> dict[str, Any]:
+        """Return for a checkpoint what later forwards read beside the newest version."""
+        return {} if self.versions is None else self.versions.previous()
 
     def gather(self) -> dict[str, Tensor]:
         """Return all parameters and buffers, whole, on every worker; all must call it."""
-        plan = self.plan
         assert self.cuts is not None
-        assert plan is not None
-        return self._collectives.gather(self.cuts, plan)
+        return self._collectives.gather(self.cuts, self._plans.usual)
 
     def whole(self) -> AbstractContextManager[None]:
         """Let the body write to every parameter; behind it, keep only this worker's."""
-        return nullcontext() if self.executor is None else self.holdings.whole()
+        return nullcontext() if self.cuts is None else self.holdings.whole()
 
     def reduce(self, tensor: Tensor, how: str) -> Tensor:
         """Reduce over all workers, of which those of a replica have the same value."""
@@ -385,7 +521,7 @@ class StagewiseSession:
 
     def restore_whole(self) -> None:
         """Give the module its whole weights again, on every worker."""
-        if self.executor is None or self.group is None:
+        if self.cuts is None or self.group is None:
             return
         with self.naming_peers("all workers to put the weights together"):
             whole = self.gather()
@@ -407,8 +543,12 @@ class StagewiseSession:
         if self.transport is not None:
             if not self.failed:
                 with self.naming_peers("all workers to finish"):
-                    self._replica.post.settle()
+                    if self.cuts is not None:
+                        self._messages.settle()
                     self._collectives.meet()
+            if self.cuts is not None:
+                self._messages.close()
+                self._line.close()
             self.transport.close()
 
     def naming_peers(self, what: str) -> AbstractContextManager[None]:
@@ -421,3 +561,18 @@ class StagewiseSession:
 def _shares_state(plan: Plan) -> bool:
     """Say whether replicas that do not update need the optimizer's state to predict."""
     return plan.axes.weights.looks_ahead and plan.width > 1
+
+
+def _updates(a: Action) -> bool:
+    """Say whether an action is one of an update, or prepares one."""
+    return a.kind is Kind.UPDATE or (a.kind is Kind.SEND and a.payload is Payload.N)
+
+
+def _shared(actions: Sequence[Action]) -> list[Action]:
+    """Return what follows the sharing of the batch; only earlier steps have anything before."""
+    behind = [n + 1 for n, a in enumerate(actions) if a.payload is Payload.D]
+    return list(actions[max(behind, default=0) :])
+
+
+def _no_wait(pending: Any, action: Action) -> None:
+    raise AssertionError("one worker waits for nobody")

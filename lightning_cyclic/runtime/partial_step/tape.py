@@ -10,16 +10,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
-from lightning_cyclic.runtime.partial_step.ghosts import TensorSpec
 from lightning_cyclic.runtime.values.plain import (
     decode_leaf,
     encode_leaf,
     from_json,
     to_json,
 )
+from lightning_cyclic.runtime.values.specs import TensorSpec, spec_from_data, spec_to_data
 from lightning_cyclic.runtime.values.trees import LEAF, Structure, flatten
 
 
@@ -128,20 +127,6 @@ def tape_from_data(data: Sequence[Any]) -> Tape:
             name, from_json(structure), tuple(map(_out_from_data, outs)), tuple(mutated), is_read
         )
         for name, structure, outs, mutated, is_read in data
-    )
-
-
-def spec_to_data(spec: TensorSpec) -> list[Any]:
-    """Return a tensor's description as plain data."""
-    dtype = str(spec.dtype).removeprefix("torch.")
-    return [list(spec.size), list(spec.stride), dtype, spec.on_host, spec.requires_grad]
-
-
-def spec_from_data(data: Sequence[Any]) -> TensorSpec:
-    """Make a tensor's description from what :func:`spec_to_data` returned."""
-    size, stride, dtype, on_host, requires_grad = data
-    return TensorSpec(
-        torch.Size(size), tuple(stride), getattr(torch, dtype), on_host, requires_grad
     )
 
 

@@ -1,15 +1,20 @@
 """Transports: how flat buffers travel between workers."""
 
-from lightning_cyclic.runtime.transport.base import AbstractPending, AbstractTransport
+from lightning_cyclic.runtime.transport.base import AbstractPending, AbstractTransport, Part
 from lightning_cyclic.runtime.transport.counting import CountingTransport
-from lightning_cyclic.runtime.transport.distributed import DistributedTransport
+from lightning_cyclic.runtime.transport.edges import EdgeTransport
+from lightning_cyclic.runtime.transport.host_staged import HostStagedTransport
 from lightning_cyclic.runtime.transport.local import LocalTransport, PostOffice
+from lightning_cyclic.runtime.transport.named import NamedTransport
 
 __all__ = [
     "AbstractPending",
     "AbstractTransport",
     "CountingTransport",
-    "DistributedTransport",
+    "EdgeTransport",
+    "HostStagedTransport",
     "LocalTransport",
+    "NamedTransport",
+    "Part",
     "PostOffice",
 ]

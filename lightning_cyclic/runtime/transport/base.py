@@ -3,30 +3,52 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from enum import IntEnum
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from lightning_cyclic.plan.actions import Payload
+from lightning_cyclic.plan.passes.messages import Ring
+
+if TYPE_CHECKING:
+    from lightning_cyclic.plan.program import Program
+
+
+class Part(IntEnum):
+    """Say which part of a message bytes are, where it needs more than one."""
+
+    CONTENT = 0
+    HEAD = 1  # what comes, where content cannot say so itself
+    DESCRIPTION = 2  # the form of what follows, as text
+    DESCRIBED = 3  # the content in its new form
 
 
 class AbstractPending(ABC):
-    """Stand for a message under way."""
+    """Stand for bytes under way."""
 
     @abstractmethod
     def wait(self) -> None:
         """Block until the buffer may be read (receive) or written (send).
+
+        On devices with streams, the current stream waits, and the host goes on.
 
         Raises:
             TimeoutError: the transport's time limit passed.
             ConnectionError: the peer has left.
         """
 
+    @abstractmethod
+    def is_done(self) -> bool:
+        """Say whether a wait would return at once; errors count as done."""
+
 
 class AbstractTransport(ABC):
-    """Send and receive flat buffers, each kind of payload on a channel of its own.
+    """Send and receive flat buffers on the channels of a program.
 
-    Messages of one payload, stage and pair of workers arrive in the order in which they were
-    sent. Neither call blocks; a receive should be posted before its message is sent.
+    Transports with names match a receive with the send of the same ring and part; those without
+    match the receives of a channel with its sends, in the order in which either were posted, so
+    that only ``Part.CONTENT`` may travel on them: all other parts go by :attr:`control`.
+    No call blocks.
 
     Args:
         worker: this worker.
@@ -39,12 +61,24 @@ class AbstractTransport(ABC):
         self.num_workers = num_workers
         self.timeout_s = timeout_s
 
+    @property
+    def control(self) -> AbstractTransport | None:
+        """Return the transport of words between hosts, where this one has no names."""
+        return None
+
+    def connect(self, program: Program) -> AbstractTransport:
+        """Return what carries the messages of a program, which is known later than its workers.
+
+        All workers call it at the same time.
+        """
+        return self
+
     @abstractmethod
-    def isend(self, payload: Payload, channel: int, peer: int, data: Tensor) -> AbstractPending:
+    def isend(self, ring: Ring, data: Tensor, part: Part = Part.CONTENT) -> AbstractPending:
         """Begin to send ``data`` (uint8, 1-d); it must not change before the wait returns."""
 
     @abstractmethod
-    def irecv(self, payload: Payload, channel: int, peer: int, data: Tensor) -> AbstractPending:
+    def irecv(self, ring: Ring, data: Tensor, part: Part = Part.CONTENT) -> AbstractPending:
         """Begin to receive into ``data`` (uint8, 1-d); its content is valid after the wait."""
 
     @abstractmethod

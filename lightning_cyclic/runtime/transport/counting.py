@@ -10,7 +10,31 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_cyclic.plan.actions import Payload
-from lightning_cyclic.runtime.transport.base import AbstractPending, AbstractTransport
+from lightning_cyclic.plan.passes.messages import Ring
+from lightning_cyclic.plan.program import Program
+from lightning_cyclic.runtime.transport.base import (
+    AbstractPending,
+    AbstractTransport,
+    Part,
+)
+
+
+@final
+class Counts:
+    """Count messages and bytes sent, from any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # lanes send from threads of their own
+        self.messages: Counter[Payload] = Counter()
+        self.num_bytes: Counter[Payload] = Counter()
+        self.parts: Counter[tuple[Payload, Part]] = Counter()
+
+    def add(self, payload: Payload, part: Part, num_bytes: int) -> None:
+        """Count one message, or a part of one that needs several."""
+        with self._lock:
+            self.messages[payload] += 1
+            self.num_bytes[payload] += num_bytes
+            self.parts[payload, part] += 1
 
 
 @final
@@ -19,25 +43,43 @@ class CountingTransport(AbstractTransport):
 
     Args:
         inner: the transport that does the work.
+        counts: where to count. [counts of its own]
     """
 
-    def __init__(self, inner: AbstractTransport) -> None:
+    def __init__(self, inner: AbstractTransport, counts: Counts | None = None) -> None:
         super().__init__(inner.worker, inner.num_workers, inner.timeout_s)
         self._inner = inner
-        self._lock = threading.Lock()  # lanes send from threads of their own
-        self.messages: Counter[Payload] = Counter()
-        self.num_bytes: Counter[Payload] = Counter()
+        self.counts = counts or Counts()
+        control = inner.control
+        self._control = None if control is None else CountingTransport(control, self.counts)
 
     @override
-    def isend(self, payload: Payload, channel: int, peer: int, data: Tensor) -> AbstractPending:
-        with self._lock:
-            self.messages[payload] += 1
-            self.num_bytes[payload] += data.numel()
-        return self._inner.isend(payload, channel, peer, data)
+    def connect(self, program: Program) -> AbstractTransport:
+        return CountingTransport(self._inner.connect(program), self.counts)
+
+    @property
+    def messages(self) -> Counter[Payload]:
+        """Return how many were sent, each part as one, those by control too."""
+        return self.counts.messages
+
+    @property
+    def num_bytes(self) -> Counter[Payload]:
+        """Return how many bytes were sent, those by control too."""
+        return self.counts.num_bytes
+
+    @property
+    @override
+    def control(self) -> AbstractTransport | None:
+        return self._control
 
     @override
-    def irecv(self, payload: Payload, channel: int, peer: int, data: Tensor) -> AbstractPending:
-        return self._inner.irecv(payload, channel, peer, data)
+    def isend(self, ring: Ring, data: Tensor, part: Part = Part.CONTENT) -> AbstractPending:
+        self.counts.add(ring.payload, part, data.numel())
+        return self._inner.isend(ring, data, part)
+
+    @override
+    def irecv(self, ring: Ring, data: Tensor, part: Part = Part.CONTENT) -> AbstractPending:
+        return self._inner.irecv(ring, data, part)
 
     @override
     def report_failure(self, text: str) -> None:

@@ -23,13 +23,13 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_cyclic.plan.passes.messages import Channel, Ring
-from lightning_cyclic.runtime.transport.line import Line, Says, Way
-from lightning_cyclic.runtime.transport.named import NamedTransport
-from lightning_cyclic.runtime.transport.ring_base_proposal import (
+from lightning_cyclic.runtime.transport.base import (
     AbstractPending,
     AbstractTransport,
     Part,
 )
+from lightning_cyclic.runtime.transport.line import Line, Says, Way
+from lightning_cyclic.runtime.transport.named import NamedTransport
 from lightning_cyclic.runtime.transport.streams import ChannelStreams, own_error_handling
 
 _NEVER = timedelta(days=365)  # at its own limit torch's watchdog would end the process

@@ -26,19 +26,20 @@ class FailureBoard:
         self._key = key
         self._store = dist.distributed_c10d._get_default_store()
         self._text: str | None = None
+        self._has_lingered = False
         self._closed = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="cyclic-failures", daemon=True)
         self._watcher.start()
 
     def report(self, text: str) -> None:
         """Write the reason unless another worker was first; wait until others could read it."""
-        if self.read() is not None:
-            return
-        self._text = text
-        with contextlib.suppress(RuntimeError):  # worker 0, and with it the store, may be gone
-            self._store.set(self._key, text)
-            if dist.get_rank() == 0:  # the store ends with this process
-                self._closed.wait(3 * _POLL_S)
+        if self.read() is None:
+            self._text = text
+            with contextlib.suppress(RuntimeError):  # rank 0, and with it the store, may be gone
+                self._store.set(self._key, text)
+        if dist.get_rank() == 0 and not self._has_lingered:
+            self._has_lingered = True
+            self._closed.wait(3 * _POLL_S)  # the store ends with this process
 
     def read(self) -> str | None:
         """Return the reason that some worker wrote, or None."""

@@ -20,17 +20,17 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_cyclic.plan.passes.messages import Ring
+from lightning_cyclic.runtime.transport.base import (
+    AbstractPending,
+    AbstractTransport,
+    Part,
+)
 from lightning_cyclic.runtime.transport.copies import (
     AbstractCopies,
     HostCopies,
     StreamCopies,
 )
 from lightning_cyclic.runtime.transport.peers import name_of
-from lightning_cyclic.runtime.transport.ring_base_proposal import (
-    AbstractPending,
-    AbstractTransport,
-    Part,
-)
 from lightning_cyclic.runtime.transport.streams import Event
 
 

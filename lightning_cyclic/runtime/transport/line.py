@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_cyclic.runtime.transport.ring_base_proposal import AbstractPending
+from lightning_cyclic.runtime.transport.base import AbstractPending
 
 Way = Literal["send", "recv"]
 Says = Callable[[], str]  # who waited for whom, in words; asked only when something fails
@@ -85,21 +85,24 @@ class Work(AbstractPending):
         self._work: dist.Work | None = work
         self._says = says
         self._error: OSError | None = None
+        self._waiting = threading.Lock()  # a lane and the main thread may need the same buffer
 
     def wait(self) -> None:
         """Block the host; a second wait ends as the first did, which gloo's own would not."""
-        if self._work is not None:
-            try:
-                self._work.wait()
-            except RuntimeError as error:
-                self._error = _named(str(error), self._says())
-            self._work = None
+        with self._waiting:
+            if self._work is not None:
+                try:
+                    self._work.wait()
+                except RuntimeError as error:
+                    self._error = _named(str(error), self._says())
+                self._work = None
         if self._error is not None:
             raise self._error
 
     def is_done(self) -> bool:
         """Say whether a wait has ended: gloo does not know sooner."""
-        return self._work is None or self._work.is_completed()
+        work = self._work
+        return work is None or work.is_completed()
 
 
 @final

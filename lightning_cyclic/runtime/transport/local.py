@@ -2,33 +2,59 @@
 
 from __future__ import annotations
 
-import queue
 import threading
-from collections import defaultdict
+from collections import defaultdict, deque
 from typing import final
 
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_cyclic.plan.actions import Payload
-from lightning_cyclic.runtime.transport.base import AbstractPending, AbstractTransport
+from lightning_cyclic.plan.passes.messages import Ring
+from lightning_cyclic.runtime.transport.base import (
+    AbstractPending,
+    AbstractTransport,
+    Part,
+)
+from lightning_cyclic.runtime.transport.peers import name_of
 
-_Address = tuple[Payload, int, int, int]  # payload, channel, sender, receiver
+_Address = tuple[Ring, Part]
 
 
 @final
 class PostOffice:
-    """Hold the mailboxes and the failure notes that the workers of one process share."""
+    """Hold the messages and the failure note that the workers of one process share."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._boxes: dict[_Address, queue.Queue[Tensor]] = defaultdict(queue.Queue)
+        self._messages: dict[_Address, deque[Tensor]] = defaultdict(deque)
+        self._receives: dict[_Address, deque[_Awaited]] = defaultdict(deque)
         self.failure: str | None = None
 
-    def box(self, address: _Address) -> queue.Queue[Tensor]:
-        """Return the mailbox of an address."""
+    def send(self, address: _Address, message: Tensor) -> None:
+        """Hand a message to the receive that has waited longest, or keep it for the next."""
         with self._lock:
-            return self._boxes[address]
+            if receives := self._receives[address]:
+                receives.popleft().deliver(message)
+            else:
+                self._messages[address].append(message)
+
+    def receive(self, address: _Address, awaited: _Awaited) -> None:
+        """Hand the oldest message to a receive, or keep the receive for the next."""
+        with self._lock:
+            if messages := self._messages[address]:
+                awaited.deliver(messages.popleft())
+            else:
+                self._receives[address].append(awaited)
+            if self.failure is not None:
+                awaited.wake()
+
+    def fail(self, text: str) -> None:
+        """Leave word unless another worker was first, and wake all who wait."""
+        with self._lock:
+            self.failure = self.failure or text
+            for receives in self._receives.values():
+                for awaited in receives:
+                    awaited.wake()
 
 
 @final
@@ -49,18 +75,21 @@ class LocalTransport(AbstractTransport):
         self._office = office
 
     @override
-    def isend(self, payload: Payload, channel: int, peer: int, data: Tensor) -> AbstractPending:
-        self._office.box((payload, channel, self.worker, peer)).put(data.clone())
+    def isend(self, ring: Ring, data: Tensor, part: Part = Part.CONTENT) -> AbstractPending:
+        assert ring.channel.source == self.worker, f"worker {self.worker} sends on {ring}"
+        self._office.send((ring, part), data.clone())
         return _Sent()
 
     @override
-    def irecv(self, payload: Payload, channel: int, peer: int, data: Tensor) -> AbstractPending:
-        box = self._office.box((payload, channel, peer, self.worker))
-        return _Awaited(box, data, self.timeout_s)
+    def irecv(self, ring: Ring, data: Tensor, part: Part = Part.CONTENT) -> AbstractPending:
+        assert ring.channel.target == self.worker, f"worker {self.worker} receives on {ring}"
+        awaited = _Awaited(self._office, data, self.timeout_s, (ring, part))
+        self._office.receive((ring, part), awaited)
+        return awaited
 
     @override
     def report_failure(self, text: str) -> None:
-        self._office.failure = self._office.failure or text
+        self._office.fail(text)
 
     @override
     def failure(self) -> str | None:
@@ -76,16 +105,56 @@ class _Sent(AbstractPending):
     def wait(self) -> None:
         """Return at once: the message was copied when it was sent."""
 
+    def is_done(self) -> bool:
+        return True
+
 
 @final
 class _Awaited(AbstractPending):
-    def __init__(self, box: queue.Queue[Tensor], data: Tensor, timeout_s: float) -> None:
-        self._box = box
+    """Wait for a message in the thread of its receiver, which also copies it.
+
+    Args:
+        office: whose failure note ends the wait.
+        data: the buffer.
+        timeout_s: limit of the wait, in seconds.
+        address: what is awaited.
+    """
+
+    def __init__(
+        self, office: PostOffice, data: Tensor, timeout_s: float, address: _Address
+    ) -> None:
+        self._office = office
         self._data = data
         self._timeout_s = timeout_s
+        self._address = address
+        self._message: Tensor | None = None
+        self._has_come = False
+        self._woken = threading.Event()
+
+    def deliver(self, message: Tensor) -> None:
+        """Take the message."""
+        self._message = message
+        self._has_come = True
+        self._woken.set()
+
+    def wake(self) -> None:
+        """End the wait: no message will come."""
+        self._woken.set()
 
     def wait(self) -> None:
-        try:
-            self._data.copy_(self._box.get(timeout=self._timeout_s))
-        except queue.Empty:
-            raise TimeoutError(f"no message within {self._timeout_s:g} s") from None
+        self._woken.wait(self._timeout_s)
+        if not self._has_come:
+            raise self._named()
+        if self._message is not None:  # or a second wait would undo what was written since
+            self._data.copy_(self._message)
+            self._message = None
+
+    def is_done(self) -> bool:
+        return self._woken.is_set()
+
+    def _named(self) -> OSError:
+        (source, target, *_), text = self._address[0].channel, name_of(*self._address)
+        said = f"worker {target} waited for {text} from worker {source}"
+        if self._office.failure is not None:
+            return ConnectionError(f"{said}: {self._office.failure}")
+        return TimeoutError(f"{said}: no message within {self._timeout_s:g} s")

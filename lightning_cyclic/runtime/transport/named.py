@@ -14,14 +14,14 @@ from typing_extensions import override
 from lightning_cyclic.errors import ConfigurationError
 from lightning_cyclic.plan.actions import Lane, Payload
 from lightning_cyclic.plan.passes.messages import Ring
-from lightning_cyclic.runtime.transport.failure_board import FailureBoard
-from lightning_cyclic.runtime.transport.line import Line, Way
-from lightning_cyclic.runtime.transport.peers import Peers
-from lightning_cyclic.runtime.transport.ring_base_proposal import (
+from lightning_cyclic.runtime.transport.base import (
     AbstractPending,
     AbstractTransport,
     Part,
 )
+from lightning_cyclic.runtime.transport.failure_board import FailureBoard
+from lightning_cyclic.runtime.transport.line import Line, Way
+from lightning_cyclic.runtime.transport.peers import Peers
 
 _PLACES = {payload: place for place, payload in enumerate(Payload)}
 

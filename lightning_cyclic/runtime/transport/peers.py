@@ -9,7 +9,7 @@ from typing import final
 import torch.distributed as dist
 
 from lightning_cyclic.plan.passes.messages import Channel, Ring
-from lightning_cyclic.runtime.transport.ring_base_proposal import Part
+from lightning_cyclic.runtime.transport.base import Part
 
 
 @final

@@ -23,8 +23,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_cyclic.plan.passes.messages import Channel
+from lightning_cyclic.runtime.transport.base import AbstractPending
 from lightning_cyclic.runtime.transport.line import Gone, Says
-from lightning_cyclic.runtime.transport.ring_base_proposal import AbstractPending
 
 Event = Any  # torch.cuda.Event: torch gives its methods no types
 

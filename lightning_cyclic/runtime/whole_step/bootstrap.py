@@ -19,8 +19,8 @@ from torch import nn
 
 from lightning_cyclic.errors import StepError
 from lightning_cyclic.runtime.agreement import describe_batch, gather_texts, require_same_lines
+from lightning_cyclic.runtime.messages import Layout
 from lightning_cyclic.runtime.stages.profile import Profile, Recorder, Unit
-from lightning_cyclic.runtime.whole_step.flat import FlatLayout
 
 
 @final
@@ -47,7 +47,7 @@ class FirstStep:
         self._recorder = Recorder(module, dict(parameters))
         self._batch = ""
         self._orders: list[list[str]] = []  # in which each worker used its parameters
-        self._layout = FlatLayout([b for _, b in module.named_buffers()])
+        self._layout = Layout((b for _, b in module.named_buffers()), torch.device("cpu"))
 
     @contextmanager
     def forward(self, batch: Any, *, first: bool) -> Iterator[None]:
@@ -64,7 +64,7 @@ class FirstStep:
         if dist.get_rank() > 0:
             buffer = self._layout.new()
             dist.recv(buffer.data, dist.get_rank() - 1, group=self._group)
-            for own, view in zip(self._buffers(), buffer.views, strict=True):
+            for own, view in zip(self._buffers(), buffer.tensors, strict=True):
                 own.copy_(view)
 
     def send(self) -> None:

@@ -1,11 +1,9 @@
-"""The engine: execute one worker's script around an unmodified training step.
+"""The engine: run an unmodified training step as the F and B of all stages.
 
-    forward            enter(0) F0 enter(1) F1 ...      enter(j): receive or make the version that
-                                                        the program reads, show it, relay buffers
-    backward           ... B1 hand_over(1) B0 hand_over(0)
-                                                        hand_over(j): gradients to the sum lane
-    end_step           whatever autograd did not reach; t += 1
-    flush              updates in flight are finished; no version that a later F reads changes
+    forward            F0 F1 ...      hooks where stages begin: all that the program has up to F(j)
+    backward           ... B1 B0      hooks of gradients: up to B(j), and what does not wait behind
+    end_step           what is left of the step's block; t += 1
+    flush              what is left of all steps
 
 The engine knows no optimizer: an owner calls ``update(t, stages)`` with the total gradients of
 step t in ``p.grad``, and the callee changes the parameters in place.
@@ -16,26 +14,27 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import final
 
+import torch
 from torch import Tensor, nn
 
 from lightning_cyclic.plan import Plan
-from lightning_cyclic.runtime.norms import NormExchange
+from lightning_cyclic.plan.actions import Action, Kind, Lane, Payload
+from lightning_cyclic.plan.dataflow import Datum, Item
+from lightning_cyclic.runtime.gradient_store import GradientStore, Sum
+from lightning_cyclic.runtime.messages import Messages
+from lightning_cyclic.runtime.norms import Norms
 from lightning_cyclic.runtime.stages.stage_map import StageMap
 from lightning_cyclic.runtime.transport import AbstractTransport
 from lightning_cyclic.runtime.waiting import Waiter
-from lightning_cyclic.runtime.whole_step.arrivals import Arrivals
 from lightning_cyclic.runtime.whole_step.entrances import Entrances
-from lightning_cyclic.runtime.whole_step.flat import FlatBuffer, FlatLayout, Word
+from lightning_cyclic.runtime.whole_step.exchange import Exchange
 from lightning_cyclic.runtime.whole_step.gradients import GradientCollector
-from lightning_cyclic.runtime.whole_step.lanes import Ledger, RelayLane, SumLane
-from lightning_cyclic.runtime.whole_step.pace import Pace
-from lightning_cyclic.runtime.whole_step.relay import BufferRelay
-from lightning_cyclic.runtime.whole_step.script import make_script
-from lightning_cyclic.runtime.whole_step.totals import Totals
 from lightning_cyclic.runtime.whole_step.versions import VersionStore
-from lightning_cyclic.runtime.whole_step.words import Words
+from lightning_cyclic.runtime.whole_step.words import Word, Words
+from lightning_cyclic.runtime.worker import Worker
 
 Update = Callable[[int, Sequence[int]], None]
 
@@ -55,7 +54,7 @@ class EngineState:
 
 @final
 class Engine:
-    """Run the replicated program of one worker.
+    """Run the program of one worker that runs whole micro-batches.
 
     Args:
         module: the whole module; its parameters hold version ``state.t``.
@@ -81,43 +80,48 @@ class Engine:
         self.plan = plan
         self.stages = stages
         self.transport = transport
-        self.script = make_script(plan, transport.worker)
         self.t = state.t if state else 0
-        self._words = Words()
-        self._flushing = False
-        self._flushed_at = self.t
-        self._last = True
+        self._w = transport.worker
         self._update = update
-        # the last worker holds the totals when its step ends; under a delayed rule nobody reads
-        # the new version before the step after next, so it is made and sent as early as possible
-        self._updates_at_once = plan.sharding == "none" and bool(self.script.owned)
+        self._paced = paced
+        self._words = Words()
+        self._flushed_at = self._starts_at = self.t
+        self._ended = self.t - 1  # the last step that a flush has ended
         self._entered = -1
+        self._actions: Sequence[Action] = ()  # of the step under way
+        self._at = 0  # the next of them
+        self._told: list[Action] = []  # norms that are to be told before an update is made
         named = dict(module.named_parameters())
         self._parameters = [[named[n] for n in s.parameters] for s in stages.stages]
-        self.stores = [VersionStore(ps, self.t) for ps in self._parameters]
+        wait = Waiter(plan, transport).wait
+        device = next((p.device for p in named.values()), torch.device("cpu"))
+        depths = plan.program.depths
+        self._line = transport.connect(plan.program)
+        self._messages = Messages(self._line, depths, wait, device)
+        self.stores = [VersionStore(ps, self.t, self._messages) for ps in self._parameters]
         if state is not None:
             self._restore_previous(state)
-        waiter = Waiter(plan, self.script, transport)
-        self._wait = waiter.wait
-        self._ledger = Ledger(transport.timeout_s)
-        layouts = [FlatLayout(ps) for ps in self._parameters]
-        self._sums = SumLane(self.script, layouts, transport, self._ledger, self._wait)
-        self._relay = RelayLane(self.script, transport, self._ledger, self._wait)
-        self._buffers = BufferRelay(
-            module, stages, self.script, transport, self._wait, ready=transport.worker == 0
+        self._grads = GradientStore(self.parameters)
+        self.norms = Norms(plan, self._w, self._parameters, self._fetch)
+        self._exchange = Exchange(
+            module, self._w, stages, self.stores, self._grads, self.norms, self._messages
         )
-        self._pace = Pace(plan, self.script, transport, self._wait, wanted=paced)
-        self._arrivals = Arrivals(
-            self.script, self.stores, transport, self._relay, self._ledger, waiter
+        hooks, lanes = _Hooks(self._enter), waiting_lanes(plan, self._w)
+        self._worker = Worker(
+            plan.program.flow,
+            self._messages,
+            hooks,
+            self._exchange,
+            hooks,
+            lanes,
+            transport.timeout_s * 1.1
+            + 1,  # what the main thread waits for has less, and says more
         )
-        self._totals = Totals(self.script, transport, self._sums, self._ledger, waiter)
-        for j, stage in enumerate(self.script.stages):
-            self._arrivals.post(j)
-            if stage.owned and self._totals.comes_from_afar(j):
-                self._totals.post(j, layouts[j].new())
-        self._entrances = Entrances(module, stages, self.enter, transport.worker)
-        self._gradients = GradientCollector(self._parameters, self._hand_over, transport.worker)
-        self._arrivals.expect_step(self.t)
+        for j in range(plan.num_stages):
+            for payload, layout in self._exchange.layouts(j).items():
+                self._messages.know(payload, j, layout)
+        self._entrances = Entrances(module, stages, self.enter, self._w)
+        self._collector = GradientCollector(self._parameters, self._hand_over, self._w)
 
     # ------------------------------------------------------------------ one training step
 
@@ -130,40 +134,37 @@ class Engine:
                 gradients accumulate, and all of them read the same versions.
             last: whether it is the last batch of the step.
         """
-        self._ledger.check()
-        self._last = last
         if first:
-            self._entered = -1
-            self._pace.begin(self.t)
+            self._begin(starts=self._paced and self.t == self._starts_at)
             self._entrances.open()
             self.enter(0)
         yield
         if first:
             self._entrances.close(self.t, self._entered)
             self.enter(self.plan.num_stages - 1)
-            self._pace.reached(self.t, self.plan.num_stages)
         if last:
-            self._finish_last(first=first)
+            self._run_on()
+            self._exchange.check_handed_on()
 
     def enter(self, j: int) -> None:
-        """Do what the program has before F(.,j); stages before it that were skipped come first."""
+        """Do what the program has up to F(.,j); stages before it that were skipped come first."""
         while self._entered < j:
-            if self._entered >= 0 and self._last:
-                self._buffers.hand_on(self.t, self._entered)
-            k = self._entered + 1
-            self._pace.reached(self.t, k)
-            self._buffers.receive(self.t, k)
-            self._read(k)
-            self._entered = k
+            self._entered += 1
+            self._run_to(Kind.F, self._entered)
 
     def adopt_forward(self) -> None:
-        """Begin in the middle of step 0, whose forward (on version 0) found the stages."""
+        """Begin in the middle of step 0, whose forward (on version 0) found the stages.
+
+        Module buffers have been handed on in it, but for those of the next step.
+        """
         assert self.t == 0
-        self._entered = self.plan.num_stages - 1
-        if self.transport.worker == self.transport.num_workers - 1:
-            for j in range(self.plan.num_stages):
-                self._buffers.hand_on(0, j)
-        self._buffers.step_done()
+        self._begin(starts=False)
+        is_over = [a.payload is Payload.R and a.t == 0 for a in self._actions]
+        self._actions = [a for a, over in zip(self._actions, is_over, strict=True) if not over]
+        self.enter(self.plan.num_stages - 1)
+        self._run_on()
+        self._exchange.check_handed_on()
+        self._starts_at = 1
 
     @contextmanager
     def backward(self, *, last_of_window: bool) -> Iterator[None]:
@@ -173,19 +174,18 @@ class Engine:
             last_of_window: False while gradients only accumulate on this worker.
         """
         if last_of_window:
-            with self._gradients.collecting():
+            with self._collector.collecting():
                 yield
         else:
             yield
 
     def end_step(self) -> None:
-        """Count the step; what is due before the next one is expected from now on."""
+        """Do what is left of the step's block, and count the step."""
+        self._run_to(None, 0)
         self.t += 1
-        self._arrivals.expect_step(self.t)
-        if self._updates_at_once:
-            self._make(self.t)
         if self.plan.weights == "sync":
-            self._finish_updates()
+            self._worker.settle()
+            self._show_newest()
 
     @property
     def ends(self) -> bool:
@@ -205,70 +205,111 @@ class Engine:
         """Say whether training ends here; true on every worker from the same step on."""
         return self._words.stops(self.t)
 
+    # ------------------------------------------------------------------ along the program
+
+    def _begin(self, *, starts: bool) -> None:
+        program = self.plan.program
+        self._actions = program.step(self._w, self.t, ended=self._ended, starts=starts)
+        self._at, self._entered = 0, -1
+
+    def _run_to(self, kind: Kind | None, j: int) -> None:
+        """Go on up to the F or B of a stage, or to the end."""
+        while self._at < len(self._actions):
+            a = self._actions[self._at]
+            if _is_of_update(a):
+                self._make_versions()
+                continue
+            self._at += 1
+            self._worker.run((a,))
+            if a.kind is kind and a.j == j:
+                return
+
+    def _run_on(self) -> None:
+        """Do what follows and needs nothing of the step, nor of its hyper-parameters."""
+        while self._at < len(self._actions):
+            a = self._actions[self._at]
+            if a.kind in (Kind.F, Kind.B) or _is_of_update(a):
+                return
+            self._at += 1
+            self._worker.run((a,))
+
     def _hand_over(self, j: int, grads: list[Tensor | None]) -> None:
-        self._sums.put((self.t, j, grads, self._words.said()))
+        self._grads.put(self.t, j, Sum(grads, self._words.said()))
+        self._run_to(Kind.B, j)
+        self._run_on()
 
-    def _finish_last(self, *, first: bool) -> None:
-        last = self.plan.num_stages - 1
-        for j in [last] if first else range(last + 1):
-            self._buffers.hand_on(self.t, j)
-        self._buffers.step_done()
+    def _fetch(self, item: Item) -> None:
+        self._worker.fetch(item)
 
-    # ------------------------------------------------------------------ reading versions
+    def _enter(self, a: Action) -> None:
+        """Show the version that a forward reads."""
+        assert a.v is not None
+        store = self.stores[a.j]
+        store.show(a.v)
+        store.drop_below(a.v)
+        self._note_word(a.j, a.v)
 
-    def _read(self, j: int) -> None:
-        v = max(self.t - self.script.stages[j].lag, 0)
-        store = self.stores[j]
-        if v not in store:
-            if self.script.stages[j].owned:
-                self._make(v)
-            else:
-                self._arrivals.arrive(self.t, j, v)
-        buffer = store.show(v)
-        store.drop_below(v)
-        self._note_word(j, v, buffer)
-        self._arrivals.post(j)
-
-    def _note_word(self, j: int, v: int, buffer: FlatBuffer) -> None:
+    def _note_word(self, j: int, v: int) -> None:
         # one stage speaks for all, so that every worker counts from the same version
         if j == self.plan.num_stages - 1 and v > 0:
-            self._words.hear(v, Word(int(buffer.word)))
+            self._words.hear(v, Word(self.stores[j].words[v]))
 
     # ------------------------------------------------------------------ making versions
 
-    def _make(self, v: int) -> None:
-        """Apply the update that makes version ``v`` to every owned stage that is due."""
-        due = [j for j in self.script.owned if self.stores[j].newest == v - 1 and self._due(j, v)]
-        totals = {j: self._totals.take(v - 1, j) for j in due}
-        for j in due:
-            self._advance(j, v)
-            for p, grad in zip(self._parameters[j], totals[j].tensors(), strict=True):
-                p.grad = grad
-        self._update(v - 1, due)
-        for j in due:
+    def _make_versions(self) -> None:
+        """Make new versions of all stages that are due at this place."""
+        t = self._actions[self._at].t
+        rest = self._actions[self._at :]
+        due = list(takewhile(lambda a: a.t == t and (_is_of_update(a) or _brings_norms(a)), rest))
+        self._at += len(due)
+        self._told = [a for a in due if a.kind is Kind.SEND]
+        self._worker.run(a for a in due if a.kind is Kind.RECV)
+        stages = [a.j for a in due if a.kind is Kind.UPDATE]
+        totals = {j: self._advance(t + 1, j) for j in stages}
+        self._update(t, stages)
+        self._tell_norms()
+        for j, total in totals.items():
             for p in self._parameters[j]:
                 p.grad = None
-            buffer = self.stores[j][v]
-            buffer.word.copy_(totals[j].word)
-            self._relay.send(v, j, buffer)
-            self._totals.give_back(j, totals[j])
+            self.stores[j].words[t + 1] = total.word
+            if total.buffer is not None:
+                total.buffer.let_go()
+        self.norms.forget(t)
 
-    def _due(self, j: int, v: int) -> bool:
-        # stages that this step still reads at v-1 wait for the next step (unless all must be new)
-        return self._flushing or self._updates_at_once or v <= self._next_read(j)
+    def _advance(self, v: int, j: int) -> Sum:
+        """Let the parameters be version ``v``, with its gradients, and the values before it."""
+        for item in ((Datum.SUM, v - 1, j, None), (Datum.TOTAL, v - 1, j)):
+            self._worker.fetch(item)
+        next_t = self.t if j > self._entered else self.t + 1
+        self.stores[j].begin_update(v, self.plan.reads(next_t, self._w, j))
+        return self._grads.show(v - 1, j)
 
-    def _next_read(self, j: int) -> int:
-        return self.t - self.script.stages[j].lag
+    def _tell_norms(self) -> None:
+        told, self._told = self._told, []
+        for a in told:
+            self._note_norms(a.t, a.j)
+        self._worker.run(told)
 
-    def _advance(self, j: int, v: int) -> None:
-        """Let the parameters be version ``v``, still with the values of ``v - 1``."""
-        if v - 1 >= self._next_read(j):
-            self.stores[j].drop_below(self._next_read(j))
-            self._relay.reclaim(j, v - 2)  # a buffer that is free of readers may still be sent
-            self.stores[j].advance_to_copy()
-        else:
-            self._relay.reclaim(j, v - 1)
-            self.stores[j].advance_in_place()
+    def _note_norms(self, t: int, j: int) -> None:
+        shown = [p.grad for p in self._parameters[j]]
+        self.norms.note(t, j, self._grads.of(t, j) if shown.count(None) == len(shown) else shown)
+
+    def total_norm(self, t: int, order: Sequence[nn.Parameter]) -> Tensor:
+        """Return the 2-norm of step ``t``'s gradients over all stages, shape ().
+
+        Args:
+            t: the step whose totals lie in ``p.grad`` of the stages that are updated.
+            order: all trained parameters, in the order in which the norms are reduced.
+        """
+        for j in self.owned:
+            self._note_norms(t, j)
+        self._tell_norms()
+        return self.norms.total(t, order)
+
+    @property
+    def owned(self) -> tuple[int, ...]:
+        """Return the stages that this worker updates."""
+        return tuple(j for j in range(self.plan.num_stages) if self.plan.owner(j) == self._w)
 
     # ------------------------------------------------------------------ flush and state
 
@@ -276,58 +317,39 @@ class Engine:
         """Finish every update in flight and show the newest version on every worker."""
         if self._flushed_at == self.t:
             return
-        self._finish_updates()
-        self._relay.finish()
-        self._buffers.flush(self.t)
-        self._flushed_at = self.t
-        self._pace.restart()
+        last = self.t - 1
+        self._actions = self.plan.program.flush(self._w, last, ended=self._ended)
+        self._at, self._entered = 0, -1
+        self._run_to(None, 0)
+        self._worker.settle()
+        self._show_newest()
+        self._ended = last
+        self._flushed_at = self._starts_at = self.t
 
-    def _finish_updates(self) -> None:
-        self._ledger.check()
-        self._flushing = True
-        try:
-            for v in range(min(s.newest for s in self.stores) + 1, self.t + 1):
-                self._flush_version(v)
-        finally:
-            self._flushing = False
+    def _show_newest(self) -> None:
         for j, store in enumerate(self.stores):
-            self._note_word(j, self.t, store.show(self.t))
-
-    def _flush_version(self, v: int) -> None:
-        if any(self.stores[j].newest < v for j in self.script.owned):
-            self._make(v)
-        others = [j for j in range(self.plan.num_stages) if not self.script.stages[j].owned]
-        behind = [j for j in others if self.stores[j].newest < v]
-        for j in behind:
-            self._arrivals.post(j, needed=True)
-            self._arrivals.expect(j, v)
-        for j in behind:
-            self._arrivals.arrive(self.t, j, v)
-            self.stores[j].drop_below(self.t - self.script.stages[j].lag)
+            store.show(self.t)
+            store.drop_below(self.plan.reads(self.t, self._w, j))
+            self._note_word(j, self.t)
 
     def state(self) -> EngineState:
         """Return what a checkpoint needs; only behind a flush."""
         previous: dict[str, Tensor] = {}
         for stage, store in zip(self.stages.stages, self.stores, strict=True):
             if self.t - 1 in store:
-                values = store[self.t - 1].views
+                values = store[self.t - 1].tensors
                 previous |= {n: x.clone() for n, x in zip(stage.parameters, values, strict=True)}
         return EngineState(t=self.t, previous=previous)
 
     def _restore_previous(self, state: EngineState) -> None:
         if state.t == 0:
             return
-        stages = zip(self.stages.stages, self.stores, self.script.stages, strict=True)
-        for stage, store, script in stages:
+        for j, (stage, store) in enumerate(zip(self.stages.stages, self.stores, strict=True)):
             if all(n in state.previous for n in stage.parameters):
-                values = [state.previous[n].to(store.layout.device) for n in stage.parameters]
-                store.write(state.t - 1, values)
-            elif script.lag > 0:  # the weights were replaced: what is read is what there is
+                store.write(state.t - 1, [state.previous[n] for n in stage.parameters])
+            elif self.plan.reads(state.t, self._w, j) < state.t:
+                # the weights were replaced: what is read is what there is
                 store.write(state.t - 1, [p.data for p in store.parameters])
-
-    def norm_exchange(self) -> NormExchange:
-        """Return what computes the exact gradient norm over stages of several owners."""
-        return NormExchange(self.plan, self._parameters, self.transport, self._wait)
 
     def parameters(self, j: int) -> Sequence[nn.Parameter]:
         """Return the parameters of a stage."""
@@ -338,7 +360,45 @@ class Engine:
         for store in self.stores:
             store.release()
         self._entrances.remove()
-        self._gradients.remove()
-        self._sums.close()
-        self._relay.close()
+        self._collector.remove()
+        self._worker.close()
+        self._messages.close()
+        self._line.close()
         self.transport.close()
+
+
+@final
+class _Hooks:
+    """Tell the engine when the worker comes to what the user's step computes by itself."""
+
+    def __init__(self, enter: Callable[[Action], None]) -> None:
+        self.forward = enter
+
+    def backward(self, a: Action) -> None:
+        """Have been run by autograd."""
+
+    def update(self, a: Action) -> None:
+        """Have been made, with all that are due at the same place."""
+
+    def tell(self, a: Action) -> None:
+        """Have been told by the step itself."""
+
+
+def waiting_lanes(plan: Plan, worker: int) -> frozenset[Lane]:
+    """List the lanes of a worker on which something waits for other workers."""
+    program = plan.program
+    steady = program.step(worker, program.steady)
+    come = {(program.flow(a).makes[0][0], a.j) for a in steady if a.kind is Kind.RECV}
+    return frozenset(
+        a.lane
+        for a in steady
+        if a.lane and any((item[0], a.j) in come for item in program.flow(a).reads)
+    )
+
+
+def _brings_norms(a: Action) -> bool:
+    return a.kind is Kind.RECV and a.payload is Payload.N
+
+
+def _is_of_update(a: Action) -> bool:
+    return a.kind is Kind.UPDATE or (a.kind is Kind.SEND and a.payload is Payload.N)

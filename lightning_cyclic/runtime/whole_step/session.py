@@ -19,11 +19,10 @@ from torch import Tensor, nn
 
 from lightning_cyclic.errors import StepError
 from lightning_cyclic.plan import Plan
-from lightning_cyclic.plan.actions import Payload
-from lightning_cyclic.runtime.norms import NormExchange
+from lightning_cyclic.plan.actions import Lane
 from lightning_cyclic.runtime.stages.profile import Profile
 from lightning_cyclic.runtime.stages.stage_map import StageMap, make_stages
-from lightning_cyclic.runtime.transport import CountingTransport, DistributedTransport
+from lightning_cyclic.runtime.transport import CountingTransport, NamedTransport
 from lightning_cyclic.runtime.waiting import naming_peers
 from lightning_cyclic.runtime.whole_step.bootstrap import FirstStep
 from lightning_cyclic.runtime.whole_step.engine import Engine, EngineState, Update
@@ -38,20 +37,23 @@ class SessionConfig:
     """Hold what the user chose.
 
     Args:
-        make_plan: (number of stages, relayed stages) -> plan.
+        make_plan: (number of stages, relayed stages, stages in which their buffers change last)
+            -> plan.
         stages: "auto", a number, or module paths that begin stages 1, 2, ...
         seed: key of the randomness inside training steps.
         timeout_s: limit of every wait, in seconds.
         relay_buffers: "auto" relays the buffers that the first step changed, "all" every one.
         paced: whether workers that start together are brought into the timetable's stagger.
+        accumulates: whether a step may have several batches, of which the last hands buffers on.
     """
 
-    make_plan: Callable[[int, tuple[int, ...]], Plan]
+    make_plan: Callable[[int, tuple[int, ...], tuple[int, ...]], Plan]
     stages: int | str | Sequence[str]
     seed: int
     timeout_s: float
     relay_buffers: str = "auto"
     paced: bool = True
+    accumulates: bool = False
 
 
 def auto_stages(num_workers: int, num_bytes: int) -> int:
@@ -106,7 +108,6 @@ class Session:
         # made here, by all workers at once, so that a failure in the first step has a board
         self.transport = self._new_transport()
         self._first: FirstStep | None = FirstStep(module, parameters, device, self.group)
-        self.norms: NormExchange | None = None
 
     @property
     def t(self) -> int:
@@ -150,7 +151,7 @@ class Session:
         """
         self._check_loss(loss)
         if self.engine is None:  # accumulating in the very first step: gradients stay in p.grad
-            num_micro = self._config.make_plan(1, ()).num_micro
+            num_micro = self._config.make_plan(1, (), ()).num_micro
             _scale_gradient(loss, num_micro)
             yield
             return
@@ -250,7 +251,7 @@ class Session:
         sizes = {n: p.numel() * p.element_size() for n, p in self._trained.items()}
         stages = self._config.stages
         if stages == "auto":
-            num_workers = self._config.make_plan(1, ()).num_workers
+            num_workers = self._config.make_plan(1, (), ()).num_workers
             stages = min(auto_stages(num_workers, sum(sizes.values())), len(profile.units))
         assert not isinstance(stages, str)
         if self._config.relay_buffers == "all":
@@ -264,7 +265,10 @@ class Session:
         return make_stages(profile, sizes, stages)
 
     def _start(self, stages: StageMap, state: EngineState | None) -> None:
-        plan = self._config.make_plan(len(stages.stages), stages.relayed)
+        until = tuple(stages.stages[j].buffers_final_after for j in stages.relayed)
+        if self._config.accumulates:  # forwards of the last batch begin when all of the first end
+            until = (len(stages.stages) - 1,) * len(until)
+        plan = self._config.make_plan(len(stages.stages), stages.relayed, until)
         if self.engine is not None:  # receives posted for the old engine must not match new sends
             self.transport = self._new_transport()
         self.stages = stages
@@ -277,7 +281,6 @@ class Session:
             state,
             paced=self._config.paced,
         )
-        self.norms = self.engine.norm_exchange()
         if self.stop_requested:
             self.engine.request_stop()
         self._watch_buffers(stages)
@@ -300,8 +303,7 @@ class Session:
             )
 
     def _new_transport(self) -> CountingTransport:
-        payloads = (Payload.S, Payload.T, Payload.P, Payload.R, Payload.K)
-        transport = DistributedTransport(payloads, self._config.timeout_s)
+        transport = NamedTransport(Lane, self._config.timeout_s)
         self.group = transport.group  # for what workers agree on; breaks when one of them fails
         return CountingTransport(transport)
 

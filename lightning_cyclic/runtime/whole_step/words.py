@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import enum
 from typing import final
 
 from lightning_cyclic.errors import StepError
-from lightning_cyclic.runtime.whole_step.flat import Word
+
+
+class Word(enum.IntFlag):
+    """Say something about a step; a sum carries what any worker said."""
+
+    NONE = 0
+    STOP = 1  # somebody asked to end training (SIGTERM)
+    ENDS = 2  # somebody had the last batch of the epoch
+    GOES_ON = 4  # somebody has more batches
 
 
 @final

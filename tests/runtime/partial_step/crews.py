@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_cyclic.plan import Plan, make_plan
-from lightning_cyclic.runtime.partial_step.config import StagewiseConfig
-from lightning_cyclic.runtime.partial_step.flow import Summary
+from lightning_cyclic.runtime.messages import Message
+from lightning_cyclic.runtime.partial_step.config import StagewiseConfig, Summarise
 from lightning_cyclic.runtime.partial_step.losses import loss_of
 from lightning_cyclic.runtime.partial_step.session import StagewiseSession
 from lightning_cyclic.runtime.stages.cuts import choose_cuts
@@ -115,14 +115,12 @@ class Crew:
         for t in range(NUM_STEPS):
             given = torch.cat([batch(t * m + i) for i in range(m)])
             begins = w == self.plan.worker_of(0, 0, t)
-            parts = session.cut(session.share_batch(given if begins else torch.zeros(1, 6)))
-            self._note(w, session.advance(parts, model.step, _summary))
+            session.train(given if begins else torch.zeros(1, 6), model.step, summarise)
             if t in flush_after:
-                self._note(w, session.flush())
-        self._note(w, session.flush())
-
-    def _note(self, w: int, arrived: list[tuple[int, Summary]]) -> None:
-        self.losses[w] |= {t: float(summary.tensors[0]) for t, summary in arrived}
+                session.flush()
+        session.flush()
+        arrived = session.take_arrived()
+        self.losses[w] = {t: float(summary.tensors[0]) for t, summary in arrived}
 
     def compare(self, expected: nn.Module) -> None:
         """Compare what each worker holds, bit by bit."""
@@ -140,5 +138,6 @@ def compare(sessions: Sequence[StagewiseSession], expected: nn.Module) -> None:
                 assert torch.equal(own[name], named[name]), (session.worker, name)
 
 
-def _summary(outcomes: Any) -> Summary:
-    return Summary([torch.stack([loss_of(x.output) for x in outcomes]).mean()], None)
+def summarise(sizes: list[int]) -> Summarise:
+    """Return what sums a step up: by the mean of its losses."""
+    return lambda outcomes: Message([torch.stack([loss_of(x.output) for x in outcomes]).mean()])

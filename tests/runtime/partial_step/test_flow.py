@@ -11,10 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_cyclic.plan import Plan, make_plan
-from lightning_cyclic.plan.actions import Kind
-from lightning_cyclic.runtime.partial_step.flow import received_before
 from lightning_cyclic.runtime.partial_step.versions import Version
-from lightning_cyclic.simulate import Costs, simulate
 from tests import asynchronous
 
 from .crews import NUM_STEPS, Crew, batch
@@ -177,41 +174,3 @@ def test_tied_parameters_have_one_value_for_each_micro_batch(
     assert crew.cuts.tied == {"layers.0.weight": (0, numbers[1] - 1)}
     crew.train(flush_after=(4,))
     compare(crew)
-
-
-@pytest.mark.parametrize(
-    "numbers",
-    [
-        ("pipedream", 2, 2, 1), ("pipedream", 4, 4, 1), ("spectrain", 8, 8, 1),
-        ("cyclic_pipeline", 4, 4, 3), ("cyclic_pipeline", 4, 4, 4), ("pipedream_2bw", 8, 8, 8),
-        ("pipedream", 4, 2, 1), ("xpipe", 4, 4, 2),
-    ],
-    ids=lambda n: "-".join(map(str, n)),
-)  # fmt: skip
-def test_an_update_waits_for_nobody_to_receive(numbers: tuple[str, int, int, int]) -> None:
-    preset, num_stages, num_workers, num_micro = numbers
-    plan = make_plan(
-        preset, num_stages=num_stages, num_workers=num_workers, num_micro=num_micro, num_steps=20
-    )
-    events = simulate(plan.programs, Costs.even(num_stages, compute_s=3.0)).events
-    programs = [[e for e in events if e.worker == w] for w in range(num_workers)]
-    asked: dict[Any, float] = {}  # when a worker gets to a message, in the order of its program
-    for w, program in enumerate(programs):
-        now_s = 0.0
-        for _, _, a, _, end_s in program:
-            if a.kind is Kind.RECV:
-                asked[a.peer, w, a.payload, a.t, a.i, a.j] = now_s
-            elif a.kind is not Kind.SEND:
-                now_s = end_s
-    num_settled = 0
-    for w, program in enumerate(programs):
-        sent = []
-        for _, _, a, start_s, _ in program:
-            if a.kind is Kind.SEND:
-                sent.append(a)
-            elif a.kind is Kind.UPDATE:
-                for b in (b for b in sent if b.t < received_before(plan, a.t)):
-                    num_settled += 1
-                    when_s = asked[w, b.peer, b.payload, b.t, b.i, b.j]
-                    assert when_s <= start_s + 1e-9, f"{a} of worker {w} waits for {b}"
-    assert num_settled > 0

@@ -6,9 +6,9 @@ import json
 
 import torch
 
-from lightning_cyclic.runtime.partial_step.ghosts import TensorSpec
 from lightning_cyclic.runtime.partial_step.packets import Lesson, Packet
 from lightning_cyclic.runtime.partial_step.tape import Event
+from lightning_cyclic.runtime.values.specs import TensorSpec
 from lightning_cyclic.runtime.values.trees import LEAF
 
 A, B, C = (0, 0, 0), (0, 3, 1), (1, 0, 0)

@@ -9,8 +9,8 @@ import torch
 
 from lightning_cyclic.plan.actions import Payload
 from lightning_cyclic.plan.passes.messages import Channel, Ring
+from lightning_cyclic.runtime.transport.base import Part
 from lightning_cyclic.runtime.transport.edges import EdgeTransport
-from lightning_cyclic.runtime.transport.ring_base_proposal import Part
 from tests import processes
 from tests.runtime.transport.rings import (
     BACK,

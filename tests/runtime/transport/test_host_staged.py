@@ -9,14 +9,14 @@ from torch import Tensor
 
 from lightning_cyclic.plan.actions import Payload
 from lightning_cyclic.plan.passes.messages import Ring
-from lightning_cyclic.runtime.transport.host_staged import HostStagedTransport
-from lightning_cyclic.runtime.transport.named import NamedTransport
-from lightning_cyclic.runtime.transport.ring_base_proposal import (
+from lightning_cyclic.runtime.transport.base import (
     AbstractPending,
     AbstractTransport,
     Part,
 )
-from lightning_cyclic.runtime.transport.ring_local import LocalTransport, PostOffice
+from lightning_cyclic.runtime.transport.host_staged import HostStagedTransport
+from lightning_cyclic.runtime.transport.local import LocalTransport, PostOffice
+from lightning_cyclic.runtime.transport.named import NamedTransport
 from tests import processes
 from tests.runtime.transport.rings import BACK, SUMS, THERE, join, ring, room, some
 

@@ -11,8 +11,8 @@ import torch
 from lightning_cyclic.errors import ConfigurationError
 from lightning_cyclic.plan.actions import Lane, Payload
 from lightning_cyclic.plan.passes.messages import Channel
+from lightning_cyclic.runtime.transport.base import Part
 from lightning_cyclic.runtime.transport.named import NamedTransport, tag_of
-from lightning_cyclic.runtime.transport.ring_base_proposal import Part
 from tests import processes
 from tests.runtime.transport.rings import BACK, THERE, backwards, join, ring, room, some
 

@@ -5,9 +5,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from lightning_cyclic.plan.actions import Payload
-from lightning_cyclic.runtime.transport.ring_base_proposal import Part
-from lightning_cyclic.runtime.transport.ring_counting import CountingTransport
-from lightning_cyclic.runtime.transport.ring_local import LocalTransport, PostOffice
+from lightning_cyclic.runtime.transport.base import Part
+from lightning_cyclic.runtime.transport.counting import CountingTransport
+from lightning_cyclic.runtime.transport.local import LocalTransport, PostOffice
 from tests.nccl_model import Fabric, Rules, ThreadedModel
 from tests.runtime.transport.rings import SUMS, THERE, ring, room
 

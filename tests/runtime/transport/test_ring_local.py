@@ -5,8 +5,8 @@ import threading
 import pytest
 
 from lightning_cyclic.plan.actions import Payload
-from lightning_cyclic.runtime.transport.ring_base_proposal import Part
-from lightning_cyclic.runtime.transport.ring_local import LocalTransport, PostOffice
+from lightning_cyclic.runtime.transport.base import Part
+from lightning_cyclic.runtime.transport.local import LocalTransport, PostOffice
 from tests.runtime.transport.rings import SUMS, ring, room, some
 
 

@@ -227,11 +227,9 @@ def test_messages_and_bytes_are_those_of_the_program(n: int, preset: str) -> Non
         sends = [a for a in plan.programs[worker.transport.worker] if a.kind == "SEND"]
         starts = preset != "lockstep_dp" and worker.transport.worker < n - 1
         assert worker.transport.messages[Payload.K] == int(starts)
-        for payload in set(Payload) - {Payload.K, Payload.C, Payload.R}:
+        for payload in set(Payload) - {Payload.K}:
             expected = sum(a.payload is payload for a in sends)
             assert worker.transport.messages[payload] == expected, payload
-        buffers = sum(a.payload in (Payload.R, Payload.C) for a in sends)
-        assert worker.transport.messages[Payload.R] == buffers  # copies at the flush included
         for payload in (Payload.S, Payload.T, Payload.P):
             sizes = [store.layout.num_bytes for store in worker.engine.stores]
             num_bytes = sum(sizes[a.j] for a in sends if a.payload is payload)

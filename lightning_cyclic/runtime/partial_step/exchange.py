@@ -1,0 +1,337 @@
+"""What the stages of one worker exchange, with each other and with those of other workers.
+
+    A, G      what crosses from a stage to the next one, and its gradients
+    W, S, T   gradients of tied parameters; sums over micro-batches and replicas
+    R, C      module buffers that training changes
+    P, V      new parameters, to replicas and to the stages that share them
+    D, L      the batch of a step, and what came out of it
+    N         norms of gradients
+
+What passes between two stages of one worker lies in the same places, without a message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+
+from lightning_cyclic.plan import Plan
+from lightning_cyclic.plan.actions import Action, Payload
+from lightning_cyclic.plan.passes.sums import completes
+from lightning_cyclic.plan.passes.ties import gradient_sources
+from lightning_cyclic.runtime.gradient_store import GradientStore, Sum
+from lightning_cyclic.runtime.messages import Message
+from lightning_cyclic.runtime.norms import Norms
+from lightning_cyclic.runtime.partial_step.ghosts import Handle
+from lightning_cyclic.runtime.partial_step.holdings import Holdings
+from lightning_cyclic.runtime.partial_step.packets import Gradients, Packet
+from lightning_cyclic.runtime.partial_step.stage_step import StageStep
+from lightning_cyclic.runtime.partial_step.tape import Tape
+
+Key = tuple[int, int, int]  # step, micro-batch, stage
+ReadState = Callable[[Sequence[nn.Parameter]], tuple[list[Tensor], Any]]
+WriteState = Callable[[Sequence[nn.Parameter], Sequence[Tensor], Any], None]
+_MOST_KINDS = 256  # of batches, whose descriptions are kept
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Told:
+    """Hold what the session does for an exchange.
+
+    Args:
+        begin_version: makes room for a new version of a stage, which is about to be written.
+        conclude: gives what all workers are told of a step, where its losses are.
+        complete: looks at gradients of a stage that are whole: (step, stage). [nothing]
+        read_state: gives what goes with parameters to replicas that predict. [nothing]
+        write_state: takes it.
+    """
+
+    begin_version: Callable[[Action], None]
+    conclude: Callable[[int], Message]
+    complete: Callable[[int, int], None] | None = None
+    read_state: ReadState | None = None
+    write_state: WriteState | None = None
+
+
+@final
+class Exchange:
+    """Run the stages of one worker on what has come, and keep what goes to others.
+
+    Args:
+        plan: says who runs what.
+        worker: this worker.
+        step: runs the stages.
+        holdings: the parameters that this worker has.
+        grads: their gradients.
+        norms: of gradients.
+        told: what the session does.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        worker: int,
+        step: StageStep,
+        holdings: Holdings,
+        grads: GradientStore,
+        norms: Norms,
+        told: Told,
+    ) -> None:
+        self.batches: dict[int, Message] = {}  # by step
+        self.conclusions: dict[int, Message] = {}  # by step
+        self._plan = plan
+        self._worker = worker
+        self._step = step
+        self._holdings = holdings
+        self._grads = grads
+        self._norms = norms
+        self._told = told
+        self._packets: dict[Key, Packet] = {}  # by the stage that takes them
+        self._crossed: dict[Key, Mapping[Handle, Tensor]] = {}  # by the stage that takes them
+        # of parameters of earlier stages: step, micro-batch, name; or what came from a worker
+        self._tied: dict[tuple[int, int, str], Tensor] = {}
+        self._tied_from: dict[tuple[int, int, int, int], dict[str, Tensor]] = {}
+        self._sums: dict[tuple[int, int], list[Tensor | None]] = {}  # that came; step, stage
+        self._tapes: dict[tuple[str, int], tuple[Tape, ...]] = {}
+        self._facts: dict[tuple[str, int], tuple[Any, Any]] = {}
+
+    # ------------------------------------------------------------------ F, B, ADD
+
+    def forward(self, a: Action) -> None:
+        """Run F."""
+        assert a.i is not None
+        key = (a.t, a.i, a.j)
+        packet = self._step.forward(a, lambda: self._packets.pop(key, None) or Packet())
+        if packet is not None:
+            packet.tapes = self._remembered(a, packet.tapes)
+            self._packets[a.t, a.i, a.j + 1] = packet
+
+    def backward(self, a: Action) -> None:
+        """Run B, and add its gradients to the sum of the step."""
+        assert a.i is not None
+        with self._grads.adding(a.t, a.j):
+            gone = self._step.backward(a, lambda: self._gradients_for(a))
+        self._keep_tied(a, gone.tied)
+        if a.j > 0:
+            self._crossed[a.t, a.i, a.j - 1] = gone.crossed
+        self._look_if_complete(a)
+
+    def add(self, a: Action) -> None:
+        """Add the own gradients to the sum that came, which comes first in the addition."""
+        self._grads.add(a.t, a.j, Sum(self._sums.pop((a.t, a.j))))
+        self._look_if_complete(a)
+
+    def _look_if_complete(self, a: Action) -> None:
+        if self._told.complete is not None and completes(self._plan, a, self._worker):
+            self._told.complete(a.t, a.j)
+
+    def _gradients_for(self, a: Action) -> Gradients:
+        assert a.i is not None
+        for source in gradient_sources(self._plan, a, self._worker):
+            self._keep_tied(a, self._tied_from.pop((a.t, a.i, a.j, source), {}))
+        lent = [n for n, _ in self._holdings.lent(a.j) if (a.t, a.i, n) in self._tied]
+        tied = {n: self._tied.pop((a.t, a.i, n)) for n in lent}
+        return Gradients(self._crossed.pop((a.t, a.i, a.j), {}), tied)
+
+    def _keep_tied(self, a: Action, taken: Mapping[str, Tensor]) -> None:
+        """Add gradients of tied parameters: those of later stages come first in the sum."""
+        assert a.i is not None
+        for name, grad in taken.items():
+            sofar = self._tied.get((a.t, a.i, name))
+            self._tied[a.t, a.i, name] = grad if sofar is None else sofar + grad
+
+    # ------------------------------------------------------------------ messages
+
+    def key(self, a: Action) -> Hashable:
+        """Return what the messages of an action are likely to look like."""
+        return self._step.kind_of(a) if a.payload in (Payload.A, Payload.G) else None
+
+    def give(self, a: Action) -> Message:
+        """Return what a SEND sends."""
+        assert a.payload is not None
+        return _GIVES[a.payload](self, a)
+
+    def room(self, a: Action) -> None:
+        """Let messages come into buffers of their own."""
+
+    def hold(self, a: Action) -> None:
+        """Have no lanes."""
+
+    let_go = hold
+
+    def take(self, a: Action, message: Message) -> None:
+        """Take in what has come for a RECV, when it is read."""
+        assert a.payload is not None
+        _TAKES[a.payload](self, a, message)
+
+    def _give_packet(self, a: Action) -> Message:
+        assert a.i is not None
+        packet = self._packets.pop((a.t, a.i, a.j))
+        key = self._step.kind_of(a)
+        known = self._facts.get((key, a.j))
+        tag = (
+            tuple(packet.tensors), packet.with_grad, packet.tapes, packet.used, packet.learning,
+            packet.shared, packet.stale,
+        )  # fmt: skip
+        if known is None or known[0] != tag:
+            _keep_few(self._facts)
+            known = self._facts[key, a.j] = (tag, packet.facts())
+        return Message(list(packet.tensors.values()), known[1])
+
+    def _take_packet(self, a: Action, message: Message) -> None:
+        assert a.i is not None
+        key = self._step.kind_of(a)
+        known = self._facts.get((key, a.j))
+        tapes = self._tapes.get((key, a.j - 1)) if known and known[0] is message.facts else None
+        packet = Packet.of(message.tensors, message.facts, tapes)
+        _keep_few(self._facts)
+        _keep_few(self._tapes)
+        self._facts[key, a.j] = (message.facts, None)
+        self._tapes[key, a.j - 1] = packet.tapes
+        self._packets[a.t, a.i, a.j] = packet
+
+    def _remembered(self, a: Action, tapes: tuple[Tape, ...]) -> tuple[Tape, ...]:
+        """Return the same object for equal tapes, so that comparing them costs nothing."""
+        key = (self._step.kind_of(a), a.j)
+        if self._tapes.get(key) != tapes:
+            _keep_few(self._tapes)
+            self._tapes[key] = tapes
+        return self._tapes[key]
+
+    def _give_crossed(self, a: Action) -> Message:
+        assert a.i is not None
+        grads = self._crossed.pop((a.t, a.i, a.j))
+        handles = sorted(grads)
+        return Message([grads[h] for h in handles], [list(h) for h in handles])
+
+    def _take_crossed(self, a: Action, message: Message) -> None:
+        assert a.i is not None
+        handles = [(h[0], h[1], h[2]) for h in message.facts]
+        self._crossed[a.t, a.i, a.j] = dict(zip(handles, message.tensors, strict=True))
+
+    def _give_tied(self, a: Action) -> Message:
+        assert a.i is not None
+        lent = [n for n, _ in self._holdings.lent(a.j) if (a.t, a.i, n) in self._tied]
+        return Message([self._tied.pop((a.t, a.i, n)) for n in lent], lent)
+
+    def _take_tied(self, a: Action, message: Message) -> None:
+        assert a.i is not None
+        assert a.peer is not None
+        taken = dict(zip(message.facts, message.tensors, strict=True))
+        self._tied_from[a.t, a.i, a.j, a.peer] = taken
+
+    def _give_sum(self, a: Action) -> Message:
+        grads = self._grads.take(a.t, a.j).grads
+        places = [k for k, grad in enumerate(grads) if grad is not None]
+        return Message([grad for grad in grads if grad is not None], places)
+
+    def _take_sum(self, a: Action, message: Message) -> None:
+        self._sums[a.t, a.j] = self._placed(a.j, message)
+
+    def _take_total(self, a: Action, message: Message) -> None:
+        self._grads.put(a.t, a.j, Sum(self._placed(a.j, message)))
+        self._look_if_complete(a)
+
+    def _placed(self, j: int, message: Message) -> list[Tensor | None]:
+        by_place = dict(zip(message.facts, message.tensors, strict=True))
+        return [by_place.get(k) for k in range(len(self._holdings.owned(j)))]
+
+    def _give_parameters(self, a: Action) -> Message:
+        stage, read = self._holdings.owned(a.j), self._told.read_state
+        state, facts = read(stage) if read else ([], None)
+        return Message([*(p.detach() for p in stage), *state], facts)
+
+    def _take_parameters(self, a: Action, message: Message) -> None:
+        self._told.begin_version(a)
+        stage, write = self._holdings.owned(a.j), self._told.write_state
+        _copy(stage, message.tensors[: len(stage)])
+        if write is not None:
+            write(stage, message.tensors[len(stage) :], message.facts)
+
+    def _give_tied_values(self, a: Action) -> Message:
+        assert a.peer is not None
+        shared = self._holdings.shared(a.j, stages_of(self._plan, a.peer))
+        return Message([p.detach() for p in shared])
+
+    def _take_tied_values(self, a: Action, message: Message) -> None:
+        self._told.begin_version(a)
+        _copy(self._holdings.shared(a.j, self._holdings.stages), message.tensors)
+
+    def _give_buffers(self, a: Action) -> Message:
+        return Message(self._holdings.changing(a.j))
+
+    def _take_buffers(self, a: Action, message: Message) -> None:
+        _copy(self._holdings.changing(a.j), message.tensors)
+
+    def _give_norms(self, a: Action) -> Message:
+        return Message([self._norms.note(a.t, a.j, self._grads.of(a.t, a.j))])
+
+    def _take_norms(self, a: Action, message: Message) -> None:
+        (norms,) = message.tensors
+        self._norms.put(a.t, a.j, norms)
+
+    def _give_batch(self, a: Action) -> Message:
+        return self.batches[a.t]
+
+    def _take_batch(self, a: Action, message: Message) -> None:
+        self.batches[a.t] = message
+
+    def _give_losses(self, a: Action) -> Message:
+        return self._told.conclude(a.t)
+
+    def _take_losses(self, a: Action, message: Message) -> None:
+        self.conclusions[a.t] = message
+
+
+def stages_of(plan: Plan, worker: int) -> tuple[int, ...]:
+    """List the stages that a worker runs."""
+    workers_of = plan.axes.placement.workers_of
+    return tuple(j for j in range(plan.num_stages) if worker in workers_of(j))
+
+
+def _copy(parameters: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    # graphs that hold them are over, or do not look at them (statistics)
+    with torch.no_grad(), _unsafe_preserve_version_counter(tuple(parameters)):
+        for p, x in zip(parameters, values, strict=True):
+            p.copy_(x)
+
+
+def _keep_few(found: dict[Any, Any]) -> None:
+    """Forget the oldest entry where there are many: inputs of many sizes must not fill memory."""
+    if len(found) >= _MOST_KINDS:
+        del found[next(iter(found))]
+
+
+_GIVES: dict[Payload, Callable[[Exchange, Action], Message]] = {
+    Payload.A: Exchange._give_packet,
+    Payload.G: Exchange._give_crossed,
+    Payload.W: Exchange._give_tied,
+    Payload.S: Exchange._give_sum,
+    Payload.T: Exchange._give_sum,
+    Payload.R: Exchange._give_buffers,
+    Payload.C: Exchange._give_buffers,
+    Payload.P: Exchange._give_parameters,
+    Payload.V: Exchange._give_tied_values,
+    Payload.N: Exchange._give_norms,
+    Payload.D: Exchange._give_batch,
+    Payload.L: Exchange._give_losses,
+}
+_TAKES: dict[Payload, Callable[[Exchange, Action, Message], None]] = {
+    Payload.A: Exchange._take_packet,
+    Payload.G: Exchange._take_crossed,
+    Payload.W: Exchange._take_tied,
+    Payload.S: Exchange._take_sum,
+    Payload.T: Exchange._take_total,
+    Payload.R: Exchange._take_buffers,
+    Payload.C: Exchange._take_buffers,
+    Payload.P: Exchange._take_parameters,
+    Payload.V: Exchange._take_tied_values,
+    Payload.N: Exchange._take_norms,
+    Payload.D: Exchange._take_batch,
+    Payload.L: Exchange._take_losses,
+}

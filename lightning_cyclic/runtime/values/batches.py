@@ -1,0 +1,37 @@
+"""The tensors of a batch, which travel, and the rest of it, which every worker has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from lightning_cyclic.errors import StepError
+from lightning_cyclic.runtime.values.trees import flatten, unflatten
+
+
+def refuse_iterators(batch: Any) -> None:
+    """Refuse an iterator in the place of a batch.
+
+    Raises:
+        StepError: with what to do.
+    """
+    if isinstance(batch, Iterator):
+        raise StepError(
+            "a step takes dataloader_iter, from which it would draw a batch on every stage; "
+            "allowed: steps that are given their batch; use training_step(self, batch, "
+            "batch_idx)"
+        )
+
+
+def tensors_of(batch: Any) -> list[Tensor]:
+    """List the tensors of a batch."""
+    return [x for x in flatten(batch)[0] if isinstance(x, Tensor)]
+
+
+def with_tensors(batch: Any, tensors: Sequence[Tensor]) -> Any:
+    """Return a batch like this one, with other tensors."""
+    leaves, structure = flatten(batch)
+    others = iter(tensors)
+    return unflatten(structure, [next(others) if isinstance(x, Tensor) else x for x in leaves])

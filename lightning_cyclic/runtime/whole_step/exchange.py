@@ -1,0 +1,203 @@
+"""What a worker that runs whole micro-batches exchanges with others.
+
+S, T, ADD   partial sums of gradients, in micro-batch order, in the buffers they came in
+P           versions of parameters, handed on in the buffers they came in
+R, C        module buffers that training changes: what micro-batch i-1 left, to micro-batch i;
+they are copied, as they are small, and code may have replaced them
+N, K        norms of gradients; the word that a step may begin
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import final
+
+import torch
+from torch import Tensor, nn
+
+from lightning_cyclic.errors import StepError
+from lightning_cyclic.plan.actions import Action, Kind, Payload
+from lightning_cyclic.runtime.gradient_store import GradientStore, Sum
+from lightning_cyclic.runtime.messages import Buffer, Layout, Message, Messages
+from lightning_cyclic.runtime.norms import Norms
+from lightning_cyclic.runtime.stages.stage_map import StageMap
+from lightning_cyclic.runtime.whole_step.versions import VersionStore
+
+
+@final
+class Exchange:
+    """Keep what comes and what goes.
+
+    Args:
+        module: the whole module.
+        worker: this worker.
+        stages: which buffers belong to which stage.
+        stores: versions of each stage.
+        grads: gradients of each stage.
+        norms: of gradients.
+        messages: whose buffers all lies in.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        worker: int,
+        stages: StageMap,
+        stores: Sequence[VersionStore],
+        grads: GradientStore,
+        norms: Norms,
+        messages: Messages,
+    ) -> None:
+        self._module = module
+        self._worker = worker
+        self._stages = stages
+        self._stores = stores
+        self._grads = grads
+        self._norms = norms
+        self._messages = messages
+        self._sums: dict[tuple[int, int], Sum] = {}  # that came; step, stage
+        self._handed_on: list[tuple[str, Tensor, int]] = []  # name, buffer, its state when sent
+
+    def add(self, a: Action) -> None:
+        """Add the own gradients to the sum that came, which comes first in the addition."""
+        self._grads.add(a.t, a.j, self._sums.pop((a.t, a.j)))
+
+    def check_handed_on(self) -> None:
+        """Check, when the forwards of a step are over, what was handed on before.
+
+        Raises:
+            StepError: a buffer has changed since.
+        """
+        changed = [name for name, buffer, state in self._handed_on if buffer._version != state]
+        self._handed_on.clear()
+        if changed:
+            raise StepError(
+                f"buffer {changed[0]!r} of worker {self._worker} changed after it had been handed "
+                "on to the next worker, because its module ran later than in the first training "
+                "step; allowed: the order of the first step; cut only where the order is always "
+                'the same, CyclicStrategy(stages=["module.path", ...]), or use stages=1'
+            )
+
+    # ------------------------------------------------------------------ messages
+
+    def layouts(self, j: int) -> dict[Payload, Layout]:
+        """Return the one layout of each payload's messages of a stage."""
+        parameters, buffers = self._stores[j].layout, self._messages.layout(self._buffers(j))
+        return {
+            Payload.P: parameters,
+            Payload.S: parameters,
+            Payload.T: parameters,
+            Payload.R: buffers,
+            Payload.C: buffers,
+            Payload.N: self._messages.layout([self._norms.shape(j)]),
+            Payload.K: self._messages.layout([]),
+        }
+
+    def key(self, a: Action) -> None:
+        """Let the messages of a ring have one form."""
+
+    def room(self, a: Action) -> Buffer | None:
+        """Return the buffer into which a RECV receives; None for any."""
+        return None
+
+    def hold(self, a: Action) -> None:
+        """Keep a version that a lane is about to hand on."""
+        if a.payload is Payload.P and a.kind is Kind.SEND:
+            assert a.v is not None
+            self._stores[a.j].hold(a.v)
+
+    def let_go(self, a: Action) -> None:
+        """Let a version be dropped that has been handed on."""
+        if a.payload is Payload.P:
+            assert a.v is not None
+            self._stores[a.j].let_go(a.v)
+
+    def give(self, a: Action) -> Message:
+        """Return what a SEND sends."""
+        assert a.payload is not None
+        return _GIVES[a.payload](self, a)
+
+    def take(self, a: Action, message: Message) -> None:
+        """Take in what has come for a RECV, when it is read."""
+        assert a.payload is not None
+        _TAKES[a.payload](self, a, message)
+
+    def _give_sum(self, a: Action) -> Message:
+        grads, word, buffer = self._grads.take(a.t, a.j)
+        if buffer is None:
+            buffer = self._messages.room(self._stores[a.j].layout)
+            buffer.write(grads)
+        there = [x is not None for x in grads]
+        marks = None if all(there) else there
+        return Message(buffer.tensors, None, word, marks, buffer, leaves=True)
+
+    def _take_sum(self, a: Action, message: Message) -> None:
+        self._sums[a.t, a.j] = _sum_of(message)
+
+    def _take_total(self, a: Action, message: Message) -> None:
+        self._grads.put(a.t, a.j, _sum_of(message))
+
+    def _give_parameters(self, a: Action) -> Message:
+        assert a.v is not None
+        store = self._stores[a.j]
+        buffer = store[a.v]
+        return Message(buffer.tensors, None, store.words[a.v], None, buffer)
+
+    def _take_parameters(self, a: Action, message: Message) -> None:
+        assert a.v is not None
+        assert message.buffer is not None
+        self._stores[a.j].put(a.v, message.buffer, message.word)
+
+    def _give_buffers(self, a: Action) -> Message:
+        buffers = self._buffers(a.j)
+        if a.payload is Payload.R:
+            names = self._stages.stages[a.j].buffers
+            pairs = zip(names, buffers, strict=True)
+            self._handed_on += [(name, x, x._version) for name, x in pairs]
+        return Message(buffers)
+
+    def _take_buffers(self, a: Action, message: Message) -> None:
+        with torch.no_grad():
+            torch._foreach_copy_(self._buffers(a.j), list(message.tensors))
+
+    def _buffers(self, j: int) -> list[Tensor]:
+        return [self._module.get_buffer(name) for name in self._stages.stages[j].buffers]
+
+    def _give_norms(self, a: Action) -> Message:
+        return Message([self._norms.note(a.t, a.j, self._grads.of(a.t, a.j))])
+
+    def _take_norms(self, a: Action, message: Message) -> None:
+        (norms,) = message.tensors
+        self._norms.put(a.t, a.j, norms)
+
+    def _give_start(self, a: Action) -> Message:
+        return Message([])
+
+    def _take_start(self, a: Action, message: Message) -> None:
+        """Have been let go."""
+
+
+def _sum_of(message: Message) -> Sum:
+    there = message.there or [True] * len(message.tensors)
+    grads = [x if here else None for x, here in zip(message.tensors, there, strict=True)]
+    return Sum(grads, message.word, message.buffer)
+
+
+_GIVES: dict[Payload, Callable[[Exchange, Action], Message]] = {
+    Payload.S: Exchange._give_sum,
+    Payload.T: Exchange._give_sum,
+    Payload.P: Exchange._give_parameters,
+    Payload.R: Exchange._give_buffers,
+    Payload.C: Exchange._give_buffers,
+    Payload.N: Exchange._give_norms,
+    Payload.K: Exchange._give_start,
+}
+_TAKES: dict[Payload, Callable[[Exchange, Action, Message], None]] = {
+    Payload.S: Exchange._take_sum,
+    Payload.T: Exchange._take_total,
+    Payload.P: Exchange._take_parameters,
+    Payload.R: Exchange._take_buffers,
+    Payload.C: Exchange._take_buffers,
+    Payload.N: Exchange._take_norms,
+    Payload.K: Exchange._take_start,
+}

@@ -1,0 +1,52 @@
+"""Gradients live by step and stage; p.grad has one of them while somebody looks."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from lightning_cyclic.runtime.gradient_store import GradientStore, Sum
+
+
+def stage(*values: float) -> list[nn.Parameter]:
+    return [nn.Parameter(torch.tensor([x])) for x in values]
+
+
+def test_steps_and_stages_do_not_meet_in_p_grad() -> None:
+    stages = [stage(1.0, 2.0), stage(3.0)]
+    store = GradientStore(stages.__getitem__)
+    for t in (0, 1, 0):
+        for j in (1, 0):
+            with store.adding(t, j):
+                sum((10.0 * t + 1) * p.sum() for p in stages[j][:1]).backward()  # type: ignore[union-attr]
+    assert all(p.grad is None for ps in stages for p in ps)
+    assert [x if x is None else float(x) for x in store.of(0, 0)] == [2.0, None]
+    assert [x if x is None else float(x) for x in store.of(1, 1)] == [11.0]
+    shown = store.show(0, 0)
+    assert stages[0][0].grad is shown.grads[0]
+    assert store.of(0, 0) == [None, None]  # it has been taken
+
+
+def test_what_came_is_the_first_summand_and_keeps_its_memory() -> None:
+    stages = [stage(1.0, 1.0)]
+    store = GradientStore(stages.__getitem__)
+    come: list[Tensor | None] = [torch.tensor([1e8]), torch.tensor([1.0])]
+    store.put(4, 0, Sum([torch.tensor([1.0]), torch.tensor([2.0])], word=2))
+    store.add(4, 0, Sum(come, word=4))
+    grads, word, _ = store.take(4, 0)
+    assert word == 6
+    for total, first, expected in zip(grads, come, (1e8 + 1.0, 3.0), strict=True):
+        assert total is first
+        assert torch.equal(total, torch.tensor([expected]))  # type: ignore[arg-type]
+
+
+def test_a_gradient_that_is_missing_on_one_side_is_no_zero() -> None:
+    stages = [stage(1.0, 1.0, 1.0)]
+    store = GradientStore(stages.__getitem__)
+    own, came = torch.tensor([1.0]), torch.tensor([2.0])
+    store.put(0, 0, Sum([own, None, None]))
+    store.add(0, 0, Sum([None, came, None]))
+    grads = store.take(0, 0).grads
+    assert grads[0] is own
+    assert grads[1] is came
+    assert grads[2] is None

@@ -1,0 +1,130 @@
+"""The worker: receives wait where they are read, lanes run beside, and nothing is taken twice."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_cyclic.errors import CyclicError
+from lightning_cyclic.plan import make_plan
+from lightning_cyclic.plan.actions import Action, Lane, parse
+from lightning_cyclic.plan.dataflow import Dataflow
+from lightning_cyclic.runtime.messages import Message, Messages
+from lightning_cyclic.runtime.transport import LocalTransport, PostOffice
+from lightning_cyclic.runtime.worker import Worker
+
+CPU = torch.device("cpu")
+PLAN = make_plan("cyclic_dp", num_stages=2, num_workers=2)
+
+
+class Log:
+    """Stand for all that a worker asks, and note what it asks for."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    def note(self, a: Action) -> None:
+        self.seen.append(str(a))
+
+    forward = backward = update = tell = add = note
+
+    def hold(self, a: Action) -> None:
+        self.seen.append(f"hold {a}")
+
+    def let_go(self, a: Action) -> None:
+        self.seen.append(f"let go {a}")
+
+    def key(self, a: Action) -> None:
+        return None
+
+    def room(self, a: Action) -> None:
+        return None
+
+    def give(self, a: Action) -> Message:
+        self.note(a)
+        return Message([torch.tensor([float(a.v or 0)])])
+
+    def take(self, a: Action, message: Message) -> None:
+        self.seen.append(f"took {a}: {float(message.tensors[0])}")
+
+
+class Pair:
+    """Two workers of one process."""
+
+    def __init__(self, *lanes: Lane, timeout_s: float = 0.5) -> None:
+        office = PostOffice()
+        self.logs = [Log(), Log()]
+        self.workers = [self._worker(office, w, lanes, timeout_s) for w in range(2)]
+
+    def _worker(self, office: PostOffice, w: int, lanes: Any, timeout_s: float) -> Worker:
+        log, transport = self.logs[w], LocalTransport(office, w, 2, timeout_s)
+        messages = Messages(transport, {}, lambda pending, a: pending.wait(), CPU)
+        return Worker(Dataflow(PLAN), messages, log, log, log, lanes, timeout_s)
+
+    def run(self, w: int, *texts: str) -> None:
+        self.workers[w].run(map(parse, texts))
+
+
+def test_what_waits_for_a_message_is_the_first_action_that_reads_it() -> None:
+    pair = Pair()
+    pair.run(1, "0RECV_P@1<0#1", "1F1@0#1")  # of another stage: nothing has been sent yet
+    pair.run(0, "0SEND_P@1>1#1")
+    pair.run(1, "0F1@1#1", "0B1@1#1")
+    assert pair.logs[1].seen == ["1F1@0#1", "took 0RECV_P@1<0#1: 1.0", "0F1@1#1", "0B1@1#1"]
+
+
+def test_a_message_that_does_not_come_fails_its_reader_and_nobody_before() -> None:
+    pair = Pair(timeout_s=0.05)
+    pair.run(1, "0RECV_P@1<0#1", "1F1@0#1")
+    with pytest.raises(TimeoutError):
+        pair.run(1, "0F1@1#1")
+    assert pair.logs[1].seen == ["1F1@0#1"]
+
+
+def test_settling_takes_what_nobody_has_read() -> None:
+    pair = Pair()
+    pair.run(0, "0SEND_P@1>1#1", "0SEND_P@2>1#2")
+    pair.run(1, "0RECV_P@1<0#1", "0RECV_P@2<0#2")
+    pair.workers[1].settle()
+    assert pair.logs[1].seen == ["took 0RECV_P@1<0#1: 1.0", "took 0RECV_P@2<0#2: 2.0"]
+
+
+def test_a_lane_hands_on_what_the_main_thread_receives_later_and_both_read_one_message() -> None:
+    pair = Pair(Lane.WEIGHTS, timeout_s=5.0)
+    pair.run(1, "0SEND_P@1>0#1~weights")  # before its receive, which needs room
+    assert "0SEND_P@1>0#1~weights" not in pair.logs[1].seen
+    pair.run(1, "0RECV_P@1<0#1")
+    pair.run(0, "0SEND_P@1>1#1")
+    pair.run(1, "0F1@1#1")
+    pair.workers[1].settle()
+    seen = pair.logs[1].seen
+    assert seen[0] == "hold 0SEND_P@1>0#1~weights"
+    assert seen.count("took 0RECV_P@1<0#1: 1.0") == 1
+    assert seen.index("took 0RECV_P@1<0#1: 1.0") < seen.index("0SEND_P@1>0#1~weights")
+    assert seen.index("took 0RECV_P@1<0#1: 1.0") < seen.index("0F1@1#1")
+    assert seen.index("let go 0SEND_P@1>0#1~weights") > seen.index("0SEND_P@1>0#1~weights")
+    for worker in pair.workers:
+        worker.close()
+
+
+def test_the_main_thread_waits_for_a_lane_that_is_to_make_what_it_reads() -> None:
+    pair = Pair(Lane.SUMS, timeout_s=5.0)
+    pair.run(1, "0RECV_S0<0#1~sums", "0ADD1#1~sums")
+    late = threading.Timer(0.1, pair.run, (0, "0SEND_S0>1#1~sums"))
+    late.start()
+    pair.run(1, "0UPDATE@2#1")
+    assert pair.logs[1].seen[-3:] == ["took 0RECV_S0<0#1~sums: 0.0", "0ADD1#1~sums", "0UPDATE@2#1"]
+    late.join()
+    for worker in pair.workers:
+        worker.close()
+
+
+def test_an_error_on_a_lane_reaches_the_main_thread() -> None:
+    pair = Pair(Lane.SUMS, timeout_s=0.05)
+    pair.run(1, "0RECV_S0<0#1~sums", "0ADD1#1~sums")
+    with pytest.raises(CyclicError, match="cyclic-sums failed: TimeoutError"):
+        pair.run(1, "0UPDATE@2#1")
+    pair.workers[1].close()
