@@ -125,12 +125,11 @@ class StagewiseSession:
         """
         refuse_iterators(batch)
         if self.cuts is None:
-            part = batch if whole else self.cut(batch)[0].batch
+            # its code may change what it is given; made before the run, it is no activation
+            copied = map_tensors(torch.clone, batch)
+            part = copied if whole else self.cut(copied)[0].batch
 
-            def step() -> Any:  # on a batch that its code may change
-                return call(map_tensors(torch.clone, part))
-
-            find = partial(self.config.find_cuts, self.module, step)
+            find = partial(self.config.find_cuts, self.module, partial(call, part))
             waiting = self.naming_peers("all workers to agree on the stages")
             self.begin(self._collectives.agree_on_cuts(find, waiting))
 
