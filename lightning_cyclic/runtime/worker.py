@@ -202,7 +202,8 @@ class Worker:
                 )
 
     def _carry_out(self, a: Action) -> None:
-        if self._coming or self._promised:
+        # a lane may be ahead of the main thread, which has posted nothing yet
+        if self._coming or self._promised or a.lane in self._lanes:
             self.prepare(a)
         self._do[a.kind](a)
 
