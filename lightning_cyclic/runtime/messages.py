@@ -45,7 +45,8 @@ class Message(NamedTuple):
         tensors: in their order.
         facts: what else is to be said of them in terms of JSON; none in messages of one layout.
         word: bits, in messages of one layout.
-        there: which tensors have values, in messages of one layout; None for all.
+        there: marks, in messages of one layout: of tensors that have values, if nothing else is
+            agreed on; None for all.
         buffer: in which the tensors lie, if they do.
         leaves: whether nobody here needs the buffer when it has been sent.
     """
@@ -64,21 +65,26 @@ class Buffer:
 
     Args:
         data: all bytes, uint8.
-        tensors: views of it.
-        head_bytes: where they begin.
+        head: its first bytes; or as many of the host, where heads travel by themselves.
+        tensors: views of what is behind them.
         home: where the buffer goes when nobody needs it.
     """
 
-    __slots__ = ("data", "head_bytes", "home", "sent", "tensors")
+    __slots__ = ("data", "head", "home", "sent", "tensors")
 
     def __init__(
-        self, data: Tensor, tensors: list[Tensor], head_bytes: int, home: deque[Buffer]
+        self, data: Tensor, head: Tensor, tensors: list[Tensor], home: deque[Buffer]
     ) -> None:
         self.data = data
+        self.head = head
         self.tensors = tensors
-        self.head_bytes = head_bytes
         self.home = home
         self.sent: list[_Sent] = []  # under way from here
+
+    @property
+    def content(self) -> Tensor:
+        """Return the bytes behind the head."""
+        return self.data[len(self.head) :]
 
     def write(self, tensors: Iterable[Tensor | None]) -> None:
         """Copy tensors in; None leaves a gap."""
@@ -130,19 +136,34 @@ class Layout:
     Args:
         tensors: whose shapes, strides and dtypes it copies.
         device: of its buffers.
+        num_marks: how many marks its messages have. [one for each tensor]
+        head_is_apart: whether heads travel by themselves, and so are the host's: no GPU is waited
+            for to read one.
     """
 
-    def __init__(self, tensors: Iterable[Tensor], device: torch.device) -> None:
+    def __init__(
+        self,
+        tensors: Iterable[Tensor],
+        device: torch.device,
+        num_marks: int | None = None,
+        *,
+        head_is_apart: bool = False,
+    ) -> None:
         self.specs = tuple(map(_sent_spec, tensors))
+        self.num_marks = len(self.specs) if num_marks is None else num_marks
         self._device = device
-        self.head_bytes = _aligned(_NUMBERS + len(self.specs))
+        self._head_is_apart = head_is_apart
+        self.head_bytes = _aligned(_NUMBERS + self.num_marks)
         self.num_bytes = self.head_bytes + _total_bytes(self.specs)
         self.spare: deque[Buffer] = deque()
 
     def new(self) -> Buffer:
         """Make a buffer; its tensors are not initialised."""
         data = torch.empty(self.num_bytes, dtype=torch.uint8, device=self._device)
-        return Buffer(data, _views(data, self.head_bytes, self.specs), self.head_bytes, self.spare)
+        head = data[: self.head_bytes]
+        if self._head_is_apart:
+            head = torch.empty(self.head_bytes, dtype=torch.uint8)
+        return Buffer(data, head, _views(data, self.head_bytes, self.specs), self.spare)
 
 
 class _Sent(NamedTuple):
@@ -213,9 +234,10 @@ class Messages:
         # the order of its channel: in a thread, so that nobody else waits for its head
         self._turns: dict[Channel, ThreadPoolExecutor] = {}
 
-    def layout(self, tensors: Iterable[Tensor]) -> Layout:
+    def layout(self, tensors: Iterable[Tensor], num_marks: int | None = None) -> Layout:
         """Return a layout of buffers on this worker's device."""
-        return Layout(tensors, self._device)
+        apart = self._control is not None
+        return Layout(tensors, self._device, num_marks, head_is_apart=apart)
 
     def know(self, payload: Payload, j: int, layout: Layout) -> None:
         """Let all messages of a payload and stage have one layout; both ends must say so."""
@@ -249,16 +271,16 @@ class Messages:
         if buffer is None:
             buffer = self.room(layout)
             buffer.write(message.tensors)
-        head = buffer.data[: buffer.head_bytes]
+        head = buffer.head
         head[:_NUMBERS].copy_(torch.tensor([0, message.word]).view(torch.uint8))
-        marks = head[_NUMBERS : _NUMBERS + len(message.tensors)]
+        marks = head[_NUMBERS : _NUMBERS + layout.num_marks]
         if message.there is None:
             marks.fill_(1)
         else:
             marks.copy_(torch.tensor(message.there, dtype=torch.uint8))
         if self._is_apart(ring):
             self._begin(ring, a, head, Part.HEAD, None)
-            self._begin(ring, a, buffer.data[buffer.head_bytes :], Part.CONTENT, buffer)
+            self._begin(ring, a, buffer.content, Part.CONTENT, buffer)
         else:
             self._begin(ring, a, buffer.data, Part.CONTENT, buffer)
         if message.buffer is None or message.leaves:
@@ -273,7 +295,8 @@ class Messages:
         self._sent_forms[ring].put(key, form)
         apart = self._is_apart(ring)
         begins = _aligned(_NUMBERS)
-        data = self._bytes(begins if apart else begins + known.num_bytes)
+        size = begins if apart else begins + known.num_bytes
+        data = torch.empty(size, dtype=torch.uint8) if apart else self._bytes(size)
         data[:_NUMBERS].copy_(torch.tensor([int(is_new), len(form.text)]).view(torch.uint8))
         if not is_new and not apart:
             _write(data, begins, specs, tensors)
@@ -397,9 +420,8 @@ class Messages:
         """Begin to receive the content of a message whose turn it is on its channel."""
         assert self._control is not None
         if x.buffer is not None:
-            begins = x.buffer.head_bytes
-            x.head = self._control.irecv(x.ring, x.data[:begins], Part.HEAD)
-            x.content = self._transport.irecv(x.ring, x.data[begins:], Part.CONTENT)
+            x.head = self._control.irecv(x.ring, x.buffer.head, Part.HEAD)
+            x.content = self._transport.irecv(x.ring, x.buffer.content, Part.CONTENT)
             return
         head = torch.empty(_aligned(_NUMBERS), dtype=torch.uint8)
         self._wait(self._control.irecv(x.ring, head, Part.HEAD), x.action)
@@ -415,7 +437,7 @@ class Messages:
             if pending is not None:
                 self._wait(pending, x.action)
         if x.buffer is not None:
-            return _laid_out(x.buffer)
+            return _laid_out(x.buffer, self._layouts[x.ring.payload, x.ring.j].num_marks)
         if x.begun is not None:
             return Message(_read(x.data, 0, x.form.specs), x.form.facts)
         begins = _aligned(_NUMBERS)
@@ -443,12 +465,12 @@ class Messages:
         return torch.empty(count, dtype=torch.uint8, device=self._device)
 
 
-def _laid_out(buffer: Buffer) -> Message:
+def _laid_out(buffer: Buffer, num_marks: int) -> Message:
     """Read a message of one layout where it lies."""
-    head = buffer.data[: buffer.head_bytes].cpu()
-    word = int(head[8:_NUMBERS].view(torch.int64))
-    marks = head[_NUMBERS : _NUMBERS + len(buffer.tensors)]
-    there = None if bool(marks.all()) else [bool(mark) for mark in marks.tolist()]
+    head = buffer.head.cpu()
+    _, word = head[:_NUMBERS].view(torch.int64).tolist()
+    marks = head[_NUMBERS : _NUMBERS + num_marks].tolist()
+    there = None if all(marks) else list(map(bool, marks))
     return Message(buffer.tensors, None, word, there, buffer)
 
 

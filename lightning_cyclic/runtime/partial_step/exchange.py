@@ -269,11 +269,10 @@ class Exchange:
         _copy(self._holdings.changing(a.j), message.tensors)
 
     def _give_norms(self, a: Action) -> Message:
-        return Message([self._norms.note(a.t, a.j, self._grads.of(a.t, a.j))])
+        return self._norms.note(a.t, a.j, self._grads.of(a.t, a.j)).message()
 
     def _take_norms(self, a: Action, message: Message) -> None:
-        (norms,) = message.tensors
-        self._norms.put(a.t, a.j, norms)
+        self._norms.put(a.t, a.j, message)
 
     def _give_batch(self, a: Action) -> Message:
         return self.batches[a.t]

@@ -162,7 +162,7 @@ class StagewiseSession:
             self.program.flow, self._messages, self._exchange, self._exchange, self
         )
         for j in range(plan.num_stages):
-            layout = self._messages.layout([self.norms.shape(j)])
+            layout = self.norms.layout(j, self._messages)
             self._messages.know(Payload.N, j, layout)  # received ahead, several at once
         self._modes = [(m, m.training) for m in self.module.modules()]
         holdings.free()
