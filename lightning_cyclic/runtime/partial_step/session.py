@@ -24,6 +24,7 @@ from lightning_cyclic.plan.dataflow import Datum, Item
 from lightning_cyclic.plan.passes.messages import step_of
 from lightning_cyclic.plan.program import Program
 from lightning_cyclic.runtime.gradient_store import GradientStore
+from lightning_cyclic.runtime.late_values import LateValues
 from lightning_cyclic.runtime.messages import Message, Messages
 from lightning_cyclic.runtime.norms import Norms
 from lightning_cyclic.runtime.partial_step.chance import undisturbed
@@ -84,6 +85,7 @@ class StagewiseSession:
         self.t = 0
         self.failed = False
         self.arrived: list[tuple[int, Message]] = []  # steps, and what came out of them
+        self.losses = LateValues()  # that somebody looks at
         self.cuts: Cuts | None = None
         self.site: Site | None = None
         self.versions: Versions | None = None
@@ -331,7 +333,10 @@ class StagewiseSession:
     def flush(self) -> None:
         """Finish all steps that have begun."""
         last = self.t - 1
-        if self.cuts is None or self.failed or self._ended == last:
+        if self.cuts is None or self.failed:
+            return
+        self.losses.settle()
+        if self._ended == last:
             return
         self._put_off = self.program.put_off(self.worker, last)
         actions = self.program.flush(self.worker, last, ended=self._ended)
