@@ -115,6 +115,8 @@ class Run:
                 replay.release()
 
     def _output_of(self, step: Callable[[], Any]) -> Any:
+        # once: the code between units draws the same on every worker that runs it, in any region
+        self._chance.begin_region(0)
         try:
             self._enter(0)
             return step()
@@ -264,13 +266,11 @@ class Run:
         replay.begin()
         if replay.needs_watch:
             self._watch()
-        self._chance.begin_region(region)
 
     def _enter_stage(self) -> None:
         self._receive()
         self._replay, self._draws = None, False
         self._watch()
-        self._chance.begin_region(self.target)
         self._chance.begin_stage(self.target)
 
     def _watch(self) -> None:
