@@ -132,11 +132,13 @@ class Exchange:
 
     def _gradients_for(self, a: Action) -> Gradients:
         assert a.i is not None
+        crossed = self._crossed.pop((a.t, a.i, a.j), {})
+        if not self._holdings.has_ties:
+            return Gradients(crossed, {})
         for source in gradient_sources(self._plan, a, self._worker):
             self._keep_tied(a, self._tied_from.pop((a.t, a.i, a.j, source), {}))
         lent = [n for n, _ in self._holdings.lent(a.j) if (a.t, a.i, n) in self._tied]
-        tied = {n: self._tied.pop((a.t, a.i, n)) for n in lent}
-        return Gradients(self._crossed.pop((a.t, a.i, a.j), {}), tied)
+        return Gradients(crossed, {n: self._tied.pop((a.t, a.i, n)) for n in lent})
 
     def _keep_tied(self, a: Action, taken: Mapping[str, Tensor]) -> None:
         """Add gradients of tied parameters: those of later stages come first in the sum."""
