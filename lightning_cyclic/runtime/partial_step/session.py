@@ -26,7 +26,6 @@ from lightning_cyclic.plan.program import Program
 from lightning_cyclic.runtime.gradient_store import GradientStore
 from lightning_cyclic.runtime.messages import Message, Messages
 from lightning_cyclic.runtime.norms import Norms
-from lightning_cyclic.runtime.partial_step.chance import undisturbed
 from lightning_cyclic.runtime.partial_step.collectives import Collectives
 from lightning_cyclic.runtime.partial_step.config import StagewiseConfig, Summarise
 from lightning_cyclic.runtime.partial_step.exchange import Exchange, Told, stages_of
@@ -39,6 +38,7 @@ from lightning_cyclic.runtime.partial_step.stage_step import Micro, StageStep
 from lightning_cyclic.runtime.partial_step.versions import Versions
 from lightning_cyclic.runtime.partial_step.weighting import shares_of, whole_share
 from lightning_cyclic.runtime.prediction.foresight import Foresight
+from lightning_cyclic.runtime.randomness import undisturbed
 from lightning_cyclic.runtime.stages.cuts import Cuts
 from lightning_cyclic.runtime.transport import AbstractTransport
 from lightning_cyclic.runtime.values.batches import refuse_iterators, tensors_of, with_tensors

@@ -25,8 +25,8 @@ from lightning_cyclic.runtime.stages.stage_map import StageMap, make_stages
 from lightning_cyclic.runtime.transport import CountingTransport, NamedTransport
 from lightning_cyclic.runtime.waiting import naming_peers
 from lightning_cyclic.runtime.whole_step.bootstrap import FirstStep
+from lightning_cyclic.runtime.whole_step.draws import KeyedDraws
 from lightning_cyclic.runtime.whole_step.engine import Engine, EngineState, Update
-from lightning_cyclic.runtime.whole_step.randomness import keyed
 
 _BYTES_PER_STAGE = 1 << 20
 _FINE_STAGES = 8
@@ -108,6 +108,9 @@ class Session:
         # made here, by all workers at once, so that a failure in the first step has a board
         self.transport = self._new_transport()
         self._first: FirstStep | None = FirstStep(module, parameters, device, self.group)
+        # stages that are chosen in the first step are not known in it: it draws as one stage
+        named = () if isinstance(config.stages, int | str) else config.stages
+        self._draws = KeyedDraws(module, named, device)
 
     @property
     def t(self) -> int:
@@ -128,7 +131,7 @@ class Session:
         first = self._batches == 0
         key = self._worker + (self._batches << 32)  # the micro-batch, and which of its batches
         self._batches = 0 if last else self._batches + 1
-        with keyed(self._seed, self.t, key, self._device):
+        with self._draws.keyed(self._seed, self.t, key):
             if self.engine is not None:
                 with self.engine.forward(first=first, last=last):
                     yield
@@ -213,6 +216,7 @@ class Session:
         if not self._failed:
             with self.naming_peers("all workers to finish"):
                 dist.barrier(group=self.group)
+        self._draws.remove()
         if self.engine is not None:
             self.engine.close()
         else:
@@ -272,6 +276,9 @@ class Session:
         if self.engine is not None:  # receives posted for the old engine must not match new sends
             self.transport = self._new_transport()
         self.stages = stages
+        self._draws.remove()
+        starts = [stage.start for stage in stages.stages[1:]]
+        self._draws = KeyedDraws(self._module, starts, self._device)
         self.engine = Engine(
             self._module,
             plan,
@@ -280,6 +287,7 @@ class Session:
             self._update,
             state,
             paced=self._config.paced,
+            aside=self._draws.aside,
         )
         if self.stop_requested:
             self.engine.request_stop()
