@@ -144,6 +144,7 @@ def make_session(
         remat=options.remat,
         seed=agreed_seed(device),
         expected_stages=plan.num_stages,
+        is_delayed=plan.weights != "sync",
     )
     worker = rank_of(trainer.global_rank, trainer.world_size // options.width)
     return StagewiseSession(

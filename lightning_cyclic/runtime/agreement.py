@@ -6,7 +6,7 @@ Only tensors travel (UTF-8 bytes), never pickled objects.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ def gather_texts(text: str, device: torch.device, group: Any = None) -> list[str
 
 
 def require_same_module(module: nn.Module, device: torch.device) -> None:
-    """Refuse workers whose modules differ.
+    """Refuse ranks whose modules differ.
 
     Raises:
         ConfigurationError: on every worker, with the first tensor that differs.
@@ -43,23 +43,23 @@ def require_same_module(module: nn.Module, device: torch.device) -> None:
         return
     everyone = [text.splitlines() for text in gather_texts("\n".join(lines), device)]
     raise ConfigurationError(
-        f"workers hold different modules: {_first_difference(everyone)}; allowed: the same "
+        f"ranks hold different modules: {_first_difference(everyone)}; allowed: the same "
         "module, with the same shapes, dtypes and frozen parameters, on every worker; build it "
         "from the same arguments everywhere"
     )
 
 
 def require_same_number(what: str, number: float, device: torch.device, group: Any = None) -> None:
-    """Refuse workers that hold different values of a number.
+    """Refuse ranks that hold different values of a number.
 
     Raises:
         ConfigurationError: on every worker, with every value.
     """
     values = gather_texts(repr(number), device, group)
     if len(set(values)) > 1:
-        each = ", ".join(f"worker {w}: {value}" for w, value in enumerate(values))
+        each = ", ".join(f"rank {w}: {value}" for w, value in enumerate(values))
         raise ConfigurationError(
-            f"workers have different {what} ({each}); allowed: the same everywhere; "
+            f"ranks have different {what} ({each}); allowed: the same everywhere; "
             "use Trainer(use_distributed_sampler=True), or limit_train_batches"
         )
 
@@ -83,14 +83,30 @@ def describe_batch(batch: Any) -> str:
 
 
 def require_same_lines(what: str, texts: list[str], allowed: str) -> None:
-    """Refuse workers whose texts differ.
+    """Refuse ranks whose texts differ.
 
     Raises:
         StepError: with the first line that differs.
     """
     if len(set(texts)) > 1:
         difference = _first_difference([text.splitlines() for text in texts])
-        raise StepError(f"workers differ in {what}: {difference}; allowed: {allowed}")
+        raise StepError(f"ranks differ in {what}: {difference}; allowed: {allowed}")
+
+
+def merged(mine: Mapping[str, Any], group: Any) -> dict[str, Any]:
+    """Return on worker 0 what all workers have of parameters, by name; elsewhere the own.
+
+    Where several have versions of one, some may have more of them than others.
+    """
+    if group is None:
+        return dict(mine)
+    parts: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(dict(mine), parts, dst=0)
+    whole: dict[str, Any] = {}
+    for name, values in (item for part in parts or [mine] for item in part.items()):
+        together = isinstance(values, dict) and name in whole
+        whole[name] = whole[name] | values if together else values
+    return whole
 
 
 def _leaf(leaf: Any) -> str:
@@ -116,5 +132,5 @@ def _first_difference(everyone: list[list[str]]) -> str:
             a = base[k] if k < len(base) else "nothing"
             b = lines[k] if k < len(lines) else "nothing"
             if a != b:
-                return f"worker 0 has {a!r}, worker {w} has {b!r}"
+                return f"rank 0 has {a!r}, rank {w} has {b!r}"
     return "none found"

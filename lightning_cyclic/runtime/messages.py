@@ -343,18 +343,16 @@ class Messages:
 
     # ------------------------------------------------------------------ receiving
 
-    def post(self, a: Action, key: Hashable, buffer: Buffer | None = None) -> None:
+    def post(self, a: Action, key: Hashable) -> None:
         """Be ready to receive, so that bytes travel while something else is computed.
 
         Args:
             a: the receive.
             key: as in :meth:`send`.
-            buffer: into which it comes, where its layout is known. [one that is free]
         """
         ring = ring_of(a, self._transport.worker)
         layout = self._layouts.get((ring.payload, ring.j))
-        if layout is not None and buffer is None:
-            buffer = self.room(layout)
+        buffer = None if layout is None else self.room(layout)
         incoming, posted = _Incoming(a, ring, key, buffer), self._posted[ring]
         if buffer is None:
             posted.append(incoming)

@@ -52,9 +52,9 @@ def test_the_first_difference_is_told() -> None:
         require_same_lines("orders", ["a\nb", "a\nb", "a\nc\nd"], "the same")
     text = str(caught.value)
     assert (
-        text == "workers differ in orders: worker 0 has 'b', worker 2 has 'c'; allowed: the same"
+        text == "ranks differ in orders: rank 0 has 'b', rank 2 has 'c'; allowed: the same"
     )
-    with pytest.raises(StepError, match="worker 0 has 'b', worker 1 has 'nothing'"):
+    with pytest.raises(StepError, match="rank 0 has 'b', rank 1 has 'nothing'"):
         require_same_lines("orders", ["a\nb", "a"], "the same")
 
 
@@ -83,8 +83,8 @@ def test_workers_tell_each_other_where_they_differ() -> None:
     assert everyone[0] == everyone[1] == everyone[2]
     texts, (shape, presence, dtype, number) = everyone[0]
     assert texts == ["", "ä", "ää"]
-    assert "worker 0 has 'weight (2, 2) float32 trained'" in shape
-    assert "worker 2 has 'weight (3, 2) float32 trained'" in shape
-    assert "worker 0 has 'bias (2,) float32 trained', worker 1 has 'nothing'" in presence
-    assert "worker 1 has 'weight (2, 2) float64 trained'" in dtype
-    assert "different things (worker 0: 0, worker 1: 1, worker 2: 2); allowed: the same" in number
+    assert "rank 0 has 'weight (2, 2) float32 trained'" in shape
+    assert "rank 2 has 'weight (3, 2) float32 trained'" in shape
+    assert "rank 0 has 'bias (2,) float32 trained', rank 1 has 'nothing'" in presence
+    assert "rank 1 has 'weight (2, 2) float64 trained'" in dtype
+    assert "different things (rank 0: 0, rank 1: 1, rank 2: 2); allowed: the same" in number

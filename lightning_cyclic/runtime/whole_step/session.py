@@ -101,7 +101,7 @@ class Session:
         self._seed = config.seed
         self.stop_requested = False
         self._batches = 0  # of the step under way
-        self._failed = False
+        self.failed = False
         self._watched: list[tuple[str, Tensor, int]] = []
         self.engine: Engine | None = None
         self.stages: StageMap | None = None
@@ -116,6 +116,31 @@ class Session:
     def t(self) -> int:
         """Return the step under way, or the number of steps done between steps."""
         return self.engine.t if self.engine else 0
+
+    @property
+    def plan(self) -> Plan | None:
+        """Return the plan with the stages that were found; None before they are."""
+        return self.engine.plan if self.engine is not None else None
+
+    @property
+    def stage_of(self) -> dict[str, int] | None:
+        """Return parameter name -> stage; None before the stages are found."""
+        return self.stages.stage_of if self.stages is not None else None
+
+    @property
+    def with_state(self) -> list[nn.Parameter]:
+        """Return the parameters that this worker has optimizer state for: those it updates."""
+        engine = self.engine
+        return [] if engine is None else [p for j in engine.owned for p in engine.parameters(j)]
+
+    def named(self) -> dict[str, nn.Parameter]:
+        """Return all parameters by name."""
+        return dict(self._module.named_parameters())
+
+    @property
+    def stopping(self) -> bool:
+        """Say whether training ends here; true on every worker from the same step on."""
+        return self.engine is not None and self.engine.stopping
 
     # ------------------------------------------------------------------ steps
 
@@ -171,22 +196,43 @@ class Session:
 
     def flush(self) -> None:
         """Finish updates in flight; do nothing behind a failure, when peers may be gone."""
-        if self.engine is not None and not self._failed:
+        if self.engine is not None and not self.failed:
             self.engine.flush()
 
-    def state(self) -> EngineState | None:
-        """Return the delayed state for a checkpoint, behind a flush; None before any step."""
-        return self.engine.state() if self.engine is not None and not self._failed else None
+    def state(self) -> dict[str, Any] | None:
+        """Return what a checkpoint needs, behind a flush; None before any step."""
+        if self.engine is None or self.stages is None or self.failed:
+            return None
+        state = self.engine.state()
+        return {
+            "stages": self.stages.as_data(),
+            "t": state.t,
+            "previous": state.previous,
+            "seed": self._seed,
+        }
 
-    def resume(self, stages: StageMap, state: EngineState, seed: int) -> None:
-        """Go on from a checkpoint: the stages are known, so no step needs to find them."""
-        self._seed = seed
+    def resume(self, saved: Mapping[str, Any] | None, *, fits: bool) -> bool:
+        """Go on from weights that were loaded, and from what :meth:`state` returned beside them.
+
+        Args:
+            saved: None for weights alone.
+            fits: whether it is of the plan of this run, so that the stages are known.
+
+        Returns:
+            Whether training goes on with the same bits.
+        """
+        if saved is None or not fits:
+            self._restart()
+            return False
+        self._seed = saved["seed"]
         if self.engine is not None:
             self.engine.close()
-        self._start(stages, state)
+        state = EngineState(t=saved["t"], previous=saved["previous"])
+        self._start(StageMap.from_data(saved["stages"]), state)
         self._first = None
+        return True
 
-    def restart(self) -> None:
+    def _restart(self) -> None:
         """Take the parameters as they are now for the newest version (they were replaced)."""
         if self.engine is not None:
             assert self.stages is not None
@@ -202,18 +248,13 @@ class Session:
 
     def fail(self, text: str) -> None:
         """Tell the other workers why this one fails; communicate no more."""
-        if not self._failed:
-            self._failed = True
+        if not self.failed:
+            self.failed = True
             self.transport.report_failure(f"worker {self._worker}: {text}")
-
-    @property
-    def failed(self) -> bool:
-        """Say whether this worker has failed."""
-        return self._failed
 
     def close(self) -> None:
         """End what runs in the background, when all workers have what they need of each other."""
-        if not self._failed:
+        if not self.failed:
             with self.naming_peers("all workers to finish"):
                 dist.barrier(group=self.group)
         self._draws.remove()
