@@ -26,14 +26,14 @@ from typing_extensions import override
 from lightning_cyclic.errors import ConfigurationError
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.plugin import checkpoint as ckpt
+from lightning_cyclic.plugin.asynchronous_pipeline import AsynchronousPipelineTraining
 from lightning_cyclic.plugin.auto import AUTO, SAVED, AutoPlan, check_network, network_of
 from lightning_cyclic.plugin.callbacks.drain import DrainCallback
 from lightning_cyclic.plugin.checks import check_no_leftovers, check_plan
-from lightning_cyclic.plugin.flowing import FlowingTraining
 from lightning_cyclic.plugin.options import NO_TIMEOUT_S, Options, checked_stages
-from lightning_cyclic.plugin.pipelines import PipelinedTraining
 from lightning_cyclic.plugin.reductions import HeldReductions
 from lightning_cyclic.plugin.replicated import ReplicatedTraining
+from lightning_cyclic.plugin.synchronous_pipeline import SynchronousPipelineTraining
 from lightning_cyclic.plugin.training import AbstractTraining, start_alike
 from lightning_cyclic.runtime.prediction.foresight import BackwardWeights
 from lightning_cyclic.runtime.prediction.prediction import Shape
@@ -445,11 +445,15 @@ class CyclicStrategy(DDPStrategy):
 
 def _kind_of_training(
     options: Options, *, fitting: bool
-) -> type[PipelinedTraining | FlowingTraining | ReplicatedTraining] | None:
+) -> type[SynchronousPipelineTraining | AsynchronousPipelineTraining | ReplicatedTraining] | None:
     """Return what is to be set up; None where Lightning's own step runs on whole weights.
 
     That is also so behind a replicated fit, whose session still answers for checkpoints.
     """
     if options.is_cut:
-        return FlowingTraining if options.flows and fitting else PipelinedTraining
+        return (
+            AsynchronousPipelineTraining
+            if options.flows and fitting
+            else SynchronousPipelineTraining
+        )
     return ReplicatedTraining if fitting and not options.trains_plainly else None

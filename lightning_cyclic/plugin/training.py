@@ -1,9 +1,9 @@
 """Training: who answers the hooks that CyclicStrategy is asked, where it is not Lightning itself.
 
     ReplicatedTraining   each worker runs whole micro-batches (replicated.py)
-    StagedTraining       each worker runs single stages (staged.py)
-      PipelinedTraining    a flush between steps (pipelines.py)
-      FlowingTraining      none: steps flow into each other (flowing.py)
+    PipelineTraining       each worker runs single stages (pipeline.py)
+      SynchronousPipelineTraining    a flush between steps (synchronous_pipeline.py)
+      AsynchronousPipelineTraining      none: steps flow into each other (asynchronous_pipeline.py)
 
 A hook of Lightning's keeps its name and arguments here, behind ``own``: what Lightning itself
 would do. A hook that a training lacks is Lightning's own.

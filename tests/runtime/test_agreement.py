@@ -51,9 +51,7 @@ def test_the_first_difference_is_told() -> None:
     with pytest.raises(StepError) as caught:
         require_same_lines("orders", ["a\nb", "a\nb", "a\nc\nd"], "the same")
     text = str(caught.value)
-    assert (
-        text == "ranks differ in orders: rank 0 has 'b', rank 2 has 'c'; allowed: the same"
-    )
+    assert text == "ranks differ in orders: rank 0 has 'b', rank 2 has 'c'; allowed: the same"
     with pytest.raises(StepError, match="rank 0 has 'b', rank 1 has 'nothing'"):
         require_same_lines("orders", ["a\nb", "a"], "the same")
 

@@ -21,15 +21,15 @@ from lightning_cyclic.plan import Plan
 from lightning_cyclic.plugin.checks import check_no_scaler
 from lightning_cyclic.plugin.clipping import clip_mode, clip_stages, may_clip_by_norm
 from lightning_cyclic.plugin.options import Options
+from lightning_cyclic.plugin.pipeline import PipelineTraining, positional
 from lightning_cyclic.plugin.reductions import HeldReductions
-from lightning_cyclic.plugin.staged import StagedTraining, positional
 from lightning_cyclic.plugin.surrogate_loss import Surrogates
 from lightning_cyclic.plugin.training import Closure, Own
 from lightning_cyclic.runtime.partial_step.config import Summarise
 
 
 @final
-class PipelinedTraining(StagedTraining):
+class SynchronousPipelineTraining(PipelineTraining):
     """Train a module whose stages are apart, one step after the other.
 
     Args:
@@ -50,7 +50,7 @@ class PipelinedTraining(StagedTraining):
     @override
     @staticmethod
     def check(trainer: Trainer, *, sync_batchnorm: bool) -> None:
-        StagedTraining.check(trainer, sync_batchnorm=sync_batchnorm)
+        PipelineTraining.check(trainer, sync_batchnorm=sync_batchnorm)
         check_no_scaler(trainer)
 
     @override

@@ -28,9 +28,9 @@ from lightning_cyclic.plugin.clipping import clip_mode, decides_together, may_cl
 from lightning_cyclic.plugin.deferred_update import DeferredUpdates
 from lightning_cyclic.plugin.future_rates import Outlook
 from lightning_cyclic.plugin.options import Options
+from lightning_cyclic.plugin.pipeline import PipelineTraining, positional
 from lightning_cyclic.plugin.prediction import Predictor
 from lightning_cyclic.plugin.reductions import HeldReductions
-from lightning_cyclic.plugin.staged import StagedTraining, positional
 from lightning_cyclic.plugin.summaries import Told
 from lightning_cyclic.plugin.surrogate_loss import stand_in
 from lightning_cyclic.plugin.training import Closure, Own, epoch_ends
@@ -41,7 +41,7 @@ from lightning_cyclic.runtime.partial_step.config import Share, StagewiseConfig,
 
 
 @final
-class FlowingTraining(StagedTraining):
+class AsynchronousPipelineTraining(PipelineTraining):
     """Train a module whose stages are apart, steps flowing into each other.
 
     Args:
@@ -86,7 +86,7 @@ class FlowingTraining(StagedTraining):
     @override
     @staticmethod
     def check(trainer: Trainer, *, sync_batchnorm: bool) -> None:
-        StagedTraining.check(trainer, sync_batchnorm=sync_batchnorm)
+        PipelineTraining.check(trainer, sync_batchnorm=sync_batchnorm)
         check_flow(trainer)
 
     @override

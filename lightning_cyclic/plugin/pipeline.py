@@ -1,7 +1,7 @@
 """What all trainings of pipelines have in common behind Lightning's hooks.
 
-    PipelinedTraining   a flush between steps (pipelines.py)
-    FlowingTraining     none: steps flow into each other (flowing.py)
+    SynchronousPipelineTraining   a flush between steps (synchronous_pipeline.py)
+    AsynchronousPipelineTraining     none: steps flow into each other (asynchronous_pipeline.py)
 
 validation, ...   the forward of the whole batch, stage by stage; outputs and logs everywhere
 state dicts       whole, put together from the workers' parts
@@ -41,7 +41,7 @@ from lightning_cyclic.runtime.partial_step.session import StagewiseSession
 from lightning_cyclic.runtime.transport import CountingTransport
 
 
-class StagedTraining(AbstractTraining):
+class PipelineTraining(AbstractTraining):
     """Evaluate, save and load a module whose stages are apart.
 
     Args:
