@@ -47,7 +47,9 @@ def over_nccl(function: Any, *args: Any) -> Any:
     lines = Lines()
     patch = pytest.MonkeyPatch()
     # a function, as methods of classes are found: it is told which transport is asked
-    patch.setattr(NamedTransport, "connect", lambda named, program: lines.connect(named, program))  # noqa: PLW0108
+    patch.setattr(
+        NamedTransport, "connect", lambda named, program, threaded: lines.connect(named, program)
+    )
     with patch.context():
         outcome = function(*args)
     lines.check()

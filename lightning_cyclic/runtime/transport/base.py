@@ -66,10 +66,16 @@ class AbstractTransport(ABC):
         """Return the transport of words between hosts, where this one has no names."""
         return None
 
-    def connect(self, program: Program) -> AbstractTransport:
+    def connect(self, program: Program, *, threaded: bool = False) -> AbstractTransport:
         """Return what carries the messages of a program, which is known later than its workers.
 
-        All workers call it at the same time.
+        All workers call it at the same time. Who connects closes what is returned, and then
+        this transport, unless they are one.
+
+        Args:
+            program: whose channels are used.
+            threaded: whether threads beside the main one wait for messages, too. On a GPU they
+                share its stream: a wait of one must not hold up what another has enqueued.
         """
         return self
 

@@ -5,8 +5,12 @@ r"""Streams: how the messages of a GPU run beside its compute, and who keeps the
     channel              send ... o     /            o  event: the message has run
     channel   recv .............. o ---'
 
-The host only enqueues. NCCL's own waits never end in an error, and torch's watchdog ends the
-process, so a thread polls the events of those that are waited for.
+The host only enqueues, where one thread does. Where several do, they share the compute stream,
+and would wait there for messages that depend on what another is about to enqueue behind: there
+the host waits, as in the proof, and the stream never.
+
+NCCL's own waits never end in an error, and torch's watchdog ends the process, so a thread polls
+the events of those that are waited for.
 """
 
 from __future__ import annotations
@@ -29,6 +33,7 @@ from lightning_cyclic.runtime.transport.line import Gone, Says
 Event = Any  # torch.cuda.Event: torch gives its methods no types
 
 _POLL_S = 0.5
+_LOOK_S = 2e-5  # between looks of a host that waits
 _ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 
@@ -52,6 +57,7 @@ class ChannelStreams:
         timeout_s: how long a message may take from the wait for it on, in seconds.
         failure: the word that a failing worker has left, or None.
         hang_up: aborts all messages of this worker, so that what waits for them runs on.
+        blocks: whether a wait blocks the host, and not the current stream.
     """
 
     def __init__(
@@ -61,6 +67,8 @@ class ChannelStreams:
         timeout_s: float,
         failure: Callable[[], str | None],
         hang_up: Callable[[], None],
+        *,
+        blocks: bool = False,
     ) -> None:
         # with the device: threads begin on device 0, whatever that of the one that made them
         self._streams = {channel: stream_on(device) for channel in channels}
@@ -68,6 +76,7 @@ class ChannelStreams:
         self._timeout_s = timeout_s
         self._failure = failure
         self._hang_up = hang_up
+        self._blocks = blocks
         self._error: OSError | None = None
         self._watched: list[_Watched] = []
         self._watching = threading.Lock()
@@ -98,17 +107,21 @@ class ChannelStreams:
         return _Streamed(self, stream.record_event(), says)
 
     def wait(self, event: Event, says: Says) -> None:
-        """Make the current stream wait, and watch the time.
+        """Make the current stream wait, or the host; and watch the time.
 
         Raises:
             TimeoutError: some message has not run in time.
             ConnectionError: another worker has failed.
         """
         self.check()
-        torch.cuda.current_stream(self._device).wait_event(event)
+        if not self._blocks:
+            torch.cuda.current_stream(self._device).wait_event(event)
         if not event.query():
             with self._watching:
                 self._watched.append(_Watched(time.monotonic() + self._timeout_s, event, says))
+        while self._blocks and not event.query():
+            time.sleep(_LOOK_S)
+            self.check()
 
     @property
     def has_failed(self) -> bool:

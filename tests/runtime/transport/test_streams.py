@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from threading import Thread
 from types import SimpleNamespace
 from typing import Any
 
@@ -81,13 +82,14 @@ class Fake:
         self.log.append(f"begin on {self.current.name}")
         return SimpleNamespace(wait=lambda: self.log.append(f"{self.current.name} waits for it"))
 
-    def streams(self, timeout_s: float) -> ChannelStreams:
+    def streams(self, timeout_s: float, *, blocks: bool = False) -> ChannelStreams:
         return ChannelStreams(
             (THERE, SUMS),
             DEVICE,
             timeout_s,
             lambda: self.failure,
             lambda: self.log.append("hang up"),
+            blocks=blocks,
         )
 
     def begin(self, made: ChannelStreams, says: str = "worker 0 waited") -> Any:
@@ -125,6 +127,27 @@ def test_a_message_runs_on_the_stream_of_its_channel(fake: Fake) -> None:
     made.settle()
     assert fake.log[-1] == "host waits for compute"
     made.close()
+
+
+def test_where_threads_share_the_stream_the_host_waits(fake: Fake) -> None:
+    made = fake.streams(20.0, blocks=True)
+    pending = fake.begin(made)
+    fake.log.clear()
+    waiting = Thread(target=pending.wait)
+    waiting.start()
+    waiting.join(0.05)
+    assert waiting.is_alive()
+    fake.made[1].event.has_run = True
+    waiting.join(5)
+    assert not waiting.is_alive()
+    assert fake.log == []  # no stream waits for anything
+    made.close()
+
+
+def test_a_host_that_waits_is_told_what_is_late(fake: Fake) -> None:
+    late = fake.begin(fake.streams(0.05, blocks=True), "worker 0 waited for P")
+    with pytest.raises(TimeoutError, match="^worker 0 waited for P: it has not run$"):
+        late.wait()
 
 
 def test_a_message_that_is_late_ends_all(fake: Fake) -> None:
