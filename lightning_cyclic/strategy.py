@@ -310,7 +310,7 @@ class CyclicStrategy(DDPStrategy):
         """Make all workers start from worker 0's module, without wrapping it; choose the plan."""
         assert self.lightning_module is not None
         if self.world_size > 1:
-            start_alike(self.lightning_module, self.root_device)
+            start_alike(self.lightning_module)
         if self._auto is not None:  # here, as the module is on its device, and no data are read
             trainer = self.lightning_module.trainer
             check = partial(self._check, trainer, fitting=True)

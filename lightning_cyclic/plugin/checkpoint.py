@@ -13,6 +13,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.runtime.partial_step.session import StagewiseSession
@@ -22,19 +23,21 @@ from lightning_cyclic.runtime.whole_step.engine import EngineState
 KEY = "lightning_cyclic"
 
 
-def gather_optimizer_state(optimizer: Optimizer, owned: Sequence[nn.Parameter]) -> dict[str, Any]:
+def gather_optimizer_state(
+    optimizer: Optimizer, owned: Sequence[nn.Parameter], group: Any
+) -> dict[str, Any]:
     """Return the whole optimizer state on worker 0, this worker's part elsewhere.
 
     Args:
         optimizer: holds state for the parameters that this worker owns.
         owned: those parameters.
+        group: process group of all workers for what is in the host's memory; None for one worker.
     """
     mine = optimizer.state_dict()
     ids = {id(p): k for k, p in enumerate(_in_order(optimizer))}
     kept = {ids[id(p)] for p in owned}
     mine["state"] = {k: v for k, v in mine["state"].items() if k in kept}
-    parts: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-    dist.gather_object(mine["state"], parts, dst=0)
+    parts = _gathered(mine["state"], group)
     if parts is not None:
         merged = {k: v for part in parts for k, v in part.items()}
         mine["state"] = dict(sorted(merged.items()))
@@ -95,10 +98,9 @@ def merged(mine: Mapping[str, Any], group: Any) -> dict[str, Any]:
     """
     if group is None:
         return dict(mine)
-    parts: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-    dist.gather_object(dict(mine), parts, dst=0)
+    parts = _gathered(mine, group) or [mine]
     whole: dict[str, Any] = {}
-    for name, values in (item for part in parts or [mine] for item in part.items()):
+    for name, values in (item for part in parts for item in part.items()):
         together = isinstance(values, dict) and name in whole
         whole[name] = whole[name] | values if together else values
     return whole
@@ -114,6 +116,17 @@ def restored(saved: Mapping[str, Any]) -> tuple[StageMap, EngineState]:
     """Return the stages and the state that a key holds."""
     state = EngineState(t=saved["t"], previous=saved["previous"])
     return StageMap.from_data(saved["stages"]), state
+
+
+def _gathered(mine: Mapping[Any, Any], group: Any) -> list[Mapping[Any, Any]] | None:
+    """Return on worker 0 what all workers have; None elsewhere."""
+    if group is None:
+        return [mine]
+    parts: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    # from the host's memory: what is pickled on a GPU would be made there again, on that of its
+    # worker, by worker 0
+    dist.gather_object(tree_map_only(Tensor, Tensor.cpu, dict(mine)), parts, dst=0, group=group)
+    return parts
 
 
 def _numbers(plan: Plan) -> dict[str, Any]:

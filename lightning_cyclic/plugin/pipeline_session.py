@@ -142,7 +142,7 @@ def make_session(
         num_micro=plan.num_micro // options.width,
         width=options.width,
         remat=options.remat,
-        seed=agreed_seed(device),
+        seed=agreed_seed(),
         expected_stages=plan.num_stages,
     )
     worker = rank_of(trainer.global_rank, trainer.world_size // options.width)

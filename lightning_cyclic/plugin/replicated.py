@@ -70,7 +70,7 @@ class ReplicatedTraining(AbstractTraining):
         check_optimizers(trainer.optimizers)
         parameters = trained_parameters(self._module, trainer.optimizers[0])
         self._parameter_ids = frozenset(map(id, parameters.values()))
-        self._seed = agreed_seed(trainer.strategy.root_device)
+        self._seed = agreed_seed()
         clip = clip_mode(trainer, plan, options.clip)
         self._updates = DeferredUpdates(
             trainer, clip, reductions, self._parameters_of, self._total_norm
@@ -225,9 +225,8 @@ class ReplicatedTraining(AbstractTraining):
         trainer, session = self._trainer, self._session
         with session.naming_peers("all workers to begin an epoch"):
             require_same_number(
-                "numbers of training batches", trainer.num_training_batches,
-                trainer.strategy.root_device, session.group,
-            )  # fmt: skip
+                "numbers of training batches", trainer.num_training_batches, session.group
+            )
         now = trained_parameters(self._module, trainer.optimizers[0])
         if frozenset(map(id, now.values())) != self._parameter_ids:
             raise ConfigurationError(
@@ -252,7 +251,7 @@ class ReplicatedTraining(AbstractTraining):
             return super().optimizer_state(own, optimizer)
         self.flush()
         optimizer = getattr(optimizer, "_optimizer", optimizer)
-        return ckpt.gather_optimizer_state(optimizer, self._owned())
+        return ckpt.gather_optimizer_state(optimizer, self._owned(), self._session.group)
 
     @override
     def delayed_state(self) -> dict[str, Any] | None:

@@ -222,7 +222,7 @@ class StagedTraining(AbstractTraining):
         optimizer = getattr(optimizer, "_optimizer", optimizer)
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         mine = [p for p in self._session.with_state if id(p) in held]
-        return ckpt.gather_optimizer_state(optimizer, mine)
+        return ckpt.gather_optimizer_state(optimizer, mine, self._session.group)
 
     @override
     def delayed_state(self) -> dict[str, Any] | None:

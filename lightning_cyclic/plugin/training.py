@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from lightning_cyclic.errors import ConfigurationError
 from lightning_cyclic.plan import Plan
-from lightning_cyclic.runtime.agreement import require_same_module
+from lightning_cyclic.runtime.agreement import device_for, require_same_module
 from lightning_cyclic.runtime.transport import CountingTransport
 
 Own: TypeAlias = Callable[..., Any]
@@ -168,21 +168,21 @@ class PlainTraining(AbstractTraining):
     """Leave everything to Lightning."""
 
 
-def start_alike(module: nn.Module, device: torch.device) -> None:
+def start_alike(module: nn.Module) -> None:
     """Give all workers worker 0's weights; all must call it.
 
     Raises:
         ConfigurationError: on every worker, where modules differ in more than values.
     """
-    require_same_module(module, device)
+    require_same_module(module)
     with torch.no_grad():
         for tensor in [*module.parameters(), *module.buffers()]:
             torch.distributed.broadcast(tensor, 0)
 
 
-def agreed_seed(device: torch.device) -> int:
+def agreed_seed() -> int:
     """Return the seed of worker 0, on every worker."""
-    seed = torch.tensor([torch.initial_seed() % 2**63], device=device)
+    seed = torch.tensor([torch.initial_seed() % 2**63], device=device_for())
     torch.distributed.broadcast(seed, 0)
     return int(seed)
 

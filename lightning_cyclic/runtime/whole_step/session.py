@@ -107,7 +107,7 @@ class Session:
         self.stages: StageMap | None = None
         # made here, by all workers at once, so that a failure in the first step has a board
         self.transport = self._new_transport()
-        self._first: FirstStep | None = FirstStep(module, parameters, device, self.group)
+        self._first: FirstStep | None = FirstStep(module, parameters, self.group)
 
     @property
     def t(self) -> int:
