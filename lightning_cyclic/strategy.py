@@ -39,6 +39,11 @@ from lightning_cyclic.plugin.replicated import ReplicatedTraining
 from lightning_cyclic.plugin.training import AbstractTraining, Closure, PlainTraining, start_alike
 from lightning_cyclic.runtime.prediction.foresight import BackwardWeights
 from lightning_cyclic.runtime.prediction.prediction import Shape
+from lightning_cyclic.runtime.transport.choice import (
+    Route,
+    naming_shared_gpus,
+    refuse_shared_gpus,
+)
 
 
 @final
@@ -87,6 +92,9 @@ class CyclicStrategy(DDPStrategy):
         bandwidth: of pipelines and "auto": of each worker, like "10Gbit/s" or bytes per second.
             [10Gbit/s]
         latency: of pipelines and "auto": of a message, like "50us" or seconds. [50us]
+        transport: how messages travel. "auto": on CPUs by name over gloo; on GPUs over NCCL,
+            channel by channel; through the host's memory where workers share a GPU, or with
+            process_group_backend="gloo". Or one of these: "named", "edges", "host_staged".
         accelerator: as in DDPStrategy.
         parallel_devices: as in DDPStrategy.
         cluster_environment: as in DDPStrategy.
@@ -135,6 +143,7 @@ class CyclicStrategy(DDPStrategy):
         lookahead_lrs: bool = False,
         bandwidth: str | float | None = None,
         latency: str | float | None = None,
+        transport: Route = "auto",
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -176,6 +185,7 @@ class CyclicStrategy(DDPStrategy):
             warmup_steps=warmup_steps,
             horizon=horizon,
             lookahead_lrs=lookahead_lrs,
+            transport=transport,
             timeout_s=timeout.total_seconds() if timeout else NO_TIMEOUT_S,
             network=network_of(bandwidth, latency),
         )
@@ -273,6 +283,14 @@ class CyclicStrategy(DDPStrategy):
         self._plan = self._training.plan or self._plan
         self._training = PlainTraining()
         super().setup_environment()
+
+    @override
+    def setup_distributed(self) -> None:
+        """Let the workers meet, and refuse early that some share a GPU over NCCL."""
+        over_nccl = "nccl" in self._get_process_group_backend()
+        refuse_shared_gpus(self.parallel_devices, has_nccl=over_nccl)
+        with naming_shared_gpus():
+            super().setup_distributed()
 
     @override
     def setup(self, trainer: Trainer) -> None:

@@ -83,6 +83,7 @@ class ReplicatedTraining(AbstractTraining):
             stages=options.stages,
             seed=self._seed,
             timeout_s=options.timeout_s,
+            route=options.transport,
             relay_buffers=options.relay_buffers,
             paced=clip != "global" or plan.weights != "freshest",
             accumulates=_may_accumulate(trainer),
