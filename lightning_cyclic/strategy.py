@@ -254,6 +254,12 @@ class CyclicStrategy(DDPStrategy):
         return self._training.report() if table is None else table
 
     @property
+    def route(self) -> str:
+        """Return how messages travel: "named", "edges" or "host_staged"; "" where none do."""
+        transport = self._training.transport
+        return transport.route if transport else ""
+
+    @property
     def messages_sent(self) -> int:
         """Return how many point-to-point messages this worker has sent in training."""
         transport = self._training.transport

@@ -43,12 +43,10 @@ class Links(NamedTuple):
         transport: carries messages, and counts them.
         group: process group of all workers for what they agree on: gloo's, for tensors of the
             host; it breaks when a worker fails.
-        route: how messages travel.
     """
 
     transport: CountingTransport
     group: Any
-    route: Route
 
 
 def link(
@@ -81,7 +79,7 @@ def link(
         made = LateEdges(named, device, "nccl" if device.type == "cuda" else "gloo")
     elif route == "host_staged":
         made = HostStagedTransport(named)
-    return Links(CountingTransport(made), named.group, route)
+    return Links(CountingTransport(made, route=route), named.group)
 
 
 def route_on_gpus(route: Route, devices: Sequence[str], *, has_nccl: bool) -> Route:

@@ -87,7 +87,7 @@ def linked(route: Any, device: str) -> tuple[str, str, str]:
     links = link(route, torch.device(device), 20.0)
     inner = links.transport._inner
     links.transport.close()
-    return links.route, type(inner).__name__, torch.distributed.get_backend(links.group)
+    return links.transport.route, type(inner).__name__, torch.distributed.get_backend(links.group)
 
 
 @pytest.mark.multi
