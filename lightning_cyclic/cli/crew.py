@@ -56,11 +56,11 @@ def run(trial: Trial, folder: Path, limit_s: float) -> Ended:
     processes, ends, port = [], [], _free_port()
     try:
         for rank in range(trial.num_workers):
-            end, childs = _context().Pipe(duplex=False)
-            args = (childs, trial, rank, port, str(folder), limit_s)
+            end, child_end = _context().Pipe(duplex=False)
+            args = (child_end, trial, rank, port, str(folder), limit_s)
             processes.append(_context().Process(target=_work, args=args, daemon=True))
             processes[-1].start()
-            childs.close()
+            child_end.close()
             ends.append(end)
         began = time.monotonic()  # the first process has waited for what all of them import
         told = _collect(ends, began + limit_s)
