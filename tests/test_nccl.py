@@ -47,9 +47,7 @@ def over_nccl(function: Any, *args: Any) -> Any:
     lines = Lines()
     patch = pytest.MonkeyPatch()
     # a function, as methods of classes are found: it is told which transport is asked
-    patch.setattr(
-        NamedTransport, "connect", lambda named, program, threaded: lines.connect(named, program)
-    )
+    patch.setattr(NamedTransport, "connect", lambda named, program: lines.connect(named, program))  # noqa: PLW0108
     with patch.context():
         outcome = function(*args)
     lines.check()

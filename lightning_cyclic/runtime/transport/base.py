@@ -30,7 +30,7 @@ class AbstractPending(ABC):
     def wait(self) -> None:
         """Block until the buffer may be read (receive) or written (send).
 
-        On devices with streams, the current stream waits, and the host goes on.
+        What comes behind it on any stream of the device sees the content.
 
         Raises:
             TimeoutError: the transport's time limit passed.
@@ -66,16 +66,11 @@ class AbstractTransport(ABC):
         """Return the transport of words between hosts, where this one has no names."""
         return None
 
-    def connect(self, program: Program, *, threaded: bool = False) -> AbstractTransport:
+    def connect(self, program: Program) -> AbstractTransport:
         """Return what carries the messages of a program, which is known later than its workers.
 
         All workers call it at the same time. Who connects closes what is returned, and then
-        this transport, unless they are one.
-
-        Args:
-            program: whose channels are used.
-            threaded: whether threads beside the main one wait for messages, too. On a GPU they
-                share its stream: a wait of one must not hold up what another has enqueued.
+        this transport.
         """
         return self
 

@@ -58,8 +58,8 @@ class CountingTransport(AbstractTransport):
         self._control = None if control is None else CountingTransport(control, self.counts)
 
     @override
-    def connect(self, program: Program, *, threaded: bool = False) -> AbstractTransport:
-        return CountingTransport(self._inner.connect(program, threaded=threaded), self.counts)
+    def connect(self, program: Program) -> AbstractTransport:
+        return CountingTransport(self._inner.connect(program), self.counts)
 
     @property
     def messages(self) -> Counter[Payload]:

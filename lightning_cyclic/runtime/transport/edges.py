@@ -48,7 +48,6 @@ class EdgeTransport(AbstractTransport):
             it, behind this transport.
         device: of all content.
         backend: "nccl" for tensors on GPUs, one per worker; "gloo" for those of the host.
-        threaded: as in :meth:`AbstractTransport.connect`.
     """
 
     def __init__(
@@ -57,8 +56,6 @@ class EdgeTransport(AbstractTransport):
         control: NamedTransport,
         device: torch.device,
         backend: Backend = "nccl",
-        *,
-        threaded: bool = False,
     ) -> None:
         super().__init__(control.worker, control.num_workers, control.timeout_s)
         self._control = control
@@ -68,9 +65,8 @@ class EdgeTransport(AbstractTransport):
             self._lines = dict(self._connect(channels, backend))
         if backend == "nccl":
             self._streams = ChannelStreams(
-                self._lines, device, self.timeout_s, control.failure, self.hang_up,
-                blocks=threaded,
-            )  # fmt: skip
+                self._lines, device, self.timeout_s, control.failure, self.hang_up
+            )
         self._warm_up()
 
     @property
@@ -101,8 +97,7 @@ class EdgeTransport(AbstractTransport):
 
     @override
     def close(self) -> None:
-        if self._streams is not None:
-            self._streams.close()
+        """Do nothing: nothing runs in the background, and control belongs to who made it."""
 
     def hang_up(self) -> None:
         """Close all channels of this worker, so that nobody waits for it any longer."""
@@ -133,8 +128,6 @@ class EdgeTransport(AbstractTransport):
             way: Way = "send" if channel.source == self.worker else "recv"
             says = partial(self._control.peers.first_contact, channel)
             self._post(way, channel, byte, says).wait()
-        if self._streams is not None:
-            self._streams.settle()
 
     def _says(self, ring: Ring, part: Part) -> Says:
         assert part is Part.CONTENT, f"{part.name} of {ring} has to go by control: no names here"
@@ -167,9 +160,8 @@ class LateEdges(AbstractTransport):
         self._made: list[EdgeTransport] = []
 
     @override
-    def connect(self, program: Program, *, threaded: bool = False) -> EdgeTransport:
-        channels, control = program.channels, self._control
-        made = EdgeTransport(channels, control, self._device, self._backend, threaded=threaded)
+    def connect(self, program: Program) -> EdgeTransport:
+        made = EdgeTransport(program.channels, self._control, self._device, self._backend)
         self._made.append(made)
         return made
 

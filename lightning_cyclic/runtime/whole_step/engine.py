@@ -95,8 +95,8 @@ class Engine:
         self._parameters = [[named[n] for n in s.parameters] for s in stages.stages]
         wait = Waiter(plan, transport).wait
         device = next((p.device for p in named.values()), torch.device("cpu"))
-        depths, lanes = plan.program.depths, waiting_lanes(plan, self._w)
-        self._line = transport.connect(plan.program, threaded=bool(lanes))
+        depths = plan.program.depths
+        self._line = transport.connect(plan.program)
         self._messages = Messages(self._line, depths, wait, device)
         self.stores = [VersionStore(ps, self.t, self._messages) for ps in self._parameters]
         if state is not None:
@@ -106,7 +106,7 @@ class Engine:
         self._exchange = Exchange(
             module, self._w, stages, self.stores, self._grads, self.norms, self._messages
         )
-        hooks = _Hooks(self._enter)
+        hooks, lanes = _Hooks(self._enter), waiting_lanes(plan, self._w)
         self._worker = Worker(
             plan.program.flow,
             self._messages,
