@@ -37,6 +37,11 @@ from lightning_cyclic.plugin.synchronous_pipeline import SynchronousPipelineTrai
 from lightning_cyclic.plugin.training import AbstractTraining, start_alike
 from lightning_cyclic.runtime.prediction.foresight import BackwardWeights
 from lightning_cyclic.runtime.prediction.prediction import Shape
+from lightning_cyclic.runtime.transport.choice import (
+    Route,
+    naming_shared_gpus,
+    refuse_shared_gpus,
+)
 
 
 def _forwarded(hook: str) -> Any:
@@ -96,6 +101,9 @@ class CyclicStrategy(DDPStrategy):
         bandwidth: of pipelines and "auto": of each worker, like "10Gbit/s" or bytes per second.
             [10Gbit/s]
         latency: of pipelines and "auto": of a message, like "50us" or seconds. [50us]
+        transport: how messages travel. "auto": on CPUs by name over gloo; on GPUs over NCCL,
+            channel by channel; through the host's memory where workers share a GPU, or with
+            process_group_backend="gloo". Or one of these: "named", "edges", "host_staged".
         accelerator: as in DDPStrategy.
         parallel_devices: as in DDPStrategy.
         cluster_environment: as in DDPStrategy.
@@ -144,6 +152,7 @@ class CyclicStrategy(DDPStrategy):
         lookahead_lrs: bool = False,
         bandwidth: str | float | None = None,
         latency: str | float | None = None,
+        transport: Route = "auto",
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -185,6 +194,7 @@ class CyclicStrategy(DDPStrategy):
             warmup_steps=warmup_steps,
             horizon=horizon,
             lookahead_lrs=lookahead_lrs,
+            transport=transport,
             timeout_s=timeout.total_seconds() if timeout else NO_TIMEOUT_S,
             network=network_of(bandwidth, latency),
         )
@@ -265,6 +275,12 @@ class CyclicStrategy(DDPStrategy):
         return report
 
     @property
+    def route(self) -> str:
+        """Return how messages travel: "named", "edges" or "host_staged"; "" where none do."""
+        transport = None if self._training is None else self._training.transport
+        return transport.route if transport else ""
+
+    @property
     def messages_sent(self) -> int:
         """Return how many point-to-point messages this worker has sent in training."""
         transport = None if self._training is None else self._training.transport
@@ -294,6 +310,14 @@ class CyclicStrategy(DDPStrategy):
         self._plan = self._planned
         self._training = None
         super().setup_environment()
+
+    @override
+    def setup_distributed(self) -> None:
+        """Let the workers meet, and refuse early that some share a GPU over NCCL."""
+        over_nccl = "nccl" in self._get_process_group_backend()
+        refuse_shared_gpus(self.parallel_devices, has_nccl=over_nccl)
+        with naming_shared_gpus():
+            super().setup_distributed()
 
     @override
     def setup(self, trainer: Trainer) -> None:
@@ -331,7 +355,7 @@ class CyclicStrategy(DDPStrategy):
         """Make all workers start from worker 0's module, without wrapping it; choose the plan."""
         assert self.lightning_module is not None
         if self.world_size > 1:
-            start_alike(self.lightning_module, self.root_device)
+            start_alike(self.lightning_module)
         if self._auto is not None:  # here, as the module is on its device, and no data are read
             trainer = self.lightning_module.trainer
             check = partial(self._check, trainer, fitting=True)

@@ -10,28 +10,30 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_cyclic.plan import Plan
+from lightning_cyclic.runtime.agreement import gathered
 
 KEY = "lightning_cyclic"
 
 
-def gather_optimizer_state(optimizer: Optimizer, owned: Sequence[nn.Parameter]) -> dict[str, Any]:
+def gather_optimizer_state(
+    optimizer: Optimizer, owned: Sequence[nn.Parameter], group: Any
+) -> dict[str, Any]:
     """Return the whole optimizer state on worker 0, this worker's part elsewhere.
 
     Args:
         optimizer: holds state for the parameters that this worker owns.
         owned: those parameters.
+        group: process group of all workers for what is in the host's memory; None for one worker.
     """
     mine = optimizer.state_dict()
     ids = {id(p): k for k, p in enumerate(_in_order(optimizer))}
     kept = {ids[id(p)] for p in owned}
     mine["state"] = {k: v for k, v in mine["state"].items() if k in kept}
-    parts: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-    dist.gather_object(mine["state"], parts, dst=0)
+    parts = gathered(mine["state"], group)
     if parts is not None:
         merged = {k: v for part in parts for k, v in part.items()}
         mine["state"] = dict(sorted(merged.items()))

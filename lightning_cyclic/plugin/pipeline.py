@@ -26,8 +26,8 @@ from lightning_cyclic.plugin.metrics import SharedMetrics
 from lightning_cyclic.plugin.options import Options
 from lightning_cyclic.plugin.pipeline_session import (
     CutFinder,
+    join_workers,
     make_session,
-    make_transport,
     state_per_param,
 )
 from lightning_cyclic.plugin.reductions import HeldReductions
@@ -59,7 +59,7 @@ class PipelineTraining(AbstractTraining):
         self._closed = False
         kept = state_per_param(trainer.optimizers) if fitting else None
         self._finder = CutFinder(options, kept)
-        self._transport, group = make_transport(trainer.world_size, options)
+        self._transport, group = join_workers(trainer, options)
         self._session: StagewiseSession = make_session(
             trainer, options, plan, self._finder, self._transport, group, self._configured
         )

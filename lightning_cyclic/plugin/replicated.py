@@ -70,8 +70,9 @@ class ReplicatedTraining(AbstractTraining):
         config = SessionConfig(
             make_plan=options.plan,
             stages=options.stages,
-            seed=agreed_seed(trainer.strategy.root_device),
+            seed=agreed_seed(),
             timeout_s=options.timeout_s,
+            route=options.transport,
             relay_buffers=options.relay_buffers,
             paced=clip != "global" or plan.weights != "freshest",
             accumulates=_may_accumulate(trainer),

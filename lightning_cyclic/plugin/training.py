@@ -35,6 +35,7 @@ from lightning_cyclic.plugin.stop_signal import (
     restore_stop_broadcast,
 )
 from lightning_cyclic.runtime.agreement import (
+    device_for,
     merged,
     require_same_module,
     require_same_number,
@@ -197,9 +198,8 @@ class AbstractTraining(ABC):
         if session.group is not None:
             with session.naming_peers("all workers to begin an epoch"):
                 require_same_number(
-                    "numbers of training batches", trainer.num_training_batches,
-                    trainer.strategy.root_device, session.group,
-                )  # fmt: skip
+                    "numbers of training batches", trainer.num_training_batches, session.group
+                )
 
     def end_epoch(self) -> None:
         """Show the newest weights, and what metrics have seen, before anybody computes."""
@@ -232,7 +232,7 @@ class AbstractTraining(ABC):
         optimizer = getattr(optimizer, "_optimizer", optimizer)
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         mine = [p for p in self._session.with_state if id(p) in held]
-        return ckpt.gather_optimizer_state(optimizer, mine)
+        return ckpt.gather_optimizer_state(optimizer, mine, self._session.group)
 
     def delayed_state(self) -> dict[str, Any] | None:
         """Return what else a checkpoint needs, if anything, to go on with the same bits."""
@@ -265,21 +265,21 @@ class AbstractTraining(ABC):
         restore_stop_broadcast(self._trainer)
 
 
-def start_alike(module: nn.Module, device: torch.device) -> None:
+def start_alike(module: nn.Module) -> None:
     """Give all workers worker 0's weights; all must call it.
 
     Raises:
         ConfigurationError: on every worker, where modules differ in more than values.
     """
-    require_same_module(module, device)
+    require_same_module(module)
     with torch.no_grad():
         for tensor in [*module.parameters(), *module.buffers()]:
             torch.distributed.broadcast(tensor, 0)
 
 
-def agreed_seed(device: torch.device) -> int:
+def agreed_seed() -> int:
     """Return the seed of worker 0, on every worker."""
-    seed = torch.tensor([torch.initial_seed() % 2**63], device=device)
+    seed = torch.tensor([torch.initial_seed() % 2**63], device=device_for())
     torch.distributed.broadcast(seed, 0)
     return int(seed)
 

@@ -1,6 +1,7 @@
 """Agreement: what all workers must see alike before they train, compared once at the start.
 
-Only tensors travel (UTF-8 bytes), never pickled objects.
+Only tensors travel (UTF-8 bytes), never pickled objects, and where the process group takes them:
+gloo in the host's memory, NCCL on the GPU.
 """
 
 from __future__ import annotations
@@ -12,13 +13,25 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_flatten, tree_map_only
 
 from lightning_cyclic.errors import ConfigurationError, StepError
 
 
-def gather_texts(text: str, device: torch.device, group: Any = None) -> list[str]:
-    """Return every worker's text, in the order of workers; all must call it."""
+def device_for(group: Any = None) -> torch.device:
+    """Return where a process group takes tensors: in the host's memory, if it may be chosen.
+
+    Args:
+        group: of which this worker is a member. [the default group]
+    """
+    if "cpu:" in dist.get_backend_config(group):
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def gather_texts(text: str, group: Any = None) -> list[str]:
+    """Return every worker's text, in the order of ranks; all must call it."""
+    device = device_for(group)
     data = torch.tensor(list(text.encode()), dtype=torch.uint8, device=device)
     size = torch.tensor([data.numel()], device=device)
     sizes = [torch.zeros_like(size) for _ in range(dist.get_world_size())]
@@ -31,7 +44,7 @@ def gather_texts(text: str, device: torch.device, group: Any = None) -> list[str
     return [bytes(part[: int(n)].tolist()).decode() for part, n in zip(parts, sizes, strict=True)]
 
 
-def require_same_module(module: nn.Module, device: torch.device) -> None:
+def require_same_module(module: nn.Module) -> None:
     """Refuse ranks whose modules differ.
 
     Raises:
@@ -39,9 +52,9 @@ def require_same_module(module: nn.Module, device: torch.device) -> None:
     """
     lines = [_tensor_line(name, x) for name, x in _tensors(module)]
     digest = hashlib.blake2b("\n".join(lines).encode(), digest_size=8).hexdigest()
-    if len(set(gather_texts(digest, device))) == 1:
+    if len(set(gather_texts(digest))) == 1:
         return
-    everyone = [text.splitlines() for text in gather_texts("\n".join(lines), device)]
+    everyone = [text.splitlines() for text in gather_texts("\n".join(lines))]
     raise ConfigurationError(
         f"ranks hold different modules: {_first_difference(everyone)}; allowed: the same "
         "module, with the same shapes, dtypes and frozen parameters, on every worker; build it "
@@ -49,13 +62,13 @@ def require_same_module(module: nn.Module, device: torch.device) -> None:
     )
 
 
-def require_same_number(what: str, number: float, device: torch.device, group: Any = None) -> None:
+def require_same_number(what: str, number: float, group: Any = None) -> None:
     """Refuse ranks that hold different values of a number.
 
     Raises:
         ConfigurationError: on every worker, with every value.
     """
-    values = gather_texts(repr(number), device, group)
+    values = gather_texts(repr(number), group)
     if len(set(values)) > 1:
         each = ", ".join(f"rank {w}: {value}" for w, value in enumerate(values))
         raise ConfigurationError(
@@ -93,6 +106,22 @@ def require_same_lines(what: str, texts: list[str], allowed: str) -> None:
         raise StepError(f"ranks differ in {what}: {difference}; allowed: {allowed}")
 
 
+def gathered(mine: Mapping[Any, Any], group: Any) -> list[Mapping[Any, Any]] | None:
+    """Return on worker 0 what all workers have; None elsewhere.
+
+    Args:
+        mine: what this worker has.
+        group: process group of all workers for what is in the host's memory; None for one worker.
+    """
+    if group is None:
+        return [mine]
+    parts: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    # from the host's memory: what is pickled on a GPU would be made there again, on that of its
+    # worker, by worker 0
+    dist.gather_object(tree_map_only(Tensor, Tensor.cpu, dict(mine)), parts, dst=0, group=group)
+    return parts
+
+
 def merged(mine: Mapping[str, Any], group: Any) -> dict[str, Any]:
     """Return on worker 0 what all workers have of parameters, by name; elsewhere the own.
 
@@ -100,10 +129,9 @@ def merged(mine: Mapping[str, Any], group: Any) -> dict[str, Any]:
     """
     if group is None:
         return dict(mine)
-    parts: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-    dist.gather_object(dict(mine), parts, dst=0)
+    parts = gathered(mine, group) or [mine]
     whole: dict[str, Any] = {}
-    for name, values in (item for part in parts or [mine] for item in part.items()):
+    for name, values in (item for part in parts for item in part.items()):
         together = isinstance(values, dict) and name in whole
         whole[name] = whole[name] | values if together else values
     return whole

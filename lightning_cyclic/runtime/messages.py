@@ -7,7 +7,8 @@
 The head says which tensors are there, and carries a word; or whether the form is a new one.
 Sender and receiver remember, for each key, the last form; as long as nothing changes, a message
 is one. Transports without names cannot tell heads and descriptions from content: there these go
-by control, and content by itself.
+by control, and content by itself. What goes by control stays in the host's memory, as gloo needs
+it: no copy, and no stop of a GPU.
 
 A receive is posted when the program says, and waited for when its message is read. A send is not
 waited for, until as many of its ring are under way as the program was proved with.
@@ -86,6 +87,11 @@ class Buffer:
         if pairs:
             torch._foreach_copy_([v for v, _ in pairs], [x for _, x in pairs])
 
+    @property
+    def content(self) -> list[Tensor]:
+        """Return the bytes behind the head, if there are any: NCCL is not asked to send none."""
+        return [self.data[self.head_bytes :]] if self.data.numel() > self.head_bytes else []
+
     def let_go(self) -> None:
         """Let the next who needs a buffer take this one."""
         self.home.append(self)
@@ -163,7 +169,9 @@ class _Incoming:
         buffer: into which it comes, where the layout is known.
     """
 
-    __slots__ = ("action", "begun", "buffer", "content", "data", "form", "head", "key", "ring")
+    __slots__ = (
+        "action", "begun", "buffer", "content", "data", "form", "head", "key", "ring", "words",
+    )  # fmt: skip
 
     def __init__(self, action: Action, ring: Ring, key: Hashable, buffer: Buffer | None) -> None:
         self.action = action
@@ -173,7 +181,8 @@ class _Incoming:
         self.data = torch.empty(0) if buffer is None else buffer.data
         self.form = _NOTHING
         self.content: AbstractPending | None = None  # None until it is known how large it is
-        self.head: AbstractPending | None = None  # where it comes by itself
+        self.head: AbstractPending | None = None  # where it comes by itself, into words
+        self.words = torch.empty(0) if buffer is None else buffer.data[: buffer.head_bytes]
         self.begun: Future[None] | None = None  # where a thread begins it, in its turn
 
 
@@ -249,16 +258,18 @@ class Messages:
         if buffer is None:
             buffer = self.room(layout)
             buffer.write(message.tensors)
-        head = buffer.data[: buffer.head_bytes]
+        apart = self._is_apart(ring)
+        head = _words(buffer.head_bytes) if apart else buffer.data[: buffer.head_bytes]
         head[:_NUMBERS].copy_(torch.tensor([0, message.word]).view(torch.uint8))
         marks = head[_NUMBERS : _NUMBERS + len(message.tensors)]
         if message.there is None:
             marks.fill_(1)
         else:
             marks.copy_(torch.tensor(message.there, dtype=torch.uint8))
-        if self._is_apart(ring):
+        if apart:
             self._begin(ring, a, head, Part.HEAD, None)
-            self._begin(ring, a, buffer.data[buffer.head_bytes :], Part.CONTENT, buffer)
+            if content := buffer.content:
+                self._begin(ring, a, content[0], Part.CONTENT, buffer)
         else:
             self._begin(ring, a, buffer.data, Part.CONTENT, buffer)
         if message.buffer is None or message.leaves:
@@ -273,17 +284,17 @@ class Messages:
         self._sent_forms[ring].put(key, form)
         apart = self._is_apart(ring)
         begins = _aligned(_NUMBERS)
-        data = self._bytes(begins if apart else begins + known.num_bytes)
+        data = _words(begins) if apart else self._bytes(begins + known.num_bytes, ring)
         data[:_NUMBERS].copy_(torch.tensor([int(is_new), len(form.text)]).view(torch.uint8))
         if not is_new and not apart:
             _write(data, begins, specs, tensors)
         self._begin(ring, a, data, Part.HEAD if apart else Part.CONTENT, None)
         if is_new:
             text = torch.frombuffer(bytearray(form.text), dtype=torch.uint8)
-            text = text if apart else text.to(self._device)
+            text = text if apart else text.to(data.device)
             self._begin(ring, a, text, Part.DESCRIPTION, None)
         if (is_new or apart) and form.num_bytes:
-            content = self._bytes(form.num_bytes)
+            content = self._bytes(form.num_bytes, ring)
             _write(content, 0, specs, tensors)
             self._begin(ring, a, content, Part.CONTENT if apart else Part.DESCRIBED, None)
 
@@ -388,22 +399,23 @@ class Messages:
 
     def _receive(self, x: _Incoming) -> None:
         if x.buffer is None:
-            x.data = self._bytes(_aligned(_NUMBERS) + self._form(x).num_bytes)
+            x.data = self._bytes(_aligned(_NUMBERS) + self._form(x).num_bytes, x.ring)
         x.content = self._transport.irecv(x.ring, x.data, Part.CONTENT)
 
     def _receive_apart(self, x: _Incoming) -> None:
         """Begin to receive the content of a message whose turn it is on its channel."""
         assert self._control is not None
         if x.buffer is not None:
-            begins = x.buffer.head_bytes
-            x.head = self._control.irecv(x.ring, x.data[:begins], Part.HEAD)
-            x.content = self._transport.irecv(x.ring, x.data[begins:], Part.CONTENT)
+            x.words = _words(x.buffer.head_bytes)
+            x.head = self._control.irecv(x.ring, x.words, Part.HEAD)
+            if content := x.buffer.content:
+                x.content = self._transport.irecv(x.ring, content[0], Part.CONTENT)
             return
-        head = torch.empty(_aligned(_NUMBERS), dtype=torch.uint8)
+        head = _words(_aligned(_NUMBERS))
         self._wait(self._control.irecv(x.ring, head, Part.HEAD), x.action)
         x.form = self._described(x, head, self._control)
         if x.form.num_bytes:
-            x.data = self._bytes(x.form.num_bytes)
+            x.data = self._bytes(x.form.num_bytes, x.ring)
             x.content = self._transport.irecv(x.ring, x.data, Part.CONTENT)
 
     def _finished(self, x: _Incoming) -> Message:
@@ -413,18 +425,18 @@ class Messages:
             if pending is not None:
                 self._wait(pending, x.action)
         if x.buffer is not None:
-            return _laid_out(x.buffer)
+            return _laid_out(x.buffer, x.words)
         if x.begun is not None:
-            return Message(_read(x.data, 0, x.form.specs), x.form.facts)
+            return Message(self._read(x.data, 0, x.form.specs), x.form.facts)
         begins = _aligned(_NUMBERS)
         known = self._form(x)
         form = self._described(x, x.data[:begins], self._transport)
         if form is known:
-            return Message(_read(x.data, begins, form.specs), form.facts)
-        data = self._bytes(form.num_bytes)
+            return Message(self._read(x.data, begins, form.specs), form.facts)
+        data = self._bytes(form.num_bytes, x.ring)
         if form.num_bytes:
             self._wait(self._transport.irecv(x.ring, data, Part.DESCRIBED), x.action)
-        return Message(_read(data, 0, form.specs), form.facts)
+        return Message(self._read(data, 0, form.specs), form.facts)
 
     def _described(self, x: _Incoming, head: Tensor, transport: AbstractTransport) -> _Form:
         """Return the form of a message: the last of its key, or the one that is described."""
@@ -437,13 +449,28 @@ class Messages:
         self._received_forms[x.ring].put(x.key, form)
         return form
 
-    def _bytes(self, count: int) -> Tensor:
+    def _bytes(self, count: int, ring: Ring) -> Tensor:
+        """Return room for a message: of words between hosts in their memory."""
+        if ring.channel.is_control:
+            return _words(count)
         return torch.empty(count, dtype=torch.uint8, device=self._device)
 
+    def _read(self, data: Tensor, start: int, specs: Sequence[TensorSpec]) -> list[Tensor]:
+        """Return the tensors of a message, each where it was on the device or on the host."""
+        tensors = _views(data, start, specs)
+        return [
+            x if x.is_cpu is s.on_host else x.to("cpu" if s.on_host else self._device)
+            for x, s in zip(tensors, specs, strict=True)
+        ]
 
-def _laid_out(buffer: Buffer) -> Message:
-    """Read a message of one layout where it lies."""
-    head = buffer.data[: buffer.head_bytes].cpu()
+
+def _words(count: int) -> Tensor:
+    return torch.empty(count, dtype=torch.uint8)
+
+
+def _laid_out(buffer: Buffer, words: Tensor) -> Message:
+    """Read a message of one layout where it lies, its head in the host's memory or with it."""
+    head = words.cpu()
     word = int(head[8:_NUMBERS].view(torch.int64))
     marks = head[_NUMBERS : _NUMBERS + len(buffer.tensors)]
     there = None if bool(marks.all()) else [bool(mark) for mark in marks.tolist()]
@@ -513,11 +540,3 @@ def _write(
 
 def _overlaps(spec: TensorSpec) -> bool:
     return any(n > 1 and step == 0 for n, step in zip(spec.size, spec.stride, strict=True))
-
-
-def _read(data: Tensor, start: int, specs: Sequence[TensorSpec]) -> list[Tensor]:
-    tensors = _views(data, start, specs)
-    return [
-        x.cpu() if s.on_host and x.device.type != "cpu" else x
-        for x, s in zip(tensors, specs, strict=True)
-    ]

@@ -20,8 +20,6 @@ from lightning_cyclic.runtime.agreement import (
 )
 from tests import processes
 
-CPU = torch.device("cpu")
-
 
 @pytest.mark.parametrize(
     ("batch", "text"),
@@ -59,15 +57,15 @@ def test_the_first_difference_is_told() -> None:
 def agree() -> tuple[list[str], list[str]]:
     rank, world_size = int(os.environ["NODE_RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group("gloo", rank=rank, world_size=world_size)
-    texts = gather_texts("ä" * rank, CPU)
-    require_same_module(nn.Linear(2, 2), CPU)
-    require_same_number("things", 3, CPU)
+    texts = gather_texts("ä" * rank)
+    require_same_module(nn.Linear(2, 2))
+    require_same_number("things", 3)
     said = []
     for differ in (
-        lambda: require_same_module(nn.Linear(2, 2 + rank // 2), CPU),
-        lambda: require_same_module(nn.Linear(2, 2, bias=rank != 1), CPU),
-        lambda: require_same_module(nn.Linear(2, 2).to(torch.float64 if rank else None), CPU),
-        lambda: require_same_number("things", rank, CPU, dist.new_group()),
+        lambda: require_same_module(nn.Linear(2, 2 + rank // 2)),
+        lambda: require_same_module(nn.Linear(2, 2, bias=rank != 1)),
+        lambda: require_same_module(nn.Linear(2, 2).to(torch.float64 if rank else None)),
+        lambda: require_same_number("things", rank, dist.new_group()),
     ):
         with pytest.raises(ConfigurationError) as caught:
             differ()

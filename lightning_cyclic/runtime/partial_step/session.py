@@ -98,7 +98,7 @@ class StagewiseSession:
         self._concluded: dict[int, Message] = {}  # what is told of steps
         self._put_off: dict[tuple[int, int], list[Action]] = {}  # forwards, by update
         self._modes: list[tuple[nn.Module, bool]] = []  # of the last step that has begun
-        self._collectives = Collectives(module, config.width, self._size, device, group)
+        self._collectives = Collectives(module, config.width, self._size, group)
 
     # ------------------------------------------------------------------ beginning
 

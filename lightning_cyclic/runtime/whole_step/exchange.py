@@ -90,7 +90,7 @@ class Exchange:
             Payload.R: buffers,
             Payload.C: buffers,
             Payload.N: self._messages.layout([self._norms.shape(j)]),
-            Payload.K: self._messages.layout([]),
+            Payload.K: Layout([], torch.device("cpu")),  # a word between hosts
         }
 
     def key(self, a: Action) -> None:

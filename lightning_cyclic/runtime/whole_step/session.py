@@ -19,10 +19,10 @@ from torch import Tensor, nn
 
 from lightning_cyclic.errors import StepError
 from lightning_cyclic.plan import Plan
-from lightning_cyclic.plan.actions import Lane
 from lightning_cyclic.runtime.stages.profile import Profile
 from lightning_cyclic.runtime.stages.stage_map import StageMap, make_stages
-from lightning_cyclic.runtime.transport import CountingTransport, NamedTransport
+from lightning_cyclic.runtime.transport import CountingTransport
+from lightning_cyclic.runtime.transport.choice import Route, link
 from lightning_cyclic.runtime.waiting import naming_peers
 from lightning_cyclic.runtime.whole_step.bootstrap import FirstStep
 from lightning_cyclic.runtime.whole_step.draws import KeyedDraws
@@ -42,6 +42,7 @@ class SessionConfig:
         stages: "auto", a number, or module paths that begin stages 1, 2, ...
         seed: key of the randomness inside training steps.
         timeout_s: limit of every wait, in seconds.
+        route: how messages travel.
         relay_buffers: "auto" relays the buffers that the first step changed, "all" every one.
         paced: whether workers that start together are brought into the timetable's stagger.
         accumulates: whether a step may have several batches, of which the last hands buffers on.
@@ -51,6 +52,7 @@ class SessionConfig:
     stages: int | str | Sequence[str]
     seed: int
     timeout_s: float
+    route: Route = "auto"
     relay_buffers: str = "auto"
     paced: bool = True
     accumulates: bool = False
@@ -107,7 +109,7 @@ class Session:
         self.stages: StageMap | None = None
         # made here, by all workers at once, so that a failure in the first step has a board
         self.transport = self._new_transport()
-        self._first: FirstStep | None = FirstStep(module, parameters, device, self.group)
+        self._first: FirstStep | None = FirstStep(module, parameters, self.group)
         # stages that are chosen in the first step are not known in it: it draws as one stage
         named = () if isinstance(config.stages, int | str) else config.stages
         self._draws = KeyedDraws(module, named, device)
@@ -352,9 +354,9 @@ class Session:
             )
 
     def _new_transport(self) -> CountingTransport:
-        transport = NamedTransport(Lane, self._config.timeout_s)
-        self.group = transport.group  # for what workers agree on; breaks when one of them fails
-        return CountingTransport(transport)
+        links = link(self._config.route, self._device, self._config.timeout_s)
+        self.group = links.group
+        return links.transport
 
     def _watch_buffers(self, stages: StageMap) -> None:
         relayed = {name for stage in stages.stages for name in stage.buffers}
