@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from argparse import Namespace
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -36,7 +37,10 @@ def run(*arguments: str) -> Done:
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
     )  # fmt: skip
     output, _ = command.communicate(timeout=110)
-    return Done(command.returncode, output.splitlines(), list(of_session(command.pid)))
+    until = time.monotonic() + 5  # the fork server ends when it sees that the command has
+    while (left := list(of_session(command.pid))) and time.monotonic() < until:
+        time.sleep(0.05)
+    return Done(command.returncode, output.splitlines(), left)
 
 
 def of_session(number: int) -> Iterator[str]:
