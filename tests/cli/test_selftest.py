@@ -37,7 +37,7 @@ def run(*arguments: str) -> Done:
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
     )  # fmt: skip
     output, _ = command.communicate(timeout=110)
-    until = time.monotonic() + 5.0  # what was killed takes a moment to go
+    until = time.monotonic() + 5  # the fork server ends when it sees that the command has
     while (left := list(of_session(command.pid))) and time.monotonic() < until:
         time.sleep(0.05)
     return Done(command.returncode, output.splitlines(), left)
