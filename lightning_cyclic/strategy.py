@@ -7,7 +7,7 @@ hooks      the training answers, given what Lightning itself would do (training.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -20,25 +20,39 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import CheckpointIO, Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
-from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_cyclic.errors import ConfigurationError
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.plugin import checkpoint as ckpt
+from lightning_cyclic.plugin.asynchronous_pipeline import AsynchronousPipelineTraining
 from lightning_cyclic.plugin.auto import AUTO, SAVED, AutoPlan, check_network, network_of
 from lightning_cyclic.plugin.callbacks.drain import DrainCallback
 from lightning_cyclic.plugin.checks import check_no_leftovers, check_plan
-from lightning_cyclic.plugin.flowing import FlowingTraining
 from lightning_cyclic.plugin.options import NO_TIMEOUT_S, Options, checked_stages
-from lightning_cyclic.plugin.pipelines import PipelinedTraining
 from lightning_cyclic.plugin.reductions import HeldReductions
 from lightning_cyclic.plugin.replicated import ReplicatedTraining
-from lightning_cyclic.plugin.training import AbstractTraining, Closure, PlainTraining, start_alike
+from lightning_cyclic.plugin.synchronous_pipeline import SynchronousPipelineTraining
+from lightning_cyclic.plugin.training import AbstractTraining, start_alike
 from lightning_cyclic.runtime.prediction.foresight import BackwardWeights
 from lightning_cyclic.runtime.prediction.prediction import Shape
+from lightning_cyclic.runtime.transport.choice import (
+    Route,
+    naming_shared_gpus,
+    refuse_shared_gpus,
+)
+
+
+def _forwarded(hook: str) -> Any:
+    """Make the method of a hook that a training answers, or Lightning where it does not."""
+
+    def answer(self: CyclicStrategy, *args: Any, **kwargs: Any) -> Any:
+        own = getattr(super(CyclicStrategy, self), hook)
+        answered = getattr(self._training, hook, None)
+        return own(*args, **kwargs) if answered is None else answered(own, *args, **kwargs)
+
+    return answer
 
 
 @final
@@ -87,6 +101,9 @@ class CyclicStrategy(DDPStrategy):
         bandwidth: of pipelines and "auto": of each worker, like "10Gbit/s" or bytes per second.
             [10Gbit/s]
         latency: of pipelines and "auto": of a message, like "50us" or seconds. [50us]
+        transport: how messages travel. "auto": on CPUs by name over gloo; on GPUs over NCCL,
+            channel by channel; through the host's memory where workers share a GPU, or with
+            process_group_backend="gloo". Or one of these: "named", "edges", "host_staged".
         accelerator: as in DDPStrategy.
         parallel_devices: as in DDPStrategy.
         cluster_environment: as in DDPStrategy.
@@ -135,6 +152,7 @@ class CyclicStrategy(DDPStrategy):
         lookahead_lrs: bool = False,
         bandwidth: str | float | None = None,
         latency: str | float | None = None,
+        transport: Route = "auto",
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -176,6 +194,7 @@ class CyclicStrategy(DDPStrategy):
             warmup_steps=warmup_steps,
             horizon=horizon,
             lookahead_lrs=lookahead_lrs,
+            transport=transport,
             timeout_s=timeout.total_seconds() if timeout else NO_TIMEOUT_S,
             network=network_of(bandwidth, latency),
         )
@@ -187,7 +206,7 @@ class CyclicStrategy(DDPStrategy):
             self._options.check()
             check_network(self._chosen, {"bandwidth": bandwidth, "latency": latency})
         self._plan: Plan | None = None
-        self._training: AbstractTraining = PlainTraining()
+        self._training: AbstractTraining | None = None  # Lightning itself answers
         self._reductions = HeldReductions()
         self._saved: Mapping[str, Any] | None = None
         self._undo = ExitStack()  # what setup has changed of the Trainer, until teardown
@@ -214,7 +233,7 @@ class CyclicStrategy(DDPStrategy):
     @property
     def plan(self) -> Plan:
         """Return the plan; after the first training step it has the stages that were found."""
-        plan = self._training.plan or self._plan
+        plan = self._planned
         if plan is None:
             raise ConfigurationError(
                 "strategy.plan was read before setup; allowed: after Trainer.fit has set up; "
@@ -223,9 +242,13 @@ class CyclicStrategy(DDPStrategy):
         return plan
 
     @property
+    def _planned(self) -> Plan | None:
+        return (self._training and self._training.plan) or self._plan
+
+    @property
     def stage_of(self) -> dict[str, int]:
         """Return parameter name -> stage; known from the first training step on."""
-        found = self._training.stage_of
+        found = None if self._training is None else self._training.stage_of
         if found is not None:
             return found
         if self.lightning_module is not None and self._options.trains_plainly:
@@ -240,19 +263,33 @@ class CyclicStrategy(DDPStrategy):
 
         With preset "auto", on rank 0, the table of the plans that were looked at.
         """
-        table = self._auto.report() if self._auto is not None else None
-        return self._training.report() if table is None else table
+        report = self._auto.report() if self._auto is not None else None
+        if report is None and self._training is not None:
+            report = self._training.report()
+        if report is None:
+            raise ConfigurationError(
+                "strategy.report() was asked for where no module has been looked at; allowed: on "
+                "rank 0, from the first step of a pipeline on; or run `lightning-cyclic doctor "
+                "PATH:CLASS` without training"
+            )
+        return report
+
+    @property
+    def route(self) -> str:
+        """Return how messages travel: "named", "edges" or "host_staged"; "" where none do."""
+        transport = None if self._training is None else self._training.transport
+        return transport.route if transport else ""
 
     @property
     def messages_sent(self) -> int:
         """Return how many point-to-point messages this worker has sent in training."""
-        transport = self._training.transport
+        transport = None if self._training is None else self._training.transport
         return sum(transport.messages.values()) if transport else 0
 
     @property
     def bytes_sent(self) -> int:
         """Return how many bytes this worker has sent in training, point-to-point."""
-        transport = self._training.transport
+        transport = None if self._training is None else self._training.transport
         return sum(transport.num_bytes.values()) if transport else 0
 
     # ------------------------------------------------------------------ setting up
@@ -265,14 +302,22 @@ class CyclicStrategy(DDPStrategy):
             return
         callbacks: list[Any] = model.trainer.callbacks  # type: ignore[attr-defined]
         if not any(isinstance(callback, DrainCallback) for callback in callbacks):
-            callbacks.insert(0, DrainCallback(self))
+            callbacks.insert(0, DrainCallback(lambda: self._training))
 
     @override
     def setup_environment(self) -> None:
         """Forget the training before this one: a checkpoint is loaded before setup."""
-        self._plan = self._training.plan or self._plan
-        self._training = PlainTraining()
+        self._plan = self._planned
+        self._training = None
         super().setup_environment()
+
+    @override
+    def setup_distributed(self) -> None:
+        """Let the workers meet, and refuse early that some share a GPU over NCCL."""
+        over_nccl = "nccl" in self._get_process_group_backend()
+        refuse_shared_gpus(self.parallel_devices, has_nccl=over_nccl)
+        with naming_shared_gpus():
+            super().setup_distributed()
 
     @override
     def setup(self, trainer: Trainer) -> None:
@@ -310,7 +355,7 @@ class CyclicStrategy(DDPStrategy):
         """Make all workers start from worker 0's module, without wrapping it; choose the plan."""
         assert self.lightning_module is not None
         if self.world_size > 1:
-            start_alike(self.lightning_module, self.root_device)
+            start_alike(self.lightning_module)
         if self._auto is not None:  # here, as the module is on its device, and no data are read
             trainer = self.lightning_module.trainer
             check = partial(self._check, trainer, fitting=True)
@@ -327,44 +372,26 @@ class CyclicStrategy(DDPStrategy):
         size = self.world_size // options.width
         return {"num_replicas": options.width, "rank": self.global_rank // size}
 
-    # ------------------------------------------------------------------ one step
+    # ------------------------------------------------------------------ what a training answers
 
-    @override
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._training.training_step(super().training_step, *args, **kwargs)
-
-    @override
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._training.validation_step(super().validation_step, *args, **kwargs)
-
-    @override
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._training.test_step(super().test_step, *args, **kwargs)
-
-    @override
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._training.predict_step(super().predict_step, *args, **kwargs)
-
-    @override
-    def pre_backward(self, closure_loss: Tensor) -> None:
-        self._training.pre_backward(closure_loss)
-
-    @override
-    def post_backward(self, closure_loss: Tensor) -> None:
-        self._training.post_backward()
+    training_step = _forwarded("training_step")
+    validation_step = _forwarded("validation_step")
+    test_step = _forwarded("test_step")
+    predict_step = _forwarded("predict_step")
+    pre_backward = _forwarded("pre_backward")
+    post_backward = _forwarded("post_backward")
+    optimizer_step = _forwarded("optimizer_step")
+    lightning_module_state_dict = _forwarded("lightning_module_state_dict")
+    optimizer_state = _forwarded("optimizer_state")
+    load_optimizer_state_dict = _forwarded("load_optimizer_state_dict")
+    reduce = _forwarded("reduce")
+    reduce_boolean_decision = _forwarded("reduce_boolean_decision")
 
     @override
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        with self._training.accumulating():
+        with nullcontext() if self._training is None else self._training.accumulating():
             yield
-
-    @override
-    def optimizer_step(
-        self, optimizer: Optimizer, closure: Closure, model: Any = None, **kwargs: Any
-    ) -> Any:
-        own = super().optimizer_step
-        return self._training.optimizer_step(own, optimizer, closure, model, **kwargs)
 
     # ------------------------------------------------------------------ all workers together
 
@@ -383,52 +410,21 @@ class CyclicStrategy(DDPStrategy):
         self._reductions.check_meeting("broadcast")
         return super().broadcast(obj, src)
 
-    @override
-    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any | None = "mean") -> Any:
-        """Reduce over all workers, of which the stages of one replica have the same value."""
-        return self._training.reduce(super().reduce, tensor, group, reduce_op)
-
-    @override
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        own = super().reduce_boolean_decision
-        return self._training.reduce_boolean_decision(own, decision, all)
-
     # ------------------------------------------------------------------ between steps
 
     def flush(self) -> None:
         """Finish updates in flight, so that the module holds the newest weights."""
-        self._training.flush()
-
-    def begin_epoch(self) -> None:
-        """Check that every worker has the same number of batches and the same parameters."""
-        self._training.begin_epoch()
-
-    def end_epoch(self) -> None:
-        """Bring metrics to all workers before anybody computes them."""
-        self._training.end_epoch()
-
-    def fail(self, text: str) -> None:
-        """Communicate no more, and tell the other workers why."""
-        self._training.fail(text)
+        if self._training is not None:
+            self._training.flush()
 
     # ------------------------------------------------------------------ checkpoints
-
-    @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return the newest weights, full on every worker."""
-        self.flush()
-        return self._training.lightning_module_state_dict(super().lightning_module_state_dict)
-
-    @override
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        return self._training.optimizer_state(super().optimizer_state, optimizer)
 
     @override
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None
     ) -> None:
         """Write a plain checkpoint with one more key for what is delayed."""
-        state = self._training.delayed_state()
+        state = None if self._training is None else self._training.delayed_state()
         chosen = self._auto.state() if self._auto is not None else None
         if chosen is not None:
             state = (state or {}) | {SAVED: chosen}
@@ -451,18 +447,13 @@ class CyclicStrategy(DDPStrategy):
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load weights; versions in flight give way to them."""
         self.flush()
-        own = super().load_model_state_dict
-        self._training.load_model_state_dict(own, checkpoint, strict=strict)
+        with nullcontext() if self._training is None else self._training.writable():
+            super().load_model_state_dict(checkpoint, strict=strict)
         self._resume()
 
-    @override
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load the whole optimizer state; each worker keeps the part that it owns."""
-        own = super().load_optimizer_state_dict
-        self._training.load_optimizer_state_dict(own, checkpoint)
-
     def _resume(self) -> None:
-        if self._training.resume(self._saved):
+        if self._training is not None:
+            self._training.resume(self._saved)
             self._saved = None
 
     # ------------------------------------------------------------------ the end
@@ -470,18 +461,23 @@ class CyclicStrategy(DDPStrategy):
     @override
     def teardown(self) -> None:
         """Take everything off the module again."""
-        self._training.close()
+        if self._training is not None:
+            self._training.close()
         self._undo.close()
         super().teardown()
 
 
 def _kind_of_training(
     options: Options, *, fitting: bool
-) -> type[PipelinedTraining | FlowingTraining | ReplicatedTraining] | None:
+) -> type[SynchronousPipelineTraining | AsynchronousPipelineTraining | ReplicatedTraining] | None:
     """Return what is to be set up; None where Lightning's own step runs on whole weights.
 
     That is also so behind a replicated fit, whose session still answers for checkpoints.
     """
     if options.is_cut:
-        return FlowingTraining if options.flows and fitting else PipelinedTraining
+        return (
+            AsynchronousPipelineTraining
+            if options.flows and fitting
+            else SynchronousPipelineTraining
+        )
     return ReplicatedTraining if fitting and not options.trains_plainly else None

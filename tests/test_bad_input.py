@@ -424,7 +424,7 @@ def test_a_meeting_of_workers_that_pass_at_other_times_is_refused(
         (Net, "other structure", "StepError", ["of 1: float32", "of 2: float32"]),
         (Net, "other dtype", "StepError", ["float32 with 2 dims", "float64 with 2 dims"]),
         (Net, "other dims", "StepError", ["float32 with 2 dims", "float32 with 1 dim"]),
-        (Net, "other number", "ConfigurationError", ["worker 0: 6", "worker 1: 7", "training ba"]),
+        (Net, "other number", "ConfigurationError", ["rank 0: 6", "rank 1: 7", "training ba"]),
     ],
 )
 def test_every_worker_says_how_they_differ(

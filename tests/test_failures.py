@@ -17,6 +17,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 
 from lightning_cyclic.errors import PeerError
+from lightning_cyclic.runtime.transport.choice import Route
 from lightning_cyclic.strategy import CyclicStrategy
 from tests import processes
 from tests.corpus import Classifier, MicroBatches, assert_same, loader, make_trainer, weights_of
@@ -69,10 +70,10 @@ def fail() -> None:
 
 def fit(
     trouble: Callable[[], None], culprit: int, preset: str, timeout_s: float,
-    bad_batch: int = BAD_BATCH,
+    bad_batch: int = BAD_BATCH, route: Route = "auto",
 ) -> Troubled:  # fmt: skip
     module = Troubled(trouble, culprit, bad_batch)
-    strategy = CyclicStrategy(preset, timeout=timedelta(seconds=timeout_s))
+    strategy = CyclicStrategy(preset, timeout=timedelta(seconds=timeout_s), transport=route)
     trainer = make_trainer(strategy, max_epochs=1)
     trainer.fit(module, loader(MicroBatches(module.kind, 20 * trainer.world_size)))
     return module
@@ -134,9 +135,14 @@ def test_when_a_worker_is_silent_every_other_one_says_for_what_it_waited() -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("bad_batch", [0, BAD_BATCH])
-def test_a_worker_that_fails_and_lives_on_holds_up_nobody(bad_batch: int, tmp_path: Path) -> None:
-    args = (tmp_path, fit, fail, 1, "cyclic_dp", 40.0, bad_batch)
+@pytest.mark.parametrize(
+    ("bad_batch", "route"),
+    [(0, "auto"), (BAD_BATCH, "auto"), (BAD_BATCH, "edges"), (BAD_BATCH, "host_staged")],
+)
+def test_a_worker_that_fails_and_lives_on_holds_up_nobody(
+    bad_batch: int, route: Route, tmp_path: Path
+) -> None:
+    args = (tmp_path, fit, fail, 1, "cyclic_dp", 40.0, bad_batch, route)
     ends = processes.run(fit_and_linger, 4, *args, time_limit_s=55)
     for w in (0, 2, 3):
         text, ended_at = ends[w]

@@ -20,6 +20,7 @@ from lightning_cyclic.strategy import CyclicStrategy
 from tests import processes
 from tests.corpus import assert_same, make_trainer, weights_of
 from tests.lines import line_of
+from tests.processes import here
 from tests.spoiled_chains import (
     NEEDS_VALUES,
     BranchesOnBatch,
@@ -93,6 +94,7 @@ def whole(t: int) -> list[Tensor]:
 
 BATCHES = {
     "good": whole,
+    "more on rank 1": whole,
     "no tensor": lambda t: ["text", 3],
     "no rows": lambda t: [torch.zeros(0, 6)],
     "scalars": lambda t: [torch.tensor(1.0)],
@@ -112,7 +114,8 @@ def attempt(module: type[Chain], strategy: dict[str, Any] | None, batches: str) 
             full = {"preset": "gpipe", "num_micro": NUM_MICRO} | strategy
             limit = timedelta(seconds=TIMEOUT_S)
             trainer = make_trainer(CyclicStrategy(timeout=limit, **full), max_epochs=1)
-            data = [BATCHES[batches](t) for t in range(NUM_STEPS)]
+            number = NUM_STEPS + here().rank * (batches == "more on rank 1")
+            data = [BATCHES[batches](t) for t in range(number)]
         trainer.fit(trained, DataLoader(data, batch_size=None))
     except BaseException as error:
         return {
@@ -221,6 +224,14 @@ def test_either_name_of_a_module_will_do(stages: list[str]) -> None:
 def test_a_module_that_is_called_in_two_stages(preset: str) -> None:
     ends = ends_of(CalledTwice, stages=["layers.1"], preset=preset)
     assert_right(ends, CalledTwice)
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize("preset", ["1f1b", "cyclic_pipeline"])
+def test_ranks_with_different_numbers_of_batches(preset: str) -> None:
+    ends = ends_of(Chain, batches="more on rank 1", preset=preset)
+    numbers = f"(rank 0: {NUM_STEPS}, rank 1: {NUM_STEPS + 1})"
+    assert_refused(ends, {"ConfigurationError"}, "training batches", numbers, "allowed:")
 
 
 @pytest.mark.multi

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import random
 import weakref
+from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Callback
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_cyclic.plan import make_plan
@@ -21,6 +25,7 @@ from tests.corpus import (
     Reference,
     Resumable,
     assert_same,
+    fit,
     make_trainer,
     outcome,
 )
@@ -82,6 +87,92 @@ def test_rematerialisation_reads_the_same_versions() -> None:
 
 def fit_remat() -> dict[str, Any]:
     return fit_single("cyclic_dp", "resnet", "sgd", remat="always", placement="single")
+
+
+# ---------------------------------------------------------------------- randomness
+
+
+class Block(nn.Module):
+    """Draws inside a module with parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(12, 12), nn.BatchNorm1d(12)
+        self.drop = nn.Dropout(0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.drop(self.linear(x)) + 0.1 * torch.randn(12))
+
+
+class Drawing(nn.Module):
+    """Draws in modules and between them: from activations, from the batch, from nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.drops = nn.ModuleList(nn.Dropout(0.2) for _ in range(4))
+        self.head = nn.Linear(12, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x + 0.1 * torch.randn_like(x)
+        for block, drop in zip(self.blocks, self.drops, strict=True):
+            h = drop(block(h)) + F.dropout(x, 0.5)
+            h = h * (1 + 0.1 * random.random() + 0.1 * np.random.rand()) + torch.rand(1)
+        return self.head(F.dropout(h, 0.1))
+
+
+class Random(Classifier):
+    """Draws in training_step, too; its sampler of data and it have the same seed anywhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Drawing()
+
+    def loss(self, batch: Batch, batch_idx: int) -> Tensor:
+        x, y = batch
+        return super().loss((x + 0.1 * torch.rand_like(x), y), batch_idx) * (1 + random.random())
+
+
+STAGES = {2: ["net.blocks.2"], 4: ["net.blocks.1", "net.blocks.2", "net.drops.2"]}
+
+
+def seeded(seed: int) -> Random:
+    module = Random()
+    torch.manual_seed(seed)
+    return module
+
+
+def fit_apart(preset: str, n: int, seed: int) -> dict[str, Any]:
+    strategy = {"preset": preset, "stages": STAGES[n]}
+    return fit(partial(seeded, seed), strategy, NUM_STEPS, {})
+
+
+def fit_together(preset: str, n: int, seed: int) -> dict[str, Any]:
+    module = seeded(seed)
+    trainer = make_trainer({"preset": preset, "num_micro": n, "stages": STAGES[n]}, max_epochs=1)
+    trainer.fit(module, loader(module, num_micro=n))
+    return outcome(trainer, module)
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize(("preset", "n"), [*((preset, 2) for preset in RULES), ("cyclic_dp", 4)])
+def test_what_is_drawn_is_the_same_on_one_device_and_in_many_processes(
+    preset: str, n: int
+) -> None:
+    (single,) = processes.run(fit_together, 1, preset, n, 7)
+    ranks = processes.run(fit_apart, n, preset, n, 7)
+    for i, rank in enumerate(ranks):
+        assert rank["stage_of"] == single["stage_of"]
+        assert rank["losses"] == single["losses"][i::n]
+        assert_same(rank["weights"], single["weights"], f"worker {i}")
+
+
+def test_another_seed_draws_something_else() -> None:
+    one, other = (processes.run(fit_together, 1, "cyclic_dp", 2, seed)[0] for seed in (7, 8))
+    assert one["losses"][0] != other["losses"][0]
+
+
+# ---------------------------------------------------------------------- checkpoints
 
 
 class SaveAtFive(Callback):

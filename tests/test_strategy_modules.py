@@ -192,9 +192,24 @@ def test_dropout_depends_on_seed_step_and_micro_batch_alone(preset: str) -> None
         assert_same(rank["weights"], same["weights"])
     assert other[0]["losses"] != ranks[0]["losses"]
 
+    module = Dropping()
+    step = {"t": 0, "i": 0, "draws": 0}
+
     def seed_of(t: int, i: int) -> int:
-        digest = hashlib.blake2b(f"7,{t},{i}".encode(), digest_size=8).digest()
+        step.update(t=t, i=i, draws=0)
+        return key(t, i, "stage 0")  # the first step finds the stages, and draws as one of them
+
+    def before_draw(module: nn.Module, args: Any) -> None:
+        if step["t"]:  # behind it each dropout lies between the modules that stages begin with
+            torch.manual_seed(key(step["t"], step["i"], f"draw {step['draws']}"))
+        step["draws"] += 1
+
+    def key(t: int, i: int, what: str) -> int:
+        digest = hashlib.blake2b(f"7,{t},{i},{what}".encode(), digest_size=8).digest()
         return int.from_bytes(digest, "big") >> 1
 
+    for m in module.net:
+        if isinstance(m, nn.Dropout):
+            m.register_forward_pre_hook(before_draw)
     run = Reference(rule=RULES[preset], n=2, num_batches=12, seed_of=seed_of)
-    run.run(Dropping(), ranks[0]["stage_of"]).compare(ranks)
+    run.run(module, ranks[0]["stage_of"]).compare(ranks)

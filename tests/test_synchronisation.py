@@ -33,6 +33,7 @@ pytestmark = pytest.mark.multi
 HEADS = "heads are the host's: they travel by control, or as a part of what gloo carries"
 COUNTERS = "torch's optimizers keep their step counters on the host, unless they are captured"
 OWN_CLIPPING = "torch's own clipping, as under any strategy: from a device to itself"
+ON_GROUP = "to the device of the process group: its own, unless several workers share a GPU"
 SCALER = "torch's own scaler asks once per update, too, whether to skip it"
 ALLOWED = {
     "plugin.clipping:clip_stages to": OWN_CLIPPING,
@@ -48,6 +49,7 @@ ALLOWED = {
     "runtime.messages:_laid_out cpu": HEADS,
     "runtime.messages:_laid_out tolist": HEADS,
     "runtime.norms:Norms.is_finite __bool__": SCALER,
+    "runtime.partial_step.collectives:Collectives.reduce to": ON_GROUP,
     "runtime.prediction.directions:Case.has_moved __float__": COUNTERS,
     "runtime.prediction.directions:Case.updates __float__": COUNTERS,
 }

@@ -4,6 +4,7 @@
     lightning-cyclic simulate cyclic_dp --workers 16 --bandwidth 10Gbit/s --latency-s 50us
     lightning-cyclic doctor model.py:Model --stages 4
     lightning-cyclic plan model.py:Model --workers 4 --memory 24GB
+    lightning-cyclic selftest
 
 It imports no torch, so that it starts at once.
 """
@@ -20,6 +21,7 @@ from typing import NoReturn
 
 from lightning_cyclic.cli.doctor import add_doctor
 from lightning_cyclic.cli.planning import add_plan
+from lightning_cyclic.cli.selftest import add_selftest
 from lightning_cyclic.errors import PlanError
 from lightning_cyclic.plan import PRESETS, Plan, make_plan
 from lightning_cyclic.simulate import (
@@ -44,11 +46,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: arguments without the program's name. [those of the process]
 
     Returns:
-        The exit status: 0, or 2 behind one line on stderr.
+        The exit status: 0, 1 where a self-test has failed, or 2 behind one line on stderr.
     """
     try:
         arguments = _parser().parse_args(argv)
-        print(arguments.run(arguments), flush=True)
+        outcome: str | tuple[str, int] = arguments.run(arguments)
+        text, status = outcome if isinstance(outcome, tuple) else (outcome, 0)
+        print(text, flush=True)
     except PlanError as error:
         print(f"lightning-cyclic: error: {' '.join(str(error).split())}", file=sys.stderr)
         return USAGE_ERROR
@@ -56,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Python flushes stdout once more at exit, and would complain.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _CLOSED_PIPE
-    return 0
+    return status
 
 
 class _Parser(argparse.ArgumentParser):
@@ -77,6 +81,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_simulate(commands)
     add_doctor(commands)
     add_plan(commands, _has_colours)
+    add_selftest(commands)
     return parser
 
 

@@ -191,7 +191,7 @@ class AutoPlan:
             except Exception as error:  # the others wait for a word
                 text, failure = json.dumps([type(error).__name__, str(error)]), error
         if trainer.world_size > 1:
-            text = gather_texts(text, trainer.strategy.root_device)[0]
+            text = gather_texts(text)[0]
         if failure is not None:
             raise failure
         kind, found = json.loads(text)

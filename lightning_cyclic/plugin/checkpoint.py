@@ -10,31 +10,30 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_cyclic.plan import Plan
-from lightning_cyclic.runtime.partial_step.session import StagewiseSession
-from lightning_cyclic.runtime.stages.stage_map import StageMap
-from lightning_cyclic.runtime.whole_step.engine import EngineState
+from lightning_cyclic.runtime.agreement import gathered
 
 KEY = "lightning_cyclic"
 
 
-def gather_optimizer_state(optimizer: Optimizer, owned: Sequence[nn.Parameter]) -> dict[str, Any]:
+def gather_optimizer_state(
+    optimizer: Optimizer, owned: Sequence[nn.Parameter], group: Any
+) -> dict[str, Any]:
     """Return the whole optimizer state on worker 0, this worker's part elsewhere.
 
     Args:
         optimizer: holds state for the parameters that this worker owns.
         owned: those parameters.
+        group: process group of all workers for what is in the host's memory; None for one worker.
     """
     mine = optimizer.state_dict()
     ids = {id(p): k for k, p in enumerate(_in_order(optimizer))}
     kept = {ids[id(p)] for p in owned}
     mine["state"] = {k: v for k, v in mine["state"].items() if k in kept}
-    parts: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-    dist.gather_object(mine["state"], parts, dst=0)
+    parts = gathered(mine["state"], group)
     if parts is not None:
         merged = {k: v for part in parts for k, v in part.items()}
         mine["state"] = dict(sorted(merged.items()))
@@ -63,60 +62,14 @@ def keep_owned_state(optimizer: Optimizer, owned: Sequence[nn.Parameter]) -> Non
         del optimizer.state[p]
 
 
-def delayed_state(plan: Plan, stages: StageMap, state: EngineState, seed: int) -> dict[str, Any]:
-    """Return what goes under the key, in plain types and tensors."""
-    return {
-        "plan": _numbers(plan),
-        "stages": stages.as_data(),
-        "t": state.t,
-        "previous": state.previous,
-        "seed": seed,
-    }
-
-
-def stagewise_state(plan: Plan, session: StagewiseSession) -> dict[str, Any]:
-    """Return what a pipelined run needs to go on with the same bits, in plain types."""
-    assert session.cuts is not None
-    return {
-        "plan": _numbers(plan),
-        "cuts": session.cuts.as_data(),
-        "t": session.t,
-        "seed": session.config.seed,
-        "previous": {
-            kind: merged(values, session.group) for kind, values in session.previous().items()
-        },
-    }
-
-
-def merged(mine: Mapping[str, Any], group: Any) -> dict[str, Any]:
-    """Return on worker 0 what all workers have of parameters, by name; elsewhere the own.
-
-    Where several have versions of one, some may have more of them than others.
-    """
-    if group is None:
-        return dict(mine)
-    parts: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-    dist.gather_object(dict(mine), parts, dst=0)
-    whole: dict[str, Any] = {}
-    for name, values in (item for part in parts or [mine] for item in part.items()):
-        together = isinstance(values, dict) and name in whole
-        whole[name] = whole[name] | values if together else values
-    return whole
-
-
 def fits(saved: Mapping[str, Any], plan: Plan) -> bool:
     """Say whether a saved delayed state goes on under this plan with the same bits."""
-    mine, theirs = _numbers(plan), {"warmup_steps": 0} | saved["plan"]  # older ones lack it
+    mine, theirs = numbers(plan), {"warmup_steps": 0} | saved["plan"]  # older ones lack it
     return all(theirs.get(k) == v for k, v in mine.items() if k != "num_stages")
 
 
-def restored(saved: Mapping[str, Any]) -> tuple[StageMap, EngineState]:
-    """Return the stages and the state that a key holds."""
-    state = EngineState(t=saved["t"], previous=saved["previous"])
-    return StageMap.from_data(saved["stages"]), state
-
-
-def _numbers(plan: Plan) -> dict[str, Any]:
+def numbers(plan: Plan) -> dict[str, Any]:
+    """Return what has to be equal for a delayed state to go on with the same bits."""
     return {
         "schedule": plan.schedule,
         "placement": plan.placement,

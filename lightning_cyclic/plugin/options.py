@@ -27,6 +27,7 @@ from lightning_cyclic.plugin.checks import (
 from lightning_cyclic.plugin.clipping import CLIPPING
 from lightning_cyclic.runtime.prediction.foresight import BackwardWeights
 from lightning_cyclic.runtime.prediction.prediction import Shape
+from lightning_cyclic.runtime.transport.choice import Route
 from lightning_cyclic.runtime.whole_step.session import auto_stages
 from lightning_cyclic.simulate import Network
 
@@ -39,7 +40,7 @@ class Options:
     """Hold the arguments of CyclicStrategy that decide the plan, and make plans of them.
 
     Args:
-        preset: as in CyclicStrategy, as are all but the last three.
+        preset: as in CyclicStrategy, as are all but the last four.
         schedule: overrides the preset's.
         placement: overrides the preset's.
         weights: overrides the preset's.
@@ -58,6 +59,7 @@ class Options:
         warmup_steps: of a pipeline without a flush.
         horizon: "linear" or "geometric", of presets that predict.
         lookahead_lrs: whether predictions use the learning rates to come.
+        transport: how messages travel.
         timeout_s: limit of every wait for another worker, in seconds.
         num_workers: how many there are; None while it is not known.
         late_updates: whether stages decide together about a step, as the Trainer's flags ask.
@@ -84,6 +86,7 @@ class Options:
     warmup_steps: int
     horizon: Shape
     lookahead_lrs: bool
+    transport: Route
     timeout_s: float
     num_workers: int | None = None
     late_updates: bool = False
@@ -101,6 +104,7 @@ class Options:
         if self.clip is not None:
             check_choice(self.clip, CLIPPING, "clip")
         check_choice(self.remat, REMAT, "remat")
+        check_choice(self.transport, get_args(Route), "transport")
         check_choice(self.backward_weights, get_args(BackwardWeights), "backward_weights")
         check_bytes(self.memory_limit_bytes, "memory_limit_bytes")
         check_number("width", self.width)

@@ -11,7 +11,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_cyclic.plan import Plan
-from lightning_cyclic.plan.actions import Lane
 from lightning_cyclic.plugin.options import Options
 from lightning_cyclic.plugin.training import agreed_seed
 from lightning_cyclic.runtime.partial_step.config import StagewiseConfig
@@ -23,7 +22,8 @@ from lightning_cyclic.runtime.stages.demands import Demands
 from lightning_cyclic.runtime.stages.evidence import Survey
 from lightning_cyclic.runtime.stages.report import report
 from lightning_cyclic.runtime.stages.survey import survey
-from lightning_cyclic.runtime.transport import CountingTransport, NamedTransport
+from lightning_cyclic.runtime.transport import CountingTransport
+from lightning_cyclic.runtime.transport.choice import link
 
 
 @final
@@ -97,13 +97,13 @@ def state_per_param(optimizers: Sequence[Optimizer]) -> float:
     return float(any(g["momentum"] for optimizer in optimizers for g in optimizer.param_groups))
 
 
-def make_transport(num_workers: int, options: Options) -> tuple[CountingTransport | None, Any]:
+def join_workers(trainer: Trainer, options: Options) -> tuple[CountingTransport | None, Any]:
     """Return what messages travel by, and its process group; None and None for one worker."""
-    if num_workers == 1:
+    if trainer.world_size == 1:
         return None, None
-    size = num_workers // options.width
-    made = NamedTransport(Lane, options.timeout_s, lambda w: rank_of(w, size))
-    return CountingTransport(made), made.group
+    size, device = trainer.world_size // options.width, trainer.strategy.root_device
+    links = link(options.transport, device, options.timeout_s, lambda w: rank_of(w, size))
+    return links.transport, links.group
 
 
 def make_session(
@@ -142,8 +142,9 @@ def make_session(
         num_micro=plan.num_micro // options.width,
         width=options.width,
         remat=options.remat,
-        seed=agreed_seed(device),
+        seed=agreed_seed(),
         expected_stages=plan.num_stages,
+        is_delayed=plan.weights != "sync",
     )
     worker = rank_of(trainer.global_rank, trainer.world_size // options.width)
     return StagewiseSession(

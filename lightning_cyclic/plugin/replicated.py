@@ -8,14 +8,13 @@ state dicts       flush first
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, final
 
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -25,16 +24,13 @@ from lightning_cyclic.plan import Plan
 from lightning_cyclic.plugin import checkpoint as ckpt
 from lightning_cyclic.plugin.checks import (
     check_no_scaler,
-    check_optimizers,
     check_trainer,
     trained_parameters,
 )
 from lightning_cyclic.plugin.clipping import clip_mode, may_clip_by_norm
 from lightning_cyclic.plugin.deferred_update import DeferredUpdates
-from lightning_cyclic.plugin.late_gradients import Compensation
 from lightning_cyclic.plugin.options import Options
 from lightning_cyclic.plugin.reductions import HeldReductions
-from lightning_cyclic.plugin.stop_signal import replace_stop_broadcast, restore_stop_broadcast
 from lightning_cyclic.plugin.training import (
     AbstractTraining,
     Closure,
@@ -42,7 +38,6 @@ from lightning_cyclic.plugin.training import (
     agreed_seed,
     epoch_ends,
 )
-from lightning_cyclic.runtime.agreement import require_same_number
 from lightning_cyclic.runtime.transport import CountingTransport
 from lightning_cyclic.runtime.whole_step.session import Session, SessionConfig
 
@@ -61,33 +56,28 @@ class ReplicatedTraining(AbstractTraining):
     def __init__(
         self, trainer: Trainer, options: Options, plan: Plan, reductions: HeldReductions
     ) -> None:
-        self._trainer = trainer
-        self._plan = plan
-        self._reductions = reductions
-        self._accumulating = False
+        super().__init__(trainer, options, plan, reductions)
         self._backward = ExitStack()  # open while a backward runs
-        self._pruned = False
-        check_optimizers(trainer.optimizers)
+        self._owned_is_kept = False
         parameters = trained_parameters(self._module, trainer.optimizers[0])
         self._parameter_ids = frozenset(map(id, parameters.values()))
-        self._seed = agreed_seed(trainer.strategy.root_device)
         clip = clip_mode(trainer, plan, options.clip)
         self._updates = DeferredUpdates(
             trainer, clip, reductions, self._parameters_of, self._total_norm
         )
-        self._compensation = Compensation(options)
         if clip == "global" and may_clip_by_norm(trainer) and plan.num_workers > 1:
             options = replace(options, norms="owners")
         config = SessionConfig(
             make_plan=options.plan,
             stages=options.stages,
-            seed=self._seed,
+            seed=agreed_seed(),
             timeout_s=options.timeout_s,
+            route=options.transport,
             relay_buffers=options.relay_buffers,
             paced=clip != "global" or plan.weights != "freshest",
             accumulates=_may_accumulate(trainer),
         )
-        self._session = session = Session(
+        self._session: Session = Session(
             self._module,
             parameters,
             config,
@@ -95,11 +85,7 @@ class ReplicatedTraining(AbstractTraining):
             trainer.strategy.root_device,
             self._apply,
         )
-        # on the instance: the module's own configure_gradient_clipping still leads here
-        vars(trainer.precision_plugin)["clip_grad_by_norm"] = self._updates.clip_grad_by_norm
-        replace_stop_broadcast(
-            trainer, session, lambda: session.engine is not None and session.engine.stopping
-        )
+        self._stop_as(self._session, lambda: self._session.stopping)
 
     @override
     @staticmethod
@@ -107,9 +93,9 @@ class ReplicatedTraining(AbstractTraining):
         check_trainer(trainer, trainer.lightning_module, sync_batchnorm=sync_batchnorm)
         check_no_scaler(trainer)
 
-    @property
-    def _module(self) -> LightningModule:
-        return self._trainer.lightning_module
+    @override
+    def _clip(self, optimizer: Optimizer, clip_val: float) -> None:
+        self._updates.clip_grad_by_norm(optimizer, clip_val)
 
     def _parameters_of(self, j: int) -> Sequence[nn.Parameter]:
         assert self._session.engine is not None
@@ -118,18 +104,6 @@ class ReplicatedTraining(AbstractTraining):
     def _total_norm(self, t: int, parameters: Sequence[nn.Parameter]) -> Tensor:
         assert self._session.engine is not None
         return self._session.engine.total_norm(t, parameters)
-
-    # ------------------------------------------------------------------ what users ask
-
-    @property
-    @override
-    def plan(self) -> Plan | None:
-        return self._session.engine.plan if self._session.engine is not None else None
-
-    @property
-    @override
-    def stage_of(self) -> dict[str, int] | None:
-        return self._session.stages.stage_of if self._session.stages is not None else None
 
     @property
     @override
@@ -158,38 +132,25 @@ class ReplicatedTraining(AbstractTraining):
             self._reductions.run(self._trainer.strategy.reduce)
         return output
 
-    @override
-    def reduce(self, own: Own, tensor: Any, group: Any, reduce_op: Any) -> Any:
+    def reduce(self, own: Own, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce over all workers; what training_step asks for, when its forward is over."""
         if (self._reductions.holding or self._reductions.updating) and isinstance(tensor, Tensor):
             return self._reductions.hold(tensor, group, reduce_op)
         return own(tensor, group, reduce_op)
 
-    @override
-    def pre_backward(self, closure_loss: Tensor) -> None:
+    def pre_backward(self, own: Own, closure_loss: Tensor) -> None:
         """Begin a backward, in which gradients leave for the sum as their stages complete."""
         last = not self._accumulating
         self._backward = ExitStack()  # an earlier one that failed stays as it was
         self._backward.enter_context(self._session.backward(closure_loss, last=last))
 
-    @override
-    def post_backward(self) -> None:
+    def post_backward(self, own: Own, closure_loss: Tensor) -> None:
         """Hand over the gradients of stages that the backward did not complete."""
         self._backward.close()
 
     @override
-    @contextmanager
-    def accumulating(self) -> Iterator[None]:
-        """Accumulate on this worker: gradients stay in ``p.grad`` until the window closes."""
-        self._accumulating = True
-        try:
-            yield
-        finally:
-            self._accumulating = False
-
-    @override
     def optimizer_step(
-        self, own: Own, optimizer: Optimizer, closure: Closure, *args: Any, **kwargs: Any
+        self, own: Own, optimizer: Optimizer, closure: Closure, model: Any = None, **kwargs: Any
     ) -> Any:
         """Run the closure and leave the update to the program."""
         output = closure()
@@ -212,23 +173,10 @@ class ReplicatedTraining(AbstractTraining):
     # ------------------------------------------------------------------ between steps
 
     @override
-    def flush(self) -> None:
-        self._session.flush()
-
-    @override
-    def fail(self, text: str) -> None:
-        self._session.fail(text)
-
-    @override
     def begin_epoch(self) -> None:
         """Check that every worker has the same number of batches and the same parameters."""
-        trainer, session = self._trainer, self._session
-        with session.naming_peers("all workers to begin an epoch"):
-            require_same_number(
-                "numbers of training batches", trainer.num_training_batches,
-                trainer.strategy.root_device, session.group,
-            )  # fmt: skip
-        now = trained_parameters(self._module, trainer.optimizers[0])
+        super().begin_epoch()
+        now = trained_parameters(self._module, self._trainer.optimizers[0])
         if frozenset(map(id, now.values())) != self._parameter_ids:
             raise ConfigurationError(
                 "the set of trained parameters changed between epochs (a callback froze, unfroze "
@@ -239,71 +187,29 @@ class ReplicatedTraining(AbstractTraining):
     # ------------------------------------------------------------------ checkpoints
 
     @override
-    def lightning_module_state_dict(self, own: Own) -> dict[str, Any]:
+    def _whole_weights(self, own: Own) -> dict[str, Any]:
         state: dict[str, Any] = own()
         if self._trainer.is_global_zero:
             # parameters are views of flat buffers, which torch.save would write whole
             state = {k: v.clone() if isinstance(v, Tensor) else v for k, v in state.items()}
         return state
 
-    @override
-    def optimizer_state(self, own: Own, optimizer: Optimizer) -> dict[str, Any]:
-        if self._session.engine is None or self._session.failed:
-            return super().optimizer_state(own, optimizer)
-        self.flush()
-        optimizer = getattr(optimizer, "_optimizer", optimizer)
-        return ckpt.gather_optimizer_state(optimizer, self._owned())
-
-    @override
-    def delayed_state(self) -> dict[str, Any] | None:
-        state, stages, plan = self._session.state(), self._session.stages, self.plan
-        if state is None or stages is None or plan is None:
-            return None
-        mine = self._compensation.state(dict(self._module.named_parameters()))
-        delayed = ckpt.delayed_state(plan, stages, state, self._seed)
-        return delayed | {"feedback": ckpt.merged(mine, self._session.group)}
-
-    @override
     def load_optimizer_state_dict(self, own: Own, checkpoint: Mapping[str, Any]) -> None:
         """Load the whole optimizer state; this worker keeps the part that it owns."""
         own(checkpoint)
-        self._pruned = False
-
-    @override
-    def resume(self, saved: Mapping[str, Any] | None) -> bool:
-        """Go on from a checkpoint; versions in flight give way to what was loaded."""
-        if saved is not None and ckpt.fits(saved, self._plan):
-            self._session.resume(*ckpt.restored(saved), seed=saved["seed"])
-            self._seed = saved["seed"]
-            named = dict(self._module.named_parameters())
-            self._compensation.put_state(saved.get("feedback", {}), named)
-            return True
-        if saved is not None:
-            rank_zero_warn(
-                f"The checkpoint was written under {saved['plan']}; this run has another plan and "
-                "goes on from its newest weights, as any strategy would, not with the same bits."
-            )
-        self._session.restart()
-        self._compensation.put_state({}, {})
-        return True
+        self._owned_is_kept = False
 
     def _keep_owned_state(self) -> None:
-        if self._session.engine is not None and not self._pruned:
-            ckpt.keep_owned_state(self._trainer.optimizers[0], self._owned())
-            self._pruned = True
-
-    def _owned(self) -> list[nn.Parameter]:
-        engine = self._session.engine
-        assert engine is not None
-        return [p for j in engine.owned for p in engine.parameters(j)]
+        if not self._owned_is_kept:
+            ckpt.keep_owned_state(self._trainer.optimizers[0], self._session.with_state)
+            self._owned_is_kept = True
 
     # ------------------------------------------------------------------ the end
 
     @override
     def close(self) -> None:
         self._session.close()
-        self._trainer.precision_plugin.__dict__.pop("clip_grad_by_norm", None)
-        restore_stop_broadcast(self._trainer)
+        super().close()
 
 
 def _may_accumulate(trainer: Trainer) -> bool:

@@ -1,37 +1,121 @@
-"""Training: who answers the hooks that CyclicStrategy is asked.
+"""Training: who answers the hooks that CyclicStrategy is asked, where it is not Lightning itself.
 
-    PlainTraining        Lightning itself: one worker, or nothing set up yet
-    ReplicatedTraining   a session in which each worker runs whole micro-batches (replicated.py)
-    PipelinedTraining    a session in which each worker runs single stages (pipelines.py)
+    ReplicatedTraining   each worker runs whole micro-batches (replicated.py)
+    PipelineTraining       each worker runs single stages (pipeline.py)
+      SynchronousPipelineTraining    a flush between steps (synchronous_pipeline.py)
+      AsynchronousPipelineTraining      none: steps flow into each other (asynchronous_pipeline.py)
 
 A hook of Lightning's keeps its name and arguments here, behind ``own``: what Lightning itself
-would do. What a training does not override is Lightning's own.
+would do. A hook that a training lacks is Lightning's own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TypeAlias, final
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Protocol, TypeAlias
 
 import torch
-from lightning.pytorch import Trainer
-from torch import Tensor, nn
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import nn
 from torch.optim import Optimizer
 
-from lightning_cyclic.errors import ConfigurationError
 from lightning_cyclic.plan import Plan
-from lightning_cyclic.runtime.agreement import require_same_module
+from lightning_cyclic.plugin import checkpoint as ckpt
+from lightning_cyclic.plugin.checks import check_optimizers
+from lightning_cyclic.plugin.late_gradients import Compensation
+from lightning_cyclic.plugin.options import Options
+from lightning_cyclic.plugin.reductions import HeldReductions
+from lightning_cyclic.plugin.stop_signal import (
+    Asked,
+    replace_stop_broadcast,
+    restore_stop_broadcast,
+)
+from lightning_cyclic.runtime.agreement import (
+    device_for,
+    merged,
+    require_same_module,
+    require_same_number,
+)
 from lightning_cyclic.runtime.transport import CountingTransport
 
 Own: TypeAlias = Callable[..., Any]
 Closure: TypeAlias = Callable[[], Any]
 
 
-class AbstractTraining:
-    """Answer a strategy's hooks, from its setup to its teardown."""
+class AbstractSession(Protocol):
+    """Be one worker's training in the runtime, however it runs its steps."""
+
+    group: Any  # of all workers, for what they agree on; None for one worker
+    failed: bool
+
+    @property
+    def plan(self) -> Plan | None:
+        """Return the plan with the stages that were found; None before they are."""
+
+    @property
+    def stage_of(self) -> dict[str, int] | None:
+        """Return parameter name -> stage; None before the stages are found."""
+
+    @property
+    def with_state(self) -> Sequence[nn.Parameter]:
+        """Return the parameters that this worker has optimizer state for."""
+
+    def named(self) -> dict[str, nn.Parameter]:
+        """Return the parameters that this worker may update, by name."""
+
+    def flush(self) -> None:
+        """Finish updates in flight."""
+
+    def state(self) -> dict[str, Any] | None:
+        """Return what a checkpoint needs, in plain types; None before any step."""
+
+    def resume(self, saved: Mapping[str, Any] | None, *, fits: bool) -> bool:
+        """Go on from what :meth:`state` returned, and say whether with the same bits.
+
+        Args:
+            saved: None for weights alone.
+            fits: whether it is of the plan of this run.
+        """
+
+    def fail(self, text: str) -> None:
+        """Tell the other workers why this one fails; communicate no more."""
+
+    def naming_peers(self, what: str) -> AbstractContextManager[None]:
+        """Name the workers that do not come while the body waits for them."""
+
+
+class AbstractTraining(ABC):
+    """Answer a strategy's hooks, from its setup to its teardown.
+
+    Args:
+        trainer: whose loops call, set up but for this.
+        options: what the user chose.
+        plan: with as many stages as are expected.
+        reductions: holds back, or refuses, meetings of all workers inside steps.
+    """
+
+    _session: AbstractSession
+
+    def __init__(
+        self, trainer: Trainer, options: Options, plan: Plan, reductions: HeldReductions
+    ) -> None:
+        self._trainer = trainer
+        self._options = options
+        self._plan = plan
+        self._reductions = reductions
+        self._compensation = Compensation(options)
+        self._accumulating = False
+        if trainer.state.fn == TrainerFn.FITTING:
+            check_optimizers(trainer.optimizers)
+        # on the instance: the module's own configure_gradient_clipping still leads here
+        vars(trainer.precision_plugin)["clip_grad_by_norm"] = self._clip
 
     @staticmethod
+    @abstractmethod
     def check(trainer: Trainer, *, sync_batchnorm: bool) -> None:
         """Refuse a Trainer and a module that cannot be trained so, before anything is set up.
 
@@ -39,150 +123,163 @@ class AbstractTraining:
             ConfigurationError: with the flag, what is allowed and what to do.
         """
 
+    @abstractmethod
+    def _clip(self, optimizer: Optimizer, clip_val: float) -> None:
+        """Clip by norm, in place of the precision plugin's method."""
+
+    def _stop_as(self, asked: Asked, has_agreed: Callable[[], bool]) -> None:
+        """Let all workers stop at the same step, without a broadcast in every one."""
+        replace_stop_broadcast(self._trainer, asked, has_agreed)
+
+    @property
+    def _module(self) -> LightningModule:
+        return self._trainer.lightning_module
+
+    @property
+    def _has_stages(self) -> bool:
+        """Say whether the stages are known, and each worker has optimized its own."""
+        return self._session.plan is not None and not self._session.failed
+
     # ------------------------------------------------------------------ what users ask
 
     @property
     def plan(self) -> Plan | None:
         """Return the plan with the stages that were found; None before they are."""
-        return None
+        return self._session.plan
 
     @property
     def stage_of(self) -> dict[str, int] | None:
         """Return parameter name -> stage; None before the stages are found."""
-        return None
+        return self._session.stage_of
 
     @property
+    @abstractmethod
     def transport(self) -> CountingTransport | None:
         """Return what messages travel by, if any do."""
+
+    def report(self) -> str | None:
+        """Return where the stages of a pipeline could begin and where they do, if known."""
         return None
 
-    def report(self) -> str:
-        """Return where the stages of a pipeline could begin and where they do.
+    # ------------------------------------------------------------------ steps
 
-        Raises:
-            ConfigurationError: before the first step, and elsewhere than on rank 0, where the
-                module is looked at.
-        """
-        raise ConfigurationError(
-            "strategy.report() was asked for where no module has been looked at; allowed: on "
-            "rank 0, from the first step of a pipeline on; or run `lightning-cyclic doctor "
-            "PATH:CLASS` without training"
-        )
-
-    # ------------------------------------------------------------------ one step
-
+    @abstractmethod
     def training_step(self, own: Own, *args: Any, **kwargs: Any) -> Any:
         """Run the module's training step."""
-        return own(*args, **kwargs)
 
-    def validation_step(self, own: Own, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's validation step."""
-        return own(*args, **kwargs)
-
-    def test_step(self, own: Own, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's test step."""
-        return own(*args, **kwargs)
-
-    def predict_step(self, own: Own, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's predict step."""
-        return own(*args, **kwargs)
-
-    def reduce(self, own: Own, tensor: Any, group: Any, reduce_op: Any) -> Any:
-        """Reduce over all workers."""
-        return own(tensor, group, reduce_op)
-
-    def reduce_boolean_decision(self, own: Own, decision: bool, all: bool) -> bool:
-        """Decide by all (or any) workers' decisions."""
-        return bool(own(decision, all))
-
-    def pre_backward(self, closure_loss: Tensor) -> None:
-        """Begin a backward."""
-
-    def post_backward(self) -> None:
-        """End a backward."""
-
-    def accumulating(self) -> AbstractContextManager[None]:
-        """Let gradients only accumulate while the body runs."""
-        return nullcontext()
-
+    @abstractmethod
     def optimizer_step(
-        self, own: Own, optimizer: Optimizer, closure: Closure, *args: Any, **kwargs: Any
+        self, own: Own, optimizer: Optimizer, closure: Closure, model: Any = None, **kwargs: Any
     ) -> Any:
-        """Run the closure and update."""
-        return own(optimizer, closure, *args, **kwargs)
+        """Run the closure; update, or leave it to the program."""
+
+    @contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """Let gradients only accumulate while the body runs."""
+        self._accumulating = True
+        try:
+            yield
+        finally:
+            self._accumulating = False
 
     # ------------------------------------------------------------------ between steps
 
     def flush(self) -> None:
         """Finish updates in flight, so that the module holds the newest weights."""
+        self._session.flush()
 
     def begin_epoch(self) -> None:
-        """Check what may have changed between epochs."""
+        """Check that every worker has the same number of batches.
+
+        Raises:
+            ConfigurationError: on every worker, with every number.
+        """
+        trainer, session = self._trainer, self._session
+        if session.group is not None:
+            with session.naming_peers("all workers to begin an epoch"):
+                require_same_number(
+                    "numbers of training batches", trainer.num_training_batches, session.group
+                )
 
     def end_epoch(self) -> None:
-        """Bring metrics to all workers before anybody computes them."""
+        """Show the newest weights, and what metrics have seen, before anybody computes."""
+        self.flush()
 
     def fail(self, text: str) -> None:
         """Communicate no more, and tell the other workers why."""
+        self._session.fail(text)
 
     # ------------------------------------------------------------------ checkpoints
 
     def lightning_module_state_dict(self, own: Own) -> dict[str, Any]:
         """Return the newest weights, full on every worker."""
-        state: dict[str, Any] = own()
-        return state
+        self.flush()
+        return self._whole_weights(own)
+
+    @abstractmethod
+    def _whole_weights(self, own: Own) -> dict[str, Any]: ...
+
+    def writable(self) -> AbstractContextManager[None]:
+        """Let the body write to every parameter of the module, also to what others hold."""
+        return nullcontext()
 
     def optimizer_state(self, own: Own, optimizer: Optimizer) -> dict[str, Any]:
         """Return the whole optimizer state on worker 0."""
-        state: dict[str, Any] = own(optimizer)
-        return state
+        if not self._has_stages:
+            state: dict[str, Any] = own(optimizer)
+            return state
+        self.flush()
+        optimizer = getattr(optimizer, "_optimizer", optimizer)
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        mine = [p for p in self._session.with_state if id(p) in held]
+        return ckpt.gather_optimizer_state(optimizer, mine, self._session.group)
 
     def delayed_state(self) -> dict[str, Any] | None:
         """Return what else a checkpoint needs, if anything, to go on with the same bits."""
-        return None
+        session = self._session
+        state = session.state()
+        if state is None or session.plan is None:
+            return None
+        feedback = merged(self._compensation.state(session.named()), session.group)
+        return {"plan": ckpt.numbers(session.plan)} | state | {"feedback": feedback}
 
-    def load_model_state_dict(
-        self, own: Own, checkpoint: Mapping[str, Any], *, strict: bool
-    ) -> None:
-        """Load weights."""
-        own(checkpoint, strict=strict)
+    def resume(self, saved: Mapping[str, Any] | None) -> None:
+        """Go on from weights that were loaded, and from the delayed state beside them."""
+        fits = saved is not None and ckpt.fits(saved, self._plan)
+        if saved is not None and not fits and self._plan.weights != "sync":
+            # versions that its first forwards would read were never made
+            rank_zero_warn(
+                f"The checkpoint was written under {saved['plan']}; this run has another plan and "
+                "goes on from its newest weights, as any strategy would, not with the same bits: "
+                "its weight rule begins as at step 0."
+            )
+        goes_on = self._session.resume(saved, fits=fits)
+        feedback = saved.get("feedback", {}) if saved is not None and goes_on else {}
+        self._compensation.put_state(feedback, self._session.named() if goes_on else {})
 
-    def load_optimizer_state_dict(self, own: Own, checkpoint: Mapping[str, Any]) -> None:
-        """Load the whole optimizer state."""
-        own(checkpoint)
-
-    def resume(self, saved: Mapping[str, Any] | None) -> bool:
-        """Go on from weights that were loaded, and from the delayed state beside them.
-
-        Returns:
-            Whether it was taken; else it is for a training that is set up later.
-        """
-        return False
+    # ------------------------------------------------------------------ the end
 
     def close(self) -> None:
         """Take everything off the module and the Trainer again."""
+        self._trainer.precision_plugin.__dict__.pop("clip_grad_by_norm", None)
+        restore_stop_broadcast(self._trainer)
 
 
-@final
-class PlainTraining(AbstractTraining):
-    """Leave everything to Lightning."""
-
-
-def start_alike(module: nn.Module, device: torch.device) -> None:
+def start_alike(module: nn.Module) -> None:
     """Give all workers worker 0's weights; all must call it.
 
     Raises:
         ConfigurationError: on every worker, where modules differ in more than values.
     """
-    require_same_module(module, device)
+    require_same_module(module)
     with torch.no_grad():
         for tensor in [*module.parameters(), *module.buffers()]:
             torch.distributed.broadcast(tensor, 0)
 
 
-def agreed_seed(device: torch.device) -> int:
+def agreed_seed() -> int:
     """Return the seed of worker 0, on every worker."""
-    seed = torch.tensor([torch.initial_seed() % 2**63], device=device)
+    seed = torch.tensor([torch.initial_seed() % 2**63], device=device_for())
     torch.distributed.broadcast(seed, 0)
     return int(seed)
 

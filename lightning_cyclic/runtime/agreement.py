@@ -1,24 +1,37 @@
 """Agreement: what all workers must see alike before they train, compared once at the start.
 
-Only tensors travel (UTF-8 bytes), never pickled objects.
+Only tensors travel (UTF-8 bytes), never pickled objects, and where the process group takes them:
+gloo in the host's memory, NCCL on the GPU.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_flatten, tree_map_only
 
 from lightning_cyclic.errors import ConfigurationError, StepError
 
 
-def gather_texts(text: str, device: torch.device, group: Any = None) -> list[str]:
-    """Return every worker's text, in the order of workers; all must call it."""
+def device_for(group: Any = None) -> torch.device:
+    """Return where a process group takes tensors: in the host's memory, if it may be chosen.
+
+    Args:
+        group: of which this worker is a member. [the default group]
+    """
+    if "cpu:" in dist.get_backend_config(group):
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def gather_texts(text: str, group: Any = None) -> list[str]:
+    """Return every worker's text, in the order of ranks; all must call it."""
+    device = device_for(group)
     data = torch.tensor(list(text.encode()), dtype=torch.uint8, device=device)
     size = torch.tensor([data.numel()], device=device)
     sizes = [torch.zeros_like(size) for _ in range(dist.get_world_size())]
@@ -31,35 +44,35 @@ def gather_texts(text: str, device: torch.device, group: Any = None) -> list[str
     return [bytes(part[: int(n)].tolist()).decode() for part, n in zip(parts, sizes, strict=True)]
 
 
-def require_same_module(module: nn.Module, device: torch.device) -> None:
-    """Refuse workers whose modules differ.
+def require_same_module(module: nn.Module) -> None:
+    """Refuse ranks whose modules differ.
 
     Raises:
         ConfigurationError: on every worker, with the first tensor that differs.
     """
     lines = [_tensor_line(name, x) for name, x in _tensors(module)]
     digest = hashlib.blake2b("\n".join(lines).encode(), digest_size=8).hexdigest()
-    if len(set(gather_texts(digest, device))) == 1:
+    if len(set(gather_texts(digest))) == 1:
         return
-    everyone = [text.splitlines() for text in gather_texts("\n".join(lines), device)]
+    everyone = [text.splitlines() for text in gather_texts("\n".join(lines))]
     raise ConfigurationError(
-        f"workers hold different modules: {_first_difference(everyone)}; allowed: the same "
+        f"ranks hold different modules: {_first_difference(everyone)}; allowed: the same "
         "module, with the same shapes, dtypes and frozen parameters, on every worker; build it "
         "from the same arguments everywhere"
     )
 
 
-def require_same_number(what: str, number: float, device: torch.device, group: Any = None) -> None:
-    """Refuse workers that hold different values of a number.
+def require_same_number(what: str, number: float, group: Any = None) -> None:
+    """Refuse ranks that hold different values of a number.
 
     Raises:
         ConfigurationError: on every worker, with every value.
     """
-    values = gather_texts(repr(number), device, group)
+    values = gather_texts(repr(number), group)
     if len(set(values)) > 1:
-        each = ", ".join(f"worker {w}: {value}" for w, value in enumerate(values))
+        each = ", ".join(f"rank {w}: {value}" for w, value in enumerate(values))
         raise ConfigurationError(
-            f"workers have different {what} ({each}); allowed: the same everywhere; "
+            f"ranks have different {what} ({each}); allowed: the same everywhere; "
             "use Trainer(use_distributed_sampler=True), or limit_train_batches"
         )
 
@@ -83,14 +96,45 @@ def describe_batch(batch: Any) -> str:
 
 
 def require_same_lines(what: str, texts: list[str], allowed: str) -> None:
-    """Refuse workers whose texts differ.
+    """Refuse ranks whose texts differ.
 
     Raises:
         StepError: with the first line that differs.
     """
     if len(set(texts)) > 1:
         difference = _first_difference([text.splitlines() for text in texts])
-        raise StepError(f"workers differ in {what}: {difference}; allowed: {allowed}")
+        raise StepError(f"ranks differ in {what}: {difference}; allowed: {allowed}")
+
+
+def gathered(mine: Mapping[Any, Any], group: Any) -> list[Mapping[Any, Any]] | None:
+    """Return on worker 0 what all workers have; None elsewhere.
+
+    Args:
+        mine: what this worker has.
+        group: process group of all workers for what is in the host's memory; None for one worker.
+    """
+    if group is None:
+        return [mine]
+    parts: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    # from the host's memory: what is pickled on a GPU would be made there again, on that of its
+    # worker, by worker 0
+    dist.gather_object(tree_map_only(Tensor, Tensor.cpu, dict(mine)), parts, dst=0, group=group)
+    return parts
+
+
+def merged(mine: Mapping[str, Any], group: Any) -> dict[str, Any]:
+    """Return on worker 0 what all workers have of parameters, by name; elsewhere the own.
+
+    Where several have versions of one, some may have more of them than others.
+    """
+    if group is None:
+        return dict(mine)
+    parts = gathered(mine, group) or [mine]
+    whole: dict[str, Any] = {}
+    for name, values in (item for part in parts for item in part.items()):
+        together = isinstance(values, dict) and name in whole
+        whole[name] = whole[name] | values if together else values
+    return whole
 
 
 def _leaf(leaf: Any) -> str:
@@ -116,5 +160,5 @@ def _first_difference(everyone: list[list[str]]) -> str:
             a = base[k] if k < len(base) else "nothing"
             b = lines[k] if k < len(lines) else "nothing"
             if a != b:
-                return f"worker 0 has {a!r}, worker {w} has {b!r}"
+                return f"rank 0 has {a!r}, rank {w} has {b!r}"
     return "none found"

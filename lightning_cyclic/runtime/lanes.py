@@ -31,7 +31,12 @@ class LaneThread:
         self._do = do
         self._items: queue.SimpleQueue[tuple[Action | None, threading.Event] | None]
         self._items = queue.SimpleQueue()
-        threading.Thread(target=self._run, name=name, daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def is_current(self) -> bool:
+        """Say whether the caller runs on this lane."""
+        return threading.current_thread() is self._thread
 
     def put(self, a: Action | None = None) -> threading.Event:
         """Queue an action, or nothing; return what is set when it and all before it are over."""

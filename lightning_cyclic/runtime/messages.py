@@ -7,7 +7,8 @@
 The head says which tensors are there, and carries a word; or whether the form is a new one.
 Sender and receiver remember, for each key, the last form; as long as nothing changes, a message
 is one. Transports without names cannot tell heads and descriptions from content: there these go
-by control, and content by itself.
+by control, and content by itself. What goes by control stays in the host's memory, as gloo needs
+it: no copy, and no stop of a GPU.
 
 A receive is posted when the program says, and waited for when its message is read. A send is not
 waited for, until as many of its ring are under way as the program was proved with.
@@ -65,32 +66,32 @@ class Buffer:
 
     Args:
         data: all bytes, uint8.
-        head: its first bytes; or as many of the host, where heads travel by themselves.
-        tensors: views of what is behind them.
+        tensors: views of it.
+        head_bytes: where they begin.
         home: where the buffer goes when nobody needs it.
     """
 
-    __slots__ = ("data", "head", "home", "sent", "tensors")
+    __slots__ = ("data", "head_bytes", "home", "sent", "tensors")
 
     def __init__(
-        self, data: Tensor, head: Tensor, tensors: list[Tensor], home: deque[Buffer]
+        self, data: Tensor, tensors: list[Tensor], head_bytes: int, home: deque[Buffer]
     ) -> None:
         self.data = data
-        self.head = head
         self.tensors = tensors
+        self.head_bytes = head_bytes
         self.home = home
         self.sent: list[_Sent] = []  # under way from here
-
-    @property
-    def content(self) -> Tensor:
-        """Return the bytes behind the head."""
-        return self.data[len(self.head) :]
 
     def write(self, tensors: Iterable[Tensor | None]) -> None:
         """Copy tensors in; None leaves a gap."""
         pairs = [(v, x) for v, x in zip(self.tensors, tensors, strict=True) if x is not None]
         if pairs:
             torch._foreach_copy_([v for v, _ in pairs], [x for _, x in pairs])
+
+    @property
+    def content(self) -> list[Tensor]:
+        """Return the bytes behind the head, if there are any: NCCL is not asked to send none."""
+        return [self.data[self.head_bytes :]] if self.data.numel() > self.head_bytes else []
 
     def let_go(self) -> None:
         """Let the next who needs a buffer take this one."""
@@ -137,22 +138,14 @@ class Layout:
         tensors: whose shapes, strides and dtypes it copies.
         device: of its buffers.
         num_marks: how many marks its messages have. [one for each tensor]
-        head_is_apart: whether heads travel by themselves, and so are the host's: no GPU is waited
-            for to read one.
     """
 
     def __init__(
-        self,
-        tensors: Iterable[Tensor],
-        device: torch.device,
-        num_marks: int | None = None,
-        *,
-        head_is_apart: bool = False,
+        self, tensors: Iterable[Tensor], device: torch.device, num_marks: int | None = None
     ) -> None:
         self.specs = tuple(map(_sent_spec, tensors))
         self.num_marks = len(self.specs) if num_marks is None else num_marks
         self._device = device
-        self._head_is_apart = head_is_apart
         self.head_bytes = _aligned(_NUMBERS + self.num_marks)
         self.num_bytes = self.head_bytes + _total_bytes(self.specs)
         self.spare: deque[Buffer] = deque()
@@ -160,10 +153,7 @@ class Layout:
     def new(self) -> Buffer:
         """Make a buffer; its tensors are not initialised."""
         data = torch.empty(self.num_bytes, dtype=torch.uint8, device=self._device)
-        head = data[: self.head_bytes]
-        if self._head_is_apart:
-            head = torch.empty(self.head_bytes, dtype=torch.uint8)
-        return Buffer(data, head, _views(data, self.head_bytes, self.specs), self.spare)
+        return Buffer(data, _views(data, self.head_bytes, self.specs), self.head_bytes, self.spare)
 
 
 class _Sent(NamedTuple):
@@ -184,7 +174,9 @@ class _Incoming:
         buffer: into which it comes, where the layout is known.
     """
 
-    __slots__ = ("action", "begun", "buffer", "content", "data", "form", "head", "key", "ring")
+    __slots__ = (
+        "action", "begun", "buffer", "content", "data", "form", "head", "key", "ring", "words",
+    )  # fmt: skip
 
     def __init__(self, action: Action, ring: Ring, key: Hashable, buffer: Buffer | None) -> None:
         self.action = action
@@ -194,7 +186,8 @@ class _Incoming:
         self.data = torch.empty(0) if buffer is None else buffer.data
         self.form = _NOTHING
         self.content: AbstractPending | None = None  # None until it is known how large it is
-        self.head: AbstractPending | None = None  # where it comes by itself
+        self.head: AbstractPending | None = None  # where it comes by itself, into words
+        self.words = torch.empty(0) if buffer is None else buffer.data[: buffer.head_bytes]
         self.begun: Future[None] | None = None  # where a thread begins it, in its turn
 
 
@@ -236,8 +229,7 @@ class Messages:
 
     def layout(self, tensors: Iterable[Tensor], num_marks: int | None = None) -> Layout:
         """Return a layout of buffers on this worker's device."""
-        apart = self._control is not None
-        return Layout(tensors, self._device, num_marks, head_is_apart=apart)
+        return Layout(tensors, self._device, num_marks)
 
     def know(self, payload: Payload, j: int, layout: Layout) -> None:
         """Let all messages of a payload and stage have one layout; both ends must say so."""
@@ -271,16 +263,18 @@ class Messages:
         if buffer is None:
             buffer = self.room(layout)
             buffer.write(message.tensors)
-        head = buffer.head
+        apart = self._is_apart(ring)
+        head = _words(buffer.head_bytes) if apart else buffer.data[: buffer.head_bytes]
         head[:_NUMBERS].copy_(torch.tensor([0, message.word]).view(torch.uint8))
         marks = head[_NUMBERS : _NUMBERS + layout.num_marks]
         if message.there is None:
             marks.fill_(1)
         else:
             marks.copy_(torch.tensor(message.there, dtype=torch.uint8))
-        if self._is_apart(ring):
+        if apart:
             self._begin(ring, a, head, Part.HEAD, None)
-            self._begin(ring, a, buffer.content, Part.CONTENT, buffer)
+            if content := buffer.content:
+                self._begin(ring, a, content[0], Part.CONTENT, buffer)
         else:
             self._begin(ring, a, buffer.data, Part.CONTENT, buffer)
         if message.buffer is None or message.leaves:
@@ -295,18 +289,17 @@ class Messages:
         self._sent_forms[ring].put(key, form)
         apart = self._is_apart(ring)
         begins = _aligned(_NUMBERS)
-        size = begins if apart else begins + known.num_bytes
-        data = torch.empty(size, dtype=torch.uint8) if apart else self._bytes(size)
+        data = _words(begins) if apart else self._bytes(begins + known.num_bytes, ring)
         data[:_NUMBERS].copy_(torch.tensor([int(is_new), len(form.text)]).view(torch.uint8))
         if not is_new and not apart:
             _write(data, begins, specs, tensors)
         self._begin(ring, a, data, Part.HEAD if apart else Part.CONTENT, None)
         if is_new:
             text = torch.frombuffer(bytearray(form.text), dtype=torch.uint8)
-            text = text if apart else text.to(self._device)
+            text = text if apart else text.to(data.device)
             self._begin(ring, a, text, Part.DESCRIPTION, None)
         if (is_new or apart) and form.num_bytes:
-            content = self._bytes(form.num_bytes)
+            content = self._bytes(form.num_bytes, ring)
             _write(content, 0, specs, tensors)
             self._begin(ring, a, content, Part.CONTENT if apart else Part.DESCRIBED, None)
 
@@ -366,18 +359,16 @@ class Messages:
 
     # ------------------------------------------------------------------ receiving
 
-    def post(self, a: Action, key: Hashable, buffer: Buffer | None = None) -> None:
+    def post(self, a: Action, key: Hashable) -> None:
         """Be ready to receive, so that bytes travel while something else is computed.
 
         Args:
             a: the receive.
             key: as in :meth:`send`.
-            buffer: into which it comes, where its layout is known. [one that is free]
         """
         ring = ring_of(a, self._transport.worker)
         layout = self._layouts.get((ring.payload, ring.j))
-        if layout is not None and buffer is None:
-            buffer = self.room(layout)
+        buffer = None if layout is None else self.room(layout)
         incoming, posted = _Incoming(a, ring, key, buffer), self._posted[ring]
         if buffer is None:
             posted.append(incoming)
@@ -413,21 +404,23 @@ class Messages:
 
     def _receive(self, x: _Incoming) -> None:
         if x.buffer is None:
-            x.data = self._bytes(_aligned(_NUMBERS) + self._form(x).num_bytes)
+            x.data = self._bytes(_aligned(_NUMBERS) + self._form(x).num_bytes, x.ring)
         x.content = self._transport.irecv(x.ring, x.data, Part.CONTENT)
 
     def _receive_apart(self, x: _Incoming) -> None:
         """Begin to receive the content of a message whose turn it is on its channel."""
         assert self._control is not None
         if x.buffer is not None:
-            x.head = self._control.irecv(x.ring, x.buffer.head, Part.HEAD)
-            x.content = self._transport.irecv(x.ring, x.buffer.content, Part.CONTENT)
+            x.words = _words(x.buffer.head_bytes)
+            x.head = self._control.irecv(x.ring, x.words, Part.HEAD)
+            if content := x.buffer.content:
+                x.content = self._transport.irecv(x.ring, content[0], Part.CONTENT)
             return
-        head = torch.empty(_aligned(_NUMBERS), dtype=torch.uint8)
+        head = _words(_aligned(_NUMBERS))
         self._wait(self._control.irecv(x.ring, head, Part.HEAD), x.action)
         x.form = self._described(x, head, self._control)
         if x.form.num_bytes:
-            x.data = self._bytes(x.form.num_bytes)
+            x.data = self._bytes(x.form.num_bytes, x.ring)
             x.content = self._transport.irecv(x.ring, x.data, Part.CONTENT)
 
     def _finished(self, x: _Incoming) -> Message:
@@ -437,18 +430,18 @@ class Messages:
             if pending is not None:
                 self._wait(pending, x.action)
         if x.buffer is not None:
-            return _laid_out(x.buffer, self._layouts[x.ring.payload, x.ring.j].num_marks)
+            return _laid_out(x.buffer, x.words, self._layouts[x.ring.payload, x.ring.j].num_marks)
         if x.begun is not None:
-            return Message(_read(x.data, 0, x.form.specs), x.form.facts)
+            return Message(self._read(x.data, 0, x.form.specs), x.form.facts)
         begins = _aligned(_NUMBERS)
         known = self._form(x)
         form = self._described(x, x.data[:begins], self._transport)
         if form is known:
-            return Message(_read(x.data, begins, form.specs), form.facts)
-        data = self._bytes(form.num_bytes)
+            return Message(self._read(x.data, begins, form.specs), form.facts)
+        data = self._bytes(form.num_bytes, x.ring)
         if form.num_bytes:
             self._wait(self._transport.irecv(x.ring, data, Part.DESCRIBED), x.action)
-        return Message(_read(data, 0, form.specs), form.facts)
+        return Message(self._read(data, 0, form.specs), form.facts)
 
     def _described(self, x: _Incoming, head: Tensor, transport: AbstractTransport) -> _Form:
         """Return the form of a message: the last of its key, or the one that is described."""
@@ -461,13 +454,28 @@ class Messages:
         self._received_forms[x.ring].put(x.key, form)
         return form
 
-    def _bytes(self, count: int) -> Tensor:
+    def _bytes(self, count: int, ring: Ring) -> Tensor:
+        """Return room for a message: of words between hosts in their memory."""
+        if ring.channel.is_control:
+            return _words(count)
         return torch.empty(count, dtype=torch.uint8, device=self._device)
 
+    def _read(self, data: Tensor, start: int, specs: Sequence[TensorSpec]) -> list[Tensor]:
+        """Return the tensors of a message, each where it was on the device or on the host."""
+        tensors = _views(data, start, specs)
+        return [
+            x if x.is_cpu is s.on_host else x.to("cpu" if s.on_host else self._device)
+            for x, s in zip(tensors, specs, strict=True)
+        ]
 
-def _laid_out(buffer: Buffer, num_marks: int) -> Message:
-    """Read a message of one layout where it lies."""
-    head = buffer.head.cpu()
+
+def _words(count: int) -> Tensor:
+    return torch.empty(count, dtype=torch.uint8)
+
+
+def _laid_out(buffer: Buffer, words: Tensor, num_marks: int) -> Message:
+    """Read a message of one layout where it lies, its head in the host's memory or with it."""
+    head = words.cpu()
     _, word = head[:_NUMBERS].view(torch.int64).tolist()
     marks = head[_NUMBERS : _NUMBERS + num_marks].tolist()
     there = None if all(marks) else list(map(bool, marks))
@@ -537,11 +545,3 @@ def _write(
 
 def _overlaps(spec: TensorSpec) -> bool:
     return any(n > 1 and step == 0 for n, step in zip(spec.size, spec.stride, strict=True))
-
-
-def _read(data: Tensor, start: int, specs: Sequence[TensorSpec]) -> list[Tensor]:
-    tensors = _views(data, start, specs)
-    return [
-        x.cpu() if s.on_host and x.device.type != "cpu" else x
-        for x, s in zip(tensors, specs, strict=True)
-    ]

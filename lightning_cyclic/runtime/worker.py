@@ -20,9 +20,8 @@ from lightning_cyclic.errors import WaitTimeoutError
 from lightning_cyclic.plan.actions import Action, Kind, Lane, Payload
 from lightning_cyclic.plan.dataflow import Dataflow, Datum, Item
 from lightning_cyclic.runtime.lanes import LaneThread
-from lightning_cyclic.runtime.messages import Buffer, Message, Messages
+from lightning_cyclic.runtime.messages import Message, Messages
 
-_LANES = "cyclic-"  # begins the names of their threads
 _MANY = 256
 
 
@@ -44,9 +43,6 @@ class AbstractStores(Protocol):
 
     def give(self, a: Action) -> Message:
         """Return what a SEND sends."""
-
-    def room(self, a: Action) -> Buffer | None:
-        """Return the buffer into which a RECV receives; None for any."""
 
     def take(self, a: Action, message: Message) -> None:
         """Take in what has come for a RECV, when it is read."""
@@ -149,7 +145,7 @@ class Worker:
 
     def fetch(self, item: Item) -> None:
         """Wait for an item and take it in, if it is on its way; else it is here, or not needed."""
-        if threading.current_thread().name.startswith(_LANES):
+        if any(lane.is_current() for lane in self._lanes.values()):
             if item[0] is Datum.WEIGHTS:
                 self._await_post(*cast(tuple[int, int], item[1:]))
         elif item in self._promised:
@@ -213,7 +209,7 @@ class Worker:
             self._stores.let_go(a)
 
     def _post(self, a: Action) -> None:
-        self._messages.post(a, self._stores.key(a), self._stores.room(a))
+        self._messages.post(a, self._stores.key(a))
         (item,) = self._flow(a).makes
         with self._changing:
             self._coming.setdefault(item, []).append(_Arrival(a))

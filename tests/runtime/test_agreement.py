@@ -20,8 +20,6 @@ from lightning_cyclic.runtime.agreement import (
 )
 from tests import processes
 
-CPU = torch.device("cpu")
-
 
 @pytest.mark.parametrize(
     ("batch", "text"),
@@ -51,25 +49,23 @@ def test_the_first_difference_is_told() -> None:
     with pytest.raises(StepError) as caught:
         require_same_lines("orders", ["a\nb", "a\nb", "a\nc\nd"], "the same")
     text = str(caught.value)
-    assert (
-        text == "workers differ in orders: worker 0 has 'b', worker 2 has 'c'; allowed: the same"
-    )
-    with pytest.raises(StepError, match="worker 0 has 'b', worker 1 has 'nothing'"):
+    assert text == "ranks differ in orders: rank 0 has 'b', rank 2 has 'c'; allowed: the same"
+    with pytest.raises(StepError, match="rank 0 has 'b', rank 1 has 'nothing'"):
         require_same_lines("orders", ["a\nb", "a"], "the same")
 
 
 def agree() -> tuple[list[str], list[str]]:
     rank, world_size = int(os.environ["NODE_RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group("gloo", rank=rank, world_size=world_size)
-    texts = gather_texts("ä" * rank, CPU)
-    require_same_module(nn.Linear(2, 2), CPU)
-    require_same_number("things", 3, CPU)
+    texts = gather_texts("ä" * rank)
+    require_same_module(nn.Linear(2, 2))
+    require_same_number("things", 3)
     said = []
     for differ in (
-        lambda: require_same_module(nn.Linear(2, 2 + rank // 2), CPU),
-        lambda: require_same_module(nn.Linear(2, 2, bias=rank != 1), CPU),
-        lambda: require_same_module(nn.Linear(2, 2).to(torch.float64 if rank else None), CPU),
-        lambda: require_same_number("things", rank, CPU, dist.new_group()),
+        lambda: require_same_module(nn.Linear(2, 2 + rank // 2)),
+        lambda: require_same_module(nn.Linear(2, 2, bias=rank != 1)),
+        lambda: require_same_module(nn.Linear(2, 2).to(torch.float64 if rank else None)),
+        lambda: require_same_number("things", rank, dist.new_group()),
     ):
         with pytest.raises(ConfigurationError) as caught:
             differ()
@@ -83,8 +79,8 @@ def test_workers_tell_each_other_where_they_differ() -> None:
     assert everyone[0] == everyone[1] == everyone[2]
     texts, (shape, presence, dtype, number) = everyone[0]
     assert texts == ["", "ä", "ää"]
-    assert "worker 0 has 'weight (2, 2) float32 trained'" in shape
-    assert "worker 2 has 'weight (3, 2) float32 trained'" in shape
-    assert "worker 0 has 'bias (2,) float32 trained', worker 1 has 'nothing'" in presence
-    assert "worker 1 has 'weight (2, 2) float64 trained'" in dtype
-    assert "different things (worker 0: 0, worker 1: 1, worker 2: 2); allowed: the same" in number
+    assert "rank 0 has 'weight (2, 2) float32 trained'" in shape
+    assert "rank 2 has 'weight (3, 2) float32 trained'" in shape
+    assert "rank 0 has 'bias (2,) float32 trained', rank 1 has 'nothing'" in presence
+    assert "rank 1 has 'weight (2, 2) float64 trained'" in dtype
+    assert "different things (rank 0: 0, rank 1: 1, rank 2: 2); allowed: the same" in number

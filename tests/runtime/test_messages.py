@@ -8,7 +8,13 @@ import torch
 from lightning_cyclic.plan.actions import Lane, Payload, parse
 from lightning_cyclic.plan.passes.messages import Channel, Ring
 from lightning_cyclic.runtime.messages import Message, Messages
-from lightning_cyclic.runtime.transport import CountingTransport, LocalTransport, PostOffice
+from lightning_cyclic.runtime.transport import (
+    AbstractTransport,
+    CountingTransport,
+    LocalTransport,
+    Part,
+    PostOffice,
+)
 
 CPU = torch.device("cpu")
 X = torch.arange(24.0).reshape(4, 6)
@@ -273,3 +279,65 @@ def test_messages_that_are_known_before_are_received_ahead_several_at_once():
     assert pair.transport.messages.total() == 3
     for i in (2, 0, 1):  # whoever reads first
         assert torch.equal(pair.take(i).tensors[0], X + i)
+
+
+class Edge(AbstractTransport):
+    """Carry content of the device "meta", which has no values, and words of the host."""
+
+    def __init__(self, office, worker, log):
+        super().__init__(worker, 2, 5.0)
+        self.words = LocalTransport(office, worker, 2, 5.0)
+        self.log = log
+
+    @property
+    def control(self):
+        return self.words
+
+    def isend(self, ring, data, part=Part.CONTENT):
+        return self._carried(ring, data, part, self.words.isend)
+
+    def irecv(self, ring, data, part=Part.CONTENT):
+        return self._carried(ring, data, part, self.words.irecv)
+
+    def _carried(self, ring, data, part, post):
+        assert data.device.type == ("cpu" if ring.channel.is_control else "meta")
+        assert data.numel()  # NCCL is not asked to send nothing
+        self.log.append((str(ring.payload), part))
+        return post(ring, data if data.is_cpu else torch.zeros(1, dtype=torch.uint8), part)
+
+    def report_failure(self, text): ...
+
+    def failure(self): ...
+
+    def close(self): ...
+
+
+def test_what_goes_by_control_is_in_the_memory_of_the_host():
+    office, log, meta = PostOffice(), [], torch.device("meta")
+    sender, receiver = (
+        Messages(Edge(office, w, log), {}, lambda pending, a: pending.wait(), meta)
+        for w in range(2)
+    )
+    x = torch.empty(2, 3, device=meta)
+    for worker in (sender, receiver):
+        worker.know(Payload.N, 0, worker.layout([x[:0]]))
+        worker.know(Payload.P, 1, worker.layout([x, x]))
+    arrived = []
+    for text, tensors, there in (
+        ("1{}_A0{}#0", [x, x], None), ("1{}_A1{}#0", [x, x], None),
+        ("0{}_N{}#0", [x[:0]], None), ("1{}_P@1{}#0", [x, x], [True, False]),
+        ("0{}_M{}#0", [torch.ones(3)], None),
+    ):  # fmt: skip
+        sent, comes = (parse(text.format(*ways)) for ways in (("SEND", ">1"), ("RECV", "<0")))
+        receiver.post(comes, None)
+        sender.send(sent, None, Message(tensors, word=3, there=there))
+        arrived.append(receiver.take(comes))
+    first, second, norms, versions, metric = arrived
+    for message in (first, second):
+        assert [y.device.type for y in message.tensors] == ["meta", "meta"]
+        assert message.tensors[0].shape == x.shape
+    assert norms.word == versions.word == 3
+    assert (norms.there, versions.there) == (None, [True, False])
+    assert [entry for entry in log if entry[0] != "M"] == [(x, Part.CONTENT) for x in "AAAAPP"]
+    assert metric.tensors[0].device.type == "cpu"
+    receiver.close()

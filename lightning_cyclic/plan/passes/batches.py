@@ -66,7 +66,7 @@ def _told(plan: Plan, a: Action, w: int, source: int) -> Iterator[Action]:
 
 
 def _tell(plan: Plan, a: Action, w: int) -> Action:
-    return Action(kind=Kind.TELL, t=a.t, j=_first_stage(plan, w), s=a.s)
+    return Action(kind=Kind.TELL, t=a.t, j=first_stage(plan, w), s=a.s)
 
 
 def _of_each_step(actions: Iterable[Action], kind: Kind) -> dict[int, Action]:
@@ -86,11 +86,11 @@ def _local(plan: Plan, a: Action) -> int:
 def _share(plan: Plan, payload: Payload, a: Action, w: int, source: int) -> Iterator[Action]:
     """Send from the source to all others of its replica, or receive from it."""
     if w != source:
-        yield message(Kind.RECV, payload, a, source, j=_first_stage(plan, w))
+        yield message(Kind.RECV, payload, a, source, j=first_stage(plan, w))
         return
     for other in plan.axes.placement.replica(w):
         if other != w and _takes_part(plan, other, a.t):
-            yield message(Kind.SEND, payload, a, other, j=_first_stage(plan, other))
+            yield message(Kind.SEND, payload, a, other, j=first_stage(plan, other))
 
 
 def _takes_part(plan: Plan, w: int, t: int) -> bool:
@@ -101,6 +101,7 @@ def _takes_part(plan: Plan, w: int, t: int) -> bool:
     return any(plan.worker_of(i, j, t) == w for i, j in cells)
 
 
-def _first_stage(plan: Plan, w: int) -> int:
+def first_stage(plan: Plan, w: int) -> int:
+    """Return the first stage of a worker, by which it is told of a step."""
     workers_of = plan.axes.placement.workers_of
     return next(j for j in range(plan.num_stages) if w in workers_of(j))

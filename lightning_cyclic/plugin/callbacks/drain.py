@@ -6,6 +6,7 @@ averaging), so the strategy inserts this callback in front of all others.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol, final
 
 from lightning.pytorch import Callback
@@ -14,7 +15,7 @@ from typing_extensions import override
 
 
 class Drained(Protocol):
-    """Be what a drain drains."""
+    """Hold updates in flight."""
 
     def flush(self) -> None:
         """Finish updates in flight."""
@@ -34,40 +35,45 @@ class DrainCallback(Callback):
     """Flush before validation and at the end of epoch and fit; stop talking on exceptions.
 
     Args:
-        strategy: what is flushed.
+        drained: returns what is flushed, if there is anything.
     """
 
-    def __init__(self, strategy: Drained) -> None:
-        self._strategy = strategy
+    def __init__(self, drained: Callable[[], Drained | None]) -> None:
+        self._drained = drained
 
     @override
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-        self._strategy.begin_epoch()
+        if drained := self._drained():
+            drained.begin_epoch()
 
     @override
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
-        self._strategy.flush()
+        if drained := self._drained():
+            drained.flush()
 
     @override
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        self._strategy.flush()
-        self._strategy.end_epoch()
+        if drained := self._drained():
+            drained.end_epoch()
 
     @override
     def on_validation_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        self._strategy.end_epoch()
+        if drained := self._drained():
+            drained.end_epoch()
 
-    @override
-    def on_test_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        self._strategy.end_epoch()
+    on_test_epoch_end = on_validation_epoch_end
 
     @override
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        self._strategy.flush()
+        if drained := self._drained():
+            drained.flush()
 
     @override
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        drained = self._drained()
+        if drained is None:
+            return
         if isinstance(exception, SIGTERMException):  # all workers stop here, at the same step
-            self._strategy.flush()
+            drained.flush()
         else:
-            self._strategy.fail(f"{type(exception).__name__}: {exception}")
+            drained.fail(f"{type(exception).__name__}: {exception}")

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_cyclic.errors import CyclicError, PlanError, StepError
 from lightning_cyclic.plan import Plan
-from lightning_cyclic.runtime.agreement import gather_texts
+from lightning_cyclic.runtime.agreement import device_for, gather_texts
 from lightning_cyclic.runtime.partial_step.ranks import rank_of
 from lightning_cyclic.runtime.stages.cuts import Cuts
 
@@ -32,17 +32,13 @@ class Collectives:
         module: the whole module.
         width: number of replicas.
         size: workers per replica.
-        device: where tensors live.
-        group: process group of all workers; None for one worker.
+        group: process group of all workers for tensors of the host; None for one worker.
     """
 
-    def __init__(
-        self, module: nn.Module, width: int, size: int, device: torch.device, group: Any
-    ) -> None:
+    def __init__(self, module: nn.Module, width: int, size: int, group: Any) -> None:
         self._module = module
         self._width = width
         self._size = size
-        self._device = device
         self._group = group
         self._peers = _peers(width, size) if group is not None and width > 1 else None
 
@@ -67,14 +63,14 @@ class Collectives:
             except CyclicError as error:
                 text = json.dumps([type(error).__name__, str(error)])
         with waiting:
-            text = gather_texts(text, self._device, self._group)[0]
+            text = gather_texts(text, self._group)[0]
         kind, data = json.loads(text)
         if kind != "cuts":
             raise (StepError if kind == "StepError" else PlanError)(data)
         return Cuts.from_data(data)
 
     def gather(self, cuts: Cuts, plan: Plan) -> dict[str, Tensor]:
-        """Return all parameters and buffers, whole, on every worker."""
+        """Return all parameters and buffers, whole, on every worker; of several in host memory."""
         whole: dict[str, Tensor] = {}
         named = self._named()
         for j in range(cuts.num_stages):
@@ -82,7 +78,8 @@ class Collectives:
             for name in [*cuts.parameters[j], *cuts.buffers[j]]:
                 x = named[name].detach()
                 if self._group is not None:
-                    x = x.contiguous().clone()
+                    # not on a GPU, which may have no room for the whole
+                    x = x.to("cpu", copy=True, memory_format=torch.contiguous_format)
                     dist.broadcast(x, source, group=self._group)
                 whole[name] = x
         return whole
@@ -102,10 +99,10 @@ class Collectives:
         """
         if self._peers is None:
             return tensor
-        if how in _OPERATIONS:
-            dist.all_reduce(tensor, _OPERATIONS[how], group=self._peers)
-            return tensor
-        dist.all_reduce(tensor, group=self._peers)
+        reduced = tensor.to(device_for(self._peers))  # which is the tensor itself, mostly
+        dist.all_reduce(reduced, _OPERATIONS.get(how, dist.ReduceOp.SUM), group=self._peers)
+        if reduced is not tensor:
+            tensor.copy_(reduced)
         if how not in ("mean", "avg"):
             return tensor
         if tensor.is_floating_point():

@@ -41,6 +41,7 @@ class StagewiseConfig:
         backward_weights: what backwards read there.
         read_state: gives what an owner must tell replicas of a stage, so that they can guess.
         write_state: takes it.
+        is_delayed: whether the plan reads versions older than the newest.
         expected_stages: how many stages there will be. [0: one per worker of a replica]
     """
 
@@ -58,3 +59,4 @@ class StagewiseConfig:
     read_state: ReadState | None = None
     write_state: WriteState | None = None
     expected_stages: int = 0
+    is_delayed: bool = False

@@ -158,9 +158,6 @@ class Exchange:
         assert a.payload is not None
         return _GIVES[a.payload](self, a)
 
-    def room(self, a: Action) -> None:
-        """Let messages come into buffers of their own."""
-
     def hold(self, a: Action) -> None:
         """Have no lanes."""
 

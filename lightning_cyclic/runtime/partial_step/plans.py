@@ -11,6 +11,8 @@ from typing import final
 
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.plan.actions import Action, Kind, Payload
+from lightning_cyclic.plan.passes.batches import first_stage
+from lightning_cyclic.plan.passes.messages import message
 from lightning_cyclic.runtime.partial_step.config import StagewiseConfig
 from lightning_cyclic.runtime.stages.cuts import Cuts
 
@@ -49,9 +51,23 @@ class Plans:
             t: the step that they are to have.
         """
         if self._evaluation is None:
-            actions = self.of(1).program.first(1)[worker]
+            actions = [*self.of(1).program.first(1)[worker], *self._told_besides(worker)]
             self._evaluation = [a for a in actions if (a.payload or a.kind) in _EVALUATES]
         return [replace(a, t=t) for a in self._evaluation]
+
+    def _told_besides(self, worker: int) -> list[Action]:
+        """Let those know what came out who have no part: where workers take turns, some may."""
+        plan = self.of(1)
+        programs, replica = plan.program.first(1), plan.axes.placement.replica(worker)
+        (tell,) = [a for a in programs[replica[-1]] if a.kind is Kind.TELL]
+        told = {w for w in replica if any(a.kind is Kind.TELL for a in programs[w])}
+        idle = {w: first_stage(plan, w) for w in replica if w not in told}
+        if worker == replica[-1]:
+            return [message(Kind.SEND, Payload.L, tell, w, j=j) for w, j in idle.items()]
+        if worker not in idle:
+            return []
+        j = idle[worker]
+        return [message(Kind.RECV, Payload.L, tell, replica[-1], j=j), replace(tell, j=j)]
 
     def _made(self, num_micro: int) -> Plan:
         of_all = num_micro * self._config.width

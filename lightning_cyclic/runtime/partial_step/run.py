@@ -23,7 +23,6 @@ from torch._C import (
     _push_on_torch_function_stack,
 )
 
-from lightning_cyclic.runtime.partial_step.chance import Chance
 from lightning_cyclic.runtime.partial_step.ghosts import Ghost, Handle, ask, real, tensors_in
 from lightning_cyclic.runtime.partial_step.record import MARK, Delivery, Record
 from lightning_cyclic.runtime.partial_step.refusals import (
@@ -37,6 +36,7 @@ from lightning_cyclic.runtime.partial_step.replay import Replay
 from lightning_cyclic.runtime.partial_step.sharing import NO_SHARING
 from lightning_cyclic.runtime.partial_step.site import Site, Unit
 from lightning_cyclic.runtime.partial_step.watch import Known, known
+from lightning_cyclic.runtime.randomness import Randomness
 from lightning_cyclic.runtime.values.trees import flatten, unflatten
 
 _run_numbers = itertools.count(1)
@@ -57,7 +57,7 @@ class Run:
         replays: of the regions before it.
         take: waits for what crossed, when the stage begins; None if that does not fit the
             replays.
-        chance: the randomness of this step and micro-batch.
+        randomness: that of this step and micro-batch.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Run:
         target: int,
         replays: Sequence[Replay],
         take: Callable[[], Delivery | None],
-        chance: Chance,
+        randomness: Randomness,
     ) -> None:
         self.site = site
         self.target = target
@@ -83,7 +83,7 @@ class Run:
         self._take = take
         self._came: Mapping[Handle, Tensor] = {}
         self._changed: dict[Handle, Tensor] = {}  # tensors of the batch that an event changed
-        self._chance = chance
+        self._randomness = randomness
         self._modes = (
             torch.is_grad_enabled(),
             torch.is_inference_mode_enabled(),
@@ -115,8 +115,6 @@ class Run:
                 replay.release()
 
     def _output_of(self, step: Callable[[], Any]) -> Any:
-        # once: the code between units draws the same on every worker that runs it, in any region
-        self._chance.begin_region(0)
         try:
             self._enter(0)
             return step()
@@ -211,7 +209,7 @@ class Run:
             is_of_ghost = type(args[0]) is Ghost
             return self._metadata(func, args, kwargs) if is_of_ghost else ask(func, args, kwargs)
         if about.is_random:
-            self._chance.skip_glue()
+            self._randomness.skip_glue()
         if about.reads_value:
             refuse_read(self.region, self.target)
         assert self._replay is not None
@@ -229,7 +227,7 @@ class Run:
         return func(args[0].value, *args[1:], **kwargs)
 
     def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
-        with self._chance.of_glue():
+        with self._randomness.of_glue():
             return func(*args, **kwargs)
 
     def _read(self, replay: Replay, name: str, args: Any, kwargs: Any) -> Any:
@@ -268,12 +266,14 @@ class Run:
         replay.begin()
         if replay.needs_watch:
             self._watch()
+        self._randomness.begin_region(region)
 
     def _enter_stage(self) -> None:
         self._receive()
         self._replay, self._draws = None, False
         self._watch()
-        self._chance.begin_stage(self.target)
+        self._randomness.begin_region(self.target)
+        self._randomness.begin_stage(self.target)
 
     def _watch(self) -> None:
         if not self._is_watching:

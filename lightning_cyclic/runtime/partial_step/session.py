@@ -23,11 +23,11 @@ from lightning_cyclic.plan.actions import Action, Kind, Payload
 from lightning_cyclic.plan.dataflow import Datum, Item
 from lightning_cyclic.plan.passes.messages import step_of
 from lightning_cyclic.plan.program import Program
+from lightning_cyclic.runtime.agreement import merged
 from lightning_cyclic.runtime.gradient_store import GradientStore
 from lightning_cyclic.runtime.late_values import LateValues
 from lightning_cyclic.runtime.messages import Message, Messages
 from lightning_cyclic.runtime.norms import Norms
-from lightning_cyclic.runtime.partial_step.chance import undisturbed
 from lightning_cyclic.runtime.partial_step.collectives import Collectives
 from lightning_cyclic.runtime.partial_step.config import StagewiseConfig, Summarise
 from lightning_cyclic.runtime.partial_step.exchange import Exchange, Told, stages_of
@@ -40,6 +40,7 @@ from lightning_cyclic.runtime.partial_step.stage_step import Micro, StageStep
 from lightning_cyclic.runtime.partial_step.versions import Versions
 from lightning_cyclic.runtime.partial_step.weighting import shares_of, whole_share
 from lightning_cyclic.runtime.prediction.foresight import Foresight
+from lightning_cyclic.runtime.randomness import undisturbed
 from lightning_cyclic.runtime.stages.cuts import Cuts
 from lightning_cyclic.runtime.transport import AbstractTransport
 from lightning_cyclic.runtime.values.batches import refuse_iterators, tensors_of, with_tensors
@@ -99,7 +100,7 @@ class StagewiseSession:
         self._concluded: dict[int, Message] = {}  # what is told of steps
         self._put_off: dict[tuple[int, int], list[Action]] = {}  # forwards, by update
         self._modes: list[tuple[nn.Module, bool]] = []  # of the last step that has begun
-        self._collectives = Collectives(module, config.width, self._size, device, group)
+        self._collectives = Collectives(module, config.width, self._size, group)
 
     # ------------------------------------------------------------------ beginning
 
@@ -112,6 +113,17 @@ class StagewiseSession:
     def program(self) -> Program:
         """Return its program."""
         return self._plans.usual.program
+
+    @property
+    def stage_of(self) -> dict[str, int] | None:
+        """Return parameter name -> stage; None before the stages are found."""
+        if self.cuts is None:
+            return None
+        return {n: j for j, names in enumerate(self.cuts.parameters) for n in names}
+
+    def named(self) -> dict[str, nn.Parameter]:
+        """Return the parameters of this worker's stages by name, once they are found."""
+        return self.holdings.named()
 
     def find_stages(self, batch: Any, call: Callable[[Any], Any], *, whole: bool = False) -> None:
         """Find the stages with one run of the whole step on worker 0's process.
@@ -135,9 +147,29 @@ class StagewiseSession:
             waiting = self.naming_peers("all workers to agree on the stages")
             self.begin(self._collectives.agree_on_cuts(find, waiting))
 
-    def resume_at(self, t: int) -> None:
-        """Go on at a step, all before which have ended."""
-        self.t, self._ended = t, t - 1
+    def resume(self, saved: Mapping[str, Any] | None, *, fits: bool) -> bool:
+        """Go on with the stages and the step of what :meth:`state` returned.
+
+        Args:
+            saved: None for weights alone.
+            fits: whether it is of the plan of this run.
+
+        Returns:
+            Whether training goes on with the same bits.
+        """
+        if saved is None or "cuts" not in saved:
+            return False
+        # versions that the first forwards of a delayed rule would read were never made
+        begins_anew = not fits and self.config.is_delayed
+        self.t = 0 if begins_anew else saved["t"]
+        self._ended = self.t - 1
+        self.config = replace(self.config, seed=saved["seed"])
+        if self.cuts is not None or not fits:
+            return False
+        self.begin(Cuts.from_data(saved["cuts"]))
+        if self.versions is not None and saved["previous"]:
+            self.versions.put_previous(saved["previous"])
+        return True
 
     def begin(self, cuts: Cuts) -> None:
         """Take stages for found, and give up what other workers hold."""
@@ -501,14 +533,17 @@ class StagewiseSession:
                 self._messages.send(replace(a, peer=other), None, message)
         return message
 
-    def put_previous(self, previous: Mapping[str, Any]) -> None:
-        """Take from a checkpoint what later forwards read beside the newest version."""
-        if self.versions is not None and previous:
-            self.versions.put_previous(previous)
-
-    def previous(self) -> dict[str, Any]:
-        """Return for a checkpoint what later forwards read beside the newest version."""
-        return {} if self.versions is None else self.versions.previous()
+    def state(self) -> dict[str, Any] | None:
+        """Return what a checkpoint needs, on worker 0; None before any step. All must call it."""
+        if self.cuts is None:
+            return None
+        previous = {} if self.versions is None else self.versions.previous()
+        return {
+            "cuts": self.cuts.as_data(),
+            "t": self.t,
+            "seed": self.config.seed,
+            "previous": {kind: merged(values, self.group) for kind, values in previous.items()},
+        }
 
     def gather(self) -> dict[str, Tensor]:
         """Return all parameters and buffers, whole, on every worker; all must call it."""

@@ -27,7 +27,6 @@ from torch.autograd.graph import (
 
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.plan.actions import Action, Kind
-from lightning_cyclic.runtime.partial_step.chance import Chance
 from lightning_cyclic.runtime.partial_step.entry import Entry
 from lightning_cyclic.runtime.partial_step.ghosts import Handle
 from lightning_cyclic.runtime.partial_step.holdings import Holdings
@@ -40,6 +39,7 @@ from lightning_cyclic.runtime.partial_step.sharing import Sharing
 from lightning_cyclic.runtime.partial_step.side_effects import SideEffects
 from lightning_cyclic.runtime.partial_step.site import Site
 from lightning_cyclic.runtime.partial_step.versions import Version, Versions
+from lightning_cyclic.runtime.randomness import Randomness
 from lightning_cyclic.runtime.values.trees import map_tensors
 
 
@@ -199,8 +199,8 @@ class StageStep:
 
     def _new_run(self, a: Action, habit: Habit, take: Callable[[], Delivery | None]) -> Run:
         assert a.i is not None
-        chance = Chance(self._seed, a.t, a.i, self._site.device)
-        return Run(self._site, a.j, habit.replays, take, chance)
+        randomness = Randomness(self._seed, a.t, a.i, self._site.device)
+        return Run(self._site, a.j, habit.replays, take, randomness)
 
     def _step(self, a: Action) -> Callable[[], Any]:
         """Return the user's step on a batch that its code may change: it is run once a stage."""

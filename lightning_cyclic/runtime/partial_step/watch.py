@@ -13,8 +13,8 @@ from torch._C import (
 )
 from torch.overrides import TorchFunctionMode
 
-from lightning_cyclic.runtime.partial_step.chance import is_random
 from lightning_cyclic.runtime.partial_step.ghosts import reads_metadata
+from lightning_cyclic.runtime.randomness import is_random
 
 if TYPE_CHECKING:
     from lightning_cyclic.runtime.partial_step.site import Site

@@ -30,7 +30,7 @@ class AbstractPending(ABC):
     def wait(self) -> None:
         """Block until the buffer may be read (receive) or written (send).
 
-        On devices with streams, the current stream waits, and the host goes on.
+        What comes behind it on any stream of the device sees the content.
 
         Raises:
             TimeoutError: the transport's time limit passed.
@@ -69,7 +69,8 @@ class AbstractTransport(ABC):
     def connect(self, program: Program) -> AbstractTransport:
         """Return what carries the messages of a program, which is known later than its workers.
 
-        All workers call it at the same time.
+        All workers call it at the same time. Who connects closes what is returned, and then
+        this transport.
         """
         return self
 

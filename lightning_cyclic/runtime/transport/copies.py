@@ -89,7 +89,8 @@ class StreamCopies(AbstractCopies):
 
     @override
     def room(self, data: Tensor) -> Tensor:
-        return torch.empty(data.shape, dtype=data.dtype, pin_memory=True)
+        with torch.cuda.device(self._device):  # threads begin on device 0, and would wake it
+            return torch.empty(data.shape, dtype=data.dtype, pin_memory=True)
 
     @override
     def now(self) -> Event:

@@ -44,10 +44,14 @@ class CountingTransport(AbstractTransport):
     Args:
         inner: the transport that does the work.
         counts: where to count. [counts of its own]
+        route: how messages travel, for those who ask.
     """
 
-    def __init__(self, inner: AbstractTransport, counts: Counts | None = None) -> None:
+    def __init__(
+        self, inner: AbstractTransport, counts: Counts | None = None, route: str = ""
+    ) -> None:
         super().__init__(inner.worker, inner.num_workers, inner.timeout_s)
+        self.route = route
         self._inner = inner
         self.counts = counts or Counts()
         control = inner.control

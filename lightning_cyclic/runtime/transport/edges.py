@@ -11,7 +11,7 @@ as backend the same code runs without a GPU.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
@@ -23,6 +23,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_cyclic.plan.passes.messages import Channel, Ring
+from lightning_cyclic.plan.program import Program
 from lightning_cyclic.runtime.transport.base import (
     AbstractPending,
     AbstractTransport,
@@ -31,6 +32,8 @@ from lightning_cyclic.runtime.transport.base import (
 from lightning_cyclic.runtime.transport.line import Line, Says, Way
 from lightning_cyclic.runtime.transport.named import NamedTransport
 from lightning_cyclic.runtime.transport.streams import ChannelStreams, own_error_handling
+
+Backend = Literal["nccl", "gloo"]
 
 _NEVER = timedelta(days=365)  # at its own limit torch's watchdog would end the process
 
@@ -41,29 +44,28 @@ class EdgeTransport(AbstractTransport):
 
     Args:
         channels: all of the program, in one order for all workers: ``Program.channels``.
-        timeout_s: limit of every wait, in seconds.
-        rank_of: worker -> rank, and rank -> worker: its own inverse. [worker w is rank w]
+        control: carries words between hosts, and the limit of every wait; whoever made it closes
+            it, behind this transport.
+        device: of all content.
         backend: "nccl" for tensors on GPUs, one per worker; "gloo" for those of the host.
     """
 
     def __init__(
         self,
         channels: Sequence[Channel],
-        timeout_s: float,
-        rank_of: Callable[[int], int] = lambda w: w,
-        backend: Literal["nccl", "gloo"] = "nccl",
+        control: NamedTransport,
+        device: torch.device,
+        backend: Backend = "nccl",
     ) -> None:
-        super().__init__(rank_of(dist.get_rank()), dist.get_world_size(), timeout_s)
-        self._control = NamedTransport({c.lane for c in channels}, timeout_s, rank_of)
-        self._device = torch.device("cpu")
+        super().__init__(control.worker, control.num_workers, control.timeout_s)
+        self._control = control
+        self._device = device
         self._streams: ChannelStreams | None = None
-        if backend == "nccl":
-            self._device = torch.device("cuda", torch.cuda.current_device())
         with own_error_handling() if backend == "nccl" else nullcontext():
-            self._lines = dict(self._connect(channels, rank_of, backend))
+            self._lines = dict(self._connect(channels, backend))
         if backend == "nccl":
             self._streams = ChannelStreams(
-                self._lines, self._device, timeout_s, self._control.failure, self._hang_up
+                self._lines, device, self.timeout_s, control.failure, self.hang_up
             )
         self._warm_up()
 
@@ -87,7 +89,7 @@ class EdgeTransport(AbstractTransport):
     @override
     def report_failure(self, text: str) -> None:
         self._control.report_failure(text)
-        self._hang_up()
+        self.hang_up()
 
     @override
     def failure(self) -> str | None:
@@ -95,18 +97,21 @@ class EdgeTransport(AbstractTransport):
 
     @override
     def close(self) -> None:
-        if self._streams is not None:
-            self._streams.close()
-        self._control.close()
+        """Do nothing: nothing runs in the background, and control belongs to who made it."""
+
+    def hang_up(self) -> None:
+        """Close all channels of this worker, so that nobody waits for it any longer."""
+        for line in self._lines.values():
+            line.hang_up()
 
     def _connect(
-        self, channels: Sequence[Channel], rank_of: Callable[[int], int], backend: str
+        self, channels: Sequence[Channel], backend: Backend
     ) -> Iterator[tuple[Channel, Line]]:
         """Make the groups of all channels, which takes all workers, and yield this worker's."""
         limit = timedelta(seconds=self.timeout_s)
         for channel in channels:
             if not channel.is_control:
-                ranks = [rank_of(channel.source), rank_of(channel.target)]
+                ranks = list(map(self._control.peers.rank_of, channel[:2]))
                 group = dist.new_group(ranks, timeout=limit, backend=backend)
                 if self.worker in (channel.source, channel.target):
                     if backend == "nccl":  # whose limits ChannelStreams keeps from now on
@@ -123,8 +128,6 @@ class EdgeTransport(AbstractTransport):
             way: Way = "send" if channel.source == self.worker else "recv"
             says = partial(self._control.peers.first_contact, channel)
             self._post(way, channel, byte, says).wait()
-        if self._streams is not None:
-            self._streams.settle()
 
     def _says(self, ring: Ring, part: Part) -> Says:
         assert part is Part.CONTENT, f"{part.name} of {ring} has to go by control: no names here"
@@ -138,6 +141,48 @@ class EdgeTransport(AbstractTransport):
         start = partial(line.start, way, data, peer, 0)
         return self._streams.begin(channel, start, data, says)
 
-    def _hang_up(self) -> None:
-        for line in self._lines.values():
-            line.hang_up()
+
+@final
+class LateEdges(AbstractTransport):
+    """Stand for edges until a program says which there are; till then words go by control.
+
+    Args:
+        control: as in :class:`EdgeTransport`; closed with this transport.
+        device: as in :class:`EdgeTransport`, as is the backend.
+        backend: "nccl" or "gloo".
+    """
+
+    def __init__(self, control: NamedTransport, device: torch.device, backend: Backend) -> None:
+        super().__init__(control.worker, control.num_workers, control.timeout_s)
+        self._control = control
+        self._device = device
+        self._backend = backend
+        self._made: list[EdgeTransport] = []
+
+    @override
+    def connect(self, program: Program) -> EdgeTransport:
+        made = EdgeTransport(program.channels, self._control, self._device, self._backend)
+        self._made.append(made)
+        return made
+
+    @override
+    def isend(self, ring: Ring, data: Tensor, part: Part = Part.CONTENT) -> AbstractPending:
+        return self._control.isend(ring, data, part)
+
+    @override
+    def irecv(self, ring: Ring, data: Tensor, part: Part = Part.CONTENT) -> AbstractPending:
+        return self._control.irecv(ring, data, part)
+
+    @override
+    def report_failure(self, text: str) -> None:
+        self._control.report_failure(text)
+        for made in self._made:
+            made.hang_up()
+
+    @override
+    def failure(self) -> str | None:
+        return self._control.failure()
+
+    @override
+    def close(self) -> None:
+        self._control.close()

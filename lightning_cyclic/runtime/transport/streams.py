@@ -1,22 +1,23 @@
 r"""Streams: how the messages of a GPU run beside its compute, and who keeps their time limits.
 
-    compute   ... F ----x---------------- F ...      x  event: what is to be sent is there
-                         \               /
+    compute   ... F ----x------------ . . F ...      x  event: what is to be sent is there
+                         \                /
     channel              send ... o     /            o  event: the message has run
-    channel   recv .............. o ---'
+    channel   recv .............. o ---'             .  the host waits for it
 
-The host only enqueues. NCCL's own waits never end in an error, and torch's watchdog ends the
-process, so a thread polls the events of those that are waited for.
+Compute never waits for a message on its stream: threads share that stream (lanes, and those that
+receive when they know how much), and what one of them posts would wait behind a message that
+depends on it. The host waits, thread by thread, as in the proof and in its tests. NCCL's own
+waits never end in an error, and torch's watchdog ends the process, so hosts keep their limits.
 """
 
 from __future__ import annotations
 
 import os
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
 import torch
 import torch.distributed as dist
@@ -28,14 +29,9 @@ from lightning_cyclic.runtime.transport.line import Gone, Says
 
 Event = Any  # torch.cuda.Event: torch gives its methods no types
 
-_POLL_S = 0.5
+_POLL_S = 0.5  # between looks for the word of another worker that has failed
+_LOOK_S = 2e-5  # between looks for the message
 _ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-
-
-class _Watched(NamedTuple):
-    until: float  # of time.monotonic()
-    event: Event
-    says: Says
 
 
 @final
@@ -51,7 +47,7 @@ class ChannelStreams:
         device: of all buffers.
         timeout_s: how long a message may take from the wait for it on, in seconds.
         failure: the word that a failing worker has left, or None.
-        hang_up: aborts all messages of this worker, so that what waits for them runs on.
+        hang_up: aborts all messages of this worker.
     """
 
     def __init__(
@@ -69,10 +65,6 @@ class ChannelStreams:
         self._failure = failure
         self._hang_up = hang_up
         self._error: OSError | None = None
-        self._watched: list[_Watched] = []
-        self._watching = threading.Lock()
-        self._closed = threading.Event()
-        threading.Thread(target=self._watch, name="cyclic-limits", daemon=True).start()
 
     def begin(
         self, channel: Channel, start: Callable[[], dist.Work], data: Tensor, says: Says
@@ -98,17 +90,26 @@ class ChannelStreams:
         return _Streamed(self, stream.record_event(), says)
 
     def wait(self, event: Event, says: Says) -> None:
-        """Make the current stream wait, and watch the time.
+        """Block the host until a message has run.
 
         Raises:
             TimeoutError: some message has not run in time.
             ConnectionError: another worker has failed.
         """
         self.check()
-        torch.cuda.current_stream(self._device).wait_event(event)
-        if not event.query():
-            with self._watching:
-                self._watched.append(_Watched(time.monotonic() + self._timeout_s, event, says))
+        now = time.monotonic()
+        until, look_at = now + self._timeout_s, now + _POLL_S
+        while not event.query():
+            now = time.monotonic()
+            if now >= until:
+                self._end(TimeoutError(f"{says()}: it has not run"))
+            elif now >= look_at:
+                look_at = now + _POLL_S
+                if (reason := self._failure()) is not None:
+                    self._end(ConnectionError(f"{says()}: {reason}"))
+            self.check()
+            time.sleep(_LOOK_S)
+        self.check()  # what is aborted has run, too
 
     @property
     def has_failed(self) -> bool:
@@ -120,30 +121,10 @@ class ChannelStreams:
         if self._error is not None:
             raise self._error
 
-    def settle(self) -> None:
-        """Block the host until the current stream has run all that it waits for."""
-        torch.cuda.current_stream(self._device).synchronize()
-        self.check()
-
-    def close(self) -> None:
-        """Stop watching."""
-        self._closed.set()
-
-    def _watch(self) -> None:
-        while self._error is None and not self._closed.wait(_POLL_S):
-            with self._watching:
-                self._watched = [w for w in self._watched if not w.event.query()]
-                watched = list(self._watched)
-            self._judge(watched)
-
-    def _judge(self, watched: list[_Watched]) -> None:
-        reason = self._failure() if watched else None
-        late = next((w for w in watched if w.until < time.monotonic()), None)
-        if reason is not None:
-            self._error = ConnectionError(f"{watched[0].says()}: {reason}")
-        elif late is not None:
-            self._error = TimeoutError(f"{late.says()}: it has not run")
-        if self._error is not None:  # known before the abort lets the host run on
+    def _end(self, error: OSError) -> None:
+        """End all messages, unless another thread was first."""
+        if self._error is None:
+            self._error = error  # before the abort, which ends other waits
             self._hang_up()
 
 

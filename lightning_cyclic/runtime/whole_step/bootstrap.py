@@ -30,19 +30,16 @@ class FirstStep:
     Args:
         module: the whole module.
         parameters: name -> parameter, for those that are trained.
-        device: where messages live.
-        group: the process group that the messages use.
+        group: process group of all workers for tensors of the host.
     """
 
     def __init__(
         self,
         module: nn.Module,
         parameters: Mapping[str, nn.Parameter],
-        device: torch.device,
         group: Any,
     ) -> None:
         self._module = module
-        self._device = device
         self._group = group
         self._recorder = Recorder(module, dict(parameters))
         self._batch = ""
@@ -81,7 +78,7 @@ class FirstStep:
             StepError: on every worker, if batches differ.
         """
         mine = self._recorder.profile()
-        facts = gather_texts(json.dumps([self._batch, _as_data(mine)]), self._device, self._group)
+        facts = gather_texts(json.dumps([self._batch, _as_data(mine)]), self._group)
         both = [json.loads(text) for text in facts]
         require_same_lines(
             "the data of their first batch",

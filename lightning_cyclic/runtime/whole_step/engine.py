@@ -12,7 +12,7 @@ step t in ``p.grad``, and the callee changes the parameters in place.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import final
@@ -64,6 +64,7 @@ class Engine:
         update: applies the total gradients of a step to the owned stages (step, stages).
         state: where to go on; None at the beginning.
         paced: whether workers that start together are brought into the timetable's stagger.
+        aside: lets the body do, in the middle of the step, what is not of the step.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class Engine:
         state: EngineState | None = None,
         *,
         paced: bool = True,
+        aside: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self.plan = plan
         self.stages = stages
@@ -84,6 +86,7 @@ class Engine:
         self._w = transport.worker
         self._update = update
         self._paced = paced
+        self._aside = aside
         self._words = Words()
         self._flushed_at = self._starts_at = self.t
         self._ended = self.t - 1  # the last step that a flush has ended
@@ -107,15 +110,10 @@ class Engine:
             module, self._w, stages, self.stores, self._grads, self.norms, self._messages
         )
         hooks, lanes = _Hooks(self._enter), waiting_lanes(plan, self._w)
+        # what the main thread waits for has less, and says more
+        limit_s = transport.timeout_s * 1.1 + 1
         self._worker = Worker(
-            plan.program.flow,
-            self._messages,
-            hooks,
-            self._exchange,
-            hooks,
-            lanes,
-            transport.timeout_s * 1.1
-            + 1,  # what the main thread waits for has less, and says more
+            plan.program.flow, self._messages, hooks, self._exchange, hooks, lanes, limit_s
         )
         for j in range(plan.num_stages):
             for payload, layout in self._exchange.layouts(j).items():
@@ -148,9 +146,12 @@ class Engine:
 
     def enter(self, j: int) -> None:
         """Do what the program has up to F(.,j); stages before it that were skipped come first."""
-        while self._entered < j:
-            self._entered += 1
-            self._run_to(Kind.F, self._entered)
+        if self._entered >= j:
+            return
+        with self._aside():
+            while self._entered < j:
+                self._entered += 1
+                self._run_to(Kind.F, self._entered)
 
     def adopt_forward(self) -> None:
         """Begin in the middle of step 0, whose forward (on version 0) found the stages.

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from lightning_cyclic.errors import StepError
 from lightning_cyclic.plan.actions import Action, Kind, Payload
 from lightning_cyclic.runtime.gradient_store import GradientStore, Sum
-from lightning_cyclic.runtime.messages import Buffer, Layout, Message, Messages
+from lightning_cyclic.runtime.messages import Layout, Message, Messages
 from lightning_cyclic.runtime.norms import Norms
 from lightning_cyclic.runtime.stages.stage_map import StageMap
 from lightning_cyclic.runtime.whole_step.versions import VersionStore
@@ -95,10 +95,6 @@ class Exchange:
 
     def key(self, a: Action) -> None:
         """Let the messages of a ring have one form."""
-
-    def room(self, a: Action) -> Buffer | None:
-        """Return the buffer into which a RECV receives; None for any."""
-        return None
 
     def hold(self, a: Action) -> None:
         """Keep a version that a lane is about to hand on."""

@@ -20,15 +20,15 @@ from torch import Tensor, nn
 
 from lightning_cyclic.errors import StepError
 from lightning_cyclic.plan import Plan
-from lightning_cyclic.plan.actions import Lane
 from lightning_cyclic.runtime.late_values import LateValues
 from lightning_cyclic.runtime.stages.profile import Profile
 from lightning_cyclic.runtime.stages.stage_map import StageMap, make_stages
-from lightning_cyclic.runtime.transport import CountingTransport, NamedTransport
+from lightning_cyclic.runtime.transport import CountingTransport
+from lightning_cyclic.runtime.transport.choice import Route, link
 from lightning_cyclic.runtime.waiting import naming_peers
 from lightning_cyclic.runtime.whole_step.bootstrap import FirstStep
+from lightning_cyclic.runtime.whole_step.draws import KeyedDraws
 from lightning_cyclic.runtime.whole_step.engine import Engine, EngineState, Update
-from lightning_cyclic.runtime.whole_step.randomness import keyed
 
 _BYTES_PER_STAGE = 1 << 20
 _FINE_STAGES = 8
@@ -44,6 +44,7 @@ class SessionConfig:
         stages: "auto", a number, or module paths that begin stages 1, 2, ...
         seed: key of the randomness inside training steps.
         timeout_s: limit of every wait, in seconds.
+        route: how messages travel.
         relay_buffers: "auto" relays the buffers that the first step changed, "all" every one.
         paced: whether workers that start together are brought into the timetable's stagger.
         accumulates: whether a step may have several batches, of which the last hands buffers on.
@@ -53,6 +54,7 @@ class SessionConfig:
     stages: int | str | Sequence[str]
     seed: int
     timeout_s: float
+    route: Route = "auto"
     relay_buffers: str = "auto"
     paced: bool = True
     accumulates: bool = False
@@ -103,19 +105,47 @@ class Session:
         self._seed = config.seed
         self.stop_requested = False
         self._batches = 0  # of the step under way
-        self._failed = False
+        self.failed = False
         self._losses = LateValues()
         self._watched: list[tuple[str, Tensor, int]] = []
         self.engine: Engine | None = None
         self.stages: StageMap | None = None
         # made here, by all workers at once, so that a failure in the first step has a board
         self.transport = self._new_transport()
-        self._first: FirstStep | None = FirstStep(module, parameters, device, self.group)
+        self._first: FirstStep | None = FirstStep(module, parameters, self.group)
+        # stages that are chosen in the first step are not known in it: it draws as one stage
+        named = () if isinstance(config.stages, int | str) else config.stages
+        self._draws = KeyedDraws(module, named, device)
 
     @property
     def t(self) -> int:
         """Return the step under way, or the number of steps done between steps."""
         return self.engine.t if self.engine else 0
+
+    @property
+    def plan(self) -> Plan | None:
+        """Return the plan with the stages that were found; None before they are."""
+        return self.engine.plan if self.engine is not None else None
+
+    @property
+    def stage_of(self) -> dict[str, int] | None:
+        """Return parameter name -> stage; None before the stages are found."""
+        return self.stages.stage_of if self.stages is not None else None
+
+    @property
+    def with_state(self) -> list[nn.Parameter]:
+        """Return the parameters that this worker has optimizer state for: those it updates."""
+        engine = self.engine
+        return [] if engine is None else [p for j in engine.owned for p in engine.parameters(j)]
+
+    def named(self) -> dict[str, nn.Parameter]:
+        """Return all parameters by name."""
+        return dict(self._module.named_parameters())
+
+    @property
+    def stopping(self) -> bool:
+        """Say whether training ends here; true on every worker from the same step on."""
+        return self.engine is not None and self.engine.stopping
 
     # ------------------------------------------------------------------ steps
 
@@ -131,7 +161,7 @@ class Session:
         first = self._batches == 0
         key = self._worker + (self._batches << 32)  # the micro-batch, and which of its batches
         self._batches = 0 if last else self._batches + 1
-        with keyed(self._seed, self.t, key, self._device):
+        with self._draws.keyed(self._seed, self.t, key):
             if self.engine is not None:
                 with self.engine.forward(first=first, last=last):
                     yield
@@ -171,23 +201,44 @@ class Session:
 
     def flush(self) -> None:
         """Finish updates in flight; do nothing behind a failure, when peers may be gone."""
-        if self.engine is not None and not self._failed:
+        if self.engine is not None and not self.failed:
             self._losses.settle()
             self.engine.flush()
 
-    def state(self) -> EngineState | None:
-        """Return the delayed state for a checkpoint, behind a flush; None before any step."""
-        return self.engine.state() if self.engine is not None and not self._failed else None
+    def state(self) -> dict[str, Any] | None:
+        """Return what a checkpoint needs, behind a flush; None before any step."""
+        if self.engine is None or self.stages is None or self.failed:
+            return None
+        state = self.engine.state()
+        return {
+            "stages": self.stages.as_data(),
+            "t": state.t,
+            "previous": state.previous,
+            "seed": self._seed,
+        }
 
-    def resume(self, stages: StageMap, state: EngineState, seed: int) -> None:
-        """Go on from a checkpoint: the stages are known, so no step needs to find them."""
-        self._seed = seed
+    def resume(self, saved: Mapping[str, Any] | None, *, fits: bool) -> bool:
+        """Go on from weights that were loaded, and from what :meth:`state` returned beside them.
+
+        Args:
+            saved: None for weights alone.
+            fits: whether it is of the plan of this run, so that the stages are known.
+
+        Returns:
+            Whether training goes on with the same bits.
+        """
+        if saved is None or not fits:
+            self._restart()
+            return False
+        self._seed = saved["seed"]
         if self.engine is not None:
             self.engine.close()
-        self._start(stages, state)
+        state = EngineState(t=saved["t"], previous=saved["previous"])
+        self._start(StageMap.from_data(saved["stages"]), state)
         self._first = None
+        return True
 
-    def restart(self) -> None:
+    def _restart(self) -> None:
         """Take the parameters as they are now for the newest version (they were replaced)."""
         if self.engine is not None:
             assert self.stages is not None
@@ -203,20 +254,16 @@ class Session:
 
     def fail(self, text: str) -> None:
         """Tell the other workers why this one fails; communicate no more."""
-        if not self._failed:
-            self._failed = True
+        if not self.failed:
+            self.failed = True
             self.transport.report_failure(f"worker {self._worker}: {text}")
-
-    @property
-    def failed(self) -> bool:
-        """Say whether this worker has failed."""
-        return self._failed
 
     def close(self) -> None:
         """End what runs in the background, when all workers have what they need of each other."""
-        if not self._failed:
+        if not self.failed:
             with self.naming_peers("all workers to finish"):
                 dist.barrier(group=self.group)
+        self._draws.remove()
         if self.engine is not None:
             self.engine.close()
         else:
@@ -276,6 +323,9 @@ class Session:
         if self.engine is not None:  # receives posted for the old engine must not match new sends
             self.transport = self._new_transport()
         self.stages = stages
+        self._draws.remove()
+        starts = [stage.start for stage in stages.stages[1:]]
+        self._draws = KeyedDraws(self._module, starts, self._device)
         self.engine = Engine(
             self._module,
             plan,
@@ -284,6 +334,7 @@ class Session:
             self._update,
             state,
             paced=self._config.paced,
+            aside=self._draws.aside,
         )
         if self.stop_requested:
             self.engine.request_stop()
@@ -310,9 +361,9 @@ class Session:
             )
 
     def _new_transport(self) -> CountingTransport:
-        transport = NamedTransport(Lane, self._config.timeout_s)
-        self.group = transport.group  # for what workers agree on; breaks when one of them fails
-        return CountingTransport(transport)
+        links = link(self._config.route, self._device, self._config.timeout_s)
+        self.group = links.group
+        return links.transport
 
     def _watch_buffers(self, stages: StageMap) -> None:
         relayed = {name for stage in stages.stages for name in stage.buffers}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -35,30 +36,32 @@ class Crew:
         make_model: a module with eight layers and a method ``step``.
         make_optimizer: of its parameters.
         remat: "never", "always" or "except_last".
+        device: of all workers; on a GPU each has a stream of its own.
+        join: (post office, worker, number of workers) -> its transport. [the local one]
         **options: of the session's configuration.
     """
 
     def __init__(
         self, plan: Plan, make_model: Callable[[], Any],
         make_optimizer: Callable[[Any], torch.optim.Optimizer], *, remat: str = "never",
+        device: str = "cpu", join: Callable[[PostOffice, int, int], Any] = LocalTransport,
         **options: Any,
     ) -> None:  # fmt: skip
         self.plan, self.make_optimizer, self.options = plan, make_optimizer, options
-        self.make_model = make_model
+        self.make_model, self.device = make_model, torch.device(device)
         model = make_model()
         size = 8 // plan.num_stages
         starts = [f"layers.{k}" for k in range(size, 8, size)]
         self.cuts = choose_cuts(survey(model, lambda: model.step(batch(0))), starts)
         office = PostOffice()
-        self.models = [make_model() for _ in range(plan.num_workers)]
+        self.models = [make_model().to(device) for _ in range(plan.num_workers)]
         self.optimizers = [make_optimizer(m.parameters()) for m in self.models]
         self.losses: list[dict[int, float]] = [{} for _ in self.models]
         self.sessions = [
             StagewiseSession(
                 model, self._config(w, remat),
-                LocalTransport(office, w, plan.num_workers, timeout_s=30.0)
-                if plan.num_workers > 1 else None,
-                w, plan.num_workers, torch.device("cpu"),
+                join(office, w, plan.num_workers) if plan.num_workers > 1 else None,
+                w, plan.num_workers, self.device,
             )
             for w, model in enumerate(self.models)
         ]  # fmt: skip
@@ -94,7 +97,8 @@ class Crew:
 
         def run(w: int) -> None:
             try:
-                self._train(w, flush_after)
+                with self._stream():
+                    self._train(w, flush_after)
             except BaseException as error:
                 errors.append(error)
                 self.sessions[w].fail(str(error))
@@ -108,14 +112,26 @@ class Crew:
         if errors:
             raise errors[0]
 
+    def _stream(self) -> AbstractContextManager[Any]:
+        if self.device.type == "cpu":
+            return nullcontext()
+        torch.cuda.synchronize()  # the models are made on another stream
+        return torch.cuda.stream(torch.cuda.Stream(self.device))
+
+    def step(self, w: int, t: int) -> None:
+        """Do what a worker does with the batch of a step."""
+        m = self.plan.num_micro
+        given = torch.cat([batch(t * m + i) for i in range(m)]).to(self.device)
+        if w != self.plan.worker_of(0, 0, t):
+            given = torch.zeros(1, 6, device=self.device)
+        self.sessions[w].train(given, self.models[w].step, summarise)
+
     def _train(self, w: int, flush_after: tuple[int, ...]) -> None:
         torch.set_num_threads(1)
-        session, model, m = self.sessions[w], self.models[w], self.plan.num_micro
+        session = self.sessions[w]
         session.begin(self.cuts)
         for t in range(NUM_STEPS):
-            given = torch.cat([batch(t * m + i) for i in range(m)])
-            begins = w == self.plan.worker_of(0, 0, t)
-            session.train(given if begins else torch.zeros(1, 6), model.step, summarise)
+            self.step(w, t)
             if t in flush_after:
                 session.flush()
         session.flush()

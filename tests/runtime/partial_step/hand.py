@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from lightning_cyclic.runtime.partial_step.chance import Chance
 from lightning_cyclic.runtime.partial_step.replay import Replay
 from lightning_cyclic.runtime.partial_step.run import Delivery, Run
 from lightning_cyclic.runtime.partial_step.sharing import Sharing
 from lightning_cyclic.runtime.partial_step.site import Site
+from lightning_cyclic.runtime.randomness import Randomness
 from lightning_cyclic.runtime.stages.cuts import Cuts
 
 CPU = torch.device("cpu")
@@ -54,7 +54,7 @@ def run_stage(
     if replays is None:
         replays = replays_of(site, before)
     delivery = Delivery(received, wanted, path, likely, Sharing({}, {}))
-    run = Run(site, target, replays, lambda: delivery, chance or Chance(0, 0, 0, CPU))
+    run = Run(site, target, replays, lambda: delivery, chance or Randomness(0, 0, 0, CPU))
     with site.open():
         return run, run(step)
 

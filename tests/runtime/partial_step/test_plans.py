@@ -55,6 +55,16 @@ def test_a_batch_of_evaluation_goes_forward_alone(preset: str, worker: int) -> N
         assert all(a.t == t for a in forward)
 
 
+def test_workers_without_a_part_in_an_evaluation_are_told_what_came_out() -> None:
+    plans = [plans_of("cyclic_mp", num_workers=3) for _ in range(3)]
+    forward = [each.evaluation(w, -1) for w, each in enumerate(plans)]
+    assert list(map(computed, forward)) == [[(Kind.F, -1, 0)], [], [(Kind.F, -1, 0)]]
+    assert [[str(a) for a in x if a.payload is Payload.L] for x in forward] == [
+        ["0RECV_L<2#-1"], ["0RECV_L<2#-1"], ["0SEND_L>0#-1", "0SEND_L>1#-1"],
+    ]  # fmt: skip
+    assert [sum(a.kind is Kind.TELL for a in x) for x in forward] == [1, 1, 1]
+
+
 @pytest.mark.parametrize("preset", ["gpipe", "pipedream_2bw"])
 def test_a_plan_is_made_once(preset: str) -> None:
     plans = plans_of(preset)

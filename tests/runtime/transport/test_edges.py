@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -11,6 +12,7 @@ from lightning_cyclic.plan.actions import Payload
 from lightning_cyclic.plan.passes.messages import Channel, Ring
 from lightning_cyclic.runtime.transport.base import Part
 from lightning_cyclic.runtime.transport.edges import EdgeTransport
+from lightning_cyclic.runtime.transport.named import NamedTransport
 from tests import processes
 from tests.runtime.transport.rings import (
     BACK,
@@ -26,7 +28,14 @@ from tests.runtime.transport.rings import (
 
 pytestmark = pytest.mark.multi
 
+CPU = torch.device("cpu")
+
 Log = list[tuple[str, Channel]]
+
+
+def edges(channels: Sequence[Channel], timeout_s: float) -> EdgeTransport:
+    control = NamedTransport({c.lane for c in channels}, timeout_s)
+    return EdgeTransport(channels, control, CPU, "gloo")
 
 
 def exchange(preset: str) -> tuple[Log, dict[Channel, list[int]]]:
@@ -41,7 +50,8 @@ def exchange(preset: str) -> tuple[Log, dict[Channel, list[int]]]:
         return post(self, way, channel, *args)
 
     EdgeTransport._post = logged  # type: ignore[method-assign]
-    transport = EdgeTransport(channels, 20.0, partial(backwards, num), backend="gloo")
+    control = NamedTransport({c.lane for c in channels}, 20.0, partial(backwards, num))
+    transport = EdgeTransport(channels, control, CPU, "gloo")
     EdgeTransport._post = post  # type: ignore[method-assign]
     worker, sent, posted = transport.worker, [], {}
     for n, channel in enumerate(channels):
@@ -56,13 +66,14 @@ def exchange(preset: str) -> tuple[Log, dict[Channel, list[int]]]:
         pending.wait()
         assert pending.is_done()
     transport.close()
+    transport.control.close()
     return log, {c: [int(b) for b in buffers] for c, (buffers, _) in posted.items()}
 
 
 def use_no_names() -> list[int]:
     """Receive other rings than are sent: what comes is what was sent first."""
     rank, _ = join()
-    transport = EdgeTransport((THERE, SUMS), 20.0, backend="gloo")
+    transport = edges((THERE, SUMS), 20.0)
     got = [room(), room(), room(), room()]
     rings = [ring(THERE, Payload.A, 1), ring(THERE, Payload.R, 2), ring(SUMS, Payload.S, 0)]
     with pytest.raises(AssertionError, match=r"HEAD of .* has to go by control"):
@@ -78,13 +89,14 @@ def use_no_names() -> list[int]:
     for pending in sends:
         pending.wait()
     transport.close()
+    transport.control.close()
     return [int(b) for b in got]
 
 
 def wait_in_vain() -> str:
     """Time out on one channel; the others go on."""
     rank, _ = join()
-    transport = EdgeTransport((THERE, BACK, SUMS), 0.3, backend="gloo")
+    transport = edges((THERE, BACK, SUMS), 0.3)
     text = ""
     if rank == 1:
         with pytest.raises(TimeoutError) as caught:
@@ -95,13 +107,14 @@ def wait_in_vain() -> str:
     (transport.isend if rank == 0 else transport.irecv)(ring(THERE), byte).wait()
     assert byte == 7
     transport.close()
+    transport.control.close()
     return text
 
 
 def fail_on_the_last() -> tuple[float, str, str | None]:
     rank, num = join()
     channels = channels_of("cyclic_dp", num)
-    transport = EdgeTransport(channels, 30.0, backend="gloo")
+    transport = edges(channels, 30.0)
     if rank == num - 1:
         time.sleep(0.2)
         transport.report_failure("worker 3: boom")

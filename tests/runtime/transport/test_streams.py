@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from threading import Thread
 from types import SimpleNamespace
 from typing import Any
 
@@ -39,15 +40,9 @@ class FakeStream:
     def wait_stream(self, other: FakeStream) -> None:
         self.log.append(f"{self.name} waits for {other.name}")
 
-    def wait_event(self, event: FakeEvent) -> None:
-        self.log.append(f"{self.name} waits for event of {event.name}")
-
     def record_event(self) -> FakeEvent:
         self.log.append(f"event on {self.name}")
         return self.event
-
-    def synchronize(self) -> None:
-        self.log.append(f"host waits for {self.name}")
 
 
 class Fake:
@@ -117,14 +112,21 @@ def test_a_message_runs_on_the_stream_of_its_channel(fake: Fake) -> None:
         "event on channel 1",
     ]
     assert not pending.is_done()
-    fake.log.clear()
-    pending.wait()
-    assert fake.log == ["compute waits for event of channel 1"]
     fake.made[1].event.has_run = True
     assert pending.is_done()
-    made.settle()
-    assert fake.log[-1] == "host waits for compute"
-    made.close()
+
+
+def test_the_host_waits_and_no_stream_does(fake: Fake) -> None:
+    pending = fake.begin(fake.streams(20.0))
+    fake.log.clear()
+    waiting = Thread(target=pending.wait)
+    waiting.start()
+    waiting.join(0.05)
+    assert waiting.is_alive()
+    fake.made[1].event.has_run = True
+    waiting.join(5)
+    assert not waiting.is_alive()
+    assert fake.log == []
 
 
 def test_a_message_that_is_late_ends_all(fake: Fake) -> None:
@@ -132,9 +134,7 @@ def test_a_message_that_is_late_ends_all(fake: Fake) -> None:
     never_waited_for, late = fake.begin(made), fake.begin(made, "worker 0 waited for P")
     time.sleep(0.1)
     assert not made.has_failed  # nobody waits: a receive may be posted long before its send
-    late.wait()
-    assert soon(lambda: "hang up" in fake.log)
-    for error in (late.wait, never_waited_for.wait, made.settle, fake.begin(made).wait):
+    for error in (late.wait, never_waited_for.wait, made.check, fake.begin(made).wait):
         with pytest.raises(TimeoutError, match="^worker 0 waited for P: it has not run$"):
             error()
     assert never_waited_for.is_done()
@@ -142,24 +142,31 @@ def test_a_message_that_is_late_ends_all(fake: Fake) -> None:
     assert fake.log.count("hang up") == 1
 
 
-def test_messages_that_run_in_time_are_forgotten(fake: Fake) -> None:
-    made = fake.streams(0.05)
-    fake.begin(made).wait()
-    fake.made[1].event.has_run = True
-    time.sleep(0.1)
-    assert not made.has_failed
-    assert not made._watched
-    made.close()
+def test_what_another_thread_has_aborted_is_an_error(fake: Fake) -> None:
+    made = fake.streams(20.0)
+    pending = fake.begin(made)
+    caught: list[BaseException] = []
+
+    def wait() -> None:
+        try:
+            pending.wait()
+        except TimeoutError as error:
+            caught.append(error)
+
+    waiting = Thread(target=wait)
+    waiting.start()
+    made._end(TimeoutError("another is late"))
+    fake.made[1].event.has_run = True  # as NCCL lets what it aborts
+    waiting.join(5)
+    assert str(caught[0]) == "another is late"
 
 
 def test_the_failure_of_another_worker_ends_all(fake: Fake) -> None:
-    made = fake.streams(20.0)
-    pending = fake.begin(made)
-    pending.wait()
+    pending = fake.begin(fake.streams(20.0))
     fake.failure = "worker 1: boom"
-    assert soon(lambda: "hang up" in fake.log)
     with pytest.raises(ConnectionError, match="^worker 0 waited: worker 1: boom$"):
         pending.wait()
+    assert "hang up" in fake.log
 
 
 def test_a_message_that_cannot_begin_says_so_when_it_is_waited_for(fake: Fake) -> None:
@@ -170,7 +177,6 @@ def test_a_message_that_cannot_begin_says_so_when_it_is_waited_for(fake: Fake) -
     pending = made.begin(SUMS, start, fake.data, lambda: "worker 0 waited")
     with pytest.raises(ConnectionError, match="^worker 0 waited: NCCL communicator was aborted$"):
         pending.wait()
-    made.close()
 
 
 @pytest.mark.parametrize("before", [None, "3"])
@@ -187,7 +193,7 @@ def test_error_handling_is_ours_for_the_groups_made_inside(
 
 
 @pytest.mark.gpu
-def test_the_current_stream_waits_and_the_host_does_not() -> None:
+def test_channels_run_beside_each_other_and_beside_compute() -> None:
     made = ChannelStreams((THERE, SUMS), DEVICE, 20.0, lambda: None, lambda: None)
     data = room(1 << 20).to(DEVICE)
     torch.cuda.synchronize()
@@ -202,12 +208,11 @@ def test_the_current_stream_waits_and_the_host_does_not() -> None:
     other = made.begin(SUMS, lambda: SimpleNamespace(wait=lambda: None), data, lambda: "")
     assert soon(other.is_done)  # behind no other channel
     assert not pending.is_done()
-    pending.wait()
-    copy = data + 1
     assert time.monotonic() - begin < 0.3
-    assert bool((copy == 6).all())
+    assert int(data.sum()) == 0  # on the compute stream, which waits for nothing
+    pending.wait()
     assert pending.is_done()
-    made.close()
+    assert bool((data == 5).all())
 
 
 @pytest.mark.gpu
@@ -220,8 +225,7 @@ def test_a_late_event_is_named() -> None:
         return SimpleNamespace(wait=lambda: None)
 
     pending = made.begin(THERE, start, room().to(DEVICE), lambda: "worker 0 waited")
-    pending.wait()
-    assert soon(lambda: bool(hung_up))
     with pytest.raises(TimeoutError, match="worker 0 waited"):
         pending.wait()
+    assert hung_up == [True]
     torch.cuda.synchronize()

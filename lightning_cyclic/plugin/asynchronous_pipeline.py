@@ -28,19 +28,20 @@ from lightning_cyclic.plugin.clipping import clip_mode, decides_together, may_cl
 from lightning_cyclic.plugin.deferred_update import DeferredUpdates
 from lightning_cyclic.plugin.future_rates import Outlook
 from lightning_cyclic.plugin.options import Options
+from lightning_cyclic.plugin.pipeline import PipelineTraining, positional
 from lightning_cyclic.plugin.prediction import Predictor
 from lightning_cyclic.plugin.reductions import HeldReductions
-from lightning_cyclic.plugin.staged import StagedTraining, positional
 from lightning_cyclic.plugin.summaries import Told
 from lightning_cyclic.plugin.surrogate_loss import stand_in
 from lightning_cyclic.plugin.training import Closure, Own, epoch_ends
+from lightning_cyclic.runtime.agreement import merged
 from lightning_cyclic.runtime.gradient_store import Gradients
 from lightning_cyclic.runtime.loss_scaling import LossScaling
 from lightning_cyclic.runtime.partial_step.config import Share, StagewiseConfig, Summarise
 
 
 @final
-class FlowingTraining(StagedTraining):
+class AsynchronousPipelineTraining(PipelineTraining):
     """Train a module whose stages are apart, steps flowing into each other.
 
     Args:
@@ -85,7 +86,7 @@ class FlowingTraining(StagedTraining):
     @override
     @staticmethod
     def check(trainer: Trainer, *, sync_batchnorm: bool) -> None:
-        StagedTraining.check(trainer, sync_batchnorm=sync_batchnorm)
+        PipelineTraining.check(trainer, sync_batchnorm=sync_batchnorm)
         check_flow(trainer)
 
     @override
@@ -172,7 +173,7 @@ class FlowingTraining(StagedTraining):
 
     @override
     def optimizer_step(
-        self, own: Own, optimizer: Optimizer, closure: Closure, *args: Any, **kwargs: Any
+        self, own: Own, optimizer: Optimizer, closure: Closure, model: Any = None, **kwargs: Any
     ) -> Any:
         """Run the closure, in which the program updates what is due."""
         self._updates.remember(self._session.t, self._trainer.optimizers[0], kwargs)
@@ -229,24 +230,23 @@ class FlowingTraining(StagedTraining):
         state = super().delayed_state()
         t = self._session.t
         if state is not None and t > 0:
-            named = self._session.holdings.named()
+            named = self._session.named()
             state["groups"] = self._updates.groups_of(t - 1)
             state["lrs_ahead"] = self._outlook and self._outlook.state(t - 1)
             state["scales"] = self._scaling and self._scaling.state()
-            state["displacements"] = ckpt.merged(self._predictor.state(named), self._session.group)
+            state["displacements"] = merged(self._predictor.state(named), self._session.group)
         return state
 
     @override
-    def resume(self, saved: Mapping[str, Any] | None) -> bool:
-        taken = super().resume(saved)
+    def resume(self, saved: Mapping[str, Any] | None) -> None:
+        super().resume(saved)
         if saved is not None and "groups" in saved and self._session.cuts is not None:
             self._updates.put_groups(saved["t"] - 1, saved["groups"])
             if self._outlook is not None:
                 self._outlook.put_state(saved["t"] - 1, saved.get("lrs_ahead"))
             if self._scaling is not None:
                 self._scaling.put_state(saved.get("scales") or {})
-            self._predictor.put_state(saved["displacements"], self._session.holdings.named())
-        return taken
+            self._predictor.put_state(saved["displacements"], self._session.named())
 
     @override
     def close(self) -> None:

@@ -7,8 +7,7 @@ optimizer_step    Lightning's own; then send on what it changed
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from typing import Any, final
 
@@ -22,8 +21,8 @@ from lightning_cyclic.plan import Plan
 from lightning_cyclic.plugin.checks import check_no_scaler
 from lightning_cyclic.plugin.clipping import clip_mode, clip_stages, may_clip_by_norm
 from lightning_cyclic.plugin.options import Options
+from lightning_cyclic.plugin.pipeline import PipelineTraining, positional
 from lightning_cyclic.plugin.reductions import HeldReductions
-from lightning_cyclic.plugin.staged import StagedTraining, positional
 from lightning_cyclic.plugin.surrogate_loss import Surrogates
 from lightning_cyclic.plugin.training import Closure, Own
 from lightning_cyclic.runtime.late_values import LateValues
@@ -31,7 +30,7 @@ from lightning_cyclic.runtime.partial_step.config import Summarise
 
 
 @final
-class PipelinedTraining(StagedTraining):
+class SynchronousPipelineTraining(PipelineTraining):
     """Train a module whose stages are apart, one step after the other.
 
     Args:
@@ -48,13 +47,12 @@ class PipelinedTraining(StagedTraining):
             options, plan = replace(options, norms="owners"), replace(plan, norms="owners")
         super().__init__(trainer, options, plan, reductions)
         self._surrogates = Surrogates(trainer)
-        self._accumulating = False
         self._stops = LateValues()
 
     @override
     @staticmethod
     def check(trainer: Trainer, *, sync_batchnorm: bool) -> None:
-        StagedTraining.check(trainer, sync_batchnorm=sync_batchnorm)
+        PipelineTraining.check(trainer, sync_batchnorm=sync_batchnorm)
         check_no_scaler(trainer)
 
     @override
@@ -85,21 +83,6 @@ class PipelinedTraining(StagedTraining):
         surrogate = self._surrogates.stand_for(loss)
         return {"loss": surrogate, **told.returned} if told.returned else surrogate
 
-    @override
-    @contextmanager
-    def accumulating(self) -> Iterator[None]:
-        """Leave out what the program has for an update."""
-        self._accumulating = True
-        try:
-            yield
-        finally:
-            self._accumulating = False
-
-    @override
-    def flush(self) -> None:
-        """Bring buffers that training changes to all replicas."""
-        self._session.flush()
-
     def _agree(self, loss: Tensor, *, stops: bool) -> Tensor:
         """Return the mean loss of all replicas, and let all stop if one of them does."""
         if self._stop is not None and self._options.width > 1:
@@ -116,7 +99,7 @@ class PipelinedTraining(StagedTraining):
 
     @override
     def optimizer_step(
-        self, own: Own, optimizer: Optimizer, closure: Closure, *args: Any, **kwargs: Any
+        self, own: Own, optimizer: Optimizer, closure: Closure, model: Any = None, **kwargs: Any
     ) -> Any:
         """Update, and send on what the update has changed."""
         late = ExitStack()
@@ -128,7 +111,7 @@ class PipelinedTraining(StagedTraining):
             return output
 
         with late:
-            output = own(optimizer, closed, *args, **kwargs)
+            output = own(optimizer, closed, model, **kwargs)
         if self._session.cuts is not None:  # else the update came without a step
             self._session.end_step()
         return output

@@ -36,7 +36,7 @@ def is_random(func: Any) -> bool:
 
 
 @final
-class Chance:
+class Randomness:
     """Seed what one micro-batch of one step draws.
 
     Args:

@@ -1,0 +1,150 @@
+"""Draws of a whole step: the same numbers as where workers run single stages of it.
+
+There (partial_step/run.py) a worker skips the modules of earlier stages, and with them what they
+would have drawn. So each stage draws from a stream of its own, and code between modules has a
+key for each of its draws. A whole step skips nothing, and only has to follow:
+
+    first call of stage j    begin its stream                        a hook
+    module with parameters   draws from the stream                   a hook stops the watch
+    code between them        each draw has the key of its number     a TorchFunctionMode watches
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, final
+
+import torch
+from torch import nn
+from torch._C import (
+    _get_function_stack_at,
+    _len_torch_function_stack,
+    _pop_torch_function_stack,
+    _push_on_torch_function_stack,
+)
+from torch.overrides import TorchFunctionMode
+from typing_extensions import override
+
+from lightning_cyclic.runtime.randomness import Randomness, is_random, undisturbed
+
+
+@final
+class KeyedDraws:
+    """Key what the training step of an unmodified module draws.
+
+    Args:
+        module: the whole module.
+        starts: paths of the modules that begin stages 1, 2, ...; none while they are not known.
+        device: of this worker.
+    """
+
+    def __init__(self, module: nn.Module, starts: Iterable[str], device: torch.device) -> None:
+        self._device = device
+        self._watch = _Watch()
+        begins = {path: j for j, path in enumerate(starts, start=1)}
+        split = {"", *(above for path in begins for above in _above(path))}
+        self._handles = [
+            handle
+            for path, m in module.named_modules()
+            if path not in split and (path in begins or _has_parameters(m))
+            for handle in self._hook(m, begins.get(path, 0))
+        ]
+
+    @contextmanager
+    def keyed(self, seed: int, t: int, i: int) -> Iterator[None]:
+        """Run the body, which is micro-batch ``i`` of step ``t``; disturb no generator."""
+        with undisturbed(self._device), self._watch.over(Randomness(seed, t, i, self._device)):
+            yield
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Run the body, in the middle of a step, as what does not belong to it."""
+        self._watch.enter(0)
+        try:
+            yield
+        finally:
+            self._watch.leave()
+
+    def remove(self) -> None:
+        """Take the hooks off the module."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _hook(self, module: nn.Module, begins: int) -> Iterator[Any]:
+        watch = self._watch  # closures and not methods: a module may be copied with its hooks
+
+        def before(module: nn.Module, args: Any) -> None:
+            watch.enter(begins)
+
+        def behind(module: nn.Module, args: Any, output: Any) -> None:
+            watch.leave()
+
+        # innermost: the hooks of users run where a module is skipped, too, and are no part of it
+        yield module.register_forward_pre_hook(before)
+        yield module.register_forward_hook(behind, prepend=True, always_call=True)
+
+
+@final
+class _Watch(TorchFunctionMode):
+    """See the torch functions of code between modules, and no others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._randomness: Randomness | None = None
+        self._stage = 0
+        self._depth = 0  # of calls of modules that are under way
+        self._is_off = False
+
+    @contextmanager
+    def over(self, randomness: Randomness) -> Iterator[None]:
+        """Watch the body."""
+        self._randomness, self._stage, self._depth = randomness, 0, 0
+        randomness.begin_region(0)
+        randomness.begin_stage(0)
+        try:
+            with self:
+                yield
+        finally:
+            self._randomness = None
+
+    def enter(self, begins: int) -> None:
+        """Begin a module's call, with which a stage may begin."""
+        if self._randomness is None:
+            return
+        if begins > self._stage:
+            self._stage = begins
+            self._randomness.begin_region(begins)
+            self._randomness.begin_stage(begins)
+        self._depth += 1
+        if self._depth == 1 and _get_function_stack_at(_len_torch_function_stack() - 1) is self:
+            # beneath a mode that the user's code has entered, it stays, and looks away
+            _pop_torch_function_stack()
+            self._is_off = True
+
+    def leave(self) -> None:
+        """End a module's call, also one that failed."""
+        if self._randomness is None or self._depth == 0:  # failed before it began
+            return
+        self._depth -= 1
+        if self._depth == 0 and self._is_off:
+            _push_on_torch_function_stack(self)
+            self._is_off = False
+
+    @override
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._depth == 0 and self._randomness is not None and is_random(func):
+            with self._randomness.of_glue():
+                return func(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _above(path: str) -> Iterator[str]:
+    while path := path.rpartition(".")[0]:
+        yield path
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    if isinstance(module, torch.jit.ScriptModule):
+        return False  # takes no hooks; what it draws is of the stage under way
+    return next(module.parameters(), None) is not None
