@@ -43,8 +43,15 @@ def weighted_mean(values: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
     """Return the mean of tensors of shape (), each weighted by its number of samples."""
     if len(values) == 1:
         return values[0]
-    weights = torch.tensor(sizes, dtype=values[0].dtype, device=values[0].device)
+    weights = weights_for(values[0], sizes)
     return (torch.stack(list(values)) * weights).sum() / weights.sum()
+
+
+def weights_for(x: Tensor, sizes: Sequence[int]) -> Tensor:
+    """Return numbers of samples as a tensor of the type of ``x``, and where it is."""
+    weights = torch.tensor(sizes, dtype=x.dtype)
+    # from memory that is not pinned the host would wait for the copy
+    return weights.pin_memory().to(x.device, non_blocking=True) if x.is_cuda else weights
 
 
 def encode(value: Any, where: str) -> tuple[list[Tensor], Any]:

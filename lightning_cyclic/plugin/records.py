@@ -17,6 +17,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from lightning_cyclic.errors import StepError
+from lightning_cyclic.plugin.outputs import weights_for
 from lightning_cyclic.runtime.partial_step.site import is_metric
 from lightning_cyclic.runtime.values.plain import decode_leaf, encode_leaf
 
@@ -180,7 +181,7 @@ def _reduce(
     if how in ("mean", "avg"):
         if not stacked.is_floating_point():
             stacked = stacked.to(torch.get_default_dtype())
-        weights = torch.tensor(sizes, dtype=stacked.dtype, device=stacked.device)
+        weights = weights_for(stacked, sizes)
         return (stacked * weights).sum() / weights.sum()
     if how in ("sum", "max", "min", "amax", "amin"):
         reduced: Tensor = getattr(stacked, how)()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple, final
 
 from lightning.pytorch import LightningModule
@@ -84,7 +85,7 @@ class Summaries:
         """
         loss = weighted_mean([loss_of(x.output).detach().reshape(()) for x in outcomes], sizes)
         if self.refuses_overflow:
-            self._check_finite(loss)
+            self._session.losses.put(loss, partial(self._check_finite, self._session.t))
         further, structure = encode(
             further_outputs([x.output for x in outcomes], sizes), "what training_step returned"
         )
@@ -98,13 +99,12 @@ class Summaries:
         returned = decode(others[:num], structure)
         return Told(loss, returned, from_summary(others[num:], logs), stops)
 
-    def _check_finite(self, loss: Tensor) -> None:
+    def _check_finite(self, t: int, loss: float) -> None:
         """Look at the value where it is, once a step: the other workers wait for nothing new."""
-        value = float(loss)
-        if not math.isfinite(value):
+        if not math.isfinite(loss):
             raise StepError(
-                f"the loss of worker {self._session.worker} is {value} in step "
-                f"{self._session.t}; allowed: a finite loss, since every worker would train on "
+                f"the loss of worker {self._session.worker} is {loss} in step "
+                f"{t}; allowed: a finite loss, since every worker would train on "
                 "the result; lower the learning rate, clip gradients, or look for the batch with "
                 "Trainer(detect_anomaly=True)"
             )

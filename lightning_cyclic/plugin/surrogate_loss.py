@@ -64,16 +64,23 @@ class Surrogates:
         They are those of the loss divided by ``accumulate_grad_batches``, as Lightning divides;
         code that scales it further (an overridden ``backward``) scales this batch's part.
         """
-        factor = float(grad) * self.batches_per_update
+        # 1 as a rule; a GPU would be waited for to say so
+        factor = (float(grad) if grad.is_cpu else grad.detach()) * self.batches_per_update
         starts = self._starts
         for p, total, before in self._totals:
-            if factor == 1.0 or total is None:
+            if total is None or (isinstance(factor, float) and factor == 1.0):
                 p.grad = total
             elif starts or before is None:
                 p.grad = total * factor
             else:
-                p.grad = before + (total - before) * factor
+                p.grad = _scaled_since(before, total, factor)
         self._totals = []
+
+
+def _scaled_since(before: Tensor, total: Tensor, factor: float | Tensor) -> Tensor:
+    """Scale what was added since; by 1, keep the very bits."""
+    scaled = before + (total - before) * factor
+    return scaled if isinstance(factor, float) else torch.where(factor == 1, total, scaled)
 
 
 class _Deposit(torch.autograd.Function):

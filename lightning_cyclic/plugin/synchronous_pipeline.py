@@ -25,6 +25,7 @@ from lightning_cyclic.plugin.pipeline import PipelineTraining, positional
 from lightning_cyclic.plugin.reductions import HeldReductions
 from lightning_cyclic.plugin.surrogate_loss import Surrogates
 from lightning_cyclic.plugin.training import Closure, Own
+from lightning_cyclic.runtime.late_values import LateValues
 from lightning_cyclic.runtime.partial_step.config import Summarise
 
 
@@ -46,6 +47,7 @@ class SynchronousPipelineTraining(PipelineTraining):
             options, plan = replace(options, norms="owners"), replace(plan, norms="owners")
         super().__init__(trainer, options, plan, reductions)
         self._surrogates = Surrogates(trainer)
+        self._stops = LateValues()
 
     @override
     @staticmethod
@@ -84,11 +86,16 @@ class SynchronousPipelineTraining(PipelineTraining):
     def _agree(self, loss: Tensor, *, stops: bool) -> Tensor:
         """Return the mean loss of all replicas, and let all stop if one of them does."""
         if self._stop is not None and self._options.width > 1:
-            loss, share = self._over_replicas(torch.stack([loss, loss.new_tensor(stops)]), "mean")
-            stops = bool(share > 0)
-        if self._stop is not None:
+            said = torch.stack([loss, loss.new_full((), float(stops))])
+            loss, share = self._over_replicas(said, "mean")
+            self._stops.put(share, self._note_stops)  # all workers see that of the same step
+        elif self._stop is not None:
             self._stop.agreed = stops
         return loss
+
+    def _note_stops(self, share: float) -> None:
+        assert self._stop is not None
+        self._stop.agreed = share > 0
 
     @override
     def optimizer_step(

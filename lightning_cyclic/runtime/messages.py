@@ -46,7 +46,8 @@ class Message(NamedTuple):
         tensors: in their order.
         facts: what else is to be said of them in terms of JSON; none in messages of one layout.
         word: bits, in messages of one layout.
-        there: which tensors have values, in messages of one layout; None for all.
+        there: marks, in messages of one layout: of tensors that have values, if nothing else is
+            agreed on; None for all.
         buffer: in which the tensors lie, if they do.
         leaves: whether nobody here needs the buffer when it has been sent.
     """
@@ -136,12 +137,16 @@ class Layout:
     Args:
         tensors: whose shapes, strides and dtypes it copies.
         device: of its buffers.
+        num_marks: how many marks its messages have. [one for each tensor]
     """
 
-    def __init__(self, tensors: Iterable[Tensor], device: torch.device) -> None:
+    def __init__(
+        self, tensors: Iterable[Tensor], device: torch.device, num_marks: int | None = None
+    ) -> None:
         self.specs = tuple(map(_sent_spec, tensors))
+        self.num_marks = len(self.specs) if num_marks is None else num_marks
         self._device = device
-        self.head_bytes = _aligned(_NUMBERS + len(self.specs))
+        self.head_bytes = _aligned(_NUMBERS + self.num_marks)
         self.num_bytes = self.head_bytes + _total_bytes(self.specs)
         self.spare: deque[Buffer] = deque()
 
@@ -222,9 +227,9 @@ class Messages:
         # the order of its channel: in a thread, so that nobody else waits for its head
         self._turns: dict[Channel, ThreadPoolExecutor] = {}
 
-    def layout(self, tensors: Iterable[Tensor]) -> Layout:
+    def layout(self, tensors: Iterable[Tensor], num_marks: int | None = None) -> Layout:
         """Return a layout of buffers on this worker's device."""
-        return Layout(tensors, self._device)
+        return Layout(tensors, self._device, num_marks)
 
     def know(self, payload: Payload, j: int, layout: Layout) -> None:
         """Let all messages of a payload and stage have one layout; both ends must say so."""
@@ -261,7 +266,7 @@ class Messages:
         apart = self._is_apart(ring)
         head = _words(buffer.head_bytes) if apart else buffer.data[: buffer.head_bytes]
         head[:_NUMBERS].copy_(torch.tensor([0, message.word]).view(torch.uint8))
-        marks = head[_NUMBERS : _NUMBERS + len(message.tensors)]
+        marks = head[_NUMBERS : _NUMBERS + layout.num_marks]
         if message.there is None:
             marks.fill_(1)
         else:
@@ -425,7 +430,7 @@ class Messages:
             if pending is not None:
                 self._wait(pending, x.action)
         if x.buffer is not None:
-            return _laid_out(x.buffer, x.words)
+            return _laid_out(x.buffer, x.words, self._layouts[x.ring.payload, x.ring.j].num_marks)
         if x.begun is not None:
             return Message(self._read(x.data, 0, x.form.specs), x.form.facts)
         begins = _aligned(_NUMBERS)
@@ -468,12 +473,12 @@ def _words(count: int) -> Tensor:
     return torch.empty(count, dtype=torch.uint8)
 
 
-def _laid_out(buffer: Buffer, words: Tensor) -> Message:
+def _laid_out(buffer: Buffer, words: Tensor, num_marks: int) -> Message:
     """Read a message of one layout where it lies, its head in the host's memory or with it."""
     head = words.cpu()
-    word = int(head[8:_NUMBERS].view(torch.int64))
-    marks = head[_NUMBERS : _NUMBERS + len(buffer.tensors)]
-    there = None if bool(marks.all()) else [bool(mark) for mark in marks.tolist()]
+    _, word = head[:_NUMBERS].view(torch.int64).tolist()
+    marks = head[_NUMBERS : _NUMBERS + num_marks].tolist()
+    there = None if all(marks) else list(map(bool, marks))
     return Message(buffer.tensors, None, word, there, buffer)
 
 

@@ -3,12 +3,15 @@
 Each owner computes the norms of its own stages' gradients, tensor by tensor, and the program has
 it tell those who decide about a step (N). Each then reduces the same numbers in the same order,
 so that all clip by the same bits as one process that holds everything.
+
+Which parameters have a gradient is known to the hosts, so that nobody asks a GPU for it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from typing import final
+from functools import reduce
+from typing import NamedTuple, final
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +19,24 @@ from torch import Tensor, nn
 from lightning_cyclic.errors import StepError
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.plan.dataflow import Datum, Item
+from lightning_cyclic.runtime.messages import Layout, Message, Messages
+
+
+class StageNorms(NamedTuple):
+    """Hold the norms of a stage's gradients.
+
+    Args:
+        values: one for each parameter, 0 where it has no gradient; float64, which holds each
+            exactly.
+        there: which parameters have one; None for all.
+    """
+
+    values: Tensor
+    there: Sequence[bool] | None = None
+
+    def message(self) -> Message:
+        """Return what the others are told."""
+        return Message([self.values], there=self.there)
 
 
 @final
@@ -40,27 +61,24 @@ class Norms:
         self._parameters = parameters
         self._fetch = fetch
         self._own = [j for j in range(plan.num_stages) if plan.owner(j) == worker]
-        self._known: dict[int, dict[int, Tensor]] = {}  # step -> stage -> norms of its tensors
+        self._known: dict[int, dict[int, StageNorms]] = {}  # step -> stage -> its norms
 
-    def shape(self, j: int) -> Tensor:
-        """Return a tensor like the norms of a stage, shape (number of its parameters,)."""
-        return torch.empty(len(self._parameters[j]), dtype=torch.float64)
+    def layout(self, j: int, messages: Messages) -> Layout:
+        """Return the one layout of the messages about a stage: a mark for each parameter."""
+        num = len(self._parameters[j])
+        return messages.layout([torch.empty(num, dtype=torch.float64)], num)
 
-    def note(self, t: int, j: int, grads: Sequence[Tensor | None]) -> Tensor:
-        """Compute the norms of the gradients of an own stage, unless they are known.
-
-        Returns:
-            One number for each parameter, -1 for one without a gradient; float64, which holds
-            each exactly.
-        """
+    def note(self, t: int, j: int, grads: Sequence[Tensor | None]) -> StageNorms:
+        """Compute the norms of the gradients of an own stage, unless they are known."""
         known = self._known.setdefault(t, {})
         if j not in known:
             known[j] = _norms(grads, self._parameters[j])
         return known[j]
 
-    def put(self, t: int, j: int, norms: Tensor) -> None:
+    def put(self, t: int, j: int, message: Message) -> None:
         """Take in what the owner of a stage has told."""
-        self._known.setdefault(t, {})[j] = norms
+        (values,) = message.tensors
+        self._known.setdefault(t, {})[j] = StageNorms(values, message.there)
 
     def total(self, t: int, order: Sequence[nn.Parameter]) -> Tensor:
         """Return the 2-norm of step ``t``'s gradients over all stages, shape ().
@@ -70,29 +88,29 @@ class Norms:
             order: all trained parameters, in the order in which the norms are reduced.
         """
         by_parameter: dict[int, Tensor] = {}
-        for j, values in self._all_of(t).items():
-            by_parameter |= {
-                id(p): x.to(p.dtype)
-                for p, x in zip(self._parameters[j], values.unbind(), strict=True)
-            }
-        present = [by_parameter[id(p)] for p in order if id(p) in by_parameter]
-        present = [x for x in present if not bool(x < 0)]
+        for j, (values, there) in self._all_of(t).items():
+            each = zip(self._parameters[j], values.unbind(), strict=True)
+            marked = zip(each, there or [True] * len(values), strict=True)
+            by_parameter |= {id(p): x for (p, x), here in marked if here}
+        present = [p for p in order if id(p) in by_parameter]
         if not present:
             return torch.zeros(())
-        total: Tensor = torch.linalg.vector_norm(torch.stack(present))
+        dtype = reduce(torch.promote_types, (p.dtype for p in present))  # as stacking them does
+        stacked = torch.stack([by_parameter[id(p)] for p in present]).to(dtype)
+        total: Tensor = torch.linalg.vector_norm(stacked)
         return total
 
     def is_finite(self, t: int, stages: Collection[int] | None = None) -> bool:
         """Say whether the gradients of step ``t`` are finite, of some own stages or of all."""
         known = self._all_of(t) if stages is None else self._known.get(t, {})
-        norms = [x for j, x in known.items() if stages is None or j in stages]
-        return all(bool(torch.isfinite(x).all()) for x in norms)
+        norms = [x.values for j, x in known.items() if stages is None or j in stages]
+        return not norms or bool(torch.isfinite(torch.cat(norms)).all())  # asked once
 
     def forget(self, t: int) -> None:
         """Forget the norms of steps up to ``t``."""
         self._known = {k: norms for k, norms in self._known.items() if k > t}
 
-    def _all_of(self, t: int) -> dict[int, Tensor]:
+    def _all_of(self, t: int) -> dict[int, StageNorms]:
         known = self._known.setdefault(t, {})
         for j in set(range(self._plan.num_stages)) - set(self._own) - set(known):
             if self._plan.norms == "none":
@@ -105,10 +123,15 @@ class Norms:
         return dict(sorted(known.items()))
 
 
-def _norms(grads: Sequence[Tensor | None], parameters: Sequence[nn.Parameter]) -> Tensor:
-    if not parameters:
-        return torch.empty(0, dtype=torch.float64)
-    missing = torch.full((), -1.0, dtype=torch.float64, device=parameters[0].device)
-    # exact in double; cast back before the reduction
-    each = [missing if g is None else torch._foreach_norm([g])[0].double() for g in grads]
-    return torch.stack(each)
+def _norms(grads: Sequence[Tensor | None], parameters: Sequence[nn.Parameter]) -> StageNorms:
+    there = [g is not None for g in grads]
+    present = [g for g in grads if g is not None]
+    if not present:
+        device = parameters[0].device if parameters else torch.device("cpu")
+        return StageNorms(torch.zeros(len(grads), dtype=torch.float64, device=device), there)
+    norms = torch._foreach_norm(present)
+    if all(there):
+        return StageNorms(torch.stack(norms).double())  # exact in double
+    rest, missing = iter(norms), torch.zeros_like(norms[0])
+    values = torch.stack([next(rest) if here else missing for here in there])
+    return StageNorms(values.double(), there)

@@ -132,11 +132,13 @@ class Exchange:
 
     def _gradients_for(self, a: Action) -> Gradients:
         assert a.i is not None
+        crossed = self._crossed.pop((a.t, a.i, a.j), {})
+        if not self._holdings.has_ties:
+            return Gradients(crossed, {})
         for source in gradient_sources(self._plan, a, self._worker):
             self._keep_tied(a, self._tied_from.pop((a.t, a.i, a.j, source), {}))
         lent = [n for n, _ in self._holdings.lent(a.j) if (a.t, a.i, n) in self._tied]
-        tied = {n: self._tied.pop((a.t, a.i, n)) for n in lent}
-        return Gradients(self._crossed.pop((a.t, a.i, a.j), {}), tied)
+        return Gradients(crossed, {n: self._tied.pop((a.t, a.i, n)) for n in lent})
 
     def _keep_tied(self, a: Action, taken: Mapping[str, Tensor]) -> None:
         """Add gradients of tied parameters: those of later stages come first in the sum."""
@@ -266,11 +268,10 @@ class Exchange:
         _copy(self._holdings.changing(a.j), message.tensors)
 
     def _give_norms(self, a: Action) -> Message:
-        return Message([self._norms.note(a.t, a.j, self._grads.of(a.t, a.j))])
+        return self._norms.note(a.t, a.j, self._grads.of(a.t, a.j)).message()
 
     def _take_norms(self, a: Action, message: Message) -> None:
-        (norms,) = message.tensors
-        self._norms.put(a.t, a.j, norms)
+        self._norms.put(a.t, a.j, message)
 
     def _give_batch(self, a: Action) -> Message:
         return self.batches[a.t]

@@ -58,6 +58,11 @@ class Holdings:
         """Return the parameters of stage ``j``: those that it is the first to use."""
         return [self._named[n] for n in self._cuts.parameters[j]]
 
+    @property
+    def has_ties(self) -> bool:
+        """Say whether any stages share a parameter."""
+        return bool(self._cuts.tied)
+
     def lent(self, j: int) -> list[tuple[str, nn.Parameter]]:
         """Return the parameters of stage ``j`` that later stages use too."""
         return [(n, self._named[n]) for n in self._cuts.tied if self._home[n] == j]

@@ -176,12 +176,14 @@ class Run:
             is_of_ghost = args and type(args[0]) is Ghost
             return self._metadata(func, args, kwargs) if is_of_ghost else func(*args, **kwargs)
         inputs = tensors_in(args, kwargs)
-        for x in inputs:
-            if self._depends(x):
+        for x in inputs:  # most are of the batch
+            if (type(x) is not Tensor or hasattr(x, MARK)) and self._depends(x):
                 break
         else:  # also what leaves contexts behind the end
-            self._draws |= about.is_random
-            return self._call(func, args, kwargs) if about.is_random else func(*args, **kwargs)
+            if not about.is_random:
+                return func(*args, **kwargs)
+            self._draws = True
+            return self._call(func, args, kwargs)
         if self._replay is not None:
             if any(t is not Ghost for t in types) or not _is_dispatched(about, types, args):
                 self._replay.note_unseen()

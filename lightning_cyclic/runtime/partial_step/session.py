@@ -25,6 +25,7 @@ from lightning_cyclic.plan.passes.messages import step_of
 from lightning_cyclic.plan.program import Program
 from lightning_cyclic.runtime.agreement import merged
 from lightning_cyclic.runtime.gradient_store import GradientStore
+from lightning_cyclic.runtime.late_values import LateValues
 from lightning_cyclic.runtime.messages import Message, Messages
 from lightning_cyclic.runtime.norms import Norms
 from lightning_cyclic.runtime.partial_step.collectives import Collectives
@@ -85,6 +86,7 @@ class StagewiseSession:
         self.t = 0
         self.failed = False
         self.arrived: list[tuple[int, Message]] = []  # steps, and what came out of them
+        self.losses = LateValues()  # that somebody looks at
         self.cuts: Cuts | None = None
         self.site: Site | None = None
         self.versions: Versions | None = None
@@ -194,7 +196,7 @@ class StagewiseSession:
             self.program.flow, self._messages, self._exchange, self._exchange, self
         )
         for j in range(plan.num_stages):
-            layout = self._messages.layout([self.norms.shape(j)])
+            layout = self.norms.layout(j, self._messages)
             self._messages.know(Payload.N, j, layout)  # received ahead, several at once
         self._modes = [(m, m.training) for m in self.module.modules()]
         holdings.free()
@@ -363,7 +365,10 @@ class StagewiseSession:
     def flush(self) -> None:
         """Finish all steps that have begun."""
         last = self.t - 1
-        if self.cuts is None or self.failed or self._ended == last:
+        if self.cuts is None or self.failed:
+            return
+        self.losses.settle()
+        if self._ended == last:
             return
         self._put_off = self.program.put_off(self.worker, last)
         actions = self.program.flush(self.worker, last, ended=self._ended)

@@ -174,8 +174,11 @@ class StageStep:
         again = self._training and self._is_run_again(a)
         lesson = self._lessons.get(self._of(a).family)
         passage = Passage(take_packet, lesson, copied=again)
-        with _discard() if again else _NOTHING, self._showing(a, cell):
+        if not again and self._versions is None:  # no context costs nothing
             run, output = self._pass(a, passage)
+        else:
+            with _discard() if again else _NOTHING, self._showing(a, cell):
+                run, output = self._pass(a, passage)
         return self._finish_forward(a, run, cell, passage, output)
 
     def _pass(self, a: Action, passage: Passage) -> tuple[Run, Any]:
@@ -305,11 +308,20 @@ class StageStep:
         for p, grad in self._tied_roots(a.j, cell, came.tied) if came.tied else ():
             roots.append(get_gradient_edge(p))
             root_grads.append(grad)
-        with self._apart(a.j) as taken, self._accumulating(cell):
-            if roots:
-                _run_backward(tuple(roots), tuple(root_grads))
+        taken = self._accumulated(a.j, cell, tuple(roots), tuple(root_grads)) if roots else {}
         assert cell.entry is not None
         return Gradients(cell.entry.grads, taken)
+
+    def _accumulated(
+        self, j: int, cell: _Cell, roots: tuple[Any, ...], grads: tuple[Tensor, ...]
+    ) -> Mapping[str, Tensor]:
+        """Run the backward; return the gradients of borrowed parameters, which are kept apart."""
+        if self._versions is None and j not in self._borrowing:  # no context costs nothing
+            _run_backward(roots, grads)
+            return {}
+        with self._apart(j) as taken, self._accumulating(cell):
+            _run_backward(roots, grads)
+        return taken
 
     def _run_again(self, a: Action, cell: _Cell, again: _Again) -> None:
         packet, habit, captured = again

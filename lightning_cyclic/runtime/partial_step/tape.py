@@ -78,15 +78,15 @@ def is_again(event: Event, name: str, result: Any, inputs: Sequence[Tensor]) -> 
 
     It costs much less than to describe the call; events that give anything else are not known.
     """
-    if type(result) is not Tensor or event.name != name or len(event.outs) != 1:
+    known, structure, outs, mutated, _ = event
+    if type(result) is not Tensor or known != name or len(outs) != 1:
         return False
     for x in inputs:
         if x is result:
             return False
-    spec = event.outs[0]
-    if event.mutated or event.structure.kind is not None:
+    if mutated or structure is not LEAF or type(spec := outs[0]) is not TensorSpec:
         return False
-    return isinstance(spec, TensorSpec) and spec.describes(result)
+    return spec.describes(result)
 
 
 def _out(leaf: Any, inputs: Sequence[Tensor]) -> Out:

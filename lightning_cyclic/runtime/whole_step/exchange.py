@@ -89,7 +89,7 @@ class Exchange:
             Payload.T: parameters,
             Payload.R: buffers,
             Payload.C: buffers,
-            Payload.N: self._messages.layout([self._norms.shape(j)]),
+            Payload.N: self._norms.layout(j, self._messages),
             Payload.K: Layout([], torch.device("cpu")),  # a word between hosts
         }
 
@@ -160,11 +160,10 @@ class Exchange:
         return [self._module.get_buffer(name) for name in self._stages.stages[j].buffers]
 
     def _give_norms(self, a: Action) -> Message:
-        return Message([self._norms.note(a.t, a.j, self._grads.of(a.t, a.j))])
+        return self._norms.note(a.t, a.j, self._grads.of(a.t, a.j)).message()
 
     def _take_norms(self, a: Action, message: Message) -> None:
-        (norms,) = message.tensors
-        self._norms.put(a.t, a.j, norms)
+        self._norms.put(a.t, a.j, message)
 
     def _give_start(self, a: Action) -> Message:
         return Message([])

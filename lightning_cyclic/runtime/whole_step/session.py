@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 
 from lightning_cyclic.errors import StepError
 from lightning_cyclic.plan import Plan
+from lightning_cyclic.runtime.late_values import LateValues
 from lightning_cyclic.runtime.stages.profile import Profile
 from lightning_cyclic.runtime.stages.stage_map import StageMap, make_stages
 from lightning_cyclic.runtime.transport import CountingTransport
@@ -104,6 +106,7 @@ class Session:
         self.stop_requested = False
         self._batches = 0  # of the step under way
         self.failed = False
+        self._losses = LateValues()
         self._watched: list[tuple[str, Tensor, int]] = []
         self.engine: Engine | None = None
         self.stages: StageMap | None = None
@@ -199,6 +202,7 @@ class Session:
     def flush(self) -> None:
         """Finish updates in flight; do nothing behind a failure, when peers may be gone."""
         if self.engine is not None and not self.failed:
+            self._losses.settle()
             self.engine.flush()
 
     def state(self) -> dict[str, Any] | None:
@@ -345,9 +349,12 @@ class Session:
                 f"(step {self.t}); allowed: a tensor that depends on trained parameters; "
                 "do not detach it, and do not compute it under torch.no_grad()"
             )
-        if not math.isfinite(float(loss.detach())):
+        self._losses.put(loss, partial(self._check_finite, self.t))
+
+    def _check_finite(self, t: int, loss: float) -> None:
+        if not math.isfinite(loss):
             raise StepError(
-                f"the loss of worker {self._worker} is {float(loss.detach())} in step {self.t}; "
+                f"the loss of worker {self._worker} is {loss} in step {t}; "
                 "allowed: a finite loss, since every worker would train on the result; lower the "
                 "learning rate, clip gradients, or look for the batch with "
                 "Trainer(detect_anomaly=True)"

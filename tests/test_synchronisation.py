@@ -1,0 +1,222 @@
+"""On the hot path nothing of the package waits for a GPU, but for what is listed here.
+
+Every preset trains, and every question that Python asks a tensor is noted: see tests.audit. Which
+step asks what does not depend on the device, so a CPU shows it; whether the tensor would be a
+GPU's is what the list says.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import textwrap
+from functools import cache
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+from torchmetrics.classification import MulticlassAccuracy
+
+from lightning_cyclic import PRESETS
+from tests import processes
+from tests.audit import Audit, Behind
+from tests.corpus import make_trainer
+from tests.test_flow_scaling import precision
+
+pytestmark = pytest.mark.multi
+
+HEADS = "heads are the host's: they travel by control, or as a part of what gloo carries"
+COUNTERS = "torch's optimizers keep their step counters on the host, unless they are captured"
+OWN_CLIPPING = "torch's own clipping, as under any strategy: from a device to itself"
+ON_GROUP = "to the device of the process group: its own, unless several workers share a GPU"
+SCALER = "torch's own scaler asks once per update, too, whether to skip it"
+ALLOWED = {
+    "plugin.clipping:clip_stages to": OWN_CLIPPING,
+    "plugin.deferred_update:DeferredUpdates.apply item": COUNTERS,
+    "plugin.deferred_update:DeferredUpdates.clip_grad_by_norm to": OWN_CLIPPING,
+    "plugin.records:_reduce to": "a value stays where it is, unless the next one lies elsewhere",
+    "plugin.surrogate_loss:Surrogates._deposit __float__": "only where it is the host's",
+    "runtime.late_values:LateValues.settle item": "of a pinned copy, one step late on a GPU",
+    "runtime.loss_scaling:LossScaling._next __float__": "scales are the host's",
+    "runtime.loss_scaling:LossScaling._next __int__": "scales are the host's",
+    "runtime.messages:Messages._described cpu": HEADS,
+    "runtime.messages:Messages._described tolist": HEADS,
+    "runtime.messages:_laid_out cpu": HEADS,
+    "runtime.messages:_laid_out tolist": HEADS,
+    "runtime.norms:Norms.is_finite __bool__": SCALER,
+    "runtime.partial_step.collectives:Collectives.reduce to": ON_GROUP,
+    "runtime.prediction.directions:Case.has_moved __float__": COUNTERS,
+    "runtime.prediction.directions:Case.updates __float__": COUNTERS,
+}
+"""Who may ask, and why no GPU is waited for, or why it would be without the package, too."""
+
+BATCHES = 9
+
+
+class Net(LightningModule):
+    """BatchNorm, dropout, a metric, values that are logged, a returned tensor, and Adam."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        blocks = [
+            nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Dropout(0.1))
+            for _ in range(4)
+        ]
+        self.net = nn.Sequential(*blocks, nn.Linear(6, 3))
+        self.unused = nn.Linear(1, 1)  # whose gradients are missing
+        self.accuracy = MulticlassAccuracy(num_classes=3)
+
+    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:
+        x, y = batch
+        scores = self.net(x)
+        loss = F.cross_entropy(scores, y)
+        self.accuracy(scores.detach(), y)
+        self.log("accuracy", self.accuracy)
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        self.log("rows", float(len(x)))
+        self.seen = loss.item()  # the user's own question
+        return {"loss": loss, "scores": scores.detach()}
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+def data() -> DataLoader[Any]:
+    g = torch.Generator().manual_seed(1)
+    batches = [
+        (torch.randn(8, 6, generator=g), torch.randint(0, 3, (8,), generator=g))
+        for _ in range(BATCHES)
+    ]
+    return DataLoader(batches, batch_size=None)
+
+
+class Case(NamedTuple):
+    """Say what is trained how."""
+
+    strategy: dict[str, Any]
+    flags: dict[str, Any] = {}
+    num_ranks: int = 2
+    half: bool = False
+
+
+FOUR = {"num_micro": 4}
+BY_NORM = {"gradient_clip_val": 0.1}
+AGAIN = {"remat": "always", "width": 2, "stages": 2, "num_micro": 2}
+CASES = {
+    "cyclic_dp": Case({"preset": "cyclic_dp"}),
+    "cyclic_dp, one norm": Case({"preset": "cyclic_dp", "clip": "global"}, BY_NORM),
+    "cyclic_dp_v1": Case({"preset": "cyclic_dp_v1"}, BY_NORM),
+    "lockstep_dp": Case({"preset": "lockstep_dp"}, {**BY_NORM, "accumulate_grad_batches": 2}),
+    "gpipe": Case({"preset": "gpipe", **FOUR}, BY_NORM),
+    "1f1b": Case({"preset": "1f1b", **FOUR}, {"accumulate_grad_batches": 2}),
+    "1f1b, wide": Case({"preset": "1f1b", **AGAIN}, BY_NORM, num_ranks=4),
+    "1f1b, one worker": Case({"preset": "1f1b", "stages": 3, **FOUR}, BY_NORM, num_ranks=1),
+    "cyclic_mp": Case({"preset": "cyclic_mp", **FOUR}),
+    "cyclic_pipeline": Case({"preset": "cyclic_pipeline", **FOUR}),
+    "pipedream": Case({"preset": "pipedream", "num_micro": 1}),
+    "pipedream_2bw": Case({"preset": "pipedream_2bw", **FOUR}, BY_NORM),
+    "pipedream_2bw, half": Case({"preset": "pipedream_2bw", **FOUR}, half=True),
+    "pipeoptim": Case({"preset": "pipeoptim", "num_micro": 1}),
+    "spectrain": Case({"preset": "spectrain", "num_micro": 1}),
+    "xpipe": Case({"preset": "xpipe", **FOUR}),
+}
+
+
+class Found(NamedTuple):
+    """Hold what an audit found."""
+
+    own: frozenset[str]
+    of_others: frozenset[str]
+
+
+def audited(case: Case, plant: tuple[str, str, str] | None = None) -> Found:
+    """Train on this rank; return what was found."""
+    if plant is not None:
+        ask_in(*plant)
+    audit = Audit()
+    behind = Behind(audit)
+    more = {"plugins": [precision()]} if case.half else {}
+    with audit.installed():
+        trainer = make_trainer(
+            dict(case.strategy), max_epochs=1, callbacks=[behind], **case.flags, **more
+        )
+        trainer.fit(Net(), data())
+    assert behind.batches == BATCHES - 4
+    return Found(frozenset(audit.found), frozenset(audit.of_others))
+
+
+@cache
+def found(name: str) -> Found:
+    """Return what all ranks of a case found."""
+    ranks = processes.run(audited, CASES[name].num_ranks, CASES[name], time_limit_s=90.0)
+    return Found(*(frozenset[str]().union(*each) for each in zip(*ranks, strict=True)))
+
+
+# ---------------------------------------------------------------------- the audit
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_nobody_else_asks(name: str) -> None:
+    own, of_others = found(name)
+    assert own <= ALLOWED.keys()
+    assert "tests.test_synchronisation:Net.training_step item" in of_others
+
+
+def test_every_preset_is_looked_at() -> None:
+    not_run_yet = {"cyclic_zero", "weipipe"}  # refused by the strategy
+    assert {case.strategy["preset"] for case in CASES.values()} == PRESETS.keys() - not_run_yet
+
+
+def test_all_that_is_allowed_is_asked() -> None:
+    asked = frozenset[str]().union(*(found(name).own for name in CASES))
+    assert ALLOWED.keys() - asked == set()
+
+
+# ---------------------------------------------------------------------- does it see anything?
+
+
+def ask_in(module: str, name: str, question: str) -> None:
+    """Let a function of the package ask, before it does anything else."""
+    path, _, last = name.rpartition(".")
+    owner: Any = import_module(module)
+    owner = getattr(owner, path) if path else owner
+    signature, _, body = textwrap.dedent(inspect.getsource(getattr(owner, last))).partition("\n")
+    made: dict[str, Any] = {}
+    exec(f"{signature}\n    {question}\n{body}", vars(sys.modules[module]), made)
+    setattr(owner, last, made[last])
+
+
+WHOLE = "lightning_cyclic.runtime.whole_step"
+PARTIAL = "lightning_cyclic.runtime.partial_step"
+
+
+@pytest.mark.parametrize(
+    ("name", "module", "function", "question", "operation"),
+    [
+        ("cyclic_dp", f"{WHOLE}.exchange", "Exchange.add",  # which a lane does
+         "self._sums[a.t, a.j].grads[0].sum().item()", "item"),
+        ("cyclic_dp", f"{WHOLE}.gradients", "GradientCollector._take_next",  # inside autograd
+         "assert self._parameters[0][0].grad is None or self._parameters[0][0].grad.sum() < 9",
+         "__bool__"),
+        ("1f1b", f"{PARTIAL}.stage_step", "StageStep._backward_of",
+         "[x.mean().cpu() for x in came.crossed.values()]", "cpu"),
+        ("1f1b", f"{PARTIAL}.stage_step", "StageStep._keep",
+         "torch.full((2,), torch.ones(()))", "_local_scalar_dense"),  # asked by C++
+        ("cyclic_pipeline", f"{PARTIAL}.versions", "Versions._put",
+         "[torch.tensor([1.0], device=q.device) for q in shown.values()]", "tensor"),
+    ],
+    ids=["lane", "autograd", "backward", "C++", "pageable memory"],
+)  # fmt: skip
+def test_a_new_question_is_seen(
+    name: str, module: str, function: str, question: str, operation: str
+) -> None:
+    ranks = processes.run(audited, 2, CASES[name], (module, function, question))
+    new = frozenset[str]().union(*(rank.own for rank in ranks)) - ALLOWED.keys()
+    asker = f"{module.removeprefix('lightning_cyclic.')}:{function.rpartition('.')[2]}"
+    assert new == {f"{asker} {operation}"}
