@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import random
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, final
@@ -47,7 +48,7 @@ class Randomness:
     """
 
     def __init__(self, seed: int, t: int, i: int, device: torch.device) -> None:
-        self._key = f"{seed},{t},{i}"
+        self._key = hashlib.blake2b(f"{seed},{t},{i},".encode(), digest_size=8)
         self._on_cuda = device.type == "cuda"
         self._device = device
         self._draws = 0
@@ -61,10 +62,16 @@ class Randomness:
 
         That code is run by the workers of later stages, too, who are to draw the same.
         """
-        value = self._value(f"region {j}")
-        random.seed(value)
-        if numpy := sys.modules.get("numpy"):
-            numpy.random.seed(value % 2**32)
+        _PLAIN.seed(self, self._value(f"region {j}"))
+
+    def has_drawn_plainly(self, *, likely: bool) -> bool:
+        """Say, at the end of a region, whether anything has drawn from these generators in it.
+
+        Args:
+            likely: what is said where another thread, a worker too, has seeded them meanwhile.
+        """
+        has_drawn = _PLAIN.has_drawn(self)
+        return likely if has_drawn is None else has_drawn
 
     @contextmanager
     def of_glue(self) -> Iterator[None]:
@@ -91,8 +98,51 @@ class Randomness:
             torch.cuda.manual_seed(value)
 
     def _value(self, what: str) -> int:
-        digest = hashlib.blake2b(f"{self._key},{what}".encode(), digest_size=8).digest()
-        return int.from_bytes(digest, "big") >> 1  # torch takes signed 64-bit seeds
+        key = self._key.copy()
+        key.update(what.encode())
+        return int.from_bytes(key.digest(), "big") >> 1  # torch takes signed 64-bit seeds
+
+
+@final
+class _PlainGenerators:
+    """Seed Python's and numpy's own generators, which all threads of a process share."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._seeded_for: object = None
+        self._value = 0
+        self._twin = random.Random()
+        self._twin_of_numpy: Any = None
+
+    def seed(self, who: object, value: int) -> None:
+        """Seed them for somebody."""
+        with self._lock:
+            self._seeded_for, self._value = who, value
+            random.seed(value)
+            if numpy := sys.modules.get("numpy"):
+                numpy.random.seed(value % 2**32)
+
+    def has_drawn(self, who: object) -> bool | None:
+        """Say whether anything has drawn since; None if they were seeded for somebody else.
+
+        It shows in their next number, which is drawn: they are to be seeded again behind it.
+        """
+        with self._lock:
+            if self._seeded_for is not who:
+                return None
+            self._seeded_for = None
+            self._twin.seed(self._value)
+            if random.getrandbits(32) != self._twin.getrandbits(32):
+                return True
+            if (numpy := sys.modules.get("numpy")) is None:
+                return False
+            if self._twin_of_numpy is None:
+                self._twin_of_numpy = numpy.random.RandomState()
+            self._twin_of_numpy.seed(self._value % 2**32)
+            return bool(numpy.random.random_sample() != self._twin_of_numpy.random_sample())
+
+
+_PLAIN = _PlainGenerators()
 
 
 @contextmanager

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from lightning_cyclic.runtime.partial_step.tape import DRAWS_PLAINLY, names
 from lightning_cyclic.runtime.randomness import DRAWS, Randomness, is_random, undisturbed
 from tests.runtime.partial_step.hand import CPU, run_stages, site_of
 
@@ -58,6 +59,27 @@ def test_the_region_leaves_torchs_stream_alone_and_the_stage_the_others():
     chance.begin_stage(1)
     assert random.getstate() == python
     assert np.random.get_state()[1].tolist() == numpy
+
+
+@pytest.mark.parametrize("draw", [random.random, lambda: random.gauss(0, 1), np.random.rand])
+def test_a_region_in_which_python_or_numpy_draw_is_noticed(draw):
+    made = Randomness(0, 0, 0, CPU)
+    made.begin_region(1)
+    torch.rand(1)
+    assert not made.has_drawn_plainly(likely=True)
+    made.begin_region(1)
+    draw()
+    assert made.has_drawn_plainly(likely=False)
+
+
+@pytest.mark.parametrize("likely", [False, True])
+def test_where_others_have_seeded_meanwhile_it_is_what_it_was(likely):
+    made, other = Randomness(0, 0, 0, CPU), Randomness(0, 0, 1, CPU)
+    made.begin_region(0)
+    other.begin_region(0)
+    assert made.has_drawn_plainly(likely=likely) is likely
+    assert not other.has_drawn_plainly(likely=True)
+    assert other.has_drawn_plainly(likely=likely) is likely  # it has drawn itself, to see
 
 
 def test_draws_of_glue_are_keyed_by_their_number_and_leave_the_stream_alone():
@@ -144,6 +166,27 @@ def test_glue_draws_alike_in_all_stages():
     assert len(by_cuts[0]) == 2  # one for each place, whichever stage noted it
     for drawn in by_cuts[0]:
         assert drawn in by_cuts[1] or "after b" in drawn[0]
+
+
+def test_only_regions_that_draw_plainly_are_seeded_when_they_are_replayed(monkeypatch):
+    class Sometimes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.c = (nn.Linear(4, 4) for _ in range(3))
+
+        def forward(self, x):
+            h = self.b(self.a(x))
+            return self.c(h * random.random()).sum()
+
+    seeded, begin = [], Randomness.begin_region
+    monkeypatch.setattr(
+        Randomness, "begin_region", lambda self, j: (seeded.append(j), begin(self, j))
+    )
+    model, x = Sometimes(), torch.ones(2, 4)
+    runs, _ = run_stages(site_of(model, "b", "c"), lambda: model(x))
+    assert seeded == [0, 1, 1, 2]  # for stage 0; for 1; for 2, before which 1 has drawn
+    assert [run.record.tape[-1:] == [DRAWS_PLAINLY] for run in runs] == [False, True, False]
+    assert DRAWS_PLAINLY.name not in names(tuple(runs[1].record.tape))  # the same path
 
 
 def test_the_stages_draw_again_what_they_drew():

@@ -12,6 +12,7 @@ from lightning_cyclic.runtime.partial_step.ghosts import Handle
 from lightning_cyclic.runtime.partial_step.sharing import Sharing
 from lightning_cyclic.runtime.partial_step.tape import (
     DRAWS,
+    DRAWS_PLAINLY,
     Event,
     Plain,
     Tape,
@@ -109,18 +110,26 @@ class Record:
         if not self._is_last:
             self.tape.append(Event(name, LEAF, (), (), True))
 
-    def end(self, came: Mapping[Handle, Tensor], *, draws: bool) -> bool:
+    @property
+    def likely_draws_plainly(self) -> bool:
+        """Say whether the region's last run has drawn from Python's or numpy's own generators."""
+        return self._likely[-1:] == (DRAWS_PLAINLY,)
+
+    def end(self, came: Mapping[Handle, Tensor], *, draws: bool, draws_plainly: bool) -> bool:
         """Capture what later stages need, while the frames of the user's code still hold it.
 
         Args:
             came: what entered the stage.
             draws: whether its code between units draws what depends on nothing but keys.
+            draws_plainly: whether anything in it draws from Python's or numpy's own generators.
 
         Returns:
             Whether that is known, and nothing else was captured.
         """
         if draws:
             self.tape.append(DRAWS)
+        if draws_plainly:
+            self.tape.append(DRAWS_PLAINLY)
         tape = tuple(self.tape)
         if self._path is not None and (not self._likely or tape != self._likely):
             self.has_strayed = names(tape) != self._path

@@ -14,7 +14,14 @@ from weakref import getweakrefcount
 from torch import Tensor
 
 from lightning_cyclic.runtime.partial_step.ghosts import Ghost, Handle
-from lightning_cyclic.runtime.partial_step.tape import DRAWS, Alias, Event, Plain, Tape
+from lightning_cyclic.runtime.partial_step.tape import (
+    DRAWS,
+    DRAWS_PLAINLY,
+    Alias,
+    Event,
+    Plain,
+    Tape,
+)
 from lightning_cyclic.runtime.values.specs import TensorSpec
 from lightning_cyclic.runtime.values.trees import unflatten
 
@@ -38,6 +45,8 @@ class Replay:
     def __init__(self, region: int, tape: Tape, site: Site) -> None:
         self.tape = tape
         self.needs_watch = True  # until it has been seen that ghosts alone see every event
+        self.draws_plainly = tape[-1:] == (DRAWS_PLAINLY,)
+        tape = tape[:-1] if self.draws_plainly else tape
         draws = tape[-1:] == (DRAWS,)
         self._events = tape[:-1] if draws else tape
         self._watch_always = draws or any(e.mutated for e in self._events)

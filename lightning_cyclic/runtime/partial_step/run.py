@@ -110,9 +110,9 @@ class Run:
             return self._check_end(self._output_of(step))
         finally:
             self.site.run = self.site.looking = None
+            for region in {handle[0] for handle in self._came}:
+                self._replays[region].release()
             self._came = {}
-            for replay in self._replays:
-                replay.release()
 
     def _output_of(self, step: Callable[[], Any]) -> Any:
         try:
@@ -266,7 +266,8 @@ class Run:
         replay.begin()
         if replay.needs_watch:
             self._watch()
-        self._randomness.begin_region(region)
+        if replay.draws_plainly:  # to seed costs more than all else that a replay does
+            self._randomness.begin_region(region)
 
     def _enter_stage(self) -> None:
         self._receive()
@@ -318,7 +319,8 @@ class Run:
         self.sharing.begin(self._came)
 
     def _end(self) -> NoReturn:
-        is_known = self.record.end(self._came, draws=self._draws)
+        plainly = self._randomness.has_drawn_plainly(likely=self.record.likely_draws_plainly)
+        is_known = self.record.end(self._came, draws=self._draws, draws_plainly=plainly)
         captured = self.record.captured
         for handle in self._changed.keys() & captured.keys():
             captured[handle] = self._changed[handle]

@@ -58,6 +58,8 @@ class Event(NamedTuple):
 Tape = tuple[Event, ...]  # of one region
 DRAWS = Event("(draws)", LEAF, ())
 """The last event of a region whose code between units draws what depends on nothing but keys."""
+DRAWS_PLAINLY = Event("(draws plainly)", LEAF, ())
+"""Behind it, if Python's or numpy's own generators have drawn in the region; not of its path."""
 
 
 def describe(
@@ -100,7 +102,7 @@ def _out(leaf: Any, inputs: Sequence[Tensor]) -> Out:
 
 def names(tape: Tape) -> tuple[str, ...]:
     """Return the names of the events: the path that the code took."""
-    return tuple(event.name for event in tape)
+    return tuple(event.name for event in tape if event.name != DRAWS_PLAINLY.name)
 
 
 # ---------------------------------------------------------------------- as data
