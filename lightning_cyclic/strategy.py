@@ -302,7 +302,10 @@ class CyclicStrategy(DDPStrategy):
             return
         callbacks: list[Any] = model.trainer.callbacks  # type: ignore[attr-defined]
         if not any(isinstance(callback, DrainCallback) for callback in callbacks):
-            callbacks.insert(0, DrainCallback(lambda: self._training))
+            callbacks.insert(0, DrainCallback(self._get_training))
+
+    def _get_training(self) -> AbstractTraining | None:
+        return self._training  # by a method, as a Trainer may be pickled
 
     @override
     def setup_environment(self) -> None:

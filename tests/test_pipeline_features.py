@@ -71,6 +71,12 @@ def test_accumulating_batches_on_top(
     assert_equals_plain(ranks, job)
 
 
+def test_accumulating_three_batches() -> None:  # a third, three times, is not one
+    job = Job(case="resnet", num_steps=12, num_micro=2, num_epochs=2,
+              flags=(("accumulate_grad_batches", 3),))  # fmt: skip
+    assert_equals_plain(pipelines(job, 2, preset="1f1b", stages=2), job)
+
+
 def test_clipping_what_two_replicas_accumulated() -> None:
     flags = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}
     job = Job(case="gpt2", num_steps=8, flags=tuple(flags.items()))

@@ -21,7 +21,7 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain, product
 from typing import TYPE_CHECKING, final
 
@@ -183,7 +183,7 @@ class Program:
                 if a.kind is Kind.RECV:
                     posted[ring_of(a, w)].append(a.s)
         sent: defaultdict[Ring, list[int]] = defaultdict(list)
-        most: defaultdict[Ring, int] = defaultdict(lambda: 2)
+        most: defaultdict[Ring, int] = defaultdict(partial(int, 2))
         for w, program in enumerate(self._window):
             for a in program:
                 if a.kind is Kind.SEND:

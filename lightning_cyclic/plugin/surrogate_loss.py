@@ -64,8 +64,10 @@ class Surrogates:
         They are those of the loss divided by ``accumulate_grad_batches``, as Lightning divides;
         code that scales it further (an overridden ``backward``) scales this batch's part.
         """
-        # 1 as a rule; a GPU would be waited for to say so
-        factor = (float(grad) if grad.is_cpu else grad.detach()) * self.batches_per_update
+        batches, one = self.batches_per_update, torch.ones_like(grad)
+        # compared as it was rounded: 1/3 three times is not 1
+        scaled = torch.where(grad == one / batches, one, grad * batches)
+        factor = float(scaled) if grad.is_cpu else scaled  # a GPU would be waited for to say so
         starts = self._starts
         for p, total, before in self._totals:
             if total is None or (isinstance(factor, float) and factor == 1.0):

@@ -1,5 +1,6 @@
 """A program without end: its blocks, what a flush leaves, and that it repeats."""
 
+import pickle
 from dataclasses import replace
 
 import pytest
@@ -163,3 +164,11 @@ def test_a_long_warm_up_is_not_written_out():
             for a in late.program.step(w, 9)
         ]
         assert plan.program.step(w, 1005) == moved
+
+
+@pytest.mark.parametrize("preset", ["cyclic_dp", "1f1b", "pipedream"])
+def test_a_plan_pickles_with_its_program(preset):
+    plan = make_plan(preset, num_stages=3, num_workers=3)
+    depths, actions = plan.program.depths, plan.program.step(1, 2)
+    again = pickle.loads(pickle.dumps(plan))
+    assert (again.program.depths, again.program.step(1, 2)) == (depths, actions)
