@@ -22,6 +22,7 @@ import subprocess
 import sys
 import time
 import warnings
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -47,6 +48,7 @@ class Case:
         rate: token-bucket limit of every link ("1gbit"), or "" for loopback.
         num_steps: steps per fit.
         rounds: how often every strategy trains.
+        strategies: which of them.
     """
 
     name: str
@@ -58,6 +60,7 @@ class Case:
     rate: str
     num_steps: int
     rounds: int
+    strategies: Sequence[str] = STRATEGIES
 
 
 LOOPBACK = [
@@ -234,9 +237,10 @@ def work(case: Case) -> None:
 
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     torch.set_num_threads(1)
-    seconds: dict[str, list[tuple[float, float]]] = {s: [] for s in STRATEGIES}
+    seconds: dict[str, list[tuple[float, float]]] = {s: [] for s in case.strategies}
+    first, *others = case.strategies
     for k in range(case.rounds + 1):
-        for s in STRATEGIES[1:] + STRATEGIES[:1]:  # ddp first: it makes the process group
+        for s in (*others, first):  # none that runs alone first: another makes the process group
             taken = train(case, s)
             if k > 0:  # the first round warms caches and the allocator
                 seconds[s].append(taken)

@@ -51,7 +51,7 @@ def test_a_batch_size_that_was_given_goes_before_that_of_the_batch():
     ("how", "expected"),
     [("mean", 3), ("avg", 3), ("sum", 8), ("max", 5), ("min", 1), (torch.mean, 3)]
     + [(torch.sum, 8), (torch.max, 5), (torch.min, 1), (torch.amax, 5), (max, 5), (sum, 8)],
-    ids=str,
+    ids=lambda x: f"{type(x).__name__} {getattr(x, '__name__', x)}",
 )
 def test_reductions_over_micro_batches(how, expected):
     values = [torch.tensor(1.0), torch.tensor(2.0), torch.tensor(5.0)]
