@@ -31,7 +31,7 @@ from lightning_cyclic.plugin.options import Options
 from lightning_cyclic.plugin.pipeline import PipelineTraining, positional
 from lightning_cyclic.plugin.prediction import Predictor
 from lightning_cyclic.plugin.reductions import HeldReductions
-from lightning_cyclic.plugin.summaries import Told
+from lightning_cyclic.plugin.summaries import StepOutcome
 from lightning_cyclic.plugin.surrogate_loss import stand_in
 from lightning_cyclic.plugin.training import Closure, Own, epoch_ends
 from lightning_cyclic.runtime.agreement import merged
@@ -77,7 +77,7 @@ class AsynchronousPipelineTraining(PipelineTraining):
                 f"{plan.num_stages} stages, as no gradient is more than one update old; use more "
                 "stages, or leave it out"
             )
-        self._latest: Told | None = None
+        self._latest: StepOutcome | None = None
         self._stops_at: int | None = None  # step before which all workers stop
         self._owned_is_kept = False
         super().__init__(trainer, options, plan, reductions)
@@ -103,7 +103,7 @@ class AsynchronousPipelineTraining(PipelineTraining):
         )
 
     def _parameters_of(self, j: int) -> Sequence[nn.Parameter]:
-        return self._session.holdings.owned(j)
+        return self._session.ownership.owned(j)
 
     def _unscale(self, t: int, grads: Gradients) -> None:
         assert self._scaling is not None
@@ -185,7 +185,7 @@ class AsynchronousPipelineTraining(PipelineTraining):
         if not self._owned_is_kept:  # a whole checkpoint may have been loaded
             ckpt.keep_owned_state(self._trainer.optimizers[0], self._session.with_state)
             self._owned_is_kept = True
-        stage, groups = self._session.holdings.owned(j), self._groups_of(t, j)
+        stage, groups = self._session.ownership.owned(j), self._groups_of(t, j)
         if self._scaling is not None and not self._is_finite(t, j):
             self._updates.apply(t, [j], groups, skips=True)
             return

@@ -91,8 +91,8 @@ def clip_stages(
         by_stage: clip each stage by its own norm, as freshest weights do.
     """
     if by_stage:
-        for j in range(session.holdings.num_stages):
-            torch.nn.utils.clip_grad_norm_(session.holdings.owned(j), clip_val)
+        for j in range(session.ownership.num_stages):
+            torch.nn.utils.clip_grad_norm_(session.ownership.owned(j), clip_val)
         return
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if session.num_workers == 1:

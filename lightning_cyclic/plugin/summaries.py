@@ -25,7 +25,7 @@ from lightning_cyclic.runtime.partial_step.session import StagewiseSession
 from lightning_cyclic.runtime.partial_step.stage_step import Outcome
 
 
-class Told(NamedTuple):
+class StepOutcome(NamedTuple):
     """Hold what every worker is told of a training step.
 
     Args:
@@ -78,7 +78,7 @@ class Summaries:
         Args:
             outcomes: of its micro-batches.
             sizes: their samples.
-            stops: as in :class:`Told`.
+            stops: as in :class:`StepOutcome`.
 
         Raises:
             StepError: a loss that is not finite, or a value that cannot be sent.
@@ -92,12 +92,12 @@ class Summaries:
         logged, logs = to_summary(self._recorder.combine([x.logs for x in outcomes], sizes))
         return Message([loss, *further, *logged], [len(further), structure, logs, stops])
 
-    def read_step(self, summary: Message) -> Told:
+    def read_step(self, summary: Message) -> StepOutcome:
         """Read what :meth:`of_step` wrote."""
         num, structure, logs, stops = summary.facts
         loss, *others = summary.tensors
         returned = decode(others[:num], structure)
-        return Told(loss, returned, from_summary(others[num:], logs), stops)
+        return StepOutcome(loss, returned, from_summary(others[num:], logs), stops)
 
     def _check_finite(self, t: int, loss: float) -> None:
         """Look at the value where it is, once a step: the other workers wait for nothing new."""
@@ -135,11 +135,11 @@ class Summaries:
     # ------------------------------------------------------------------ the user's step
 
     def _note(self, name: str, value: Any, arguments: dict[str, Any]) -> None:
-        site = self._session.site
-        run = site.run if site else None
+        router = self._session.router
+        run = router.run if router else None
         if run is None:  # the survey, or a metric's own code
             return
-        if run.depth and run.target < run.site.num_stages - 1:
+        if run.depth and run.target < run.router.num_stages - 1:
             raise StepError(
                 f"self.log({name!r}, ...) is called inside a module of stage {run.target}, where "
                 "the other workers do not look; allowed: logging in training_step and in the "

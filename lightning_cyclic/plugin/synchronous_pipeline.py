@@ -68,7 +68,7 @@ class SynchronousPipelineTraining(PipelineTraining):
 
         with self._summaries.held():
             session.find_stages(batch, call)
-        with self._surrogates.collecting(session.holdings.own), self._summaries.held():
+        with self._surrogates.collecting(session.ownership.own), self._summaries.held():
             session.train(
                 batch,
                 call,
@@ -117,9 +117,9 @@ class SynchronousPipelineTraining(PipelineTraining):
         return output
 
     def _corrected(self) -> AbstractContextManager[None]:
-        plan, holdings = self.plan, self._session.holdings
+        plan, ownership = self.plan, self._session.ownership
         assert plan is not None
-        stages = {j: holdings.owned(j) for j in holdings.stages}
+        stages = {j: ownership.owned(j) for j in ownership.stages}
         return self._compensation.corrected(plan, self._session.t, stages)
 
     @override

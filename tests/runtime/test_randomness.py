@@ -13,7 +13,7 @@ from torch import nn
 
 from lightning_cyclic.runtime.partial_step.tape import DRAWS_PLAINLY, names
 from lightning_cyclic.runtime.randomness import DRAWS, Randomness, is_random, undisturbed
-from tests.runtime.partial_step.hand import CPU, run_stages, site_of
+from tests.runtime.partial_step.hand import CPU, router_of, run_stages
 
 
 def draws():
@@ -161,7 +161,7 @@ def test_glue_draws_alike_in_all_stages():
     x, by_cuts = torch.ones(2, 4), []
     for starts in (("b", "c"), ("c",), ()):
         model.seen.clear()
-        run_stages(site_of(model, *starts), lambda: model(x.clone()))
+        run_stages(router_of(model, *starts), lambda: model(x.clone()))
         by_cuts.append(sorted(set(model.seen)))
     assert len(by_cuts[0]) == 2  # one for each place, whichever stage noted it
     for drawn in by_cuts[0]:
@@ -183,7 +183,7 @@ def test_only_regions_that_draw_plainly_are_seeded_when_they_are_replayed(monkey
         Randomness, "begin_region", lambda self, j: (seeded.append(j), begin(self, j))
     )
     model, x = Sometimes(), torch.ones(2, 4)
-    runs, _ = run_stages(site_of(model, "b", "c"), lambda: model(x))
+    runs, _ = run_stages(router_of(model, "b", "c"), lambda: model(x))
     assert seeded == [0, 1, 1, 2]  # for stage 0; for 1; for 2, before which 1 has drawn
     assert [run.record.tape[-1:] == [DRAWS_PLAINLY] for run in runs] == [False, True, False]
     assert DRAWS_PLAINLY.name not in names(tuple(runs[1].record.tape))  # the same path
@@ -192,11 +192,11 @@ def test_only_regions_that_draw_plainly_are_seeded_when_they_are_replayed(monkey
 def test_the_stages_draw_again_what_they_drew():
     torch.manual_seed(3)
     model, x = Drawing(), torch.ones(2, 4)
-    site = site_of(model, "b", "c")
+    router = router_of(model, "b", "c")
     outputs = []
     for k in range(2):
         torch.rand(k)
-        outputs.append(run_stages(site, lambda: model(x.clone()))[1].item())
+        outputs.append(run_stages(router, lambda: model(x.clone()))[1].item())
     assert outputs[0] == outputs[1]
 
 

@@ -28,7 +28,7 @@ from lightning_cyclic.runtime.gradient_store import GradientStore, Sum
 from lightning_cyclic.runtime.messages import Message
 from lightning_cyclic.runtime.norms import Norms
 from lightning_cyclic.runtime.partial_step.ghosts import Handle
-from lightning_cyclic.runtime.partial_step.holdings import Holdings
+from lightning_cyclic.runtime.partial_step.ownership import Ownership
 from lightning_cyclic.runtime.partial_step.packets import Gradients, Packet
 from lightning_cyclic.runtime.partial_step.stage_step import StageStep
 from lightning_cyclic.runtime.partial_step.tape import Tape
@@ -40,7 +40,7 @@ _MOST_KINDS = 256  # of batches, whose descriptions are kept
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Told:
+class Callbacks:
     """Hold what the session does for an exchange.
 
     Args:
@@ -66,10 +66,10 @@ class Exchange:
         plan: says who runs what.
         worker: this worker.
         step: runs the stages.
-        holdings: the parameters that this worker has.
+        ownership: the parameters that this worker has.
         grads: their gradients.
         norms: of gradients.
-        told: what the session does.
+        callbacks: what the session does.
     """
 
     def __init__(
@@ -77,20 +77,20 @@ class Exchange:
         plan: Plan,
         worker: int,
         step: StageStep,
-        holdings: Holdings,
+        ownership: Ownership,
         grads: GradientStore,
         norms: Norms,
-        told: Told,
+        callbacks: Callbacks,
     ) -> None:
         self.batches: dict[int, Message] = {}  # by step
         self.conclusions: dict[int, Message] = {}  # by step
         self._plan = plan
         self._worker = worker
         self._step = step
-        self._holdings = holdings
+        self._ownership = ownership
         self._grads = grads
         self._norms = norms
-        self._told = told
+        self._callbacks = callbacks
         self._packets: dict[Key, Packet] = {}  # by the stage that takes them
         self._crossed: dict[Key, Mapping[Handle, Tensor]] = {}  # by the stage that takes them
         # of parameters of earlier stages: step, micro-batch, name; or what came from a worker
@@ -127,17 +127,17 @@ class Exchange:
         self._look_if_complete(a)
 
     def _look_if_complete(self, a: Action) -> None:
-        if self._told.complete is not None and completes(self._plan, a, self._worker):
-            self._told.complete(a.t, a.j)
+        if self._callbacks.complete is not None and completes(self._plan, a, self._worker):
+            self._callbacks.complete(a.t, a.j)
 
     def _gradients_for(self, a: Action) -> Gradients:
         assert a.i is not None
         crossed = self._crossed.pop((a.t, a.i, a.j), {})
-        if not self._holdings.has_ties:
+        if not self._ownership.has_ties:
             return Gradients(crossed, {})
         for source in gradient_sources(self._plan, a, self._worker):
             self._keep_tied(a, self._tied_from.pop((a.t, a.i, a.j, source), {}))
-        lent = [n for n, _ in self._holdings.lent(a.j) if (a.t, a.i, n) in self._tied]
+        lent = [n for n, _ in self._ownership.lent(a.j) if (a.t, a.i, n) in self._tied]
         return Gradients(crossed, {n: self._tied.pop((a.t, a.i, n)) for n in lent})
 
     def _keep_tied(self, a: Action, taken: Mapping[str, Tensor]) -> None:
@@ -215,7 +215,7 @@ class Exchange:
 
     def _give_tied(self, a: Action) -> Message:
         assert a.i is not None
-        lent = [n for n, _ in self._holdings.lent(a.j) if (a.t, a.i, n) in self._tied]
+        lent = [n for n, _ in self._ownership.lent(a.j) if (a.t, a.i, n) in self._tied]
         return Message([self._tied.pop((a.t, a.i, n)) for n in lent], lent)
 
     def _take_tied(self, a: Action, message: Message) -> None:
@@ -238,34 +238,34 @@ class Exchange:
 
     def _placed(self, j: int, message: Message) -> list[Tensor | None]:
         by_place = dict(zip(message.facts, message.tensors, strict=True))
-        return [by_place.get(k) for k in range(len(self._holdings.owned(j)))]
+        return [by_place.get(k) for k in range(len(self._ownership.owned(j)))]
 
     def _give_parameters(self, a: Action) -> Message:
-        stage, read = self._holdings.owned(a.j), self._told.read_state
+        stage, read = self._ownership.owned(a.j), self._callbacks.read_state
         state, facts = read(stage) if read else ([], None)
         return Message([*(p.detach() for p in stage), *state], facts)
 
     def _take_parameters(self, a: Action, message: Message) -> None:
-        self._told.begin_version(a)
-        stage, write = self._holdings.owned(a.j), self._told.write_state
+        self._callbacks.begin_version(a)
+        stage, write = self._ownership.owned(a.j), self._callbacks.write_state
         _copy(stage, message.tensors[: len(stage)])
         if write is not None:
             write(stage, message.tensors[len(stage) :], message.facts)
 
     def _give_tied_values(self, a: Action) -> Message:
         assert a.peer is not None
-        shared = self._holdings.shared(a.j, stages_of(self._plan, a.peer))
+        shared = self._ownership.shared(a.j, stages_of(self._plan, a.peer))
         return Message([p.detach() for p in shared])
 
     def _take_tied_values(self, a: Action, message: Message) -> None:
-        self._told.begin_version(a)
-        _copy(self._holdings.shared(a.j, self._holdings.stages), message.tensors)
+        self._callbacks.begin_version(a)
+        _copy(self._ownership.shared(a.j, self._ownership.stages), message.tensors)
 
     def _give_buffers(self, a: Action) -> Message:
-        return Message(self._holdings.changing(a.j))
+        return Message(self._ownership.changing(a.j))
 
     def _take_buffers(self, a: Action, message: Message) -> None:
-        _copy(self._holdings.changing(a.j), message.tensors)
+        _copy(self._ownership.changing(a.j), message.tensors)
 
     def _give_norms(self, a: Action) -> Message:
         return self._norms.note(a.t, a.j, self._grads.of(a.t, a.j)).message()
@@ -280,7 +280,7 @@ class Exchange:
         self.batches[a.t] = message
 
     def _give_losses(self, a: Action) -> Message:
-        return self._told.conclude(a.t)
+        return self._callbacks.conclude(a.t)
 
     def _take_losses(self, a: Action, message: Message) -> None:
         self.conclusions[a.t] = message

@@ -18,7 +18,7 @@ from lightning_cyclic.errors import StepError
 from lightning_cyclic.runtime.values.specs import TensorSpec
 
 if TYPE_CHECKING:
-    from lightning_cyclic.runtime.partial_step.site import Site
+    from lightning_cyclic.runtime.partial_step.call_router import CallRouter
 
 Handle = tuple[int, int, int]
 """Where a tensor was made: region, event in the region, leaf of the event's output."""
@@ -45,18 +45,22 @@ class Ghost(Tensor):
         spec: its description.
         handle: where it is made.
         device: of this worker.
-        site: whose run is asked about functions of it that nobody watches, if it replays.
+        router: whose run is asked about functions of it that nobody watches, if it replays.
     """
 
     handle: Handle
     value: Tensor | None
     spec: TensorSpec
-    site: Site | None
+    router: CallRouter | None
     _device: torch.device
 
     @staticmethod
     def __new__(
-        cls, spec: TensorSpec, handle: Handle, device: torch.device, site: Site | None = None
+        cls,
+        spec: TensorSpec,
+        handle: Handle,
+        device: torch.device,
+        router: CallRouter | None = None,
     ) -> Ghost:
         """Make a ghost without a value."""
         at = torch.device("cpu") if spec.on_host else device
@@ -71,7 +75,7 @@ class Ghost(Tensor):
         ghost.handle = handle
         ghost.value = None
         ghost.spec = spec
-        ghost.site = site
+        ghost.router = router
         ghost._device = at
         return ghost
 
@@ -111,7 +115,7 @@ class Ghost(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Put real tensors in the place of filled ghosts; called where nobody watches."""
         ghost = args[0] if args and type(args[0]) is Ghost else _first_ghost(args, kwargs)
-        run = None if ghost is None or ghost.site is None else ghost.site.looking
+        run = None if ghost is None or ghost.router is None else ghost.router.looking
         if run is not None and run.is_unwatched:
             return run.pretend(func, args, kwargs or {})
         if reads_metadata(func) and not _is_filled(args[0]):

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import final
 
+from lightning_cyclic.runtime.partial_step.call_router import CallRouter
 from lightning_cyclic.runtime.partial_step.entry import Entry
 from lightning_cyclic.runtime.partial_step.ghosts import Handle
 from lightning_cyclic.runtime.partial_step.packets import Lesson, Packet
@@ -17,7 +18,6 @@ from lightning_cyclic.runtime.partial_step.record import Delivery
 from lightning_cyclic.runtime.partial_step.replay import Replay
 from lightning_cyclic.runtime.partial_step.run import Run
 from lightning_cyclic.runtime.partial_step.sharing import Sharing, groups_of
-from lightning_cyclic.runtime.partial_step.site import Site
 from lightning_cyclic.runtime.partial_step.tape import Tape, names
 
 _MOST_HABITS = 256  # kinds times stages: inputs of many sizes must not fill the memory
@@ -75,11 +75,11 @@ class Habits:
     """Keep the habits of few kinds.
 
     Args:
-        site: the module.
+        router: of the module's calls.
     """
 
-    def __init__(self, site: Site) -> None:
-        self._site = site
+    def __init__(self, router: CallRouter) -> None:
+        self._router = router
         self._habits: dict[tuple[str, int], Habit] = {}
 
     def get(self, kind: str, j: int) -> Habit | None:
@@ -91,7 +91,7 @@ class Habits:
         before = (self.get(kind, k) for k in (j - 1, j))
         made = {id(r.tape): r for habit in before if habit is not None for r in habit.replays}
         replays = tuple(
-            made.get(id(tape)) or Replay(region, tape, self._site)
+            made.get(id(tape)) or Replay(region, tape, self._router)
             for region, tape in enumerate(tapes)
         )
         if len(self._habits) >= _MOST_HABITS:

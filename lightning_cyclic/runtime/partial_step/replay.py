@@ -26,7 +26,7 @@ from lightning_cyclic.runtime.values.specs import TensorSpec
 from lightning_cyclic.runtime.values.trees import unflatten
 
 if TYPE_CHECKING:
-    from lightning_cyclic.runtime.partial_step.site import Site
+    from lightning_cyclic.runtime.partial_step.call_router import CallRouter
 
 _sample = [object()]
 _ALONE = getrefcount(_sample[0])  # what is counted of an object that one list alone holds
@@ -39,10 +39,10 @@ class Replay:
     Args:
         region: which.
         tape: of the region.
-        site: the module.
+        router: of the module's calls.
     """
 
-    def __init__(self, region: int, tape: Tape, site: Site) -> None:
+    def __init__(self, region: int, tape: Tape, router: CallRouter) -> None:
         self.tape = tape
         self.needs_watch = True  # until it has been seen that ghosts alone see every event
         self.draws_plainly = tape[-1:] == (DRAWS_PLAINLY,)
@@ -52,7 +52,7 @@ class Replay:
         self._watch_always = draws or any(e.mutated for e in self._events)
         self._all_seen = False
         self._region = region
-        self._site = site
+        self._router = router
         self._position = 0
         self._names = [*(None if e.is_read else e.name for e in self._events), None]
         self._ghosts: list[list[Ghost | None]] = [[None] * len(e.outs) for e in self._events]
@@ -121,7 +121,7 @@ class Replay:
             ghost = ghosts[k]
             if ghost is not None and ghost.is_as_made and not getweakrefcount(ghost):
                 return ghost
-        made = ghosts[k] = Ghost(spec, self.place(k), self._site.device, self._site)
+        made = ghosts[k] = Ghost(spec, self.place(k), self._router.device, self._router)
         return made
 
     def fill(self, handle: Handle, x: Tensor) -> None:

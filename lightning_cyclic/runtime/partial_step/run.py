@@ -23,6 +23,7 @@ from torch._C import (
     _push_on_torch_function_stack,
 )
 
+from lightning_cyclic.runtime.partial_step.call_router import CallRouter, Unit
 from lightning_cyclic.runtime.partial_step.ghosts import Ghost, Handle, ask, real, tensors_in
 from lightning_cyclic.runtime.partial_step.record import MARK, Delivery, Record
 from lightning_cyclic.runtime.partial_step.refusals import (
@@ -34,7 +35,6 @@ from lightning_cyclic.runtime.partial_step.refusals import (
 )
 from lightning_cyclic.runtime.partial_step.replay import Replay
 from lightning_cyclic.runtime.partial_step.sharing import NO_SHARING
-from lightning_cyclic.runtime.partial_step.site import Site, Unit
 from lightning_cyclic.runtime.partial_step.watch import Known, known
 from lightning_cyclic.runtime.randomness import Randomness
 from lightning_cyclic.runtime.values.trees import flatten, unflatten
@@ -52,7 +52,7 @@ class Run:
     """Run a step for one stage and one micro-batch.
 
     Args:
-        site: the module.
+        router: of the module's calls.
         target: the stage that is run for real.
         replays: of the regions before it.
         take: waits for what crossed, when the stage begins; None if that does not fit the
@@ -62,13 +62,13 @@ class Run:
 
     def __init__(
         self,
-        site: Site,
+        router: CallRouter,
         target: int,
         replays: Sequence[Replay],
         take: Callable[[], Delivery | None],
         randomness: Randomness,
     ) -> None:
-        self.site = site
+        self.router = router
         self.target = target
         self.region = 0
         self.depth = 0
@@ -77,7 +77,7 @@ class Run:
         self.sharing = NO_SHARING
         self.was_misled = False
         self._number = next(_run_numbers)
-        self.record = Record(self._number, target, is_last=target == site.num_stages - 1)
+        self.record = Record(self._number, target, is_last=target == router.num_stages - 1)
         self._replays = replays
         self._replay: Replay | None = None  # of the region, before the stage itself
         self._take = take
@@ -105,11 +105,11 @@ class Run:
         Raises:
             StepError: the stage never began, or never ended.
         """
-        self.site.run = self.site.looking = self
+        self.router.run = self.router.looking = self
         try:
             return self._check_end(self._output_of(step))
         finally:
-            self.site.run = self.site.looking = None
+            self.router.run = self.router.looking = None
             for region in {handle[0] for handle in self._came}:
                 self._replays[region].release()
             self._came = {}
@@ -147,11 +147,11 @@ class Run:
         inputs = tensors_in(args, kwargs)
         if self._changed or Ghost in map(type, inputs):
             args, kwargs, inputs = self._given(args, kwargs, inputs)
-        site, self.depth = self.site, 1
-        is_top = _get_function_stack_at(_len_torch_function_stack() - 1) is site.watch
+        router, self.depth = self.router, 1
+        is_top = _get_function_stack_at(_len_torch_function_stack() - 1) is router.watch
         if is_top:
             _pop_torch_function_stack()
-        site.looking = None
+        router.looking = None
         try:
             before = [x._version for x in inputs]
             result = original(*args, **kwargs)
@@ -163,9 +163,9 @@ class Run:
                 self._look()
             return self.record.write(unit.event, result, inputs, mutated)
         finally:
-            site.looking, self.depth = self, 0
+            router.looking, self.depth = self, 0
             if is_top:
-                _push_on_torch_function_stack(site.watch)
+                _push_on_torch_function_stack(router.watch)
 
     # ------------------------------------------------------------------ torch functions
 
@@ -278,7 +278,7 @@ class Run:
 
     def _watch(self) -> None:
         if not self._is_watching:
-            self.site.watch.insert(self._modes[2])
+            self.router.watch.insert(self._modes[2])
             self._is_watching = True
 
     def _receive(self) -> None:
@@ -335,8 +335,8 @@ class Run:
             raise self._failure
         if self._done:
             return None
-        if self.region < self.site.num_stages - 1:
-            refuse_end(self.site.cuts.starts, self.region, self.target)
+        if self.region < self.router.num_stages - 1:
+            refuse_end(self.router.cuts.starts, self.region, self.target)
         self._look()
         leaves, structure = flatten(output)
         return unflatten(structure, [self.filled(x) for x in leaves])

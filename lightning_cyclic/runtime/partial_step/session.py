@@ -28,14 +28,14 @@ from lightning_cyclic.runtime.gradient_store import GradientStore
 from lightning_cyclic.runtime.late_values import LateValues
 from lightning_cyclic.runtime.messages import Message, Messages
 from lightning_cyclic.runtime.norms import Norms
+from lightning_cyclic.runtime.partial_step.call_router import CallRouter
 from lightning_cyclic.runtime.partial_step.collectives import Collectives
 from lightning_cyclic.runtime.partial_step.config import StagewiseConfig, Summarise
-from lightning_cyclic.runtime.partial_step.exchange import Exchange, Told, stages_of
-from lightning_cyclic.runtime.partial_step.holdings import Holdings
+from lightning_cyclic.runtime.partial_step.exchange import Callbacks, Exchange, stages_of
+from lightning_cyclic.runtime.partial_step.ownership import Ownership
 from lightning_cyclic.runtime.partial_step.packets import Lesson
 from lightning_cyclic.runtime.partial_step.plans import Plans
 from lightning_cyclic.runtime.partial_step.side_effects import SideEffects
-from lightning_cyclic.runtime.partial_step.site import Site
 from lightning_cyclic.runtime.partial_step.stage_step import Micro, StageStep
 from lightning_cyclic.runtime.partial_step.versions import Versions
 from lightning_cyclic.runtime.partial_step.weighting import shares_of, whole_share
@@ -88,9 +88,9 @@ class StagewiseSession:
         self.arrived: list[tuple[int, Message]] = []  # steps, and what came out of them
         self.losses = LateValues()  # that somebody looks at
         self.cuts: Cuts | None = None
-        self.site: Site | None = None
+        self.router: CallRouter | None = None
         self.versions: Versions | None = None
-        self.holdings: Holdings
+        self.ownership: Ownership
         self.norms: Norms
         self._size = num_workers // config.width
         self._evaluations = 0
@@ -123,7 +123,7 @@ class StagewiseSession:
 
     def named(self) -> dict[str, nn.Parameter]:
         """Return the parameters of this worker's stages by name, once they are found."""
-        return self.holdings.named()
+        return self.ownership.named()
 
     def find_stages(self, batch: Any, call: Callable[[Any], Any], *, whole: bool = False) -> None:
         """Find the stages with one run of the whole step on worker 0's process.
@@ -177,20 +177,26 @@ class StagewiseSession:
         self.cuts, plan = cuts, self._plans.usual
         if plan.axes.placement.takes_turns:
             cuts.refuse_early_metrics()
-        self.holdings = holdings = Holdings(self.module, cuts, stages_of(plan, self.worker))
-        self.site = Site(self.module, cuts, self.device)
+        self.ownership = ownership = Ownership(self.module, cuts, stages_of(plan, self.worker))
+        self.router = CallRouter(self.module, cuts, self.device)
         if plan.weights != "sync" and (self.flows or not plan.flows):
-            self.versions = self._make_versions(plan, holdings)
+            self.versions = self._make_versions(plan, ownership)
         self._messages = self._make_messages(plan)
-        self._grads = GradientStore(holdings.owned)
+        self._grads = GradientStore(ownership.owned)
         self._step = StageStep(
-            self.site, plan, holdings, SideEffects(self.module, cuts),
+            self.router, plan, ownership, SideEffects(self.module, cuts),
             self.config.seed, self.config.remat, self.versions,
         )  # fmt: skip
-        parameters = [holdings.owned(j) for j in range(plan.num_stages)]
+        parameters = [ownership.owned(j) for j in range(plan.num_stages)]
         self.norms = Norms(plan, self.worker, parameters, self._fetch)
         self._exchange = Exchange(
-            plan, self.worker, self._step, holdings, self._grads, self.norms, self._told(plan)
+            plan,
+            self.worker,
+            self._step,
+            ownership,
+            self._grads,
+            self.norms,
+            self._make_callbacks(plan),
         )
         self._worker = Worker(
             self.program.flow, self._messages, self._exchange, self._exchange, self
@@ -199,7 +205,7 @@ class StagewiseSession:
             layout = self.norms.layout(j, self._messages)
             self._messages.know(Payload.N, j, layout)  # received ahead, several at once
         self._modes = [(m, m.training) for m in self.module.modules()]
-        holdings.free()
+        ownership.free()
 
     def _make_messages(self, plan: Plan) -> Messages:
         if self.transport is None:
@@ -208,9 +214,9 @@ class StagewiseSession:
         self._line = self.transport.connect(self.program)
         return Messages(self._line, self.program.depths, wait, self.device)
 
-    def _told(self, plan: Plan) -> Told:
+    def _make_callbacks(self, plan: Plan) -> Callbacks:
         shares_state = _shares_state(plan)
-        return Told(
+        return Callbacks(
             begin_version=self._begin_version,
             conclude=self._conclude,
             complete=self._complete if plan.norms != "none" and self.flows else None,
@@ -218,19 +224,19 @@ class StagewiseSession:
             write_state=self.config.write_state if shares_state else None,
         )
 
-    def _make_versions(self, plan: Plan, holdings: Holdings) -> Versions:
-        stages = {j: holdings.trained(j) for j in holdings.stages}
+    def _make_versions(self, plan: Plan, ownership: Ownership) -> Versions:
+        stages = {j: ownership.trained(j) for j in ownership.stages}
         readers = {
-            j: [k for k in holdings.stages if k == j or j in holdings.lenders(k)] for j in stages
+            j: [k for k in ownership.stages if k == j or j in ownership.lenders(k)] for j in stages
         }
-        for k in holdings.stages:  # of stages of other workers, what is tied to own ones
-            for j, tied in holdings.tied_to(k).items():
-                if j not in holdings.stages:
+        for k in ownership.stages:  # of stages of other workers, what is tied to own ones
+            for j, tied in ownership.tied_to(k).items():
+                if j not in ownership.stages:
                     stages.setdefault(j, {}).update(tied)
                     readers.setdefault(j, []).append(k)
         foresight = None
         if plan.axes.weights.looks_ahead:
-            holdings.refuse_ties(plan.weights)
+            ownership.refuse_ties(plan.weights)
             assert self.config.guess is not None
             foresight = Foresight(plan, stages, self.config.guess, self.config.backward_weights)
         return Versions(self.module, plan, stages, self.t, readers, foresight)
@@ -265,8 +271,8 @@ class StagewiseSession:
         It updates them; or it is told of their updates, and predicts them.
         """
         predicts = _shares_state(self._plans.usual)
-        own = [j for j in self.holdings.stages if predicts or j in self._owned]
-        return [p for j in own for p in self.holdings.owned(j)]
+        own = [j for j in self.ownership.stages if predicts or j in self._owned]
+        return [p for j in own for p in self.ownership.owned(j)]
 
     def worker_of(self, stage: int) -> int:
         """Return the worker of a stage in this worker's replica."""
@@ -322,14 +328,14 @@ class StagewiseSession:
             actions = [a for a in actions if (a.payload or a.kind) not in _OF_UPDATES]
         begun = list(takewhile(lambda a: not _updates(a), actions))
         self._rest = actions[len(begun) :]
-        for j in self.holdings.stages:
+        for j in self.ownership.stages:
             self._grads.hide(self.t, j)
         self._run(begun)
         if not is_last:
             self._worker.settle()
         for j in self._owned:
             self._worker.fetch((Datum.TOTAL, self.t, j))
-        for j in self.holdings.stages:
+        for j in self.ownership.stages:
             self._grads.show(self.t, j)
         self._forget(self.t)
 
@@ -341,7 +347,7 @@ class StagewiseSession:
     def tell_norms(self) -> None:
         """Let owners know each other's norms of the gradients that lie in ``p.grad``."""
         for j in self._owned:
-            self.norms.note(self.t, j, [p.grad for p in self.holdings.owned(j)])
+            self.norms.note(self.t, j, [p.grad for p in self.ownership.owned(j)])
         told = list(takewhile(lambda a: a.kind is not Kind.UPDATE, self._rest))
         self._rest = self._rest[len(told) :]
         self._run(told)
@@ -349,7 +355,7 @@ class StagewiseSession:
     def begin_update(self) -> None:
         """Make room for the next version of all stages, where older ones are still read."""
         if self.versions is not None:
-            for j in self.holdings.stages:
+            for j in self.ownership.stages:
                 self.versions.begin_update(j)
 
     def end_step(self) -> None:
@@ -408,9 +414,9 @@ class StagewiseSession:
         self._begin_version(a)
         self._grads.show(a.t, a.j)
         self.config.apply(a.t, a.j)
-        for p in self.holdings.owned(a.j):
+        for p in self.ownership.owned(a.j):
             p.grad = None
-        if a.j == self.holdings.stages[0]:  # backwards go from the last stage to the first
+        if a.j == self.ownership.stages[0]:  # backwards go from the last stage to the first
             self._forget(a.t)
 
     def tell(self, a: Action) -> None:
@@ -449,8 +455,8 @@ class StagewiseSession:
             self.versions.begin_update(a.j)
 
     def _run(self, actions: Sequence[Action]) -> None:
-        assert self.site is not None
-        with undisturbed(self.device), self.site.open():
+        assert self.router is not None
+        with undisturbed(self.device), self.router.open():
             self._worker.run(actions)
 
     def _share_batch(self, t: int, batch: Any, actions: Sequence[Action]) -> Any:
@@ -552,7 +558,7 @@ class StagewiseSession:
 
     def whole(self) -> AbstractContextManager[None]:
         """Let the body write to every parameter; behind it, keep only this worker's."""
-        return nullcontext() if self.cuts is None else self.holdings.whole()
+        return nullcontext() if self.cuts is None else self.ownership.whole()
 
     def reduce(self, tensor: Tensor, how: str) -> Tensor:
         """Reduce over all workers, of which those of a replica have the same value."""
@@ -564,7 +570,7 @@ class StagewiseSession:
             return
         with self.naming_peers("all workers to put the weights together"):
             whole = self.gather()
-        self.holdings.restore()
+        self.ownership.restore()
         self._collectives.load(whole)
 
     # ------------------------------------------------------------------ failures, the end

@@ -27,17 +27,17 @@ from torch.autograd.graph import (
 
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.plan.actions import Action, Kind
+from lightning_cyclic.runtime.partial_step.call_router import CallRouter
 from lightning_cyclic.runtime.partial_step.entry import Entry
 from lightning_cyclic.runtime.partial_step.ghosts import Handle
-from lightning_cyclic.runtime.partial_step.holdings import Holdings
 from lightning_cyclic.runtime.partial_step.losses import check_loss, loss_of
+from lightning_cyclic.runtime.partial_step.ownership import Ownership
 from lightning_cyclic.runtime.partial_step.packets import Gradients, Lesson, Packet
 from lightning_cyclic.runtime.partial_step.passage import Habit, Habits, Passage
 from lightning_cyclic.runtime.partial_step.record import Delivery
 from lightning_cyclic.runtime.partial_step.run import Run
 from lightning_cyclic.runtime.partial_step.sharing import Sharing
 from lightning_cyclic.runtime.partial_step.side_effects import SideEffects
-from lightning_cyclic.runtime.partial_step.site import Site
 from lightning_cyclic.runtime.partial_step.versions import Version, Versions
 from lightning_cyclic.runtime.randomness import Randomness
 from lightning_cyclic.runtime.values.trees import map_tensors
@@ -93,9 +93,9 @@ class StageStep:
     """Run forwards and backwards of the stages of one worker.
 
     Args:
-        site: the module.
+        router: of the module's calls.
         plan: which stages there are, and what is run again.
-        holdings: the parameters that this worker has.
+        ownership: the parameters that this worker has.
         effects: what running a stage again must not repeat.
         seed: of the randomness.
         remat: "never", "always" or "except_last".
@@ -104,18 +104,18 @@ class StageStep:
 
     def __init__(
         self,
-        site: Site,
+        router: CallRouter,
         plan: Plan,
-        holdings: Holdings,
+        ownership: Ownership,
         effects: SideEffects,
         seed: int,
         remat: str = "never",
         versions: Versions | None = None,
     ) -> None:
         self.learnt: dict[str, Lesson] = {}
-        self._site = site
+        self._router = router
         self._plan = plan
-        self._holdings = holdings
+        self._ownership = ownership
         self._effects = effects
         self._seed = seed
         self._remat = remat
@@ -126,8 +126,8 @@ class StageStep:
         self._calls: dict[int, Callable[[Any], Any]] = {}  # by step
         self._training = True
         self._cells: dict[tuple[int, int, int], _Cell] = {}  # by step, micro-batch, stage
-        self._habits = Habits(site)
-        self._borrowing = {j for j in range(plan.num_stages) if holdings.borrowed(j)}
+        self._habits = Habits(router)
+        self._borrowing = {j for j in range(plan.num_stages) if ownership.borrowed(j)}
 
     # ------------------------------------------------------------------ micro-batches
 
@@ -199,8 +199,8 @@ class StageStep:
 
     def _new_run(self, a: Action, habit: Habit, take: Callable[[], Delivery | None]) -> Run:
         assert a.i is not None
-        randomness = Randomness(self._seed, a.t, a.i, self._site.device)
-        return Run(self._site, a.j, habit.replays, take, randomness)
+        randomness = Randomness(self._seed, a.t, a.i, self._router.device)
+        return Run(self._router, a.j, habit.replays, take, randomness)
 
     def _step(self, a: Action) -> Callable[[], Any]:
         """Return the user's step on a batch that its code may change: it is run once a stage."""
@@ -219,7 +219,7 @@ class StageStep:
     @contextmanager
     def _showing_versions(self, versions: Versions, a: Action, cell: _Cell) -> Iterator[None]:
         if a.kind is Kind.F:
-            showing = versions.shown(a, sorted({a.j, *self._holdings.lenders(a.j)}))
+            showing = versions.shown(a, sorted({a.j, *self._ownership.lenders(a.j)}))
         else:
             showing = versions.shown_again(a, cell.versions)
         with showing as cell.versions:
@@ -335,7 +335,7 @@ class StageStep:
         cell.again = None
 
     def _apart(self, j: int) -> AbstractContextManager[dict[str, Tensor]]:
-        return self._holdings.apart(j) if j in self._borrowing else nullcontext({})
+        return self._ownership.apart(j) if j in self._borrowing else nullcontext({})
 
     def _accumulating(self, cell: _Cell) -> AbstractContextManager[None]:
         return self._versions.backward(cell.versions) if self._versions else _NOTHING
@@ -345,7 +345,7 @@ class StageStep:
     ) -> list[tuple[nn.Parameter, Tensor]]:
         """Return the gradients that later stages have for parameters of this one."""
         shown = {n: q for version in cell.versions for n, q in version.items()}
-        lent = self._holdings.lent(j)
+        lent = self._ownership.lent(j)
         return [(shown.get(name, p), tied[name]) for name, p in lent if name in tied]
 
 

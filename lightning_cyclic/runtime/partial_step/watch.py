@@ -17,7 +17,7 @@ from lightning_cyclic.runtime.partial_step.ghosts import reads_metadata
 from lightning_cyclic.runtime.randomness import is_random
 
 if TYPE_CHECKING:
-    from lightning_cyclic.runtime.partial_step.site import Site
+    from lightning_cyclic.runtime.partial_step.call_router import CallRouter
 
 _READS_VALUE = frozenset(
     {"item", "tolist", "numpy", "__array__", "__bool__", "__int__", "__float__", "__index__"}
@@ -27,14 +27,14 @@ _READS_VALUE = frozenset(
 
 @final
 class Watch(TorchFunctionMode):
-    """Show every torch function outside units to a site's run."""
+    """Show every torch function outside units to a router's run."""
 
-    def __init__(self, site: Site) -> None:
+    def __init__(self, router: CallRouter) -> None:
         super().__init__()
-        self._site = site
+        self._router = router
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        run = self._site.looking
+        run = self._router.looking
         if run is None:
             return func(*args, **(kwargs or {}))
         return run.function(func, types, args, kwargs or {})

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from lightning_cyclic.runtime.partial_step.call_router import is_metric
 from lightning_cyclic.runtime.partial_step.ghosts import reads_metadata
-from lightning_cyclic.runtime.partial_step.site import is_metric
 from lightning_cyclic.runtime.stages.evidence import (
     NO_LINE,
     Call,
@@ -135,10 +135,10 @@ class _Surveyor:
 
     @contextmanager
     def _followed(self) -> Iterator[None]:
-        doors = list(self._doors())
-        before = [(m, name, m.__dict__.get(name)) for m, name, _ in doors]
-        for m, name, door in doors:
-            m.__dict__[name] = door
+        wrappers = list(self._wrappers())
+        before = [(m, name, m.__dict__.get(name)) for m, name, _ in wrappers]
+        for m, name, wrapper in wrappers:
+            m.__dict__[name] = wrapper
         try:
             yield
         finally:
@@ -147,19 +147,19 @@ class _Surveyor:
                 if value is not None:
                     m.__dict__[name] = value
 
-    def _doors(self) -> Iterator[tuple[nn.Module, str, Callable[..., Any]]]:
+    def _wrappers(self) -> Iterator[tuple[nn.Module, str, Callable[..., Any]]]:
         for path, m in self._module.named_modules():
             if isinstance(m, torch.jit.ScriptModule):
                 continue
             metric = is_metric(m)
             is_unit = path != "" and (metric or next(m.parameters(), None) is not None)
-            yield m, "_call_impl", self._door(path, m._call_impl, is_unit)
+            yield m, "_call_impl", self._wrapper(path, m._call_impl, is_unit)
             if metric:
                 self._metrics[path] = []
                 update: Callable[..., Any] = m.update
                 yield m, "update", self._metric_door(path, update)
 
-    def _door(self, path: str, call: Callable[..., Any], is_unit: bool) -> Callable[..., Any]:
+    def _wrapper(self, path: str, call: Callable[..., Any], is_unit: bool) -> Callable[..., Any]:
         def follow(*args: Any, **kwargs: Any) -> Any:
             number = self._begin(path, is_unit)
             result = None

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from lightning_cyclic.runtime.partial_step.call_router import CallRouter
 from lightning_cyclic.runtime.partial_step.replay import Replay
 from lightning_cyclic.runtime.partial_step.run import Delivery, Run
 from lightning_cyclic.runtime.partial_step.sharing import Sharing
-from lightning_cyclic.runtime.partial_step.site import Site
 from lightning_cyclic.runtime.randomness import Randomness
 from lightning_cyclic.runtime.stages.cuts import Cuts
 
@@ -36,12 +36,12 @@ def cuts_of(model: nn.Module, starts, *, tied=None, split=(), metrics=None, chan
     )
 
 
-def site_of(model: nn.Module, *starts: str, **more) -> Site:
-    return Site(model, cuts_of(model, starts, **more), CPU)
+def router_of(model: nn.Module, *starts: str, **more) -> CallRouter:
+    return CallRouter(model, cuts_of(model, starts, **more), CPU)
 
 
 def run_stage(
-    site: Site, step, target: int, before=(), *, received=None, chance=None, wanted=None,
+    router: CallRouter, step, target: int, before=(), *, received=None, chance=None, wanted=None,
     path=None, likely=(), replays=None,
 ):  # fmt: skip
     """Run one stage behind the runs of the stages before.
@@ -52,23 +52,23 @@ def run_stage(
     if received is None:
         received = {h: x.detach() for h, x in before[-1].record.captured.items()} if before else {}
     if replays is None:
-        replays = replays_of(site, before)
+        replays = replays_of(router, before)
     delivery = Delivery(received, wanted, path, likely, Sharing({}, {}))
-    run = Run(site, target, replays, lambda: delivery, chance or Randomness(0, 0, 0, CPU))
-    with site.open():
+    run = Run(router, target, replays, lambda: delivery, chance or Randomness(0, 0, 0, CPU))
+    with router.open():
         return run, run(step)
 
 
-def replays_of(site, before) -> list[Replay]:
+def replays_of(router, before) -> list[Replay]:
     """Replay the stages before."""
-    return [Replay(j, tuple(run.record.tape), site) for j, run in enumerate(before)]
+    return [Replay(j, tuple(run.record.tape), router) for j, run in enumerate(before)]
 
 
-def run_stages(site: Site, step, watch=lambda target: None):
+def run_stages(router: CallRouter, step, watch=lambda target: None):
     """Run all stages; return the runs and what the last returned."""
     runs, output = [], None
-    for target in range(site.num_stages):
+    for target in range(router.num_stages):
         watch(target)
-        run, output = run_stage(site, step, target, runs)
+        run, output = run_stage(router, step, target, runs)
         runs.append(run)
     return runs, output

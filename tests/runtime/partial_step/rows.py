@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.runtime.partial_step.hand import run_stages, site_of
+from tests.runtime.partial_step.hand import router_of, run_stages
 
 X = torch.linspace(-1, 1, 8).reshape(2, 4)
 
@@ -46,6 +46,6 @@ def step_of(model, x=X):
 
 def check(model, *starts, x=X):
     """Compare with a plain run; return the runs."""
-    runs, output = run_stages(site_of(model, *starts), step_of(model, x))
+    runs, output = run_stages(router_of(model, *starts), step_of(model, x))
     assert torch.equal(output, model(x.clone()))
     return runs

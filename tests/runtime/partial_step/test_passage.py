@@ -6,14 +6,14 @@ from lightning_cyclic.runtime.partial_step import passage
 from lightning_cyclic.runtime.partial_step.packets import Lesson
 from lightning_cyclic.runtime.partial_step.passage import Habits
 from lightning_cyclic.runtime.partial_step.tape import describe
-from tests.runtime.partial_step.hand import site_of
+from tests.runtime.partial_step.hand import router_of
 from tests.runtime.partial_step.rows import Row, X
 
 A, B = ((describe(name, X, [], ())[0],) for name in ("a()", "b()"))
 
 
 def habits() -> Habits:
-    return Habits(site_of(Row(), "b", "c"))
+    return Habits(router_of(Row(), "b", "c"))
 
 
 def test_a_habit_fits_equal_tapes_and_no_others():

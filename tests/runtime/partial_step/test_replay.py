@@ -6,14 +6,14 @@ import weakref
 
 from lightning_cyclic.runtime.partial_step.replay import Replay
 from lightning_cyclic.runtime.partial_step.tape import DRAWS, describe
-from tests.runtime.partial_step.hand import site_of
+from tests.runtime.partial_step.hand import router_of
 from tests.runtime.partial_step.rows import Row, X
 
 TWO = (describe("a()", X, [], ())[0], describe("split", (X, 3, X + 1), [], ())[0])
 
 
 def replay_of(tape=TWO) -> Replay:
-    return Replay(0, tape, site_of(Row(), "b"))
+    return Replay(0, tape, router_of(Row(), "b"))
 
 
 def first(replay: Replay):

@@ -8,14 +8,14 @@ from torch import nn
 
 from lightning_cyclic.runtime.partial_step.ghosts import Ghost
 from lightning_cyclic.runtime.partial_step.tape import names
-from tests.runtime.partial_step.hand import run_stage, run_stages, site_of
+from tests.runtime.partial_step.hand import router_of, run_stage, run_stages
 from tests.runtime.partial_step.rows import Layer, Row, X, check, step_of
 
 
 def test_units_run_in_their_stage_only_and_glue_wherever_it_is_passed():
     model, by_stage = Row(), []
     runs, output = run_stages(
-        site_of(model, "b", "c"), step_of(model), lambda _: by_stage.append(len(model.seen))
+        router_of(model, "b", "c"), step_of(model), lambda _: by_stage.append(len(model.seen))
     )
     cut = [*by_stage, len(model.seen)]
     parts = [model.seen[cut[k] : cut[k + 1]] for k in range(3)]
@@ -37,11 +37,11 @@ def test_all_in_one_stage_is_the_plain_run():
 
 def test_gradients_pass_by_hand():
     model, runs = Row(), []
-    site = site_of(model, "b", "c")
+    router = router_of(model, "b", "c")
     for target in range(3):
         before = runs[-1].record.captured if runs else {}
         received = {h: x.detach().requires_grad_() for h, x in before.items()}
-        run, output = run_stage(site, step_of(model), target, runs, received=received)
+        run, output = run_stage(router, step_of(model), target, runs, received=received)
         runs.append(run)
         run.entered = received
     output.backward()
@@ -97,8 +97,8 @@ def test_a_module_may_contain_the_beginning_of_a_stage():
             return self.head(self.row(x).reshape(1, 1)).sum()
 
     model = Box()
-    site = site_of(model, "row.b", "row.c", split=["row"])
-    _, output = run_stages(site, step_of(model))
+    router = router_of(model, "row.b", "row.c", split=["row"])
+    _, output = run_stages(router, step_of(model))
     assert model.row.seen.count("a") == 1
     assert torch.equal(output, model(X))
 
@@ -151,16 +151,16 @@ def test_only_what_was_used_counts_as_used():
 
 def test_only_what_is_wanted_is_captured():
     model = Row()
-    site, path = site_of(model, "b"), ("a()", "relu", "add")
-    run, _ = run_stage(site, step_of(model), 0, wanted=frozenset({(0, 2, 0)}), path=path)
+    router, path = router_of(model, "b"), ("a()", "relu", "add")
+    run, _ = run_stage(router, step_of(model), 0, wanted=frozenset({(0, 2, 0)}), path=path)
     assert set(run.record.captured) == {(0, 2, 0)}
     assert not run.record.has_strayed
 
 
 def test_on_another_path_everything_alive_is_captured():
     model = Row()
-    site, wanted = site_of(model, "b"), frozenset({(0, 0, 0)})
-    run, _ = run_stage(site, step_of(model), 0, wanted=wanted, path=("a()", "exp", "add"))
+    router, wanted = router_of(model, "b"), frozenset({(0, 0, 0)})
+    run, _ = run_stage(router, step_of(model), 0, wanted=wanted, path=("a()", "exp", "add"))
     assert run.record.has_strayed
     assert (0, 2, 0) in run.record.captured
 

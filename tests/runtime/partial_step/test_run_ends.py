@@ -8,7 +8,7 @@ from torchmetrics import MeanMetric
 
 from lightning_cyclic.runtime.partial_step.ghosts import Ghost
 from lightning_cyclic.runtime.partial_step.tape import names
-from tests.runtime.partial_step.hand import run_stage, run_stages, site_of
+from tests.runtime.partial_step.hand import router_of, run_stage, run_stages
 from tests.runtime.partial_step.rows import Row, X, check, step_of
 
 
@@ -25,13 +25,13 @@ class Contexts(Row):
 
 def test_the_end_of_a_stage_leaves_the_users_contexts():
     model = Contexts()
-    site = site_of(model, "b")
-    _, output = run_stage(site, step_of(model), 0)
+    router = router_of(model, "b")
+    _, output = run_stage(router, step_of(model), 0)
     assert output is None
     assert torch.is_grad_enabled()
     assert not torch.is_autocast_enabled("cpu")
     assert torch.overrides._get_current_function_mode() is None
-    assert site.run is None
+    assert router.run is None
     assert float(model.seen[-1]) == 0
 
 
@@ -51,7 +51,7 @@ class Swallowing(Row):
 def test_code_that_catches_everything_does_not_go_on_behind_the_end(again):
     model = Swallowing()
     model.extra = again
-    _, output = run_stage(site_of(model, "b"), step_of(model), 0)
+    _, output = run_stage(router_of(model, "b"), step_of(model), 0)
     assert output is None
     assert model.seen == ["a", "caught"]
 
@@ -63,10 +63,10 @@ def test_an_error_of_the_users_comes_through_and_leaves_nothing():
             raise KeyError("mine")
 
     model = Failing()
-    site = site_of(model, "b")
+    router = router_of(model, "b")
     with pytest.raises(KeyError, match="mine"):
-        run_stage(site, step_of(model), 0)
-    assert site.run is None
+        run_stage(router, step_of(model), 0)
+    assert router.run is None
     assert torch.overrides._get_current_function_mode() is None
     assert "forward" not in vars(model.a)
 
@@ -77,8 +77,8 @@ def test_the_module_is_as_it_was_behind_the_opening():
     model.b.forward = own = lambda x: x * 2
     model.metric.update = mine = model.metric.update
     before = {path: dict(vars(m)) for path, m in model.named_modules()}
-    site = site_of(model, "b")
-    with pytest.raises(KeyError), site.open():  # noqa: PT012
+    router = router_of(model, "b")
+    with pytest.raises(KeyError), router.open():  # noqa: PT012
         assert "forward" in vars(model.a)
         assert model.b.forward is not own
         raise KeyError
@@ -96,7 +96,7 @@ def test_a_forward_of_the_instances_own_is_what_runs():
 def test_outside_a_run_an_open_module_computes_as_ever():
     model = Row()
     expected = model(X)
-    with site_of(model, "b").open():
+    with router_of(model, "b").open():
         assert torch.equal(model(X), expected)
 
 
@@ -104,8 +104,8 @@ def test_users_hooks_run_whether_a_unit_runs_or_not():
     model, seen = Row(), []
     model.a.register_forward_pre_hook(lambda m, args: seen.append("pre") or (args[0] * 2,))
     model.a.register_forward_hook(lambda m, args, out: seen.append(type(out)) or out * 3)
-    site = site_of(model, "b")
-    _, output = run_stages(site, step_of(model))
+    router = router_of(model, "b")
+    _, output = run_stages(router, step_of(model))
     assert seen == ["pre", torch.Tensor, "pre", Ghost]
     assert model.seen.count("a") == 1
     assert torch.equal(output, model(X))
@@ -123,7 +123,7 @@ def test_a_metric_is_updated_in_its_stage_only():
             return self.b(h).sum()
 
     model = Measured()
-    runs, _ = run_stages(site_of(model, "b"), step_of(model))
+    runs, _ = run_stages(router_of(model, "b"), step_of(model))
     assert model.metric.update_count == 1
     assert names(runs[0].record.tape) == ("a()", "detach", "metric.update()")
 
@@ -135,6 +135,6 @@ def test_ghosts_in_what_the_step_returns_are_filled():
             return {"loss": self.b(h).sum(), "features": [h]}
 
     model = Returning()
-    _, output = run_stages(site_of(model, "b"), step_of(model))
+    _, output = run_stages(router_of(model, "b"), step_of(model))
     assert type(output["features"][0]) is torch.Tensor
     assert torch.equal(output["features"][0], model(X)["features"][0])

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_cyclic.errors import StepError
-from tests.runtime.partial_step.hand import run_stages, site_of
+from tests.runtime.partial_step.hand import router_of, run_stages
 from tests.runtime.partial_step.rows import Row, X, check, step_of
 
 
@@ -60,7 +60,7 @@ def test_changes_of_the_batch_are_passed_on_or_refused(kind):
     model = kind()
     try:
         with torch.no_grad():
-            _, output = run_stages(site_of(model, "b"), step_of(model))
+            _, output = run_stages(router_of(model, "b"), step_of(model))
     except StepError:
         return
     assert torch.equal(output, model(X.clone()))

@@ -8,7 +8,7 @@ from torch import nn
 
 from lightning_cyclic.errors import ConfigurationError, StepError
 from tests.lines import line_of
-from tests.runtime.partial_step.hand import run_stage, run_stages, site_of
+from tests.runtime.partial_step.hand import router_of, run_stage, run_stages
 from tests.runtime.partial_step.rows import Layer, Row, X, step_of
 
 
@@ -23,7 +23,7 @@ class Reading(Row):
 def test_a_value_of_an_earlier_stage_that_is_read_is_refused_with_its_line():
     model = Reading()
     with pytest.raises(StepError) as caught:
-        run_stages(site_of(model, "b"), step_of(model))
+        run_stages(router_of(model, "b"), step_of(model))
     assert f"{line_of(type(model), 'the read')} reads a value of stage 0" in str(caught.value)
     assert "the worker of stage 1 does not have" in str(caught.value)
 
@@ -38,15 +38,15 @@ def test_ways_to_read_are_refused(read):
 
     model = Reads()
     with torch.no_grad(), pytest.raises(StepError, match="reads a value of stage 0"):
-        run_stages(site_of(model, "b"), step_of(model))
+        run_stages(router_of(model, "b"), step_of(model))
 
 
 def test_a_value_of_the_own_stage_may_be_read():
     model = Reading()
-    site = site_of(model, "a")
-    _, output = run_stages(site, step_of(model))
+    router = router_of(model, "a")
+    _, output = run_stages(router, step_of(model))
     assert torch.equal(output, model(X))
-    run, _ = run_stage(site_of(model, "b"), step_of(model), 0)
+    run, _ = run_stage(router_of(model, "b"), step_of(model), 0)
     assert [e.name for e in run.record.tape if e.is_read] == ["__bool__"]
 
 
@@ -71,22 +71,22 @@ class Turning(Row):
 )
 def test_another_way_than_the_tape_is_refused_with_the_event(extra, line, text):
     model = Turning()
-    site = site_of(model, "b")
-    first, _ = run_stage(site, step_of(model), 0)
+    router = router_of(model, "b")
+    first, _ = run_stage(router, step_of(model), 0)
     model.extra = extra
     with pytest.raises(StepError) as caught:
-        run_stage(site, step_of(model), 1, [first])
+        run_stage(router, step_of(model), 1, [first])
     assert text.format(line_of(type(model), line)) in str(caught.value)
     assert "the worker of stage 1 than on that of stage 0" in str(caught.value)
 
 
 def test_a_shorter_way_than_the_tape_is_refused():
     model = Turning()
-    site = site_of(model, "b")
-    first, _ = run_stage(site, step_of(model), 0)
+    router = router_of(model, "b")
+    first, _ = run_stage(router, step_of(model), 0)
     model.extra = "none"
     with pytest.raises(StepError):
-        run_stage(site, step_of(model), 1, [first])
+        run_stage(router, step_of(model), 1, [first])
 
 
 def test_a_tensor_that_was_not_sent_is_refused_with_the_line():
@@ -96,10 +96,10 @@ def test_a_tensor_that_was_not_sent_is_refused_with_the_line():
             return (self.b(x) * h).sum()  # late use
 
     model = Late()
-    site = site_of(model, "b")
-    first, _ = run_stage(site, step_of(model), 0)
+    router = router_of(model, "b")
+    first, _ = run_stage(router, step_of(model), 0)
     with pytest.raises(StepError) as caught:
-        run_stage(site, step_of(model), 1, [first], received={})
+        run_stage(router, step_of(model), 1, [first], received={})
     assert f"a tensor of stage 0 is used at {line_of(type(model), 'late use')}" in str(
         caught.value
     )
@@ -125,11 +125,11 @@ class Ordered(Row):
 )
 def test_another_order_than_the_stages_is_refused(order, target, text):
     model = Ordered()
-    site = site_of(model, "b", "c")
-    first, _ = run_stage(site, step_of(model), 0)
+    router = router_of(model, "b", "c")
+    first, _ = run_stage(router, step_of(model), 0)
     model.order = order
     with pytest.raises(StepError, match=text):
-        run_stage(site, step_of(model), target, [first] if target else [])
+        run_stage(router, step_of(model), target, [first] if target else [])
 
 
 def test_a_result_that_cannot_be_told_to_other_workers_is_refused():
@@ -144,7 +144,7 @@ def test_a_result_that_cannot_be_told_to_other_workers_is_refused():
     model = Giving()
     model.a = Odd("a", model.seen)
     with pytest.raises(StepError, match=r"what a\(\) returned.* is a builtins.tuple_iterator"):
-        run_stages(site_of(model, "b"), step_of(model))
+        run_stages(router_of(model, "b"), step_of(model))
 
 
 def test_torchscript_modules_are_refused():
@@ -156,7 +156,7 @@ def test_torchscript_modules_are_refused():
                 self.d = torch.jit.trace(nn.Linear(4, 4), X)
 
     with pytest.raises(ConfigurationError, match="'d' is a TorchScript module"):
-        site_of(Scripted(), "b")
+        router_of(Scripted(), "b")
 
 
 def test_a_way_that_lacks_the_last_event_is_refused():
@@ -168,8 +168,8 @@ def test_a_way_that_lacks_the_last_event_is_refused():
             return self.b(h).sum()
 
     model = Trailing()
-    site = site_of(model, "b")
-    first, _ = run_stage(site, step_of(model), 0)
+    router = router_of(model, "b")
+    first, _ = run_stage(router, step_of(model), 0)
     model.extra = "none"
     with pytest.raises(StepError, match="relu"):
-        run_stage(site, step_of(model), 1, [first])
+        run_stage(router, step_of(model), 1, [first])

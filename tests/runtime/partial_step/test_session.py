@@ -218,6 +218,6 @@ def test_what_other_workers_hold_takes_no_memory() -> None:
     crew.train()
     for session in crew.sessions:
         foreign = dict(session.module.named_parameters())
-        for name in session.holdings.foreign:
+        for name in session.ownership.foreign:
             assert foreign[name].shape == dict(Net().named_parameters())[name].shape
             assert foreign[name].untyped_storage().nbytes() == 4

@@ -14,11 +14,11 @@ from lightning_cyclic.plan import make_plan
 from lightning_cyclic.plan.actions import Action, Kind
 from lightning_cyclic.runtime.partial_step import record, replay
 from lightning_cyclic.runtime.partial_step.ghosts import Ghost
-from lightning_cyclic.runtime.partial_step.holdings import Holdings
+from lightning_cyclic.runtime.partial_step.ownership import Ownership
 from lightning_cyclic.runtime.partial_step.packets import Gradients, Packet
 from lightning_cyclic.runtime.partial_step.side_effects import SideEffects
 from lightning_cyclic.runtime.partial_step.stage_step import Micro, StageStep
-from tests.runtime.partial_step.hand import site_of
+from tests.runtime.partial_step.hand import router_of
 from tests.runtime.partial_step.rows import Row, X
 
 
@@ -27,13 +27,13 @@ class Rig:
 
     def __init__(self, model: nn.Module, *starts: str, remat: str = "never") -> None:
         self.model = model
-        self.site = site_of(model, *(starts or ("b", "c")))
+        self.router = router_of(model, *(starts or ("b", "c")))
         self.packets: list[Packet] = []  # that each stage was given, in this step
-        num_stages = self.site.num_stages
+        num_stages = self.router.num_stages
         plan = make_plan("1f1b", num_stages=num_stages, num_workers=1, num_micro=1)
-        holdings = Holdings(model, self.site.cuts, range(num_stages))
-        effects = SideEffects(model, self.site.cuts)
-        self.stage = StageStep(self.site, plan, holdings, effects, 0, remat)
+        ownership = Ownership(model, self.router.cuts, range(num_stages))
+        effects = SideEffects(model, self.router.cuts)
+        self.stage = StageStep(self.router, plan, ownership, effects, 0, remat)
 
     def step(self, t: int, x: Tensor = X, *, backward: bool = True) -> tuple[Tensor, list[Any]]:
         """Return the loss and the gradients of a step."""
@@ -41,11 +41,11 @@ class Rig:
         self.stage.prepare(t, {0: micro}, self.model, training=True)
         self.model.zero_grad()
         self.packets, gone = [Packet()], Gradients({}, {})
-        with self.site.open():
-            for j in range(self.site.num_stages):
+        with self.router.open():
+            for j in range(self.router.num_stages):
                 packet = self.stage.forward(Action(kind=Kind.F, t=t, i=0, j=j), self.take)
                 self.packets += [packet] if packet is not None else []
-            for j in reversed(range(self.site.num_stages if backward else 0)):
+            for j in reversed(range(self.router.num_stages if backward else 0)):
                 came = gone
                 a = Action(kind=Kind.B, t=t, i=0, j=j)
                 gone = self.stage.backward(a, lambda came=came: came)

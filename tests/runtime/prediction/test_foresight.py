@@ -132,7 +132,7 @@ def trained(model: type[Chain], backward_weights: str) -> dict[str, Tensor]:
     return {
         name: dict(session.module.named_parameters())[name].detach()
         for session in seer.sessions
-        for j in session.holdings.stages
+        for j in session.ownership.stages
         for name in seer.cuts.parameters[j]
     }
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @final
-class Holdings:
+class Ownership:
     """Say which parameters a worker has, and move their gradients.
 
     Args:

@@ -1,4 +1,4 @@
-"""Holdings: own and foreign parameters, borrowed gradients, and sums."""
+"""Ownership: own and foreign parameters, borrowed gradients, and sums."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_cyclic.runtime.partial_step.holdings import Holdings
+from lightning_cyclic.runtime.partial_step.ownership import Ownership
 from tests.runtime.partial_step.hand import cuts_of
 
 
@@ -30,7 +30,7 @@ STATISTICS = ["norm.running_mean", "norm.running_var"]
 def held(*stages, model=None):
     model = model or Model()
     cuts = cuts_of(model, ["b", "c"], tied=TIED, changed=STATISTICS)
-    return model, Holdings(model, cuts, stages)
+    return model, Ownership(model, cuts, stages)
 
 
 @pytest.mark.parametrize(
@@ -43,49 +43,49 @@ def held(*stages, model=None):
     ],
 )
 def test_foreign_is_what_no_stage_of_the_worker_uses(stages, foreign):
-    model, holdings = held(*stages)
-    assert holdings.foreign == tuple(foreign)
-    own = {id(p) for p in holdings.own}
+    model, ownership = held(*stages)
+    assert ownership.foreign == tuple(foreign)
+    own = {id(p) for p in ownership.own}
     first_users = [n for n, p in model.named_parameters() if id(p) in own]
     assert set(first_users).isdisjoint(foreign)
     assert ("a.weight" in first_users) == (0 in stages)
-    assert holdings.num_stages == 3
+    assert ownership.num_stages == 3
 
 
 def test_a_parameter_that_no_stage_is_known_of_is_kept():
     model = Model()
     cuts = cuts_of(model, ["b", "c"])
     model.late = nn.Parameter(torch.ones(2))
-    assert "late" not in Holdings(model, cuts, [1]).foreign
+    assert "late" not in Ownership(model, cuts, [1]).foreign
 
 
 def test_freed_parameters_have_one_element_of_memory_and_their_shapes():
-    model, holdings = held(1)
+    model, ownership = held(1)
     for p in model.parameters():
         p.grad = torch.ones_like(p)
     kept, known = model.b.weight.clone(), dict(model.named_parameters())
     shapes = {n: p.shape for n, p in known.items()}
-    assert not holdings.is_freed
-    holdings.free()
-    assert holdings.is_freed
+    assert not ownership.is_freed
+    ownership.free()
+    assert ownership.is_freed
     for n, p in model.named_parameters():
         assert p is known[n]
         assert p.shape == shapes[n]
-        assert (p.untyped_storage().nbytes() == 4) == (n in holdings.foreign)
-        assert (p.grad is None) == (n in holdings.foreign)
+        assert (p.untyped_storage().nbytes() == 4) == (n in ownership.foreign)
+        assert (p.grad is None) == (n in ownership.foreign)
     assert torch.equal(model.b.weight, kept)
     assert model.state_dict()["a.weight"].shape == (3, 3)
 
 
 def test_restored_parameters_can_be_written():
-    model, holdings = held(0)
+    model, ownership = held(0)
     kept = model.a.weight.clone()
-    holdings.restore()  # nothing was freed
+    ownership.restore()  # nothing was freed
     assert torch.equal(model.a.weight, kept)
     weight = model.b.weight
-    holdings.free()
-    holdings.restore()
-    assert not holdings.is_freed
+    ownership.free()
+    ownership.restore()
+    assert not ownership.is_freed
     assert model.b.weight is weight
     assert weight.untyped_storage().nbytes() == 36
     with torch.no_grad():
@@ -95,37 +95,37 @@ def test_restored_parameters_can_be_written():
 
 
 def test_stages_lend_and_borrow():
-    model, holdings = held(0)
-    assert [(n, p is model.a.weight) for n, p in holdings.lent(0)] == [("a.weight", True)]
-    assert holdings.lent(1) == holdings.lent(2) == []
-    assert [holdings.borrowed(j) for j in range(3)] == [[], [], ["a.weight"]]
-    assert [holdings.lenders(j) for j in range(3)] == [set(), set(), {0}]
-    assert [p is model.a.weight for p in holdings.shared(0, [1, 2])] == [True]
-    assert holdings.shared(0, [1]) == holdings.shared(2, [0, 1]) == []
+    model, ownership = held(0)
+    assert [(n, p is model.a.weight) for n, p in ownership.lent(0)] == [("a.weight", True)]
+    assert ownership.lent(1) == ownership.lent(2) == []
+    assert [ownership.borrowed(j) for j in range(3)] == [[], [], ["a.weight"]]
+    assert [ownership.lenders(j) for j in range(3)] == [set(), set(), {0}]
+    assert [p is model.a.weight for p in ownership.shared(0, [1, 2])] == [True]
+    assert ownership.shared(0, [1]) == ownership.shared(2, [0, 1]) == []
 
 
 def test_stages_own_what_they_use_first_and_train_what_needs_it():
-    model, holdings = held(1)
-    assert [id(p) for p in holdings.owned(1)] == [id(model.b.weight), id(model.b.bias)]
-    assert list(holdings.trained(1)) == ["b.weight"]
-    assert list(holdings.trained(2)) == ["c.bias"]
-    assert [id(x) for x in holdings.own] == [id(model.b.weight), id(model.b.bias)]
+    model, ownership = held(1)
+    assert [id(p) for p in ownership.owned(1)] == [id(model.b.weight), id(model.b.bias)]
+    assert list(ownership.trained(1)) == ["b.weight"]
+    assert list(ownership.trained(2)) == ["c.bias"]
+    assert [id(x) for x in ownership.own] == [id(model.b.weight), id(model.b.bias)]
 
 
 def test_statistics_that_change_are_the_modules_own_memory():
-    model, holdings = held(0)
-    changing = holdings.changing(0)
+    model, ownership = held(0)
+    changing = ownership.changing(0)
     assert [x.data_ptr() for x in changing] == [
         model.norm.running_mean.data_ptr(),
         model.norm.running_var.data_ptr(),
     ]
-    assert holdings.changing(1) == []
+    assert ownership.changing(1) == []
 
 
 def test_gradients_of_borrowed_parameters_are_kept_apart():
-    model, holdings = held(0, 2)
+    model, ownership = held(0, 2)
     model.a.weight.grad = before = torch.full((3, 3), 5.0)
-    with holdings.apart(2) as taken:
+    with ownership.apart(2) as taken:
         model.c(torch.ones(1, 3)).sum().backward()
     assert list(taken) == ["a.weight"]
     assert torch.equal(taken["a.weight"], torch.ones(3, 3))
@@ -135,25 +135,25 @@ def test_gradients_of_borrowed_parameters_are_kept_apart():
 
 
 def test_the_lenders_own_gradients_are_not_kept_apart():
-    model, holdings = held(0, 2)
-    with holdings.apart(0) as taken:
+    model, ownership = held(0, 2)
+    with ownership.apart(0) as taken:
         model.a(torch.ones(1, 3)).sum().backward()
     assert taken == {}
     assert torch.equal(model.a.weight.grad, torch.ones(3, 3))
 
 
 def test_borrowed_parameters_without_gradients_give_none():
-    model, holdings = held(0, 2)
-    with holdings.apart(2) as taken:
+    model, ownership = held(0, 2)
+    with ownership.apart(2) as taken:
         pass
     assert taken == {}
     assert model.a.weight.grad is None
 
 
 def test_sums_leave_a_worker_and_are_added_to_the_next_ones_gradients():
-    model, holdings = held(0)
+    model, ownership = held(0)
     model.a.weight.grad, model.norm.bias.grad = torch.ones(3, 3), torch.ones(3) * 2
-    places, grads = holdings.take_sum(0)
+    places, grads = ownership.take_sum(0)
     assert places == [0, 3]  # a.weight, a.bias, norm.weight, norm.bias
     assert [float(g.sum()) for g in grads] == [9, 6]
     assert all(p.grad is None for p in model.parameters())
@@ -167,20 +167,20 @@ def test_sums_leave_a_worker_and_are_added_to_the_next_ones_gradients():
 
 
 def test_no_gradients_are_an_empty_sum():
-    model, holdings = held(1)
-    assert holdings.take_sum(1) == ([], [])
+    model, ownership = held(1)
+    assert ownership.take_sum(1) == ([], [])
     model.b.weight.grad = grad = torch.ones(3, 3)
-    holdings.add_to(1, [], [])
+    ownership.add_to(1, [], [])
     assert model.b.weight.grad is grad
 
 
 def test_the_sum_that_came_is_the_first_summand():
     """Sums over micro-batches are added in their order, bit by bit."""
     big = 2.0**25
-    model, holdings = held(1)
+    model, ownership = held(1)
     model.b.weight.grad = torch.ones(3, 3)
-    holdings.add_to(1, [0], [torch.full((3, 3), big)])
+    ownership.add_to(1, [0], [torch.full((3, 3), big)])
     model_2, holdings_2 = held(1)
     model_2.b.weight.grad = torch.full((3, 3), -big)
-    holdings_2.add_to(1, *holdings.take_sum(1))
+    holdings_2.add_to(1, *ownership.take_sum(1))
     assert torch.equal(model_2.b.weight.grad, torch.zeros(3, 3))

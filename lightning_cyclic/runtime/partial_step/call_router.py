@@ -1,6 +1,6 @@
-"""The site: an unmodified module, prepared so that its step can be run one stage at a time.
+"""The call router: the calls of an unmodified module, so that its step can be run by stages.
 
-While the site is open, calls of modules that have parameters pass through it, so that a run may
+While the router is open, calls of modules that have parameters pass through it, so that a run may
 skip them or end at one. Nothing of the module's code or class changes, and behind the opening it
 is as it was.
 """
@@ -27,7 +27,7 @@ _CALL = "forward"  # inside hooks, which run whether the forward is skipped or n
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unit:
-    """Say what a call that passes through a site is of.
+    """Say what a call that passes through a router is of.
 
     Args:
         path: of a module, or of a metric's method.
@@ -45,7 +45,7 @@ class Unit:
 
 
 @final
-class Site:
+class CallRouter:
     """Route a module's calls to the run that is under way.
 
     Args:
@@ -64,23 +64,23 @@ class Site:
         self.num_stages = len(cuts.starts) + 1
         self._begins = {path: j for j, path in enumerate(cuts.starts, start=1)}
         self._stages_of_unit = _stages_of_units(module, cuts)
-        self._doors = list(self._make_doors())
+        self._wrappers = list(self._make_wrappers())
 
     @contextmanager
     def open(self) -> Iterator[None]:
         """Route calls while the body runs."""
-        for owner, name, door, _ in self._doors:
-            owner.__dict__[name] = door
+        for owner, name, wrapper, _ in self._wrappers:
+            owner.__dict__[name] = wrapper
         try:
             yield
         finally:
-            for owner, name, _, before in self._doors:
+            for owner, name, _, before in self._wrappers:
                 if before is None:
                     owner.__dict__.pop(name, None)
                 else:
                     owner.__dict__[name] = before
 
-    def _make_doors(self) -> Iterator[tuple[nn.Module, str, Any, Any]]:
+    def _make_wrappers(self) -> Iterator[tuple[nn.Module, str, Any, Any]]:
         for path, m in self.module.named_modules():
             has_parameters = next(m.parameters(), None) is not None
             metric = is_metric(m)
@@ -94,14 +94,14 @@ class Site:
             yield (
                 m,
                 _CALL,
-                self._door(path, m.__dict__.get(_CALL, m.forward)),
+                self._wrapper(path, m.__dict__.get(_CALL, m.forward)),
                 m.__dict__.get(_CALL),
             )
             for name in ("update", "compute") if metric else ():
                 method = m.__dict__.get(name, getattr(m, name))
-                yield m, name, self._door(f"{path}.{name}", method), m.__dict__.get(name)
+                yield m, name, self._wrapper(f"{path}.{name}", method), m.__dict__.get(name)
 
-    def _door(self, path: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrapper(self, path: str, original: Callable[..., Any]) -> Callable[..., Any]:
         unit = Unit(
             path=path,
             event=f"{path}()",
