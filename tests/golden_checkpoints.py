@@ -1,6 +1,6 @@
 """Checkpoints in the middle of an epoch, as they were written before the redesign of the runtime.
 
-``python -m tests.golden_checkpoints`` wrote those under tests/golden/checkpoints, at the last
+``python -m tests.golden_checkpoints`` wrote those under tests/golden/before, at the last
 commit before it (0.1.0 with a script, a stream and two message layers in place of one program).
 """
 
@@ -17,7 +17,7 @@ from tests import processes
 from tests.corpus import Classifier, MicroBatches, Resumable, loader, make_trainer, outcome
 from tests.processes import here
 
-FOLDER = Path(__file__).parent / "golden" / "checkpoints"
+FOLDER = Path(__file__).parent / "golden" / "before"
 NUM_STEPS, SAVED_AT = 8, 5
 STARTS = ["net.3", "net.6", "net.9"]
 CASES: dict[str, tuple[int, dict[str, Any]]] = {  # name -> (processes, arguments)
