@@ -36,7 +36,11 @@ from dataclasses import dataclass, field
 from lightning_cyclic.errors import ActionSyntaxError
 
 
-class Kind(enum.StrEnum):
+class _Name(enum.StrEnum):
+    __hash__ = str.__hash__  # an enum's own runs Python, and these are keys of every action
+
+
+class Kind(_Name):
     """Say what a worker does."""
 
     F = "F"
@@ -50,7 +54,7 @@ class Kind(enum.StrEnum):
     FREE = "FREE"
 
 
-class Payload(enum.StrEnum):
+class Payload(_Name):
     """Say what travels in a message."""
 
     A = "A"  # activations, stage j-1 -> j
@@ -70,7 +74,7 @@ class Payload(enum.StrEnum):
     M = "M"  # a metric's state at the end of an epoch, worker of stage j -> the others
 
 
-class Lane(enum.StrEnum):
+class Lane(_Name):
     """Say beside what else of its worker an action runs."""
 
     MAIN = ""

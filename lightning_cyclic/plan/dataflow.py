@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 class Datum(enum.Enum):
     """Say what kind of data an item is."""
 
+    __hash__ = object.__hash__  # an enum's own runs Python, and items are keys
+
     WEIGHTS = enum.auto()  # (j, v)
     TIED = enum.auto()  # (j, v): parameters of stage j that other stages use
     INPUT = enum.auto()  # (t, i, j): activations that enter stage j

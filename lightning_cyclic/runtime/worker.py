@@ -109,6 +109,7 @@ class Worker:
         # in the order in which they were posted: item -> receives that bring it, or parts of it
         self._coming: dict[Item, list[_Arrival]] = {}
         self._changing = threading.Condition()  # what is coming, by several lanes
+        self._to_come: set[object] = {Datum.WEIGHTS}  # what is ever received, or made by lanes
         self._posted: dict[object, int] = {}  # stage -> newest version that has been posted
         self._limit_s = limit_s
         self._promised: dict[Item, threading.Event] = {}  # what lanes will have made
@@ -137,11 +138,14 @@ class Worker:
                 self._promised = {k: x for k, x in self._promised.items() if not x.is_set()}
             for item in self._flow(a).makes:
                 self._promised[item] = over
+                self._to_come.add(item[0])
 
     def prepare(self, a: Action) -> None:
         """Take in everything that an action reads and that is still on its way."""
+        to_come = self._to_come
         for item in self._flow(a).reads:
-            self.fetch(item)
+            if item[0] in to_come:
+                self.fetch(item)
 
     def fetch(self, item: Item) -> None:
         """Wait for an item and take it in, if it is on its way; else it is here, or not needed."""
@@ -211,6 +215,7 @@ class Worker:
     def _post(self, a: Action) -> None:
         self._messages.post(a, self._stores.key(a))
         (item,) = self._flow(a).makes
+        self._to_come.add(item[0])
         with self._changing:
             self._coming.setdefault(item, []).append(_Arrival(a))
             if a.payload is Payload.P and a.v is not None:
