@@ -21,6 +21,7 @@ import enum
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from itertools import accumulate
+from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias, final
 
 from lightning_cyclic.plan.actions import Action, Kind, Payload
@@ -81,34 +82,41 @@ class Dataflow:
         return _ROWS[a.payload or a.kind](self, a)
 
     def _forward(self, a: Action) -> Flow:
-        key = a.t, a.i, a.j
-        reads: list[Item] = [(Datum.START, a.t), (Datum.BATCH, a.t), (Datum.WEIGHTS, a.j, a.v)]
-        reads += [(Datum.INPUT, *key), (Datum.BUFFERS, *key), *self._tied(a)]
-        makes: list[Item] = [
-            (Datum.GRAPH, *key),
-            (Datum.INPUT, a.t, a.i, a.j + 1),
-            (Datum.LEFT_BUFFERS, a.j),
-        ]
-        return Flow(tuple(reads), (*makes, (Datum.LOSSES, a.t)))
+        t, i, j = a.t, a.i, a.j
+        return Flow(
+            (
+                (Datum.START, t),
+                (Datum.BATCH, t),
+                (Datum.WEIGHTS, j, a.v),
+                (Datum.INPUT, t, i, j),
+                (Datum.BUFFERS, t, i, j),
+                *self._tied(a),
+            ),
+            (
+                (Datum.GRAPH, t, i, j),
+                (Datum.INPUT, t, i, j + 1),
+                (Datum.LEFT_BUFFERS, j),
+                (Datum.LOSSES, t),
+            ),
+        )
 
     def _tied(self, a: Action) -> Iterator[Item]:
         plan = self._plan
-        for j in first_users(plan, a.j) if plan is not None else ():
-            assert plan is not None
-            yield Datum.TIED, j, reads_tied(plan, a, j)
+        if plan is not None and plan.tied:
+            yield from ((Datum.TIED, j, reads_tied(plan, a, j)) for j in first_users(plan, a.j))
 
     def _backward(self, a: Action) -> Flow:
-        key = a.t, a.i, a.j
-        taken = [(Datum.GRAPH, *key), (Datum.OUTPUT_GRADIENT, *key), (Datum.TIED_GRADIENT, *key)]
-        makes = [(Datum.GRADIENT, *key), *_sums(a)]
-        makes += [(Datum.OUTPUT_GRADIENT, a.t, a.i, a.j - 1)]
+        t, i, j = a.t, a.i, a.j
+        taken: tuple[Item, ...] = ((Datum.GRAPH, t, i, j), (Datum.OUTPUT_GRADIENT, t, i, j))
+        makes: tuple[Item, ...] = ((Datum.GRADIENT, t, i, j), *_sums(a))
+        makes += ((Datum.OUTPUT_GRADIENT, t, i, j - 1),)
         plan = self._plan
-        firsts = first_users(plan, a.j) if plan is not None else ()
-        makes += [(Datum.TIED_GRADIENT, a.t, a.i, j) for j in firsts]
-        if plan is None or not later_users(plan, a.j):
-            taken.pop()
-        reads = ((Datum.WEIGHTS, a.j, a.v), *taken, *self._norms_for_scale(a))
-        return Flow(reads, tuple(makes), (*taken, (Datum.INPUT, *key)))
+        if plan is not None and plan.tied:
+            makes += tuple((Datum.TIED_GRADIENT, t, i, k) for k in first_users(plan, j))
+            if later_users(plan, j):
+                taken += ((Datum.TIED_GRADIENT, t, i, j),)
+        reads = ((Datum.WEIGHTS, j, a.v), *taken, *self._norms_for_scale(a))
+        return Flow(reads, makes, (*taken, (Datum.INPUT, t, i, j)))
 
     def _norms_for_scale(self, a: Action) -> Iterator[Item]:
         """Yield what the scale of a step's losses follows from: all that ended since the last."""
@@ -157,21 +165,30 @@ def _sums(a: Action) -> tuple[Item, Item]:
     return (Datum.SUM, a.t, a.j, a.i), (Datum.SUM, a.t, a.j, None)
 
 
-class _Carried(NamedTuple):
+@final
+class _Carried:
     """Name what a message carries: a Datum and fields of its action, at either end."""
 
-    sent: tuple[Datum, str]
-    received: tuple[Datum, str]
-    goes_away: bool = False
+    def __init__(
+        self, sent: tuple[Datum, str], received: tuple[Datum, str], *, goes_away: bool = False
+    ) -> None:
+        self.goes_away = goes_away
+        self._sent, self._received = _namer(*sent), _namer(*received)
 
     def at(self, a: Action) -> Item:
         """Name it at the end of an action."""
-        datum, fields = self.sent if a.kind is Kind.SEND else self.received
-        return (datum, *(getattr(a, field) for field in fields))
+        return self._sent(a) if a.kind is Kind.SEND else self._received(a)
+
+
+def _namer(datum: Datum, fields: str) -> Callable[[Action], Item]:
+    numbers = attrgetter(*fields)
+    if len(fields) == 1:
+        return lambda a: (datum, numbers(a))
+    return lambda a: (datum, *numbers(a))
 
 
 def _same(datum: Datum, fields: str, *, goes_away: bool = False) -> _Carried:
-    return _Carried((datum, fields), (datum, fields), goes_away)
+    return _Carried((datum, fields), (datum, fields), goes_away=goes_away)
 
 
 _CARRIED = {

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import final
 
 from lightning_cyclic.errors import CyclicError, StepError
@@ -29,20 +29,29 @@ class LaneThread:
         self.error: CyclicError | None = None
         self._name = name
         self._do = do
-        self._items: queue.SimpleQueue[tuple[Action | None, threading.Event] | None]
-        self._items = queue.SimpleQueue()
+        self._batches: queue.SimpleQueue[Sequence[Action] | None] = queue.SimpleQueue()
+        self._over = threading.Condition(threading.Lock())
+        self._waiting = 0  # how many wait until more are over
+        self.num_put = self.num_over = 0  # of actions
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def is_current(self) -> bool:
-        """Say whether the caller runs on this lane."""
-        return threading.current_thread() is self._thread
+    def put(self, actions: Sequence[Action]) -> None:
+        """Queue actions; only one thread does."""
+        self.num_put += len(actions)
+        self._batches.put(actions)
 
-    def put(self, a: Action | None = None) -> threading.Event:
-        """Queue an action, or nothing; return what is set when it and all before it are over."""
-        over = threading.Event()
-        self._items.put((a, over))
-        return over
+    def wait_for(self, number: int) -> None:
+        """Wait until as many actions are over, in all; each of the lane's own waits has a limit.
+
+        Raises:
+            CyclicError: the one that has ended the lane.
+        """
+        with self._over:
+            self._waiting += 1
+            self._over.wait_for(lambda: self.num_over >= number)
+            self._waiting -= 1
+        self.check()
 
     def check(self) -> None:
         """Raise the error that has ended the lane, if one has."""
@@ -51,14 +60,17 @@ class LaneThread:
 
     def close(self) -> None:
         """End the thread behind the actions it has; never wait for it."""
-        self._items.put(None)
+        self._batches.put(None)
 
     def _run(self) -> None:
-        while (item := self._items.get()) is not None:
-            a, over = item
-            if a is not None and self.error is None:
-                self._try(a)
-            over.set()
+        while (batch := self._batches.get()) is not None:
+            for a in batch:
+                if self.error is None:
+                    self._try(a)
+                with self._over:
+                    self.num_over += 1
+                    if self._waiting:
+                        self._over.notify_all()
 
     def _try(self, a: Action) -> None:
         try:

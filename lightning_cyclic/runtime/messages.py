@@ -72,7 +72,7 @@ class Buffer:
         home: where the buffer goes when nobody needs it.
     """
 
-    __slots__ = ("data", "head_bytes", "home", "sent", "tensors")
+    __slots__ = ("_words", "data", "head_bytes", "home", "sent", "tensors")
 
     def __init__(
         self, data: Tensor, tensors: list[Tensor], head_bytes: int, home: deque[Buffer]
@@ -82,6 +82,21 @@ class Buffer:
         self.head_bytes = head_bytes
         self.home = home
         self.sent: list[_Sent] = []  # under way from here
+        self._words = data.numpy().data if data.is_cpu else None
+
+    @property
+    def words(self) -> memoryview:
+        """Return the beginning of the message as bytes; a copy where it is not on the host."""
+        return (
+            self.data[: self.head_bytes].cpu().numpy().data if self._words is None else self._words
+        )
+
+    def write_words(self, words: bytes) -> None:
+        """Write the beginning of the message."""
+        if self._words is None:
+            _write_words(self.data, words)
+        else:  # much faster than by operators of torch
+            self._words[: len(words)] = words
 
     def write(self, tensors: Iterable[Tensor | None]) -> None:
         """Copy tensors in; None leaves a gap."""
@@ -188,7 +203,7 @@ class _Incoming:
         self.form = _NOTHING
         self.content: AbstractPending | None = None  # None until it is known how large it is
         self.head: AbstractPending | None = None  # where it comes by itself, into words
-        self.words = torch.empty(0) if buffer is None else buffer.data[: buffer.head_bytes]
+        self.words: Tensor | None = None  # its head, where it does not come with the content
         self.begun: Future[None] | None = None  # where a thread begins it, in its turn
 
 
@@ -264,15 +279,16 @@ class Messages:
         if buffer is None:
             buffer = self.room(layout)
             buffer.write(message.tensors)
-        apart = self._is_apart(ring)
-        head = _words(buffer.head_bytes) if apart else buffer.data
         marks = bytes(message.there) if message.there is not None else b"\1" * layout.num_marks
-        _write_words(head, pack("<qq", 0, message.word) + marks)
-        if apart:
+        words = pack("<qq", 0, message.word) + marks
+        if self._is_apart(ring):
+            head = _words(buffer.head_bytes)
+            _write_words(head, words)
             self._begin(ring, a, head, Part.HEAD, None)
             if content := buffer.content:
                 self._begin(ring, a, content[0], Part.CONTENT, buffer)
         else:
+            buffer.write_words(words)
             self._begin(ring, a, buffer.data, Part.CONTENT, buffer)
         if message.buffer is None or message.leaves:
             buffer.let_go()
@@ -311,10 +327,13 @@ class Messages:
                 buffer = layout.spare.popleft()  # the one that was let go first
             except IndexError:  # lanes ask from threads of their own
                 break
-            if all(sent.pending.is_done() for sent in buffer.sent):
+            for sent in buffer.sent:
+                if not sent.pending.is_done():
+                    layout.spare.append(buffer)
+                    break
+            else:
                 buffer.sent = []
                 return buffer
-            layout.spare.append(buffer)
         return layout.new()
 
     def wait_for(self, buffer: Buffer) -> None:
@@ -342,9 +361,11 @@ class Messages:
     def _make_room(self, ring: Ring) -> None:
         """Wait for the oldest messages of a ring that is full: the proof knows of no more."""
         sent, most = self._under_way[ring], self._depths.get(ring, _LEAST_DEPTH)
-        actions = list(dict.fromkeys(x.action for x in sent))
+        if len(sent) < most:  # each action has sent one part or more
+            return
+        actions = list(dict.fromkeys([x.action for x in sent]))
         for oldest in actions[: max(len(actions) - most + 1, 0)]:
-            while sent and sent[0].action == oldest:
+            while sent and sent[0].action is oldest:
                 self._end(sent.popleft())
 
     def _end(self, sent: _Sent) -> None:
@@ -427,7 +448,8 @@ class Messages:
             if pending is not None:
                 self._wait(pending, x.action)
         if x.buffer is not None:
-            return _laid_out(x.buffer, x.words, self._layouts[x.ring.payload, x.ring.j].num_marks)
+            words = x.buffer.words if x.words is None else x.words.numpy().data
+            return _laid_out(x.buffer, words, self._layouts[x.ring.payload, x.ring.j].num_marks)
         if x.begun is not None:
             return Message(self._read(x.data, 0, x.form.specs), x.form.facts)
         begins = _aligned(_NUMBERS)
@@ -442,7 +464,7 @@ class Messages:
 
     def _described(self, x: _Incoming, head: Tensor, transport: AbstractTransport) -> _Form:
         """Return the form of a message: the last of its key, or the one that is described."""
-        is_new, length = unpack_from("<qq", _read_words(head))
+        is_new, length = unpack_from("<qq", head.cpu().numpy().data)
         if not is_new:
             return self._form(x)
         text = torch.empty(length, dtype=torch.uint8, device=head.device)
@@ -471,23 +493,14 @@ def _words(count: int) -> Tensor:
 
 
 def _write_words(data: Tensor, words: bytes) -> None:
-    """Write the beginning of a message: much faster than by operations of torch."""
-    if data.is_cpu:
-        data.numpy().data[: len(words)] = words
-    else:
-        data[: len(words)] = torch.frombuffer(bytearray(words), dtype=torch.uint8).to(data.device)
+    data[: len(words)].copy_(torch.frombuffer(bytearray(words), dtype=torch.uint8))
 
 
-def _read_words(data: Tensor) -> memoryview:
-    return data.cpu().numpy().data
-
-
-def _laid_out(buffer: Buffer, words: Tensor, num_marks: int) -> Message:
+def _laid_out(buffer: Buffer, words: memoryview, num_marks: int) -> Message:
     """Read a message of one layout where it lies, its head in the host's memory or with it."""
-    head = _read_words(words)
-    _, word = unpack_from("<qq", head)
-    marks = head[_NUMBERS : _NUMBERS + num_marks]
-    there = None if all(marks) else list(map(bool, marks))
+    _, word = unpack_from("<qq", words)
+    marks = words[_NUMBERS : _NUMBERS + num_marks].tobytes()
+    there = list(map(bool, marks)) if b"\0" in marks else None
     return Message(buffer.tensors, None, word, there, buffer)
 
 

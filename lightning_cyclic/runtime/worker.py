@@ -13,7 +13,9 @@ program says everything else. Nothing here knows a schedule, a rule or a placeme
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from itertools import groupby
+from operator import attrgetter
 from typing import Protocol, cast, final
 
 from lightning_cyclic.errors import WaitTimeoutError
@@ -23,6 +25,7 @@ from lightning_cyclic.runtime.lanes import LaneThread
 from lightning_cyclic.runtime.messages import Message, Messages
 
 _MANY = 256
+_lane_of = attrgetter("lane")
 
 
 class AbstractCompute(Protocol):
@@ -107,12 +110,13 @@ class Worker:
         self._messages = messages
         self._stores = stores
         # in the order in which they were posted: item -> receives that bring it, or parts of it
-        self._coming: dict[Item, list[_Arrival]] = {}
-        self._changing = threading.Condition()  # what is coming, by several lanes
-        self._to_come: set[object] = {Datum.WEIGHTS}  # what is ever received, or made by lanes
+        self._coming: dict[Item, tuple[_Arrival, ...]] = {}
+        self._lock = threading.Lock()  # what is coming changes, by several lanes
+        self._has_posted = threading.Condition(self._lock)
         self._posted: dict[object, int] = {}  # stage -> newest version that has been posted
         self._limit_s = limit_s
-        self._promised: dict[Item, threading.Event] = {}  # what lanes will have made
+        # what lanes will have made: item -> lane, and which of its actions makes it
+        self._promised: dict[Item, tuple[LaneThread, int]] = {}
         self._do: dict[Kind, Callable[[Action], None]] = {
             Kind.F: compute.forward,
             Kind.B: compute.backward,
@@ -122,60 +126,36 @@ class Worker:
             Kind.UPDATE: host.update,
             Kind.TELL: host.tell,
         }
-        self._lanes = {lane: LaneThread(f"cyclic-{lane}", self._carry_out) for lane in lanes}
+        self._lanes = {lane: LaneThread(f"cyclic-{lane}", self._run_on_lane) for lane in lanes}
 
     def run(self, actions: Iterable[Action]) -> None:
         """Carry out actions in their order, each on its lane."""
-        for a in actions:
-            lane = self._lanes.get(a.lane)
-            if lane is None:
+        if not self._lanes:
+            for a in actions:
                 self._carry_out(a)
-                continue
-            lane.check()
-            self._stores.hold(a)
-            over = lane.put(a)
-            if len(self._promised) > _MANY:  # most are of no interest outside their lane
-                self._promised = {k: x for k, x in self._promised.items() if not x.is_set()}
-            for item in self._flow(a).makes:
-                self._promised[item] = over
-                self._to_come.add(item[0])
-
-    def prepare(self, a: Action) -> None:
-        """Take in everything that an action reads and that is still on its way."""
-        to_come = self._to_come
-        for item in self._flow(a).reads:
-            if item[0] in to_come:
-                self.fetch(item)
+            return
+        for name, batch in groupby(actions, _lane_of):
+            if (lane := self._lanes.get(name)) is not None:
+                self._hand_to(lane, tuple(batch))
+            else:
+                for a in batch:
+                    self._carry_out(a)
 
     def fetch(self, item: Item) -> None:
-        """Wait for an item and take it in, if it is on its way; else it is here, or not needed."""
-        if any(lane.is_current() for lane in self._lanes.values()):
-            if item[0] is Datum.WEIGHTS:
-                self._await_post(*cast(tuple[int, int], item[1:]))
-        elif item in self._promised:
-            self._await_lanes(item)
-        if item not in self._coming:
-            return
-        with self._changing:
-            arrivals = list(self._coming.get(item, ()))
-        for arrival in arrivals:
-            with arrival.lock:
-                if not arrival.is_taken:
-                    a = arrival.action
-                    self._stores.take(a, self._messages.take(a))
-                    arrival.is_taken = True
-        with self._changing:
-            left = [x for x in self._coming.get(item, ()) if not x.is_taken]
-            if left:
-                self._coming[item] = left
-            else:
-                self._coming.pop(item, None)
+        """Wait for an item and take it in, if it is on its way; else it is here, or not needed.
+
+        For the main thread: a lane would wait for itself.
+        """
+        if item in self._promised:
+            lane, number = self._promised.pop(item)
+            lane.wait_for(number)
+        if item in self._coming:
+            self._take_in(item)
 
     def settle(self) -> None:
         """Take in everything that is on its way, and wait until what was sent has left."""
         for lane in self._lanes.values():
-            lane.put().wait()  # each of its waits has a limit
-            lane.check()
+            lane.wait_for(lane.num_put)
         self._promised.clear()
         for item in list(self._coming):
             self.fetch(item)
@@ -186,25 +166,55 @@ class Worker:
         for lane in self._lanes.values():
             lane.close()
 
-    def _await_lanes(self, item: Item) -> None:
-        """Wait until a lane has come to what makes an item."""
-        self._promised.pop(item).wait()  # each of the lane's own waits has a limit
-        for lane in self._lanes.values():
-            lane.check()
+    def _hand_to(self, lane: LaneThread, batch: Sequence[Action]) -> None:
+        lane.check()
+        if len(self._promised) > _MANY:  # most are of no interest outside their lane
+            kept = self._promised.items()
+            self._promised = {item: at for item, at in kept if at[1] > at[0].num_over}
+        for number, a in enumerate(batch, start=lane.num_put + 1):
+            self._stores.hold(a)
+            for item in self._flow(a).makes:
+                self._promised[item] = (lane, number)
+        lane.put(batch)
+
+    def _run_on_lane(self, a: Action) -> None:
+        for item in self._flow(a).reads:
+            if item[0] is Datum.WEIGHTS:  # a lane may be ahead of who posts
+                self._await_post(*cast(tuple[int, int], item[1:]))
+            if item in self._coming:
+                self._take_in(item)
+        self._do[a.kind](a)
+
+    def _take_in(self, item: Item) -> None:
+        with self._lock:
+            arrivals = self._coming.get(item, ())
+        for arrival in arrivals:
+            with arrival.lock:
+                if not arrival.is_taken:
+                    a = arrival.action
+                    self._stores.take(a, self._messages.take(a))
+                    arrival.is_taken = True
+        with self._lock:
+            if self._coming.get(item) is arrivals:  # and neither another, nor one taken already
+                del self._coming[item]
 
     def _await_post(self, j: object, v: int) -> None:
         """Wait until the main thread has room for a version that a lane hands on."""
-        with self._changing:
-            if not self._changing.wait_for(lambda: self._posted.get(j, -1) >= v, self._limit_s):
+        if self._posted.get(j, -1) >= v:
+            return
+        with self._has_posted:
+            if not self._has_posted.wait_for(lambda: self._posted.get(j, -1) >= v, self._limit_s):
                 raise WaitTimeoutError(
                     f"version {v} of stage {j} was to be handed on, but nothing has been received "
                     f"into for {self._limit_s:g} s; look at what this worker does meanwhile"
                 )
 
     def _carry_out(self, a: Action) -> None:
-        # a lane may be ahead of the main thread, which has posted nothing yet
-        if self._coming or self._promised or a.lane in self._lanes:
-            self.prepare(a)
+        if self._coming or self._promised:
+            coming, promised = self._coming, self._promised
+            for item in self._flow(a).reads:
+                if item in coming or item in promised:
+                    self.fetch(item)
         self._do[a.kind](a)
 
     def _send(self, a: Action) -> None:
@@ -215,9 +225,8 @@ class Worker:
     def _post(self, a: Action) -> None:
         self._messages.post(a, self._stores.key(a))
         (item,) = self._flow(a).makes
-        self._to_come.add(item[0])
-        with self._changing:
-            self._coming.setdefault(item, []).append(_Arrival(a))
+        with self._lock:
+            self._coming[item] = (*self._coming.get(item, ()), _Arrival(a))
             if a.payload is Payload.P and a.v is not None:
                 self._posted[a.j] = a.v
-                self._changing.notify_all()
+                self._has_posted.notify_all()

@@ -27,14 +27,12 @@ class Counts:
         self._lock = threading.Lock()  # lanes send from threads of their own
         self.messages: Counter[Payload] = Counter()
         self.num_bytes: Counter[Payload] = Counter()
-        self.parts: Counter[tuple[Payload, Part]] = Counter()
 
-    def add(self, payload: Payload, part: Part, num_bytes: int) -> None:
+    def add(self, payload: Payload, num_bytes: int) -> None:
         """Count one message, or a part of one that needs several."""
         with self._lock:
             self.messages[payload] += 1
             self.num_bytes[payload] += num_bytes
-            self.parts[payload, part] += 1
 
 
 @final
@@ -78,7 +76,7 @@ class CountingTransport(AbstractTransport):
 
     @override
     def isend(self, ring: Ring, data: Tensor, part: Part = Part.CONTENT) -> AbstractPending:
-        self.counts.add(ring.payload, part, data.numel())
+        self.counts.add(ring.payload, data.numel())
         return self._inner.isend(ring, data, part)
 
     @override

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from functools import partial
-from typing import Any, final
+from itertools import product
+from typing import Any, NamedTuple, final
 
 import torch.distributed as dist
 from torch import Tensor
@@ -20,17 +21,28 @@ from lightning_cyclic.runtime.transport.base import (
     Part,
 )
 from lightning_cyclic.runtime.transport.failure_board import FailureBoard
-from lightning_cyclic.runtime.transport.line import Line, Way
+from lightning_cyclic.runtime.transport.line import Line, Says, Way
 from lightning_cyclic.runtime.transport.peers import Peers
 
 _PLACES = {payload: place for place, payload in enumerate(Payload)}
+
+
+class _Address(NamedTuple):
+    """Say how the messages of a ring go."""
+
+    line: Line
+    rank: int
+    tag: int
+    says: Says
 
 
 @final
 class NamedTransport(AbstractTransport):
     """Send and receive over gloo; every worker must build it at the same time.
 
-    One process group per lane, so that lanes never wait for each other to post.
+    One process group per lane and direction. So lanes never wait for each other to post; and no
+    connection carries much both ways: while one thread writes to it, gloo's own thread cannot
+    read from it, and asks again and again.
 
     Args:
         lanes: on which messages travel.
@@ -47,13 +59,14 @@ class NamedTransport(AbstractTransport):
         super().__init__(rank_of(dist.get_rank()), dist.get_world_size(), timeout_s)
         limit = timedelta(seconds=timeout_s)
         self._lines = {
-            lane: Line(dist.new_group(timeout=limit, backend="gloo"))
-            for lane in sorted(set(lanes))  # in one order on every worker
+            (lane, is_upward): Line(dist.new_group(timeout=limit, backend="gloo"))
+            for lane, is_upward in product(sorted(set(lanes)), (True, False))  # in one order
         }
         # a group's name is the same on every worker and new with every transport
         key = f"lightning_cyclic/{self.group.group_name}"
         self.peers = Peers(self.worker, rank_of, timeout_s, f"{key}/hosts")
         self._board = FailureBoard(key)
+        self._addresses: dict[tuple[Ring, Part], _Address] = {}
 
     @property
     def group(self) -> Any:
@@ -69,15 +82,20 @@ class NamedTransport(AbstractTransport):
         return self._post("recv", ring, data, part)
 
     def _post(self, way: Way, ring: Ring, data: Tensor, part: Part) -> AbstractPending:
-        if data.device.type != "cpu":
+        if not data.is_cpu:
             raise ConfigurationError(
                 f"gloo was given {ring.payload} of stage {ring.j} on {data.device}; it takes "
                 "tensors in the host's memory only; use HostStagedTransport(NamedTransport(...)),"
                 " which copies, or one process per GPU with NCCL"
             )
-        rank = self.peers.rank_of(self.peers.other(ring.channel))
-        says = partial(self.peers.waits, ring, part)
-        return self._lines[ring.channel.lane].post(way, data, rank, tag_of(ring, part), says)
+        if (to := self._addresses.get((ring, part))) is None:
+            rank = self.peers.rank_of(self.peers.other(ring.channel))
+            says = partial(self.peers.waits, ring, part)
+            source, target, lane, _ = ring.channel
+            line = self._lines[lane, source < target]
+            to = _Address(line, rank, tag_of(ring, part), says)
+            self._addresses[ring, part] = to
+        return to.line.post(way, data, to.rank, to.tag, to.says)
 
     @override
     def report_failure(self, text: str) -> None:

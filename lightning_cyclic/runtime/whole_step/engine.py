@@ -215,24 +215,32 @@ class Engine:
 
     def _run_to(self, kind: Kind | None, j: int) -> None:
         """Go on up to the F or B of a stage, or to the end."""
-        while self._at < len(self._actions):
-            a = self._actions[self._at]
-            if _is_of_update(a):
+        is_there = False
+        while not is_there and self._at < len(self._actions):
+            begin = end = self._at
+            for a in self._actions[begin:]:
+                if _is_of_update(a):
+                    break
+                end += 1
+                if is_there := a.kind is kind and a.j == j:
+                    break
+            self._run_before(end)
+            if not is_there and end < len(self._actions):
                 self._make_versions()
-                continue
-            self._at += 1
-            self._worker.run((a,))
-            if a.kind is kind and a.j == j:
-                return
 
     def _run_on(self) -> None:
         """Do what follows and needs nothing of the step, nor of its hyper-parameters."""
-        while self._at < len(self._actions):
-            a = self._actions[self._at]
-            if a.kind in (Kind.F, Kind.B) or _is_of_update(a):
-                return
-            self._at += 1
-            self._worker.run((a,))
+        end = self._at
+        for a in self._actions[end:]:
+            if a.kind is Kind.F or a.kind is Kind.B or _is_of_update(a):
+                break
+            end += 1
+        self._run_before(end)
+
+    def _run_before(self, end: int) -> None:
+        begin, self._at = self._at, end
+        if begin < end:
+            self._worker.run(self._actions[begin:end])
 
     def _hand_over(self, j: int, grads: list[Tensor | None]) -> None:
         self._grads.put(self.t, j, Sum(grads, self._words.said()))
