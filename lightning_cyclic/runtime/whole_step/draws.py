@@ -7,12 +7,16 @@ key for each of its draws. A whole step skips nothing, and only has to follow:
     first call of stage j    begin its stream                        a hook
     module with parameters   draws from the stream                   a hook stops the watch
     code between them        each draw has the key of its number     a TorchFunctionMode watches
+
+Behind the first step only modules that were called from outside of others keep their hooks. A
+draw that seems to be of code between them is looked up on the call stack.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, final
 
 import torch
@@ -44,37 +48,46 @@ class KeyedDraws:
         self._watch = _Watch()
         begins = {path: j for j, path in enumerate(starts, start=1)}
         split = {"", *(above for path in begins for above in _above(path))}
-        self._handles = [
-            handle
+        self._handles = {
+            m: tuple(self._hook(m, begins.get(path, 0)))
             for path, m in module.named_modules()
             if path not in split and (path in begins or _has_parameters(m))
-            for handle in self._hook(m, begins.get(path, 0))
-        ]
+        }
 
     @contextmanager
     def keyed(self, seed: int, t: int, i: int) -> Iterator[None]:
         """Run the body, which is micro-batch ``i`` of step ``t``; disturb no generator."""
         with undisturbed(self._device), self._watch.over(Randomness(seed, t, i, self._device)):
             yield
+        if self._watch.notes:
+            self._watch.notes = False
+            self._unhook_inner()
 
-    @contextmanager
-    def aside(self) -> Iterator[None]:
+    def aside(self) -> AbstractContextManager[None]:
         """Run the body, in the middle of a step, as what does not belong to it."""
-        self._watch.enter(0)
-        try:
-            yield
-        finally:
-            self._watch.leave()
+        return self._watch.aside
 
     def remove(self) -> None:
         """Take the hooks off the module."""
-        for handle in self._handles:
-            handle.remove()
+        for handles in self._handles.values():
+            for handle in handles:
+                handle.remove()
+
+    def _unhook_inner(self) -> None:
+        """Take the hooks off modules that only other modules have called: they say nothing new."""
+        for m, was_outermost in self._watch.called.items():
+            if not was_outermost:
+                for handle in self._handles.pop(m, ()):  # none of a copy
+                    handle.remove()
+                self._watch.unhooked.add(m)
+        self._watch.called.clear()
 
     def _hook(self, module: nn.Module, begins: int) -> Iterator[Any]:
         watch = self._watch  # closures and not methods: a module may be copied with its hooks
 
         def before(module: nn.Module, args: Any) -> None:
+            if watch.notes:
+                watch.note(module, begins)
             watch.enter(begins)
 
         def behind(module: nn.Module, args: Any, output: Any) -> None:
@@ -95,6 +108,10 @@ class _Watch(TorchFunctionMode):
         self._stage = 0
         self._depth = 0  # of calls of modules that are under way
         self._is_off = False
+        self.aside = _Aside(self)
+        self.called: dict[nn.Module, bool] = {}  # whether from outside of others, or a stage's own
+        self.unhooked: set[nn.Module] = set()
+        self.notes = True  # what is called
 
     @contextmanager
     def over(self, randomness: Randomness) -> Iterator[None]:
@@ -107,6 +124,12 @@ class _Watch(TorchFunctionMode):
                 yield
         finally:
             self._randomness = None
+
+    def note(self, module: nn.Module, begins: int) -> None:
+        """Note that a module is about to be called."""
+        if self._randomness is not None:
+            was_outermost = self.called.get(module, False)
+            self.called[module] = was_outermost or self._depth == 0 or begins > 0
 
     def enter(self, begins: int) -> None:
         """Begin a module's call, with which a stage may begin."""
@@ -133,10 +156,39 @@ class _Watch(TorchFunctionMode):
 
     @override
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self._depth == 0 and self._randomness is not None and is_random(func):
-            with self._randomness.of_glue():
+        randomness = self._randomness
+        is_glue = self._depth == 0 and randomness is not None and is_random(func)
+        if is_glue and not self._is_in_module():
+            assert randomness is not None
+            with randomness.of_glue():
                 return func(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
+
+    def _is_in_module(self) -> bool:
+        """Say whether a module without hooks, which others called till now, has been called."""
+        frame = sys._getframe(2) if self.unhooked else None
+        while frame is not None:
+            if frame.f_code is _CALL and frame.f_locals.get("self") in self.unhooked:
+                return True
+            frame = frame.f_back
+        return False
+
+
+_CALL = nn.Module._wrapped_call_impl.__code__
+
+
+@final
+class _Aside(AbstractContextManager[None]):
+    """Let the watch look away."""
+
+    def __init__(self, watch: _Watch) -> None:
+        self._watch = watch
+
+    def __enter__(self) -> None:
+        self._watch.enter(0)
+
+    def __exit__(self, *args: object) -> None:
+        self._watch.leave()
 
 
 def _above(path: str) -> Iterator[str]:
