@@ -13,7 +13,7 @@ from typing import NamedTuple, final
 import torch
 from torch import Tensor, nn
 
-from lightning_cyclic.runtime.messages import Buffer
+from lightning_cyclic.runtime.buffers import Buffer
 
 Gradients = list[Tensor | None]
 

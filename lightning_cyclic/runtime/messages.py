@@ -28,12 +28,21 @@ from torch import Tensor
 
 from lightning_cyclic.plan.actions import Action, Payload
 from lightning_cyclic.plan.passes.messages import Channel, Ring, ring_of
+from lightning_cyclic.runtime.buffers import (
+    NUM_WORDS,
+    Buffer,
+    Layout,
+    Sent,
+    aligned,
+    sent_spec,
+    total_bytes,
+    views_of,
+    write_into,
+    write_words_to,
+)
 from lightning_cyclic.runtime.transport import AbstractPending, AbstractTransport, Part
 from lightning_cyclic.runtime.values.specs import TensorSpec, spec_from_data, spec_to_data
 
-_ALIGNMENT = 512  # of allocators on GPUs: kernels may take another way on less
-_NUMBERS = 16  # bytes of a head before the marks of tensors that are there
-_MOST_SPREAD = 2  # a tensor that spans more of its storage than this is packed densely
 _MOST_FORMS = 256  # of one ring: inputs of many sizes must not fill the memory
 _LEAST_DEPTH = 2  # one that is under way, and one that is made
 
@@ -59,59 +68,6 @@ class Message(NamedTuple):
     there: Sequence[bool] | None = None
     buffer: Buffer | None = None
     leaves: bool = False
-
-
-@final
-class Buffer:
-    """Hold tensors that lie in one message, behind its head.
-
-    Args:
-        data: all bytes, uint8.
-        tensors: views of it.
-        head_bytes: where they begin.
-        home: where the buffer goes when nobody needs it.
-    """
-
-    __slots__ = ("_words", "data", "head_bytes", "home", "sent", "tensors")
-
-    def __init__(
-        self, data: Tensor, tensors: list[Tensor], head_bytes: int, home: deque[Buffer]
-    ) -> None:
-        self.data = data
-        self.tensors = tensors
-        self.head_bytes = head_bytes
-        self.home = home
-        self.sent: list[_Sent] = []  # under way from here
-        self._words = data.numpy().data if data.is_cpu else None
-
-    @property
-    def words(self) -> memoryview:
-        """Return the beginning of the message as bytes; a copy where it is not on the host."""
-        return (
-            self.data[: self.head_bytes].cpu().numpy().data if self._words is None else self._words
-        )
-
-    def write_words(self, words: bytes) -> None:
-        """Write the beginning of the message."""
-        if self._words is None:
-            _write_words(self.data, words)
-        else:  # much faster than by operators of torch
-            self._words[: len(words)] = words
-
-    def write(self, tensors: Iterable[Tensor | None]) -> None:
-        """Copy tensors in; None leaves a gap."""
-        pairs = [(v, x) for v, x in zip(self.tensors, tensors, strict=True) if x is not None]
-        if pairs:
-            torch._foreach_copy_([v for v, _ in pairs], [x for _, x in pairs])
-
-    @property
-    def content(self) -> list[Tensor]:
-        """Return the bytes behind the head, if there are any: NCCL is not asked to send none."""
-        return [self.data[self.head_bytes :]] if self.data.numel() > self.head_bytes else []
-
-    def let_go(self) -> None:
-        """Let the next who needs a buffer take this one."""
-        self.home.append(self)
 
 
 class _Form(NamedTuple):
@@ -144,40 +100,6 @@ class _Forms:
         self._forms[key] = form
         if len(self._forms) > _MOST_FORMS:
             del self._forms[next(iter(self._forms))]
-
-
-@final
-class Layout:
-    """Lay tensors of known shapes into buffers, and keep buffers for the next use.
-
-    Args:
-        tensors: whose shapes, strides and dtypes it copies.
-        device: of its buffers.
-        num_marks: how many marks its messages have. [one for each tensor]
-    """
-
-    def __init__(
-        self, tensors: Iterable[Tensor], device: torch.device, num_marks: int | None = None
-    ) -> None:
-        self.specs = tuple(map(_sent_spec, tensors))
-        self.num_marks = len(self.specs) if num_marks is None else num_marks
-        self._device = device
-        self.head_bytes = _aligned(_NUMBERS + self.num_marks)
-        self.num_bytes = self.head_bytes + _total_bytes(self.specs)
-        self.spare: deque[Buffer] = deque()
-
-    def new(self) -> Buffer:
-        """Make a buffer; its tensors are not initialised."""
-        data = torch.empty(self.num_bytes, dtype=torch.uint8, device=self._device)
-        return Buffer(data, _views(data, self.head_bytes, self.specs), self.head_bytes, self.spare)
-
-
-class _Sent(NamedTuple):
-    """Hold what must not be written over before it has left."""
-
-    action: Action
-    pending: AbstractPending
-    data: Tensor
 
 
 class _Incoming:
@@ -234,7 +156,7 @@ class Messages:
         self._layouts: dict[tuple[Payload, int], Layout] = {}
         self._sent_forms: dict[Ring, _Forms] = defaultdict(_Forms)
         self._received_forms: dict[Ring, _Forms] = defaultdict(_Forms)
-        self._under_way: dict[Ring, deque[_Sent]] = defaultdict(deque)
+        self._under_way: dict[Ring, deque[Sent]] = defaultdict(deque)
         self._posted: dict[Ring, deque[_Incoming]] = defaultdict(deque)
         # of one layout: each is waited for by itself, by whichever lane reads it
         self._laid_out: dict[Action, _Incoming] = {}
@@ -283,7 +205,7 @@ class Messages:
         words = pack("<qq", 0, message.word) + marks
         if self._is_apart(ring):
             head = _words(buffer.head_bytes)
-            _write_words(head, words)
+            write_words_to(head, words)
             self._begin(ring, a, head, Part.HEAD, None)
             if content := buffer.content:
                 self._begin(ring, a, content[0], Part.CONTENT, buffer)
@@ -296,16 +218,16 @@ class Messages:
     def _send_described(self, ring: Ring, a: Action, key: Hashable, message: Message) -> None:
         tensors = message.tensors
         known = self._sent_forms[ring].get(key)
-        specs = tuple(map(_sent_spec, tensors))
+        specs = tuple(map(sent_spec, tensors))
         is_new = known is _NOTHING or specs != known.specs or message.facts != known.facts
         form = _form_of(specs, message.facts) if is_new else known
         self._sent_forms[ring].put(key, form)
         apart = self._is_apart(ring)
-        begins = _aligned(_NUMBERS)
+        begins = aligned(NUM_WORDS)
         data = _words(begins) if apart else self._bytes(begins + known.num_bytes, ring)
-        _write_words(data, pack("<qq", is_new, len(form.text)))
+        write_words_to(data, pack("<qq", is_new, len(form.text)))
         if not is_new and not apart:
-            _write(data, begins, specs, tensors)
+            write_into(data, begins, specs, tensors)
         self._begin(ring, a, data, Part.HEAD if apart else Part.CONTENT, None)
         if is_new:
             text = torch.frombuffer(bytearray(form.text), dtype=torch.uint8)
@@ -313,7 +235,7 @@ class Messages:
             self._begin(ring, a, text, Part.DESCRIPTION, None)
         if (is_new or apart) and form.num_bytes:
             content = self._bytes(form.num_bytes, ring)
-            _write(content, 0, specs, tensors)
+            write_into(content, 0, specs, tensors)
             self._begin(ring, a, content, Part.CONTENT if apart else Part.DESCRIBED, None)
 
     def room(self, layout: Layout) -> Buffer:
@@ -353,7 +275,7 @@ class Messages:
     ) -> None:
         by_control = part is not Part.CONTENT and self._is_apart(ring)
         transport = self._control if by_control and self._control else self._transport
-        sent = _Sent(a, transport.isend(ring, data, part), data)
+        sent = Sent(a, transport.isend(ring, data, part), data)
         if buffer is not None:
             buffer.sent = [*buffer.sent[-1:], sent]
         self._under_way[ring].append(sent)
@@ -368,7 +290,7 @@ class Messages:
             while sent and sent[0].action is oldest:
                 self._end(sent.popleft())
 
-    def _end(self, sent: _Sent) -> None:
+    def _end(self, sent: Sent) -> None:
         self._wait(sent.pending, sent.action)
 
     def _is_apart(self, ring: Ring) -> bool:
@@ -422,7 +344,7 @@ class Messages:
 
     def _receive(self, x: _Incoming) -> None:
         if x.buffer is None:
-            x.data = self._bytes(_aligned(_NUMBERS) + self._form(x).num_bytes, x.ring)
+            x.data = self._bytes(aligned(NUM_WORDS) + self._form(x).num_bytes, x.ring)
         x.content = self._transport.irecv(x.ring, x.data, Part.CONTENT)
 
     def _receive_apart(self, x: _Incoming) -> None:
@@ -434,7 +356,7 @@ class Messages:
             if content := x.buffer.content:
                 x.content = self._transport.irecv(x.ring, content[0], Part.CONTENT)
             return
-        head = _words(_aligned(_NUMBERS))
+        head = _words(aligned(NUM_WORDS))
         self._wait(self._control.irecv(x.ring, head, Part.HEAD), x.action)
         x.form = self._described(x, head, self._control)
         if x.form.num_bytes:
@@ -452,7 +374,7 @@ class Messages:
             return _laid_out(x.buffer, words, self._layouts[x.ring.payload, x.ring.j].num_marks)
         if x.begun is not None:
             return Message(self._read(x.data, 0, x.form.specs), x.form.facts)
-        begins = _aligned(_NUMBERS)
+        begins = aligned(NUM_WORDS)
         known = self._form(x)
         form = self._described(x, x.data[:begins], self._transport)
         if form is known:
@@ -481,7 +403,7 @@ class Messages:
 
     def _read(self, data: Tensor, start: int, specs: Sequence[TensorSpec]) -> list[Tensor]:
         """Return the tensors of a message, each where it was on the device or on the host."""
-        tensors = _views(data, start, specs)
+        tensors = views_of(data, start, specs)
         return [
             x if x.is_cpu is s.on_host else x.to("cpu" if s.on_host else self._device)
             for x, s in zip(tensors, specs, strict=True)
@@ -492,78 +414,20 @@ def _words(count: int) -> Tensor:
     return torch.empty(count, dtype=torch.uint8)
 
 
-def _write_words(data: Tensor, words: bytes) -> None:
-    data[: len(words)].copy_(torch.frombuffer(bytearray(words), dtype=torch.uint8))
-
-
 def _laid_out(buffer: Buffer, words: memoryview, num_marks: int) -> Message:
     """Read a message of one layout where it lies, its head in the host's memory or with it."""
     _, word = unpack_from("<qq", words)
-    marks = words[_NUMBERS : _NUMBERS + num_marks].tobytes()
+    marks = words[NUM_WORDS : NUM_WORDS + num_marks].tobytes()
     there = list(map(bool, marks)) if b"\0" in marks else None
     return Message(buffer.tensors, None, word, there, buffer)
 
 
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
-
-
 def _form_of(specs: tuple[TensorSpec, ...], facts: Any) -> _Form:
     text = json.dumps([[spec_to_data(s) for s in specs], facts]).encode()
-    return _Form(text, specs, facts, _total_bytes(specs))
+    return _Form(text, specs, facts, total_bytes(specs))
 
 
 def _form_from(text: bytes) -> _Form:
     data, facts = json.loads(text)
     specs = tuple(spec_from_data(d) for d in data)
-    return _Form(text, specs, facts, _total_bytes(specs))
-
-
-def _sent_spec(x: Tensor) -> TensorSpec:
-    """Describe the tensor that the receiver makes: with the same strides, where not wasteful."""
-    spec = TensorSpec.of(x)
-    if _span(spec) <= _MOST_SPREAD * x.numel():
-        return spec
-    return spec._replace(stride=torch.empty_like(x, device="meta").stride())
-
-
-def _span(spec: TensorSpec) -> int:
-    """Count the elements of storage from a tensor's first to its last."""
-    if 0 in spec.size:
-        return 0
-    return 1 + sum((n - 1) * step for n, step in zip(spec.size, spec.stride, strict=True))
-
-
-def _num_bytes(spec: TensorSpec) -> int:
-    return _aligned(_span(spec) * spec.dtype.itemsize)
-
-
-def _total_bytes(specs: Sequence[TensorSpec]) -> int:
-    return sum(map(_num_bytes, specs))
-
-
-def _views(data: Tensor, start: int, specs: Sequence[TensorSpec]) -> list[Tensor]:
-    """Lay tensors into a buffer; they are no views of it in autograd's eyes."""
-    made = []
-    for spec in specs:
-        x = torch.empty(0, dtype=spec.dtype, device=data.device)
-        offset = start // spec.dtype.itemsize
-        made.append(x.set_(data.untyped_storage(), offset, spec.size, spec.stride))
-        start += _num_bytes(spec)
-    return made
-
-
-def _write(
-    data: Tensor, start: int, specs: Sequence[TensorSpec], tensors: Sequence[Tensor]
-) -> None:
-    with torch.no_grad():
-        for view, spec, x in zip(_views(data, start, specs), specs, tensors, strict=True):
-            if _overlaps(spec):  # an expanded tensor: its span of storage, once
-                span = (_span(spec),)
-                view.as_strided(span, (1,)).copy_(x.as_strided(span, (1,)))
-            else:
-                view.copy_(x)
-
-
-def _overlaps(spec: TensorSpec) -> bool:
-    return any(n > 1 and step == 0 for n, step in zip(spec.size, spec.stride, strict=True))
+    return _Form(text, specs, facts, total_bytes(specs))

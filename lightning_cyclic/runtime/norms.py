@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from lightning_cyclic.errors import StepError
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.plan.dataflow import Datum, Item
-from lightning_cyclic.runtime.messages import Layout, Message, Messages
+from lightning_cyclic.runtime.buffers import Layout
+from lightning_cyclic.runtime.messages import Message, Messages
 
 
 class StageNorms(NamedTuple):

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 
 from lightning_cyclic.errors import StepError
 from lightning_cyclic.plan.actions import Action, Kind, Payload
+from lightning_cyclic.runtime.buffers import Layout
 from lightning_cyclic.runtime.gradient_store import GradientStore, Sum
-from lightning_cyclic.runtime.messages import Layout, Message, Messages
+from lightning_cyclic.runtime.messages import Message, Messages
 from lightning_cyclic.runtime.norms import Norms
 from lightning_cyclic.runtime.stages.stage_map import StageMap
 from lightning_cyclic.runtime.whole_step.versions import VersionStore

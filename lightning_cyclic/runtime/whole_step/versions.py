@@ -14,7 +14,8 @@ from typing import final
 import torch
 from torch import nn
 
-from lightning_cyclic.runtime.messages import Buffer, Layout, Messages
+from lightning_cyclic.runtime.buffers import Buffer, Layout
+from lightning_cyclic.runtime.messages import Messages
 
 
 @final

@@ -1,0 +1,173 @@
+"""Buffers: tensors laid out once as the bytes of one message, and seen there without copying.
+
+    | head | tensor 0 | tensor 1 | ...
+
+Each begins at a multiple of 512 bytes, and has its own dtype and strides.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, final
+
+import torch
+from torch import Tensor
+
+from lightning_cyclic.plan.actions import Action
+from lightning_cyclic.runtime.transport import AbstractPending
+from lightning_cyclic.runtime.values.specs import TensorSpec
+
+NUM_WORDS = 16  # bytes of a head before the marks of tensors that are there
+_ALIGNMENT = 512  # of allocators on GPUs: kernels may take another way on less
+_MOST_SPREAD = 2  # a tensor that spans more of its storage than this is packed densely
+
+
+class Sent(NamedTuple):
+    """Hold what must not be written over before it has left."""
+
+    action: Action
+    pending: AbstractPending
+    data: Tensor
+
+
+@final
+class Buffer:
+    """Hold tensors that lie in one message, behind its head.
+
+    Args:
+        data: all bytes, uint8.
+        tensors: views of it.
+        head_bytes: where they begin.
+        home: where the buffer goes when nobody needs it.
+    """
+
+    __slots__ = ("_words", "data", "head_bytes", "home", "sent", "tensors")
+
+    def __init__(
+        self, data: Tensor, tensors: list[Tensor], head_bytes: int, home: deque[Buffer]
+    ) -> None:
+        self.data = data
+        self.tensors = tensors
+        self.head_bytes = head_bytes
+        self.home = home
+        self.sent: list[Sent] = []  # under way from here
+        self._words = data.numpy().data if data.is_cpu else None
+
+    @property
+    def words(self) -> memoryview:
+        """Return the beginning of the message as bytes; a copy where it is not on the host."""
+        if self._words is not None:
+            return self._words
+        return self.data[: self.head_bytes].cpu().numpy().data
+
+    def write_words(self, words: bytes) -> None:
+        """Write the beginning of the message."""
+        if self._words is None:
+            write_words_to(self.data, words)
+        else:  # much faster than by operators of torch
+            self._words[: len(words)] = words
+
+    def write(self, tensors: Iterable[Tensor | None]) -> None:
+        """Copy tensors in; None leaves a gap."""
+        pairs = [(v, x) for v, x in zip(self.tensors, tensors, strict=True) if x is not None]
+        if pairs:
+            torch._foreach_copy_([v for v, _ in pairs], [x for _, x in pairs])
+
+    @property
+    def content(self) -> list[Tensor]:
+        """Return the bytes behind the head, if there are any: NCCL is not asked to send none."""
+        return [self.data[self.head_bytes :]] if self.data.numel() > self.head_bytes else []
+
+    def let_go(self) -> None:
+        """Let the next who needs a buffer take this one."""
+        self.home.append(self)
+
+
+@final
+class Layout:
+    """Lay tensors of known shapes into buffers, and keep buffers for the next use.
+
+    Args:
+        tensors: whose shapes, strides and dtypes it copies.
+        device: of its buffers.
+        num_marks: how many marks its messages have. [one for each tensor]
+    """
+
+    def __init__(
+        self, tensors: Iterable[Tensor], device: torch.device, num_marks: int | None = None
+    ) -> None:
+        self.specs = tuple(map(sent_spec, tensors))
+        self.num_marks = len(self.specs) if num_marks is None else num_marks
+        self._device = device
+        self.head_bytes = aligned(NUM_WORDS + self.num_marks)
+        self.num_bytes = self.head_bytes + total_bytes(self.specs)
+        self.spare: deque[Buffer] = deque()
+
+    def new(self) -> Buffer:
+        """Make a buffer; its tensors are not initialised."""
+        data = torch.empty(self.num_bytes, dtype=torch.uint8, device=self._device)
+        tensors = views_of(data, self.head_bytes, self.specs)
+        return Buffer(data, tensors, self.head_bytes, self.spare)
+
+
+def write_words_to(data: Tensor, words: bytes) -> None:
+    """Write the beginning of a message, wherever it lies."""
+    data[: len(words)].copy_(torch.frombuffer(bytearray(words), dtype=torch.uint8))
+
+
+def aligned(num_bytes: int) -> int:
+    """Return the next number of bytes at which a tensor may begin."""
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def sent_spec(x: Tensor) -> TensorSpec:
+    """Describe the tensor that the receiver makes: with the same strides, where not wasteful."""
+    spec = TensorSpec.of(x)
+    if _span(spec) <= _MOST_SPREAD * x.numel():
+        return spec
+    return spec._replace(stride=torch.empty_like(x, device="meta").stride())
+
+
+def _span(spec: TensorSpec) -> int:
+    """Count the elements of storage from a tensor's first to its last."""
+    if 0 in spec.size:
+        return 0
+    return 1 + sum((n - 1) * step for n, step in zip(spec.size, spec.stride, strict=True))
+
+
+def _num_bytes(spec: TensorSpec) -> int:
+    return aligned(_span(spec) * spec.dtype.itemsize)
+
+
+def total_bytes(specs: Sequence[TensorSpec]) -> int:
+    """Return how many bytes tensors take, one behind the other."""
+    return sum(map(_num_bytes, specs))
+
+
+def views_of(data: Tensor, start: int, specs: Sequence[TensorSpec]) -> list[Tensor]:
+    """Lay tensors into a buffer; they are no views of it in autograd's eyes."""
+    made = []
+    for spec in specs:
+        x = torch.empty(0, dtype=spec.dtype, device=data.device)
+        offset = start // spec.dtype.itemsize
+        made.append(x.set_(data.untyped_storage(), offset, spec.size, spec.stride))
+        start += _num_bytes(spec)
+    return made
+
+
+def write_into(
+    data: Tensor, start: int, specs: Sequence[TensorSpec], tensors: Sequence[Tensor]
+) -> None:
+    """Copy tensors to where a message lays them."""
+    with torch.no_grad():
+        for view, spec, x in zip(views_of(data, start, specs), specs, tensors, strict=True):
+            if _overlaps(spec):  # an expanded tensor: its span of storage, once
+                span = (_span(spec),)
+                view.as_strided(span, (1,)).copy_(x.as_strided(span, (1,)))
+            else:
+                view.copy_(x)
+
+
+def _overlaps(spec: TensorSpec) -> bool:
+    return any(n > 1 and step == 0 for n, step in zip(spec.size, spec.stride, strict=True))
