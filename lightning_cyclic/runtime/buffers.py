@@ -59,6 +59,7 @@ class Buffer:
         """Return the beginning of the message as bytes; a copy where it is not on the host."""
         if self._words is not None:
             return self._words
+        # stops the host; only without control, which takes heads where GPUs talk to each other
         return self.data[: self.head_bytes].cpu().numpy().data
 
     def write_words(self, words: bytes) -> None:
