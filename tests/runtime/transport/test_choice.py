@@ -86,6 +86,7 @@ def linked(route: Any, device: str) -> tuple[str, str, str]:
     choice._identity = lambda device: "host/a"  # type: ignore[assignment]
     links = link(route, torch.device(device), 20.0)
     inner = links.transport._inner
+    torch.distributed.barrier(links.group)  # the store ends with rank 0: all have read the hosts
     links.transport.close()
     return links.transport.route, type(inner).__name__, torch.distributed.get_backend(links.group)
 
