@@ -21,7 +21,6 @@ import enum
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from itertools import accumulate
-from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias, final
 
 from lightning_cyclic.plan.actions import Action, Kind, Payload
@@ -165,30 +164,21 @@ def _sums(a: Action) -> tuple[Item, Item]:
     return (Datum.SUM, a.t, a.j, a.i), (Datum.SUM, a.t, a.j, None)
 
 
-@final
-class _Carried:
+class _Carried(NamedTuple):
     """Name what a message carries: a Datum and fields of its action, at either end."""
 
-    def __init__(
-        self, sent: tuple[Datum, str], received: tuple[Datum, str], *, goes_away: bool = False
-    ) -> None:
-        self.goes_away = goes_away
-        self._sent, self._received = _namer(*sent), _namer(*received)
+    sent: tuple[Datum, str]
+    received: tuple[Datum, str]
+    goes_away: bool = False
 
     def at(self, a: Action) -> Item:
         """Name it at the end of an action."""
-        return self._sent(a) if a.kind is Kind.SEND else self._received(a)
-
-
-def _namer(datum: Datum, fields: str) -> Callable[[Action], Item]:
-    numbers = attrgetter(*fields)
-    if len(fields) == 1:
-        return lambda a: (datum, numbers(a))
-    return lambda a: (datum, *numbers(a))
+        datum, fields = self.sent if a.kind is Kind.SEND else self.received
+        return (datum, *(getattr(a, field) for field in fields))
 
 
 def _same(datum: Datum, fields: str, *, goes_away: bool = False) -> _Carried:
-    return _Carried((datum, fields), (datum, fields), goes_away=goes_away)
+    return _Carried((datum, fields), (datum, fields), goes_away)
 
 
 _CARRIED = {

@@ -288,14 +288,4 @@ def _reads_weights(a: Action) -> bool:
 def _moved(a: Action, steps: int, slots: int) -> Action:
     if steps == 0:
         return a
-    return Action(  # as replace() would, which every step of a worker would feel
-        kind=a.kind,
-        t=a.t + steps,
-        j=a.j,
-        i=a.i,
-        v=None if a.v is None else a.v + steps,
-        payload=a.payload,
-        peer=a.peer,
-        lane=a.lane,
-        s=a.s + slots,
-    )
+    return replace(a, t=a.t + steps, v=None if a.v is None else a.v + steps, s=a.s + slots)

@@ -31,7 +31,6 @@ class LaneThread:
         self._do = do
         self._batches: queue.SimpleQueue[Sequence[Action] | None] = queue.SimpleQueue()
         self._over = threading.Condition(threading.Lock())
-        self._waiting = 0  # how many wait until more are over
         self.num_put = self.num_over = 0  # of actions
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -48,9 +47,7 @@ class LaneThread:
             CyclicError: the one that has ended the lane.
         """
         with self._over:
-            self._waiting += 1
             self._over.wait_for(lambda: self.num_over >= number)
-            self._waiting -= 1
         self.check()
 
     def check(self) -> None:
@@ -69,8 +66,7 @@ class LaneThread:
                     self._try(a)
                 with self._over:
                     self.num_over += 1
-                    if self._waiting:
-                        self._over.notify_all()
+                    self._over.notify_all()
 
     def _try(self, a: Action) -> None:
         try:

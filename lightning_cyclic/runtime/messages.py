@@ -249,13 +249,10 @@ class Messages:
                 buffer = layout.spare.popleft()  # the one that was let go first
             except IndexError:  # lanes ask from threads of their own
                 break
-            for sent in buffer.sent:
-                if not sent.pending.is_done():
-                    layout.spare.append(buffer)
-                    break
-            else:
+            if all(sent.pending.is_done() for sent in buffer.sent):
                 buffer.sent = []
                 return buffer
+            layout.spare.append(buffer)
         return layout.new()
 
     def wait_for(self, buffer: Buffer) -> None:

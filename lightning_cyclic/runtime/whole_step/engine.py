@@ -217,8 +217,8 @@ class Engine:
         """Go on up to the F or B of a stage, or to the end."""
         is_there = False
         while not is_there and self._at < len(self._actions):
-            begin = end = self._at
-            for a in self._actions[begin:]:
+            end = self._at
+            for a in self._actions[end:]:
                 if _is_of_update(a):
                     break
                 end += 1

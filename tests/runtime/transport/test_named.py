@@ -99,6 +99,25 @@ def fail_on_the_last() -> tuple[float, str, str | None]:
     return waited, str(caught.value), reason
 
 
+def lines_of_both_ways() -> int:
+    """Count the process groups that carry what goes there and back on one lane."""
+    rank, _ = join()
+    transport = NamedTransport(LANES, 20.0)
+    there, back = ring(THERE), ring(BACK)
+    begin = (transport.isend, transport.irecv)[:: 1 if rank == 0 else -1]
+    for pending in [begin[0](there, room()), begin[1](back, room())]:
+        pending.wait()
+    lines = {address.line for address in transport._addresses.values()}
+    torch.distributed.barrier(transport.group)
+    transport.close()
+    return len(lines)
+
+
+@pytest.mark.multi
+def test_no_connection_carries_messages_both_ways() -> None:
+    assert processes.run(lines_of_both_ways, 2) == [2, 2]
+
+
 @pytest.mark.multi
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_messages_are_matched_by_name(num_ranks: int) -> None:
