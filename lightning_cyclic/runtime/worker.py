@@ -72,14 +72,32 @@ class AbstractHost(Protocol):
 
 @final
 class _Arrival:
-    """Hold a receive until its message has been taken in, by the first that needs it."""
+    """Hold a receive until its message has been taken in, by the first that needs it.
 
-    __slots__ = ("action", "is_taken", "lock")
+    A message that did not come to the first comes to nobody: the others meet the same error.
+    """
+
+    __slots__ = ("_error", "_is_taken", "_lock", "action")
 
     def __init__(self, action: Action) -> None:
         self.action = action
-        self.lock = threading.Lock()  # the others that need it wait here
-        self.is_taken = False
+        self._lock = threading.Lock()  # the others that need it wait here
+        self._is_taken = False
+        self._error: Exception | None = None
+
+    def take(self, take_in: Callable[[Action], None]) -> None:
+        """Take the message in, if nobody has."""
+        with self._lock:
+            if self._error is not None:
+                raise self._error
+            if self._is_taken:
+                return
+            try:
+                take_in(self.action)
+            except Exception as error:
+                self._error = error
+                raise
+            self._is_taken = True
 
 
 @final
@@ -189,14 +207,13 @@ class Worker:
         with self._lock:
             arrivals = self._coming.get(item, ())
         for arrival in arrivals:
-            with arrival.lock:
-                if not arrival.is_taken:
-                    a = arrival.action
-                    self._stores.take(a, self._messages.take(a))
-                    arrival.is_taken = True
+            arrival.take(self._receive)
         with self._lock:
             if self._coming.get(item) is arrivals:  # and neither another, nor one taken already
                 del self._coming[item]
+
+    def _receive(self, a: Action) -> None:
+        self._stores.take(a, self._messages.take(a))
 
     def _await_post(self, j: object, v: int) -> None:
         """Wait until the main thread has room for a version that a lane hands on."""

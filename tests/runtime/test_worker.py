@@ -84,6 +84,18 @@ def test_a_message_that_does_not_come_fails_its_reader_and_nobody_before() -> No
     assert pair.logs[1].seen == ["1F1@0#1"]
 
 
+def test_all_that_need_a_message_that_does_not_come_fail_for_the_same_reason() -> None:
+    pair = Pair(Lane.WEIGHTS, timeout_s=0.2)
+    pair.run(1, "0RECV_P@1<0#1", "0SEND_P@1>0#1~weights")  # the lane waits for the message first
+    for _ in range(2):  # then, or meanwhile, the main thread
+        with pytest.raises(TimeoutError, match="P of stage 0 from worker 0"):
+            pair.run(1, "0F1@1#1")
+    with pytest.raises(CyclicError, match="P of stage 0 from worker 0"):
+        pair.workers[1].settle()
+    for worker in pair.workers:
+        worker.close()
+
+
 def test_settling_takes_what_nobody_has_read() -> None:
     pair = Pair()
     pair.run(0, "0SEND_P@1>1#1", "0SEND_P@2>1#2")
