@@ -26,7 +26,7 @@ pytestmark = pytest.mark.multi
 
 LINGERS_S, TIMEOUT_S = 12.0, 20.0
 BAD_BATCH = 5  # of twenty: in mid-epoch
-WAITED = r"worker {w} waited (for|to send to) worker \d: action \d\w+[<>]\d\S*, slot \d+:"
+WAITED = r"worker {w} waited (for|to send to) worker \d: action \d\w+(@\d+)?[<>]\d\S*, slot \d+:"
 
 
 class Troubled(Classifier):
