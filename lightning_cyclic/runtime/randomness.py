@@ -122,8 +122,22 @@ class _PlainGenerators:
             if numpy := sys.modules.get("numpy"):
                 numpy.random.seed(value % 2**32)
 
+    def state(self) -> tuple[Any, Any]:
+        """Return what :meth:`restore` needs."""
+        with self._lock:
+            numpy = sys.modules.get("numpy")
+            return random.getstate(), numpy.random.get_state() if numpy else None
+
+    def restore(self, state: tuple[Any, Any]) -> None:
+        """Let them be as they were: seeded for nobody that another thread may seed them for."""
+        with self._lock:
+            self._seeded_for = None
+            random.setstate(state[0])
+            if state[1] is not None:
+                sys.modules["numpy"].random.set_state(state[1])
+
     def has_drawn(self, who: object) -> bool | None:
-        """Say whether anything has drawn since; None if they were seeded for somebody else.
+        """Say whether anything has drawn since; None if others have seeded them, or restored them.
 
         It shows in their next number, which is drawn: they are to be seeded again behind it.
         """
@@ -148,16 +162,12 @@ _PLAIN = _PlainGenerators()
 @contextmanager
 def undisturbed(device: torch.device) -> Iterator[None]:
     """Run the body; leave all generators of random numbers behind it as they were."""
-    state, python_state = torch.get_rng_state(), random.getstate()
-    numpy = sys.modules.get("numpy")
-    numpy_state = numpy.random.get_state() if numpy else None
+    state, plain_state = torch.get_rng_state(), _PLAIN.state()
     on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
     try:
         yield
     finally:
         torch.set_rng_state(state)
-        random.setstate(python_state)
-        if numpy:
-            numpy.random.set_state(numpy_state)
+        _PLAIN.restore(plain_state)
         if on_device is not None:
             torch.cuda.set_rng_state(on_device, device)

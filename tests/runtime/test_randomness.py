@@ -82,6 +82,14 @@ def test_where_others_have_seeded_meanwhile_it_is_what_it_was(likely):
     assert other.has_drawn_plainly(likely=likely) is likely  # it has drawn itself, to see
 
 
+@pytest.mark.parametrize("likely", [False, True])
+def test_where_others_have_restored_what_was_it_is_what_it_was(likely):
+    made, other = Randomness(0, 0, 0, CPU), undisturbed(CPU)
+    with other:  # of a worker in another thread, which ends first
+        made.begin_region(0)
+    assert made.has_drawn_plainly(likely=likely) is likely
+
+
 def test_draws_of_glue_are_keyed_by_their_number_and_leave_the_stream_alone():
     def glue(skip=0, before=0, t=0):
         chance = Randomness(0, t, 0, CPU)
