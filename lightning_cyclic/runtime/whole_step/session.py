@@ -30,8 +30,8 @@ from lightning_cyclic.runtime.whole_step.bootstrap import FirstStep
 from lightning_cyclic.runtime.whole_step.draws import KeyedDraws
 from lightning_cyclic.runtime.whole_step.engine import Engine, EngineState, Update
 
-_BYTES_PER_STAGE = 1 << 20
-_FINE_STAGES = 8
+_LEAST_BYTES = 2 << 20  # of a fine stage: below, its messages cost more than they overlap
+_MOST_FINE = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,15 +63,15 @@ class SessionConfig:
 def auto_stages(num_workers: int, num_bytes: int) -> int:
     """Return the number of stages that "auto" stands for: of sizes alone, never of timing.
 
-    One stage per worker, or finer (up to 8) where every stage still has a MiB: fine stages
-    overlap better, but each message has a price of its own.
+    One stage per worker, or two (up to 8 in all) where each has 2 MiB: they overlap better where
+    bytes take long, but every message has a price of its own (benchmarks/replicated.py).
 
     Args:
         num_workers: how many workers there are.
         num_bytes: bytes of all trained parameters.
     """
-    fine = max(1, min(_FINE_STAGES // num_workers, num_bytes // (_BYTES_PER_STAGE * num_workers)))
-    return num_workers * fine
+    fine = 2 * num_workers
+    return fine if fine <= _MOST_FINE and num_bytes >= fine * _LEAST_BYTES else num_workers
 
 
 @final
