@@ -10,32 +10,33 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Sequence
-from typing import final
+from typing import Generic, TypeVar, final
 
 from lightning_cyclic.errors import CyclicError, StepError
-from lightning_cyclic.plan.actions import Action
+
+T = TypeVar("T")
 
 
 @final
-class LaneThread:
+class LaneThread(Generic[T]):
     """Do actions in a thread, in their order.
 
     Args:
         name: of the thread.
-        do: carries out an action.
+        do: carries out an action, or what it has been put with.
     """
 
-    def __init__(self, name: str, do: Callable[[Action], None]) -> None:
+    def __init__(self, name: str, do: Callable[[T], None]) -> None:
         self.error: CyclicError | None = None
         self._name = name
         self._do = do
-        self._batches: queue.SimpleQueue[Sequence[Action] | None] = queue.SimpleQueue()
+        self._batches: queue.SimpleQueue[Sequence[T] | None] = queue.SimpleQueue()
         self._over = threading.Condition(threading.Lock())
         self.num_put = self.num_over = 0  # of actions
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def put(self, actions: Sequence[Action]) -> None:
+    def put(self, actions: Sequence[T]) -> None:
         """Queue actions; only one thread does."""
         self.num_put += len(actions)
         self._batches.put(actions)
@@ -68,7 +69,7 @@ class LaneThread:
                     self.num_over += 1
                     self._over.notify_all()
 
-    def _try(self, a: Action) -> None:
+    def _try(self, a: T) -> None:
         try:
             self._do(a)
         except CyclicError as error:

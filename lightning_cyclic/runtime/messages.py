@@ -17,7 +17,7 @@ waited for, until as many of its ring are under way as the program was proved wi
 from __future__ import annotations
 
 import json
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from struct import pack, unpack_from
@@ -102,23 +102,48 @@ class _Forms:
             del self._forms[next(iter(self._forms))]
 
 
-class _Incoming:
-    """Hold a receive that the program has posted.
+@final
+class _Port:
+    """Hold this worker's end of a ring.
+
+    Args:
+        ring: whose messages leave here, or come.
+        layout: of all of them, if they have one.
+        depth: how many may be under way.
+        is_apart: whether heads and descriptions travel by control, as content has no name.
+    """
+
+    __slots__ = ("depth", "forms", "is_apart", "layout", "posted", "ring", "under_way")
+
+    def __init__(self, ring: Ring, layout: Layout | None, depth: int, *, is_apart: bool) -> None:
+        self.ring = ring
+        self.layout = layout
+        self.depth = depth
+        self.is_apart = is_apart
+        self.forms = _Forms()
+        self.under_way: deque[Sent] = deque()
+        self.posted: deque[Incoming] = deque()  # whose layout is not known
+
+
+@final
+class Incoming:
+    """Be a receive that has been posted.
 
     Args:
         action: that posted it.
-        ring: on which it comes.
+        port: to which it comes.
         key: of its form; None where the layout is known.
         buffer: into which it comes, where the layout is known.
     """
 
     __slots__ = (
-        "action", "begun", "buffer", "content", "data", "form", "head", "key", "ring", "words",
+        "action", "begun", "buffer", "content", "data", "form", "head", "key", "message", "port",
+        "words",
     )  # fmt: skip
 
-    def __init__(self, action: Action, ring: Ring, key: Hashable, buffer: Buffer | None) -> None:
+    def __init__(self, action: Action, port: _Port, key: Hashable, buffer: Buffer | None) -> None:
         self.action = action
-        self.ring = ring
+        self.port = port
         self.key = key
         self.buffer = buffer
         self.data = torch.empty(0) if buffer is None else buffer.data
@@ -127,6 +152,7 @@ class _Incoming:
         self.head: AbstractPending | None = None  # where it comes by itself, into words
         self.words: Tensor | None = None  # its head, where it does not come with the content
         self.begun: Future[None] | None = None  # where a thread begins it, in its turn
+        self.message: Message | None = None  # that came while a later one was waited for
 
 
 @final
@@ -154,13 +180,7 @@ class Messages:
         self._wait = wait
         self._device = device
         self._layouts: dict[tuple[Payload, int], Layout] = {}
-        self._sent_forms: dict[Ring, _Forms] = defaultdict(_Forms)
-        self._received_forms: dict[Ring, _Forms] = defaultdict(_Forms)
-        self._under_way: dict[Ring, deque[Sent]] = defaultdict(deque)
-        self._posted: dict[Ring, deque[_Incoming]] = defaultdict(deque)
-        # of one layout: each is waited for by itself, by whichever lane reads it
-        self._laid_out: dict[Action, _Incoming] = {}
-        self._come: dict[Action, Message] = {}  # behind which others of their ring were read
+        self._ports: dict[Hashable, _Port] = {}  # by what actions of a ring have in common
         # where messages have no names, each is received when it is known how large it is, in
         # the order of its channel: in a thread, so that nobody else waits for its head
         self._turns: dict[Channel, ThreadPoolExecutor] = {}
@@ -170,13 +190,24 @@ class Messages:
         return Layout(tensors, self._device, num_marks)
 
     def know(self, payload: Payload, j: int, layout: Layout) -> None:
-        """Let all messages of a payload and stage have one layout; both ends must say so."""
+        """Let all messages of a payload and stage have one layout; both ends must say so first."""
         self._layouts[payload, j] = layout
 
     def close(self) -> None:
         """End what runs in the background; messages that have not come are dropped."""
         for turns in self._turns.values():
             turns.shutdown(wait=False, cancel_futures=True)
+
+    def _port(self, a: Action) -> _Port:
+        key = a.kind, a.payload, a.j, a.peer, a.lane
+        port = self._ports.get(key)  # a key's actions all run on one lane
+        if port is None:
+            ring = ring_of(a, self._transport.worker)
+            depth = self._depths.get(ring, _LEAST_DEPTH)
+            is_apart = self._control is not None and not ring.channel.is_control
+            layout = self._layouts.get((ring.payload, ring.j))
+            port = self._ports[key] = _Port(ring, layout, depth, is_apart=is_apart)
+        return port
 
     # ------------------------------------------------------------------ sending
 
@@ -189,54 +220,54 @@ class Messages:
             message: what is sent; its tensors may change as soon as this returns, unless they
                 lie in a buffer, which is let go when it has left.
         """
-        ring = ring_of(a, self._transport.worker)
-        self._make_room(ring)
-        if (layout := self._layouts.get((ring.payload, ring.j))) is not None:
-            self._send_laid_out(ring, a, message, layout)
+        port = self._port(a)
+        self._make_room(port)
+        if port.layout is not None:
+            self._send_laid_out(port, a, message, port.layout)
         else:
-            self._send_described(ring, a, key, message)
+            self._send_described(port, a, key, message)
 
-    def _send_laid_out(self, ring: Ring, a: Action, message: Message, layout: Layout) -> None:
+    def _send_laid_out(self, port: _Port, a: Action, message: Message, layout: Layout) -> None:
         buffer = message.buffer
         if buffer is None:
             buffer = self.room(layout)
             buffer.write(message.tensors)
         marks = bytes(message.there) if message.there is not None else b"\1" * layout.num_marks
         words = pack("<qq", 0, message.word) + marks
-        if self._is_apart(ring):
+        if port.is_apart:
             head = _words(buffer.head_bytes)
             write_words_to(head, words)
-            self._begin(ring, a, head, Part.HEAD, None)
+            self._begin(port, a, head, Part.HEAD, None)
             if content := buffer.content:
-                self._begin(ring, a, content[0], Part.CONTENT, buffer)
+                self._begin(port, a, content[0], Part.CONTENT, buffer)
         else:
             buffer.write_words(words)
-            self._begin(ring, a, buffer.data, Part.CONTENT, buffer)
+            self._begin(port, a, buffer.data, Part.CONTENT, buffer)
         if message.buffer is None or message.leaves:
             buffer.let_go()
 
-    def _send_described(self, ring: Ring, a: Action, key: Hashable, message: Message) -> None:
+    def _send_described(self, port: _Port, a: Action, key: Hashable, message: Message) -> None:
         tensors = message.tensors
-        known = self._sent_forms[ring].get(key)
+        known = port.forms.get(key)
         specs = tuple(map(sent_spec, tensors))
         is_new = known is _NOTHING or specs != known.specs or message.facts != known.facts
         form = _form_of(specs, message.facts) if is_new else known
-        self._sent_forms[ring].put(key, form)
-        apart = self._is_apart(ring)
+        port.forms.put(key, form)
+        apart, ring = port.is_apart, port.ring
         begins = aligned(NUM_WORDS)
         data = _words(begins) if apart else self._bytes(begins + known.num_bytes, ring)
         write_words_to(data, pack("<qq", is_new, len(form.text)))
         if not is_new and not apart:
             write_into(data, begins, specs, tensors)
-        self._begin(ring, a, data, Part.HEAD if apart else Part.CONTENT, None)
+        self._begin(port, a, data, Part.HEAD if apart else Part.CONTENT, None)
         if is_new:
             text = torch.frombuffer(bytearray(form.text), dtype=torch.uint8)
             text = text if apart else text.to(data.device)
-            self._begin(ring, a, text, Part.DESCRIPTION, None)
+            self._begin(port, a, text, Part.DESCRIPTION, None)
         if (is_new or apart) and form.num_bytes:
             content = self._bytes(form.num_bytes, ring)
             write_into(content, 0, specs, tensors)
-            self._begin(ring, a, content, Part.CONTENT if apart else Part.DESCRIBED, None)
+            self._begin(port, a, content, Part.CONTENT if apart else Part.DESCRIBED, None)
 
     def room(self, layout: Layout) -> Buffer:
         """Return a buffer of a layout that nobody needs, or a new one.
@@ -263,23 +294,23 @@ class Messages:
 
     def settle(self) -> None:
         """Wait until all that was sent has left."""
-        for sent in list(self._under_way.values()):
-            while sent:
-                self._end(sent.popleft())
+        for port in list(self._ports.values()):
+            while port.under_way:
+                self._end(port.under_way.popleft())
 
     def _begin(
-        self, ring: Ring, a: Action, data: Tensor, part: Part, buffer: Buffer | None
+        self, port: _Port, a: Action, data: Tensor, part: Part, buffer: Buffer | None
     ) -> None:
-        by_control = part is not Part.CONTENT and self._is_apart(ring)
+        by_control = part is not Part.CONTENT and port.is_apart
         transport = self._control if by_control and self._control else self._transport
-        sent = Sent(a, transport.isend(ring, data, part), data)
+        sent = Sent(a, transport.isend(port.ring, data, part), data)
         if buffer is not None:
             buffer.sent = [*buffer.sent[-1:], sent]
-        self._under_way[ring].append(sent)
+        port.under_way.append(sent)
 
-    def _make_room(self, ring: Ring) -> None:
+    def _make_room(self, port: _Port) -> None:
         """Wait for the oldest messages of a ring that is full: the proof knows of no more."""
-        sent, most = self._under_way[ring], self._depths.get(ring, _LEAST_DEPTH)
+        sent, most = port.under_way, port.depth
         if len(sent) < most:  # each action has sent one part or more
             return
         actions = list(dict.fromkeys([x.action for x in sent]))
@@ -290,77 +321,76 @@ class Messages:
     def _end(self, sent: Sent) -> None:
         self._wait(sent.pending, sent.action)
 
-    def _is_apart(self, ring: Ring) -> bool:
-        """Say whether heads and descriptions travel by control, as content has no name."""
-        return self._control is not None and not ring.channel.is_control
-
     # ------------------------------------------------------------------ receiving
 
-    def post(self, a: Action, key: Hashable) -> None:
+    def post(self, a: Action, key: Hashable) -> Incoming:
         """Be ready to receive, so that bytes travel while something else is computed.
 
         Args:
             a: the receive.
             key: as in :meth:`send`.
+
+        Returns:
+            What is to be taken.
         """
-        ring = ring_of(a, self._transport.worker)
-        layout = self._layouts.get((ring.payload, ring.j))
-        buffer = None if layout is None else self.room(layout)
-        incoming, posted = _Incoming(a, ring, key, buffer), self._posted[ring]
+        port = self._port(a)
+        buffer = None if port.layout is None else self.room(port.layout)
+        incoming, posted = Incoming(a, port, key, buffer), port.posted
         if buffer is None:
             posted.append(incoming)
-        else:
-            self._laid_out[a] = incoming
-        if self._is_apart(ring):
-            if ring.channel not in self._turns:
-                name = f"cyclic-from-{ring.channel.source}"
-                self._turns[ring.channel] = ThreadPoolExecutor(1, thread_name_prefix=name)
-            incoming.begun = self._turns[ring.channel].submit(self._receive_apart, incoming)
+        if port.is_apart:
+            channel = port.ring.channel
+            if channel not in self._turns:
+                name = f"cyclic-from-{channel.source}"
+                self._turns[channel] = ThreadPoolExecutor(1, thread_name_prefix=name)
+            incoming.begun = self._turns[channel].submit(self._receive_apart, incoming)
         elif buffer is not None or len(posted) == 1 or self._form(incoming) is not _NOTHING:
             self._receive(incoming)
         # else nobody knows how large it is before the first of its kind has been read
+        return incoming
 
-    def take(self, a: Action) -> Message:
-        """Wait for the message of a receive that was posted.
+    def take(self, x: Incoming) -> Message:
+        """Wait for the message of a receive that was posted, and take it: once.
 
         Returns:
             What was sent; its tensors share the memory of one buffer that nobody else has.
         """
-        if (incoming := self._laid_out.pop(a, None)) is not None:
-            return self._finished(incoming)
-        posted = self._posted[ring_of(a, self._transport.worker)]
-        while a not in self._come:  # descriptions come in the order of their messages
+        if x.buffer is not None:
+            return self._finished(x)
+        posted = x.port.posted
+        while x.message is None:  # descriptions come in the order of their messages
             first = posted.popleft()
-            self._come[first.action] = self._finished(first)
+            first.message = self._finished(first)
             if posted and posted[0].content is None and posted[0].begun is None:
                 self._receive(posted[0])
-        return self._come.pop(a)
+        message, x.message = x.message, None
+        return message
 
-    def _form(self, x: _Incoming) -> _Form:
-        return self._received_forms[x.ring].get(x.key)
+    def _form(self, x: Incoming) -> _Form:
+        return x.port.forms.get(x.key)
 
-    def _receive(self, x: _Incoming) -> None:
+    def _receive(self, x: Incoming) -> None:
         if x.buffer is None:
-            x.data = self._bytes(aligned(NUM_WORDS) + self._form(x).num_bytes, x.ring)
-        x.content = self._transport.irecv(x.ring, x.data, Part.CONTENT)
+            x.data = self._bytes(aligned(NUM_WORDS) + self._form(x).num_bytes, x.port.ring)
+        x.content = self._transport.irecv(x.port.ring, x.data, Part.CONTENT)
 
-    def _receive_apart(self, x: _Incoming) -> None:
+    def _receive_apart(self, x: Incoming) -> None:
         """Begin to receive the content of a message whose turn it is on its channel."""
         assert self._control is not None
         if x.buffer is not None:
             x.words = _words(x.buffer.head_bytes)
-            x.head = self._control.irecv(x.ring, x.words, Part.HEAD)
+            x.head = self._control.irecv(x.port.ring, x.words, Part.HEAD)
             if content := x.buffer.content:
-                x.content = self._transport.irecv(x.ring, content[0], Part.CONTENT)
+                x.content = self._transport.irecv(x.port.ring, content[0], Part.CONTENT)
             return
         head = _words(aligned(NUM_WORDS))
-        self._wait(self._control.irecv(x.ring, head, Part.HEAD), x.action)
+        self._wait(self._control.irecv(x.port.ring, head, Part.HEAD), x.action)
         x.form = self._described(x, head, self._control)
         if x.form.num_bytes:
-            x.data = self._bytes(x.form.num_bytes, x.ring)
-            x.content = self._transport.irecv(x.ring, x.data, Part.CONTENT)
+            x.data = self._bytes(x.form.num_bytes, x.port.ring)
+            x.content = self._transport.irecv(x.port.ring, x.data, Part.CONTENT)
 
-    def _finished(self, x: _Incoming) -> Message:
+    def _finished(self, x: Incoming) -> Message:
         if x.begun is not None:
             x.begun.result()
         for pending in (x.head, x.content):
@@ -368,7 +398,8 @@ class Messages:
                 self._wait(pending, x.action)
         if x.buffer is not None:
             words = x.buffer.words if x.words is None else x.words.numpy().data
-            return _laid_out(x.buffer, words, self._layouts[x.ring.payload, x.ring.j].num_marks)
+            assert x.port.layout is not None
+            return _laid_out(x.buffer, words, x.port.layout.num_marks)
         if x.begun is not None:
             return Message(self._read(x.data, 0, x.form.specs), x.form.facts)
         begins = aligned(NUM_WORDS)
@@ -376,20 +407,20 @@ class Messages:
         form = self._described(x, x.data[:begins], self._transport)
         if form is known:
             return Message(self._read(x.data, begins, form.specs), form.facts)
-        data = self._bytes(form.num_bytes, x.ring)
+        data = self._bytes(form.num_bytes, x.port.ring)
         if form.num_bytes:
-            self._wait(self._transport.irecv(x.ring, data, Part.DESCRIBED), x.action)
+            self._wait(self._transport.irecv(x.port.ring, data, Part.DESCRIBED), x.action)
         return Message(self._read(data, 0, form.specs), form.facts)
 
-    def _described(self, x: _Incoming, head: Tensor, transport: AbstractTransport) -> _Form:
+    def _described(self, x: Incoming, head: Tensor, transport: AbstractTransport) -> _Form:
         """Return the form of a message: the last of its key, or the one that is described."""
         is_new, length = unpack_from("<qq", head.cpu().numpy().data)
         if not is_new:
             return self._form(x)
         text = torch.empty(length, dtype=torch.uint8, device=head.device)
-        self._wait(transport.irecv(x.ring, text, Part.DESCRIPTION), x.action)
+        self._wait(transport.irecv(x.port.ring, text, Part.DESCRIPTION), x.action)
         form = _form_from(text.cpu().numpy().tobytes())
-        self._received_forms[x.ring].put(x.key, form)
+        x.port.forms.put(x.key, form)
         return form
 
     def _bytes(self, count: int, ring: Ring) -> Tensor:

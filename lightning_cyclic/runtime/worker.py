@@ -13,16 +13,18 @@ program says everything else. Nothing here knows a schedule, a rule or a placeme
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable
 from itertools import groupby
 from operator import attrgetter
-from typing import Protocol, cast, final
+from typing import Protocol, TypeAlias, cast, final
 
 from lightning_cyclic.errors import WaitTimeoutError
 from lightning_cyclic.plan.actions import Action, Kind, Lane, Payload
-from lightning_cyclic.plan.dataflow import Dataflow, Datum, Item
+from lightning_cyclic.plan.dataflow import Dataflow, Datum, Flow, Item
 from lightning_cyclic.runtime.lanes import LaneThread
-from lightning_cyclic.runtime.messages import Message, Messages
+from lightning_cyclic.runtime.messages import Incoming, Message, Messages
+
+_LaneThread: TypeAlias = LaneThread[tuple[Action, Flow]]
 
 _MANY = 256
 _lane_of = attrgetter("lane")
@@ -77,15 +79,16 @@ class _Arrival:
     A message that did not come to the first comes to nobody: the others meet the same error.
     """
 
-    __slots__ = ("_error", "_is_taken", "_lock", "action")
+    __slots__ = ("_action", "_error", "_incoming", "_is_taken", "_lock")
 
-    def __init__(self, action: Action) -> None:
-        self.action = action
+    def __init__(self, action: Action, incoming: Incoming) -> None:
+        self._action = action
+        self._incoming = incoming
         self._lock = threading.Lock()  # the others that need it wait here
         self._is_taken = False
         self._error: Exception | None = None
 
-    def take(self, take_in: Callable[[Action], None]) -> None:
+    def take(self, take_in: Callable[[Action, Incoming], None]) -> None:
         """Take the message in, if nobody has."""
         with self._lock:
             if self._error is not None:
@@ -93,7 +96,7 @@ class _Arrival:
             if self._is_taken:
                 return
             try:
-                take_in(self.action)
+                take_in(self._action, self._incoming)
             except Exception as error:
                 self._error = error
                 raise
@@ -134,7 +137,7 @@ class Worker:
         self._posted: dict[object, int] = {}  # stage -> newest version that has been posted
         self._limit_s = limit_s
         # what lanes will have made: item -> lane, and which of its actions makes it
-        self._promised: dict[Item, tuple[LaneThread, int]] = {}
+        self._promised: dict[Item, tuple[_LaneThread, int]] = {}
         self._do: dict[Kind, Callable[[Action], None]] = {
             Kind.F: compute.forward,
             Kind.B: compute.backward,
@@ -154,7 +157,7 @@ class Worker:
             return
         for name, batch in groupby(actions, _lane_of):
             if (lane := self._lanes.get(name)) is not None:
-                self._hand_to(lane, tuple(batch))
+                self._hand_to(lane, batch)
             else:
                 for a in batch:
                     self._carry_out(a)
@@ -184,19 +187,21 @@ class Worker:
         for lane in self._lanes.values():
             lane.close()
 
-    def _hand_to(self, lane: LaneThread, batch: Sequence[Action]) -> None:
+    def _hand_to(self, lane: _LaneThread, batch: Iterable[Action]) -> None:
         lane.check()
         if len(self._promised) > _MANY:  # most are of no interest outside their lane
             kept = self._promised.items()
             self._promised = {item: at for item, at in kept if at[1] > at[0].num_over}
-        for number, a in enumerate(batch, start=lane.num_put + 1):
+        rows = [(a, self._flow(a)) for a in batch]
+        for number, (a, row) in enumerate(rows, start=lane.num_put + 1):
             self._stores.hold(a)
-            for item in self._flow(a).makes:
+            for item in row.makes:
                 self._promised[item] = (lane, number)
-        lane.put(batch)
+        lane.put(rows)
 
-    def _run_on_lane(self, a: Action) -> None:
-        for item in self._flow(a).reads:
+    def _run_on_lane(self, row: tuple[Action, Flow]) -> None:
+        a, (reads, _, _) = row
+        for item in reads:
             if item[0] is Datum.WEIGHTS:  # a lane may be ahead of who posts
                 self._await_post(*cast(tuple[int, int], item[1:]))
             if item in self._coming:
@@ -212,8 +217,8 @@ class Worker:
             if self._coming.get(item) is arrivals:  # and neither another, nor one taken already
                 del self._coming[item]
 
-    def _receive(self, a: Action) -> None:
-        self._stores.take(a, self._messages.take(a))
+    def _receive(self, a: Action, incoming: Incoming) -> None:
+        self._stores.take(a, self._messages.take(incoming))
 
     def _await_post(self, j: object, v: int) -> None:
         """Wait until the main thread has room for a version that a lane hands on."""
@@ -240,10 +245,10 @@ class Worker:
             self._stores.let_go(a)
 
     def _post(self, a: Action) -> None:
-        self._messages.post(a, self._stores.key(a))
+        arrival = _Arrival(a, self._messages.post(a, self._stores.key(a)))
         (item,) = self._flow(a).makes
         with self._lock:
-            self._coming[item] = (*self._coming.get(item, ()), _Arrival(a))
+            self._coming[item] = (*self._coming.get(item, ()), arrival)
             if a.payload is Payload.P and a.v is not None:
                 self._posted[a.j] = a.v
                 self._has_posted.notify_all()

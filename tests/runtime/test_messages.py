@@ -27,6 +27,7 @@ class Pair:
     def __init__(self):
         office = PostOffice()
         self.waited = []
+        self.posted = {}
         self.transport = CountingTransport(LocalTransport(office, 0, 2, 0.5))
         self.sender = Messages(self.transport, DEPTHS, self.wait, CPU)
         self.receiver = Messages(LocalTransport(office, 1, 2, 0.5), {}, self.wait, CPU)
@@ -39,10 +40,11 @@ class Pair:
         self.sender.send(parse(f"{j}SEND_{payload}{i}>1#0"), key, Message(tensors, facts))
 
     def post(self, key="k", i=0, j=1, payload="A"):
-        self.receiver.post(parse(f"{j}RECV_{payload}{i}<0#0"), key)
+        action = parse(f"{j}RECV_{payload}{i}<0#0")
+        self.posted[action] = self.receiver.post(action, key)
 
     def take(self, i=0, j=1, payload="A"):
-        return self.receiver.take(parse(f"{j}RECV_{payload}{i}<0#0"))
+        return self.receiver.take(self.posted.pop(parse(f"{j}RECV_{payload}{i}<0#0")))
 
     def receive(self, key="k", i=0, j=1, payload="A"):
         self.post(key, i, j, payload)
@@ -329,9 +331,9 @@ def test_what_goes_by_control_is_in_the_memory_of_the_host():
         ("0{}_M{}#0", [torch.ones(3)], None),
     ):  # fmt: skip
         sent, comes = (parse(text.format(*ways)) for ways in (("SEND", ">1"), ("RECV", "<0")))
-        receiver.post(comes, None)
+        incoming = receiver.post(comes, None)
         sender.send(sent, None, Message(tensors, word=3, there=there))
-        arrived.append(receiver.take(comes))
+        arrived.append(receiver.take(incoming))
     first, second, norms, versions, metric = arrived
     for message in (first, second):
         assert [y.device.type for y in message.tensors] == ["meta", "meta"]

@@ -41,8 +41,8 @@ class Pair:
             key, message = None, self.norms[w].note(0, j, grads).message()
             self.messages[w].send(parse(f"{j}SEND_N>{1 - w}#0"), key, message)
             receive = parse(f"{j}RECV_N<{w}#0")
-            self.messages[1 - w].post(receive, key)
-            self.norms[1 - w].put(0, j, self.messages[1 - w].take(receive))
+            incoming = self.messages[1 - w].post(receive, key)
+            self.norms[1 - w].put(0, j, self.messages[1 - w].take(incoming))
 
 
 def stages_of(

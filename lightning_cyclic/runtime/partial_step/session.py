@@ -532,8 +532,7 @@ class StagewiseSession:
         a = Action(kind=Kind.SEND, payload=Payload.M, t=self.t, j=j, peer=source)
         if self.worker != source:
             a = replace(a, kind=Kind.RECV)
-            self._messages.post(a, None)
-            return self._messages.take(a)
+            return self._messages.take(self._messages.post(a, None))
         for other in self.replica:
             if other != source:
                 self._messages.send(replace(a, peer=other), None, message)
