@@ -43,9 +43,11 @@ class SaveAt(Callback):
             trainer.save_checkpoint(self._path)
 
 
-def train(name: str, path: str, ckpt_path: str | None = None) -> dict[str, Any]:
+def train(
+    name: str, path: str, ckpt_path: str | None = None, options: dict[str, Any] | None = None
+) -> dict[str, Any]:
     """Train on this rank; save at one step, or go on from what was saved there."""
-    _, strategy = CASES[name]
+    strategy = CASES[name][1] | (options or {})
     module = Classifier("batchnorm_mlp", "adamw")
     callbacks = [] if ckpt_path else [SaveAt(path)]
     trainer = make_trainer(strategy, max_epochs=1, callbacks=callbacks)

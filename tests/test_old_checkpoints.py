@@ -29,6 +29,17 @@ def test_training_goes_on_from_a_checkpoint_of_before(name: str, tmp_path: Path)
         assert_same(one["weights"], other["weights"], name)
 
 
+@pytest.mark.parametrize("name", ["cyclic_dp", "cyclic_dp_v1", "lockstep_dp"])
+def test_the_stages_of_a_checkpoint_are_kept_where_auto_would_make_others(name: str) -> None:
+    old = str(FOLDER / f"{name}.ckpt")
+    named = processes.run(train, 2, name, "", old)
+    auto = processes.run(train, 2, name, "", old, {"stages": "auto"})
+    assert max(auto[0]["stage_of"].values()) == 3  # of four; auto makes two of a module this small
+    for one, other in zip(auto, named, strict=True):
+        assert one["stage_of"] == other["stage_of"]
+        assert_same(one["weights"], other["weights"], name)
+
+
 def _same_arithmetic(old: Path, new: Path) -> bool:
     a, b = (torch.load(path, weights_only=False)["state_dict"] for path in (old, new))
     return all(torch.equal(a[key], b[key]) for key in a)

@@ -23,7 +23,7 @@ class LaneThread(Generic[T]):
 
     Args:
         name: of the thread.
-        do: carries out an action, or what it has been put with.
+        do: carries out an action, as it was put: alone, or with what belongs to it.
     """
 
     def __init__(self, name: str, do: Callable[[T], None]) -> None:

@@ -191,6 +191,7 @@ class Messages:
 
     def know(self, payload: Payload, j: int, layout: Layout) -> None:
         """Let all messages of a payload and stage have one layout; both ends must say so first."""
+        assert not self._ports, "a message has gone without the layout"
         self._layouts[payload, j] = layout
 
     def close(self) -> None:
@@ -355,7 +356,7 @@ class Messages:
         Returns:
             What was sent; its tensors share the memory of one buffer that nobody else has.
         """
-        if x.buffer is not None:
+        if x.buffer is not None:  # by itself, by whichever lane reads it
             return self._finished(x)
         posted = x.port.posted
         while x.message is None:  # descriptions come in the order of their messages
