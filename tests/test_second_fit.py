@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from tests import processes
@@ -21,7 +22,8 @@ def fit_twice(strategy: dict[str, Any], folder: str) -> list[dict[str, Any]]:
     found = []
     for path in (None, f"{folder}/step=4.ckpt"):
         trainer.fit(module, train_data(module, 6), ckpt_path=path)
-        found.append(outcome(trainer, module))
+        groups = len(dist.distributed_c10d._world.pg_map)
+        found.append(outcome(trainer, module) | {"groups": groups})
     hooks = sum(len(m._forward_pre_hooks) + len(m._forward_hooks) for m in module.modules())
     assert hooks == 0
     return found
@@ -41,3 +43,5 @@ def test_the_second_fit_takes_what_was_delayed(strategy: dict[str, Any], tmp_pat
     for first, second in processes.run(fit_twice, 2, strategy, str(tmp_path)):
         assert_same(second["weights"], first["weights"])
         assert second["global_step"] == first["global_step"] == 6
+        # beside the default group, the one over which a checkpoint behind a fit is gathered
+        assert (first["groups"], second["groups"]) == (2, 3)

@@ -594,6 +594,8 @@ class StagewiseSession:
                 self._messages.close()
                 self._line.close()
             self.transport.close()
+            if not self.failed:
+                self.transport.disconnect()
 
     def naming_peers(self, what: str) -> AbstractContextManager[None]:
         """Name the workers that do not come while the body waits for them."""

@@ -93,3 +93,9 @@ class AbstractTransport(ABC):
     @abstractmethod
     def close(self) -> None:
         """Stop what the transport runs in the background; pending messages are dropped."""
+
+    def disconnect(self) -> None:  # noqa: B027  # some have no connections
+        """Give connections up, behind :meth:`close`, when no worker needs them any longer.
+
+        All workers call it; what they agree on beside messages still travels.
+        """

@@ -94,3 +94,7 @@ class CountingTransport(AbstractTransport):
     @override
     def close(self) -> None:
         self._inner.close()
+
+    @override
+    def disconnect(self) -> None:
+        self._inner.disconnect()

@@ -99,6 +99,12 @@ class EdgeTransport(AbstractTransport):
     def close(self) -> None:
         """Do nothing: nothing runs in the background, and control belongs to who made it."""
 
+    @override
+    def disconnect(self) -> None:
+        for line in self._lines.values():  # in one order for all workers
+            line.disconnect()
+        self._lines.clear()
+
     def hang_up(self) -> None:
         """Close all channels of this worker, so that nobody waits for it any longer."""
         for line in self._lines.values():
@@ -186,3 +192,10 @@ class LateEdges(AbstractTransport):
     @override
     def close(self) -> None:
         self._control.close()
+
+    @override
+    def disconnect(self) -> None:
+        for made in self._made:
+            made.disconnect()
+        self._made.clear()
+        self._control.disconnect()

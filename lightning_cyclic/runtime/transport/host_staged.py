@@ -81,6 +81,10 @@ class HostStagedTransport(AbstractTransport):
         self._sender.shutdown(wait=False, cancel_futures=True)
         self._inner.close()
 
+    @override
+    def disconnect(self) -> None:
+        self._inner.disconnect()
+
     def _copies_of(self, device: torch.device) -> AbstractCopies:
         if device not in self._copies:
             on_gpu = device.type == "cuda"

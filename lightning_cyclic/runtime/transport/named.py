@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from datetime import timedelta
 from functools import partial
 from itertools import product
-from typing import Any, NamedTuple, final
+from typing import NamedTuple, final
 
 import torch.distributed as dist
 from torch import Tensor
@@ -62,16 +62,13 @@ class NamedTransport(AbstractTransport):
             (lane, is_upward): Line(dist.new_group(timeout=limit, backend="gloo"))
             for lane, is_upward in product(sorted(set(lanes)), (True, False))  # in one order
         }
+        self.group = next(iter(self._lines.values())).group
+        """A group of all workers that breaks when one of them fails."""
         # a group's name is the same on every worker and new with every transport
         key = f"lightning_cyclic/{self.group.group_name}"
         self.peers = Peers(self.worker, rank_of, timeout_s, f"{key}/hosts")
         self._board = FailureBoard(key)
         self._addresses: dict[tuple[Ring, Part], _Address] = {}
-
-    @property
-    def group(self) -> Any:
-        """Return a group of all workers that breaks when one of them fails."""
-        return next(iter(self._lines.values())).group
 
     @override
     def isend(self, ring: Ring, data: Tensor, part: Part = Part.CONTENT) -> AbstractPending:
@@ -110,6 +107,14 @@ class NamedTransport(AbstractTransport):
     @override
     def close(self) -> None:
         self._board.close()
+
+    @override
+    def disconnect(self) -> None:
+        self._addresses.clear()
+        for key, line in list(self._lines.items()):
+            if line.group is not self.group:  # over which checkpoints behind a fit are gathered
+                del self._lines[key]
+                line.disconnect()
 
 
 def tag_of(ring: Ring, part: Part) -> int:

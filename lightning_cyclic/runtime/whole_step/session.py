@@ -30,7 +30,7 @@ from lightning_cyclic.runtime.whole_step.bootstrap import FirstStep
 from lightning_cyclic.runtime.whole_step.draws import KeyedDraws
 from lightning_cyclic.runtime.whole_step.engine import Engine, EngineState, Update
 
-_LEAST_BYTES = 2 << 20  # of a fine stage: below, its messages cost more than they overlap
+_LEAST_BYTES = 3 << 19  # of a fine stage: below, its messages cost more than they overlap
 _MOST_FINE = 8
 
 
@@ -63,7 +63,7 @@ class SessionConfig:
 def auto_stages(num_workers: int, num_bytes: int) -> int:
     """Return the number of stages that "auto" stands for: of sizes alone, never of timing.
 
-    One stage per worker, or two (up to 8 in all) where each has 2 MiB: they overlap better where
+    One stage per worker, or two (up to 8 in all) where each has 1.5 MiB: they overlap better where
     bytes take long, but every message has a price of its own (benchmarks/replicated.py).
 
     Args:
@@ -110,6 +110,7 @@ class Session:
         self._watched: list[tuple[str, Tensor, int]] = []
         self.engine: Engine | None = None
         self.stages: StageMap | None = None
+        self._transports: list[CountingTransport] = []  # the last is that of the engine
         # made here, by all workers at once, so that a failure in the first step has a board
         self.transport = self._new_transport()
         self._first: FirstStep | None = FirstStep(module, parameters, self.group)
@@ -268,6 +269,10 @@ class Session:
             self.engine.close()
         else:
             self.transport.close()
+        if not self.failed:
+            for transport in self._transports:
+                transport.disconnect()
+            self._transports.clear()
 
     # ------------------------------------------------------------------ beginning
 
@@ -363,6 +368,7 @@ class Session:
     def _new_transport(self) -> CountingTransport:
         links = link(self._config.route, self._device, self._config.timeout_s)
         self.group = links.group
+        self._transports.append(links.transport)
         return links.transport
 
     def _watch_buffers(self, stages: StageMap) -> None:

@@ -13,12 +13,12 @@ MIB = 1 << 20
     ("num_workers", "num_bytes", "expected"),
     [
         (2, 0, 2),
-        (2, 8 * MIB - 1, 2),  # four stages of a model this small cost more than they overlap
-        (2, 8 * MIB, 4),
+        (2, 6 * MIB - 1, 2),  # four stages of a model this small cost more than they overlap
+        (2, 6 * MIB, 4),
         (2, 1000 * MIB, 4),
-        (3, 12 * MIB, 6),
-        (4, 16 * MIB - 1, 4),
-        (4, 16 * MIB, 8),
+        (3, 9 * MIB, 6),
+        (4, 12 * MIB - 1, 4),
+        (4, 12 * MIB, 8),
         (8, 1000 * MIB, 8),
         (64, 1000 * MIB, 64),
     ],
