@@ -21,6 +21,7 @@ import enum
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from itertools import accumulate
+from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias, final
 
 from lightning_cyclic.plan.actions import Action, Kind, Payload
@@ -164,21 +165,31 @@ def _sums(a: Action) -> tuple[Item, Item]:
     return (Datum.SUM, a.t, a.j, a.i), (Datum.SUM, a.t, a.j, None)
 
 
-class _Carried(NamedTuple):
-    """Name what a message carries: a Datum and fields of its action, at either end."""
+_End: TypeAlias = tuple[Datum, Callable[[Action], tuple[object, ...]]]
 
-    sent: tuple[Datum, str]
-    received: tuple[Datum, str]
+
+class _Carried(NamedTuple):
+    """Name what a message carries, at either end."""
+
+    sent: _End
+    received: _End
     goes_away: bool = False
 
     def at(self, a: Action) -> Item:
         """Name it at the end of an action."""
-        datum, fields = self.sent if a.kind is Kind.SEND else self.received
-        return (datum, *(getattr(a, field) for field in fields))
+        datum, numbers = self.sent if a.kind is Kind.SEND else self.received
+        return (datum, *numbers(a))
+
+
+def _end(datum: Datum, fields: str) -> _End:
+    """Return a datum, and what its numbers are: those fields of an action."""
+    numbers = attrgetter(*fields)
+    return datum, numbers if len(fields) > 1 else lambda a: (numbers(a),)
 
 
 def _same(datum: Datum, fields: str, *, goes_away: bool = False) -> _Carried:
-    return _Carried((datum, fields), (datum, fields), goes_away)
+    end = _end(datum, fields)
+    return _Carried(end, end, goes_away)
 
 
 _CARRIED = {
@@ -186,14 +197,14 @@ _CARRIED = {
     Payload.G: _same(Datum.OUTPUT_GRADIENT, "tij", goes_away=True),
     Payload.W: _same(Datum.TIED_GRADIENT, "tij", goes_away=True),
     Payload.S: _same(Datum.SUM, "tji", goes_away=True),
-    Payload.T: _Carried((Datum.SUM, "tji"), (Datum.TOTAL, "tj"), goes_away=True),
+    Payload.T: _Carried(_end(Datum.SUM, "tji"), _end(Datum.TOTAL, "tj"), goes_away=True),
     Payload.P: _same(Datum.WEIGHTS, "jv"),
-    Payload.V: _Carried((Datum.WEIGHTS, "jv"), (Datum.TIED, "jv")),
-    Payload.R: _Carried((Datum.LEFT_BUFFERS, "j"), (Datum.BUFFERS, "tij")),
+    Payload.V: _Carried(_end(Datum.WEIGHTS, "jv"), _end(Datum.TIED, "jv")),
+    Payload.R: _Carried(_end(Datum.LEFT_BUFFERS, "j"), _end(Datum.BUFFERS, "tij")),
     Payload.C: _same(Datum.LEFT_BUFFERS, "j"),
     Payload.D: _same(Datum.BATCH, "t"),
     Payload.L: _same(Datum.LOSSES, "t"),
-    Payload.N: _Carried((Datum.SUM, "tji"), (Datum.NORMS, "tj")),
+    Payload.N: _Carried(_end(Datum.SUM, "tji"), _end(Datum.NORMS, "tj")),
     Payload.K: _same(Datum.START, "t"),
 }  # i is None of T and N: of a whole sum
 

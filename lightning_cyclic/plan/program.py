@@ -286,6 +286,4 @@ def _reads_weights(a: Action) -> bool:
 
 
 def _moved(a: Action, steps: int, slots: int) -> Action:
-    if steps == 0:
-        return a
-    return replace(a, t=a.t + steps, v=None if a.v is None else a.v + steps, s=a.s + slots)
+    return a if steps == 0 else a.moved(steps, slots)

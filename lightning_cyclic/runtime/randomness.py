@@ -111,8 +111,6 @@ class _PlainGenerators:
         self._lock = threading.Lock()
         self._seeded_for: object = None
         self._value = 0
-        self._twin = random.Random()
-        self._twin_of_numpy: Any = None
 
     def seed(self, who: object, value: int) -> None:
         """Seed them for somebody."""
@@ -145,15 +143,15 @@ class _PlainGenerators:
             if self._seeded_for is not who:
                 return None
             self._seeded_for = None
-            self._twin.seed(self._value)
-            if random.getrandbits(32) != self._twin.getrandbits(32):
+            drawn = random.getrandbits(32)
+            random.seed(self._value)
+            if drawn != random.getrandbits(32):
                 return True
             if (numpy := sys.modules.get("numpy")) is None:
                 return False
-            if self._twin_of_numpy is None:
-                self._twin_of_numpy = numpy.random.RandomState()
-            self._twin_of_numpy.seed(self._value % 2**32)
-            return bool(numpy.random.random_sample() != self._twin_of_numpy.random_sample())
+            drawn = numpy.random.random_sample()
+            numpy.random.seed(self._value % 2**32)
+            return bool(drawn != numpy.random.random_sample())
 
 
 _PLAIN = _PlainGenerators()
