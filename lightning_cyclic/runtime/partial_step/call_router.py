@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 import torch
 from torch import nn
@@ -23,6 +23,14 @@ if TYPE_CHECKING:
     from lightning_cyclic.runtime.stages.cuts import Cuts
 
 _CALL = "forward"  # inside hooks, which run whether the forward is skipped or not
+
+
+class Method(NamedTuple):
+    """Hold a method that is replaced on a module while the router is open."""
+
+    owner: nn.Module
+    name: str
+    routed: Callable[..., Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,23 +72,31 @@ class CallRouter:
         self.num_stages = len(cuts.starts) + 1
         self._begins = {path: j for j, path in enumerate(cuts.starts, start=1)}
         self._stages_of_unit = _stages_of_units(module, cuts)
-        self._wrappers = list(self._make_wrappers())
+        self._methods = list(self._route())
+        self._own = self._own_methods()
 
     @contextmanager
     def open(self) -> Iterator[None]:
         """Route calls while the body runs."""
-        for owner, name, wrapper, _ in self._wrappers:
-            owner.__dict__[name] = wrapper
+        if self._own_methods() != self._own:  # somebody has replaced one meanwhile
+            self._methods = list(self._route())
+            self._own = self._own_methods()
+        for owner, name, routed in self._methods:
+            owner.__dict__[name] = routed
         try:
             yield
         finally:
-            for owner, name, _, before in self._wrappers:
-                if before is None:
+            for (owner, name, _), method in zip(self._methods, self._own, strict=True):
+                if method is None:
                     owner.__dict__.pop(name, None)
                 else:
-                    owner.__dict__[name] = before
+                    owner.__dict__[name] = method
 
-    def _make_wrappers(self) -> Iterator[tuple[nn.Module, str, Any, Any]]:
+    def _own_methods(self) -> list[Any]:
+        """Return, for each method, what its module has by that name beside its class."""
+        return [owner.__dict__.get(name) for owner, name, _ in self._methods]
+
+    def _route(self) -> Iterator[Method]:
         for path, m in self.module.named_modules():
             has_parameters = next(m.parameters(), None) is not None
             metric = is_metric(m)
@@ -91,17 +107,11 @@ class CallRouter:
                     f"{path!r} is a TorchScript module, whose calls cannot be followed; allowed: "
                     "modules of Python code; use the module that it was scripted from"
                 )
-            yield (
-                m,
-                _CALL,
-                self._wrapper(path, m.__dict__.get(_CALL, m.forward)),
-                m.__dict__.get(_CALL),
-            )
+            yield Method(m, _CALL, self._routed(path, m.forward))
             for name in ("update", "compute") if metric else ():
-                method = m.__dict__.get(name, getattr(m, name))
-                yield m, name, self._wrapper(f"{path}.{name}", method), m.__dict__.get(name)
+                yield Method(m, name, self._routed(f"{path}.{name}", getattr(m, name)))
 
-    def _wrapper(self, path: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _routed(self, path: str, original: Callable[..., Any]) -> Callable[..., Any]:
         unit = Unit(
             path=path,
             event=f"{path}()",

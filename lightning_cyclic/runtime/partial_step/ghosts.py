@@ -243,9 +243,7 @@ _NO_CONTAINERS = frozenset(
 def tensors_in(args: Any, kwargs: Any) -> list[Tensor]:
     """List the tensors among arguments, also those in plain containers."""
     found: list[Tensor] = []
-    _collect(args, found)
-    if kwargs:
-        _collect(kwargs.values(), found)
+    _collect((*args, *kwargs.values()) if kwargs else args, found)
     return found
 
 

@@ -25,14 +25,7 @@ class TensorSpec(NamedTuple):
 
     def describes(self, x: Tensor) -> bool:
         """Say whether this is the description of a tensor."""
-        size, stride, dtype, on_host, requires_grad = self
-        return (
-            x.size() == size
-            and x.stride() == stride
-            and x.dtype is dtype
-            and x.is_cpu is on_host
-            and x.requires_grad is requires_grad
-        )
+        return self == (x.size(), x.stride(), x.dtype, x.is_cpu, x.requires_grad)
 
 
 def spec_to_data(spec: TensorSpec) -> list[Any]:
