@@ -258,6 +258,25 @@ class CyclicStrategy(DDPStrategy):
             "allowed: after it; read it in on_train_batch_end or later"
         )
 
+    @property
+    def own_stages(self) -> tuple[int, ...]:
+        """Return the stages whose parameters this rank has; of replicated workers all."""
+        own = None if self._training is None else self._training.own_stages
+        return tuple(sorted(set(self.stage_of.values()))) if own is None else own
+
+    def summon(self) -> None:
+        """Make the module whole on this rank, until the next step; other ranks need not call it.
+
+        Hooks and callbacks that read it between steps do so by themselves.
+
+        Raises:
+            StepError: in the middle of a step, or where memory_limit_bytes is too small.
+            WaitTimeoutError: another rank did not give its weights in time.
+            PeerError: another rank has gone.
+        """
+        if self._training is not None:
+            self._training.summon()
+
     def report(self) -> str:
         """Return the profile of a pipelined module, where stages could begin and where they do.
 

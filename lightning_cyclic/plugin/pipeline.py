@@ -93,6 +93,16 @@ class PipelineTraining(AbstractTraining):
     def report(self) -> str | None:
         return self._finder.report(self._session.cuts)
 
+    @property
+    @override
+    def own_stages(self) -> tuple[int, ...] | None:
+        return self._session.ownership.stages if self._is_apart else None
+
+    @override
+    def summon(self) -> None:
+        if self._is_apart:
+            self._session.foreign.fetch()
+
     def _asked(self) -> bool:
         return self._stop is not None and self._stop.look()
 

@@ -7,6 +7,7 @@ from typing import Any, final
 
 import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 from torch.optim import Optimizer
 
@@ -144,6 +145,8 @@ def make_session(
         remat=options.remat,
         seed=agreed_seed(),
         expected_stages=plan.num_stages,
+        memory_limit_bytes=options.memory_limit_bytes,
+        say=rank_zero_info,
         is_delayed=plan.weights != "sync",
     )
     worker = rank_of(trainer.global_rank, trainer.world_size // options.width)

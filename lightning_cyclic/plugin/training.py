@@ -157,6 +157,14 @@ class AbstractTraining(ABC):
     def transport(self) -> CountingTransport | None:
         """Return what messages travel by, if any do."""
 
+    @property
+    def own_stages(self) -> tuple[int, ...] | None:
+        """Return the stages that this worker alone has; None where it has all."""
+        return None
+
+    def summon(self) -> None:  # noqa: B027  # of replicated workers it is
+        """Make the module whole on this worker until the next step, if it is not."""
+
     def report(self) -> str | None:
         """Return where the stages of a pipeline could begin and where they do, if known."""
         return None

@@ -76,12 +76,13 @@ class Collectives:
         for j in range(cuts.num_stages):
             source = rank_of(plan.owner(j), self._size)
             for name in [*cuts.parameters[j], *cuts.buffers[j]]:
-                x = named[name].detach()
-                if self._group is not None:
-                    # not on a GPU, which may have no room for the whole
-                    x = x.to("cpu", copy=True, memory_format=torch.contiguous_format)
+                x = named[name]
+                if self._group is not None:  # on the host: a GPU may have no room for the whole
+                    x = torch.empty(x.shape, dtype=x.dtype)
+                    if source == dist.get_rank():
+                        x.copy_(named[name].detach())
                     dist.broadcast(x, source, group=self._group)
-                whole[name] = x
+                whole[name] = x.detach()
         return whole
 
     def load(self, whole: Mapping[str, Tensor]) -> None:

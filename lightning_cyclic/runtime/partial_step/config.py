@@ -41,6 +41,9 @@ class StagewiseConfig:
         backward_weights: what backwards read there.
         read_state: gives what an owner must tell replicas of a stage, so that they can guess.
         write_state: takes it.
+        memory_limit_bytes: most bytes of parameters on a worker, also where a hook reads the
+            whole module. [any number]
+        say: tells the user what happens.
         is_delayed: whether the plan reads versions older than the newest.
         expected_stages: how many stages there will be. [0: one per worker of a replica]
     """
@@ -59,4 +62,6 @@ class StagewiseConfig:
     read_state: ReadState | None = None
     write_state: WriteState | None = None
     expected_stages: int = 0
+    memory_limit_bytes: int | None = None
+    say: Callable[[str], None] = print
     is_delayed: bool = False

@@ -210,7 +210,11 @@ def user_line() -> str:
     return "line unknown"
 
 
-_NOT_THE_USERS = ("lightning_cyclic/runtime", "lightning_cyclic\\runtime", "/torch/", "\\torch\\")
+_OF_PACKAGES = (
+    "lightning_cyclic/runtime", "lightning_cyclic/plugin",
+    "/torch/", "/lightning/fabric/", "/lightning/pytorch/",
+)  # fmt: skip
+_NOT_THE_USERS = (*_OF_PACKAGES, *(part.replace("/", "\\") for part in _OF_PACKAGES))
 
 
 def _first_ghost(args: Any, kwargs: Any) -> Ghost | None:

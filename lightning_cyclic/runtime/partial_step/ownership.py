@@ -1,8 +1,4 @@
-"""The parameters of one worker: those of its stages, and stand-ins for all others.
-
-A stand-in keeps a parameter's shape and dtype, so that optimizers and summaries see every name,
-and one element of memory.
-"""
+"""The parameters of one worker: those of its stages; all others are absent (absent.py)."""
 
 from __future__ import annotations
 
@@ -14,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_cyclic.errors import PlanError
+from lightning_cyclic.runtime.partial_step.absent import Home, come_back, leave
 
 if TYPE_CHECKING:
     from lightning_cyclic.runtime.stages.cuts import Cuts
@@ -34,20 +31,24 @@ class Ownership:
         self.stages = tuple(stages)
         self._named = dict(module.named_parameters())
         self._cuts = cuts
-        self._home = {n: j for j, names in enumerate(cuts.parameters) for n in names}
+        self._stage_of = {n: j for j, names in enumerate(cuts.parameters) for n in names}
         held = set(stages)
-        users = {n: set(cuts.tied.get(n, ())) | {j} for n, j in self._home.items()}
+        users = {n: set(cuts.tied.get(n, ())) | {j} for n, j in self._stage_of.items()}
         self.foreign = tuple(n for n in self._named if not users.get(n, held) & held)
         self._is_freed = False
+        self._home: Home | None = None
+        away = [n for j, names in enumerate(cuts.buffers) if j not in held for n in names]
+        self.stale = tuple(n for n in away if n in cuts.changed)
+        """Names of the buffers that other workers' steps change."""
 
     @property
     def own(self) -> list[nn.Parameter]:
         """Return the parameters that this worker updates, in the module's order."""
-        return [p for n, p in self._named.items() if self._home.get(n) in self.stages]
+        return [p for n, p in self._named.items() if self._stage_of.get(n) in self.stages]
 
     def named(self) -> dict[str, nn.Parameter]:
         """Return the parameters that this worker updates, by name."""
-        return {n: p for n, p in self._named.items() if self._home.get(n) in self.stages}
+        return {n: p for n, p in self._named.items() if self._stage_of.get(n) in self.stages}
 
     @property
     def num_stages(self) -> int:
@@ -65,22 +66,24 @@ class Ownership:
 
     def lent(self, j: int) -> list[tuple[str, nn.Parameter]]:
         """Return the parameters of stage ``j`` that later stages use too."""
-        return [(n, self._named[n]) for n in self._cuts.tied if self._home[n] == j]
+        return [(n, self._named[n]) for n in self._cuts.tied if self._stage_of[n] == j]
 
     def borrowed(self, j: int) -> list[str]:
         """Return the names of the parameters of earlier stages that stage ``j`` uses too."""
-        return [n for n, stages in self._cuts.tied.items() if j in stages and self._home[n] != j]
+        return [
+            n for n, stages in self._cuts.tied.items() if j in stages and self._stage_of[n] != j
+        ]
 
     def lenders(self, j: int) -> set[int]:
         """Return the earlier stages of which stage ``j`` uses parameters."""
-        return {self._home[n] for n in self.borrowed(j)}
+        return {self._stage_of[n] for n in self.borrowed(j)}
 
     def tied_to(self, k: int) -> dict[int, dict[str, nn.Parameter]]:
         """Return the trained parameters of earlier stages that stage ``k`` uses, too."""
         found: dict[int, dict[str, nn.Parameter]] = {}
         for n in self.borrowed(k):
             if self._named[n].requires_grad:
-                found.setdefault(self._home[n], {})[n] = self._named[n]
+                found.setdefault(self._stage_of[n], {})[n] = self._named[n]
         return found
 
     def refuse_ties(self, weights: str) -> None:
@@ -148,20 +151,39 @@ class Ownership:
 
     # ------------------------------------------------------------------ memory
 
-    def free(self) -> None:
-        """Give up the memory of what other workers hold."""
+    def free(self, home: Home | None = None) -> None:
+        """Give up the memory of what other workers hold.
+
+        Args:
+            home: is told where it is read; None where nobody reads it.
+        """
+        if self._is_freed:
+            return
         for n in self.foreign:
             p = self._named[n]
             p.data = torch.zeros((), dtype=p.dtype, device=p.device).expand(p.shape)
             p.grad = None
-        self._is_freed = True
+        self._is_freed, self._home = True, home
+        for n, x in self._away():
+            if home is not None:
+                leave(x, n, home)
+
+    def give_up(self) -> None:
+        """Let what other workers hold be not a number: training has failed, and nobody has it."""
+        for _, x in self._away() if self._is_freed else ():
+            come_back(x)
+            if x.is_floating_point():
+                x.data = x.detach().new_full((), torch.nan).expand(x.shape)
 
     def restore(self) -> None:
         """Give every parameter memory again, without values."""
-        if self._is_freed:
-            for n in self.foreign:
-                p = self._named[n]
-                p.data = torch.empty(p.shape, dtype=p.dtype, device=p.device)
+        if not self._is_freed:
+            return
+        for _, x in self._away():
+            come_back(x)
+        for n in self.foreign:
+            p = self._named[n]
+            p.data = torch.empty(p.shape, dtype=p.dtype, device=p.device)
         self._is_freed = False
 
     @contextmanager
@@ -174,7 +196,14 @@ class Ownership:
         try:
             yield
         finally:
-            self.free()
+            self.free(self._home)
+
+    def _away(self) -> Iterator[tuple[str, Tensor]]:
+        """Iterate over what other workers have."""
+        for n in self.foreign:
+            yield n, self._named[n]
+        for n in self.stale:
+            yield n, self._module.get_buffer(n)
 
     @property
     def is_freed(self) -> bool:

@@ -32,9 +32,11 @@ from lightning_cyclic.runtime.partial_step.call_router import CallRouter
 from lightning_cyclic.runtime.partial_step.collectives import Collectives
 from lightning_cyclic.runtime.partial_step.config import StagewiseConfig, Summarise
 from lightning_cyclic.runtime.partial_step.exchange import Callbacks, Exchange, stages_of
+from lightning_cyclic.runtime.partial_step.foreign_weights import ForeignWeights
 from lightning_cyclic.runtime.partial_step.ownership import Ownership
 from lightning_cyclic.runtime.partial_step.packets import Lesson
 from lightning_cyclic.runtime.partial_step.plans import Plans
+from lightning_cyclic.runtime.partial_step.ranks import rank_of
 from lightning_cyclic.runtime.partial_step.side_effects import SideEffects
 from lightning_cyclic.runtime.partial_step.stage_step import Micro, StageStep
 from lightning_cyclic.runtime.partial_step.versions import Versions
@@ -91,6 +93,7 @@ class StagewiseSession:
         self.router: CallRouter | None = None
         self.versions: Versions | None = None
         self.ownership: Ownership
+        self.foreign: ForeignWeights
         self.norms: Norms
         self._size = num_workers // config.width
         self._evaluations = 0
@@ -205,7 +208,23 @@ class StagewiseSession:
             layout = self.norms.layout(j, self._messages)
             self._messages.know(Payload.N, j, layout)  # received ahead, several at once
         self._modes = [(m, m.training) for m in self.module.modules()]
-        ownership.free()
+        self.foreign = self._make_foreign(cuts, plan, ownership)
+        self.foreign.settle(self.t)
+        ownership.free(self.foreign)
+
+    def _make_foreign(self, cuts: Cuts, plan: Plan, ownership: Ownership) -> ForeignWeights:
+        foreign = ForeignWeights(
+            self.module,
+            cuts,
+            ownership,
+            lambda j: rank_of(plan.owner(j), self._size),
+            self.config.memory_limit_bytes,
+            self.config.say,
+        )
+        if self.transport is not None and self.group is not None:
+            key = f"lightning_cyclic/{self.group.group_name}/weights"
+            foreign.serve(key, self.transport.timeout_s)
+        return foreign
 
     def _make_messages(self, plan: Plan) -> Messages:
         if self.transport is None:
@@ -305,6 +324,7 @@ class StagewiseSession:
             accumulate: batches per update.
             is_last: whether it is the last of these.
         """
+        self.foreign.begin_batch()
         usual = self.program.step(self.worker, self.t, ended=self._ended)
         parts = self.cut(self._share_batch(self.t, batch, usual))
         self._check_number(len(parts))
@@ -333,6 +353,7 @@ class StagewiseSession:
         self._run(begun)
         if not is_last:
             self._worker.settle()
+            self.foreign.settle(self.t)
         for j in self._owned:
             self._worker.fetch((Datum.TOTAL, self.t, j))
         for j in self.ownership.stages:
@@ -354,6 +375,7 @@ class StagewiseSession:
 
     def begin_update(self) -> None:
         """Make room for the next version of all stages, where older ones are still read."""
+        self.foreign.begin_update()
         if self.versions is not None:
             for j in self.ownership.stages:
                 self.versions.begin_update(j)
@@ -367,6 +389,7 @@ class StagewiseSession:
         self.norms.forget(self.t)
         self._rest = []
         self.t += 1
+        self.foreign.settle(self.t)
 
     def flush(self) -> None:
         """Finish all steps that have begun."""
@@ -384,6 +407,7 @@ class StagewiseSession:
         self._put_off = {}
         self._forget(last)
         self._ended = last
+        self.foreign.settle(self.t)
 
     def evaluate(
         self, kind: str, batch: Any, call: Callable[[Any], Any], summarise: Summarise
@@ -411,6 +435,7 @@ class StagewiseSession:
     def update(self, a: Action) -> None:
         """Make a new version of a stage, with the gradients of its step in ``p.grad``."""
         assert self.config.apply is not None
+        self.foreign.begin_update()
         self._begin_version(a)
         self._grads.show(a.t, a.j)
         self.config.apply(a.t, a.j)
@@ -456,7 +481,7 @@ class StagewiseSession:
 
     def _run(self, actions: Sequence[Action]) -> None:
         assert self.router is not None
-        with undisturbed(self.device), self.router.open():
+        with undisturbed(self.device), self.foreign.running(), self.router.open():
             self._worker.run(actions)
 
     def _share_batch(self, t: int, batch: Any, actions: Sequence[Action]) -> Any:
@@ -584,6 +609,8 @@ class StagewiseSession:
 
     def close(self) -> None:
         """End what runs in the background."""
+        if self.failed and self.cuts is not None:
+            self.ownership.give_up()
         if self.transport is not None:
             if not self.failed:
                 with self.naming_peers("all workers to finish"):
@@ -591,6 +618,7 @@ class StagewiseSession:
                         self._messages.settle()
                     self._collectives.meet()
             if self.cuts is not None:
+                self.foreign.close()
                 self._messages.close()
                 self._line.close()
             self.transport.close()

@@ -1,0 +1,109 @@
+"""Absent tensors: what another worker has, until somebody reads it.
+
+An absent parameter or buffer keeps its place in the module, its shape and dtype, and one element
+of memory. Code that asks for more than these, a hook or a callback between steps, makes its
+*home* fetch what is absent first, and then finds what it would find on a single device.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import FrameType
+from typing import Any, Protocol, final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_cyclic.runtime.partial_step.ghosts import Ghost, reads_metadata, tensors_in
+
+_HOME = "_cyclic_home"  # on an absent tensor: (its home, its name)
+_ASKS_NOTHING = frozenset(
+    {"__set__", "__delete__", "data_ptr", "untyped_storage", "_has_compatible_shallow_copy_type"}
+    | {"register_hook", "register_post_accumulate_grad_hook", "retain_grad"}
+)
+_MANAGES_GRADIENTS = ("torch.", "lightning_cyclic.", "lightning.pytorch.plugins.",
+                      "lightning.pytorch.strategies.", "lightning.fabric.")  # fmt: skip
+
+
+class Home(Protocol):
+    """Be who knows where absent tensors are."""
+
+    def read(self, name: str) -> None:
+        """Make all absent tensors present, since the values of one are read; or refuse."""
+
+    def read_gradient(self, name: str) -> None:
+        """Refuse that a gradient is read, unless an optimizer only looks whether there is one."""
+
+
+class _Absent(Tensor):
+    @classmethod
+    @override
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if Ghost in types:
+            return NotImplemented  # a step is run one stage at a time: ghosts know how
+        kwargs = kwargs or {}
+        if _is_gradient(func):
+            _read_gradient(args[0], sys._getframe(1))
+        elif not (reads_metadata(func) or func.__name__ in _ASKS_NOTHING):
+            for x in tensors_in(args, kwargs):
+                _read(x)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+    @override
+    def __deepcopy__(self, memo: Any) -> Any:
+        _read(self)
+        return self.__deepcopy__(memo)
+
+    @override
+    def __reduce_ex__(self, proto: Any) -> Any:
+        _read(self)
+        return self.__reduce_ex__(proto)
+
+
+@final
+class AbsentParameter(_Absent, nn.Parameter):
+    """Stand for a parameter that another worker has."""
+
+
+@final
+class AbsentBuffer(_Absent):
+    """Stand for a buffer that another worker's steps change."""
+
+
+def leave(x: Tensor, name: str, home: Home) -> None:
+    """Let a parameter or buffer be absent."""
+    x.__class__ = AbsentParameter if isinstance(x, nn.Parameter) else AbsentBuffer
+    setattr(x, _HOME, (home, name))
+
+
+def come_back(x: Tensor) -> None:
+    """Let it be what it was; its values are for others to give."""
+    if isinstance(x, _Absent):
+        kind: Any = nn.Parameter if isinstance(x, AbsentParameter) else Tensor
+        x.__class__ = kind
+        delattr(x, _HOME)
+
+
+def _read(x: Tensor) -> None:
+    home, name = getattr(x, _HOME, (None, ""))
+    if home is not None:
+        home.read(name)
+
+
+def _is_gradient(func: Any) -> bool:
+    return bool(func.__name__ == "__get__" and func.__self__.__name__ == "grad")
+
+
+def _read_gradient(x: Tensor, asking: FrameType) -> None:
+    """Refuse to say that there is no gradient; but optimizers ask each parameter for one."""
+    home, name = getattr(x, _HOME, (None, ""))
+    if home is None or str(asking.f_globals.get("__name__")).startswith(_MANAGES_GRADIENTS):
+        return
+    asks: FrameType | None = asking
+    while asks is not None and asks.f_code.co_name.startswith("<"):  # a comprehension
+        asks = asks.f_back
+    if asks is None or not isinstance(asks.f_locals.get("self"), Optimizer):
+        home.read_gradient(name)

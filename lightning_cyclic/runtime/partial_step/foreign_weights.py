@@ -1,0 +1,208 @@
+"""Foreign weights: those of other workers' stages, absent until the user's code reads them.
+
+between steps     a hook reads one: all are fetched, once; the next step lets them go again
+inside a step     refused: who has them is in the middle of changing them
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, final
+
+import torch
+from torch import Tensor, nn
+
+from lightning_cyclic.errors import StepError
+from lightning_cyclic.runtime.partial_step.ghosts import user_line
+from lightning_cyclic.runtime.weight_service import Stamp, WeightService
+
+if TYPE_CHECKING:
+    from lightning_cyclic.runtime.partial_step.ownership import Ownership
+    from lightning_cyclic.runtime.stages.cuts import Cuts
+
+_WHERE = (
+    "between steps, as in on_train_batch_end of a pipeline with a flush, and in the hooks of "
+    "validation and at the end of epochs"
+)
+
+
+@final
+class ForeignWeights:
+    """Keep what other workers have absent, and fetch it where it is read.
+
+    Args:
+        module: the whole module.
+        cuts: which stage each parameter and buffer belongs to.
+        ownership: which of them this worker has.
+        rank_of_stage: stage -> rank of the worker that updates it.
+        memory_limit_bytes: most bytes of parameters that this worker may have. [any number]
+        say: tells the user, once.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        cuts: Cuts,
+        ownership: Ownership,
+        rank_of_stage: Callable[[int], int],
+        memory_limit_bytes: int | None,
+        say: Callable[[str], None],
+    ) -> None:
+        self.stamp: Stamp | None = None  # of this worker's weights; None while they change
+        self._module = module
+        self._cuts = cuts
+        self._ownership = ownership
+        self._rank_of_stage = rank_of_stage
+        self._memory_limit_bytes = memory_limit_bytes
+        self._say = say
+        self._service: WeightService | None = None
+        self._stage_of = {n: j for j in range(cuts.num_stages) for n in self._names((j,))}
+        self._now: Stamp = (0, 0)  # batches and steps that this worker has begun
+        self._is_running = False
+        self._has_said = False
+        self._buffers: dict[str, Tensor] = {}  # of own stages, as they were at the stamp
+
+    def serve(self, key: str, timeout_s: float) -> None:
+        """Begin to give and to get weights; all workers must call it."""
+        self._service = WeightService(key, lambda: self.stamp, self._give, timeout_s)
+
+    def close(self) -> None:
+        """Give and get no more."""
+        if self._service is not None:
+            self._service.close()
+            self._service = None
+
+    # ------------------------------------------------------------------ how far training is
+
+    def begin_batch(self) -> None:
+        """Note that a batch is trained on, which changes buffers."""
+        self._now = (self._now[0] + 1, self._now[1])
+
+    def begin_update(self) -> None:
+        """Note that the parameters of this worker's stages are about to change."""
+        self.stamp = None
+
+    def settle(self, t: int) -> None:
+        """Note that they are those of step ``t``, until the next update.
+
+        Buffers are not: a worker may begin the next step while another one still reads. So they
+        are copied.
+        """
+        own = self._ownership.stages
+        with torch.no_grad():
+            for name in [n for j in own for n in self._changing(j)]:
+                now = self._module.get_buffer(name)
+                kept = self._buffers.get(name)
+                if kept is None or kept.shape != now.shape:
+                    self._buffers[name] = now.detach().clone()
+                else:
+                    kept.copy_(now)
+        self._now = self._now[0], t
+        self.stamp = self._now
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Run the body, a part of the program, without foreign weights."""
+        self._ownership.free(self)
+        self._is_running = True
+        try:
+            yield
+        finally:
+            self._is_running = False
+
+    # ------------------------------------------------------------------ reading
+
+    def read(self, name: str) -> None:
+        """Fetch all foreign weights, since the values of one are read.
+
+        Raises:
+            StepError: inside a step, or where they do not fit.
+        """
+        j = self._stage_of[name]
+        self._check_place(f"{name!r} of stage {j}, which rank {self._rank_of_stage(j)} has,")
+        self.fetch()
+
+    def _check_place(self, what: str) -> None:
+        if self._is_running or self.stamp != self._now:
+            raise StepError(
+                f"{user_line()} reads {what} in the middle of a step; allowed: {_WHERE}; read it "
+                "there, or let one stage have what is read and the code that reads it, "
+                "CyclicStrategy(stages=[...])"
+            )
+
+    def read_gradient(self, name: str) -> None:
+        """Refuse to read the gradient of a foreign parameter, which is None here.
+
+        Raises:
+            StepError: unless steps are under way, in which updates are made.
+        """
+        if not self._is_running:
+            j = self._stage_of[name]
+            raise StepError(
+                f"{user_line()} reads the gradient of {name!r} of stage {j}, which rank "
+                f"{self._rank_of_stage(j)} has; allowed: gradients of a rank's own stages, whose "
+                "parameters are [n for n, j in trainer.strategy.stage_of.items() if j in "
+                "trainer.strategy.own_stages]; read those, or use strategy='ddp' for this run"
+            )
+
+    def fetch(self) -> None:
+        """Make the module whole on this worker, until the next step."""
+        foreign = {*self._ownership.foreign, *self._ownership.stale}
+        if not (foreign and self._ownership.is_freed):
+            return
+        self._check_place("the module")
+        self._check_memory()
+        if self._service is None:
+            raise StepError(
+                "weights of other workers were read where no process group joins them; allowed: "
+                "runs that a Trainer has set up; use Trainer(strategy=...)"
+            )
+        if not self._has_said:
+            self._has_said = True
+            self._say(
+                f"{user_line()} reads the module between steps, of which this rank has stages "
+                f"{list(self._ownership.stages)}: the others are fetched now, and wherever that "
+                "happens again, until the next step."
+            )
+        by_rank: dict[int, list[int]] = {}
+        for j in sorted({self._stage_of[n] for n in foreign}):
+            by_rank.setdefault(self._rank_of_stage(j), []).append(j)
+        came: dict[str, Tensor] = {}
+        named = self._named()
+        with torch.inference_mode(mode=False), torch.no_grad():
+            for rank, stages in by_rank.items():
+                names = self._names(stages)
+                into = [torch.empty(named[n].shape, dtype=named[n].dtype) for n in names]
+                self._service.ask(rank, self._now, stages, into)
+                came.update(zip(names, into, strict=True))
+            self._ownership.restore()
+            for n in foreign:
+                named[n].copy_(came[n])
+
+    def _check_memory(self) -> None:
+        limit = self._memory_limit_bytes
+        needed = sum(p.numel() * p.element_size() for p in self._module.parameters())
+        if limit is not None and needed > limit:
+            raise StepError(
+                f"{user_line()} reads the module between steps, whose parameters have {needed} "
+                f"bytes together, but memory_limit_bytes={limit}; allowed: what a rank has "
+                "itself, or a larger limit; read the weights from a checkpoint behind training, "
+                "or raise memory_limit_bytes"
+            )
+
+    # ------------------------------------------------------------------ giving
+
+    def _give(self, stages: Sequence[int]) -> list[Tensor]:
+        named = self._named()
+        return [self._buffers.get(n, named[n]).detach() for n in self._names(stages)]
+
+    def _names(self, stages: Sequence[int]) -> list[str]:
+        """Return what is given of stages, in its order."""
+        return [n for j in stages for n in (*self._cuts.parameters[j], *self._changing(j))]
+
+    def _changing(self, j: int) -> list[str]:
+        return [n for n in self._cuts.buffers[j] if n in self._cuts.changed]
+
+    def _named(self) -> dict[str, Tensor]:
+        return dict(self._module.named_parameters()) | dict(self._module.named_buffers())

@@ -1,0 +1,191 @@
+"""The weight service: every worker gives its weights to any other that asks, at any time.
+
+What workers do together needs all of them in the same place of the code. But a hook may read the
+module on one rank alone, while the others are anywhere. So each worker has a listener, in a
+thread beside its training; whoever asks connects to it.
+
+asker      (stamp, stages)  ->
+owner      waits until its weights are those of the stamp, or can never be   ->  head, tensors
+
+A stamp says how far training is. The owner's weights stay as they are meanwhile: no worker ends
+the next step before the asker takes part in it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_cyclic.errors import PeerError, StepError, WaitTimeoutError
+
+Stamp = tuple[int, int]
+Give = Callable[[Sequence[int]], Sequence[Tensor]]
+_POLL_S = 0.01  # how often an owner looks whether it has come as far as an asker
+_LISTEN_S = 0.5  # how often a listener looks whether it is to end
+_LONGEST = 1 << 20  # bytes of what is asked
+_GONE = (EOFError, OSError)
+
+
+class Address(NamedTuple):
+    """Say where a worker listens."""
+
+    host: str
+    port: int
+    machine: str
+
+
+@final
+class WeightService:
+    """Give this worker's weights to others, and get theirs.
+
+    All workers must build it at the same time; it listens until it is closed.
+
+    Args:
+        key: where in the key-value store of the default process group addresses are written.
+        stamp: returns that of this worker's weights; None while they change.
+        give: stages -> their tensors, detached, in an order that all workers know.
+        timeout_s: limit of every wait, in seconds.
+    """
+
+    def __init__(
+        self, key: str, stamp: Callable[[], Stamp | None], give: Give, timeout_s: float
+    ) -> None:
+        self._stamp = stamp
+        self._give = give
+        self._timeout_s = timeout_s
+        self._rank = dist.get_rank()
+        self._closed = threading.Event()
+        store = dist.distributed_c10d._get_default_store()
+        if self._rank == 0:
+            store.set(f"{key}/secret", secrets.token_hex(16))
+        self._secret = store.get(f"{key}/secret").decode()
+        kind, host = _interface()
+        self._listener = socket.create_server((host, 0), family=kind, backlog=64)
+        self._listener.settimeout(_LISTEN_S)
+        port = self._listener.getsockname()[1]
+        store.set(f"{key}/{self._rank}", json.dumps([host, port, socket.gethostname()]))
+        self._addresses = [
+            Address(*json.loads(store.get(f"{key}/{rank}")))
+            for rank in range(dist.get_world_size())
+        ]
+        self._thread = threading.Thread(target=self._listen, name="cyclic-weights", daemon=True)
+        self._thread.start()
+
+    # ------------------------------------------------------------------ asking
+
+    def ask(self, rank: int, stamp: Stamp, stages: Sequence[int], into: Sequence[Tensor]) -> None:
+        """Fill tensors of the host's memory with the weights that another rank has.
+
+        Args:
+            rank: of the worker that updates the stages.
+            stamp: how far they must be.
+            stages: which.
+            into: as many tensors as these have, contiguous, in the order of the owner's.
+
+        Raises:
+            StepError: the owner's weights have changed since.
+            WaitTimeoutError: it did not answer in time.
+            PeerError: it has gone.
+        """
+        asked = json.dumps([self._secret, self._rank, stamp, list(stages)])
+        with self._naming(rank, stages), self._connected(rank) as line:
+            line.send_bytes(asked.encode())
+            refusal = line.recv_bytes().decode()
+            if refusal:
+                raise StepError(refusal)
+            for x in into:
+                line.recv_bytes_into(_bytes_of(x))
+
+    def _connected(self, rank: int) -> Connection:
+        host, port, _ = self._addresses[rank]
+        return self._limited(socket.create_connection((host, port), self._timeout_s))
+
+    def _limited(self, connected: socket.socket) -> Connection:
+        """Return a connection of whose waits each has the limit."""
+        connected.setblocking(True)  # but for the limits that follow
+        limit = struct.pack("ll", max(int(self._timeout_s), 1), 0)
+        for direction in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            connected.setsockopt(socket.SOL_SOCKET, direction, limit)
+        return Connection(connected.detach())
+
+    @contextmanager
+    def _naming(self, rank: int, stages: Sequence[int]) -> Iterator[None]:
+        says = (
+            f"{self._name(self._rank)} waited for the weights of stages {list(stages)} from "
+            f"{self._name(rank)}; the limit is {self._timeout_s:g} s"
+        )
+        try:
+            yield
+        except (TimeoutError, BlockingIOError):
+            raise WaitTimeoutError(f"{says}: they did not come in time") from None
+        except _GONE as error:
+            raise PeerError(f"{says}: the connection is gone ({error!r})") from None
+
+    def _name(self, rank: int) -> str:
+        return f"rank {rank} on {self._addresses[rank].machine}"
+
+    # ------------------------------------------------------------------ giving
+
+    def _listen(self) -> None:
+        with self._listener:
+            while not self._closed.is_set():
+                with suppress(TimeoutError):
+                    line = self._limited(self._listener.accept()[0])
+                    # one may wait for what another, answered, lets this worker come to
+                    threading.Thread(target=self._answer, args=(line,), daemon=True).start()
+
+    def _answer(self, line: Connection) -> None:
+        with line, suppress(*_GONE, ValueError):  # who asks has gone, or is a stranger
+            secret, rank, stamp, stages = json.loads(line.recv_bytes(_LONGEST))
+            if not secrets.compare_digest(secret, self._secret):
+                return
+            refusal = self._wait_for((stamp[0], stamp[1]), rank)
+            line.send_bytes(refusal.encode())
+            for x in () if refusal else self._give(stages):
+                line.send_bytes(_bytes_of(x.to("cpu").contiguous()))
+
+    def _wait_for(self, stamp: Stamp, rank: int) -> str:
+        """Wait until the weights are those of a stamp; return why they never will be, or ""."""
+        end = time.monotonic() + 2 * self._timeout_s  # who asks gives up first, and says so
+        while (mine := self._stamp()) != stamp:
+            if mine is not None and mine > stamp:
+                return (
+                    f"rank {rank} reads weights of step {stamp[1]}, but {self._name(self._rank)} "
+                    f"has updated its stages up to step {mine[1]}; allowed: between steps, as in "
+                    "on_train_batch_end, and behind validation and epochs; read them there"
+                )
+            if self._closed.wait(_POLL_S) or time.monotonic() > end:
+                raise ConnectionError
+        return ""
+
+    def close(self) -> None:
+        """Listen no more."""
+        self._closed.set()
+        self._thread.join()
+
+
+def _interface() -> tuple[socket.AddressFamily, str]:
+    """Return family and address by which this host reaches the one of rank 0."""
+    main, port = os.environ.get("MASTER_ADDR", "localhost"), os.environ.get("MASTER_PORT", "1")
+    kind, *_, address = socket.getaddrinfo(main, int(port), type=socket.SOCK_DGRAM)[0]
+    with socket.socket(kind, socket.SOCK_DGRAM) as probe:  # which sends nothing
+        probe.connect(address)
+        return kind, probe.getsockname()[0]
+
+
+def _bytes_of(x: Tensor) -> Any:
+    """Return the bytes of a contiguous tensor of the host's memory, as they lie there."""
+    return x.detach().reshape(-1).view(torch.uint8).numpy().data

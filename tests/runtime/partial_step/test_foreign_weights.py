@@ -1,0 +1,152 @@
+"""Foreign weights: when they may be read, and what an owner gives."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_cyclic.errors import StepError
+from lightning_cyclic.runtime.partial_step.foreign_weights import ForeignWeights
+from lightning_cyclic.runtime.partial_step.ownership import Ownership
+from tests.runtime.partial_step.hand import cuts_of
+
+STATISTICS = ["norm.running_mean", "norm.num_batches_tracked"]
+
+
+class Model(nn.Module):
+    """Two stages, the first with statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3)
+        self.last = nn.Linear(3, 3)
+
+
+class Asked:
+    """Stand for the service of a worker whose owner gives what it has; count how often."""
+
+    def __init__(self, owner: ForeignWeights) -> None:
+        self.owner, self.asked = owner, []
+
+    def ask(self, rank, stamp, stages, into) -> None:
+        self.asked.append((rank, stamp, tuple(stages)))
+        assert stamp == self.owner.stamp
+        for x, value in zip(into, self.owner._give(stages), strict=True):
+            x.copy_(value)
+
+
+def worker(stage: int, *, limit: int | None = None) -> tuple[Model, ForeignWeights, list[str]]:
+    """Make the worker of one stage, whose rank is another number."""
+    torch.manual_seed(stage)
+    model, said = Model(), []
+    cuts = cuts_of(model, ["last"], changed=STATISTICS)
+    ownership = Ownership(model, cuts, [stage])
+    foreign = ForeignWeights(model, cuts, ownership, lambda j: 7 - j, limit, said.append)
+    foreign.settle(0)
+    ownership.free(foreign)
+    return model, foreign, said
+
+
+def pair(**options) -> tuple[Model, Model, ForeignWeights, ForeignWeights, Asked, list[str]]:
+    first, owner, _ = worker(0)
+    last, reader, said = worker(1, **options)
+    reader._service = asked = Asked(owner)
+    return first, last, owner, reader, asked, said
+
+
+def train(model: Model, foreign: ForeignWeights, t: int) -> None:
+    """Do what a session does in a step with an update."""
+    foreign.begin_batch()
+    with foreign.running(), torch.no_grad():
+        model.norm.running_mean += 1
+    foreign.begin_update()
+    with torch.no_grad():
+        model.norm.weight += 1
+    foreign.settle(t + 1)
+
+
+def test_reading_one_fetches_all_until_the_program_runs_again() -> None:
+    first, last, _, reader, asked, said = pair()
+    assert torch.equal(last.norm.weight * 1, first.norm.weight)
+    assert torch.equal(last.norm.running_mean, first.norm.running_mean)
+    assert float(last.norm.num_batches_tracked) == 0
+    assert asked.asked == [(7, (0, 0), (0,))]
+    with reader.running():
+        assert last.norm.weight.shape == (3,)
+    assert float(last.norm.weight.detach().sum()) == 3
+    assert len(asked.asked) == 2
+    assert len(said) == 1
+    assert re.search(
+        r"test_foreign_weights.py:\d+ reads the module between steps, .* \[1\]", said[0]
+    )
+
+
+def test_an_owner_that_has_begun_the_next_step_gives_what_was_before_it() -> None:
+    first, last, owner, reader, _, _ = pair()
+    train(first, owner, 0)
+    reader.begin_batch()
+    reader.settle(1)
+    owner.begin_batch()
+    with owner.running(), torch.no_grad():
+        first.norm.running_mean += 100
+        first.norm.num_batches_tracked += 100
+    assert last.norm.running_mean.tolist() == [1, 1, 1]
+    assert int(last.norm.num_batches_tracked) == 0
+    assert last.norm.weight.tolist() == [2, 2, 2]
+
+
+def test_reads_within_a_step_are_refused() -> None:
+    _, last, _, reader, asked, _ = pair()
+    words = r"reads 'norm.weight' of stage 0, which rank 7 has, in the middle of a step; allowed"
+    with reader.running(), pytest.raises(StepError, match=words):
+        last.norm.weight.sum()
+    reader.begin_batch()  # behind the gradients, before the update
+    with pytest.raises(StepError, match=words):
+        last.norm.weight.sum()
+    reader.begin_update()
+    with pytest.raises(StepError, match=words):
+        last.norm.weight.sum()
+    assert asked.asked == []
+    reader.settle(1)
+    reader._service.owner.begin_batch()
+    reader._service.owner.settle(1)
+    last.norm.weight.sum()
+    assert asked.asked == [(7, (1, 1), (0,))]
+
+
+def test_gradients_of_others_are_refused_but_where_the_program_runs() -> None:
+    _, last, _, reader, _, _ = pair()
+    with reader.running():
+        assert last.norm.weight.grad is None
+    with pytest.raises(
+        StepError, match="the gradient of 'norm.bias' of stage 0, which rank 7 has"
+    ):
+        last.norm.bias.grad  # noqa: B018
+    assert last.last.bias.grad is None
+
+
+def test_a_module_that_does_not_fit_is_refused() -> None:
+    _, last, _, _, asked, _ = pair(limit=71)
+    with pytest.raises(StepError, match="have 72 bytes together, but memory_limit_bytes=71"):
+        last.norm.weight.sum()
+    assert asked.asked == []
+
+
+def test_without_a_process_group_nothing_can_be_fetched() -> None:
+    model, _, _ = worker(1)
+    with pytest.raises(StepError, match="no process group joins them"):
+        model.norm.weight.sum()
+
+
+def test_whoever_has_everything_fetches_nothing() -> None:
+    model = Model()
+    cuts = cuts_of(model, ["last"], changed=STATISTICS)
+    ownership = Ownership(model, cuts, [0, 1])
+    foreign = ForeignWeights(model, cuts, ownership, lambda j: 0, None, print)
+    foreign.settle(0)
+    ownership.free(foreign)
+    foreign.fetch()
+    assert type(model.norm.weight) is nn.Parameter

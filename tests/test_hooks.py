@@ -1,0 +1,230 @@
+"""Hooks of a pipeline see the module as on a single device, or are refused by name."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.utilities import grad_norm
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_cyclic.errors import CyclicError
+from lightning_cyclic.strategy import CyclicStrategy
+from tests import processes
+from tests.corpus import make_trainer
+
+pytestmark = pytest.mark.multi
+
+X = torch.randn(6, 4, generator=torch.Generator().manual_seed(3))
+STAGES = {2: ["net.3"], 4: ["net.1", "net.3", "net.5"]}  # of as many ranks
+
+
+class Net(LightningModule):
+    """A module whose statistics and parameters lie in all stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(
+            nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(),
+            nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 4),
+        )  # fmt: skip
+        self.seen: list[Any] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return nn.functional.cross_entropy(self(batch[0]), batch[1])
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.log("val", nn.functional.cross_entropy(self(batch[0]), batch[1]))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), 0.1)
+
+
+def summary(module: Net) -> list[Any]:
+    """Return what hooks compute of a whole module."""
+    was, module.training = module.training, False
+    for m in module.modules():
+        m.eval()
+    with torch.no_grad():
+        output = module(X).tolist()
+    for m in module.modules():
+        m.training = was
+    return [
+        output,
+        [float(p.detach().norm()) for p in module.parameters()],
+        [float(b.double().sum()) for b in module.buffers()],
+    ]
+
+
+class Epochs(Net):
+    """Read itself in the hooks of epochs and of validation."""
+
+    def on_train_epoch_end(self) -> None:
+        self.seen.append(("train epoch", summary(self)))
+
+    def on_validation_epoch_end(self) -> None:
+        if not self.trainer.sanity_checking:
+            self.seen.append(("validation epoch", summary(self)))
+
+    def on_train_end(self) -> None:
+        self.seen.append(("train", summary(self)))
+
+
+class Batches(Net):
+    """Read itself behind each batch."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.seen.append((batch_idx, summary(self)))
+
+
+class OnOneRank(Callback):
+    """Read the module on a single rank, which the others know nothing of."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Net, *args: Any) -> None:
+        if trainer.global_rank == self.rank:
+            pl_module.seen.append(("batch", summary(pl_module)))
+
+    def on_validation_epoch_end(self, trainer: Any, pl_module: Net) -> None:
+        if trainer.global_rank == self.rank:
+            names = ["net.0.weight", "net.5.weight", "net.1.running_mean", "net.4.running_var"]
+            state = pl_module.state_dict()
+            pl_module.seen.append(("validation", [state[n].tolist() for n in names]))
+
+
+def loader(seed: int) -> DataLoader[Any]:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(16, 4, generator=generator)
+    return DataLoader(TensorDataset(x, torch.arange(16) % 4), 4)
+
+
+def seen(
+    kind: type[Net], strategy: dict[str, Any], callbacks: list[Callback], **flags: Any
+) -> Any:
+    """Return what the hooks of a fit have seen."""
+    module = kind()
+    chosen = CyclicStrategy(**strategy) if strategy else "auto"
+    flags = {"max_epochs": 2, "val_check_interval": 2, "callbacks": callbacks} | flags
+    make_trainer(chosen, **flags).fit(module, loader(1), loader(2))
+    return module.seen
+
+
+def staged(preset: str, num_ranks: int, **options: Any) -> dict[str, Any]:
+    return {"preset": preset, "stages": STAGES[num_ranks], "num_micro": 1, **options}
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("kind", [Epochs, Batches])
+def test_a_module_that_reads_itself_in_hooks_sees_all_its_weights(
+    kind: type[Net], num_ranks: int
+) -> None:
+    (alone,) = processes.run(seen, 1, kind, {}, [])
+    assert len(alone) > 6
+    for rank in processes.run(seen, num_ranks, kind, staged("1f1b", num_ranks), []):
+        assert rank == alone
+
+
+@pytest.mark.parametrize("reader", [0, 1])
+def test_one_rank_may_read_while_the_others_do_not(reader: int) -> None:
+    (alone,) = processes.run(seen, 1, Net, {}, [OnOneRank(0)])
+    ranks = processes.run(seen, 2, Net, staged("gpipe", 2), [OnOneRank(reader)])
+    assert ranks[reader] == alone
+    assert ranks[1 - reader] == []
+
+
+@pytest.mark.parametrize("preset", ["cyclic_pipeline", "pipedream_2bw"])
+def test_steps_that_flow_into_each_other_are_at_an_end_where_epochs_are(preset: str) -> None:
+    strategy = staged(preset, 2) | {"num_micro": 2}
+    (alone,) = processes.run(seen, 1, Epochs, strategy, [])
+    assert len({str(values) for _, values in alone}) == 4
+    for rank in processes.run(seen, 2, Epochs, strategy, []):
+        assert rank == alone
+
+
+class Ahead(Net):
+    """Read what another rank has while a step is under way."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.net[5 * self.trainer.global_rank].weight.abs()  # rank 0 has the last stage
+
+
+class Gradients(Net):
+    """Log gradients by Lightning's own recipe."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        grad_norm(self, norm_type=2)
+
+
+class InAStep(Net):
+    """Read in one stage what another one has, in a step unlike the first."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss + self.net[0].weight.square().sum() if self.trainer.global_step else loss
+
+
+def refused(kind: type[Net], strategy: dict[str, Any]) -> str:
+    """Return the error of a fit."""
+    with pytest.raises(CyclicError) as caught:
+        seen(kind, strategy, [])
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "words"),
+    [
+        (Ahead, {}, "reads 'net.[05].weight' of stage [01], which rank [01] has, in the middle"),
+        (Batches, {"preset": "cyclic_pipeline"}, "of stage [01], .* in the middle of a step"),
+        (Gradients, {}, "reads the gradient of 'net.[03].weight' of stage [01], which rank [01]"),
+        (InAStep, {}, "'net.0.weight' of stage 0, which rank 1 has, in the middle of a step"),
+        (Epochs, {"memory_limit_bytes": 600}, "have 720 bytes together, but memory_limit_bytes=6"),
+    ],
+)
+def test_reads_that_cannot_be_right_are_refused_by_name(
+    kind: type[Net], options: dict[str, Any], words: str
+) -> None:
+    errors = processes.run(refused, 2, kind, staged("1f1b", 2) | options)
+    assert any(re.search(words, error) and "test_hooks.py" in error for error in errors), (
+        "\n".join(errors)
+    )
+    for error in errors:
+        assert re.match("StepError|PeerError", error), error
+
+
+class Summoning(Callback):
+    """Ask for the whole module on rank 0 alone."""
+
+    def __init__(self) -> None:
+        self.norms: list[float] = []
+        self.own: tuple[int, ...] = ()
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Net, *args: Any) -> None:
+        self.own = trainer.strategy.own_stages
+        if trainer.global_rank == 0:
+            trainer.strategy.summon()
+            assert all(type(p) is nn.Parameter for p in pl_module.parameters())
+            self.norms.append(sum(float(p.detach().norm()) for p in pl_module.parameters()))
+
+
+def summoned(strategy: dict[str, Any]) -> tuple[list[float], tuple[int, ...]]:
+    """Return the norms of all weights, and the stages of this rank."""
+    callback = Summoning()
+    seen(Net, strategy, [callback])
+    return callback.norms, callback.own
+
+
+def test_a_rank_may_ask_for_the_whole_module() -> None:
+    ((alone, every),) = processes.run(summoned, 1, staged("1f1b", 2))
+    assert len(set(alone)) == 8
+    assert processes.run(summoned, 2, staged("1f1b", 2)) == [(alone, (1,)), ([], (0,))]
+    assert every == (0, 1)
