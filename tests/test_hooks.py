@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.callbacks import ModelPruning
 from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -228,3 +229,125 @@ def test_a_rank_may_ask_for_the_whole_module() -> None:
     assert len(set(alone)) == 8
     assert processes.run(summoned, 2, staged("1f1b", 2)) == [(alone, (1,)), ([], (0,))]
     assert every == (0, 1)
+
+
+# ---------------------------------------------------------------------- changes between steps
+
+
+class Changing(Net):
+    """Change a weight behind the second batch."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            with torch.no_grad():
+                self.net[0].weight.mul_(0.5)
+
+
+class Replacing(Net):
+    """Put another parameter in the place of one behind an epoch."""
+
+    def on_train_epoch_end(self) -> None:
+        self.net[0].bias = nn.Parameter(torch.zeros(8))
+
+
+class Exchanging(Net):
+    """Validate with other weights, and take them back."""
+
+    def on_validation_start(self) -> None:
+        self.kept = [p.detach().clone() for p in self.parameters()]
+        with torch.no_grad():
+            for p in self.parameters():
+                p.mul_(0.5)
+
+    def on_validation_end(self) -> None:
+        with torch.no_grad():
+            for p, kept in zip(self.parameters(), self.kept, strict=True):
+                p.copy_(kept)
+
+
+class Unfreezing(Net):
+    """Unfreeze a layer at the begin of the second epoch."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        self.net[3].requires_grad_(False)
+        return super().configure_optimizers()
+
+    def on_train_epoch_start(self) -> None:
+        self.net[3].requires_grad_(self.current_epoch > 0)
+
+
+class ScheduleFree(torch.optim.SGD):
+    """Change weights outside of step(), as schedule-free optimizers do."""
+
+    def train(self) -> None: ...
+
+    def eval(self) -> None: ...
+
+
+class WithScheduleFree(Net):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return ScheduleFree(self.parameters(), 0.1)
+
+
+class Pruning(ModelPruning):
+    def __init__(self) -> None:
+        super().__init__("l1_unstructured", amount=0.5, parameter_names=["weight"])
+
+
+def refused_with(kind: type[Net], strategy: dict[str, Any], callbacks: list[Callback]) -> str:
+    with pytest.raises(CyclicError) as caught:
+        seen(kind, strategy, callbacks)
+    return str(caught.value)
+
+
+NOT_SYNC = [
+    {"preset": "cyclic_dp", "stages": 2},
+    {"preset": "lockstep_dp", "stages": 2},
+    {"preset": "cyclic_pipeline", "stages": ["net.3"], "num_micro": 2},
+]
+
+
+@pytest.mark.parametrize("strategy", NOT_SYNC, ids=lambda s: s["preset"])
+@pytest.mark.parametrize(
+    ("kind", "callbacks", "words"),
+    [
+        (Changing, [], "'net.0.weight' was changed between two steps by a hook or a callback"),
+        (Unfreezing, [], "'net.3.(weight|bias)' was unfrozen between two steps|trained param"),
+        (WithScheduleFree, [], "ScheduleFree exchanges the weights between steps"),
+        (Net, [Pruning], "Pruning replaces parameters while they are trained"),
+        (Replacing, [], "'net.0.bias' was replaced, added or removed|not in the LightningModule"),
+    ],
+)
+def test_changes_that_do_not_reach_every_version_are_refused(
+    kind: type[Net], callbacks: list[Any], words: str, strategy: dict[str, Any]
+) -> None:
+    made = [c() for c in callbacks]
+    errors = processes.run(refused_with, 2, kind, strategy, made)
+    assert any(re.search(words, error) for error in errors), errors
+
+
+@pytest.mark.parametrize("strategy", NOT_SYNC, ids=lambda s: s["preset"])
+def test_weights_that_are_exchanged_for_validation_alone_are_no_change(
+    strategy: dict[str, Any],
+) -> None:
+    for one, other in zip(
+        processes.run(weights, 2, Exchanging, strategy),
+        processes.run(weights, 2, Net, strategy),
+        strict=True,
+    ):
+        assert all(map(torch.equal, one, other))
+
+
+@pytest.mark.parametrize("kind", [Changing, Unfreezing, Exchanging])
+def test_pipelines_with_a_flush_take_changes_over(kind: type[Net]) -> None:
+    (alone,) = processes.run(weights, 1, kind, {})
+    for rank in processes.run(weights, 2, kind, staged("1f1b", 2)):
+        assert all(map(torch.equal, rank, alone))
+
+
+def weights(kind: type[Net], strategy: dict[str, Any]) -> list[Tensor]:
+    """Return what a fit has learnt."""
+    module = kind()
+    chosen = CyclicStrategy(**strategy) if strategy else "auto"
+    make_trainer(chosen, max_epochs=2, val_check_interval=2).fit(module, loader(1), loader(2))
+    return [p.detach() for p in module.parameters()]

@@ -12,6 +12,7 @@ step before it ends one. At the end of an epoch all have been told everything.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, final
 
@@ -23,7 +24,7 @@ from typing_extensions import override
 
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.plugin import checkpoint as ckpt
-from lightning_cyclic.plugin.checks import check_flow, scaler_of
+from lightning_cyclic.plugin.checks import check_flow, check_no_exchange, scaler_of
 from lightning_cyclic.plugin.clipping import clip_mode, decides_together, may_clip_by_norm
 from lightning_cyclic.plugin.deferred_update import DeferredUpdates
 from lightning_cyclic.plugin.future_rates import Outlook
@@ -34,6 +35,7 @@ from lightning_cyclic.plugin.reductions import HeldReductions
 from lightning_cyclic.plugin.summaries import StepOutcome
 from lightning_cyclic.plugin.surrogate_loss import stand_in
 from lightning_cyclic.plugin.training import Closure, Own, epoch_ends
+from lightning_cyclic.plugin.weight_guard import WeightGuard
 from lightning_cyclic.runtime.agreement import merged
 from lightning_cyclic.runtime.gradient_store import Gradients
 from lightning_cyclic.runtime.loss_scaling import LossScaling
@@ -54,6 +56,7 @@ class AsynchronousPipelineTraining(PipelineTraining):
     def __init__(
         self, trainer: Trainer, options: Options, plan: Plan, reductions: HeldReductions
     ) -> None:
+        check_no_exchange(trainer.optimizers[0], plan.preset)
         clip = clip_mode(trainer, plan, options.clip)
         scaler = scaler_of(trainer, plan)
         self._scaling = LossScaling(scaler, self._all_are_finite) if scaler else None
@@ -80,6 +83,7 @@ class AsynchronousPipelineTraining(PipelineTraining):
         self._latest: StepOutcome | None = None
         self._stops_at: int | None = None  # step before which all workers stop
         self._owned_is_kept = False
+        self._guard = WeightGuard(self._of_stages, plan.preset)
         super().__init__(trainer, options, plan, reductions)
         self._summaries.refuses_overflow = self._scaling is None
 
@@ -101,6 +105,12 @@ class AsynchronousPipelineTraining(PipelineTraining):
             read_state=self._predictor.read_state,
             write_state=self._predictor.write_state,
         )
+
+    def _of_stages(self) -> dict[str, nn.Parameter]:
+        if self._session.cuts is None:
+            return {}
+        known = self._session.named()
+        return {n: p for n, p in self._module.named_parameters() if n in known}
 
     def _parameters_of(self, j: int) -> Sequence[nn.Parameter]:
         return self._session.ownership.owned(j)
@@ -134,6 +144,7 @@ class AsynchronousPipelineTraining(PipelineTraining):
     @override
     def training_step(self, own: Own, *args: Any, **kwargs: Any) -> Any:
         """Do what the program has for this batch; return a stand-in of the newest known loss."""
+        self._guard.check()
         session, (batch, *rest) = self._session, positional(args, kwargs)
         if self._stop is not None:
             self._stop.tell()
@@ -150,6 +161,7 @@ class AsynchronousPipelineTraining(PipelineTraining):
             if self._latest is None or epoch_ends(self._trainer):
                 self._finish()  # so that every worker knows a loss
         self._read()
+        self._guard.note()
         assert self._latest is not None
         surrogate = stand_in(self._latest.loss)
         returned = self._latest.returned
@@ -216,7 +228,7 @@ class AsynchronousPipelineTraining(PipelineTraining):
     @override
     def flush(self) -> None:
         """Finish the steps under way; what they log is logged in the next one."""
-        with self._summaries.held():
+        with self._guard.ending() if self._is_apart else nullcontext(), self._summaries.held():
             self._finish()
 
     def _finish(self) -> None:
@@ -240,6 +252,7 @@ class AsynchronousPipelineTraining(PipelineTraining):
     @override
     def resume(self, saved: Mapping[str, Any] | None) -> None:
         super().resume(saved)
+        self._guard.forget()
         if saved is not None and "groups" in saved and self._session.cuts is not None:
             self._updates.put_groups(saved["t"] - 1, saved["groups"])
             if self._outlook is not None:

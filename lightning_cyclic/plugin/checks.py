@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import MPSAccelerator
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, WeightAveraging
 from torch import nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
@@ -92,6 +92,14 @@ def check_trainer(trainer: Trainer, module: LightningModule, *, sync_batchnorm: 
             "the plan, not by the module; allowed: automatic optimization; return the loss from "
             "training_step, or use strategy='ddp'"
         )
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, ModelPruning):
+            raise ConfigurationError(
+                f"{type(callback).__name__} replaces parameters while they are trained, which "
+                "workers that have parts or versions of them do not see; allowed: modules that "
+                "keep their parameters; prune before or behind fit (torch.nn.utils.prune), or use "
+                "strategy='ddp'"
+            )
     _check_not_compiled(module)
 
 
@@ -177,6 +185,21 @@ def check_optimizers(optimizers: Sequence[Optimizer]) -> None:
             "LBFGS couples all parameters, but each stage is updated by another worker; allowed: "
             "optimizers that update each parameter by itself (SGD, AdamW, ...); "
             "use torch.optim.AdamW(self.parameters())"
+        )
+
+
+def check_no_exchange(optimizer: Optimizer, preset: str) -> None:
+    """Refuse schedule-free optimizers where workers read several versions of the weights.
+
+    Raises:
+        ConfigurationError: an optimizer that exchanges them between steps.
+    """
+    if all(callable(getattr(optimizer, name, None)) for name in ("train", "eval")):
+        raise ConfigurationError(
+            f"{type(optimizer).__name__} exchanges the weights between steps, by train() and "
+            f"eval(), but under preset {preset!r} workers read several versions of them, which "
+            "that does not reach; allowed: optimizers that change weights in step() alone; use "
+            "torch.optim.AdamW(self.parameters()) with a schedule, or strategy='1f1b' or 'ddp'"
         )
 
 

@@ -9,7 +9,7 @@ state dicts       flush first
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from typing import Any, final
 
@@ -23,6 +23,7 @@ from lightning_cyclic.errors import ConfigurationError, StepError
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.plugin import checkpoint as ckpt
 from lightning_cyclic.plugin.checks import (
+    check_no_exchange,
     check_no_scaler,
     check_trainer,
     trained_parameters,
@@ -38,6 +39,7 @@ from lightning_cyclic.plugin.training import (
     agreed_seed,
     epoch_ends,
 )
+from lightning_cyclic.plugin.weight_guard import WeightGuard
 from lightning_cyclic.runtime.transport import CountingTransport
 from lightning_cyclic.runtime.whole_step.session import Session, SessionConfig
 
@@ -59,6 +61,8 @@ class ReplicatedTraining(AbstractTraining):
         super().__init__(trainer, options, plan, reductions)
         self._backward = ExitStack()  # open while a backward runs
         self._owned_is_kept = False
+        self._guard = WeightGuard(self._of_module, plan.preset)
+        check_no_exchange(trainer.optimizers[0], plan.preset)
         parameters = trained_parameters(self._module, trainer.optimizers[0])
         self._parameter_ids = frozenset(map(id, parameters.values()))
         clip = clip_mode(trainer, plan, options.clip)
@@ -97,6 +101,9 @@ class ReplicatedTraining(AbstractTraining):
     def _clip(self, optimizer: Optimizer, clip_val: float) -> None:
         self._updates.clip_grad_by_norm(optimizer, clip_val)
 
+    def _of_module(self) -> dict[str, nn.Parameter]:
+        return dict(self._module.named_parameters())
+
     def _parameters_of(self, j: int) -> Sequence[nn.Parameter]:
         assert self._session.engine is not None
         return self._session.engine.parameters(j)
@@ -117,6 +124,7 @@ class ReplicatedTraining(AbstractTraining):
         """Run the module's training step as the forward of this worker's micro-batch."""
         if self._skips_backward():
             return own(*args, **kwargs)
+        self._guard.check()
         session = self._session
         batch, last = args[0] if args else kwargs, not self._accumulating
         ends = epoch_ends(self._trainer)
@@ -147,6 +155,7 @@ class ReplicatedTraining(AbstractTraining):
     def post_backward(self, own: Own, closure_loss: Tensor) -> None:
         """Hand over the gradients of stages that the backward did not complete."""
         self._backward.close()
+        self._guard.note()
 
     @override
     def optimizer_step(
@@ -154,9 +163,11 @@ class ReplicatedTraining(AbstractTraining):
     ) -> Any:
         """Run the closure and leave the update to the program."""
         output = closure()
+        self._guard.check()
         self._keep_owned_state()
         self._updates.remember(self._session.t, self._trainer.optimizers[0], kwargs)
         self._session.end_step()
+        self._guard.note()
         return output
 
     def _apply(self, t: int, stages: Sequence[int]) -> None:
@@ -171,6 +182,16 @@ class ReplicatedTraining(AbstractTraining):
         return bool(self._trainer.fit_loop.epoch_loop.automatic_optimization._skip_backward)
 
     # ------------------------------------------------------------------ between steps
+
+    @override
+    def flush(self) -> None:
+        with self._guard.ending() if self._has_stages else nullcontext():
+            super().flush()
+
+    @override
+    def resume(self, saved: Mapping[str, Any] | None) -> None:
+        super().resume(saved)
+        self._guard.forget()
 
     @override
     def begin_epoch(self) -> None:

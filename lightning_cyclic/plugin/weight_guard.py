@@ -1,0 +1,122 @@
+"""The weight guard: notice what hooks and callbacks change of the weights between steps.
+
+Where workers read different versions of a stage, a change of what the module shows between two
+steps reaches some versions and not others; and what is frozen or unfrozen then is missed by
+those who have made their plans. Both gave other weights in silence. They are refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from operator import attrgetter
+from typing import final
+
+import torch
+from torch import Tensor, nn
+
+from lightning_cyclic.errors import ConfigurationError
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
+_version, _is_trained = attrgetter("_version"), attrgetter("requires_grad")
+
+
+@final
+class WeightGuard:
+    """Compare the parameters at the begin of a step with those at the end of the last one.
+
+    What is changed and changed back, as weights that are exchanged for their average during
+    validation, is no change: behind a flush, the bits are compared.
+
+    Args:
+        named: returns the parameters that this worker has, by name.
+        preset: name of the plan, for errors.
+    """
+
+    def __init__(self, named: Callable[[], Mapping[str, nn.Parameter]], preset: str) -> None:
+        self._read = named
+        self._preset = preset
+        self._named: dict[str, nn.Parameter] = {}
+        self._versions: list[int] = []  # how often each was changed in place
+        self._trained: list[bool] = []
+        self._totals: list[Tensor] | None = None  # of the bits of each, where steps are at an end
+
+    def note(self) -> None:
+        """Note what the parameters are behind a part of a step."""
+        self._named = self._named or dict(self._read())
+        self._versions = list(map(_version, self._named.values()))
+        self._trained = list(map(_is_trained, self._named.values()))
+        self._totals = None
+
+    @contextmanager
+    def ending(self) -> Iterator[None]:
+        """Run the body, which brings steps to an end, behind which other code may look at weights.
+
+        Where they are at an end already, it may have exchanged them, and will change them back.
+
+        Raises:
+            ConfigurationError: something has changed before.
+        """
+        if self._totals is not None:
+            yield
+            return
+        self.check()
+        yield
+        self._named = dict(self._read())
+        self.note()
+        self._totals = list(map(_total, self._named.values()))
+
+    def forget(self) -> None:
+        """Take the parameters as they will be: they are about to be loaded."""
+        self._named, self._versions, self._trained, self._totals = {}, [], [], None
+
+    def check(self) -> None:
+        """Refuse what has changed since.
+
+        Raises:
+            ConfigurationError: with the parameter.
+        """
+        if self._totals is not None:
+            self._check_names(dict(self._read()))
+        parameters = self._named.values()
+        if list(map(_is_trained, parameters)) != self._trained:
+            self._refuse_frozen()
+        if list(map(_version, parameters)) != self._versions:
+            self._check_bits()
+
+    def _check_names(self, now: dict[str, nn.Parameter]) -> None:
+        changed = [n for n in self._named | now if self._named.get(n) is not now.get(n)]
+        if changed:
+            raise ConfigurationError(
+                f"parameter {changed[0]!r} was replaced, added or removed between two steps by a "
+                "hook or a callback (as pruning does); allowed: the same parameters throughout "
+                "one fit; do it before fit, or use strategy='ddp'"
+            )
+
+    def _refuse_frozen(self) -> None:
+        pairs = zip(self._named.items(), self._trained, strict=True)
+        (name, _), was = next((x, was) for x, was in pairs if x[1].requires_grad is not was)
+        raise ConfigurationError(
+            f"parameter {name!r} was {'frozen' if was else 'unfrozen'} between two steps, which "
+            f"preset {self._preset!r} does not support yet; allowed: the same trained parameters "
+            "throughout one fit; freeze and unfreeze before fit, call fit once per phase, or use "
+            "strategy='1f1b' or 'ddp'"
+        )
+
+    def _check_bits(self) -> None:
+        for k, (name, p) in enumerate(self._named.items()):
+            if p._version == self._versions[k]:
+                continue
+            if self._totals is None or not torch.equal(_total(p), self._totals[k]):
+                raise ConfigurationError(
+                    f"parameter {name!r} was changed between two steps by a hook or a callback, "
+                    f"but under preset {self._preset!r} workers read several versions of it, "
+                    "which the change does not reach; allowed: changes before fit, or changes "
+                    "that are taken back before the next step; make them in the optimizer's "
+                    "step(), or use strategy='1f1b' or 'ddp'"
+                )
+
+
+def _total(p: Tensor) -> Tensor:
+    """Return the sum of a parameter's bits, read as integers."""
+    return p.detach().view(_INTEGERS[p.element_size()]).sum(dtype=torch.int64)

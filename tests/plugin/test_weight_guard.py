@@ -1,0 +1,92 @@
+"""The weight guard: which changes between steps it notices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_cyclic.errors import ConfigurationError
+from lightning_cyclic.plugin.weight_guard import WeightGuard
+
+
+def guarded() -> tuple[nn.Module, WeightGuard]:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3).to(torch.bfloat16))
+    return module, WeightGuard(lambda: dict(module.named_parameters()), "cyclic_dp")
+
+
+def scale(module: nn.Module, by: float) -> None:
+    with torch.no_grad():
+        module[1].weight.mul_(by)
+
+
+def test_nothing_is_known_before_the_first_note_and_behind_a_load() -> None:
+    module, guard = guarded()
+    scale(module, 2)
+    guard.check()
+    guard.note()
+    scale(module, 2)
+    guard.forget()
+    module[0].weight.requires_grad_(False)
+    guard.check()
+
+
+def end(guard: WeightGuard) -> None:
+    with guard.ending():
+        pass
+
+
+@pytest.mark.parametrize("note", [WeightGuard.note, end])
+def test_changes_are_refused_by_name(note: Callable[[WeightGuard], None]) -> None:
+    module, guard = guarded()
+    note(guard)
+    guard.check()
+    scale(module, 2)
+    with pytest.raises(ConfigurationError, match=r"'1.weight' was changed .* 'cyclic_dp' workers"):
+        guard.check()
+    guard.note()
+    guard.check()
+
+
+def test_what_was_taken_back_where_steps_were_at_an_end_is_no_change() -> None:
+    module, guard = guarded()
+    end(guard)
+    kept = module[1].weight.detach().clone()
+    scale(module, 3)
+    end(guard)  # a checkpoint, say, of what is there meanwhile
+    with torch.no_grad():
+        module[1].weight.copy_(kept)
+    guard.check()
+    guard.note()  # in the middle of steps nobody may look, and no bits are kept
+    scale(module, 1)
+    with pytest.raises(ConfigurationError, match="was changed between two steps"):
+        guard.check()
+
+
+@pytest.mark.parametrize(("before", "word"), [(True, "frozen"), (False, "unfrozen")])
+def test_freezing_is_refused(before: bool, word: str) -> None:
+    module, guard = guarded()
+    module[0].bias.requires_grad_(before)
+    guard.note()
+    module[0].bias.requires_grad_(not before)
+    with pytest.raises(ConfigurationError, match=f"'0.bias' was {word} between two steps"):
+        guard.check()
+
+
+def test_other_parameters_are_refused() -> None:
+    module, guard = guarded()
+    end(guard)
+    torch.nn.utils.prune.l1_unstructured(module[0], "weight", amount=0.5)
+    with pytest.raises(ConfigurationError, match="'0.weight(_orig)?' was replaced, added or rem"):
+        guard.check()
+
+
+def test_a_change_before_an_end_is_refused_at_it() -> None:
+    module, guard = guarded()
+    guard.note()
+    scale(module, 2)
+    with pytest.raises(ConfigurationError, match="was changed between two steps"):
+        end(guard)
