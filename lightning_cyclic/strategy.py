@@ -6,7 +6,7 @@ hooks      the training answers, given what Lightning itself would do (training.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
@@ -20,6 +20,7 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import CheckpointIO, Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
+from torch import nn
 from torch.distributed.constants import default_pg_timeout
 from typing_extensions import override
 
@@ -263,6 +264,16 @@ class CyclicStrategy(DDPStrategy):
         """Return the stages whose parameters this rank has; of replicated workers all."""
         own = None if self._training is None else self._training.own_stages
         return tuple(sorted(set(self.stage_of.values()))) if own is None else own
+
+    @property
+    def updated_parameters(self) -> Sequence[nn.Parameter]:
+        """Return the parameters whose gradients on_before_optimizer_step sees whole, on this rank.
+
+        Replicated workers, and pipelines without a flush, call it for each of their stages.
+        """
+        if self._training is None:
+            return list(self.model.parameters()) if self.model is not None else []
+        return self._training.updated_parameters
 
     def summon(self) -> None:
         """Make the module whole on this rank, until the next step; other ranks need not call it.

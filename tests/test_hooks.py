@@ -166,6 +166,23 @@ class Gradients(Net):
         grad_norm(self, norm_type=2)
 
 
+class Behind(Net):
+    """Look at gradients behind the backward."""
+
+    def on_after_backward(self) -> None:
+        assert all(p.grad is not None for p in self.parameters())
+
+
+class Norms(Net):
+    """Look at the gradients that are whole, and at weights beside them."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        names = {p: n for n, p in self.named_parameters()}
+        updated = self.trainer.strategy.updated_parameters
+        assert all(p.detach().isfinite().all() for p in updated)
+        self.seen += [(names[p], p.grad.tolist()) for p in updated]
+
+
 class InAStep(Net):
     """Read in one stage what another one has, in a step unlike the first."""
 
@@ -187,6 +204,18 @@ def refused(kind: type[Net], strategy: dict[str, Any]) -> str:
         (Ahead, {}, "reads 'net.[05].weight' of stage [01], which rank [01] has, in the middle"),
         (Batches, {"preset": "cyclic_pipeline"}, "of stage [01], .* in the middle of a step"),
         (Gradients, {}, "reads the gradient of 'net.[03].weight' of stage [01], which rank [01]"),
+        (
+            Behind,
+            {"preset": "cyclic_dp", "stages": 2, "num_micro": 2},
+            "in on_after_backward, which under preset",
+        ),
+        (Behind, {"preset": "cyclic_pipeline"}, "in on_after_backward, which under preset"),
+        (
+            Gradients,
+            {"preset": "cyclic_dp", "stages": 2, "num_micro": 2},
+            "in on_before_optimizer_step, which",
+        ),
+        (Gradients, {"preset": "cyclic_pipeline"}, "in on_before_optimizer_step, which under"),
         (InAStep, {}, "'net.0.weight' of stage 0, which rank 1 has, in the middle of a step"),
         (Epochs, {"memory_limit_bytes": 600}, "have 720 bytes together, but memory_limit_bytes=6"),
     ],
@@ -199,7 +228,32 @@ def test_reads_that_cannot_be_right_are_refused_by_name(
         "\n".join(errors)
     )
     for error in errors:
-        assert re.match("StepError|PeerError", error), error
+        assert re.match("ConfigurationError|StepError|PeerError", error), error
+
+
+def whole_gradients(preset: dict[str, Any], num_ranks: int) -> dict[str, list[Any]]:
+    """Return the gradients that ranks have seen together, by parameter."""
+    seen_by: dict[str, list[Any]] = {}
+    for rank in processes.run(seen, num_ranks, Norms, preset, []):
+        for name, grad in rank:
+            seen_by.setdefault(name, []).append(grad)
+    return seen_by
+
+
+@pytest.mark.parametrize("preset", ["cyclic_dp", "cyclic_dp_v1", "lockstep_dp"])
+def test_each_gradient_is_seen_once_and_whole_before_its_update(preset: str) -> None:
+    seen_by = whole_gradients({"preset": preset, "stages": ["net.3"]}, 2)
+    assert {n: len(grads) for n, grads in seen_by.items()} == {
+        n: 8 for n, _ in Net().named_parameters()
+    }
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_pipeline_shows_each_gradient_on_its_rank(num_ranks: int) -> None:
+    plain = whole_gradients({"preset": "1f1b", "stages": ["net.3"], "num_micro": 1}, 1)
+    shown = whole_gradients(staged("cyclic_pipeline", 2) | {"num_micro": 2}, num_ranks)
+    assert plain.keys() == shown.keys()
+    assert {len(grads) for grads in shown.values()} == {8}
 
 
 class Summoning(Callback):

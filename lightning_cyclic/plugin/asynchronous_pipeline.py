@@ -66,6 +66,7 @@ class AsynchronousPipelineTraining(PipelineTraining):
             plan = replace(plan, late_updates=late, norms=norms)
         self._updates = DeferredUpdates(
             trainer,
+            plan.preset,
             clip,
             reductions,
             self._parameters_of,
@@ -105,6 +106,11 @@ class AsynchronousPipelineTraining(PipelineTraining):
             read_state=self._predictor.read_state,
             write_state=self._predictor.write_state,
         )
+
+    @property
+    @override
+    def updated_parameters(self) -> Sequence[nn.Parameter]:
+        return self._updates.updated
 
     def _of_stages(self) -> dict[str, nn.Parameter]:
         if self._session.cuts is None:

@@ -11,6 +11,7 @@ from lightning.pytorch.trainer import call
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_cyclic.plugin.hidden_gradients import HiddenGradients
 from lightning_cyclic.plugin.reductions import HeldReductions
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ class DeferredUpdates:
 
     Args:
         trainer: whose hooks and clipping run around each update.
+        preset: name of the plan, for errors.
         clip: "stage" clips each stage by its own norm, "global" by the norm over all stages.
         reductions: refuses what would wait for all workers while an update is applied.
         parameters_of: stage -> its parameters on this worker.
@@ -33,6 +35,7 @@ class DeferredUpdates:
     def __init__(
         self,
         trainer: pl.Trainer,
+        preset: str,
         clip: str,
         reductions: HeldReductions,
         parameters_of: Callable[[int], Sequence[nn.Parameter]],
@@ -40,6 +43,9 @@ class DeferredUpdates:
         lag: int = 2,
     ) -> None:
         self._trainer = trainer
+        self.updated: list[nn.Parameter] = []  # whose whole gradients hooks see
+        self._gradients = HiddenGradients(trainer, preset)
+        self._gradients.hide_behind_backward()
         self._reductions = reductions
         self._clip = clip
         self._remembered: dict[int, tuple[list[dict[str, Any]], dict[str, Any]]] = {}
@@ -87,8 +93,11 @@ class DeferredUpdates:
         remembered, kwargs = self._remembered[t]
         groups = remembered if groups is None else groups
         with _hyper_parameters(optimizer, groups), self._reductions.refused():
-            call._call_callback_hooks(trainer, "on_before_optimizer_step", optimizer)
-            call._call_lightning_module_hook(trainer, "on_before_optimizer_step", optimizer)
+            self.updated = [p for j in stages for p in self._parameters_of(j)]
+            with self._gradients.in_hook("on_before_optimizer_step", self.updated):
+                call._call_callback_hooks(trainer, "on_before_optimizer_step", optimizer)
+                call._call_lightning_module_hook(trainer, "on_before_optimizer_step", optimizer)
+            self.updated = []
             self._clip_gradients(t, stages)
             if skips:
                 return

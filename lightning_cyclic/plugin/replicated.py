@@ -67,7 +67,12 @@ class ReplicatedTraining(AbstractTraining):
         self._parameter_ids = frozenset(map(id, parameters.values()))
         clip = clip_mode(trainer, plan, options.clip)
         self._updates = DeferredUpdates(
-            trainer, clip, reductions, self._parameters_of, self._total_norm
+            trainer,
+            plan.preset,
+            clip,
+            reductions,
+            self._parameters_of,
+            self._total_norm,
         )
         if clip == "global" and may_clip_by_norm(trainer) and plan.num_workers > 1:
             options = replace(options, norms="owners")
@@ -100,6 +105,11 @@ class ReplicatedTraining(AbstractTraining):
     @override
     def _clip(self, optimizer: Optimizer, clip_val: float) -> None:
         self._updates.clip_grad_by_norm(optimizer, clip_val)
+
+    @property
+    @override
+    def updated_parameters(self) -> Sequence[nn.Parameter]:
+        return self._updates.updated
 
     def _of_module(self) -> dict[str, nn.Parameter]:
         return dict(self._module.named_parameters())

@@ -162,6 +162,11 @@ class AbstractTraining(ABC):
         """Return the stages that this worker alone has; None where it has all."""
         return None
 
+    @property
+    def updated_parameters(self) -> Sequence[nn.Parameter]:
+        """Return those whose whole gradients on_before_optimizer_step sees."""
+        return list(self._session.named().values())
+
     def summon(self) -> None:  # noqa: B027  # of replicated workers it is
         """Make the module whole on this worker until the next step, if it is not."""
 
@@ -269,7 +274,8 @@ class AbstractTraining(ABC):
 
     def close(self) -> None:
         """Take everything off the module and the Trainer again."""
-        self._trainer.precision_plugin.__dict__.pop("clip_grad_by_norm", None)
+        for name in ("clip_grad_by_norm", "post_backward"):
+            self._trainer.precision_plugin.__dict__.pop(name, None)
         restore_stop_broadcast(self._trainer)
 
 

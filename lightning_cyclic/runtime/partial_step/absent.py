@@ -87,6 +87,12 @@ def come_back(x: Tensor) -> None:
         delattr(x, _HOME)
 
 
+def home_of(x: Tensor) -> Home | None:
+    """Return who is told where an absent tensor is read; None for others."""
+    home: Home | None = getattr(x, _HOME, (None, ""))[0]
+    return home
+
+
 def _read(x: Tensor) -> None:
     home, name = getattr(x, _HOME, (None, ""))
     if home is not None:
