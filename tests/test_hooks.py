@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule
-from lightning.pytorch.callbacks import ModelPruning
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelPruning
 from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -354,6 +354,13 @@ def refused_with(kind: type[Net], strategy: dict[str, Any], callbacks: list[Call
     return str(caught.value)
 
 
+class Doubling(GradientAccumulationScheduler):
+    """Add up two batches from the second epoch on."""
+
+    def __init__(self) -> None:
+        super().__init__({0: 1, 1: 2})
+
+
 NOT_SYNC = [
     {"preset": "cyclic_dp", "stages": 2},
     {"preset": "lockstep_dp", "stages": 2},
@@ -378,6 +385,11 @@ def test_changes_that_do_not_reach_every_version_are_refused(
     made = [c() for c in callbacks]
     errors = processes.run(refused_with, 2, kind, strategy, made)
     assert any(re.search(words, error) for error in errors), errors
+
+
+def test_accumulation_that_begins_later_is_refused_where_steps_flow() -> None:
+    for error in processes.run(refused_with, 2, Net, NOT_SYNC[-1], [Doubling()]):
+        assert error.startswith("Doubling with a pipeline without a flush, which updates once per")
 
 
 @pytest.mark.parametrize("strategy", NOT_SYNC, ids=lambda s: s["preset"])

@@ -8,7 +8,12 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import MPSAccelerator
-from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import (
+    GradientAccumulationScheduler,
+    ModelPruning,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
 from torch import nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
@@ -167,6 +172,13 @@ def check_flow(trainer: Trainer) -> None:
             "a flush, which updates once per batch; allowed: 1; use larger batches, and "
             "CyclicStrategy(num_micro=...) to cut them"
         )
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, GradientAccumulationScheduler):
+            raise ConfigurationError(
+                f"{type(callback).__name__} with a pipeline without a flush, which updates once "
+                "per batch; allowed: no gradients accumulated over batches; remove the callback, "
+                "or use strategy='1f1b'"
+            )
 
 
 def check_optimizers(optimizers: Sequence[Optimizer]) -> None:

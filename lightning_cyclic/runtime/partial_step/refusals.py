@@ -48,8 +48,14 @@ def refuse_path(name: str, expected: str | None, region: int, target: int) -> No
     )
 
 
-def refuse_end(starts: Sequence[str], region: int, target: int) -> NoReturn:
+def refuse_end(starts: Sequence[str], region: int, target: int, *, gave_nothing: bool) -> NoReturn:
     """Refuse a step that ended before the stage did."""
+    if gave_nothing:
+        raise StepError(
+            f"the step returned None before {starts[region]!r} was called, with which stage "
+            f"{region + 1} begins; allowed: steps that pass all stages, each time; to skip a "
+            "batch, return 0 * loss; or begin the stage elsewhere, CyclicStrategy(stages=[...])"
+        )
     if region < target:
         raise StepError(
             f"stage {region + 1} never began: {starts[region]!r} was not called; allowed: steps "

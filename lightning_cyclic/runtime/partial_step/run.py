@@ -338,7 +338,8 @@ class Run:
         if self._done:
             return None
         if self.region < self.router.num_stages - 1:
-            refuse_end(self.router.cuts.starts, self.region, self.target)
+            starts = self.router.cuts.starts
+            refuse_end(starts, self.region, self.target, gave_nothing=output is None)
         self._look()
         leaves, structure = flatten(output)
         return unflatten(structure, [self.filled(x) for x in leaves])

@@ -132,6 +132,21 @@ def test_another_order_than_the_stages_is_refused(order, target, text):
         run_stage(router, step_of(model), target, [first] if target else [])
 
 
+def test_a_step_that_skips_a_batch_is_told_how_to():
+    class Skipping(Row):
+        def forward(self, x):
+            return None if self.extra else super().forward(x)
+
+    model = Skipping()
+    router = router_of(model, "b", "c")
+    first, _ = run_stage(router, step_of(model), 0)
+    model.extra = True
+    words = "the step returned None before 'b' was called, with which stage 1 begins; .* 0 . loss"
+    for target, before in ((0, []), (1, [first])):
+        with pytest.raises(StepError, match=words):
+            run_stage(router, step_of(model), target, before)
+
+
 def test_a_result_that_cannot_be_told_to_other_workers_is_refused():
     class Odd(Layer):
         def forward(self, x):
