@@ -27,6 +27,9 @@ _MANAGES_GRADIENTS = ("torch.", "lightning_cyclic.", "lightning.pytorch.plugins.
                       "lightning.pytorch.strategies.", "lightning.fabric.")  # fmt: skip
 
 
+_GRAD: Any = Tensor.grad
+
+
 class Home(Protocol):
     """Be who knows where absent tensors are."""
 
@@ -41,12 +44,15 @@ class _Absent(Tensor):
     @classmethod
     @override
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__self__", None) is _GRAD:  # optimizers ask each parameter for it
+            if func.__name__ == "__get__":
+                _read_gradient(args[0], sys._getframe(1))
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args)
         if Ghost in types:
             return NotImplemented  # a step is run one stage at a time: ghosts know how
         kwargs = kwargs or {}
-        if _is_gradient(func):
-            _read_gradient(args[0], sys._getframe(1))
-        elif not (reads_metadata(func) or func.__name__ in _ASKS_NOTHING):
+        if not (reads_metadata(func) or func.__name__ in _ASKS_NOTHING):
             for x in tensors_in(args, kwargs):
                 _read(x)
         with torch._C.DisableTorchFunctionSubclass():
@@ -99,17 +105,14 @@ def _read(x: Tensor) -> None:
         home.read(name)
 
 
-def _is_gradient(func: Any) -> bool:
-    return bool(func.__name__ == "__get__" and func.__self__.__name__ == "grad")
-
-
 def _read_gradient(x: Tensor, asking: FrameType) -> None:
     """Refuse to say that there is no gradient; but optimizers ask each parameter for one."""
-    home, name = getattr(x, _HOME, (None, ""))
-    if home is None or str(asking.f_globals.get("__name__")).startswith(_MANAGES_GRADIENTS):
+    if str(asking.f_globals.get("__name__")).startswith(_MANAGES_GRADIENTS):
         return
+    home, name = getattr(x, _HOME, (None, ""))
     asks: FrameType | None = asking
     while asks is not None and asks.f_code.co_name.startswith("<"):  # a comprehension
         asks = asks.f_back
-    if asks is None or not isinstance(asks.f_locals.get("self"), Optimizer):
+    is_update = asks is not None and isinstance(asks.f_locals.get("self"), Optimizer)
+    if home is not None and not is_update:
         home.read_gradient(name)

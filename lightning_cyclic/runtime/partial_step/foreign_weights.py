@@ -87,19 +87,21 @@ class ForeignWeights:
         """Note that they are those of step ``t``, until the next update.
 
         Buffers are not: a worker may begin the next step while another one still reads. So they
-        are copied.
+        are copied, where anybody may ask.
         """
-        own = self._ownership.stages
+        if self._service is not None:
+            self._keep_buffers()
+        self.stamp = self._now = self._now[0], t
+
+    def _keep_buffers(self) -> None:
         with torch.no_grad():
-            for name in [n for j in own for n in self._changing(j)]:
+            for name in [n for j in self._ownership.stages for n in self._changing(j)]:
                 now = self._module.get_buffer(name)
                 kept = self._buffers.get(name)
                 if kept is None or kept.shape != now.shape:
                     self._buffers[name] = now.detach().clone()
                 else:
                     kept.copy_(now)
-        self._now = self._now[0], t
-        self.stamp = self._now
 
     @contextmanager
     def running(self) -> Iterator[None]:

@@ -53,7 +53,7 @@ def worker(stage: int, *, limit: int | None = None) -> tuple[Model, ForeignWeigh
 def pair(**options) -> tuple[Model, Model, ForeignWeights, ForeignWeights, Asked, list[str]]:
     first, owner, _ = worker(0)
     last, reader, said = worker(1, **options)
-    reader._service = asked = Asked(owner)
+    reader._service = owner._service = asked = Asked(owner)
     return first, last, owner, reader, asked, said
 
 
