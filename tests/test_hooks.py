@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from typing import Any
 
 import pytest
@@ -42,7 +43,7 @@ class Net(LightningModule):
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         return nn.functional.cross_entropy(self(batch[0]), batch[1])
 
-    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+    def validation_step(self, batch: list[Tensor], batch_idx: int, *rest: int) -> None:
         self.log("val", nn.functional.cross_entropy(self(batch[0]), batch[1]))
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -417,3 +418,30 @@ def weights(kind: type[Net], strategy: dict[str, Any]) -> list[Tensor]:
     chosen = CyclicStrategy(**strategy) if strategy else "auto"
     make_trainer(chosen, max_epochs=2, val_check_interval=2).fit(module, loader(1), loader(2))
     return [p.detach() for p in module.parameters()]
+
+
+# ---------------------------------------------------------------------- loaders of other lengths
+
+
+def evaluated(kind: str) -> str:
+    """Give ranks loaders of other lengths, and return the error."""
+    module, rank = Net(), processes.here().rank
+    trainer = make_trainer(CyclicStrategy(**staged("1f1b", 2)), max_epochs=1)
+    odd = DataLoader(loader(2).dataset, 4 if rank else 2)
+    module.test_step = module.predict_step = lambda batch, *rest: module(batch[0]).sum()
+    run = partial(trainer.fit, module, loader(1), [loader(2), odd])
+    if kind != "validation":
+        run = partial(getattr(trainer, kind), module, odd)
+    with pytest.raises(CyclicError) as caught:
+        run()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["validation", "test", "predict"])
+def test_loaders_of_other_lengths_are_refused_before_their_first_batch(kind: str) -> None:
+    numbers = ["[4.0, 8.0]", "[4.0, 4.0]"] if kind == "validation" else ["[8.0]", "[4.0]"]
+    for error in processes.run(evaluated, 2, kind):
+        assert error.startswith(
+            f"ranks have different numbers of {kind} batches (rank 0: {numbers[0]}, rank 1: "
+            f"{numbers[1]}); allowed: the same everywhere"
+        )

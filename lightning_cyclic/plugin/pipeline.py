@@ -36,6 +36,7 @@ from lightning_cyclic.plugin.stop_signal import (
 )
 from lightning_cyclic.plugin.summaries import Summaries
 from lightning_cyclic.plugin.training import AbstractTraining, Own
+from lightning_cyclic.runtime.agreement import require_same_number
 from lightning_cyclic.runtime.partial_step.config import StagewiseConfig
 from lightning_cyclic.runtime.partial_step.session import StagewiseSession
 from lightning_cyclic.runtime.transport import CountingTransport
@@ -160,6 +161,26 @@ class PipelineTraining(AbstractTraining):
         if self._options.width == 1 or not isinstance(tensor, Tensor):
             return tensor
         return self._session.reduce(tensor, str(reduce_op or "mean").lower())
+
+    @override
+    def begin_evaluation(self, what: str, numbers: Sequence[float]) -> None:
+        """Check that the workers of a replica have the same numbers of batches.
+
+        Raises:
+            ConfigurationError: on each of them, with every number.
+        """
+        session, trainer = self._session, self._trainer
+        if session.group is None:
+            return
+        size = trainer.world_size // self._options.width
+        first = trainer.global_rank // size * size
+        with session.naming_peers(f"all workers to begin {what}"):
+            require_same_number(
+                f"numbers of {what} batches",
+                [float(n) for n in numbers],
+                session.group,
+                range(first, first + size),
+            )
 
     @override
     def end_epoch(self) -> None:

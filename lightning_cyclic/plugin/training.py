@@ -214,6 +214,11 @@ class AbstractTraining(ABC):
                     "numbers of training batches", trainer.num_training_batches, session.group
                 )
 
+    def begin_evaluation(  # noqa: B027  # replicated workers evaluate each by itself
+        self, what: str, numbers: Sequence[float]
+    ) -> None:
+        """Check the numbers of batches, where workers evaluate together."""
+
     def end_epoch(self) -> None:
         """Show the newest weights, and what metrics have seen, before anybody computes."""
         self.flush()

@@ -7,7 +7,7 @@ gloo in the host's memory, NCCL on the GPU.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -62,15 +62,26 @@ def require_same_module(module: nn.Module) -> None:
     )
 
 
-def require_same_number(what: str, number: float, group: Any = None) -> None:
-    """Refuse ranks that hold different values of a number.
+def require_same_number(
+    what: str, number: object, group: Any = None, among: Sequence[int] | None = None
+) -> None:
+    """Refuse ranks that hold different values of a number, or of several; all must call it.
+
+    Args:
+        what: the number is.
+        number: of this rank.
+        group: process group of all workers. [the default group]
+        among: ranks that are compared. [all]
 
     Raises:
-        ConfigurationError: on every worker, with every value.
+        ConfigurationError: on every one of these, with every value.
     """
     values = gather_texts(repr(number), group)
+    if among is not None:
+        values = [values[rank] for rank in among]
     if len(set(values)) > 1:
-        each = ", ".join(f"rank {w}: {value}" for w, value in enumerate(values))
+        pairs = zip(among or range(len(values)), values, strict=True)
+        each = ", ".join(f"rank {rank}: {value}" for rank, value in pairs)
         raise ConfigurationError(
             f"ranks have different {what} ({each}); allowed: the same everywhere; "
             "use Trainer(use_distributed_sampler=True), or limit_train_batches"

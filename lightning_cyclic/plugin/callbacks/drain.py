@@ -6,7 +6,7 @@ averaging), so the strategy inserts this callback in front of all others.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, final
 
 from lightning.pytorch import Callback
@@ -25,6 +25,9 @@ class Drained(Protocol):
 
     def begin_epoch(self) -> None:
         """Check what may have changed between epochs."""
+
+    def begin_evaluation(self, what: str, numbers: Sequence[float]) -> None:
+        """Check the numbers of batches of each dataloader."""
 
     def end_epoch(self) -> None:
         """Bring together what is computed at the end of an epoch."""
@@ -50,6 +53,19 @@ class DrainCallback(Callback):
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         if drained := self._drained():
             drained.flush()
+            sanity = trainer.sanity_checking
+            numbers = trainer.num_sanity_val_batches if sanity else trainer.num_val_batches
+            drained.begin_evaluation("validation", numbers)
+
+    @override
+    def on_test_start(self, trainer: Any, pl_module: Any) -> None:
+        if drained := self._drained():
+            drained.begin_evaluation("test", trainer.num_test_batches)
+
+    @override
+    def on_predict_start(self, trainer: Any, pl_module: Any) -> None:
+        if drained := self._drained():
+            drained.begin_evaluation("predict", trainer.num_predict_batches)
 
     @override
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
