@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_cyclic.errors import CyclicError
 from lightning_cyclic.strategy import CyclicStrategy
 from tests import processes
-from tests.corpus import make_trainer
+from tests.corpus import gpt2, make_trainer
 
 pytestmark = pytest.mark.multi
 
@@ -134,6 +134,46 @@ def test_a_module_that_reads_itself_in_hooks_sees_all_its_weights(
     assert len(alone) > 6
     for rank in processes.run(seen, num_ranks, kind, staged("1f1b", num_ranks), []):
         assert rank == alone
+
+
+class Writing(LightningModule):
+    """A language model that writes behind validation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.model = gpt2()
+        self.seen: list[Any] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.model(input_ids=batch, labels=batch).loss
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("val", self.model(input_ids=batch, labels=batch).loss)
+
+    def on_validation_epoch_end(self) -> None:
+        begun = torch.tensor([[3, 4, 5]])
+        options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+        self.seen += self.model.generate(begun, **options).tolist()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), 0.03)
+
+
+def written(strategy: dict[str, Any]) -> list[list[int]]:
+    """Return what a language model writes in a fit."""
+    module, g = Writing(), torch.Generator().manual_seed(0)
+    data = DataLoader([torch.randint(1, 50, (8,), generator=g) for _ in range(8)], 4)
+    chosen = CyclicStrategy(**strategy) if strategy else "auto"
+    make_trainer(chosen, max_epochs=3).fit(module, data, data)
+    return module.seen
+
+
+def test_a_language_model_whose_stages_are_apart_writes_in_hooks() -> None:
+    (alone,) = processes.run(written, 1, {})
+    assert len({str(tokens) for tokens in alone}) > 1
+    strategy = {"preset": "1f1b", "stages": ["model.transformer.h.2"], "num_micro": 1}
+    assert processes.run(written, 2, strategy) == [alone, alone]
 
 
 @pytest.mark.parametrize("reader", [0, 1])

@@ -117,12 +117,16 @@ def _imported(path: str) -> Any:
     file = Path(path)
     if not file.is_file():
         raise PlanError(f"there is no file {path!r}; allowed: a Python file; check the path")
-    spec = importlib.util.spec_from_file_location(file.stem, file)
+    # a file that is called like a module of Python or of a package must not take its place
+    is_taken = file.stem in sys.stdlib_module_names or file.stem in sys.modules
+    name = f"_file_{file.stem}" if is_taken else file.stem
+    spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None
     assert spec.loader is not None
     loaded = importlib.util.module_from_spec(spec)
-    sys.modules[file.stem] = loaded  # dataclasses and pickle look it up there
-    sys.path.insert(0, str(file.parent))  # for its neighbours, as python FILE does
+    sys.modules[name] = loaded  # dataclasses and pickle look it up there
+    # for its neighbours, as python FILE does
+    sys.path.insert(len(sys.path) if is_taken else 0, str(file.parent))
     spec.loader.exec_module(loaded)
     return loaded
 

@@ -34,7 +34,6 @@ from lightning_cyclic.errors import PeerError, StepError, WaitTimeoutError
 Stamp = tuple[int, int]
 Give = Callable[[Sequence[int]], Sequence[Tensor]]
 _POLL_S = 0.01  # how often an owner looks whether it has come as far as an asker
-_LISTEN_S = 0.5  # how often a listener looks whether it is to end
 _LONGEST = 1 << 20  # bytes of what is asked
 _GONE = (EOFError, OSError)
 
@@ -74,7 +73,6 @@ class WeightService:
         self._secret = store.get(f"{key}/secret").decode()
         kind, host = _interface()
         self._listener = socket.create_server((host, 0), family=kind, backlog=64)
-        self._listener.settimeout(_LISTEN_S)
         port = self._listener.getsockname()[1]
         store.set(f"{key}/{self._rank}", json.dumps([host, port, socket.gethostname()]))
         self._addresses = [
@@ -141,11 +139,13 @@ class WeightService:
 
     def _listen(self) -> None:
         with self._listener:
-            while not self._closed.is_set():
-                with suppress(TimeoutError):
-                    line = self._limited(self._listener.accept()[0])
-                    # one may wait for what another, answered, lets this worker come to
-                    threading.Thread(target=self._answer, args=(line,), daemon=True).start()
+            while True:
+                line = self._limited(self._listener.accept()[0])
+                if self._closed.is_set():
+                    line.close()
+                    return
+                # one may wait for what another, answered, lets this worker come to
+                threading.Thread(target=self._answer, args=(line,), daemon=True).start()
 
     def _answer(self, line: Connection) -> None:
         with line, suppress(*_GONE, ValueError):  # who asks has gone, or is a stranger
@@ -173,8 +173,10 @@ class WeightService:
 
     def close(self) -> None:
         """Listen no more."""
-        self._closed.set()
-        self._thread.join()
+        if not self._closed.is_set():
+            self._closed.set()
+            self._connected(self._rank).close()  # which wakes the listener
+            self._thread.join()
 
 
 def _interface() -> tuple[socket.AddressFamily, str]:

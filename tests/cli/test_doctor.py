@@ -1,7 +1,9 @@
 """The doctor on the command line: modules from files, their data, and what is refused."""
 
+import importlib
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -155,6 +157,15 @@ def test_an_example_input(doctor, name):
     status, out, _ = doctor(name, "--stages", "3")
     assert status == 0
     assert 'CyclicStrategy(stages=["middle", "last"])' in out
+
+
+@pytest.mark.parametrize("name", ["types", "wave", "torch"])  # in use, of no use here, a package
+def test_a_file_that_is_called_like_another_module(doctor, name):
+    Path("doctors_model.py").rename(f"{name}.py")
+    before = sys.modules.get(name)
+    assert main(["doctor", f"{name}.py:Model", "--stages", "middle"]) == 0
+    assert sys.modules.get(name) is before
+    assert importlib.import_module(name).__file__ != str(Path(f"{name}.py").resolve())
 
 
 def test_named_stages_and_a_memory_limit(doctor):
