@@ -119,4 +119,5 @@ class WeightGuard:
 
 def _total(p: Tensor) -> Tensor:
     """Return the sum of a parameter's bits, read as integers."""
-    return p.detach().view(_INTEGERS[p.element_size()]).sum(dtype=torch.int64)
+    numbers = torch.view_as_real(p.detach()) if p.is_complex() else p.detach()
+    return numbers.view(_INTEGERS[numbers.element_size()]).sum(dtype=torch.int64)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
 from lightning_cyclic.errors import ConfigurationError
 from lightning_cyclic.plugin.weight_guard import WeightGuard
@@ -79,7 +80,7 @@ def test_freezing_is_refused(before: bool, word: str) -> None:
 def test_other_parameters_are_refused() -> None:
     module, guard = guarded()
     end(guard)
-    torch.nn.utils.prune.l1_unstructured(module[0], "weight", amount=0.5)
+    prune.l1_unstructured(module[0], "weight", amount=0.5)
     with pytest.raises(ConfigurationError, match="'0.weight(_orig)?' was replaced, added or rem"):
         guard.check()
 
@@ -90,3 +91,20 @@ def test_a_change_before_an_end_is_refused_at_it() -> None:
     scale(module, 2)
     with pytest.raises(ConfigurationError, match="was changed between two steps"):
         end(guard)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float16, torch.bfloat16, torch.float64, torch.complex64, torch.complex128]
+)
+def test_parameters_of_any_type_are_compared(dtype: torch.dtype) -> None:
+    x = nn.Parameter(torch.tensor([[1, 2], [3, 4]]).to(dtype).t())
+    scalar = nn.Parameter(torch.ones((), dtype=dtype))
+    guard = WeightGuard(lambda: {"x": x, "scalar": scalar}, "cyclic_dp")
+    end(guard)
+    with torch.no_grad():
+        x.mul_(2).div_(2)
+    guard.check()
+    with torch.no_grad():
+        scalar.add_(1)
+    with pytest.raises(ConfigurationError, match="'scalar' was changed between two steps"):
+        guard.check()
