@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 from types import SimpleNamespace
 
 import pytest
@@ -56,6 +58,21 @@ def test_gradients_that_are_not_whole_are_refused_and_all_else_may_be_read() -> 
             model.b.weight.grad  # noqa: B018
     assert model.b.weight.grad is not None
     assert {type(p) for p in model.parameters()} == {nn.Parameter}
+
+
+def test_modules_may_be_copied_and_saved_in_the_hook() -> None:
+    model, gradients = hidden(Looking())
+    with gradients.in_hook("on_before_optimizer_step"):
+        made = copy.deepcopy(model.b)
+        file = io.BytesIO()
+        torch.save(model.b, file)
+        with pytest.raises(ConfigurationError):
+            model.b.weight.grad  # noqa: B018
+    file.seek(0)
+    for other in (made, torch.load(file, weights_only=False)):
+        assert type(other.weight) is nn.Parameter
+        assert vars(other.weight) == {}
+        assert torch.equal(other.weight, model.b.weight)
 
 
 def test_a_hook_that_nobody_has_costs_nothing() -> None:

@@ -8,6 +8,8 @@ of memory. Code that asks for more than these, a hook or a callback between step
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any, Protocol, final
 
@@ -18,15 +20,14 @@ from typing_extensions import override
 
 from lightning_cyclic.runtime.partial_step.ghosts import Ghost, reads_metadata, tensors_in
 
-_HOME = "_cyclic_home"  # on an absent tensor: (its home, its name)
+_HOME = "_cyclic_home"  # on an absent tensor: (its home, its name, what it was)
+_NOWHERE = (None, "", None)
 _ASKS_NOTHING = frozenset(
     {"__set__", "__delete__", "data_ptr", "untyped_storage", "_has_compatible_shallow_copy_type"}
     | {"register_hook", "register_post_accumulate_grad_hook", "retain_grad"}
 )
 _MANAGES_GRADIENTS = ("torch.", "lightning_cyclic.", "lightning.pytorch.plugins.",
                       "lightning.pytorch.strategies.", "lightning.fabric.")  # fmt: skip
-
-
 _GRAD: Any = Tensor.grad
 
 
@@ -60,13 +61,13 @@ class _Absent(Tensor):
 
     @override
     def __deepcopy__(self, memo: Any) -> Any:
-        _read(self)
-        return self.__deepcopy__(memo)
+        with _as_it_was(self):
+            return self.__deepcopy__(memo)
 
     @override
     def __reduce_ex__(self, proto: Any) -> Any:
-        _read(self)
-        return self.__reduce_ex__(proto)
+        with _as_it_was(self):
+            return self.__reduce_ex__(proto)
 
 
 @final
@@ -81,26 +82,41 @@ class AbsentBuffer(_Absent):
 
 def leave(x: Tensor, name: str, home: Home) -> None:
     """Let a parameter or buffer be absent."""
+    home_and_kind = (home, name, getattr(x, _HOME, (None, "", type(x)))[2])
     x.__class__ = AbsentParameter if isinstance(x, nn.Parameter) else AbsentBuffer
-    setattr(x, _HOME, (home, name))
+    setattr(x, _HOME, home_and_kind)
 
 
 def come_back(x: Tensor) -> None:
     """Let it be what it was; its values are for others to give."""
     if isinstance(x, _Absent):
-        kind: Any = nn.Parameter if isinstance(x, AbsentParameter) else Tensor
+        kind: Any = getattr(x, _HOME)[2]
         x.__class__ = kind
         delattr(x, _HOME)
 
 
+@contextmanager
+def _as_it_was(x: Tensor) -> Iterator[None]:
+    """Run the body, which copies a tensor, with its values and without its home."""
+    home, name, _ = getattr(x, _HOME)
+    home.read(name)
+    is_hidden = home_of(x) is not None  # a home that had nothing to fetch: values are here
+    come_back(x)
+    try:
+        yield
+    finally:
+        if is_hidden:
+            leave(x, name, home)
+
+
 def home_of(x: Tensor) -> Home | None:
     """Return who is told where an absent tensor is read; None for others."""
-    home: Home | None = getattr(x, _HOME, (None, ""))[0]
+    home: Home | None = getattr(x, _HOME, _NOWHERE)[0]
     return home
 
 
 def _read(x: Tensor) -> None:
-    home, name = getattr(x, _HOME, (None, ""))
+    home, name, _ = getattr(x, _HOME, _NOWHERE)
     if home is not None:
         home.read(name)
 
@@ -109,7 +125,7 @@ def _read_gradient(x: Tensor, asking: FrameType) -> None:
     """Refuse to say that there is no gradient; but optimizers ask each parameter for one."""
     if str(asking.f_globals.get("__name__")).startswith(_MANAGES_GRADIENTS):
         return
-    home, name = getattr(x, _HOME, (None, ""))
+    home, name, _ = getattr(x, _HOME, _NOWHERE)
     asks: FrameType | None = asking
     while asks is not None and asks.f_code.co_name.startswith("<"):  # a comprehension
         asks = asks.f_back

@@ -132,6 +132,17 @@ def test_others_may_not(module: nn.Module) -> None:
     assert home.gradients == ["0.weight", "0.bias", "1.weight", "1.bias", "0.weight", "0.bias"]
 
 
+def test_a_kind_of_parameter_of_the_users_is_one_again(module: nn.Module) -> None:
+    class Mine(nn.Parameter):
+        pass
+
+    module[0].weight = Mine(torch.ones(3, 3))
+    Home(module)
+    assert type(module[0].weight) is AbsentParameter
+    assert float(module[0].weight.detach().sum()) == 9
+    assert type(module[0].weight) is Mine
+
+
 def test_hooks_may_be_registered(module: nn.Module) -> None:
     home = Home(module)
     module[0].weight.register_hook(lambda grad: grad)
