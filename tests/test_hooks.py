@@ -87,6 +87,19 @@ class Batches(Net):
         self.seen.append((batch_idx, summary(self)))
 
 
+class GoingBack(Net):
+    """Take the weights of the first epoch again behind the second one, and read them."""
+
+    def on_train_epoch_end(self) -> None:
+        strategy = self.trainer.strategy
+        if self.current_epoch == 0:
+            state = strategy.lightning_module_state_dict()
+            self.kept = {name: x.clone() for name, x in state.items()}
+            return
+        strategy.load_model_state_dict({"state_dict": self.kept})
+        self.seen.append(summary(self))
+
+
 class OnOneRank(Callback):
     """Read the module on a single rank, which the others know nothing of."""
 
@@ -174,6 +187,11 @@ def test_a_language_model_whose_stages_are_apart_writes_in_hooks() -> None:
     assert len({str(tokens) for tokens in alone}) > 1
     strategy = {"preset": "1f1b", "stages": ["model.transformer.h.2"], "num_micro": 1}
     assert processes.run(written, 2, strategy) == [alone, alone]
+
+
+def test_weights_that_were_loaded_in_a_hook_are_read() -> None:
+    (alone,) = processes.run(seen, 1, GoingBack, {}, [])
+    assert processes.run(seen, 2, GoingBack, staged("1f1b", 2), []) == [alone, alone]
 
 
 @pytest.mark.parametrize("reader", [0, 1])

@@ -148,7 +148,7 @@ class WeightService:
                 threading.Thread(target=self._answer, args=(line,), daemon=True).start()
 
     def _answer(self, line: Connection) -> None:
-        with line, suppress(*_GONE, ValueError):  # who asks has gone, or is a stranger
+        with line, suppress(*_GONE, ValueError, TypeError):  # who asks has gone, or is a stranger
             secret, rank, stamp, stages = json.loads(line.recv_bytes(_LONGEST))
             if not secrets.compare_digest(secret, self._secret):
                 return
@@ -175,7 +175,8 @@ class WeightService:
         """Listen no more."""
         if not self._closed.is_set():
             self._closed.set()
-            self._connected(self._rank).close()  # which wakes the listener
+            with suppress(OSError):  # it has ended by itself
+                self._connected(self._rank).close()  # which wakes it
             self._thread.join()
 
 

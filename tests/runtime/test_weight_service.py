@@ -148,7 +148,7 @@ def ask_as_a_stranger() -> tuple[bool, list[float]]:
     host, port, _ = owner.service._addresses[0]
     got, was_told = [0.0], False
     if owner.rank == 1:
-        for said in (b'["guess", 1, [0, 0], [0]]', b"not JSON", b"[]"):
+        for said in (b'["guess", 1, [0, 0], [0]]', b"not JSON", b"[]", b"[1, 2, 3, 4]"):
             with Connection(socket.create_connection((host, port)).detach()) as line:
                 line.send_bytes(said)
                 with pytest.raises((EOFError, ConnectionError)):

@@ -580,9 +580,15 @@ class StagewiseSession:
         assert self.cuts is not None
         return self._collectives.gather(self.cuts, self._plans.usual)
 
-    def whole(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def whole(self) -> Iterator[None]:
         """Let the body write to every parameter; behind it, keep only this worker's."""
-        return nullcontext() if self.cuts is None else self.ownership.whole()
+        if self.cuts is None:
+            yield
+            return
+        with self.ownership.whole():
+            yield
+        self.foreign.settle(self.t)  # others who ask get what was written, buffers too
 
     def reduce(self, tensor: Tensor, how: str) -> Tensor:
         """Reduce over all workers, of which those of a replica have the same value."""
