@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         WaitTimeoutError,
     )
     from lightning_cyclic.plan import PRESETS, Plan, make_plan
+    from lightning_cyclic.plugin.callbacks.gradient_norms import GradientNorms
     from lightning_cyclic.strategy import CyclicStrategy
 
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
     "ConfigurationError",
     "CyclicError",
     "CyclicStrategy",
+    "GradientNorms",
     "PeerError",
     "Plan",
     "PlanError",
@@ -49,6 +51,7 @@ _HOMES = {
     "Plan": "plan",
     "make_plan": "plan",
     "CyclicStrategy": "strategy",
+    "GradientNorms": "plugin.callbacks.gradient_norms",
 } | {name: "errors" for name in __all__ if name.endswith("Error")}
 
 register_when_lightning_is_imported()

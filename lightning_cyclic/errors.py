@@ -6,8 +6,8 @@ CyclicError                         every error that the package raises on purpo
 ├── ActionSyntaxError (ValueError)  text that is not an action
 ├── ConfigurationError (ValueError) a Trainer flag, module or optimizer that cannot be trained so
 ├── StepError (RuntimeError)        a training step that broke the contract (no loss, NaN, order)
-├── PeerError (RuntimeError)        another worker failed or left
-└── WaitTimeoutError (TimeoutError) a wait at its limit; names worker, action, peer and slot
+├── PeerError (RuntimeError)        another rank failed or left; one line, the culprit first
+└── WaitTimeoutError (TimeoutError) a wait at its limit: who waited for whom, and for what
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ class StepError(CyclicError, RuntimeError):
 
 
 class PeerError(CyclicError, RuntimeError):
-    """Say which other worker failed, and with what."""
+    """Say which other rank failed, and with what."""
 
 
 class WaitTimeoutError(CyclicError, TimeoutError):
-    """Say which worker waited for which action of which peer, for how long."""
+    """Say which rank waited for which other one, for what, and for how long."""
 
 
 def one_of(given: object, allowed: object, what: str, hint: str) -> str:

@@ -1,16 +1,18 @@
 """CyclicStrategy: Lightning's hooks, each handed on to the training that is under way.
 
-setup      check, make the plan, and the training: replicated.py, pipelines.py, flowing.py, or none
+setup      check, make the plan, and the training: replicated.py, synchronous_pipeline.py,
+           asynchronous_pipeline.py, or none
 hooks      the training answers, given what Lightning itself would do (training.py)
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal, final
 
 import torch
@@ -20,8 +22,8 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import CheckpointIO, Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
-from torch.distributed.constants import default_pg_timeout
 from typing_extensions import override
 
 from lightning_cyclic.errors import ConfigurationError
@@ -31,13 +33,17 @@ from lightning_cyclic.plugin.asynchronous_pipeline import AsynchronousPipelineTr
 from lightning_cyclic.plugin.auto import AUTO, SAVED, AutoPlan, check_network, network_of
 from lightning_cyclic.plugin.callbacks.drain import DrainCallback
 from lightning_cyclic.plugin.checks import check_no_leftovers, check_plan
-from lightning_cyclic.plugin.options import NO_TIMEOUT_S, Options, checked_stages
+from lightning_cyclic.plugin.options import STARTING_S, TRAINING_S, Options, checked_stages
 from lightning_cyclic.plugin.reductions import HeldReductions
 from lightning_cyclic.plugin.replicated import ReplicatedTraining
 from lightning_cyclic.plugin.synchronous_pipeline import SynchronousPipelineTraining
+from lightning_cyclic.plugin.tracing import Tracing, checked_trace
 from lightning_cyclic.plugin.training import AbstractTraining, start_alike
+from lightning_cyclic.runtime.meetings import START, Meetings, naming_start
+from lightning_cyclic.runtime.partial_step.ranks import rank_of
 from lightning_cyclic.runtime.prediction.foresight import BackwardWeights
 from lightning_cyclic.runtime.prediction.prediction import Shape
+from lightning_cyclic.runtime.recorder import Recorder
 from lightning_cyclic.runtime.transport.choice import (
     Route,
     naming_shared_gpus,
@@ -70,7 +76,9 @@ class CyclicStrategy(DDPStrategy):
         placement: overrides the preset's placement.
         weights: overrides the preset's weight rule.
         sharding: overrides the preset's sharding.
-        stages: "auto", a number, or the module paths that begin stages 1, 2, ...
+        stages: "auto", a number, or the module paths that begin stages 1, 2, ... Pipelines are
+            cut by FLOPs and bytes, counted, so that stages are the same in every run; "measured"
+            is "auto" by times, which rank 0 takes in the first step.
         num_micro: micro-batches per update; with replicated placement one per worker.
         slack: slots that messages are given to travel before a version counts as fresh.
         clip: what gradient_clip_val (norm) looks at: "stage", "global", or None for the default:
@@ -89,7 +97,7 @@ class CyclicStrategy(DDPStrategy):
             weights that its forward predicted: the "current" ones, those "predicted", or
             "recompute": the current ones, with which the stage is run again.
         error_feedback: where gradients are old, turn each update u_t into 2 * u_t - u_(t-1), for
-            one more buffer of the size of the weights. Experimental; see runtime/delays.py.
+            one more buffer of the size of the weights. Experimental.
         lr_annealing_steps: divide the learning rate of each stage by the delay of its gradients,
             in updates, less and less until this step; nothing changes where the delay is one
             update or less (PipeMare, arXiv 1910.05124, technique 1). Experimental.
@@ -98,20 +106,23 @@ class CyclicStrategy(DDPStrategy):
         horizon: of presets that predict: "linear" repeats the optimizer's last direction;
             "geometric" lets momentum fade, as if no gradient came any more (FTPipe).
         lookahead_lrs: of presets that predict: use the learning rates that schedulers with
-            interval="step" will give, in place of the last one (FTPipe); see outlook.py.
+            interval="step" will give, in place of the last one (FTPipe).
         bandwidth: of pipelines and "auto": of each worker, like "10Gbit/s" or bytes per second.
             [10Gbit/s]
         latency: of pipelines and "auto": of a message, like "50us" or seconds. [50us]
         transport: how messages travel. "auto": on CPUs by name over gloo; on GPUs over NCCL,
             channel by channel; through the host's memory where workers share a GPU, or with
             process_group_backend="gloo". Or one of these: "named", "edges", "host_staged".
+        trace: folder into which each rank of a fit writes what it does, and when, beside what was
+            planned: open its all.json in ui.perfetto.dev (docs/tracing.md). [no trace]
         accelerator: as in DDPStrategy.
         parallel_devices: as in DDPStrategy.
         cluster_environment: as in DDPStrategy.
         checkpoint_io: as in DDPStrategy.
         precision_plugin: as in DDPStrategy.
         process_group_backend: as in DDPStrategy.
-        timeout: limit of every wait for another worker.
+        timeout: limit of every wait for another rank. [5 minutes; 30 until training has begun, and
+            in the first steps of a fit and behind its first evaluation, which may be compiled]
         start_method: "popen", "spawn", "fork" or "forkserver".
         **kwargs: none; DDP's own arguments are refused by name.
 
@@ -154,13 +165,14 @@ class CyclicStrategy(DDPStrategy):
         bandwidth: str | float | None = None,
         latency: str | float | None = None,
         transport: Route = "auto",
+        trace: str | Path | None = None,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
         process_group_backend: str | None = None,
-        timeout: timedelta | None = default_pg_timeout,
+        timeout: timedelta | None = None,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         **kwargs: Any,
     ) -> None:
@@ -172,7 +184,7 @@ class CyclicStrategy(DDPStrategy):
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
             process_group_backend=process_group_backend,
-            timeout=timeout,
+            timeout=timeout or timedelta(seconds=STARTING_S),
             start_method=start_method,
         )
         self._chosen = Options(
@@ -196,7 +208,9 @@ class CyclicStrategy(DDPStrategy):
             horizon=horizon,
             lookahead_lrs=lookahead_lrs,
             transport=transport,
-            timeout_s=timeout.total_seconds() if timeout else NO_TIMEOUT_S,
+            timeout_s=timeout.total_seconds() if timeout else TRAINING_S,
+            starting_s=timeout.total_seconds() if timeout else STARTING_S,
+            trace=checked_trace(trace),
             network=network_of(bandwidth, latency),
         )
         self._auto: AutoPlan | None = None
@@ -208,7 +222,9 @@ class CyclicStrategy(DDPStrategy):
             check_network(self._chosen, {"bandwidth": bandwidth, "latency": latency})
         self._plan: Plan | None = None
         self._training: AbstractTraining | None = None  # Lightning itself answers
+        self._tracing: Tracing | None = None
         self._reductions = HeldReductions()
+        self._meetings: Meetings | None = None  # from the start of the process group on
         self._saved: Mapping[str, Any] | None = None
         self._undo = ExitStack()  # what setup has changed of the Trainer, until teardown
 
@@ -291,15 +307,16 @@ class CyclicStrategy(DDPStrategy):
     def report(self) -> str:
         """Return the profile of a pipelined module, where stages could begin and where they do.
 
-        With preset "auto", on rank 0, the table of the plans that were looked at.
+        The last lines name the stages, to paste; of replicated workers there is no more. With
+        preset "auto", on rank 0, it is the table of the plans that were looked at.
         """
         report = self._auto.report() if self._auto is not None else None
         if report is None and self._training is not None:
             report = self._training.report()
         if report is None:
             raise ConfigurationError(
-                "strategy.report() was asked for where no module has been looked at; allowed: on "
-                "rank 0, from the first step of a pipeline on; or run `lightning-cyclic doctor "
+                "strategy.report() was asked for where no module has been looked at; allowed: "
+                "from the first step on, of a pipeline on rank 0; or run `lightning-cyclic doctor "
                 "PATH:CLASS` without training"
             )
         return report
@@ -332,7 +349,7 @@ class CyclicStrategy(DDPStrategy):
             return
         callbacks: list[Any] = model.trainer.callbacks  # type: ignore[attr-defined]
         if not any(isinstance(callback, DrainCallback) for callback in callbacks):
-            callbacks.insert(0, DrainCallback(self._get_training))
+            callbacks.insert(0, DrainCallback(self._get_training, self._fail))
 
     def _get_training(self) -> AbstractTraining | None:
         return self._training  # by a method, as a Trainer may be pickled
@@ -342,6 +359,7 @@ class CyclicStrategy(DDPStrategy):
         """Forget the training before this one: a checkpoint is loaded before setup."""
         self._plan = self._planned
         self._training = None
+        self._part()
         super().setup_environment()
 
     @override
@@ -349,8 +367,11 @@ class CyclicStrategy(DDPStrategy):
         """Let the workers meet, and refuse early that some share a GPU over NCCL."""
         over_nccl = "nccl" in self._get_process_group_backend()
         refuse_shared_gpus(self.parallel_devices, has_nccl=over_nccl)
-        with naming_shared_gpus():
+        limit_s = self._chosen.starting_s
+        with naming_shared_gpus(), naming_start(self.global_rank, self.world_size, limit_s):
             super().setup_distributed()
+        if self.world_size > 1:
+            self._meetings = Meetings(limit_s)
 
     @override
     def setup(self, trainer: Trainer) -> None:
@@ -365,9 +386,28 @@ class CyclicStrategy(DDPStrategy):
             return
         self._plan = options.plan(options.expected_stages(self.lightning_module))
         check_plan(self._plan)
+        if fitting and options.trace is not None:
+            options = replace(options, recorder=self._begin_trace(options, kind))
         if kind is not None:
-            self._training = kind(trainer, options, self._plan, self._reductions)
+            with self._naming("to set training up"):
+                super().barrier()  # who fails before it is noticed here, and not in new groups
+                self._training = kind(trainer, options, self._plan, self._reductions)
+            if self._meetings is not None:
+                self._meetings.heed(self._training.failure)
             self._resume()
+
+    def _begin_trace(self, options: Options, kind: object) -> Recorder | None:
+        assert options.trace is not None
+        if kind is None:
+            rank_zero_warn(
+                f"trace={str(options.trace)!r} stays empty: one worker runs Lightning's own step "
+                "on the newest weights, with no program of ours"
+            )
+            return None
+        rank, size = self.global_rank, self.world_size // options.width
+        worker = rank_of(rank, size) if options.is_stagewise else rank
+        self._tracing = Tracing(options.trace, rank, self.world_size, worker)
+        return self._tracing.recorder
 
     def _prepare(self, trainer: Trainer, options: Options, *, fitting: bool) -> None:
         """Check the Trainer, and let workers that see the same batches have the whole loader."""
@@ -388,11 +428,13 @@ class CyclicStrategy(DDPStrategy):
         """Make all workers start from worker 0's module, without wrapping it; choose the plan."""
         assert self.lightning_module is not None
         if self.world_size > 1:
-            start_alike(self.lightning_module)
+            with self._naming("to start alike"):
+                start_alike(self.lightning_module)
         if self._auto is not None:  # here, as the module is on its device, and no data are read
             trainer = self.lightning_module.trainer
             check = partial(self._check, trainer, fitting=True)
-            self._chosen = self._auto.choose(trainer, check)
+            with self._naming("to choose a plan"):
+                self._chosen = self._auto.choose(trainer, check)
             self._prepare(trainer, self._options, fitting=True)
 
     @property
@@ -431,17 +473,40 @@ class CyclicStrategy(DDPStrategy):
     @override
     def all_gather(self, *args: Any, **kwargs: Any) -> Any:
         self._reductions.check_meeting("all_gather")
-        return super().all_gather(*args, **kwargs)
+        with self._naming("to gather"):
+            return super().all_gather(*args, **kwargs)
 
     @override
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         self._reductions.check_meeting("barrier")
-        super().barrier(*args, **kwargs)
+        with self._naming("to meet"):
+            super().barrier(*args, **kwargs)
 
     @override
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         self._reductions.check_meeting("broadcast")
-        return super().broadcast(obj, src)
+        with self._naming("to learn what one of them has"):
+            return super().broadcast(obj, src)
+
+    def _naming(self, what: str) -> AbstractContextManager[None]:
+        """Name the ranks that do not come while the body waits for all of them."""
+        return nullcontext() if self._meetings is None else self._meetings.naming(self._when, what)
+
+    @property
+    def _when(self) -> str:
+        return START if self._training is None else self._training.when
+
+    def _fail(self, error: BaseException) -> None:
+        """Tell the other ranks why this one ends."""
+        if self._training is not None:
+            self._training.fail(error)
+        elif self._meetings is not None:
+            self._meetings.fail(error)
+
+    def _part(self) -> None:
+        if self._meetings is not None:
+            self._meetings.close()
+        self._meetings = None
 
     # ------------------------------------------------------------------ between steps
 
@@ -466,9 +531,9 @@ class CyclicStrategy(DDPStrategy):
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @override
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
+    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> Any:
         """Read a checkpoint, and keep what is delayed for the training."""
-        loaded = super().load_checkpoint(checkpoint_path, weights_only)
+        loaded = super().load_checkpoint(checkpoint_path, *args, **kwargs)  # more from 2.6 on
         saved = dict(loaded.get(ckpt.KEY) or {})
         chosen = saved.pop(SAVED, None)  # by a run with preset "auto"; of no use to others
         if chosen is not None and self._auto is not None:
@@ -494,8 +559,14 @@ class CyclicStrategy(DDPStrategy):
     @override
     def teardown(self) -> None:
         """Take everything off the module again."""
+        tracing, self._tracing = self._tracing, None
+        if tracing is not None:
+            tracing.save()
         if self._training is not None:
             self._training.close()
+        self._part()
+        if tracing is not None:  # all have saved theirs: they have met, unless a fit has failed
+            tracing.join(self._planned)
         self._undo.close()
         super().teardown()
 

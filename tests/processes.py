@@ -68,6 +68,9 @@ EXPECTED_WARNINGS = [
     r"Be aware that when using `ckpt_path`, callbacks used",
     r"You requested to overfit but enabled \w+ dataloader shuffling",
     r"barrier\(\): using the device under current context",
+    r"`is_gradient_checkpointing` is deprecated",
+    r"Couldn't infer the batch indices fetched from your dataloader",
+    r"The \.grad attribute of a Tensor that is not a leaf",  # torch.compile, of its inputs
 ]
 
 

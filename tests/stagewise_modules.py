@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -13,6 +14,10 @@ from tests import stagewise_huggingface as hf
 from tests import stagewise_torch as own
 from tests.stagewise_huggingface import CLASSES, VOCABULARY
 from tests.stagewise_torch import Logging, accuracy
+
+# transformers 5 has given these modules other names
+_IS_NEW = int(version("transformers").partition(".")[0]) >= 5
+VIT, EXPERTS = ("vit.layers", "mlp") if _IS_NEW else ("vit.encoder.layer", "block_sparse_moe")
 
 
 class FineTuned(Logging):
@@ -130,8 +135,7 @@ CASES: dict[str, Case] = {
         "model.layers.1 model.layers.2.self_attn.v_proj model.layers.3",
     ),
     "vit": _hugging_face(
-        "vit", hf.pictures, "vit.layers.2",
-        "vit.layers.0 vit.layers.1.layernorm_after vit.layers.3", CLASSES,
+        "vit", hf.pictures, f"{VIT}.2", f"{VIT}.0 {VIT}.1.layernorm_after {VIT}.3", CLASSES
     ),
     "t5": _hugging_face(
         "t5", hf.pairs, "decoder.block.0",
@@ -147,6 +151,6 @@ CASES: dict[str, Case] = {
     ),
     "mixtral": _hugging_face(
         "mixtral", hf.texts, "model.layers.2",
-        "model.layers.1.mlp model.layers.2 model.layers.3.self_attn",
+        f"model.layers.1.{EXPERTS} model.layers.2 model.layers.3.self_attn",
     ),
 }  # fmt: skip

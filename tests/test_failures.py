@@ -26,7 +26,54 @@ pytestmark = pytest.mark.multi
 
 LINGERS_S, TIMEOUT_S = 12.0, 20.0
 BAD_BATCH = 5  # of twenty: in mid-epoch
-WAITED = r"worker {w} waited (for|to send to) worker \d: action \d\w+(@\d+)?[<>]\d\S*, slot \d+:"
+NAME = r"rank {r} on \S+(?: \(stages? [^)]+\))?"
+DO = r"to (?:send|take) [a-z' ]+(?: of (?:micro-batch|stage) \d+)?"
+
+
+def name_of(rank: int | str) -> str:
+    """Return the pattern of what a rank is called; any rank is one digit."""
+    return NAME.format(r=rank)
+
+
+def waited(rank: int | str, peer: int | str, phase: str = r"in step \d+") -> str:
+    """Return the pattern of a first line: who waited for whom, for how long, for what, when."""
+    by = name_of(rank)
+    return f"^{by} waited [0-9.]+ s for {name_of(peer)} {DO}, {phase}: it did not come in time\\.$"
+
+
+def gone(rank: int | str, by: int | str, phase: str = r"in step \d+") -> str:
+    """Return the pattern of the line of whoever saw another rank go."""
+    return (
+        f"{name_of(rank)} ended without a word of why: {name_of(by)} waited for it {DO}, {phase}"
+    )
+
+
+def said_by(text: str) -> str:
+    """Return the message behind a traceback, without the name of its kind."""
+    return text[text.rindex("lightning_cyclic.errors.") :].partition(": ")[2].strip()
+
+
+def assert_stopped(text: str, rank: int, *culprits: int) -> None:
+    """Look for one line in which a rank names the culprit first, and then what to do."""
+    said = said_by(text) if "lightning_cyclic.errors." in text else text
+    assert len(said.splitlines()) == 1, text
+    culprit: int | str = next(c for c in culprits if re.match(name_of(c), said))
+    because = rf"; this rank \({rank}\) stopped because of it"
+    if "did not come in time" in said:  # whom everybody waits for may wait itself
+        because += f"(?:, and waited itself for {name_of('[0-9]')})?"
+        culprit = r"\d"
+    assert re.search(rf"{because}\. Look at the log of rank {culprit}\.$", said), text
+
+
+def assert_told(text: str, rank: int, *peers: int) -> None:
+    """Look for what to do behind the first line, and for the timetable behind that."""
+    first, todo, causes, arrow, *timetable = said_by(text).splitlines()
+    assert any(f"Look at the log of rank {peer}." == todo for peer in peers), text
+    assert not re.search(r"[A-Z]_|[<>@]", first), text  # no codes of actions
+    assert causes.startswith("Possible causes: "), text
+    assert arrow.startswith("The arrow shows the action, "), text
+    assert re.search(rf"w\d is rank {rank}\b", arrow), text
+    assert any(line.strip() == "^" for line in timetable), text
 
 
 class Troubled(Classifier):
@@ -118,10 +165,16 @@ def test_when_a_worker_dies_every_other_one_says_for_what_it_waited(
     errors = errors_of(fit, 4, die, victim, preset, TIMEOUT_S)
     assert errors.pop(victim) == "died without a word"
     assert len(errors) == 3
+    witnesses = {w for w, text in errors.items() if "Possible causes" in text}
+    assert witnesses or victim == 0  # with rank 0 goes the store, and that is known everywhere
     for w, text in errors.items():
         assert "PeerError: " in text, text
-        assert re.search(WAITED.format(w=w), text), text
-        assert "^" in text  # the arrow into the timetable
+        assert re.match(name_of(victim) + " ended without a word of why", said_by(text)), text
+        if w in witnesses:
+            assert re.match(gone(victim, w), said_by(text)), text
+            assert_told(text, w, victim)
+        else:
+            assert_stopped(text, w, victim)
 
 
 @pytest.mark.slow
@@ -131,7 +184,12 @@ def test_when_a_worker_is_silent_every_other_one_says_for_what_it_waited() -> No
     assert len(errors) == 3
     assert any("WaitTimeoutError: " in text for text in errors.values())
     for w, text in errors.items():
-        assert re.search(WAITED.format(w=w), text), text
+        if "WaitTimeoutError: " in text:
+            assert re.match(waited(w, r"\d"), said_by(text), re.MULTILINE), text
+            assert_told(text, w, *range(4))
+        else:
+            assert_stopped(text, w, *range(4))
+    assert any("Look at the log of rank 2." in text for text in errors.values())
 
 
 @pytest.mark.slow
@@ -146,7 +204,11 @@ def test_a_worker_that_fails_and_lives_on_holds_up_nobody(
     ends = processes.run(fit_and_linger, 4, *args, time_limit_s=55)
     for w in (0, 2, 3):
         text, ended_at = ends[w]
-        assert "worker 1: ZeroDivisionError: the batch is broken" in text
+        reason = (
+            rf"rank 1 on \S+ failed in step {bad_batch}: ZeroDivisionError: the batch is broken;"
+        )
+        assert re.match(reason, text), text
+        assert_stopped(text, w, 1)
         assert ended_at < ends[1][1] + LINGERS_S / 2
 
 

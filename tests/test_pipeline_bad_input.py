@@ -5,6 +5,7 @@ Clear: what was given, what is allowed, what to do next; for code that no cut ca
 
 from __future__ import annotations
 
+import re
 import time
 from datetime import timedelta
 from functools import cache
@@ -64,6 +65,12 @@ CLEAR = {"ConfigurationError", "PlanError", "StepError"}
         ({"preset": "gpipe", "width": 0}, "width=0", "from 1"),
         ({"preset": "1f1b", "stages": 0}, "stages=0", "a number from 1"),
         ({"preset": "1f1b", "stages": ["a", "a"]}, "'a'", "once"),
+        ({"preset": "1f1b", "stages": "measure"}, "stages='measure'", "a number from 1"),
+        (
+            {"preset": "gpipe", "placement": "single", "stages": "measured"},
+            "stages='measured' is of no use with placement 'single'",
+            '"auto", a number',
+        ),
         ({"preset": "cyclic_dp", "width": 2}, "width=2", "width=1"),
         ({"preset": "cyclic_dp", "remat": "always"}, "remat='always'", "remat='never'"),
         ({"memory_limit_bytes": 1 << 30}, "memory_limit_bytes=1073741824", "a pipeline"),
@@ -140,6 +147,9 @@ def assert_refused(ends: list[dict[str, Any]], kinds: set[str], *parts: str) -> 
         assert end["seconds"] < TIMEOUT_S - 5, end
         for part in parts:
             assert part in end["text"], end["text"]
+        if end["kind"] == "PeerError":
+            assert re.match(r"rank \d on \S+ (\(stages? [^)]+\) )?failed ", end["text"]), end
+            assert len(end["text"].splitlines()) == 1, end
 
 
 @cache

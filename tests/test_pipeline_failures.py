@@ -22,13 +22,18 @@ from tests.spoiled_chains import Chain
 from tests.test_failures import (
     LINGERS_S,
     TIMEOUT_S,
-    WAITED,
+    assert_stopped,
+    assert_told,
     be_asked_to_stop,
     die,
     errors_of,
     fail,
     fit_and_linger,
     freeze,
+    gone,
+    name_of,
+    said_by,
+    waited,
 )
 
 pytestmark = pytest.mark.multi
@@ -76,7 +81,9 @@ class Troubled(Chain):
         self.layers[culprit].register_forward_hook(self.meet)
 
     def meet(self, layer: nn.Module, inputs: Any, output: Tensor) -> Tensor:
-        phase = "train" if self.training else "val"
+        phase, place = "train" if self.training else "val", processes.here()
+        if phase == "val" and place.rank != rank_of_layer(self.culprit, place.num_ranks):
+            return output  # rank 0 looks at the whole of a validation step, before the first one
         if self.trainer.global_step >= BAD_STEP and phase == self.phase:
             self.calls[phase] += 1
             self.traps[0].armed = self.calls[phase] == (2 if phase == "train" else 1)
@@ -123,13 +130,14 @@ def worker_of(rank: int, num_ranks: int) -> int:
     return num_ranks - 1 - rank
 
 
-def assert_named(text: str, rank: int, num_ranks: int) -> None:
-    """Look for worker, action, peer and slot, and for the arrow into the timetable."""
-    assert re.search(WAITED.format(w=worker_of(rank, num_ranks)), text), text
+def assert_drawn(text: str, rank: int, num_ranks: int) -> None:
+    """Look for the arrow, under the action in this rank's row, and for which row is whose."""
+    rows = [f"w{worker_of(r, num_ranks)} is rank {r}" for r in reversed(range(num_ranks))]
+    assert ", ".join(rows) + ":" in text, text
     timetable = text[text.index("The arrow shows the action") :].splitlines()
     arrow = next(line for line in timetable if line.strip() == "^")
     row = timetable[timetable.index(arrow) - 1]
-    action = re.findall(r"action (\S+)#-?\d+, slot", text)[0]
+    action = re.findall(r"the action, (\S+)#-?\d+ in slot", text)[0]
     assert row.startswith(f"w{worker_of(rank, num_ranks)} "), text
     assert row[: len(arrow)].endswith(action), text
     assert re.search(r" \dF\d@\d", row[: len(arrow)]), text  # among what the worker does
@@ -141,11 +149,20 @@ def test_when_a_worker_dies_every_other_one_says_for_what_it_waited(
     num_ranks: int, culprit: int, preset: str
 ) -> None:
     errors = errors_of(fit, num_ranks, die, culprit, preset)
-    assert errors.pop(rank_of_layer(culprit, num_ranks)) == "died without a word"
+    victim = rank_of_layer(culprit, num_ranks)
+    assert errors.pop(victim) == "died without a word"
     assert len(errors) == num_ranks - 1
     for r, text in errors.items():
         assert "PeerError: " in text, text
-        assert_named(text, r, num_ranks)
+        assert re.match(name_of(victim) + " ended without a word of why", said_by(text)), text
+        if "Possible causes" in text:
+            assert re.match(gone(victim, r), said_by(text)), text
+            assert f"(stage {num_ranks - 1 - victim}) ended" in text
+            assert_told(text, r, victim)
+            assert_drawn(text, r, num_ranks)
+        else:
+            assert_stopped(text, r, victim)
+    assert victim == 0 or any("Possible causes" in text for text in errors.values())
 
 
 @pytest.mark.slow
@@ -161,8 +178,14 @@ def test_when_a_worker_is_silent_every_other_one_says_for_what_it_waited(
     assert errors.pop(bad).startswith("did not end")
     assert len(errors) == num_ranks - 1
     assert any("WaitTimeoutError: " in text for text in errors.values())
+    assert any(f"Look at the log of rank {bad}." in text for text in errors.values())
     for r, text in errors.items():
-        assert_named(text, r, num_ranks)
+        if "WaitTimeoutError: " in text:
+            assert re.match(waited(r, r"\d"), said_by(text), re.MULTILINE), text
+            assert_told(text, r, *range(num_ranks))
+            assert_drawn(text, r, num_ranks)
+        else:
+            assert_stopped(text, r, *range(num_ranks))
 
 
 @PRESETS
@@ -188,10 +211,12 @@ def test_a_stage_that_fails_and_lives_on_holds_up_nobody(
     _, failed_at = ends[bad]
     for r, (text, ended_at) in enumerate(ends):
         if r != bad:
-            reason = f"worker {worker_of(bad, num_ranks)}: ZeroDivisionError: the batch is broken"
-            assert reason in text, text
+            when = f"in step {BAD_STEP}" if phase == "train" else r"in validation_step number \d+"
+            reason = f"{name_of(bad)} failed {when}: ZeroDivisionError: the batch is broken;"
+            assert re.match(reason, text), text
+            assert f"(stage {num_ranks - 1 - bad}) failed" in text
+            assert_stopped(text, r, bad)
             assert ended_at < failed_at + LINGERS_S / 2
-            assert_named(text, r, num_ranks)
 
 
 def fit_until_asked(culprit: int, preset: str) -> tuple[int, dict[str, Tensor], float, float]:

@@ -221,7 +221,7 @@ class Uniform(Classifier):
         for _ in range(num_layers):
             layers += [nn.Linear(12, 12), nn.Tanh()]
         self.net = nn.Sequential(*layers)
-        self.alive = self.peak = 0
+        self.meter = Meter()
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         with torch.autograd.graph.saved_tensors_hooks(self._keep, lambda kept: kept.tensor):
@@ -231,12 +231,21 @@ class Uniform(Classifier):
         if x.shape[0] != 7:  # weights; activations have a row per sample
             return Kept(x)
         kept = Kept(x)
-        self.alive += x.nbytes
-        self.peak = max(self.peak, self.alive)
-        weakref.finalize(kept, self._drop, x.nbytes)
+        self.meter.add(x.nbytes)
+        weakref.finalize(kept, self.meter.drop, x.nbytes)
         return kept
 
-    def _drop(self, size: int) -> None:
+
+class Meter:
+    """Count bytes that come and go, also behind the step: no state of the module."""
+
+    alive = peak = 0
+
+    def add(self, size: int) -> None:
+        self.alive += size
+        self.peak = max(self.peak, self.alive)
+
+    def drop(self, size: int) -> None:
         self.alive -= size
 
 
@@ -253,8 +262,8 @@ def peak_of(preset: str, num_micro: int) -> int:
     strategy = {"preset": preset, "num_micro": num_micro, "stages": stages}
     trainer = make_trainer(strategy, max_epochs=1)
     trainer.fit(module, loader(module, num_steps=4, num_micro=num_micro))
-    assert module.alive == 0
-    return module.peak
+    assert module.meter.alive == 0
+    return module.meter.peak
 
 
 @pytest.mark.parametrize("num_micro", [2, 4, 8])

@@ -49,6 +49,8 @@ ALLOWED = {
     "runtime.messages:Messages._described numpy": HEADS,
     "runtime.norms:Norms.is_finite __bool__": SCALER,
     "runtime.partial_step.collectives:Collectives.reduce to": ON_GROUP,
+    "runtime.partial_step.module_state:_Leaf.value item": "numbers that the user's step has asked "
+    "a GPU for, to keep them on the module",
     "runtime.prediction.directions:Case.has_moved __float__": COUNTERS,
     "runtime.prediction.directions:Case.updates __float__": COUNTERS,
 }
@@ -207,8 +209,8 @@ PARTIAL = "lightning_cyclic.runtime.partial_step"
          "[x.mean().cpu() for x in came.crossed.values()]", "cpu"),
         ("1f1b", f"{PARTIAL}.stage_step", "StageStep._keep",
          "torch.full((2,), torch.ones(()))", "_local_scalar_dense"),  # asked by C++
-        ("cyclic_pipeline", f"{PARTIAL}.versions", "Versions._put",
-         "[torch.tensor([1.0], device=q.device) for q in shown.values()]", "tensor"),
+        ("cyclic_pipeline", f"{PARTIAL}.versions", "Versions._places_of",
+         "[torch.tensor([1.0], device=q.device) for q in version.values()]", "tensor"),
     ],
     ids=["lane", "autograd", "backward", "C++", "pageable memory"],
 )  # fmt: skip

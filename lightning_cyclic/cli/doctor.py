@@ -23,7 +23,8 @@ def add_doctor(commands: Any) -> None:
         help="say where the stages of a LightningModule can begin",
         description="Run a module's training_step once on the CPU; print where its time and bytes "
         "go, where stages can begin, what stands against others (with the line), the stages "
-        "that balance best, and whether calling branches in another order would help.",
+        "that balance best, and whether calling branches in another order would help. Times are "
+        "counted, of FLOPs and bytes, and the same in every run, unless --measured.",
         epilog="example: lightning-cyclic doctor model.py:Model --stages 4 --arg depth=12",
         allow_abbrev=False,
     )
@@ -39,6 +40,8 @@ def add_doctor(commands: Any) -> None:
         "module, or with data.NAME=VALUE of the data; values as in YAML")  # fmt: skip
     add("--memory-limit", metavar="SIZE", help="most parameters and activations of one "
         "micro-batch that a stage may have, like 2GB")  # fmt: skip
+    add("--measured", action="store_true", help="take times, in a few runs of the step on this "
+        "machine, as a pipeline with stages=\"measured\" does")  # fmt: skip
     add("--milp", action="store_true", help="where the calls of a module branch in more orders "
         "than can be tried one by one, look for the best by integer programming: up to a minute, "
         "by SciPy (extra milp)")  # fmt: skip
@@ -62,6 +65,7 @@ def _run(arguments: argparse.Namespace) -> str:
         num_micro=arguments.num_micro,
         memory_limit_bytes=None if limit is None else int(parse_bytes(limit)),
         milp=arguments.milp,
+        clock="measured" if arguments.measured else "counted",
     )
 
 

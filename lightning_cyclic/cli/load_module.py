@@ -21,12 +21,12 @@ from lightning_cyclic.errors import CyclicError, PlanError
 from lightning_cyclic.runtime.stages.best_places import most_stages
 from lightning_cyclic.runtime.stages.branches import faster_order
 from lightning_cyclic.runtime.stages.cuts import choose_cuts
+from lightning_cyclic.runtime.stages.evidence import ClockName
 from lightning_cyclic.runtime.stages.places import CutPoints
 from lightning_cyclic.runtime.stages.report import report
 from lightning_cyclic.runtime.stages.survey import survey
 from lightning_cyclic.runtime.values.split import split
 
-_REPEATS = 3  # of the step, for times that neither warm-up nor other processes disturb
 _T = TypeVar("_T")
 
 
@@ -39,6 +39,7 @@ def examine(
     num_micro: int = 1,
     memory_limit_bytes: int | None = None,
     milp: bool = False,
+    clock: ClockName = "counted",
 ) -> str:
     """Make a module, run its step and report on its stages.
 
@@ -50,6 +51,7 @@ def examine(
         num_micro: micro-batches that the first batch is cut into; the first is run.
         memory_limit_bytes: of a stage. [any]
         milp: compare with all orders of branches by an integer programme, if they are many.
+        clock: what times are, "counted" or "measured".
 
     Returns:
         The report.
@@ -63,7 +65,7 @@ def examine(
         feed = None if data is None else _make(_find(data, LightningDataModule), its_data)
         with _detached(module, feed):
             step = _step(module, feed, num_micro)
-            seen = survey(module, step, repeats=_REPEATS)
+            seen = survey(module, step, clock=clock)
         if stages is None:
             stages = min(2, most_stages(CutPoints(seen)))
         cuts = choose_cuts(seen, stages, memory_limit_bytes=memory_limit_bytes)

@@ -1,6 +1,7 @@
 """The command line: draw a plan, and ask the simulator what it costs on a given cluster.
 
     lightning-cyclic draw cyclic_dp --workers 4
+    lightning-cyclic draw 1f1b --workers 4 --micro 8 --out timetable.svg
     lightning-cyclic simulate cyclic_dp --workers 16 --bandwidth 10Gbit/s --latency-s 50us
     lightning-cyclic doctor model.py:Model --stages 4
     lightning-cyclic plan model.py:Model --workers 4 --memory 24GB
@@ -33,7 +34,7 @@ from lightning_cyclic.simulate import (
     parse_seconds,
     table,
 )
-from lightning_cyclic.viz import draw
+from lightning_cyclic.viz import draw, save_picture
 
 USAGE_ERROR = 2  # exit status of a command that was not understood, as shells and argparse have it
 _CLOSED_PIPE = 141  # exit status of a command whose reader has left: 128 + SIGPIPE
@@ -101,6 +102,10 @@ def _add_draw(commands: argparse._SubParsersAction[_Parser]) -> None:
         "--from", type=_whole, dest="first_slot", default=0, metavar="SLOT",
         help="slot at which the picture begins (default: 0)",
     )  # fmt: skip
+    parser.add_argument(
+        "--out", metavar="FILE", help="draw all slots into a .svg, .png or .html file, with a "
+        "legend; needs matplotlib, pip install 'lightning-cyclic[viz]' (default: print text)",
+    )  # fmt: skip
     parser.set_defaults(run=_draw)
 
 
@@ -154,6 +159,14 @@ def _plan(arguments: argparse.Namespace) -> Plan:
 
 def _draw(arguments: argparse.Namespace) -> str:
     columns = arguments.columns
+    if arguments.out is not None:
+        if columns is not None:
+            raise PlanError(
+                f"--columns {columns} counts characters, and --out draws a picture; allowed: one "
+                "of them; leave --columns out"
+            )
+        save_picture(_plan(arguments), arguments.out, first_slot=arguments.first_slot)
+        return f"wrote {arguments.out}"
     return draw(
         _plan(arguments),
         colour=_has_colours(),

@@ -1,1 +1,5 @@
 """What is between Lightning and the runtime: hooks, checks, checkpoints, logging."""
+
+from lightning_cyclic.plugin.hosts import check_hosts
+
+check_hosts()  # before modules here import what an older host lacks

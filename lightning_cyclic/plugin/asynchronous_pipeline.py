@@ -163,6 +163,7 @@ class AsynchronousPipelineTraining(PipelineTraining):
 
         with self._summaries.held():
             session.find_stages(batch, call)
+            self._tell_stages()
             session.train(batch, call, summarise)
             if self._latest is None or epoch_ends(self._trainer):
                 self._finish()  # so that every worker knows a loss
@@ -271,4 +272,5 @@ class AsynchronousPipelineTraining(PipelineTraining):
     def close(self) -> None:
         if not self._closed and not self._session.failed:
             self.flush()
+        self._guard.forget()
         super().close()

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -39,6 +40,7 @@ from lightning_cyclic.plugin.checks import check_bytes
 from lightning_cyclic.plugin.first_batch import first_batch
 from lightning_cyclic.plugin.options import Options
 from lightning_cyclic.runtime.agreement import gather_texts
+from lightning_cyclic.runtime.failure_words import reason_of
 from lightning_cyclic.runtime.stages.profiling import measured
 from lightning_cyclic.runtime.values.split import size_of, split
 from lightning_cyclic.simulate import Network, parse_bandwidth, parse_seconds
@@ -58,6 +60,7 @@ _FIXED: Mapping[str, tuple[object, str]] = {
     "warmup_steps": (0, "pipedream_2bw"),
     "lr_annealing_steps": (0, "pipedream"),
 }
+_OF_ALL = (ConfigurationError, PlanError)  # which every rank raises
 _USED_SHARE = 0.9  # of a device's memory; the rest is the framework's
 
 Check = Callable[[Options], None]
@@ -189,18 +192,15 @@ class AutoPlan:
             try:
                 text = json.dumps(["", self._choice(trainer, check)])
             except Exception as error:  # the others wait for a word
-                text, failure = json.dumps([type(error).__name__, str(error)]), error
+                text, failure = json.dumps([type(error).__name__, _said(error)]), error
         if trainer.world_size > 1:
             text = gather_texts(text)[0]
         if failure is not None:
             raise failure
         kind, found = json.loads(text)
         if kind:
-            errors = {e.__name__: e for e in (ConfigurationError, PlanError)}
-            errors[NothingFitsError.__name__] = PlanError
-            raise errors.get(kind, PeerError)(
-                found if kind in errors else f"worker 0 could not choose a plan: {kind}: {found}"
-            )
+            errors = {e.__name__: e for e in _OF_ALL} | {NothingFitsError.__name__: PlanError}
+            raise errors.get(kind, PeerError)(found)
         chosen: dict[str, Any] = found
         return chosen
 
@@ -393,3 +393,11 @@ def _step(trainer: Trainer, batch: Any) -> Callable[[], Any]:
             return trainer.lightning_module.training_step(*arguments.values())
 
     return step
+
+
+def _said(error: Exception) -> str:
+    """Return what all ranks are told of an error on rank 0; of some, as if it were theirs."""
+    if isinstance(error, (*_OF_ALL, NothingFitsError)):
+        return str(error)
+    rank_0 = f"rank 0 on {socket.gethostname()}"
+    return f"{rank_0} could not choose a plan: {reason_of(error)}. Look at the log of rank 0."

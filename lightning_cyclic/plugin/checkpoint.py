@@ -3,6 +3,8 @@
 state_dict, optimizer_states, ...    full and unsharded: any other strategy can load them
 lightning_cyclic                     steps done, stages, and the previous version of the
                                      stages that the next step still reads so
+    starts                           the module paths that begin stages 1, 2, ...: what
+                                     CyclicStrategy(stages=[...]) takes for the same cut
 """
 
 from __future__ import annotations
@@ -30,6 +32,8 @@ def gather_optimizer_state(
         group: process group of all workers for what is in the host's memory; None for one worker.
     """
     mine = optimizer.state_dict()
+    if "state" not in mine:  # Lightning's stand-in, where the module has no optimizer
+        return mine
     ids = {id(p): k for k, p in enumerate(_in_order(optimizer))}
     kept = {ids[id(p)] for p in owned}
     mine["state"] = {k: v for k, v in mine["state"].items() if k in kept}

@@ -12,14 +12,16 @@ from lightning.pytorch.callbacks import (
     GradientAccumulationScheduler,
     ModelPruning,
     StochasticWeightAveraging,
-    WeightAveraging,
 )
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from lightning_cyclic.errors import ConfigurationError, PlanError, one_of
 from lightning_cyclic.plan import Plan
+from lightning_cyclic.plugin.hosts import WeightAveraging
+from lightning_cyclic.runtime.compiled import is_compiled
 
 RUNNABLE = (
     "cyclic_dp", "cyclic_dp_v1", "lockstep_dp", "cyclic_pipeline", "gpipe", "1f1b", "pipedream",
@@ -164,8 +166,15 @@ def check_flow(trainer: Trainer) -> None:
     """Refuse what pipelines without a flush cannot do.
 
     Raises:
-        ConfigurationError: gradients accumulated over batches.
+        ConfigurationError: gradients accumulated over batches, or a backward of the module's own.
     """
+    if is_overridden("backward", trainer.lightning_module):
+        raise ConfigurationError(
+            f"{type(trainer.lightning_module).__name__}.backward is not Lightning's own, but a "
+            "pipeline without a flush runs backwards stage by stage and does not call it; "
+            "allowed: the backward of LightningModule; scale the loss in training_step, or use "
+            "strategy='1f1b'"
+        )
     if trainer.accumulate_grad_batches != 1:
         raise ConfigurationError(
             f"accumulate_grad_batches={trainer.accumulate_grad_batches} with a pipeline without "
@@ -283,6 +292,21 @@ def check_used(plan: Plan, remat: str, memory_limit_bytes: int | None) -> None:
             )
 
 
+def check_timed(plan: Plan, stages: object) -> None:
+    """Refuse to measure where nothing is decided by times.
+
+    Raises:
+        ConfigurationError: stages="measured" where they are cut by bytes.
+    """
+    if stages == "measured" and plan.placement not in ("pipelined", "shared"):
+        raise ConfigurationError(
+            f"stages='measured' is of no use with placement {plan.placement!r} (preset "
+            f"{plan.preset!r}), whose stages are cut by bytes, which nobody need measure; "
+            'allowed: "auto", a number or module paths; or a pipeline; use stages="auto", or '
+            'CyclicStrategy("1f1b", stages="measured")'
+        )
+
+
 def check_predicts(plan: Plan, what: str, given: object, default: object) -> None:
     """Refuse a choice about predicted weights, if none are.
 
@@ -372,18 +396,11 @@ def check_no_leftovers(kwargs: Mapping[str, Any]) -> None:
 
 
 def _check_not_compiled(module: LightningModule) -> None:
-    # compiled code ignores hooks that come after it, so stages would silently read old versions
-    compiled = [
-        name or type(module).__name__
-        for name, m in module.named_modules()
-        if hasattr(m, "_orig_mod") or getattr(m, "_compiled_call_impl", None) is not None
-    ]
-    if getattr(module, "_compiler_ctx", None) is not None:
-        compiled.insert(0, type(module).__name__)
-    if compiled:
+    if is_compiled(module) or getattr(module, "_compiler_ctx", None) is not None:
         raise ConfigurationError(
-            f"{compiled[0]!r} is compiled, and compiled code does not say when its stages begin; "
-            "allowed: modules as they are; leave torch.compile out, or use strategy='ddp'"
+            f"{type(module).__name__} is compiled as a whole, so that nobody sees where its "
+            "stages begin; allowed: compiled modules inside; compile its blocks one by one, "
+            "block.compile() or torch.compile(block), or use strategy='ddp'"
         )
 
 

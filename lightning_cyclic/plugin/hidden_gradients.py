@@ -90,7 +90,8 @@ class HiddenGradients:
             f"{self._preset!r} is not whole there: stages are updated one by one, each where its "
             "gradients are summed; allowed: in on_before_optimizer_step, which is called for each "
             "of a rank's stages, the gradients of that stage, those of "
-            "trainer.strategy.updated_parameters; read these, or use strategy='1f1b' or 'ddp'"
+            "trainer.strategy.updated_parameters; read these, or let the callback "
+            "lightning_cyclic.GradientNorms log norms"
         )
 
     def _is_used(self, hook: str) -> bool:

@@ -12,11 +12,11 @@ from typing import Any, final
 from lightning.pytorch import Trainer
 from torch import nn
 
-from lightning_cyclic.plugin.outputs import decode, encode
 from lightning_cyclic.runtime.messages import Message
 from lightning_cyclic.runtime.partial_step.call_router import is_metric
 from lightning_cyclic.runtime.partial_step.session import StagewiseSession
 from lightning_cyclic.runtime.partial_step.side_effects import state_of
+from lightning_cyclic.runtime.values.plain import decode, encode
 
 _SYNCING = ("sync_on_compute", "_to_sync", "dist_sync_on_step")
 _STORES_METRICS = "_store_dataloader_outputs"  # of evaluation loops: computes, before any hook

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import final, get_args
 
 from torch import nn
@@ -21,17 +22,21 @@ from lightning_cyclic.plugin.checks import (
     check_plan,
     check_predicts,
     check_switch,
+    check_timed,
     check_used,
     is_stagewise,
 )
 from lightning_cyclic.plugin.clipping import CLIPPING
 from lightning_cyclic.runtime.prediction.foresight import BackwardWeights
 from lightning_cyclic.runtime.prediction.prediction import Shape
+from lightning_cyclic.runtime.recorder import Recorder
+from lightning_cyclic.runtime.stages.evidence import ClockName
 from lightning_cyclic.runtime.transport.choice import Route
 from lightning_cyclic.runtime.whole_step.session import auto_stages
 from lightning_cyclic.simulate import Network
 
-NO_TIMEOUT_S = 1800.0  # limit of every wait, where the user sets none
+TRAINING_S = 300.0  # limit of a wait for another rank, where the user sets none
+STARTING_S = 1800.0  # until training has begun, and where code may be compiled; as torch has it
 
 
 @final
@@ -40,12 +45,12 @@ class Options:
     """Hold the arguments of CyclicStrategy that decide the plan, and make plans of them.
 
     Args:
-        preset: as in CyclicStrategy, as are all but the last four.
+        preset: as in CyclicStrategy, as are all but the last six.
         schedule: overrides the preset's.
         placement: overrides the preset's.
         weights: overrides the preset's.
         sharding: overrides the preset's.
-        stages: "auto", a number, or module paths.
+        stages: "auto", "measured", a number, or module paths.
         num_micro: micro-batches per update, of each replica.
         slack: slots that messages are given to travel.
         clip: "stage", "global" or None.
@@ -60,11 +65,14 @@ class Options:
         horizon: "linear" or "geometric", of presets that predict.
         lookahead_lrs: whether predictions use the learning rates to come.
         transport: how messages travel.
-        timeout_s: limit of every wait for another worker, in seconds.
+        timeout_s: limit of every wait for another rank in training, in seconds.
+        starting_s: limit before it, and where code may be compiled, in seconds.
+        trace: folder of the trace of a fit; None for none.
         num_workers: how many there are; None while it is not known.
         late_updates: whether stages decide together about a step, as the Trainer's flags ask.
         norms: who is told the norms of all gradients, as these flags ask.
         network: the links between workers, by which stages are cut and "auto" chooses.
+        recorder: writes the trace, in a fit that has one.
     """
 
     preset: str
@@ -88,10 +96,13 @@ class Options:
     lookahead_lrs: bool
     transport: Route
     timeout_s: float
+    starting_s: float
+    trace: Path | None = None
     num_workers: int | None = None
     late_updates: bool = False
     norms: str = "none"
     network: Network = Network()
+    recorder: Recorder | None = None
 
     def check(self) -> None:
         """Refuse early, before any process, what no number of workers would make right.
@@ -111,6 +122,7 @@ class Options:
         probe = self._probe()
         check_plan(probe)
         check_used(probe, self.remat, self.memory_limit_bytes)
+        check_timed(probe, self.stages)
         check_choice(self.horizon, get_args(Shape), "horizon")
         check_switch(self.lookahead_lrs, "lookahead_lrs")
         check_predicts(probe, "backward_weights", self.backward_weights, default="current")
@@ -142,6 +154,11 @@ class Options:
     def trains_plainly(self) -> bool:
         """Say whether this is one worker whose plan always reads the newest weights."""
         return self.num_workers == 1 and self.plan(1).delay(0) == 0
+
+    @property
+    def clock(self) -> ClockName:
+        """Return whose times decide where stages begin."""
+        return "measured" if self.stages == "measured" else "counted"
 
     # ------------------------------------------------------------------ plans
 
@@ -215,7 +232,7 @@ class Options:
 
     @property
     def _given_stages(self) -> int | None:
-        """Return how many stages the user asked for; None for "auto"."""
+        """Return how many stages the user asked for; None for "auto" and "measured"."""
         if isinstance(self.stages, str):
             return None
         return self.stages if isinstance(self.stages, int) else len(self.stages) + 1
@@ -246,15 +263,17 @@ def checked_stages(stages: object) -> int | str | list[str]:
     """Return stages that are understood.
 
     Raises:
-        ConfigurationError: neither "auto", nor a number, nor paths.
+        ConfigurationError: neither "auto" nor "measured", nor a number, nor paths.
         PlanError: a path that is named twice.
     """
-    if stages == "auto" or (isinstance(stages, int) and stages is not True and stages >= 1):
+    if isinstance(stages, str) and stages in ("auto", "measured"):
+        return stages
+    if isinstance(stages, int) and stages is not True and stages >= 1:
         return stages
     if isinstance(stages, list | tuple) and all(isinstance(s, str) for s in stages):
         check_once(stages)
         return list(stages)
     raise ConfigurationError(
-        f'stages={stages!r} is not understood; allowed: "auto", a number from 1, or a list of '
-        'module paths; use CyclicStrategy(stages=["layer2", "layer3"])'
+        f'stages={stages!r} is not understood; allowed: "auto", "measured" (by times), a number '
+        'from 1, or a list of module paths; use CyclicStrategy(stages=["layer2", "layer3"])'
     )

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_cyclic.runtime.values.plain import decode_leaf, encode_leaf, from_json, to_json
 from lightning_cyclic.runtime.values.trees import flatten, unflatten
 
 
@@ -52,26 +51,6 @@ def weights_for(x: Tensor, sizes: Sequence[int]) -> Tensor:
     weights = torch.tensor(sizes, dtype=x.dtype)
     # from memory that is not pinned the host would wait for the copy
     return weights.pin_memory().to(x.device, non_blocking=True) if x.is_cuda else weights
-
-
-def encode(value: Any, where: str) -> tuple[list[Tensor], Any]:
-    """Turn a value into tensors and JSON.
-
-    Raises:
-        StepError: for what cannot be sent, and where it sits.
-    """
-    leaves, structure = flatten(value)
-    tensors = [x for x in leaves if isinstance(x, Tensor)]
-    others = [None if isinstance(x, Tensor) else [encode_leaf(x, where)] for x in leaves]
-    return tensors, [to_json(structure), others]
-
-
-def decode(tensors: Sequence[Tensor], facts: Any) -> Any:
-    """Make the value that :func:`encode` turned into tensors and JSON."""
-    structure, others = facts
-    given = iter(tensors)
-    leaves = [next(given) if x is None else decode_leaf(x[0]) for x in others]
-    return unflatten(from_json(structure), leaves)
 
 
 def _together(values: Sequence[Any], sizes: Sequence[int]) -> Any:

@@ -15,10 +15,13 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_cyclic.errors import PlanError
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.plugin import checkpoint as ckpt
 from lightning_cyclic.plugin.checks import check_pipeline
@@ -40,6 +43,7 @@ from lightning_cyclic.runtime.agreement import require_same_number
 from lightning_cyclic.runtime.partial_step.config import StagewiseConfig
 from lightning_cyclic.runtime.partial_step.session import StagewiseSession
 from lightning_cyclic.runtime.transport import CountingTransport
+from lightning_cyclic.runtime.values.trees import map_tensors
 
 
 class PipelineTraining(AbstractTraining):
@@ -57,19 +61,31 @@ class PipelineTraining(AbstractTraining):
     ) -> None:
         super().__init__(trainer, options, plan, reductions)
         fitting = trainer.state.fn == TrainerFn.FITTING
-        self._closed = False
+        self._closed = self._has_no_way = False
         kept = state_per_param(trainer.optimizers) if fitting else None
         self._finder = CutFinder(options, kept)
-        self._transport, group = join_workers(trainer, options)
+        self._transport, group = join_workers(trainer, options, self._limit)
         self._session: StagewiseSession = make_session(
             trainer, options, plan, self._finder, self._transport, group, self._configured
         )
         self._summaries = Summaries(self._module, self._session, reductions)
         self._metrics = SharedMetrics(trainer, self._module, self._session)
         self._stop = None if group is None else StopBoard(f"cyclic/stop/{group.group_name}")
+        self._writers = self._quieted_writers()
         if fitting and self._stop is not None:
             stop = self._stop
             self._stop_as(stop, lambda: stop.agreed)
+
+    def _quieted_writers(self) -> list[BasePredictionWriter]:
+        """Let one worker of each replica write predictions, which all of its workers have."""
+        trainer, num = self._trainer, self._trainer.world_size // self._options.width
+        if trainer.state.fn != TrainerFn.PREDICTING or trainer.global_rank % num == 0:
+            return []
+        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+        writers = [c for c in callbacks if isinstance(c, BasePredictionWriter)]
+        for writer in writers:
+            vars(writer).update(dict.fromkeys(_WRITES, _write_nothing))
+        return writers
 
     def _configured(self, config: StagewiseConfig) -> StagewiseConfig:
         """Return a session's configuration with what this training adds."""
@@ -113,6 +129,11 @@ class PipelineTraining(AbstractTraining):
         """Run the module's validation step, stage by stage once the stages are apart."""
         fitting = self._trainer.state.fn == TrainerFn.FITTING
         if fitting and self._session.cuts is None:  # no step yet: the module is whole everywhere
+            batch, *rest = positional(args, kwargs)
+            kind = _kind("validation_step", rest)
+            call = self._caller("validation_step", "val_step_context", rest)
+            with self._summaries.held():
+                self._session.ways.look(kind, lambda: call(map_tensors(torch.clone, batch)))
             return self._summaries.tell_whole(lambda: own(*args, **kwargs))
         return self._evaluate("validation_step", "val_step_context", *positional(args, kwargs))
 
@@ -127,11 +148,29 @@ class PipelineTraining(AbstractTraining):
     def _evaluate(self, kind: str, context: str, batch: Any, *rest: Any) -> Any:
         """Run a step of evaluation on the whole batch; the output everywhere."""
         session = self._session
-        call = self._caller(kind, context, rest)
+        call, kind = self._caller(kind, context, rest), _kind(kind, rest)
+        is_whole = session.group is None or self._has_no_way  # one process has the whole module
+        if is_whole or not self._finds_stages(batch, call, kind):
+            return self._summaries.tell_whole(lambda: call(batch))
         with self._summaries.held():
-            session.find_stages(batch, call, whole=True)
-            summary = session.evaluate(kind, batch, call, self._summaries.of_output)
-        return self._summaries.tell_output(summary)
+            done = session.evaluate(kind, batch, call, self._summaries.of_output)
+        return (
+            self._summaries.tell_whole(done)
+            if callable(done)
+            else self._summaries.tell_output(done)
+        )
+
+    def _finds_stages(self, batch: Any, call: Callable[[Any], Any], kind: str) -> bool:
+        """Say whether there are stages; where nothing is trained, every rank may do without."""
+        try:
+            with self._summaries.held():
+                self._session.find_stages(batch, call, kind)
+        except PlanError as error:
+            if self._trainer.state.fn == TrainerFn.FITTING:
+                raise
+            self._has_no_way = True
+            rank_zero_info(f"Every rank runs {kind} whole: {error}")
+        return not self._has_no_way
 
     def _caller(self, kind: str, context: str, rest: Sequence[Any]) -> Callable[[Any], Any]:
         """Return what runs the user's step on a batch, in the precision plugin's context."""
@@ -169,12 +208,13 @@ class PipelineTraining(AbstractTraining):
         Raises:
             ConfigurationError: on each of them, with every number.
         """
+        super().begin_evaluation(what, numbers)
         session, trainer = self._session, self._trainer
         if session.group is None:
             return
         size = trainer.world_size // self._options.width
         first = trainer.global_rank // size * size
-        with session.naming_peers(f"all workers to begin {what}"):
+        with session.naming_peers(f"to begin {what}"):
             require_same_number(
                 f"numbers of {what} batches",
                 [float(n) for n in numbers],
@@ -223,7 +263,23 @@ class PipelineTraining(AbstractTraining):
                 self._session.restore_whole()
             self._session.close()
             self._metrics.release()
+            for writer in self._writers:
+                for name in _WRITES:
+                    vars(writer).pop(name, None)
         super().close()
+
+
+_WRITES = ("write_on_batch_end", "write_on_epoch_end")  # of a BasePredictionWriter
+
+
+def _write_nothing(*args: Any, **kwargs: Any) -> None:
+    """Leave writing to the worker that does it for all."""
+
+
+def _kind(step: str, rest: Sequence[Any]) -> str:
+    """Return the name of a step on one of several loaders; ``rest`` is behind the batch."""
+    number = rest[1] if len(rest) > 1 else 0
+    return f"{step} on dataloader {number}" if number else step
 
 
 def positional(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:

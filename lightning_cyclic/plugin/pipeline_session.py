@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, final
 
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 from torch.optim import Optimizer
@@ -25,6 +25,7 @@ from lightning_cyclic.runtime.stages.report import report
 from lightning_cyclic.runtime.stages.survey import survey
 from lightning_cyclic.runtime.transport import CountingTransport
 from lightning_cyclic.runtime.transport.choice import link
+from lightning_cyclic.runtime.transport.limit import Limit
 
 
 @final
@@ -44,14 +45,15 @@ class CutFinder:
     def find(self, module: nn.Module, step: Callable[[], Any]) -> Cuts:
         """Choose cuts for a module by a run of its whole step."""
         options = self._options
-        self._survey = survey(module, step, repeats=2)  # for quiet times
-        stages = options.stages if options.stages != "auto" else options.expected_stages(module)
-        assert not isinstance(stages, str)
+        self._survey = survey(module, step, clock=options.clock)
+        stages = options.stages
+        if isinstance(stages, str):
+            stages = options.expected_stages(module)
         return choose_cuts(
             self._survey,
             stages,
             memory_limit_bytes=options.memory_limit_bytes,
-            # one device waits for nobody: memory is what it wants, and the same bits in every run
+            # one device waits for nobody: memory is what it wants
             balance="activations" if options.plans_placement == "single" else "time",
             demands=self._demands(stages) if isinstance(stages, int) else None,
         )
@@ -80,7 +82,7 @@ class CutFinder:
     def _remark(self, survey: Survey, cuts: Cuts) -> str | None:
         """Return what another order of branches would gain, where it is time that was balanced."""
         options = self._options
-        is_named = options.stages != "auto" and not isinstance(options.stages, int)
+        is_named = not isinstance(options.stages, int | str)
         if is_named or options.plans_placement == "single":
             return None
         return faster_order(
@@ -98,12 +100,20 @@ def state_per_param(optimizers: Sequence[Optimizer]) -> float:
     return float(any(g["momentum"] for optimizer in optimizers for g in optimizer.param_groups))
 
 
-def join_workers(trainer: Trainer, options: Options) -> tuple[CountingTransport | None, Any]:
-    """Return what messages travel by, and its process group; None and None for one worker."""
+def join_workers(
+    trainer: Trainer, options: Options, limit: Limit
+) -> tuple[CountingTransport | None, Any]:
+    """Return what messages travel by, and its process group; None and None for one worker.
+
+    Args:
+        trainer: knows how many there are.
+        options: what the user chose.
+        limit: of every wait.
+    """
     if trainer.world_size == 1:
         return None, None
     size, device = trainer.world_size // options.width, trainer.strategy.root_device
-    links = link(options.transport, device, options.timeout_s, lambda w: rank_of(w, size))
+    links = link(options.transport, device, limit, lambda w: rank_of(w, size))
     return links.transport, links.group
 
 
@@ -147,7 +157,9 @@ def make_session(
         expected_stages=plan.num_stages,
         memory_limit_bytes=options.memory_limit_bytes,
         say=rank_zero_info,
+        not_state=frozenset({*vars(LightningModule()), "log"}),
         is_delayed=plan.weights != "sync",
+        recorder=options.recorder,
     )
     worker = rank_of(trainer.global_rank, trainer.world_size // options.width)
     return StagewiseSession(

@@ -40,6 +40,7 @@ from lightning_cyclic.plugin.training import (
     epoch_ends,
 )
 from lightning_cyclic.plugin.weight_guard import WeightGuard
+from lightning_cyclic.runtime.stages.named_places import paste
 from lightning_cyclic.runtime.transport import CountingTransport
 from lightning_cyclic.runtime.whole_step.session import Session, SessionConfig
 
@@ -80,11 +81,12 @@ class ReplicatedTraining(AbstractTraining):
             make_plan=options.plan,
             stages=options.stages,
             seed=agreed_seed(),
-            timeout_s=options.timeout_s,
+            limit=self._limit,
             route=options.transport,
             relay_buffers=options.relay_buffers,
             paced=clip != "global" or plan.weights != "freshest",
             accumulates=_may_accumulate(trainer),
+            recorder=options.recorder,
         )
         self._session: Session = Session(
             self._module,
@@ -127,6 +129,11 @@ class ReplicatedTraining(AbstractTraining):
     def transport(self) -> CountingTransport:
         return self._session.transport
 
+    @override
+    def report(self) -> str | None:
+        starts = self._session.starts
+        return None if starts is None else paste(starts)
+
     # ------------------------------------------------------------------ one step
 
     @override
@@ -142,10 +149,11 @@ class ReplicatedTraining(AbstractTraining):
             output = own(*args, **kwargs)
             if output is None:
                 raise StepError(
-                    f"training_step of worker {self._trainer.global_rank} returned None (step "
+                    f"training_step of rank {self._trainer.global_rank} returned None (step "
                     f"{session.t}); allowed: a loss in every step, since other workers wait "
                     "for its gradients; return 0 * loss to skip a batch"
                 )
+        self._tell_stages()
         if last:  # the worker behind begins its window when this one's is over
             self._reductions.run(self._trainer.strategy.reduce)
         return output
@@ -165,7 +173,7 @@ class ReplicatedTraining(AbstractTraining):
     def post_backward(self, own: Own, closure_loss: Tensor) -> None:
         """Hand over the gradients of stages that the backward did not complete."""
         self._backward.close()
-        self._guard.note()
+        self._guard.note(watch=False)
 
     @override
     def optimizer_step(
@@ -239,6 +247,7 @@ class ReplicatedTraining(AbstractTraining):
 
     @override
     def close(self) -> None:
+        self._guard.forget()
         self._session.close()
         super().close()
 

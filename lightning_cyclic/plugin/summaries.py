@@ -16,13 +16,14 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from lightning_cyclic.errors import StepError
-from lightning_cyclic.plugin.outputs import decode, encode, further_outputs, weighted_mean
+from lightning_cyclic.plugin.outputs import further_outputs, weighted_mean
 from lightning_cyclic.plugin.records import Log, Record, Recorder, from_summary, to_summary
 from lightning_cyclic.plugin.reductions import HeldReductions
 from lightning_cyclic.runtime.messages import Message
 from lightning_cyclic.runtime.partial_step.losses import loss_of
 from lightning_cyclic.runtime.partial_step.session import StagewiseSession
 from lightning_cyclic.runtime.partial_step.stage_step import Outcome
+from lightning_cyclic.runtime.values.plain import decode, encode
 
 
 class StepOutcome(NamedTuple):
@@ -103,7 +104,7 @@ class Summaries:
         """Look at the value where it is, once a step: the other workers wait for nothing new."""
         if not math.isfinite(loss):
             raise StepError(
-                f"the loss of worker {self._session.worker} is {loss} in step "
+                f"the loss of rank {self._session.rank} is {loss} in step "
                 f"{t}; allowed: a finite loss, since every worker would train on "
                 "the result; lower the learning rate, clip gradients, or look for the batch with "
                 "Trainer(detect_anomaly=True)"

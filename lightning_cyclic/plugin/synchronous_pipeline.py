@@ -68,6 +68,7 @@ class SynchronousPipelineTraining(PipelineTraining):
 
         with self._summaries.held():
             session.find_stages(batch, call)
+        self._tell_stages()
         with self._surrogates.collecting(session.ownership.own), self._summaries.held():
             session.train(
                 batch,

@@ -19,7 +19,7 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
 
@@ -40,7 +40,9 @@ from lightning_cyclic.runtime.agreement import (
     require_same_module,
     require_same_number,
 )
+from lightning_cyclic.runtime.stages.named_places import paste
 from lightning_cyclic.runtime.transport import CountingTransport
+from lightning_cyclic.runtime.transport.limit import FIRST_STEPS, Limit
 
 Own: TypeAlias = Callable[..., Any]
 Closure: TypeAlias = Callable[[], Any]
@@ -59,6 +61,10 @@ class AbstractSession(Protocol):
     @property
     def stage_of(self) -> dict[str, int] | None:
         """Return parameter name -> stage; None before the stages are found."""
+
+    @property
+    def starts(self) -> Sequence[str] | None:
+        """Return the module paths that begin stages 1, 2, ...; None before they are found."""
 
     @property
     def with_state(self) -> Sequence[nn.Parameter]:
@@ -81,8 +87,12 @@ class AbstractSession(Protocol):
             fits: whether it is of the plan of this run.
         """
 
-    def fail(self, text: str) -> None:
-        """Tell the other workers why this one fails; communicate no more."""
+    @property
+    def when(self) -> str:
+        """Say where this worker is, as "in step 12"."""
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the other ranks why this one fails; communicate no more."""
 
     def naming_peers(self, what: str) -> AbstractContextManager[None]:
         """Name the workers that do not come while the body waits for them."""
@@ -108,7 +118,13 @@ class AbstractTraining(ABC):
         self._plan = plan
         self._reductions = reductions
         self._compensation = Compensation(options)
+        # a step that flows ends as many steps later, and waits for what others compile in theirs
+        first = FIRST_STEPS + (plan.steps_under_way if plan.flows else 0)
+        self._limit = Limit(options.timeout_s, options.starting_s, first)
+        self._evaluated: set[str] = set()
+        self._counted = trainer.global_step
         self._accumulating = False
+        self._has_told_stages = False
         if trainer.state.fn == TrainerFn.FITTING:
             check_optimizers(trainer.optimizers)
         # on the instance: the module's own configure_gradient_clipping still leads here
@@ -171,10 +187,20 @@ class AbstractTraining(ABC):
         """Make the module whole on this worker until the next step, if it is not."""
 
     def report(self) -> str | None:
-        """Return where the stages of a pipeline could begin and where they do, if known."""
+        """Return where stages could begin and where they do, if known."""
         return None
 
     # ------------------------------------------------------------------ steps
+
+    def _tell_stages(self) -> None:
+        """Say once where stages begin, as text to paste: the same stages in any other run."""
+        starts = self._session.starts
+        if starts is None or self._has_told_stages:
+            return
+        self._has_told_stages = True
+        count = f"{len(starts) + 1} stages" if starts else "one stage"
+        name = type(self._module).__name__
+        rank_zero_info(f"lightning_cyclic trains {name} in {count}: {paste(starts)}")
 
     @abstractmethod
     def training_step(self, own: Own, *args: Any, **kwargs: Any) -> Any:
@@ -209,23 +235,39 @@ class AbstractTraining(ABC):
         """
         trainer, session = self._trainer, self._session
         if session.group is not None:
-            with session.naming_peers("all workers to begin an epoch"):
+            with session.naming_peers("to begin an epoch"):
                 require_same_number(
                     "numbers of training batches", trainer.num_training_batches, session.group
                 )
 
-    def begin_evaluation(  # noqa: B027  # replicated workers evaluate each by itself
-        self, what: str, numbers: Sequence[float]
-    ) -> None:
-        """Check the numbers of batches, where workers evaluate together."""
+    def begin_evaluation(self, what: str, numbers: Sequence[float]) -> None:
+        """Wait longer while what is evaluated the first time may be compiled."""
+        if what not in self._evaluated and not self._trainer.sanity_checking:
+            self._evaluated.add(what)
+            self._limit.begin()
+
+    def end_batch(self) -> None:
+        """Wait less long as soon as nothing is compiled any more."""
+        if self._trainer.global_step != self._counted:  # else gradients accumulate
+            self._counted = self._trainer.global_step
+            self._limit.end_step()
 
     def end_epoch(self) -> None:
         """Show the newest weights, and what metrics have seen, before anybody computes."""
         self.flush()
 
-    def fail(self, text: str) -> None:
-        """Communicate no more, and tell the other workers why."""
-        self._session.fail(text)
+    def fail(self, error: BaseException) -> None:
+        """Communicate no more, and tell the other ranks why."""
+        self._session.fail(error)
+
+    def failure(self) -> str | None:
+        """Return the words that a failing rank left, or None."""
+        return None if self.transport is None else self.transport.failure()
+
+    @property
+    def when(self) -> str:
+        """Say how far training is, as "in step 12"."""
+        return self._session.when
 
     # ------------------------------------------------------------------ checkpoints
 
@@ -259,7 +301,8 @@ class AbstractTraining(ABC):
         if state is None or session.plan is None:
             return None
         feedback = merged(self._compensation.state(session.named()), session.group)
-        return {"plan": ckpt.numbers(session.plan)} | state | {"feedback": feedback}
+        used = {"plan": ckpt.numbers(session.plan), "starts": list(session.starts or ())}
+        return used | state | {"feedback": feedback}
 
     def resume(self, saved: Mapping[str, Any] | None) -> None:
         """Go on from weights that were loaded, and from the delayed state beside them."""

@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from operator import attrgetter
-from typing import final
+from typing import Any, NoReturn, final
 
 import torch
 from torch import Tensor, nn
 
 from lightning_cyclic.errors import ConfigurationError
 
+_DATA: Any = Tensor.data
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 _version, _is_trained = attrgetter("_version"), attrgetter("requires_grad")
 
@@ -40,13 +41,22 @@ class WeightGuard:
         self._versions: list[int] = []  # how often each was changed in place
         self._trained: list[bool] = []
         self._totals: list[Tensor] | None = None  # of the bits of each, where steps are at an end
+        self._kind = _watched(self._look)
+        self._watching: list[nn.Parameter] = []  # whose ``.data`` is looked for
+        self._looked: dict[nn.Parameter, tuple[int, Tensor]] = {}  # address and bits before
 
-    def note(self) -> None:
-        """Note what the parameters are behind a part of a step."""
+    def note(self, *, watch: bool = True) -> None:
+        """Note what the parameters are behind a part of a step.
+
+        Args:
+            watch: whether changes through ``.data`` are noticed, too, at 0.5 us a parameter.
+        """
         self._named = self._named or dict(self._read())
         self._versions = list(map(_version, self._named.values()))
         self._trained = list(map(_is_trained, self._named.values()))
         self._totals = None
+        if watch:
+            self._watch()
 
     @contextmanager
     def ending(self) -> Iterator[None]:
@@ -58,7 +68,9 @@ class WeightGuard:
             ConfigurationError: something has changed before.
         """
         if self._totals is not None:
+            self._unwatch()
             yield
+            self._watch()
             return
         self.check()
         yield
@@ -68,6 +80,8 @@ class WeightGuard:
 
     def forget(self) -> None:
         """Take the parameters as they will be: they are about to be loaded."""
+        self._unwatch()
+        self._looked.clear()
         self._named, self._versions, self._trained, self._totals = {}, [], [], None
 
     def check(self) -> None:
@@ -76,6 +90,7 @@ class WeightGuard:
         Raises:
             ConfigurationError: with the parameter.
         """
+        self._unwatch()
         if self._totals is not None:
             self._check_names(dict(self._read()))
         parameters = self._named.values()
@@ -83,6 +98,34 @@ class WeightGuard:
             self._refuse_frozen()
         if list(map(_version, parameters)) != self._versions:
             self._check_bits()
+        if self._looked:
+            self._check_looked()
+
+    # ------------------------------------------------------------------ changes through .data
+
+    def _watch(self) -> None:
+        """Notice who takes ``.data``, whose changes in place no version counts."""
+        self._watching = [p for p in self._named.values() if type(p) is nn.Parameter]
+        for p in self._watching:
+            p.__class__ = self._kind
+
+    def _unwatch(self) -> None:
+        for p in self._watching:
+            p.__class__ = nn.Parameter
+        self._watching = []
+
+    def _look(self, p: nn.Parameter) -> None:
+        """Keep what a parameter is before it may be changed."""
+        if p not in self._looked:
+            self._looked[p] = p.data_ptr(), _total(p)
+
+    def _check_looked(self) -> None:
+        looked, self._looked = self._looked, {}
+        for p, (address, total) in looked.items():
+            if p.data_ptr() != address or not torch.equal(_total(p), total):
+                self._refuse_change(next(n for n, q in self._named.items() if q is p))
+
+    # ------------------------------------------------------------------ refusals
 
     def _check_names(self, now: dict[str, nn.Parameter]) -> None:
         changed = [n for n in self._named | now if self._named.get(n) is not now.get(n)]
@@ -108,13 +151,43 @@ class WeightGuard:
             if p._version == self._versions[k]:
                 continue
             if self._totals is None or not torch.equal(_total(p), self._totals[k]):
-                raise ConfigurationError(
-                    f"parameter {name!r} was changed between two steps by a hook or a callback, "
-                    f"but under preset {self._preset!r} workers read several versions of it, "
-                    "which the change does not reach; allowed: changes before fit, or changes "
-                    "that are taken back before the next step; make them in the optimizer's "
-                    "step(), or use strategy='1f1b' or 'ddp'"
-                )
+                self._refuse_change(name)
+
+    def _refuse_change(self, name: str) -> NoReturn:
+        raise ConfigurationError(
+            f"parameter {name!r} was changed between two steps by a hook or a callback, but under "
+            f"preset {self._preset!r} workers read several versions of it, which the change does "
+            "not reach; allowed: changes before fit, or changes that are taken back before the "
+            "next step; make them in the optimizer's step(), or use strategy='1f1b' or 'ddp'"
+        )
+
+
+def _watched(look: Callable[[nn.Parameter], None]) -> type[nn.Parameter]:
+    """Make a kind of parameter that calls ``look`` before it gives or takes its ``.data``."""
+
+    class WatchedParameter(nn.Parameter):
+        @property
+        def data(self) -> Any:
+            look(self)
+            return _DATA.__get__(self)
+
+        @data.setter
+        def data(self, value: Tensor) -> None:
+            look(self)
+            _DATA.__set__(self, value)
+
+        def __deepcopy__(self, memo: Any) -> Any:
+            self.__class__: type = nn.Parameter  # copies are plain
+            try:
+                return self.__deepcopy__(memo)
+            finally:
+                self.__class__ = WatchedParameter
+
+    return WatchedParameter
+
+
+def _become(p: Any, kind: type[nn.Parameter]) -> None:
+    p.__class__ = kind
 
 
 def _total(p: Tensor) -> Tensor:

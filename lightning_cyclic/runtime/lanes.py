@@ -28,7 +28,7 @@ class LaneThread(Generic[T]):
 
     def __init__(self, name: str, do: Callable[[T], None]) -> None:
         self.error: CyclicError | None = None
-        self._name = name
+        self.name = name
         self._do = do
         self._batches: queue.SimpleQueue[Sequence[T] | None] = queue.SimpleQueue()
         self._over = threading.Condition(threading.Lock())
@@ -75,4 +75,4 @@ class LaneThread(Generic[T]):
         except CyclicError as error:
             self.error = error
         except Exception as error:  # a lane that dies must say so, or others wait for nothing
-            self.error = StepError(f"{self._name} failed: {type(error).__name__}: {error}")
+            self.error = StepError(f"{self.name} failed: {type(error).__name__}: {error}")

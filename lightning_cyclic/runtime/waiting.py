@@ -5,58 +5,111 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import final
+from typing import Protocol, final
 
 from lightning_cyclic.errors import CyclicError, PeerError, WaitTimeoutError
 from lightning_cyclic.plan import Plan
-from lightning_cyclic.plan.actions import Action, Kind
-from lightning_cyclic.plan.check.refusal import timetable_around
+from lightning_cyclic.plan.actions import Action, Kind, Payload
+from lightning_cyclic.plan.check.refusal import rows_around, timetable_around
+from lightning_cyclic.runtime.failure_words import LATE, heard, look_at
 from lightning_cyclic.runtime.transport import AbstractPending, AbstractTransport
+from lightning_cyclic.runtime.transport.line import is_late
+from lightning_cyclic.runtime.transport.names import Names
 
 Wait = Callable[[AbstractPending, Action], None]
+
+SLOW = (
+    "Possible causes: it computes, compiles or loads data for longer than that, waits itself for "
+    "another rank, hangs, or cannot be reached. If it was only slow, raise the limit: "
+    "CyclicStrategy(timeout=timedelta(minutes=...))"
+)
+GONE = (
+    "Possible causes: it was killed (out of memory, or by whoever started it), it crashed, or its "
+    "machine or the network went down."
+)
+_PLAIN = {
+    Payload.A: "activations",
+    Payload.G: "gradients of activations",
+    Payload.S: "its sum of the gradients",
+    Payload.T: "the whole sum of the gradients",
+    Payload.P: "new weights",
+    Payload.R: "buffers",
+    Payload.C: "buffers",
+    Payload.W: "gradients of tied parameters",
+    Payload.V: "new values of tied parameters",
+    Payload.D: "the batch",
+    Payload.L: "the loss and what was logged",
+    Payload.N: "norms of the gradients",
+    Payload.K: "the signal to start",
+    Payload.X: "the form of what comes next",
+    Payload.M: "a metric's state",
+}
+_OF_NO_STAGE = {Payload.D, Payload.L, Payload.K}
+
+
+class Crew(Protocol):
+    """Be who joins the ranks: know their names, how long to wait, and why one has failed."""
+
+    names: Names
+
+    @property
+    def timeout_s(self) -> float:
+        """Return the limit of a wait that begins now, in seconds."""
+
+    def failure(self) -> str | None:
+        """Return the words that a failing rank left, or None."""
 
 
 @final
 class Waiter:
-    """Wait for messages, and name worker, action, peer and slot of those that do not come.
+    """Wait for messages; of those that do not come, say from whom, what, and in which step.
 
     Args:
         plan: whose timetable is drawn.
-        transport: its limit, and the word that a failing worker left.
+        transport: its limit, names, and the words that a failing rank left.
+        when: step -> how to say it. ["in step 12"]
     """
 
-    def __init__(self, plan: Plan, transport: AbstractTransport) -> None:
+    def __init__(
+        self, plan: Plan, transport: AbstractTransport, when: Callable[[int], str] | None = None
+    ) -> None:
         self._plan = plan
         self._transport = transport
+        self._when = when or "in step {}".format
 
     def wait(self, pending: AbstractPending, action: Action) -> None:
         """Wait for a message of the program.
 
         Raises:
             WaitTimeoutError: it did not come within the transport's limit.
-            PeerError: the connection to the peer is gone.
+            PeerError: another rank has failed, or its connection is gone.
         """
         try:
             pending.wait()
         except TimeoutError:
-            raise self._named(WaitTimeoutError, action, "it did not come in time") from None
+            raise self._named(action, late=True) from None
         except ConnectionError:
-            raise self._named(PeerError, action, "the connection is gone") from None
+            raise self._named(action, late=False) from None
 
-    def _named(self, kind: type[CyclicError], action: Action, what: str) -> CyclicError:
-        worker, limit = self._transport.worker, self._transport.timeout_s
-        waited = "to send to" if action.kind is Kind.SEND else "for"
-        reason = self._transport.failure()
+    def _named(self, action: Action, *, late: bool) -> CyclicError:
+        names, worker, peer = self._transport.names, self._transport.worker, action.peer
+        assert peer is not None
+        it, me, todo = names.of(peer), names.own, look_at([names.rank_of(peer)])
+        if (words := self._transport.failure()) is not None:
+            return PeerError(heard(words, names, it, todo))
+        do, limit_s = f"{_plainly(action)}, {self._when(action.t)}", self._transport.timeout_s
+        first = (
+            f"{me} waited {limit_s:g} s for {it} {do}: {LATE}."
+            if late
+            else f"{it} ended without a word of why: {me} waited for it {do}."
+        )
         drawn, shift = self._drawable(action)
         note = f", drawn {shift} steps earlier, where the timetable is the same" if shift else ""
-        return kind(
-            f"worker {worker} waited {waited} worker {action.peer}: action {action}, "
-            f"slot {action.s}: {what}; the limit is {limit:g} s"
-            + (f"\nBecause {reason}" if reason else "")
-            + "\nLook at the log of that worker first; if it was only slow, raise the limit: "
-            "CyclicStrategy(timeout=timedelta(minutes=...))"
-            f"\nThe arrow shows the action{note}:\n"
-            + timetable_around(replace(self._plan, num_steps=4, warmup_steps=0), drawn, worker)
+        short = replace(self._plan, num_steps=4, warmup_steps=0)
+        return (WaitTimeoutError if late else PeerError)(
+            f"{first}\n{todo}\n{SLOW if late else GONE}\n"
+            f"The arrow shows the action, {action} in slot {action.s}{note}; "
+            f"{names.rows(rows_around(short, worker))}:\n" + timetable_around(short, drawn, worker)
         )
 
     def _drawable(self, action: Action) -> tuple[Action, int]:
@@ -70,28 +123,61 @@ class Waiter:
         return replace(action, t=action.t - shift, v=v, s=slot), shift
 
 
+def _plainly(a: Action) -> str:
+    """Say what the other end of an action was to do.
+
+    Example:
+        >>> from lightning_cyclic.plan.actions import parse
+        >>> _plainly(parse("1SEND_A3>2#4")), _plainly(parse("2RECV_P@3<0#4"))
+        ('to take activations of micro-batch 3', 'to send new weights of stage 2')
+    """
+    assert a.payload is not None
+    of = f" of micro-batch {a.i}" if a.i is not None else f" of stage {a.j}"
+    way = "take" if a.kind is Kind.SEND else "send"
+    return f"to {way} {_PLAIN[a.payload]}{'' if a.payload in _OF_NO_STAGE else of}"
+
+
 @contextmanager
-def naming_peers(transport: AbstractTransport, t: int, what: str) -> Iterator[None]:
-    """Run the body, in which a worker waits for others; name them if they do not come.
+def naming_peers(crew: Crew, when: str, what: str, peer: int | None = None) -> Iterator[None]:
+    """Run the body, in which a rank waits for others; name them if they do not come.
 
     Args:
-        transport: of the worker, with the word that a failing one left.
-        t: step.
-        what: the worker waits for.
+        crew: has their names, and the words that a failing one left.
+        when: it waits, as "in step 12".
+        what: they were to do, as "to finish".
+        peer: the worker that is waited for. [all ranks, which all run the body]
 
     Raises:
         WaitTimeoutError: they did not come in time.
-        PeerError: the connection is gone, or another worker has failed.
+        PeerError: the connection is gone, or another rank has failed.
     """
+    if peer is None:
+        crew.names.come(what)
+    limit_s = crew.timeout_s
     try:
         yield
     except RuntimeError as error:
         if isinstance(error, CyclicError):
             raise
-        late = "timed out" in str(error).lower()
-        gone = "they did not come in time" if late else f"the connection is gone ({error})"
-        reason = transport.failure()
-        kind = WaitTimeoutError if late and reason is None else PeerError
-        raise kind(
-            f"worker {transport.worker} waited for {what} in step {t}: {reason or gone}"
-        ) from None
+        raise _waited_in_vain(crew, limit_s, f"{what}, {when}", what, peer, error) from None
+
+
+def _waited_in_vain(
+    crew: Crew, limit_s: float, said: str, what: str, peer: int | None, error: RuntimeError
+) -> CyclicError:
+    names, late = crew.names, is_late(str(error))
+    if (words := crew.failure()) is not None:
+        return PeerError(heard(words, names))
+    missing = names.missing(what) if peer is None else [peer]
+    them = " and ".join(map(names.of, missing))
+    todo = look_at(map(names.rank_of, missing))
+    if late:
+        return WaitTimeoutError(
+            f"{names.own} waited {limit_s:g} s for {them or 'all ranks'} {said}: {LATE}.\n"
+            f"{todo}\n{SLOW}"
+        )
+    return PeerError(
+        f"{them or 'another rank'} ended without a word of why: {names.own} waited for "
+        f"{'all ranks' if peer is None else 'it'} {said}.\n{todo}\n{GONE} "
+        f"Its connection says: {error}"
+    )

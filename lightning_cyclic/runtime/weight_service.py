@@ -30,8 +30,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_cyclic.errors import PeerError, StepError, WaitTimeoutError
+from lightning_cyclic.runtime.failure_words import look_at
+from lightning_cyclic.runtime.transport.limit import Limit
 
-Stamp = tuple[int, int]
+Stamp = tuple[int, ...]  # batches begun, steps updated, loads of weights since
 Give = Callable[[Sequence[int]], Sequence[Tensor]]
 _POLL_S = 0.01  # how often an owner looks whether it has come as far as an asker
 _LONGEST = 1 << 20  # bytes of what is asked
@@ -56,15 +58,15 @@ class WeightService:
         key: where in the key-value store of the default process group addresses are written.
         stamp: returns that of this worker's weights; None while they change.
         give: stages -> their tensors, detached, in an order that all workers know.
-        timeout_s: limit of every wait, in seconds.
+        limit: of every wait, which may change.
     """
 
     def __init__(
-        self, key: str, stamp: Callable[[], Stamp | None], give: Give, timeout_s: float
+        self, key: str, stamp: Callable[[], Stamp | None], give: Give, limit: Limit
     ) -> None:
         self._stamp = stamp
         self._give = give
-        self._timeout_s = timeout_s
+        self._limit = limit
         self._rank = dist.get_rank()
         self._closed = threading.Event()
         store = dist.distributed_c10d._get_default_store()
@@ -109,12 +111,12 @@ class WeightService:
 
     def _connected(self, rank: int) -> Connection:
         host, port, _ = self._addresses[rank]
-        return self._limited(socket.create_connection((host, port), self._timeout_s))
+        return self._limited(socket.create_connection((host, port), self._limit.seconds))
 
     def _limited(self, connected: socket.socket) -> Connection:
         """Return a connection of whose waits each has the limit."""
         connected.setblocking(True)  # but for the limits that follow
-        limit = struct.pack("ll", max(int(self._timeout_s), 1), 0)
+        limit = struct.pack("ll", max(int(self._limit.seconds), 1), 0)
         for direction in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
             connected.setsockopt(socket.SOL_SOCKET, direction, limit)
         return Connection(connected.detach())
@@ -123,14 +125,15 @@ class WeightService:
     def _naming(self, rank: int, stages: Sequence[int]) -> Iterator[None]:
         says = (
             f"{self._name(self._rank)} waited for the weights of stages {list(stages)} from "
-            f"{self._name(rank)}; the limit is {self._timeout_s:g} s"
+            f"{self._name(rank)}; the limit is {self._limit.seconds:g} s"
         )
+        todo = look_at([rank])
         try:
             yield
         except (TimeoutError, BlockingIOError):
-            raise WaitTimeoutError(f"{says}: they did not come in time") from None
+            raise WaitTimeoutError(f"{says}: they did not come in time\n{todo}") from None
         except _GONE as error:
-            raise PeerError(f"{says}: the connection is gone ({error!r})") from None
+            raise PeerError(f"{says}: the connection is gone ({error!r})\n{todo}") from None
 
     def _name(self, rank: int) -> str:
         return f"rank {rank} on {self._addresses[rank].machine}"
@@ -152,14 +155,14 @@ class WeightService:
             secret, rank, stamp, stages = json.loads(line.recv_bytes(_LONGEST))
             if not secrets.compare_digest(secret, self._secret):
                 return
-            refusal = self._wait_for((stamp[0], stamp[1]), rank)
+            refusal = self._wait_for(tuple(map(int, stamp)), rank)
             line.send_bytes(refusal.encode())
             for x in () if refusal else self._give(stages):
                 line.send_bytes(_bytes_of(x.to("cpu").contiguous()))
 
     def _wait_for(self, stamp: Stamp, rank: int) -> str:
         """Wait until the weights are those of a stamp; return why they never will be, or ""."""
-        end = time.monotonic() + 2 * self._timeout_s  # who asks gives up first, and says so
+        end = time.monotonic() + 2 * self._limit.seconds  # who asks gives up first, and says so
         while (mine := self._stamp()) != stamp:
             if mine is not None and mine > stamp:
                 return (

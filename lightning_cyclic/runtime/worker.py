@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Hashable, Iterable
 from itertools import groupby
 from operator import attrgetter
-from typing import Protocol, TypeAlias, cast, final
+from typing import Any, Protocol, TypeAlias, cast, final
 
 from lightning_cyclic.errors import WaitTimeoutError
 from lightning_cyclic.plan.actions import Action, Kind, Lane, Payload
@@ -72,6 +72,21 @@ class AbstractHost(Protocol):
         """Note what came out of a step."""
 
 
+class AbstractRecorder(Protocol):
+    """Be who notes what a worker does: each method returns what does the same, and is noted."""
+
+    def recorded(self, kind: Kind, do: Callable[[Action], None]) -> Callable[[Action], None]:
+        """Carry out actions of a kind."""
+
+    def awaited(
+        self, receive: Callable[[Action, Incoming], None]
+    ) -> Callable[[Action, Incoming], None]:
+        """Wait for the message of a RECV, and take it in."""
+
+    def joined(self, wait: Callable[[Any, int], None]) -> Callable[[Any, int], None]:
+        """Wait until a lane has done a number of actions."""
+
+
 @final
 class _Arrival:
     """Hold a receive until its message has been taken in, by the first that needs it.
@@ -114,7 +129,7 @@ class Worker:
         stores: what its messages are made of.
         host: has the optimizer.
         lanes: those whose actions wait for other workers, and so run in threads of their own.
-        limit_s: of waits of a lane for what the main thread does, in seconds.
+        limit_s: returns that of waits of a lane for what the main thread does, in seconds.
     """
 
     def __init__(
@@ -125,7 +140,7 @@ class Worker:
         stores: AbstractStores,
         host: AbstractHost,
         lanes: Iterable[Lane] = (),
-        limit_s: float = 60.0,
+        limit_s: Callable[[], float] = lambda: 60.0,
     ) -> None:
         self._flow = flow
         self._messages = messages
@@ -147,7 +162,15 @@ class Worker:
             Kind.UPDATE: host.update,
             Kind.TELL: host.tell,
         }
+        self._take_message: Callable[[Action, Incoming], None] = self._receive
+        self._join: Callable[[_LaneThread, int], None] = LaneThread.wait_for
         self._lanes = {lane: LaneThread(f"cyclic-{lane}", self._run_on_lane) for lane in lanes}
+
+    def record(self, recorder: AbstractRecorder) -> None:
+        """Have recorded what is done from now on, and waited for; before anything is."""
+        self._do = {kind: recorder.recorded(kind, do) for kind, do in self._do.items()}
+        self._take_message = recorder.awaited(self._receive)
+        self._join = recorder.joined(self._join)
 
     def run(self, actions: Iterable[Action]) -> None:
         """Carry out actions in their order, each on its lane."""
@@ -169,14 +192,14 @@ class Worker:
         """
         if item in self._promised:
             lane, number = self._promised.pop(item)
-            lane.wait_for(number)
+            self._join(lane, number)
         if item in self._coming:
             self._take_in(item)
 
     def settle(self) -> None:
         """Take in everything that is on its way, and wait until what was sent has left."""
         for lane in self._lanes.values():
-            lane.wait_for(lane.num_put)
+            self._join(lane, lane.num_put)
         self._promised.clear()
         for item in list(self._coming):
             self.fetch(item)
@@ -212,7 +235,7 @@ class Worker:
         with self._lock:
             arrivals = self._coming.get(item, ())
         for arrival in arrivals:
-            arrival.take(self._receive)
+            arrival.take(self._take_message)
         with self._lock:
             if self._coming.get(item) is arrivals:  # and neither another, nor one taken already
                 del self._coming[item]
@@ -224,11 +247,12 @@ class Worker:
         """Wait until the main thread has room for a version that a lane hands on."""
         if self._posted.get(j, -1) >= v:
             return
+        limit_s = self._limit_s()
         with self._has_posted:
-            if not self._has_posted.wait_for(lambda: self._posted.get(j, -1) >= v, self._limit_s):
+            if not self._has_posted.wait_for(lambda: self._posted.get(j, -1) >= v, limit_s):
                 raise WaitTimeoutError(
                     f"version {v} of stage {j} was to be handed on, but nothing has been received "
-                    f"into for {self._limit_s:g} s; look at what this worker does meanwhile"
+                    f"into for {limit_s:g} s; look at what this rank does meanwhile"
                 )
 
     def _carry_out(self, a: Action) -> None:

@@ -54,6 +54,7 @@ class Comparison:
     num_workers: int
     num_stages: int
     network: Network
+    costs: Costs
     plan: Figures
     lockstep: Figures
 
@@ -64,7 +65,8 @@ class Comparison:
 
     def as_dict(self) -> dict[str, object]:
         """Return names and plain numbers, for JSON."""
-        return asdict(self) | {"speed": self.speed}
+        costs = {name: list(by_stage) for name, by_stage in asdict(self.costs).items()}
+        return asdict(self) | {"costs": costs, "speed": self.speed}
 
 
 def compare(plan: Plan, costs: Costs, network: Network, *, bucket_bytes: float = 0) -> Comparison:
@@ -85,6 +87,7 @@ def compare(plan: Plan, costs: Costs, network: Network, *, bucket_bytes: float =
         num_workers=plan.num_workers,
         num_stages=plan.num_stages,
         network=network,
+        costs=costs,
         plan=_of_plan(plan, costs, network),
         lockstep=_of_lockstep(plan, costs, network, bucket_bytes),
     )

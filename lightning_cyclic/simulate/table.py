@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from lightning_cyclic.simulate.compare import Comparison, Figures
+from lightning_cyclic.simulate.costs import Costs
 from lightning_cyclic.simulate.units import show_bytes, show_seconds
 
 _WIDTH = 100
@@ -18,13 +19,14 @@ def table(comparison: Comparison, *, colour: bool = False) -> str:
         colour: use the colours of a terminal. [False: plain text]
 
     Returns:
-        Lines of text; a worker's figures are those of the worker with the most.
+        Lines of text, at first what is assumed of the cluster and of the model; a worker's
+        figures are those of the worker with the most.
     """
     from rich.box import SIMPLE_HEAD  # noqa: PLC0415
     from rich.console import Console  # noqa: PLC0415
     from rich.table import Table  # noqa: PLC0415
 
-    grid = Table(box=SIMPLE_HEAD, title=_title(comparison), title_justify="left")
+    grid = Table(box=SIMPLE_HEAD)
     grid.add_column("")
     grid.add_column(comparison.preset, justify="right", style="bold")
     grid.add_column("lockstep data parallelism", justify="right")
@@ -35,16 +37,46 @@ def table(comparison: Comparison, *, colour: bool = False) -> str:
     console = Console(width=_WIDTH, force_terminal=colour, no_color=not colour, highlight=False)
     with console.capture() as capture:
         console.print(grid)
-    return "\n".join(line.rstrip() for line in capture.get().rstrip().splitlines())
+    rows = "\n".join(line.rstrip() for line in capture.get().rstrip().splitlines())
+    title = _title(comparison)  # rich would wrap it to the width of the table
+    return f"{title}\n{rows}"
 
 
 def _title(comparison: Comparison) -> str:
     network = comparison.network
-    return (
+    cluster = (
         f"{comparison.num_workers} workers, {comparison.num_stages} stages, "
         f"{show_seconds(network.latency_s)} latency, "
         f"{show_bytes(network.bandwidth_bytes_per_s)}/s"
     )
+    return "\n".join([cluster, *_assumptions(comparison.costs)])
+
+
+def _assumptions(costs: Costs) -> Iterator[str]:
+    """Yield what is taken for given of the model, as nobody has measured it here."""
+    forward_s, backward_s = sum(costs.forward_s), sum(costs.backward_s)
+    cuts = costs.cut_bytes[1:]  # nothing enters stage 0 from another
+    between = f"; {_each(cuts, show_bytes)} of activations per cut" if cuts else ""
+    yield (
+        f"assumed model: {show_bytes(sum(costs.param_bytes))} of parameters, "
+        f"{_each(costs.param_bytes, show_bytes)} per stage{between}"
+    )
+    ratio = f" ({backward_s / forward_s:.3g} times as long)" if forward_s else ""
+    yield (
+        f"assumed compute: {show_seconds(forward_s + backward_s)} per micro-batch, "
+        f"{show_seconds(forward_s)} forward and {show_seconds(backward_s)} backward{ratio}"
+    )
+    yield (
+        f"    of a stage: {_each(costs.forward_s, show_seconds)} forward, "
+        f"{_each(costs.backward_s, show_seconds)} backward, "
+        f"{_each(costs.update_s, show_seconds)} per update"
+    )
+
+
+def _each(by_stage: Sequence[float], show: Callable[[float], str]) -> str:
+    """Say how much it is of one stage: a number where all are alike, else from which to which."""
+    least, most = show(min(by_stage)), show(max(by_stage))
+    return least if least == most else f"{least} to {most}"
 
 
 def _rows(figures: Figures) -> Iterator[tuple[str, str]]:

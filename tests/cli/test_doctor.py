@@ -135,6 +135,16 @@ def test_a_module_with_its_own_data(doctor):
     assert "epoch" not in out
 
 
+def test_times_are_counted_and_the_same_in_every_run_or_measured(doctor):
+    first, second = doctor("Model"), doctor("Model")
+    assert first == second
+    assert "times are counted, at 1 TFLOP/s and 100 GB/s: the same in every run" in first[1]
+    status, out, err = doctor("Model", "--measured")
+    assert (status, err) == (0, "")
+    assert "times are measured, in this run on this machine" in out
+    assert listed(out) == listed(first[1])
+
+
 @pytest.mark.parametrize(
     ("arguments", "sizes"),
     [

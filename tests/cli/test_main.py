@@ -54,6 +54,16 @@ def test_draw_is_as_wide_as_the_terminal(capsys, monkeypatch):
     assert whole == DRAWN
 
 
+def test_draw_into_a_file(capsys, tmp_path):
+    path = tmp_path / "timetable.svg"
+    arguments = "draw", "cyclic_dp", "--workers", "2", "--from", "1", "--out", str(path)
+    assert run(capsys, *arguments) == (0, f"wrote {path}\n", "")
+    text = path.read_text()
+    assert "cyclic_dp: 2 workers" in text
+    assert "forward, stage 1, micro-batch 0, of step 0" in text
+    assert "forward, stage 0, micro-batch 0, of step 0" not in text  # it is in slot 0
+
+
 @pytest.mark.parametrize(
     ("no_color", "is_terminal", "coloured"),
     [("", True, True), ("1", True, False), ("", False, False)],
@@ -92,7 +102,9 @@ def test_simulate_prints_a_table(capsys):
     status, out, err = run(capsys, "simulate", "cyclic_dp", "--workers", "4")
     assert (status, err) == (0, "")
     assert out.startswith("4 workers, 4 stages, 50 µs latency, 1.25 GB/s\n")
-    rows = [line.split("  ")[1] for line in out.splitlines()[4:]]
+    assert "100 MB of parameters, 25 MB per stage; 0 B of activations per cut" in out
+    assert "100 ms per micro-batch, 33.33 ms forward and 66.67 ms backward (2 times" in out
+    rows = [line.split("  ")[1] for line in out.splitlines()[7:]]
     assert rows == [
         "time per step", "micro-batches per step", "micro-batches per second", "bubble",
         "bytes sent per worker and step", "messages sent per worker and step",
@@ -105,13 +117,16 @@ def test_simulate_prints_json_of_the_given_cluster(capsys):
     status, out, _ = run(
         capsys, "simulate", "cyclic_dp", "--workers", "16", "--model-bytes", "300MB",
         "--step-s", "1", "--latency-s", "2ms", "--bandwidth", "8Gbit/s", "--bucket-bytes", "0",
-        "--json",
+        "--cut-bytes", "5kB", "--json",
     )  # fmt: skip
     got = json.loads(out)
     assert status == 0
     assert got["network"] == {"latency_s": 0.002, "bandwidth_bytes_per_s": 1e9}
     assert got["plan"]["step_s"] == pytest.approx(1.00, abs=0.01)
     assert got["lockstep"]["step_s"] == pytest.approx(1.90, abs=0.01)
+    costs = got["costs"]
+    assert sum(costs["forward_s"]) == pytest.approx(1 / 3)
+    assert (sum(costs["param_bytes"]), costs["cut_bytes"]) == (3e8, [5e3] * 16)
 
 
 @pytest.mark.parametrize(
@@ -128,6 +143,9 @@ def test_simulate_prints_json_of_the_given_cluster(capsys):
         ("draw 1f1b --workers 5 --width 2", ["num_workers=5 with width=2", "use num_workers=6"]),
         ("simulate cyclic_dp --workers 4 --width 2", ["width=2", "use width=1"]),
         ("draw cyclic_dp --workers 2 --from 99", ["slot 99", "begin at an earlier slot"]),
+        ("draw 1f1b --workers 2 --out x.pdf", ["'x.pdf'", ".svg, .png, .html", "like x.svg"]),
+        ("draw 1f1b --workers 2 --out x.svg --columns 9", ["--columns 9", "leave --columns out"]),
+        ("draw 1f1b --workers 99 --out x.svg", ["99 workers", "up to 32 workers", "fewer steps"]),
         ("draw pipedream_2bw --workers 4 --micro 2", ["num_micro=2", "use num_micro=3"]),
         ("simulate gpipe --workers 2 --bandwidth 1GB", ["'1GB'", "Gbit/s", "write it like"]),
         ("simulate gpipe --workers 2 --bandwidth 0", ["bandwidth > 0"]),
@@ -164,6 +182,9 @@ def test_a_reader_that_leaves_early_is_no_error():
         assert process.stderr.read() == b""
 
 
-def test_no_torch_is_imported():
-    code = "import sys, lightning_cyclic.cli.main; sys.exit('torch' in sys.modules)"
+def test_neither_torch_nor_matplotlib_is_imported():
+    code = (
+        "import sys, lightning_cyclic.cli.main; "
+        "sys.exit(bool({'torch', 'matplotlib'} & set(sys.modules)))"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

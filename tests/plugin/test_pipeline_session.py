@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 from lightning_cyclic.plugin import pipeline_session
@@ -26,7 +28,54 @@ def reported(monkeypatch: pytest.MonkeyPatch, preset: str, workers: int = 3, **g
     return text
 
 
-@pytest.mark.parametrize("stages", [3, "auto"])
+@pytest.mark.parametrize(
+    ("stages", "clock"),
+    [("auto", "counted"), (3, "counted"), (["left2"], "counted"), ("measured", "measured")],
+)
+def test_times_are_counted_unless_measured_ones_are_asked_for(
+    monkeypatch: pytest.MonkeyPatch, stages: Any, clock: str
+) -> None:
+    given: list[str] = []
+
+    def surveyed(*args: Any, **more: Any) -> Any:
+        given.append(more["clock"])
+        return SEEN
+
+    monkeypatch.setattr(pipeline_session, "survey", surveyed)
+    options = replace(CyclicStrategy("1f1b", stages=stages)._options, num_workers=3)
+    CutFinder(options, state_per_param=2.0).find(nn.Module(), lambda: None)
+    assert given == [clock]
+
+
+class Sleepy(nn.Linear):
+    """A layer of which one takes its time."""
+
+    def __init__(self, sleeps: bool) -> None:
+        super().__init__(16, 16)
+        self._sleeps = sleeps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self._sleeps:
+            time.sleep(0.02)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize(("preset", "state"), [("1f1b", 2.0), ("1f1b", None), ("cyclic_mp", 2.0)])
+def test_a_layer_that_sleeps_moves_the_measured_stages_alone(
+    preset: str, state: float | None
+) -> None:
+    def starts(sleeper: int, stages: str) -> tuple[str, ...]:
+        model, x = nn.Sequential(*(Sleepy(k == sleeper) for k in range(6))), torch.ones(4, 16)
+        workers = 3 if preset == "cyclic_mp" else 2
+        options = replace(CyclicStrategy(preset, stages=stages)._options, num_workers=workers)
+        return CutFinder(options, state).find(model, lambda: model(x)).starts
+
+    assert starts(0, "auto") == starts(5, "auto") == ("3",)
+    assert starts(0, "measured") == ("1",)
+    assert starts(5, "measured") == ("5",)
+
+
+@pytest.mark.parametrize("stages", [3, "auto", "measured"])
 def test_what_another_order_of_branches_would_gain(
     monkeypatch: pytest.MonkeyPatch, stages: Any
 ) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 from collections.abc import Callable
 
 import pytest
@@ -108,3 +110,47 @@ def test_parameters_of_any_type_are_compared(dtype: torch.dtype) -> None:
         scalar.add_(1)
     with pytest.raises(ConfigurationError, match="'scalar' was changed between two steps"):
         guard.check()
+
+
+@pytest.mark.parametrize("note", [WeightGuard.note, end])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda p: p.data.mul_(2),
+        lambda p: setattr(p, "data", p.data * 2),
+        lambda p: setattr(p, "data", p.data.clone()),  # elsewhere: views of it stay behind
+        lambda p: nn.utils.vector_to_parameters(torch.ones(p.numel()), [p]),
+    ],
+)
+def test_changes_through_data_are_refused(
+    note: Callable[[WeightGuard], None], change: Callable[[nn.Parameter], None]
+) -> None:
+    module, guard = guarded()
+    note(guard)
+    change(module[0].weight)
+    with pytest.raises(ConfigurationError, match=r"'0.weight' was changed"):
+        guard.check()
+
+
+def test_reading_data_and_changing_back_is_no_change() -> None:
+    module, guard = guarded()
+    guard.note()
+    float(module[0].weight.data.norm())
+    module[1].weight.data.neg_()
+    module[1].weight.data.neg_()
+    guard.check()
+    assert all(type(p) is nn.Parameter for p in module.parameters())
+
+
+def test_copies_are_plain_and_nothing_stays_behind() -> None:
+    module, guard = guarded()
+    guard.note()
+    copied = copy.deepcopy(module)
+    file = io.BytesIO()
+    torch.save(module, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    for made in (copied, loaded):
+        assert all(type(p) is nn.Parameter for p in made.parameters())
+    guard.forget()
+    assert all(type(p) is nn.Parameter for p in module.parameters())

@@ -248,6 +248,9 @@ def test_every_operation_that_draws_and_has_a_function_is_known():
     assert {n for n in found - DRAWS - KERNELS - NO_DRAWS if has_a_function(n)} == set()
 
 
+@pytest.mark.skipif(
+    not hasattr(torch.ops.aten, "_cudnn_attention_forward"), reason="this torch has fewer of them"
+)
 def test_the_exceptions_are_still_needed():
     assert tagged() >= KERNELS | NO_DRAWS
     assert DRAWS.isdisjoint(KERNELS | NO_DRAWS)

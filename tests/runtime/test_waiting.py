@@ -1,4 +1,4 @@
-"""Waits that fail: they name worker, action, peer and slot, and point into the timetable."""
+"""Waits that fail: they say who waited for whom, and point into the timetable."""
 
 from __future__ import annotations
 
@@ -14,16 +14,23 @@ from lightning_cyclic.runtime.waiting import Waiter
 from tests.runtime.whole_step.test_engine import Worker, find_stages, loss, mlp, run_workers, sgd
 
 
-def test_a_wait_that_reaches_its_limit_names_worker_action_peer_and_slot() -> None:
+def test_a_wait_at_its_limit_says_who_waited_for_whom_and_then_draws_it() -> None:
     stages = find_stages(mlp(), 2)
     plan = make_plan("cyclic_dp", num_stages=2, num_workers=2, relayed=stages.relayed)
     alone = Worker(mlp(), plan, stages, LocalTransport(PostOffice(), 1, 2, 0.2), sgd, 1)
     alone.run()
     assert isinstance(alone.error, WaitTimeoutError)
     text = str(alone.error)
-    assert "worker 1 waited for worker 0: action 0RECV_K<0#0, slot 2" in text
-    assert "the limit is 0.2 s" in text
     lines = text.splitlines()
+    assert lines[0] == (
+        "rank 1 waited 0.2 s for rank 0 to send the signal to start, in step 0: "
+        "it did not come in time."
+    )
+    assert lines[1] == "Look at the log of rank 0."
+    assert "CyclicStrategy(timeout=timedelta(minutes=...))" in lines[2]
+    assert lines[3] == (
+        "The arrow shows the action, 0RECV_K<0#0 in slot 2; w0 is rank 0, w1 is rank 1:"
+    )
     arrow = next(k for k, line in enumerate(lines) if line.strip() == "^")
     assert lines[arrow - 1].startswith("w1")
     at = lines[arrow].index("^")
@@ -32,13 +39,17 @@ def test_a_wait_that_reaches_its_limit_names_worker_action_peer_and_slot() -> No
 
 def test_the_reason_that_a_failing_worker_left_is_in_the_message() -> None:
     office = PostOffice()
-    LocalTransport(office, 0, 2).report_failure("worker 0: ValueError: bad batch")
+    words = "rank 0 failed in step 3: ValueError: bad batch\nLook at the log of rank 0."
+    LocalTransport(office, 0, 2).report_failure(words)
     stages = find_stages(mlp(), 2)
     plan = make_plan("cyclic_dp", num_stages=2, num_workers=2, relayed=stages.relayed)
     alone = Worker(mlp(), plan, stages, LocalTransport(office, 1, 2, 0.2), sgd, 1)
     alone.run()
-    with pytest.raises(PeerError, match="Because worker 0: ValueError: bad batch"):
-        raise alone.error  # type: ignore[misc]
+    assert isinstance(alone.error, PeerError)
+    assert str(alone.error) == (
+        "rank 0 failed in step 3: ValueError: bad batch; this rank (1) stopped because of it. "
+        "Look at the log of rank 0."
+    )
 
 
 def test_a_worker_that_dies_leaves_the_others_with_a_named_wait() -> None:
@@ -54,8 +65,8 @@ def test_a_worker_that_dies_leaves_the_others_with_a_named_wait() -> None:
     assert isinstance(errors[2], ValueError)
     for w in (0, 1, 3):
         assert isinstance(errors[w], WaitTimeoutError)
-        assert f"worker {w} waited for worker" in str(errors[w])
-        assert ", slot " in str(errors[w])
+        assert f"rank {w} waited 1 s for rank" in str(errors[w])
+        assert " in slot " in str(errors[w])
 
 
 @pytest.mark.parametrize("warmup_steps", [0, 3])

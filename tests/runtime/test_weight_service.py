@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_cyclic.errors import PeerError, StepError, WaitTimeoutError
+from lightning_cyclic.runtime.transport.limit import Limit
 from lightning_cyclic.runtime.weight_service import Stamp, WeightService
 from tests import processes
 from tests.runtime.transport.rings import join
@@ -26,7 +27,7 @@ class Owner:
     def __init__(self, limit_s: float = 20) -> None:
         self.rank, _ = join()
         self.stamp: Stamp | None = (0, 0)
-        self.service = WeightService("test", lambda: self.stamp, self.give, limit_s)
+        self.service = WeightService("test", lambda: self.stamp, self.give, Limit(limit_s))
 
     def give(self, stages: list[int]) -> list[Tensor]:
         made = [torch.full((2, 3), 10.0 * self.rank + j).t() for j in stages]  # not contiguous
@@ -123,7 +124,7 @@ def test_a_wait_in_vain_has_a_limit_and_says_for_whom() -> None:
     text, took = processes.run(ask_in_vain, 2)[1]
     assert text == (
         f"rank 1 on {here} waited for the weights of stages [0] from rank 0 on {here}; the limit "
-        "is 1 s: they did not come in time"
+        "is 1 s: they did not come in time\nLook at the log of rank 0."
     )
     assert took < 10
 

@@ -62,7 +62,7 @@ class Pair:
     def _worker(self, office: PostOffice, w: int, lanes: Any, timeout_s: float) -> Worker:
         log, transport = self.logs[w], LocalTransport(office, w, 2, timeout_s)
         messages = Messages(transport, {}, lambda pending, a: pending.wait(), CPU)
-        return Worker(Dataflow(PLAN), messages, log, log, log, lanes, timeout_s)
+        return Worker(Dataflow(PLAN), messages, log, log, log, lanes, lambda: timeout_s)
 
     def run(self, w: int, *texts: str) -> None:
         self.workers[w].run(map(parse, texts))

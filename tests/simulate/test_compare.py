@@ -40,10 +40,15 @@ def test_json_round_trip():
     got = comparison().as_dict()
     assert json.loads(json.dumps(got)) == got
     assert got["plan"]["sent_messages"] == 7
+    assert got["costs"]["param_bytes"] == [1e6] * 4
+    assert got["costs"]["backward_s"] == pytest.approx([0.02] * 4)
 
 
 TABLE = """\
 4 workers, 4 stages, 2 ms latency, 1 GB/s
+assumed model: 4 MB of parameters, 1 MB per stage; 0 B of activations per cut
+assumed compute: 120 ms per micro-batch, 40 ms forward and 80 ms backward (2 times as long)
+    of a stage: 10 ms forward, 20 ms backward, 0 s per update
 
                                           cyclic_dp   lockstep data parallelism
  ───────────────────────────────────────────────────────────────────────────────
@@ -57,3 +62,25 @@ def test_the_table_as_plain_text():
     assert text.splitlines()[-1].split() == ["speed", "1.11x", "1.00x"]
     assert "\033" not in text
     assert "\033" in table(comparison(), colour=True)
+
+
+def test_stages_that_differ_are_said_from_which_to_which():
+    costs = Costs(
+        forward_s=(0.01, 0.02),
+        backward_s=(0.01, 0.05),
+        param_bytes=(1e6, 3e6),
+        cut_bytes=(0.0, 2e3),
+        update_s=(0.001, 0.001),
+    )
+    plan = make_plan("1f1b", num_stages=2, num_workers=2, num_steps=4)
+    assert table(compare(plan, costs, NETWORK)).splitlines()[1:4] == [
+        "assumed model: 4 MB of parameters, 1 MB to 3 MB per stage; 2 kB of activations per cut",
+        "assumed compute: 90 ms per micro-batch, 30 ms forward and 60 ms backward "
+        "(2 times as long)",
+        "    of a stage: 10 ms to 20 ms forward, 10 ms to 50 ms backward, 1 ms per update",
+    ]
+    free = Costs.even(1, compute_s=0.0)
+    alone = make_plan("cyclic_dp", num_stages=1, num_workers=1, num_steps=4)
+    lines = table(compare(alone, free, NETWORK)).splitlines()
+    assert lines[1].endswith("0 B per stage")  # there is no cut
+    assert lines[2].endswith("0 s forward and 0 s backward")  # and no ratio

@@ -34,6 +34,12 @@ def refuse(plan: Plan, a: Action, w: int, *, given: str, allowed: str, todo: str
     )
 
 
+def rows_around(plan: Plan, w: int) -> range:
+    """Return the workers whose rows are drawn near one."""
+    first_row = max(0, min(w - _ROWS // 2, plan.num_workers - _ROWS))
+    return range(first_row, min(first_row + _ROWS, plan.num_workers))
+
+
 def timetable_around(plan: Plan, a: Action, w: int) -> str:
     """Draw the timetable near an action, with an arrow under it.
 
@@ -42,8 +48,7 @@ def timetable_around(plan: Plan, a: Action, w: int) -> str:
         a: the action to point at; drawn too if it is neither F nor B.
         w: its worker.
     """
-    first_row = max(0, min(w - _ROWS // 2, plan.num_workers - _ROWS))
-    rows = range(first_row, first_row + _ROWS)
+    rows = rows_around(plan, w)
     slots = range(a.s - _SLOTS_BEFORE, a.s + _SLOTS_AFTER + 1)
     entries = [
         Entry(s, row, str(cell).partition("#")[0])
@@ -52,4 +57,4 @@ def timetable_around(plan: Plan, a: Action, w: int) -> str:
     ]
     if a.kind not in (Kind.F, Kind.B):
         entries.append(Entry(a.s, w, str(a).partition("#")[0]))
-    return picture(entries, arrow=(a.s, w), first_row=first_row)
+    return picture(entries, arrow=(a.s, w), first_row=rows.start)

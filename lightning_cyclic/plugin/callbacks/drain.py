@@ -13,6 +13,8 @@ from lightning.pytorch import Callback
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
+from lightning_cyclic.plugin.hosts import WeightAveraging
+
 
 class Drained(Protocol):
     """Hold updates in flight."""
@@ -20,8 +22,11 @@ class Drained(Protocol):
     def flush(self) -> None:
         """Finish updates in flight."""
 
-    def fail(self, text: str) -> None:
+    def fail(self, error: BaseException) -> None:
         """Communicate no more, and tell others why."""
+
+    def end_batch(self) -> None:
+        """Count a batch of training."""
 
     def begin_epoch(self) -> None:
         """Check what may have changed between epochs."""
@@ -35,19 +40,38 @@ class Drained(Protocol):
 
 @final
 class DrainCallback(Callback):
-    """Flush before validation and at the end of epoch and fit; stop talking on exceptions.
+    """Flush before validation, at the end of epoch and fit, and where weights are averaged.
+
+    On exceptions, stop talking.
 
     Args:
         drained: returns what is flushed, if there is anything.
+        fail: tells the other ranks why this one ends, also before there is anything.
     """
 
-    def __init__(self, drained: Callable[[], Drained | None]) -> None:
+    def __init__(
+        self, drained: Callable[[], Drained | None], fail: Callable[[BaseException], None]
+    ) -> None:
         self._drained = drained
+        self._fail = fail
 
     @override
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         if drained := self._drained():
             drained.begin_epoch()
+
+    @override
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+        """Finish the updates that a callback is about to take into an average of the weights."""
+        if (drained := self._drained()) is None:
+            return
+        drained.end_batch()
+        for callback in trainer.callbacks:
+            if isinstance(callback, WeightAveraging) and callback.should_update(
+                step_idx=trainer.global_step - 1
+            ):
+                drained.flush()
+                return
 
     @override
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
@@ -86,10 +110,7 @@ class DrainCallback(Callback):
 
     @override
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        drained = self._drained()
-        if drained is None:
-            return
-        if isinstance(exception, SIGTERMException):  # all workers stop here, at the same step
+        if not isinstance(exception, SIGTERMException):
+            self._fail(exception)
+        elif drained := self._drained():  # all workers stop here, at the same step
             drained.flush()
-        else:
-            drained.fail(f"{type(exception).__name__}: {exception}")

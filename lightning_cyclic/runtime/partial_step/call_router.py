@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from lightning_cyclic.errors import ConfigurationError
+from lightning_cyclic.runtime.compiled import IN_PLACE, is_compiled_in_place, named_modules
 from lightning_cyclic.runtime.partial_step.watch import Watch
 
 if TYPE_CHECKING:
@@ -97,7 +98,7 @@ class CallRouter:
         return [owner.__dict__.get(name) for owner, name, _ in self._methods]
 
     def _route(self) -> Iterator[Method]:
-        for path, m in self.module.named_modules():
+        for path, m in named_modules(self.module):
             has_parameters = next(m.parameters(), None) is not None
             metric = is_metric(m)
             if not path or not (has_parameters or metric or path in self._begins):
@@ -107,7 +108,8 @@ class CallRouter:
                     f"{path!r} is a TorchScript module, whose calls cannot be followed; allowed: "
                     "modules of Python code; use the module that it was scripted from"
                 )
-            yield Method(m, _CALL, self._routed(path, m.forward))
+            name = IN_PLACE if is_compiled_in_place(m) else _CALL
+            yield Method(m, name, self._routed(path, getattr(m, name)))
             for name in ("update", "compute") if metric else ():
                 yield Method(m, name, self._routed(f"{path}.{name}", getattr(m, name)))
 

@@ -1,4 +1,4 @@
-"""What all workers do together: agree on the stages, put weights together, reduce."""
+"""What all workers do together: agree on what rank 0 finds, put weights together, reduce."""
 
 from __future__ import annotations
 
@@ -42,32 +42,40 @@ class Collectives:
         self._group = group
         self._peers = _peers(width, size) if group is not None and width > 1 else None
 
-    def agree_on_cuts(
-        self, find: Callable[[], Cuts], waiting: AbstractContextManager[None]
-    ) -> Cuts:
+    @property
+    def is_alone(self) -> bool:
+        """Say whether there is one worker."""
+        return self._group is None
+
+    @property
+    def decides(self) -> bool:
+        """Say whether this worker finds what all agree on."""
+        return self._group is None or dist.get_rank() == 0
+
+    def agree(self, find: Callable[[], Any], waiting: AbstractContextManager[None]) -> Any:
         """Return on every worker what rank 0 finds.
 
         Args:
-            find: called on rank 0 alone.
+            find: called on rank 0 alone; returns what JSON can say.
             waiting: the context in which all others are waited for.
 
         Raises:
-            PlanError: on every worker, if there are no such stages.
+            PlanError, StepError: on every worker, what rank 0 met.
         """
         if self._group is None:
             return find()
         text = ""
-        if dist.get_rank() == 0:
+        if self.decides:
             try:
-                text = json.dumps(["cuts", find().as_data()])
+                text = json.dumps(["found", find()])
             except CyclicError as error:
                 text = json.dumps([type(error).__name__, str(error)])
         with waiting:
             text = gather_texts(text, self._group)[0]
         kind, data = json.loads(text)
-        if kind != "cuts":
+        if kind != "found":
             raise (StepError if kind == "StepError" else PlanError)(data)
-        return Cuts.from_data(data)
+        return data
 
     def gather(self, cuts: Cuts, plan: Plan) -> dict[str, Tensor]:
         """Return all parameters and buffers, whole, on every worker; of several in host memory."""

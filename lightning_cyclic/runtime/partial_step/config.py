@@ -14,6 +14,7 @@ from lightning_cyclic.runtime.messages import Message
 from lightning_cyclic.runtime.partial_step.exchange import ReadState, WriteState
 from lightning_cyclic.runtime.partial_step.stage_step import Outcome
 from lightning_cyclic.runtime.prediction.foresight import BackwardWeights, Guess
+from lightning_cyclic.runtime.recorder import Recorder
 from lightning_cyclic.runtime.stages.cuts import Cuts
 
 Apply = Callable[[int, int], None]  # (step, stage): clip and optimize; gradients are in p.grad
@@ -44,7 +45,9 @@ class StagewiseConfig:
         memory_limit_bytes: most bytes of parameters on a worker, also where a hook reads the
             whole module. [any number]
         say: tells the user what happens.
+        not_state: attributes of the module that are not the user's.
         is_delayed: whether the plan reads versions older than the newest.
+        recorder: notes what this worker does, and when. [nobody does]
         expected_stages: how many stages there will be. [0: one per worker of a replica]
     """
 
@@ -64,4 +67,6 @@ class StagewiseConfig:
     expected_stages: int = 0
     memory_limit_bytes: int | None = None
     say: Callable[[str], None] = print
+    not_state: frozenset[str] = frozenset()
     is_delayed: bool = False
+    recorder: Recorder | None = None

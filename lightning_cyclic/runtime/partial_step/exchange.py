@@ -18,7 +18,6 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.plan.actions import Action, Payload
@@ -32,6 +31,7 @@ from lightning_cyclic.runtime.partial_step.ownership import Ownership
 from lightning_cyclic.runtime.partial_step.packets import Gradients, Packet
 from lightning_cyclic.runtime.partial_step.stage_step import StageStep
 from lightning_cyclic.runtime.partial_step.tape import Tape
+from lightning_cyclic.runtime.unseen_changes import unseen
 
 Key = tuple[int, int, int]  # step, micro-batch, stage
 ReadState = Callable[[Sequence[nn.Parameter]], tuple[list[Tensor], Any]]
@@ -294,7 +294,7 @@ def stages_of(plan: Plan, worker: int) -> tuple[int, ...]:
 
 def _copy(parameters: Sequence[Tensor], values: Sequence[Tensor]) -> None:
     # graphs that hold them are over, or do not look at them (statistics)
-    with torch.no_grad(), _unsafe_preserve_version_counter(tuple(parameters)):
+    with torch.no_grad(), unseen(parameters):
         for p, x in zip(parameters, values, strict=True):
             p.copy_(x)
 

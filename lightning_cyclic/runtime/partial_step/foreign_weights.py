@@ -20,6 +20,7 @@ from lightning_cyclic.runtime.weight_service import Stamp, WeightService
 if TYPE_CHECKING:
     from lightning_cyclic.runtime.partial_step.ownership import Ownership
     from lightning_cyclic.runtime.stages.cuts import Cuts
+    from lightning_cyclic.runtime.transport.limit import Limit
 
 _WHERE = (
     "between steps, as in on_train_batch_end of a pipeline with a flush, and in the hooks of "
@@ -58,14 +59,14 @@ class ForeignWeights:
         self._say = say
         self._service: WeightService | None = None
         self._stage_of = {n: j for j in range(cuts.num_stages) for n in self._names((j,))}
-        self._now: Stamp = (0, 0)  # batches and steps that this worker has begun
+        self._now: Stamp = (0, 0, 0)  # batches and steps that this worker has begun, and loads
         self._is_running = False
         self._has_said = False
         self._buffers: dict[str, Tensor] = {}  # of own stages, as they were at the stamp
 
-    def serve(self, key: str, timeout_s: float) -> None:
+    def serve(self, key: str, limit: Limit) -> None:
         """Begin to give and to get weights; all workers must call it."""
-        self._service = WeightService(key, lambda: self.stamp, self._give, timeout_s)
+        self._service = WeightService(key, lambda: self.stamp, self._give, limit)
 
     def close(self) -> None:
         """Give and get no more."""
@@ -77,7 +78,7 @@ class ForeignWeights:
 
     def begin_batch(self) -> None:
         """Note that a batch is trained on, which changes buffers."""
-        self._now = (self._now[0] + 1, self._now[1])
+        self._now = (self._now[0] + 1, self._now[1], 0)
 
     def begin_update(self) -> None:
         """Note that the parameters of this worker's stages are about to change."""
@@ -91,7 +92,12 @@ class ForeignWeights:
         """
         if self._service is not None:
             self._keep_buffers()
-        self.stamp = self._now = self._now[0], t
+        self.stamp = self._now = self._now[0], t, self._now[2]
+
+    def settle_loaded(self, t: int) -> None:
+        """Note that weights were loaded: who has loaded them waits for who has not yet."""
+        self._now = (self._now[0], t, self._now[2] + 1)
+        self.settle(t)
 
     def _keep_buffers(self) -> None:
         with torch.no_grad():
@@ -148,19 +154,19 @@ class ForeignWeights:
                 "trainer.strategy.own_stages]; read those, or use strategy='ddp' for this run"
             )
 
-    def fetch(self) -> None:
+    def fetch(self, *, quietly: bool = False) -> None:
         """Make the module whole on this worker, until the next step."""
         foreign = {*self._ownership.foreign, *self._ownership.stale}
         if not (foreign and self._ownership.is_freed):
             return
         self._check_place("the module")
-        self._check_memory()
+        self.check_memory(f"{user_line()} reads the module between steps")
         if self._service is None:
             raise StepError(
                 "weights of other workers were read where no process group joins them; allowed: "
                 "runs that a Trainer has set up; use Trainer(strategy=...)"
             )
-        if not self._has_said:
+        if not (quietly or self._has_said):
             self._has_said = True
             self._say(
                 f"{user_line()} reads the module between steps, of which this rank has stages "
@@ -182,15 +188,30 @@ class ForeignWeights:
             for n in foreign:
                 named[n].copy_(came[n])
 
-    def _check_memory(self) -> None:
+    @property
+    def fits(self) -> bool:
+        """Say whether a worker may have all parameters at once."""
         limit = self._memory_limit_bytes
-        needed = sum(p.numel() * p.element_size() for p in self._module.parameters())
-        if limit is not None and needed > limit:
+        return limit is None or self._num_bytes() <= limit
+
+    def _num_bytes(self) -> int:
+        return sum(p.numel() * p.element_size() for p in self._module.parameters())
+
+    def check_memory(self, who: str) -> None:
+        """Refuse to have all parameters at once where they do not fit.
+
+        Args:
+            who: what needs them, in words.
+
+        Raises:
+            StepError: with both numbers of bytes.
+        """
+        if not self.fits:
             raise StepError(
-                f"{user_line()} reads the module between steps, whose parameters have {needed} "
-                f"bytes together, but memory_limit_bytes={limit}; allowed: what a rank has "
-                "itself, or a larger limit; read the weights from a checkpoint behind training, "
-                "or raise memory_limit_bytes"
+                f"{who}, whose parameters have {self._num_bytes()} bytes together, but "
+                f"memory_limit_bytes={self._memory_limit_bytes}; allowed: what a rank has itself, "
+                "or a larger limit; do it behind training with a checkpoint, or raise "
+                "memory_limit_bytes"
             )
 
     # ------------------------------------------------------------------ giving

@@ -37,8 +37,10 @@ class Ownership:
         self.foreign = tuple(n for n in self._named if not users.get(n, held) & held)
         self._is_freed = False
         self._home: Home | None = None
-        away = [n for j, names in enumerate(cuts.buffers) if j not in held for n in names]
-        self.stale = tuple(n for n in away if n in cuts.changed)
+        away = [(j, n) for j, names in enumerate(cuts.buffers) if j not in held for n in names]
+        self.stale = tuple(
+            n for j, n in away if n in cuts.changed and not (n in cuts.repeated and max(held) > j)
+        )
         """Names of the buffers that other workers' steps change."""
 
     @property
@@ -87,14 +89,15 @@ class Ownership:
         return found
 
     def refuse_ties(self, weights: str) -> None:
-        """Refuse parameters that stages share, where each would read them otherwise.
+        """Refuse trained parameters that stages share, where each would read them otherwise.
 
         Raises:
             PlanError: with the first of them.
         """
-        if not self._cuts.tied:
+        tied = self._cuts.tied.items()
+        n, stages = next(((n, s) for n, s in tied if self._named[n].requires_grad), (None, ()))
+        if n is None:
             return
-        n, stages = next(iter(self._cuts.tied.items()))
         raise PlanError(
             f"weights {weights!r} with {n!r}, which stages {list(stages)} share: each would "
             "predict it otherwise; allowed: parameters that belong to one stage, or other "

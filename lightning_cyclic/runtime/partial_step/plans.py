@@ -6,6 +6,7 @@ evaluation is not cut at all.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 from typing import final
 
@@ -27,12 +28,17 @@ class Plans:
         config: what the user chose.
         cuts: where stages begin.
         num_workers: how many there are.
+        frozen: names of the parameters that are not trained.
     """
 
-    def __init__(self, config: StagewiseConfig, cuts: Cuts, num_workers: int) -> None:
+    def __init__(
+        self, config: StagewiseConfig, cuts: Cuts, num_workers: int, frozen: Collection[str] = ()
+    ) -> None:
         self._config = config
         self._cuts = cuts
         self._num_workers = num_workers
+        # behind a flush they may be unfrozen, and must be exchanged then
+        self._constant = frozenset(frozen if config.is_delayed else ())
         self._plans: dict[int, Plan] = {}
         self._evaluation: list[Action] | None = None
         self.usual = self.of(config.num_micro)  # whose batch has as many as asked for
@@ -83,6 +89,7 @@ class Plans:
     def _demands(self) -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]:
         """Return which stages share parameters, and which have buffers that change."""
         cuts = self._cuts
-        ties = tuple(sorted(set(cuts.tied.values()))) if self._num_workers > 1 else ()
+        groups = {stages for n, stages in cuts.tied.items() if n not in self._constant}
+        ties = tuple(sorted(groups)) if self._num_workers > 1 else ()
         relayed = tuple(j for j, names in enumerate(cuts.buffers) if cuts.changed & set(names))
         return ties, relayed

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, final
 
 from torch import Tensor
+from torch.utils.weak import TensorWeakRef
 
 from lightning_cyclic.runtime.partial_step.ghosts import Handle
 from lightning_cyclic.runtime.partial_step.sharing import Sharing
@@ -67,7 +67,7 @@ class Record:
         self._wanted: frozenset[Handle] | None = None
         self._path: tuple[str, ...] | None = None
         self._likely: Tape = ()
-        self._made: list[tuple[Handle, weakref.ref[Tensor]]] = []
+        self._made: list[tuple[Handle, TensorWeakRef]] = []
 
     def expect(self, delivery: Delivery) -> None:
         """Take in what is known of the stage."""
@@ -142,7 +142,7 @@ class Record:
 
     def _note(self, handle: Handle, x: Tensor) -> None:
         setattr(x, MARK, (self._number, handle))
-        self._made.append((handle, weakref.ref(x)))
+        self._made.append((handle, TensorWeakRef(x)))
         if self._wanted is not None and handle in self._wanted:
             self.captured[handle] = x
 

@@ -7,6 +7,7 @@ between steps   updates, flushes, validation, whole weights for a checkpoint
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -17,13 +18,14 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from lightning_cyclic.errors import PeerError, StepError, WaitTimeoutError
+from lightning_cyclic.errors import StepError
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.plan.actions import Action, Kind, Payload
 from lightning_cyclic.plan.dataflow import Datum, Item
 from lightning_cyclic.plan.passes.messages import step_of
 from lightning_cyclic.plan.program import Program
 from lightning_cyclic.runtime.agreement import merged
+from lightning_cyclic.runtime.failure_words import words_of
 from lightning_cyclic.runtime.gradient_store import GradientStore
 from lightning_cyclic.runtime.late_values import LateValues
 from lightning_cyclic.runtime.messages import Message, Messages
@@ -33,6 +35,7 @@ from lightning_cyclic.runtime.partial_step.collectives import Collectives
 from lightning_cyclic.runtime.partial_step.config import StagewiseConfig, Summarise
 from lightning_cyclic.runtime.partial_step.exchange import Callbacks, Exchange, stages_of
 from lightning_cyclic.runtime.partial_step.foreign_weights import ForeignWeights
+from lightning_cyclic.runtime.partial_step.module_state import ModuleState, packed
 from lightning_cyclic.runtime.partial_step.ownership import Ownership
 from lightning_cyclic.runtime.partial_step.packets import Lesson
 from lightning_cyclic.runtime.partial_step.plans import Plans
@@ -40,9 +43,11 @@ from lightning_cyclic.runtime.partial_step.ranks import rank_of
 from lightning_cyclic.runtime.partial_step.side_effects import SideEffects
 from lightning_cyclic.runtime.partial_step.stage_step import Micro, StageStep
 from lightning_cyclic.runtime.partial_step.versions import Versions
+from lightning_cyclic.runtime.partial_step.ways import Ways
 from lightning_cyclic.runtime.partial_step.weighting import shares_of, whole_share
 from lightning_cyclic.runtime.prediction.foresight import Foresight
 from lightning_cyclic.runtime.randomness import undisturbed
+from lightning_cyclic.runtime.recorder import add_updates
 from lightning_cyclic.runtime.stages.cuts import Cuts
 from lightning_cyclic.runtime.transport import AbstractTransport
 from lightning_cyclic.runtime.values.batches import refuse_iterators, tensors_of, with_tensors
@@ -97,13 +102,16 @@ class StagewiseSession:
         self.norms: Norms
         self._size = num_workers // config.width
         self._evaluations = 0
+        self._evaluated = ""  # the kind of the step of evaluation under way
         self._ended = -1  # the last step that a flush has ended
+        self._update_began_ns = 0
         self._rest: list[Action] = []  # of a step whose update is made outside
         self._summarise: dict[int, Summarise] = {}
         self._concluded: dict[int, Message] = {}  # what is told of steps
         self._put_off: dict[tuple[int, int], list[Action]] = {}  # forwards, by update
         self._modes: list[tuple[nn.Module, bool]] = []  # of the last step that has begun
         self._collectives = Collectives(module, config.width, self._size, group)
+        self.ways = Ways(module, self._collectives, self.naming_peers, config.say)
 
     # ------------------------------------------------------------------ beginning
 
@@ -124,17 +132,22 @@ class StagewiseSession:
             return None
         return {n: j for j, names in enumerate(self.cuts.parameters) for n in names}
 
+    @property
+    def starts(self) -> tuple[str, ...] | None:
+        """Return the module paths that begin stages 1, 2, ...; None before they are found."""
+        return None if self.cuts is None else self.cuts.starts
+
     def named(self) -> dict[str, nn.Parameter]:
         """Return the parameters of this worker's stages by name, once they are found."""
         return self.ownership.named()
 
-    def find_stages(self, batch: Any, call: Callable[[Any], Any], *, whole: bool = False) -> None:
+    def find_stages(self, batch: Any, call: Callable[[Any], Any], kind: str = "") -> None:
         """Find the stages with one run of the whole step on worker 0's process.
 
         Args:
             batch: that this worker has been given.
             call: runs the user's step on one micro-batch.
-            whole: whether the batch is not cut.
+            kind: of a step of evaluation, whose batch is not cut. [a step of training]
 
         Raises:
             PlanError: on every worker, if there are no such stages.
@@ -144,11 +157,17 @@ class StagewiseSession:
         if self.cuts is None:
             # its code may change what it is given; made before the run, it is no activation
             copied = map_tensors(torch.clone, batch)
-            part = copied if whole else self.cut(copied)[0].batch
+            part = copied if kind else self.cut(copied)[0].batch
 
             find = partial(self.config.find_cuts, self.module, partial(call, part))
-            waiting = self.naming_peers("all workers to agree on the stages")
-            self.begin(self._collectives.agree_on_cuts(find, waiting))
+            waiting = self.naming_peers("to agree on the stages")
+            data = self._collectives.agree(lambda: find().as_data(), waiting)
+            self.begin(Cuts.from_data(data))
+            assert self.router is not None
+            if kind:
+                self.ways.goes_as_training(kind, self.router)
+            else:
+                self.ways.begin(self.router, self.foreign)
 
     def resume(self, saved: Mapping[str, Any] | None, *, fits: bool) -> bool:
         """Go on with the stages and the step of what :meth:`state` returned.
@@ -176,18 +195,27 @@ class StagewiseSession:
 
     def begin(self, cuts: Cuts) -> None:
         """Take stages for found, and give up what other workers hold."""
-        self._plans = Plans(self.config, cuts, self.num_workers)
+        frozen = [n for n, p in self.module.named_parameters() if not p.requires_grad]
+        self._plans = Plans(self.config, cuts, self.num_workers, frozen)
         self.cuts, plan = cuts, self._plans.usual
         if plan.axes.placement.takes_turns:
             cuts.refuse_early_metrics()
         self.ownership = ownership = Ownership(self.module, cuts, stages_of(plan, self.worker))
         self.router = CallRouter(self.module, cuts, self.device)
+        if self.transport is not None:
+            stages = {w: stages_of(plan, w) for w in range(self.num_workers)}
+            self.transport.names.know_stages(stages)
         if plan.weights != "sync" and (self.flows or not plan.flows):
             self.versions = self._make_versions(plan, ownership)
         self._messages = self._make_messages(plan)
+        repeated = set(cuts.repeated) - set(ownership.stale)
+        self._state = ModuleState(
+            self.module, self.config.not_state, ownership.stages, plan.num_stages,
+            self.config.say, repeated,
+        )  # fmt: skip
         self._grads = GradientStore(ownership.owned)
         self._step = StageStep(
-            self.router, plan, ownership, SideEffects(self.module, cuts),
+            self.router, plan, ownership, SideEffects(self.module, cuts, self._state),
             self.config.seed, self.config.remat, self.versions,
         )  # fmt: skip
         parameters = [ownership.owned(j) for j in range(plan.num_stages)]
@@ -204,6 +232,8 @@ class StagewiseSession:
         self._worker = Worker(
             self.program.flow, self._messages, self._exchange, self._exchange, self
         )
+        if self.config.recorder is not None:
+            self._worker.record(self.config.recorder)
         for j in range(plan.num_stages):
             layout = self.norms.layout(j, self._messages)
             self._messages.know(Payload.N, j, layout)  # received ahead, several at once
@@ -223,13 +253,13 @@ class StagewiseSession:
         )
         if self.transport is not None and self.group is not None:
             key = f"lightning_cyclic/{self.group.group_name}/weights"
-            foreign.serve(key, self.transport.timeout_s)
+            foreign.serve(key, self.transport.limit)
         return foreign
 
     def _make_messages(self, plan: Plan) -> Messages:
         if self.transport is None:
             return Messages(None, {}, _no_wait, self.device)
-        wait = Waiter(plan, self.transport).wait
+        wait = Waiter(plan, self.transport, self._when).wait
         self._line = self.transport.connect(self.program)
         return Messages(self._line, self.program.depths, wait, self.device)
 
@@ -292,6 +322,11 @@ class StagewiseSession:
         predicts = _shares_state(self._plans.usual)
         own = [j for j in self.ownership.stages if predicts or j in self._owned]
         return [p for j in own for p in self.ownership.owned(j)]
+
+    @property
+    def rank(self) -> int:
+        """Return the rank of this worker."""
+        return rank_of(self.worker, self._size)
 
     def worker_of(self, stage: int) -> int:
         """Return the worker of a stage in this worker's replica."""
@@ -375,6 +410,7 @@ class StagewiseSession:
 
     def begin_update(self) -> None:
         """Make room for the next version of all stages, where older ones are still read."""
+        self._update_began_ns = time.perf_counter_ns()
         self.foreign.begin_update()
         if self.versions is not None:
             for j in self.ownership.stages:
@@ -382,6 +418,9 @@ class StagewiseSession:
 
     def end_step(self) -> None:
         """Send on what an update has changed, and count the step."""
+        if self.config.recorder is not None:  # it was made outside, as no action
+            stages = [a.j for a in self._rest if a.kind is Kind.UPDATE]
+            add_updates(self.config.recorder, self.t, stages, self._update_began_ns)
         if any(a.payload is Payload.N for a in self._rest):  # nobody has clipped by them
             self.tell_norms()
         self._run([a for a in self._rest if a.kind is not Kind.UPDATE])
@@ -411,24 +450,50 @@ class StagewiseSession:
 
     def evaluate(
         self, kind: str, batch: Any, call: Callable[[Any], Any], summarise: Summarise
-    ) -> Message:
-        """Run the forward of one batch, whole; nothing is kept for a backward."""
-        self._evaluations += 1
+    ) -> Message | Callable[[], Any]:
+        """Run the forward of one batch, which is not cut; nothing is kept for a backward.
+
+        Returns:
+            What came of it; or, if it has no way through the stages, the step itself, which is to
+            be run whole.
+        """
+        assert self.router is not None
+        self._evaluations, self._evaluated = self._evaluations + 1, kind
         t = -self._evaluations
-        try:
-            actions = self._plans.evaluation(self.worker, t)
-            batch = self._share_batch(t, batch, actions)
-            micro = self._micro([MicroBatch(batch, 1)], [whole_share], kind)
-            self._summarise[t] = summarise
-            self._step.prepare(t, micro, call, training=False)
-            self._run(_shared(actions))
-        except (PeerError, WaitTimeoutError) as error:
-            raise type(error)(
-                f"in {kind} number {-t}, whose actions have step {t}: {error}"
-            ) from None
+        router = self.ways.of(kind, partial(call, batch), self.router, self.foreign)
+        actions = self._plans.evaluation(self.worker, t)
+        if router is None:
+            batch = self._share_batch(t, batch, actions, self._worker.run)
+            self.foreign.fetch(quietly=True)
+            self._evaluated = ""
+            return partial(call, batch)
+        with self._along(router):
+            self._evaluate(t, kind, self._share_batch(t, batch, actions), call, summarise)
+        self._evaluated = ""
         self._forget(t)
         (_, summary), self.arrived = self.arrived[-1], self.arrived[:-1]
         return summary
+
+    def _evaluate(
+        self, t: int, kind: str, batch: Any, call: Callable[[Any], Any], summarise: Summarise
+    ) -> None:
+        micro = self._micro([MicroBatch(batch, 1)], [whole_share], kind)
+        self._summarise[t] = summarise
+        self._step.prepare(t, micro, call, training=False)
+        self._run(_shared(self._plans.evaluation(self.worker, t)))
+
+    @contextmanager
+    def _along(self, router: CallRouter) -> Iterator[None]:
+        """Let the body run a step whose calls are routed so."""
+        if router is self.router:
+            yield
+            return
+        own, self.router = self.router, router
+        try:
+            with self._step.along(router):
+                yield
+        finally:
+            self.router = own
 
     # ------------------------------------------------------------------ what the program asks
 
@@ -453,14 +518,20 @@ class StagewiseSession:
             summary = message
             learnt = {f: Lesson.from_data(data) for f, data in message.facts[1].items()}
         self._step.adopt(learnt)
-        self.arrived.append((a.t, Message(summary.tensors, summary.facts[0])))
+        facts, _, changes, num = summary.facts
+        if message is not None:
+            self._state.adopt(a.t, summary.tensors[num:], changes)
+        self.arrived.append((a.t, Message(summary.tensors[:num], facts)))
 
     def _conclude(self, t: int) -> Message:
         """Return what all workers are told of step ``t``."""
         if t not in self._concluded:
-            summary = self._summarise[t](self._step.take_outcomes(t))
+            outcomes = self._step.take_outcomes(t)
+            summary = self._summarise[t](list(outcomes.values()))
             learnt = {f: lesson.to_data() for f, lesson in self._step.learnt.items()}
-            self._concluded[t] = Message(summary.tensors, [summary.facts, learnt])
+            tensors, changes = packed({i: x.changes for i, x in outcomes.items()})
+            facts = [summary.facts, learnt, changes, len(summary.tensors)]
+            self._concluded[t] = Message([*summary.tensors, *tensors], facts)
         return self._concluded[t]
 
     def _complete(self, t: int, j: int) -> None:
@@ -484,7 +555,13 @@ class StagewiseSession:
         with undisturbed(self.device), self.foreign.running(), self.router.open():
             self._worker.run(actions)
 
-    def _share_batch(self, t: int, batch: Any, actions: Sequence[Action]) -> Any:
+    def _share_batch(
+        self,
+        t: int,
+        batch: Any,
+        actions: Sequence[Action],
+        run: Callable[[Sequence[Action]], None] | None = None,
+    ) -> Any:
         """Return the batch of the worker that begins a step."""
         sharing = actions[: len(actions) - len(_shared(actions))]
         if not sharing:
@@ -492,14 +569,14 @@ class StagewiseSession:
         peer = sharing[-1].peer
         mine = tensors_of(batch)
         self._exchange.batches[t] = Message(mine, len(mine))
-        self._run(sharing)
+        (run or self._run)(sharing)
         self._worker.fetch((Datum.BATCH, t))
         shared = self._exchange.batches.pop(t)
         if shared.facts != len(mine):
             raise StepError(
-                f"the batch of worker {self.worker} has {len(mine)} tensors, that of worker "
-                f"{peer} has {shared.facts}; allowed: batches of one structure; "
-                "check the dataset of each worker"
+                f"the batch of {self._name(self.worker)} has {len(mine)} tensors, that of "
+                f"{self._name(peer)} has {shared.facts}; allowed: batches of one structure; "
+                "check the dataset of each rank"
             )
         return with_tensors(batch, shared.tensors)
 
@@ -588,7 +665,7 @@ class StagewiseSession:
             return
         with self.ownership.whole():
             yield
-        self.foreign.settle(self.t)  # others who ask get what was written, buffers too
+        self.foreign.settle_loaded(self.t)  # others who ask get what was written, buffers too
 
     def reduce(self, tensor: Tensor, how: str) -> Tensor:
         """Reduce over all workers, of which those of a replica have the same value."""
@@ -598,20 +675,33 @@ class StagewiseSession:
         """Give the module its whole weights again, on every worker."""
         if self.cuts is None or self.group is None:
             return
-        with self.naming_peers("all workers to put the weights together"):
+        with self.naming_peers("to put the weights together"):
             whole = self.gather()
         self.ownership.restore()
         self._collectives.load(whole)
 
     # ------------------------------------------------------------------ failures, the end
 
-    def fail(self, text: str) -> None:
-        """Tell the other workers why this one fails; communicate no more."""
+    def fail(self, error: BaseException) -> None:
+        """Tell the other ranks why this one fails; communicate no more."""
         if not self.failed:
             self.failed = True
             if self.transport is not None:
-                text = text.partition("\nLook at the log")[0]  # one timetable is enough for all
-                self.transport.report_failure(f"worker {self.worker}: {text}")
+                words = words_of(error, self.transport.names, self.when)
+                self.transport.report_failure(words)
+
+    @property
+    def when(self) -> str:
+        """Say where this worker is, as "in step 12"."""
+        return self._when(-self._evaluations if self._evaluated else self.t)
+
+    def _when(self, t: int) -> str:
+        return f"in step {t}" if t >= 0 else f"in {self._evaluated} number {-t}"
+
+    def _name(self, worker: int | None) -> str:
+        assert self.transport is not None
+        assert worker is not None
+        return self.transport.names.of(worker)
 
     def close(self) -> None:
         """End what runs in the background."""
@@ -619,7 +709,7 @@ class StagewiseSession:
             self.ownership.give_up()
         if self.transport is not None:
             if not self.failed:
-                with self.naming_peers("all workers to finish"):
+                with self.naming_peers("to finish"):
                     if self.cuts is not None:
                         self._messages.settle()
                     self._collectives.meet()
@@ -635,7 +725,7 @@ class StagewiseSession:
         """Name the workers that do not come while the body waits for them."""
         if self.transport is None:
             return nullcontext()
-        return naming_peers(self.transport, self.t, what)
+        return naming_peers(self.transport, self.when, what)
 
 
 def _shares_state(plan: Plan) -> bool:

@@ -1,4 +1,4 @@
-"""What a stage changes beside its outputs: module buffers and metrics.
+"""What a stage changes beside its outputs: buffers, metrics, and what the module keeps.
 
 A stage that is run again for its backward must not count its batch twice.
 """
@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+
+from lightning_cyclic.runtime.unseen_changes import unseen
 
 if TYPE_CHECKING:
+    from lightning_cyclic.runtime.partial_step.module_state import ModuleState
     from lightning_cyclic.runtime.stages.cuts import Cuts
 
 
@@ -24,9 +26,11 @@ class SideEffects:
     Args:
         module: the whole module.
         cuts: which buffers and metrics belong to which stage.
+        state: what the module keeps beside these.
     """
 
-    def __init__(self, module: nn.Module, cuts: Cuts) -> None:
+    def __init__(self, module: nn.Module, cuts: Cuts, state: ModuleState) -> None:
+        self.state = state
         self._module = module
         self._cuts = cuts
 
@@ -44,7 +48,7 @@ class SideEffects:
             yield
         finally:
             # the values are what they were: graphs that hold the buffers are not to notice
-            with torch.no_grad(), _unsafe_preserve_version_counter(tuple(buffers)):
+            with torch.no_grad(), unseen(buffers):
                 for name, b, value in zip(names, buffers, values, strict=True):
                     _put_back(self._module, name, b, value)
             for m, state in zip(metrics, states, strict=True):

@@ -31,6 +31,7 @@ from lightning_cyclic.runtime.partial_step.call_router import CallRouter
 from lightning_cyclic.runtime.partial_step.entry import Entry
 from lightning_cyclic.runtime.partial_step.ghosts import Handle
 from lightning_cyclic.runtime.partial_step.losses import check_loss, loss_of
+from lightning_cyclic.runtime.partial_step.module_state import Change, Found, Visit
 from lightning_cyclic.runtime.partial_step.ownership import Ownership
 from lightning_cyclic.runtime.partial_step.packets import Gradients, Lesson, Packet
 from lightning_cyclic.runtime.partial_step.passage import Habit, Habits, Passage
@@ -60,10 +61,17 @@ class Micro(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """Hold what the last stage got from one micro-batch."""
+    """Hold what the last stage got from one micro-batch.
+
+    Args:
+        output: of the step.
+        logs: name, value and arguments of what it logged.
+        changes: of what it keeps on the module.
+    """
 
     output: Any
     logs: list[tuple[str, Any, dict[str, Any]]]
+    changes: list[Change]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -74,6 +82,7 @@ class _Cell:
     edges: dict[Handle, GradientEdge] = field(default_factory=dict)
     loss: Tensor | None = None
     versions: tuple[Version, ...] = ()  # whose stand-ins the graph holds
+    found: Found | None = None  # of what the module keeps
     again: _Again | None = None  # if it is run again
 
 
@@ -127,6 +136,7 @@ class StageStep:
         self._training = True
         self._cells: dict[tuple[int, int, int], _Cell] = {}  # by step, micro-batch, stage
         self._habits = Habits(router)
+        self._other_habits = {id(router): self._habits}
         self._borrowing = {j for j in range(plan.num_stages) if ownership.borrowed(j)}
 
     # ------------------------------------------------------------------ micro-batches
@@ -139,14 +149,25 @@ class StageStep:
         self._calls[t] = call
         self._training = training
 
+    @contextmanager
+    def along(self, router: CallRouter) -> Iterator[None]:
+        """Let the body run a step whose calls are routed otherwise."""
+        own = self._router, self._habits
+        self._router = router
+        self._habits = self._other_habits.setdefault(id(router), Habits(router))
+        try:
+            yield
+        finally:
+            self._router, self._habits = own
+
     def kind_of(self, a: Action) -> str:
         """Return what the tensors of an action's micro-batch look like."""
         return self._of(a).kind
 
-    def take_outcomes(self, t: int) -> list[Outcome]:
+    def take_outcomes(self, t: int) -> dict[int, Outcome]:
         """Return what the micro-batches of step ``t`` gave, in their order; none elsewhere."""
         taken = sorted(k for k in self._outcomes if k[0] == t)
-        return [self._outcomes.pop(k) for k in taken]
+        return {k[1]: self._outcomes.pop(k) for k in taken}
 
     def adopt(self, learnt: Mapping[str, Lesson]) -> None:
         """Take what micro-batches taught for the next ones."""
@@ -174,27 +195,32 @@ class StageStep:
         again = self._training and self._is_run_again(a)
         lesson = self._lessons.get(self._of(a).family)
         passage = Passage(take_packet, lesson, copied=again)
+        visit = self._effects.state.begin(a.j)
         if not again and self._versions is None:  # no context costs nothing
-            run, output = self._pass(a, passage)
+            run, output = self._pass(a, passage, visit)
         else:
             with _discard() if again else _NOTHING, self._showing(a, cell):
-                run, output = self._pass(a, passage)
-        return self._finish_forward(a, run, cell, passage, output)
+                run, output = self._pass(a, passage, visit)
+        gone = self._finish_forward(a, run, cell, passage, output, visit)
+        cell.found = self._effects.state.end(a.j, visit)
+        return gone
 
-    def _pass(self, a: Action, passage: Passage) -> tuple[Run, Any]:
+    def _pass(self, a: Action, passage: Passage, visit: Visit) -> tuple[Run, Any]:
         """Run the step as habit has it; begin again where it proves wrong before the stage."""
         kind, habits = self.kind_of(a), self._habits
         habit = habits.get(kind, a.j) or habits.begin(kind, a.j, passage.packet.tapes)
         while True:
             run = self._new_run(a, habit, partial(passage.deliver, habit))
             try:
-                output = run(self._step(a))
+                with self._effects.state.noting(training=self._training, region=run.stage):
+                    output = run(self._step(a))
             except Exception:
                 if run.is_real or habit.fits(passage.packet.tapes):
                     raise
             else:
                 if not run.was_misled:
                     return run, output
+            self._effects.state.begin_anew(visit)
             habit = habits.begin(kind, a.j, passage.packet.tapes)
 
     def _new_run(self, a: Action, habit: Habit, take: Callable[[], Delivery | None]) -> Run:
@@ -226,15 +252,16 @@ class StageStep:
             yield
 
     def _finish_forward(
-        self, a: Action, run: Run, cell: _Cell, passage: Passage, output: Any
+        self, a: Action, run: Run, cell: _Cell, passage: Passage, output: Any, visit: Visit
     ) -> Packet | None:
         assert a.i is not None
         passage.entry.pass_changes_on()
         gone = None
         if a.j == self._plan.num_stages - 1:
-            self._finish_last(a, run, passage, output)
+            self._finish_last(a, run, passage, output, visit)
         else:
             gone = passage.packet_behind(run)
+            self._effects.state.note_own(a.t, a.i, visit)
         if not self._training:
             return gone
         if passage.copied:
@@ -246,20 +273,22 @@ class StageStep:
 
     def _keep(self, cell: _Cell, run: Run, entry: Entry, output: Any) -> None:
         cell.entry = entry
-        cell.edges = {
-            h: get_gradient_edge(x) for h, x in run.record.captured.items() if x.requires_grad
-        }
+        cell.edges = {h: _edge_of(x) for h, x in run.record.captured.items() if x.requires_grad}
         entry.values = {}
         if run.target == self._plan.num_stages - 1:
             cell.loss = loss_of(output)
 
-    def _finish_last(self, a: Action, run: Run, passage: Passage, output: Any) -> None:
+    def _finish_last(
+        self, a: Action, run: Run, passage: Passage, output: Any, visit: Visit
+    ) -> None:
         assert a.i is not None
         if self._training:
             check_loss(output, a.t)
+        what = "training_step" if self._training else "the step"
+        changes = self._effects.state.changes(visit, run.filled, what)
         logs = [(name, _detached(run.filled(value)), kw) for name, value, kw in run.logs]
         run.logs = []  # they hold graphs
-        self._outcomes[a.t, a.i] = Outcome(_without_graph(output), logs)
+        self._outcomes[a.t, a.i] = Outcome(_without_graph(output), logs, changes)
         if passage.lesson is None:
             family, packet = self._of(a).family, passage.packet
             used = passage.used(run)
@@ -329,7 +358,9 @@ class StageStep:
         sharing = Sharing.of(packet.shared, packet.stale)
         delivery = Delivery(entry.values, captured, None, habit.likely(None), sharing)
         run = self._new_run(a, habit, lambda: delivery)
-        with torch.enable_grad(), self._showing(a, cell):
+        assert cell.found is not None
+        found = self._effects.state.again(cell.found)
+        with torch.enable_grad(), self._showing(a, cell), found:
             output = run(self._step(a))
         self._keep(cell, run, entry, output)
         cell.again = None
@@ -347,6 +378,15 @@ class StageStep:
         shown = {n: q for version in cell.versions for n, q in version.items()}
         lent = self._ownership.lent(j)
         return [(shown.get(name, p), tied[name]) for name, p in lent if name in tied]
+
+
+def _edge_of(x: Tensor) -> GradientEdge:
+    """Return where the gradient of a tensor enters its graph, which lives as long as the edge."""
+    # the node of a Function of the user's is the tensor's own, and torch 2.6 lets it go with it
+    if isinstance(x.grad_fn, torch._C._FunctionBase):
+        with torch.enable_grad():
+            x = x.view_as(x)
+    return get_gradient_edge(x)
 
 
 def _run_backward(roots: tuple[Any, ...], grads: tuple[Tensor, ...]) -> None:

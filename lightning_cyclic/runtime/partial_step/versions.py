@@ -8,13 +8,14 @@ its forward read. The stand-ins of the newest version share the memory of the mo
     update to v+1          stand-ins of v   own      if anybody still has v: else in place
 
 Autograd keeps some parameters themselves for the backward, not their memory, so nothing is
-swapped between a forward and its backward, and nothing is copied that no one reads.
+copied that no one reads. Backwards find the stand-ins of their forward in place, too, as
+activation checkpointing runs parts of the forward again.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, final
 
@@ -24,6 +25,9 @@ from torch import Tensor, nn
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.plan.actions import Action
 from lightning_cyclic.runtime.prediction.foresight import Foresight, overwrite
+
+_Place = tuple[dict[str, nn.Parameter | None], str, nn.Parameter, nn.Parameter]
+"""A module's parameters, the name of one, its stand-in and the parameter itself."""
 
 
 @final
@@ -36,12 +40,13 @@ class Version(dict[str, nn.Parameter]):
         parameters: by name.
     """
 
-    __slots__ = ("__weakref__", "j", "v")
+    __slots__ = ("__weakref__", "j", "places", "v")
 
     def __init__(self, j: int, v: int, parameters: Mapping[str, nn.Parameter]) -> None:
         super().__init__(parameters)
         self.j = j
         self.v = v
+        self.places: list[_Place] = []  # of all parameters; flat, as runs go through it
 
 
 @final
@@ -71,6 +76,11 @@ class Versions:
         self._own = {n: p for stage in stages.values() for n, p in stage.items()}
         self._readers = readers
         self._places = _places_of(module)
+        self._rnns = {
+            k: rnns
+            for k, places in self._places.items()
+            if (rnns := [x for x in places if isinstance(x[0], nn.RNNBase)])
+        }
         self._newest = dict.fromkeys(stages, newest)
         self._kept: dict[int, dict[int, Version]] = {j: {} for j in stages}
         self._alive = {j: weakref.WeakValueDictionary[int, Version]() for j in stages}
@@ -144,7 +154,8 @@ class Versions:
         for p, q in pairs:
             q.grad, p.grad = p.grad, None
         try:
-            yield
+            with self._in_place(versions):
+                yield
         finally:
             for p, q in pairs:
                 p.grad, q.grad = q.grad, None
@@ -220,19 +231,33 @@ class Versions:
 
     @contextmanager
     def _in_place(self, versions: Sequence[Version]) -> Iterator[None]:
-        self._put({n: p for version in versions for n, p in version.items()})
+        places = [place for version in versions for place in self._places_of(version)]
+        for parameters, name, q, _ in places:
+            parameters[name] = q
+        self._put_in_rnns(versions, lambda q, _: q)
         try:
             yield
         finally:
-            self._put({n: self._own[n] for version in versions for n in version})
+            for parameters, name, _, p in places:
+                parameters[name] = p
+            self._put_in_rnns(versions, lambda _, p: p)
 
-    def _put(self, shown: Mapping[str, nn.Parameter]) -> None:
-        for n, q in shown.items():
-            for owner, name in self._places[id(self._own[n])]:
-                if isinstance(owner, nn.RNNBase):
-                    setattr(owner, name, q)  # it keeps its weights in a list, too
-                else:
-                    owner._parameters[name] = q
+    def _places_of(self, version: Version) -> list[_Place]:
+        if not version.places:
+            version.places = [
+                (owner._parameters, name, q, p)
+                for p, q in ((self._own[n], q) for n, q in version.items())
+                for owner, name in self._places[id(p)]
+            ]
+        return version.places
+
+    def _put_in_rnns(self, versions: Sequence[Version], chosen: Callable[..., Any]) -> None:
+        """Put parameters where recurrent modules keep their weights beside: in a list."""
+        for version in versions if self._rnns else ():
+            for n, q in version.items():
+                p = self._own[n]
+                for owner, name in self._rnns.get(id(p), ()):
+                    setattr(owner, name, chosen(q, p))
 
 
 def _alias(p: nn.Parameter) -> nn.Parameter:

@@ -17,10 +17,10 @@ from typing import Literal, TypeAlias, final
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.plan.actions import Action
+from lightning_cyclic.runtime.unseen_changes import unseen
 
 BackwardWeights: TypeAlias = Literal["current", "predicted", "recompute"]
 Guess: TypeAlias = Callable[[int, Sequence[nn.Parameter], int, int], list[Tensor]]
@@ -123,6 +123,6 @@ class Foresight:
 def overwrite(parameters: Mapping[str, nn.Parameter], values: Values) -> None:
     """Change values that graphs hold, unseen by autograd: this is what "current" means."""
     held = [parameters[n] for n in values]
-    with torch.no_grad(), _unsafe_preserve_version_counter(tuple(held)):
+    with torch.no_grad(), unseen(held):
         for q, x in zip(held, values.values(), strict=True):
             q.copy_(x)

@@ -7,7 +7,7 @@ seconds    3 . 1 . 1 . 2 . 5        dots: places where a stage can begin
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -31,6 +31,8 @@ class Cuts:
         buffers: names of all buffers, by the stage in which their module is first called; stage
             0 has those of modules that are not called.
         changed: names of the buffers that the step changed.
+        repeated: those of them that code between modules uses, which all workers run up to their
+            stage.
         metrics: path of each metric -> the stage that updates it; the last if none was seen to.
     """
 
@@ -41,6 +43,7 @@ class Cuts:
     buffers: tuple[tuple[str, ...], ...]
     changed: frozenset[str]
     metrics: dict[str, int]
+    repeated: frozenset[str] = frozenset()
 
     @property
     def num_stages(self) -> int:
@@ -71,6 +74,7 @@ class Cuts:
             "buffers": [list(names) for names in self.buffers],
             "changed": sorted(self.changed),
             "metrics": dict(self.metrics),
+            "repeated": sorted(self.repeated),
         }
 
     @classmethod
@@ -84,6 +88,7 @@ class Cuts:
             buffers=tuple(tuple(names) for names in data["buffers"]),
             changed=frozenset(data["changed"]),
             metrics=dict(data["metrics"]),
+            repeated=frozenset(data.get("repeated", ())),  # older checkpoints lack it
         )
 
 
@@ -108,7 +113,7 @@ def choose_cuts(
         memory_limit_bytes: most bytes of parameters and activations, of one micro-batch, that
             a stage may have. [any number]
         balance: "time", which suits workers that wait for each other, or "activations", which
-            suits one device and is the same in every run.
+            suits one device.
         demands: of a plan with as many stages: then times include messages, and the limit is
             that of all that a worker keeps. [none]
 
@@ -144,9 +149,11 @@ def _cuts(survey: Survey, places: Sequence[Place]) -> Cuts:
     buffers: list[list[str]] = [[] for _ in range(count)]
     for name, called in survey.buffers.items():
         buffers[0 if called is None else stage_of(called)].append(name)
+    split = split_by(places)
+    skipped = {c.path for c in survey.calls if c.is_unit} - split  # by workers of later stages
     return Cuts(
         starts=tuple(p.path for p in places),
-        split=split_by(places),
+        split=split,
         parameters=tuple(map(tuple, parameters)),
         tied=tied,
         buffers=tuple(map(tuple, buffers)),
@@ -155,7 +162,14 @@ def _cuts(survey: Survey, places: Sequence[Place]) -> Cuts:
             path: stage_of(updates[-1]) if updates else count - 1
             for path, updates in survey.metrics.items()
         },
+        repeated=frozenset(n for n in survey.changed if not _is_inside(n, skipped)),
     )
+
+
+def _is_inside(name: str, paths: Collection[str]) -> bool:
+    """Say whether a buffer is of a module with one of the paths, or of a module inside."""
+    parts = name.split(".")
+    return any(".".join(parts[:k]) in paths for k in range(1, len(parts)))
 
 
 def _first(uses: tuple[Use, ...]) -> float:

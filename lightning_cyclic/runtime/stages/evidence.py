@@ -12,7 +12,9 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
+
+ClockName: TypeAlias = Literal["counted", "measured"]
 
 
 class Line(NamedTuple):
@@ -53,7 +55,7 @@ class Call:
         parent: number of the call within which it was made; None: outside all.
         begin: its first tick.
         end: its last tick.
-        begin_ns: time since the step began, without the survey's own.
+        begin_ns: time since the step began, by the survey's clock.
         end_ns: the same, of its end.
         is_unit: it has parameters, or is a metric: other stages' workers skip it whole.
         outputs: numbers of the tensors that a unit call returned.
@@ -128,6 +130,15 @@ class Edit(NamedTuple):
     at: Use
 
 
+class Closed(NamedTuple):
+    """Say that no stage can begin within some ticks: behind the first, up to the last."""
+
+    begin: int
+    end: int
+    what: str  # happens with the code that runs then
+    line: Line
+
+
 class Held(NamedTuple):
     """Hold the bytes of a parameter and where it was used."""
 
@@ -152,9 +163,11 @@ class Survey:
         changed: name of every buffer that the step changed -> its first and last use.
         metrics: path of every metric -> ticks of its updates.
         end: the last tick.
-        duration_ns: of the step, without the survey's own time.
+        duration_ns: of the step, by the survey's clock.
         edits: in place, of all storages but those of buffers.
+        closed: what stages cannot begin within.
         aliases: further names of modules -> the first, which is among ``modules``.
+        clock: whose times they are (clocks.py).
     """
 
     title: str
@@ -171,7 +184,9 @@ class Survey:
     end: int
     duration_ns: int
     edits: tuple[Edit, ...] = ()
+    closed: tuple[Closed, ...] = ()
     aliases: Mapping[str, str] = field(default_factory=dict)
+    clock: ClockName = "counted"
 
     def is_derived(self, value: int, tick: int) -> bool:
         """Say whether a value depends on parameters at a tick."""

@@ -171,16 +171,16 @@ class Ledger:
         among: Iterable[Tensor] = (),
     ) -> int:
         storage = self._storage(x, among)
-        self._entries.append(_Entry(storage, _num_bytes(x), derived, made, home, units))
+        self._entries.append(_Entry(storage, num_bytes(x), derived, made, home, units))
         self._numbers[id(x)] = (weakref.ref(x), len(self._entries) - 1)
         return len(self._entries) - 1
 
     def _storage(self, x: Tensor, among: Iterable[Tensor]) -> int:
-        mine = _storage_of(x)
+        mine = storage_of(x)
         for y in among:
-            if mine is not None and mine == _storage_of(y):
+            if mine is not None and mine == storage_of(y):
                 return self._entries[self.number(y)].storage
-        self._storages.append(Storage(_num_bytes(x), None))
+        self._storages.append(Storage(num_bytes(x), None))
         return len(self._storages) - 1
 
 
@@ -218,11 +218,13 @@ def user_line() -> Line:
     return Line(frame.f_code.co_filename, frame.f_lineno)
 
 
-def _num_bytes(x: Tensor) -> int:
+def num_bytes(x: Tensor) -> int:
+    """Return the bytes of a tensor's elements."""
     return x.numel() * x.element_size()
 
 
-def _storage_of(x: Tensor) -> int | None:
+def storage_of(x: Tensor) -> int | None:
+    """Return what a tensor shares with its views and nothing else; None if there is no such."""
     try:
         return int(x.untyped_storage()._cdata)
     except (RuntimeError, NotImplementedError):  # sparse and other tensors without one

@@ -41,8 +41,10 @@ def paste(paths: Sequence[str]) -> str:
     Example:
         >>> paste(["h.1", "h.2"])
         'CyclicStrategy(stages=["h.1", "h.2"])'
+        >>> paste([])
+        'CyclicStrategy(stages=1)'
     """
-    return f"CyclicStrategy(stages={_listed(paths)})"
+    return f"CyclicStrategy(stages={_listed(paths) if paths else 1})"
 
 
 def _listed(paths: Sequence[str]) -> str:

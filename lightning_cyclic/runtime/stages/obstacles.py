@@ -9,6 +9,7 @@ around them. So glue must not need what only a unit knows:
     in_place  a tensor that every worker has is changed by what only one computes
     views     of two views of a tensor of an earlier stage, which travel apart, one is changed
     buffer    a buffer that training changes is used on both sides
+    closed    activation checkpointing or torch.compile has both sides in one piece of code
     shared    (soft) a module uses a parameter on both sides: possible, but costs messages
 """
 
@@ -19,7 +20,7 @@ from dataclasses import dataclass
 from itertools import dropwhile, groupby
 from typing import final
 
-from lightning_cyclic.runtime.stages.evidence import Line, Read, Survey, Use
+from lightning_cyclic.runtime.stages.evidence import Closed, Line, Read, Survey, Use
 
 Split = frozenset[str]
 """Paths of the modules within whose calls stages begin."""
@@ -77,6 +78,7 @@ class Obstacles:
             *self._of_changes(),
             *self._of_edits(),
             *self._of_buffers(),
+            *self._of_closed(),
             *self._of_parameters(),
         ]
         self.depend_on_other_cuts = any(
@@ -135,7 +137,7 @@ class Obstacles:
         """Say whether code directly within a call runs on the workers of later stages too."""
         return call is None or self._units[call] <= split
 
-    # ------------------------------------------------------------------ the six kinds
+    # ------------------------------------------------------------------ the kinds
 
     def _of_reads(self) -> Iterator[_Hazard]:
         for read in self._survey.reads:
@@ -256,6 +258,13 @@ class Obstacles:
                 Obstacle(kind="buffer", reason=reason, line=last.line), _between(first, last)
             )
 
+    def _of_closed(self) -> Iterator[_Hazard]:
+        for closed in self._survey.closed:
+            reason = f"the code on both sides of it {closed.what}, as a whole"
+            yield _Hazard(
+                Obstacle(kind="closed", reason=reason, line=closed.line), _within(closed)
+            )
+
     def _of_parameters(self) -> Iterator[_Hazard]:
         for name, held in self._survey.parameters.items():
             users = sorted(held.uses, key=lambda u: (self._path(u), u.tick))
@@ -284,6 +293,10 @@ class Obstacles:
             found.append(call)
             call = self._survey.calls[call].parent
         return found
+
+
+def _within(closed: Closed) -> Callable[[int, Split], bool]:
+    return lambda tick, split: closed.begin < tick <= closed.end
 
 
 def _between(first: Use, last: Use) -> Callable[[int, Split], bool]:

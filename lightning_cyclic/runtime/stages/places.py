@@ -83,8 +83,8 @@ class CutPoints:
 
     Args:
         survey: what was seen.
-        balance: what stages are to have equal parts of. Times are measured, and so differ a
-            little from run to run; bytes of activations do not.
+        balance: what stages are to have equal parts of. Counted times and bytes of activations
+            are the same in every run; measured times differ a little.
     """
 
     def __init__(self, survey: Survey, balance: Balance = "time") -> None:

@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from lightning_cyclic.runtime.compiled import before_calls, is_compiled, named_modules
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unit:
@@ -73,17 +75,17 @@ class Recorder:
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Take notes while the body runs one training step."""
-        handles = [
-            m.register_forward_pre_hook(self._noter(path), prepend=True)
-            for path, m in self._module.named_modules()
+        ends = [
+            before_calls(m, self._noter(path))
+            for path, m in named_modules(self._module)
             if path and not isinstance(m, torch.jit.ScriptModule)
         ]
         try:
             with _ParameterWatch(self._note_glue):
                 yield
         finally:
-            for handle in handles:
-                handle.remove()
+            for end in ends:
+                end()
 
     def profile(self) -> Profile:
         """Return what was recorded."""
@@ -106,15 +108,15 @@ class Recorder:
         first_call, last_call = self._calls.get(buffer.rpartition(".")[0], (0, last))
         return min(first_call, last), min(last_call, last)
 
-    def _noter(self, path: str) -> Callable[[nn.Module, Any], None]:
-        def note_call(module: nn.Module, args: Any) -> None:
+    def _noter(self, path: str) -> Callable[[nn.Module], None]:
+        def note_call(module: nn.Module) -> None:
             if path not in self._called:
                 self._called.add(path)
                 self._candidates.append(path)
             # a call behind a candidate belongs to the unit that will begin there
             upcoming = len(self._units) if self._starts_unit() else len(self._units) - 1
             self._calls[path] = (self._calls.get(path, (upcoming, 0))[0], upcoming)
-            for parameter in module.parameters(recurse=False):
+            for parameter in module.parameters(recurse=is_compiled(module)):
                 self._note(parameter, glue=False)
 
         return note_call

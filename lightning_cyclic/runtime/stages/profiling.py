@@ -39,7 +39,7 @@ def measured(module: nn.Module, step: Callable[[], Any], batch: Any) -> ModelPro
         batch: of which the samples and bytes count.
     """
     return profile_of(
-        survey(module, step, repeats=_REPEATS),
+        survey(module, step, clock="measured"),
         micro_size=size_of(batch),
         batch_bytes=sum(t.numel() * t.element_size() for t in tensors(batch)),
         backward_per_forward=_backward_per_forward(module, step),

@@ -9,6 +9,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from lightning_cyclic.runtime.stages.clocks import FLOPS_PER_BYTE, FLOPS_PER_NS
 from lightning_cyclic.runtime.stages.cuts import Cuts
 from lightning_cyclic.runtime.stages.evidence import NO_LINE, Call, Survey
 from lightning_cyclic.runtime.stages.named_places import paste
@@ -18,6 +19,11 @@ from lightning_cyclic.simulate.units import show_bytes, show_seconds
 
 _WIDTH = 100
 _PATH_WIDTH, _START_WIDTH = 40, 34
+_CLOCKS = {
+    "counted": f"times are counted, at {FLOPS_PER_NS / 1e3:g} TFLOP/s and "
+    f"{FLOPS_PER_NS / FLOPS_PER_BYTE:g} GB/s: the same in every run",
+    "measured": "times are measured, in this run on this machine",
+}
 
 
 def report(survey: Survey, cuts: Cuts, *, rows: int = 120, remark: str | None = None) -> str:
@@ -39,6 +45,7 @@ def report(survey: Survey, cuts: Cuts, *, rows: int = 120, remark: str | None = 
         console.print(
             f"{survey.title}: calls of modules with parameters, forward of one micro-batch"
         )
+        console.print(_CLOCKS[survey.clock])
         console.print(_calls(points, cuts, reasons, rows))
         for obstacle, number in reasons.items():
             console.print(_footnote(obstacle, number), markup=False)
@@ -188,7 +195,7 @@ def _stages(points: CutPoints, cuts: Cuts) -> Table:
 
 
 def _advice(points: CutPoints, cuts: Cuts) -> str:
-    lines = [paste(cuts.starts)] if cuts.starts else ["one stage: CyclicStrategy(stages=1)"]
+    lines = [("" if cuts.starts else "one stage: ") + paste(cuts.starts)]
     for name, stages in cuts.tied.items():
         lines.append(f"{name} is used in stages {', '.join(map(str, stages))}: kept alike")
     unused = [name for name, held in points.survey.parameters.items() if not held.uses]

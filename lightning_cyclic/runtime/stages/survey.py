@@ -11,21 +11,28 @@ What follows from it is decided elsewhere: :mod:`obstacles` and :mod:`cuts`.
 from __future__ import annotations
 
 import gc
+import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from time import perf_counter_ns
+from dataclasses import dataclass, replace
+from types import FrameType
 from typing import Any, final
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from lightning_cyclic.runtime.compiled import is_compiled, uncompiled
 from lightning_cyclic.runtime.partial_step.call_router import is_metric
 from lightning_cyclic.runtime.partial_step.ghosts import reads_metadata
+from lightning_cyclic.runtime.stages.clocks import AbstractClock, CountedClock, MeasuredClock
 from lightning_cyclic.runtime.stages.evidence import (
     NO_LINE,
     Call,
+    ClockName,
+    Closed,
     Held,
     Line,
     Survey,
@@ -43,13 +50,15 @@ from lightning_cyclic.runtime.stages.ledger import (
 from lightning_cyclic.runtime.stages.untouched import Keeper, untouched
 from lightning_cyclic.runtime.values.trees import tensors
 
+_RUNS = 4  # of a step that is measured; the first one warms up
+
 
 def survey(
     module: nn.Module,
     step: Callable[[], Any],
     parameters: Mapping[str, Tensor] | None = None,
     *,
-    repeats: int = 0,
+    clock: ClockName = "counted",
 ) -> Survey:
     """Run a step once, whole, and say what it did; leave everything as it was.
 
@@ -60,22 +69,27 @@ def survey(
         module: the whole module.
         step: runs e.g. ``module.training_step(batch, 0)``.
         parameters: name -> the tensor that stands for it. [``module.named_parameters()``]
-        repeats: further runs, for the times alone: each stretch between two calls counts with
-            its shortest time, so that neither warm-up nor other processes disturb them.
+        clock: what times are: "counted", the same in every run, or "measured", for which the step
+            is run several times: each stretch between two calls counts with its shortest, so
+            that neither warm-up nor other processes disturb them.
 
     Returns:
         The evidence, plain data.
     """
     named = dict[str, Tensor](module.named_parameters() if parameters is None else parameters)
-    runs = [_survey_once(module, step, named) for _ in range(1 + repeats)]
-    return quietest(runs)
+    if clock == "counted":
+        return _survey_once(module, step, named, CountedClock())
+    on_cuda = any(p.is_cuda for p in named.values())
+    clocks = (MeasuredClock(on_cuda=on_cuda) for _ in range(_RUNS))
+    measured = quietest([_survey_once(module, step, named, each) for each in clocks])
+    return replace(measured, clock=clock)
 
 
 def _survey_once(
-    module: nn.Module, step: Callable[[], Any], parameters: dict[str, Tensor]
+    module: nn.Module, step: Callable[[], Any], parameters: dict[str, Tensor], clock: AbstractClock
 ) -> Survey:
     with untouched(module) as keeper:
-        surveyor = _Surveyor(module, parameters, keeper)
+        surveyor = _Surveyor(module, parameters, keeper, clock)
         surveyor.run(step)
         return surveyor.result()
 
@@ -93,6 +107,20 @@ class _Open:
     end: int = 0
     end_ns: int = 0
     outputs: frozenset[int] = frozenset()
+    is_entered: bool = False  # its forward is under way
+
+
+@dataclass(slots=True, eq=False)
+class _Checkpoint:
+    """Hold a call of activation checkpointing, and the ticks within it."""
+
+    frame: FrameType
+    begin: int
+    end: int
+    line: Line
+
+
+_CHECKPOINTS = ("checkpoint",)
 
 
 @final
@@ -103,14 +131,20 @@ class _Surveyor:
         module: the whole module.
         parameters: name -> tensor.
         keeper: told of what is about to change.
+        clock: tells the times.
     """
 
-    def __init__(self, module: nn.Module, parameters: dict[str, Tensor], keeper: Keeper) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        parameters: dict[str, Tensor],
+        keeper: Keeper,
+        clock: AbstractClock,
+    ) -> None:
         self._module = module
         self._keeper = keeper
+        self._clock = clock
         self._tick = 0
-        self._own_ns = 0  # spent on notes
-        self._start_ns = 0
         self._end_ns = 0
         self._calls: list[_Open] = []
         self._counts: dict[str, int] = {}
@@ -119,16 +153,17 @@ class _Surveyor:
         self._ledger = Ledger()
         self._parameters = {name: self._ledger.parameter(p) for name, p in parameters.items()}
         self._buffers = {name: self._ledger.buffer(b) for name, b in module.named_buffers()}
-        self._on_cuda = any(p.is_cuda for p in parameters.values())
+        self._checkpoints: list[_Checkpoint] = []  # under way
+        self._reruns: list[Closed] = []
 
     # ------------------------------------------------------------------ running
 
     def run(self, step: Callable[[], Any]) -> None:
         """Run the step and take notes of it."""
-        with _no_collection(), torch.no_grad(), self._followed(), _Watch(self):
-            self._start_ns = perf_counter_ns()
+        with _no_collection(), torch.no_grad(), uncompiled(self._module), _quiet(), \
+                self._followed(), _Watch(self), self._clock.running():  # fmt: skip
             result = step()
-            self._end_ns = self._now()
+            self._end_ns = self._clock.now_ns()
         end = self._use()
         for leaf in tensors(result):
             self._ledger.uses(self._ledger.number(leaf)).append(end)
@@ -154,6 +189,7 @@ class _Surveyor:
             metric = is_metric(m)
             is_unit = path != "" and (metric or next(m.parameters(), None) is not None)
             yield m, "_call_impl", self._wrapper(path, m._call_impl, is_unit)
+            yield m, "forward", self._direct(path, m.forward, is_unit)
             if metric:
                 self._metrics[path] = []
                 update: Callable[..., Any] = m.update
@@ -171,6 +207,19 @@ class _Surveyor:
 
         return follow
 
+    def _direct(self, path: str, forward: Callable[..., Any], is_unit: bool) -> Callable[..., Any]:
+        """Follow a ``forward``, also where it is called by itself: that is a call, too."""
+        follow = self._wrapper(path, forward, is_unit)
+
+        def called(*args: Any, **kwargs: Any) -> Any:
+            call = self._calls[self._stack[-1]] if self._stack else None
+            if call is None or call.path != path or call.is_entered:
+                return follow(*args, **kwargs)
+            call.is_entered = True
+            return forward(*args, **kwargs)
+
+        return called
+
     def _metric_door(self, path: str, update: Callable[..., Any]) -> Callable[..., Any]:
         def follow(*args: Any, **kwargs: Any) -> Any:
             number = self._begin(f"{path}.update", True)
@@ -185,7 +234,8 @@ class _Surveyor:
     # ------------------------------------------------------------------ calls
 
     def _begin(self, path: str, is_unit: bool) -> int:
-        now = self._now()
+        now = self._clock.now_ns()
+        self._clock.pause()
         self._tick += 1
         number = len(self._calls)
         parent = self._stack[-1] if self._stack else None
@@ -194,18 +244,20 @@ class _Surveyor:
         self._counts[path] = n + 1
         self._calls.append(_Open(path, n, parent, self._tick, now, unit))
         self._stack.append(number)
-        self._spent(now)
+        self._look_for_checkpoint()
+        self._clock.resume()
         return number
 
     def _end(self, number: int, result: Any) -> None:
-        now = self._now()
+        now = self._clock.now_ns()
+        self._clock.pause()
         self._tick += 1
         call = self._calls[number]
         call.end, call.end_ns = self._tick, now
         self._stack.pop()
         if call.unit == number:
             call.outputs = frozenset(self._returned(x, number) for x in tensors(result))
-        self._spent(now)
+        self._clock.resume()
 
     def _returned(self, x: Tensor, number: int) -> int:
         known = self._ledger.known(x)
@@ -216,22 +268,13 @@ class _Surveyor:
     def _unit(self, call: int | None) -> int | None:
         return None if call is None else self._calls[call].unit
 
-    def _now(self) -> int:
-        """Return the time since the step began, in ns, without that spent on notes."""
-        if self._on_cuda:
-            torch.cuda.synchronize()
-        return perf_counter_ns() - self._start_ns - self._own_ns
-
-    def _spent(self, since: int) -> None:
-        self._own_ns += perf_counter_ns() - self._start_ns - self._own_ns - since
-
     # ------------------------------------------------------------------ torch functions
 
     def function(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Call a torch function and note what it did."""
-        begun = perf_counter_ns()
+        self._clock.pause()
         if reads_metadata(func):
-            self._own_ns += perf_counter_ns() - begun
+            self._clock.resume()
             return func(*args, **kwargs)
         name = func.__name__
         inputs = list(arguments((args, kwargs)))
@@ -239,19 +282,44 @@ class _Surveyor:
             if self._ledger.was_given(x):
                 self._keeper.keep(x)
         versions = [version(x) for x in inputs]
-        self._own_ns += perf_counter_ns() - begun
+        self._clock.resume()
         result = func(*args, **kwargs)
-        begun = perf_counter_ns()
+        self._clock.pause()
         changed = [x for x, v in zip(inputs, versions, strict=True) if version(x) != v]
         outputs = list(arguments(result))
         if outputs or changed or name in READS_VALUE:
             use = self._use()
             self._ledger.note(name, use, self._unit(use.call), (inputs, changed, outputs))
-        self._own_ns += perf_counter_ns() - begun
+        self._clock.move(name, inputs, changed, outputs)
+        self._clock.resume()
         return result
+
+    def _look_for_checkpoint(self) -> None:
+        """Note from when to when activation checkpointing runs what it will run again."""
+        frames: list[FrameType] = []
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None:
+            if frame.f_code.co_filename == torch.utils.checkpoint.__file__:
+                frames.append(frame)
+            frame = frame.f_back
+        # frames are held while they may be seen again: a new one could have an old one's id
+        open_now = [x for x in self._checkpoints if any(x.frame is f for f in frames)]
+        known = [x.frame for x in open_now]
+        # the old way detaches what it is given: not even its first module can begin a stage
+        begin = self._tick - any(f.f_code.co_name == "forward" for f in frames)
+        open_now += [
+            _Checkpoint(f, begin, self._tick, user_line())
+            for f in frames
+            if f.f_code.co_name in _CHECKPOINTS and not any(f is k for k in known)
+        ]
+        for x in open_now:
+            x.end = self._tick
+        self._reruns += [_closed(x) for x in self._checkpoints if x not in open_now]
+        self._checkpoints = open_now
 
     def _use(self) -> Use:
         self._tick += 1
+        self._look_for_checkpoint()
         return Use(self._tick, self._stack[-1] if self._stack else None, user_line())
 
     # ------------------------------------------------------------------ the result
@@ -277,6 +345,7 @@ class _Surveyor:
             reads=tuple(self._ledger.reads),
             changes=tuple(self._ledger.changes),
             edits=tuple(self._ledger.edits),
+            closed=tuple(self._closed()),
             parameters={name: self._held(name, k) for name, k in self._parameters.items()},
             buffers={name: first_calls.get(_owner(name)) for name in self._buffers},
             changed={name: self._span(name) for name in self._keeper.changed_buffers()},
@@ -284,6 +353,14 @@ class _Surveyor:
             end=self._tick,
             duration_ns=self._end_ns,
         )  # fmt: skip
+
+    def _closed(self) -> Iterator[Closed]:
+        """Iterate over what stages cannot begin within."""
+        yield from (*self._reruns, *map(_closed, self._checkpoints))
+        compiled = {path for path, m in self._module.named_modules() if path and is_compiled(m)}
+        for call in self._calls:
+            if call.path in compiled:
+                yield Closed(call.begin, call.end, f"is compiled, as {call.path!r}", NO_LINE)
 
     def _held(self, name: str, k: int) -> Held:
         uses = tuple(self._ledger.uses(k))
@@ -317,6 +394,11 @@ class _Watch(TorchFunctionMode):
         return self._surveyor.function(func, args, kwargs or {})
 
 
+def _closed(x: _Checkpoint) -> Closed:
+    what = "is checkpointed, and runs again in the backward"
+    return Closed(x.begin, x.end, what, x.line)
+
+
 def _tick(use: Use) -> int:
     return use.tick
 
@@ -331,6 +413,14 @@ def _no_collection() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Let checkpointing not warn that there are no gradients: a survey wants none."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="None of the inputs have requires_grad")
+        yield
 
 
 def _aliases(module: nn.Module) -> dict[str, str]:

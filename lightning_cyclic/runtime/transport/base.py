@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from lightning_cyclic.plan.passes.messages import Ring
+from lightning_cyclic.runtime.transport.limit import Limit
+from lightning_cyclic.runtime.transport.names import Names
 
 if TYPE_CHECKING:
     from lightning_cyclic.plan.program import Program
@@ -53,13 +55,22 @@ class AbstractTransport(ABC):
     Args:
         worker: this worker.
         num_workers: how many there are.
-        timeout_s: limit of every wait, in seconds.
+        limit: of every wait, which may change; or in seconds.
+        names: of all workers. [ranks alone, without hosts]
     """
 
-    def __init__(self, worker: int, num_workers: int, timeout_s: float) -> None:
+    def __init__(
+        self, worker: int, num_workers: int, limit: Limit | float, names: Names | None = None
+    ) -> None:
         self.worker = worker
         self.num_workers = num_workers
-        self.timeout_s = timeout_s
+        self.limit = limit if isinstance(limit, Limit) else Limit(limit)
+        self.names = names or Names(worker)
+
+    @property
+    def timeout_s(self) -> float:
+        """Return the limit of a wait that begins now, in seconds."""
+        return self.limit.seconds
 
     @property
     def control(self) -> AbstractTransport | None:

@@ -48,7 +48,7 @@ class CountingTransport(AbstractTransport):
     def __init__(
         self, inner: AbstractTransport, counts: Counts | None = None, route: str = ""
     ) -> None:
-        super().__init__(inner.worker, inner.num_workers, inner.timeout_s)
+        super().__init__(inner.worker, inner.num_workers, inner.limit, inner.names)
         self.route = route
         self._inner = inner
         self.counts = counts or Counts()

@@ -57,7 +57,7 @@ class EdgeTransport(AbstractTransport):
         device: torch.device,
         backend: Backend = "nccl",
     ) -> None:
-        super().__init__(control.worker, control.num_workers, control.timeout_s)
+        super().__init__(control.worker, control.num_workers, control.limit, control.names)
         self._control = control
         self._device = device
         self._streams: ChannelStreams | None = None
@@ -65,7 +65,7 @@ class EdgeTransport(AbstractTransport):
             self._lines = dict(self._connect(channels, backend))
         if backend == "nccl":
             self._streams = ChannelStreams(
-                self._lines, device, self.timeout_s, control.failure, self.hang_up
+                self._lines, device, self.limit, control.failure, self.hang_up
             )
         self._warm_up()
 
@@ -122,7 +122,7 @@ class EdgeTransport(AbstractTransport):
                 if self.worker in (channel.source, channel.target):
                     if backend == "nccl":  # whose limits ChannelStreams keeps from now on
                         dist.distributed_c10d._set_pg_timeout(_NEVER, group)
-                    yield channel, Line(group)
+                    yield channel, Line(group, self.limit)
 
     def _warm_up(self) -> None:
         """Send one byte on every channel: the first contact of two blocks both their hosts.
@@ -159,7 +159,7 @@ class LateEdges(AbstractTransport):
     """
 
     def __init__(self, control: NamedTransport, device: torch.device, backend: Backend) -> None:
-        super().__init__(control.worker, control.num_workers, control.timeout_s)
+        super().__init__(control.worker, control.num_workers, control.limit, control.names)
         self._control = control
         self._device = device
         self._backend = backend

@@ -46,7 +46,7 @@ class HostStagedTransport(AbstractTransport):
     """
 
     def __init__(self, inner: AbstractTransport) -> None:
-        super().__init__(inner.worker, inner.num_workers, inner.timeout_s)
+        super().__init__(inner.worker, inner.num_workers, inner.limit, inner.names)
         self._inner = inner
         self._copies: dict[torch.device, AbstractCopies] = {}
         self._copying = threading.Lock()
@@ -58,7 +58,7 @@ class HostStagedTransport(AbstractTransport):
         with self._copying:  # the order of the copies is that of the messages, in all threads
             host, copied = self._copies_of(data.device).to_host(data)
             begun = self._sender.submit(self._send, ring, host, part, copied)
-        said = f"worker {self.worker} waited for {name_of(ring, part)} to be copied to the host"
+        said = f"{self.names.own} waited for {name_of(ring, part)} to be copied to the host"
         return _Sent(begun, self.timeout_s, said)
 
     @override

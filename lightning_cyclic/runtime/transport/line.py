@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_cyclic.runtime.transport.base import AbstractPending
+from lightning_cyclic.runtime.transport.limit import Limit
 
 Way = Literal["send", "recv"]
 Says = Callable[[], str]  # who waited for whom, in words; asked only when something fails
@@ -26,10 +27,12 @@ class Line:
 
     Args:
         group: of which this process is a member.
+        limit: of every wait. [the group's own]
     """
 
-    def __init__(self, group: Any) -> None:
+    def __init__(self, group: Any, limit: Limit | None = None) -> None:
         self.group = group
+        self._limit = limit
         self._posting = threading.Lock()  # gloo does not promise that two threads may post at once
 
     def post(self, way: Way, data: Tensor, rank: int, tag: int, says: Says) -> AbstractPending:
@@ -43,7 +46,7 @@ class Line:
             says: who waits for whom.
         """
         try:
-            return Work(self.start(way, data, rank, tag), says)
+            return Work(self.start(way, data, rank, tag), says, self._limit)
         except RuntimeError as error:
             return Gone(ConnectionError(f"{says()}: {error}"))
 
@@ -88,11 +91,13 @@ class Work(AbstractPending):
     Args:
         work: what has begun.
         says: who waits for whom.
+        limit: of the wait, as it is when that begins. [that of the group]
     """
 
-    def __init__(self, work: dist.Work, says: Says) -> None:
+    def __init__(self, work: dist.Work, says: Says, limit: Limit | None = None) -> None:
         self._work: dist.Work | None = work
         self._says = says
+        self._limit = limit
         self._error: OSError | None = None
         self._waiting = threading.Lock()  # a lane and the main thread may need the same buffer
 
@@ -101,7 +106,10 @@ class Work(AbstractPending):
         with self._waiting:
             if self._work is not None:
                 try:
-                    self._work.wait()
+                    if self._limit is None:
+                        self._work.wait()
+                    else:
+                        self._work.wait(timedelta(seconds=self._limit.seconds))
                 except RuntimeError as error:
                     self._error = _named(str(error), self._says())
                 self._work = None
@@ -135,5 +143,10 @@ class Gone(AbstractPending):
 
 
 def _named(text: str, said: str) -> OSError:
-    late = "timed out" in text.lower() or "timeout" in text.lower()
-    return TimeoutError(f"{said}: {text}") if late else ConnectionError(f"{said}: {text}")
+    kind = TimeoutError if is_late(text) else ConnectionError
+    return kind(f"{said}: {text}")
+
+
+def is_late(text: str) -> bool:
+    """Say whether torch's words for a wait that failed mean that it took too long."""
+    return "timed out" in text.lower() or "timeout" in text.lower()

@@ -21,7 +21,9 @@ from lightning_cyclic.runtime.transport.base import (
     Part,
 )
 from lightning_cyclic.runtime.transport.failure_board import FailureBoard
+from lightning_cyclic.runtime.transport.limit import Limit
 from lightning_cyclic.runtime.transport.line import Line, Says, Way
+from lightning_cyclic.runtime.transport.names import exchange_names
 from lightning_cyclic.runtime.transport.peers import Peers
 
 _PLACES = {payload: place for place, payload in enumerate(Payload)}
@@ -46,28 +48,30 @@ class NamedTransport(AbstractTransport):
 
     Args:
         lanes: on which messages travel.
-        timeout_s: limit of every wait, in seconds.
+        limit: of every wait, which may change; or in seconds.
         rank_of: worker -> rank, and rank -> worker: its own inverse. [worker w is rank w]
     """
 
     def __init__(
         self,
         lanes: Iterable[Lane],
-        timeout_s: float,
+        limit: Limit | float,
         rank_of: Callable[[int], int] = lambda w: w,
     ) -> None:
-        super().__init__(rank_of(dist.get_rank()), dist.get_world_size(), timeout_s)
-        limit = timedelta(seconds=timeout_s)
+        super().__init__(rank_of(dist.get_rank()), dist.get_world_size(), limit)
+        first = timedelta(seconds=self.timeout_s)
         self._lines = {
-            (lane, is_upward): Line(dist.new_group(timeout=limit, backend="gloo"))
+            (lane, is_upward): Line(dist.new_group(timeout=first, backend="gloo"), self.limit)
             for lane, is_upward in product(sorted(set(lanes)), (True, False))  # in one order
         }
         self.group = next(iter(self._lines.values())).group
         """A group of all workers that breaks when one of them fails."""
         # a group's name is the same on every worker and new with every transport
         key = f"lightning_cyclic/{self.group.group_name}"
-        self.peers = Peers(self.worker, rank_of, timeout_s, f"{key}/hosts")
-        self._board = FailureBoard(key)
+        self.names = exchange_names(key, self.timeout_s, rank_of)
+        self.limit.govern(self.group)
+        self.peers = Peers(self.worker, self.names, self.limit)
+        self._board = FailureBoard(key, self.names.of(rank_of(0)))
         self._addresses: dict[tuple[Ring, Part], _Address] = {}
 
     @override

@@ -1,40 +1,33 @@
-"""Peers: who the workers are, so that whoever waits in vain can be told for whom."""
+"""Peers: who is at the other end of a channel, for whoever waits there in vain."""
 
 from __future__ import annotations
 
-import socket
-from collections.abc import Callable
 from typing import final
-
-import torch.distributed as dist
 
 from lightning_cyclic.plan.passes.messages import Channel, Ring
 from lightning_cyclic.runtime.transport.base import Part
+from lightning_cyclic.runtime.transport.limit import Limit
+from lightning_cyclic.runtime.transport.names import Names
 
 
 @final
 class Peers:
-    """Know rank and host of every worker; every worker must build it at the same time.
-
-    The hosts are read at once, not when they are asked for: then the store may be gone.
+    """Say who waited for what of whom.
 
     Args:
         worker: this worker.
-        rank_of: worker -> rank, and rank -> worker: its own inverse.
-        timeout_s: limit of every wait, in seconds.
-        key: where in the key-value store of the default process group the hosts are written.
+        names: of all workers.
+        limit: of every wait.
     """
 
-    def __init__(
-        self, worker: int, rank_of: Callable[[int], int], timeout_s: float, key: str
-    ) -> None:
+    def __init__(self, worker: int, names: Names, limit: Limit) -> None:
         self.worker = worker
-        self.rank_of = rank_of
-        self._timeout_s = timeout_s
-        store = dist.distributed_c10d._get_default_store()
-        store.set(f"{key}/{dist.get_rank()}", socket.gethostname())
-        ranks = range(dist.get_world_size())
-        self._hosts = [store.get(f"{key}/{rank}").decode() for rank in ranks]
+        self._names = names
+        self._limit = limit
+
+    def rank_of(self, worker: int) -> int:
+        """Return the rank of a worker, or the worker of a rank."""
+        return self._names.rank_of(worker)
 
     def other(self, channel: Channel) -> int:
         """Return the worker at the other end of a channel."""
@@ -53,14 +46,9 @@ class Peers:
         sends = channel.source == self.worker
         way, direction = ("to send", "to") if sends else ("for", "from")
         return (
-            f"{self.name(self.worker)} waited {way} {what} {direction} "
-            f"{self.name(self.other(channel))}; the limit is {self._timeout_s:g} s"
+            f"{self._names.own} waited {way} {what} {direction} "
+            f"{self._names.of(self.other(channel))}; the limit is {self._limit.seconds:g} s"
         )
-
-    def name(self, worker: int) -> str:
-        """Name a worker with its rank and its host."""
-        rank = self.rank_of(worker)
-        return f"worker {worker} (rank {rank} on {self._hosts[rank]})"
 
 
 def name_of(ring: Ring, part: Part = Part.CONTENT) -> str:

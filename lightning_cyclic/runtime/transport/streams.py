@@ -25,6 +25,7 @@ from torch import Tensor
 
 from lightning_cyclic.plan.passes.messages import Channel
 from lightning_cyclic.runtime.transport.base import AbstractPending
+from lightning_cyclic.runtime.transport.limit import Limit
 from lightning_cyclic.runtime.transport.line import Gone, Says
 
 Event = Any  # torch.cuda.Event: torch gives its methods no types
@@ -45,7 +46,7 @@ class ChannelStreams:
     Args:
         channels: of this worker.
         device: of all buffers.
-        timeout_s: how long a message may take from the wait for it on, in seconds.
+        limit: how long a message may take from the wait for it on, which may change.
         failure: the word that a failing worker has left, or None.
         hang_up: aborts all messages of this worker.
     """
@@ -54,14 +55,14 @@ class ChannelStreams:
         self,
         channels: Iterable[Channel],
         device: torch.device,
-        timeout_s: float,
+        limit: Limit,
         failure: Callable[[], str | None],
         hang_up: Callable[[], None],
     ) -> None:
         # with the device: threads begin on device 0, whatever that of the one that made them
         self._streams = {channel: stream_on(device) for channel in channels}
         self._device = device
-        self._timeout_s = timeout_s
+        self._limit = limit
         self._failure = failure
         self._hang_up = hang_up
         self._error: OSError | None = None
@@ -98,7 +99,7 @@ class ChannelStreams:
         """
         self.check()
         now = time.monotonic()
-        until, look_at = now + self._timeout_s, now + _POLL_S
+        until, look_at = now + self._limit.seconds, now + _POLL_S
         while not event.query():
             now = time.monotonic()
             if now >= until:

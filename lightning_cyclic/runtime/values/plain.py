@@ -8,10 +8,11 @@ import functools
 import importlib
 import math
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from lightning_cyclic.errors import StepError
 from lightning_cyclic.runtime.values.containers import ALLOWED, blank, labels_of, rule_of
@@ -86,6 +87,26 @@ def decode_leaf(data: Any) -> Any:
         return data
     ((what, held),) = data.items()
     return _DECODERS[what](held)
+
+
+def encode(value: Any, where: str) -> tuple[list[Tensor], Any]:
+    """Turn a value into tensors and JSON.
+
+    Raises:
+        StepError: for what cannot be sent, and where it sits.
+    """
+    leaves, structure = flatten(value)
+    tensors = [x for x in leaves if isinstance(x, Tensor)]
+    others = [None if isinstance(x, Tensor) else [encode_leaf(x, where)] for x in leaves]
+    return tensors, [to_json(structure), others]
+
+
+def decode(tensors: Sequence[Tensor], facts: Any) -> Any:
+    """Make the value that :func:`encode` turned into tensors and JSON."""
+    structure, others = facts
+    given = iter(tensors)
+    leaves = [next(given) if x is None else decode_leaf(x[0]) for x in others]
+    return unflatten(from_json(structure), leaves)
 
 
 @functools.lru_cache(maxsize=4096)

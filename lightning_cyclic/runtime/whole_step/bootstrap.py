@@ -83,7 +83,7 @@ class FirstStep:
         require_same_lines(
             "the data of their first batch",
             [batch for batch, _ in both],
-            "the same structure, dtypes and number of dims; check the dataset of each worker",
+            "the same structure, dtypes and number of dims; check the dataset of each rank",
         )
         everyone = [data for _, data in both]
         self._orders = [[n for u in data["units"] for n in u["parameters"]] for data in everyone]
@@ -102,7 +102,7 @@ class FirstStep:
             entered = list(dict.fromkeys(j for j in map(stage_of.__getitem__, order) if j > 0))
             if entered != sorted(entered):
                 raise StepError(
-                    f"the first training step of worker {w} entered the stages that worker 0 has "
+                    f"the first training step of rank {w} entered the stages that rank 0 has "
                     f"in the order {entered}; allowed: the same order everywhere; control flow "
                     "that differs between workers must lie inside one stage: put boundaries "
                     'around it, CyclicStrategy(stages=["module.path", ...]), or use stages=1'

@@ -15,7 +15,7 @@ draw that seems to be of code between them is looked up on the call stack.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, final
 
@@ -30,6 +30,7 @@ from torch._C import (
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
+from lightning_cyclic.runtime.compiled import around_forwards, named_modules
 from lightning_cyclic.runtime.randomness import Randomness, is_random, undisturbed
 
 
@@ -48,9 +49,9 @@ class KeyedDraws:
         self._watch = _Watch()
         begins = {path: j for j, path in enumerate(starts, start=1)}
         split = {"", *(above for path in begins for above in _above(path))}
-        self._handles = {
-            m: tuple(self._hook(m, begins.get(path, 0)))
-            for path, m in module.named_modules()
+        self._ends = {
+            m: self._hook(m, begins.get(path, 0))
+            for path, m in named_modules(module)
             if path not in split and (path in begins or _has_parameters(m))
         }
 
@@ -69,33 +70,27 @@ class KeyedDraws:
 
     def remove(self) -> None:
         """Take the hooks off the module."""
-        for handles in self._handles.values():
-            for handle in handles:
-                handle.remove()
+        for end in self._ends.values():
+            end()
 
     def _unhook_inner(self) -> None:
         """Take the hooks off modules that only other modules have called: they say nothing new."""
         for m, was_outermost in self._watch.called.items():
             if not was_outermost:
-                for handle in self._handles.pop(m, ()):  # none of a copy
-                    handle.remove()
+                self._ends.pop(m, _nothing)()  # none of a copy
                 self._watch.unhooked.add(m)
         self._watch.called.clear()
 
-    def _hook(self, module: nn.Module, begins: int) -> Iterator[Any]:
-        watch = self._watch  # closures and not methods: a module may be copied with its hooks
+    def _hook(self, module: nn.Module, begins: int) -> Callable[[], None]:
+        watch = self._watch  # not self: a module may be copied with its hooks
 
-        def before(module: nn.Module, args: Any) -> None:
+        def before(module: nn.Module) -> None:
             if watch.notes:
                 watch.note(module, begins)
             watch.enter(begins)
 
-        def behind(module: nn.Module, args: Any, output: Any) -> None:
-            watch.leave()
-
         # innermost: the hooks of users run where a module is skipped, too, and are no part of it
-        yield module.register_forward_pre_hook(before)
-        yield module.register_forward_hook(behind, prepend=True, always_call=True)
+        return around_forwards(module, before, watch.leave)
 
 
 @final
@@ -189,6 +184,10 @@ class _Aside(AbstractContextManager[None]):
 
     def __exit__(self, *args: object) -> None:
         self._watch.leave()
+
+
+def _nothing() -> None:
+    pass
 
 
 def _above(path: str) -> Iterator[str]:

@@ -32,6 +32,7 @@ from lightning_cyclic.runtime.waiting import Waiter
 from lightning_cyclic.runtime.whole_step.entrances import Entrances
 from lightning_cyclic.runtime.whole_step.exchange import Exchange
 from lightning_cyclic.runtime.whole_step.gradients import GradientCollector
+from lightning_cyclic.runtime.whole_step.step_recorder import StepRecorder
 from lightning_cyclic.runtime.whole_step.versions import VersionStore
 from lightning_cyclic.runtime.whole_step.words import Word, Words
 from lightning_cyclic.runtime.worker import Worker
@@ -111,15 +112,22 @@ class Engine:
         )
         hooks, lanes = _Hooks(self._enter), waiting_lanes(plan, self._w)
         # what the main thread waits for has less, and says more
-        limit_s = transport.timeout_s * 1.1 + 1
         self._worker = Worker(
-            plan.program.flow, self._messages, hooks, self._exchange, hooks, lanes, limit_s
-        )
+            plan.program.flow, self._messages, hooks, self._exchange, hooks, lanes,
+            lambda: transport.timeout_s * 1.1 + 1,
+        )  # fmt: skip
         for j in range(plan.num_stages):
             for payload, layout in self._exchange.layouts(j).items():
                 self._messages.know(payload, j, layout)
         self._entrances = Entrances(module, stages, self.enter, self._w)
         self._collector = GradientCollector(self._parameters, self._hand_over, self._w)
+
+    def record(self, recorder: StepRecorder) -> None:
+        """Have recorded what is done from now on; before the first step."""
+        self._worker.record(recorder)
+        self._update = recorder.updating(self._update)
+        self._entrances.enter = recorder.interrupting(self._entrances.enter)
+        self._collector.hand_over = recorder.interrupting(self._collector.hand_over)
 
     # ------------------------------------------------------------------ one training step
 

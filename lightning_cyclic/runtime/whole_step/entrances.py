@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, final
+from typing import final
 
 from torch import nn
 
 from lightning_cyclic.errors import StepError
+from lightning_cyclic.runtime.compiled import before_calls, seen_as
 from lightning_cyclic.runtime.stages.stage_map import Stage, StageMap
 
 
@@ -29,13 +30,13 @@ class Entrances:
         self, module: nn.Module, stages: StageMap, enter: Callable[[int], None], worker: int
     ) -> None:
         self._stages = stages
-        self._enter = enter
+        self.enter = enter
         self._worker = worker
         self._open = False
         self._order: list[int] = []
-        self._handles: list[Any] = []
+        self._ends: list[Callable[[], None]] = []
         for j, stage in enumerate(stages.stages[1:], start=1):
-            self._handles += self._hook(module, j, stage)
+            self._ends += self._hook(module, j, stage)
 
     def open(self) -> None:
         """Begin to notice: a step's forward begins."""
@@ -62,28 +63,24 @@ class Entrances:
 
     def remove(self) -> None:
         """Take the hooks off the module."""
-        for handle in self._handles:
-            handle.remove()
+        for end in self._ends:
+            end()
 
-    def _hook(self, module: nn.Module, j: int, stage: Stage) -> list[Any]:
+    def _hook(self, module: nn.Module, j: int, stage: Stage) -> list[Callable[[], None]]:
         owners = (name.rpartition(".")[0] for name in stage.parameters)
-        paths = dict.fromkeys([stage.start, *owners])
+        paths = dict.fromkeys(seen_as(module, path) for path in (stage.start, *owners) if path)
 
-        def before_forward(module: nn.Module, args: Any) -> None:
+        def enter(_: nn.Module) -> None:
             if self._open:
-                self._enter(j)
+                self.enter(j)
                 self._order.append(j)
 
-        return [
-            module.get_submodule(path).register_forward_pre_hook(before_forward, prepend=True)
-            for path in paths
-            if path
-        ]
+        return [before_calls(module.get_submodule(path), enter) for path in paths]
 
     def _glue_error(self, t: int, j: int) -> StepError:
         stage = self._stages.stages[j]
         return StepError(
-            f"step {t} of worker {self._worker} called no module of stage {j}, but "
+            f"step {t} of rank {self._worker} called no module of stage {j}, but "
             f"{', '.join(stage.glue)} of that stage is used by code outside its module, perhaps "
             f"in the wrong version; allowed: calling {stage.start!r} in every step; or put the "
             'boundary elsewhere, CyclicStrategy(stages=["module.path", ...])'
@@ -92,7 +89,7 @@ class Entrances:
     def _order_error(self, t: int, first: list[int]) -> StepError:
         late = next(b for a, b in zip(first, first[1:], strict=False) if b < a)
         return StepError(
-            f"step {t} of worker {self._worker} ran its stages in the order {first}, stage {late} "
+            f"step {t} of rank {self._worker} ran its stages in the order {first}, stage {late} "
             f"({self._stages.stages[late].start!r}) too late; allowed: the order of the first "
             "training step; cut only where the order is always the same, "
             'CyclicStrategy(stages=["module.path", ...]), or use stages=1'

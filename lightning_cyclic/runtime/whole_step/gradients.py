@@ -30,7 +30,7 @@ class GradientCollector:
         self, parameters: Sequence[Sequence[nn.Parameter]], hand_over: HandOver, worker: int
     ) -> None:
         self._parameters = parameters
-        self._hand_over = hand_over
+        self.hand_over = hand_over
         self._worker = worker
         self._counts = [0] * len(parameters)
         self._next = -1  # the stage to hand over next; those above it are gone
@@ -65,7 +65,7 @@ class GradientCollector:
                 return
             if j > self._next:
                 raise StepError(
-                    f"stage {j} of worker {self._worker} got a gradient after its sum had been "
+                    f"stage {j} of rank {self._worker} got a gradient after its sum had been "
                     "sent; allowed: one backward that reaches each parameter once; do not call "
                     "backward inside training_step or backward hooks, and use "
                     "torch.utils.checkpoint with use_reentrant=False"
@@ -89,4 +89,4 @@ class GradientCollector:
         grads = [p.grad for p in self._parameters[j]]
         for p in self._parameters[j]:
             p.grad = None
-        self._hand_over(j, grads)
+        self.hand_over(j, grads)

@@ -20,15 +20,19 @@ from torch import Tensor, nn
 
 from lightning_cyclic.errors import StepError
 from lightning_cyclic.plan import Plan
+from lightning_cyclic.runtime.failure_words import words_of
 from lightning_cyclic.runtime.late_values import LateValues
+from lightning_cyclic.runtime.recorder import Recorder
 from lightning_cyclic.runtime.stages.profile import Profile
 from lightning_cyclic.runtime.stages.stage_map import StageMap, make_stages
 from lightning_cyclic.runtime.transport import CountingTransport
 from lightning_cyclic.runtime.transport.choice import Route, link
+from lightning_cyclic.runtime.transport.limit import Limit
 from lightning_cyclic.runtime.waiting import naming_peers
 from lightning_cyclic.runtime.whole_step.bootstrap import FirstStep
 from lightning_cyclic.runtime.whole_step.draws import KeyedDraws
 from lightning_cyclic.runtime.whole_step.engine import Engine, EngineState, Update
+from lightning_cyclic.runtime.whole_step.step_recorder import StepRecorder, Unrecorded
 
 _LEAST_BYTES = 3 << 19  # of a fine stage: below, its messages cost more than they overlap
 _MOST_FINE = 8
@@ -43,21 +47,23 @@ class SessionConfig:
             -> plan.
         stages: "auto", a number, or module paths that begin stages 1, 2, ...
         seed: key of the randomness inside training steps.
-        timeout_s: limit of every wait, in seconds.
+        limit: of every wait.
         route: how messages travel.
         relay_buffers: "auto" relays the buffers that the first step changed, "all" every one.
         paced: whether workers that start together are brought into the timetable's stagger.
         accumulates: whether a step may have several batches, of which the last hands buffers on.
+        recorder: notes what this worker does, and when. [nobody does]
     """
 
     make_plan: Callable[[int, tuple[int, ...], tuple[int, ...]], Plan]
     stages: int | str | Sequence[str]
     seed: int
-    timeout_s: float
+    limit: Limit
     route: Route = "auto"
     relay_buffers: str = "auto"
     paced: bool = True
     accumulates: bool = False
+    recorder: Recorder | None = None
 
 
 def auto_stages(num_workers: int, num_bytes: int) -> int:
@@ -113,6 +119,7 @@ class Session:
         self._transports: list[CountingTransport] = []  # the last is that of the engine
         # made here, by all workers at once, so that a failure in the first step has a board
         self.transport = self._new_transport()
+        self._recorder = StepRecorder(config.recorder) if config.recorder else Unrecorded()
         self._first: FirstStep | None = FirstStep(module, parameters, self.group)
         # stages that are chosen in the first step are not known in it: it draws as one stage
         named = () if isinstance(config.stages, int | str) else config.stages
@@ -132,6 +139,11 @@ class Session:
     def stage_of(self) -> dict[str, int] | None:
         """Return parameter name -> stage; None before the stages are found."""
         return self.stages.stage_of if self.stages is not None else None
+
+    @property
+    def starts(self) -> list[str] | None:
+        """Return the module paths that begin stages 1, 2, ...; None before they are found."""
+        return None if self.stages is None else [s.start for s in self.stages.stages[1:]]
 
     @property
     def with_state(self) -> list[nn.Parameter]:
@@ -164,7 +176,7 @@ class Session:
         self._batches = 0 if last else self._batches + 1
         with self._draws.keyed(self._seed, self.t, key):
             if self.engine is not None:
-                with self.engine.forward(first=first, last=last):
+                with self.engine.forward(first=first, last=last), self._recorder.running():
                     yield
             else:
                 with self._first_forward(batch, first=first, last=last):
@@ -190,7 +202,7 @@ class Session:
             yield
             return
         _scale_gradient(loss, self.engine.plan.num_micro)
-        with self.engine.backward(last_of_window=last):
+        with self._recorder.reversing(), self.engine.backward(last_of_window=last):
             yield
 
     def end_step(self) -> None:
@@ -253,16 +265,22 @@ class Session:
         if self.engine is not None:
             self.engine.request_stop()
 
-    def fail(self, text: str) -> None:
-        """Tell the other workers why this one fails; communicate no more."""
+    def fail(self, error: BaseException) -> None:
+        """Tell the other ranks why this one fails; communicate no more."""
         if not self.failed:
             self.failed = True
-            self.transport.report_failure(f"worker {self._worker}: {text}")
+            words = words_of(error, self.transport.names, self.when)
+            self.transport.report_failure(words)
+
+    @property
+    def when(self) -> str:
+        """Say where this worker is, as "in step 12"."""
+        return f"in step {self.t}"
 
     def close(self) -> None:
         """End what runs in the background, when all workers have what they need of each other."""
         if not self.failed:
-            with self.naming_peers("all workers to finish"):
+            with self.naming_peers("to finish"):
                 dist.barrier(group=self.group)
         self._draws.remove()
         if self.engine is not None:
@@ -280,21 +298,21 @@ class Session:
     def _first_forward(self, batch: Any, *, first: bool, last: bool) -> Iterator[None]:
         assert self._first is not None
         if first:
-            with self.naming_peers("the buffers of the worker before it"):
+            with self.naming_peers("to send the buffers of the module", self._worker - 1):
                 self._first.receive()
-        with self._first.forward(batch, first=first):
+        with self._recorder.finding(), self._first.forward(batch, first=first):
             yield
         if last:
-            with self.naming_peers("the worker behind it to take the buffers"):
+            with self.naming_peers("to take the buffers of the module", self._worker + 1):
                 self._first.send()
 
-    def naming_peers(self, what: str) -> AbstractContextManager[None]:
-        """Name the workers that do not come while the body waits for them."""
-        return naming_peers(self.transport, self.t, what)
+    def naming_peers(self, what: str, peer: int | None = None) -> AbstractContextManager[None]:
+        """Name the ranks that do not come while the body waits for them: one, or all."""
+        return naming_peers(self.transport, self.when, what, peer)
 
     def _begin(self) -> None:
         assert self._first is not None
-        with self.naming_peers("all workers to agree on the stages"):
+        with self.naming_peers("to agree on the stages"):
             profile = self._first.agree()
         stages = self._make_stages(profile)
         self._first.check_order(stages.stage_of)
@@ -329,8 +347,7 @@ class Session:
             self.transport = self._new_transport()
         self.stages = stages
         self._draws.remove()
-        starts = [stage.start for stage in stages.stages[1:]]
-        self._draws = KeyedDraws(self._module, starts, self._device)
+        self._draws = KeyedDraws(self._module, self.starts or (), self._device)
         self.engine = Engine(
             self._module,
             plan,
@@ -341,6 +358,7 @@ class Session:
             paced=self._config.paced,
             aside=self._draws.aside,
         )
+        self._recorder.attach(self.engine)
         if self.stop_requested:
             self.engine.request_stop()
         self._watch_buffers(stages)
@@ -350,7 +368,7 @@ class Session:
     def _check_loss(self, loss: Tensor) -> None:
         if not loss.requires_grad:
             raise StepError(
-                f"training_step of worker {self._worker} returned a loss without a graph "
+                f"training_step of rank {self._worker} returned a loss without a graph "
                 f"(step {self.t}); allowed: a tensor that depends on trained parameters; "
                 "do not detach it, and do not compute it under torch.no_grad()"
             )
@@ -359,14 +377,14 @@ class Session:
     def _check_finite(self, t: int, loss: float) -> None:
         if not math.isfinite(loss):
             raise StepError(
-                f"the loss of worker {self._worker} is {loss} in step {t}; "
+                f"the loss of rank {self._worker} is {loss} in step {t}; "
                 "allowed: a finite loss, since every worker would train on the result; lower the "
                 "learning rate, clip gradients, or look for the batch with "
                 "Trainer(detect_anomaly=True)"
             )
 
     def _new_transport(self) -> CountingTransport:
-        links = link(self._config.route, self._device, self._config.timeout_s)
+        links = link(self._config.route, self._device, self._config.limit)
         self.group = links.group
         self._transports.append(links.transport)
         return links.transport
@@ -384,8 +402,8 @@ class Session:
         for name, buffer, version in self._watched:
             if buffer._version != version:
                 raise StepError(
-                    f"buffer {name!r} changed in step {self.t} of worker {self._worker}, but not "
-                    "in the first step, so it is not relayed between workers; allowed: buffers "
+                    f"buffer {name!r} changed in step {self.t} of rank {self._worker}, but not "
+                    "in the first step, so it is not relayed between ranks; allowed: buffers "
                     "that change from the first step on; or relay every buffer, "
                     'CyclicStrategy(relay_buffers="all")'
                 )

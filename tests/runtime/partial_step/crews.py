@@ -101,7 +101,7 @@ class Crew:
                     self._train(w, flush_after)
             except BaseException as error:
                 errors.append(error)
-                self.sessions[w].fail(str(error))
+                self.sessions[w].fail(error)
 
         threads = [threading.Thread(target=run, args=(w,)) for w in range(self.plan.num_workers)]
         for thread in threads:

@@ -73,7 +73,7 @@ def test_reading_one_fetches_all_until_the_program_runs_again() -> None:
     assert torch.equal(last.norm.weight * 1, first.norm.weight)
     assert torch.equal(last.norm.running_mean, first.norm.running_mean)
     assert float(last.norm.num_batches_tracked) == 0
-    assert asked.asked == [(7, (0, 0), (0,))]
+    assert asked.asked == [(7, (0, 0, 0), (0,))]
     with reader.running():
         assert last.norm.weight.shape == (3,)
     assert float(last.norm.weight.detach().sum()) == 3
@@ -114,7 +114,7 @@ def test_reads_within_a_step_are_refused() -> None:
     reader._service.owner.begin_batch()
     reader._service.owner.settle(1)
     last.norm.weight.sum()
-    assert asked.asked == [(7, (1, 1), (0,))]
+    assert asked.asked == [(7, (1, 1, 0), (0,))]
 
 
 def test_gradients_of_others_are_refused_but_where_the_program_runs() -> None:

@@ -109,7 +109,7 @@ class Crew:
                 self._train(w)
             except BaseException as error:
                 errors.append(error)
-                self.sessions[w].fail(str(error))
+                self.sessions[w].fail(error)
 
         threads = [threading.Thread(target=run, args=(w,)) for w in range(self.num_workers)]
         for thread in threads:

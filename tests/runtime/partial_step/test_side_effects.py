@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torchmetrics import CatMetric, MeanMetric
 
+from lightning_cyclic.runtime.partial_step.module_state import ModuleState
 from lightning_cyclic.runtime.partial_step.side_effects import SideEffects, state_of
 from tests.runtime.partial_step.hand import cuts_of
 
@@ -39,7 +40,7 @@ def made():
     cuts = cuts_of(
         model, ["two"], metrics={"mean": 0, "cat": 1}, changed=[*STATISTICS, *COUNTS, "two.moving"]
     )
-    return model, SideEffects(model, cuts)
+    return model, SideEffects(model, cuts, ModuleState(model, vars(model), [0], 1, print))
 
 
 def state(model):
@@ -139,7 +140,9 @@ def test_graphs_that_hold_buffers_do_not_notice():
 
 def test_buffers_that_do_not_change_are_left_alone():
     model = Model()
-    effects = SideEffects(model, cuts_of(model, ["two"]))
+    effects = SideEffects(
+        model, cuts_of(model, ["two"]), ModuleState(model, vars(model), [0], 1, print)
+    )
     with effects.undone(0):
         model.one(X)
     assert model.one.num_batches_tracked == 1

@@ -14,6 +14,7 @@ from lightning_cyclic.plan import make_plan
 from lightning_cyclic.plan.actions import Action, Kind
 from lightning_cyclic.runtime.partial_step import record, replay
 from lightning_cyclic.runtime.partial_step.ghosts import Ghost
+from lightning_cyclic.runtime.partial_step.module_state import ModuleState
 from lightning_cyclic.runtime.partial_step.ownership import Ownership
 from lightning_cyclic.runtime.partial_step.packets import Gradients, Packet
 from lightning_cyclic.runtime.partial_step.side_effects import SideEffects
@@ -32,7 +33,8 @@ class Rig:
         num_stages = self.router.num_stages
         plan = make_plan("1f1b", num_stages=num_stages, num_workers=1, num_micro=1)
         ownership = Ownership(model, self.router.cuts, range(num_stages))
-        effects = SideEffects(model, self.router.cuts)
+        state = ModuleState(model, vars(model), range(num_stages), num_stages, print)
+        effects = SideEffects(model, self.router.cuts, state)
         self.stage = StageStep(self.router, plan, ownership, effects, 0, remat)
 
     def step(self, t: int, x: Tensor = X, *, backward: bool = True) -> tuple[Tensor, list[Any]]:
@@ -49,7 +51,7 @@ class Rig:
                 came = gone
                 a = Action(kind=Kind.B, t=t, i=0, j=j)
                 gone = self.stage.backward(a, lambda came=came: came)
-        (outcome,) = self.stage.take_outcomes(t)
+        (outcome,) = self.stage.take_outcomes(t).values()
         self.stage.adopt(self.stage.learnt)
         self.stage.forget(t)
         return outcome.output, [p.grad for p in self.model.parameters()]

@@ -1,5 +1,7 @@
 """The report: asserted as a picture, from a survey with round numbers."""
 
+from dataclasses import replace
+
 from lightning_cyclic.runtime.stages.cuts import choose_cuts
 from lightning_cyclic.runtime.stages.report import loads, report
 
@@ -11,6 +13,7 @@ SEEN = Writer([LAYER, BOX, ("read",), LAYER, ("old", 3)]).survey()
 
 PICTURE = """\
 Script: calls of modules with parameters, forward of one micro-batch
+times are counted, at 1 TFLOP/s and 100 GB/s: the same in every run
 
   module       time   params   makes   crossing   a stage
  ────────────────────────────────────────────────────────────────────
@@ -41,6 +44,13 @@ def squeezed(text):
 def test_a_report():
     text = report(SEEN, choose_cuts(SEEN, ["1"]))
     assert squeezed(text) == squeezed(PICTURE)
+
+
+def test_measured_times_are_said_to_be():
+    text = report(replace(SEEN, clock="measured"), choose_cuts(SEEN, ["1"]))
+    second = squeezed(PICTURE)[1]
+    now = "times are measured, in this run on this machine"
+    assert squeezed(text) == [now if line == second else line for line in squeezed(PICTURE)]
 
 
 def test_a_remark_comes_last_and_is_wrapped():

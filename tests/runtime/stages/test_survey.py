@@ -228,6 +228,7 @@ def test_times_are_those_of_the_step():
             return self.b(x)
 
     model = Slow()
-    seen = survey(model, lambda: model(X), repeats=2)
+    seen = survey(model, lambda: model(X), clock="measured")
     b = next(c for c in seen.calls if c.path == "b")
     assert 0.02e9 <= b.begin_ns <= seen.duration_ns < 1e9
+    assert seen.clock == "measured"

@@ -53,7 +53,7 @@ def test_a_survey_leaves_no_trace():
     before, weights = picture(model)
     buffer, states = model.replaced, (random.getstate(), torch.get_rng_state(), np.random.rand)
     drawn = np.random.get_state()[1].tolist(), np.random.get_state()[2]
-    survey(model, lambda: model(x), repeats=1)
+    survey(model, lambda: model(x), clock="measured")
     after, weights_after = picture(model)
     assert after == before
     for name, value in weights.items():

@@ -152,13 +152,13 @@ def test_messages_have_no_names_but_by_control() -> None:
 
 def test_a_time_out_is_named_and_breaks_its_channel_only() -> None:
     text = processes.run(wait_in_vain, 2)[1]
-    assert text.startswith("worker 1 (rank 1 on ")
-    assert "waited for S of stage 4 on lane sums from worker 0 (rank 0 on " in text
+    assert text.startswith("rank 1 on ")
+    assert "waited for S of stage 4 on lane sums from rank 0 on " in text
     assert "the limit is 0.3 s" in text
 
 
 def test_a_failure_wakes_all_who_wait() -> None:
     for waited, error, reason in processes.run(fail_on_the_last, 4)[:3]:
         assert waited < 5
-        assert "worker 3 (rank 3" in error
+        assert "rank 3 on " in error
         assert reason == "worker 3: boom"

@@ -80,7 +80,7 @@ def test_the_host_goes_on_and_errors_come_with_the_wait() -> None:
     transport = HostStagedTransport(slow)
     first, second = transport.isend(ring(), some(1)), transport.isend(ring(), some(2), Part.HEAD)
     assert not first.is_done()
-    text = "^worker 0 waited for A of stage 0 to be copied to the host; the limit is 0.2 s$"
+    text = "^rank 0 waited for A of stage 0 to be copied to the host; the limit is 0.2 s$"
     with pytest.raises(TimeoutError, match=text):
         first.wait()
     slow.go_on.set()

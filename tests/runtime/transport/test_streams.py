@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from lightning_cyclic.runtime.transport import streams
+from lightning_cyclic.runtime.transport.limit import Limit
 from lightning_cyclic.runtime.transport.line import Gone
 from lightning_cyclic.runtime.transport.streams import ChannelStreams, own_error_handling
 from tests.runtime.transport.rings import SUMS, THERE, room
@@ -80,7 +81,7 @@ class Fake:
         return ChannelStreams(
             (THERE, SUMS),
             DEVICE,
-            timeout_s,
+            Limit(timeout_s),
             lambda: self.failure,
             lambda: self.log.append("hang up"),
         )
@@ -194,7 +195,7 @@ def test_error_handling_is_ours_for_the_groups_made_inside(
 
 @pytest.mark.gpu
 def test_channels_run_beside_each_other_and_beside_compute() -> None:
-    made = ChannelStreams((THERE, SUMS), DEVICE, 20.0, lambda: None, lambda: None)
+    made = ChannelStreams((THERE, SUMS), DEVICE, Limit(20.0), lambda: None, lambda: None)
     data = room(1 << 20).to(DEVICE)
     torch.cuda.synchronize()
 
@@ -218,7 +219,7 @@ def test_channels_run_beside_each_other_and_beside_compute() -> None:
 @pytest.mark.gpu
 def test_a_late_event_is_named() -> None:
     hung_up: list[bool] = []
-    made = ChannelStreams((THERE,), DEVICE, 0.1, lambda: None, lambda: hung_up.append(True))
+    made = ChannelStreams((THERE,), DEVICE, Limit(0.1), lambda: None, lambda: hung_up.append(True))
 
     def start() -> Any:
         torch.cuda._sleep(int(2e9))

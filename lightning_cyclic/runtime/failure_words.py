@@ -1,0 +1,89 @@
+"""Failure words: one line with which a rank that fails tells the others why, the culprit first.
+
+    rank 3 on node7 (stage 1) failed in step 12: StepError: its reason
+    Look at the log of rank 3.
+
+So they lie on the failure board: the line, and behind it what to do. Who reads them stops, too:
+
+    rank 3 on node7 (stage 1) failed in step 12: StepError: its reason; this rank (0) stopped
+    because of it. Look at the log of rank 3.                                    (in one line)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import takewhile
+
+from lightning_cyclic.errors import CyclicError, PeerError, WaitTimeoutError
+from lightning_cyclic.runtime.transport.names import Names
+
+LATE = "it did not come in time"
+_MOST = 400  # characters of an error that is not our own: its log has the rest
+_NOT_TOLD = ("The arrow shows", "slot ", "Traceback (most recent call last)")
+
+
+def words_of(error: BaseException, names: Names, when: str) -> str:
+    """Return what other ranks are told of an error on this one.
+
+    What this rank met while it waited for others is told as it is: it failed by no fault of its.
+
+    Args:
+        error: with which this rank ends.
+        names: of the ranks.
+        when: it came, as "in step 12".
+    """
+    if isinstance(error, PeerError | WaitTimeoutError):
+        first, todo, *_ = [*str(error).splitlines(), ""]
+        return f"{first}\n{todo}"
+    return f"{names.own} failed {when}: {reason_of(error)}\n{look_at([names.rank])}"
+
+
+def reason_of(error: BaseException) -> str:
+    """Put an error on one line: all that it says if it is our own, but for the timetable.
+
+    Example:
+        >>> reason_of(ZeroDivisionError("the batch is broken" + chr(10) + "in its third row"))
+        'ZeroDivisionError: the batch is broken'
+    """
+    lines = takewhile(lambda line: not line.startswith(_NOT_TOLD), str(error).splitlines())
+    said = " ".join(line.strip() for line in lines if line.strip())
+    if not isinstance(error, CyclicError):
+        said = next(iter(str(error).strip().splitlines()), "")
+        said = said if len(said) <= _MOST else said[:_MOST] + " ..."
+    return f"{type(error).__name__}: {said}" if said else type(error).__name__
+
+
+def heard(words: str, names: Names, waited_for: str = "", todo: str = "") -> str:
+    """Return with what a rank stops that has read the words of another one.
+
+    Args:
+        words: that it has read.
+        names: of the ranks.
+        waited_for: the name of whom this rank waited for itself, if anybody.
+        todo: where to look for that.
+
+    Example:
+        >>> heard("rank 3 failed in step 12: it is broken." + chr(10) + "Look there.", Names(0))
+        'rank 3 failed in step 12: it is broken; this rank (0) stopped because of it. Look there.'
+    """
+    said, _, to_do = words.partition("\n")
+    because = f"this rank ({names.rank}) stopped because of it"
+    said = said.rstrip(".")
+    if waited_for and said.endswith(LATE):  # whoever is waited for may wait itself
+        because, to_do = f"{because}, and waited itself for {waited_for}", todo
+    return f"{said}; {because}. {to_do}".rstrip()
+
+
+def look_at(ranks: Iterable[int]) -> str:
+    """Say whose log has more.
+
+    Example:
+        >>> look_at([2]), look_at([1, 3]), look_at([])
+        ('Look at the log of rank 2.', 'Look at the logs of ranks 1, 3.', 'Look at all logs.')
+    """
+    each = sorted(ranks)
+    if not each:
+        return "Look at all logs."
+    several = len(each) > 1
+    numbers = ", ".join(map(str, each))
+    return f"Look at the log{'s' * several} of rank{'s' * several} {numbers}."

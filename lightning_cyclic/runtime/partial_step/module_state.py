@@ -1,0 +1,515 @@
+"""What the user's step keeps on the module: lists of outputs, counters, moving means.
+
+A worker runs the step once for each of its stages, and ends it where the stage ends. So
+
+    the last stage    passes all code of the step; what it changes is told to the other workers
+    other stages      what their part of the step changes, their next run finds again
+    a run again       finds what the first run found, and leaves nothing behind
+
+So it is with buffers that code between modules changes. Other buffers and metrics are no concern
+of this file, nor are attributes of modules inside.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import Tensor, nn
+
+from lightning_cyclic.errors import StepError
+from lightning_cyclic.runtime.values.plain import (
+    decode_leaf,
+    encode_leaf,
+    from_json,
+    is_plain,
+    to_json,
+)
+from lightning_cyclic.runtime.values.trees import flatten, map_tensors, unflatten
+
+_ORDERED = (list, deque)
+_MANY = 1024  # elements of tensors that each step sets anew, and that others are not told
+_RULE = (
+    "what training_step keeps on the module may be read and changed by the code of one stage "
+    "alone; keep it in a buffer (register_buffer), or move the code that uses it together"
+)
+
+
+class Change(NamedTuple):
+    """Hold what a run of the step changed.
+
+    Args:
+        name: of the attribute.
+        key: of what changed in it, where it is a dictionary; else None.
+        grew: whether a list has more items, and these are the value; else the value is new.
+        value: without a graph.
+    """
+
+    name: str
+    key: Any
+    grew: bool
+    value: Any
+
+
+class Kept(NamedTuple):
+    """Hold a value, and what of it may be changed in place."""
+
+    value: Any
+    inside: Any  # of a list its items, of a dictionary these again, of a tensor its version
+
+
+Attributes = dict[str, Kept]
+
+
+class Visit(NamedTuple):
+    """Hold what the module had when a run began: for hooks, and for the run."""
+
+    shown: Attributes
+    found: Attributes
+    buffers_shown: list[Tensor]  # copies
+    buffers_found: list[Tensor]
+
+
+class Found(NamedTuple):
+    """Hold what a run again is to find."""
+
+    attributes: Attributes
+    buffers: list[Tensor]
+
+
+@final
+class ModuleState:
+    """Keep the attributes of a module as if the whole step were run for each micro-batch.
+
+    Args:
+        module: the user's.
+        ignored: names of attributes that are not the user's.
+        stages: of this worker.
+        num_stages: of the module.
+        say: tells the user what happens.
+        buffers: names of those that code between modules changes.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        ignored: Collection[str],
+        stages: Sequence[int],
+        num_stages: int,
+        say: Callable[[str], None],
+        buffers: Collection[str] = (),
+    ) -> None:
+        self._buffers = sorted(buffers)
+        self._buffers_apart: dict[int, list[Tensor]] = {}
+        self._buffers_left: list[Tensor] = []  # what hooks found behind the last run
+        self._module = module
+        self._ignored = frozenset(ignored)
+        self._names: list[str] = []  # of what is the user's, while there are so many attributes
+        self._num_attributes = -1
+        self._last = num_stages - 1
+        self._say = say
+        self._apart: dict[int, dict[str, Any]] = {j: {} for j in stages if j != max(stages)}
+        self._changed: set[str] = set()  # by runs on this worker
+        self._left: Attributes = {}  # of these, behind the last run, before hooks
+        self._tells = self._last in stages
+        self._looked: set[bool] = set()
+        self._read: set[str] = set()  # by first runs that end before the last stage
+        self._set: dict[str, set[int]] = {}  # by first runs: attribute -> stages
+        self._grown: dict[tuple[int, int], dict[tuple[str, Any], int]] = {}  # by micro-batch
+        self._secret: set[str] = set()  # attributes that others are not told
+
+    # ------------------------------------------------------------------ runs
+
+    def begin(self, j: int) -> Visit:
+        """Let the module have what runs of stage ``j`` left, before the next one."""
+        shown, kept = self._attributes(), self._apart.get(j)
+        buffers = self._buffers_now()
+        if kept is None:
+            return Visit(shown, shown, buffers, buffers)
+        for name, x in self._left.items():  # what a hook has changed, all stages follow
+            if name in kept and (name not in shown or _differs(x, shown[name].value)):
+                del kept[name]
+        vars(self._module).update(kept)
+        if not all(map(torch.equal, self._buffers_left, buffers)):
+            self._buffers_apart.clear()
+        found = self._buffers_apart.get(j, buffers)
+        self._put_buffers(found)
+        return Visit(shown, self._attributes(), buffers, found)
+
+    def begin_anew(self, visit: Visit) -> None:
+        """Take back what a run has changed that begins once more."""
+        self._put_back(visit.found)
+        self._put_buffers(visit.buffers_found)
+
+    def end(self, j: int, visit: Visit) -> Found:
+        """Keep what the run of stage ``j`` changed; return what a run again is to find."""
+        now = self._values()
+        changed = {n for n, x in now.items() if _is_new(n, x, visit.found)}
+        self._changed |= changed
+        kept = self._apart.get(j)
+        if kept is None:
+            self._left = {n: _kept(now[n]) for n in self._changed if n in now}
+            self._buffers_left = self._buffers_now() if self._apart else []
+        elif changed or kept:
+            kept.update({n: self._moved(n, _kept(now[n]), visit) for n in changed})
+            self._put_back(visit.shown)
+        if kept is not None:
+            self._buffers_apart[j] = self._buffers_now()
+            self._put_buffers(visit.buffers_shown)
+        found = {n: visit.found[n] for n in self._changed if n in visit.found}
+        return Found(found, visit.buffers_found)
+
+    @contextmanager
+    def again(self, found: Found) -> Iterator[None]:
+        """Run the body, a run again, with what the first run found; nothing of it stays."""
+        if not (found.attributes or found.buffers):
+            yield
+            return
+        shown, buffers = self._attributes(), self._buffers_now()
+        vars(self._module).update({n: _made(x) for n, x in found.attributes.items()})
+        self._put_buffers(found.buffers)
+        try:
+            yield
+        finally:
+            self._put_back(shown)
+            self._put_buffers(buffers)
+
+    @contextmanager
+    def noting(self, *, training: bool, region: Callable[[], int]) -> Iterator[None]:
+        """Note what the first run, which the body makes, looks at and sets.
+
+        Args:
+            training: of training, or of evaluation.
+            region: returns the stage whose code is under way.
+        """
+        if training in self._looked:
+            yield
+            return
+        self._looked.add(training)
+        kind, read, written = type(self._module), self._read, self._set
+
+        def look(module: nn.Module, name: str) -> Any:
+            read.add(name)
+            return kind.__getattribute__(module, name)
+
+        def put(module: nn.Module, name: str, value: Any) -> None:
+            written.setdefault(name, set()).add(region())
+            kind.__setattr__(module, name, value)
+
+        names: dict[str, Any] = {
+            "__module__": kind.__module__,
+            "__doc__": kind.__doc__,
+            "__setattr__": put,
+        }
+        if not self._tells:
+            names["__getattribute__"] = look
+        self._module.__class__ = type(kind.__name__, (kind,), names)
+        try:
+            yield
+        finally:
+            self._module.__class__ = kind
+            region = _nowhere  # the class lives until garbage is collected; what is run does not
+
+    # ------------------------------------------------------------------ telling others
+
+    def changes(self, visit: Visit, filled: Callable[[Any], Any], what: str) -> list[Change]:
+        """Return what others are told of a run of the last stage.
+
+        Args:
+            visit: what :meth:`begin` returned.
+            filled: gives the tensors for what stands for them.
+            what: name of the step, for the user.
+
+        Raises:
+            StepError: an attribute that the code of several stages sets.
+        """
+        found = [
+            change
+            for name, value in self._values().items()
+            if _is_new(name, value, visit.found) and name not in self._secret
+            for change in _changes(name, value, visit.found.get(name))
+        ]
+        for name in {change.name for change in found}:
+            if len(self._set.get(name, ())) > 1:
+                raise _several(name)
+        told = []
+        for change in found:
+            if not _can_be_told(change):
+                self._secret.add(change.name)
+                self._say(
+                    f"self.{change.name}, which {what} sets, is kept by the worker of the last "
+                    "stage alone: it is large, or cannot be sent. A hook that reads it on another "
+                    "rank finds what was there before."
+                )
+                continue
+            told.append(change._replace(value=map_tensors(Tensor.detach, filled(change.value))))
+            self._fill(change, filled)
+        return told
+
+    def note_own(self, t: int, i: int, visit: Visit) -> None:
+        """Note by how much a run that ends before the last stage has let lists grow."""
+        self._grown[t, i] = {
+            (c.name, c.key): len(c.value)
+            for name, value in self._values().items()
+            if _is_new(name, value, visit.found)
+            for c in _changes(name, value, visit.found.get(name))
+            if c.grew
+        }
+
+    def adopt(self, t: int, tensors: Sequence[Tensor], facts: Any) -> None:
+        """Take over what the last stage changed in step ``t``.
+
+        Args:
+            t: the step.
+            tensors: as :func:`packed` returned them.
+            facts: the same.
+
+        Raises:
+            StepError: an attribute that several stages change, or that an earlier one reads.
+        """
+        given = iter(tensors)
+        for i, changes in facts:
+            grown = self._grown.pop((t, i), {})
+            for name, key, grew, structure, kinds in changes:
+                leaves = [_Leaf(x, next(given) if isinstance(x, str) else None) for x in kinds]
+                num = len(structure[2]) if grew else None
+                if name not in self._changed:
+                    self._check_unread(name)
+                    made = unflatten(from_json(structure), [x.value for x in leaves])
+                    self._take(Change(name, key, grew, made))
+                elif grew and grown.get((name, key)) != num:
+                    raise _several(name)
+
+    def _check_unread(self, name: str) -> None:
+        if name in self._read:
+            raise StepError(
+                f"self.{name} is read by the code of one stage and changed by that of a later "
+                "one, which is a micro-batch behind by then; allowed: both in one stage; "
+                f"{_RULE}"
+            )
+
+    def _take(self, change: Change) -> None:
+        attributes = vars(self._module)
+        name, key, grew, value = change
+        if key is not None:
+            attributes, name = attributes[name], key
+        if isinstance(attributes.get(name), deque) and not grew:
+            attributes[name].clear()
+            grew = True
+        if grew:
+            attributes[name].extend(value)
+        else:
+            attributes[name] = value
+
+    def _fill(self, change: Change, filled: Callable[[Any], Any]) -> None:
+        """Replace what stands for tensors where the step has kept it."""
+        attributes = vars(self._module)
+        name, key, grew, value = change
+        if key is not None:
+            attributes, name = attributes[name], key
+        if isinstance(attributes[name], _ORDERED) and isinstance(value, list):
+            for k, x in enumerate(filled(value), start=-len(value)):
+                attributes[name][k] = x
+        else:
+            attributes[name] = filled(value)
+
+    # ------------------------------------------------------------------ buffers
+
+    def _buffers_now(self) -> list[Tensor]:
+        return [self._module.get_buffer(n).detach().clone() for n in self._buffers]
+
+    def _put_buffers(self, values: Sequence[Tensor]) -> None:
+        with torch.no_grad():
+            for name, value in zip(self._buffers, values, strict=True):
+                self._module.get_buffer(name).copy_(value)
+
+    # ------------------------------------------------------------------ attributes
+
+    def _values(self) -> dict[str, Any]:
+        attributes = vars(self._module)
+        if len(attributes) == self._num_attributes:
+            try:
+                return {n: attributes[n] for n in self._names}
+            except KeyError:  # one has gone, and another come
+                pass
+        self._num_attributes = len(attributes)
+        self._names = [n for n in attributes if n not in self._ignored]
+        return {n: attributes[n] for n in self._names}
+
+    def _attributes(self) -> Attributes:
+        return {n: _kept(x) for n, x in self._values().items()}
+
+    def _moved(self, name: str, x: Kept, visit: Visit) -> Any:
+        """Return what a stage has for its next run, apart from what hooks see."""
+        shown = visit.shown.get(name)
+        if shown is None or x.value is not shown.value:
+            return x.value
+        if isinstance(x.value, Tensor):
+            raise StepError(
+                f"self.{name}, a tensor, is changed in place by training_step, which this worker "
+                "runs once for each of its stages; allowed: a new tensor each time, or a buffer; "
+                f"use self.register_buffer({name!r}, ...)"
+            )
+        return _made(x)
+
+    def _put_back(self, attributes: Attributes) -> None:
+        held = vars(self._module)
+        for name in self._values().keys() - attributes.keys():
+            del held[name]
+        for name, x in attributes.items():
+            if name not in held or _differs(x, held[name]):
+                _restore(x)
+                held[name] = x.value
+
+
+def _kept(value: Any) -> Kept:
+    if isinstance(value, _ORDERED):
+        return Kept(value, list(value))
+    if isinstance(value, set):
+        return Kept(value, set(value))
+    if isinstance(value, dict):
+        return Kept(value, {k: _kept(x) for k, x in value.items()})
+    if isinstance(value, Tensor) and not value.is_inference():
+        return Kept(value, value._version)
+    return Kept(value, None)
+
+
+def _made(x: Kept) -> Any:
+    """Return a value of its own with what another held."""
+    if isinstance(x.value, (*_ORDERED, set)):
+        made: Any = copy.copy(x.value)  # of its type and its largest length
+        made.clear()
+        (made.update if isinstance(made, set) else made.extend)(x.inside)
+        return made
+    if isinstance(x.value, dict):
+        made = x.value.copy()  # of its type
+        made.clear()
+        made.update({k: _made(y) for k, y in x.inside.items()})
+        return made
+    return x.value
+
+
+def _restore(x: Kept) -> None:
+    """Undo changes in place; a tensor keeps them."""
+    if isinstance(x.value, (*_ORDERED, set)):
+        x.value.clear()
+        (x.value.update if isinstance(x.value, set) else x.value.extend)(x.inside)
+    elif isinstance(x.value, dict):
+        for y in x.inside.values():
+            _restore(y)
+        x.value.clear()
+        x.value.update({k: y.value for k, y in x.inside.items()})
+
+
+def _differs(x: Kept, value: Any) -> bool:
+    if x.value is not value:
+        return True
+    if x.inside is None:
+        return False
+    if isinstance(value, set):
+        return len(value) != len(x.inside)
+    if isinstance(value, _ORDERED):
+        items = x.inside
+        return len(items) != len(value) or (bool(items) and items[-1] is not value[-1])
+    if isinstance(value, dict):
+        return x.inside.keys() != value.keys() or any(
+            _differs(y, value[k]) for k, y in x.inside.items()
+        )
+    return bool(x.inside != value._version)
+
+
+def _is_new(name: str, value: Any, found: Attributes) -> bool:
+    return name not in found or _differs(found[name], value)
+
+
+def _changes(name: str, value: Any, before: Kept | None) -> list[Change]:
+    """Return how a value became what it is."""
+    if before is None or before.value is not value or not isinstance(value, (*_ORDERED, dict)):
+        return [Change(name, None, False, value)]
+    if isinstance(value, _ORDERED):
+        items, num = list(value), len(before.inside)
+        grew = len(items) > num and all(map(_is, before.inside[-1:], items[num - 1 : num]))
+        whole = items if isinstance(value, deque) else value  # whoever has one refills it
+        return [Change(name, None, grew, items[num:] if grew else whole)]
+    if before.inside.keys() - value.keys():
+        return [Change(name, None, False, value)]
+    return [
+        Change(name, key, change.grew, change.value)
+        for key, x in value.items()
+        if key not in before.inside or _differs(before.inside[key], x)
+        for change in _changes(name, x, before.inside.get(key))[:1]
+    ]
+
+
+def _several(name: str) -> StepError:
+    return StepError(
+        f"self.{name} is changed by training_step in the code of several stages; allowed: one of "
+        f"them; {_RULE}"
+    )
+
+
+# ---------------------------------------------------------------------- on the wire
+
+_NUMBERS: dict[str, tuple[type, torch.dtype]] = {
+    "bool": (bool, torch.int64), "int": (int, torch.int64), "float": (float, torch.float64),
+}  # fmt: skip
+
+
+def packed(told: Mapping[int, Sequence[Change]]) -> tuple[list[Tensor], Any]:
+    """Return changes, by micro-batch, as tensors and JSON.
+
+    Numbers are tensors, too: messages that differ in these alone have one form.
+    """
+    tensors: list[Tensor] = []
+    return tensors, [[i, [_packed(c, tensors) for c in changes]] for i, changes in told.items()]
+
+
+def _packed(change: Change, tensors: list[Tensor]) -> list[Any]:
+    leaves, structure = flatten(change.value)
+    kinds: list[Any] = []
+    for x in leaves:
+        number = _NUMBERS.get(type(x).__name__)
+        if isinstance(x, Tensor):
+            tensors.append(x)
+            kinds.append("")
+        elif number is not None and type(x) is number[0] and _fits(x):
+            tensors.append(torch.tensor(x, dtype=number[1]))
+            kinds.append(type(x).__name__)
+        else:
+            kinds.append([encode_leaf(x, f"self.{change.name}")])
+    return [change.name, change.key, change.grew, to_json(structure), kinds]
+
+
+def _fits(x: Any) -> bool:
+    return not isinstance(x, int) or abs(x) < 1 << 62
+
+
+class _Leaf(NamedTuple):
+    kind: Any
+    tensor: Tensor | None
+
+    @property
+    def value(self) -> Any:
+        if self.tensor is None:
+            return decode_leaf(self.kind[0])
+        number = _NUMBERS.get(self.kind)
+        return self.tensor if number is None else number[0](self.tensor.item())
+
+
+def _nowhere() -> int:
+    raise AssertionError("nothing is run")
+
+
+def _is(a: Any, b: Any) -> bool:
+    return a is b
+
+
+def _can_be_told(change: Change) -> bool:
+    leaves = flatten(change.value)[0]
+    tensors = [x for x in leaves if isinstance(x, Tensor)]
+    is_small = change.grew or sum(x.numel() for x in tensors) <= _MANY
+    return is_small and all(isinstance(x, Tensor) or is_plain(x) for x in leaves)

@@ -1,0 +1,235 @@
+"""What steps keep on the module: per stage, told to others, and refused where it cannot be."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_cyclic.errors import StepError
+from lightning_cyclic.runtime.partial_step.module_state import Change, ModuleState, packed
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(2))
+        self.calls = 0
+        self.outs: list[Any] = []
+        self.by_name: Any = defaultdict(list)
+        self.notes = ["kept"]
+
+
+IGNORED = frozenset(vars(nn.Module()))
+
+
+def state_of(model: Model, stages: list[int], num_stages: int, said: Any = print) -> ModuleState:
+    return ModuleState(model, IGNORED, stages, num_stages, said, ["mean"])
+
+
+def run(state: ModuleState, j: int, code: Callable[[], None]) -> tuple[Any, list[Change]]:
+    """Run a stage's code; return what a run again is to find, and what others are told."""
+    visit = state.begin(j)
+    code()
+    changes = state.changes(visit, lambda x: x, "training_step") if j == state._last else []
+    return state.end(j, visit), changes
+
+
+def count(model: Model) -> Callable[[], None]:
+    def code() -> None:
+        model.calls += 1
+        model.mean += model.calls
+        model.outs.append(model.calls)
+
+    return code
+
+
+def test_each_stage_of_one_process_counts_by_itself() -> None:
+    model = Model()
+    state = state_of(model, [0, 1], 2)
+    for _ in range(3):  # all of the first stage's, then all of the second one's
+        run(state, 0, count(model))
+        assert (model.calls, model.outs) == (0, [])
+    assert model.mean.tolist() == [0, 0]
+    for k in range(3):
+        run(state, 1, count(model))
+        assert model.calls == k + 1
+    assert model.outs == [1, 2, 3]
+    assert model.mean.tolist() == [6, 6]
+
+
+def test_what_hooks_change_all_stages_follow() -> None:
+    model = Model()
+    state = state_of(model, [0, 1], 2)
+    for j in (0, 1):
+        run(state, j, count(model))
+    model.calls = 10
+    model.outs.clear()
+    model.mean.zero_()
+    seen = []
+    for j in (0, 1):
+        run(state, j, lambda: (count(model)(), seen.append((model.calls, list(model.outs)))))
+    assert seen == [(11, [11]), (11, [11])]
+    assert model.mean.tolist() == [11, 11]
+
+
+def test_a_run_again_finds_what_the_first_found_and_leaves_nothing() -> None:
+    model = Model()
+    state = state_of(model, [0], 1)
+    run(state, 0, count(model))
+    found, _ = run(state, 0, count(model))
+    run(state, 0, count(model))
+    with state.again(found):
+        assert (model.calls, model.outs, model.mean.tolist()) == (1, [1], [1, 1])
+        count(model)()
+    assert (model.calls, model.outs, model.mean.tolist()) == (3, [1, 2, 3], [6, 6])
+
+
+def test_a_run_that_begins_anew_forgets_what_it_did() -> None:
+    model = Model()
+    state = state_of(model, [0, 1], 2)
+    for j in (0, 1):
+        visit = state.begin(j)
+        count(model)()
+        state.begin_anew(visit)
+        count(model)()
+        state.end(j, visit)
+    assert (model.calls, model.outs, model.mean.tolist()) == (1, [1], [1, 1])
+
+
+def told(code: Callable[[Model], None], other: Model, said: Any = print) -> ModuleState:
+    """Let the worker of the last of two stages run code, and tell the other's."""
+    model = Model()
+    last, first = state_of(model, [1], 2, said), state_of(other, [0], 2)
+    for t in range(2):
+        _, changes = run(last, 1, lambda: code(model))
+        first.adopt(t, *packed({0: changes}))
+    return first
+
+
+def test_others_are_told_of_lists_numbers_and_tensors() -> None:
+    def code(model: Model) -> None:
+        count(model)()
+        model.by_name["loss"].append({"loss": torch.ones(2, requires_grad=True) * 2, "n": 0.5})
+        model.scale = torch.full((), float(model.calls))
+        model.text = f"step {model.calls}"
+
+    other = Model()
+    told(code, other)
+    assert (other.calls, other.outs, other.text) == (2, [1, 2], "step 2")
+    assert type(other.by_name) is defaultdict
+    assert [x["n"] for x in other.by_name["loss"]] == [0.5, 0.5]
+    assert not other.by_name["loss"][0]["loss"].requires_grad
+    assert float(other.scale) == 2
+    assert other.notes == ["kept"]
+
+
+@pytest.mark.parametrize("largest", [None, 2])
+def test_queues_and_sets_are_kept_and_told(largest: int | None) -> None:
+    def prepared() -> Model:
+        model = Model()
+        model.queue, model.names = deque(maxlen=largest), {"a"}
+        return model
+
+    def code(model: Model) -> None:
+        model.calls += 1
+        model.queue.append(model.calls)
+        model.names.add(f"n{model.calls}")
+
+    alone, expected = prepared(), prepared()
+    state = state_of(alone, [0, 1], 2)
+    for j in (0, 0, 0, 1, 1, 1):
+        run(state, j, lambda: code(alone))
+    for _ in range(3):
+        code(expected)
+    assert (alone.queue, alone.names) == (expected.queue, expected.names)
+    assert alone.queue.maxlen == largest
+    model, other = prepared(), prepared()
+    last, first = state_of(model, [1], 2), state_of(other, [0], 2)
+    for t in range(3):
+        _, changes = run(last, 1, lambda: code(model))
+        first.adopt(t, *packed({0: changes}))
+    assert (list(other.queue), other.names) == (list(expected.queue), expected.names)
+
+
+def test_messages_of_numbers_have_one_form() -> None:
+    model = Model()
+    state = state_of(model, [0], 1)
+    facts = []
+    for _ in range(3):
+        _, changes = run(state, 0, count(model))
+        facts.append(packed({0: changes})[1])
+    assert facts[0] == facts[1] == facts[2]
+
+
+def test_what_is_large_or_no_data_stays_and_is_named_once() -> None:
+    def code(model: Model) -> None:
+        model.features = torch.zeros(2000)
+        model.lock = open
+        model.thread = iter([])
+
+    said: list[str] = []
+    other = Model()
+    told(code, other, said.append)
+    assert not hasattr(other, "features")
+    assert sorted(text.split()[0] for text in said) == ["self.features,", "self.thread,"]
+
+
+def test_an_attribute_that_two_stages_change_is_refused() -> None:
+    def code(model: Model) -> None:
+        model.outs.append(1)
+        model.outs.append(2)
+
+    other = Model()
+    model = Model()
+    last, first = state_of(model, [1], 2), state_of(other, [0], 2)
+    _, changes = run(last, 1, lambda: code(model))
+    visit = first.begin(0)
+    other.outs.append(1)
+    first.note_own(0, 0, visit)
+    first.end(0, visit)
+    with pytest.raises(StepError, match=r"self.outs is changed .* several stages; allowed: one"):
+        first.adopt(0, *packed({0: changes}))
+
+
+def test_a_number_that_two_stages_set_is_refused() -> None:
+    model = Model()
+    state, region = state_of(model, [1], 2), [0]
+    visit = state.begin(1)
+    with state.noting(training=True, region=lambda: region[0]):
+        model.calls += 1
+        region[0] = 1
+        model.calls += 1
+    with pytest.raises(StepError, match=r"self.calls is changed by training_step"):
+        state.changes(visit, lambda x: x, "training_step")
+    assert type(model) is Model
+
+
+def test_reading_early_what_a_later_stage_changes_is_refused() -> None:
+    other = Model()
+    first = state_of(other, [0], 2)
+    visit = first.begin(0)
+    with first.noting(training=True, region=lambda: 0):
+        assert other.calls == 0
+    first.end(0, visit)
+    last_model = Model()
+    _, changes = run(state_of(last_model, [1], 2), 1, count(last_model))
+    with pytest.raises(StepError, match=r"self.calls is read .* one stage and changed by that of"):
+        first.adopt(0, *packed({0: changes}))
+
+
+def test_a_tensor_changed_in_place_where_stages_share_a_process_is_refused() -> None:
+    model = Model()
+    model.average = torch.zeros(2)
+    state = state_of(model, [0, 1], 2)
+
+    def code() -> None:
+        average: Tensor = model.average
+        average.add_(1)
+
+    with pytest.raises(StepError, match=r"self.average, a tensor, is changed in place"):
+        run(state, 0, code)

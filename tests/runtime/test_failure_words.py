@@ -1,0 +1,44 @@
+from __future__ import annotations
+
+from lightning_cyclic.errors import PeerError, StepError, WaitTimeoutError
+from lightning_cyclic.runtime.failure_words import heard, reason_of, words_of
+from lightning_cyclic.runtime.transport.names import Names
+
+NAMES = Names(1, lambda w: 3 - w, ["a", "b", "node7", "d"])
+
+
+def test_all_that_an_own_error_says_is_told_on_one_line_but_for_the_timetable() -> None:
+    error = StepError("given\n  allowed: this\ndo that\nThe arrow shows it:\nslot 0 1\nw0 0F0 .")
+    assert reason_of(error) == "StepError: given allowed: this do that"
+
+
+def test_of_other_errors_the_first_line_is_told() -> None:
+    assert (
+        reason_of(RuntimeError("\nout of memory\nframe #0: ...")) == "RuntimeError: out of memory"
+    )
+    assert len(reason_of(ValueError("x" * 5000))) < 500
+    assert reason_of(KeyboardInterrupt()) == "KeyboardInterrupt"
+
+
+def test_a_failure_names_the_culprit_first_with_host_and_stages() -> None:
+    NAMES.know_stages({1: (0, 2)})
+    words = words_of(ZeroDivisionError("broken"), NAMES, "in step 12")
+    assert words == (
+        "rank 2 on node7 (stages 0 and 2) failed in step 12: ZeroDivisionError: broken\n"
+        "Look at the log of rank 2."
+    )
+    assert heard(words, Names(3)) == (
+        "rank 2 on node7 (stages 0 and 2) failed in step 12: ZeroDivisionError: broken; "
+        "this rank (3) stopped because of it. Look at the log of rank 2."
+    )
+
+
+def test_what_a_rank_met_in_a_wait_is_told_as_it_is() -> None:
+    error = WaitTimeoutError("rank 2 waited: it did not come in time.\nLook there.\nslot 0\n^")
+    words = words_of(error, NAMES, "in step 12")
+    assert words == "rank 2 waited: it did not come in time.\nLook there."
+    assert words_of(PeerError("gone"), NAMES, "in step 12") == "gone\n"
+    assert heard(words, Names(3), "rank 0 on a", "Look at rank 0.") == (
+        "rank 2 waited: it did not come in time; this rank (3) stopped because of it, and "
+        "waited itself for rank 0 on a. Look at rank 0."
+    )
