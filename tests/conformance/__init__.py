@@ -1,0 +1,1 @@
+"""The conformance matrix: modules and Trainer configurations, under every kind of preset."""

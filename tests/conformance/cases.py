@@ -1,0 +1,242 @@
+"""The rows of the matrix: modules of all kinds, and what a Trainer can be told.
+
+A cell is equal (to the plain Trainer), close (equal to a plain Trainer that keeps the delayed
+rule), or refused, with the pattern that is given here for a preset or for several.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+from lightning.pytorch import Callback
+from lightning.pytorch import callbacks as lc
+
+from lightning_cyclic import GradientNorms
+from tests.conformance import modules as m
+from tests.conformance.harness import FLOWS, PIPELINES, PRESETS, REPLICATED, Case
+from tests.stagewise_modules import CASES as NETWORKS
+
+TIED = r"'shared' does not fit tied="
+MANUAL = r"automatic_optimization is False"
+NO_CHANGE = r"was changed between two steps"
+GRADIENTS = [name for name in PRESETS if name != "cyclic_dp_v1"]  # whose updates are whole
+AUTO = {name: {"stages": "auto"} for name in REPLICATED}
+
+
+def refused(pattern: str, *presets: str | Iterable[str]) -> dict[str, str]:
+    """Return the pattern for each preset."""
+    names = [n for x in presets or [PRESETS] for n in ([x] if isinstance(x, str) else x)]
+    return dict.fromkeys(names, pattern)
+
+
+def _network(name: str) -> Case:
+    case, is_tied = NETWORKS[name], name in ("gpt2", "t5", "whisper", "mamba")
+    return Case(
+        make=partial(case.make, dropout=0.0),
+        data=partial(_batch, name),
+        stages=case.cuts2,
+        refused=refused(TIED, "cyclic_mp") if is_tied else {},
+    )
+
+
+def _batch(name: str, k: int) -> Any:
+    return NETWORKS[name].batch(k, 3)
+
+
+def row(kind: Any, **more: Any) -> Case:
+    """Return the row of a module whose second stage begins with its third layer."""
+    return Case(**{"make": kind, "data": m.vectors, "stages": ["net.2"]} | more)
+
+
+def told(*made: Callable[[], Callback], kind: Any = m.Plain, **flags: Any) -> Case:
+    """Return the row of a module and a Trainer with callbacks and flags.
+
+    Args:
+        *made: make the callbacks.
+        kind: of module.
+        **flags: of the Trainer; or fields of the row.
+    """
+    fields = {"options", "refused", "behind", "num_epochs", "num_steps"} & flags.keys()
+    more = {name: flags.pop(name) for name in fields}
+    return row(kind, flags=partial(_flags, made, flags), validates=True, **more)
+
+
+def _flags(made: Iterable[Callable[[], Callback]], flags: dict[str, Any]) -> dict[str, Any]:
+    return {"callbacks": [make() for make in made]} | flags
+
+
+def totals(trainer: Any, *args: Any) -> list[dict[int, float]]:
+    """Return what callbacks know of the norms of gradients."""
+    return [c.totals for c in trainer.callbacks if isinstance(c, GradientNorms)]
+
+
+def evaluated(trainer: Any, module: Any, batches: Any) -> Any:
+    """Validate, test and predict behind a fit."""
+    found = [trainer.validate(module, batches, verbose=False)]
+    found += trainer.test(module, batches, verbose=False)
+    return [found, trainer.predict(module, batches)]
+
+
+def _nothing(*args: Any) -> None:
+    pass
+
+
+class Reads(Callback):
+    """Reads the norm of all weights where validation and epochs end."""
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        if not trainer.sanity_checking:
+            pl_module.seen.append([float(p.detach().norm()) for p in pl_module.parameters()])
+
+    on_train_end = on_validation_end
+
+
+class Finetuned(lc.BaseFinetuning):
+    """Freezes the first layer, and unfreezes it in the second epoch."""
+
+    def freeze_before_training(self, pl_module: Any) -> None:
+        self.freeze(pl_module.net[0])
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.net[0], optimizer)
+
+
+CASES: dict[str, Case] = {
+    name: _network(name) for name, case in NETWORKS.items() if not case.random
+} | {
+    "plain": row(m.Plain),
+    "outs": row(m.Outputs, validates=True, num_epochs=2),
+    "training outs": row(m.TrainingOutputs, num_epochs=2, own=["outs"]),
+    "counter": row(m.Counter),
+    "moving loss": row(m.MovingLoss, own=["mean"]),
+    "statistics": row(m.HandMadeStatistics),
+    "gives more": row(m.GivesMore),
+    "metrics": row(m.Metrics, validates=True, num_epochs=2),
+    "annealed": row(m.Annealed),
+    "other way": row(m.OtherWay, stages=["net.decoder"], validates=True),
+    "whole in training": row(m.WholeInTraining, stages=["net.decoder"], validates=True),
+    "validation only": row(m.ValidationOnly, validates=True),
+    "teacher": row(m.Teacher, validates=True, refused=refused(TIED, "cyclic_mp")),
+    "reversed validation": row(m.ReversedValidation, validates=True),
+    "direct forward": row(m.DirectForward, options=AUTO),
+    "self.forward": row(m.SelfForward),
+    "twice": row(m.Twice),
+    "skips": row(m.Skips),
+    "auxiliary": row(m.Auxiliary),
+    "shared step": row(m.SharedStep, validates=True),
+    "in place": row(m.InPlace),
+    "frozen beginning": row(m.Frozen),
+    "frozen end": row(m.FrozenEnd, options=AUTO),
+    "tied": row(m.Tied, refused=refused(TIED, "cyclic_mp")),
+    "own parameters": row(m.OwnParameter),
+    "weight norm": row(m.Parametrized),
+    "spectral norm": row(m.SpectralNorm),
+    "batch norm": row(m.Normalised, stages=["net.3"], validates=True),
+    "class weights": row(m.Weighted),
+    "unused": row(m.Unused),
+    "low rank": row(m.LowRankLayers),
+    "low rank at the end": row(m.LowRankAtTheEnd),
+    "embedding": row(m.Sparse, data=m.words, stages=["rnn"]),
+    "sparse embedding": row(
+        m.ReallySparse, data=m.words, stages=["rnn"], refused=refused("sparse")
+    ),
+    "complex": row(m.Complex),
+    "checkpointed": row(m.Checkpointed, stages=["net.1"]),
+    "checkpointed function": row(m.FunctionCheckpointed),
+    "reentrant": row(m.Reentrant, stages=["net.2"], refused=refused("is checkpointed", PIPELINES)),
+    "compiled block": row(m.CompiledBlock),
+    "compiled module": row(m.CompiledModule),
+    "hand-made average": row(m.HandMadeAverage, refused=refused("in the middle of a step", FLOWS)),
+    "clipped weights": row(m.ClippedWeights, refused=refused(NO_CHANGE, REPLICATED, FLOWS)),
+    "own clipping": row(m.OwnClipping),
+    "own scheduling": row(m.OwnScheduling, num_epochs=2),
+    "plateau": row(m.Plateau, validates=True, num_epochs=3),
+    "own optimizer_step": row(m.OwnOptimizerStep),
+    "own zero_grad": row(m.OwnZeroGrad),
+    "own backward": row(m.OwnBackward, refused=refused("runs backwards stage by stage", FLOWS)),
+    "made in setup": row(m.MadeInSetup),
+    "made in configure_model": row(m.MadeInConfigureModel),
+    "skipping": row(m.Skipping, refused=refused("returned None")),
+    "gathers": row(m.Gathers, refused=refused("all_gather waits for all workers")),
+    "norms of gradients": row(
+        m.NormsOfGradients, refused=refused("reads the gradient of", GRADIENTS)
+    ),
+    "manual": row(m.Manual, refused=refused(MANUAL)),
+    "two optimizers": row(m.TwoOptimizers, refused=refused(MANUAL)),
+    "Lion": row(partial(m.With, "Lion")),
+    "schedule-free": row(
+        partial(m.With, "ScheduleFree"), validates=True,
+        refused=refused("exchanges the weights", REPLICATED, FLOWS),
+    ),
+    "Adafactor": row(partial(m.With, "Adafactor", lr=0.1)),
+    "Muon": row(partial(m.With, "Muon", lr=0.01)),
+    "Adam, foreach": row(partial(m.With, "Adam", lr=0.05, foreach=True)),
+    "AdamW, fused": row(partial(m.With, "AdamW", lr=0.05, fused=True)),
+    "RMSprop": row(partial(m.With, "RMSprop", lr=0.01)),
+    "LBFGS": row(partial(m.With, "LBFGS"), refused=refused("LBFGS couples")),
+    "groups": row(m.Groups),
+    "gpt2 checkpointed": row(
+        partial(m.LanguageModel, checkpointing=True), data=m.words,
+        stages=["model.transformer.h.1"], refused=refused(TIED, "cyclic_mp"),
+    ),
+    "gpt2 with LoRA": row(
+        partial(m.LanguageModel, lora=True), data=m.words,
+        stages=["model.base_model.model.transformer.h.1"],
+    ),
+    "gpt2 generating": row(
+        m.Generating, data=m.words, stages=["model.transformer.h.1"], validates=True,
+        refused=refused(TIED, "cyclic_mp"),
+    ),
+    # ------------------------------------------------------------------ the Trainer
+    "accumulated": told(
+        accumulate_grad_batches=2, num_steps=2, refused=refused("accumulate_grad", FLOWS)
+    ),
+    "clipped by value": told(gradient_clip_val=0.05, gradient_clip_algorithm="value"),
+    "clipped by the norm of all": told(
+        gradient_clip_val=0.1, options={"": {"clip": "global"}},
+        refused=refused("would make every stage wait", "cyclic_pipeline", "cyclic_mp"),
+    ),
+    "bf16-mixed": told(precision="bf16-mixed"),
+    "bf16-true": told(precision="bf16-true"),
+    "64-true": told(precision="64-true"),
+    "validated in mid epoch": told(Reads, val_check_interval=2),
+    "validated every other epoch": told(check_val_every_n_epoch=2, num_epochs=2),
+    "without a sanity check": told(num_sanity_val_steps=0, kind=m.SharedStep),
+    "another way, without a sanity check": told(
+        num_sanity_val_steps=0, kind=m.ReversedValidation
+    ),
+    "read in hooks": told(Reads),
+    "detect_anomaly": told(detect_anomaly=True),
+    "deterministic": told(deterministic=True),
+    "simple profiler": told(profiler="simple"),
+    "without inference mode": told(inference_mode=False),
+    "evaluated behind": told(behind=evaluated),
+    "evaluated behind, another way": told(behind=evaluated, kind=m.ReversedValidation),
+    "max_steps": told(max_steps=3, num_steps=3),
+    "limited batches": told(limit_val_batches=1),
+    "synchronised BatchNorm": told(sync_batchnorm=True, refused=refused("sync_batchnorm")),
+    "early stopping": told(partial(lc.EarlyStopping, "val_loss", patience=5)),
+    "rate monitor": told(partial(lc.LearningRateMonitor, "step"), logger=True),
+    "lambda callback": told(partial(lc.LambdaCallback, on_fit_end=_nothing)),
+    "timer": told(partial(lc.Timer, "00:01:00:00")),
+    "pruning": told(
+        partial(lc.ModelPruning, "l1_unstructured", amount=0.5), refused=refused("ModelPruning")
+    ),
+    "fine-tuning": told(
+        Finetuned, kind=m.Unfreezing, num_epochs=2,
+        refused=refused("was unfrozen between", REPLICATED, FLOWS),
+    ),
+    "stochastic averages": told(
+        partial(lc.StochasticWeightAveraging, 0.01), num_epochs=2,
+        refused=refused("StochasticWeightAveraging copies", PIPELINES),
+    ),
+    "gradient norms": told(partial(GradientNorms, 1), behind=totals, num_epochs=2),
+    "device statistics": told(lc.DeviceStatsMonitor, logger=True),
+}  # fmt: skip
+if hasattr(lc, "EMAWeightAveraging"):  # from Lightning 2.6 on
+    CASES["averaged weights"] = told(
+        lc.EMAWeightAveraging, refused=refused("EMAWeightAveraging copies", PIPELINES)
+    )
