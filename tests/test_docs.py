@@ -1,0 +1,358 @@
+"""What README and docs/ say is so: commands run, code runs, links, names and messages exist."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import re
+import shlex
+import sys
+import tomllib
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import yaml
+from hydra import compose, initialize_config_dir
+
+from lightning_cyclic import PRESETS
+from lightning_cyclic import __all__ as public_names
+from lightning_cyclic.cli.main import _parser, main
+from lightning_cyclic.plan.actions import Payload
+from lightning_cyclic.plan.presets import AXES
+from lightning_cyclic.plugin.checks import RUNNABLE
+from tests.commands import Command, Commands
+
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+DOCS = ROOT / "docs"
+PAGES = [README, *sorted(DOCS.glob("*.md"))]
+MOST_LINES = 150
+FIRST_COMMANDS = """\
+    python3.11 -m venv .venv
+    .venv/bin/pip install -c constraints.txt -e '.[recipes,cli,test]'
+    .venv/bin/python recipes/train.py
+    .venv/bin/python -m pytest
+"""
+# what a reader has of their own before they paste the lines of README
+BEFORE = """\
+import torch
+from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
+from torch import nn
+
+
+class Model(BoringModel):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Sequential(nn.Linear(32, 8), nn.Tanh(), nn.Linear(8, 2))
+        self.example_input_array = torch.zeros(8, 32)
+
+    def on_train_epoch_end(self):
+        self.trainer.should_stop = True  # a thousand epochs are too many here
+
+
+model, datamodule = Model(), BoringDataModule()
+"""
+BEHIND = """
+assert trainer.strategy.plan.preset == "cyclic_dp", trainer.strategy.plan
+assert trainer.global_step == 32, trainer.global_step
+print("rank", trainer.global_rank, "has trained")
+"""
+
+
+class Block(NamedTuple):
+    """Hold a block of code of a page."""
+
+    page: str
+    language: str
+    text: str
+
+
+def read(page: Path) -> str:
+    return page.read_text(encoding="utf-8")
+
+
+def fenced(page: Path) -> list[Block]:
+    found = re.findall(r"^ *```(\w*)\n(.*?)^ *```$", read(page), flags=re.M | re.S)
+    return [Block(page.name, language, text) for language, text in found]
+
+
+BLOCKS = [block for page in PAGES for block in fenced(page)]
+
+
+def commands(program: str) -> Iterator[tuple[str, str]]:
+    """Yield page and arguments of each command for a program, long lines put together."""
+    for block in BLOCKS:
+        if block.language not in ("bash", "console"):
+            continue
+        for line in block.text.replace("\\\n", " ").splitlines():
+            typed = line.removeprefix("$ ")
+            if block.language == "console" and typed == line:
+                continue  # what the command printed
+            for start in (program, f"python {program}", f".venv/bin/python {program}"):
+                if f"{typed.strip()} ".startswith(f"{start} "):
+                    yield block.page, typed.strip().removeprefix(start).partition(" #")[0].strip()
+
+
+def cyclic_commands(*pages: str) -> list[str]:
+    found = [text for page, text in commands("lightning-cyclic") if page in (pages or {page})]
+    return list(dict.fromkeys(found))
+
+
+# ---------------------------------------------------------------------- README
+
+
+def test_readme_is_short():
+    assert len(read(README).splitlines()) <= MOST_LINES
+
+
+def test_readme_has_the_first_commands_in_order():
+    indented = re.findall(r"^    \S.*\n", read(README), flags=re.M)
+    assert "".join(indented) == FIRST_COMMANDS
+
+
+def test_what_the_first_commands_name_exists():
+    given = tomllib.loads(read(ROOT / "pyproject.toml"))["project"]["optional-dependencies"]
+    named = re.search(r"\[([\w,]+)\]", FIRST_COMMANDS)
+    assert named
+    assert set(named[1].split(",")) <= set(given)
+    assert (ROOT / "constraints.txt").exists()
+    assert (ROOT / "recipes" / "train.py").exists()
+
+
+@pytest.mark.multi
+def test_python_of_readme_trains(tmp_path):
+    (code,) = [block.text for block in fenced(README) if block.language == "python"]
+    assert len([line for line in code.splitlines() if line.strip()]) == 4
+    script = tmp_path / "script.py"
+    script.write_text(BEFORE + code + BEHIND)
+    env = {"GLOO_SOCKET_IFNAME": "lo"}
+    command = Command(arguments=[sys.executable, str(script)], env=env, folder=tmp_path)
+    with Commands({"readme": command}) as running:
+        output = running.output("readme")
+    assert "rank 0 has trained" in output
+    assert "rank 1 has trained" in output
+
+
+@pytest.mark.parametrize("text", cyclic_commands("README.md"))
+def test_command_of_readme_runs(text, tmp_path, monkeypatch, capsys):
+    arguments = shlex.split(text)
+    if arguments[0] == "selftest":  # half a minute: tests/cli/test_selftest.py runs it
+        assert _parser().parse_args(arguments).preset == []
+        return
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "100")
+    Path("model.py").write_text(BEFORE)
+    status = main(arguments)
+    out, err = capsys.readouterr()
+    assert (status, err) == (0, "")
+    assert len(out.splitlines()) >= 5
+
+
+def test_readme_runs_every_command_there_is():
+    (subcommands,) = [a.choices for a in _parser()._actions if isinstance(a.choices, dict)]
+    assert {text.split()[0] for text in cyclic_commands("README.md")} == set(subcommands)
+
+
+# ---------------------------------------------------------------------- commands in docs/
+
+
+@pytest.mark.parametrize("text", cyclic_commands())
+def test_command_is_understood(text):
+    _parser().parse_args(shlex.split(text))  # PlanError, if it is not
+
+
+SHOWN = [
+    (text.partition("\n")[0].removeprefix("$ lightning-cyclic "), text.partition("\n")[2])
+    for _, language, text in BLOCKS
+    if language == "console" and re.match(r"\$ lightning-cyclic (draw|simulate) ", text)
+]
+
+
+@pytest.mark.parametrize(("text", "shown"), SHOWN)
+def test_output_is_what_the_page_shows(text, shown, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    assert main(shlex.split(text)) == 0
+    assert lines_of(capsys.readouterr().out) == lines_of(shown)
+
+
+def lines_of(text: str) -> list[str]:
+    return [line.rstrip() for line in text.strip().splitlines()]
+
+
+def test_outputs_are_shown():
+    assert {text.split()[0] for text, _ in SHOWN} == {"draw", "simulate"}
+
+
+RECIPES = [
+    text
+    for program in ("recipes/train.py", "recipes/evaluate.py")
+    for _, text in commands(program)
+    if "-m" not in shlex.split(text) and "=NAME" not in text  # sweeps and blanks
+]
+
+
+@pytest.mark.parametrize("text", dict.fromkeys(RECIPES))
+def test_recipe_composes(text):
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        compose("config", shlex.split(text))
+
+
+def test_recipes_page_names_every_choice():
+    text = read(DOCS / "recipes.md")
+    names = [p.stem for p in (ROOT / "conf").glob("*/*.yaml") if not p.stem.startswith("_")]
+    assert len(names) > 40
+    assert [name for name in names if f"`{name}`" not in text] == []
+
+
+# ---------------------------------------------------------------------- links and paths
+
+
+def prose(page: Path) -> str:
+    return re.sub(r"^ *```.*?^ *```$", "", read(page), flags=re.M | re.S)
+
+
+LINKS = [
+    (page, target)
+    for page in PAGES
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose(page))
+    if not re.match(r"https?://", target)
+]
+
+
+@pytest.mark.parametrize(
+    ("page", "target"), LINKS, ids=lambda x: x.name if isinstance(x, Path) else x
+)
+def test_link_points_at_something(page, target):
+    path, _, anchor = target.partition("#")
+    linked = page.parent / path if path else page
+    assert linked.exists()
+    if anchor:
+        assert anchor in anchors(linked)
+
+
+@cache
+def anchors(page: Path) -> set[str]:
+    titles = re.findall(r"^#+ (.*)$", prose(page), flags=re.M)
+    return {re.sub(r"\s", "-", re.sub(r"[^\w\s-]", "", title.lower())) for title in titles}
+
+
+def test_paths_in_backticks_exist():
+    folders = "lightning_cyclic|benchmarks|tests|conf|recipes|docs"
+    named = {
+        (page.name, path)
+        for page in PAGES
+        for path in re.findall(rf"`((?:{folders})/[\w./]*)`", prose(page))
+    }
+    assert len(named) > 10
+    assert sorted((page, path) for page, path in named if not (ROOT / path).exists()) == []
+
+
+def test_every_page_is_in_the_menu():
+    config = yaml.safe_load(read(ROOT / "mkdocs.yml"))
+    assert sorted(menu(config["nav"])) == sorted(page.name for page in DOCS.glob("*.md"))
+
+
+def menu(entry: Any) -> list[str]:
+    if isinstance(entry, str):
+        return [entry]
+    below = entry.values() if isinstance(entry, dict) else entry
+    return [page for each in below for page in menu(each)]
+
+
+# ---------------------------------------------------------------------- names and messages
+
+
+@pytest.mark.parametrize("name", [*PRESETS, "cyclic_auto"])
+def test_preset_is_documented(name):
+    rows = re.findall(r"^\| `(\w+)` \|", read(DOCS / "presets.md"), flags=re.M)
+    assert name in rows or (name not in PRESETS and f"`{name}`" in read(DOCS / "presets.md"))
+
+
+def test_readme_names_the_presets_that_train():
+    named = set(re.findall(r"`(\w+)`", read(README)))
+    assert set(RUNNABLE) <= named
+    assert "cyclic_zero" not in named
+
+
+def test_values_of_axes_are_documented():
+    text = read(DOCS / "presets.md")
+    assert [v for axis in AXES.values() for v in axis if f"`{v}`" not in text] == []
+
+
+def test_letters_of_messages_are_in_the_glossary():
+    rows = re.findall(r"^\| ([A-Z](?:, [A-Z])*) \|", read(DOCS / "glossary.md"), flags=re.M)
+    assert sorted(x for row in rows for x in row.split(", ")) == sorted(Payload)
+
+
+def test_every_error_is_documented():
+    page, api = read(DOCS / "errors.md"), read(DOCS / "api.md")
+    errors = [name for name in public_names if name.endswith("Error")]
+    assert len(errors) == 8
+    assert [name for name in errors if f"| `{name}` |" not in page] == []
+    assert [name for name in errors if f"::: lightning_cyclic.errors.{name}\n" not in api] == []
+
+
+@pytest.mark.parametrize(
+    "quoted", re.findall(r"^`([^`]+)`$", read(DOCS / "errors.md"), flags=re.M)
+)
+def test_message_is_raised_somewhere(quoted):
+    assert any(plain(quoted) in message for message in messages())
+
+
+def test_every_message_quoted_is_explained():
+    found = re.findall(r"^((?:`[^`]+`\n)+)(:   )?", read(DOCS / "errors.md"), flags=re.M)
+    assert len(found) > 80
+    assert [terms for terms, text in found if not text] == []
+
+
+@cache
+def messages() -> list[str]:
+    """Return every text of the package's source, with an ellipsis where something is put in."""
+    found = []
+    for path in (ROOT / "lightning_cyclic").rglob("*.py"):
+        for node in ast.walk(ast.parse(read(path))):
+            if isinstance(node, ast.JoinedStr | ast.BinOp | ast.Constant):
+                found.append(plain(text_of(node)))
+    return found
+
+
+def text_of(node: ast.AST) -> str:
+    if isinstance(node, ast.Constant):
+        return str(node.value)
+    if isinstance(node, ast.JoinedStr):
+        return "".join(map(text_of, node.values))
+    if isinstance(node, ast.BinOp):
+        return text_of(node.left) + text_of(node.right)
+    return "…"
+
+
+def plain(text: str) -> str:
+    return re.sub(r"'?…'?", "…", text)
+
+
+# ---------------------------------------------------------------------- pictures
+
+
+def pictures() -> Any:
+    spec = importlib.util.spec_from_file_location("make_pictures", DOCS / "make_pictures.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_pictures_are_those_of_the_plans(tmp_path):
+    pictures().main(tmp_path)
+    made = {path.name: read(path) for path in tmp_path.iterdir()}
+    assert len(made) == 7
+    stale = [name for name, text in made.items() if read(DOCS / "images" / name) != text]
+    assert stale == [], "run: python docs/make_pictures.py"
+
+
+def test_every_picture_is_shown():
+    shown = {name for page in PAGES for name in re.findall(r"images/([\w.]+)\)", read(page))}
+    assert shown == {path.name for path in (DOCS / "images").iterdir()}
