@@ -29,9 +29,10 @@ from lightning_cyclic.plugin.clipping import clip_mode, decides_together, may_cl
 from lightning_cyclic.plugin.deferred_update import DeferredUpdates
 from lightning_cyclic.plugin.future_rates import Outlook
 from lightning_cyclic.plugin.options import Options
-from lightning_cyclic.plugin.pipeline import PipelineTraining, positional
+from lightning_cyclic.plugin.pipeline import PipelineTraining
 from lightning_cyclic.plugin.prediction import Predictor
 from lightning_cyclic.plugin.reductions import HeldReductions
+from lightning_cyclic.plugin.step_arguments import StepArguments
 from lightning_cyclic.plugin.summaries import StepOutcome
 from lightning_cyclic.plugin.surrogate_loss import stand_in
 from lightning_cyclic.plugin.training import Closure, Own, epoch_ends
@@ -151,10 +152,10 @@ class AsynchronousPipelineTraining(PipelineTraining):
     def training_step(self, own: Own, *args: Any, **kwargs: Any) -> Any:
         """Do what the program has for this batch; return a stand-in of the newest known loss."""
         self._guard.check()
-        session, (batch, *rest) = self._session, positional(args, kwargs)
+        session, given = self._session, StepArguments(args, kwargs)
         if self._stop is not None:
             self._stop.tell()
-        call = self._caller("training_step", "train_step_context", rest)
+        call = self._caller("training_step", "train_step_context", given)
 
         def summarise(sizes: list[int]) -> Summarise:
             return lambda outcomes: self._summaries.of_step(
@@ -162,9 +163,9 @@ class AsynchronousPipelineTraining(PipelineTraining):
             )
 
         with self._summaries.held():
-            session.find_stages(batch, call)
+            session.find_stages(given.batch, call)
             self._tell_stages()
-            session.train(batch, call, summarise)
+            session.train(given.batch, call, summarise)
             if self._latest is None or epoch_ends(self._trainer):
                 self._finish()  # so that every worker knows a loss
         self._read()

@@ -13,9 +13,9 @@ from lightning.pytorch import Trainer
 from torch import nn
 
 from lightning_cyclic.runtime.messages import Message
-from lightning_cyclic.runtime.partial_step.call_router import is_metric
 from lightning_cyclic.runtime.partial_step.session import StagewiseSession
 from lightning_cyclic.runtime.partial_step.side_effects import state_of
+from lightning_cyclic.runtime.stages.evidence import is_metric
 from lightning_cyclic.runtime.values.plain import decode, encode
 
 _SYNCING = ("sync_on_compute", "_to_sync", "dist_sync_on_step")

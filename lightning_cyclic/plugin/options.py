@@ -146,6 +146,12 @@ class Options:
         return plan.num_stages > 1 or plan.num_micro > 1 or not self.trains_plainly
 
     @property
+    def is_one_stage(self) -> bool:
+        """Say whether one worker has all of the module in one stage, and only its batch is cut."""
+        is_bounded = self.memory_limit_bytes is not None
+        return self.num_workers == 1 and not is_bounded and self.expected_stages(None) == 1
+
+    @property
     def flows(self) -> bool:
         """Say whether steps of a pipeline begin before those ahead of them have ended."""
         return self._probe().flows

@@ -34,9 +34,8 @@ from lightning_cyclic.plugin.pipeline_session import (
     state_per_param,
 )
 from lightning_cyclic.plugin.reductions import HeldReductions
-from lightning_cyclic.plugin.stop_signal import (
-    StopBoard,
-)
+from lightning_cyclic.plugin.step_arguments import StepArguments
+from lightning_cyclic.plugin.stop_signal import StopBoard
 from lightning_cyclic.plugin.summaries import Summaries
 from lightning_cyclic.plugin.training import AbstractTraining, Own
 from lightning_cyclic.runtime.agreement import require_same_number
@@ -129,26 +128,30 @@ class PipelineTraining(AbstractTraining):
         """Run the module's validation step, stage by stage once the stages are apart."""
         fitting = self._trainer.state.fn == TrainerFn.FITTING
         if fitting and self._session.cuts is None:  # no step yet: the module is whole everywhere
-            batch, *rest = positional(args, kwargs)
-            kind = _kind("validation_step", rest)
-            call = self._caller("validation_step", "val_step_context", rest)
+            given = StepArguments(args, kwargs)
+            call = self._caller("validation_step", "val_step_context", given)
             with self._summaries.held():
-                self._session.ways.look(kind, lambda: call(map_tensors(torch.clone, batch)))
-            return self._summaries.tell_whole(lambda: own(*args, **kwargs))
-        return self._evaluate("validation_step", "val_step_context", *positional(args, kwargs))
+                self._session.ways.look(
+                    given.kind("validation_step"),
+                    lambda: call(map_tensors(torch.clone, given.batch)),
+                )
+            return self._summaries.tell_whole(lambda: call(given.batch))
+        return self._evaluate("validation_step", "val_step_context", args, kwargs)
 
     def test_step(self, own: Own, *args: Any, **kwargs: Any) -> Any:
         """Run the module's test step, stage by stage."""
-        return self._evaluate("test_step", "test_step_context", *positional(args, kwargs))
+        return self._evaluate("test_step", "test_step_context", args, kwargs)
 
     def predict_step(self, own: Own, *args: Any, **kwargs: Any) -> Any:
         """Run the module's predict step, stage by stage."""
-        return self._evaluate("predict_step", "predict_step_context", *positional(args, kwargs))
+        return self._evaluate("predict_step", "predict_step_context", args, kwargs)
 
-    def _evaluate(self, kind: str, context: str, batch: Any, *rest: Any) -> Any:
+    def _evaluate(
+        self, step: str, context: str, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
         """Run a step of evaluation on the whole batch; the output everywhere."""
-        session = self._session
-        call, kind = self._caller(kind, context, rest), _kind(kind, rest)
+        session, given = self._session, StepArguments(args, kwargs)
+        call, kind, batch = self._caller(step, context, given), given.kind(step), given.batch
         is_whole = session.group is None or self._has_no_way  # one process has the whole module
         if is_whole or not self._finds_stages(batch, call, kind):
             return self._summaries.tell_whole(lambda: call(batch))
@@ -172,14 +175,14 @@ class PipelineTraining(AbstractTraining):
             rank_zero_info(f"Every rank runs {kind} whole: {error}")
         return not self._has_no_way
 
-    def _caller(self, kind: str, context: str, rest: Sequence[Any]) -> Callable[[Any], Any]:
+    def _caller(self, kind: str, context: str, given: StepArguments) -> Callable[[Any], Any]:
         """Return what runs the user's step on a batch, in the precision plugin's context."""
         step = getattr(self._module, kind)
         make_context = getattr(self._trainer.precision_plugin, context)
 
         def call(batch: Any) -> Any:
             with make_context():
-                return step(batch, *rest)
+                return step(*given.around(batch))
 
         return call
 
@@ -274,14 +277,3 @@ _WRITES = ("write_on_batch_end", "write_on_epoch_end")  # of a BasePredictionWri
 
 def _write_nothing(*args: Any, **kwargs: Any) -> None:
     """Leave writing to the worker that does it for all."""
-
-
-def _kind(step: str, rest: Sequence[Any]) -> str:
-    """Return the name of a step on one of several loaders; ``rest`` is behind the batch."""
-    number = rest[1] if len(rest) > 1 else 0
-    return f"{step} on dataloader {number}" if number else step
-
-
-def positional(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return a step's arguments as Lightning gives them: the batch first."""
-    return (*args, *kwargs.values())

@@ -18,7 +18,7 @@ from lightning_cyclic.runtime.partial_step.config import StagewiseConfig
 from lightning_cyclic.runtime.partial_step.ranks import rank_of
 from lightning_cyclic.runtime.partial_step.session import StagewiseSession
 from lightning_cyclic.runtime.stages.branches import faster_order
-from lightning_cyclic.runtime.stages.cuts import Cuts, choose_cuts
+from lightning_cyclic.runtime.stages.cuts import Cuts, choose_cuts, whole
 from lightning_cyclic.runtime.stages.demands import Demands
 from lightning_cyclic.runtime.stages.evidence import Survey
 from lightning_cyclic.runtime.stages.report import report
@@ -45,6 +45,8 @@ class CutFinder:
     def find(self, module: nn.Module, step: Callable[[], Any]) -> Cuts:
         """Choose cuts for a module by a run of its whole step."""
         options = self._options
+        if options.is_one_stage:
+            return whole(module)  # without a run that users would see in their hooks and counts
         self._survey = survey(module, step, clock=options.clock)
         stages = options.stages
         if isinstance(stages, str):

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from lightning_cyclic.errors import StepError
 from lightning_cyclic.plugin.outputs import weights_for
-from lightning_cyclic.runtime.partial_step.call_router import is_metric
+from lightning_cyclic.runtime.stages.evidence import is_metric
 from lightning_cyclic.runtime.values.plain import decode_leaf, encode_leaf
 
 Log = tuple[str, Any, dict[str, Any]]  # name, value, further arguments of self.log

@@ -21,8 +21,9 @@ from lightning_cyclic.plan import Plan
 from lightning_cyclic.plugin.checks import check_no_scaler
 from lightning_cyclic.plugin.clipping import clip_mode, clip_stages, may_clip_by_norm
 from lightning_cyclic.plugin.options import Options
-from lightning_cyclic.plugin.pipeline import PipelineTraining, positional
+from lightning_cyclic.plugin.pipeline import PipelineTraining
 from lightning_cyclic.plugin.reductions import HeldReductions
+from lightning_cyclic.plugin.step_arguments import StepArguments
 from lightning_cyclic.plugin.surrogate_loss import Surrogates
 from lightning_cyclic.plugin.training import Closure, Own
 from lightning_cyclic.runtime.late_values import LateValues
@@ -58,20 +59,20 @@ class SynchronousPipelineTraining(PipelineTraining):
     @override
     def training_step(self, own: Own, *args: Any, **kwargs: Any) -> Any:
         """Run a step, and return the surrogate of its loss."""
-        session, (batch, *rest) = self._session, positional(args, kwargs)
+        session, given = self._session, StepArguments(args, kwargs)
         if self._stop is not None:
             self._stop.tell()
-        call = self._caller("training_step", "train_step_context", rest)
+        call = self._caller("training_step", "train_step_context", given)
 
         def summarise(sizes: list[int]) -> Summarise:
             return lambda outcomes: self._summaries.of_step(outcomes, sizes, stops=self._asked())
 
         with self._summaries.held():
-            session.find_stages(batch, call)
+            session.find_stages(given.batch, call)
         self._tell_stages()
         with self._surrogates.collecting(session.ownership.own), self._summaries.held():
             session.train(
-                batch,
+                given.batch,
                 call,
                 summarise,
                 accumulate=self._surrogates.batches_per_update,

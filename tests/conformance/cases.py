@@ -108,6 +108,7 @@ CASES: dict[str, Case] = {
     name: _network(name) for name, case in NETWORKS.items() if not case.random
 } | {
     "plain": row(m.Plain),
+    "dataloader_iter": row(m.TakesBatches, validates=True, reference=m.Plain),
     "outs": row(m.Outputs, validates=True, num_epochs=2),
     "training outs": row(m.TrainingOutputs, num_epochs=2, own=["outs"]),
     "counter": row(m.Counter),

@@ -52,6 +52,8 @@ class Case:
         num_epochs: of the fit.
         num_steps: of the fit, where it is not that of all batches.
         own: names of attributes of the module that each replicated worker has for itself.
+        reference: makes the module of the reference, where Lightning cannot accumulate the
+            other. [the same]
         refused: preset -> pattern of the text of the error by which all ranks refuse it.
     """
 
@@ -65,6 +67,7 @@ class Case:
     num_epochs: int = 1
     num_steps: int | None = None
     own: Sequence[str] = ()
+    reference: Callable[[], LightningModule] | None = None
     refused: Mapping[str, str] = field(default_factory=dict)
 
     def strategy(self, preset: str) -> dict[str, Any]:
@@ -203,7 +206,8 @@ def fit(name: str, preset: str | None, stage_of: Mapping[str, int], rule: str) -
         "auto" if preset is None else case.strategy(preset),
         max_epochs=case.num_epochs, callbacks=callbacks, **flags,
     )  # fmt: skip
-    module = case.make()
+    make = case.make if preset or case.reference is None else case.reference
+    module = make()
     valid = evaluation_batches(case) if case.validates else None
     trainer.fit(module, loader(case, preset, order), valid)
     outcome = {

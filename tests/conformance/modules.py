@@ -66,6 +66,22 @@ class Plain(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
 
+class TakesBatches(Plain):
+    """Takes its batches from the loader itself, through ``dataloader_iter``."""
+
+    def training_step(self, dataloader_iter: Any) -> Any:  # type: ignore[override]
+        return self.loss(dataloader_iter, "train_loss")
+
+    def validation_step(self, dataloader_iter: Any) -> Any:  # type: ignore[override]
+        self.loss(dataloader_iter, "val_loss")
+
+    def loss(self, dataloader_iter: Any, name: str) -> Tensor:
+        (x, y), _, _ = next(dataloader_iter)
+        loss = F.cross_entropy(self(x), y)
+        self.log(name, loss, batch_size=len(x))
+        return loss
+
+
 # ---------------------------------------------------------------------- state on the module
 
 

@@ -22,6 +22,7 @@ from lightning_cyclic.runtime.partial_step.watch import Watch
 if TYPE_CHECKING:
     from lightning_cyclic.runtime.partial_step.run import Run
     from lightning_cyclic.runtime.stages.cuts import Cuts
+from lightning_cyclic.runtime.stages.evidence import is_metric
 
 _CALL = "forward"  # inside hooks, which run whether the forward is skipped or not
 
@@ -129,14 +130,6 @@ class CallRouter:
             return run.call(unit, original, args, kwargs)
 
         return call
-
-
-def is_metric(module: nn.Module) -> bool:
-    """Say whether a module is a torchmetrics metric, without importing torchmetrics."""
-    return any(
-        c.__name__ == "Metric" and c.__module__.startswith("torchmetrics")
-        for c in type(module).__mro__
-    )
 
 
 def _stages_of_units(module: nn.Module, cuts: Cuts) -> dict[str, tuple[int, ...]]:

@@ -11,10 +11,12 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
+from torch import nn
+
 from lightning_cyclic.errors import PlanError
 from lightning_cyclic.runtime.stages.best_places import best_places
 from lightning_cyclic.runtime.stages.demands import Demands
-from lightning_cyclic.runtime.stages.evidence import Survey, Use
+from lightning_cyclic.runtime.stages.evidence import Survey, Use, is_metric
 from lightning_cyclic.runtime.stages.named_places import named_places
 from lightning_cyclic.runtime.stages.places import Balance, CutPoints, Place, split_by
 
@@ -90,6 +92,20 @@ class Cuts:
             metrics=dict(data["metrics"]),
             repeated=frozenset(data.get("repeated", ())),  # older checkpoints lack it
         )
+
+
+def whole(module: nn.Module) -> Cuts:
+    """Return the one stage of a module that nobody looked into: what can change, does."""
+    buffers = tuple(name for name, _ in module.named_buffers())
+    return Cuts(
+        starts=(),
+        split=frozenset(),
+        parameters=(tuple(name for name, _ in module.named_parameters()),),
+        tied={},
+        buffers=(buffers,),
+        changed=frozenset(buffers),
+        metrics={path: 0 for path, m in module.named_modules() if is_metric(m)},
+    )
 
 
 def choose_cuts(

@@ -232,3 +232,11 @@ def _times(run: Survey) -> dict[int, int]:
 
 def _order(run: Survey) -> list[tuple[str, int, int]]:
     return [(c.path, c.begin, c.end) for c in run.calls]
+
+
+def is_metric(module: object) -> bool:
+    """Say whether a module is a torchmetrics metric, without importing torchmetrics."""
+    return any(
+        c.__name__ == "Metric" and c.__module__.startswith("torchmetrics")
+        for c in type(module).__mro__
+    )

@@ -25,7 +25,6 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_cyclic.runtime.compiled import is_compiled, uncompiled
-from lightning_cyclic.runtime.partial_step.call_router import is_metric
 from lightning_cyclic.runtime.partial_step.ghosts import reads_metadata
 from lightning_cyclic.runtime.stages.clocks import AbstractClock, CountedClock, MeasuredClock
 from lightning_cyclic.runtime.stages.evidence import (
@@ -37,6 +36,7 @@ from lightning_cyclic.runtime.stages.evidence import (
     Line,
     Survey,
     Use,
+    is_metric,
     quietest,
 )
 from lightning_cyclic.runtime.stages.ledger import (

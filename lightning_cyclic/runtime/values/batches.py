@@ -19,9 +19,8 @@ def refuse_iterators(batch: Any) -> None:
     """
     if isinstance(batch, Iterator):
         raise StepError(
-            "a step takes dataloader_iter, from which it would draw a batch on every stage; "
-            "allowed: steps that are given their batch; use training_step(self, batch, "
-            "batch_idx)"
+            f"a batch is an iterator ({type(batch).__name__}), from which every stage would take "
+            "for itself; allowed: batches of tensors; use list(...) where the batch is made"
         )
 
 
