@@ -347,6 +347,8 @@ class CyclicStrategy(DDPStrategy):
         super().connect(model)
         if self._auto is None and _kind_of_training(self._options, fitting=True) is None:
             return
+        if model._trainer is None:  # whoever connects by hand runs no loop
+            return
         callbacks: list[Any] = model.trainer.callbacks  # type: ignore[attr-defined]
         if not any(isinstance(callback, DrainCallback) for callback in callbacks):
             callbacks.insert(0, DrainCallback(self._get_training, self._fail))

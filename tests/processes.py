@@ -70,6 +70,7 @@ EXPECTED_WARNINGS = [
     r"barrier\(\): using the device under current context",
     r"`is_gradient_checkpointing` is deprecated",
     r"Couldn't infer the batch indices fetched from your dataloader",
+    r"`training_step` returned `None`",
     r"(You are using the|Found) `dataloader_iter`",
     r"The \.grad attribute of a Tensor that is not a leaf",  # torch.compile, of its inputs
 ]

@@ -171,6 +171,7 @@ class AsynchronousPipelineTraining(PipelineTraining):
         self._read()
         self._guard.note()
         assert self._latest is not None
+        assert self._latest.loss is not None  # a step without one is refused where steps flow
         surrogate = stand_in(self._latest.loss)
         returned = self._latest.returned
         return {"loss": surrogate, **returned} if returned else surrogate

@@ -32,7 +32,7 @@ def further_outputs(outputs: Sequence[Any], sizes: Sequence[int]) -> dict[str, A
         >>> further_outputs(outputs, [2, 1])
         {'y': tensor([1., 1., 1.])}
     """
-    if not all(isinstance(output, Mapping) for output in outputs):
+    if not outputs or not all(isinstance(output, Mapping) for output in outputs):
         return {}
     names = [n for n in outputs[0] if n != "loss" and all(n in output for output in outputs)]
     return {n: _together([output[n] for output in outputs], sizes) for n in names}

@@ -156,6 +156,7 @@ def make_session(
         width=options.width,
         remat=options.remat,
         seed=agreed_seed(),
+        is_one_stage=options.is_one_stage and plan.weights == "sync",
         expected_stages=plan.num_stages,
         memory_limit_bytes=options.memory_limit_bytes,
         say=rank_zero_info,

@@ -30,14 +30,15 @@ class StepOutcome(NamedTuple):
     """Hold what every worker is told of a training step.
 
     Args:
-        loss: mean over the samples of the batch, shape ().
+        loss: mean over the samples of the batch, shape (); None if the step gave none for any of
+            its micro-batches.
         returned: what the step returned besides the loss.
         records: what it logged.
         stops: 0 if no worker of the replica was asked to stop; where steps flow, else the step
             before which all do.
     """
 
-    loss: Tensor
+    loss: Tensor | None
     returned: dict[str, Any]
     records: list[Record]
     stops: int
@@ -84,19 +85,26 @@ class Summaries:
         Raises:
             StepError: a loss that is not finite, or a value that cannot be sent.
         """
-        loss = weighted_mean([loss_of(x.output).detach().reshape(()) for x in outcomes], sizes)
-        if self.refuses_overflow:
-            self._session.losses.put(loss, partial(self._check_finite, self._session.t))
+        given = [(x.output, n) for x, n in zip(outcomes, sizes, strict=True)]
+        given = [(output, n) for output, n in given if output is not None]  # None: skipped
+        outputs, of_given = [output for output, _ in given], [n for _, n in given]
+        losses = [loss_of(output).detach().reshape(()) for output in outputs]
+        mean = [weighted_mean(losses, of_given)] if losses else []
+        if self.refuses_overflow and mean:
+            self._session.losses.put(mean[0], partial(self._check_finite, self._session.t))
         further, structure = encode(
-            further_outputs([x.output for x in outcomes], sizes), "what training_step returned"
+            further_outputs(outputs, of_given), "what training_step returned"
         )
         logged, logs = to_summary(self._recorder.combine([x.logs for x in outcomes], sizes))
-        return Message([loss, *further, *logged], [len(further), structure, logs, stops])
+        return Message(
+            [*mean, *further, *logged], [len(mean), len(further), structure, logs, stops]
+        )
 
     def read_step(self, summary: Message) -> StepOutcome:
         """Read what :meth:`of_step` wrote."""
-        num, structure, logs, stops = summary.facts
-        loss, *others = summary.tensors
+        has_loss, num, structure, logs, stops = summary.facts
+        loss = summary.tensors[0] if has_loss else None
+        others = summary.tensors[has_loss:]
         returned = decode(others[:num], structure)
         return StepOutcome(loss, returned, from_summary(others[num:], logs), stops)
 

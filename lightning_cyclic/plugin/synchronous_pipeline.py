@@ -7,12 +7,15 @@ optimizer_step    Lightning's own; then send on what it changed
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import Any, final
 
 import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -63,6 +66,8 @@ class SynchronousPipelineTraining(PipelineTraining):
         if self._stop is not None:
             self._stop.tell()
         call = self._caller("training_step", "train_step_context", given)
+        if self._options.is_one_stage:
+            call = partial(_checked_by_lightning, call)
 
         def summarise(sizes: list[int]) -> Summarise:
             return lambda outcomes: self._summaries.of_step(outcomes, sizes, stops=self._asked())
@@ -80,6 +85,9 @@ class SynchronousPipelineTraining(PipelineTraining):
             )
         ((_, summary),) = session.take_arrived()
         told = self._summaries.read_step(summary)
+        if told.loss is None:
+            self._summaries.log(told.records)
+            return None
         loss = self._agree(told.loss, stops=bool(told.stops))
         self._summaries.log(told.records)
         surrogate = self._surrogates.stand_for(loss)
@@ -129,3 +137,12 @@ class SynchronousPipelineTraining(PipelineTraining):
         """Stand in for the precision plugin's method: one stage's norm, or all stages'."""
         by_stage = clip_mode(self._trainer, self._plan, self._options.clip) == "stage"
         clip_stages(self._session, optimizer, clip_val, by_stage=by_stage)
+
+
+def _checked_by_lightning(call: Callable[[Any], Any], batch: Any) -> Any:
+    """Run a step whose output nobody waits for: what it may return is for Lightning to say."""
+    output = call(batch)
+    loss = output.get("loss") if isinstance(output, Mapping) else output
+    if not isinstance(loss, Tensor):
+        ClosureResult.from_training_step_output(output)
+    return output

@@ -48,6 +48,8 @@ class StagewiseConfig:
         not_state: attributes of the module that are not the user's.
         is_delayed: whether the plan reads versions older than the newest.
         recorder: notes what this worker does, and when. [nobody does]
+        is_one_stage: whether one worker has all of the module, so that nobody waits for it: a step
+            may return no loss then, and a batch that cannot be cut is one micro-batch.
         expected_stages: how many stages there will be. [0: one per worker of a replica]
     """
 
@@ -64,6 +66,7 @@ class StagewiseConfig:
     backward_weights: BackwardWeights = "current"
     read_state: ReadState | None = None
     write_state: WriteState | None = None
+    is_one_stage: bool = False
     expected_stages: int = 0
     memory_limit_bytes: int | None = None
     say: Callable[[str], None] = print

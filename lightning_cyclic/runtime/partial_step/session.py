@@ -51,7 +51,7 @@ from lightning_cyclic.runtime.recorder import add_updates
 from lightning_cyclic.runtime.stages.cuts import Cuts
 from lightning_cyclic.runtime.transport import AbstractTransport
 from lightning_cyclic.runtime.values.batches import refuse_iterators, tensors_of, with_tensors
-from lightning_cyclic.runtime.values.split import MicroBatch, family, signature, split
+from lightning_cyclic.runtime.values.split import MicroBatch, can_be_cut, family, signature, split
 from lightning_cyclic.runtime.values.trees import map_tensors
 from lightning_cyclic.runtime.waiting import Waiter, naming_peers
 from lightning_cyclic.runtime.worker import Worker
@@ -216,7 +216,7 @@ class StagewiseSession:
         self._grads = GradientStore(ownership.owned)
         self._step = StageStep(
             self.router, plan, ownership, SideEffects(self.module, cuts, self._state),
-            self.config.seed, self.config.remat, self.versions,
+            self.config.seed, self.config.remat, self.versions, self.config.is_one_stage,
         )  # fmt: skip
         parameters = [ownership.owned(j) for j in range(plan.num_stages)]
         self.norms = Norms(plan, self.worker, parameters, self._fetch)
@@ -340,8 +340,16 @@ class StagewiseSession:
     # ------------------------------------------------------------------ a step
 
     def cut(self, batch: Any) -> list[MicroBatch]:
-        """Cut a replica's batch into micro-batches."""
-        return split(batch, self.config.num_micro)
+        """Cut a replica's batch into micro-batches; nobody minds one alone where nobody waits."""
+        num = self.config.num_micro
+        if self.config.is_one_stage and num > 1 and not can_be_cut(batch):
+            if self.t == 0:
+                self.config.say(
+                    f"A batch of type {type(batch).__name__} holds no tensor with a dim, so that "
+                    f"it is not cut into {num} micro-batches: the step runs once, on all of it."
+                )
+            num = 1
+        return split(batch, num)
 
     def train(
         self, batch: Any, call: Callable[[Any], Any], summarise: Callable[[list[int]], Summarise],

@@ -109,6 +109,7 @@ class StageStep:
         seed: of the randomness.
         remat: "never", "always" or "except_last".
         versions: of the parameters, where forwards read older ones too.
+        may_skip: whether the step may return None: then there is nothing to go back through.
     """
 
     def __init__(
@@ -120,6 +121,7 @@ class StageStep:
         seed: int,
         remat: str = "never",
         versions: Versions | None = None,
+        may_skip: bool = False,
     ) -> None:
         self.learnt: dict[str, Lesson] = {}
         self._router = router
@@ -129,6 +131,7 @@ class StageStep:
         self._seed = seed
         self._remat = remat
         self._versions = versions
+        self._may_skip = may_skip
         self._lessons: dict[str, Lesson] = {}
         self._outcomes: dict[tuple[int, int], Outcome] = {}  # on the last stage's worker
         self._micro: dict[tuple[int, int], Micro] = {}
@@ -275,14 +278,17 @@ class StageStep:
         cell.entry = entry
         cell.edges = {h: _edge_of(x) for h, x in run.record.captured.items() if x.requires_grad}
         entry.values = {}
-        if run.target == self._plan.num_stages - 1:
+        if run.target == self._plan.num_stages - 1 and not self._skips(output):
             cell.loss = loss_of(output)
+
+    def _skips(self, output: Any) -> bool:
+        return self._may_skip and output is None
 
     def _finish_last(
         self, a: Action, run: Run, passage: Passage, output: Any, visit: Visit
     ) -> None:
         assert a.i is not None
-        if self._training:
+        if self._training and not self._skips(output):
             check_loss(output, a.t)
         what = "training_step" if self._training else "the step"
         changes = self._effects.state.changes(visit, run.filled, what)

@@ -80,6 +80,11 @@ def split(batch: Any, num_micro: int) -> list[MicroBatch]:
     return list(map(MicroBatch, cutter.cut(batch), sizes))
 
 
+def can_be_cut(batch: Any) -> bool:
+    """Say whether there is a tensor that tells how many samples there are."""
+    return bool(_spine(batch)[0])
+
+
 def size_of(batch: Any) -> int:
     """Return the number of samples: dim 0 of the first tensor that has one, 1 without any.
 

@@ -1,0 +1,140 @@
+"""A pipeline of one stage on one process: its batch is cut; all else is as Lightning has it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from tests import processes
+from tests.corpus import assert_same, make_trainer, weights_of
+
+pytestmark = pytest.mark.multi
+NUM_STEPS = 5
+
+
+class Skipping(LightningModule):
+    """Gives no loss for micro-batches whose first number says so, and counts its steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+        self.steps = 0
+        self.outputs: list[Any] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        self.steps += 1
+        loss = self.net(batch).square().mean()
+        self.log("seen", loss)
+        return None if batch[0, 0] < 0 else {"loss": loss, "rows": batch.sum(1)}
+
+    def on_train_batch_end(self, outputs: Any, *args: Any) -> None:
+        self.outputs.append(outputs)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.1)
+
+
+def micro_batches(skipped: set[int]) -> list[Tensor]:
+    g = torch.Generator().manual_seed(1)
+    data = list(torch.rand(2 * NUM_STEPS, 3, 4, generator=g))
+    for k in skipped:
+        data[k][0, 0] = -1
+    return data
+
+
+def fit(skipped: set[int], is_cut: bool, accumulate: int = 1) -> dict[str, Any]:
+    module, data = Skipping(), micro_batches(skipped)
+    if is_cut:
+        batches = [torch.cat(data[2 * t : 2 * t + 2]) for t in range(NUM_STEPS)]
+        strategy: Any = {"preset": "1f1b", "num_micro": 2}
+    else:
+        batches, strategy, accumulate = data, "auto", 2 * accumulate
+    trainer = make_trainer(strategy, max_epochs=1, accumulate_grad_batches=accumulate)
+    trainer.fit(module, DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
+    return {
+        "weights": weights_of(module), "steps": module.steps, "outputs": module.outputs,
+        "global_step": trainer.global_step, "seen": float(trainer.callback_metrics["seen"]),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("skipped", [set(), {1}, {0, 5}, {2, 3}, {0, 1, 2, 3, 8}, {8, 9}], ids=str)
+def test_steps_without_a_loss_are_skipped_as_on_one_device(
+    skipped: set[int], accumulate: int
+) -> None:
+    (plain,) = processes.run(fit, 1, skipped, False, accumulate)
+    (cut,) = processes.run(fit, 1, skipped, True, accumulate)
+    assert_same(cut["weights"], plain["weights"])
+    assert cut["global_step"] == plain["global_step"]
+    assert cut["steps"] == plain["steps"] == 2 * NUM_STEPS  # none of them to look at the module
+    for t, outputs in enumerate(cut["outputs"]):
+        halves = [plain["outputs"][k] for k in (2 * t, 2 * t + 1) if k not in skipped]
+        if not halves:
+            assert outputs == {}  # as Lightning says it of a batch that is skipped
+        else:
+            assert torch.equal(outputs["rows"], torch.cat([half["rows"] for half in halves]))
+
+
+class Texts(Skipping):
+    """Takes texts, which cannot be cut."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(torch.tensor([[len(text)] * 4 for text in batch]) / 9, 0)
+
+
+def fit_texts(strategy: Any) -> tuple[int, dict[str, Tensor]]:
+    module = Texts()
+    data = DataLoader([["a cat", "a dog", "two"]] * NUM_STEPS, batch_size=None)  # type: ignore[arg-type]
+    make_trainer(strategy, max_epochs=1).fit(module, data)
+    return module.steps, weights_of(module)
+
+
+def test_a_batch_that_cannot_be_cut_is_one_micro_batch() -> None:
+    (plain,) = processes.run(fit_texts, 1, "auto")
+    (whole,) = processes.run(fit_texts, 1, {"preset": "gpipe", "num_micro": 3})
+    assert plain[0] == whole[0] == NUM_STEPS
+    assert_same(whole[1], plain[1])
+
+
+class Wrong(Skipping):
+    """Returns what no step may."""
+
+    returned: Any = None
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        return self.returned
+
+
+def fit_wrong(returned: Any) -> str:
+    module = Wrong()
+    module.returned = returned
+    trainer = make_trainer({"preset": "1f1b", "num_micro": 2}, max_epochs=1)
+    with pytest.raises(MisconfigurationException) as caught:
+        trainer.fit(module, DataLoader(micro_batches(set()), batch_size=None))  # type: ignore[arg-type]
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("returned", "said"), [(0.5, "must return a Tensor, a dict"), ({"los": 1}, "the 'loss' key")]
+)
+def test_what_lightning_refuses_it_refuses_in_its_own_words(returned: Any, said: str) -> None:
+    (text,) = processes.run(fit_wrong, 1, returned)
+    assert said in text
+
+
+def connect(preset: str) -> bool:
+    trainer, module = make_trainer({"preset": preset}), Skipping()
+    trainer.strategy.connect(module)
+    return trainer.lightning_module is module
+
+
+@pytest.mark.parametrize("preset", ["cyclic_dp", "1f1b"])
+def test_a_module_may_be_connected_by_hand(preset: str) -> None:
+    assert processes.run(connect, 1, preset) == [True]
