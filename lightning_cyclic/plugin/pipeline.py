@@ -40,6 +40,7 @@ from lightning_cyclic.plugin.summaries import Summaries
 from lightning_cyclic.plugin.training import AbstractTraining, Own
 from lightning_cyclic.runtime.agreement import require_same_number
 from lightning_cyclic.runtime.partial_step.config import StagewiseConfig
+from lightning_cyclic.runtime.partial_step.ranks import rank_of
 from lightning_cyclic.runtime.partial_step.session import StagewiseSession
 from lightning_cyclic.runtime.transport import CountingTransport
 from lightning_cyclic.runtime.values.trees import map_tensors
@@ -249,9 +250,16 @@ class PipelineTraining(AbstractTraining):
     def writable(self) -> AbstractContextManager[None]:
         return self._session.whole()
 
+    @property
+    @override
+    def _input_rank(self) -> int:
+        size = self._trainer.world_size // self._options.width
+        return rank_of(self._session.replica[0], size)
+
+    @override
     def load_optimizer_state_dict(self, own: Own, checkpoint: Mapping[str, Any]) -> None:
         """Load the whole optimizer state; each worker keeps the part that it owns."""
-        own(checkpoint)
+        super().load_optimizer_state_dict(own, checkpoint)
         if self._is_apart:
             ckpt.keep_owned_state(self._trainer.optimizers[0], self._session.with_state)
 

@@ -233,9 +233,10 @@ class ReplicatedTraining(AbstractTraining):
             state = {k: v.clone() if isinstance(v, Tensor) else v for k, v in state.items()}
         return state
 
+    @override
     def load_optimizer_state_dict(self, own: Own, checkpoint: Mapping[str, Any]) -> None:
         """Load the whole optimizer state; this worker keeps the part that it owns."""
-        own(checkpoint)
+        super().load_optimizer_state_dict(own, checkpoint)
         self._owned_is_kept = False
 
     def _keep_owned_state(self) -> None:

@@ -20,7 +20,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_cyclic.plan import Plan
@@ -125,6 +125,7 @@ class AbstractTraining(ABC):
         self._counted = trainer.global_step
         self._accumulating = False
         self._has_told_stages = False
+        self._draws: Tensor | None = None  # the state of torch's generator, from a checkpoint
         if trainer.state.fn == TrainerFn.FITTING:
             check_optimizers(trainer.optimizers)
         # on the instance: the module's own configure_gradient_clipping still leads here
@@ -302,7 +303,15 @@ class AbstractTraining(ABC):
             return None
         feedback = merged(self._compensation.state(session.named()), session.group)
         used = {"plan": ckpt.numbers(session.plan), "starts": list(session.starts or ())}
-        return used | state | {"feedback": feedback}
+        reads = self._input_rank == self._trainer.global_rank
+        draws = {str(self._input_rank): torch.get_rng_state()} if reads else {}
+        draws = merged(draws, session.group)  # which order loaders shuffle next
+        return used | state | {"feedback": feedback, "draws": draws}
+
+    @property
+    def _input_rank(self) -> int:
+        """Return the rank whose loader gives the batches that this worker computes with."""
+        return self._trainer.global_rank
 
     def resume(self, saved: Mapping[str, Any] | None) -> None:
         """Go on from weights that were loaded, and from the delayed state beside them."""
@@ -314,9 +323,17 @@ class AbstractTraining(ABC):
                 "goes on from its newest weights, as any strategy would, not with the same bits: "
                 "its weight rule begins as at step 0."
             )
+        self._draws = (saved or {}).get("draws", {}).get(str(self._input_rank))
         goes_on = self._session.resume(saved, fits=fits)
         feedback = saved.get("feedback", {}) if saved is not None and goes_on else {}
         self._compensation.put_state(feedback, self._session.named() if goes_on else {})
+
+    def load_optimizer_state_dict(self, own: Own, checkpoint: Mapping[str, Any]) -> None:
+        """Load the whole optimizer state, and let loaders shuffle as they would have."""
+        own(checkpoint)
+        if self._draws is not None:  # here, as what else draws when a fit begins has done so
+            torch.set_rng_state(self._draws)
+            self._draws = None
 
     # ------------------------------------------------------------------ the end
 

@@ -10,10 +10,12 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
+import torch
 from lightning.pytorch import Callback
 from lightning.pytorch import callbacks as lc
 
 from lightning_cyclic import GradientNorms
+from tests.conformance import examples as e
 from tests.conformance import modules as m
 from tests.conformance.harness import FLOWS, PIPELINES, PRESETS, REPLICATED, Case
 from tests.stagewise_modules import CASES as NETWORKS
@@ -70,6 +72,15 @@ def _flags(made: Iterable[Callable[[], Callback]], flags: dict[str, Any]) -> dic
 def totals(trainer: Any, *args: Any) -> list[dict[int, float]]:
     """Return what callbacks know of the norms of gradients."""
     return [c.totals for c in trainer.callbacks if isinstance(c, GradientNorms)]
+
+
+def best(trainer: Any, *args: Any) -> Any:
+    """Return what the best checkpoint holds."""
+    found = None
+    if trainer.is_global_zero:
+        path = trainer.checkpoint_callback.best_model_path
+        found = torch.load(path, weights_only=True)["state_dict"]
+    return trainer.strategy.broadcast(found)
 
 
 def evaluated(trainer: Any, module: Any, batches: Any) -> Any:
@@ -191,6 +202,20 @@ CASES: dict[str, Case] = {
         m.Generating, data=m.words, stages=["model.transformer.h.1"], validates=True,
         refused=refused(TIED, "cyclic_mp"),
     ),
+    "autoencoder": row(e.Autoencoder, data=e.images, stages=["decoder"], validates=True),
+    "Hydra template": row(
+        e.template, data=e.images, stages=["net.4"], validates=True, num_epochs=2,
+    ),
+    "diffusion": row(e.Denoiser, data=e.noisy_images, stages=["down"], validates=True),
+    "two views": row(e.Contrasted, data=e.two_views, validates=True),
+    "audio classifier": row(
+        e.audio_classifier, data=e.sounds, stages=["model.wav2vec2.encoder.layers.1"],
+        validates=True,
+    ),
+    "word classifier": row(
+        e.tagger, data=e.tagged_words, stages=["model.distilbert.transformer.layer.1"],
+        validates=True,
+    ),
     # ------------------------------------------------------------------ the Trainer
     "accumulated": told(
         accumulate_grad_batches=2, num_steps=2, refused=refused("accumulate_grad", FLOWS)
@@ -234,6 +259,32 @@ CASES: dict[str, Case] = {
         partial(lc.StochasticWeightAveraging, 0.01), num_epochs=2,
         refused=refused("StochasticWeightAveraging copies", PIPELINES),
     ),
+    "accumulation that changes": told(
+        partial(lc.GradientAccumulationScheduler, {0: 2}), num_steps=2,
+        refused=refused("GradientAccumulationScheduler", FLOWS),
+    ),
+    "checkpoint of the best": told(
+        partial(lc.ModelCheckpoint, monitor="val_loss", save_last=True, save_top_k=2),
+        num_epochs=2, behind=best, enable_checkpointing=True,
+    ),
+    "checkpoint on an exception": told(
+        partial(lc.OnExceptionCheckpoint, "."), enable_checkpointing=True
+    ),
+    "progress bar": told(lc.TQDMProgressBar, enable_progress_bar=True),
+    "rich progress bar": told(lc.RichProgressBar, enable_progress_bar=True),
+    "model summary": told(partial(lc.ModelSummary, 2), enable_model_summary=True),
+    "throughput": told(
+        partial(lc.ThroughputMonitor, batch_size_fn=len, window_size=2), logger=True,
+        log_every_n_steps=1, kind=e.Measured,
+    ),
+    "logged every step": told(logger=True, log_every_n_steps=1, kind=m.SharedStep),
+    "all batches overfitted": told(overfit_batches=2, num_steps=2),
+    "some training batches": told(limit_train_batches=3, num_steps=3),
+    "no validation asked for": told(limit_val_batches=0),
+    "loaders made anew": told(reload_dataloaders_every_n_epochs=1, num_epochs=2),
+    "max_time": told(max_time="00:01:00:00"),
+    "benchmark": told(benchmark=True),
+    "advanced profiler": told(profiler="advanced"),
     "gradient norms": told(partial(GradientNorms, 1), behind=totals, num_epochs=2),
     "device statistics": told(lc.DeviceStatsMonitor, logger=True),
 }  # fmt: skip

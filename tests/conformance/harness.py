@@ -11,10 +11,12 @@ import copy
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -33,6 +35,7 @@ PIPELINES = {
 RULES = REPLICATED | PIPELINES
 PRESETS = list(RULES)
 DELAYED = [name for name, rule in RULES.items() if rule != "sync"]
+COUNTED = {"val_check_interval", "limit_train_batches", "overfit_batches"}  # in batches
 FLOWS = ["cyclic_pipeline", "pipedream_2bw", "cyclic_mp"]
 
 
@@ -192,24 +195,32 @@ def fit(name: str, preset: str | None, stage_of: Mapping[str, int], rule: str) -
     case = cases()[name]
     flags = dict(case.flags())
     callbacks = flags.pop("callbacks", [])
-    window = flags.get("accumulate_grad_batches", 1)
+    scheduled = [c for c in callbacks if isinstance(c, GradientAccumulationScheduler)]
+    window = scheduled[0].scheduling[0] if scheduled else flags.get("accumulate_grad_batches", 1)
     order: Sequence[int] = range(NUM_WORKERS * NUM_STEPS)
     if preset is None:
+        callbacks = [c for c in callbacks if c not in scheduled]
         own = case.own if rule in REPLICATED else ()
         callbacks = [Rule(rule, stage_of, own, window), *callbacks]
         flags["accumulate_grad_batches"] = NUM_WORKERS * window
-        if "val_check_interval" in flags:  # counted in batches
-            flags["val_check_interval"] *= NUM_WORKERS
+        for flag in COUNTED & flags.keys():
+            flags[flag] *= NUM_WORKERS
         if rule in REPLICATED:  # each worker's window as a whole, one worker after the other
             order = sorted(order, key=lambda k: (k // (2 * window), k % NUM_WORKERS, k))
-    trainer = make_trainer(
-        "auto" if preset is None else case.strategy(preset),
-        max_epochs=case.num_epochs, callbacks=callbacks, **flags,
-    )  # fmt: skip
+    with TemporaryDirectory() as root:
+        return _outcome(case, preset, loader(case, preset, order), {
+            "default_root_dir": root, "max_epochs": case.num_epochs, "callbacks": callbacks,
+        } | flags)  # fmt: skip
+
+
+def _outcome(
+    case: Case, preset: str | None, batches: DataLoader[Any], flags: dict[str, Any]
+) -> dict[str, Any]:
+    trainer = make_trainer("auto" if preset is None else case.strategy(preset), **flags)
     make = case.make if preset or case.reference is None else case.reference
     module = make()
     valid = evaluation_batches(case) if case.validates else None
-    trainer.fit(module, loader(case, preset, order), valid)
+    trainer.fit(module, batches, valid)
     outcome = {
         "weights": weights_of(module),
         "stage_of": dict(getattr(trainer.strategy, "stage_of", {})),
