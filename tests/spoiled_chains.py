@@ -62,6 +62,18 @@ class CalledTwice(Chain):
         return torch.tanh(self.layers[3](torch.tanh(self.layers[2](first * second)))).mean()
 
 
+class HasSparseGradients(Chain):
+    """Looks rows up in its first stage, whose gradient is sparse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(6, 6, sparse=True)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        rows = self.embedding(torch.arange(6, device=batch[0].device))
+        return super().training_step([batch[0] @ rows, *batch[1:]], batch_idx)
+
+
 # ---------------------------------------------------------------------- what crosses a cut
 
 

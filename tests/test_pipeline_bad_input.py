@@ -39,6 +39,7 @@ from tests.spoiled_chains import (
     EditsViewLater,
     FailsInFirstStage,
     FailsInLastStage,
+    HasSparseGradients,
     Nested,
     NoGraph,
     NotFinite,
@@ -242,6 +243,13 @@ def test_ranks_with_different_numbers_of_batches(preset: str) -> None:
     ends = ends_of(Chain, batches="more on rank 1", preset=preset)
     numbers = f"(rank 0: {NUM_STEPS}, rank 1: {NUM_STEPS + 1})"
     assert_refused(ends, {"ConfigurationError"}, "training batches", numbers, "allowed:")
+
+
+@pytest.mark.multi
+def test_sparse_gradients_stay_where_they_are_made() -> None:
+    assert_right(ends_of(HasSparseGradients, stages=["layers.1"]), HasSparseGradients)
+    ends = ends_of(HasSparseGradients, 4, stages=["layers.1"], width=2)
+    assert_refused(ends, {"StepError"}, "stage 0 has a sparse gradient", "allowed:")
 
 
 @pytest.mark.multi

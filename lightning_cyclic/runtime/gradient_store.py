@@ -13,6 +13,7 @@ from typing import NamedTuple, final
 import torch
 from torch import Tensor, nn
 
+from lightning_cyclic.errors import StepError
 from lightning_cyclic.runtime.buffers import Buffer
 
 Gradients = list[Tensor | None]
@@ -91,6 +92,19 @@ class GradientStore:
             return
         added = [_sum(total, x) for total, x in zip(come.grads, own.grads, strict=True)]
         self.put(t, j, Sum(added, word))
+
+
+def refuse_sparse(j: int, *grads: Tensor | None) -> None:
+    """Refuse sparse gradients of a stage where they are to travel.
+
+    Raises:
+        StepError: one of them is sparse.
+    """
+    if any(grad is not None and grad.is_sparse for grad in grads):
+        raise StepError(
+            f"a parameter of stage {j} has a sparse gradient; allowed: dense gradients, as they "
+            "travel from rank to rank; use nn.Embedding(sparse=False)"
+        )
 
 
 def _all_there(grads: Gradients) -> bool:

@@ -153,7 +153,7 @@ CASES: dict[str, Case] = {
     "low rank at the end": row(m.LowRankAtTheEnd),
     "embedding": row(m.Sparse, data=m.words, stages=["rnn"]),
     "sparse embedding": row(
-        m.ReallySparse, data=m.words, stages=["rnn"], refused=refused("sparse")
+        m.ReallySparse, data=m.words, stages=["rnn"], refused=refused("sparse", REPLICATED)
     ),
     "complex": row(m.Complex),
     "checkpointed": row(m.Checkpointed, stages=["net.1"]),
@@ -207,7 +207,9 @@ CASES: dict[str, Case] = {
         e.template, data=e.images, stages=["net.4"], validates=True, num_epochs=2,
     ),
     "diffusion": row(e.Denoiser, data=e.noisy_images, stages=["down"], validates=True),
-    "two views": row(e.Contrasted, data=e.two_views, validates=True),
+    "two views": row(
+        e.Contrasted, data=e.two_views, validates=True, refused=refused(TIED, "cyclic_mp")
+    ),
     "audio classifier": row(
         e.audio_classifier, data=e.sounds, stages=["model.wav2vec2.encoder.layers.1"],
         validates=True,
@@ -266,9 +268,6 @@ CASES: dict[str, Case] = {
     "checkpoint of the best": told(
         partial(lc.ModelCheckpoint, monitor="val_loss", save_last=True, save_top_k=2),
         num_epochs=2, behind=best, enable_checkpointing=True,
-    ),
-    "checkpoint on an exception": told(
-        partial(lc.OnExceptionCheckpoint, "."), enable_checkpointing=True
     ),
     "progress bar": told(lc.TQDMProgressBar, enable_progress_bar=True),
     "rich progress bar": told(lc.RichProgressBar, enable_progress_bar=True),

@@ -23,7 +23,7 @@ from lightning_cyclic.plan import Plan
 from lightning_cyclic.plan.actions import Action, Payload
 from lightning_cyclic.plan.passes.sums import completes
 from lightning_cyclic.plan.passes.ties import gradient_sources
-from lightning_cyclic.runtime.gradient_store import GradientStore, Sum
+from lightning_cyclic.runtime.gradient_store import GradientStore, Sum, refuse_sparse
 from lightning_cyclic.runtime.messages import Message
 from lightning_cyclic.runtime.norms import Norms
 from lightning_cyclic.runtime.partial_step.ghosts import Handle
@@ -158,6 +158,9 @@ class Exchange:
         assert a.payload is not None
         return _GIVES[a.payload](self, a)
 
+    def free(self, a: Action) -> None:
+        """Have been proved not to be asked: stages of a pipeline are where they are run."""
+
     def hold(self, a: Action) -> None:
         """Have no lanes."""
 
@@ -216,7 +219,9 @@ class Exchange:
     def _give_tied(self, a: Action) -> Message:
         assert a.i is not None
         lent = [n for n, _ in self._ownership.lent(a.j) if (a.t, a.i, n) in self._tied]
-        return Message([self._tied.pop((a.t, a.i, n)) for n in lent], lent)
+        grads = [self._tied.pop((a.t, a.i, n)) for n in lent]
+        refuse_sparse(a.j, *grads)
+        return Message(grads, lent)
 
     def _take_tied(self, a: Action, message: Message) -> None:
         assert a.i is not None
@@ -226,6 +231,7 @@ class Exchange:
 
     def _give_sum(self, a: Action) -> Message:
         grads = self._grads.take(a.t, a.j).grads
+        refuse_sparse(a.j, *grads)
         places = [k for k, grad in enumerate(grads) if grad is not None]
         return Message([grad for grad in grads if grad is not None], places)
 

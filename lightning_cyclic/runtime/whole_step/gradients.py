@@ -9,6 +9,7 @@ from typing import Any, final
 from torch import Tensor, nn
 
 from lightning_cyclic.errors import StepError
+from lightning_cyclic.runtime.gradient_store import refuse_sparse
 
 HandOver = Callable[[int, list[Tensor | None]], None]  # stage, its gradients
 
@@ -54,6 +55,16 @@ class GradientCollector:
         finally:
             self._collecting = False
 
+    @property
+    def is_collecting(self) -> bool:
+        """Say whether a backward is under way whose gradients are handed over."""
+        return self._collecting
+
+    def begin_stage(self, j: int) -> None:
+        """Hand over the stages behind one whose backward begins: autograd has done with them."""
+        while self._next > j:
+            self._take_next()
+
     def remove(self) -> None:
         """Take the hooks off the parameters."""
         for handle in self._handles:
@@ -70,11 +81,7 @@ class GradientCollector:
                     "backward inside training_step or backward hooks, and use "
                     "torch.utils.checkpoint with use_reentrant=False"
                 )
-            if parameter.grad is not None and parameter.grad.is_sparse:
-                raise StepError(
-                    f"a parameter of stage {j} has a sparse gradient; allowed: dense gradients, "
-                    "since sums travel in flat buffers; use nn.Embedding(sparse=False)"
-                )
+            refuse_sparse(j, parameter.grad)
             self._counts[j] += 1
             while self._next > 0 and self._is_complete(self._next):
                 self._take_next()
