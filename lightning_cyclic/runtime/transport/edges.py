@@ -29,6 +29,7 @@ from lightning_cyclic.runtime.transport.base import (
     AbstractTransport,
     Part,
 )
+from lightning_cyclic.runtime.transport.limit import set_timeout
 from lightning_cyclic.runtime.transport.line import Line, Says, Way
 from lightning_cyclic.runtime.transport.named import NamedTransport
 from lightning_cyclic.runtime.transport.streams import ChannelStreams, own_error_handling
@@ -121,7 +122,7 @@ class EdgeTransport(AbstractTransport):
                 group = dist.new_group(ranks, timeout=limit, backend=backend)
                 if self.worker in (channel.source, channel.target):
                     if backend == "nccl":  # whose limits ChannelStreams keeps from now on
-                        dist.distributed_c10d._set_pg_timeout(_NEVER, group)
+                        set_timeout(_NEVER, group)
                     yield channel, Line(group, self.limit)
 
     def _warm_up(self) -> None:

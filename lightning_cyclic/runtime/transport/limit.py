@@ -51,5 +51,10 @@ class Limit:
     def _tell(self) -> None:
         if self._starting_s > self._training_s:
             for group in self._groups:
-                limit = timedelta(seconds=self.seconds)
-                dist.distributed_c10d._set_pg_timeout(limit, group)
+                set_timeout(timedelta(seconds=self.seconds), group)
+
+
+def set_timeout(limit: timedelta, group: Any) -> None:
+    """Let operations of a process group that begin from now on wait so long."""
+    public = getattr(dist, "set_timeout", None)  # torch 2.15 has it, and warns of the other
+    (public or dist.distributed_c10d._set_pg_timeout)(limit, group)
