@@ -273,8 +273,7 @@ def test_preset_is_documented(name):
 
 def test_readme_names_the_presets_that_train():
     named = set(re.findall(r"`(\w+)`", read(README)))
-    assert set(RUNNABLE) <= named
-    assert "cyclic_zero" not in named
+    assert set(RUNNABLE) == set(PRESETS) <= named
 
 
 def test_values_of_axes_are_documented():

@@ -129,13 +129,6 @@ def test_a_name_may_be_written_in_capitals() -> None:
     assert trainer.strategy.preset == "cyclic_dp"
 
 
-def test_a_preset_without_a_runtime_is_refused_when_the_trainer_is_made() -> None:
-    from lightning.pytorch import Trainer
-
-    with pytest.raises(lightning_cyclic.PlanError, match="'cyclic_zero'.* has no runtime yet"):
-        Trainer(strategy="cyclic_zero", accelerator="cpu", devices=2, logger=False)
-
-
 def test_names_contain_nothing_that_lightning_matches() -> None:
     assert not [name for name in NAMES if "ddp" in name or "deepspeed" in name]
 

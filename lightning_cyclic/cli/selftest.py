@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from lightning_cyclic.cli.crew import Ended
     from lightning_cyclic.cli.trial import Trial
 
-_NOT_RUN = ("cyclic_zero",)  # which can be drawn, and has no runtime yet
 _ROUTES = ("auto", "named", "edges", "host_staged")
 _SAID = {
     "": "none",
@@ -106,11 +105,10 @@ def _run(arguments: argparse.Namespace) -> tuple[str, int]:
 
 
 def _presets(given: Sequence[str]) -> list[str]:
-    runnable = [name for name in PRESETS if name not in _NOT_RUN]
     for name in given:
-        if name not in runnable:
-            raise PlanError(one_of(name, runnable, "--preset", "leave it out to try all"))
-    return list(dict.fromkeys(given)) or runnable
+        if name not in PRESETS:
+            raise PlanError(one_of(name, list(PRESETS), "--preset", "leave it out to try all"))
+    return list(dict.fromkeys(given or PRESETS))
 
 
 def _place(accelerator: str, num_workers: int | None) -> Place:

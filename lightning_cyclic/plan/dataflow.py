@@ -7,6 +7,7 @@
     ADD        reads  gradient, sum                                   makes the new sum
     UPDATE     reads  sum, the version before, norms                  makes weights
     TELL       reads  losses
+    FREE       reads  weights, once they have come                    and frees them
     SEND       reads  what it carries                                 and frees it if it goes away
     RECV       makes  what it carries
 
@@ -143,6 +144,10 @@ class Dataflow:
     def _tell(self, a: Action) -> Flow:
         return Flow(((Datum.LOSSES, a.t),))
 
+    def _free(self, a: Action) -> Flow:
+        weights = ((Datum.WEIGHTS, a.j, a.v),)
+        return Flow(weights, (), weights)
+
     def _nothing(self, a: Action) -> Flow:
         return Flow()
 
@@ -218,7 +223,7 @@ _ROWS: defaultdict[Kind | Payload, Callable[[Dataflow, Action], Flow]] = default
         Kind.UPDATE: Dataflow._update,
         Kind.TELL: Dataflow._tell,
         Kind.GATHER: Dataflow._nothing,
-        Kind.FREE: Dataflow._nothing,
+        Kind.FREE: Dataflow._free,
     },
 )
 

@@ -25,7 +25,7 @@ from functools import cached_property, partial
 from itertools import chain, product
 from typing import TYPE_CHECKING, final
 
-from lightning_cyclic.plan.actions import Action, Kind
+from lightning_cyclic.plan.actions import Action, Kind, Payload
 from lightning_cyclic.plan.actions import Program as Actions
 from lightning_cyclic.plan.dataflow import Dataflow
 from lightning_cyclic.plan.passes.buffers import copies
@@ -88,6 +88,8 @@ class Program:
         back, slots = self._behind(t)
         block = self._block(w, t - back)
         actions = [_moved(a, back, slots) for a in block if step_of(a) + back > ended]
+        if self.plan.axes.sharding.gathers:
+            actions = self._serving(w, t, actions, behind_flush=0 < t == ended + 1)
         if not starts:
             return actions
         return list(start_signals(self.plan, list(self._with_room(w, t, actions)), w))
@@ -100,9 +102,12 @@ class Program:
             t: step, the last that has begun.
             ended: the last step that has ended by an earlier flush.
         """
-        left = [a for a in self._left(w, t) if ended < step_of(a) <= t]
+        return self._flush(w, t, ended, list(self._dropped(w, t)))
+
+    def _flush(self, w: int, t: int, ended: int, dropped: list[Action]) -> list[Action]:
+        left = [a for a in self._left(w, t) if ended < step_of(a) <= t and not self._is_served(a)]
         left += copies(self.plan, t, w)
-        return [*left, *last_version(self.plan, t + 1, w)]
+        return [*left, *dropped, *last_version(self.plan, t + 1, w)]
 
     def put_off(self, w: int, t: int) -> dict[tuple[int, int], list[Action]]:
         """Return the forwards of later steps that a flush behind step ``t`` leaves out.
@@ -132,7 +137,7 @@ class Program:
                 chain(
                     (a for t in range(num_steps) for a in self.step(w, t, starts=t == 0)
                      if step_of(a) < num_steps),
-                    self.flush(w, num_steps - 1),
+                    self._flush(w, num_steps - 1, -1, []),
                 )
             )
             for w in range(self.num_workers)
@@ -208,6 +213,51 @@ class Program:
                 yield replace(a, kind=Kind.FREE)
         yield from block
 
+    def _serving(self, w: int, t: int, block: list[Action], *, behind_flush: bool) -> list[Action]:
+        """Return the block of a step with all that others need in the same step.
+
+        Who is behind must not wait for a worker's next step: it may never begin, or begin with a
+        meeting of all workers.
+        """
+        later = chain.from_iterable(self._moved_block(w, s) for s in (t + 1, t + 2))
+        return [
+            *(self._ahead(w, t - 1) if behind_flush else ()),  # those that came were dropped
+            *(a for a in block if not (self._is_served(a) and step_of(a) < t)),
+            *(a for a in later if self._is_served(a) and step_of(a) == t),
+        ]
+
+    def _moved_block(self, w: int, t: int) -> Iterator[Action]:
+        back, slots = self._behind(t)
+        return (_moved(a, back, slots) for a in self._block(w, t - back))
+
+    def _ahead(self, w: int, t: int) -> list[Action]:
+        """Return what the blocks up to a step's send to those who have begun later ones before.
+
+        Behind a flush nobody has: it takes these messages in, and they are sent once more.
+        """
+        found: list[Action] = []
+        if not self.plan.axes.sharding.gathers:
+            return found
+        for s in range(max(t - 1, 0), t + 1):  # few stages: two steps ahead
+            block = self._moved_block(w, s)
+            found += [a for a in block if step_of(a) > t and self._is_served(a)]
+        return found
+
+    def _dropped(self, w: int, t: int) -> Iterator[Action]:
+        """Take in what has been sent to a worker for steps that do not begin before a flush."""
+        for x in range(self.num_workers):
+            for a in self._ahead(x, t):
+                if a.peer == w:
+                    come = Action(kind=Kind.GATHER, t=a.t, j=a.j, v=a.v, s=a.s + 1)
+                    yield come
+                    yield replace(a, kind=Kind.RECV, peer=x, s=a.s + 1)
+                    yield replace(come, kind=Kind.FREE)
+
+    def _is_served(self, a: Action) -> bool:
+        """Say whether parameters are sent for one use of them."""
+        gathers = self.plan.axes.sharding.gathers
+        return gathers and a.kind is Kind.SEND and a.payload is Payload.P and a.i is not None
+
     def _left(self, w: int, t: int) -> Iterator[Action]:
         """Yield the actions behind the block of a step, as far as the window goes."""
         back, slots = self._behind(t)
@@ -220,15 +270,14 @@ class Program:
     def _begins(self, program: Actions) -> list[int]:
         """Return where the block of each step begins: at the first action that belongs to it.
 
-        Where parameters are fetched for each use, owners serve others who are ahead: then it
-        begins with the worker's own compute.
+        What owners serve to others who are ahead is not of the worker's own step.
         """
         if not self.plan.axes.sharding.gathers:
             return begins_of_steps(program)
         begins = [0]
         for n, a in enumerate(program):
-            if a.kind in (Kind.F, Kind.GATHER):
-                begins += [n] * (a.t + 1 - len(begins))
+            if not self._is_served(a):
+                begins += [n] * (step_of(a) + 1 - len(begins))
         return begins
 
     def _behind(self, t: int) -> tuple[int, int]:

@@ -25,7 +25,7 @@ from lightning_cyclic.runtime.compiled import is_compiled
 
 RUNNABLE = (
     "cyclic_dp", "cyclic_dp_v1", "lockstep_dp", "cyclic_pipeline", "gpipe", "1f1b", "pipedream",
-    "pipedream_2bw", "pipeoptim", "spectrain", "xpipe", "cyclic_mp",
+    "pipedream_2bw", "pipeoptim", "spectrain", "xpipe", "cyclic_mp", "cyclic_zero",
 )  # fmt: skip
 REMAT = ("never", "always", "except_last")
 
@@ -42,6 +42,8 @@ def check_plan(plan: Plan) -> None:
     if plan.placement != "replicated":
         raise _not_run(plan, f"placement {plan.placement!r}")
     allowed = ["optimizer", "none"] if plan.weights == "delayed" else ["optimizer"]
+    if plan.schedule == "cyclic":
+        allowed.append("full")
     if plan.num_workers > 1 and plan.sharding not in allowed:
         raise PlanError(
             f"sharding {plan.sharding!r} (preset {plan.preset!r}) has no runtime yet with "

@@ -16,7 +16,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 
 from lightning_cyclic.errors import ConfigurationError
-from lightning_cyclic.runtime.partial_step.absent import Home, come_back, home_of, leave
+from lightning_cyclic.runtime.absent import Home, come_back, home_of, leave
 from lightning_cyclic.runtime.partial_step.ghosts import user_line
 
 

@@ -60,6 +60,12 @@ class ReplicatedTraining(AbstractTraining):
         self, trainer: Trainer, options: Options, plan: Plan, reductions: HeldReductions
     ) -> None:
         super().__init__(trainer, options, plan, reductions)
+        if plan.axes.sharding.gathers and _may_accumulate(trainer):
+            raise ConfigurationError(
+                "accumulate_grad_batches (or GradientAccumulationScheduler) with sharding='full', "
+                "under which parameters come for one batch of a step; allowed: 1; use larger "
+                "batches, or strategy='cyclic_dp'"
+            )
         self._backward = ExitStack()  # open while a backward runs
         self._owned_is_kept = False
         self._guard = WeightGuard(self._of_module, plan.preset)

@@ -93,17 +93,19 @@ class Layout:
         tensors: whose shapes, strides and dtypes it copies.
         device: of its buffers.
         num_marks: how many marks its messages have. [one for each tensor]
+        keeps: whether buffers that nobody needs wait for the next use, or their memory goes.
     """
 
     def __init__(
-        self, tensors: Iterable[Tensor], device: torch.device, num_marks: int | None = None
-    ) -> None:
+        self, tensors: Iterable[Tensor], device: torch.device, num_marks: int | None = None,
+        *, keeps: bool = True,
+    ) -> None:  # fmt: skip
         self.specs = tuple(map(sent_spec, tensors))
         self.num_marks = len(self.specs) if num_marks is None else num_marks
         self._device = device
         self.head_bytes = aligned(NUM_WORDS + self.num_marks)
         self.num_bytes = self.head_bytes + total_bytes(self.specs)
-        self.spare: deque[Buffer] = deque()
+        self.spare: deque[Buffer] = deque(maxlen=None if keeps else 0)
 
     def new(self) -> Buffer:
         """Make a buffer; its tensors are not initialised."""

@@ -185,9 +185,11 @@ class Messages:
         # the order of its channel: in a thread, so that nobody else waits for its head
         self._turns: dict[Channel, ThreadPoolExecutor] = {}
 
-    def layout(self, tensors: Iterable[Tensor], num_marks: int | None = None) -> Layout:
+    def layout(
+        self, tensors: Iterable[Tensor], num_marks: int | None = None, *, keeps: bool = True
+    ) -> Layout:
         """Return a layout of buffers on this worker's device."""
-        return Layout(tensors, self._device, num_marks)
+        return Layout(tensors, self._device, num_marks, keeps=keeps)
 
     def know(self, payload: Payload, j: int, layout: Layout) -> None:
         """Let all messages of a payload and stage have one layout; both ends must say so first."""

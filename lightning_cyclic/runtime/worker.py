@@ -4,6 +4,7 @@
     SEND      hand what the action names to the messages
     RECV      be ready for a message; what waits for it is the first action that reads it
     ADD       the own gradient to a sum that came
+    GATHER, FREE   parameters come for one use, and go
     UPDATE, TELL   the host: who applies gradients, and who wants to know what came out
 
 The table of what actions read (plan/dataflow.py) says what must have come before an action; the
@@ -54,6 +55,9 @@ class AbstractStores(Protocol):
 
     def add(self, a: Action) -> None:
         """Carry out an ADD."""
+
+    def free(self, a: Action) -> None:
+        """Carry out a FREE."""
 
     def hold(self, a: Action) -> None:
         """Keep what an action sends, which a lane runs later, from being dropped till then."""
@@ -161,6 +165,8 @@ class Worker:
             Kind.RECV: self._post,
             Kind.UPDATE: host.update,
             Kind.TELL: host.tell,
+            Kind.GATHER: _nothing,  # the receive behind it says all
+            Kind.FREE: stores.free,
         }
         self._take_message: Callable[[Action, Incoming], None] = self._receive
         self._join: Callable[[_LaneThread, int], None] = LaneThread.wait_for
@@ -276,3 +282,7 @@ class Worker:
             if a.payload is Payload.P and a.v is not None:
                 self._posted[a.j] = a.v
                 self._has_posted.notify_all()
+
+
+def _nothing(a: Action) -> None:
+    """Do nothing."""

@@ -130,7 +130,7 @@ def test_all_presets_that_run_are_tried_and_some_alone() -> None:
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ("--preset cyclic_zero", "--preset 'cyclic_zero' is unknown; allowed: cyclic_dp,"),
+        ("--preset weipipe", "--preset 'weipipe' is unknown; allowed: cyclic_dp,"),
         ("--devices 1", "--devices 1 leaves nothing to compare; allowed: 2 or more"),
         ("--accelerator gpu", "torch sees no GPU; allowed: auto or cpu here"),
         ("--accelerator tpu", "invalid choice: 'tpu'"),

@@ -25,7 +25,10 @@ from tests.corpus import (
 
 pytestmark = pytest.mark.multi
 
-RULES = {"cyclic_dp": "freshest", "cyclic_dp_v1": "delayed", "lockstep_dp": "sync"}
+RULES = {
+    "cyclic_dp": "freshest", "cyclic_zero": "freshest", "cyclic_dp_v1": "delayed",
+    "lockstep_dp": "sync",
+}  # fmt: skip
 NUM_BATCHES, NUM_EPOCHS = 5, 3  # 15 steps
 
 
@@ -72,6 +75,8 @@ def load(path: Path) -> dict[str, Any]:
         (4, "resnet", "sgd", "cyclic_dp", 0, 4),
         (4, "batchnorm_mlp", "adamw", "cyclic_dp", 2, 8),
         (4, "mlp", "sgd", "cyclic_dp_v1", 0, 4),
+        (2, "batchnorm_mlp", "adamw", "cyclic_zero", 0, 4),
+        (3, "resnet", "sgd", "cyclic_zero", 2, 3),
         (2, "batchnorm_mlp", "adamw", "lockstep_dp", 0, 4),
         (1, "mlp", "adamw", "cyclic_dp_v1", 0, 4),
     ],

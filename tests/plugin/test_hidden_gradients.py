@@ -13,7 +13,7 @@ from torch import nn
 
 from lightning_cyclic.errors import ConfigurationError
 from lightning_cyclic.plugin.hidden_gradients import HiddenGradients
-from lightning_cyclic.runtime.partial_step.absent import AbsentParameter, home_of, leave
+from lightning_cyclic.runtime.absent import AbsentParameter, home_of, leave
 
 
 class Model(LightningModule):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_cyclic.errors import PlanError
-from lightning_cyclic.runtime.partial_step.absent import Home, come_back, leave
+from lightning_cyclic.runtime.absent import Home, come_back, leave
 
 if TYPE_CHECKING:
     from lightning_cyclic.runtime.stages.cuts import Cuts

@@ -23,7 +23,7 @@ from torch._C import (
     _push_on_torch_function_stack,
 )
 
-from lightning_cyclic.runtime.partial_step.absent import AbsentBuffer, AbsentParameter
+from lightning_cyclic.runtime.absent import AbsentBuffer, AbsentParameter
 from lightning_cyclic.runtime.partial_step.call_router import CallRouter, Unit
 from lightning_cyclic.runtime.partial_step.ghosts import Ghost, Handle, ask, real, tensors_in
 from lightning_cyclic.runtime.partial_step.record import MARK, Delivery, Record

@@ -32,6 +32,7 @@ from lightning_cyclic.runtime.waiting import Waiter
 from lightning_cyclic.runtime.whole_step.entrances import Entrances
 from lightning_cyclic.runtime.whole_step.exchange import Exchange
 from lightning_cyclic.runtime.whole_step.gradients import GradientCollector
+from lightning_cyclic.runtime.whole_step.shards import Shards
 from lightning_cyclic.runtime.whole_step.step_recorder import StepRecorder
 from lightning_cyclic.runtime.whole_step.versions import VersionStore
 from lightning_cyclic.runtime.whole_step.words import Word, Words
@@ -102,7 +103,10 @@ class Engine:
         depths = plan.program.depths
         self._line = transport.connect(plan.program)
         self._messages = Messages(self._line, depths, wait, device)
-        self.stores = [VersionStore(ps, self.t, self._messages) for ps in self._parameters]
+        keeps = not plan.axes.sharding.gathers
+        self.stores = [
+            VersionStore(ps, self.t, self._messages, keeps=keeps) for ps in self._parameters
+        ]
         if state is not None:
             self._restore_previous(state)
         self._grads = GradientStore(self.parameters)
@@ -110,6 +114,11 @@ class Engine:
         self._exchange = Exchange(
             module, self._w, stages, self.stores, self._grads, self.norms, self._messages
         )
+        self._shards: Shards | None = None
+        if plan.axes.sharding.gathers:
+            self._shards = self._exchange.shards = Shards(
+                module, stages, self.stores, plan.owner, self._w, self._bring
+            )
         hooks, lanes = _Hooks(self._enter), waiting_lanes(plan, self._w)
         # what the main thread waits for has less, and says more
         self._worker = Worker(
@@ -119,7 +128,8 @@ class Engine:
         for j in range(plan.num_stages):
             for payload, layout in self._exchange.layouts(j).items():
                 self._messages.know(payload, j, layout)
-        self._entrances = Entrances(module, stages, self.enter, self._w)
+        again = None if self._shards is None else self._enter_again
+        self._entrances = Entrances(module, stages, self.enter, self._w, again)
         self._collector = GradientCollector(self._parameters, self._hand_over, self._w)
 
     def record(self, recorder: StepRecorder) -> None:
@@ -144,7 +154,8 @@ class Engine:
             self._begin(starts=self._paced and self.t == self._starts_at)
             self._entrances.open()
             self.enter(0)
-        yield
+        with nullcontext() if self._shards is None else self._shards.packing():
+            yield
         if first:
             self._entrances.close(self.t, self._entered)
             self.enter(self.plan.num_stages - 1)
@@ -155,6 +166,8 @@ class Engine:
     def enter(self, j: int) -> None:
         """Do what the program has up to F(.,j); stages before it that were skipped come first."""
         if self._entered >= j:
+            if self._shards is not None and not self._shards.has(j):
+                self._shards.refuse_return(j)
             return
         with self._aside():
             while self._entered < j:
@@ -167,6 +180,8 @@ class Engine:
         Module buffers have been handed on in it, but for those of the next step.
         """
         assert self.t == 0
+        if self._shards is not None:
+            self._shards.stay()  # the graph knows no places
         self._begin(starts=False)
         is_over = [a.payload is Payload.R and a.t == 0 for a in self._actions]
         self._actions = [a for a, over in zip(self._actions, is_over, strict=True) if not over]
@@ -192,6 +207,8 @@ class Engine:
         """Do what is left of the step's block, and count the step."""
         self._run_to(None, 0)
         self.t += 1
+        if self._shards is not None:
+            self._shards.stay_no_longer()
         if self.plan.weights == "sync":
             self._worker.settle()
             self._show_newest()
@@ -217,20 +234,23 @@ class Engine:
     # ------------------------------------------------------------------ along the program
 
     def _begin(self, *, starts: bool) -> None:
+        if self._shards is not None:
+            self._shards.free_all()  # what a flush has brought
         program = self.plan.program
         self._actions = program.step(self._w, self.t, ended=self._ended, starts=starts)
         self._at, self._entered = 0, -1
 
-    def _run_to(self, kind: Kind | None, j: int) -> None:
-        """Go on up to the F or B of a stage, or to the end."""
+    def _run_to(self, kind: Kind | None, j: int, *, through: bool = True) -> None:
+        """Go on up to the F or B of a stage, and through it, or to the end."""
         is_there = False
         while not is_there and self._at < len(self._actions):
             end = self._at
             for a in self._actions[end:]:
                 if _is_of_update(a):
                     break
-                end += 1
-                if is_there := a.kind is kind and a.j == j:
+                is_there = a.kind is kind and a.j == j
+                end += through or not is_there
+                if is_there:
                     break
             self._run_before(end)
             if not is_there and end < len(self._actions):
@@ -261,10 +281,36 @@ class Engine:
     def _enter(self, a: Action) -> None:
         """Show the version that a forward reads."""
         assert a.v is not None
-        store = self.stores[a.j]
-        store.show(a.v)
-        store.drop_below(a.v)
+        if self._shards is None:
+            store = self.stores[a.j]
+            store.show(a.v)
+            store.drop_below(a.v)
+        else:
+            self._shards.show(a.j, a.v)
         self._note_word(a.j, a.v)
+
+    def _bring(self, j: int, v: int) -> None:
+        """Have another worker's stage come again, whose backward begins.
+
+        Raises:
+            StepError: it is not the turn of its backward.
+        """
+        assert self._shards is not None
+        if not self._collector.is_collecting:
+            self._shards.refuse_return(j)
+        self._collector.begin_stage(j)
+        with self._aside():
+            self._run_to(Kind.B, j, through=False)
+            self._worker.fetch((Datum.WEIGHTS, j, v))
+        self._shards.show(j, v)
+
+    def _enter_again(self, j: int) -> None:
+        """Have the parameters of a stage whose modules a backward runs again."""
+        assert self._shards is not None
+        if self._collector.is_collecting and not self._shards.has(j):
+            if not self._collector.is_turn_of(j):
+                self._shards.refuse_block(j)
+            self._bring(j, self.plan.reads(self.t, self._w, j))
 
     def _note_word(self, j: int, v: int) -> None:
         # one stage speaks for all, so that every worker counts from the same version
@@ -297,9 +343,14 @@ class Engine:
         """Let the parameters be version ``v``, with its gradients, and the values before it."""
         for item in ((Datum.SUM, v - 1, j, None), (Datum.TOTAL, v - 1, j)):
             self._worker.fetch(item)
-        next_t = self.t if j > self._entered else self.t + 1
-        self.stores[j].begin_update(v, self.plan.reads(next_t, self._w, j))
+        self.stores[j].begin_update(v, self._oldest(j, v))
         return self._grads.show(v - 1, j)
+
+    def _oldest(self, j: int, v: int) -> int:
+        """Return the oldest version of an own stage that is needed when version v is there."""
+        if self._shards is not None:  # of others who are behind, too
+            return v - 1
+        return self.plan.reads(self.t if j > self._entered else self.t + 1, self._w, j)
 
     def _tell_norms(self) -> None:
         told, self._told = self._told, []
@@ -345,8 +396,11 @@ class Engine:
 
     def _show_newest(self) -> None:
         for j, store in enumerate(self.stores):
-            store.show(self.t)
-            store.drop_below(self.plan.reads(self.t, self._w, j))
+            if self._shards is None:
+                store.show(self.t)
+                store.drop_below(self.plan.reads(self.t, self._w, j))
+            else:
+                self._shards.show(j, self.t)
             self._note_word(j, self.t)
 
     def state(self) -> EngineState:
@@ -374,6 +428,8 @@ class Engine:
 
     def close(self) -> None:
         """Take the hooks off and end the lanes; parameters keep the version that is shown."""
+        if self._shards is not None:
+            self._shards.release()
         for store in self.stores:
             store.release()
         self._entrances.remove()

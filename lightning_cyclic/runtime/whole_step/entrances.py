@@ -24,18 +24,27 @@ class Entrances:
         stages: its stages.
         enter: does what the program has before F(.,j), and for stages skipped before it.
         worker: this worker, for messages.
+        enter_again: called instead where a module runs behind the forward, in a backward that
+            runs it again. [nothing is to be done]
     """
 
     def __init__(
-        self, module: nn.Module, stages: StageMap, enter: Callable[[int], None], worker: int
+        self,
+        module: nn.Module,
+        stages: StageMap,
+        enter: Callable[[int], None],
+        worker: int,
+        enter_again: Callable[[int], None] | None = None,
     ) -> None:
         self._stages = stages
         self.enter = enter
+        self._enter_again = enter_again
         self._worker = worker
         self._open = False
         self._order: list[int] = []
         self._ends: list[Callable[[], None]] = []
-        for j, stage in enumerate(stages.stages[1:], start=1):
+        first = 1 if enter_again is None else 0  # whose forward begins with the step's
+        for j, stage in enumerate(stages.stages[first:], start=first):
             self._ends += self._hook(module, j, stage)
 
     def open(self) -> None:
@@ -74,6 +83,8 @@ class Entrances:
             if self._open:
                 self.enter(j)
                 self._order.append(j)
+            elif self._enter_again is not None:
+                self._enter_again(j)
 
         return [before_calls(module.get_submodule(path), enter) for path in paths]
 

@@ -22,6 +22,7 @@ from lightning_cyclic.runtime.gradient_store import GradientStore, Sum
 from lightning_cyclic.runtime.messages import Message, Messages
 from lightning_cyclic.runtime.norms import Norms
 from lightning_cyclic.runtime.stages.stage_map import StageMap
+from lightning_cyclic.runtime.whole_step.shards import Shards
 from lightning_cyclic.runtime.whole_step.versions import VersionStore
 
 
@@ -56,12 +57,19 @@ class Exchange:
         self._grads = grads
         self._norms = norms
         self._messages = messages
+        self.shards: Shards | None = None  # where workers hold what they use alone
         self._sums: dict[tuple[int, int], Sum] = {}  # that came; step, stage
         self._handed_on: list[tuple[str, Tensor, int]] = []  # name, buffer, its state when sent
 
     def add(self, a: Action) -> None:
         """Add the own gradients to the sum that came, which comes first in the addition."""
         self._grads.add(a.t, a.j, self._sums.pop((a.t, a.j)))
+
+    def free(self, a: Action) -> None:
+        """Give up a version of another worker's stage."""
+        assert self.shards is not None
+        assert a.v is not None
+        self.shards.free(a.j, a.v)
 
     def check_handed_on(self) -> None:
         """Check, when the forwards of a step are over, what was handed on before.

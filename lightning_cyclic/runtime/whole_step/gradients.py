@@ -60,6 +60,10 @@ class GradientCollector:
         """Say whether a backward is under way whose gradients are handed over."""
         return self._collecting
 
+    def is_turn_of(self, j: int) -> bool:
+        """Say whether all stages behind one have been handed over."""
+        return self._next <= j
+
     def begin_stage(self, j: int) -> None:
         """Hand over the stages behind one whose backward begins: autograd has done with them."""
         while self._next > j:

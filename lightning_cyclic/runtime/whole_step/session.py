@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from lightning_cyclic.errors import StepError
 from lightning_cyclic.plan import Plan
+from lightning_cyclic.runtime.agreement import merged
 from lightning_cyclic.runtime.failure_words import words_of
 from lightning_cyclic.runtime.late_values import LateValues
 from lightning_cyclic.runtime.recorder import Recorder
@@ -223,10 +224,13 @@ class Session:
         if self.engine is None or self.stages is None or self.failed:
             return None
         state = self.engine.state()
+        previous = state.previous
+        if self.engine.plan.axes.sharding.gathers:  # each has those of its own stages
+            previous = merged(previous, self.group)
         return {
             "stages": self.stages.as_data(),
             "t": state.t,
-            "previous": state.previous,
+            "previous": previous,
             "seed": self._seed,
         }
 

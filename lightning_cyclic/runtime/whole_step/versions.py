@@ -26,11 +26,14 @@ class VersionStore:
         parameters: the stage's parameters; their present values become version ``v``.
         v: the version that the parameters hold now.
         messages: whose buffers versions lie in.
+        keeps: whether their memory waits for the next version, or goes.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], v: int, messages: Messages) -> None:
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], v: int, messages: Messages, *, keeps: bool = True
+    ) -> None:
         self.parameters = parameters
-        self.layout: Layout = messages.layout(parameters)
+        self.layout: Layout = messages.layout(parameters, keeps=keeps)
         self.words: dict[int, int] = {v: 0}  # what all workers said in the step that made each
         self._messages = messages
         self._changing = threading.Lock()  # versions arrive on a lane, too
@@ -47,6 +50,12 @@ class VersionStore:
         """Return the newest version kept."""
         with self._changing:
             return max(self._versions)
+
+    @property
+    def versions(self) -> list[int]:
+        """Return the versions kept."""
+        with self._changing:
+            return list(self._versions)
 
     def __contains__(self, v: int) -> bool:
         return v in self._versions
@@ -80,6 +89,15 @@ class VersionStore:
         with self._changing:
             self._needed = v
             self._drop()
+
+    def forget(self, v: int) -> None:
+        """Forget one version, which the parameters do not show any more."""
+        with self._changing:
+            buffer = self._versions.pop(v)
+            self.words.pop(v, None)
+        if buffer is self._shown:
+            self._shown = None
+        buffer.let_go()
 
     def hold(self, v: int) -> None:
         """Keep a version, which may still be on its way, until it has been handed on."""

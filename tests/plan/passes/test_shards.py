@@ -1,10 +1,12 @@
 """shards fetches and drops, and sends one slot ahead."""
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_cyclic.plan import make_plan
 from lightning_cyclic.plan.actions import Kind, Payload
+from lightning_cyclic.plan.check.replay import Replay
 from lightning_cyclic.plan.passes.shards import shards
 
 
@@ -50,3 +52,35 @@ def test_owners_send_one_slot_ahead_of_use():
 def test_lockstep_can_be_sharded_too():
     plan = make_plan("lockstep_dp", num_stages=4, num_workers=2, sharding="full", num_steps=2)
     assert {a.kind for p in plan.programs for a in p} == set(Kind) - {Kind.TELL}
+
+
+@pytest.mark.parametrize("relayed", [False, True])
+@pytest.mark.parametrize("slack", [0, 2, 5])
+@pytest.mark.parametrize(("num_workers", "num_stages"), [(2, 2), (3, 3), (3, 1), (4, 8), (6, 5)])
+def test_flushes_anywhere_leave_nothing_pending(num_workers, num_stages, slack, relayed):
+    stages = tuple(range(num_stages)) if relayed else ()
+    plan = make_plan(
+        "cyclic_zero", num_stages=num_stages, num_workers=num_workers, slack=slack,
+        relayed=stages, relayed_until=stages,
+    )  # fmt: skip
+    workers, program = range(num_workers), plan.program
+    for behind in ({0, 1, 2, 3, 4}, {0}, {2, 3}, {4}):
+        replay, ended = Replay(plan), -1
+        for t in range(6):
+            begins = t == ended + 1
+            replay.run([program.step(w, t, ended=ended, starts=begins) for w in workers])
+            if t in behind or t == 5:
+                replay.run([program.flush(w, t, ended=ended) for w in workers])
+                replay.check_flushed(t)
+                ended = t
+
+
+@pytest.mark.parametrize("slack", [0, 2, 5])
+@pytest.mark.parametrize(("num_workers", "num_stages"), [(2, 2), (3, 3), (3, 6), (4, 8), (6, 5)])
+def test_nobody_waits_for_another_worker_s_next_step(num_workers, num_stages, slack):
+    """Between steps all workers may meet, for a checkpoint or a value that is reduced."""
+    plan = make_plan("cyclic_zero", num_stages=num_stages, num_workers=num_workers, slack=slack)
+    replay, workers = Replay(plan), range(num_workers)
+    for t in range(8):
+        replay.run([plan.program.step(w, t, starts=t == 0) for w in workers])
+        assert not any(worker.todo for worker in replay._workers)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_cyclic.runtime.partial_step.absent import (
+from lightning_cyclic.runtime.absent import (
     AbsentBuffer,
     AbsentParameter,
     come_back,

@@ -1,0 +1,237 @@
+"""Shards: a worker holds the parameters of other workers' stages only while it uses them.
+
+    GATHER, RECV   a version has come; the module shows it
+    F              what autograd would save of it is remembered by its place alone
+    FREE           the parameters are absent: who reads them now is refused by name
+    GATHER, RECV   it has come again; autograd gets what it saved, from the same place
+    B, FREE
+
+Parameters that several modules share stay, as copies, for those of later stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, NoReturn, final
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from lightning_cyclic.errors import StepError
+from lightning_cyclic.runtime.absent import come_back, leave
+from lightning_cyclic.runtime.stages.stage_map import StageMap
+from lightning_cyclic.runtime.whole_step.versions import VersionStore
+
+_WHERE = (
+    "allowed: in the modules of the stage, in validation, where epochs end and behind the fit; "
+    "move the code there, begin stages elsewhere, CyclicStrategy(stages=[...]), or use "
+    "strategy='cyclic_dp', in which every rank has all parameters"
+)
+
+
+class _Place(NamedTuple):
+    """Say where in a version of a stage a tensor lies."""
+
+    j: int
+    v: int
+    dtype: torch.dtype
+    offset: int
+    size: torch.Size
+    stride: tuple[int, ...]
+
+
+@final
+class Shards:
+    """Show and hide the parameters of other workers' stages.
+
+    Args:
+        module: the whole module.
+        stages: its stages.
+        stores: versions of each stage.
+        owner_of: stage -> rank of the worker that updates it.
+        worker: this worker.
+        bring: (stage, version) -> has it come again, for a backward.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        stages: StageMap,
+        stores: Sequence[VersionStore],
+        owner_of: Callable[[int], int],
+        worker: int,
+        bring: Callable[[int, int], None],
+    ) -> None:
+        self._stores = stores
+        self._owner_of = owner_of
+        self._worker = worker
+        self._bring = bring
+        self._foreign = [j for j in range(len(stores)) if owner_of(j) != worker]
+        self._names = [stage.parameters for stage in stages.stages]
+        self._stage_of = stages.stage_of
+        self._shared = _shared(module)
+        self._places: dict[int, tuple[int, int]] = {}  # address of a version -> stage, version
+        self._shown: dict[int, int] = {}  # foreign stage -> version
+        self._stays = False
+        for j in self._foreign:
+            for v in stores[j].versions:
+                self._note(j, v)
+
+    # ------------------------------------------------------------------ coming and going
+
+    def is_foreign(self, j: int) -> bool:
+        """Say whether a stage is another worker's."""
+        return j in self._foreign
+
+    def has(self, j: int) -> bool:
+        """Say whether the module shows the parameters of a stage."""
+        return j not in self._foreign or j in self._shown
+
+    def show(self, j: int, v: int) -> None:
+        """Let the module show a version that is here."""
+        for p in self._stores[j].parameters:
+            come_back(p)
+        self._stores[j].show(v)
+        if j in self._foreign:
+            self._note(j, v)
+
+    def _note(self, j: int, v: int) -> None:
+        self._places[_address(self._stores[j][v].data)] = j, v
+        self._shown[j] = v
+
+    def free(self, j: int, v: int) -> None:
+        """Give a version up."""
+        store = self._stores[j]
+        if v not in store:  # a flush would have brought it, and there was none
+            return
+        self._places.pop(_address(store[v].data), None)
+        store.forget(v)
+        if not self._stays:
+            self._hide(j)
+
+    def _hide(self, j: int) -> None:
+        if self._shown.pop(j, None) is None:
+            return
+        for p, name in zip(self._stores[j].parameters, self._names[j], strict=True):
+            if id(p) in self._shared:
+                p.data = p.data.clone()
+            else:
+                p.data = torch.zeros((), dtype=p.dtype, device=p.device).expand(p.shape)
+                leave(p, name, self)
+
+    def stay(self) -> None:
+        """Hide nothing: a graph is used that has saved parameters themselves."""
+        self._stays = True
+
+    def stay_no_longer(self) -> None:
+        """Hide what has stayed."""
+        if self._stays:
+            self._stays = False
+            for j in self._foreign:
+                self._hide(j)
+
+    def free_all(self) -> None:
+        """Give up what has come for those who look at the whole module, between steps."""
+        for j in self._foreign:
+            for v in self._stores[j].versions:
+                self.free(j, v)
+
+    def release(self) -> None:
+        """Let absent parameters be plain ones again, and not a number: nobody has brought them."""
+        for j in self._foreign:
+            if j not in self._shown:
+                for p in self._stores[j].parameters:
+                    come_back(p)
+                    if p.is_floating_point() and id(p) not in self._shared:
+                        p.data = p.data.new_full((), torch.nan).expand(p.shape)
+
+    # ------------------------------------------------------------------ what autograd saves
+
+    def packing(self) -> AbstractContextManager[Any]:
+        """Return a context whose graphs hold no parameters of other workers' stages."""
+        return saved_tensors_hooks(self._pack, self._unpack)
+
+    def _pack(self, x: Tensor) -> Tensor | _Place:
+        at = self._places.get(_address(x)) if x.numel() else None
+        if at is None:
+            return x
+        return _Place(*at, x.dtype, int(x.storage_offset()), x.shape, x.stride())
+
+    def _unpack(self, x: Tensor | _Place) -> Tensor:
+        if isinstance(x, Tensor):
+            return x
+        store = self._stores[x.j]
+        if self._shown.get(x.j) != x.v:
+            self._bring(x.j, x.v)
+        storage = store[x.v].data.untyped_storage()
+        found = torch.empty(0, dtype=x.dtype, device=storage.device)
+        return found.set_(storage, x.offset, x.size, x.stride)
+
+    # ------------------------------------------------------------------ who reads what is absent
+
+    def read(self, name: str) -> NoReturn:
+        """Refuse that an absent parameter is read.
+
+        Raises:
+            StepError: with its stage and the rank that has it.
+        """
+        j = self._stage_of[name]
+        raise StepError(
+            f"{name!r} of stage {j} is read on rank {self._worker}, where it is not: rank "
+            f"{self._owner_of(j)} has it, and others hold it only while they run its modules; "
+            f"{_WHERE}"
+        )
+
+    def read_gradient(self, name: str) -> NoReturn:
+        """Refuse that its gradient is read.
+
+        Raises:
+            StepError: with its stage and the rank that has it.
+        """
+        j = self._stage_of[name]
+        raise StepError(
+            f"the gradient of {name!r} of stage {j} is read on rank {self._worker}, where it is "
+            f"not: rank {self._owner_of(j)} updates it; allowed: the gradients of "
+            "strategy.updated_parameters, in on_before_optimizer_step; use the GradientNorms "
+            "callback for norms over all stages"
+        )
+
+    def refuse_block(self, j: int) -> NoReturn:
+        """Refuse that a backward runs modules again before the turn of their stage.
+
+        Raises:
+            StepError: with the stage.
+        """
+        raise StepError(
+            f"a backward on rank {self._worker} runs a module of stage {j} again, while a later "
+            "stage is not over: a checkpointed block reaches over the place where a stage begins; "
+            "allowed: blocks within one stage; begin stages where blocks begin, "
+            "CyclicStrategy(stages=[...]), or use strategy='cyclic_dp'"
+        )
+
+    def refuse_return(self, j: int) -> NoReturn:
+        """Refuse that a module is called when its stage is over.
+
+        Raises:
+            StepError: with the stage.
+        """
+        raise StepError(
+            f"rank {self._worker} calls a module of stage {j} again, when a later stage has begun "
+            "and its parameters are gone; allowed: calls within one stage; let one stage have "
+            "all of them, CyclicStrategy(stages=[...]), or use strategy='cyclic_dp'"
+        )
+
+
+def _shared(module: nn.Module) -> Collection[int]:
+    """Return ids of the parameters that several modules have."""
+    seen: dict[int, int] = {}
+    for m in module.modules():
+        for p in set(m._parameters.values()) - {None}:
+            seen[id(p)] = seen.get(id(p), 0) + 1
+    return {key for key, count in seen.items() if count > 1}
+
+
+def _address(x: Tensor) -> int:
+    return x.untyped_storage().data_ptr()

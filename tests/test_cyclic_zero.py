@@ -1,0 +1,200 @@
+"""cyclic_zero: the bits of cyclic_dp, by workers that hold what they use and no more."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
+
+from lightning_cyclic.plan.actions import Payload
+from tests import processes
+from tests.conformance.harness import Batches
+from tests.conformance.modules import Plain, vectors
+from tests.corpus import Classifier, assert_same, make_trainer, train_data, valid_data, weights_of
+
+pytestmark = pytest.mark.multi
+NUM_BATCHES, NUM_EPOCHS = 4, 2
+
+
+def is_here(p: Tensor) -> bool:
+    return p.untyped_storage().nbytes() >= p.numel() * p.element_size()
+
+
+class Watch(Callback):
+    """Note, wherever a module begins, and its backward, which stages' parameters are here."""
+
+    def __init__(self) -> None:
+        self.most = 0
+        self.sent: list[Counter[Payload]] = []  # messages and elements sent so far, by step
+        self.bytes: list[Counter[Payload]] = []
+        self.state_of: set[int] = set()  # stages for which there is optimizer state
+
+    def on_train_start(self, trainer: Any, pl_module: nn.Module) -> None:
+        for m in pl_module.modules():
+            if next(m.parameters(recurse=False), None) is not None:
+                m.register_forward_pre_hook(lambda *_: self.look(trainer, pl_module))
+        for p in pl_module.parameters():
+            p.register_hook(lambda grad: self.look(trainer, pl_module))  # type: ignore[no-untyped-call]
+
+    def look(self, trainer: Any, module: nn.Module) -> None:
+        if trainer.global_step < 1 or not module.training:
+            return  # the first step finds the stages
+        stage_of = trainer.strategy.stage_of
+        parts: dict[int, list[bool]] = {}
+        for name, p in module.named_parameters():
+            parts.setdefault(stage_of[name], []).append(is_here(p))
+        assert all(len(set(part)) == 1 for part in parts.values()), "a part of a stage is here"
+        self.most = max(self.most, sum(part[0] for part in parts.values()))
+
+    def on_train_batch_end(self, trainer: Any, pl_module: nn.Module, *args: Any) -> None:
+        transport = trainer.strategy._training.transport
+        self.sent.append(Counter(transport.messages))
+        self.bytes.append(Counter(transport.num_bytes))
+
+    def on_train_end(self, trainer: Any, pl_module: nn.Module) -> None:
+        self.on_train_batch_end(trainer, pl_module)
+        named = {id(p): n for n, p in pl_module.named_parameters()}
+        of = trainer.strategy.stage_of
+        self.state_of = {of[named[id(p)]] for p in trainer.optimizers[0].state}
+
+
+def fit(net: str, optimizer: str, strategy: dict[str, Any]) -> dict[str, Any]:
+    module, watch = Classifier(net, optimizer), Watch()
+    watching = [watch] if net == "mlp" else []
+    trainer = make_trainer(strategy, max_epochs=NUM_EPOCHS, callbacks=watching)
+    trainer.fit(module, train_data(module, NUM_BATCHES), valid_data(module))
+    return {
+        "weights": weights_of(module), "losses": module.losses,
+        "metrics": {k: float(v) for k, v in trainer.callback_metrics.items()}, "watch": {
+            "most": watch.most, "state_of": watch.state_of,
+            "messages": [dict(x) for x in watch.sent], "bytes": [dict(x) for x in watch.bytes],
+        },
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("n", "net", "optimizer", "slack", "stages"),
+    [
+        (2, "mlp", "sgd", 0, 2),
+        (2, "gpt2", "adamw", 0, 2),  # a tied weight
+        (2, "batchnorm_mlp", "adamw", 2, 4),
+        (3, "resnet", "sgd", 0, 3),
+        (3, "mlp", "adamw", 2, 6),
+        (4, "mlp", "adamw", 0, 4),
+        (4, "batchnorm_mlp", "sgd", 2, 4),
+        (4, "gpt2", "adamw", 2, 3),
+    ],
+)
+def test_weights_losses_and_metrics_are_those_of_cyclic_dp(
+    n: int, net: str, optimizer: str, slack: int, stages: int
+) -> None:
+    plan = {"stages": stages, "slack": slack}
+    whole = processes.run(fit, n, net, optimizer, {"preset": "cyclic_dp", **plan})
+    apart = processes.run(fit, n, net, optimizer, {"preset": "cyclic_zero", **plan})
+    for one, other in zip(apart, whole, strict=True):
+        assert_same(one["weights"], other["weights"])
+        assert one["losses"] == other["losses"]
+        assert one["metrics"] == other["metrics"]
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_a_worker_holds_its_stage_and_the_one_in_use(n: int) -> None:
+    ranks = processes.run(fit, n, "mlp", "adamw", {"preset": "cyclic_zero", "stages": n})
+    for r, rank in enumerate(ranks):
+        assert rank["watch"]["most"] == 2
+        assert rank["watch"]["state_of"] == {n - 1 - r}
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_messages_are_as_many_as_derived(n: int) -> None:
+    """In a step 2 N (N - 1) of a stage's parameters, and N - 1 sums for each stage."""
+    ranks = processes.run(fit, n, "mlp", "sgd", {"preset": "cyclic_zero", "stages": n})
+    a, b = NUM_BATCHES + 1, NUM_BATCHES + 2  # steps between which no flush lies
+
+    def between(what: str, payload: Payload) -> int:
+        each = (rank["watch"][what] for rank in ranks)
+        return sum(counts[b].get(payload, 0) - counts[a].get(payload, 0) for counts in each)
+
+    assert between("messages", Payload.P) == 2 * n * (n - 1)
+    last = [rank["watch"]["messages"][-1] for rank in ranks]  # lanes may be behind until then
+    sums = sum(x.get(p, 0) for x in last for p in (Payload.S, Payload.T))
+    to_owners = n - 1  # of the last worker, which owns one stage
+    assert sums == NUM_EPOCHS * NUM_BATCHES * (n * (n - 1) + to_owners)
+    elements = sum(x.numel() for x in ranks[0]["weights"].values())
+    least = 2 * (n - 1) * elements * 4
+    heads = 2 * n * (n - 1) * 512 + (2 * (n - 1) + 1) * len(ranks[0]["weights"]) * 512
+    assert least <= between("bytes", Payload.P) <= least + heads
+
+
+# ---------------------------------------------------------------------- refused by name
+
+
+class ReadsBetween(Plain):
+    def on_train_batch_end(self, *args: Any) -> None:
+        for p in self.parameters():
+            p.norm()
+
+
+class ReadsGlue(Plain):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return loss + 0.01 * sum(p.square().sum() for p in self.parameters())
+
+
+class GoesTwice(Plain):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx) + self(batch[0] + 1).square().mean()
+
+
+class ChecksAcross(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.net, x, use_reentrant=False)
+
+
+class Penalised(Plain):
+    """Has a penalty on the gradient by its input, as WGAN-GP has."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x = batch[0].clone().requires_grad_()
+        (grad,) = torch.autograd.grad(self(x).sum(), x, create_graph=True)
+        return super().training_step(batch, batch_idx) + grad.norm()
+
+
+def attempt(kind: type[Plain], accumulate: int) -> str:
+    module, r = kind(), processes.here().rank
+    data = DataLoader(Batches(vectors, [[2 * t + r] for t in range(4)]), batch_size=None)
+    trainer = make_trainer(
+        {"preset": "cyclic_zero", "stages": ["net.2"]}, max_epochs=1,
+        accumulate_grad_batches=accumulate,
+    )  # fmt: skip
+    try:
+        trainer.fit(module, data)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+@pytest.mark.parametrize(
+    ("kind", "accumulate", "said"),
+    [
+        (ReadsBetween, 1, "is read on rank"),
+        (ReadsGlue, 1, "is read on rank"),
+        (ChecksAcross, 1, "reaches over the place where a stage begins"),
+        (Penalised, 1, "when a later stage has begun and its parameters are gone"),
+        (GoesTwice, 1, "when a later stage has begun and its parameters are gone"),
+        (Plain, 2, "under which parameters come for one batch of a step"),
+    ],
+)
+def test_what_needs_parameters_that_are_gone_is_refused(
+    kind: type[Plain], accumulate: int, said: str
+) -> None:
+    texts = processes.run(attempt, 2, kind, accumulate, time_limit_s=40, after_failure_s=20)
+    for text in texts:
+        assert said in text, texts
+    assert any(text.startswith(("StepError", "ConfigurationError")) for text in texts)
