@@ -228,7 +228,8 @@ CASES: dict[str, Case] = {
     ),
     # ------------------------------------------------------------------ the Trainer
     "accumulated": told(
-        accumulate_grad_batches=2, num_steps=2, refused=refused("accumulate_grad", FLOWS) | ONE_BATCH
+        accumulate_grad_batches=2, num_steps=2,
+        refused=refused("accumulate_grad", FLOWS) | ONE_BATCH,
     ),
     "clipped by value": told(gradient_clip_val=0.05, gradient_clip_algorithm="value"),
     "clipped by the norm of all": told(
