@@ -132,6 +132,38 @@ def test_messages_are_as_many_as_derived(n: int) -> None:
     assert least <= between("bytes", Payload.P) <= least + heads
 
 
+class ChecksWithin(Plain):
+    """Runs the blocks of each stage again in their backward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = checkpoint(self.net[:2], x, use_reentrant=False)
+        return checkpoint(self.net[2:], x, use_reentrant=False)
+
+
+class TakesPart(Plain):
+    """Gives one layer no gradient, so that its stage is complete when the backward has ended."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.net[1](self.net[0](x))
+        y = self.net[2](x)
+        return self.net[4](x + y.detach())
+
+
+def train(kind: type[Plain], preset: str) -> dict[str, Tensor]:
+    module, r = kind(), processes.here().rank
+    data = DataLoader(Batches(vectors, [[2 * t + r] for t in range(4)]), batch_size=None)
+    strategy = {"preset": preset, "stages": ["net.2"]}
+    make_trainer(strategy, max_epochs=2).fit(module, data)
+    return weights_of(module)
+
+
+@pytest.mark.parametrize("kind", [ChecksWithin, TakesPart])
+def test_backwards_that_go_other_ways(kind: type[Plain]) -> None:
+    whole = processes.run(train, 2, kind, "cyclic_dp")
+    for rank in processes.run(train, 2, kind, "cyclic_zero"):
+        assert_same(rank, whole[0])
+
+
 # ---------------------------------------------------------------------- refused by name
 
 

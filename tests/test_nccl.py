@@ -98,6 +98,8 @@ def test_pipelines(
         ("cyclic_dp", 0, "resnet", 3, 3, {"accumulate_grad_batches": 2}),
         ("cyclic_dp_v1", 0, "resnet", 4, 4, {"gradient_clip_val": 0.1}),
         ("cyclic_dp_v1", 0, "gpt2", 3, 6, {}),
+        ("cyclic_zero", 0, "resnet", 4, 4, {}),
+        ("cyclic_zero", 2, "gpt2", 3, 6, {}),
         ("lockstep_dp", 0, "resnet", 4, 8, {"gradient_clip_val": 0.1}),
         ("lockstep_dp", 0, "mlp", 2, 2, {}),
     ],
