@@ -316,7 +316,7 @@ class Messages:
         sent, most = port.under_way, port.depth
         if len(sent) < most:  # each action has sent one part or more
             return
-        actions = list(dict.fromkeys([x.action for x in sent]))
+        actions = list({id(x.action): x.action for x in sent}.values())  # equal ones may be two
         for oldest in actions[: max(len(actions) - most + 1, 0)]:
             while sent and sent[0].action is oldest:
                 self._end(sent.popleft())
