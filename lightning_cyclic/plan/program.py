@@ -63,6 +63,7 @@ class Program:
         self._window = window
         self._shown = shown
         self._starts = [self._begins(program) for program in window]
+        self._served_in: dict[tuple[int, int], list[Action]] = {}  # by worker and block
         self._repeats = plan.axes.placement.repeats
         self._steady = self._first_steady()
         self.steady = self._steady + plan.warmup_steps - shown.warmup_steps
@@ -219,16 +220,20 @@ class Program:
         Who is behind must not wait for a worker's next step: it may never begin, or begin with a
         meeting of all workers.
         """
-        later = chain.from_iterable(self._moved_block(w, s) for s in (t + 1, t + 2))
+        later = chain(self._served(w, t + 1), self._served(w, t + 2))
         return [
             *(self._ahead(w, t - 1) if behind_flush else ()),  # those that came were dropped
             *(a for a in block if not (self._is_served(a) and step_of(a) < t)),
-            *(a for a in later if self._is_served(a) and step_of(a) == t),
+            *(a for a in later if step_of(a) == t),
         ]
 
-    def _moved_block(self, w: int, t: int) -> Iterator[Action]:
+    def _served(self, w: int, t: int) -> Iterator[Action]:
+        """Yield what the block of a step sends of parameters for one use of them."""
         back, slots = self._behind(t)
-        return (_moved(a, back, slots) for a in self._block(w, t - back))
+        key = w, t - back
+        if key not in self._served_in:
+            self._served_in[key] = [a for a in self._block(*key) if self._is_served(a)]
+        return (_moved(a, back, slots) for a in self._served_in[key])
 
     def _ahead(self, w: int, t: int) -> list[Action]:
         """Return what the blocks up to a step's send to those who have begun later ones before.
@@ -239,8 +244,7 @@ class Program:
         if not self.plan.axes.sharding.gathers:
             return found
         for s in range(max(t - 1, 0), t + 1):  # few stages: two steps ahead
-            block = self._moved_block(w, s)
-            found += [a for a in block if step_of(a) > t and self._is_served(a)]
+            found += [a for a in self._served(w, s) if step_of(a) > t]
         return found
 
     def _dropped(self, w: int, t: int) -> Iterator[Action]:

@@ -31,6 +31,9 @@ class Log:
 
     forward = backward = update = tell = add = note
 
+    def free(self, a: Action) -> None:
+        raise AssertionError("nothing is freed here")
+
     def hold(self, a: Action) -> None:
         self.seen.append(f"hold {a}")
 
