@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
@@ -230,3 +232,54 @@ def test_what_needs_parameters_that_are_gone_is_refused(
     for text in texts:
         assert said in text, texts
     assert any(text.startswith(("StepError", "ConfigurationError")) for text in texts)
+
+
+# ---------------------------------------------------------------------- weights from elsewhere
+
+
+class Halves(Callback):
+    """Loads other weights in the middle of a fit."""
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.current_epoch == 1:
+            whole = trainer.strategy.lightning_module_state_dict()
+            halved = {"state_dict": {n: x * 0.5 for n, x in whole.items()}}
+            trainer.strategy.load_model_state_dict(halved)
+
+
+def load_within(preset: str, stages: int) -> dict[str, Tensor]:
+    module, r = Plain(), processes.here().rank
+    data = DataLoader(Batches(vectors, [[2 * t + r] for t in range(4)]), batch_size=None)
+    strategy = {"preset": preset, "stages": stages}
+    make_trainer(strategy, max_epochs=2, callbacks=[Halves()]).fit(module, data)
+    return weights_of(module)
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+def test_weights_that_are_loaded_within_a_fit(stages: int) -> None:
+    whole = processes.run(load_within, 2, "cyclic_dp", stages)
+    for rank in processes.run(load_within, 2, "cyclic_zero", stages):
+        assert_same(rank, whole[0])
+
+
+def go_on(preset: str, folder: str, resumed: bool) -> dict[str, Tensor]:
+    module, r = Plain(), processes.here().rank
+    data = DataLoader(Batches(vectors, [[2 * t + r] for t in range(4)]), batch_size=None)
+    saver = ModelCheckpoint(folder, "{epoch}", save_top_k=-1)
+    trainer = make_trainer(
+        {"preset": preset, "stages": 2, "slack": 2},
+        max_epochs=3, callbacks=[saver], enable_checkpointing=True,
+    )  # fmt: skip
+    trainer.fit(module, data, ckpt_path=str(Path(folder, "epoch=0.ckpt")) if resumed else None)
+    return weights_of(module)
+
+
+@pytest.mark.parametrize(
+    ("wrote", "reads"), [("cyclic_dp", "cyclic_zero"), ("cyclic_zero", "cyclic_dp")]
+)
+def test_each_goes_on_from_checkpoints_of_the_other(
+    wrote: str, reads: str, tmp_path: Path
+) -> None:
+    unbroken = processes.run(go_on, 2, wrote, str(tmp_path), False)
+    for rank in processes.run(go_on, 2, reads, str(tmp_path), True):
+        assert_same(rank, unbroken[0])

@@ -432,7 +432,6 @@ NOT_SYNC = [
     ("kind", "callbacks", "words"),
     [
         (Changing, [], "'net.0.weight' was changed between two steps by a hook or a callback"),
-        (Unfreezing, [], "'net.3.(weight|bias)' was unfrozen between two steps|trained param"),
         (WithScheduleFree, [], "ScheduleFree exchanges the weights between steps"),
         (Net, [Pruning], "Pruning replaces parameters while they are trained"),
         (Replacing, [], "'net.0.bias' was replaced, added or removed|not in the LightningModule"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
@@ -89,11 +90,27 @@ class Texts(Skipping):
         return super().training_step(torch.tensor([[len(text)] * 4 for text in batch]) / 9, 0)
 
 
-def fit_texts(strategy: Any) -> tuple[int, dict[str, Tensor]]:
+class Heard(logging.Handler):
+    """Keeps what is said."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.said: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.said.append(record.getMessage())
+
+
+def fit_texts(strategy: Any) -> tuple[int, dict[str, Tensor], list[str]]:
     module = Texts()
     data = DataLoader([["a cat", "a dog", "two"]] * NUM_STEPS, batch_size=None)  # type: ignore[arg-type]
-    make_trainer(strategy, max_epochs=1).fit(module, data)
-    return module.steps, weights_of(module)
+    trainer, heard = make_trainer(strategy, max_epochs=1), Heard()
+    logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    logger.addHandler(heard)
+    logger.setLevel(logging.INFO)
+    trainer.fit(module, data)
+    logger.removeHandler(heard)
+    return module.steps, weights_of(module), [s for s in heard.said if "not cut into" in s]
 
 
 def test_a_batch_that_cannot_be_cut_is_one_micro_batch() -> None:
@@ -101,6 +118,7 @@ def test_a_batch_that_cannot_be_cut_is_one_micro_batch() -> None:
     (whole,) = processes.run(fit_texts, 1, {"preset": "gpipe", "num_micro": 3})
     assert plain[0] == whole[0] == NUM_STEPS
     assert_same(whole[1], plain[1])
+    assert len(whole[2]) == 1
 
 
 class Wrong(Skipping):

@@ -152,6 +152,7 @@ class AsynchronousPipelineTraining(PipelineTraining):
     def training_step(self, own: Own, *args: Any, **kwargs: Any) -> Any:
         """Do what the program has for this batch; return a stand-in of the newest known loss."""
         self._guard.check()
+        self._follow_freezing()
         session, given = self._session, StepArguments(args, kwargs)
         if self._stop is not None:
             self._stop.tell()
@@ -175,6 +176,11 @@ class AsynchronousPipelineTraining(PipelineTraining):
         surrogate = stand_in(self._latest.loss)
         returned = self._latest.returned
         return {"loss": surrogate, **returned} if returned else surrogate
+
+    @override
+    def _train_others(self) -> None:
+        super()._train_others()
+        self._guard.forget()
 
     def _asked_before(self) -> int:
         """Return the step before which all workers stop; 0 if none was asked to."""

@@ -140,15 +140,21 @@ class DeferredUpdates:
 
 @contextmanager
 def _hyper_parameters(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Iterator[None]:
-    """Let the optimizer have the remembered hyper-parameters, then today's again."""
-    today = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
-    for group, values in zip(optimizer.param_groups, groups, strict=False):
+    """Let the optimizer have the remembered hyper-parameters, then today's again.
+
+    Groups that have come since have no part: their parameters may hold gradients of any steps.
+    """
+    everything = optimizer.param_groups
+    optimizer.param_groups = then = everything[: len(groups)]
+    today = [{k: v for k, v in g.items() if k != "params"} for g in then]
+    for group, values in zip(then, groups, strict=True):
         group.update(values)
     try:
         yield
     finally:
-        for group, values in zip(optimizer.param_groups, today, strict=True):
+        for group, values in zip(then, today, strict=True):
             group.update(values)
+        optimizer.param_groups = everything
 
 
 @contextmanager

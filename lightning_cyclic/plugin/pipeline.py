@@ -120,6 +120,10 @@ class PipelineTraining(AbstractTraining):
         if self._is_apart:
             self._session.foreign.fetch()
 
+    @override
+    def _train_others(self) -> None:
+        self._session.train_others()
+
     def _asked(self) -> bool:
         return self._stop is not None and self._stop.look()
 

@@ -67,12 +67,15 @@ class Predictor:
         """
         if v == 0:  # no update has shown a direction yet
             return [p.detach().clone() for p in parameters]
+        groups, lrs = self._groups_of(v - 1, j), self._lrs_of(v, j, horizon)
+        # a group that came since has had no update: its parameters stay as they are
+        added = self._trainer.optimizers[0].param_groups[len(groups) :]
         return predict(
             self._trainer.optimizers[0],
             parameters,
             horizon,
-            groups=self._groups_of(v - 1, j),
-            lrs=self._lrs_of(v, j, horizon),
+            groups=[*groups, *added],
+            lrs=None if lrs is None else [[*row, *(g["lr"] for g in added)] for row in lrs],
             shape=self._shape,
             fallback=self._displacements,
         )

@@ -70,8 +70,6 @@ class ReplicatedTraining(AbstractTraining):
         self._owned_is_kept = False
         self._guard = WeightGuard(self._of_module, plan.preset)
         check_no_exchange(trainer.optimizers[0], plan.preset)
-        parameters = trained_parameters(self._module, trainer.optimizers[0])
-        self._parameter_ids = frozenset(map(id, parameters.values()))
         clip = clip_mode(trainer, plan, options.clip)
         self._updates = DeferredUpdates(
             trainer,
@@ -96,7 +94,7 @@ class ReplicatedTraining(AbstractTraining):
         )
         self._session: Session = Session(
             self._module,
-            parameters,
+            trained_parameters(self._module, trainer.optimizers[0]),
             config,
             trainer.global_rank,
             trainer.strategy.root_device,
@@ -149,6 +147,7 @@ class ReplicatedTraining(AbstractTraining):
             return own(*args, **kwargs)
         self._guard.check()
         session = self._session
+        self._follow_freezing()
         batch, last = args[0] if args else kwargs, not self._accumulating
         ends = epoch_ends(self._trainer)
         with session.forward(batch, last=last, ends=ends), self._reductions.held():
@@ -163,6 +162,24 @@ class ReplicatedTraining(AbstractTraining):
         if last:  # the worker behind begins its window when this one's is over
             self._reductions.run(self._trainer.strategy.reduce)
         return output
+
+    @override
+    def _follow_freezing(self) -> None:
+        if self._session.is_between_steps:
+            super()._follow_freezing()
+        elif self._freezing is not None and self._freezing.has_changed:
+            raise ConfigurationError(
+                "a parameter was frozen, unfrozen or given to the optimizer between batches that "
+                "are added up to one step; allowed: between steps; do it in on_train_epoch_start, "
+                "or use accumulate_grad_batches=1"
+            )
+
+    @override
+    def _train_others(self) -> None:
+        optimizer = self._trainer.optimizers[0]
+        self._session.train_others(trained_parameters(self._module, optimizer))
+        self._guard.forget()
+        self._owned_is_kept = False
 
     def reduce(self, own: Own, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce over all workers; what training_step asks for, when its forward is over."""
@@ -216,18 +233,6 @@ class ReplicatedTraining(AbstractTraining):
     def resume(self, saved: Mapping[str, Any] | None) -> None:
         super().resume(saved)
         self._guard.forget()
-
-    @override
-    def begin_epoch(self) -> None:
-        """Check that every worker has the same number of batches and the same parameters."""
-        super().begin_epoch()
-        now = trained_parameters(self._module, self._trainer.optimizers[0])
-        if frozenset(map(id, now.values())) != self._parameter_ids:
-            raise ConfigurationError(
-                "the set of trained parameters changed between epochs (a callback froze, unfroze "
-                "or replaced some); allowed: the same parameters throughout one fit; unfreeze "
-                "before fit, or call fit once per phase"
-            )
 
     # ------------------------------------------------------------------ checkpoints
 

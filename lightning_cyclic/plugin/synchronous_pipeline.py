@@ -62,6 +62,7 @@ class SynchronousPipelineTraining(PipelineTraining):
     @override
     def training_step(self, own: Own, *args: Any, **kwargs: Any) -> Any:
         """Run a step, and return the surrogate of its loss."""
+        self._follow_freezing()
         session, given = self._session, StepArguments(args, kwargs)
         if self._stop is not None:
             self._stop.tell()

@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.plugin import checkpoint as ckpt
 from lightning_cyclic.plugin.checks import check_optimizers
+from lightning_cyclic.plugin.freezing import FreezingWatch
 from lightning_cyclic.plugin.late_gradients import Compensation
 from lightning_cyclic.plugin.options import Options
 from lightning_cyclic.plugin.reductions import HeldReductions
@@ -126,8 +127,10 @@ class AbstractTraining(ABC):
         self._accumulating = False
         self._has_told_stages = False
         self._draws: Tensor | None = None  # the state of torch's generator, from a checkpoint
+        self._freezing: FreezingWatch | None = None
         if trainer.state.fn == TrainerFn.FITTING:
             check_optimizers(trainer.optimizers)
+            self._freezing = FreezingWatch(trainer)
         # on the instance: the module's own configure_gradient_clipping still leads here
         vars(trainer.precision_plugin)["clip_grad_by_norm"] = self._clip
 
@@ -202,6 +205,17 @@ class AbstractTraining(ABC):
         count = f"{len(starts) + 1} stages" if starts else "one stage"
         name = type(self._module).__name__
         rank_zero_info(f"lightning_cyclic trains {name} in {count}: {paste(starts)}")
+
+    def _follow_freezing(self) -> None:
+        """Before a step, take over what was frozen or unfrozen since the last one."""
+        if self._freezing is not None and self._freezing.has_changed:
+            self.flush()
+            self._freezing.agree(self._session)
+            self._train_others()
+
+    @abstractmethod
+    def _train_others(self) -> None:
+        """Make other plans, as other parameters are trained; behind a flush."""
 
     @abstractmethod
     def training_step(self, own: Own, *args: Any, **kwargs: Any) -> Any:

@@ -1,8 +1,8 @@
 """The weight guard: notice what hooks and callbacks change of the weights between steps.
 
 Where workers read different versions of a stage, a change of what the module shows between two
-steps reaches some versions and not others; and what is frozen or unfrozen then is missed by
-those who have made their plans. Both gave other weights in silence. They are refused by name.
+steps reaches some versions and not others. It gave other weights in silence, and is refused by
+name. What is frozen or unfrozen is another matter (freezing.py).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lightning_cyclic.errors import ConfigurationError
 
 _DATA: Any = Tensor.data
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
-_version, _is_trained = attrgetter("_version"), attrgetter("requires_grad")
+_version = attrgetter("_version")
 
 
 @final
@@ -39,7 +39,6 @@ class WeightGuard:
         self._preset = preset
         self._named: dict[str, nn.Parameter] = {}
         self._versions: list[int] = []  # how often each was changed in place
-        self._trained: list[bool] = []
         self._totals: list[Tensor] | None = None  # of the bits of each, where steps are at an end
         self._kind = _watched(self._look)
         self._watching: list[nn.Parameter] = []  # whose ``.data`` is looked for
@@ -53,7 +52,6 @@ class WeightGuard:
         """
         self._named = self._named or dict(self._read())
         self._versions = list(map(_version, self._named.values()))
-        self._trained = list(map(_is_trained, self._named.values()))
         self._totals = None
         if watch:
             self._watch()
@@ -82,7 +80,7 @@ class WeightGuard:
         """Take the parameters as they will be: they are about to be loaded."""
         self._unwatch()
         self._looked.clear()
-        self._named, self._versions, self._trained, self._totals = {}, [], [], None
+        self._named, self._versions, self._totals = {}, [], None
 
     def check(self) -> None:
         """Refuse what has changed since.
@@ -93,10 +91,7 @@ class WeightGuard:
         self._unwatch()
         if self._totals is not None:
             self._check_names(dict(self._read()))
-        parameters = self._named.values()
-        if list(map(_is_trained, parameters)) != self._trained:
-            self._refuse_frozen()
-        if list(map(_version, parameters)) != self._versions:
+        if list(map(_version, self._named.values())) != self._versions:
             self._check_bits()
         if self._looked:
             self._check_looked()
@@ -135,16 +130,6 @@ class WeightGuard:
                 "hook or a callback (as pruning does); allowed: the same parameters throughout "
                 "one fit; do it before fit, or use strategy='ddp'"
             )
-
-    def _refuse_frozen(self) -> None:
-        pairs = zip(self._named.items(), self._trained, strict=True)
-        (name, _), was = next((x, was) for x, was in pairs if x[1].requires_grad is not was)
-        raise ConfigurationError(
-            f"parameter {name!r} was {'frozen' if was else 'unfrozen'} between two steps, which "
-            f"preset {self._preset!r} does not support yet; allowed: the same trained parameters "
-            "throughout one fit; freeze and unfreeze before fit, call fit once per phase, or use "
-            "strategy='1f1b' or 'ddp'"
-        )
 
     def _check_bits(self) -> None:
         for k, (name, p) in enumerate(self._named.items()):

@@ -99,7 +99,7 @@ class Waiter:
             return PeerError(heard(words, names, it, todo))
         do, limit_s = f"{_plainly(action)}, {self._when(action.t)}", self._transport.timeout_s
         first = (
-            f"{me} waited {limit_s:g} s for {it} {do}: {LATE}."
+            f"{me} waited {limit_s:g} s for {it} {do}: {LATE}.{self._other_wait(peer)}"
             if late
             else f"{it} ended without a word of why: {me} waited for it {do}."
         )
@@ -111,6 +111,12 @@ class Waiter:
             f"The arrow shows the action, {action} in slot {action.s}{note}; "
             f"{names.rows(rows_around(short, worker))}:\n" + timetable_around(short, drawn, worker)
         )
+
+    def _other_wait(self, peer: int) -> str:
+        """Say for what a worker waits itself that has left the program for a meeting of all."""
+        names = self._transport.names
+        what = names.meeting_of(peer)
+        return f"\n{names.of(peer)} waits itself for all ranks {what}." if what else ""
 
     def _drawable(self, action: Action) -> tuple[Action, int]:
         """Move an action of a late step into the first steps, where a short plan has it."""
@@ -156,6 +162,8 @@ def naming_peers(crew: Crew, when: str, what: str, peer: int | None = None) -> I
     limit_s = crew.timeout_s
     try:
         yield
+        if peer is None:
+            crew.names.go()
     except RuntimeError as error:
         if isinstance(error, CyclicError):
             raise

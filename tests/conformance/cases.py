@@ -262,10 +262,8 @@ CASES: dict[str, Case] = {
     "pruning": told(
         partial(lc.ModelPruning, "l1_unstructured", amount=0.5), refused=refused("ModelPruning")
     ),
-    "fine-tuning": told(
-        Finetuned, kind=m.Unfreezing, num_epochs=2,
-        refused=refused("was unfrozen between", REPLICATED, FLOWS),
-    ),
+    "fine-tuning": told(Finetuned, kind=m.Unfreezing, num_epochs=3),
+    "thawing": row(m.Thawing, validates=True, num_epochs=2),
     "stochastic averages": told(
         partial(lc.StochasticWeightAveraging, 0.01), num_epochs=2,
         refused=refused("StochasticWeightAveraging copies", PIPELINES),

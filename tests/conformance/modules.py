@@ -566,6 +566,22 @@ class Unfreezing(Plain):
         return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1)
 
 
+class Thawing(Plain):
+    """Freezes and unfreezes layers between steps; one comes to the optimizer late."""
+
+    def configure_optimizers(self) -> Any:
+        self.net[0].requires_grad_(False)
+        held = [*self.net[:4].parameters(), self.net[4].weight]
+        return torch.optim.AdamW(held, 0.05, weight_decay=0.1)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        t, optimizer = self.trainer.global_step, self.trainer.optimizers[0]
+        if t == 2 and len(optimizer.param_groups) == 1:
+            optimizer.add_param_group({"params": [self.net[4].bias], "lr": 0.02})
+        self.net[0].requires_grad_(t in (1, 2, 5, 6))
+        self.net[4].requires_grad_(t not in (3, 4))
+
+
 class HandMadeAverage(Plain):
     """Keeps a moving average of its weights by hand, in a copy that is no part of it."""
 

@@ -69,16 +69,6 @@ def test_what_was_taken_back_where_steps_were_at_an_end_is_no_change() -> None:
         guard.check()
 
 
-@pytest.mark.parametrize(("before", "word"), [(True, "frozen"), (False, "unfrozen")])
-def test_freezing_is_refused(before: bool, word: str) -> None:
-    module, guard = guarded()
-    module[0].bias.requires_grad_(before)
-    guard.note()
-    module[0].bias.requires_grad_(not before)
-    with pytest.raises(ConfigurationError, match=f"'0.bias' was {word} between two steps"):
-        guard.check()
-
-
 def test_other_parameters_are_refused() -> None:
     module, guard = guarded()
     end(guard)

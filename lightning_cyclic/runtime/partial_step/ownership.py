@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, final
 
@@ -104,10 +104,10 @@ class Ownership:
             "weights; let one stage have its modules, CyclicStrategy(stages=[...])"
         )
 
-    def trained(self, j: int) -> dict[str, nn.Parameter]:
-        """Return the parameters of stage ``j`` that are trained, by name."""
+    def trained(self, j: int, besides: Collection[str] = ()) -> dict[str, nn.Parameter]:
+        """Return the parameters of stage ``j`` that are trained, and some others, by name."""
         named = {n: self._named[n] for n in self._cuts.parameters[j]}
-        return {n: p for n, p in named.items() if p.requires_grad}
+        return {n: p for n, p in named.items() if p.requires_grad or n in besides}
 
     def shared(self, first: int, stages: Sequence[int]) -> list[nn.Parameter]:
         """Return the parameters of stage ``first`` that some of ``stages`` use too."""

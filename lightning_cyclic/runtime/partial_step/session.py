@@ -18,7 +18,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from lightning_cyclic.errors import StepError
+from lightning_cyclic.errors import PlanError, StepError
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.plan.actions import Action, Kind, Payload
 from lightning_cyclic.plan.dataflow import Datum, Item
@@ -101,6 +101,7 @@ class StagewiseSession:
         self.foreign: ForeignWeights
         self.norms: Norms
         self._size = num_workers // config.width
+        self._has_said_uncut = False
         self._evaluations = 0
         self._evaluated = ""  # the kind of the step of evaluation under way
         self._ended = -1  # the last step that a flush has ended
@@ -195,7 +196,8 @@ class StagewiseSession:
 
     def begin(self, cuts: Cuts) -> None:
         """Take stages for found, and give up what other workers hold."""
-        frozen = [n for n, p in self.module.named_parameters() if not p.requires_grad]
+        self._trained = self._had_versions = self._read_trained()
+        frozen = {n for n, _ in self.module.named_parameters()} - self._trained
         self._plans = Plans(self.config, cuts, self.num_workers, frozen)
         self.cuts, plan = cuts, self._plans.usual
         if plan.axes.placement.takes_turns:
@@ -273,16 +275,48 @@ class StagewiseSession:
             write_state=self.config.write_state if shares_state else None,
         )
 
-    def _make_versions(self, plan: Plan, ownership: Ownership) -> Versions:
-        stages = {j: ownership.trained(j) for j in ownership.stages}
-        readers = {
-            j: [k for k in ownership.stages if k == j or j in ownership.lenders(k)] for j in stages
-        }
+    def train_others(self) -> None:
+        """Train other parameters from now on; behind a flush, and on all workers at once.
+
+        What is frozen keeps its versions, which forwards still read, unless they are predicted.
+
+        Raises:
+            PlanError: on every worker, for a parameter that stages share.
+        """
+        if self.cuts is None or self.versions is None:
+            return
+        trained = self._read_trained()
+        changed, self._trained = self._trained ^ trained, trained
+        tied = next((n for n in self.cuts.tied if n in changed), None)
+        if tied is not None:
+            raise PlanError(
+                f"parameter {tied!r}, which stages {list(self.cuts.tied[tied])} share, was frozen "
+                f"or unfrozen between two steps, which preset {self._plans.usual.preset!r} does "
+                "not support; allowed: parameters of one stage; let one stage have all modules "
+                "that share it, CyclicStrategy(stages=[...]), or use strategy='1f1b'"
+            )
+        self._had_versions = self._had_versions | trained
+        self.versions.train_others(self._versioned(self._plans.usual, self.ownership))
+
+    def _read_trained(self) -> set[str]:
+        return {n for n, p in self.module.named_parameters() if p.requires_grad}
+
+    def _versioned(self, plan: Plan, ownership: Ownership) -> dict[int, dict[str, nn.Parameter]]:
+        """Return stage -> name -> parameter of which this worker has versions."""
+        besides = () if plan.axes.weights.looks_ahead else self._had_versions
+        stages = {j: ownership.trained(j, besides) for j in ownership.stages}
         for k in ownership.stages:  # of stages of other workers, what is tied to own ones
             for j, tied in ownership.tied_to(k).items():
                 if j not in ownership.stages:
                     stages.setdefault(j, {}).update(tied)
-                    readers.setdefault(j, []).append(k)
+        return stages
+
+    def _make_versions(self, plan: Plan, ownership: Ownership) -> Versions:
+        stages = self._versioned(plan, ownership)
+        readers = {
+            j: [k for k in ownership.stages if (k == j or j in ownership.lenders(k))]
+            for j in stages
+        }
         foresight = None
         if plan.axes.weights.looks_ahead:
             ownership.refuse_ties(plan.weights)
@@ -343,7 +377,8 @@ class StagewiseSession:
         """Cut a replica's batch into micro-batches; nobody minds one alone where nobody waits."""
         num = self.config.num_micro
         if self.config.is_one_stage and num > 1 and not can_be_cut(batch):
-            if self.t == 0:
+            if not self._has_said_uncut:
+                self._has_said_uncut = True
                 self.config.say(
                     f"A batch of type {type(batch).__name__} holds no tensor with a dim, so that "
                     f"it is not cut into {num} micro-batches: the step runs once, on all of it."

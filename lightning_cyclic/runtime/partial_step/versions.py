@@ -72,8 +72,7 @@ class Versions:
         foresight: Foresight | None = None,
     ) -> None:
         self._plan = plan
-        self._stages = stages
-        self._own = {n: p for stage in stages.values() for n, p in stage.items()}
+        self._take(stages)
         self._readers = readers
         self._places = _places_of(module)
         self._rnns = {
@@ -88,6 +87,26 @@ class Versions:
         self._overwritten: dict[int, Version] = {}  # stage -> what all its graphs hold
         # stage -> its last micro-batch, counted from the first step on
         self._last = dict.fromkeys(range(plan.num_stages), newest * plan.num_micro - plan.width)
+
+    def _take(self, stages: Mapping[int, Mapping[str, nn.Parameter]]) -> None:
+        self._stages = stages
+        self._own = {n: p for stage in stages.values() for n, p in stage.items()}
+
+    def train_others(self, stages: Mapping[int, Mapping[str, nn.Parameter]]) -> None:
+        """Keep versions of other parameters from now on, behind a flush: no graph is alive.
+
+        Args:
+            stages: as those that the constructor took, of the same stages.
+        """
+        self._take(stages)
+        for j, kept in self._kept.items():
+            for v, version in kept.items():  # what was frozen has its value in every version
+                made = {n: _like(p, version.get(n, p)) for n, p in stages[j].items()}
+                kept[v] = Version(j, v, made)
+            self._alive[j] = weakref.WeakValueDictionary(kept)
+        self._overwritten.clear()
+        if self._foresight is not None:
+            self._foresight.train_others(stages)
 
     def newest(self, j: int) -> int:
         """Return the version that the module's own parameters of stage ``j`` hold."""
@@ -190,9 +209,11 @@ class Versions:
         """Take from a checkpoint what :meth:`previous` returned, of all workers together."""
         values = previous["versions"]
         for j, stage in self._stages.items():
-            all_have = [set(values.get(n, ())) for n in stage]  # tied ones may have more
-            for v in sorted(set.intersection(*all_have)) if all_have else ():
-                made = {n: _like(p, values[n][v]) for n, p in stage.items()}
+            have = [set(values[n]) for n in stage if n in values]  # tied ones may have more
+            alive = set(range(self._next_read(j), self._newest[j])) if not have else set()
+            # what was frozen when it was saved had one value
+            for v in sorted(set.intersection(*have) if have else alive):
+                made = {n: _like(p, values.get(n, {}).get(v, p)) for n, p in stage.items()}
                 self._kept[j][v] = self._alive[j][v] = Version(j, v, made)
         if self._foresight is not None:
             self._foresight.put_owed(previous["owed"])

@@ -53,6 +53,13 @@ class Foresight:
         self._reserved: dict[tuple[int, int, int], Values] = {}
         self._of_step: dict[int, tuple[int, Values]] = {}  # stage -> step, guess of its first
 
+    def train_others(self, stages: Mapping[int, Mapping[str, nn.Parameter]]) -> None:
+        """Guess other parameters from now on, behind a flush; what was frozen stays as it is."""
+        self._stages = stages
+        for (t, i, j), values in self._reserved.items():
+            named = stages[j].items()
+            self._reserved[t, i, j] = {n: values.get(n, p.detach().clone()) for n, p in named}
+
     def looks_ahead(self, a: Action) -> bool:
         """Say whether the forward or the backward of a micro-batch reads a guess."""
         assert a.i is not None
@@ -116,8 +123,10 @@ class Foresight:
         """Take guesses from a checkpoint."""
         for j, stage in self._stages.items():
             for t, i in sorted({key for n in stage for key in owed.get(n, {})}):
-                values = {n: torch.empty_like(p).copy_(owed[n][t, i]) for n, p in stage.items()}
-                self._reserved[t, i, j] = {n: x.detach() for n, x in values.items()}
+                values = {n: owed.get(n, {}).get((t, i), p) for n, p in stage.items()}
+                self._reserved[t, i, j] = {
+                    n: torch.empty_like(p).copy_(values[n]).detach() for n, p in stage.items()
+                }
 
 
 def overwrite(parameters: Mapping[str, nn.Parameter], values: Values) -> None:

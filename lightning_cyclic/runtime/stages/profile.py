@@ -3,7 +3,7 @@
 The first training step is run as it is, with a note taken whenever a module is called and
 whenever a parameter is first used: by the module that owns it, or by glue code (seen by a
 TorchFunctionMode). A stage may begin at the first call of a module. What lies between two such
-calls and first uses parameters is a *unit*; stages are runs of units.
+calls and first uses parameters, trained or frozen, is a *unit*; stages are runs of units.
 """
 
 from __future__ import annotations
@@ -28,13 +28,15 @@ class Unit:
     Args:
         starts: paths of the modules whose first calls lie between the last first use before the
             unit and its own first; any of them may begin a stage. Empty for the first unit.
-        parameters: names of the parameters first used in it, in order of use.
-        glue: those of them that code outside their own module used first.
+        parameters: names of the trained parameters first used in it, in order of use.
+        glue: those, trained or frozen, that code outside their own module used first.
+        frozen: names of the parameters first used in it that are not trained, or not yet.
     """
 
     starts: tuple[str, ...]
     parameters: tuple[str, ...]
     glue: tuple[str, ...] = ()
+    frozen: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +45,8 @@ class Profile:
 
     Args:
         units: in order of execution.
-        unused: names of parameters that the step did not use.
+        unused: names of trained parameters that the step did not use.
+        resting: names of other parameters that the step did not use.
         buffers: the module buffers whose values the step changed: name -> (unit of the first
             call of their module, unit of its last call).
     """
@@ -51,6 +54,16 @@ class Profile:
     units: tuple[Unit, ...]
     unused: tuple[str, ...]
     buffers: dict[str, tuple[int, int]]
+    resting: tuple[str, ...] = ()
+
+    @property
+    def begins(self) -> list[int]:
+        """Return the units at which stages with trained parameters may begin, the first being 0.
+
+        What is frozen goes with what is trained behind it.
+        """
+        trained = [k for k, unit in enumerate(self.units) if unit.parameters]
+        return [0, *(k + 1 for k in trained[:-1])]
 
 
 @final
@@ -64,10 +77,14 @@ class Recorder:
 
     def __init__(self, module: nn.Module, parameters: dict[str, nn.Parameter]) -> None:
         self._module = module
-        self._names = {id(p): name for name, p in parameters.items()}
+        self._trained = parameters
+        self._names = {
+            id(p): name for name, p in (*module.named_parameters(), *parameters.items())
+        }
         self._seen: set[str] = set()
         self._called: set[str] = set()
-        self._units: list[tuple[list[str], list[str], list[str]]] = [([], [], [])]
+        self._units: list[tuple[list[str], list[str]]] = [([], [])]
+        self._glue: set[str] = set()
         self._candidates: list[str] = []  # first calls since the last first use of a parameter
         self._calls: dict[str, tuple[int, int]] = {}  # path -> first and last unit of its calls
         self._buffers_before = {name: b.detach().clone() for name, b in module.named_buffers()}
@@ -96,12 +113,20 @@ class Recorder:
             for name, before in self._buffers_before.items()
             if name in after and not _same(before, after[name])
         }
-        units = tuple(
-            Unit(starts=tuple(starts), parameters=tuple(used), glue=tuple(glue))
-            for starts, used, glue in self._units
-        )
-        unused = tuple(name for name in self._names.values() if name not in self._seen)
-        return Profile(units=units, unused=unused, buffers=changed)
+        units = tuple(self._unit(starts, used) for starts, used in self._units)
+        rest = [name for name in self._names.values() if name not in self._seen]
+        unused, resting = self._apart(rest)
+        return Profile(units=units, unused=unused, buffers=changed, resting=resting)
+
+    def _unit(self, starts: list[str], used: list[str]) -> Unit:
+        trained, frozen = self._apart(used)
+        glue = tuple(n for n in used if n in self._glue)
+        return Unit(starts=tuple(starts), parameters=trained, glue=glue, frozen=frozen)
+
+    def _apart(self, names: list[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Return the names of what is trained, and of what is not."""
+        trained = tuple(n for n in names if n in self._trained)
+        return trained, tuple(n for n in names if n not in self._trained)
 
     def _unit_span(self, buffer: str, last: int) -> tuple[int, int]:
         # what glue code changes may change anywhere: from the first unit to the last
@@ -130,11 +155,11 @@ class Recorder:
             return
         self._seen.add(name)
         if self._starts_unit():
-            self._units.append((self._candidates, [], []))
+            self._units.append((self._candidates, []))
         self._candidates = []
         self._units[-1][1].append(name)
         if glue:
-            self._units[-1][2].append(name)
+            self._glue.add(name)
 
     def _starts_unit(self) -> bool:
         # a boundary before the very first use would leave stage 0 without parameters

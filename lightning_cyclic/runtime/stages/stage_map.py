@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Self
 
@@ -19,10 +19,11 @@ class Stage:
     Args:
         start: path of the module whose first call begins the stage; "" for the step's beginning.
         parameters: names, in order of first use.
-        glue: those that code outside their own module uses.
+        glue: those, trained or frozen, that code outside their own module uses.
         buffers: names of the buffers that training changes (BatchNorm statistics) and that are
             first used here.
         buffers_final_after: stage after whose forward these buffers change no more in a step.
+        frozen: names of the parameters that are first used here, but not trained, or not yet.
     """
 
     start: str
@@ -30,6 +31,7 @@ class Stage:
     glue: tuple[str, ...] = ()
     buffers: tuple[str, ...] = ()
     buffers_final_after: int = 0
+    frozen: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +50,27 @@ class StageMap:
         """Return the stages that hold buffers which training changes."""
         return tuple(j for j, stage in enumerate(self.stages) if stage.buffers)
 
+    def training(self, names: Iterable[str]) -> Self:
+        """Return the map with some parameters trained that were frozen; begins stay as they are.
+
+        Args:
+            names: of the parameters; those that are trained already change nothing.
+
+        Raises:
+            PlanError: nobody knows the stage of one.
+        """
+        known = self.stage_of
+        asked = {n: None for n in names if n not in known}
+        frozen = {n for stage in self.stages for n in stage.frozen}
+        unknown = next((n for n in asked if n not in frozen), None)
+        if unknown is not None:
+            raise PlanError(
+                f"parameter {unknown!r} is trained now, but it was no part of the module when the "
+                "stages were found; allowed: parameters that were there in the first step; "
+                "freeze and unfreeze them, or call fit once per phase"
+            )
+        return type(self)(tuple(_thawed(stage, asked) for stage in self.stages))
+
     def as_data(self) -> list[dict[str, Any]]:
         """Return plain data, for a checkpoint or a message."""
         return [asdict(stage) for stage in self.stages]
@@ -63,6 +86,7 @@ class StageMap:
                     glue=tuple(d["glue"]),
                     buffers=tuple(d["buffers"]),
                     buffers_final_after=d["buffers_final_after"],
+                    frozen=tuple(d.get("frozen", ())),  # of older checkpoints nobody knows
                 )
                 for d in data
             )
@@ -91,14 +115,18 @@ def make_stages(
     """
     units = profile.units
     if isinstance(stages, int):
-        if stages > len(units):
+        begins = profile.begins
+        if stages > len(begins):
             raise PlanError(
-                f"stages={stages} were asked for, but the module has only {len(units)} places "
-                f"where a stage can begin; allowed: 1 to {len(units)}; "
+                f"stages={stages} were asked for, but the module has only {len(begins)} places "
+                "where a stage with trained parameters can begin; "
+                f"allowed: 1 to {len(begins)}; "
                 f'lower it, or leave stages="auto"'
             )
-        weights = [max(1, sum(num_bytes[n] for n in unit.parameters)) for unit in units]
-        starts = balance(weights, stages)
+        parts = zip(begins, [*begins[1:], len(units)], strict=True)
+        names = ([n for unit in units[a:b] for n in unit.parameters] for a, b in parts)
+        weights = [max(1, sum(num_bytes[n] for n in part)) for part in names]
+        starts = [begins[k] for k in balance(weights, stages)]
         paths = ["", *(units[k].starts[0] for k in starts[1:])]
     else:
         starts = [0, *(_unit_at(units, path) for path in stages)]
@@ -130,11 +158,21 @@ def _group(profile: Profile, starts: Sequence[int], paths: Sequence[str]) -> Sta
     for j, (a, b) in enumerate(zip(starts, [*starts[1:], len(units)], strict=True)):
         members = units[a:b]
         names = [n for unit in members for n in unit.parameters]
+        frozen = [n for unit in members for n in unit.frozen]
         if j == 0:
             names += profile.unused
+            frozen += profile.resting
         glue = tuple(n for unit in members for n in unit.glue)
-        made.append(Stage(start=paths[j], parameters=tuple(names), glue=glue))
+        made.append(
+            Stage(start=paths[j], parameters=tuple(names), glue=glue, frozen=tuple(frozen))
+        )
     return StageMap(_with_buffers(made, profile.buffers, starts))
+
+
+def _thawed(stage: Stage, names: Collection[str]) -> Stage:
+    mine = tuple(n for n in stage.frozen if n in names)
+    rest = tuple(n for n in stage.frozen if n not in names)
+    return replace(stage, parameters=stage.parameters + mine, frozen=rest)
 
 
 def _with_buffers(

@@ -82,6 +82,15 @@ class Names:
         if self._roll is not None:
             self._roll.come(what)
 
+    def go(self) -> None:
+        """Let the others know that the meeting is over for this rank."""
+        if self._roll is not None:
+            self._roll.go()
+
+    def meeting_of(self, worker: int) -> str:
+        """Return what the meeting is for at which a worker waits for all others; "" for none."""
+        return "" if self._roll is None else self._roll.meeting_of(self.rank_of(worker))
+
     def missing(self, what: str) -> list[int]:
         """Return the workers that have not come to the meeting that this one is at."""
         return [] if self._roll is None else [self.rank_of(r) for r in self._roll.missing(what)]
@@ -105,7 +114,27 @@ class Roll:
         """Note that this rank has come, for the how-manieth time."""
         self._times[what] += 1
         key, times = self._key_of(what, dist.get_rank()), str(self._times[what])
-        within(lambda: self._store.set(key, times), None)
+        at = self._key_of("", dist.get_rank())
+
+        def note() -> None:
+            self._store.set(key, times)
+            self._store.set(at, what)
+
+        within(note, None)
+
+    def go(self) -> None:
+        """Note that this rank waits at no meeting any more."""
+        key = self._key_of("", dist.get_rank())
+        within(lambda: self._store.set(key, ""), None)
+
+    def meeting_of(self, rank: int) -> str:
+        """Return what a rank is at a meeting for; nothing where the store does not answer."""
+        key = self._key_of("", rank)
+
+        def look() -> str:
+            return self._store.get(key).decode() if self._store.check([key]) else ""
+
+        return within(look, "")
 
     def missing(self, what: str) -> list[int]:
         """Return the ranks that have come less often; none where the store does not answer."""

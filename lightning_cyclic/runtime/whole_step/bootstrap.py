@@ -122,14 +122,12 @@ def _shared(everyone: Sequence[Mapping[str, Any]]) -> Profile:
     Whether statistics change may depend on the batch: what changed anywhere is relayed.
     """
     base = everyone[0]
-    units = tuple(
-        Unit(starts=tuple(u["starts"]), parameters=tuple(u["parameters"]), glue=tuple(u["glue"]))
-        for u in base["units"]
-    )
+    units = tuple(Unit(**{key: tuple(names) for key, names in u.items()}) for u in base["units"])
     changed: dict[str, tuple[int, int]] = {}
     for data in everyone:
         for name, (first, last) in data["buffers"].items():
             # another worker's units mean nothing here: such a buffer may change anywhere
             span = (first, last) if data["units"] == base["units"] else (0, len(units) - 1)
             changed.setdefault(name, span)
-    return Profile(units=units, unused=tuple(base["unused"]), buffers=changed)
+    unused, resting = tuple(base["unused"]), tuple(base["resting"])
+    return Profile(units=units, unused=unused, buffers=changed, resting=resting)

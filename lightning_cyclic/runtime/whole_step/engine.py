@@ -416,11 +416,17 @@ class Engine:
         if state.t == 0:
             return
         for j, (stage, store) in enumerate(zip(self.stages.stages, self.stores, strict=True)):
-            if all(n in state.previous for n in stage.parameters):
-                store.write(state.t - 1, [state.previous[n] for n in stage.parameters])
-            elif self.plan.reads(state.t, self._w, j) < state.t:
-                # the weights were replaced: what is read is what there is
-                store.write(state.t - 1, [p.data for p in store.parameters])
+            is_known = any(n in state.previous for n in stage.parameters)
+            if is_known or self._oldest_read(state.t, j) < state.t:
+                # what is not known was frozen, or replaced: it is what there is
+                named = zip(stage.parameters, store.parameters, strict=True)
+                store.write(state.t - 1, [state.previous.get(n, p.data) for n, p in named])
+
+    def _oldest_read(self, t: int, j: int) -> int:
+        """Return the oldest version of a stage that step t has of this worker."""
+        gathers = self.plan.axes.sharding.gathers  # owners serve all others
+        readers = range(self.plan.num_workers) if gathers else (self._w,)
+        return min(self.plan.reads(t, w, j) for w in readers)
 
     def parameters(self, j: int) -> Sequence[nn.Parameter]:
         """Return the parameters of a stage."""

@@ -64,7 +64,7 @@ class Entrances:
         """
         self._open = False
         for j in range(entered + 1, len(self._stages.stages)):
-            if self._stages.stages[j].glue:
+            if self._glue_of(j):
                 raise self._glue_error(t, j)
         first = list(dict.fromkeys(self._order))
         if first != sorted(first):
@@ -88,13 +88,18 @@ class Entrances:
 
         return [before_calls(module.get_submodule(path), enter) for path in paths]
 
+    def _glue_of(self, j: int) -> list[str]:
+        """Return the trained parameters of a stage that code outside their module uses."""
+        stage = self._stages.stages[j]
+        return [n for n in stage.glue if n in stage.parameters]
+
     def _glue_error(self, t: int, j: int) -> StepError:
         stage = self._stages.stages[j]
         return StepError(
             f"step {t} of rank {self._worker} called no module of stage {j}, but "
-            f"{', '.join(stage.glue)} of that stage is used by code outside its module, perhaps "
-            f"in the wrong version; allowed: calling {stage.start!r} in every step; or put the "
-            'boundary elsewhere, CyclicStrategy(stages=["module.path", ...])'
+            f"{', '.join(self._glue_of(j))} of that stage is used by code outside its module, "
+            f"perhaps in the wrong version; allowed: calling {stage.start!r} in every step; or "
+            'put the boundary elsewhere, CyclicStrategy(stages=["module.path", ...])'
         )
 
     def _order_error(self, t: int, first: list[int]) -> StepError:

@@ -40,7 +40,9 @@ class GradientCollector:
             p.register_post_accumulate_grad_hook(self._counter(j))  # type: ignore[no-untyped-call]
             for j, ps in enumerate(parameters)
             for p in ps
+            if p.requires_grad  # what was frozen since gets none
         ]
+        self._trained = [sum(p.requires_grad for p in ps) for ps in parameters]
 
     @contextmanager
     def collecting(self) -> Iterator[None]:
@@ -93,7 +95,7 @@ class GradientCollector:
         return count
 
     def _is_complete(self, j: int) -> bool:
-        return self._counts[j] == len(self._parameters[j])
+        return self._counts[j] == self._trained[j]
 
     def _take_next(self) -> None:
         j, self._next = self._next, self._next - 1

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, final
 
@@ -147,6 +147,11 @@ class Session:
         return None if self.stages is None else [s.start for s in self.stages.stages[1:]]
 
     @property
+    def is_between_steps(self) -> bool:
+        """Say whether the batch that comes is the first of its step."""
+        return self._batches == 0
+
+    @property
     def with_state(self) -> list[nn.Parameter]:
         """Return the parameters that this worker has optimizer state for: those it updates."""
         engine = self.engine
@@ -251,9 +256,28 @@ class Session:
         if self.engine is not None:
             self.engine.close()
         state = EngineState(t=saved["t"], previous=saved["previous"])
-        self._start(StageMap.from_data(saved["stages"]), state)
+        self._start(StageMap.from_data(saved["stages"]).training(self._trained), state)
         self._first = None
         return True
+
+    def train_others(self, trained: Mapping[str, nn.Parameter]) -> None:
+        """Train other parameters from now on; behind a flush, and on all workers at once.
+
+        What is unfrozen goes to the stage that uses it first. What is frozen stays in its stage,
+        without gradients: workers still read older versions of it.
+
+        Args:
+            trained: name -> parameter, for all that are trained now.
+        """
+        saved = self.state()
+        if saved is None or self.stages is None or self.engine is None:
+            self._trained = dict(trained)
+            self._first = FirstStep(self._module, trained, self.group)
+            return
+        self._trained |= trained
+        self.engine.close()
+        state = EngineState(t=saved["t"], previous=saved["previous"])
+        self._start(self.stages.training(trained), state)
 
     def _restart(self) -> None:
         """Take the parameters as they are now for the newest version (they were replaced)."""
@@ -330,16 +354,13 @@ class Session:
         stages = self._config.stages
         if stages == "auto":
             num_workers = self._config.make_plan(1, (), ()).num_workers
-            stages = min(auto_stages(num_workers, sum(sizes.values())), len(profile.units))
+            stages = min(auto_stages(num_workers, sum(sizes.values())), len(profile.begins))
         assert not isinstance(stages, str)
         if self._config.relay_buffers == "all":
             everywhere = (0, len(profile.units) - 1)
             names = [name for name, _ in self._module.named_buffers()]
-            profile = Profile(
-                units=profile.units,
-                unused=profile.unused,
-                buffers={name: profile.buffers.get(name, everywhere) for name in names},
-            )
+            everything = {name: profile.buffers.get(name, everywhere) for name in names}
+            profile = replace(profile, buffers=everything)
         return make_stages(profile, sizes, stages)
 
     def _start(self, stages: StageMap, state: EngineState | None) -> None:

@@ -7,7 +7,7 @@ from threading import Event, Thread
 
 import pytest
 import torch
-from torch import nn
+from torch import library, nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from lightning_cyclic.runtime.stages.cuts import choose_cuts
@@ -64,7 +64,7 @@ def test_a_layer_takes_what_its_flops_and_bytes_take_on_the_nominal_device():
 
 
 def test_an_operator_without_a_formula_takes_its_bytes():
-    @torch.library.custom_op("cyclic_tests::twice", mutates_args=())
+    @library.custom_op("cyclic_tests::twice", mutates_args=())
     def twice(x: torch.Tensor) -> torch.Tensor:
         return x * 2
 

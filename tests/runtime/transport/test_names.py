@@ -20,7 +20,7 @@ def test_stages_stand_behind_rank_and_host() -> None:
     assert names.rows(range(3)) == "w0 is rank 2, w1 is rank 1, w2 is rank 0"
 
 
-def meet() -> tuple[list[str], list[int]]:
+def meet() -> tuple[list[str], list[int], list[str]]:
     """Let rank 1 stay away from the second meeting; return names, and who is missing there."""
     rank, num = join()
     names = exchange_names("names", 20.0, lambda w: backwards(num, w))
@@ -31,12 +31,18 @@ def meet() -> tuple[list[str], list[int]]:
     dist.barrier()
     missing = names.missing("to dine")
     dist.barrier()
-    return [names.of(w) for w in range(num)], missing
+    if rank == 0:
+        names.go()
+    dist.barrier()
+    at = [names.meeting_of(backwards(num, r)) for r in range(num)]
+    dist.barrier()
+    return [names.of(w) for w in range(num)], missing, at
 
 
 @pytest.mark.multi
 def test_ranks_learn_each_others_hosts_and_who_is_missing() -> None:
     here = socket.gethostname()
-    for rank, (names, missing) in enumerate(processes.run(meet, 3)):
+    for rank, (names, missing, at) in enumerate(processes.run(meet, 3)):
         assert names == [f"rank {backwards(3, w)} on {here}" for w in range(3)]
         assert missing == ([] if rank == 1 else [backwards(3, 1)])
+        assert at == ["", "to dine", "to dine"]
