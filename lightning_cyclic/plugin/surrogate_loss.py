@@ -14,6 +14,7 @@ from typing import Any, final
 
 import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 
 
@@ -28,6 +29,10 @@ class Surrogates:
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
         self._totals: list[tuple[nn.Parameter, Tensor | None, Tensor | None]] = []
+        module, callbacks = trainer.lightning_module, trainer.callbacks  # type: ignore[attr-defined]
+        self._may_be_seen = any(
+            is_overridden("on_before_zero_grad", x) for x in (module, *callbacks)
+        ) or is_overridden("optimizer_zero_grad", module)
 
     @property
     def batches_per_update(self) -> int:
@@ -37,7 +42,9 @@ class Surrogates:
     @contextmanager
     def collecting(self, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
         """Take what the body adds to ``p.grad`` for the gradients of a batch."""
-        before = [p.grad for p in parameters]
+        # those of the last step, which nobody looks at any more, would be there twice
+        drops = self._starts and not self._may_be_seen
+        before = [None if drops else p.grad for p in parameters]
         if self._starts:  # Lightning zeroes gradients only behind this
             for p in parameters:
                 p.grad = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -44,6 +45,7 @@ _PLAIN = {
     Payload.X: "the form of what comes next",
     Payload.M: "a metric's state",
 }
+_LAST_WORDS_S = 2.0
 _OF_NO_STAGE = {Payload.D, Payload.L, Payload.K}
 
 
@@ -95,7 +97,7 @@ class Waiter:
         names, worker, peer = self._transport.names, self._transport.worker, action.peer
         assert peer is not None
         it, me, todo = names.of(peer), names.own, look_at([names.rank_of(peer)])
-        if (words := self._transport.failure()) is not None:
+        if (words := _last_words(self._transport, late=late)) is not None:
             return PeerError(heard(words, names, it, todo))
         do, limit_s = f"{_plainly(action)}, {self._when(action.t)}", self._transport.timeout_s
         first = (
@@ -170,11 +172,22 @@ def naming_peers(crew: Crew, when: str, what: str, peer: int | None = None) -> I
         raise _waited_in_vain(crew, limit_s, f"{what}, {when}", what, peer, error) from None
 
 
+def _last_words(crew: Crew, *, late: bool) -> str | None:
+    """Return what a failing rank left; one whose connection is gone is given time for it.
+
+    A meeting that waits in vain breaks the connections of its group before it says so.
+    """
+    end = time.monotonic() + (0 if late else _LAST_WORDS_S)
+    while (words := crew.failure()) is None and time.monotonic() < end:
+        time.sleep(0.02)
+    return words
+
+
 def _waited_in_vain(
     crew: Crew, limit_s: float, said: str, what: str, peer: int | None, error: RuntimeError
 ) -> CyclicError:
     names, late = crew.names, is_late(str(error))
-    if (words := crew.failure()) is not None:
+    if (words := _last_words(crew, late=late)) is not None:
         return PeerError(heard(words, names))
     missing = names.missing(what) if peer is None else [peer]
     them = " and ".join(map(names.of, missing))
