@@ -19,7 +19,7 @@ import torch
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.plugins import CheckpointIO, Precision
+from lightning.pytorch.plugins import CheckpointIO, Precision, TorchCheckpointIO
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
@@ -32,13 +32,18 @@ from lightning_cyclic.plugin import checkpoint as ckpt
 from lightning_cyclic.plugin.asynchronous_pipeline import AsynchronousPipelineTraining
 from lightning_cyclic.plugin.auto import AUTO, SAVED, AutoPlan, check_network, network_of
 from lightning_cyclic.plugin.callbacks.drain import DrainCallback
-from lightning_cyclic.plugin.checks import check_no_leftovers, check_plan
+from lightning_cyclic.plugin.checks import check_has_values, check_no_leftovers, check_plan
 from lightning_cyclic.plugin.options import STARTING_S, TRAINING_S, Options, checked_stages
 from lightning_cyclic.plugin.reductions import HeldReductions
 from lightning_cyclic.plugin.replicated import ReplicatedTraining
 from lightning_cyclic.plugin.synchronous_pipeline import SynchronousPipelineTraining
 from lightning_cyclic.plugin.tracing import Tracing, checked_trace
-from lightning_cyclic.plugin.training import AbstractTraining, start_alike
+from lightning_cyclic.plugin.training import (
+    AbstractTraining,
+    random_as_on_rank_0,
+    start_alike,
+)
+from lightning_cyclic.runtime.deferred import Deferral
 from lightning_cyclic.runtime.meetings import START, Meetings, naming_start
 from lightning_cyclic.runtime.partial_step.ranks import rank_of
 from lightning_cyclic.runtime.prediction.foresight import BackwardWeights
@@ -226,6 +231,7 @@ class CyclicStrategy(DDPStrategy):
         self._reductions = HeldReductions()
         self._meetings: Meetings | None = None  # from the start of the process group on
         self._saved: Mapping[str, Any] | None = None
+        self._deferral: Deferral | None = None  # of a module that is made within the strategy
         self._undo = ExitStack()  # what setup has changed of the Trainer, until teardown
 
     @property
@@ -345,6 +351,8 @@ class CyclicStrategy(DDPStrategy):
     def connect(self, model: LightningModule) -> None:
         """Insert the drain in front of all callbacks."""
         super().connect(model)
+        if self._deferral is not None:
+            self._deferral.adopt(model)
         if self._auto is None and _kind_of_training(self._options, fitting=True) is None:
             return
         if model._trainer is None:  # whoever connects by hand runs no loop
@@ -352,6 +360,23 @@ class CyclicStrategy(DDPStrategy):
         callbacks: list[Any] = model.trainer.callbacks  # type: ignore[attr-defined]
         if not any(isinstance(callback, DrainCallback) for callback in callbacks):
             callbacks.insert(0, DrainCallback(self._get_training, self._fail))
+
+    @override
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """Let a pipeline's module be made without memory; each worker makes its own stages."""
+        options = self._options
+        workers = options.num_workers or 1
+        if not options.is_stagewise or workers == 1 or self._auto is not None or empty_init:
+            with super().tensor_init_context(empty_init):
+                yield
+            return
+        self._deferral = self._deferral or Deferral(self.root_device)
+        noted = self._deferral.running()
+        with super().tensor_init_context(empty_init), random_as_on_rank_0(), noted:
+            yield
+        if self.lightning_module is not None:
+            self._deferral.adopt(self.lightning_module)
 
     def _get_training(self) -> AbstractTraining | None:
         return self._training  # by a method, as a Trainer may be pickled
@@ -379,6 +404,7 @@ class CyclicStrategy(DDPStrategy):
     def setup(self, trainer: Trainer) -> None:
         """Check everything that can be checked before the first step."""
         fitting = trainer.state.fn == TrainerFn.FITTING
+        check_has_values(trainer.lightning_module)
         if self._auto is None or not fitting:
             self._prepare(trainer, self._options, fitting=fitting)
         super().setup(trainer)
@@ -530,12 +556,25 @@ class CyclicStrategy(DDPStrategy):
             state = (state or {}) | {SAVED: chosen}
         if state is not None:
             checkpoint[ckpt.KEY] = state
-        super().save_checkpoint(checkpoint, filepath, storage_options)
+        is_large = self._training is not None and self._training.is_larger_than_memory
+        if is_large and self._is_file(filepath) and storage_options is None:
+            if self.is_global_zero:
+                ckpt.write(checkpoint, Path(filepath))
+        else:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def _is_file(self, path: Any) -> bool:
+        """Say whether a checkpoint is a file of this host, and no plugin is asked for it."""
+        return type(self.checkpoint_io) is TorchCheckpointIO and ckpt.is_local(path)
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> Any:
         """Read a checkpoint, and keep what is delayed for the training."""
-        loaded = super().load_checkpoint(checkpoint_path, *args, **kwargs)  # more from 2.6 on
+        if self._deferral is not None and self._is_file(checkpoint_path):
+            # no rank reads more of the file than it needs
+            loaded = ckpt.mapped(checkpoint_path, *args, **kwargs)
+        else:
+            loaded = super().load_checkpoint(checkpoint_path, *args, **kwargs)  # from 2.6 on more
         saved = dict(loaded.get(ckpt.KEY) or {})
         chosen = saved.pop(SAVED, None)  # by a run with preset "auto"; of no use to others
         if chosen is not None and self._auto is not None:
@@ -547,7 +586,8 @@ class CyclicStrategy(DDPStrategy):
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load weights; versions in flight give way to them."""
         self.flush()
-        with nullcontext() if self._training is None else self._training.writable():
+        later = nullcontext() if self._deferral is None else self._deferral.loading()
+        with nullcontext() if self._training is None else self._training.writable(), later:
             super().load_model_state_dict(checkpoint, strict=strict)
         self._resume()
 
@@ -570,6 +610,9 @@ class CyclicStrategy(DDPStrategy):
         if tracing is not None:  # all have saved theirs: they have met, unless a fit has failed
             tracing.join(self._planned)
         self._undo.close()
+        module = self.lightning_module
+        if module is not None and any(p.is_meta for p in module.parameters()):
+            self._lightning_module = None  # it was refused; Lightning would move it, and fail
         super().teardown()
 
 

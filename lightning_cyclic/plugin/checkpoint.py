@@ -10,19 +10,22 @@ lightning_cyclic                     steps done, stages, and the previous versio
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.runtime.agreement import gathered
+from lightning_cyclic.runtime.shelf import New, in_memory
 
 KEY = "lightning_cyclic"
 
 
 def gather_optimizer_state(
-    optimizer: Optimizer, owned: Sequence[nn.Parameter], group: Any
+    optimizer: Optimizer, owned: Sequence[nn.Parameter], group: Any, new: New = in_memory
 ) -> dict[str, Any]:
     """Return the whole optimizer state on worker 0, this worker's part elsewhere.
 
@@ -30,6 +33,7 @@ def gather_optimizer_state(
         optimizer: holds state for the parameters that this worker owns.
         owned: those parameters.
         group: process group of all workers for what is in the host's memory; None for one worker.
+        new: makes the tensors into which those of other workers come.
     """
     mine = optimizer.state_dict()
     if "state" not in mine:  # Lightning's stand-in, where the module has no optimizer
@@ -37,7 +41,7 @@ def gather_optimizer_state(
     ids = {id(p): k for k, p in enumerate(_in_order(optimizer))}
     kept = {ids[id(p)] for p in owned}
     mine["state"] = {k: v for k, v in mine["state"].items() if k in kept}
-    parts = gathered(mine["state"], group)
+    parts = gathered(mine["state"], group, new)
     if parts is not None:
         merged = {k: v for part in parts for k, v in part.items()}
         mine["state"] = dict(sorted(merged.items()))
@@ -64,6 +68,34 @@ def keep_owned_state(optimizer: Optimizer, owned: Sequence[nn.Parameter]) -> Non
     kept = {id(p) for p in owned}
     for p in [p for p in optimizer.state if id(p) not in kept]:
         del optimizer.state[p]
+
+
+def write(checkpoint: Mapping[str, Any], path: Path) -> None:
+    """Write a checkpoint without a copy of it in memory; there is the whole file, or none."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f"{path.name}.part")
+    try:
+        torch.save(checkpoint, part)
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def mapped(path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+    """Read a checkpoint of which values stay in the file until they are used."""
+    if not Path(path).exists():
+        raise FileNotFoundError(f"Checkpoint file not found: {path}")
+    found: dict[str, Any]
+    try:
+        found = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
+    except RuntimeError:  # an old file, which is no archive
+        found = torch.load(path, map_location="cpu", weights_only=weights_only)
+    return found
+
+
+def is_local(path: str | Path) -> bool:
+    """Say whether a path is one of this host's file systems."""
+    return "://" not in str(path)
 
 
 def fits(saved: Mapping[str, Any], plan: Plan) -> bool:

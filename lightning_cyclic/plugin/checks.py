@@ -226,6 +226,22 @@ def check_no_exchange(optimizer: Optimizer, preset: str) -> None:
         )
 
 
+def check_has_values(module: nn.Module) -> None:
+    """Refuse parameters that were never given values.
+
+    Raises:
+        ConfigurationError: with the first of them.
+    """
+    for name, p in module.named_parameters():
+        if p.is_meta:
+            raise ConfigurationError(
+                f"parameter {name!r} is on the meta device, and nothing says which values it is "
+                "to have; allowed: parameters that are initialised; make layers in "
+                "configure_model without torch.device('meta'): pipelines make them there without "
+                "memory, and each rank gives those of its own stages their values"
+            )
+
+
 def trained_parameters(module: nn.Module, optimizer: Optimizer) -> dict[str, nn.Parameter]:
     """Return name -> parameter of what the optimizer trains, in the module's order.
 

@@ -39,9 +39,11 @@ from lightning_cyclic.plugin.stop_signal import StopBoard
 from lightning_cyclic.plugin.summaries import Summaries
 from lightning_cyclic.plugin.training import AbstractTraining, Own
 from lightning_cyclic.runtime.agreement import require_same_number
+from lightning_cyclic.runtime.deferred import lending
 from lightning_cyclic.runtime.partial_step.config import StagewiseConfig
 from lightning_cyclic.runtime.partial_step.ranks import rank_of
 from lightning_cyclic.runtime.partial_step.session import StagewiseSession
+from lightning_cyclic.runtime.shelf import New, Shelf
 from lightning_cyclic.runtime.transport import CountingTransport
 from lightning_cyclic.runtime.values.trees import map_tensors
 
@@ -135,12 +137,13 @@ class PipelineTraining(AbstractTraining):
         if fitting and self._session.cuts is None:  # no step yet: the module is whole everywhere
             given = StepArguments(args, kwargs)
             call = self._caller("validation_step", "val_step_context", given)
-            with self._summaries.held():
-                self._session.ways.look(
-                    given.kind("validation_step"),
-                    lambda: call(map_tensors(torch.clone, given.batch)),
-                )
-            return self._summaries.tell_whole(lambda: call(given.batch))
+            with lending(self._module):
+                with self._summaries.held():
+                    self._session.ways.look(
+                        given.kind("validation_step"),
+                        lambda: call(map_tensors(torch.clone, given.batch)),
+                    )
+                return self._summaries.tell_whole(lambda: call(given.batch))
         return self._evaluate("validation_step", "val_step_context", args, kwargs)
 
     def test_step(self, own: Own, *args: Any, **kwargs: Any) -> Any:
@@ -248,7 +251,22 @@ class PipelineTraining(AbstractTraining):
         if not self._is_apart or self._session.group is None:
             state: dict[str, Any] = own()
             return state
-        return ckpt.whole_state(self._module, self._session.gather())
+        if not self.is_larger_than_memory:
+            return ckpt.whole_state(self._module, self._session.gather())
+        whole = self._session.gather_on_rank_0(self._new)
+        return ckpt.whole_state(self._module, whole) if whole else {}
+
+    @property
+    @override
+    def _new(self) -> New:
+        if not self.is_larger_than_memory:
+            return super()._new
+        return Shelf(self._trainer.default_root_dir).new
+
+    @property
+    @override
+    def is_larger_than_memory(self) -> bool:
+        return self._is_apart and not self._session.foreign.fits
 
     @override
     def writable(self) -> AbstractContextManager[None]:

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.plugin.options import Options
 from lightning_cyclic.plugin.training import agreed_seed
+from lightning_cyclic.runtime.deferred import lending
 from lightning_cyclic.runtime.partial_step.config import StagewiseConfig
 from lightning_cyclic.runtime.partial_step.ranks import rank_of
 from lightning_cyclic.runtime.partial_step.session import StagewiseSession
@@ -47,7 +48,8 @@ class CutFinder:
         options = self._options
         if options.is_one_stage:
             return whole(module)  # without a run that users would see in their hooks and counts
-        self._survey = survey(module, step, clock=options.clock)
+        with lending(module):
+            self._survey = survey(module, step, clock=options.clock)
         stages = options.stages
         if isinstance(stages, str):
             stages = options.expected_stages(module)

@@ -23,6 +23,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_cyclic.errors import ConfigurationError
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.plugin import checkpoint as ckpt
 from lightning_cyclic.plugin.checks import check_optimizers
@@ -35,12 +36,16 @@ from lightning_cyclic.plugin.stop_signal import (
     replace_stop_broadcast,
     restore_stop_broadcast,
 )
+from lightning_cyclic.runtime.absent import is_absent
 from lightning_cyclic.runtime.agreement import (
     device_for,
+    gather_texts,
     merged,
     require_same_module,
     require_same_number,
 )
+from lightning_cyclic.runtime.deferred import beginnings
+from lightning_cyclic.runtime.shelf import New, in_memory
 from lightning_cyclic.runtime.stages.named_places import paste
 from lightning_cyclic.runtime.transport import CountingTransport
 from lightning_cyclic.runtime.transport.limit import FIRST_STEPS, Limit
@@ -307,7 +312,17 @@ class AbstractTraining(ABC):
         optimizer = getattr(optimizer, "_optimizer", optimizer)
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         mine = [p for p in self._session.with_state if id(p) in held]
-        return ckpt.gather_optimizer_state(optimizer, mine, self._session.group)
+        return ckpt.gather_optimizer_state(optimizer, mine, self._session.group, self._new)
+
+    @property
+    def _new(self) -> New:
+        """Return what makes tensors for a checkpoint."""
+        return in_memory
+
+    @property
+    def is_larger_than_memory(self) -> bool:
+        """Say whether no worker may hold the whole module."""
+        return False
 
     def delayed_state(self) -> dict[str, Any] | None:
         """Return what else a checkpoint needs, if anything, to go on with the same bits."""
@@ -362,12 +377,50 @@ def start_alike(module: nn.Module) -> None:
     """Give all workers worker 0's weights; all must call it.
 
     Raises:
-        ConfigurationError: on every worker, where modules differ in more than values.
+        ConfigurationError: on every worker, where modules differ in more than values, or where
+            values are to be drawn from different random states.
     """
     require_same_module(module)
+    require_same_beginnings(module)
     with torch.no_grad():
         for tensor in [*module.parameters(), *module.buffers()]:
-            torch.distributed.broadcast(tensor, 0)
+            if not is_absent(tensor):  # each rank makes what it needs, alike
+                torch.distributed.broadcast(tensor, 0)
+
+
+@contextmanager
+def random_as_on_rank_0() -> Iterator[None]:
+    """Let the body draw rank 0's random numbers, where ranks have met.
+
+    A rank whose generator was as rank 0's goes on behind it, as one device would; any other one
+    goes on from where it was.
+    """
+    if not torch.distributed.is_initialized():
+        yield
+        return
+    own = torch.get_rng_state()
+    shared = own.to(device_for())
+    torch.distributed.broadcast(shared, 0)
+    shared = shared.cpu()
+    torch.set_rng_state(shared)
+    yield
+    if not torch.equal(shared, own):
+        torch.set_rng_state(own)
+
+
+def require_same_beginnings(module: nn.Module) -> None:
+    """Refuse ranks that would make the same parameters with different values; all must call it.
+
+    Raises:
+        ConfigurationError: on every rank.
+    """
+    if len(set(gather_texts(beginnings(module)))) > 1:
+        raise ConfigurationError(
+            "ranks make their modules from different random states or files, so that what one of "
+            "them makes does not go with what others make; allowed: the same on every rank; call "
+            "seed_everything before trainer.init_module, or make layers in configure_model, for "
+            "which all ranks take rank 0's state; read the same files everywhere"
+        )
 
 
 def agreed_seed() -> int:

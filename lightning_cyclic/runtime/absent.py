@@ -53,6 +53,8 @@ class _Absent(Tensor):
         if Ghost in types:
             return NotImplemented  # a step is run one stage at a time: ghosts know how
         kwargs = kwargs or {}
+        if _moves_nowhere(func, args, kwargs) or _is_taken(func, args):
+            return args[0]
         if not (reads_metadata(func) or func.__name__ in _ASKS_NOTHING):
             for x in tensors_in(args, kwargs):
                 _read(x)
@@ -109,10 +111,41 @@ def _as_it_was(x: Tensor) -> Iterator[None]:
             leave(x, name, home)
 
 
+def is_absent(x: Tensor) -> bool:
+    """Say whether a tensor has no values here."""
+    return isinstance(x, _Absent)
+
+
+def make_present(x: Tensor) -> None:
+    """Let an absent tensor have its values, as if it were read."""
+    _read(x)
+
+
 def home_of(x: Tensor) -> Home | None:
     """Return who is told where an absent tensor is read; None for others."""
     home: Home | None = getattr(x, _HOME, _NOWHERE)[0]
     return home
+
+
+def _is_taken(func: Any, args: Any) -> bool:
+    """Say whether the home of a tensor has taken the values that are copied into it."""
+    if func is not Tensor.copy_:
+        return False
+    home, name, _ = getattr(args[0], _HOME, _NOWHERE)
+    accept = getattr(home, "accept", None)
+    return accept is not None and bool(accept(name, args[1]))
+
+
+def _moves_nowhere(func: Any, args: Any, kwargs: Any) -> bool:
+    """Say whether a tensor is asked to be where and what it is, as Module.to asks each."""
+    if func is Tensor.cpu:
+        return bool(args[0].is_cpu)
+    if func is not Tensor.to:
+        return False
+    with torch._C.DisableTorchFunctionSubclass():
+        device, dtype, _, _ = torch._C._nn._parse_to(*args[1:], **kwargs)
+        x = args[0]
+        return device in (None, x.device) and dtype in (None, x.dtype)
 
 
 def _read(x: Tensor) -> None:

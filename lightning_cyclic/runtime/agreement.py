@@ -8,14 +8,19 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_map_only
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from lightning_cyclic.errors import ConfigurationError, StepError
+from lightning_cyclic.runtime.shelf import New, in_memory
+
+_SMALL = 1024  # elements of tensors that travel with what is said about them
 
 
 def device_for(group: Any = None) -> torch.device:
@@ -117,20 +122,58 @@ def require_same_lines(what: str, texts: list[str], allowed: str) -> None:
         raise StepError(f"ranks differ in {what}: {difference}; allowed: {allowed}")
 
 
-def gathered(mine: Mapping[Any, Any], group: Any) -> list[Mapping[Any, Any]] | None:
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """Stand for a tensor that follows by itself."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def gathered(
+    mine: Mapping[Any, Any], group: Any, new: New = in_memory
+) -> list[Mapping[Any, Any]] | None:
     """Return on worker 0 what all workers have; None elsewhere.
+
+    Large tensors travel one by one, so that nothing is there twice.
 
     Args:
         mine: what this worker has.
         group: process group of all workers for what is in the host's memory; None for one worker.
+        new: makes the tensors into which those of others come.
     """
     if group is None:
         return [mine]
-    parts: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-    # from the host's memory: what is pickled on a GPU would be made there again, on that of its
-    # worker, by worker 0
-    dist.gather_object(tree_map_only(Tensor, Tensor.cpu, dict(mine)), parts, dst=0, group=group)
-    return parts
+    leaves, tree = tree_flatten(dict(mine))
+    apart = [x for x in leaves if isinstance(x, Tensor) and x.numel() > _SMALL]
+    # the rest from the host's memory: what is pickled on a GPU would be made there again, on that
+    # of its worker, by worker 0
+    described = tree_unflatten([_described(x) for x in leaves], tree)
+    if dist.get_rank() != 0:
+        dist.gather_object(described, None, dst=0, group=group)
+        for x in apart:
+            dist.send(x.detach().cpu().contiguous(), 0, group=group)
+        return None
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.gather_object(described, parts, dst=0, group=group)
+
+    def received(rank: int, form: _Form) -> Tensor:
+        into = new(form.shape, form.dtype)
+        dist.recv(into, rank, group=group)
+        return into
+
+    others = [
+        tree_map_only(_Form, partial(received, rank), part)
+        for rank, part in enumerate(parts)
+        if rank > 0
+    ]
+    return [mine, *others]
+
+
+def _described(x: Any) -> Any:
+    if not isinstance(x, Tensor):
+        return x
+    return _Form(tuple(x.shape), x.dtype) if x.numel() > _SMALL else x.cpu()
 
 
 def merged(mine: Mapping[str, Any], group: Any) -> dict[str, Any]:

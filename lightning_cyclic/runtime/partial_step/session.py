@@ -24,6 +24,7 @@ from lightning_cyclic.plan.actions import Action, Kind, Payload
 from lightning_cyclic.plan.dataflow import Datum, Item
 from lightning_cyclic.plan.passes.messages import step_of
 from lightning_cyclic.plan.program import Program
+from lightning_cyclic.runtime.absent import make_present
 from lightning_cyclic.runtime.agreement import merged
 from lightning_cyclic.runtime.failure_words import words_of
 from lightning_cyclic.runtime.gradient_store import GradientStore
@@ -48,6 +49,7 @@ from lightning_cyclic.runtime.partial_step.weighting import shares_of, whole_sha
 from lightning_cyclic.runtime.prediction.foresight import Foresight
 from lightning_cyclic.runtime.randomness import undisturbed
 from lightning_cyclic.runtime.recorder import add_updates
+from lightning_cyclic.runtime.shelf import New
 from lightning_cyclic.runtime.stages.cuts import Cuts
 from lightning_cyclic.runtime.transport import AbstractTransport
 from lightning_cyclic.runtime.values.batches import refuse_iterators, tensors_of, with_tensors
@@ -203,6 +205,9 @@ class StagewiseSession:
         if plan.axes.placement.takes_turns:
             cuts.refuse_early_metrics()
         self.ownership = ownership = Ownership(self.module, cuts, stages_of(plan, self.worker))
+        for n, p in self.module.named_parameters():
+            if n not in ownership.foreign:
+                make_present(p)
         self.router = CallRouter(self.module, cuts, self.device)
         if self.transport is not None:
             stages = {w: stages_of(plan, w) for w in range(self.num_workers)}
@@ -700,6 +705,12 @@ class StagewiseSession:
         assert self.cuts is not None
         return self._collectives.gather(self.cuts, self._plans.usual)
 
+    def gather_on_rank_0(self, new: New) -> dict[str, Tensor]:
+        """Return all parameters and buffers, whole, on rank 0 alone; all must call it."""
+        assert self.cuts is not None
+        with self.naming_peers("to put the weights together"):
+            return self._collectives.gather_on_rank_0(self.cuts, self._plans.usual, new)
+
     @contextmanager
     def whole(self) -> Iterator[None]:
         """Let the body write to every parameter; behind it, keep only this worker's."""
@@ -716,7 +727,7 @@ class StagewiseSession:
 
     def restore_whole(self) -> None:
         """Give the module its whole weights again, on every worker."""
-        if self.cuts is None or self.group is None:
+        if self.cuts is None or self.group is None or not self.foreign.fits:
             return
         with self.naming_peers("to put the weights together"):
             whole = self.gather()

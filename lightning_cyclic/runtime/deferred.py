@@ -1,0 +1,456 @@
+"""Deferred tensors: a module is made without memory, and each of its parameters when it is read.
+
+    with deferral.running():                operations are noted, on tensors without memory
+        module = Net()
+    deferral.adopt(module)                  parameters are absent (absent.py), buffers are made;
+                                            so are those that lie in files (safetensors)
+    module.layer.weight + 1                 what made the weight is carried out, and nothing else
+
+A worker of a pipeline makes its own stages alone, with the random values that one device would
+have given them: the state of the generator is noted before each random operation.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import weakref
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_iter, tree_map_only, tree_unflatten
+from typing_extensions import override
+
+from lightning_cyclic.runtime.absent import come_back, home_of, is_absent, leave
+from lightning_cyclic.runtime.freed_memory import FreedMemory
+from lightning_cyclic.runtime.mapped_files import MappedFiles
+
+_META = torch.device("meta")
+_SOME = 64  # elements
+_OURS = {"shadow", "_device", "_home", "_is_param"}  # attributes of a deferred tensor
+
+
+class _Ref(NamedTuple):
+    """Stand for a tensor without memory: where in which storage it lies."""
+
+    storage: int
+    offset: int
+    size: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class _Note(NamedTuple):
+    """Hold one operation, with what it was given, as leaves of a tree."""
+
+    func: Any
+    leaves: list[Any]
+    tree: Any
+    outputs: list[_Ref]
+    state: Tensor | None  # of the generator before it, if it is random
+    device: torch.device
+
+
+class DeferredTensor(Tensor):
+    """Be a tensor without memory that says it is on a device, as its initialiser may ask."""
+
+    shadow: Tensor  # the same on the meta device
+    _home: Deferral
+    _device: torch.device
+
+    @staticmethod
+    def __new__(cls, shadow: Tensor, device: torch.device, home: Deferral) -> DeferredTensor:
+        """Make one over a tensor of the meta device."""
+        made: Any = Tensor._make_subclass(
+            cls, shadow, require_grad=False, dispatch_device=True, device_for_backend_keys=device
+        )
+        made.shadow, made._device, made._home = shadow, device, home
+        return made  # type: ignore[no-any-return]
+
+    @property
+    @override
+    def device(self) -> torch.device:  # type: ignore[override]
+        return self._device
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Give it values where it is used later, and was no parameter of the module."""
+        given = tree_iter((args, kwargs or {}))
+        home = next(x._home for x in given if isinstance(x, DeferredTensor))
+        args, kwargs = home.real((args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+@final
+class Deferral:
+    """Note how tensors are made, and make them later.
+
+    Args:
+        device: on which parameters are to be.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._notes: list[_Note] = []
+        self._writers: dict[int, list[int]] = {}  # storage -> the notes that write to it
+        self._alive: dict[int, Tensor] = {}  # so that no storage takes the place of another
+        self._where: dict[str, tuple[nn.Parameter, _Ref | None]] = {}
+        self._lent: dict[str, nn.Parameter] | None = None
+        self._given: dict[str, Tensor] = {}  # values that were loaded
+        self._freed = FreedMemory()
+        self._is_loading = False
+        self.began: Tensor | None = None  # the state of the generator before the first note
+
+    @property
+    def is_empty(self) -> bool:
+        """Say whether nothing was deferred."""
+        return not self._where
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Let the body make tensors without memory."""
+        if self.began is None:
+            self.began = torch.get_rng_state()
+        with _Noting(self):
+            yield
+        self._freed.give_back()
+
+    def adopt(self, module: nn.Module) -> None:
+        """Let the parameters of a module that was made so be absent, and make its buffers."""
+        made: dict[int, torch.UntypedStorage] = {}
+        for m in module.modules():
+            for name, b in m._buffers.items():
+                if b is not None and self._knows(b):
+                    m._buffers[name] = self._make([_ref(b)], made)[0]
+        files = MappedFiles()
+        for name, deferred in list(module.named_parameters()):
+            if self._knows(deferred):
+                ref, p = _ref(deferred), _hollow(deferred, module)
+                self._where[name] = p, ref
+                leave(p, name, self)
+            elif not is_absent(deferred) and files.hold(deferred):
+                self._given[name] = deferred.data  # of which the file is read where it is copied
+                self._where[name] = deferred, None
+                deferred.data = _without_memory(deferred)
+                leave(deferred, name, self)
+
+    def _knows(self, x: Tensor) -> bool:
+        return isinstance(x, DeferredTensor)
+
+    def origins(self) -> Iterator[Tensor]:
+        """Yield some values of all that parameters are to be made from, in one dimension."""
+        if self.began is not None:
+            yield self.began
+        for x in self._given.values():
+            flat = x.reshape(-1) if x.is_contiguous() else x[..., :1].reshape(-1)
+            yield flat[:_SOME]
+            yield flat[-_SOME:]
+
+    # ------------------------------------------------------------------ reading
+
+    def read(self, name: str) -> None:
+        """Make a parameter, since its values are read."""
+        p, ref = self._where[name]
+        if home_of(p) is not self:
+            return
+        if name in self._given:
+            value = torch.empty(p.shape, dtype=p.dtype, device=p.device).copy_(self._given[name])
+        else:
+            assert ref is not None
+            (value,) = self._make([ref], {})
+        come_back(p)
+        p.data = value
+        if self._lent is not None:
+            self._lent[name] = p
+
+    def accept(self, name: str, values: Tensor) -> bool:
+        """Take values that a parameter is to have; while a checkpoint is loaded, for later."""
+        p, _ = self._where[name]
+        if not self._is_loading or home_of(p) is not self or values.shape != p.shape:
+            return False
+        self._given[name] = values.detach()
+        return True
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """Let what the body copies into absent parameters be theirs when they are read."""
+        self._is_loading = True
+        try:
+            yield
+        finally:
+            self._is_loading = False
+
+    def read_gradient(self, name: str) -> None:
+        """Let it be read: there is none yet."""
+
+    @contextmanager
+    def lending(self, module: nn.Module) -> Iterator[None]:
+        """Let the body read parameters that are given up again where their module's call ends."""
+        self._lent = {}
+        names = {id(p): n for n, (p, _) in self._where.items()}
+        ends = [
+            m.register_forward_hook(self._taking_back(names), always_call=True)
+            for m in module.modules()
+            if not isinstance(m, torch.jit.ScriptModule)
+        ]
+        try:
+            yield
+        finally:
+            for end in ends:
+                end.remove()
+            for name in list(self._lent):
+                self._take_back(name)
+            self._lent = None
+            self._freed.give_back()
+
+    def _taking_back(self, names: dict[int, str]) -> Any:
+        def take_back(m: nn.Module, *_: Any) -> None:
+            for p in m._parameters.values():
+                self._take_back(names.get(id(p), ""))
+
+        return take_back
+
+    def _take_back(self, name: str) -> None:
+        p = self._lent.pop(name, None) if self._lent is not None else None
+        if p is not None:
+            p.data = _without_memory(p)
+            leave(p, name, self)
+            self._freed.note(p.numel() * p.element_size())
+
+    # ------------------------------------------------------------------ noting
+
+    def note(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Carry an operation out without memory, and note it."""
+        leaves, tree = tree_flatten((args, kwargs))
+        is_random = torch.Tag.nondeterministic_seeded in func.tags
+        device, state = self._device_of(func, leaves, kwargs), None
+        if is_random:
+            state = _state(device)
+            self._draw(func, leaves, tree)
+        given = [_ref(x) if _is_deferred(x) else _copied(x) for x in leaves]
+        mine = {id(x.shadow): x for x in leaves if _is_deferred(x)}
+        args_there, there = tree_unflatten([_shadow(x) for x in leaves], tree)
+        out = func(*args_there, **_on_meta(func, there))
+        outputs = [_ref(x) for x in tree_iter(out) if isinstance(x, Tensor)]
+        number = len(self._notes)
+        self._notes.append(_Note(func, given, tree, outputs, state, device))
+        for key in {r.storage for r in outputs} | {_ref(x).storage for x in _changed(func, args)}:
+            self._writers.setdefault(key, []).append(number)
+
+        def wrapped(x: Tensor) -> Tensor:
+            self._alive.setdefault(x.untyped_storage()._cdata, x)
+            known = mine.get(id(x))  # changed in place, and returned
+            return DeferredTensor(x, device, self) if known is None else known
+
+        return tree_map_only(Tensor, wrapped, out)
+
+    def _draw(self, func: Any, leaves: list[Any], tree: Any) -> None:
+        """Draw as many random numbers as the operation would, and forget them."""
+        args, kwargs = tree_unflatten(
+            [
+                torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device=x.device).zero_()
+                if _is_deferred(x)
+                else x
+                for x in leaves
+            ],
+            tree,
+        )
+        func(*args, **kwargs)
+        self._freed.note(sum(x.nbytes for x in tree_iter((args, kwargs)) if isinstance(x, Tensor)))
+
+    def _device_of(self, func: Any, leaves: list[Any], kwargs: Any) -> torch.device:
+        asked = kwargs.get("device")
+        if asked is not None:
+            return torch.device(asked)
+        return next((x.device for x in leaves if isinstance(x, Tensor)), self._device)
+
+    def real(self, tree: Any) -> Any:
+        """Return a tree of which all tensors have values."""
+        made: dict[int, torch.UntypedStorage] = {}
+        return tree_map_only(
+            Tensor, lambda x: self._make([_ref(x)], made)[0] if _is_deferred(x) else x, tree
+        )
+
+    # ------------------------------------------------------------------ making
+
+    def _make(self, refs: list[_Ref], made: dict[int, torch.UntypedStorage]) -> list[Tensor]:
+        """Carry out what wrote to some storages, and to those that it read.
+
+        Args:
+            refs: the tensors that are wanted.
+            made: storages that are there; what is made is added.
+        """
+        numbers = self._needed([r.storage for r in refs if r.storage not in made])
+        states = {torch.device("cpu"): torch.get_rng_state()}
+        try:
+            with torch.no_grad(), torch._C._DisableTorchDispatch():
+                for n in sorted(numbers):
+                    note = self._notes[n]
+                    if note.state is not None:
+                        states.setdefault(note.device, _state(note.device))
+                    self._carry_out(note, made)
+        finally:
+            for device, state in states.items():
+                _set_state(device, state)
+        return [_lying(made[r.storage], r) for r in refs]
+
+    def _needed(self, keys: list[int]) -> set[int]:
+        """Return the numbers of the notes by which storages got their values."""
+        numbers: set[int] = set()
+        seen, todo = set(keys), list(keys)
+        while todo:
+            for n in self._writers.get(todo.pop(), ()):
+                if n in numbers:
+                    continue
+                numbers.add(n)
+                note = self._notes[n]
+                for x in (*note.leaves, *note.outputs):
+                    if isinstance(x, _Ref) and x.storage not in seen:
+                        seen.add(x.storage)
+                        todo.append(x.storage)
+        return numbers
+
+    def _carry_out(self, note: _Note, made: dict[int, torch.UntypedStorage]) -> None:
+        leaves = [_lying(made[x.storage], x) if isinstance(x, _Ref) else x for x in note.leaves]
+        args, kwargs = tree_unflatten(leaves, note.tree)
+        if note.state is not None:
+            _set_state(note.device, note.state)
+        out = note.func(*args, **kwargs)
+        for x, ref in zip(
+            (x for x in tree_iter(out) if isinstance(x, Tensor)), note.outputs, strict=True
+        ):
+            made.setdefault(ref.storage, x.untyped_storage())
+
+
+@contextmanager
+def lending(module: nn.Module) -> Iterator[None]:
+    """Run the body, which runs a module; what was deferred is there while its module is called."""
+    homes = {id(h): h for h in map(home_of, module.parameters()) if isinstance(h, Deferral)}
+    with ExitStack() as stack:
+        for home in homes.values():
+            stack.enter_context(home.lending(module))
+        yield
+
+
+def beginnings(module: nn.Module) -> str:
+    """Return a digest of what a module's parameters are to be made from.
+
+    That is the state of the generator; and of those that lie in files the first and last values,
+    as nobody is to read them all.
+    """
+    homes = {id(h): h for h in map(home_of, module.parameters()) if isinstance(h, Deferral)}
+    digest = hashlib.blake2b(digest_size=8)
+    for home in homes.values():
+        for x in home.origins():
+            digest.update(x.contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+@final
+class _Noting(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Hand operations to a deferral: those that make tensors, and those on what it has made."""
+
+    def __init__(self, deferral: Deferral) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._deferral = deferral
+
+    @override
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        given = [x for x in tree_iter((args, kwargs)) if isinstance(x, Tensor)]
+        deferred = [x for x in given if _is_deferred(x)]
+        is_factory = not given and _takes_device(func) and not _is_on_meta(kwargs)
+        if not deferred and not is_factory:
+            return func(*args, **kwargs)
+        returns = [str(r.type) for r in func._schema.returns]
+        hands_values_on = not any("Tensor" in r for r in returns) and bool(returns)
+        changes_real = any(not _is_deferred(x) for x in _changed(func, args))
+        if hands_values_on or changes_real:  # a number is asked for, or what has memory
+            args, kwargs = self._deferral.real((args, kwargs))
+            return func(*args, **kwargs)
+        return self._deferral.note(func, args, kwargs)
+
+
+def _hollow(p: nn.Parameter, module: nn.Module) -> nn.Parameter:
+    """Turn a parameter into a usual one, whose elements share one place in memory."""
+    hollow = nn.Parameter(_without_memory(p), requires_grad=p.requires_grad)
+    if not weakref.getweakrefs(p):  # whoever holds it goes on holding it
+        torch.utils.swap_tensors(p, hollow)  # type: ignore[no-untyped-call]
+        vars(p).clear()
+        vars(p).update({k: x for k, x in vars(hollow).items() if k not in _OURS})
+        return p
+    vars(hollow).update({k: x for k, x in vars(p).items() if k not in _OURS})
+    for m in module.modules():
+        for name in [n for n, q in m._parameters.items() if q is p]:
+            m._parameters[name] = hollow
+            if isinstance(m, nn.RNNBase):  # it holds its weights in a list, too
+                m._init_flat_weights()
+    return hollow
+
+
+def _without_memory(p: nn.Parameter) -> Tensor:
+    return torch.zeros((), dtype=p.dtype, device=p.device).expand(p.shape)
+
+
+def _is_deferred(x: Any) -> bool:
+    return isinstance(x, DeferredTensor)
+
+
+def _ref(x: Tensor) -> _Ref:
+    x = x.shadow if isinstance(x, DeferredTensor) else x
+    key, offset = x.untyped_storage()._cdata, int(x.storage_offset())
+    return _Ref(key, offset, x.size(), x.stride(), x.dtype)
+
+
+def _lying(storage: torch.UntypedStorage, ref: _Ref) -> Tensor:
+    made = torch.empty(0, dtype=ref.dtype, device=storage.device)
+    return made.set_(storage, ref.offset, ref.size, ref.stride)
+
+
+def _copied(x: Any) -> Any:
+    """Return a leaf that no later change reaches."""
+    return x.detach().clone() if isinstance(x, Tensor) else x
+
+
+def _shadow(x: Any) -> Any:
+    if isinstance(x, DeferredTensor):
+        return x.shadow
+    return x.to(_META) if isinstance(x, Tensor) else x
+
+
+def _takes_device(func: Any) -> bool:
+    return any(a.name == "device" for a in func._schema.arguments)
+
+
+def _is_on_meta(kwargs: Any) -> bool:
+    asked = kwargs.get("device")
+    return asked is not None and torch.device(asked) == _META
+
+
+def _on_meta(func: Any, kwargs: Any) -> Any:
+    return kwargs | {"device": _META} if _takes_device(func) else kwargs
+
+
+def _changed(func: Any, args: Any) -> list[Tensor]:
+    """Return what an operation changes in place."""
+    named = zip(func._schema.arguments, args, strict=False)
+    changed = [x for a, x in named if a.alias_info is not None and a.alias_info.is_write]
+    return [x for x in tree_iter(changed) if isinstance(x, Tensor)]
+
+
+def _state(device: torch.device) -> Tensor:
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
+def _set_state(device: torch.device, state: Tensor) -> None:
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state, device)
+    else:
+        torch.set_rng_state(state)

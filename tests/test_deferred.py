@@ -1,0 +1,356 @@
+"""Modules that are made within the strategy: each rank makes its own stages, and no others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from lightning.pytorch import LightningModule, seed_everything
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+from lightning_cyclic.errors import ConfigurationError
+from lightning_cyclic.runtime.absent import is_absent
+from lightning_cyclic.runtime.deferred import DeferredTensor
+from tests import processes
+from tests.capped import capped, is_possible
+from tests.conformance.harness import Batches, same
+from tests.conformance.modules import CLASSES, SIZE, Plain, vectors
+from tests.corpus import assert_same, make_trainer, weights_of
+
+pytestmark = pytest.mark.multi
+NUM_STEPS = 4
+
+
+class Late(Plain):
+    """Makes its layers in configure_model, and notes which parameters are here at its calls."""
+
+    def make_net(self) -> Any:
+        return None
+
+    def configure_model(self) -> None:
+        if self.net is None:
+            layers = [nn.Linear(SIZE, SIZE), nn.BatchNorm1d(SIZE), nn.Linear(SIZE, SIZE)]
+            self.net = nn.Sequential(*layers, nn.Tanh(), nn.Linear(SIZE, CLASSES))
+            nn.init.orthogonal_(self.net[2].weight)
+            for m in self.net:
+                m.register_forward_hook(self.look)
+
+    def look(self, *_: Any) -> None:
+        HERE.append({n.split(".")[1] for n, p in self.named_parameters() if not is_absent(p)})
+
+
+ALL = {"0", "1", "2", "4"}
+HERE: list[set[str]] = []  # layers whose parameters were here, at each call of a layer
+
+
+def fit(strategy: Any, within: bool, validates: bool) -> dict[str, Any]:
+    trainer = make_trainer(strategy, max_epochs=2)
+    module = Late()
+    data = DataLoader(Batches(vectors, [[2 * t, 2 * t + 1] for t in range(4)]), batch_size=None)
+    seed_everything(4, verbose=False)
+    if not within:  # as one device would have it
+        module.configure_model()
+    trainer.fit(module, data, data if validates else None)
+    return {"weights": weights_of(module), "here": HERE}
+
+
+PIPELINES = [
+    {"preset": "1f1b", "stages": ["net.2"], "num_micro": 2},
+    {"preset": "gpipe", "stages": 2, "num_micro": 2},
+    {"preset": "pipedream_2bw", "stages": ["net.2"], "num_micro": 2},
+    {"preset": "cyclic_mp", "stages": ["net.2"], "num_micro": 2},
+]
+
+
+@pytest.mark.parametrize("validates", [False, True])
+@pytest.mark.parametrize("strategy", PIPELINES, ids=lambda s: s["preset"])
+def test_a_module_that_ranks_make_by_stages_trains_as_one_that_all_make_whole(
+    strategy: dict[str, Any], validates: bool
+) -> None:
+    whole = processes.run(fit, 2, strategy, False, validates)
+    apart = processes.run(fit, 2, strategy, True, validates)
+    for rank in apart:
+        assert_same(rank["weights"], whole[0]["weights"])
+    for rank, own in zip(apart, ({"2", "4"}, {"0", "1"}), strict=True):
+        here = rank["here"]
+        begin = here.index(
+            own
+        )  # before it whole steps run, layer by layer: surveys, sanity checks
+        assert all(len(layers) <= 1 for layers in here[:begin])
+        assert all(layers == own for layers in here[begin:])
+    whole_steps = 1 + 3 * validates  # of two batches in sanity checks the first is looked at, too
+    assert apart[0]["here"].index({"2", "4"}) == 5 * whole_steps
+
+
+def test_replicas_of_a_pipeline() -> None:
+    strategy = {"preset": "1f1b", "stages": ["net.2"], "num_micro": 2, "width": 2}
+    whole = processes.run(fit, 4, strategy, False, True)
+    for rank, one in zip(processes.run(fit, 4, strategy, True, True), whole, strict=True):
+        assert_same(rank["weights"], one["weights"])
+
+
+class Unseeded(Plain):
+    """Draws what comes next."""
+
+    def __init__(self) -> None:
+        super(Plain, self).__init__()
+        self.net = self.make_net()
+
+
+def fit_outside(within: bool, seeds: Sequence[int]) -> dict[str, Any]:
+    trainer = make_trainer(PIPELINES[0], max_epochs=1)
+    seed_everything(seeds[processes.here().rank], verbose=False)
+    with trainer.init_module() if within else nullcontext():
+        module = Unseeded()
+    absent = sum(isinstance(p, DeferredTensor) for p in module.parameters())
+    data = DataLoader(Batches(vectors, [[2 * t, 2 * t + 1] for t in range(4)]), batch_size=None)
+    trainer.fit(module, data)
+    return {"weights": weights_of(module), "absent": absent}
+
+
+def test_a_module_made_within_init_module() -> None:
+    whole = processes.run(fit_outside, 2, False, [5, 5])
+    apart = processes.run(fit_outside, 2, True, [5, 5])
+    for rank in apart:
+        assert rank["absent"] == 6
+        assert_same(rank["weights"], whole[0]["weights"])
+
+
+class OnMeta(Plain):
+    def make_net(self) -> nn.Module:
+        with torch.device("meta"):
+            return super().make_net()
+
+
+def attempt(what: str) -> str:
+    run = partial(fit_outside, True, [5, 6])
+    if what != "other random states":
+        data = DataLoader(Batches(vectors, [[0, 1]]), batch_size=None)
+        run = partial(make_trainer({"preset": what}, max_epochs=1).fit, OnMeta(), data)
+    with pytest.raises(ConfigurationError) as caught:
+        run()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("other random states", "ranks make their modules from different random states or files"),
+        ("1f1b", "parameter 'net.0.weight' is on the meta device, and nothing says"),
+        ("cyclic_dp", "parameter 'net.0.weight' is on the meta device, and nothing says"),
+    ],
+)
+def test_what_would_have_other_values_is_refused_on_every_rank(what: str, said: str) -> None:
+    for text in processes.run(attempt, 2, what):
+        assert said in text
+
+
+def evaluate(within: bool) -> Any:
+    trainer = make_trainer(PIPELINES[0], max_epochs=1)
+    module = Late()
+    data = DataLoader(Batches(vectors, [[2 * t, 2 * t + 1] for t in range(4)]), batch_size=None)
+    seed_everything(4, verbose=False)
+    if not within:
+        module.configure_model()
+    return trainer.validate(module, data, verbose=False)
+
+
+def test_evaluation_alone() -> None:
+    whole = processes.run(evaluate, 2, False)
+    assert processes.run(evaluate, 2, True) == whole
+
+
+# ---------------------------------------------------------------------- larger than memory
+
+
+class Trained(Late):
+    """Has optimizer state, and a callback that is given the whole state dict."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), 0.05)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        KEYS.append(len(checkpoint["state_dict"]))
+
+
+KEYS: list[int] = []
+LEAST = 4 * SIZE * SIZE * 2  # bytes: less than the parameters have together
+
+
+def save(strategy: Any, folder: str, epochs: int, file: str | None, within: bool) -> Any:
+    saver = ModelCheckpoint(folder, "{epoch}", save_top_k=-1)
+    trainer = make_trainer(
+        strategy, max_epochs=epochs, callbacks=[saver], enable_checkpointing=True,
+        default_root_dir=folder,
+    )  # fmt: skip
+    module = Trained()
+    seed_everything(4, verbose=False)
+    if not within:
+        module.configure_model()
+    data = DataLoader(Batches(vectors, [[2 * t, 2 * t + 1] for t in range(4)]), batch_size=None)
+    trainer.fit(module, data, ckpt_path=file)
+    return [sum(not is_absent(p) for p in module.parameters()), KEYS]
+
+
+def contents(folder: Path, epoch: int) -> Any:
+    return torch.load(folder / f"epoch={epoch}.ckpt", weights_only=True)
+
+
+@pytest.mark.parametrize("preset", ["1f1b", "pipedream_2bw"])
+def test_checkpoints_go_from_ranks_into_a_file_and_back(preset: str, tmp_path: Path) -> None:
+    strategy = {"preset": preset, "stages": ["net.2"], "num_micro": 2}
+    lean = strategy | {"memory_limit_bytes": LEAST}
+    whole, apart, resumed = (tmp_path / name for name in ("whole", "apart", "resumed"))
+    processes.run(save, 2, strategy, str(whole), 2, None, False)
+    ranks = processes.run(save, 2, lean, str(apart), 2, None, True)
+    assert [here for here, _ in ranks] == [4, 4]  # of eight; nobody has them all behind the fit
+    assert [keys for _, keys in ranks] == [[11, 11], [0, 0]]  # rank 0 puts them together
+    file = str(apart / "epoch=0.ckpt")
+    processes.run(save, 2, lean, str(resumed), 2, file, True)
+    for folder in (apart, resumed):
+        found, expected = contents(folder, 1), contents(whole, 1)
+        assert same(found["state_dict"], expected["state_dict"])
+        assert same(found["optimizer_states"], expected["optimizer_states"])
+        assert [p.name for p in sorted(folder.glob("epoch=1*"))] == ["epoch=1.ckpt"]
+        assert not list(folder.glob("lightning_cyclic_*"))
+
+
+class Large(LightningModule):
+    """A GPT, made late."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net: Any = None
+
+    def configure_model(self) -> None:
+        if self.net is None:
+            blocks = [
+                nn.TransformerEncoderLayer(
+                    WIDTH, 8, 4 * WIDTH, dropout=0, batch_first=True, norm_first=True
+                )
+                for _ in range(NUM_BLOCKS)
+            ]
+            self.net = nn.Sequential(nn.Embedding(256, WIDTH), *blocks, nn.Linear(WIDTH, 256))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return F.cross_entropy(self.net(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+WIDTH, NUM_BLOCKS = 512, 48
+CAP = 520 << 20
+
+
+def fit_large(
+    strategy: Any, cap: int | None, folder: str, epochs: int, file: str | None, within: bool
+) -> int:
+    with nullcontext() if cap is None else capped(cap):
+        seed_everything(1, verbose=False)
+        module, g = Large(), torch.Generator().manual_seed(0)
+        if not within:
+            module.configure_model()
+        data = [torch.randint(0, 256, (4, 17), generator=g) for _ in range(2)]
+        trainer = make_trainer(
+            strategy, max_epochs=epochs, enable_checkpointing=True, default_root_dir=folder,
+            callbacks=[ModelCheckpoint(folder, "{epoch}", save_top_k=-1)],
+        )  # fmt: skip
+        trainer.fit(module, DataLoader(data, batch_size=None), ckpt_path=file)
+        return sum(p.numel() * p.element_size() for p in module.parameters())
+
+
+class Pretrained(Large):
+    """Is read from a folder of Hugging Face's."""
+
+    def __init__(self, folder: str) -> None:
+        super().__init__()
+        self.folder = folder
+
+    def configure_model(self) -> None:
+        if self.net is None:
+            self.net = transformers.AutoModelForCausalLM.from_pretrained(self.folder)
+
+    def on_fit_start(self) -> None:
+        KEYS.append(sum(map(is_absent, self.parameters())))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        logits = self.net(input_ids=batch[:, :-1]).logits
+        return F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+
+
+def gpt2(folder: str, width: int, layers: int) -> None:
+    """Write a folder of Hugging Face's, in several files."""
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        n_layer=layers, n_embd=width, n_head=8, vocab_size=256, bos_token_id=0, eos_token_id=1,
+        resid_pdrop=0, embd_pdrop=0, attn_pdrop=0,
+    )  # fmt: skip
+    model = transformers.GPT2LMHeadModel(config)
+    model.save_pretrained(folder, max_shard_size=f"{max(width * layers // 100, 1) * 100}KB")
+
+
+def fit_pretrained(
+    strategy: Any, cap: int | None, source: str, folder: str, within: bool
+) -> tuple[list[int], int]:
+    with nullcontext() if cap is None else capped(cap):
+        module, g = Pretrained(source), torch.Generator().manual_seed(0)
+        if not within:
+            module.configure_model()
+        data = [torch.randint(0, 256, (4, 17), generator=g) for _ in range(2)]
+        trainer = make_trainer(
+            strategy, max_epochs=1, enable_checkpointing=True, default_root_dir=folder,
+            callbacks=[ModelCheckpoint(folder, "{epoch}", save_top_k=-1)],
+        )  # fmt: skip
+        trainer.fit(module, DataLoader(data, batch_size=None))
+        return KEYS, sum(p.numel() * p.element_size() for p in module.parameters())
+
+
+def test_a_folder_of_hugging_faces_is_read_by_stages(tmp_path: Path) -> None:
+    source, apart, one = (str(tmp_path / name) for name in ("source", "apart", "one"))
+    gpt2(source, 32, 3)
+    assert len(list(Path(source).glob("*.safetensors"))) > 1
+    strategy = {"preset": "1f1b", "stages": 2, "num_micro": 2}
+    processes.run(fit_pretrained, 2, strategy, None, source, one, False)
+    for absent, _ in processes.run(fit_pretrained, 2, strategy, None, source, apart, True):
+        assert absent == [3 * 12 + 4]
+    assert same(contents(Path(apart), 0)["state_dict"], contents(Path(one), 0)["state_dict"])
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(not is_possible(), reason="no control group of memory may be made here")
+def test_a_folder_that_exceeds_the_memory_of_each_rank(tmp_path: Path) -> None:
+    source, apart, one = (str(tmp_path / name) for name in ("source", "apart", "one"))
+    gpt2(source, WIDTH, NUM_BLOCKS)
+    strategy = {"preset": "1f1b", "stages": 4, "num_micro": 4, "memory_limit_bytes": CAP}
+    ranks = processes.run(fit_pretrained, 4, strategy, CAP, source, apart, True)
+    assert ranks[0][1] > CAP
+    alone = {"preset": "1f1b", "stages": 1, "num_micro": 4}
+    processes.run(fit_pretrained, 1, alone, None, source, one, False)
+    assert same(contents(Path(apart), 0)["state_dict"], contents(Path(one), 0)["state_dict"])
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(not is_possible(), reason="no control group of memory may be made here")
+def test_a_gpt_whose_bare_weights_exceed_the_memory_of_each_rank(tmp_path: Path) -> None:
+    strategy = {"preset": "1f1b", "stages": 4, "num_micro": 4, "memory_limit_bytes": CAP}
+    apart, one = str(tmp_path / "apart"), str(tmp_path / "one")
+    with pytest.raises(processes.RanksFailedError, match="died without a word"):
+        processes.run(fit_large, 4, strategy, CAP, apart, 1, None, False)
+    sizes = processes.run(fit_large, 4, strategy, CAP, apart, 1, None, True)
+    assert sizes[0] > CAP
+    file = str(Path(apart, "epoch=0.ckpt"))
+    processes.run(fit_large, 4, strategy, CAP, apart, 2, file, True)
+    alone = {"preset": "1f1b", "stages": 1, "num_micro": 4}
+    processes.run(fit_large, 1, alone, None, one, 2, None, True)
+    weights = [contents(Path(folder), 1)["state_dict"] for folder in (apart, one)]
+    assert same(*weights)
