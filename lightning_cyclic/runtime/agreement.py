@@ -145,7 +145,7 @@ def gathered(
     if group is None:
         return [mine]
     leaves, tree = tree_flatten(dict(mine))
-    apart = [x for x in leaves if isinstance(x, Tensor) and x.numel() > _SMALL]
+    apart = [x for x in leaves if _is_large(x)]
     # the rest from the host's memory: what is pickled on a GPU would be made there again, on that
     # of its worker, by worker 0
     described = tree_unflatten([_described(x) for x in leaves], tree)
@@ -170,10 +170,15 @@ def gathered(
     return [mine, *others]
 
 
+def _is_large(x: Any) -> bool:
+    """Say whether a leaf travels by itself; of tensors of other kinds only pickle knows all."""
+    return type(x) is Tensor and x.layout is torch.strided and x.numel() > _SMALL
+
+
 def _described(x: Any) -> Any:
-    if not isinstance(x, Tensor):
-        return x
-    return _Form(tuple(x.shape), x.dtype) if x.numel() > _SMALL else x.cpu()
+    if _is_large(x):
+        return _Form(tuple(x.shape), x.dtype)
+    return x.cpu() if isinstance(x, Tensor) else x
 
 
 def merged(mine: Mapping[str, Any], group: Any) -> dict[str, Any]:

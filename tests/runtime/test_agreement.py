@@ -14,6 +14,7 @@ from lightning_cyclic.errors import ConfigurationError, StepError
 from lightning_cyclic.runtime.agreement import (
     describe_batch,
     gather_texts,
+    gathered,
     require_same_lines,
     require_same_module,
     require_same_number,
@@ -84,3 +85,50 @@ def test_workers_tell_each_other_where_they_differ() -> None:
     assert "rank 0 has 'bias (2,) float32 trained', rank 1 has 'nothing'" in presence
     assert "rank 1 has 'weight (2, 2) float64 trained'" in dtype
     assert "different things (rank 0: 0, rank 1: 1, rank 2: 2); allowed: the same" in number
+
+
+class Kept(torch.Tensor):
+    """Is of a kind that only pickle knows, as 8-bit optimizer state is."""
+
+
+def bring() -> Any:
+    """Let every rank give tensors of all kinds; return what rank 0 has."""
+    rank, world_size = int(os.environ["NODE_RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo", rank=rank, world_size=world_size)
+    large = torch.arange(5000.0).add_(rank)
+    mine = {
+        "large": large, "turned": large.view(50, 100).t(), "bits": large.bfloat16(),
+        "small": torch.tensor(rank), "none": None, "name": f"rank {rank}",
+        "nested": {"more": [large + 1, 2.5]}, "kind": large.clone().as_subclass(Kept),
+        "sparse": torch.eye(60).to_sparse(),
+    }  # fmt: skip
+    made: list[int] = []
+
+    def new(shape: Any, dtype: torch.dtype) -> torch.Tensor:
+        made.append(torch.Size(shape).numel())
+        return torch.empty(shape, dtype=dtype)
+
+    parts = gathered(mine, dist.group.WORLD, new)
+    for part in parts or []:
+        kept: Any = part["kind"]
+        part |= {"kind": [type(kept).__name__, kept.as_subclass(torch.Tensor)]}  # type: ignore[operator]
+        part |= {"sparse": part["sparse"].to_dense()}
+    return parts, made
+
+
+@pytest.mark.multi
+def test_what_ranks_have_comes_to_rank_0_large_tensors_one_by_one() -> None:
+    (parts, made), *others = processes.run(bring, 3)
+    assert [other for other, _ in others] == [None, None]
+    assert made == 2 * [5000] * 4  # of two other ranks; the rest is pickled
+    for rank, part in enumerate(parts):
+        large = torch.arange(5000.0).add_(rank)
+        assert torch.equal(part["large"], large)
+        assert torch.equal(part["turned"], large.view(50, 100).t())
+        assert torch.equal(part["bits"], large.bfloat16())
+        assert torch.equal(part["nested"]["more"][0], large + 1)
+        assert part["kind"][0] == "Kept"
+        assert torch.equal(part["kind"][1], large)
+        assert torch.equal(part["sparse"], torch.eye(60))
+        assert (int(part["small"]), part["none"], part["name"]) == (rank, None, f"rank {rank}")
+        assert part["nested"]["more"][1] == 2.5
