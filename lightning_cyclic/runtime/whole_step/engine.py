@@ -32,7 +32,12 @@ from lightning_cyclic.runtime.waiting import Waiter
 from lightning_cyclic.runtime.whole_step.entrances import Entrances
 from lightning_cyclic.runtime.whole_step.exchange import Exchange
 from lightning_cyclic.runtime.whole_step.gradients import GradientCollector
-from lightning_cyclic.runtime.whole_step.shards import Shards
+from lightning_cyclic.runtime.whole_step.shards import (
+    Replica,
+    Shards,
+    refuse_block,
+    refuse_return,
+)
 from lightning_cyclic.runtime.whole_step.step_recorder import StepRecorder
 from lightning_cyclic.runtime.whole_step.versions import VersionStore
 from lightning_cyclic.runtime.whole_step.words import Word, Words
@@ -114,9 +119,9 @@ class Engine:
         self._exchange = Exchange(
             module, self._w, stages, self.stores, self._grads, self.norms, self._messages
         )
-        self._shards: Shards | None = None
+        shards: Shards | None = None
         if plan.axes.sharding.gathers:
-            self._shards = self._exchange.shards = Shards(
+            shards = self._exchange.shards = Shards(
                 module, stages, self.stores, plan.owner, self._w, self._bring
             )
         hooks, lanes = _Hooks(self._enter), waiting_lanes(plan, self._w)
@@ -128,7 +133,8 @@ class Engine:
         for j in range(plan.num_stages):
             for payload, layout in self._exchange.layouts(j).items():
                 self._messages.know(payload, j, layout)
-        again = None if self._shards is None else self._enter_again
+        self._shown: Replica = shards or Replica(self.stores)
+        again = None if shards is None else self._enter_again
         self._entrances = Entrances(module, stages, self.enter, self._w, again)
         self._collector = GradientCollector(self._parameters, self._hand_over, self._w)
 
@@ -154,7 +160,7 @@ class Engine:
             self._begin(starts=self._paced and self.t == self._starts_at)
             self._entrances.open()
             self.enter(0)
-        with nullcontext() if self._shards is None else self._shards.packing():
+        with self._shown.packing():
             yield
         if first:
             self._entrances.close(self.t, self._entered)
@@ -166,8 +172,8 @@ class Engine:
     def enter(self, j: int) -> None:
         """Do what the program has up to F(.,j); stages before it that were skipped come first."""
         if self._entered >= j:
-            if self._shards is not None and not self._shards.has(j):
-                self._shards.refuse_return(j)
+            if not self._shown.has(j):
+                refuse_return(self._w, j)
             return
         with self._aside():
             while self._entered < j:
@@ -180,8 +186,7 @@ class Engine:
         Module buffers have been handed on in it, but for those of the next step.
         """
         assert self.t == 0
-        if self._shards is not None:
-            self._shards.stay()  # the graph knows no places
+        self._shown.stay()  # the graph knows no places
         self._begin(starts=False)
         is_over = [a.payload is Payload.R and a.t == 0 for a in self._actions]
         self._actions = [a for a, over in zip(self._actions, is_over, strict=True) if not over]
@@ -207,8 +212,7 @@ class Engine:
         """Do what is left of the step's block, and count the step."""
         self._run_to(None, 0)
         self.t += 1
-        if self._shards is not None:
-            self._shards.stay_no_longer()
+        self._shown.stay_no_longer()
         if self.plan.weights == "sync":
             self._worker.settle()
             self._show_newest()
@@ -234,8 +238,7 @@ class Engine:
     # ------------------------------------------------------------------ along the program
 
     def _begin(self, *, starts: bool) -> None:
-        if self._shards is not None:
-            self._shards.free_all()  # what a flush has brought
+        self._shown.free_all()  # what a flush has brought
         program = self.plan.program
         self._actions = program.step(self._w, self.t, ended=self._ended, starts=starts)
         self._at, self._entered = 0, -1
@@ -281,12 +284,7 @@ class Engine:
     def _enter(self, a: Action) -> None:
         """Show the version that a forward reads."""
         assert a.v is not None
-        if self._shards is None:
-            store = self.stores[a.j]
-            store.show(a.v)
-            store.drop_below(a.v)
-        else:
-            self._shards.show(a.j, a.v)
+        self._shown.enter(a.j, a.v)
         self._note_word(a.j, a.v)
 
     def _bring(self, j: int, v: int) -> None:
@@ -295,21 +293,19 @@ class Engine:
         Raises:
             StepError: it is not the turn of its backward.
         """
-        assert self._shards is not None
         if not self._collector.is_collecting:
-            self._shards.refuse_return(j)
+            refuse_return(self._w, j)
         self._collector.begin_stage(j)
         with self._aside():
             self._run_to(Kind.B, j, through=False)
             self._worker.fetch((Datum.WEIGHTS, j, v))
-        self._shards.show(j, v)
+        self._shown.enter(j, v)
 
     def _enter_again(self, j: int) -> None:
         """Have the parameters of a stage whose modules a backward runs again."""
-        assert self._shards is not None
-        if self._collector.is_collecting and not self._shards.has(j):
+        if self._collector.is_collecting and not self._shown.has(j):
             if not self._collector.is_turn_of(j):
-                self._shards.refuse_block(j)
+                refuse_block(self._w, j)
             self._bring(j, self.plan.reads(self.t, self._w, j))
 
     def _note_word(self, j: int, v: int) -> None:
@@ -348,9 +344,8 @@ class Engine:
 
     def _oldest(self, j: int, v: int) -> int:
         """Return the oldest version of an own stage that is needed when version v is there."""
-        if self._shards is not None:  # of others who are behind, too
-            return v - 1
-        return self.plan.reads(self.t if j > self._entered else self.t + 1, self._w, j)
+        read = self.plan.reads(self.t if j > self._entered else self.t + 1, self._w, j)
+        return self._shown.oldest(v, read)
 
     def _tell_norms(self) -> None:
         told, self._told = self._told, []
@@ -395,12 +390,8 @@ class Engine:
         self._flushed_at = self._starts_at = self.t
 
     def _show_newest(self) -> None:
-        for j, store in enumerate(self.stores):
-            if self._shards is None:
-                store.show(self.t)
-                store.drop_below(self.plan.reads(self.t, self._w, j))
-            else:
-                self._shards.show(j, self.t)
+        for j in range(self.plan.num_stages):
+            self._shown.show_newest(j, self.t, self.plan.reads(self.t, self._w, j))
             self._note_word(j, self.t)
 
     def state(self) -> EngineState:
@@ -434,8 +425,7 @@ class Engine:
 
     def close(self) -> None:
         """Take the hooks off and end the lanes; parameters keep the version that is shown."""
-        if self._shards is not None:
-            self._shards.release()
+        self._shown.release()
         for store in self.stores:
             store.release()
         self._entrances.remove()

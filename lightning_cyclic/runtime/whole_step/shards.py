@@ -12,12 +12,13 @@ Parameters that several modules share stay, as copies, for those of later stages
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, NoReturn, final
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from typing_extensions import override
 
 from lightning_cyclic.errors import StepError
 from lightning_cyclic.runtime.absent import come_back, leave
@@ -42,8 +43,64 @@ class _Place(NamedTuple):
     stride: tuple[int, ...]
 
 
+class Replica:
+    """Show versions of stages on a worker that has the parameters of all of them.
+
+    Args:
+        stores: versions of each stage.
+    """
+
+    def __init__(self, stores: Sequence[VersionStore]) -> None:
+        self._stores = stores
+
+    def has(self, j: int) -> bool:
+        """Say whether the module shows the parameters of a stage."""
+        return True
+
+    def enter(self, j: int, v: int) -> None:
+        """Let the module show what a forward reads; older versions have been read."""
+        self._stores[j].show(v)
+        self._stores[j].drop_below(v)
+
+    def show_newest(self, j: int, v: int, oldest: int) -> None:
+        """Let the module show the newest version, between steps.
+
+        Args:
+            j: stage.
+            v: version.
+            oldest: that is read later.
+        """
+        self._stores[j].show(v)
+        self._stores[j].drop_below(oldest)
+
+    def oldest(self, v: int, read: int) -> int:
+        """Return the oldest version of an own stage to keep when version v is there.
+
+        Args:
+            v: version.
+            read: the oldest that this worker reads itself.
+        """
+        return read
+
+    def packing(self) -> AbstractContextManager[Any]:
+        """Return a context in which forwards run."""
+        return nullcontext()
+
+    def stay(self) -> None:
+        """Hide nothing until the end of the step."""
+
+    def stay_no_longer(self) -> None:
+        """Hide what has stayed."""
+
+    def free_all(self) -> None:
+        """Give up what has come for those who look at the whole module, between steps."""
+
+    def release(self) -> None:
+        """End."""
+
+
 @final
-class Shards:
+class Shards(Replica):
     """Show and hide the parameters of other workers' stages.
 
     Args:
@@ -64,7 +121,7 @@ class Shards:
         worker: int,
         bring: Callable[[int, int], None],
     ) -> None:
-        self._stores = stores
+        super().__init__(stores)
         self._owner_of = owner_of
         self._worker = worker
         self._bring = bring
@@ -81,12 +138,8 @@ class Shards:
 
     # ------------------------------------------------------------------ coming and going
 
-    def is_foreign(self, j: int) -> bool:
-        """Say whether a stage is another worker's."""
-        return j in self._foreign
-
+    @override
     def has(self, j: int) -> bool:
-        """Say whether the module shows the parameters of a stage."""
         return j not in self._foreign or j in self._shown
 
     def show(self, j: int, v: int) -> None:
@@ -96,6 +149,18 @@ class Shards:
         self._stores[j].show(v)
         if j in self._foreign:
             self._note(j, v)
+
+    @override
+    def enter(self, j: int, v: int) -> None:
+        self.show(j, v)
+
+    @override
+    def show_newest(self, j: int, v: int, oldest: int) -> None:
+        self.show(j, v)
+
+    @override
+    def oldest(self, v: int, read: int) -> int:
+        return v - 1  # for others, who are behind
 
     def _note(self, j: int, v: int) -> None:
         self._places[_address(self._stores[j][v].data)] = j, v
@@ -121,25 +186,26 @@ class Shards:
                 p.data = torch.zeros((), dtype=p.dtype, device=p.device).expand(p.shape)
                 leave(p, name, self)
 
+    @override
     def stay(self) -> None:
-        """Hide nothing: a graph is used that has saved parameters themselves."""
         self._stays = True
 
+    @override
     def stay_no_longer(self) -> None:
-        """Hide what has stayed."""
         if self._stays:
             self._stays = False
             for j in self._foreign:
                 self._hide(j)
 
+    @override
     def free_all(self) -> None:
-        """Give up what has come for those who look at the whole module, between steps."""
         for j in self._foreign:
             for v in self._stores[j].versions:
                 self.free(j, v)
 
+    @override
     def release(self) -> None:
-        """Let absent parameters be plain ones again, and not a number: nobody has brought them."""
+        # plain parameters again, and not a number where nobody has brought them
         for j in self._foreign:
             if j not in self._shown:
                 for p in self._stores[j].parameters:
@@ -149,8 +215,9 @@ class Shards:
 
     # ------------------------------------------------------------------ what autograd saves
 
+    @override
     def packing(self) -> AbstractContextManager[Any]:
-        """Return a context whose graphs hold no parameters of other workers' stages."""
+        # graphs hold no parameters of other workers' stages
         return saved_tensors_hooks(self._pack, self._unpack)
 
     def _pack(self, x: Tensor) -> Tensor | _Place:
@@ -198,30 +265,32 @@ class Shards:
             "callback for norms over all stages"
         )
 
-    def refuse_block(self, j: int) -> NoReturn:
-        """Refuse that a backward runs modules again before the turn of their stage.
 
-        Raises:
-            StepError: with the stage.
-        """
-        raise StepError(
-            f"a backward on rank {self._worker} runs a module of stage {j} again, while a later "
-            "stage is not over: a checkpointed block reaches over the place where a stage begins; "
-            "allowed: blocks within one stage; begin stages where blocks begin, "
-            "CyclicStrategy(stages=[...]), or use strategy='cyclic_dp'"
-        )
+def refuse_block(worker: int, j: int) -> NoReturn:
+    """Refuse that a backward runs modules again before the turn of their stage.
 
-    def refuse_return(self, j: int) -> NoReturn:
-        """Refuse that a module is called when its stage is over.
+    Raises:
+        StepError: with the stage.
+    """
+    raise StepError(
+        f"a backward on rank {worker} runs a module of stage {j} again, while a later "
+        "stage is not over: a checkpointed block reaches over the place where a stage begins; "
+        "allowed: blocks within one stage; begin stages where blocks begin, "
+        "CyclicStrategy(stages=[...]), or use strategy='cyclic_dp'"
+    )
 
-        Raises:
-            StepError: with the stage.
-        """
-        raise StepError(
-            f"rank {self._worker} calls a module of stage {j} again, when a later stage has begun "
-            "and its parameters are gone; allowed: calls within one stage; let one stage have "
-            "all of them, CyclicStrategy(stages=[...]), or use strategy='cyclic_dp'"
-        )
+
+def refuse_return(worker: int, j: int) -> NoReturn:
+    """Refuse that a module is called when its stage is over.
+
+    Raises:
+        StepError: with the stage.
+    """
+    raise StepError(
+        f"rank {worker} calls a module of stage {j} again, when a later stage has begun "
+        "and its parameters are gone; allowed: calls within one stage; let one stage have "
+        "all of them, CyclicStrategy(stages=[...]), or use strategy='cyclic_dp'"
+    )
 
 
 def _shared(module: nn.Module) -> Collection[int]:
