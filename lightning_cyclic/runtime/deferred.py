@@ -62,7 +62,12 @@ class DeferredTensor(Tensor):
     _device: torch.device
 
     @staticmethod
-    def __new__(cls, shadow: Tensor, device: torch.device, home: Deferral) -> DeferredTensor:
+    def __new__(cls, data: Tensor, *, requires_grad: bool = True, **attributes: Any) -> Any:
+        """Make a plain parameter, where code makes another one of the kind of one that it has."""
+        return nn.Parameter(data, requires_grad=requires_grad)
+
+    @classmethod
+    def over(cls, shadow: Tensor, device: torch.device, home: Deferral) -> DeferredTensor:
         """Make one over a tensor of the meta device."""
         made: Any = Tensor._make_subclass(
             cls, shadow, require_grad=False, dispatch_device=True, device_for_backend_keys=device
@@ -247,7 +252,7 @@ class Deferral:
         def wrapped(x: Tensor) -> Tensor:
             self._alive.setdefault(x.untyped_storage()._cdata, x)
             known = mine.get(id(x))  # changed in place, and returned
-            return DeferredTensor(x, device, self) if known is None else known
+            return DeferredTensor.over(x, device, self) if known is None else known
 
         return tree_map_only(Tensor, wrapped, out)
 
@@ -366,7 +371,10 @@ class _Noting(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         given = [x for x in tree_iter((args, kwargs)) if isinstance(x, Tensor)]
         deferred = [x for x in given if _is_deferred(x)]
-        is_factory = not given and _takes_device(func) and not _is_on_meta(kwargs)
+        if _is_on_meta(kwargs):  # its caller wants no values
+            args, kwargs = tree_map_only(DeferredTensor, lambda x: x.shadow, (args, kwargs))
+            return func(*args, **kwargs)
+        is_factory = not given and _takes_device(func)
         if not deferred and not is_factory:
             return func(*args, **kwargs)
         returns = [str(r.type) for r in func._schema.returns]

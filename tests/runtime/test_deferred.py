@@ -128,6 +128,20 @@ def test_a_module_that_is_absent_has_no_memory_and_may_be_moved_to_where_it_is()
     assert not any(map(is_absent, made.parameters()))
 
 
+def test_code_that_makes_parameters_of_the_same_kind_makes_plain_ones() -> None:
+    """As accelerate's init_empty_weights does, within which old transformers read a folder."""
+    deferral = Deferral(torch.device("cpu"))
+    with deferral.running():
+        p = nn.Linear(2, 2).weight
+        made: Any = type(p)(p.to("meta"), **vars(p), requires_grad=False)
+        empty = torch.empty_like(p, device="meta")
+    assert type(made) is nn.Parameter
+    assert made.is_meta
+    assert not made.requires_grad
+    assert type(empty) is Tensor
+    assert empty.is_meta
+
+
 def test_tensors_beside_the_module_get_their_values_where_they_are_used() -> None:
     torch.manual_seed(1)
     expected = torch.randn(3) + 1
