@@ -364,10 +364,14 @@ class CyclicStrategy(DDPStrategy):
     @override
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """Let a pipeline's module be made without memory; each worker makes its own stages."""
+        """Let a pipeline's module be made without memory, where memory has a limit.
+
+        Each worker makes its own stages.
+        """
         options = self._options
         workers = options.num_workers or 1
-        if not options.is_stagewise or workers == 1 or self._auto is not None or empty_init:
+        is_whole = not options.is_stagewise or workers == 1 or self._auto is not None
+        if is_whole or options.memory_limit_bytes is None or empty_init:
             with super().tensor_init_context(empty_init):
                 yield
             return

@@ -63,11 +63,12 @@ def fit(strategy: Any, within: bool, validates: bool) -> dict[str, Any]:
     return {"weights": weights_of(module), "here": HERE}
 
 
+CUT = {"stages": ["net.2"], "num_micro": 2, "memory_limit_bytes": 1 << 30}
 PIPELINES = [
-    {"preset": "1f1b", "stages": ["net.2"], "num_micro": 2},
-    {"preset": "gpipe", "stages": 2, "num_micro": 2},
-    {"preset": "pipedream_2bw", "stages": ["net.2"], "num_micro": 2},
-    {"preset": "cyclic_mp", "stages": ["net.2"], "num_micro": 2},
+    {"preset": "1f1b", **CUT},
+    {"preset": "gpipe", **CUT, "stages": 2},
+    {"preset": "pipedream_2bw", **CUT},
+    {"preset": "cyclic_mp", **CUT},
 ]
 
 
@@ -92,7 +93,7 @@ def test_a_module_that_ranks_make_by_stages_trains_as_one_that_all_make_whole(
 
 
 def test_replicas_of_a_pipeline() -> None:
-    strategy = {"preset": "1f1b", "stages": ["net.2"], "num_micro": 2, "width": 2}
+    strategy = {"preset": "1f1b", **CUT, "width": 2}
     whole = processes.run(fit, 4, strategy, False, True)
     for rank, one in zip(processes.run(fit, 4, strategy, True, True), whole, strict=True):
         assert_same(rank["weights"], one["weights"])
@@ -319,7 +320,7 @@ def test_a_folder_of_hugging_faces_is_read_by_stages(tmp_path: Path) -> None:
     source, apart, one = (str(tmp_path / name) for name in ("source", "apart", "one"))
     gpt2(source, 32, 3)
     assert len(list(Path(source).glob("*.safetensors"))) > 1
-    strategy = {"preset": "1f1b", "stages": 2, "num_micro": 2}
+    strategy = {"preset": "1f1b", **CUT, "stages": 2}
     processes.run(fit_pretrained, 2, strategy, None, source, one, False)
     for absent, _ in processes.run(fit_pretrained, 2, strategy, None, source, apart, True):
         assert absent == [3 * 12 + 4]

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_iter, tree_map_only, tree_unflatten
 from typing_extensions import override
@@ -30,7 +31,7 @@ from lightning_cyclic.runtime.mapped_files import MappedFiles
 
 _META = torch.device("meta")
 _SOME = 64  # elements
-_OURS = {"shadow", "_device", "_home", "_is_param"}  # attributes of a deferred tensor
+_OURS = {"_device", "_home", "_is_param"}  # attributes of a deferred tensor
 
 
 class _Ref(NamedTuple):
@@ -57,7 +58,6 @@ class _Note(NamedTuple):
 class DeferredTensor(Tensor):
     """Be a tensor without memory that says it is on a device, as its initialiser may ask."""
 
-    shadow: Tensor  # the same on the meta device
     _home: Deferral
     _device: torch.device
 
@@ -72,13 +72,30 @@ class DeferredTensor(Tensor):
         made: Any = Tensor._make_subclass(
             cls, shadow, require_grad=False, dispatch_device=True, device_for_backend_keys=device
         )
-        made.shadow, made._device, made._home = shadow, device, home
+        made._device, made._home = device, home
         return made  # type: ignore[no-any-return]
 
     @property
     @override
     def device(self) -> torch.device:  # type: ignore[override]
         return self._device
+
+    @override
+    def __deepcopy__(self, memo: Any) -> Any:
+        if id(self) not in memo:
+            made: Any = self.detach().clone()
+            if isinstance(self, nn.Parameter):
+                made = nn.Parameter(made, requires_grad=self.requires_grad)
+            memo[id(self)] = made
+        return memo[id(self)]
+
+    @override
+    def numpy(self, *args: Any, **kwargs: Any) -> Any:
+        return self._home.real(self).detach().numpy(*args, **kwargs)
+
+    @override
+    def tolist(self) -> Any:
+        return self._home.real(self).tolist()
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -135,7 +152,11 @@ class Deferral:
                 if b is not None and self._knows(b):
                     m._buffers[name] = self._make([_ref(b)], made)[0]
         files = MappedFiles()
+        scripted = [m for m in module.modules() if isinstance(m, torch.jit.ScriptModule)]
+        theirs = {id(p) for m in scripted for p in m.parameters()}  # pipelines refuse them by name
         for name, deferred in list(module.named_parameters()):
+            if id(deferred) in theirs or is_lazy(deferred):
+                continue
             if self._knows(deferred):
                 ref, p = _ref(deferred), _hollow(deferred, module)
                 self._where[name] = p, ref
@@ -234,15 +255,24 @@ class Deferral:
     def note(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Carry an operation out without memory, and note it."""
         leaves, tree = tree_flatten((args, kwargs))
-        is_random = torch.Tag.nondeterministic_seeded in func.tags
         device, state = self._device_of(func, leaves, kwargs), None
-        if is_random:
+        given = [_ref(x) if _is_deferred(x) else _copied(x) for x in leaves]
+        shadows = [_shadow(x) for x in leaves]
+        mine = {id(s): x for s, x in zip(shadows, leaves, strict=True) if _is_deferred(x)}
+        args_there, there = tree_unflatten(shadows, tree)
+        try:
+            out = func(*args_there, **_on_meta(func, there))
+        except NotImplementedError:  # its result has a form that values decide
+            if any(map(_is_deferred, _changed(func, args))):
+                raise
+            args, kwargs = self.real((args, kwargs))
+            return func(*args, **kwargs)
+        if _is_random(func):
             state = _state(device)
             self._draw(func, leaves, tree)
-        given = [_ref(x) if _is_deferred(x) else _copied(x) for x in leaves]
-        mine = {id(x.shadow): x for x in leaves if _is_deferred(x)}
-        args_there, there = tree_unflatten([_shadow(x) for x in leaves], tree)
-        out = func(*args_there, **_on_meta(func, there))
+        for s, x in zip(shadows, leaves, strict=True):
+            if _is_deferred(x) and _ref(s) != _ref(x):  # set_, resize_: it lies elsewhere now
+                x.data = DeferredTensor.over(s, x.device, self)
         outputs = [_ref(x) for x in tree_iter(out) if isinstance(x, Tensor)]
         number = len(self._notes)
         self._notes.append(_Note(func, given, tree, outputs, state, device))
@@ -372,25 +402,36 @@ class _Noting(TorchDispatchMode):  # type: ignore[no-untyped-call]
         given = [x for x in tree_iter((args, kwargs)) if isinstance(x, Tensor)]
         deferred = [x for x in given if _is_deferred(x)]
         if _is_on_meta(kwargs):  # its caller wants no values
-            args, kwargs = tree_map_only(DeferredTensor, lambda x: x.shadow, (args, kwargs))
+            args, kwargs = tree_map_only(DeferredTensor, _shadow, (args, kwargs))
             return func(*args, **kwargs)
-        is_factory = not given and _takes_device(func)
+        is_factory = not given and _takes_device(func) and not _is_empty(args)
         if not deferred and not is_factory:
             return func(*args, **kwargs)
         returns = [str(r.type) for r in func._schema.returns]
         hands_values_on = not any("Tensor" in r for r in returns) and bool(returns)
-        changes_real = any(not _is_deferred(x) for x in _changed(func, args))
+        changed = _changed(func, args)
+        changes_real = any(not _is_deferred(x) for x in changed)
         if hands_values_on or changes_real:  # a number is asked for, or what has memory
             args, kwargs = self._deferral.real((args, kwargs))
             return func(*args, **kwargs)
+        only_read = [x for x in deferred if all(x is not y for y in changed)]
+        if _is_random(func) and only_read:
+            # how many numbers are drawn may depend on the values that it is given
+            kept = set(map(id, changed))
+            args, kwargs = tree_map_only(
+                DeferredTensor,
+                lambda x: x if id(x) in kept else self._deferral.real(x),
+                (args, kwargs),
+            )
+            if not changed:
+                return func(*args, **kwargs)
         return self._deferral.note(func, args, kwargs)
 
 
 def _hollow(p: nn.Parameter, module: nn.Module) -> nn.Parameter:
     """Turn a parameter into a usual one, whose elements share one place in memory."""
     hollow = nn.Parameter(_without_memory(p), requires_grad=p.requires_grad)
-    if not weakref.getweakrefs(p):  # whoever holds it goes on holding it
-        torch.utils.swap_tensors(p, hollow)  # type: ignore[no-untyped-call]
+    if _swapped(p, hollow):  # whoever holds it goes on holding it
         vars(p).clear()
         vars(p).update({k: x for k, x in vars(hollow).items() if k not in _OURS})
         return p
@@ -403,6 +444,17 @@ def _hollow(p: nn.Parameter, module: nn.Module) -> nn.Parameter:
     return hollow
 
 
+def _swapped(p: nn.Parameter, other: nn.Parameter) -> bool:
+    """Let a parameter be another one, if nothing of torch's refers to it."""
+    if weakref.getweakrefs(p):
+        return False
+    try:
+        torch.utils.swap_tensors(p, other)  # type: ignore[no-untyped-call]
+    except RuntimeError:  # a graph has seen it
+        return False
+    return True
+
+
 def _without_memory(p: nn.Parameter) -> Tensor:
     return torch.zeros((), dtype=p.dtype, device=p.device).expand(p.shape)
 
@@ -412,7 +464,6 @@ def _is_deferred(x: Any) -> bool:
 
 
 def _ref(x: Tensor) -> _Ref:
-    x = x.shadow if isinstance(x, DeferredTensor) else x
     key, offset = x.untyped_storage()._cdata, int(x.storage_offset())
     return _Ref(key, offset, x.size(), x.stride(), x.dtype)
 
@@ -422,6 +473,15 @@ def _lying(storage: torch.UntypedStorage, ref: _Ref) -> Tensor:
     return made.set_(storage, ref.offset, ref.size, ref.stride)
 
 
+def _is_random(func: Any) -> bool:
+    return torch.Tag.nondeterministic_seeded in func.tags
+
+
+def _is_empty(args: Any) -> bool:
+    """Say whether a factory is asked for no element, as for parameters that are not yet known."""
+    return bool(args) and isinstance(args[0], list | tuple) and 0 in args[0]
+
+
 def _copied(x: Any) -> Any:
     """Return a leaf that no later change reaches."""
     return x.detach().clone() if isinstance(x, Tensor) else x
@@ -429,7 +489,8 @@ def _copied(x: Any) -> Any:
 
 def _shadow(x: Any) -> Any:
     if isinstance(x, DeferredTensor):
-        return x.shadow
+        with torch._C._DisableTorchDispatch():
+            return _lying(x.untyped_storage(), _ref(x))
     return x.to(_META) if isinstance(x, Tensor) else x
 
 
