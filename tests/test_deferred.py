@@ -225,6 +225,15 @@ def test_checkpoints_go_from_ranks_into_a_file_and_back(preset: str, tmp_path: P
         assert not list(folder.glob("lightning_cyclic_*"))
 
 
+@pytest.mark.parametrize("within", [False, True])
+def test_behind_a_fit_a_module_is_whole_unless_no_rank_ever_had_it(
+    within: bool, tmp_path: Path
+) -> None:
+    strategy = {"preset": "1f1b", **CUT, "memory_limit_bytes": LEAST}
+    ranks = processes.run(save, 2, strategy, str(tmp_path), 1, None, within)
+    assert [here for here, _ in ranks] == ([4, 4] if within else [8, 8])
+
+
 class Large(LightningModule):
     """A GPT, made late."""
 

@@ -266,7 +266,7 @@ class PipelineTraining(AbstractTraining):
     @property
     @override
     def is_larger_than_memory(self) -> bool:
-        return self._is_apart and not self._session.foreign.fits
+        return self._is_apart and self._session.is_larger_than_memory
 
     @override
     def writable(self) -> AbstractContextManager[None]:

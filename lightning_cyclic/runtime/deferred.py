@@ -159,13 +159,18 @@ class Deferral:
                 continue
             if self._knows(deferred):
                 ref, p = _ref(deferred), _hollow(deferred, module)
-                self._where[name] = p, ref
-                leave(p, name, self)
+                leave(p, self._key(name, p, ref), self)
             elif not is_absent(deferred) and files.hold(deferred):
-                self._given[name] = deferred.data  # of which the file is read where it is copied
-                self._where[name] = deferred, None
+                key = self._key(name, deferred, None)
+                self._given[key] = deferred.data  # of which the file is read where it is copied
                 deferred.data = _without_memory(deferred)
-                leave(deferred, name, self)
+                leave(deferred, key, self)
+
+    def _key(self, name: str, p: nn.Parameter, ref: _Ref | None) -> str:
+        """Enter a parameter under a name that no parameter of another module has."""
+        key = name if name not in self._where else f"{name} ({len(self._where)})"
+        self._where[key] = p, ref
+        return key
 
     def _knows(self, x: Tensor) -> bool:
         return isinstance(x, DeferredTensor)

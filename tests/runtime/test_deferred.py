@@ -180,6 +180,19 @@ def test_tensors_beside_the_module_get_their_values_where_they_are_used() -> Non
     assert torch.equal(kept + 1, expected)
 
 
+def test_modules_of_one_deferral_keep_their_own_values() -> None:
+    torch.manual_seed(3)
+    expected = [nn.Linear(3, 3).weight.detach() for _ in range(2)]
+    torch.manual_seed(3)
+    deferral = Deferral(torch.device("cpu"))
+    with deferral.running():
+        modules = [nn.Linear(3, 3) for _ in range(2)]
+    for module in modules:
+        deferral.adopt(module)
+    for module, values in reversed(list(zip(modules, expected, strict=True))):
+        assert torch.equal(module.weight.detach(), values)
+
+
 def test_nothing_stays_alive_behind_the_module() -> None:
     made, _ = deferred_chain()
     ref = weakref.ref(made[0].weight)

@@ -24,7 +24,7 @@ from lightning_cyclic.plan.actions import Action, Kind, Payload
 from lightning_cyclic.plan.dataflow import Datum, Item
 from lightning_cyclic.plan.passes.messages import step_of
 from lightning_cyclic.plan.program import Program
-from lightning_cyclic.runtime.absent import make_present
+from lightning_cyclic.runtime.absent import is_absent, make_present
 from lightning_cyclic.runtime.agreement import merged
 from lightning_cyclic.runtime.failure_words import words_of
 from lightning_cyclic.runtime.gradient_store import GradientStore
@@ -205,6 +205,7 @@ class StagewiseSession:
         if plan.axes.placement.takes_turns:
             cuts.refuse_early_metrics()
         self.ownership = ownership = Ownership(self.module, cuts, stages_of(plan, self.worker))
+        self._was_whole = not any(map(is_absent, self.module.parameters()))
         for n, p in self.module.named_parameters():
             if n not in ownership.foreign:
                 make_present(p)
@@ -711,6 +712,11 @@ class StagewiseSession:
         with self.naming_peers("to put the weights together"):
             return self._collectives.gather_on_rank_0(self.cuts, self._plans.usual, new)
 
+    @property
+    def is_larger_than_memory(self) -> bool:
+        """Say whether no worker may ever have the whole module: none has had it."""
+        return not (self._was_whole or self.foreign.fits)
+
     @contextmanager
     def whole(self) -> Iterator[None]:
         """Let the body write to every parameter; behind it, keep only this worker's."""
@@ -727,7 +733,7 @@ class StagewiseSession:
 
     def restore_whole(self) -> None:
         """Give the module its whole weights again, on every worker."""
-        if self.cuts is None or self.group is None or not self.foreign.fits:
+        if self.cuts is None or self.group is None or self.is_larger_than_memory:
             return
         with self.naming_peers("to put the weights together"):
             whole = self.gather()
