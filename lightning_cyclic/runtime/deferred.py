@@ -130,11 +130,6 @@ class Deferral:
         self._is_loading = False
         self.began: Tensor | None = None  # the state of the generator before the first note
 
-    @property
-    def is_empty(self) -> bool:
-        """Say whether nothing was deferred."""
-        return not self._where
-
     @contextmanager
     def running(self) -> Iterator[None]:
         """Let the body make tensors without memory."""
@@ -149,7 +144,7 @@ class Deferral:
         made: dict[int, torch.UntypedStorage] = {}
         for m in module.modules():
             for name, b in m._buffers.items():
-                if b is not None and self._knows(b):
+                if b is not None and _is_deferred(b):
                     m._buffers[name] = self._make([_ref(b)], made)[0]
         files = MappedFiles()
         scripted = [m for m in module.modules() if isinstance(m, torch.jit.ScriptModule)]
@@ -157,7 +152,7 @@ class Deferral:
         for name, deferred in list(module.named_parameters()):
             if id(deferred) in theirs or is_lazy(deferred):
                 continue
-            if self._knows(deferred):
+            if _is_deferred(deferred):
                 ref, p = _ref(deferred), _hollow(deferred, module)
                 leave(p, self._key(name, p, ref), self)
             elif not is_absent(deferred) and files.hold(deferred):
@@ -171,9 +166,6 @@ class Deferral:
         key = name if name not in self._where else f"{name} ({len(self._where)})"
         self._where[key] = p, ref
         return key
-
-    def _knows(self, x: Tensor) -> bool:
-        return isinstance(x, DeferredTensor)
 
     def origins(self) -> Iterator[Tensor]:
         """Yield some values of all that parameters are to be made from, in one dimension."""
