@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from functools import partial
 from typing import Any
 
@@ -22,6 +23,7 @@ from tests.corpus import gpt2, make_trainer
 pytestmark = pytest.mark.multi
 
 X = torch.randn(6, 4, generator=torch.Generator().manual_seed(3))
+LAST = 0  # of two ranks, the one that has the last stage
 STAGES = {2: ["net.3"], 4: ["net.1", "net.3", "net.5"]}  # of as many ranks
 
 
@@ -208,6 +210,36 @@ def test_steps_that_flow_into_each_other_are_at_an_end_where_epochs_are(preset: 
     (alone,) = processes.run(seen, 1, Epochs, strategy, [])
     assert len({str(values) for _, values in alone}) == 4
     for rank in processes.run(seen, 2, Epochs, strategy, []):
+        assert rank == alone
+
+
+class Slow(Net):
+    """Take long for each layer of training, so that a rank is asked while it runs one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for layer in self.net:
+            layer.register_forward_hook(self.wait)
+
+    def wait(self, layer: nn.Module, args: Any, output: Tensor) -> None:
+        if layer.training:
+            time.sleep(0.05)
+
+
+class Late(Callback):
+    """Read the weights some time after another rank has gone on to the next batch."""
+
+    def on_validation_end(self, trainer: Any, pl_module: Net) -> None:
+        if not trainer.sanity_checking:
+            if trainer.global_rank == LAST:
+                time.sleep(0.1)
+            pl_module.seen.append([float(p.detach().norm()) for p in pl_module.parameters()])
+
+
+def test_a_rank_that_runs_an_older_version_gives_the_newest() -> None:
+    strategy = staged("cyclic_pipeline", 2) | {"num_micro": 2}
+    (alone,) = processes.run(seen, 1, Slow, strategy, [Late()])
+    for rank in processes.run(seen, 2, Slow, strategy, [Late()]):
         assert rank == alone
 
 

@@ -263,7 +263,7 @@ def check(name: str, preset: str) -> None:
         assert_same(rank["weights"], plain["weights"], f"rank {r}")
         assert rank["metrics"] == plain["metrics"], f"rank {r}"
         if preset in PIPELINES:  # others call hooks and steps for their own batches
-            assert rank["seen"] == plain["seen"], f"rank {r}"
+            assert rank["seen"] == plain["seen"], f"rank {r}: {rank['seen']} != {plain['seen']}"
         assert same(rank.get("behind"), plain.get("behind")), f"rank {r}"
 
 

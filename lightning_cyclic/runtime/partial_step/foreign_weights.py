@@ -59,6 +59,7 @@ class ForeignWeights:
         self._say = say
         self._service: WeightService | None = None
         self._stage_of = {n: j for j in range(cuts.num_stages) for n in self._names((j,))}
+        self._parameters = dict(module.named_parameters())
         self._now: Stamp = (0, 0, 0)  # batches and steps that this worker has begun, and loads
         self._is_running = False
         self._has_said = False
@@ -217,8 +218,9 @@ class ForeignWeights:
     # ------------------------------------------------------------------ giving
 
     def _give(self, stages: Sequence[int]) -> list[Tensor]:
-        named = self._named()
-        return [self._buffers.get(n, named[n]).detach() for n in self._names(stages)]
+        # who is asked may run a forward by now, with other versions in the module's places
+        given: dict[str, Tensor] = {**self._parameters, **self._buffers}
+        return [given[n].detach() for n in self._names(stages)]
 
     def _names(self, stages: Sequence[int]) -> list[str]:
         """Return what is given of stages, in its order."""
@@ -228,4 +230,4 @@ class ForeignWeights:
         return [n for n in self._cuts.buffers[j] if n in self._cuts.changed]
 
     def _named(self) -> dict[str, Tensor]:
-        return dict(self._module.named_parameters()) | dict(self._module.named_buffers())
+        return {**self._parameters, **dict(self._module.named_buffers())}

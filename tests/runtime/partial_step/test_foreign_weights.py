@@ -54,6 +54,7 @@ def pair(**options) -> tuple[Model, Model, ForeignWeights, ForeignWeights, Asked
     first, owner, _ = worker(0)
     last, reader, said = worker(1, **options)
     reader._service = owner._service = asked = Asked(owner)
+    owner.settle(0)  # as sessions do once others may ask
     return first, last, owner, reader, asked, said
 
 
