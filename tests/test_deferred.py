@@ -234,6 +234,53 @@ def test_behind_a_fit_a_module_is_whole_unless_no_rank_ever_had_it(
     assert [here for here, _ in ranks] == ([4, 4] if within else [8, 8])
 
 
+def go_on(strategy: Any, folder: str, how: str, within: bool) -> Any:
+    """Train, and do something with the same module and Trainer behind it."""
+    module = Trained()
+    seed_everything(4, verbose=False)
+    if not within:
+        module.configure_model()
+    saver = ModelCheckpoint(folder, "{epoch}", save_top_k=-1)
+    trainer = make_trainer(
+        strategy, max_epochs=2, callbacks=[saver], enable_checkpointing=True,
+        default_root_dir=folder,
+    )  # fmt: skip
+    data = DataLoader(Batches(vectors, [[2 * t, 2 * t + 1] for t in range(4)]), batch_size=None)
+    trainer.fit(module, data, data)
+    early = f"{folder}/epoch=0.ckpt"
+    if how == "tests":
+        return trainer.test(module, data, verbose=False), read(module)
+    if how == "tests a checkpoint":
+        return trainer.test(module, data, ckpt_path=early, verbose=False), read(module)
+    if how == "goes back":
+        trainer.fit(module, data, data, ckpt_path=early)
+    elif how == "goes on":
+        trainer.fit_loop.max_epochs = 3
+        trainer.fit(module, data, data)
+    elif how == "is used elsewhere":
+        # with another strategy, which cuts it otherwise
+        other = make_trainer(strategy | {"stages": ["net.4"]}, logger=False)
+        return other.validate(module, data, verbose=False), read(module)
+    return read(module)
+
+
+def read(module: LightningModule) -> list[list[float]]:
+    values = [p.detach().flatten().tolist() for p in module.parameters()]
+    torch.distributed.barrier()  # a process that ends so gives nothing to others
+    return values
+
+
+@pytest.mark.parametrize(
+    "how",
+    ["reads", "tests", "tests a checkpoint", "goes back", "goes on", "is used elsewhere"],
+)
+def test_behind_a_fit_beyond_memory_a_module_goes_on(how: str, tmp_path: Path) -> None:
+    strategy = {"preset": "1f1b", "stages": ["net.2"], "num_micro": 2}
+    lean = strategy | {"memory_limit_bytes": LEAST}
+    whole = processes.run(go_on, 2, strategy, str(tmp_path / "whole"), how, False)
+    assert processes.run(go_on, 2, lean, str(tmp_path / "lean"), how, True) == whole
+
+
 class Large(LightningModule):
     """A GPT, made late."""
 

@@ -151,6 +151,20 @@ def test_a_module_that_reads_itself_in_hooks_sees_all_its_weights(
         assert rank == alone
 
 
+@pytest.mark.parametrize(
+    ("preset", "num_ranks"), [("1f1b", 2), ("1f1b", 4), ("cyclic_pipeline", 2)]
+)
+def test_hooks_read_piece_by_piece_what_fits_no_rank(preset: str, num_ranks: int) -> None:
+    strategy = staged(preset, num_ranks) | {"num_micro": 2}
+    (alone,) = processes.run(seen, 1, Epochs, strategy, [])
+    capped = strategy | {"memory_limit_bytes": 600}  # of 720
+    for rank in processes.run(seen, num_ranks, Epochs, capped, []):
+        assert rank == alone
+
+
+LITTLE = 40_000  # bytes: less than the language model has
+
+
 class Writing(LightningModule):
     """A language model that writes behind validation."""
 
@@ -189,6 +203,7 @@ def test_a_language_model_whose_stages_are_apart_writes_in_hooks() -> None:
     assert len({str(tokens) for tokens in alone}) > 1
     strategy = {"preset": "1f1b", "stages": ["model.transformer.h.2"], "num_micro": 1}
     assert processes.run(written, 2, strategy) == [alone, alone]
+    assert processes.run(written, 2, strategy | {"memory_limit_bytes": LITTLE}) == [alone, alone]
 
 
 def test_weights_that_were_loaded_in_a_hook_are_read() -> None:
@@ -308,7 +323,12 @@ def refused(kind: type[Net], strategy: dict[str, Any]) -> str:
         ),
         (Gradients, {"preset": "cyclic_pipeline"}, "in on_before_optimizer_step, which under"),
         (InAStep, {}, "'net.0.weight' of stage 0, which rank 1 has, in the middle of a step"),
-        (Epochs, {"memory_limit_bytes": 600}, "have 720 bytes together, but memory_limit_bytes=6"),
+        (
+            Epochs,
+            {"memory_limit_bytes": 200},
+            "reads 'net.3.weight', which other ranks have, and more with it, 288 bytes at once, "
+            "but memory_limit_bytes=200",
+        ),
     ],
 )
 def test_reads_that_cannot_be_right_are_refused_by_name(

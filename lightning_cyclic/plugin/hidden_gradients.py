@@ -7,13 +7,13 @@ them, its own part of them, or nothing. Now it gets those that are whole, or an 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, final
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_cyclic.errors import ConfigurationError
 from lightning_cyclic.runtime.absent import Home, come_back, home_of, leave
@@ -74,10 +74,11 @@ class HiddenGradients:
 
         vars(plugin)["post_backward"] = post_backward
 
-    def read(self, name: str) -> None:
+    def read(self, names: Sequence[str], operands: Sequence[Tensor]) -> None:
         """Let values be read, if they are here."""
-        if (home := self._homes[name]) is not None:
-            home.read(name)
+        away = [n for n in names if self._homes[n] is not None]
+        if away and (home := self._homes[away[0]]) is not None:  # they have one home
+            home.read(away, operands)
 
     def read_gradient(self, name: str) -> None:
         """Refuse.

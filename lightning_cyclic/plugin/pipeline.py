@@ -39,7 +39,7 @@ from lightning_cyclic.plugin.stop_signal import StopBoard
 from lightning_cyclic.plugin.summaries import Summaries
 from lightning_cyclic.plugin.training import AbstractTraining, Own
 from lightning_cyclic.runtime.agreement import require_same_number
-from lightning_cyclic.runtime.deferred import lending
+from lightning_cyclic.runtime.lending import lending
 from lightning_cyclic.runtime.partial_step.config import StagewiseConfig
 from lightning_cyclic.runtime.partial_step.ranks import rank_of
 from lightning_cyclic.runtime.partial_step.session import StagewiseSession

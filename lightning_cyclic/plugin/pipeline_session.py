@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.plugin.options import Options
 from lightning_cyclic.plugin.training import agreed_seed
-from lightning_cyclic.runtime.deferred import lending
+from lightning_cyclic.runtime.lending import lending
 from lightning_cyclic.runtime.partial_step.config import StagewiseConfig
 from lightning_cyclic.runtime.partial_step.ranks import rank_of
 from lightning_cyclic.runtime.partial_step.session import StagewiseSession

@@ -11,6 +11,7 @@ would do. A hook that a training lacks is Lightning's own.
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -382,10 +383,13 @@ def start_alike(module: nn.Module) -> None:
     """
     require_same_module(module)
     require_same_beginnings(module)
+    tensors = [*module.parameters(), *module.buffers()]
+    away = [k for k, x in enumerate(tensors) if is_absent(x)]
+    # each rank makes what it needs, alike, or goes on with what it has had
+    apart = {k for text in gather_texts(json.dumps(away)) for k in json.loads(text)}
     with torch.no_grad():
-        for tensor in [*module.parameters(), *module.buffers()]:
-            if not is_absent(tensor):  # each rank makes what it needs, alike
-                torch.distributed.broadcast(tensor, 0)
+        for tensor in (x for k, x in enumerate(tensors) if k not in apart):
+            torch.distributed.broadcast(tensor, 0)
 
 
 @contextmanager

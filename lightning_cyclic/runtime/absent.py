@@ -8,8 +8,8 @@ of memory. Code that asks for more than these, a hook or a callback between step
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from types import FrameType
 from typing import Any, Protocol, final
 
@@ -29,13 +29,19 @@ _ASKS_NOTHING = frozenset(
 _MANAGES_GRADIENTS = ("torch.", "lightning_cyclic.", "lightning.pytorch.plugins.",
                       "lightning.pytorch.strategies.", "lightning.fabric.")  # fmt: skip
 _GRAD: Any = Tensor.grad
+_MAKES_NO_GRAPH = (Tensor.detach, Tensor.data.__get__)  # type: ignore[attr-defined]
 
 
 class Home(Protocol):
     """Be who knows where absent tensors are."""
 
-    def read(self, name: str) -> None:
-        """Make all absent tensors present, since the values of one are read; or refuse."""
+    def read(self, names: Sequence[str], operands: Sequence[Tensor]) -> None:
+        """Make absent tensors present, whose values one operation reads; or refuse.
+
+        Args:
+            names: of those that are absent.
+            operands: all that it reads.
+        """
 
     def read_gradient(self, name: str) -> None:
         """Refuse that a gradient is read, unless an optimizer only looks whether there is one."""
@@ -56,8 +62,9 @@ class _Absent(Tensor):
         if _moves_nowhere(func, args, kwargs) or _is_taken(func, args):
             return args[0]
         if not (reads_metadata(func) or func.__name__ in _ASKS_NOTHING):
-            for x in tensors_in(args, kwargs):
-                _read(x)
+            # what makes no graph may leave again, whatever the mode
+            with torch.no_grad() if func in _MAKES_NO_GRAPH else nullcontext():
+                _read(list(tensors_in(args, kwargs)))
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
@@ -101,7 +108,7 @@ def come_back(x: Tensor) -> None:
 def _as_it_was(x: Tensor) -> Iterator[None]:
     """Run the body, which copies a tensor, with its values and without its home."""
     home, name, _ = getattr(x, _HOME)
-    home.read(name)
+    home.read([name], [x])
     is_hidden = home_of(x) is not None  # a home that had nothing to fetch: values are here
     come_back(x)
     try:
@@ -116,15 +123,26 @@ def is_absent(x: Tensor) -> bool:
     return isinstance(x, _Absent)
 
 
-def make_present(x: Tensor) -> None:
-    """Let an absent tensor have its values, as if it were read."""
-    _read(x)
+def make_present(*tensors: Tensor) -> None:
+    """Let absent tensors have their values, for good."""
+    for home, names in _by_home(tensors):
+        keep = getattr(home, "keep", None)
+        if keep is not None:
+            keep(names)
+        else:
+            home.read(names, tensors)
 
 
 def home_of(x: Tensor) -> Home | None:
     """Return who is told where an absent tensor is read; None for others."""
     home: Home | None = getattr(x, _HOME, _NOWHERE)[0]
     return home
+
+
+def name_of(x: Tensor) -> str:
+    """Return the name that an absent tensor has at its home."""
+    name: str = getattr(x, _HOME)[1]
+    return name
 
 
 def _is_taken(func: Any, args: Any) -> bool:
@@ -148,10 +166,18 @@ def _moves_nowhere(func: Any, args: Any, kwargs: Any) -> bool:
         return device in (None, x.device) and dtype in (None, x.dtype)
 
 
-def _read(x: Tensor) -> None:
-    home, name, _ = getattr(x, _HOME, _NOWHERE)
-    if home is not None:
-        home.read(name)
+def _read(tensors: Sequence[Tensor]) -> None:
+    for home, names in _by_home(tensors):
+        home.read(names, tensors)
+
+
+def _by_home(tensors: Iterable[Tensor]) -> Collection[tuple[Home, list[str]]]:
+    by_home: dict[int, tuple[Home, list[str]]] = {}
+    for x in tensors:
+        home, name, _ = getattr(x, _HOME, _NOWHERE)
+        if home is not None:
+            by_home.setdefault(id(home), (home, []))[1].append(name)
+    return by_home.values()
 
 
 def _read_gradient(x: Tensor, asking: FrameType) -> None:

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import hashlib
 import weakref
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple, final
 
 import torch
@@ -25,8 +25,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_iter, tree_map_only, tree_unflatten
 from typing_extensions import override
 
-from lightning_cyclic.runtime.absent import come_back, home_of, is_absent, leave
+from lightning_cyclic.runtime.absent import come_back, home_of, is_absent, leave, name_of
 from lightning_cyclic.runtime.freed_memory import FreedMemory
+from lightning_cyclic.runtime.lending import Lending, without_memory
 from lightning_cyclic.runtime.mapped_files import MappedFiles
 
 _META = torch.device("meta")
@@ -124,10 +125,11 @@ class Deferral:
         self._writers: dict[int, list[int]] = {}  # storage -> the notes that write to it
         self._alive: dict[int, Tensor] = {}  # so that no storage takes the place of another
         self._where: dict[str, tuple[nn.Parameter, _Ref | None]] = {}
-        self._lent: dict[str, nn.Parameter] | None = None
+        self._lending: Lending | None = None
         self._given: dict[str, Tensor] = {}  # values that were loaded
         self._freed = FreedMemory()
         self._is_loading = False
+        self._again: set[str] = set()  # parameters that were given values behind a fit
         self.began: Tensor | None = None  # the state of the generator before the first note
 
     @contextmanager
@@ -158,7 +160,7 @@ class Deferral:
             elif not is_absent(deferred) and files.hold(deferred):
                 key = self._key(name, deferred, None)
                 self._given[key] = deferred.data  # of which the file is read where it is copied
-                deferred.data = _without_memory(deferred)
+                deferred.data = without_memory(deferred)
                 leave(deferred, key, self)
 
     def _key(self, name: str, p: nn.Parameter, ref: _Ref | None) -> str:
@@ -171,27 +173,31 @@ class Deferral:
         """Yield some values of all that parameters are to be made from, in one dimension."""
         if self.began is not None:
             yield self.began
-        for x in self._given.values():
+        for x in (x for n, x in self._given.items() if n not in self._again):
             flat = x.reshape(-1) if x.is_contiguous() else x[..., :1].reshape(-1)
             yield flat[:_SOME]
             yield flat[-_SOME:]
 
     # ------------------------------------------------------------------ reading
 
-    def read(self, name: str) -> None:
-        """Make a parameter, since its values are read."""
-        p, ref = self._where[name]
-        if home_of(p) is not self:
-            return
-        if name in self._given:
-            value = torch.empty(p.shape, dtype=p.dtype, device=p.device).copy_(self._given[name])
-        else:
-            assert ref is not None
-            (value,) = self._make([ref], {})
-        come_back(p)
-        p.data = value
-        if self._lent is not None:
-            self._lent[name] = p
+    def read(self, names: Sequence[str], operands: Sequence[Tensor]) -> None:
+        """Make parameters, since their values are read."""
+        read: dict[str, nn.Parameter] = {}
+        for name in names:
+            p, ref = self._where[name]
+            if home_of(p) is not self:
+                continue
+            if name in self._given:
+                value = torch.empty(p.shape, dtype=p.dtype, device=p.device)
+                value.copy_(self._given[name])
+            else:
+                assert ref is not None
+                (value,) = self._make([ref], {})
+            come_back(p)
+            p.data = value
+            read[name] = p
+        if self._lending is not None:
+            self._lending.lend(read, operands)
 
     def accept(self, name: str, values: Tensor) -> bool:
         """Take values that a parameter is to have; while a checkpoint is loaded, for later."""
@@ -203,12 +209,27 @@ class Deferral:
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """Let what the body copies into absent parameters be theirs when they are read."""
+        """Let what the body copies into absent parameters be theirs when they are read.
+
+        So it is with those that other ranks have kept from a fit that is over.
+        """
         self._is_loading = True
+        kept = [
+            (n, p, name_of(p), home)
+            for n, (p, _) in self._where.items()
+            if (home := home_of(p)) is not None and getattr(home, "is_over", False)
+        ]
+        for n, p, *_ in kept:
+            self._again.add(n)
+            self._given.pop(n, None)
+            leave(p, n, self)
         try:
             yield
         finally:
             self._is_loading = False
+            for n, p, name, home in kept:
+                if n not in self._given:
+                    leave(p, name, home)
 
     def read_gradient(self, name: str) -> None:
         """Let it be read: there is none yet."""
@@ -216,36 +237,16 @@ class Deferral:
     @contextmanager
     def lending(self, module: nn.Module) -> Iterator[None]:
         """Let the body read parameters that are given up again where their module's call ends."""
-        self._lent = {}
-        names = {id(p): n for n, (p, _) in self._where.items()}
-        ends = [
-            m.register_forward_hook(self._taking_back(names), always_call=True)
-            for m in module.modules()
-            if not isinstance(m, torch.jit.ScriptModule)
-        ]
+        self._lending = Lending(module, self._leave)
         try:
             yield
         finally:
-            for end in ends:
-                end.remove()
-            for name in list(self._lent):
-                self._take_back(name)
-            self._lent = None
-            self._freed.give_back()
+            self._lending.end()
+            self._lending = None
 
-    def _taking_back(self, names: dict[int, str]) -> Any:
-        def take_back(m: nn.Module, *_: Any) -> None:
-            for p in m._parameters.values():
-                self._take_back(names.get(id(p), ""))
-
-        return take_back
-
-    def _take_back(self, name: str) -> None:
-        p = self._lent.pop(name, None) if self._lent is not None else None
-        if p is not None:
-            p.data = _without_memory(p)
-            leave(p, name, self)
-            self._freed.note(p.numel() * p.element_size())
+    def _leave(self, p: Tensor, name: str) -> None:
+        p.data = without_memory(p)
+        leave(p, name, self)
 
     # ------------------------------------------------------------------ noting
 
@@ -361,16 +362,6 @@ class Deferral:
             made.setdefault(ref.storage, x.untyped_storage())
 
 
-@contextmanager
-def lending(module: nn.Module) -> Iterator[None]:
-    """Run the body, which runs a module; what was deferred is there while its module is called."""
-    homes = {id(h): h for h in map(home_of, module.parameters()) if isinstance(h, Deferral)}
-    with ExitStack() as stack:
-        for home in homes.values():
-            stack.enter_context(home.lending(module))
-        yield
-
-
 def beginnings(module: nn.Module) -> str:
     """Return a digest of what a module's parameters are to be made from.
 
@@ -427,7 +418,7 @@ class _Noting(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _hollow(p: nn.Parameter, module: nn.Module) -> nn.Parameter:
     """Turn a parameter into a usual one, whose elements share one place in memory."""
-    hollow = nn.Parameter(_without_memory(p), requires_grad=p.requires_grad)
+    hollow = nn.Parameter(without_memory(p), requires_grad=p.requires_grad)
     if _swapped(p, hollow):  # whoever holds it goes on holding it
         vars(p).clear()
         vars(p).update({k: x for k, x in vars(hollow).items() if k not in _OURS})
@@ -450,10 +441,6 @@ def _swapped(p: nn.Parameter, other: nn.Parameter) -> bool:
     except RuntimeError:  # a graph has seen it
         return False
     return True
-
-
-def _without_memory(p: nn.Parameter) -> Tensor:
-    return torch.zeros((), dtype=p.dtype, device=p.device).expand(p.shape)
 
 
 def _is_deferred(x: Any) -> bool:

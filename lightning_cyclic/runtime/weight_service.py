@@ -4,7 +4,7 @@ What workers do together needs all of them in the same place of the code. But a 
 module on one rank alone, while the others are anywhere. So each worker has a listener, in a
 thread beside its training; whoever asks connects to it.
 
-asker      (stamp, stages)  ->
+asker      (stamp, names)  ->
 owner      waits until its weights are those of the stamp, or can never be   ->  head, tensors
 
 A stamp says how far training is. The owner's weights stay as they are meanwhile: no worker ends
@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
+from multiprocessing.util import Finalize
 from typing import Any, NamedTuple, final
 
 import torch
@@ -34,9 +35,11 @@ from lightning_cyclic.runtime.failure_words import look_at
 from lightning_cyclic.runtime.transport.limit import Limit
 
 Stamp = tuple[int, ...]  # batches begun, steps updated, loads of weights since
-Give = Callable[[Sequence[int]], Sequence[Tensor]]
+Give = Callable[[Sequence[str]], Sequence[Tensor]]
 _POLL_S = 0.01  # how often an owner looks whether it has come as far as an asker
-_LONGEST = 1 << 20  # bytes of what is asked
+_MOST_NAMED = 3
+_LONGEST = 1 << 24  # bytes of what is asked
+_LAST_S = 60.0  # how long a process that ends lets others read what it has
 _GONE = (EOFError, OSError)
 
 
@@ -57,7 +60,7 @@ class WeightService:
     Args:
         key: where in the key-value store of the default process group addresses are written.
         stamp: returns that of this worker's weights; None while they change.
-        give: stages -> their tensors, detached, in an order that all workers know.
+        give: names -> their tensors, detached.
         limit: of every wait, which may change.
     """
 
@@ -69,7 +72,9 @@ class WeightService:
         self._limit = limit
         self._rank = dist.get_rank()
         self._closed = threading.Event()
-        store = dist.distributed_c10d._get_default_store()
+        self._end: Finalize | None = None
+        self._key = key
+        self._store = store = dist.distributed_c10d._get_default_store()
         if self._rank == 0:
             store.set(f"{key}/secret", secrets.token_hex(16))
         self._secret = store.get(f"{key}/secret").decode()
@@ -86,22 +91,22 @@ class WeightService:
 
     # ------------------------------------------------------------------ asking
 
-    def ask(self, rank: int, stamp: Stamp, stages: Sequence[int], into: Sequence[Tensor]) -> None:
+    def ask(self, rank: int, stamp: Stamp, names: Sequence[str], into: Sequence[Tensor]) -> None:
         """Fill tensors of the host's memory with the weights that another rank has.
 
         Args:
-            rank: of the worker that updates the stages.
+            rank: of the worker that updates them.
             stamp: how far they must be.
-            stages: which.
-            into: as many tensors as these have, contiguous, in the order of the owner's.
+            names: which.
+            into: as many tensors, contiguous.
 
         Raises:
             StepError: the owner's weights have changed since.
             WaitTimeoutError: it did not answer in time.
             PeerError: it has gone.
         """
-        asked = json.dumps([self._secret, self._rank, stamp, list(stages)])
-        with self._naming(rank, stages), self._connected(rank) as line:
+        asked = json.dumps([self._secret, self._rank, stamp, list(names)])
+        with self._naming(rank, names), self._connected(rank) as line:
             line.send_bytes(asked.encode())
             refusal = line.recv_bytes().decode()
             if refusal:
@@ -122,10 +127,11 @@ class WeightService:
         return Connection(connected.detach())
 
     @contextmanager
-    def _naming(self, rank: int, stages: Sequence[int]) -> Iterator[None]:
+    def _naming(self, rank: int, names: Sequence[str]) -> Iterator[None]:
+        listed = ", ".join(names[:_MOST_NAMED]) + ", ..." * (len(names) > _MOST_NAMED)
         says = (
-            f"{self._name(self._rank)} waited for the weights of stages {list(stages)} from "
-            f"{self._name(rank)}; the limit is {self._limit.seconds:g} s"
+            f"{self._name(self._rank)} waited for weights ({listed}) from {self._name(rank)}; the "
+            f"limit is {self._limit.seconds:g} s"
         )
         todo = look_at([rank])
         try:
@@ -152,12 +158,12 @@ class WeightService:
 
     def _answer(self, line: Connection) -> None:
         with line, suppress(*_GONE, ValueError, TypeError):  # who asks has gone, or is a stranger
-            secret, rank, stamp, stages = json.loads(line.recv_bytes(_LONGEST))
+            secret, rank, stamp, names = json.loads(line.recv_bytes(_LONGEST))
             if not secrets.compare_digest(secret, self._secret):
                 return
             refusal = self._wait_for(tuple(map(int, stamp)), rank)
             line.send_bytes(refusal.encode())
-            for x in () if refusal else self._give(stages):
+            for x in () if refusal else self._give(names):
                 line.send_bytes(_bytes_of(x.to("cpu").contiguous()))
 
     def _wait_for(self, stamp: Stamp, rank: int) -> str:
@@ -174,8 +180,24 @@ class WeightService:
                 raise ConnectionError
         return ""
 
+    def stay(self) -> None:
+        """Give until the process ends, which waits there for those that may still ask."""
+        self._end = Finalize(None, self._wait_for_ends, exitpriority=100)
+
+    def _wait_for_ends(self) -> None:
+        end = time.monotonic() + _LAST_S
+        with suppress(RuntimeError):  # the store is gone, and with it rank 0
+            self._store.add(f"{self._key}/ends", 1)
+            while self._store.add(f"{self._key}/ends", 0) < len(self._addresses):
+                if time.monotonic() > end:
+                    return
+                time.sleep(_POLL_S)
+
     def close(self) -> None:
         """Listen no more."""
+        if self._end is not None:
+            self._end.cancel()
+            self._end = None
         if not self._closed.is_set():
             self._closed.set()
             with suppress(OSError):  # it has ended by itself

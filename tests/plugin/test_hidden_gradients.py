@@ -32,8 +32,8 @@ class Elsewhere:
     def __init__(self) -> None:
         self.read_names: list[str] = []
 
-    def read(self, name: str) -> None:
-        self.read_names.append(name)
+    def read(self, names, operands) -> None:
+        self.read_names += names
 
     def read_gradient(self, name: str) -> None: ...
 

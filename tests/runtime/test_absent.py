@@ -28,8 +28,8 @@ class Home:
             x.data = torch.zeros((), dtype=x.dtype).expand(x.shape)
             leave(x, n, self)
 
-    def read(self, name: str) -> None:
-        self.read_names.append(name)
+    def read(self, names, operands) -> None:
+        self.read_names.append(tuple(names))
         for n, x in self.away.items():
             come_back(x)
             x.data = self.values[n]
@@ -90,11 +90,18 @@ def test_values_are_fetched_once_for_whoever_reads_them(module, ask, name) -> No
         expected = ask(copy.deepcopy(module))
         home = Home(module)
         got = ask(module)
-    assert home.read_names == [name]
+    ((first, *_),) = home.read_names
+    assert first == name
     assert {type(x) for x in home.away.values()} == {nn.Parameter, torch.Tensor}
     if isinstance(expected, torch.Tensor):
         assert torch.equal(got, expected)
         assert type(got) in (torch.Tensor, nn.Parameter)
+
+
+def test_what_one_operation_reads_is_fetched_together(module: nn.Module) -> None:
+    home = Home(module)
+    torch._foreach_norm(list(module.parameters()))
+    assert home.read_names == [("0.weight", "0.bias", "1.weight", "1.bias")]
 
 
 def test_modules_are_saved_and_copied_as_what_they_were(module: nn.Module) -> None:

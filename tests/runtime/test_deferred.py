@@ -13,7 +13,8 @@ import transformers
 from torch import Tensor, nn
 
 from lightning_cyclic.runtime.absent import is_absent
-from lightning_cyclic.runtime.deferred import Deferral, lending
+from lightning_cyclic.runtime.deferred import Deferral
+from lightning_cyclic.runtime.lending import lending
 
 SMALL: dict[str, Any] = {
     "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64,

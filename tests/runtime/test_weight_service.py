@@ -6,6 +6,7 @@ import re
 import socket
 import time
 from multiprocessing.connection import Connection
+from multiprocessing.util import _exit_function
 
 import pytest
 import torch
@@ -29,21 +30,21 @@ class Owner:
         self.stamp: Stamp | None = (0, 0)
         self.service = WeightService("test", lambda: self.stamp, self.give, Limit(limit_s))
 
-    def give(self, stages: list[int]) -> list[Tensor]:
-        made = [torch.full((2, 3), 10.0 * self.rank + j).t() for j in stages]  # not contiguous
+    def give(self, names: list[str]) -> list[Tensor]:
+        made = [torch.full((2, 3), 10.0 * self.rank + int(n)).t() for n in names]  # not contiguous
         return [*made, torch.tensor(self.rank), torch.ones(0), torch.ones(2, dtype=torch.bfloat16)]
 
-    def ask(self, rank: int, stamp: Stamp, stages: list[int]) -> list[Tensor]:
+    def ask(self, rank: int, stamp: Stamp, names: list[str]) -> list[Tensor]:
         dtypes = [torch.int64, torch.float32, torch.bfloat16]
         sizes = [(), (0,), (2,)]
-        into = [torch.zeros(3, 2) for _ in stages]
+        into = [torch.zeros(3, 2) for _ in names]
         into += [torch.zeros(size, dtype=d) for size, d in zip(sizes, dtypes, strict=True)]
-        self.service.ask(rank, stamp, stages, into)
+        self.service.ask(rank, stamp, names, into)
         return into
 
     def refused(self, kind: type[Exception], rank: int, stamp: Stamp) -> str:
         with pytest.raises(kind) as caught:
-            self.ask(rank, stamp, [0])
+            self.ask(rank, stamp, ["0"])
         return str(caught.value)
 
     def end(self) -> None:
@@ -54,7 +55,7 @@ class Owner:
 
 def ask_each_other() -> list[list[float]]:
     owner = Owner()
-    got = [owner.ask(rank, (0, 0), [0, rank]) for rank in range(3) if rank != owner.rank]
+    got = [owner.ask(rank, (0, 0), ["0", str(rank)]) for rank in range(3) if rank != owner.rank]
     owner.end()
     return [[float(x.sum()) for x in tensors] for tensors in got]
 
@@ -74,12 +75,12 @@ def ask_early() -> list[float]:
     got: list[float] = []
     if owner.rank == 1:
         owner.stamp = (1, 1)
-        got = [float(owner.ask(0, (1, 1), [0])[1])]
+        got = [float(owner.ask(0, (1, 1), ["0"])[1])]
     elif owner.rank == 2:
-        got = [float(owner.ask(1, (1, 1), [0])[1])]  # meanwhile rank 1 waits itself
+        got = [float(owner.ask(1, (1, 1), ["0"])[1])]  # meanwhile rank 1 waits itself
         owner.stamp = (1, 1)
     else:
-        owner.ask(2, (1, 1), [0])
+        owner.ask(2, (1, 1), ["0"])
         owner.stamp = (1, 1)
     owner.end()
     return got
@@ -123,7 +124,7 @@ def test_a_wait_in_vain_has_a_limit_and_says_for_whom() -> None:
     here = socket.gethostname()
     text, took = processes.run(ask_in_vain, 2)[1]
     assert text == (
-        f"rank 1 on {here} waited for the weights of stages [0] from rank 0 on {here}; the limit "
+        f"rank 1 on {here} waited for weights (0) from rank 0 on {here}; the limit "
         "is 1 s: they did not come in time\nLook at the log of rank 0."
     )
     assert took < 10
@@ -141,7 +142,25 @@ def ask_who_is_gone() -> str:
 
 def test_whoever_is_gone_is_named() -> None:
     text = processes.run(ask_who_is_gone, 2)[1]
-    assert re.search(r"stages \[0\] from rank 0 on .*: the connection is gone", text)
+    assert re.search(r"waited for weights \(0\) from rank 0 on .*: the connection is gone", text)
+
+
+def end_while_others_ask() -> list[float]:
+    owner = Owner()
+    owner.service.stay()
+    dist.barrier()
+    got: list[float] = []
+    if owner.rank == 1:
+        time.sleep(0.5)
+        got = [float(x.sum()) for x in owner.ask(0, (0, 0), ["1"])]
+    _exit_function()  # as Python does where a process ends
+    if owner.rank == 0:
+        got = [float(owner.service._store.add("test/ends", 0))]
+    return got
+
+
+def test_a_process_that_ends_waits_for_those_that_ask() -> None:
+    assert processes.run(end_while_others_ask, 2) == [[2], [6, 0, 0, 2]]
 
 
 def ask_as_a_stranger() -> tuple[bool, list[float]]:
@@ -154,7 +173,7 @@ def ask_as_a_stranger() -> tuple[bool, list[float]]:
                 line.send_bytes(said)
                 with pytest.raises((EOFError, ConnectionError)):
                     was_told = bool(line.recv_bytes()) or True
-        got = [float(x.sum()) for x in owner.ask(0, (0, 0), [0])]  # it still listens
+        got = [float(x.sum()) for x in owner.ask(0, (0, 0), ["0"])]  # it still listens
     owner.end()
     return was_told, got
 

@@ -1,12 +1,13 @@
 """Foreign weights: those of other workers' stages, absent until the user's code reads them.
 
 between steps     a hook reads one: all are fetched, once; the next step lets them go again
+  do not fit      what is read is fetched, and leaves when others come (lending.py)
 inside a step     refused: who has them is in the middle of changing them
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, final
 
@@ -14,6 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_cyclic.errors import StepError
+from lightning_cyclic.runtime.absent import come_back, home_of
+from lightning_cyclic.runtime.lending import Lending, num_bytes_of, without_memory
 from lightning_cyclic.runtime.partial_step.ghosts import user_line
 from lightning_cyclic.runtime.weight_service import Stamp, WeightService
 
@@ -63,11 +66,21 @@ class ForeignWeights:
         self._now: Stamp = (0, 0, 0)  # batches and steps that this worker has begun, and loads
         self._is_running = False
         self._has_said = False
+        self.is_over = False  # training, but nobody has all weights
         self._buffers: dict[str, Tensor] = {}  # of own stages, as they were at the stamp
+        self._lending: Lending | None = None
+        self._here: set[str] = set()  # names of what is lent
 
     def serve(self, key: str, limit: Limit) -> None:
         """Begin to give and to get weights; all workers must call it."""
         self._service = WeightService(key, lambda: self.stamp, self._give, limit)
+
+    def outlive(self) -> None:
+        """Give and get behind the session, as no worker can have all; all workers must call it."""
+        self.is_over = True
+        if self._service is not None:
+            self._service.stay()
+        self._keep(self._ownership.stale)  # which take no room, and may be written to
 
     def close(self) -> None:
         """Give and get no more."""
@@ -113,6 +126,7 @@ class ForeignWeights:
     @contextmanager
     def running(self) -> Iterator[None]:
         """Run the body, a part of the program, without foreign weights."""
+        self._end_lending()
         self._ownership.free(self)
         self._is_running = True
         try:
@@ -122,15 +136,22 @@ class ForeignWeights:
 
     # ------------------------------------------------------------------ reading
 
-    def read(self, name: str) -> None:
-        """Fetch all foreign weights, since the values of one are read.
+    def read(self, names: Sequence[str], operands: Sequence[Tensor]) -> None:
+        """Fetch foreign weights, since some are read: all, or these where all do not fit.
 
         Raises:
-            StepError: inside a step, or where they do not fit.
+            StepError: inside a step, or where those that one operation reads do not fit.
         """
-        j = self._stage_of[name]
-        self._check_place(f"{name!r} of stage {j}, which rank {self._rank_of_stage(j)} has,")
-        self.fetch()
+        j = self._stage_of[names[0]]
+        self._check_place(f"{names[0]!r} of stage {j}, which rank {self._rank_of_stage(j)} has,")
+        if self.fits:
+            self.fetch()
+        else:
+            self._lend(names, operands)
+
+    def keep(self, names: Sequence[str]) -> None:
+        """Fetch weights that are this worker's from now on."""
+        self._keep([n for n in names if home_of(self._named()[n]) is self])
 
     def _check_place(self, what: str) -> None:
         if self._is_running or self.stamp != self._now:
@@ -162,32 +183,123 @@ class ForeignWeights:
             return
         self._check_place("the module")
         self.check_memory(f"{user_line()} reads the module between steps")
+        if not quietly:
+            self._say_once(
+                f"{user_line()} reads the module between steps, of which this rank has stages "
+                f"{list(self._ownership.stages)}: the others are fetched now, and wherever that "
+                "happens again, until the next step."
+            )
+        came = self._ask(foreign)
+        named = self._named()
+        with torch.inference_mode(mode=False), torch.no_grad():
+            self._ownership.restore()
+            for n in foreign:
+                named[n].copy_(came[n])
+
+    def _say_once(self, text: str) -> None:
+        if not self._has_said:
+            self._has_said = True
+            self._say(text)
+
+    def _ask(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Return values that other workers have, in the memory of the host."""
         if self._service is None:
             raise StepError(
                 "weights of other workers were read where no process group joins them; allowed: "
                 "runs that a Trainer has set up; use Trainer(strategy=...)"
             )
-        if not (quietly or self._has_said):
-            self._has_said = True
-            self._say(
-                f"{user_line()} reads the module between steps, of which this rank has stages "
-                f"{list(self._ownership.stages)}: the others are fetched now, and wherever that "
-                "happens again, until the next step."
-            )
-        by_rank: dict[int, list[int]] = {}
-        for j in sorted({self._stage_of[n] for n in foreign}):
-            by_rank.setdefault(self._rank_of_stage(j), []).append(j)
+        by_rank: dict[int, list[str]] = {}
+        for n in names:
+            by_rank.setdefault(self._rank_of_stage(self._stage_of[n]), []).append(n)
         came: dict[str, Tensor] = {}
         named = self._named()
         with torch.inference_mode(mode=False), torch.no_grad():
-            for rank, stages in by_rank.items():
-                names = self._names(stages)
-                into = [torch.empty(named[n].shape, dtype=named[n].dtype) for n in names]
-                self._service.ask(rank, self._now, stages, into)
-                came.update(zip(names, into, strict=True))
-            self._ownership.restore()
-            for n in foreign:
-                named[n].copy_(came[n])
+            for rank, asked in sorted(by_rank.items()):
+                into = [torch.empty(named[n].shape, dtype=named[n].dtype) for n in asked]
+                self._service.ask(rank, self._now, asked, into)
+                came.update(zip(asked, into, strict=True))
+        return came
+
+    # ------------------------------------------------------------------ what does not fit
+
+    @contextmanager
+    def present(self) -> Iterator[None]:
+        """Let the body run the module, which no backward follows."""
+        if self.fits:
+            self.fetch(quietly=True)
+            yield
+        else:
+            with self.lending(self._module):
+                yield
+
+    @contextmanager
+    def lending(self, module: nn.Module) -> Iterator[None]:
+        """Let the body run a module whose weights do not fit; no backward follows."""
+        self._end_lending()
+        self._lending = self._make_lending(keeps_graphs=False)
+        try:
+            yield
+        finally:
+            self._end_lending()
+
+    def _make_lending(self, *, keeps_graphs: bool) -> Lending:
+        own = sum(map(num_bytes_of, self._ownership.own))
+        most = max((self._memory_limit_bytes or 0) - own, 0)
+        return Lending(self._module, self._leave, most, keeps_graphs=keeps_graphs)
+
+    def _end_lending(self) -> None:
+        if self._lending is not None:
+            self._lending.end()
+            self._lending = None
+
+    def _leave(self, x: Tensor, name: str) -> None:
+        self._here.discard(name)
+        if isinstance(x, nn.Parameter):  # buffers are small, and keep their place
+            x.data = without_memory(x)
+
+    def _lend(self, names: Sequence[str], operands: Sequence[Tensor]) -> None:
+        """Have what an operation reads here; it stays absent by name, so that reads are seen."""
+        if self._lending is None:
+            self._lending = self._make_lending(keeps_graphs=True)
+            self._say_once(
+                f"{user_line()} reads the module between steps, which does not fit as a whole "
+                f"(memory_limit_bytes={self._memory_limit_bytes}): each rank fetches what is read "
+                "from the rank that has it, and gives it up again."
+            )
+        named = self._named()
+        self._refuse_excess({n: named[n] for n in names}, self._lending)
+        self._bring([n for n in names if n not in self._here])
+        self._here.update(names)
+        self._lending.lend({n: named[n] for n in names}, operands)
+
+    def _refuse_excess(self, read: Mapping[str, Tensor], lending: Lending) -> None:
+        num_bytes = sum(map(num_bytes_of, read.values())) + lending.num_bytes_kept(read.values())
+        if num_bytes > (self._memory_limit_bytes or 0):
+            raise StepError(
+                f"{user_line()} reads {next(iter(read))!r}, which other ranks have, and more with "
+                f"it, {num_bytes} bytes at once, but memory_limit_bytes="
+                f"{self._memory_limit_bytes}; allowed: what fits; read one after the other, under "
+                "torch.no_grad(), or raise memory_limit_bytes"
+            )
+
+    def _bring(self, names: Sequence[str]) -> None:
+        """Let absent weights have their values."""
+        named = self._named()
+        for n, value in self._ask(names).items():
+            x = named[n]
+            if isinstance(x, nn.Parameter):
+                x.data = value.to(x.device)
+            else:
+                with torch._C.DisableTorchFunctionSubclass():
+                    x.copy_(value)
+
+    def _keep(self, names: Sequence[str]) -> None:
+        with torch.inference_mode(mode=False), torch.no_grad():
+            self._end_lending()
+            self._bring(names)
+            named = self._named()
+            for n in names:
+                come_back(named[n])
 
     @property
     def fits(self) -> bool:
@@ -217,10 +329,10 @@ class ForeignWeights:
 
     # ------------------------------------------------------------------ giving
 
-    def _give(self, stages: Sequence[int]) -> list[Tensor]:
+    def _give(self, names: Sequence[str]) -> list[Tensor]:
         # who is asked may run a forward by now, with other versions in the module's places
         given: dict[str, Tensor] = {**self._parameters, **self._buffers}
-        return [given[n].detach() for n in self._names(stages)]
+        return [given[n].detach() for n in names]
 
     def _names(self, stages: Sequence[int]) -> list[str]:
         """Return what is given of stages, in its order."""

@@ -24,7 +24,7 @@ from lightning_cyclic.plan.actions import Action, Kind, Payload
 from lightning_cyclic.plan.dataflow import Datum, Item
 from lightning_cyclic.plan.passes.messages import step_of
 from lightning_cyclic.plan.program import Program
-from lightning_cyclic.runtime.absent import is_absent, make_present
+from lightning_cyclic.runtime.absent import home_of, is_absent, make_present
 from lightning_cyclic.runtime.agreement import merged
 from lightning_cyclic.runtime.failure_words import words_of
 from lightning_cyclic.runtime.gradient_store import GradientStore
@@ -206,9 +206,7 @@ class StagewiseSession:
             cuts.refuse_early_metrics()
         self.ownership = ownership = Ownership(self.module, cuts, stages_of(plan, self.worker))
         self._was_whole = not any(map(is_absent, self.module.parameters()))
-        for n, p in self.module.named_parameters():
-            if n not in ownership.foreign:
-                make_present(p)
+        make_present(*(p for n, p in self.module.named_parameters() if n not in ownership.foreign))
         self.router = CallRouter(self.module, cuts, self.device)
         if self.transport is not None:
             stages = {w: stages_of(plan, w) for w in range(self.num_workers)}
@@ -248,7 +246,18 @@ class StagewiseSession:
         self._modes = [(m, m.training) for m in self.module.modules()]
         self.foreign = self._make_foreign(cuts, plan, ownership)
         self.foreign.settle(self.t)
+        self._take_over(ownership)
+
+    def _take_over(self, ownership: Ownership) -> None:
+        """Give up what other workers hold, when they have it from the fit before this one."""
+        if self.group is not None and self.config.memory_limit_bytes is not None:
+            with self.naming_peers("to have the weights of its stages"):
+                self._collectives.meet()
+        before = {id(h): h for h in map(home_of, self.module.parameters())}
         ownership.free(self.foreign)
+        for home in before.values():
+            if isinstance(home, ForeignWeights):
+                home.close()
 
     def _make_foreign(self, cuts: Cuts, plan: Plan, ownership: Ownership) -> ForeignWeights:
         foreign = ForeignWeights(
@@ -513,7 +522,8 @@ class StagewiseSession:
         actions = self._plans.evaluation(self.worker, t)
         if router is None:
             batch = self._share_batch(t, batch, actions, self._worker.run)
-            self.foreign.fetch(quietly=True)
+            if self.foreign.fits:  # else what is read comes when it is read
+                self.foreign.fetch(quietly=True)
             self._evaluated = ""
             return partial(call, batch)
         with self._along(router):
@@ -774,7 +784,10 @@ class StagewiseSession:
                         self._messages.settle()
                     self._collectives.meet()
             if self.cuts is not None:
-                self.foreign.close()
+                if self.is_larger_than_memory and not self.failed:
+                    self.foreign.outlive()
+                else:
+                    self.foreign.close()
                 self._messages.close()
                 self._line.close()
             self.transport.close()

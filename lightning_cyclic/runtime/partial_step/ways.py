@@ -61,11 +61,7 @@ class Ways:
         self._found[kind] = router
 
     def begin(self, router: CallRouter, foreign: ForeignWeights) -> None:
-        """Find the ways of all steps that were looked at; all workers must call it.
-
-        Raises:
-            StepError: on every worker: one must be run whole, and does not fit.
-        """
+        """Find the ways of all steps that were looked at; all workers must call it."""
 
         def find() -> dict[str, Any]:
             return {kind: _data(seen, router.cuts) for kind, seen in self._surveys.items()}
@@ -80,16 +76,14 @@ class Ways:
     ) -> CallRouter | None:
         """Return what routes the calls of a kind of step; None if it is run whole.
 
-        All workers must call it. Without a survey from before training, rank 0 fetches the whole
-        module for one; where it does not fit there, the step has to go as training does.
+        All workers must call it. Without a survey from before training, rank 0 fetches what it
+        needs for one.
         """
         if kind not in self._found:
 
             def find() -> Any:
-                if not (self._collectives.is_alone or foreign.fits):
-                    return router.cuts.as_data()
-                foreign.fetch(quietly=True)
-                return _data(survey(self._module, step), router.cuts)
+                with foreign.present():
+                    return _data(survey(self._module, step), router.cuts)
 
             data = self._collectives.agree(find, self._waiting(f"to begin {kind}"))
             self._take(kind, data, router, foreign)
@@ -99,14 +93,11 @@ class Ways:
         if data is None and self._collectives.is_alone:
             self._found[kind] = None
         elif data is None:
-            foreign.check_memory(
-                f"{kind} goes another way than training_step and runs the whole module"
-            )
             self._found[kind] = None
+            when = "once per evaluation" if foreign.fits else "as they are used"
             self._say(
                 f"{kind} does not pass through the stages of training_step in their order: every "
-                "rank runs it whole, with the weights of all stages, which it fetches once per "
-                "evaluation."
+                f"rank runs it whole, with the weights of all stages, which it fetches {when}."
             )
         else:
             cuts = Cuts.from_data(data)

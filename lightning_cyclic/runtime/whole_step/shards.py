@@ -238,12 +238,13 @@ class Shards(Replica):
 
     # ------------------------------------------------------------------ who reads what is absent
 
-    def read(self, name: str) -> NoReturn:
+    def read(self, names: Sequence[str], operands: Sequence[Tensor]) -> NoReturn:
         """Refuse that an absent parameter is read.
 
         Raises:
             StepError: with its stage and the rank that has it.
         """
+        name = names[0]
         j = self._stage_of[name]
         raise StepError(
             f"{name!r} of stage {j} is read on rank {self._worker}, where it is not: rank "

@@ -31,10 +31,10 @@ class Asked:
     def __init__(self, owner: ForeignWeights) -> None:
         self.owner, self.asked = owner, []
 
-    def ask(self, rank, stamp, stages, into) -> None:
-        self.asked.append((rank, stamp, tuple(stages)))
+    def ask(self, rank, stamp, names, into) -> None:
+        self.asked.append((rank, stamp, set(names)))
         assert stamp == self.owner.stamp
-        for x, value in zip(into, self.owner._give(stages), strict=True):
+        for x, value in zip(into, self.owner._give(names), strict=True):
             x.copy_(value)
 
 
@@ -74,7 +74,7 @@ def test_reading_one_fetches_all_until_the_program_runs_again() -> None:
     assert torch.equal(last.norm.weight * 1, first.norm.weight)
     assert torch.equal(last.norm.running_mean, first.norm.running_mean)
     assert float(last.norm.num_batches_tracked) == 0
-    assert asked.asked == [(7, (0, 0, 0), (0,))]
+    assert asked.asked == [(7, (0, 0, 0), {"norm.weight", "norm.bias", *STATISTICS})]
     with reader.running():
         assert last.norm.weight.shape == (3,)
     assert float(last.norm.weight.detach().sum()) == 3
@@ -115,7 +115,7 @@ def test_reads_within_a_step_are_refused() -> None:
     reader._service.owner.begin_batch()
     reader._service.owner.settle(1)
     last.norm.weight.sum()
-    assert asked.asked == [(7, (1, 1, 0), (0,))]
+    assert asked.asked == [(7, (1, 1, 0), {"norm.weight", "norm.bias", *STATISTICS})]
 
 
 def test_gradients_of_others_are_refused_but_where_the_program_runs() -> None:
@@ -129,11 +129,77 @@ def test_gradients_of_others_are_refused_but_where_the_program_runs() -> None:
     assert last.last.bias.grad is None
 
 
-def test_a_module_that_does_not_fit_is_refused() -> None:
-    _, last, _, _, asked, _ = pair(limit=71)
-    with pytest.raises(StepError, match="have 72 bytes together, but memory_limit_bytes=71"):
+def test_what_does_not_fit_is_fetched_by_itself_and_makes_room() -> None:
+    first, last, _, reader, asked, said = pair(limit=71)  # of 72 bytes, 48 of them its own
+    norm = last.norm
+    with torch.no_grad():
+        assert torch.equal(norm.weight * 1, first.norm.weight)
+        assert has_memory(norm.weight)
+        assert torch.equal(norm.bias * 1, first.norm.bias)
+        assert not has_memory(norm.weight)
+        norm.weight.sum()
+    assert [names for *_, names in asked.asked] == [
+        {"norm.weight"},
+        {"norm.bias"},
+        {"norm.weight"},
+    ]
+    with reader.running():
+        assert not has_memory(norm.weight)
+    assert len(said) == 1
+
+
+def test_what_a_call_reads_leaves_when_it_ends() -> None:
+    first, last, _, reader, asked, _ = pair(limit=71)
+    x = torch.randn(4, 3)
+    with torch.no_grad(), reader.lending(last):
+        assert torch.equal(last.norm.eval()(x), first.norm.eval()(x))
+        assert not has_memory(last.norm.weight)
+        assert not has_memory(last.norm.bias)
+    everything = {"norm.weight", "norm.bias", "norm.running_mean"}
+    assert {n for *_, names in asked.asked for n in names} == everything
+
+
+def test_what_an_operation_reads_stays_while_the_rest_of_it_comes() -> None:
+    first, last, _, _, _, _ = pair(limit=71)
+    with torch.no_grad():
+        last.norm.weight.sum()  # here already
+        got = torch.stack([last.norm.weight, last.norm.bias])
+        assert torch.equal(got, torch.stack([first.norm.weight, first.norm.bias]))
+
+
+def has_memory(p: nn.Parameter) -> bool:
+    return p.untyped_storage().nbytes() > 4
+
+
+def asked_of(model: Model) -> list[str]:
+    """Return what a worker that has the last layer alone has to ask for."""
+    return ["norm.weight", "norm.bias", *STATISTICS]
+
+
+def test_what_graphs_hold_stays_until_the_program_runs_again() -> None:
+    first, last, _, reader, _, _ = pair(limit=71)
+    x = torch.randn(4, 3)
+    got, expected = x.clone().requires_grad_(), x.clone().requires_grad_()
+    first.norm.eval()(expected).square().sum().backward()
+    with torch.no_grad():
+        last.norm.weight.sum()  # which is here when the graph is made
+    out = last.norm.eval()(got)
+    with torch.no_grad():
         last.norm.weight.sum()
-    assert asked.asked == []
+    out.square().sum().backward()
+    assert torch.equal(got.grad, expected.grad)
+    with reader.running():
+        assert not has_memory(last.norm.weight)
+
+
+def test_more_at_once_than_fits_is_refused() -> None:
+    _, last, _, _, asked, _ = pair(limit=20)
+    with pytest.raises(StepError, match="24 bytes at once, but memory_limit_bytes=20"):
+        torch._foreach_norm([last.norm.weight, last.norm.bias])
+    (last.norm.weight * 1).sum()  # its graph needs it
+    with pytest.raises(StepError, match="24 bytes at once"):
+        last.norm.bias.sum()
+    assert [names for *_, names in asked.asked] == [{"norm.weight"}]
 
 
 def test_without_a_process_group_nothing_can_be_fetched() -> None:
