@@ -95,20 +95,30 @@ class Program:
             return actions
         return list(start_signals(self.plan, list(self._with_room(w, t, actions)), w))
 
-    def flush(self, w: int, t: int, *, ended: int = -1) -> list[Action]:
+    def flush(self, w: int, t: int, *, ended: int = -1, whole: bool = True) -> list[Action]:
         """Return what is left of the steps up to ``t`` behind the block of step ``t``.
 
         Args:
             w: worker.
             t: step, the last that has begun.
             ended: the last step that has ended by an earlier flush.
+            whole: whether all workers are to have all parameters behind it.
         """
-        return self._flush(w, t, ended, list(self._dropped(w, t)))
+        left = self._flush(w, t, ended, list(self._dropped(w, t)))
+        return [*left, *self.bring(w, t)] if whole else left
+
+    def bring(self, w: int, t: int) -> list[Action]:
+        """Return what gives all workers the parameters that step ``t`` has made, behind a flush.
+
+        Args:
+            w: worker.
+            t: step, the last that has begun.
+        """
+        return list(last_version(self.plan, t + 1, w))
 
     def _flush(self, w: int, t: int, ended: int, dropped: list[Action]) -> list[Action]:
         left = [a for a in self._left(w, t) if ended < step_of(a) <= t and not self._is_served(a)]
-        left += copies(self.plan, t, w)
-        return [*left, *dropped, *last_version(self.plan, t + 1, w)]
+        return [*left, *copies(self.plan, t, w), *dropped]
 
     def put_off(self, w: int, t: int) -> dict[tuple[int, int], list[Action]]:
         """Return the forwards of later steps that a flush behind step ``t`` leaves out.
@@ -139,6 +149,7 @@ class Program:
                     (a for t in range(num_steps) for a in self.step(w, t, starts=t == 0)
                      if step_of(a) < num_steps),
                     self._flush(w, num_steps - 1, -1, []),
+                    self.bring(w, num_steps - 1),
                 )
             )
             for w in range(self.num_workers)

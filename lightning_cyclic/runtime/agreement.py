@@ -7,7 +7,7 @@ gloo in the host's memory, NCCL on the GPU.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,6 +21,8 @@ from lightning_cyclic.errors import ConfigurationError, StepError
 from lightning_cyclic.runtime.shelf import New, in_memory
 
 _SMALL = 1024  # elements of tensors that travel with what is said about them
+Together = Callable[[str, Mapping[str, Any], Any], dict[str, Any]]
+"""(name, what this worker has, process group) -> on worker 0 what all have."""
 
 
 def device_for(group: Any = None) -> torch.device:
@@ -194,6 +196,17 @@ def merged(mine: Mapping[str, Any], group: Any) -> dict[str, Any]:
         together = isinstance(values, dict) and name in whole
         whole[name] = whole[name] | values if together else values
     return whole
+
+
+def put_together(what: str, mine: Mapping[str, Any], group: Any) -> dict[str, Any]:
+    """Return on worker 0 what all workers have of parameters, by name; elsewhere the own.
+
+    Args:
+        what: name of it.
+        mine: what this worker has.
+        group: process group of all workers for what is in the host's memory; None for one worker.
+    """
+    return merged(mine, group)
 
 
 def _leaf(leaf: Any) -> str:

@@ -25,7 +25,7 @@ from lightning_cyclic.plan.dataflow import Datum, Item
 from lightning_cyclic.plan.passes.messages import step_of
 from lightning_cyclic.plan.program import Program
 from lightning_cyclic.runtime.absent import home_of, is_absent, make_present
-from lightning_cyclic.runtime.agreement import merged
+from lightning_cyclic.runtime.agreement import Together, put_together
 from lightning_cyclic.runtime.failure_words import words_of
 from lightning_cyclic.runtime.gradient_store import GradientStore
 from lightning_cyclic.runtime.late_values import LateValues
@@ -699,7 +699,12 @@ class StagewiseSession:
                 self._messages.send(replace(a, peer=other), None, message)
         return message
 
-    def state(self) -> dict[str, Any] | None:
+    def own_names(self) -> set[str]:
+        """Return the names of the parameters and buffers of stages that this worker updates."""
+        assert self.cuts is not None
+        return {n for j in self._owned for n in (*self.cuts.parameters[j], *self.cuts.buffers[j])}
+
+    def state(self, together: Together = put_together) -> dict[str, Any] | None:
         """Return what a checkpoint needs, on worker 0; None before any step. All must call it."""
         if self.cuts is None:
             return None
@@ -708,7 +713,10 @@ class StagewiseSession:
             "cuts": self.cuts.as_data(),
             "t": self.t,
             "seed": self.config.seed,
-            "previous": {kind: merged(values, self.group) for kind, values in previous.items()},
+            "previous": {
+                kind: together(f"previous.{kind}", values, self.group)
+                for kind, values in previous.items()
+            },
         }
 
     def gather(self) -> dict[str, Tensor]:

@@ -11,7 +11,7 @@ step t in ``p.grad``, and the callee changes the parameters in place.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import takewhile
@@ -96,6 +96,7 @@ class Engine:
         self._aside = aside
         self._words = Words()
         self._flushed_at = self._starts_at = self.t
+        self._is_whole = True  # at a flush: whether this worker has the parameters of all stages
         self._ended = self.t - 1  # the last step that a flush has ended
         self._entered = -1
         self._actions: Sequence[Action] = ()  # of the step under way
@@ -215,7 +216,7 @@ class Engine:
         self._shown.stay_no_longer()
         if self.plan.weights == "sync":
             self._worker.settle()
-            self._show_newest()
+            self._show_newest(range(self.plan.num_stages))
 
     @property
     def ends(self) -> bool:
@@ -376,21 +377,35 @@ class Engine:
 
     # ------------------------------------------------------------------ flush and state
 
-    def flush(self) -> None:
-        """Finish every update in flight and show the newest version on every worker."""
-        if self._flushed_at == self.t:
+    @property
+    def is_flushed(self) -> bool:
+        """Say whether no update is in flight."""
+        return self._flushed_at == self.t
+
+    def flush(self, *, whole: bool = True) -> None:
+        """Finish every update in flight and show the newest version; all workers must call it.
+
+        Args:
+            whole: of every stage on every worker; else where parameters stay at their owners
+                (sharding "full") these alone have them.
+        """
+        program, last = self.plan.program, self.t - 1
+        if self.is_flushed and (self._is_whole or not whole):
             return
-        last = self.t - 1
-        self._actions = self.plan.program.flush(self._w, last, ended=self._ended)
+        if self.is_flushed:
+            self._actions = program.bring(self._w, last)
+        else:
+            self._actions = program.flush(self._w, last, ended=self._ended, whole=whole)
         self._at, self._entered = 0, -1
         self._run_to(None, 0)
         self._worker.settle()
-        self._show_newest()
+        self._is_whole = whole or not self.plan.axes.sharding.gathers
+        self._show_newest(range(self.plan.num_stages) if self._is_whole else self.owned)
         self._ended = last
         self._flushed_at = self._starts_at = self.t
 
-    def _show_newest(self) -> None:
-        for j in range(self.plan.num_stages):
+    def _show_newest(self, stages: Iterable[int]) -> None:
+        for j in stages:
             self._shown.show_newest(j, self.t, self.plan.reads(self.t, self._w, j))
             self._note_word(j, self.t)
 
@@ -406,7 +421,10 @@ class Engine:
     def _restore_previous(self, state: EngineState) -> None:
         if state.t == 0:
             return
+        gathers, owned = self.plan.axes.sharding.gathers, self.owned
         for j, (stage, store) in enumerate(zip(self.stages.stages, self.stores, strict=True)):
+            if gathers and j not in owned:  # its owner serves it
+                continue
             is_known = any(n in state.previous for n in stage.parameters)
             if is_known or self._oldest_read(state.t, j) < state.t:
                 # what is not known was frozen, or replaced: it is what there is

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from lightning_cyclic.errors import StepError
 from lightning_cyclic.plan import Plan
-from lightning_cyclic.runtime.agreement import merged
+from lightning_cyclic.runtime.agreement import Together, put_together
 from lightning_cyclic.runtime.failure_words import words_of
 from lightning_cyclic.runtime.late_values import LateValues
 from lightning_cyclic.runtime.recorder import Recorder
@@ -218,24 +218,45 @@ class Session:
 
     # ------------------------------------------------------------------ between steps
 
-    def flush(self) -> None:
-        """Finish updates in flight; do nothing behind a failure, when peers may be gone."""
+    def flush(self, *, whole: bool = True) -> None:
+        """Finish updates in flight; do nothing behind a failure, when peers may be gone.
+
+        Args:
+            whole: whether parameters of other workers' stages come, too.
+        """
         if self.engine is not None and not self.failed:
             self._losses.settle()
-            self.engine.flush()
+            self.engine.flush(whole=whole)
 
-    def state(self) -> dict[str, Any] | None:
+    @property
+    def is_flushed(self) -> bool:
+        """Say whether no update is in flight."""
+        return self.engine is None or self.engine.is_flushed
+
+    def own_names(self) -> set[str]:
+        """Return the names of the parameters and buffers that this worker writes.
+
+        They are of the stages that it updates; what belongs to none is worker 0's.
+        """
+        assert self.engine is not None
+        assert self.stages is not None
+        own = {n for j in self.engine.owned for n in self.stages.stages[j].parameters}
+        if self._worker != 0:
+            return own
+        named = [*self._module.named_parameters(), *self._module.named_buffers()]
+        return own | ({n for n, _ in named} - self.stages.stage_of.keys())
+
+    def state(self, together: Together = put_together) -> dict[str, Any] | None:
         """Return what a checkpoint needs, behind a flush; None before any step."""
         if self.engine is None or self.stages is None or self.failed:
             return None
         state = self.engine.state()
-        previous = state.previous
-        if self.engine.plan.axes.sharding.gathers:  # each has those of its own stages
-            previous = merged(previous, self.group)
+        # with parameters sharded each has those of its own stages; else worker 0 has all
+        group = self.group if self.engine.plan.axes.sharding.gathers else None
         return {
             "stages": self.stages.as_data(),
             "t": state.t,
-            "previous": previous,
+            "previous": together("previous", state.previous, group),
             "seed": self._seed,
         }
 
