@@ -32,6 +32,15 @@ from lightning_cyclic.plugin import checkpoint as ckpt
 from lightning_cyclic.plugin.asynchronous_pipeline import AsynchronousPipelineTraining
 from lightning_cyclic.plugin.auto import AUTO, SAVED, AutoPlan, check_network, network_of
 from lightning_cyclic.plugin.callbacks.drain import DrainCallback
+from lightning_cyclic.plugin.checkpoint_folder import (
+    Apart,
+    CheckpointFolder,
+    by_names,
+    check_folder,
+    check_names,
+    with_tensors,
+    write_folder,
+)
 from lightning_cyclic.plugin.checks import check_has_values, check_no_leftovers, check_plan
 from lightning_cyclic.plugin.options import STARTING_S, TRAINING_S, Options, checked_stages
 from lightning_cyclic.plugin.reductions import HeldReductions
@@ -43,6 +52,7 @@ from lightning_cyclic.plugin.training import (
     random_as_on_rank_0,
     start_alike,
 )
+from lightning_cyclic.runtime.agreement import Together, put_together
 from lightning_cyclic.runtime.deferred import Deferral
 from lightning_cyclic.runtime.meetings import START, Meetings, naming_start
 from lightning_cyclic.runtime.partial_step.ranks import rank_of
@@ -120,6 +130,9 @@ class CyclicStrategy(DDPStrategy):
             process_group_backend="gloo". Or one of these: "named", "edges", "host_staged".
         trace: folder into which each rank of a fit writes what it does, and when, beside what was
             planned: open its all.json in ui.perfetto.dev (docs/tracing.md). [no trace]
+        save_distributed_checkpoint: whether a checkpoint is a folder, into which each rank writes
+            the weights and optimizer state that it has, as under ModelParallelStrategy; else a
+            file, for which rank 0 puts them together. [a file]
         accelerator: as in DDPStrategy.
         parallel_devices: as in DDPStrategy.
         cluster_environment: as in DDPStrategy.
@@ -171,6 +184,7 @@ class CyclicStrategy(DDPStrategy):
         latency: str | float | None = None,
         transport: Route = "auto",
         trace: str | Path | None = None,
+        save_distributed_checkpoint: bool = False,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -216,6 +230,7 @@ class CyclicStrategy(DDPStrategy):
             timeout_s=timeout.total_seconds() if timeout else TRAINING_S,
             starting_s=timeout.total_seconds() if timeout else STARTING_S,
             trace=checked_trace(trace),
+            save_distributed_checkpoint=save_distributed_checkpoint,
             network=network_of(bandwidth, latency),
         )
         self._auto: AutoPlan | None = None
@@ -231,6 +246,7 @@ class CyclicStrategy(DDPStrategy):
         self._reductions = HeldReductions()
         self._meetings: Meetings | None = None  # from the start of the process group on
         self._saved: Mapping[str, Any] | None = None
+        self._folder: CheckpointFolder | None = None  # from which a run goes on
         self._deferral: Deferral | None = None  # of a module that is made within the strategy
         self._undo = ExitStack()  # what setup has changed of the Trainer, until teardown
 
@@ -490,7 +506,6 @@ class CyclicStrategy(DDPStrategy):
     optimizer_step = _forwarded("optimizer_step")
     lightning_module_state_dict = _forwarded("lightning_module_state_dict")
     optimizer_state = _forwarded("optimizer_state")
-    load_optimizer_state_dict = _forwarded("load_optimizer_state_dict")
     reduce = _forwarded("reduce")
     reduce_boolean_decision = _forwarded("reduce_boolean_decision")
 
@@ -553,13 +568,11 @@ class CyclicStrategy(DDPStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None
     ) -> None:
-        """Write a plain checkpoint with one more key for what is delayed."""
-        state = None if self._training is None else self._training.delayed_state()
-        chosen = self._auto.state() if self._auto is not None else None
-        if chosen is not None:
-            state = (state or {}) | {SAVED: chosen}
-        if state is not None:
-            checkpoint[ckpt.KEY] = state
+        """Write a checkpoint with one more key for what is delayed: a file, or a folder."""
+        if self._chosen.save_distributed_checkpoint:
+            self._save_folder(checkpoint, filepath, storage_options)
+            return
+        self._add_delayed(checkpoint, put_together)
         is_large = self._training is not None and self._training.is_larger_than_memory
         if is_large and self._is_file(filepath) and storage_options is None:
             if self.is_global_zero:
@@ -567,19 +580,47 @@ class CyclicStrategy(DDPStrategy):
         else:
             super().save_checkpoint(checkpoint, filepath, storage_options)
 
+    def _add_delayed(self, checkpoint: dict[str, Any], together: Together) -> None:
+        state = None if self._training is None else self._training.delayed_state(together)
+        chosen = self._auto.state() if self._auto is not None else None
+        if chosen is not None:
+            state = (state or {}) | {SAVED: chosen}
+        if state is not None:
+            checkpoint[ckpt.KEY] = state
+
+    def _save_folder(self, checkpoint: dict[str, Any], path: Any, storage_options: Any) -> None:
+        """Write this rank's part of a checkpoint."""
+        check_folder(path, self.checkpoint_io, storage_options)
+        assert self.lightning_module is not None
+        apart, training = Apart(), self._training
+        self._add_delayed(checkpoint, apart.together)
+        if training is None and not self.is_global_zero:
+            checkpoint["state_dict"] = {}  # rank 0 has the same
+        named = partial(by_names, module=self.lightning_module)
+        states = checkpoint.get("optimizer_states", [])
+        checkpoint["optimizer_states"] = list(map(named, states, self.optimizers))
+        group = None if training is None else training.group
+        with self._naming("to write a checkpoint"):
+            write_folder(checkpoint, Path(self.broadcast(path)), apart.tensors, group)
+
     def _is_file(self, path: Any) -> bool:
-        """Say whether a checkpoint is a file of this host, and no plugin is asked for it."""
+        """Say whether a checkpoint is of this host's files, and no plugin is asked for it."""
         return type(self.checkpoint_io) is TorchCheckpointIO and ckpt.is_local(path)
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> Any:
         """Read a checkpoint, and keep what is delayed for the training."""
-        if self._deferral is not None and self._is_file(checkpoint_path):
+        is_file, self._folder = self._is_file(checkpoint_path), None
+        if is_file and Path(checkpoint_path).is_dir():
+            self._folder = CheckpointFolder(Path(checkpoint_path))
+            meta = super().load_checkpoint(self._folder.meta, *args, **kwargs)
+            loaded = self._folder.completed(meta)
+        elif self._deferral is not None and is_file:
             # no rank reads more of the file than it needs
             loaded = ckpt.mapped(checkpoint_path, *args, **kwargs)
         else:
             loaded = super().load_checkpoint(checkpoint_path, *args, **kwargs)  # from 2.6 on more
-        saved = dict(loaded.get(ckpt.KEY) or {})
+        saved = with_tensors(loaded)
         chosen = saved.pop(SAVED, None)  # by a run with preset "auto"; of no use to others
         if chosen is not None and self._auto is not None:
             self._auto.load(chosen)
@@ -589,11 +630,34 @@ class CyclicStrategy(DDPStrategy):
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load weights; versions in flight give way to them."""
+        assert self.lightning_module is not None
+        if self._folder is not None:
+            check_names(self._folder.path, checkpoint["state_dict"], self.lightning_module, strict)
         self.flush()
         later = nullcontext() if self._deferral is None else self._deferral.loading()
         with nullcontext() if self._training is None else self._training.writable(), later:
             super().load_model_state_dict(checkpoint, strict=strict)
         self._resume()
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load the state of optimizers; of a folder each rank reads what it needs of it."""
+        if self._folder is not None:
+            module, training = self.lightning_module, self._training
+            assert module is not None
+            wanted = None if training is None else training.with_state
+            states = checkpoint["optimizer_states"]
+            read = [
+                self._folder.optimizer_state(k, saved, optimizer, module, wanted)
+                for k, (saved, optimizer) in enumerate(zip(states, self.optimizers, strict=True))
+            ]
+            checkpoint = {**checkpoint, "optimizer_states": read}
+            self._folder = None
+        own = super().load_optimizer_state_dict
+        if self._training is None:
+            own(checkpoint)
+        else:
+            self._training.load_optimizer_state_dict(own, checkpoint)
 
     def _resume(self) -> None:
         if self._training is not None:

@@ -1,15 +1,17 @@
-"""Checkpoints: plain Lightning files plus one key for what is delayed.
+"""Checkpoints: plain Lightning files, or folders, plus one key for what is delayed.
 
 state_dict, optimizer_states, ...    full and unsharded: any other strategy can load them
 lightning_cyclic                     steps done, stages, and the previous version of the
                                      stages that the next step still reads so
     starts                           the module paths that begin stages 1, 2, ...: what
                                      CyclicStrategy(stages=[...]) takes for the same cut
+
+Of a folder (checkpoint_folder.py) each worker writes its part of the first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,17 +37,42 @@ def gather_optimizer_state(
         group: process group of all workers for what is in the host's memory; None for one worker.
         new: makes the tensors into which those of other workers come.
     """
-    mine = optimizer.state_dict()
-    if "state" not in mine:  # Lightning's stand-in, where the module has no optimizer
+    mine = owned_state(optimizer, owned)
+    if "state" not in mine:
         return mine
-    ids = {id(p): k for k, p in enumerate(_in_order(optimizer))}
-    kept = {ids[id(p)] for p in owned}
-    mine["state"] = {k: v for k, v in mine["state"].items() if k in kept}
     parts = gathered(mine["state"], group, new)
     if parts is not None:
         merged = {k: v for part in parts for k, v in part.items()}
         mine["state"] = dict(sorted(merged.items()))
     return mine
+
+
+def owned_state(optimizer: Optimizer, owned: Sequence[nn.Parameter]) -> dict[str, Any]:
+    """Return an optimizer's state of those parameters that this worker owns."""
+    mine = optimizer.state_dict()
+    if "state" not in mine:  # Lightning's stand-in, where the module has no optimizer
+        return mine
+    ids = {id(p): k for k, p in enumerate(in_order(optimizer))}
+    kept = {ids[id(p)] for p in owned}
+    mine["state"] = {k: v for k, v in mine["state"].items() if k in kept}
+    return mine
+
+
+def part_of_state(module: nn.Module, own: Collection[str], *, rest: bool) -> dict[str, Any]:
+    """Return a part of the weights under the names of ``module.state_dict()``.
+
+    Args:
+        module: of which this worker has a part.
+        own: parameters and buffers, each under one of its names.
+        rest: whether what is neither goes with them.
+    """
+    named = [*module.named_parameters(), *module.named_buffers()]
+    by_id = {id(x): n for n, x in named}
+    return {
+        key: x.detach() if isinstance(x, Tensor) else x
+        for key, x in module.state_dict(keep_vars=True).items()
+        if (by_id[id(x)] in own if id(x) in by_id else rest)
+    }
 
 
 def whole_state(module: nn.Module, whole: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -119,5 +146,6 @@ def numbers(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _in_order(optimizer: Optimizer) -> list[nn.Parameter]:
+def in_order(optimizer: Optimizer) -> list[nn.Parameter]:
+    """Return an optimizer's parameters in the order of their numbers."""
     return [p for group in optimizer.param_groups for p in group["params"]]

@@ -68,6 +68,7 @@ class Options:
         timeout_s: limit of every wait for another rank in training, in seconds.
         starting_s: limit before it, and where code may be compiled, in seconds.
         trace: folder of the trace of a fit; None for none.
+        save_distributed_checkpoint: whether checkpoints are folders, of which ranks write parts.
         num_workers: how many there are; None while it is not known.
         late_updates: whether stages decide together about a step, as the Trainer's flags ask.
         norms: who is told the norms of all gradients, as these flags ask.
@@ -98,6 +99,7 @@ class Options:
     timeout_s: float
     starting_s: float
     trace: Path | None = None
+    save_distributed_checkpoint: bool = False
     num_workers: int | None = None
     late_updates: bool = False
     norms: str = "none"
@@ -112,6 +114,7 @@ class Options:
             ConfigurationError: values that are not understood, or would be ignored.
         """
         check_choice(self.relay_buffers, ("auto", "all"), "relay_buffers")
+        check_switch(self.save_distributed_checkpoint, "save_distributed_checkpoint")
         if self.clip is not None:
             check_choice(self.clip, CLIPPING, "clip")
         check_choice(self.remat, REMAT, "remat")

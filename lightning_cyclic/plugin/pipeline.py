@@ -63,7 +63,7 @@ class PipelineTraining(AbstractTraining):
     ) -> None:
         super().__init__(trainer, options, plan, reductions)
         fitting = trainer.state.fn == TrainerFn.FITTING
-        self._closed = self._has_no_way = False
+        self._has_no_way = False
         kept = state_per_param(trainer.optimizers) if fitting else None
         self._finder = CutFinder(options, kept)
         self._transport, group = join_workers(trainer, options, self._limit)

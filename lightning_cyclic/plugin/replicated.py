@@ -230,6 +230,15 @@ class ReplicatedTraining(AbstractTraining):
             super().flush()
 
     @override
+    def flush_own(self) -> None:
+        if not self._plan.axes.sharding.gathers:
+            self.flush()
+        elif not self._session.is_flushed:
+            self._guard.check()  # of what is here: absent parameters have no bits to compare
+            self._session.flush(whole=False)
+            self._guard.note()
+
+    @override
     def resume(self, saved: Mapping[str, Any] | None) -> None:
         super().resume(saved)
         self._guard.forget()

@@ -39,9 +39,11 @@ from lightning_cyclic.plugin.stop_signal import (
 )
 from lightning_cyclic.runtime.absent import is_absent
 from lightning_cyclic.runtime.agreement import (
+    Together,
     device_for,
     gather_texts,
     merged,
+    put_together,
     require_same_module,
     require_same_number,
 )
@@ -83,8 +85,19 @@ class AbstractSession(Protocol):
     def flush(self) -> None:
         """Finish updates in flight."""
 
-    def state(self) -> dict[str, Any] | None:
-        """Return what a checkpoint needs, in plain types; None before any step."""
+    def own_names(self) -> set[str]:
+        """Return the names of what this worker writes of a module that no worker puts together.
+
+        These are the parameters and buffers of the stages that it updates; all workers' names
+        are those of the module.
+        """
+
+    def state(self, together: Together = put_together) -> dict[str, Any] | None:
+        """Return what a checkpoint needs, in plain types; None before any step.
+
+        Args:
+            together: makes one of what each worker has by names of parameters.
+        """
 
     def resume(self, saved: Mapping[str, Any] | None, *, fits: bool) -> bool:
         """Go on from what :meth:`state` returned, and say whether with the same bits.
@@ -131,7 +144,7 @@ class AbstractTraining(ABC):
         self._evaluated: set[str] = set()
         self._counted = trainer.global_step
         self._accumulating = False
-        self._has_told_stages = False
+        self._has_told_stages = self._closed = False
         self._draws: Tensor | None = None  # the state of torch's generator, from a checkpoint
         self._freezing: FreezingWatch | None = None
         if trainer.state.fn == TrainerFn.FITTING:
@@ -293,9 +306,29 @@ class AbstractTraining(ABC):
     # ------------------------------------------------------------------ checkpoints
 
     def lightning_module_state_dict(self, own: Own) -> dict[str, Any]:
-        """Return the newest weights, full on every worker."""
+        """Return the newest weights: full on every worker, or the part that each one writes."""
+        if not self._writes_parts:
+            self.flush()
+            return self._whole_weights(own)
+        self.flush_own()
+        is_first = self._trainer.is_global_zero
+        if self._has_parts:
+            return ckpt.part_of_state(self._module, self._session.own_names(), rest=is_first)
+        return own() if is_first else {}
+
+    @property
+    def _writes_parts(self) -> bool:
+        """Say whether checkpoints are folders, of which each worker writes what it has."""
+        return self._options.save_distributed_checkpoint
+
+    @property
+    def _has_parts(self) -> bool:
+        """Say whether it is known which worker has what; else the first has all."""
+        return self._has_stages and not self._closed
+
+    def flush_own(self) -> None:
+        """Finish updates in flight, without bringing weights to workers that do not make them."""
         self.flush()
-        return self._whole_weights(own)
 
     @abstractmethod
     def _whole_weights(self, own: Own) -> dict[str, Any]: ...
@@ -305,15 +338,27 @@ class AbstractTraining(ABC):
         return nullcontext()
 
     def optimizer_state(self, own: Own, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the whole optimizer state on worker 0."""
+        """Return the whole optimizer state on worker 0; or the part that this worker writes."""
         if not self._has_stages:
             state: dict[str, Any] = own(optimizer)
             return state
-        self.flush()
+        (self.flush_own if self._writes_parts else self.flush)()
         optimizer = getattr(optimizer, "_optimizer", optimizer)
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         mine = [p for p in self._session.with_state if id(p) in held]
+        if self._writes_parts:
+            return ckpt.owned_state(optimizer, mine)
         return ckpt.gather_optimizer_state(optimizer, mine, self._session.group, self._new)
+
+    @property
+    def with_state(self) -> Sequence[nn.Parameter] | None:
+        """Return the parameters that this worker has optimizer state for; None: nobody knows."""
+        return self._session.with_state if self._has_stages else None
+
+    @property
+    def group(self) -> Any:
+        """Return the process group of what is in the host's memory; None for one worker."""
+        return self._session.group
 
     @property
     def _new(self) -> New:
@@ -325,13 +370,18 @@ class AbstractTraining(ABC):
         """Say whether no worker may hold the whole module."""
         return False
 
-    def delayed_state(self) -> dict[str, Any] | None:
-        """Return what else a checkpoint needs, if anything, to go on with the same bits."""
+    def delayed_state(self, together: Together = put_together) -> dict[str, Any] | None:
+        """Return what else a checkpoint needs, if anything, to go on with the same bits.
+
+        Args:
+            together: makes one of what each worker has by names of parameters.
+        """
         session = self._session
-        state = session.state()
+        state = session.state(together)
         if state is None or session.plan is None:
             return None
-        feedback = merged(self._compensation.state(session.named()), session.group)
+        updates = self._compensation.state(session.named())
+        feedback = together("feedback", updates, session.group)
         used = {"plan": ckpt.numbers(session.plan), "starts": list(session.starts or ())}
         reads = self._input_rank == self._trainer.global_rank
         draws = {str(self._input_rank): torch.get_rng_state()} if reads else {}
@@ -369,6 +419,7 @@ class AbstractTraining(ABC):
 
     def close(self) -> None:
         """Take everything off the module and the Trainer again."""
+        self._closed = True
         for name in ("clip_grad_by_norm", "post_backward"):
             self._trainer.precision_plugin.__dict__.pop(name, None)
         restore_stop_broadcast(self._trainer)

@@ -29,6 +29,7 @@ from lightning_cyclic.runtime.absent import come_back, home_of, is_absent, leave
 from lightning_cyclic.runtime.freed_memory import FreedMemory
 from lightning_cyclic.runtime.lending import Lending, without_memory
 from lightning_cyclic.runtime.mapped_files import MappedFiles
+from lightning_cyclic.runtime.unread import UnreadTensor
 
 _META = torch.device("meta")
 _SOME = 64  # elements
@@ -174,6 +175,9 @@ class Deferral:
         if self.began is not None:
             yield self.began
         for x in (x for n, x in self._given.items() if n not in self._again):
+            if isinstance(x, UnreadTensor):
+                yield x.origin
+                continue
             flat = x.reshape(-1) if x.is_contiguous() else x[..., :1].reshape(-1)
             yield flat[:_SOME]
             yield flat[-_SOME:]

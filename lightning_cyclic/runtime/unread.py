@@ -1,0 +1,89 @@
+"""Unread tensors: what lies in a checkpoint's files, until somebody uses its values.
+
+An unread tensor knows shape and dtype. Each operation on it reads the values anew and keeps none,
+so that loading a module needs memory for one tensor beside it; and who copies it nowhere, as a
+rank does with the stages of others, reads nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+from typing_extensions import override
+
+
+@final
+class UnreadTensor(Tensor):
+    """Stand for a tensor of the host that is read where it is used."""
+
+    _read: Callable[[], Tensor]
+    origin: Tensor
+    """Bytes that say where the values lie, in one dimension."""
+
+    @staticmethod
+    def __new__(
+        cls, shape: torch.Size, dtype: torch.dtype, read: Callable[[], Tensor], origin: str
+    ) -> UnreadTensor:
+        """Make one.
+
+        Args:
+            cls: this class.
+            shape: of the values.
+            dtype: of the values.
+            read: returns them.
+            origin: says where they lie.
+        """
+        made: UnreadTensor = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype)
+        made._read = read
+        made.origin = torch.tensor(list(origin.encode()), dtype=torch.uint8)
+        return made
+
+    @override
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"UnreadTensor(shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return args[0]
+        args, kwargs = tree_map_only(UnreadTensor, lambda x: x._read(), (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+@final
+class UnreadMapping(Mapping[Any, Any]):
+    """Give what a mapping has, nested ones too, and read a tensor where it is asked for.
+
+    Args:
+        plain: holds words in the place of tensors.
+        read: returns the tensor for a word; anything else as it is.
+    """
+
+    def __init__(self, plain: Mapping[Any, Any], read: Callable[[Any], Any]) -> None:
+        self._plain = plain
+        self._read = read
+
+    @override
+    def __getitem__(self, key: Any) -> Any:
+        value = self._plain[key]
+        return (
+            UnreadMapping(value, self._read) if isinstance(value, Mapping) else self._read(value)
+        )
+
+    @override
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._plain)
+
+    @override
+    def __len__(self) -> int:
+        return len(self._plain)
+
+    @override
+    def __contains__(self, key: object) -> bool:
+        return key in self._plain  # a mapping's own would read
