@@ -27,6 +27,7 @@ from lightning_cyclic.plan.program import Program
 from lightning_cyclic.runtime.absent import home_of, is_absent, make_present
 from lightning_cyclic.runtime.agreement import Together, put_together
 from lightning_cyclic.runtime.failure_words import words_of
+from lightning_cyclic.runtime.foreign_weights import ForeignWeights
 from lightning_cyclic.runtime.gradient_store import GradientStore
 from lightning_cyclic.runtime.late_values import LateValues
 from lightning_cyclic.runtime.messages import Message, Messages
@@ -35,7 +36,6 @@ from lightning_cyclic.runtime.partial_step.call_router import CallRouter
 from lightning_cyclic.runtime.partial_step.collectives import Collectives
 from lightning_cyclic.runtime.partial_step.config import StagewiseConfig, Summarise
 from lightning_cyclic.runtime.partial_step.exchange import Callbacks, Exchange, stages_of
-from lightning_cyclic.runtime.partial_step.foreign_weights import ForeignWeights
 from lightning_cyclic.runtime.partial_step.module_state import ModuleState, packed
 from lightning_cyclic.runtime.partial_step.ownership import Ownership
 from lightning_cyclic.runtime.partial_step.packets import Lesson
@@ -262,7 +262,7 @@ class StagewiseSession:
     def _make_foreign(self, cuts: Cuts, plan: Plan, ownership: Ownership) -> ForeignWeights:
         foreign = ForeignWeights(
             self.module,
-            cuts,
+            cuts.changing,
             ownership,
             lambda j: rank_of(plan.owner(j), self._size),
             self.config.memory_limit_bytes,

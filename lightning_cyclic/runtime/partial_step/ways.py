@@ -20,8 +20,8 @@ from lightning_cyclic.runtime.stages.other_way import cuts_along
 from lightning_cyclic.runtime.stages.survey import survey
 
 if TYPE_CHECKING:
+    from lightning_cyclic.runtime.foreign_weights import ForeignWeights
     from lightning_cyclic.runtime.partial_step.collectives import Collectives
-    from lightning_cyclic.runtime.partial_step.foreign_weights import ForeignWeights
 
 Waiting = Callable[[str], AbstractContextManager[None]]
 

@@ -52,6 +52,15 @@ class Cuts:
         """Return how many stages there are."""
         return len(self.starts) + 1
 
+    @property
+    def changing(self) -> dict[str, int]:
+        """Return name -> stage, of parameters and of the buffers that the step changed."""
+        return {
+            n: j
+            for j in range(self.num_stages)
+            for n in (*self.parameters[j], *(b for b in self.buffers[j] if b in self.changed))
+        }
+
     def refuse_early_metrics(self) -> None:
         """Refuse metrics of stages with which workers take turns: each would see a part.
 

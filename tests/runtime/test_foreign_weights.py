@@ -9,11 +9,14 @@ import torch
 from torch import nn
 
 from lightning_cyclic.errors import StepError
-from lightning_cyclic.runtime.partial_step.foreign_weights import ForeignWeights
+from lightning_cyclic.runtime.foreign_weights import ForeignWeights
 from lightning_cyclic.runtime.partial_step.ownership import Ownership
 from tests.runtime.partial_step.hand import cuts_of
 
 STATISTICS = ["norm.running_mean", "norm.num_batches_tracked"]
+STAGE_OF = dict.fromkeys(["norm.weight", "norm.bias", *STATISTICS], 0) | {
+    "last.weight": 1, "last.bias": 1,
+}  # fmt: skip
 
 
 class Model(nn.Module):
@@ -44,7 +47,7 @@ def worker(stage: int, *, limit: int | None = None) -> tuple[Model, ForeignWeigh
     model, said = Model(), []
     cuts = cuts_of(model, ["last"], changed=STATISTICS)
     ownership = Ownership(model, cuts, [stage])
-    foreign = ForeignWeights(model, cuts, ownership, lambda j: 7 - j, limit, said.append)
+    foreign = ForeignWeights(model, STAGE_OF, ownership, lambda j: 7 - j, limit, said.append)
     foreign.settle(0)
     ownership.free(foreign)
     return model, foreign, said
@@ -212,7 +215,7 @@ def test_whoever_has_everything_fetches_nothing() -> None:
     model = Model()
     cuts = cuts_of(model, ["last"], changed=STATISTICS)
     ownership = Ownership(model, cuts, [0, 1])
-    foreign = ForeignWeights(model, cuts, ownership, lambda j: 0, None, print)
+    foreign = ForeignWeights(model, STAGE_OF, ownership, lambda j: 0, None, print)
     foreign.settle(0)
     ownership.free(foreign)
     foreign.fetch()

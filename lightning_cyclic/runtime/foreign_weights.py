@@ -9,20 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, Protocol, final
 
 import torch
 from torch import Tensor, nn
 
 from lightning_cyclic.errors import StepError
-from lightning_cyclic.runtime.absent import come_back, home_of
+from lightning_cyclic.runtime.absent import Home, come_back, home_of
 from lightning_cyclic.runtime.lending import Lending, num_bytes_of, without_memory
 from lightning_cyclic.runtime.partial_step.ghosts import user_line
 from lightning_cyclic.runtime.weight_service import Stamp, WeightService
 
 if TYPE_CHECKING:
-    from lightning_cyclic.runtime.partial_step.ownership import Ownership
-    from lightning_cyclic.runtime.stages.cuts import Cuts
     from lightning_cyclic.runtime.transport.limit import Limit
 
 _WHERE = (
@@ -31,38 +29,72 @@ _WHERE = (
 )
 
 
+class Holdings(Protocol):
+    """Say what a worker has of a module, and let go of the rest."""
+
+    @property
+    def foreign(self) -> Sequence[str]:
+        """Return the names of the parameters that other workers have."""
+
+    @property
+    def stale(self) -> Sequence[str]:
+        """Return the names of the buffers that other workers' steps change."""
+
+    @property
+    def stages(self) -> Sequence[int]:
+        """Return the stages that this worker updates."""
+
+    @property
+    def own(self) -> Sequence[nn.Parameter]:
+        """Return their parameters."""
+
+    @property
+    def is_freed(self) -> bool:
+        """Say whether what others have has no memory here."""
+
+    def free(self, home: Home | None) -> None:
+        """Give up the memory of what other workers have; its home is told who reads it."""
+
+    def restore(self) -> None:
+        """Give it memory again, without values."""
+
+
 @final
 class ForeignWeights:
     """Keep what other workers have absent, and fetch it where it is read.
 
     Args:
         module: the whole module.
-        cuts: which stage each parameter and buffer belongs to.
-        ownership: which of them this worker has.
+        stage_of: name -> stage, of parameters and of the buffers that training changes.
+        holdings: which of them this worker has.
         rank_of_stage: stage -> rank of the worker that updates it.
         memory_limit_bytes: most bytes of parameters that this worker may have. [any number]
         say: tells the user, once.
+        value: name -> what is given of an own parameter. [the parameter]
     """
 
     def __init__(
         self,
         module: nn.Module,
-        cuts: Cuts,
-        ownership: Ownership,
+        stage_of: Mapping[str, int],
+        holdings: Holdings,
         rank_of_stage: Callable[[int], int],
         memory_limit_bytes: int | None,
         say: Callable[[str], None],
+        value: Callable[[str], Tensor] | None = None,
     ) -> None:
         self.stamp: Stamp | None = None  # of this worker's weights; None while they change
         self._module = module
-        self._cuts = cuts
-        self._ownership = ownership
+        self._stage_of = stage_of
+        self._holdings = holdings
         self._rank_of_stage = rank_of_stage
         self._memory_limit_bytes = memory_limit_bytes
         self._say = say
         self._service: WeightService | None = None
-        self._stage_of = {n: j for j in range(cuts.num_stages) for n in self._names((j,))}
         self._parameters = dict(module.named_parameters())
+        self._value = value or self._parameters.__getitem__
+        changing = [n for n, j in stage_of.items() if j in holdings.stages]
+        self._changing = [n for n in changing if n not in self._parameters]
         self._now: Stamp = (0, 0, 0)  # batches and steps that this worker has begun, and loads
         self._is_running = False
         self._has_said = False
@@ -80,7 +112,7 @@ class ForeignWeights:
         self.is_over = True
         if self._service is not None:
             self._service.stay()
-        self._keep(self._ownership.stale)  # which take no room, and may be written to
+        self._keep(self._holdings.stale)  # which take no room, and may be written to
 
     def close(self) -> None:
         """Give and get no more."""
@@ -115,7 +147,7 @@ class ForeignWeights:
 
     def _keep_buffers(self) -> None:
         with torch.no_grad():
-            for name in [n for j in self._ownership.stages for n in self._changing(j)]:
+            for name in self._changing:
                 now = self._module.get_buffer(name)
                 kept = self._buffers.get(name)
                 if kept is None or kept.shape != now.shape:
@@ -127,7 +159,7 @@ class ForeignWeights:
     def running(self) -> Iterator[None]:
         """Run the body, a part of the program, without foreign weights."""
         self._end_lending()
-        self._ownership.free(self)
+        self._holdings.free(self)
         self._is_running = True
         try:
             yield
@@ -178,21 +210,21 @@ class ForeignWeights:
 
     def fetch(self, *, quietly: bool = False) -> None:
         """Make the module whole on this worker, until the next step."""
-        foreign = {*self._ownership.foreign, *self._ownership.stale}
-        if not (foreign and self._ownership.is_freed):
+        foreign = {*self._holdings.foreign, *self._holdings.stale}
+        if not (foreign and self._holdings.is_freed):
             return
         self._check_place("the module")
         self.check_memory(f"{user_line()} reads the module between steps")
         if not quietly:
             self._say_once(
                 f"{user_line()} reads the module between steps, of which this rank has stages "
-                f"{list(self._ownership.stages)}: the others are fetched now, and wherever that "
+                f"{list(self._holdings.stages)}: the others are fetched now, and wherever that "
                 "happens again, until the next step."
             )
         came = self._ask(foreign)
         named = self._named()
         with torch.inference_mode(mode=False), torch.no_grad():
-            self._ownership.restore()
+            self._holdings.restore()
             for n in foreign:
                 named[n].copy_(came[n])
 
@@ -243,7 +275,7 @@ class ForeignWeights:
             self._end_lending()
 
     def _make_lending(self, *, keeps_graphs: bool) -> Lending:
-        own = sum(map(num_bytes_of, self._ownership.own))
+        own = sum(map(num_bytes_of, self._holdings.own))
         most = max((self._memory_limit_bytes or 0) - own, 0)
         return Lending(self._module, self._leave, most, keeps_graphs=keeps_graphs)
 
@@ -331,15 +363,7 @@ class ForeignWeights:
 
     def _give(self, names: Sequence[str]) -> list[Tensor]:
         # who is asked may run a forward by now, with other versions in the module's places
-        given: dict[str, Tensor] = {**self._parameters, **self._buffers}
-        return [given[n].detach() for n in names]
-
-    def _names(self, stages: Sequence[int]) -> list[str]:
-        """Return what is given of stages, in its order."""
-        return [n for j in stages for n in (*self._cuts.parameters[j], *self._changing(j))]
-
-    def _changing(self, j: int) -> list[str]:
-        return [n for n in self._cuts.buffers[j] if n in self._cuts.changed]
+        return [self._buffers[n] if n in self._buffers else self._value(n).detach() for n in names]
 
     def _named(self) -> dict[str, Tensor]:
         return {**self._parameters, **dict(self._module.named_buffers())}
