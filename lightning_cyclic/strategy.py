@@ -54,6 +54,7 @@ from lightning_cyclic.plugin.training import (
 )
 from lightning_cyclic.runtime.agreement import Together, put_together
 from lightning_cyclic.runtime.deferred import Deferral
+from lightning_cyclic.runtime.lending import lending
 from lightning_cyclic.runtime.meetings import START, Meetings, naming_start
 from lightning_cyclic.runtime.partial_step.ranks import rank_of
 from lightning_cyclic.runtime.prediction.foresight import BackwardWeights
@@ -64,6 +65,24 @@ from lightning_cyclic.runtime.transport.choice import (
     naming_shared_gpus,
     refuse_shared_gpus,
 )
+
+
+def _lending(hook: str) -> Any:
+    """Make the method of a step of evaluation, which a training answers, or Lightning.
+
+    Lightning's own calls modules whole: what is absent is there while it is called.
+    """
+
+    def answer(self: CyclicStrategy, *args: Any, **kwargs: Any) -> Any:
+        own = getattr(super(CyclicStrategy, self), hook)
+        answered = getattr(self._training, hook, None)
+        if answered is not None:
+            return answered(own, *args, **kwargs)
+        assert self.lightning_module is not None
+        with lending(self.lightning_module):
+            return own(*args, **kwargs)
+
+    return answer
 
 
 def _forwarded(hook: str) -> Any:
@@ -380,13 +399,13 @@ class CyclicStrategy(DDPStrategy):
     @override
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """Let a pipeline's module be made without memory, where memory has a limit.
+        """Let a module be made without memory, where memory has a limit.
 
-        Each worker makes its own stages.
+        Each worker of a pipeline, or of a plan that shards, makes its own stages.
         """
         options = self._options
         workers = options.num_workers or 1
-        is_whole = not options.is_stagewise or workers == 1 or self._auto is not None
+        is_whole = not options.makes_stages_apart or workers == 1 or self._auto is not None
         if is_whole or options.memory_limit_bytes is None or empty_init:
             with super().tensor_init_context(empty_init):
                 yield
@@ -498,9 +517,9 @@ class CyclicStrategy(DDPStrategy):
     # ------------------------------------------------------------------ what a training answers
 
     training_step = _forwarded("training_step")
-    validation_step = _forwarded("validation_step")
-    test_step = _forwarded("test_step")
-    predict_step = _forwarded("predict_step")
+    validation_step = _lending("validation_step")
+    test_step = _lending("test_step")
+    predict_step = _lending("predict_step")
     pre_backward = _forwarded("pre_backward")
     post_backward = _forwarded("post_backward")
     optimizer_step = _forwarded("optimizer_step")

@@ -60,9 +60,12 @@ def fit(strategy: Any, within: bool, validates: bool) -> dict[str, Any]:
     if not within:  # as one device would have it
         module.configure_model()
     trainer.fit(module, data, data if validates else None)
-    return {"weights": weights_of(module), "here": HERE}
+    weights = weights_of(module)
+    torch.distributed.barrier()  # a process that ends so gives nothing to others
+    return {"weights": weights, "here": HERE}
 
 
+LEAST = 4 * SIZE * SIZE * 2  # bytes: less than the parameters have together
 CUT = {"stages": ["net.2"], "num_micro": 2, "memory_limit_bytes": 1 << 30}
 PIPELINES = [
     {"preset": "1f1b", **CUT},
@@ -90,6 +93,26 @@ def test_a_module_that_ranks_make_by_stages_trains_as_one_that_all_make_whole(
         assert all(layers == own for layers in here[begin:])
     whole_steps = 1 + 3 * validates  # of two batches in sanity checks the first is looked at, too
     assert apart[0]["here"].index({"2", "4"}) == 5 * whole_steps
+
+
+SHARDED = {"cyclic_zero": "cyclic_dp"}  # to a preset with the same rule
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "stages"),
+    [(2, ["net.2"]), (2, "auto"), (3, "auto"), (4, "auto")],
+    ids=str,
+)
+def test_sharded_weights_that_no_rank_ever_has_all_of(num_ranks: int, stages: Any) -> None:
+    strategy = {"preset": "cyclic_zero", "stages": stages, "memory_limit_bytes": LEAST}
+    whole = processes.run(fit, num_ranks, {"preset": "cyclic_dp", "stages": stages}, False, True)
+    for rank in processes.run(fit, num_ranks, strategy, True, True):
+        assert_same(rank["weights"], whole[0]["weights"])
+        numbers = [len(layers) for layers in rank["here"]]
+        begin = 5 * (2 + 1)  # calls of layers in the sanity check, and to find the stages
+        assert max(numbers[:begin]) == 1  # their own
+        # the own stage and the one in use; of 4 layers, 2 stages have all
+        assert max(numbers[begin:]) == {2: 4, 3: 3, 4: 2}[num_ranks if stages == "auto" else 2]
 
 
 def test_replicas_of_a_pipeline() -> None:
@@ -184,7 +207,6 @@ class Trained(Late):
 
 
 KEYS: list[int] = []
-LEAST = 4 * SIZE * SIZE * 2  # bytes: less than the parameters have together
 
 
 def save(strategy: Any, folder: str, epochs: int, file: str | None, within: bool) -> Any:
@@ -206,9 +228,14 @@ def contents(folder: Path, epoch: int) -> Any:
     return torch.load(folder / f"epoch={epoch}.ckpt", weights_only=True)
 
 
-@pytest.mark.parametrize("preset", ["1f1b", "pipedream_2bw"])
+def staged(preset: str, stages: Any = ("net.2",)) -> dict[str, Any]:
+    cut = {"preset": preset, "stages": stages if isinstance(stages, int) else list(stages)}
+    return cut if preset in SHARDED else cut | {"num_micro": 2}
+
+
+@pytest.mark.parametrize("preset", ["1f1b", "pipedream_2bw", "cyclic_zero"])
 def test_checkpoints_go_from_ranks_into_a_file_and_back(preset: str, tmp_path: Path) -> None:
-    strategy = {"preset": preset, "stages": ["net.2"], "num_micro": 2}
+    strategy = staged(preset)
     lean = strategy | {"memory_limit_bytes": LEAST}
     whole, apart, resumed = (tmp_path / name for name in ("whole", "apart", "resumed"))
     processes.run(save, 2, strategy, str(whole), 2, None, False)
@@ -270,12 +297,15 @@ def read(module: LightningModule) -> list[list[float]]:
     return values
 
 
+@pytest.mark.parametrize("preset", ["1f1b", "cyclic_zero"])
 @pytest.mark.parametrize(
     "how",
     ["reads", "tests", "tests a checkpoint", "goes back", "goes on", "is used elsewhere"],
 )
-def test_behind_a_fit_beyond_memory_a_module_goes_on(how: str, tmp_path: Path) -> None:
-    strategy = {"preset": "1f1b", "stages": ["net.2"], "num_micro": 2}
+def test_behind_a_fit_beyond_memory_a_module_goes_on(
+    how: str, preset: str, tmp_path: Path
+) -> None:
+    strategy = staged(preset)
     lean = strategy | {"memory_limit_bytes": LEAST}
     whole = processes.run(go_on, 2, strategy, str(tmp_path / "whole"), how, False)
     assert processes.run(go_on, 2, lean, str(tmp_path / "lean"), how, True) == whole

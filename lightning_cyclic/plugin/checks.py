@@ -295,14 +295,15 @@ def check_once(paths: Sequence[str]) -> None:
 
 
 def check_used(plan: Plan, remat: str, memory_limit_bytes: int | None) -> None:
-    """Refuse arguments that plans without pipelines would ignore.
+    """Refuse arguments that plans would ignore: those without pipelines, or without shards.
 
     Raises:
         ConfigurationError: with the argument.
     """
     given = {"remat": (remat, "never"), "memory_limit_bytes": (memory_limit_bytes, None)}
     for name, (value, default) in given.items():
-        if value != default and not is_stagewise(plan):
+        is_limit_of_shards = name == "memory_limit_bytes" and plan.axes.sharding.gathers
+        if value != default and not (is_stagewise(plan) or is_limit_of_shards):
             raise ConfigurationError(
                 f"{name}={value!r} is of no use with placement {plan.placement!r} (preset "
                 f"{plan.preset!r}), whose workers keep whole micro-batches; allowed: "

@@ -141,6 +141,11 @@ class Options:
         return is_stagewise(self._probe())
 
     @property
+    def makes_stages_apart(self) -> bool:
+        """Say whether no worker needs the whole module, so that each makes its own stages."""
+        return self.is_stagewise or self._probe().axes.sharding.gathers
+
+    @property
     def is_cut(self) -> bool:
         """Say whether the step or its batch is cut; else one worker runs Lightning's own step."""
         if not self.is_stagewise or self.num_workers != 1:

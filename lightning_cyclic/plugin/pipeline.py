@@ -43,7 +43,6 @@ from lightning_cyclic.runtime.lending import lending
 from lightning_cyclic.runtime.partial_step.config import StagewiseConfig
 from lightning_cyclic.runtime.partial_step.ranks import rank_of
 from lightning_cyclic.runtime.partial_step.session import StagewiseSession
-from lightning_cyclic.runtime.shelf import New, Shelf
 from lightning_cyclic.runtime.transport import CountingTransport
 from lightning_cyclic.runtime.values.trees import map_tensors
 
@@ -255,13 +254,6 @@ class PipelineTraining(AbstractTraining):
             return ckpt.whole_state(self._module, self._session.gather())
         whole = self._session.gather_on_rank_0(self._new)
         return ckpt.whole_state(self._module, whole) if whole else {}
-
-    @property
-    @override
-    def _new(self) -> New:
-        if not self.is_larger_than_memory:
-            return super()._new
-        return Shelf(self._trainer.default_root_dir).new
 
     @property
     @override

@@ -13,8 +13,10 @@ from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from typing import Any, final
 
+import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -31,7 +33,9 @@ from lightning_cyclic.plugin.checks import (
 from lightning_cyclic.plugin.clipping import clip_mode, may_clip_by_norm
 from lightning_cyclic.plugin.deferred_update import DeferredUpdates
 from lightning_cyclic.plugin.options import Options
+from lightning_cyclic.plugin.records import Recorder
 from lightning_cyclic.plugin.reductions import HeldReductions
+from lightning_cyclic.plugin.step_arguments import StepArguments
 from lightning_cyclic.plugin.training import (
     AbstractTraining,
     Closure,
@@ -40,8 +44,10 @@ from lightning_cyclic.plugin.training import (
     epoch_ends,
 )
 from lightning_cyclic.plugin.weight_guard import WeightGuard
+from lightning_cyclic.runtime.absent import is_absent
 from lightning_cyclic.runtime.stages.named_places import paste
 from lightning_cyclic.runtime.transport import CountingTransport
+from lightning_cyclic.runtime.values.trees import map_tensors
 from lightning_cyclic.runtime.whole_step.session import Session, SessionConfig
 
 
@@ -90,6 +96,8 @@ class ReplicatedTraining(AbstractTraining):
             relay_buffers=options.relay_buffers,
             paced=clip != "global" or plan.weights != "freshest",
             accumulates=_may_accumulate(trainer),
+            memory_limit_bytes=options.memory_limit_bytes,
+            say=rank_zero_info,
             recorder=options.recorder,
         )
         self._session: Session = Session(
@@ -118,7 +126,10 @@ class ReplicatedTraining(AbstractTraining):
         return self._updates.updated
 
     def _of_module(self) -> dict[str, nn.Parameter]:
-        return dict(self._module.named_parameters())
+        named = dict(self._module.named_parameters())
+        if self._session.is_apart:  # others have no bits to compare
+            named = {n: p for n, p in named.items() if not is_absent(p)}
+        return named
 
     def _parameters_of(self, j: int) -> Sequence[nn.Parameter]:
         assert self._session.engine is not None
@@ -148,6 +159,8 @@ class ReplicatedTraining(AbstractTraining):
         self._guard.check()
         session = self._session
         self._follow_freezing()
+        if session.is_apart and session.engine is None:
+            args, kwargs = self._find_stages(own, StepArguments(args, kwargs)), {}
         batch, last = args[0] if args else kwargs, not self._accumulating
         ends = epoch_ends(self._trainer)
         with session.forward(batch, last=last, ends=ends), self._reductions.held():
@@ -162,6 +175,14 @@ class ReplicatedTraining(AbstractTraining):
         if last:  # the worker behind begins its window when this one's is over
             self._reductions.run(self._trainer.strategy.reduce)
         return output
+
+    def _find_stages(self, own: Own, given: StepArguments) -> tuple[Any, ...]:
+        """Find the stages with a run of the step that logs nothing; return its arguments."""
+        copied = given.around(map_tensors(torch.clone, given.batch))
+        records = Recorder(self._module)
+        with records.holding(lambda *_: None), self._reductions.held():
+            self._session.find_stages(given.batch, lambda: own(*copied))
+        return given.around(given.batch)
 
     @override
     def _follow_freezing(self) -> None:
@@ -245,8 +266,16 @@ class ReplicatedTraining(AbstractTraining):
 
     # ------------------------------------------------------------------ checkpoints
 
+    @property
+    @override
+    def is_larger_than_memory(self) -> bool:
+        return self._session.is_apart and self._session.engine is not None
+
     @override
     def _whole_weights(self, own: Own) -> dict[str, Any]:
+        if self.is_larger_than_memory:
+            whole = self._session.gather_on_rank_0(self._new)
+            return ckpt.whole_state(self._module, whole) if whole else {}
         state: dict[str, Any] = own()
         if self._trainer.is_global_zero:
             # parameters are views of flat buffers, which torch.save would write whole

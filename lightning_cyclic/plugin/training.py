@@ -48,7 +48,7 @@ from lightning_cyclic.runtime.agreement import (
     require_same_number,
 )
 from lightning_cyclic.runtime.deferred import beginnings
-from lightning_cyclic.runtime.shelf import New, in_memory
+from lightning_cyclic.runtime.shelf import New, Shelf, in_memory
 from lightning_cyclic.runtime.stages.named_places import paste
 from lightning_cyclic.runtime.transport import CountingTransport
 from lightning_cyclic.runtime.transport.limit import FIRST_STEPS, Limit
@@ -363,7 +363,9 @@ class AbstractTraining(ABC):
     @property
     def _new(self) -> New:
         """Return what makes tensors for a checkpoint."""
-        return in_memory
+        if not self.is_larger_than_memory:
+            return in_memory
+        return Shelf(self._trainer.default_root_dir).new
 
     @property
     def is_larger_than_memory(self) -> bool:

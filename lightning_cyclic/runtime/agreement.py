@@ -198,6 +198,31 @@ def merged(mine: Mapping[str, Any], group: Any) -> dict[str, Any]:
     return whole
 
 
+def sent_to_rank_0(
+    named: Mapping[str, Tensor], sources: Mapping[str, int], group: Any, new: New
+) -> dict[str, Tensor]:
+    """Return tensors of all workers on rank 0, in the memory of the host; nothing elsewhere.
+
+    Args:
+        named: name -> tensor, of the same names everywhere.
+        sources: name -> rank whose values count.
+        group: process group of all workers for what is in the host's memory.
+        new: makes the tensors into which those of other ranks come.
+    """
+    whole: dict[str, Tensor] = {}
+    rank = dist.get_rank()
+    for name, source in sources.items():
+        x = named[name]
+        if rank == 0 and source == 0:
+            whole[name] = x.detach().cpu()
+        elif rank == 0:
+            whole[name] = new(x.shape, x.dtype)
+            dist.recv(whole[name], source, group=group)
+        elif rank == source:
+            dist.send(x.detach().cpu().contiguous(), 0, group=group)
+    return whole
+
+
 def put_together(what: str, mine: Mapping[str, Any], group: Any) -> dict[str, Any]:
     """Return on worker 0 what all workers have of parameters, by name; elsewhere the own.
 

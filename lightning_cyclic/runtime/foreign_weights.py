@@ -52,7 +52,7 @@ class Holdings(Protocol):
     def is_freed(self) -> bool:
         """Say whether what others have has no memory here."""
 
-    def free(self, home: Home | None) -> None:
+    def free_foreign(self, home: Home | None) -> None:
         """Give up the memory of what other workers have; its home is told who reads it."""
 
     def restore(self) -> None:
@@ -159,12 +159,22 @@ class ForeignWeights:
     def running(self) -> Iterator[None]:
         """Run the body, a part of the program, without foreign weights."""
         self._end_lending()
-        self._holdings.free(self)
+        self._holdings.free_foreign(self)
         self._is_running = True
         try:
             yield
         finally:
             self._is_running = False
+
+    def withdraw(self) -> None:
+        """Let nothing be read from here on: a step begins, in which others tell who has what."""
+        self._end_lending()
+        self._holdings.free_foreign(None)
+
+    def offer(self, t: int) -> None:
+        """Let weights of step ``t`` be read, until they are withdrawn."""
+        self._holdings.free_foreign(self)
+        self.settle(t)
 
     # ------------------------------------------------------------------ reading
 

@@ -49,7 +49,7 @@ def worker(stage: int, *, limit: int | None = None) -> tuple[Model, ForeignWeigh
     ownership = Ownership(model, cuts, [stage])
     foreign = ForeignWeights(model, STAGE_OF, ownership, lambda j: 7 - j, limit, said.append)
     foreign.settle(0)
-    ownership.free(foreign)
+    ownership.free_foreign(foreign)
     return model, foreign, said
 
 
@@ -217,6 +217,6 @@ def test_whoever_has_everything_fetches_nothing() -> None:
     ownership = Ownership(model, cuts, [0, 1])
     foreign = ForeignWeights(model, STAGE_OF, ownership, lambda j: 0, None, print)
     foreign.settle(0)
-    ownership.free(foreign)
+    ownership.free_foreign(foreign)
     foreign.fetch()
     assert type(model.norm.weight) is nn.Parameter

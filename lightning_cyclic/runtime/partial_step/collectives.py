@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_cyclic.errors import CyclicError, PlanError, StepError
 from lightning_cyclic.plan import Plan
-from lightning_cyclic.runtime.agreement import device_for, gather_texts
+from lightning_cyclic.runtime.agreement import device_for, gather_texts, sent_to_rank_0
 from lightning_cyclic.runtime.partial_step.ranks import rank_of
 from lightning_cyclic.runtime.shelf import New
 from lightning_cyclic.runtime.stages.cuts import Cuts
@@ -102,20 +102,12 @@ class Collectives:
             plan: says who has the stage.
             new: makes the tensors into which those of other ranks come.
         """
-        whole: dict[str, Tensor] = {}
-        named, rank = self._named(), dist.get_rank()
-        for j in range(cuts.num_stages):
-            source = rank_of(plan.owner(j), self._size)
-            for name in [*cuts.parameters[j], *cuts.buffers[j]]:
-                x = named[name]
-                if rank == 0 and source == 0:
-                    whole[name] = x.detach().cpu()
-                elif rank == 0:
-                    whole[name] = new(x.shape, x.dtype)
-                    dist.recv(whole[name], source, group=self._group)
-                elif rank == source:
-                    dist.send(x.detach().cpu().contiguous(), 0, group=self._group)
-        return whole
+        sources = {
+            name: rank_of(plan.owner(j), self._size)
+            for j in range(cuts.num_stages)
+            for name in [*cuts.parameters[j], *cuts.buffers[j]]
+        }
+        return sent_to_rank_0(self._named(), sources, self._group, new)
 
     def load(self, whole: Mapping[str, Tensor]) -> None:
         """Copy whole weights into the module."""

@@ -154,7 +154,7 @@ class Ownership:
 
     # ------------------------------------------------------------------ memory
 
-    def free(self, home: Home | None = None) -> None:
+    def free_foreign(self, home: Home | None = None) -> None:
         """Give up the memory of what other workers hold.
 
         Args:
@@ -199,7 +199,7 @@ class Ownership:
         try:
             yield
         finally:
-            self.free(self._home)
+            self.free_foreign(self._home)
 
     def _away(self) -> Iterator[tuple[str, Tensor]]:
         """Iterate over what other workers have."""

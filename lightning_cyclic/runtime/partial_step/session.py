@@ -254,7 +254,7 @@ class StagewiseSession:
             with self.naming_peers("to have the weights of its stages"):
                 self._collectives.meet()
         before = {id(h): h for h in map(home_of, self.module.parameters())}
-        ownership.free(self.foreign)
+        ownership.free_foreign(self.foreign)
         for home in before.values():
             if isinstance(home, ForeignWeights):
                 home.close()

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.plan.actions import Action, Kind, Lane, Payload
 from lightning_cyclic.plan.dataflow import Datum, Item
+from lightning_cyclic.runtime.absent import is_absent
 from lightning_cyclic.runtime.gradient_store import GradientStore, Sum
 from lightning_cyclic.runtime.messages import Messages
 from lightning_cyclic.runtime.norms import Norms
@@ -96,7 +97,6 @@ class Engine:
         self._aside = aside
         self._words = Words()
         self._flushed_at = self._starts_at = self.t
-        self._is_whole = True  # at a flush: whether this worker has the parameters of all stages
         self._ended = self.t - 1  # the last step that a flush has ended
         self._entered = -1
         self._actions: Sequence[Action] = ()  # of the step under way
@@ -111,8 +111,13 @@ class Engine:
         self._messages = Messages(self._line, depths, wait, device)
         keeps = not plan.axes.sharding.gathers
         self.stores = [
-            VersionStore(ps, self.t, self._messages, keeps=keeps) for ps in self._parameters
+            VersionStore(
+                ps, self.t, self._messages, keeps=keeps, is_here=not any(map(is_absent, ps))
+            )
+            for ps in self._parameters
         ]
+        # at a flush: whether this worker has the parameters of all stages
+        self._is_whole = all(store.versions for store in self.stores)
         if state is not None:
             self._restore_previous(state)
         self._grads = GradientStore(self.parameters)
@@ -120,9 +125,9 @@ class Engine:
         self._exchange = Exchange(
             module, self._w, stages, self.stores, self._grads, self.norms, self._messages
         )
-        shards: Shards | None = None
+        self.shards: Shards | None = None
         if plan.axes.sharding.gathers:
-            shards = self._exchange.shards = Shards(
+            self.shards = self._exchange.shards = Shards(
                 module, stages, self.stores, plan.owner, self._w, self._bring
             )
         hooks, lanes = _Hooks(self._enter), waiting_lanes(plan, self._w)
@@ -134,8 +139,8 @@ class Engine:
         for j in range(plan.num_stages):
             for payload, layout in self._exchange.layouts(j).items():
                 self._messages.know(payload, j, layout)
-        self._shown: Replica = shards or Replica(self.stores)
-        again = None if shards is None else self._enter_again
+        self._shown: Replica = self.shards or Replica(self.stores)
+        again = None if self.shards is None else self._enter_again
         self._entrances = Entrances(module, stages, self.enter, self._w, again)
         self._collector = GradientCollector(self._parameters, self._hand_over, self._w)
 
@@ -216,7 +221,7 @@ class Engine:
         self._shown.stay_no_longer()
         if self.plan.weights == "sync":
             self._worker.settle()
-            self._show_newest(range(self.plan.num_stages))
+            self._show_newest(range(self.plan.num_stages) if self._is_whole else self.owned)
 
     @property
     def ends(self) -> bool:
@@ -408,6 +413,12 @@ class Engine:
         for j in stages:
             self._shown.show_newest(j, self.t, self.plan.reads(self.t, self._w, j))
             self._note_word(j, self.t)
+
+    def flushed(self, name: str) -> Tensor:
+        """Return an own parameter as it was at the last flush; from any thread."""
+        j = self.stages.stage_of[name]
+        place = self.stages.stages[j].parameters.index(name)
+        return self.stores[j][self._flushed_at].tensors[place]
 
     def state(self) -> EngineState:
         """Return what a checkpoint needs; only behind a flush."""

@@ -20,12 +20,17 @@ from torch import Tensor, nn
 
 from lightning_cyclic.errors import StepError
 from lightning_cyclic.plan import Plan
-from lightning_cyclic.runtime.agreement import Together, put_together
+from lightning_cyclic.runtime.absent import home_of, is_absent, make_present
+from lightning_cyclic.runtime.agreement import Together, put_together, sent_to_rank_0
 from lightning_cyclic.runtime.failure_words import words_of
+from lightning_cyclic.runtime.foreign_weights import ForeignWeights
 from lightning_cyclic.runtime.late_values import LateValues
+from lightning_cyclic.runtime.lending import lending
 from lightning_cyclic.runtime.recorder import Recorder
+from lightning_cyclic.runtime.shelf import New
 from lightning_cyclic.runtime.stages.profile import Profile
 from lightning_cyclic.runtime.stages.stage_map import StageMap, make_stages
+from lightning_cyclic.runtime.stages.untouched import untouched
 from lightning_cyclic.runtime.transport import CountingTransport
 from lightning_cyclic.runtime.transport.choice import Route, link
 from lightning_cyclic.runtime.transport.limit import Limit
@@ -33,6 +38,7 @@ from lightning_cyclic.runtime.waiting import naming_peers
 from lightning_cyclic.runtime.whole_step.bootstrap import FirstStep
 from lightning_cyclic.runtime.whole_step.draws import KeyedDraws
 from lightning_cyclic.runtime.whole_step.engine import Engine, EngineState, Update
+from lightning_cyclic.runtime.whole_step.shards import shared_parameters
 from lightning_cyclic.runtime.whole_step.step_recorder import StepRecorder, Unrecorded
 
 _LEAST_BYTES = 3 << 19  # of a fine stage: below, its messages cost more than they overlap
@@ -53,6 +59,9 @@ class SessionConfig:
         relay_buffers: "auto" relays the buffers that the first step changed, "all" every one.
         paced: whether workers that start together are brought into the timetable's stagger.
         accumulates: whether a step may have several batches, of which the last hands buffers on.
+        memory_limit_bytes: most bytes of parameters that a worker may have where each makes its
+            own stages alone; they may be read between steps as far as they fit. [any number]
+        say: tells the user, once.
         recorder: notes what this worker does, and when. [nobody does]
     """
 
@@ -64,6 +73,8 @@ class SessionConfig:
     relay_buffers: str = "auto"
     paced: bool = True
     accumulates: bool = False
+    memory_limit_bytes: int | None = None
+    say: Callable[[str], None] = print
     recorder: Recorder | None = None
 
 
@@ -125,6 +136,11 @@ class Session:
         # stages that are chosen in the first step are not known in it: it draws as one stage
         named = () if isinstance(config.stages, int | str) else config.stages
         self._draws = KeyedDraws(module, named, device)
+        self._has_first_draws = True
+        # workers that make their own stages alone never have the whole module
+        self.is_apart = any(map(is_absent, module.parameters()))
+        self.foreign: ForeignWeights | None = None  # if so
+        self._num_starts = 0
 
     @property
     def t(self) -> int:
@@ -168,6 +184,26 @@ class Session:
 
     # ------------------------------------------------------------------ steps
 
+    def find_stages(self, batch: Any, step: Callable[[], Any]) -> None:
+        """Find the stages before the first step, where no worker may have the whole module.
+
+        Args:
+            batch: that this worker has been given.
+            step: runs the user's step on a copy of it; it leaves nothing behind, and the
+                parameters of a module are there while it is called.
+        """
+        if not self.is_apart or self.engine is not None:
+            return
+        first = self._first
+        assert first is not None
+        draws = self._draws.keyed(self._seed, self.t, self._worker)
+        with draws, lending(self._module), untouched(self._module), torch.no_grad(), \
+                first.forward(batch, first=True):  # fmt: skip
+            step()
+            first.note()
+        self._start(self._find(), None)
+        self._first = None
+
     @contextmanager
     def forward(self, batch: Any, *, last: bool, ends: bool = False) -> Iterator[None]:
         """Run the body as the training step of one batch.
@@ -180,6 +216,8 @@ class Session:
         first = self._batches == 0
         key = self._worker + (self._batches << 32)  # the micro-batch, and which of its batches
         self._batches = 0 if last else self._batches + 1
+        if first and self.foreign is not None:
+            self.foreign.withdraw()
         with self._draws.keyed(self._seed, self.t, key):
             if self.engine is not None:
                 with self.engine.forward(first=first, last=last), self._recorder.running():
@@ -215,6 +253,8 @@ class Session:
         """Count the step."""
         assert self.engine is not None
         self.engine.end_step()
+        if self._has_first_draws:
+            self._draw_by_stages()
 
     # ------------------------------------------------------------------ between steps
 
@@ -226,7 +266,10 @@ class Session:
         """
         if self.engine is not None and not self.failed:
             self._losses.settle()
-            self.engine.flush(whole=whole)
+            is_flushed = self.engine.is_flushed
+            self.engine.flush(whole=whole and not self.is_apart)
+            if self.foreign is not None and not is_flushed:
+                self.foreign.offer(self.t)
 
     @property
     def is_flushed(self) -> bool:
@@ -331,6 +374,8 @@ class Session:
         if not self.failed:
             with self.naming_peers("to finish"):
                 dist.barrier(group=self.group)
+        if self.foreign is not None:
+            (self.foreign.close if self.failed else self.foreign.outlive)()
         self._draws.remove()
         if self.engine is not None:
             self.engine.close()
@@ -360,15 +405,25 @@ class Session:
         return naming_peers(self.transport, self.when, what, peer)
 
     def _begin(self) -> None:
+        self._start(self._find(), None)
+        assert self.engine is not None
+        self.engine.adopt_forward()
+        self._first = None
+        self._draw_by_stages()
+
+    def _find(self) -> StageMap:
         assert self._first is not None
         with self.naming_peers("to agree on the stages"):
             profile = self._first.agree()
         stages = self._make_stages(profile)
         self._first.check_order(stages.stage_of)
-        self._start(stages, None)
-        assert self.engine is not None
-        self.engine.adopt_forward()
-        self._first = None
+        return stages
+
+    def _draw_by_stages(self) -> None:
+        """Draw as the stages do from here on."""
+        self._has_first_draws = False
+        self._draws.remove()
+        self._draws = KeyedDraws(self._module, self.starts or (), self._device)
 
     def _make_stages(self, profile: Profile) -> StageMap:
         sizes = {n: p.numel() * p.element_size() for n, p in self._trained.items()}
@@ -392,8 +447,10 @@ class Session:
         if self.engine is not None:  # receives posted for the old engine must not match new sends
             self.transport = self._new_transport()
         self.stages = stages
-        self._draws.remove()
-        self._draws = KeyedDraws(self._module, self.starts or (), self._device)
+        if state is not None:
+            self._draw_by_stages()
+        if self.is_apart:
+            self._take_own(plan)
         self.engine = Engine(
             self._module,
             plan,
@@ -402,12 +459,69 @@ class Session:
             self._update,
             state,
             paced=self._config.paced,
-            aside=self._draws.aside,
+            aside=self._aside,
         )
+        if self.is_apart:
+            self._share_foreign(self.engine)
         self._recorder.attach(self.engine)
         if self.stop_requested:
             self.engine.request_stop()
         self._watch_buffers(stages)
+
+    def _aside(self) -> AbstractContextManager[None]:
+        return self._draws.aside()  # of the draws of the step, which others follow
+
+    # ------------------------------------------------------------------ no worker has all
+
+    def _take_own(self, plan: Plan) -> None:
+        """Have the own stages for good, and what belongs to none or to several modules."""
+        assert self.stages is not None
+        stage_of, shared = self.stages.stage_of, shared_parameters(self._module)
+        named = self._module.named_parameters()
+        before = {id(h): h for h in map(home_of, self._module.parameters())}
+        own = [
+            p
+            for n, p in named
+            if n not in stage_of or plan.owner(stage_of[n]) == self._worker or id(p) in shared
+        ]
+        make_present(*own)
+        for p in own:  # others expect it so
+            p.data = p.data.contiguous()
+        with self.naming_peers("to have the weights of its stages"):
+            dist.barrier(group=self.group)  # who had them before gives them until here
+        for home in before.values():
+            if isinstance(home, ForeignWeights):
+                home.close()
+
+    def _share_foreign(self, engine: Engine) -> None:
+        """Let weights that others have be read between steps."""
+        assert self.stages is not None
+        assert engine.shards is not None
+        if self.foreign is not None:
+            self.foreign.close()
+        self.foreign = ForeignWeights(
+            self._module,
+            self.stages.stage_of,
+            engine.shards,
+            engine.plan.owner,
+            self._config.memory_limit_bytes,
+            self._config.say,
+            engine.flushed,
+        )
+        self._num_starts += 1
+        key = f"lightning_cyclic/{self.group.group_name}/weights {self._num_starts}"
+        self.foreign.serve(key, self.transport.limit)
+        self.foreign.offer(self.t)
+
+    def gather_on_rank_0(self, new: New) -> dict[str, Tensor]:
+        """Return all parameters and buffers, whole, on rank 0 alone; all must call it."""
+        assert self.engine is not None
+        assert self.stages is not None
+        stage_of, owner = self.stages.stage_of, self.engine.plan.owner
+        named = {**dict(self._module.named_parameters()), **dict(self._module.named_buffers())}
+        sources = {n: owner(stage_of[n]) if n in stage_of else 0 for n in named}
+        with self.naming_peers("to put the weights together"):
+            return sent_to_rank_0(named, sources, self.group, new)
 
     # ------------------------------------------------------------------ checks
 

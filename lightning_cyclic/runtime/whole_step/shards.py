@@ -21,7 +21,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from typing_extensions import override
 
 from lightning_cyclic.errors import StepError
-from lightning_cyclic.runtime.absent import come_back, leave
+from lightning_cyclic.runtime.absent import Home, come_back, leave
+from lightning_cyclic.runtime.lending import without_memory
 from lightning_cyclic.runtime.stages.stage_map import StageMap
 from lightning_cyclic.runtime.whole_step.versions import VersionStore
 
@@ -128,13 +129,18 @@ class Shards(Replica):
         self._foreign = [j for j in range(len(stores)) if owner_of(j) != worker]
         self._names = [stage.parameters for stage in stages.stages]
         self._stage_of = stages.stage_of
-        self._shared = _shared(module)
+        self._shared = shared_parameters(module)
         self._places: dict[int, tuple[int, int]] = {}  # address of a version -> stage, version
         self._shown: dict[int, int] = {}  # foreign stage -> version
         self._stays = False
+        self._is_apart = False  # whether no worker ever has all parameters
+        self._is_freed = True
         for j in self._foreign:
             for v in stores[j].versions:
                 self._note(j, v)
+            if not stores[j].versions:
+                self._is_apart = True
+                self._leave(j, self)
 
     # ------------------------------------------------------------------ coming and going
 
@@ -179,12 +185,16 @@ class Shards(Replica):
     def _hide(self, j: int) -> None:
         if self._shown.pop(j, None) is None:
             return
-        for p, name in zip(self._stores[j].parameters, self._names[j], strict=True):
+        for p in self._stores[j].parameters:
             if id(p) in self._shared:
                 p.data = p.data.clone()
-            else:
-                p.data = torch.zeros((), dtype=p.dtype, device=p.device).expand(p.shape)
-                leave(p, name, self)
+        self._leave(j, self)
+
+    def _leave(self, j: int, home: Home) -> None:
+        for p, name in zip(self._stores[j].parameters, self._names[j], strict=True):
+            if id(p) not in self._shared:
+                p.data = without_memory(p)
+                leave(p, name, home)
 
     @override
     def stay(self) -> None:
@@ -206,12 +216,54 @@ class Shards(Replica):
     @override
     def release(self) -> None:
         # plain parameters again, and not a number where nobody has brought them
-        for j in self._foreign:
+        for j in self._foreign if not self._is_apart else ():
             if j not in self._shown:
                 for p in self._stores[j].parameters:
                     come_back(p)
                     if p.is_floating_point() and id(p) not in self._shared:
                         p.data = p.data.new_full((), torch.nan).expand(p.shape)
+
+    # ------------------------------------------------------------------ between steps
+
+    @property
+    def foreign(self) -> list[str]:
+        """Return the names of the parameters that come and go."""
+        return [n for j in self._foreign for n in self._names[j]]
+
+    @property
+    def stale(self) -> tuple[str, ...]:
+        """Return no buffers: a flush brings them."""
+        return ()
+
+    @property
+    def stages(self) -> list[int]:
+        """Return the stages that this worker updates."""
+        return [j for j in range(len(self._stores)) if j not in self._foreign]
+
+    @property
+    def own(self) -> list[nn.Parameter]:
+        """Return their parameters."""
+        return [p for j in self.stages for p in self._stores[j].parameters]
+
+    @property
+    def is_freed(self) -> bool:
+        """Say whether parameters of others have no memory between steps."""
+        return self._is_freed
+
+    def free_foreign(self, home: Home | None) -> None:
+        """Give up what has come between steps; its home, or this, is told who reads it."""
+        self._is_freed = True
+        for j in self._foreign:
+            self._leave(j, home or self)
+
+    def restore(self) -> None:
+        """Give parameters of others memory, without values."""
+        self._is_freed = False
+        for j in self._foreign:
+            for p in self._stores[j].parameters:
+                if id(p) not in self._shared:
+                    come_back(p)
+                    p.data = torch.empty(p.shape, dtype=p.dtype, device=p.device)
 
     # ------------------------------------------------------------------ what autograd saves
 
@@ -294,7 +346,7 @@ def refuse_return(worker: int, j: int) -> NoReturn:
     )
 
 
-def _shared(module: nn.Module) -> Collection[int]:
+def shared_parameters(module: nn.Module) -> Collection[int]:
     """Return ids of the parameters that several modules have."""
     seen: dict[int, int] = {}
     for m in module.modules():

@@ -27,23 +27,38 @@ class VersionStore:
         v: the version that the parameters hold now.
         messages: whose buffers versions lie in.
         keeps: whether their memory waits for the next version, or goes.
+        is_here: whether the parameters have values; else there is no version yet.
     """
 
     def __init__(
-        self, parameters: Sequence[nn.Parameter], v: int, messages: Messages, *, keeps: bool = True
+        self,
+        parameters: Sequence[nn.Parameter],
+        v: int,
+        messages: Messages,
+        *,
+        keeps: bool = True,
+        is_here: bool = True,
     ) -> None:
         self.parameters = parameters
-        self.layout: Layout = messages.layout(parameters, keeps=keeps)
-        self.words: dict[int, int] = {v: 0}  # what all workers said in the step that made each
+        # what has no memory yet is to come as its owner has it: contiguous
+        laid = (
+            parameters
+            if is_here
+            else [torch.empty(p.shape, dtype=p.dtype, device="meta") for p in parameters]
+        )
+        self.layout: Layout = messages.layout(laid, keeps=keeps)
+        self.words: dict[int, int] = {}  # what all workers said in the step that made each
         self._messages = messages
         self._changing = threading.Lock()  # versions arrive on a lane, too
-        self._versions: dict[int, Buffer] = {v: self.layout.new()}
-        self._versions[v].write([p.data for p in parameters])
+        self._versions: dict[int, Buffer] = {}
         self._held: set[int] = set()  # which lanes are about to hand on
         self._needed = v  # the oldest version that is read here
         self._shown: Buffer | None = None
         self.depth = 1
-        self.show(v)
+        if is_here:
+            self.put(v, self.layout.new())
+            self._versions[v].write([p.data for p in parameters])
+            self.show(v)
 
     @property
     def newest(self) -> int:
@@ -73,7 +88,7 @@ class VersionStore:
 
     def release(self) -> None:
         """Give the parameters storage of their own again, with the values that are shown."""
-        for parameter in self.parameters:
+        for parameter in self.parameters if self._shown is not None else ():
             parameter.data = parameter.data.clone()
         self._shown = None
 
