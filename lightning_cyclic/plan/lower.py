@@ -8,6 +8,7 @@ Each pass is a pure function from programs to programs; read them in this order.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
 
@@ -32,7 +33,7 @@ from lightning_cyclic.plan.presets import (
     default_num_micro,
     default_spacing,
 )
-from lightning_cyclic.plan.program import NotSteadyError, Program
+from lightning_cyclic.plan.program import NotSteadyError, Program, last_that_repeats
 
 
 def lower(plan: Plan) -> Program:
@@ -47,12 +48,13 @@ def lower(plan: Plan) -> Program:
     num_steps = few.warmup_steps + 2 + repeats + plan.steps_under_way
     while True:  # until the window shows that the program repeats
         shown = replace(few, num_steps=num_steps)
-        try:
-            return Program(plan, window(shown), shown)
-        except NotSteadyError:
-            num_steps += num_steps // 2
+        if shown.is_settled(last_that_repeats(shown)):  # else no window need be made to see it
+            with suppress(NotSteadyError):
+                return Program(plan, window(shown), shown)
+        num_steps += num_steps // 2
 
 
+@lru_cache(maxsize=4)  # a plan and the probe that it is proved on look at the same steps
 def window(plan: Plan) -> tuple[Actions, ...]:
     """Make the actions of each worker over the first steps of a plan, as many as it has."""
     # [1] Who computes what on which version; [2] which batch comes before it, which losses behind.

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property
+from itertools import product
 from typing import TYPE_CHECKING, final
 
 from lightning_cyclic.plan.actions import Action, Kind
@@ -323,6 +324,11 @@ class Plan:
     def lag(self, t: int, i: int, j: int) -> int:
         """Count the versions by which F(i, j) of step t is behind."""
         return t - self.reads(t, i, j)
+
+    def is_settled(self, t: int) -> bool:
+        """Say whether forwards of step t lag as those of any late step do."""
+        cells = product(range(self.num_micro), range(self.num_stages))
+        return all(self.lag(t, i, j) == self.lag(self.late_step, i, j) for i, j in cells)
 
     def _need(self, i: int, j: int) -> int:
         """Give the time at which micro-batch i first reads a version, up to a constant."""

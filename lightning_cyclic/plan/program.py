@@ -22,7 +22,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
-from itertools import chain, product
+from itertools import chain
 from typing import TYPE_CHECKING, final
 
 from lightning_cyclic.plan.actions import Action, Kind, Payload
@@ -311,7 +311,7 @@ class Program:
 
     def _first_steady(self) -> int:
         """Return the first step from which on all blocks repeat."""
-        t = self._shown.num_steps - 1 - self.plan.steps_under_way - self._repeats
+        t = last_that_repeats(self._shown)
         if t <= self._shown.warmup_steps or not self._repeats_from(t):
             raise NotSteadyError
         while t > self._shown.warmup_steps and self._repeats_from(t - 1):
@@ -327,14 +327,20 @@ class Program:
         later, shown = t + self._repeats, self._shown
         slot = shown.axes.schedule.slot
         slots = slot(later, 0) - slot(t, 0)
-        cells = product(range(shown.num_micro), range(shown.num_stages))
-        if any(shown.lag(t, i, j) != shown.lag(shown.late_step, i, j) for i, j in cells):
-            return False
-        return all(
+        return shown.is_settled(t) and all(
             [_placed(_moved(a, self._repeats, slots)) for a in self._block(w, t)]
             == [_placed(a) for a in self._block(w, later)]
             for w in range(self.num_workers)
         )
+
+
+def last_that_repeats(shown: Plan) -> int:
+    """Return the last step of a window whose block, and the one to compare with, are whole.
+
+    Args:
+        shown: the plan of the window.
+    """
+    return shown.num_steps - 1 - shown.steps_under_way - shown.axes.placement.repeats
 
 
 class NotSteadyError(Exception):
