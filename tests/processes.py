@@ -40,9 +40,15 @@ PRELOAD = [  # modules that no rank need import for itself
     "lightning.pytorch",
     "lightning_cyclic.strategy",
     "torch.distributed.algorithms.ddp_comm_hooks.default_hooks",  # what a Trainer imports late
+    "torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook",
+    "torch.profiler._cupti_monitor",
     "torch.utils.serialization.config",
+    "fsspec.implementations.chained",  # and when it writes its first checkpoint
+    "omegaconf",
+    "encodings.idna",  # a connection, when it looks up its host
     *(f"transformers.models.{name}.modeling_{name}" for name in HUGGING_FACE),
     "tests.stagewise_runs",
+    "tests.frozen_imports",  # the last
 ]
 
 # what Lightning and torch say about runs as small as these
