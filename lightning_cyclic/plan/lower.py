@@ -45,7 +45,8 @@ def lower(plan: Plan) -> Program:
     repeats = plan.axes.placement.repeats
     alike = max(plan.warmup_steps - 1 - repeats, 0) // repeats * repeats  # synchronous steps
     few = replace(plan, warmup_steps=plan.warmup_steps - alike)
-    num_steps = few.warmup_steps + 2 + repeats + plan.steps_under_way
+    irregular = 2 if plan.axes.weights.needs_previous else 1  # at least: where 0 is read twice
+    num_steps = few.warmup_steps + 1 + irregular + repeats + plan.steps_under_way
     while True:  # until the window shows that the program repeats
         shown = replace(few, num_steps=num_steps)
         if shown.is_settled(last_that_repeats(shown)):  # else no window need be made to see it
