@@ -21,6 +21,7 @@ from __future__ import annotations
 import enum
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
+from functools import cache
 from itertools import accumulate
 from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias, final
@@ -255,9 +256,11 @@ def lives(program: Iterable[Action], kinds: frozenset[Datum]) -> Iterator[Life]:
         program: of one worker.
         kinds: of items.
     """
-    flow = Dataflow()
+    flow, concerned = Dataflow(), _concerned_with(kinds)
     found: dict[Item, Life] = {}
     for n, a in enumerate(program):
+        if (a.payload or a.kind) not in concerned:
+            continue
         row = flow(a)
         for item in row.reads:
             if item[0] in kinds and (life := _read(found.get(item), item, n, a)) is not None:
@@ -271,6 +274,19 @@ def lives(program: Iterable[Action], kinds: frozenset[Datum]) -> Iterator[Life]:
             if item in found:
                 yield found.pop(item)._replace(end=n)
     yield from (life for life in found.values() if life.end >= 0)
+
+
+@cache
+def _concerned_with(kinds: frozenset[Datum]) -> frozenset[Kind | Payload]:
+    """Name the rows of the table that have items of some kinds, without a plan."""
+    flow, found = Dataflow(), set()
+    for name in (*Kind, *Payload):
+        ways = [name] if isinstance(name, Kind) else [Kind.SEND, Kind.RECV]
+        payload = None if isinstance(name, Kind) else name
+        rows = [flow(Action(kind=kind, payload=payload, t=0, j=0, i=0, v=0)) for kind in ways]
+        if any(item[0] in kinds for row in rows for items in row for item in items):
+            found.add(name)
+    return frozenset(found)
 
 
 def _read(life: Life | None, item: Item, n: int, a: Action) -> Life | None:
