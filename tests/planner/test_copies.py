@@ -18,6 +18,7 @@ def counted(preset, num_stages, of_each, width, *, remat, slack=0, tied=()):
         slack=slack,
         width=width,
         tied=tied,
+        proved=False,  # tests/plan has proofs; here its memory is counted
     )
     workers = memory(plan, Stages.alike(num_stages), remat=remat, state_per_param=1)
     homes = [plan.axes.placement.workers_of(j) for j in range(num_stages)]
