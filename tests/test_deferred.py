@@ -314,6 +314,8 @@ def test_behind_a_fit_beyond_memory_a_module_goes_on(
 class Large(LightningModule):
     """A GPT, made late."""
 
+    num_blocks = 48
+
     def __init__(self) -> None:
         super().__init__()
         self.net: Any = None
@@ -324,7 +326,7 @@ class Large(LightningModule):
                 nn.TransformerEncoderLayer(
                     WIDTH, 8, 4 * WIDTH, dropout=0, batch_first=True, norm_first=True
                 )
-                for _ in range(NUM_BLOCKS)
+                for _ in range(self.num_blocks)
             ]
             self.net = nn.Sequential(nn.Embedding(256, WIDTH), *blocks, nn.Linear(WIDTH, 256))
 
@@ -335,19 +337,29 @@ class Large(LightningModule):
         return torch.optim.SGD(self.parameters(), 0.1)
 
 
-WIDTH, NUM_BLOCKS = 512, 48
+class Stateful(Large):
+    """Smaller, with as much again of optimizer state, twice."""
+
+    num_blocks = 24
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), 1e-3)
+
+
+WIDTH = 512
 CAP = 520 << 20
 
 
 def fit_large(
-    strategy: Any, cap: int | None, folder: str, epochs: int, file: str | None, within: bool
-) -> int:
+    strategy: Any, cap: int | None, folder: str, epochs: int, file: str | None, within: bool,
+    kind: type[Large] = Large,
+) -> int:  # fmt: skip
     with nullcontext() if cap is None else capped(cap):
         seed_everything(1, verbose=False)
-        module, g = Large(), torch.Generator().manual_seed(0)
+        module, g = kind(), torch.Generator().manual_seed(0)
         if not within:
             module.configure_model()
-        data = [torch.randint(0, 256, (4, 17), generator=g) for _ in range(2)]
+        data = [torch.randint(0, 256, (4, 17), generator=g) for _ in range(8)]
         trainer = make_trainer(
             strategy, max_epochs=epochs, enable_checkpointing=True, default_root_dir=folder,
             callbacks=[ModelCheckpoint(folder, "{epoch}", save_top_k=-1)],
@@ -417,7 +429,7 @@ def test_a_folder_of_hugging_faces_is_read_by_stages(tmp_path: Path) -> None:
 @pytest.mark.skipif(not is_possible(), reason="no control group of memory may be made here")
 def test_a_folder_that_exceeds_the_memory_of_each_rank(tmp_path: Path) -> None:
     source, apart, one = (str(tmp_path / name) for name in ("source", "apart", "one"))
-    gpt2(source, WIDTH, NUM_BLOCKS)
+    gpt2(source, WIDTH, Large.num_blocks)
     strategy = {"preset": "1f1b", "stages": 4, "num_micro": 4, "memory_limit_bytes": CAP}
     ranks = processes.run(fit_pretrained, 4, strategy, CAP, source, apart, True)
     assert ranks[0][1] > CAP
@@ -439,5 +451,23 @@ def test_a_gpt_whose_bare_weights_exceed_the_memory_of_each_rank(tmp_path: Path)
     processes.run(fit_large, 4, strategy, CAP, apart, 2, file, True)
     alone = {"preset": "1f1b", "stages": 1, "num_micro": 4}
     processes.run(fit_large, 1, alone, None, one, 2, None, True)
+    weights = [contents(Path(folder), 1)["state_dict"] for folder in (apart, one)]
+    assert same(*weights)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(400)
+@pytest.mark.skipif(not is_possible(), reason="no control group of memory may be made here")
+def test_a_gpt_whose_states_exceed_the_memory_of_each_rank(tmp_path: Path) -> None:
+    whole, sharded = ({"preset": p, "stages": 16} for p in ("cyclic_dp", "cyclic_zero"))
+    apart, one, cap = str(tmp_path / "apart"), str(tmp_path / "one"), 1100 << 20
+    with pytest.raises(processes.RanksFailedError, match="died without a word"):
+        processes.run(fit_large, 4, whole, cap, apart, 1, None, False, Stateful)
+    lean = sharded | {"memory_limit_bytes": cap}
+    sizes = processes.run(fit_large, 4, lean, cap, apart, 1, None, True, Stateful)
+    assert sizes[0] < cap < 4 * sizes[0]  # weights, gradients, and twice as much of AdamW's
+    file = str(Path(apart, "epoch=0.ckpt"))
+    processes.run(fit_large, 4, lean, cap, apart, 2, file, True, Stateful)
+    processes.run(fit_large, 4, whole, None, one, 2, None, False, Stateful)
     weights = [contents(Path(folder), 1)["state_dict"] for folder in (apart, one)]
     assert same(*weights)

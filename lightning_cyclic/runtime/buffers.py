@@ -105,6 +105,7 @@ class Layout:
         self._device = device
         self.head_bytes = aligned(NUM_WORDS + self.num_marks)
         self.num_bytes = self.head_bytes + total_bytes(self.specs)
+        self.keeps = keeps
         self.spare: deque[Buffer] = deque(maxlen=None if keeps else 0)
 
     def new(self) -> Buffer:

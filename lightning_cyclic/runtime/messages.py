@@ -20,13 +20,14 @@ import json
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from struct import pack, unpack_from
 from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
 
-from lightning_cyclic.plan.actions import Action, Payload
+from lightning_cyclic.plan.actions import Action, Kind, Lane, Payload
 from lightning_cyclic.plan.passes.messages import Channel, Ring, ring_of
 from lightning_cyclic.runtime.buffers import (
     NUM_WORDS,
@@ -111,11 +112,15 @@ class _Port:
         layout: of all of them, if they have one.
         depth: how many may be under way.
         is_apart: whether heads and descriptions travel by control, as content has no name.
+        lane: whose thread uses it.
     """
 
-    __slots__ = ("depth", "forms", "is_apart", "layout", "posted", "ring", "under_way")
+    __slots__ = ("depth", "forms", "is_apart", "lane", "layout", "posted", "ring", "under_way")
 
-    def __init__(self, ring: Ring, layout: Layout | None, depth: int, *, is_apart: bool) -> None:
+    def __init__(
+        self, ring: Ring, layout: Layout | None, depth: int, *, is_apart: bool, lane: Lane
+    ) -> None:
+        self.lane = lane
         self.ring = ring
         self.layout = layout
         self.depth = depth
@@ -181,6 +186,9 @@ class Messages:
         self._device = device
         self._layouts: dict[tuple[Payload, int], Layout] = {}
         self._ports: dict[Hashable, _Port] = {}  # by what actions of a ring have in common
+        # whose memory goes when it has been sent; and threads that wait for that
+        self._leaving: dict[Lane, list[_Port]] = {}
+        self._watches: dict[Lane, ThreadPoolExecutor] = {}
         # where messages have no names, each is received when it is known how large it is, in
         # the order of its channel: in a thread, so that nobody else waits for its head
         self._turns: dict[Channel, ThreadPoolExecutor] = {}
@@ -198,8 +206,8 @@ class Messages:
 
     def close(self) -> None:
         """End what runs in the background; messages that have not come are dropped."""
-        for turns in self._turns.values():
-            turns.shutdown(wait=False, cancel_futures=True)
+        for threads in (*self._turns.values(), *self._watches.values()):
+            threads.shutdown(wait=False, cancel_futures=True)
 
     def _port(self, a: Action) -> _Port:
         key = a.kind, a.payload, a.j, a.peer, a.lane
@@ -209,7 +217,9 @@ class Messages:
             depth = self._depths.get(ring, _LEAST_DEPTH)
             is_apart = self._control is not None and not ring.channel.is_control
             layout = self._layouts.get((ring.payload, ring.j))
-            port = self._ports[key] = _Port(ring, layout, depth, is_apart=is_apart)
+            port = self._ports[key] = _Port(ring, layout, depth, is_apart=is_apart, lane=a.lane)
+            if a.kind is Kind.SEND and layout is not None and not layout.keeps:
+                self._leaving.setdefault(a.lane, []).append(port)
         return port
 
     # ------------------------------------------------------------------ sending
@@ -310,10 +320,26 @@ class Messages:
         if buffer is not None:
             buffer.sent = [*buffer.sent[-1:], sent]
         port.under_way.append(sent)
+        if port in self._leaving.get(port.lane, ()):
+            self._watch(port.lane, sent.pending)
+
+    def _watch(self, lane: Lane, pending: AbstractPending) -> None:
+        """Wait in a thread until a message has left, as some transports know no sooner."""
+        if lane not in self._watches:
+            self._watches[lane] = ThreadPoolExecutor(1, thread_name_prefix=f"cyclic-sent-{lane}")
+
+        def wait() -> None:
+            with suppress(OSError):  # who waits for it next hears of it
+                pending.wait()
+
+        self._watches[lane].submit(wait)
 
     def _make_room(self, port: _Port) -> None:
         """Wait for the oldest messages of a ring that is full: the proof knows of no more."""
         sent, most = port.under_way, port.depth
+        for other in self._leaving.get(port.lane, ()):  # which this thread alone looks at
+            while other.under_way and other.under_way[0].pending.is_done():
+                self._end(other.under_way.popleft())
         if len(sent) < most:  # each action has sent one part or more
             return
         actions = list({id(x.action): x.action for x in sent}.values())  # equal ones may be two
