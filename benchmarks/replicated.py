@@ -176,6 +176,22 @@ def make_strategy(name: str) -> Any:
 
 def train(case: Case, strategy: str) -> tuple[float, float]:
     """Train once; return seconds and worker 0's CPU seconds per step, behind the warm-up."""
+    shards = 1 if strategy == "alone" else case.num_workers
+    return timed(case, make_strategy(strategy), make_module(case), shards=shards)
+
+
+def timed(
+    case: Case, strategy: Any, module: Any, *, shards: int, callbacks: Sequence[Any] = ()
+) -> tuple[float, float]:
+    """Fit a module; return seconds and this worker's CPU seconds per step, behind the warm-up.
+
+    Args:
+        case: what the data and the steps are.
+        strategy: what the Trainer is given.
+        module: what is trained.
+        shards: how many workers take part.
+        callbacks: of the Trainer, beside the clock.
+    """
     import lightning as L
     import torch
     import torch.distributed as dist
@@ -191,7 +207,6 @@ def train(case: Case, strategy: str) -> tuple[float, float]:
             dist.barrier()
             self.ended, self.cpu_ended = time.perf_counter(), time.process_time()
 
-    shards = 1 if strategy == "alone" else case.num_workers
     total = case.batch * case.num_steps * shards
     one = torch.randn(case.batch, case.width)
     data = TensorDataset(one.repeat(total // case.batch, 1), one.repeat(total // case.batch, 1))
@@ -199,16 +214,16 @@ def train(case: Case, strategy: str) -> tuple[float, float]:
     trainer = L.Trainer(
         accelerator="cpu",
         devices=1,
-        num_nodes=1 if strategy == "alone" else case.num_workers,
-        strategy=make_strategy(strategy),
+        num_nodes=shards,
+        strategy=strategy,
         max_epochs=1,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        callbacks=[clock],
+        callbacks=[clock, *callbacks],
     )
-    trainer.fit(make_module(case), DataLoader(_Batches(data, case.batch), batch_size=None))
+    trainer.fit(module, DataLoader(_Batches(data, case.batch), batch_size=None))
     num_steps = case.num_steps - WARM_UP
     return (clock.ended - clock.began) / num_steps, (clock.cpu_ended - clock.cpu_began) / num_steps
 
@@ -253,35 +268,56 @@ def work(case: Case) -> None:
 
 def run(case: Case) -> dict[str, list[tuple[float, float]]]:
     """Start a case's workers; return (seconds, CPU seconds) per step by strategy and round."""
-    address, prefixes = "127.0.0.1", [[] for _ in range(case.num_workers)]
     network = Network(case.num_workers, case.rate) if case.rate else None
+    arguments = ["--worker", json.dumps(asdict(case))]
+    return start(__file__, arguments, case.num_workers, network)[0]
+
+
+def start(
+    script: str, arguments: Sequence[str], num_workers: int, network: Any = None
+) -> list[Any]:
+    """Start a script once for each worker.
+
+    Args:
+        script: its file; what it prints behind "RESULT " is JSON.
+        arguments: of its command line.
+        num_workers: how many.
+        network: that links them, with up() and down(). [loopback]
+
+    Returns:
+        What each worker printed that printed something, in the order of the workers.
+    """
+    address, prefixes = "127.0.0.1", [[] for _ in range(num_workers)]
+    children = []
     try:
         if network:
             address, prefixes = network.up()
         port = str(free_port())
-        children = []
         for rank, prefix in enumerate(prefixes):
             env = os.environ | {
                 "NODE_RANK": str(rank),
                 "LOCAL_RANK": "0",
                 "MASTER_ADDR": address,
                 "MASTER_PORT": port,
-                "WORLD_SIZE": str(case.num_workers),
+                "WORLD_SIZE": str(num_workers),
                 "OMP_NUM_THREADS": "1",
                 "GLOO_SOCKET_IFNAME": "eth0" if network else "lo",
             }
-            command = [*prefix, sys.executable, __file__, "--worker", json.dumps(asdict(case))]
+            command = [*prefix, sys.executable, script, *arguments]
+            errors = None if os.environ.get("SHOW_ERRORS") else subprocess.DEVNULL
             children.append(
                 subprocess.Popen(
-                    command, env=env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+                    command, env=env, stdout=subprocess.PIPE, stderr=errors, text=True
                 )
             )
         outputs = [child.communicate(timeout=1200)[0] for child in children]
     finally:
+        for child in children:
+            child.kill()  # where another did not end in time; else it has ended
         if network:
             network.down()
-    line = next(x for x in outputs[0].splitlines() if x.startswith("RESULT "))
-    return json.loads(line.removeprefix("RESULT "))
+    lines = [line for output in outputs for line in output.splitlines()]
+    return [json.loads(x.removeprefix("RESULT ")) for x in lines if x.startswith("RESULT ")]
 
 
 class Network:

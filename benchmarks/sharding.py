@@ -1,0 +1,368 @@
+"""Compare cyclic_zero with Lightning's FSDP2 and DDP side by side in one run.
+
+    python benchmarks/sharding.py                          2, 4 and 8 workers on loopback
+    python benchmarks/sharding.py --case late              over links that are late (root)
+    python benchmarks/sharding.py --case memory            the peak of a rank's memory
+    python benchmarks/sharding.py --only "4 workers"       cases whose name contains this
+    python benchmarks/sharding.py --table                  what is expected of large clusters
+
+Step times are measured as in replicated.py: every case starts its workers once; each trains the
+same module with one strategy after the other, round after round. Figures are ratios to FSDP2 and
+to DDP of the same round: median (lowest - highest). In brackets stands what the simulator says;
+FSDP2, which is no plan, has the formula of sharded_lockstep.py, whose collectives are in compute's
+way: on CPUs FSDP2 waits for each. "fsdp2/ahead" asks for its gathers one block ahead.
+
+Memory is that of the rank with the most, in processes that train with one strategy: the peak of
+what is anonymous (VmHWM less file pages), beyond what there was behind a fit of the same strategy
+with a tiny module, so that what Python and torch take is not in it. "steps" is the peak between
+the warm-up and the last step; "fit" that from the making of the module to the end of the fit,
+where validation and checkpoints would have the whole module.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from statistics import median
+from typing import Any
+
+from late_links import LateLinks
+from replicated import LATENCY_S, WARM_UP, Case, make_module, spread, start, timed
+
+# behind a slash: the number of stages, or what FSDP2 is told to do
+STRATEGIES = (
+    "ddp", "fsdp2", "fsdp2/ahead", "lockstep_dp", "cyclic_dp", "cyclic_zero",
+)  # fmt: skip
+SLEPT = Case(
+    name="", num_workers=0, step_s=0.2, width=256, depth=8, batch=8, rate="", num_steps=18,
+    rounds=3, strategies=("alone", *STRATEGIES),
+)  # fmt: skip
+LOOPBACK = [
+    *(replace(SLEPT, name=f"{n} workers, 200 ms slept", num_workers=n) for n in (2, 4, 8)),
+    replace(
+        SLEPT, name="2 workers, real compute", num_workers=2, step_s=0, width=512, batch=96,
+        num_steps=60,
+    ),
+]  # fmt: skip
+LATE_BYTES_PER_S = 1.25e8  # 1 Gbit/s
+LATE_S = {
+    f"{n} workers, 1 Gbit/s, {1000 * latency_s:g} ms": (n, latency_s)
+    for n, latency_s in [(2, 1e-3), (4, 5e-4), (4, 1e-3), (4, 5e-3), (8, 1e-3)]
+}
+LATE = [replace(SLEPT, name=name, num_workers=n) for name, (n, _) in LATE_S.items()]
+MEMORY = [
+    replace(
+        SLEPT, name=f"{n} workers, {depth} blocks", num_workers=n, step_s=0, width=1024,
+        depth=depth, num_steps=WARM_UP + 4, rounds=2,
+        strategies=("ddp", "fsdp2", "cyclic_dp", "cyclic_zero", f"cyclic_zero/{depth}"),
+    )
+    for n, depth in [(2, 16), (4, 16), (8, 16)]
+]  # fmt: skip
+CASES = {"loopback": LOOPBACK, "late": LATE, "memory": MEMORY}
+
+
+# ---------------------------------------------------------------------- one worker
+
+
+def make_strategy(name: str, case: Case) -> Any:
+    """Return what the Trainer is given for a name of STRATEGIES."""
+    from lightning.pytorch.strategies import ModelParallelStrategy, SingleDeviceStrategy
+
+    from lightning_cyclic import CyclicStrategy
+
+    if name == "alone":
+        return SingleDeviceStrategy("cpu")
+    if name.startswith("fsdp2"):
+        return ModelParallelStrategy(data_parallel_size=case.num_workers, tensor_parallel_size=1)
+    preset, _, stages = name.partition("/")
+    return CyclicStrategy(preset, stages=int(stages)) if stages else name
+
+
+def make(name: str, case: Case) -> Any:
+    """Return the module; for FSDP2 one that shards its blocks."""
+    module = make_module(case)
+    if name.startswith("fsdp2"):
+
+        def configure_model(self: Any) -> None:
+            _shard(self, ahead=name == "fsdp2/ahead")
+
+        kind = type(module)
+        module.__class__ = type(kind.__name__, (kind,), {"configure_model": configure_model})
+    return module
+
+
+def _shard(module: Any, *, ahead: bool) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = module.device_mesh["data_parallel"]
+    blocks = list(module.net)
+    for block in blocks:
+        fully_shard(block, mesh=mesh, reshard_after_forward=True)
+    fully_shard(module.net, mesh=mesh)  # what the step calls: FSDP's root
+    if ahead:  # streams, by which gathers run ahead by themselves, are what CPUs do not have
+        module.net._set_unshard_async_op(True)
+        for before, block in zip(blocks, blocks[1:], strict=False):
+            before.set_modules_to_forward_prefetch([block])
+            block.set_modules_to_backward_prefetch([before])
+
+
+class Peak:
+    """Measure the peak of this process's anonymous memory, beyond what there is now."""
+
+    def __init__(self) -> None:
+        self._base = self._anonymous("VmRSS")
+        self.begin()
+
+    def begin(self) -> None:
+        """Forget the peak so far, and what allocators keep of memory that was freed."""
+        from lightning_cyclic.runtime.freed_memory import FreedMemory
+
+        FreedMemory().give_back()
+        with open("/proc/self/clear_refs", "w") as file:
+            file.write("5")
+
+    def bytes(self) -> int:
+        """Return the peak since."""
+        return self._anonymous("VmHWM") - self._base
+
+    @staticmethod
+    def _anonymous(name: str) -> int:
+        with open("/proc/self/status") as file:
+            lines = [line.split() for line in file]
+        kib = {words[0].rstrip(":"): int(words[1]) for words in lines if words[-1] == "kB"}
+        return 1024 * (kib[name] - kib["RssFile"] - kib["RssShmem"])
+
+
+def weigh(case: Case, name: str) -> dict[str, int]:
+    """Train once; return the peaks of this process, in bytes."""
+    import gc
+
+    import lightning as L
+
+    tiny = replace(case, width=16, num_steps=WARM_UP + 2)
+    timed(tiny, make_strategy(name, tiny), make(name, tiny), shards=case.num_workers)
+    gc.collect()
+    peak, found = Peak(), {"fit": 0, "steps": 0}
+
+    class Scale(L.Callback):
+        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, k: int) -> None:
+            if k == WARM_UP:
+                found["fit"] = peak.bytes()
+                peak.begin()
+            if k == case.num_steps - 1:  # whose end brings all parameters to everybody
+                found["steps"] = peak.bytes()
+
+    strategy, module = make_strategy(name, case), make(name, case)
+    timed(case, strategy, module, shards=case.num_workers, callbacks=[Scale()])
+    found["fit"] = max(found["fit"], peak.bytes())
+    return found
+
+
+def clock(case: Case) -> dict[str, list[float]]:
+    """Train with all strategies, round after round; return the seconds per step."""
+    seconds: dict[str, list[float]] = {s: [] for s in case.strategies}
+    first, *others = case.strategies
+    for k in range(case.rounds + 1):
+        for s in (*others, first):  # none that runs alone first: another makes the process group
+            shards = 1 if s == "alone" else case.num_workers
+            wall_s, _ = timed(case, make_strategy(s, case), make(s, case), shards=shards)
+            if k > 0:  # the first round warms caches and the allocator
+                seconds[s].append(wall_s)
+    return seconds
+
+
+def work(case: Case, weighed: str) -> None:
+    """Be one worker; print the peaks of one strategy, or (worker 0) the seconds of all."""
+    warnings.filterwarnings("ignore")
+    import logging
+
+    import torch
+
+    import lightning_cyclic  # noqa: F401
+
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    torch.set_num_threads(1)
+    found: Any = weigh(case, weighed) if weighed else clock(case)
+    if weighed or os.environ["NODE_RANK"] == "0":
+        print("RESULT " + json.dumps(found), flush=True)
+
+
+# ---------------------------------------------------------------------- what is expected
+
+
+def predicted_s(case: Case, name: str, compute_s: float) -> float:
+    """Return the seconds per step by the simulator, from the compute time measured alone."""
+    from sharded_lockstep import step_s
+
+    from lightning_cyclic import make_plan
+    from lightning_cyclic.runtime.whole_step.session import auto_stages
+    from lightning_cyclic.simulate import Costs, Network, lockstep, simulate
+
+    n, num_bytes = case.num_workers, model_bytes(case)
+    _, latency_s = LATE_S.get(case.name, (n, 0.0))
+    network = Network(
+        latency_s=LATENCY_S + latency_s,
+        bandwidth_bytes_per_s=LATE_BYTES_PER_S if latency_s else 1.5e9,
+    )
+    blocks = Costs.even(case.depth, compute_s=compute_s, model_bytes=num_bytes)
+    if name == "ddp":
+        return lockstep(blocks, network, n, bucket_bytes=25 << 20).step_s
+    if name.startswith("fsdp2"):
+        overlaps = name == "fsdp2/ahead"
+        return step_s(blocks, network, n, algorithm="ring", overlaps=overlaps)
+    preset, _, stages = name.partition("/")
+    num_stages = int(stages) if stages else min(auto_stages(n, num_bytes), case.depth)
+    plan = make_plan(preset, num_stages=num_stages, num_workers=n, num_steps=12)
+    costs = Costs.even(num_stages, compute_s=compute_s, model_bytes=num_bytes)
+    return simulate(plan.programs, costs, network, plan).step_s
+
+
+def model_bytes(case: Case) -> int:
+    """Return the bytes of all parameters."""
+    return 4 * case.depth * (case.width + 1) * case.width
+
+
+# ---------------------------------------------------------------------- tables
+
+
+def report_times(case: Case) -> None:
+    """Run a case, and print a row for each strategy."""
+    latency_s = LATE_S.get(case.name, (0, 0.0))[1]
+    links = LateLinks(case.num_workers, latency_s, LATE_BYTES_PER_S) if latency_s else None
+    (wall,) = start(__file__, ["--worker", json.dumps(asdict(case))], case.num_workers, links)
+    compute_s = median(wall["alone"])
+    expected = {s: predicted_s(case, s, compute_s) for s in wall if s != "alone"}
+    per_step = ", ".join(f"{s} {1000 * median(wall[s]):.0f}" for s in ("alone", "fsdp2", "ddp"))
+    print(f"\n{case.name}, {_mb(model_bytes(case))} of parameters; {_load()}")
+    print(f"  ms per step: {per_step}")
+    for s, expected_s in expected.items():
+        columns = []
+        for reference in ("fsdp2", "ddp"):
+            ratios = [a / b for a, b in zip(wall[s], wall[reference], strict=True)]
+            simulated = expected_s / expected[reference]
+            columns.append(f"{spread(ratios)} [{simulated:.3f}] of {reference}'s time")
+        print(f"  {s:14} " + ", ".join(columns), flush=True)
+
+
+def report_memory(case: Case) -> None:
+    """Run each strategy by itself, in turn, and print a row for each."""
+    # what is freed goes back to the system; else the C library keeps more than what is measured
+    os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", "65536")
+    found: dict[str, list[list[dict[str, int]]]] = {s: [] for s in case.strategies}
+    for _ in range(case.rounds):
+        for s, rounds in found.items():
+            arguments = ["--worker", json.dumps(asdict(case)), "--weigh", s]
+            rounds.append(start(__file__, arguments, case.num_workers))
+    most = {
+        s: {what: [max(rank[what] for rank in ranks) for ranks in rounds] for what in rounds[0][0]}
+        for s, rounds in found.items()
+    }
+    print(f"\n{case.name}, {_mb(model_bytes(case))} of parameters; {_load()}")
+    for s, peaks in most.items():
+        columns = []
+        for what in ("steps", "fit"):
+            ratios = [a / b for a, b in zip(peaks[what], most["fsdp2"][what], strict=True)]
+            columns.append(f"{what} {_mb(median(peaks[what])):>8}, {spread(ratios)} of fsdp2's")
+        print(f"  {s:14} " + "; ".join(columns), flush=True)
+
+
+def report_table(args: argparse.Namespace) -> None:
+    """Print what the simulator says of clusters that nobody has here."""
+    from sharded_lockstep import best_step_s
+
+    from lightning_cyclic.simulate import (
+        Costs,
+        Network,
+        parse_bandwidth,
+        parse_bytes,
+        parse_seconds,
+        show_seconds,
+    )
+
+    step_s, num_bytes = parse_seconds(args.step_s), parse_bytes(args.model_bytes)
+    bandwidth = parse_bandwidth(args.bandwidth)
+    print(f"{args.model_bytes} of parameters, {args.step_s} of compute, {args.bandwidth}; seconds "
+          "per step, and cyclic_zero's ratio to the better lockstep")  # fmt: skip
+    for n in args.workers:
+        num_stages = min(max(n, 8), 64)
+        costs = Costs.even(num_stages, compute_s=step_s, model_bytes=num_bytes)
+        ours = _simulated(n, num_stages, costs)
+        for latency_s in (1e-6, 5e-5, 5e-4, 5e-3):
+            began_s = time.perf_counter()
+            network = Network(latency_s=latency_s, bandwidth_bytes_per_s=bandwidth)
+            ring, doubling = (best_step_s(costs, network, n, a) for a in ("ring", "doubling"))
+            mine_s = ours(network) if ours else math.nan
+            shown = f"{mine_s:.3f}" if ours else f"not simulated (n > {_MOST_SIMULATED})"
+            print(f"  {n:4} workers, {num_stages} stages, {show_seconds(latency_s):>6}: "
+                  f"cyclic_zero {shown}, lockstep by rings {ring:.3f}, by doubling "
+                  f"{doubling:.3f}; ratio {mine_s / min(ring, doubling):.2f} "
+                  f"({time.perf_counter() - began_s:.0f} s)", flush=True)  # fmt: skip
+
+
+_MOST_SIMULATED = 256  # workers: their actions are some millions, of which each takes a kilobyte
+
+
+def _simulated(num_workers: int, num_stages: int, costs: Any) -> Callable[[Any], float] | None:
+    """Return what simulates a step of cyclic_zero for a network, if that can be afforded."""
+    from lightning_cyclic import make_plan
+    from lightning_cyclic.simulate import simulate
+
+    if num_workers > _MOST_SIMULATED:
+        return None
+    plan = make_plan("cyclic_zero", num_stages=num_stages, num_workers=num_workers, num_steps=6)
+    programs = plan.programs
+    return lambda network: simulate(programs, costs, network, plan).step_s
+
+
+def _mb(num_bytes: float) -> str:
+    return f"{num_bytes / 1e6:.1f} MB"
+
+
+def _load() -> str:
+    return f"load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the cases that were asked for and print their tables."""
+    args = _arguments(argv)
+    if args.worker:
+        work(Case(**json.loads(args.worker)), args.weigh)
+        return
+    if args.table:
+        report_table(args)
+        return
+    changes = {
+        k: v for k in ("rounds", "num_steps", "width", "strategies") if (v := vars(args)[k])
+    }
+    for case in CASES[args.case]:
+        if args.only in case.name:
+            report = report_memory if args.case == "memory" else report_times
+            report(replace(case, **changes))
+
+
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--case", choices=CASES, default="loopback")
+    parser.add_argument("--only", default="", help="run the cases whose name contains this")
+    parser.add_argument("--rounds", type=int, help="how often every strategy trains")
+    parser.add_argument("--num-steps", type=int, help=f"of a fit, {WARM_UP} of them to warm up")
+    parser.add_argument("--width", type=int, help="features of every layer")
+    parser.add_argument("--strategies", nargs="+", help="beside alone, fsdp2 and ddp")
+    parser.add_argument("--table", action="store_true", help="simulate, and run nothing")
+    parser.add_argument("--workers", type=int, nargs="+", default=[8, 64, 256, 1024])
+    parser.add_argument("--model-bytes", default="100MB", help="of the table")
+    parser.add_argument("--step-s", default="500ms", help="of compute in the table")
+    parser.add_argument("--bandwidth", default="10Gbit/s", help="of the table")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    parser.add_argument("--weigh", default="", help=argparse.SUPPRESS)
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    main()
