@@ -2,36 +2,52 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
+import warnings
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+from tests import processes
+
+BENCHMARKS = str(Path(__file__).parents[1] / "benchmarks")
+STRATEGIES = ("alone", "ddp", "fsdp2", "fsdp2/ahead", "cyclic_zero")
 
 
-def printed(*arguments: str) -> str:
-    done = subprocess.run(
-        [sys.executable, BENCHMARKS / "sharding.py", *arguments],
-        capture_output=True, text=True, check=True, timeout=100,
-    )  # fmt: skip
-    return done.stdout
+def measured() -> Any:
+    """Be one worker of a small case."""
+    sys.path.insert(0, BENCHMARKS)
+    import sharding
+
+    warnings.simplefilter("ignore")
+    case = replace(sharding.LOOPBACK[0], step_s=0.01, width=16, num_steps=10, rounds=1)
+    return sharding.clock(replace(case, strategies=STRATEGIES))
 
 
 @pytest.mark.multi
-def test_a_case_prints_a_row_for_each_strategy() -> None:
-    names = ("ddp", "fsdp2", "fsdp2/ahead", "cyclic_zero")
-    text = printed(
-        "--only", "2 workers, 200", "--rounds", "1", "--num-steps", "10", "--width", "16",
-        "--step-s", "0.01", "--strategies", "alone", *names,
-    )  # fmt: skip
-    rows = [line.split()[0] for line in text.splitlines() if "of ddp's time" in line]
-    assert rows == list(names)
+def test_a_case_prints_a_row_for_each_strategy(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    import sharding
+
+    monkeypatch.setattr(sharding, "start", lambda *_: processes.run(measured, 2)[:1])
+    sharding.main(["--only", "2 workers, 200"])
+    lines = capsys.readouterr().out.splitlines()
+    rows = [line.split()[0] for line in lines if "of ddp's time" in line]
+    assert rows == list(STRATEGIES[1:])
 
 
-def test_the_table_says_what_is_not_simulated() -> None:
-    small, large = printed("--table", "--workers", "2", "512").splitlines()[1::4]
+def test_the_table_says_what_is_not_simulated(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    import sharding
+
+    sharding.main(["--table", "--workers", "2", "512"])
+    small, large = capsys.readouterr().out.splitlines()[1::4]
     assert "cyclic_zero 0.5" in small
     assert "not simulated" in large
 
@@ -39,7 +55,7 @@ def test_the_table_says_what_is_not_simulated() -> None:
 def test_a_lockstep_step_waits_for_its_collectives_unless_they_run_ahead(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    monkeypatch.syspath_prepend(BENCHMARKS)
     from sharded_lockstep import step_s
 
     from lightning_cyclic.simulate import Costs, Network
