@@ -291,6 +291,8 @@ def report_table(args: argparse.Namespace) -> None:
         "seconds per step, and cyclic_zero's ratio to the better lockstep"
     )
     for n in args.workers:
+        # one for each worker; with more than 64, actions are too many. Where there are fewer
+        # stages than workers, those that own one serve all others, over one port each
         num_stages = min(max(n, 8), 64)
         costs = Costs.even(num_stages, compute_s=step_s, model_bytes=num_bytes)
         ours = _simulated(n, num_stages, costs)
@@ -310,7 +312,7 @@ def report_table(args: argparse.Namespace) -> None:
             )
 
 
-_MOST_SIMULATED = 256  # workers: their actions are some millions, of which each takes a kilobyte
+_MOST_SIMULATED = 256  # workers: with 64 stages a minute or so for each latency
 
 
 def _simulated(num_workers: int, num_stages: int, costs: Any) -> Callable[[Any], float] | None:
