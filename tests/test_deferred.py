@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from lightning.pytorch import LightningModule, seed_everything
+from lightning.pytorch import Callback, LightningModule, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from torch.nn import functional as F
@@ -65,6 +65,19 @@ def fit(strategy: Any, within: bool, validates: bool) -> dict[str, Any]:
     return {"weights": weights, "here": HERE}
 
 
+class Trained(Late):
+    """Has optimizer state, and a callback that is given the whole state dict."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), 0.05)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        KEYS.append(len(checkpoint["state_dict"]))
+
+
+KEYS: list[int] = []
+
+
 LEAST = 4 * SIZE * SIZE * 2  # bytes: less than the parameters have together
 CUT = {"stages": ["net.2"], "num_micro": 2, "memory_limit_bytes": 1 << 30}
 PIPELINES = [
@@ -113,6 +126,40 @@ def test_sharded_weights_that_no_rank_ever_has_all_of(num_ranks: int, stages: An
         assert max(numbers[:begin]) == 1  # their own
         # the own stage and the one in use; of 4 layers, 2 stages have all
         assert max(numbers[begin:]) == {2: 4, 3: 3, 4: 2}[num_ranks if stages == "auto" else 2]
+
+
+class Dropping(Trained):
+    """Draws random numbers in its steps."""
+
+    def configure_model(self) -> None:
+        if self.net is None:
+            super().configure_model()
+            self.net.insert(3, nn.Dropout(0.3))
+
+
+class Freezes(Callback):
+    """Does not train the first layer in the second epoch."""
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        pl_module.net[0].requires_grad_(trainer.current_epoch != 1)
+
+
+def fit_three(strategy: Any, within: bool) -> Any:
+    trainer = make_trainer(strategy, max_epochs=3, callbacks=[Freezes()], val_check_interval=2)
+    module = Dropping()
+    seed_everything(4, verbose=False)
+    if not within:
+        module.configure_model()
+    data = DataLoader(Batches(vectors, [[2 * t, 2 * t + 1] for t in range(4)]), batch_size=None)
+    trainer.fit(module, data, data)
+    return read(module), {name: float(x) for name, x in trainer.callback_metrics.items()}
+
+
+@pytest.mark.parametrize("limit", [LEAST, 1 << 30])
+def test_sharded_weights_that_are_read_and_frozen_between_steps(limit: int) -> None:
+    whole = processes.run(fit_three, 2, {"preset": "cyclic_dp", "stages": "auto"}, False)
+    strategy = {"preset": "cyclic_zero", "stages": "auto", "memory_limit_bytes": limit}
+    assert processes.run(fit_three, 2, strategy, True) == whole
 
 
 def test_replicas_of_a_pipeline() -> None:
@@ -194,19 +241,6 @@ def test_evaluation_alone() -> None:
 
 
 # ---------------------------------------------------------------------- larger than memory
-
-
-class Trained(Late):
-    """Has optimizer state, and a callback that is given the whole state dict."""
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), 0.05)
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        KEYS.append(len(checkpoint["state_dict"]))
-
-
-KEYS: list[int] = []
 
 
 def save(strategy: Any, folder: str, epochs: int, file: str | None, within: bool) -> Any:

@@ -44,7 +44,6 @@ from lightning_cyclic.plugin.training import (
     epoch_ends,
 )
 from lightning_cyclic.plugin.weight_guard import WeightGuard
-from lightning_cyclic.runtime.absent import is_absent
 from lightning_cyclic.runtime.stages.named_places import paste
 from lightning_cyclic.runtime.transport import CountingTransport
 from lightning_cyclic.runtime.values.trees import map_tensors
@@ -126,10 +125,8 @@ class ReplicatedTraining(AbstractTraining):
         return self._updates.updated
 
     def _of_module(self) -> dict[str, nn.Parameter]:
-        named = dict(self._module.named_parameters())
-        if self._session.is_apart:  # others have no bits to compare
-            named = {n: p for n, p in named.items() if not is_absent(p)}
-        return named
+        away = self._session.foreign_names  # which others guard
+        return {n: p for n, p in self._module.named_parameters() if n not in away}
 
     def _parameters_of(self, j: int) -> Sequence[nn.Parameter]:
         assert self._session.engine is not None

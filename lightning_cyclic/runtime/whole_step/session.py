@@ -178,6 +178,12 @@ class Session:
         return dict(self._module.named_parameters())
 
     @property
+    def foreign_names(self) -> frozenset[str]:
+        """Return the names of the parameters that are here only now and then, if any are so."""
+        shards = None if self.engine is None else self.engine.shards
+        return frozenset(shards.foreign if self.is_apart and shards is not None else ())
+
+    @property
     def stopping(self) -> bool:
         """Say whether training ends here; true on every worker from the same step on."""
         return self.engine is not None and self.engine.stopping
@@ -449,6 +455,8 @@ class Session:
         self.stages = stages
         if state is not None:
             self._draw_by_stages()
+        if self.foreign is not None:
+            self.foreign.withdraw()
         if self.is_apart:
             self._take_own(plan)
         self.engine = Engine(
