@@ -320,11 +320,11 @@ class Messages:
         if buffer is not None:
             buffer.sent = [*buffer.sent[-1:], sent]
         port.under_way.append(sent)
-        if port in self._leaving.get(port.lane, ()):
-            self._watch(port.lane, sent.pending)
+        if data.is_cpu and port in self._leaving.get(port.lane, ()):
+            self._watch(port.lane, sent.pending)  # of GPUs streams tell, which are not to wait
 
     def _watch(self, lane: Lane, pending: AbstractPending) -> None:
-        """Wait in a thread until a message has left, as some transports know no sooner."""
+        """Wait in a thread until a message has left, as gloo knows no sooner."""
         if lane not in self._watches:
             self._watches[lane] = ThreadPoolExecutor(1, thread_name_prefix=f"cyclic-sent-{lane}")
 
