@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from lightning_cyclic.errors import ConfigurationError
+from lightning_cyclic.errors import ConfigurationError, StepError
 from lightning_cyclic.runtime.absent import is_absent
 from lightning_cyclic.runtime.deferred import DeferredTensor
 from tests import processes
@@ -343,6 +343,28 @@ def test_behind_a_fit_beyond_memory_a_module_goes_on(
     lean = strategy | {"memory_limit_bytes": LEAST}
     whole = processes.run(go_on, 2, strategy, str(tmp_path / "whole"), how, False)
     assert processes.run(go_on, 2, lean, str(tmp_path / "lean"), how, True) == whole
+
+
+def run_with_gradients(strategy: Any, folder: str) -> str:
+    module = Trained()
+    seed_everything(4, verbose=False)
+    data = DataLoader(Batches(vectors, [[2 * t, 2 * t + 1] for t in range(4)]), batch_size=None)
+    make_trainer(strategy, max_epochs=1, default_root_dir=folder).fit(module, data)
+    with pytest.raises(StepError) as caught:
+        module.eval()(torch.zeros(2, SIZE))  # whose gradient somebody might use
+    with torch.no_grad():
+        assert module(torch.zeros(2, SIZE)).isfinite().all()
+    torch.distributed.barrier()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("preset", ["1f1b", "cyclic_zero"])
+def test_behind_a_fit_beyond_memory_what_is_lent_is_not_trained(
+    preset: str, tmp_path: Path
+) -> None:
+    strategy = staged(preset) | {"memory_limit_bytes": LEAST}
+    for said in processes.run(run_with_gradients, 2, strategy, str(tmp_path)):
+        assert "for a gradient, but a fit is over that no rank can hold" in said
 
 
 class Large(LightningModule):

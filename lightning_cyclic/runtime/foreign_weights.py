@@ -309,10 +309,21 @@ class ForeignWeights:
                 "from the rank that has it, and gives it up again."
             )
         named = self._named()
+        if self.is_over and torch.is_grad_enabled():
+            self._refuse_graph([n for n in names if named[n].requires_grad])
         self._refuse_excess({n: named[n] for n in names}, self._lending)
         self._bring([n for n in names if n not in self._here])
         self._here.update(names)
         self._lending.lend({n: named[n] for n in names}, operands)
+
+    def _refuse_graph(self, names: Sequence[str]) -> None:
+        if names:  # an update of what is only lent would be lost
+            raise StepError(
+                f"{user_line()} reads {names[0]!r} for a gradient, but a fit is over that no rank "
+                "can hold as a whole, and another rank has it; allowed: reads under "
+                "torch.no_grad(); train on with a CyclicStrategy that has memory_limit_bytes, or "
+                "load a checkpoint into a new module"
+            )
 
     def _refuse_excess(self, read: Mapping[str, Tensor], lending: Lending) -> None:
         num_bytes = sum(map(num_bytes_of, read.values())) + lending.num_bytes_kept(read.values())

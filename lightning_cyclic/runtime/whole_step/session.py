@@ -139,6 +139,9 @@ class Session:
         self._has_first_draws = True
         # workers that make their own stages alone never have the whole module
         self.is_apart = any(map(is_absent, module.parameters()))
+        if self.is_apart and not config.make_plan(1, (), ()).axes.sharding.gathers:
+            make_present(*module.parameters())  # as replicas are
+            self.is_apart = False
         self.foreign: ForeignWeights | None = None  # if so
         self._num_starts = 0
 
@@ -222,7 +225,7 @@ class Session:
         first = self._batches == 0
         key = self._worker + (self._batches << 32)  # the micro-batch, and which of its batches
         self._batches = 0 if last else self._batches + 1
-        if first and self.foreign is not None:
+        if first and self.foreign is not None and self.is_flushed:  # else nothing is offered
             self.foreign.withdraw()
         with self._draws.keyed(self._seed, self.t, key):
             if self.engine is not None:
