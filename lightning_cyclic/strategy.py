@@ -41,7 +41,12 @@ from lightning_cyclic.plugin.checkpoint_folder import (
     with_tensors,
     write_folder,
 )
-from lightning_cyclic.plugin.checks import check_has_values, check_no_leftovers, check_plan
+from lightning_cyclic.plugin.checks import (
+    check_has_values,
+    check_no_averaging,
+    check_no_leftovers,
+    check_plan,
+)
 from lightning_cyclic.plugin.options import STARTING_S, TRAINING_S, Options, checked_stages
 from lightning_cyclic.plugin.reductions import HeldReductions
 from lightning_cyclic.plugin.replicated import ReplicatedTraining
@@ -79,6 +84,8 @@ def _lending(hook: str) -> Any:
         if answered is not None:
             return answered(own, *args, **kwargs)
         assert self.lightning_module is not None
+        if self._training is not None:
+            self._training.check_evaluation()
         with lending(self.lightning_module):
             return own(*args, **kwargs)
 
@@ -487,6 +494,8 @@ class CyclicStrategy(DDPStrategy):
         self._check(trainer, options, fitting=fitting)
 
     def _check(self, trainer: Trainer, options: Options, *, fitting: bool) -> None:
+        if options.save_distributed_checkpoint:
+            check_no_averaging(trainer, "but only rank 0's own values are kept in a folder")
         kind = _kind_of_training(options, fitting=fitting)
         if kind is not None:
             kind.check(trainer, sync_batchnorm=self._layer_sync is not None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -11,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from lightning.pytorch import Callback, LightningModule, seed_everything
+from lightning.pytorch import Callback, LightningModule, callbacks, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from lightning_cyclic.errors import ConfigurationError, StepError
+from lightning_cyclic.errors import ConfigurationError, PeerError, StepError
 from lightning_cyclic.runtime.absent import is_absent
 from lightning_cyclic.runtime.deferred import DeferredTensor
 from tests import processes
@@ -76,8 +77,6 @@ class Trained(Late):
 
 
 KEYS: list[int] = []
-
-
 LEAST = 4 * SIZE * SIZE * 2  # bytes: less than the parameters have together
 CUT = {"stages": ["net.2"], "num_micro": 2, "memory_limit_bytes": 1 << 30}
 PIPELINES = [
@@ -365,6 +364,128 @@ def test_behind_a_fit_beyond_memory_what_is_lent_is_not_trained(
     strategy = staged(preset) | {"memory_limit_bytes": LEAST}
     for said in processes.run(run_with_gradients, 2, strategy, str(tmp_path)):
         assert "for a gradient, but a fit is over that no rank can hold" in said
+
+
+class Attacked(Trained):
+    """Validates on batches that it has moved along its own gradient."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        with torch.enable_grad():
+            x = x.clone().requires_grad_()
+            (g,) = torch.autograd.grad(F.cross_entropy(self(x), y), x)
+        self.log("val_loss", F.cross_entropy(self(x + 0.5 * g.sign()), y))
+
+
+class Exchanges(Trained):
+    """Has other weights in validation, which does not go as training does."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+
+    def on_validation_start(self) -> None:
+        self.change(2.0)
+
+    def on_validation_end(self) -> None:
+        self.change(0.5)
+
+    def change(self, by: float) -> None:
+        if self.trainer.sanity_checking:
+            return
+        for p in self.parameters():
+            if self.how == "data":
+                p.data.mul_(by)
+            else:
+                with torch.no_grad():
+                    p.mul_(by)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        for layer in reversed(self.net[:3]):
+            x = layer(x)
+        self.log("val_loss", F.cross_entropy(self.net[3:](x), y))
+
+
+def validate(make: Any, strategy: Any, within: bool, **flags: Any) -> Any:
+    """Return what the last validation of a fit logs; or how it was refused."""
+    module = make()
+    seed_everything(4, verbose=False)
+    trainer = make_trainer(strategy, max_epochs=2, inference_mode=False, **flags)
+    with trainer.init_module() if within else nullcontext():
+        module.configure_model()
+    data = DataLoader(Batches(vectors, [[2 * t, 2 * t + 1] for t in range(4)]), batch_size=None)
+    try:
+        trainer.fit(module, data, data)
+    except (ConfigurationError, StepError, PeerError) as error:  # the other rank's, too
+        return str(error)
+    torch.distributed.barrier()
+    return float(trainer.callback_metrics["val_loss"])
+
+
+@pytest.mark.parametrize("preset", ["1f1b", "cyclic_zero"])
+def test_validation_beyond_memory_that_takes_gradients(preset: str) -> None:
+    strategy = staged(preset)
+    lean = strategy | {"memory_limit_bytes": 3 * LEAST // 2}  # they keep what they read
+    whole = processes.run(validate, 2, Attacked, strategy, False)
+    assert processes.run(validate, 2, Attacked, lean, True) == whole
+    assert whole[0] == whole[1]
+
+
+@pytest.mark.parametrize("limit", [LEAST, 1 << 30])
+@pytest.mark.parametrize("how", ["data", "in place"])
+@pytest.mark.parametrize("preset", ["1f1b", "cyclic_zero"])
+def test_weights_that_are_exchanged_where_ranks_fetch_them(
+    preset: str, how: str, limit: int
+) -> None:
+    strategy = staged(preset) | {"memory_limit_bytes": limit}
+    for said in processes.run(validate, 2, partial(Exchanges, how), strategy, True):
+        assert "was changed between steps by a hook or a callback, while ranks" in said
+
+
+def train_refused(make: Any, strategy: Any) -> str:
+    module = make()
+    seed_everything(4, verbose=False)
+    data = DataLoader(Batches(vectors, [[2 * t, 2 * t + 1] for t in range(4)]), batch_size=None)
+    with pytest.raises((ConfigurationError, StepError)) as caught:
+        make_trainer(strategy, max_epochs=1).fit(module, data)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("make", "limit", "said"),
+    [
+        (Plain, LEAST, "every rank has parameters of "),
+        (Trained, SIZE, "is to keep parameters of "),
+    ],
+    ids=["made whole", "share too large"],
+)
+def test_a_module_that_exceeds_what_ranks_may_have(make: Any, limit: int, said: str) -> None:
+    strategy = staged("cyclic_zero") | {"memory_limit_bytes": limit}
+    for refusal in processes.run(train_refused, 2, make, strategy):
+        assert said in refusal
+        assert f"memory_limit_bytes={limit}" in refusal
+
+
+AVERAGES = ["StochasticWeightAveraging"]
+AVERAGES += [name for name in ("WeightAveraging",) if hasattr(callbacks, name)]  # from 2.6 on
+
+
+@pytest.mark.parametrize("average", AVERAGES)
+def test_averages_of_weights_that_no_rank_ever_has(average: str) -> None:
+    strategy = staged("cyclic_zero") | {"memory_limit_bytes": LEAST}
+    for said in processes.run(validate_averaged, 2, average, strategy, True):
+        assert f"{average} copies the whole module, of which no rank" in said
+    folders = {"preset": "cyclic_dp", "save_distributed_checkpoint": True}
+    for said in processes.run(validate_averaged, 2, average, folders, False):
+        assert f"{average} copies the whole module, but only rank 0" in said
+
+
+def validate_averaged(average: str, strategy: Any, within: bool) -> Any:
+    warnings.filterwarnings("ignore", "You're using the WeightAveraging callback")
+    kind = getattr(callbacks, average)
+    each = kind(0.01) if average.startswith("Stochastic") else kind()
+    return validate(Trained, strategy, within, callbacks=[each])
 
 
 class Large(LightningModule):

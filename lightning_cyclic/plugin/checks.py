@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import MPSAccelerator
 from lightning.pytorch.callbacks import (
@@ -21,7 +22,9 @@ from torch.optim import Optimizer
 from lightning_cyclic.errors import ConfigurationError, PlanError, one_of
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.plugin.hosts import WeightAveraging
+from lightning_cyclic.runtime.absent import is_absent
 from lightning_cyclic.runtime.compiled import is_compiled
+from lightning_cyclic.runtime.lending import num_bytes_of
 
 RUNNABLE = (
     "cyclic_dp", "cyclic_dp_v1", "lockstep_dp", "cyclic_pipeline", "gpipe", "1f1b", "pipedream",
@@ -154,13 +157,26 @@ def check_pipeline(
     """
     if fitting:
         check_trainer(trainer, module, sync_batchnorm=sync_batchnorm)
+    check_no_averaging(trainer, "of which each worker of a pipeline has a part")
+
+
+def check_no_averaging(trainer: Trainer, why: str) -> None:
+    """Refuse callbacks that average weights, where there are several workers.
+
+    Args:
+        trainer: with its callbacks.
+        why: they cannot, in words behind "the whole module".
+
+    Raises:
+        ConfigurationError: with the callback.
+    """
     callbacks = trainer.callbacks if trainer.world_size > 1 else []  # type: ignore[attr-defined]
     for callback in callbacks:
         if isinstance(callback, WeightAveraging | StochasticWeightAveraging):
             raise ConfigurationError(
-                f"{type(callback).__name__} copies the whole module, of which each worker of a "
-                "pipeline has a part; allowed: one worker, or no averaging of weights; remove "
-                "the callback"
+                f"{type(callback).__name__} copies the whole module, {why}; allowed: one worker, "
+                "or no averaging of weights; remove the callback, or use strategy='cyclic_dp' "
+                "without save_distributed_checkpoint"
             )
 
 
@@ -223,6 +239,23 @@ def check_no_exchange(optimizer: Optimizer, preset: str) -> None:
             f"eval(), but under preset {preset!r} workers read several versions of them, which "
             "that does not reach; allowed: optimizers that change weights in step() alone; use "
             "torch.optim.AdamW(self.parameters()) with a schedule, or strategy='1f1b' or 'ddp'"
+        )
+
+
+def check_is_apart(module: nn.Module, memory_limit_bytes: int) -> None:
+    """Refuse a module that exceeds a rank's limit, but that each rank has as a whole.
+
+    Raises:
+        ConfigurationError: with both numbers of bytes.
+    """
+    present = sum(num_bytes_of(p) for p in module.parameters() if not is_absent(p))
+    if present > memory_limit_bytes and dist.is_initialized() and dist.get_world_size() > 1:
+        raise ConfigurationError(
+            f"every rank has parameters of {present} bytes before training begins, but "
+            f"memory_limit_bytes={memory_limit_bytes}; allowed: layers that are made in "
+            "configure_model, or within trainer.init_module(), which ranks then make for "
+            "themselves, and no hook or callback that reads them all before; make them there, or "
+            "raise memory_limit_bytes"
         )
 
 

@@ -25,6 +25,8 @@ from lightning_cyclic.errors import ConfigurationError, StepError
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.plugin import checkpoint as ckpt
 from lightning_cyclic.plugin.checks import (
+    check_is_apart,
+    check_no_averaging,
     check_no_exchange,
     check_no_scaler,
     check_trainer,
@@ -71,6 +73,9 @@ class ReplicatedTraining(AbstractTraining):
                 "under which parameters come for one batch of a step; allowed: 1; use larger "
                 "batches, or strategy='cyclic_dp'"
             )
+        if options.memory_limit_bytes is not None:  # of shards; replicas refuse it
+            check_no_averaging(trainer, "of which no rank ever has all")
+            check_is_apart(self._module, options.memory_limit_bytes)
         self._backward = ExitStack()  # open while a backward runs
         self._owned_is_kept = False
         self._guard = WeightGuard(self._of_module, plan.preset)
@@ -195,8 +200,8 @@ class ReplicatedTraining(AbstractTraining):
     @override
     def _train_others(self) -> None:
         optimizer = self._trainer.optimizers[0]
+        self._guard.forget()  # first: what it watches may leave
         self._session.train_others(trained_parameters(self._module, optimizer))
-        self._guard.forget()
         self._owned_is_kept = False
 
     def reduce(self, own: Own, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
@@ -246,6 +251,11 @@ class ReplicatedTraining(AbstractTraining):
     def flush(self) -> None:
         with self._guard.ending() if self._has_stages else nullcontext():
             super().flush()
+
+    @override
+    def check_evaluation(self) -> None:
+        if self._session.foreign is not None:
+            self._session.foreign.check_unchanged()
 
     @override
     def flush_own(self) -> None:

@@ -209,6 +209,9 @@ class AbstractTraining(ABC):
     def summon(self) -> None:  # noqa: B027  # of replicated workers it is
         """Make the module whole on this worker until the next step, if it is not."""
 
+    def check_evaluation(self) -> None:  # noqa: B027  # pipelines run these steps themselves
+        """Refuse to run a step of evaluation on weights that ranks could see differently."""
+
     def report(self) -> str | None:
         """Return where stages could begin and where they do, if known."""
         return None

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_cyclic.errors import ConfigurationError
+from lightning_cyclic.runtime.bits import sum_of_bits
 
 _DATA: Any = Tensor.data
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 _version = attrgetter("_version")
 
 
@@ -74,7 +74,7 @@ class WeightGuard:
         yield
         self._named = dict(self._read())
         self.note()
-        self._totals = list(map(_total, self._named.values()))
+        self._totals = list(map(sum_of_bits, self._named.values()))
 
     def forget(self) -> None:
         """Take the parameters as they will be: they are about to be loaded."""
@@ -112,12 +112,12 @@ class WeightGuard:
     def _look(self, p: nn.Parameter) -> None:
         """Keep what a parameter is before it may be changed."""
         if p not in self._looked:
-            self._looked[p] = p.data_ptr(), _total(p)
+            self._looked[p] = p.data_ptr(), sum_of_bits(p)
 
     def _check_looked(self) -> None:
         looked, self._looked = self._looked, {}
         for p, (address, total) in looked.items():
-            if p.data_ptr() != address or not torch.equal(_total(p), total):
+            if p.data_ptr() != address or not torch.equal(sum_of_bits(p), total):
                 self._refuse_change(next(n for n, q in self._named.items() if q is p))
 
     # ------------------------------------------------------------------ refusals
@@ -135,7 +135,7 @@ class WeightGuard:
         for k, (name, p) in enumerate(self._named.items()):
             if p._version == self._versions[k]:
                 continue
-            if self._totals is None or not torch.equal(_total(p), self._totals[k]):
+            if self._totals is None or not torch.equal(sum_of_bits(p), self._totals[k]):
                 self._refuse_change(name)
 
     def _refuse_change(self, name: str) -> NoReturn:
@@ -173,9 +173,3 @@ def _watched(look: Callable[[nn.Parameter], None]) -> type[nn.Parameter]:
 
 def _become(p: Any, kind: type[nn.Parameter]) -> None:
     p.__class__ = kind
-
-
-def _total(p: Tensor) -> Tensor:
-    """Return the sum of a parameter's bits, read as integers."""
-    numbers = torch.view_as_real(p.detach()) if p.is_complex() else p.detach()
-    return numbers.view(_INTEGERS[numbers.element_size()]).sum(dtype=torch.int64)

@@ -8,14 +8,15 @@ inside a step     refused: who has them is in the middle of changing them
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Protocol, final
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, NoReturn, Protocol, final
 
 import torch
 from torch import Tensor, nn
 
 from lightning_cyclic.errors import StepError
 from lightning_cyclic.runtime.absent import Home, come_back, home_of
+from lightning_cyclic.runtime.bits import sum_of_bits
 from lightning_cyclic.runtime.lending import Lending, num_bytes_of, without_memory
 from lightning_cyclic.runtime.partial_step.ghosts import user_line
 from lightning_cyclic.runtime.weight_service import Stamp, WeightService
@@ -101,7 +102,9 @@ class ForeignWeights:
         self.is_over = False  # training, but nobody has all weights
         self._buffers: dict[str, Tensor] = {}  # of own stages, as they were at the stamp
         self._lending: Lending | None = None
-        self._here: set[str] = set()  # names of what is lent
+        self._here: dict[str, Tensor] = {}  # what has come -> its bits, as others keep it
+        self._changed_by_hand: set[str] = set()  # while they were lent
+        self._counts: dict[int, int] = {}  # own parameter -> how often it had been changed
 
     def serve(self, key: str, limit: Limit) -> None:
         """Begin to give and to get weights; all workers must call it."""
@@ -138,6 +141,7 @@ class ForeignWeights:
         """
         if self._service is not None:
             self._keep_buffers()
+        self._counts = {id(p): p._version for p in self._holdings.own}
         self.stamp = self._now = self._now[0], t, self._now[2]
 
     def settle_loaded(self, t: int) -> None:
@@ -158,8 +162,7 @@ class ForeignWeights:
     @contextmanager
     def running(self) -> Iterator[None]:
         """Run the body, a part of the program, without foreign weights."""
-        self._end_lending()
-        self._holdings.free_foreign(self)
+        self._free(self)
         self._is_running = True
         try:
             yield
@@ -168,13 +171,18 @@ class ForeignWeights:
 
     def withdraw(self) -> None:
         """Let nothing be read from here on: a step begins, in which others tell who has what."""
-        self._end_lending()
-        self._holdings.free_foreign(None)
+        self._free(None)
 
     def offer(self, t: int) -> None:
         """Let weights of step ``t`` be read, until they are withdrawn."""
-        self._holdings.free_foreign(self)
+        self._free(self)
         self.settle(t)
+
+    def _free(self, home: Home | None) -> None:
+        self._end_lending()
+        self._here.clear()
+        self._changed_by_hand.clear()
+        self._holdings.free_foreign(home)
 
     # ------------------------------------------------------------------ reading
 
@@ -237,6 +245,7 @@ class ForeignWeights:
             self._holdings.restore()
             for n in foreign:
                 named[n].copy_(came[n])
+            self._note_bits(foreign)
 
     def _say_once(self, text: str) -> None:
         if not self._has_said:
@@ -262,32 +271,55 @@ class ForeignWeights:
                 came.update(zip(asked, into, strict=True))
         return came
 
+    # ------------------------------------------------------------------ changes by hand
+
+    def check_unchanged(self) -> None:
+        """Refuse to run the module on weights that hooks have changed behind the last step.
+
+        Others may have fetched this rank's before or after it changed them.
+
+        Raises:
+            StepError: with the parameter.
+        """
+        for name, p in self._parameters.items():
+            is_own_changed = self._counts.get(id(p), p._version) != p._version
+            if is_own_changed or name in self._changed_by_hand or self._is_changed(name, p):
+                _refuse_change(name)
+
+    def _note_bits(self, names: Iterable[str]) -> None:
+        named = self._named()
+        with torch._C.DisableTorchFunctionSubclass():
+            self._here |= {n: sum_of_bits(named[n]) for n in names}
+
+    def _is_changed(self, name: str, x: Tensor) -> bool:
+        with torch._C.DisableTorchFunctionSubclass():
+            return name in self._here and not torch.equal(self._here[name], sum_of_bits(x))
+
     # ------------------------------------------------------------------ what does not fit
 
     @contextmanager
     def present(self) -> Iterator[None]:
-        """Let the body run the module, which no backward follows."""
+        """Let the body run the module; no backward follows it."""
         if self.fits:
             self.fetch(quietly=True)
+        with nullcontext() if self.fits else self.lending(self._module):
+            self.check_unchanged()
             yield
-        else:
-            with self.lending(self._module):
-                yield
 
     @contextmanager
     def lending(self, module: nn.Module) -> Iterator[None]:
-        """Let the body run a module whose weights do not fit; no backward follows."""
+        """Let the body run a module whose weights do not fit; no backward follows it."""
         self._end_lending()
-        self._lending = self._make_lending(keeps_graphs=False)
+        self._lending = self._make_lending()
         try:
             yield
         finally:
             self._end_lending()
 
-    def _make_lending(self, *, keeps_graphs: bool) -> Lending:
+    def _make_lending(self) -> Lending:
         own = sum(map(num_bytes_of, self._holdings.own))
         most = max((self._memory_limit_bytes or 0) - own, 0)
-        return Lending(self._module, self._leave, most, keeps_graphs=keeps_graphs)
+        return Lending(self._module, self._leave, most)
 
     def _end_lending(self) -> None:
         if self._lending is not None:
@@ -295,14 +327,16 @@ class ForeignWeights:
             self._lending = None
 
     def _leave(self, x: Tensor, name: str) -> None:
-        self._here.discard(name)
         if isinstance(x, nn.Parameter):  # buffers are small, and keep their place
+            if self._is_changed(name, x):  # as its owner has changed it, with the same hook
+                self._changed_by_hand.add(name)
             x.data = without_memory(x)
+        self._here.pop(name, None)
 
     def _lend(self, names: Sequence[str], operands: Sequence[Tensor]) -> None:
         """Have what an operation reads here; it stays absent by name, so that reads are seen."""
         if self._lending is None:
-            self._lending = self._make_lending(keeps_graphs=True)
+            self._lending = self._make_lending()
             self._say_once(
                 f"{user_line()} reads the module between steps, which does not fit as a whole "
                 f"(memory_limit_bytes={self._memory_limit_bytes}): each rank fetches what is read "
@@ -312,8 +346,11 @@ class ForeignWeights:
         if self.is_over and torch.is_grad_enabled():
             self._refuse_graph([n for n in names if named[n].requires_grad])
         self._refuse_excess({n: named[n] for n in names}, self._lending)
-        self._bring([n for n in names if n not in self._here])
-        self._here.update(names)
+        for n in self._changed_by_hand.intersection(names):
+            _refuse_change(n)  # its owner may have changed it twice by now, or not yet
+        brought = [n for n in names if n not in self._here]
+        self._bring(brought)
+        self._note_bits(brought)
         self._lending.lend({n: named[n] for n in names}, operands)
 
     def _refuse_graph(self, names: Sequence[str]) -> None:
@@ -388,3 +425,12 @@ class ForeignWeights:
 
     def _named(self) -> dict[str, Tensor]:
         return {**self._parameters, **dict(self._module.named_buffers())}
+
+
+def _refuse_change(name: str) -> NoReturn:
+    raise StepError(
+        f"parameter {name!r} was changed between steps by a hook or a callback, while ranks take "
+        "it from one another, so that some would have it as it was; allowed: changes in the "
+        "optimizer's step(), or before fit; leave weights as they are in hooks of validation, or "
+        "use strategy='ddp' for this run"
+    )

@@ -23,7 +23,7 @@ class Lender(Protocol):
     """Be a home that can have what it brings leave again."""
 
     def lending(self, module: nn.Module) -> AbstractContextManager[None]:
-        """Return a context in which a module is run; no backward follows."""
+        """Return a context in which a module is run; no backward follows it."""
 
 
 @final
@@ -34,7 +34,6 @@ class Lending:
         module: whose calls lend.
         leave: (parameter or buffer, name) lets one be absent again.
         most_bytes: of all that are lent at once; those of one operation may be more. [any number]
-        keeps_graphs: whether a backward may follow, which needs what its forward has read.
     """
 
     def __init__(
@@ -42,12 +41,9 @@ class Lending:
         module: nn.Module,
         leave: Callable[[Tensor, str], None],
         most_bytes: int | None = None,
-        *,
-        keeps_graphs: bool = False,
     ) -> None:
         self._leave = leave
         self._most_bytes = most_bytes
-        self._keeps_graphs = keeps_graphs
         self._lent: dict[int, tuple[Tensor, str]] = {}  # the oldest first
         self._kept: set[int] = set()  # of them, by graphs
         self._freed = FreedMemory()
@@ -67,7 +63,7 @@ class Lending:
         for name, x in read.items():
             self._lent.pop(id(x), None)  # the last to be read is the last to go
             self._lent[id(x)] = x, name
-        if self._keeps_graphs and torch.is_grad_enabled():
+        if torch.is_grad_enabled():
             self._kept |= {id(x) for x in read.values() if isinstance(x, nn.Parameter)}
         if self._most_bytes is None:
             return

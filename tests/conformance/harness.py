@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -193,8 +194,23 @@ def cases() -> dict[str, Case]:
     return CASES
 
 
-def fit(name: str, preset: str | None, stage_of: Mapping[str, int], rule: str) -> dict[str, Any]:
-    """Train on this rank; as the reference of a rule without a preset."""
+def fit(
+    name: str,
+    preset: str | None,
+    stage_of: Mapping[str, int],
+    rule: str,
+    share: float | None = None,
+) -> dict[str, Any]:
+    """Train on this rank; as the reference of a rule without a preset.
+
+    Args:
+        name: of the row.
+        preset: of the column; None for the reference.
+        stage_of: parameter -> stage, for the reference.
+        rule: preset whose rule the reference keeps.
+        share: of the bytes of its parameters, that a rank may have of a module which is made
+            within the strategy. [it is made outside]
+    """
     case = cases()[name]
     flags = dict(case.flags())
     callbacks = flags.pop("callbacks", [])
@@ -213,15 +229,22 @@ def fit(name: str, preset: str | None, stage_of: Mapping[str, int], rule: str) -
     with TemporaryDirectory() as root:
         return _outcome(case, preset, loader(case, preset, order), {
             "default_root_dir": root, "max_epochs": case.num_epochs, "callbacks": callbacks,
-        } | flags)  # fmt: skip
+        } | flags, share)  # fmt: skip
 
 
 def _outcome(
-    case: Case, preset: str | None, batches: DataLoader[Any], flags: dict[str, Any]
+    case: Case,
+    preset: str | None,
+    batches: DataLoader[Any],
+    flags: dict[str, Any],
+    share: float | None,
 ) -> dict[str, Any]:
-    trainer = make_trainer("auto" if preset is None else case.strategy(preset), **flags)
+    limit = {} if share is None else limited(case, share)
+    trainer = make_trainer("auto" if preset is None else case.strategy(preset) | limit, **flags)
     make = case.make if preset or case.reference is None else case.reference
-    module = make()
+    torch.manual_seed(0)
+    with nullcontext() if share is None else trainer.init_module():
+        module = make()
     valid = evaluation_batches(case) if case.validates else None
     trainer.fit(module, batches, valid)
     outcome = {
@@ -233,11 +256,23 @@ def _outcome(
             for name, x in trainer.callback_metrics.items()
             if name.startswith(("val", "test"))
         },
+        "logged": {name: float(x) for name, x in trainer.callback_metrics.items()},
         "seen": list(getattr(module, "seen", [])),
     }
     if case.behind is not None:
         outcome["behind"] = case.behind(trainer, module, evaluation_batches(case))
+    if share is not None:  # others may still ask this process for weights
+        torch.distributed.barrier()
     return outcome
+
+
+def limited(case: Case, share: float) -> dict[str, Any]:
+    """Return the option by which a rank may have a share of a module's parameters; 1: any."""
+    if share == 1:
+        return {}
+    with torch.random.fork_rng():
+        num_bytes = sum(p.numel() * p.element_size() for p in case.make().parameters())
+    return {"memory_limit_bytes": int(share * num_bytes) or 1000}
 
 
 def check(name: str, preset: str) -> None:

@@ -12,7 +12,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from lightning_cyclic.runtime.absent import is_absent
+from lightning_cyclic.runtime.absent import is_absent, make_present
 from lightning_cyclic.runtime.deferred import Deferral
 from lightning_cyclic.runtime.lending import lending
 
@@ -136,7 +136,7 @@ def test_what_is_lent_is_there_while_its_module_is_called() -> None:
         layer.register_forward_hook(
             lambda *_: here.append([k for k in range(3) if not is_absent(made[k].weight)])
         )
-    with lending(made):
+    with torch.no_grad(), lending(made):
         assert torch.equal(made(torch.ones(1, 4)), expected)
         assert float(made[1].weight.detach().norm()) > 0  # read by no module: until the end
         assert not is_absent(made[1].weight)
@@ -144,6 +144,19 @@ def test_what_is_lent_is_there_while_its_module_is_called() -> None:
     assert all(map(is_absent, made.parameters()))
     assert torch.equal(made(torch.ones(1, 4)), expected)  # now for good
     assert not any(map(is_absent, made.parameters()))
+
+
+def test_what_a_graph_needs_stays_until_lending_ends() -> None:
+    made, expected = deferred_chain()
+    whole, _ = deferred_chain()
+    make_present(*whole.parameters())
+    x = torch.ones(1, 4, requires_grad=True)
+    with lending(made):
+        out = made(x)
+        assert torch.equal(out, expected)
+        (grad,) = torch.autograd.grad(out.sum(), x)
+    assert torch.equal(grad, *torch.autograd.grad(whole(x).sum(), x))
+    assert all(map(is_absent, made.parameters()))
 
 
 def test_a_module_that_is_absent_has_no_memory_and_may_be_moved_to_where_it_is() -> None:

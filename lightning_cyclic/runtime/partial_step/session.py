@@ -524,6 +524,7 @@ class StagewiseSession:
             batch = self._share_batch(t, batch, actions, self._worker.run)
             if self.foreign.fits:  # else what is read comes when it is read
                 self.foreign.fetch(quietly=True)
+            self.foreign.check_unchanged()
             self._evaluated = ""
             return partial(call, batch)
         with self._along(router):

@@ -25,12 +25,12 @@ from lightning_cyclic.runtime.agreement import Together, put_together, sent_to_r
 from lightning_cyclic.runtime.failure_words import words_of
 from lightning_cyclic.runtime.foreign_weights import ForeignWeights
 from lightning_cyclic.runtime.late_values import LateValues
-from lightning_cyclic.runtime.lending import lending
+from lightning_cyclic.runtime.lending import lending, num_bytes_of
 from lightning_cyclic.runtime.recorder import Recorder
 from lightning_cyclic.runtime.shelf import New
 from lightning_cyclic.runtime.stages.profile import Profile
 from lightning_cyclic.runtime.stages.stage_map import StageMap, make_stages
-from lightning_cyclic.runtime.stages.untouched import untouched
+from lightning_cyclic.runtime.stages.survey import survey
 from lightning_cyclic.runtime.transport import CountingTransport
 from lightning_cyclic.runtime.transport.choice import Route, link
 from lightning_cyclic.runtime.transport.limit import Limit
@@ -38,7 +38,6 @@ from lightning_cyclic.runtime.waiting import naming_peers
 from lightning_cyclic.runtime.whole_step.bootstrap import FirstStep
 from lightning_cyclic.runtime.whole_step.draws import KeyedDraws
 from lightning_cyclic.runtime.whole_step.engine import Engine, EngineState, Update
-from lightning_cyclic.runtime.whole_step.shards import shared_parameters
 from lightning_cyclic.runtime.whole_step.step_recorder import StepRecorder, Unrecorded
 
 _LEAST_BYTES = 3 << 19  # of a fine stage: below, its messages cost more than they overlap
@@ -205,11 +204,16 @@ class Session:
             return
         first = self._first
         assert first is not None
-        draws = self._draws.keyed(self._seed, self.t, self._worker)
-        with draws, lending(self._module), untouched(self._module), torch.no_grad(), \
-                first.forward(batch, first=True):  # fmt: skip
-            step()
+
+        def noted() -> Any:
+            with first.forward(batch, first=True):
+                outputs = step()
             first.note()
+            return outputs
+
+        draws = self._draws.keyed(self._seed, self.t, self._worker)
+        with draws, lending(self._module):
+            survey(self._module, noted)  # which puts back what the step changes
         self._start(self._find(), None)
         self._first = None
 
@@ -485,16 +489,13 @@ class Session:
     # ------------------------------------------------------------------ no worker has all
 
     def _take_own(self, plan: Plan) -> None:
-        """Have the own stages for good, and what belongs to none or to several modules."""
+        """Have the own stages for good, and what belongs to none."""
         assert self.stages is not None
-        stage_of, shared = self.stages.stage_of, shared_parameters(self._module)
+        stage_of = self.stages.stage_of
         named = self._module.named_parameters()
         before = {id(h): h for h in map(home_of, self._module.parameters())}
-        own = [
-            p
-            for n, p in named
-            if n not in stage_of or plan.owner(stage_of[n]) == self._worker or id(p) in shared
-        ]
+        own = [p for n, p in named if n not in stage_of or plan.owner(stage_of[n]) == self._worker]
+        self._check_fits(sum(map(num_bytes_of, own)))
         make_present(*own)
         for p in own:  # others expect it so
             p.data = p.data.contiguous()
@@ -503,6 +504,17 @@ class Session:
         for home in before.values():
             if isinstance(home, ForeignWeights):
                 home.close()
+
+    def _check_fits(self, num_bytes: int) -> None:
+        """Refuse to have more for good than this worker may have."""
+        limit = self._config.memory_limit_bytes
+        if limit is not None and num_bytes > limit:
+            raise StepError(
+                f"rank {self._worker} is to keep parameters of {num_bytes} bytes, its own stages "
+                f"and what is not trained, but memory_limit_bytes={limit}; allowed: parts that "
+                "fit; use more ranks, other stages, CyclicStrategy(stages=...), or raise "
+                "memory_limit_bytes"
+            )
 
     def _share_foreign(self, engine: Engine) -> None:
         """Let weights that others have be read between steps."""

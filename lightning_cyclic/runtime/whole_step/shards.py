@@ -185,16 +185,11 @@ class Shards(Replica):
     def _hide(self, j: int) -> None:
         if self._shown.pop(j, None) is None:
             return
-        for p in self._stores[j].parameters:
+        for p, name in zip(self._stores[j].parameters, self._names[j], strict=True):
             if id(p) in self._shared:
                 p.data = p.data.clone()
-        self._leave(j, self)
-
-    def _leave(self, j: int, home: Home) -> None:
-        for p, name in zip(self._stores[j].parameters, self._names[j], strict=True):
-            if id(p) not in self._shared:
-                p.data = without_memory(p)
-                leave(p, name, home)
+            else:
+                _leave(p, name, self)
 
     @override
     def stay(self) -> None:
@@ -256,14 +251,18 @@ class Shards(Replica):
         for j in self._foreign:
             self._leave(j, home or self)
 
+    def _leave(self, j: int, home: Home) -> None:
+        # between steps nobody keeps what several modules have: it is old when its owner goes on
+        for p, name in zip(self._stores[j].parameters, self._names[j], strict=True):
+            _leave(p, name, home)
+
     def restore(self) -> None:
         """Give parameters of others memory, without values."""
         self._is_freed = False
         for j in self._foreign:
             for p in self._stores[j].parameters:
-                if id(p) not in self._shared:
-                    come_back(p)
-                    p.data = torch.empty(p.shape, dtype=p.dtype, device=p.device)
+                come_back(p)
+                p.data = torch.empty(p.shape, dtype=p.dtype, device=p.device)
 
     # ------------------------------------------------------------------ what autograd saves
 
@@ -353,6 +352,11 @@ def shared_parameters(module: nn.Module) -> Collection[int]:
         for p in set(m._parameters.values()) - {None}:
             seen[id(p)] = seen.get(id(p), 0) + 1
     return {key for key, count in seen.items() if count > 1}
+
+
+def _leave(p: nn.Parameter, name: str, home: Home) -> None:
+    p.data = without_memory(p)
+    leave(p, name, home)
 
 
 def _address(x: Tensor) -> int:
