@@ -9,7 +9,7 @@ from typing import Final, final
 
 from lightning_cyclic.errors import PlanError, one_of
 from lightning_cyclic.plan import Plan, make_plan
-from lightning_cyclic.plan.presets import PLACEMENTS, PRESETS, SHARDINGS, Preset
+from lightning_cyclic.plan.presets import PLACEMENTS, PRESETS, Preset
 from lightning_cyclic.planner.profile import ModelProfile
 from lightning_cyclic.simulate.costs import Network
 
@@ -20,11 +20,10 @@ _DOUBLINGS = 2  # of a single profile's micro-batch
 
 
 def _default_presets() -> tuple[str, ...]:
-    """Leave out what no strategy runs yet, and names for the axes of an earlier preset."""
+    """Leave out names for the axes of an earlier preset."""
     first: dict[tuple[str, ...], str] = {}
     for name, preset in PRESETS.items():
-        if preset.placement != "shared" and not SHARDINGS[preset.sharding].gathers:
-            first.setdefault(_axes(preset), name)
+        first.setdefault(_axes(preset), name)
     return tuple(first.values())
 
 

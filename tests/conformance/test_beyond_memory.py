@@ -24,6 +24,13 @@ ALWAYS = {  # what has gone wrong before, or nearly did; the others with -m exha
     "validated in mid epoch": ["cyclic_zero", "cyclic_mp"],
 }
 
+REFUSED = {  # under cyclic_zero, by name: test_deferred.py
+    "averaged weights", "stochastic averages",  # which no rank could average
+    # what is frozen is on every rank, and one stage of few layers may have nearly all
+    "frozen", "frozen end", "direct forward", "low rank at the end",
+    "64-true",  # which has twice as many bytes as are counted here
+}  # fmt: skip
+
 
 @pytest.mark.parametrize(
     ("name", "preset"),
@@ -34,7 +41,7 @@ ALWAYS = {  # what has gone wrong before, or nearly did; the others with -m exha
         )
         for name, case in CASES.items()
         for preset in PRESETS
-        if preset not in case.refused
+        if preset not in case.refused and not (preset == "cyclic_zero" and name in REFUSED)
     ],
 )  # fmt: skip
 def test_a_row_beyond_memory(name: str, preset: str) -> None:
