@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,10 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from lightning_cyclic.plan.actions import Payload
+from lightning_cyclic.runtime.buffers import Layout
 from tests import processes
 from tests.conformance.harness import Batches
-from tests.conformance.modules import Plain, vectors
+from tests.conformance.modules import LowRankLayers, Plain, vectors
 from tests.corpus import Classifier, assert_same, make_trainer, train_data, valid_data, weights_of
 
 pytestmark = pytest.mark.multi
@@ -41,7 +43,7 @@ class Watch(Callback):
         for m in pl_module.modules():
             if next(m.parameters(recurse=False), None) is not None:
                 m.register_forward_pre_hook(lambda *_: self.look(trainer, pl_module))
-        for p in pl_module.parameters():
+        for p in filter(operator.attrgetter("requires_grad"), pl_module.parameters()):
             p.register_hook(lambda grad: self.look(trainer, pl_module))  # type: ignore[no-untyped-call]
 
     def look(self, trainer: Any, module: nn.Module) -> None:
@@ -132,6 +134,34 @@ def test_messages_are_as_many_as_derived(n: int) -> None:
     least = 2 * (n - 1) * elements * 4
     heads = 2 * n * (n - 1) * 512 + (2 * (n - 1) + 1) * len(ranks[0]["weights"]) * 512
     assert least <= between("bytes", Payload.P) <= least + heads
+
+
+def fit_low_rank(n: int) -> dict[str, Any]:
+    module, watch, r = LowRankLayers(), Watch(), processes.here().rank
+    data = DataLoader(Batches(vectors, [[n * t + r] for t in range(4)]), batch_size=None)
+    strategy = {"preset": "cyclic_zero", "stages": ["net.2", "net.4"][: n - 1]}
+    trainer = make_trainer(strategy, max_epochs=2, callbacks=[watch])
+    trainer.fit(module, data)
+    trained: dict[int, list[Tensor]] = {j: [] for j in range(n)}
+    for name, p in module.named_parameters():
+        if p.requires_grad:
+            trained[trainer.strategy.stage_of[name]].append(p)
+    sizes = [Layout(ps, torch.device("cpu")).num_bytes for ps in trained.values()]
+    hops = [n - 1 + (trainer.strategy.plan.owner(j) != n - 1) for j in range(n)]
+    return {
+        "most": watch.most, "state_of": watch.state_of,
+        "sums": sum(watch.bytes[-1].get(p, 0) for p in (Payload.S, Payload.T)),
+        "expected": 8 * sum(map(operator.mul, sizes, hops)),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_what_is_frozen_lies_with_owners_and_is_in_no_sum(n: int) -> None:
+    ranks = processes.run(fit_low_rank, n, n)
+    for rank in ranks:
+        assert rank["most"] == 2
+        assert len(rank["state_of"]) == 1
+        assert sum(other["sums"] for other in ranks) == rank["expected"]
 
 
 class ChecksWithin(Plain):

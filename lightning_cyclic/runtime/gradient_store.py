@@ -42,7 +42,7 @@ class GradientStore:
     """
 
     def __init__(self, parameters_of: Callable[[int], Sequence[nn.Parameter]]) -> None:
-        self._parameters_of = parameters_of
+        self.parameters_of = parameters_of
         self._sums: dict[tuple[int, int], Sum] = {}
 
     @contextmanager
@@ -57,13 +57,13 @@ class GradientStore:
     def show(self, t: int, j: int) -> Sum:
         """Put the sum of a step into ``p.grad`` of a stage."""
         found = self.take(t, j)
-        for p, grad in zip(self._parameters_of(j), found.grads, strict=True):
+        for p, grad in zip(self.parameters_of(j), found.grads, strict=True):
             p.grad = grad
         return found
 
     def hide(self, t: int, j: int, word: int = 0) -> None:
         """Take what is in ``p.grad`` of a stage away, for the sum of a step."""
-        parameters = self._parameters_of(j)
+        parameters = self.parameters_of(j)
         self._sums[t, j] = Sum([p.grad for p in parameters], word)
         for p in parameters:
             p.grad = None
@@ -71,7 +71,7 @@ class GradientStore:
     def of(self, t: int, j: int) -> Gradients:
         """Return the sum of a step, which stays."""
         found = self._sums.get((t, j))
-        return [None] * len(self._parameters_of(j)) if found is None else found.grads
+        return [None] * len(self.parameters_of(j)) if found is None else found.grads
 
     def take(self, t: int, j: int) -> Sum:
         """Take the sum of a step away."""

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, final
+from dataclasses import dataclass, replace
+from typing import Any, Self, final
 
 import torch
 from torch import Tensor, nn
@@ -64,6 +64,15 @@ class Profile:
         """
         trained = [k for k, unit in enumerate(self.units) if unit.parameters]
         return [0, *(k + 1 for k in trained[:-1])]
+
+    def as_trained(self) -> Self:
+        """Return the profile as if what is frozen were trained, too."""
+        units = (
+            replace(unit, parameters=unit.parameters + unit.frozen, frozen=())
+            for unit in self.units
+        )
+        unused = self.unused + self.resting
+        return replace(self, units=tuple(units), unused=unused, resting=())
 
 
 @final

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Self
 
@@ -36,14 +36,27 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class StageMap:
-    """Hold the stages of a module, in order of execution."""
+    """Hold the stages of a module, in order of execution.
+
+    Args:
+        stages: the stages.
+        untrained: names of those parameters of stages that get no gradients.
+    """
 
     stages: tuple[Stage, ...]
+    untrained: frozenset[str] = frozenset()
 
     @property
     def stage_of(self) -> dict[str, int]:
         """Return parameter name -> stage."""
         return {name: j for j, stage in enumerate(self.stages) for name in stage.parameters}
+
+    @property
+    def trained(self) -> tuple[tuple[str, ...], ...]:
+        """Return the names of the parameters of each stage that get gradients."""
+        return tuple(
+            tuple(n for n in stage.parameters if n not in self.untrained) for stage in self.stages
+        )
 
     @property
     def relayed(self) -> tuple[int, ...]:
@@ -70,6 +83,17 @@ class StageMap:
                 "freeze and unfreeze them, or call fit once per phase"
             )
         return type(self)(tuple(_thawed(stage, asked) for stage in self.stages))
+
+    def holding(self, names: Iterable[str], trained: Container[str]) -> Self:
+        """Return the map with all parameters in stages, of which some are trained.
+
+        Args:
+            names: of all parameters.
+            trained: names of those that are.
+        """
+        held = dict.fromkeys(names)
+        untrained = frozenset(n for n in held if n not in trained)
+        return replace(self.training(held), untrained=untrained)
 
     def as_data(self) -> list[dict[str, Any]]:
         """Return plain data, for a checkpoint or a message."""

@@ -103,7 +103,7 @@ class Engine:
         self._at = 0  # the next of them
         self._told: list[Action] = []  # norms that are to be told before an update is made
         named = dict(module.named_parameters())
-        self._parameters = [[named[n] for n in s.parameters] for s in stages.stages]
+        self._parameters = [[named[n] for n in names] for names in stages.trained]
         wait = Waiter(plan, transport).wait
         device = next((p.device for p in named.values()), torch.device("cpu"))
         depths = plan.program.depths
@@ -114,7 +114,7 @@ class Engine:
             VersionStore(
                 ps, self.t, self._messages, keeps=keeps, is_here=not any(map(is_absent, ps))
             )
-            for ps in self._parameters
+            for ps in ([named[n] for n in s.parameters] for s in stages.stages)
         ]
         # at a flush: whether this worker has the parameters of all stages
         self._is_whole = all(store.versions for store in self.stores)
@@ -142,7 +142,9 @@ class Engine:
         self._shown: Replica = self.shards or Replica(self.stores)
         again = None if self.shards is None else self._enter_again
         self._entrances = Entrances(module, stages, self.enter, self._w, again)
-        self._collector = GradientCollector(self._parameters, self._hand_over, self._w)
+        self._collector = GradientCollector(
+            self._parameters, self._hand_over, self._w, self._lasting()
+        )
 
     def record(self, recorder: StepRecorder) -> None:
         """Have recorded what is done from now on; before the first step."""
@@ -299,7 +301,7 @@ class Engine:
         Raises:
             StepError: it is not the turn of its backward.
         """
-        if not self._collector.is_collecting:
+        if not self._collector.is_collecting or self._collector.is_over(j):
             refuse_return(self._w, j)
         self._collector.begin_stage(j)
         with self._aside():
@@ -380,6 +382,12 @@ class Engine:
         """Return the stages that this worker updates."""
         return tuple(j for j in range(self.plan.num_stages) if self.plan.owner(j) == self._w)
 
+    def _lasting(self) -> frozenset[int]:
+        """Return the stages whose frozen parameters leave when their backward is over."""
+        each = enumerate(zip(self.stores, self._parameters, strict=True))
+        partly = (j for j, (store, ps) in each if len(ps) < len(store.parameters))
+        return frozenset(partly).difference(self.owned if self.shards is not None else ())
+
     # ------------------------------------------------------------------ flush and state
 
     @property
@@ -425,8 +433,12 @@ class Engine:
         previous: dict[str, Tensor] = {}
         for stage, store in zip(self.stages.stages, self.stores, strict=True):
             if self.t - 1 in store:
-                values = store[self.t - 1].tensors
-                previous |= {n: x.clone() for n, x in zip(stage.parameters, values, strict=True)}
+                before, now = store[self.t - 1].tensors, store[self.t].tensors
+                each = zip(stage.parameters, before, now, strict=True)
+                resting = self.stages.untrained  # but what was frozen just now has two versions
+                previous |= {
+                    n: x.clone() for n, x, y in each if n not in resting or not torch.equal(x, y)
+                }
         return EngineState(t=self.t, previous=previous)
 
     def _restore_previous(self, state: EngineState) -> None:
@@ -449,7 +461,7 @@ class Engine:
         return min(self.plan.reads(t, w, j) for w in readers)
 
     def parameters(self, j: int) -> Sequence[nn.Parameter]:
-        """Return the parameters of a stage."""
+        """Return the parameters of a stage that get gradients."""
         return self._parameters[j]
 
     def close(self) -> None:

@@ -57,6 +57,9 @@ class Exchange:
         self._grads = grads
         self._norms = norms
         self._messages = messages
+        self._sum_layouts = [
+            store.layout_of(grads.parameters_of(j)) for j, store in enumerate(stores)
+        ]
         self.shards: Shards | None = None  # where workers hold what they use alone
         self._sums: dict[tuple[int, int], Sum] = {}  # that came; step, stage
         self._handed_on: list[tuple[str, Tensor, int]] = []  # name, buffer, its state when sent
@@ -91,11 +94,11 @@ class Exchange:
 
     def layouts(self, j: int) -> dict[Payload, Layout]:
         """Return the one layout of each payload's messages of a stage."""
-        parameters, buffers = self._stores[j].layout, self._messages.layout(self._buffers(j))
+        sums, buffers = self._sum_layouts[j], self._messages.layout(self._buffers(j))
         return {
-            Payload.P: parameters,
-            Payload.S: parameters,
-            Payload.T: parameters,
+            Payload.P: self._stores[j].layout,
+            Payload.S: sums,
+            Payload.T: sums,
             Payload.R: buffers,
             Payload.C: buffers,
             Payload.N: self._norms.layout(j, self._messages),
@@ -130,7 +133,7 @@ class Exchange:
     def _give_sum(self, a: Action) -> Message:
         grads, word, buffer = self._grads.take(a.t, a.j)
         if buffer is None:
-            buffer = self._messages.room(self._stores[a.j].layout)
+            buffer = self._messages.room(self._sum_layouts[a.j])
             buffer.write(grads)
         there = [x is not None for x in grads]
         marks = None if all(there) else there

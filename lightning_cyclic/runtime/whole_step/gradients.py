@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, final
 
@@ -22,17 +22,24 @@ class GradientCollector:
     when backward has ended; so is every stage of which a parameter got no gradient.
 
     Args:
-        parameters: the parameters of each stage.
+        parameters: the parameters of each stage that get gradients.
         hand_over: takes a stage's gradients away.
         worker: this worker, for messages.
+        lasting: stages whose backward needs parameters of which it makes no gradients, also when
+            it has made all.
     """
 
     def __init__(
-        self, parameters: Sequence[Sequence[nn.Parameter]], hand_over: HandOver, worker: int
+        self,
+        parameters: Sequence[Sequence[nn.Parameter]],
+        hand_over: HandOver,
+        worker: int,
+        lasting: Collection[int] = (),
     ) -> None:
         self._parameters = parameters
         self.hand_over = hand_over
         self._worker = worker
+        self._lasting = lasting
         self._counts = [0] * len(parameters)
         self._next = -1  # the stage to hand over next; those above it are gone
         self._collecting = False
@@ -66,6 +73,10 @@ class GradientCollector:
         """Say whether all stages behind one have been handed over."""
         return self._next <= j
 
+    def is_over(self, j: int) -> bool:
+        """Say whether a stage has been handed over."""
+        return self._next < j
+
     def begin_stage(self, j: int) -> None:
         """Hand over the stages behind one whose backward begins: autograd has done with them."""
         while self._next > j:
@@ -95,7 +106,8 @@ class GradientCollector:
         return count
 
     def _is_complete(self, j: int) -> bool:
-        return self._counts[j] == self._trained[j]
+        is_followed = j not in self._lasting or any(self._counts[:j])
+        return self._counts[j] == self._trained[j] and is_followed
 
     def _take_next(self) -> None:
         j, self._next = self._next, self._next - 1

@@ -173,7 +173,9 @@ class Session:
     def with_state(self) -> list[nn.Parameter]:
         """Return the parameters that this worker has optimizer state for: those it updates."""
         engine = self.engine
-        return [] if engine is None else [p for j in engine.owned for p in engine.parameters(j)]
+        if engine is None:
+            return []
+        return [p for j in engine.owned for p in engine.stores[j].parameters]
 
     def named(self) -> dict[str, nn.Parameter]:
         """Return all parameters by name."""
@@ -439,10 +441,13 @@ class Session:
         self._draws = KeyedDraws(self._module, self.starts or (), self._device)
 
     def _make_stages(self, profile: Profile) -> StageMap:
-        sizes = {n: p.numel() * p.element_size() for n, p in self._trained.items()}
-        stages = self._config.stages
+        plan, stages = self._config.make_plan(1, (), ()), self._config.stages
+        held: Mapping[str, nn.Parameter] = self._trained
+        if plan.axes.sharding.gathers:  # what is frozen takes as much room
+            held, profile = self.named(), profile.as_trained()
+        sizes = {n: p.numel() * p.element_size() for n, p in held.items()}
         if stages == "auto":
-            num_workers = self._config.make_plan(1, (), ()).num_workers
+            num_workers = plan.num_workers
             stages = min(auto_stages(num_workers, sum(sizes.values())), len(profile.begins))
         assert not isinstance(stages, str)
         if self._config.relay_buffers == "all":
@@ -459,6 +464,10 @@ class Session:
         plan = self._config.make_plan(len(stages.stages), stages.relayed, until)
         if self.engine is not None:  # receives posted for the old engine must not match new sends
             self.transport = self._new_transport()
+        if plan.axes.sharding.gathers:  # each owner has what is frozen of its stages, too
+            named = self.named()
+            trained = {n for n in self._trained if named[n].requires_grad}
+            stages = stages.holding(named, trained)
         self.stages = stages
         if state is not None:
             self._draw_by_stages()

@@ -8,7 +8,7 @@ of versions that no later forward reads are used again for the next one to arriv
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import final
 
 import torch
@@ -41,12 +41,12 @@ class VersionStore:
     ) -> None:
         self.parameters = parameters
         # what has no memory yet is to come as its owner has it: contiguous
-        laid = (
+        self._laid = (
             parameters
             if is_here
             else [torch.empty(p.shape, dtype=p.dtype, device="meta") for p in parameters]
         )
-        self.layout: Layout = messages.layout(laid, keeps=keeps)
+        self.layout: Layout = messages.layout(self._laid, keeps=keeps)
         self.words: dict[int, int] = {}  # what all workers said in the step that made each
         self._messages = messages
         self._changing = threading.Lock()  # versions arrive on a lane, too
@@ -59,6 +59,15 @@ class VersionStore:
             self.put(v, self.layout.new())
             self._versions[v].write([p.data for p in parameters])
             self.show(v)
+
+    def layout_of(self, some: Collection[nn.Parameter]) -> Layout:
+        """Return how messages lie that have something for each of some of the parameters."""
+        if len(some) == len(self.parameters):
+            return self.layout
+        wanted = set(map(id, some))
+        each = zip(self.parameters, self._laid, strict=True)
+        laid = [x for p, x in each if id(p) in wanted]
+        return self._messages.layout(laid, keeps=self.layout.keeps)
 
     @property
     def newest(self) -> int:
