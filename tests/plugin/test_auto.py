@@ -115,6 +115,8 @@ def assert_same_runs(auto: list[dict[str, Any]], named: list[dict[str, Any]]) ->
         (2, {"weights": "sync", "placement": "pipelined", "latency": 1e-6}),
         (2, {"weights": "freshest", "placement": "pipelined", "remat": "always"}),
         (2, {"width": 2, "num_micro": 2}),
+        (2, {"sharding": "full"}),
+        (2, {"placement": "shared"}),
     ],
 )
 @pytest.mark.multi
