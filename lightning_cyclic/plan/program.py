@@ -18,14 +18,14 @@ steady state is: runtime, simulator, account, memory model and pictures ask here
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from itertools import chain
 from typing import TYPE_CHECKING, final
 
-from lightning_cyclic.plan.actions import Action, Kind, Payload
+from lightning_cyclic.plan.actions import Action, Kind
 from lightning_cyclic.plan.actions import Program as Actions
 from lightning_cyclic.plan.dataflow import Dataflow
 from lightning_cyclic.plan.passes.buffers import copies
@@ -34,6 +34,7 @@ from lightning_cyclic.plan.passes.messages import (
     Ring,
     begins_of_steps,
     channel_of,
+    is_for_one_use,
     ring_of,
     step_of,
 )
@@ -192,7 +193,8 @@ class Program:
     def depths(self) -> Mapping[Ring, int]:
         """Count the sends of each ring that may wait for their receives at once.
 
-        As many as do in the timetable, and one for the one that is being made.
+        As many as do in the timetable, and one for the one that is being made. And all that are
+        for steps that others have not begun, as all workers may meet between two steps.
         """
         posted: defaultdict[Ring, list[int]] = defaultdict(list)
         for w, program in enumerate(self._window):
@@ -208,6 +210,8 @@ class Program:
                     sent[ring].append(a.s)
                     taken = bisect_right(posted[ring], a.s)
                     most[ring] = max(most[ring], len(sent[ring]) - taken + 1)
+            for ring, count in self._rings_ahead(w):
+                most[ring] = max(most[ring], count)
         return most
 
     def lag(self, w: int) -> int:
@@ -258,6 +262,11 @@ class Program:
             found += [a for a in self._served(w, s) if step_of(a) > t]
         return found
 
+    def _rings_ahead(self, w: int) -> Iterator[tuple[Ring, int]]:
+        """Yield how many messages of a ring each step sends to those who begin later ones."""
+        for t in range(self.steady + self._repeats):
+            yield from Counter(ring_of(a, w) for a in self._ahead(w, t)).items()
+
     def _dropped(self, w: int, t: int) -> Iterator[Action]:
         """Take in what has been sent to a worker for steps that do not begin before a flush."""
         for x in range(self.num_workers):
@@ -270,8 +279,7 @@ class Program:
 
     def _is_served(self, a: Action) -> bool:
         """Say whether parameters are sent for one use of them."""
-        gathers = self.plan.axes.sharding.gathers
-        return gathers and a.kind is Kind.SEND and a.payload is Payload.P and a.i is not None
+        return a.kind is Kind.SEND and is_for_one_use(a)
 
     def _left(self, w: int, t: int) -> Iterator[Action]:
         """Yield the actions behind the block of a step, as far as the window goes."""

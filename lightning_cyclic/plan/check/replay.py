@@ -22,7 +22,13 @@ from lightning_cyclic.plan.actions import Action, Kind, Lane, Payload
 from lightning_cyclic.plan.check.refusal import refuse
 from lightning_cyclic.plan.dataflow import Dataflow, Datum, Item
 from lightning_cyclic.plan.passes.descriptions import described
-from lightning_cyclic.plan.passes.messages import Channel, Ring, channel_of, ring_of
+from lightning_cyclic.plan.passes.messages import (
+    Channel,
+    Ring,
+    channel_of,
+    is_for_one_use,
+    ring_of,
+)
 from lightning_cyclic.plan.passes.sums import source_of_sum
 from lightning_cyclic.plan.passes.ties import gradient_sources, later_users, version_readers
 
@@ -161,7 +167,7 @@ class _Worker:
         a = self.todo[0]
         if a.kind is Kind.UPDATE and self._plan.owner(a.j) != self._w:
             self._refuse(a, "updates somebody else's stage", f"worker {self._plan.owner(a.j)}")
-        if a.lane and a.kind is not Kind.RECV:
+        if _runs_beside(a):
             self._lanes[a.lane].append(self.todo.popleft())
             self._expected.update(self._flow(a).makes)
             return True
@@ -193,7 +199,7 @@ class _Worker:
         if ring is not None and self._under_way[ring] >= self._depths[ring]:
             return False
         missing = [item for item in self._flow(a).reads if not self._has(item, a)]
-        if not a.lane and not all(self._comes(item, missing) for item in missing):
+        if not _runs_beside(a) and not all(self._comes(item, missing) for item in missing):
             self._refuse_early(a)
         return not missing
 
@@ -441,3 +447,8 @@ class _Worker:
 
     def _refuse(self, a: Action, given: str, allowed: str) -> NoReturn:
         refuse(self._plan, a, self._w, given=given, allowed=allowed, todo=_TODO)
+
+
+def _runs_beside(a: Action) -> bool:
+    """Say whether an action runs beside those of its worker's main lane."""
+    return bool(a.lane) and a.kind is not Kind.RECV and not is_for_one_use(a)
