@@ -75,7 +75,7 @@ class Replicated(AbstractPlacement):
     """Give micro-batch i to worker i."""
 
     runs_whole_micro: ClassVar[bool] = True
-    schedules: ClassVar[tuple[str, ...]] = ("lockstep", "cyclic")
+    schedules: ClassVar[tuple[str, ...]] = ("lockstep", "cyclic", "cyclic_flush")
 
     def worker(self, t: int, i: int, j: int) -> int:
         """Give the worker of micro-batch i of step t on stage j."""
@@ -225,7 +225,9 @@ class Single(AbstractPlacement):
     """Give everything to worker 0, one step after the other."""
 
     overlaps: ClassVar[bool] = False
-    schedules: ClassVar[tuple[str, ...]] = ("lockstep", "cyclic", "gpipe", "1f1b")
+    schedules: ClassVar[tuple[str, ...]] = (
+        "lockstep", "cyclic", "cyclic_flush", "gpipe", "1f1b",
+    )  # fmt: skip
 
     def worker(self, t: int, i: int, j: int) -> int:
         """Give the worker of micro-batch i of step t on stage j."""

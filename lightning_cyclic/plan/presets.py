@@ -19,6 +19,7 @@ from lightning_cyclic.plan.placement import (
 )
 from lightning_cyclic.plan.schedules.base import TWO_SLOTS, AbstractSchedule
 from lightning_cyclic.plan.schedules.cyclic import Cyclic
+from lightning_cyclic.plan.schedules.cyclic_flush import CyclicFlush
 from lightning_cyclic.plan.schedules.gpipe import GPipe
 from lightning_cyclic.plan.schedules.lockstep import Lockstep
 from lightning_cyclic.plan.schedules.one_f_one_b import OneFOneB
@@ -38,6 +39,7 @@ from lightning_cyclic.plan.weights.sync import Sync
 SCHEDULES: Final[dict[str, type[AbstractSchedule]]] = {
     "lockstep": Lockstep,
     "cyclic": Cyclic,
+    "cyclic_flush": CyclicFlush,
     "gpipe": GPipe,
     "1f1b": OneFOneB,
 }

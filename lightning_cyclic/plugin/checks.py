@@ -42,6 +42,8 @@ def check_plan(plan: Plan) -> None:
     if is_stagewise(plan):
         _check_stagewise(plan)
         return
+    if plan.schedule == "cyclic_flush":
+        raise _not_run(plan, f"schedule {plan.schedule!r}")
     if plan.placement != "replicated":
         raise _not_run(plan, f"placement {plan.placement!r}")
     allowed = ["optimizer", "none"] if plan.weights == "delayed" else ["optimizer"]

@@ -47,6 +47,12 @@ class AbstractSchedule(ABC):
     def backward(self, i: int, j: int) -> int:
         """Give the tick at which B(i, j) of step 0 starts."""
 
+    @property
+    def whole(self) -> int:
+        """Ticks of a step that overlaps no other: whole slots until the last backward ends."""
+        last = self.backward(self.num_micro - 1, 0)
+        return (ceil_div(last, self.unit) + 1) * self.unit
+
     def begin(self, t: int) -> int:
         """Give the tick at which step t begins."""
         return t * self.period

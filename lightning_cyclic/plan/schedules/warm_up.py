@@ -12,7 +12,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import final
 
-from lightning_cyclic.plan.clock import ceil_div
 from lightning_cyclic.plan.schedules.base import AbstractAround
 
 
@@ -29,12 +28,6 @@ class WarmUp(AbstractAround):
     """
 
     num_steps: int
-
-    @property
-    def whole(self) -> int:
-        """Ticks per step of the warm-up: whole slots until the last backward has ended."""
-        last = self.base.backward(self.num_micro - 1, 0)
-        return (ceil_div(last, self.unit) + 1) * self.unit
 
     def begin(self, t: int) -> int:
         """Give the tick at which step t begins."""
