@@ -28,6 +28,7 @@ from lightning_cyclic.plan.sharding import (
     FullSharding,
     NoSharding,
     OptimizerSharding,
+    RingSharding,
 )
 from lightning_cyclic.plan.weights.base import AbstractWeights
 from lightning_cyclic.plan.weights.delayed import Delayed
@@ -60,6 +61,7 @@ SHARDINGS: Final[dict[str, type[AbstractSharding]]] = {
     "none": NoSharding,
     "optimizer": OptimizerSharding,
     "full": FullSharding,
+    "ring": RingSharding,
 }
 AXES: Final[dict[str, dict[str, type[Any]]]] = {
     "schedule": SCHEDULES,

@@ -40,6 +40,13 @@ def check_fit(plan: Plan) -> None:
         _refuse(plan, "weights", [name for name, rule in WEIGHTS.items() if rule.for_replicas])
     if not placement.runs_whole_micro and plan.sharding != "none":
         _refuse(plan, "sharding", ["none"])
+    if sharding.hands_on and not weights.at_end_of_step:
+        raise PlanError(
+            f"sharding {plan.sharding!r} does not fit weights {plan.weights!r} (preset "
+            f"{plan.preset!r}), under which the users of a version are in different steps, and "
+            "none could hand it on before the other begins; allowed: weights 'sync'; use "
+            "sharding='full', in which owners send versions to each user"
+        )
     if weights.needs_previous and schedule.updates_before(2, schedule.forward(0, 0), 0) < 1:
         raise PlanError(
             f"num_micro={plan.num_micro // plan.width} with num_stages={plan.num_stages} and "

@@ -74,8 +74,8 @@ def message(
 def is_for_one_use(a: Action) -> bool:
     """Say whether a message brings parameters, or their description, for one F or B alone.
 
-    It has a lane, as its channel is one of its own, but runs on the main one: nothing on that lane
-    waits for other workers.
+    It has a lane, as its channel is one of its own, but runs on the main one: who computes with
+    parameters waits for them, and hands them on.
     """
     return a.lane is Lane.WEIGHTS and a.i is not None
 

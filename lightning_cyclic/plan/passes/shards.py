@@ -3,14 +3,23 @@
 The owner keeps the bytes of its stages and sends them to each user, one slot ahead of use, so
 that a worker holds its own stages, the one in use and the one on its way. In each slot of the
 cyclic timetable every stage has one user: one message per worker and slot, and no broadcast.
+
+With ``sharding="ring"`` the owner sends them to the first user of a round of forwards, or of
+backwards, and each user to the next, as soon as it has them and before it uses them:
+
+    full    owner -> w0          ring    owner -> w0 -> w1 -> w2
+            owner -> w1
+            owner -> w2
+
+As many messages, but all from one neighbour to the next, save the first of each round.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from lightning_cyclic.plan.actions import Action, Kind, Lane, Payload, Program
 from lightning_cyclic.plan.passes.messages import message
@@ -19,10 +28,11 @@ if TYPE_CHECKING:
     from lightning_cyclic.plan import Plan
 
 _COMPUTE = (Kind.F, Kind.B)
+_Uses: TypeAlias = Mapping[Action, Action]  # a forward or backward -> another of the same round
 
 
 def shards(plan: Plan, programs: tuple[Program, ...]) -> tuple[Program, ...]:
-    """Insert GATHER, FREE and the messages from owner to user; change nothing without sharding.
+    """Insert GATHER, FREE and the messages to users; change nothing without sharding.
 
     Args:
         plan: whose ownership decides.
@@ -33,20 +43,40 @@ def shards(plan: Plan, programs: tuple[Program, ...]) -> tuple[Program, ...]:
     """
     if not plan.axes.sharding.gathers:
         return programs
-    outbox = _outbox(plan, programs)
+    givers = _givers(plan, programs)
+    takers = {giver: a for a, giver in givers.items()}
+    outbox = _outbox(plan, programs, givers)
     return tuple(
-        tuple(_serve(_use(plan, program, w), outbox[w])) for w, program in enumerate(programs)
+        tuple(_serve(_use(plan, program, w, givers, takers), outbox[w]))
+        for w, program in enumerate(programs)
     )
 
 
-def _outbox(plan: Plan, programs: tuple[Program, ...]) -> dict[int, list[Action]]:
-    """List what each owner sends, in the order of the slots in which it is due."""
+def _givers(plan: Plan, programs: tuple[Program, ...]) -> _Uses:
+    """Name for each use of somebody else's stage the use before it, if that hands it on."""
+    if not plan.axes.sharding.hands_on:
+        return {}
+    uses = [(a.s, w, a) for w, program in enumerate(programs) for a in program]
+    givers: dict[Action, Action] = {}
+    before: dict[tuple[Kind, int, int | None], Action] = {}  # of a round: its last use so far
+    for _, w, a in sorted(uses, key=lambda use: use[:2]):
+        if a.kind not in _COMPUTE:
+            continue
+        round_of = a.kind, a.j, a.v
+        if plan.owner(a.j) != w and round_of in before:
+            givers[a] = before[round_of]
+        before[round_of] = a
+    return givers
+
+
+def _outbox(plan: Plan, programs: tuple[Program, ...], givers: _Uses) -> dict[int, list[Action]]:
+    """List what each owner sends by itself, in the order of the slots in which it is due."""
     made = {(a.j, a.v): a.s for program in programs for a in program if a.kind is Kind.UPDATE}
     dues = defaultdict(list)
     for w, program in enumerate(programs):
         for a in program:
             owner = plan.owner(a.j)
-            if a.kind in _COMPUTE and owner != w:
+            if a.kind in _COMPUTE and owner != w and a not in givers:
                 due = max(a.s - 1, made.get((a.j, a.v), 0), 0)
                 dues[owner].append((due, a.s, w, replace(_receive(a, owner), s=due)))
     return defaultdict(list, {owner: _sends(found) for owner, found in dues.items()})
@@ -57,17 +87,26 @@ def _sends(dues: list[tuple[int, int, int, Action]]) -> list[Action]:
     return [replace(a, kind=Kind.SEND, peer=w) for _, _, w, a in dues]
 
 
-def _use(plan: Plan, program: Program, w: int) -> Iterator[Action]:
-    """Surround each F and B of somebody else's stage with GATHER, receive and FREE."""
+def _use(plan: Plan, program: Program, w: int, givers: _Uses, takers: _Uses) -> Iterator[Action]:
+    """Surround each F and B of somebody else's stage with GATHER, receive and FREE.
+
+    Where parameters are handed on, it is before they are used, so that they travel meanwhile.
+    """
     for a in program:
-        owner = plan.owner(a.j)
-        if a.kind not in _COMPUTE or owner == w:
-            yield a
-            continue
-        yield Action(kind=Kind.GATHER, t=a.t, j=a.j, v=a.v, s=a.s)
-        yield _receive(a, owner)
+        is_fetched = a.kind in _COMPUTE and plan.owner(a.j) != w
+        if is_fetched:
+            yield Action(kind=Kind.GATHER, t=a.t, j=a.j, v=a.v, s=a.s)
+            yield _receive(a, _worker_of(plan, givers[a]) if a in givers else plan.owner(a.j))
+        if (taker := takers.get(a)) is not None:
+            sent = _receive(taker, _worker_of(plan, taker))
+            yield replace(sent, kind=Kind.SEND, s=a.s)
         yield a
-        yield Action(kind=Kind.FREE, t=a.t, j=a.j, v=a.v, s=a.s)
+        if is_fetched:
+            yield Action(kind=Kind.FREE, t=a.t, j=a.j, v=a.v, s=a.s)
+
+
+def _worker_of(plan: Plan, a: Action) -> int:
+    return plan.worker_of(a.i or 0, a.j, a.t)
 
 
 def _serve(program: Iterator[Action], outbox: list[Action]) -> Iterator[Action]:
@@ -85,9 +124,9 @@ def _serve(program: Iterator[Action], outbox: list[Action]) -> Iterator[Action]:
     yield from sends
 
 
-def _receive(a: Action, owner: int) -> Action:
+def _receive(a: Action, peer: int) -> Action:
     """Receive parameters for one use; they have a lane, as owners serve while they compute."""
-    return replace(message(Kind.RECV, Payload.P, a, owner, i=a.i, v=a.v), lane=Lane.WEIGHTS)
+    return replace(message(Kind.RECV, Payload.P, a, peer, i=a.i, v=a.v), lane=Lane.WEIGHTS)
 
 
 def last_version(plan: Plan, v: int, w: int) -> Iterator[Action]:

@@ -57,3 +57,12 @@ def test_ties_that_do_not_fit_are_refused(change, text):
     numbers = {"preset": "gpipe", "num_stages": 4, "num_workers": 4, "tied": ((0, 3),)}
     with pytest.raises(PlanError, match=text):
         make_plan(**(numbers | change))
+
+
+@pytest.mark.parametrize("weights", ["freshest", "delayed"])
+def test_a_ring_whose_users_are_in_different_steps_is_refused(weights):
+    text = (
+        rf"sharding 'ring' does not fit weights '{weights}' .*allowed: weights 'sync'; use shard"
+    )
+    with pytest.raises(PlanError, match=text):
+        make_plan("cyclic_zero", num_stages=2, num_workers=2, weights=weights, sharding="ring")
