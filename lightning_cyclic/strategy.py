@@ -109,11 +109,11 @@ class CyclicStrategy(DDPStrategy):
 
     Args:
         preset: name of the plan: "cyclic_dp", "cyclic_dp_v1" or "lockstep_dp" run whole
-            micro-batches on each worker, and so does "cyclic_zero", which shards weights; "gpipe"
-            and "1f1b" are pipelines with a flush, "cyclic_pipeline", "pipedream", "pipedream_2bw",
-            "pipeoptim", "spectrain" and "xpipe" are pipelines without; under "cyclic_mp" workers
-            take turns with the stages. "auto" is the fastest that fits into memory, by the
-            planner, chosen when a fit is set up.
+            micro-batches on each worker, and so do "cyclic_zero" and "weipipe", which shard
+            weights; "gpipe" and "1f1b" are pipelines with a flush, "cyclic_pipeline", "pipedream",
+            "pipedream_2bw", "pipeoptim", "spectrain" and "xpipe" are pipelines without; under
+            "cyclic_mp" workers take turns with the stages. "auto" is the fastest that fits into
+            memory, by the planner, chosen when a fit is set up.
         schedule: overrides the preset's schedule.
         placement: overrides the preset's placement.
         weights: overrides the preset's weight rule.

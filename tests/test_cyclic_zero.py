@@ -1,4 +1,7 @@
-"""cyclic_zero: the bits of cyclic_dp, by workers that hold what they use and no more."""
+"""cyclic_zero: the bits of cyclic_dp, by workers that hold what they use and no more.
+
+And where weipipe, whose workers hand on what they use, is to do the same, it is tried here, too.
+"""
 
 from __future__ import annotations
 
@@ -107,18 +110,20 @@ def test_weights_losses_and_metrics_are_those_of_cyclic_dp(
         assert one["metrics"] == other["metrics"]
 
 
+@pytest.mark.parametrize("preset", ["cyclic_zero", "weipipe"])
 @pytest.mark.parametrize("n", [2, 3, 4])
-def test_a_worker_holds_its_stage_and_the_one_in_use(n: int) -> None:
-    ranks = processes.run(fit, n, "mlp", "adamw", {"preset": "cyclic_zero", "stages": n})
+def test_a_worker_holds_its_stage_and_the_one_in_use(n: int, preset: str) -> None:
+    ranks = processes.run(fit, n, "mlp", "adamw", {"preset": preset, "stages": n})
     for r, rank in enumerate(ranks):
         assert rank["watch"]["most"] == 2
         assert rank["watch"]["state_of"] == {n - 1 - r}
 
 
+@pytest.mark.parametrize("preset", ["cyclic_zero", "weipipe"])
 @pytest.mark.parametrize("n", [2, 3, 4])
-def test_messages_are_as_many_as_derived(n: int) -> None:
+def test_messages_are_as_many_as_derived(n: int, preset: str) -> None:
     """In a step 2 N (N - 1) of a stage's parameters, and N - 1 sums for each stage."""
-    ranks = processes.run(fit, n, "mlp", "sgd", {"preset": "cyclic_zero", "stages": n})
+    ranks = processes.run(fit, n, "mlp", "sgd", {"preset": preset, "stages": n})
     a, b = NUM_BATCHES + 1, NUM_BATCHES + 2  # steps between which no flush lies
 
     def between(what: str, payload: Payload) -> int:
@@ -181,6 +186,9 @@ class TakesPart(Plain):
         return self.net[4](x + y.detach())
 
 
+WITHOUT = {"cyclic_zero": "cyclic_dp", "weipipe": "lockstep_dp"}  # the same rule, unsharded
+
+
 def train(kind: type[Plain], preset: str) -> dict[str, Tensor]:
     module, r = kind(), processes.here().rank
     data = DataLoader(Batches(vectors, [[2 * t + r] for t in range(4)]), batch_size=None)
@@ -189,10 +197,11 @@ def train(kind: type[Plain], preset: str) -> dict[str, Tensor]:
     return weights_of(module)
 
 
+@pytest.mark.parametrize("preset", WITHOUT)
 @pytest.mark.parametrize("kind", [ChecksWithin, TakesPart])
-def test_backwards_that_go_other_ways(kind: type[Plain]) -> None:
-    whole = processes.run(train, 2, kind, "cyclic_dp")
-    for rank in processes.run(train, 2, kind, "cyclic_zero"):
+def test_backwards_that_go_other_ways(kind: type[Plain], preset: str) -> None:
+    whole = processes.run(train, 2, kind, WITHOUT[preset])
+    for rank in processes.run(train, 2, kind, preset):
         assert_same(rank, whole[0])
 
 
@@ -230,11 +239,11 @@ class Penalised(Plain):
         return super().training_step(batch, batch_idx) + grad.norm()
 
 
-def attempt(kind: type[Plain], accumulate: int) -> str:
+def attempt(kind: type[Plain], accumulate: int, preset: str) -> str:
     module, r = kind(), processes.here().rank
     data = DataLoader(Batches(vectors, [[2 * t + r] for t in range(4)]), batch_size=None)
     trainer = make_trainer(
-        {"preset": "cyclic_zero", "stages": ["net.2"]}, max_epochs=1,
+        {"preset": preset, "stages": ["net.2"]}, max_epochs=1,
         accumulate_grad_batches=accumulate,
     )  # fmt: skip
     try:
@@ -255,10 +264,12 @@ def attempt(kind: type[Plain], accumulate: int) -> str:
         (Plain, 2, "under which parameters come for one batch of a step"),
     ],
 )
+@pytest.mark.parametrize("preset", WITHOUT)
 def test_what_needs_parameters_that_are_gone_is_refused(
-    kind: type[Plain], accumulate: int, said: str
+    kind: type[Plain], accumulate: int, said: str, preset: str
 ) -> None:
-    texts = processes.run(attempt, 2, kind, accumulate, time_limit_s=40, after_failure_s=20)
+    limits = {"time_limit_s": 40, "after_failure_s": 20}
+    texts = processes.run(attempt, 2, kind, accumulate, preset, **limits)
     for text in texts:
         assert said in text, texts
     assert any(text.startswith(("StepError", "ConfigurationError")) for text in texts)
@@ -285,10 +296,11 @@ def load_within(preset: str, stages: int) -> dict[str, Tensor]:
     return weights_of(module)
 
 
+@pytest.mark.parametrize("preset", WITHOUT)
 @pytest.mark.parametrize("stages", [2, 3])
-def test_weights_that_are_loaded_within_a_fit(stages: int) -> None:
-    whole = processes.run(load_within, 2, "cyclic_dp", stages)
-    for rank in processes.run(load_within, 2, "cyclic_zero", stages):
+def test_weights_that_are_loaded_within_a_fit(stages: int, preset: str) -> None:
+    whole = processes.run(load_within, 2, WITHOUT[preset], stages)
+    for rank in processes.run(load_within, 2, preset, stages):
         assert_same(rank, whole[0])
 
 
@@ -305,8 +317,12 @@ def go_on(preset: str, folder: str, resumed: bool) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("wrote", "reads"), [("cyclic_dp", "cyclic_zero"), ("cyclic_zero", "cyclic_dp")]
-)
+    ("wrote", "reads"),
+    [
+        ("cyclic_dp", "cyclic_zero"), ("cyclic_zero", "cyclic_dp"),
+        ("lockstep_dp", "weipipe"), ("weipipe", "lockstep_dp"),
+    ],
+)  # fmt: skip
 def test_each_goes_on_from_checkpoints_of_the_other(
     wrote: str, reads: str, tmp_path: Path
 ) -> None:

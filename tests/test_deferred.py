@@ -107,17 +107,23 @@ def test_a_module_that_ranks_make_by_stages_trains_as_one_that_all_make_whole(
     assert apart[0]["here"].index({"2", "4"}) == 5 * whole_steps
 
 
-SHARDED = {"cyclic_zero": "cyclic_dp"}  # to a preset with the same rule
+SHARDED = {"cyclic_zero": "cyclic_dp", "weipipe": "lockstep_dp"}  # to a preset with the same rule
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "stages"),
-    [(2, ["net.2"]), (2, "auto"), (3, "auto"), (4, "auto")],
+    ("preset", "num_ranks", "stages"),
+    [
+        ("cyclic_zero", 2, ["net.2"]), ("cyclic_zero", 2, "auto"), ("cyclic_zero", 3, "auto"),
+        ("cyclic_zero", 4, "auto"), ("weipipe", 2, ["net.2"]), ("weipipe", 4, "auto"),
+    ],
     ids=str,
-)
-def test_sharded_weights_that_no_rank_ever_has_all_of(num_ranks: int, stages: Any) -> None:
-    strategy = {"preset": "cyclic_zero", "stages": stages, "memory_limit_bytes": LEAST}
-    whole = processes.run(fit, num_ranks, {"preset": "cyclic_dp", "stages": stages}, False, True)
+)  # fmt: skip
+def test_sharded_weights_that_no_rank_ever_has_all_of(
+    preset: str, num_ranks: int, stages: Any
+) -> None:
+    strategy = {"preset": preset, "stages": stages, "memory_limit_bytes": LEAST}
+    plain = {"preset": SHARDED[preset], "stages": stages}
+    whole = processes.run(fit, num_ranks, plain, False, True)
     for rank in processes.run(fit, num_ranks, strategy, True, True):
         assert_same(rank["weights"], whole[0]["weights"])
         numbers = [len(layers) for layers in rank["here"]]
@@ -154,10 +160,12 @@ def fit_three(strategy: Any, within: bool) -> Any:
     return read(module), {name: float(x) for name, x in trainer.callback_metrics.items()}
 
 
-@pytest.mark.parametrize("limit", [LEAST, 1 << 30])
-def test_sharded_weights_that_are_read_and_frozen_between_steps(limit: int) -> None:
-    whole = processes.run(fit_three, 2, {"preset": "cyclic_dp", "stages": "auto"}, False)
-    strategy = {"preset": "cyclic_zero", "stages": "auto", "memory_limit_bytes": limit}
+@pytest.mark.parametrize(
+    ("preset", "limit"), [("cyclic_zero", LEAST), ("cyclic_zero", 1 << 30), ("weipipe", LEAST)]
+)
+def test_sharded_weights_that_are_read_and_frozen_between_steps(preset: str, limit: int) -> None:
+    whole = processes.run(fit_three, 2, {"preset": SHARDED[preset], "stages": "auto"}, False)
+    strategy = {"preset": preset, "stages": "auto", "memory_limit_bytes": limit}
     assert processes.run(fit_three, 2, strategy, True) == whole
 
 
@@ -266,7 +274,7 @@ def staged(preset: str, stages: Any = ("net.2",)) -> dict[str, Any]:
     return cut if preset in SHARDED else cut | {"num_micro": 2}
 
 
-@pytest.mark.parametrize("preset", ["1f1b", "pipedream_2bw", "cyclic_zero"])
+@pytest.mark.parametrize("preset", ["1f1b", "pipedream_2bw", "cyclic_zero", "weipipe"])
 def test_checkpoints_go_from_ranks_into_a_file_and_back(preset: str, tmp_path: Path) -> None:
     strategy = staged(preset)
     lean = strategy | {"memory_limit_bytes": LEAST}

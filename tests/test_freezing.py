@@ -106,6 +106,7 @@ class ThawsByEpoch(Plain):
     [
         {"preset": "cyclic_dp", "stages": ["net.2"]},
         {"preset": "cyclic_zero", "stages": ["net.2"]},
+        {"preset": "weipipe", "stages": ["net.2"]},
         {"preset": "cyclic_dp_v1", "stages": ["net.2"]},
         {"preset": "pipedream_2bw", **CUT},
         {"preset": "cyclic_mp", **CUT},

@@ -100,6 +100,8 @@ def test_pipelines(
         ("cyclic_dp_v1", 0, "gpt2", 3, 6, {}),
         ("cyclic_zero", 0, "resnet", 4, 4, {}),
         ("cyclic_zero", 2, "gpt2", 3, 6, {}),
+        ("weipipe", 0, "resnet", 4, 8, {"gradient_clip_val": 0.1}),
+        ("weipipe", 0, "gpt2", 3, 2, {}),
         ("lockstep_dp", 0, "resnet", 4, 8, {"gradient_clip_val": 0.1}),
         ("lockstep_dp", 0, "mlp", 2, 2, {}),
     ],

@@ -26,7 +26,8 @@ from tests.corpus import (
 
 pytestmark = pytest.mark.multi
 
-RULES = {"cyclic_dp": "freshest", "cyclic_dp_v1": "delayed", "lockstep_dp": "sync"}
+RULES = {"cyclic_dp": "freshest", "cyclic_dp_v1": "delayed", "lockstep_dp": "sync",
+         "weipipe": "sync"}  # fmt: skip
 PRESETS = list(RULES)
 
 
@@ -88,7 +89,7 @@ def test_rates_on_plateau(preset: str) -> None:
 
 
 @pytest.mark.parametrize("net", ["mlp", "batchnorm_mlp"])
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", ["cyclic_dp", "cyclic_dp_v1", "lockstep_dp"])
 def test_accumulating_with_an_incomplete_last_window(preset: str, net: str) -> None:
     module = partial(Classifier, net, "adamw")
     flags = {"max_epochs": 3, "accumulate_grad_batches": 2}
@@ -138,6 +139,8 @@ def by_norm_of_each_stage(all_of_them: list[nn.Parameter], stages: list[Any]) ->
         (4, "cyclic_dp_v1", None, by_norm),
         (1, "cyclic_dp_v1", "global", by_norm),
         (4, "lockstep_dp", None, by_norm),
+        (4, "weipipe", None, by_norm),
+        (2, "weipipe", None, by_value),
     ],
 )
 def test_clipping(n: int, preset: str, clip: str | None, how: Any) -> None:

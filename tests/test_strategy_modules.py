@@ -16,7 +16,8 @@ from tests.corpus import Batch, Classifier, Reference, assert_same, fit
 
 pytestmark = pytest.mark.multi
 
-RULES = {"cyclic_dp": "freshest", "cyclic_dp_v1": "delayed", "lockstep_dp": "sync"}
+RULES = {"cyclic_dp": "freshest", "cyclic_dp_v1": "delayed", "lockstep_dp": "sync",
+         "weipipe": "sync"}  # fmt: skip
 
 
 class Frozen(Classifier):
@@ -183,7 +184,7 @@ def _keeping_the_seed(seed: int) -> Dropping:
     return module
 
 
-@pytest.mark.parametrize("preset", ["cyclic_dp", "cyclic_dp_v1", "lockstep_dp"])
+@pytest.mark.parametrize("preset", ["cyclic_dp", "cyclic_dp_v1", "lockstep_dp", "weipipe"])
 def test_dropout_depends_on_seed_step_and_micro_batch_alone(preset: str) -> None:
     ranks = processes.run(fit_seeded, 2, 7, preset)
     again = processes.run(fit_seeded, 2, 7, preset)

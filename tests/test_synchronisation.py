@@ -114,6 +114,7 @@ CASES = {
     "cyclic_dp, one norm": Case({"preset": "cyclic_dp", "clip": "global"}, BY_NORM),
     "cyclic_dp_v1": Case({"preset": "cyclic_dp_v1"}, BY_NORM),
     "cyclic_zero": Case({"preset": "cyclic_zero"}),
+    "weipipe": Case({"preset": "weipipe"}, BY_NORM),
     "lockstep_dp": Case({"preset": "lockstep_dp"}, {**BY_NORM, "accumulate_grad_batches": 2}),
     "gpipe": Case({"preset": "gpipe", **FOUR}, BY_NORM),
     "1f1b": Case({"preset": "1f1b", **FOUR}, {"accumulate_grad_batches": 2}),

@@ -47,7 +47,9 @@ def assert_alike(by_route: dict[str, list[dict[str, Any]]]) -> None:
                 assert given.get(what) == expected.get(what), (route, what)
 
 
-@pytest.mark.parametrize("preset", ["cyclic_dp", "cyclic_dp_v1", "cyclic_zero", "lockstep_dp"])
+@pytest.mark.parametrize(
+    "preset", ["cyclic_dp", "cyclic_dp_v1", "cyclic_zero", "lockstep_dp", "weipipe"]
+)
 def test_whole_micro_batches(preset: str, tmp_path: Path) -> None:
     flags = {"preset": preset, "stages": 2}
     assert_alike(

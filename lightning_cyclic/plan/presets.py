@@ -97,6 +97,13 @@ PRESETS: Final[dict[str, Preset]] = {
     "cyclic_zero": Preset(
         "cyclic", "replicated", "freshest", "full", "CDP in ZeRO-DP, arXiv 2403.08837"
     ),
+    "weipipe": Preset(
+        "cyclic_flush",
+        "replicated",
+        "sync",
+        "ring",
+        "WeiPipe, PPoPP 2025, https://github.com/Gvilenius/weipipe",
+    ),
     "cyclic_mp": Preset(
         "cyclic", "shared", "freshest", "none", "CDP with model parallelism, arXiv 2403.08837"
     ),

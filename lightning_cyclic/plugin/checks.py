@@ -28,7 +28,7 @@ from lightning_cyclic.runtime.lending import num_bytes_of
 
 RUNNABLE = (
     "cyclic_dp", "cyclic_dp_v1", "lockstep_dp", "cyclic_pipeline", "gpipe", "1f1b", "pipedream",
-    "pipedream_2bw", "pipeoptim", "spectrain", "xpipe", "cyclic_mp", "cyclic_zero",
+    "pipedream_2bw", "pipeoptim", "spectrain", "xpipe", "cyclic_mp", "cyclic_zero", "weipipe",
 )  # fmt: skip
 REMAT = ("never", "always", "except_last")
 
@@ -42,13 +42,15 @@ def check_plan(plan: Plan) -> None:
     if is_stagewise(plan):
         _check_stagewise(plan)
         return
-    if plan.schedule == "cyclic_flush":
-        raise _not_run(plan, f"schedule {plan.schedule!r}")
     if plan.placement != "replicated":
         raise _not_run(plan, f"placement {plan.placement!r}")
     allowed = ["optimizer", "none"] if plan.weights == "delayed" else ["optimizer"]
     if plan.schedule == "cyclic":
         allowed.append("full")
+    elif plan.schedule == "cyclic_flush":
+        if plan.weights != "sync":
+            raise _not_run(plan, f"weights {plan.weights!r} with schedule {plan.schedule!r}")
+        allowed = ["ring"]
     if plan.num_workers > 1 and plan.sharding not in allowed:
         raise PlanError(
             f"sharding {plan.sharding!r} (preset {plan.preset!r}) has no runtime yet with "

@@ -124,13 +124,13 @@ def test_all_presets_that_run_are_tried_and_some_alone() -> None:
     pairs = list(selftest._trials(presets, place, "auto"))
     assert [given.preset for given, _ in pairs if given.num_workers == 2] == presets
     alone = {given.preset for given, expected in pairs if not expected.preset}
-    assert alone == {"gpipe", "1f1b", "lockstep_dp"}
+    assert alone == {"gpipe", "1f1b", "lockstep_dp", "weipipe"}
 
 
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ("--preset weipipe", "--preset 'weipipe' is unknown; allowed: cyclic_dp,"),
+        ("--preset dualpipe", "--preset 'dualpipe' is unknown; allowed: cyclic_dp,"),
         ("--devices 1", "--devices 1 leaves nothing to compare; allowed: 2 or more"),
         ("--accelerator gpu", "torch sees no GPU; allowed: auto or cpu here"),
         ("--accelerator tpu", "invalid choice: 'tpu'"),

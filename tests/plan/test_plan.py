@@ -23,6 +23,7 @@ def test_presets_are_those_of_the_design():
         "cyclic_dp": ("cyclic", "replicated", "freshest", "optimizer"),
         "cyclic_dp_v1": ("cyclic", "replicated", "delayed", "none"),
         "cyclic_zero": ("cyclic", "replicated", "freshest", "full"),
+        "weipipe": ("cyclic_flush", "replicated", "sync", "ring"),
         "cyclic_mp": ("cyclic", "shared", "freshest", "none"),
         "cyclic_pipeline": ("cyclic", "pipelined", "freshest", "none"),
         "gpipe": ("gpipe", "pipelined", "sync", "none"),

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.multi
 
 RULES = {
     "cyclic_dp": "freshest", "cyclic_zero": "freshest", "cyclic_dp_v1": "delayed",
-    "lockstep_dp": "sync",
+    "lockstep_dp": "sync", "weipipe": "sync",
 }  # fmt: skip
 NUM_BATCHES, NUM_EPOCHS = 5, 3  # 15 steps
 
@@ -78,6 +78,8 @@ def load(path: Path) -> dict[str, Any]:
         (2, "batchnorm_mlp", "adamw", "cyclic_zero", 0, 4),
         (3, "resnet", "sgd", "cyclic_zero", 2, 3),
         (2, "batchnorm_mlp", "adamw", "lockstep_dp", 0, 4),
+        (2, "batchnorm_mlp", "adamw", "weipipe", 0, 4),
+        (3, "resnet", "sgd", "weipipe", 0, 3),
         (1, "mlp", "adamw", "cyclic_dp_v1", 0, 4),
     ],
 )

@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 
 from lightning_cyclic.plan import make_plan
 from lightning_cyclic.plan.actions import Payload, parse
-from lightning_cyclic.simulate import Costs, account
+from lightning_cyclic.simulate import Costs, Network, account, simulate
 
 P, S, T = Payload.P, Payload.S, Payload.T
 
@@ -87,6 +87,39 @@ def test_cyclic_sends_what_a_ring_sends_in_few_messages(n):
     # Each stage: n-1 partial sums, its total unless the last worker owns it, n-1 relays.
     assert total == {S: n * (n - 1), T: n - 1, P: n * (n - 1)}
     assert [worker.updates for worker in workers] == [1] * n
+
+
+@settings(max_examples=15, deadline=None)
+@given(num_workers=st.integers(2, 6), times=st.integers(1, 3))
+def test_weipipe_keeps_its_stages_and_the_one_in_use(num_workers, times):
+    num_stages, costs = times * num_workers, Costs.even(times * num_workers, model_bytes=1.0)
+    plan = make_plan("weipipe", num_stages=num_stages, num_workers=num_workers, num_steps=6)
+    workers = account(plan.programs, costs).workers
+    assert [w.param_bytes * num_stages for w in workers] == pytest.approx(
+        [times + 1] * num_workers
+    )
+    assert {w.versions for w in workers} == {1}
+    assert [w.updates for w in workers] == [times] * num_workers
+    sent = [w.sent_messages.get(P, 0) for w in workers]
+    assert sum(sent) == 2 * num_stages * (num_workers - 1)  # N-1 forwards and N-1 backwards each
+    assert max(sent) <= 2 * num_stages
+
+
+@pytest.mark.parametrize(
+    ("preset", "seconds"),
+    [
+        ("weipipe", [1.010, 1.058, 1.179]),
+        ("lockstep_dp", [1.009, 1.054, 1.247]),
+        ("cyclic_zero", [1.000, 1.000, 1.000]),
+    ],
+)
+def test_steps_take_what_the_page_on_presets_says(preset, seconds):
+    plan = make_plan(preset, num_stages=16, num_workers=8, num_steps=8)
+    costs = Costs.even(16, model_bytes=1.0)
+    for psi_s, expected in zip((0.01, 0.1, 0.25), seconds, strict=True):
+        network = Network(latency_s=0.0005, bandwidth_bytes_per_s=1 / psi_s)
+        found = simulate(plan.programs, costs, network, plan).step_s
+        assert found == pytest.approx(expected, abs=5e-4)
 
 
 @pytest.mark.parametrize(

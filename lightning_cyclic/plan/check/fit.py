@@ -20,7 +20,7 @@ def check_fit(plan: Plan) -> None:
     Raises:
         PlanError: says what was given, what is allowed and what to do.
     """
-    schedule, placement, weights, sharding = plan.axes
+    schedule, placement, weights, _ = plan.axes
     _check_width(plan)
     _check_ties(plan)
     _check_warm_up(plan)
@@ -40,13 +40,7 @@ def check_fit(plan: Plan) -> None:
         _refuse(plan, "weights", [name for name, rule in WEIGHTS.items() if rule.for_replicas])
     if not placement.runs_whole_micro and plan.sharding != "none":
         _refuse(plan, "sharding", ["none"])
-    if sharding.hands_on and not weights.at_end_of_step:
-        raise PlanError(
-            f"sharding {plan.sharding!r} does not fit weights {plan.weights!r} (preset "
-            f"{plan.preset!r}), under which the users of a version are in different steps, and "
-            "none could hand it on before the other begins; allowed: weights 'sync'; use "
-            "sharding='full', in which owners send versions to each user"
-        )
+    _check_sharding(plan)
     if weights.needs_previous and schedule.updates_before(2, schedule.forward(0, 0), 0) < 1:
         raise PlanError(
             f"num_micro={plan.num_micro // plan.width} with num_stages={plan.num_stages} and "
@@ -58,6 +52,24 @@ def check_fit(plan: Plan) -> None:
         raise PlanError(
             f"relayed={plan.relayed}; allowed: stages 0 to {plan.num_stages - 1}; "
             "use relayed=() or some of these"
+        )
+
+
+def _check_sharding(plan: Plan) -> None:
+    """Refuse that parameters of replicas travel as their users and owners do not."""
+    _, _, weights, sharding = plan.axes
+    if sharding.hands_on and not weights.at_end_of_step:
+        raise PlanError(
+            f"sharding {plan.sharding!r} does not fit weights {plan.weights!r} (preset "
+            f"{plan.preset!r}), under which the users of a version are in different steps, and "
+            "none could hand it on before the other begins; allowed: weights 'sync'; use "
+            "sharding='full', in which owners send versions to each user, or preset 'weipipe'"
+        )
+    if plan.sharding == "full" and plan.schedule == "cyclic_flush":
+        raise PlanError(
+            f"sharding 'full' does not fit schedule 'cyclic_flush' (preset {plan.preset!r}), "
+            "under which the first worker reads all stages first, and so would own them all; "
+            "allowed: 'ring', which deals them out; use sharding='ring', or preset 'cyclic_zero'"
         )
 
 

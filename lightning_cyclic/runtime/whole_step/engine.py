@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.plan.actions import Action, Kind, Lane, Payload
 from lightning_cyclic.plan.dataflow import Datum, Item
+from lightning_cyclic.plan.passes.messages import is_for_one_use
 from lightning_cyclic.runtime.absent import is_absent
 from lightning_cyclic.runtime.gradient_store import GradientStore, Sum
 from lightning_cyclic.runtime.messages import Messages
@@ -221,9 +222,9 @@ class Engine:
         self._run_to(None, 0)
         self.t += 1
         self._shown.stay_no_longer()
-        if self.plan.weights == "sync":
+        if self.plan.weights == "sync" and self.shards is None:  # else owners show what they made
             self._worker.settle()
-            self._show_newest(range(self.plan.num_stages) if self._is_whole else self.owned)
+            self._show_newest(range(self.plan.num_stages))
 
     @property
     def ends(self) -> bool:
@@ -352,6 +353,8 @@ class Engine:
 
     def _oldest(self, j: int, v: int) -> int:
         """Return the oldest version of an own stage that is needed when version v is there."""
+        if self.plan.axes.weights.at_end_of_step:
+            return v  # whoever is behind has used the one before, as its gradients are there
         read = self.plan.reads(self.t if j > self._entered else self.t + 1, self._w, j)
         return self._shown.oldest(v, read)
 
@@ -502,7 +505,9 @@ def waiting_lanes(plan: Plan, worker: int) -> frozenset[Lane]:
     return frozenset(
         a.lane
         for a in steady
-        if a.lane and any((item[0], a.j) in come for item in program.flow(a).reads)
+        if a.lane
+        and not is_for_one_use(a)
+        and any((item[0], a.j) in come for item in program.flow(a).reads)
     )
 
 
