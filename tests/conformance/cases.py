@@ -34,8 +34,9 @@ def refused(pattern: str, *presets: str | Iterable[str]) -> dict[str, str]:
     return dict.fromkeys(names, pattern)
 
 
-AWAY = refused(GONE, "cyclic_zero")
-ONE_BATCH = refused("under which parameters come for one batch", "cyclic_zero")
+SHARDED = ("cyclic_zero", "weipipe")
+AWAY = refused(GONE, *SHARDED)
+ONE_BATCH = refused("under which parameters come for one batch", *SHARDED)
 
 
 def _network(name: str) -> Case:
