@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import weakref
 from functools import partial
 from typing import Any
 
 import pytest
 from lightning.pytorch import Callback
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_cyclic.errors import PlanError
 from lightning_cyclic.plan import make_plan
 from lightning_cyclic.plugin.checks import check_plan
+from lightning_cyclic.runtime.buffers import Buffer
+from lightning_cyclic.runtime.whole_step.versions import VersionStore
 from tests import processes
 from tests.corpus import Classifier, assert_same, fit, make_trainer, train_data, valid_data
 
@@ -66,6 +69,47 @@ def test_owners_change_their_one_version_in_place() -> None:
     """Nobody reads an older one, as all have made their gradients when a stage is updated."""
     ranks = processes.run(fit_noting, 3, {"preset": "weipipe", "stages": 6})
     assert ranks == [({4: 1, 5: 1}, []), ({2: 1, 3: 1}, []), ({0: 1, 1: 1}, [])]
+
+
+class Copies(Callback):
+    """Count the copies of others' stages that lie here, wherever a module begins, or its grad."""
+
+    def __init__(self) -> None:
+        self.made: list[tuple[VersionStore, weakref.ref[Tensor]]] = []
+        self.counts: set[int] = set()
+
+    def on_train_start(self, trainer: Any, pl_module: nn.Module) -> None:
+        for m in pl_module.modules():
+            if next(m.parameters(recurse=False), None) is not None:
+                m.register_forward_pre_hook(lambda *_: self.look(trainer))
+        for p in pl_module.parameters():
+            p.register_hook(lambda grad: self.look(trainer))  # type: ignore[no-untyped-call]
+
+    def look(self, trainer: Any) -> None:
+        if trainer.global_step > 0 and trainer.training:  # the first step finds the stages
+            engine = trainer.strategy._training._session.engine
+            others = [s for j, s in enumerate(engine.stores) if j not in engine.owned]
+            self.counts.add(sum(x() is not None for s, x in self.made if s in others))
+
+
+def fit_counting(stages: int) -> set[int]:
+    copies, put = Copies(), VersionStore.put
+
+    def noted(self: VersionStore, v: int, buffer: Buffer, word: int = 0) -> None:
+        copies.made.append((self, weakref.ref(buffer.data)))
+        put(self, v, buffer, word)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(VersionStore, "put", noted)
+        module, strategy = Classifier("mlp", "adamw"), {"preset": "weipipe", "stages": stages}
+        trainer = make_trainer(strategy, max_epochs=1, callbacks=[copies])
+        trainer.fit(module, train_data(module, NUM_STEPS), valid_data(module))
+    return copies.counts
+
+
+@pytest.mark.parametrize(("n", "stages"), [(2, 6), (3, 3), (4, 8)])
+def test_a_worker_has_one_stage_of_others_even_while_it_is_handed_on(n: int, stages: int) -> None:
+    assert processes.run(fit_counting, n, stages) == [{0, 1}] * n
 
 
 @pytest.mark.parametrize(

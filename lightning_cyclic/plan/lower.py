@@ -165,7 +165,7 @@ def make_plan(  # noqa: PLR0913  (one argument per axis and number is the public
         slack=slack,
         **axes,
         relayed=tuple(sorted(set(relayed))),
-        spacing=default_spacing(PRESETS[preset], axes["placement"], num_stages, num_micro),
+        spacing=default_spacing(PRESETS[preset], axes, num_stages, num_micro),
         width=width,
         tied=tuple(sorted({tuple(stages) for stages in tied})),
         warmup_steps=warmup_steps,

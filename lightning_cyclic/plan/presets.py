@@ -17,7 +17,7 @@ from lightning_cyclic.plan.placement import (
     Shared,
     Single,
 )
-from lightning_cyclic.plan.schedules.base import TWO_SLOTS, AbstractSchedule
+from lightning_cyclic.plan.schedules.base import ONE_SLOT, TWO_SLOTS, AbstractSchedule
 from lightning_cyclic.plan.schedules.cyclic import Cyclic
 from lightning_cyclic.plan.schedules.cyclic_flush import CyclicFlush
 from lightning_cyclic.plan.schedules.gpipe import GPipe
@@ -178,10 +178,17 @@ def default_num_micro(preset: str, axes: dict[str, str], num_stages: int, num_wo
     return 1 if WEIGHTS[axes["weights"]].per_micro else num_stages
 
 
-def default_spacing(preset: Preset, placement: str, num_stages: int, num_micro: int) -> Fraction:
-    """Choose the delay that keeps every worker busy: of whole micro-batches, or of stages."""
+def default_spacing(
+    preset: Preset, axes: dict[str, str], num_stages: int, num_micro: int
+) -> Fraction:
+    """Choose the delay that keeps every worker busy: of whole micro-batches, or of stages.
+
+    With a flush none does, and the least is best at which neighbours can take turns with a stage.
+    """
+    if axes["schedule"] == "cyclic_flush":
+        return ONE_SLOT
     # one worker alone follows the timetable of the placement that it is the reference for
-    followed = preset.placement if placement == "single" else placement
+    followed = preset.placement if axes["placement"] == "single" else axes["placement"]
     if PLACEMENTS[followed].runs_whole_micro:
         return Fraction(2 * num_stages, num_micro)
     return TWO_SLOTS

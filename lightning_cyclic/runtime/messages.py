@@ -303,6 +303,7 @@ class Messages:
         """Wait until what is under way from a buffer has left."""
         for sent in buffer.sent:
             self._end(sent)
+            self._drop_sent(sent.action.lane)
         buffer.sent = []
 
     def settle(self) -> None:
@@ -337,15 +338,19 @@ class Messages:
     def _make_room(self, port: _Port) -> None:
         """Wait for the oldest messages of a ring that is full: the proof knows of no more."""
         sent, most = port.under_way, port.depth
-        for other in self._leaving.get(port.lane, ()):  # which this thread alone looks at
-            while other.under_way and other.under_way[0].pending.is_done():
-                self._end(other.under_way.popleft())
+        self._drop_sent(port.lane)
         if len(sent) < most:  # each action has sent one part or more
             return
         actions = list({id(x.action): x.action for x in sent}.values())  # equal ones may be two
         for oldest in actions[: max(len(actions) - most + 1, 0)]:
             while sent and sent[0].action is oldest:
                 self._end(sent.popleft())
+
+    def _drop_sent(self, lane: Lane) -> None:
+        """Hold no longer what has left, of rings whose memory goes."""
+        for port in self._leaving.get(lane, ()):  # which the thread of the lane alone looks at
+            while port.under_way and port.under_way[0].pending.is_done():
+                self._end(port.under_way.popleft())
 
     def _end(self, sent: Sent) -> None:
         self._wait(sent.pending, sent.action)

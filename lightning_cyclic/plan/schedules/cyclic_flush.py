@@ -1,10 +1,11 @@
-"""Cyclic with a flush: the stagger of cyclic, but each step ends before the next begins.
+"""Cyclic with a flush: micro-batches one behind the other, and each step ends before the next.
 
-Two workers that run whole micro-batches of two stages, three slots of six idle:
+Two workers that run whole micro-batches of two stages, one slot apart, so that a stage is used by
+one of them after the other:
 
-    slot   0   1   2   3   4   5   6   7   8   9  10  11
-    w0   0F0 1F0 1B0 0B0   .   . 0F0 1F0 1B0 0B0   .   .
-    w1     .   . 0F1 1F1 1B1 0B1   .   . 0F1 1F1 1B1 0B1
+    slot   0   1   2   3   4   5   6   7   8   9
+    w0   0F0 1F0 1B0 0B0   . 0F0 1F0 1B0 0B0   .
+    w1     . 0F1 1F1 1B1 0B1   . 0F1 1F1 1B1 0B1
 """
 
 from __future__ import annotations
@@ -21,12 +22,10 @@ from lightning_cyclic.plan.schedules.cyclic import Cyclic
 class CyclicFlush(AbstractSchedule):
     """Run each step as the cyclic schedule does, and begin it when the one before has ended.
 
-    Then every version exists before it is read, so that weights can be ``sync``. The slots say in
-    which order workers compute and send; where nobody waits for a message, nothing keeps a worker
-    as far behind the one before it as the timetable has it.
+    Then every version exists before it is read, so that weights can be ``sync``.
 
     Source: WeiPipe, PPoPP 2025, https://github.com/Gvilenius/weipipe, where workers take turns
-        with the weights of a stage; the delay between two workers is that of cyclic.
+        with the weights of a stage.
     """
 
     @property

@@ -115,12 +115,13 @@ class VersionStore:
             self._drop()
 
     def forget(self, v: int) -> None:
-        """Forget one version, which the parameters do not show any more."""
+        """Forget one version, which the parameters do not show any more, when it has left."""
         with self._changing:
             buffer = self._versions.pop(v)
             self.words.pop(v, None)
         if buffer is self._shown:
             self._shown = None
+        self._messages.wait_for(buffer)  # else ever more would lie here, on their way to others
         buffer.let_go()
 
     def hold(self, v: int) -> None:

@@ -94,6 +94,15 @@ def test_of_a_ring_all_messages_but_the_first_of_a_round_are_from_the_neighbour(
     assert sent[1] == sorted([(1, 0), (1, 2), (2, 3)] * 2)  # worker 1 has it itself
 
 
+def test_a_copy_is_dropped_when_the_neighbour_has_it():
+    plan = make_plan(**RING, num_stages=2, num_workers=3, num_steps=1)
+    replay = Replay(plan)
+    replay.run([plan.programs[0], (), plan.programs[2]])
+    assert str(replay._workers[0].todo[0]) == "0FREE@0#0"
+    replay.run([(), plan.programs[1], ()])
+    replay.check_flushed(0)
+
+
 def test_who_hands_on_what_it_has_dropped_is_refused():
     plan = make_plan(**RING, num_stages=2, num_workers=3, num_steps=1)
     program = list(plan.programs[0])
