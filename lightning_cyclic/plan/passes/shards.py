@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, TypeAlias
 
 from lightning_cyclic.plan.actions import Action, Kind, Lane, Payload, Program
@@ -46,10 +47,10 @@ def shards(plan: Plan, programs: tuple[Program, ...]) -> tuple[Program, ...]:
     givers = _givers(plan, programs)
     takers = {giver: a for a, giver in givers.items()}
     outbox = _outbox(plan, programs, givers)
-    return tuple(
-        tuple(_serve(_use(plan, program, w, givers, takers), outbox[w]))
-        for w, program in enumerate(programs)
-    )
+    used = (_use(plan, program, w, givers, takers) for w, program in enumerate(programs))
+    if not plan.axes.sharding.hands_on:  # else those behind would wait for what comes early
+        used = (_ahead(tuple(program)) for program in used)
+    return tuple(tuple(_serve(program, outbox[w])) for w, program in enumerate(used))
 
 
 def _givers(plan: Plan, programs: tuple[Program, ...]) -> _Uses:
@@ -103,6 +104,27 @@ def _use(plan: Plan, program: Program, w: int, givers: _Uses, takers: _Uses) -> 
         yield a
         if is_fetched:
             yield Action(kind=Kind.FREE, t=a.t, j=a.j, v=a.v, s=a.s)
+
+
+def _ahead(program: Program) -> Iterator[Action]:
+    """Post each receive before the forward or backward before it, so that both go on at once.
+
+    Not so in another step, which a flush may come before; nor for a stage that is in use.
+    """
+    places = [n for n, a in enumerate(program) if a.kind in _COMPUTE]
+    early: dict[int, list[Action]] = defaultdict(list)  # before which action
+    moved: set[int] = set()
+    for before, n in pairwise(places):
+        fetch = program[n - 2 : n]
+        is_fetched = n >= 2 and fetch[0].kind is Kind.GATHER
+        a, b = program[before], program[n]
+        if is_fetched and a.t == b.t and a.j != b.j:
+            early[before] += [replace(x, s=a.s) for x in fetch]
+            moved |= {n - 2, n - 1}
+    for n, a in enumerate(program):
+        yield from early[n]
+        if n not in moved:
+            yield a
 
 
 def _worker_of(plan: Plan, a: Action) -> int:
