@@ -157,7 +157,7 @@ def errors_of(
     return caught.value.errors
 
 
-@pytest.mark.parametrize("preset", ["cyclic_dp", "cyclic_dp_v1", "lockstep_dp"])
+@pytest.mark.parametrize("preset", ["cyclic_dp", "cyclic_dp_v1", "lockstep_dp", "weipipe"])
 @pytest.mark.parametrize("victim", [0, 2])
 def test_when_a_worker_dies_every_other_one_says_for_what_it_waited(
     victim: int, preset: str
@@ -222,7 +222,7 @@ def fit_until_asked(culprit: int, preset: str) -> tuple[int, dict[str, Tensor], 
     return len(module.losses), weights_of(module), module.met_at, time.monotonic()
 
 
-@pytest.mark.parametrize("preset", ["cyclic_dp", "cyclic_dp_v1", "lockstep_dp"])
+@pytest.mark.parametrize("preset", ["cyclic_dp", "cyclic_dp_v1", "lockstep_dp", "weipipe"])
 @pytest.mark.parametrize(("num_ranks", "culprit"), [(2, 0), (2, 1), (4, 2)])
 def test_all_stop_at_the_same_step_soon_after_one_is_asked_to(
     num_ranks: int, culprit: int, preset: str

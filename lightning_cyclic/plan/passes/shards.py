@@ -11,7 +11,8 @@ backwards, and each user to the next, as soon as it has them and before it uses 
             owner -> w1
             owner -> w2
 
-As many messages, but all from one neighbour to the next, save the first of each round.
+As many messages, but all from one neighbour to the next, save the first of each round. A copy is
+dropped (FREE) when it has been used and has left, so that nobody holds two of them.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def transfers(plan: Plan, programs: tuple[Program, ...]) -> tuple[Program, ...]:
-    """Insert every SEND and RECV but those of ``sharding="full"``, of batches and of norms.
+    """Insert every SEND and RECV but those of sharded parameters, of batches and of norms.
 
     Args:
         plan: whose placement and ownership decide.

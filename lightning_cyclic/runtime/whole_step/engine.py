@@ -403,7 +403,7 @@ class Engine:
 
         Args:
             whole: of every stage on every worker; else where parameters stay at their owners
-                (sharding "full") these alone have them.
+                (sharding "full", "ring") these alone have them.
         """
         program, last = self.plan.program, self.t - 1
         if self.is_flushed and (self._is_whole or not whole):
