@@ -4,6 +4,7 @@
                makes  its graph, the next stage's input, losses
     B          reads  weights, graph, the outputs' gradient           and frees the last two
                makes  a gradient, which is in the sum, and the input's gradient
+               of a further round reads, and frees, the gradient of the worker's round before
     ADD        reads  gradient, sum                                   makes the new sum
     UPDATE     reads  sum, the version before, norms                  makes weights
     TELL       reads  losses
@@ -44,7 +45,7 @@ class Datum(enum.Enum):
     GRAPH = enum.auto()  # (t, i, j): what a forward leaves for its backward
     OUTPUT_GRADIENT = enum.auto()  # (t, i, j): gradient of the activations that leave stage j
     TIED_GRADIENT = enum.auto()  # (t, i, j): gradient of parameters of stage j from later stages
-    GRADIENT = enum.auto()  # (t, i, j): of one micro-batch, before it is added
+    GRADIENT = enum.auto()  # (t, i, j): of one micro-batch, and of its worker's rounds before it
     SUM = enum.auto()  # (t, j, i): of gradients up to micro-batch i; (t, j, None): as far as it is
     TOTAL = enum.auto()  # (t, j): the sum of all micro-batches, where it has come as a whole
     BUFFERS = enum.auto()  # (t, i, j): module buffers that a micro-batch is handed
@@ -110,6 +111,7 @@ class Dataflow:
     def _backward(self, a: Action) -> Flow:
         t, i, j = a.t, a.i, a.j
         taken: tuple[Item, ...] = ((Datum.GRAPH, t, i, j), (Datum.OUTPUT_GRADIENT, t, i, j))
+        taken += tuple(self._of_round_before(a))
         makes: tuple[Item, ...] = ((Datum.GRADIENT, t, i, j), *_sums(a))
         makes += ((Datum.OUTPUT_GRADIENT, t, i, j - 1),)
         plan = self._plan
@@ -119,6 +121,12 @@ class Dataflow:
                 taken += ((Datum.TIED_GRADIENT, t, i, j),)
         reads = ((Datum.WEIGHTS, j, a.v), *taken, *self._norms_for_scale(a))
         return Flow(reads, makes, (*taken, (Datum.INPUT, t, i, j)))
+
+    def _of_round_before(self, a: Action) -> Iterator[Item]:
+        """Yield what a worker that runs several rounds has of the one before: it stays with it."""
+        plan = self._plan
+        if plan is not None and plan.rounds > 1 and (before := (a.i or 0) - plan.num_workers) >= 0:
+            yield (Datum.GRADIENT, a.t, before, a.j)
 
     def _norms_for_scale(self, a: Action) -> Iterator[Item]:
         """Yield what the scale of a step's losses follows from: all that ended since the last."""

@@ -27,6 +27,7 @@ from lightning_cyclic.plan.passes.transfers import transfers
 from lightning_cyclic.plan.passes.updates import updates
 from lightning_cyclic.plan.plan import Plan
 from lightning_cyclic.plan.presets import (
+    PLACEMENTS,
     PRESETS,
     check_number,
     chosen_axes,
@@ -105,9 +106,9 @@ def make_plan(  # noqa: PLR0913  (one argument per axis and number is the public
         preset: name in :data:`PRESETS`.
         num_stages: S, at least 1.
         num_workers: N, at least 1.
-        num_micro: m, micro-batches per update. [None: one per worker where workers run whole
-            micro-batches, one where the rule updates after each, else one per stage; times the
-            width]
+        num_micro: m, micro-batches per update; of workers that run whole ones, the same number
+            on each: rounds. [None: one per worker where workers run whole micro-batches, one where
+            the rule updates after each, else one per stage; times the width]
         num_steps: training steps that the program covers, at least 1. [4]
         slack: slots that a new version needs to travel. [0: CDP-v2]
         schedule: replaces the preset's axis value, as do the next three. [None: the preset's]
@@ -165,7 +166,12 @@ def make_plan(  # noqa: PLR0913  (one argument per axis and number is the public
         slack=slack,
         **axes,
         relayed=tuple(sorted(set(relayed))),
-        spacing=default_spacing(PRESETS[preset], axes, num_stages, num_micro),
+        spacing=default_spacing(
+            PRESETS[preset],
+            axes,
+            num_stages,
+            num_workers if PLACEMENTS[axes["placement"]].runs_whole_micro else num_micro,
+        ),
         width=width,
         tied=tuple(sorted({tuple(stages) for stages in tied})),
         warmup_steps=warmup_steps,

@@ -2,7 +2,8 @@
 
 Four answers:
 
-    replicated   w = i          a worker runs whole micro-batches, as in data parallelism
+    replicated   w = i % N      a worker runs whole micro-batches, as in data parallelism; those
+                                of a step in one or several rounds of N
     pipelined    w = j          a worker runs one stage (contiguous stages where N < S); with a
                                 width, so does each of several replicas, i % width of them all
     shared       S-j places     a device per live activation, S(S+1)/2 in all, not S*S
@@ -72,23 +73,24 @@ class AbstractPlacement(ABC):
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replicated(AbstractPlacement):
-    """Give micro-batch i to worker i."""
+    """Give micro-batch i to worker i % N: in each round of a step one to every worker."""
 
     runs_whole_micro: ClassVar[bool] = True
     schedules: ClassVar[tuple[str, ...]] = ("lockstep", "cyclic", "cyclic_flush")
 
     def worker(self, t: int, i: int, j: int) -> int:
         """Give the worker of micro-batch i of step t on stage j."""
-        return i
+        return i % self.num_workers
 
     def misfit(self) -> str | None:
         """Say what is wrong with the numbers and what to do, or None where they fit."""
-        if self.num_micro == self.num_workers:
+        if self.num_micro % self.num_workers == 0:
             return None
+        fewer = self.num_micro // self.num_workers * self.num_workers
         return (
             f"num_micro={self.num_micro} with num_workers={self.num_workers}; placement "
-            "'replicated' runs one micro-batch per worker and step, so both must be equal; "
-            f"use num_micro={self.num_workers}"
+            "'replicated' runs as many micro-batches on each worker, so allowed: multiples of "
+            f"num_workers; use num_micro={fewer or self.num_workers}"
         )
 
     def workers_of(self, j: int) -> tuple[int, ...]:

@@ -28,6 +28,7 @@ from lightning_cyclic.plan.presets import (
     Axes,
 )
 from lightning_cyclic.plan.schedules.base import AbstractSchedule
+from lightning_cyclic.plan.schedules.rounds import Rounds
 from lightning_cyclic.plan.schedules.warm_up import WarmUp
 from lightning_cyclic.plan.schedules.wide import Wide
 
@@ -47,7 +48,8 @@ class Plan:
         preset: name that the plan was made from.
         num_stages: S.
         num_workers: N.
-        num_micro: m, micro-batches per update, of all replicas together.
+        num_micro: m, micro-batches per update, of all replicas together; of workers that run
+            whole ones, N in each of several rounds.
         num_steps: training steps that the program covers.
         slack: slots that a new version needs to travel, for the ``freshest`` rule.
         schedule: name of the axis value, as are the next three.
@@ -105,18 +107,56 @@ class Plan:
         )
 
     @cached_property
-    def _overlapping(self) -> AbstractSchedule:
-        """The schedule behind the warm-up."""
-        base = SCHEDULES[self.schedule](
+    def _one_round(self) -> AbstractSchedule:
+        """The schedule of one replica, or of one round of all."""
+        return SCHEDULES[self.schedule](
             num_stages=self.num_stages,
-            num_micro=self.num_micro // self.width,
+            num_micro=self.num_micro // self.width // self.rounds,
             spacing=self.spacing,
         )
+
+    @cached_property
+    def _overlapping(self) -> AbstractSchedule:
+        """The schedule behind the warm-up."""
+        base = self._one_round
+        if self.rounds > 1:
+            return Rounds(
+                num_stages=self.num_stages,
+                num_micro=self.num_micro,
+                base=base,
+                in_succession=bool(self.relayed),
+            )
         if self.width == 1:
             return base
         return Wide(
             num_stages=self.num_stages, num_micro=self.num_micro, base=base, width=self.width
         )
+
+    @property
+    def rounds(self) -> int:
+        """Count the micro-batches that a worker runs in a step, where it runs whole ones; else 1.
+
+        All of them read the version that a worker with one of them reads, so that how many there
+        are changes nothing but the batch. Their gradients stay with the worker until the last,
+        which adds their sum to that of the workers before: in the order of workers.
+        """
+        return self._micro_per_worker if PLACEMENTS[self.placement].runs_whole_micro else 1
+
+    @property
+    def _micro_per_worker(self) -> int:
+        return max(1, self.num_micro // self.num_workers)
+
+    def round_of(self, i: int) -> int:
+        """Give the round of its worker in which micro-batch i runs, from 0 on."""
+        return i // self.num_workers if self.rounds > 1 else 0
+
+    def handed_on_as(self, i: int) -> int:
+        """Count the micro-batches of a step whose buffers come before those of micro-batch i.
+
+        Rounds of a worker come one after the other, those of the next worker behind them.
+        """
+        number, w = divmod(i, self.num_workers) if self.rounds > 1 else (0, i)
+        return w * self.rounds + number
 
     def _warmed_up(self, base: AbstractSchedule) -> AbstractSchedule:
         if self.warmup_steps == 0:
@@ -151,6 +191,8 @@ class Plan:
         late, schedule = t - self.warmup_steps, self._overlapping
         if late < 0:
             return t
+        if self.rounds > 1:  # all read what they would if there were one
+            schedule, i = self._one_round, i % self.num_workers
         newest = schedule.updates_before(late, schedule.forward(i, j), j, self.slack)
         return self.warmup_steps + self.axes.weights.forward(late, newest)
 
@@ -183,10 +225,16 @@ class Plan:
     def sums_by_replica(self) -> bool:
         """Say whether replicas exchange gradients once per update, each its own sum.
 
-        The sums are added in the order of replicas. With a flush they are added micro-batch by
-        micro-batch instead, so that a step has the bits of one process, at more messages.
+        The sums are added in the order of replicas. Of pipelines with a flush they are added
+        micro-batch by micro-batch instead, so that a step has the bits of one process, at more
+        messages.
         """
-        return self.width > 1 and self.weights != "sync"
+        return self.rounds > 1 or (self.width > 1 and self.weights != "sync")
+
+    @property
+    def replicas(self) -> int:
+        """Count who holds every stage: workers that run whole micro-batches, or pipelines."""
+        return self.num_workers if self.axes.placement.runs_whole_micro else self.width
 
     @property
     def guesses_once_a_step(self) -> bool:
@@ -332,14 +380,14 @@ class Plan:
 
     def _need(self, i: int, j: int) -> int:
         """Give the time at which micro-batch i first reads a version, up to a constant."""
-        schedule = self.axes.schedule
+        schedule = self._one_round if self.rounds > 1 else self.axes.schedule
         return self.lag(self.late_step, i, j) * schedule.period + schedule.forward(i, j)
 
     @cached_property
     def _first_readers(self) -> tuple[tuple[int, ...], ...]:
         readers = []
         for j in range(self.num_stages):
-            needs = [self._need(i, j) for i in range(self.num_micro)]
+            needs = [self._need(i, j) for i in range(self.num_micro // self.rounds)]
             readers.append(tuple(i for i, need in enumerate(needs) if need == min(needs)))
         return tuple(readers)
 

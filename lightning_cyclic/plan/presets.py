@@ -179,16 +179,22 @@ def default_num_micro(preset: str, axes: dict[str, str], num_stages: int, num_wo
 
 
 def default_spacing(
-    preset: Preset, axes: dict[str, str], num_stages: int, num_micro: int
+    preset: Preset, axes: dict[str, str], num_stages: int, each: int
 ) -> Fraction:
     """Choose the delay that keeps every worker busy: of whole micro-batches, or of stages.
 
     With a flush none does, and the least is best at which neighbours can take turns with a stage.
+
+    Args:
+        preset: whose placement one worker alone is the reference for.
+        axes: which values the axes have.
+        num_stages: S.
+        each: micro-batches that run one delay behind the other until the first worker is free.
     """
     if axes["schedule"] == "cyclic_flush":
         return ONE_SLOT
     # one worker alone follows the timetable of the placement that it is the reference for
     followed = preset.placement if axes["placement"] == "single" else axes["placement"]
     if PLACEMENTS[followed].runs_whole_micro:
-        return Fraction(2 * num_stages, num_micro)
+        return Fraction(2 * num_stages, each)
     return TWO_SLOTS

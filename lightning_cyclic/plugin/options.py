@@ -9,7 +9,7 @@ from typing import final, get_args
 
 from torch import nn
 
-from lightning_cyclic.errors import ConfigurationError
+from lightning_cyclic.errors import ConfigurationError, PlanError
 from lightning_cyclic.plan import PRESETS, Plan, make_plan
 from lightning_cyclic.plan.placement import Shared
 from lightning_cyclic.plan.presets import check_number
@@ -195,10 +195,14 @@ class Options:
             num_workers: None for as many as there are.
             num_micro: of all replicas together; None for the user's choice.
             tied: groups of stages that share parameters.
+
+        Raises:
+            PlanError: axes and numbers do not fit, or the user asks for rounds.
         """
-        if num_micro is None and self.num_micro is not None:
+        asked = self.num_micro is not None and num_micro is None
+        if self.num_micro is not None and num_micro is None:
             num_micro = self.num_micro * self.width
-        return make_plan(
+        plan = make_plan(
             self.preset,
             num_stages=num_stages,
             num_workers=num_workers or self.num_workers or 1,
@@ -216,6 +220,13 @@ class Options:
             late_updates=self.late_updates,
             norms=self.norms,
         )
+        if asked and plan.rounds > 1:
+            raise PlanError(
+                f"num_micro={plan.num_micro} with {plan.num_workers} workers that run whole "
+                f"micro-batches, which do not cut their batches; allowed: {plan.num_workers}; use "
+                f"num_micro={plan.num_workers}, and Trainer(accumulate_grad_batches={plan.rounds})"
+            )
+        return plan
 
     def expected_stages(self, module: nn.Module | None) -> int:
         """Return how many stages there will be, as far as that is known before the first step.

@@ -99,17 +99,20 @@ def _enough_steps(plan: Plan) -> int:
 
 def _reduced(plan: Plan) -> Plan:
     width = min(plan.width, 3)  # first, last and one between: replicas differ in nothing else
-    of_each = plan.num_micro // plan.width
+    of_each = plan.num_micro // plan.width // plan.rounds
     scale = Fraction(8, max(plan.num_stages, of_each))
     num_stages = max(1, round(plan.num_stages * scale))
     num_micro = min(of_each, max(num_stages, round(of_each * scale))) * width
     if plan.axes.weights.per_micro:
         num_micro = max(1, round(of_each * scale)) * width
     num_workers = min(plan.num_workers // plan.width, num_stages) * width
-    if plan.axes.placement.runs_whole_micro:
-        num_workers = num_micro = max(1, round(plan.num_micro * scale))
     spacing = plan.spacing
-    if spacing * plan.num_micro == 2 * plan.num_stages:
+    if plan.axes.placement.runs_whole_micro:
+        num_workers = max(1, round(plan.num_workers * scale))
+        num_micro = num_workers * min(plan.rounds, 3)  # first, last and one between
+        if spacing * plan.num_workers == 2 * plan.num_stages:
+            spacing = Fraction(2 * num_stages, num_workers)
+    elif spacing * plan.num_micro == 2 * plan.num_stages:
         spacing = Fraction(2 * num_stages, num_micro)
     return replace(
         plan,

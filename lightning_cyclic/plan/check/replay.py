@@ -256,7 +256,7 @@ class _Worker:
         plan, total, i = self._plan, (a.t, a.j), a.i or 0
         if plan.sums_by_replica:
             number = self._replica[0] // len(self._replica)
-            own = range(number, plan.num_micro, plan.width)
+            own = range(number, plan.num_micro, plan.replicas)
             if i == own[-1] and all((Datum.GRADIENT, a.t, k, a.j) in self._have for k in own):
                 self._need(a, number == 0 or self._sums[total] == i - 1)
                 self._sums[total] = i
@@ -381,8 +381,8 @@ class _Worker:
         return bool(own) and all((Datum.LOSSES, t, i, j) in self._have for i in own)
 
     def _micro(self, a: Action) -> int:
-        """Count the micro-batches before the one of an action."""
-        return a.t * self._plan.num_micro + (a.i or 0)
+        """Count the micro-batches whose buffers come before those of an action's."""
+        return a.t * self._plan.num_micro + self._plan.handed_on_as(a.i or 0)
 
     def _make(self, a: Action, item: Item) -> None:
         self._need(a, item not in self._have)

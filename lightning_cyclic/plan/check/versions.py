@@ -14,15 +14,15 @@ if TYPE_CHECKING:
 def check_timetable(plan: Plan) -> None:
     """Check that the timetable computes everything after what it needs.
 
-    Of each stage, the first and the last micro-batch stand for all: starts grow with i, and a
-    rule that asks for too much asks it of the first.
+    Of each stage, the first and the last micro-batch (of the first round and of all) stand for
+    all: starts grow with i, and a rule that asks for too much asks it of the first.
 
     Raises:
         ValidationError: an F or B starts too early for the version that it reads.
     """
     for t in sorted({0, 1, 2, *range(plan.warmup_steps, plan.warmup_steps + 3)}):
         for j in range(plan.num_stages):
-            for i in sorted({0, plan.num_micro - 1}):
+            for i in sorted({0, plan.num_micro // plan.rounds - 1, plan.num_micro - 1}):
                 _check_version(plan, Kind.F, t, i, j, plan.reads(t, i, j))
                 _check_version(plan, Kind.B, t, i, j, plan.backward_reads(t, i, j))
                 _check_order(plan, t, i, j)

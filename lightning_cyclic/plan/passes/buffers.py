@@ -1,5 +1,7 @@
 """buffers: hand module buffers that training changes on from micro-batch to micro-batch.
 
+Of workers that run several rounds, from the last of one worker to the first of the next.
+
     R   around each forward of a relayed stage: what micro-batch k left, to the worker of k + 1
     C   at a flush: the newest, from who has them to all other holders, one after the other
 
@@ -39,15 +41,15 @@ def relays(plan: Plan, program: Iterable[Action], w: int) -> Iterator[Action]:
 
 
 def _received(plan: Plan, a: Action, w: int) -> Iterator[Action]:
-    k = a.t * plan.num_micro + (a.i or 0)
+    k = a.t * plan.num_micro + plan.handed_on_as(a.i or 0)
     if k > 0 and (source := _worker_of(plan, k - 1, a.j)) != w:
         yield message(Kind.RECV, Payload.R, a, source, i=a.i)
 
 
 def _handed_on(plan: Plan, a: Action, j: int, w: int) -> Iterator[Action]:
-    k = a.t * plan.num_micro + (a.i or 0) + 1
+    k = a.t * plan.num_micro + plan.handed_on_as(a.i or 0) + 1
     if (target := _worker_of(plan, k, j)) != w:
-        t, i = divmod(k, plan.num_micro)
+        t, i = _micro_of(plan, k)
         yield message(Kind.SEND, Payload.R, a, target, t=t, i=i, j=j)
 
 
@@ -84,5 +86,12 @@ def _without_them(plan: Plan, t: int, j: int) -> list[int]:
 
 
 def _worker_of(plan: Plan, k: int, j: int) -> int:
-    t, i = divmod(k, plan.num_micro)
+    t, i = _micro_of(plan, k)
     return plan.worker_of(i, j, t)
+
+
+def _micro_of(plan: Plan, k: int) -> tuple[int, int]:
+    """Return step and number of the micro-batch before whose buffers those of k others come."""
+    t, place = divmod(k, plan.num_micro)
+    w, number = divmod(place, plan.rounds)
+    return t, number * plan.num_workers + w if plan.rounds > 1 else place

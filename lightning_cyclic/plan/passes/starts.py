@@ -29,6 +29,8 @@ def start_signals(plan: Plan, block: Sequence[Action], w: int) -> Iterator[Actio
     """
     own = [a for a in block if a.kind in (Kind.F, Kind.B)] if plan.is_staggered else []
     behind = min(2 * plan.num_stages // plan.num_workers, plan.num_stages)  # slots
+    if plan.rounds > 1 and plan.relayed:  # in succession
+        behind += 2 * plan.num_stages * (plan.rounds - 1)
     for a in block:
         if own and a is own[0] and w > 0:
             yield message(Kind.RECV, Payload.K, a, w - 1)

@@ -5,7 +5,8 @@
     T     the total of a step, worker of the last micro-batch -> owner
 
 Where one worker runs a micro-batch and the one before it, its backward adds to the sum at once. Of
-replicas that sum their own, the last micro-batch of each stands for all of them.
+replicas that sum their own (pipelines, or workers that run several rounds), the last micro-batch
+of each stands for all of them.
 """
 
 from __future__ import annotations
@@ -63,4 +64,4 @@ def completes(plan: Plan, a: Action, w: int) -> bool:
 
 def _first(plan: Plan) -> int:
     """Give the first micro-batch whose gradient is handed on."""
-    return plan.num_micro - plan.width if plan.sums_by_replica else 0
+    return plan.num_micro - plan.replicas if plan.sums_by_replica else 0

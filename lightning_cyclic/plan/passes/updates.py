@@ -40,7 +40,7 @@ def updates(plan: Plan, programs: tuple[Program, ...]) -> tuple[Program, ...]:
 def _inserted(plan: Plan, program: Program, w: int) -> Iterator[Action]:
     if plan.axes.weights.at_end_of_step or not plan.axes.placement.overlaps:
         held = _held(plan, w)
-        return _at_end(program, held)
+        return _at_end(plan, program, held)
     if plan.axes.placement.runs_whole_micro:
         return _at_first_use(plan, program, w)
     return _by_slot(plan, program, w)
@@ -54,10 +54,12 @@ def _held(plan: Plan, w: int) -> list[int]:
     return [j for j in stages if plan.owner(j) == w]
 
 
-def _at_end(program: Program, stages: list[int]) -> Iterator[Action]:
+def _at_end(plan: Plan, program: Program, stages: list[int]) -> Iterator[Action]:
     """Update behind all else of each step."""
     for t, actions in groupby(program, key=lambda a: a.t):
         last = 0
+        if plan.rounds > 1:  # others may end later, and are served until then
+            last = plan.slot(Kind.B, t, plan.num_micro - 1, 0)
         for a in actions:
             last = max(last, a.s)
             yield a

@@ -14,7 +14,12 @@ from lightning_cyclic.plan.check.proof import probe
 from lightning_cyclic.plan.check.validate import validate
 from lightning_cyclic.plan.passes.messages import ring_of
 
-PLANS = {name: make_plan(name, num_stages=3, num_workers=3, relayed=[1]) for name in PRESETS}
+PLANS = {name: make_plan(name, num_stages=3, num_workers=3, relayed=[1]) for name in PRESETS} | {
+    f"cyclic_zero, {len(relayed)} relayed in rounds": make_plan(
+        "cyclic_zero", num_stages=2, num_workers=3, num_micro=9, relayed=relayed
+    )
+    for relayed in ([], [0])
+}
 
 
 def swapped(program, first, second):
@@ -40,12 +45,12 @@ def refusal(plan, programs):
     return text
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", PLANS)
 def test_programs_survive_text(name):
     validate(PLANS[name], from_csv(to_csv(PLANS[name].programs)))
 
 
-@given(name=st.sampled_from(sorted(PRESETS)), data=st.data())
+@given(name=st.sampled_from(sorted(PLANS)), data=st.data())
 @settings(deadline=None, max_examples=150)
 def test_no_action_can_be_left_out(name, data):
     plan = PLANS[name]
@@ -55,7 +60,7 @@ def test_no_action_can_be_left_out(name, data):
     refusal(plan, (*plan.programs[:w], program, *plan.programs[w + 1 :]))
 
 
-@given(name=st.sampled_from(sorted(PRESETS)), data=st.data())
+@given(name=st.sampled_from(sorted(PLANS)), data=st.data())
 @settings(deadline=None, max_examples=100)
 def test_no_action_can_be_run_twice(name, data):
     plan = PLANS[name]
@@ -65,7 +70,7 @@ def test_no_action_can_be_run_twice(name, data):
     refusal(plan, (*plan.programs[:w], program, *plan.programs[w + 1 :]))
 
 
-@given(name=st.sampled_from(sorted(PRESETS)), data=st.data())
+@given(name=st.sampled_from(sorted(PLANS)), data=st.data())
 @settings(deadline=None, max_examples=100)
 def test_no_version_can_be_another(name, data):
     plan = PLANS[name]
@@ -103,6 +108,29 @@ def test_an_update_before_its_sum_is_whole():
     plan = make_plan("cyclic_dp", num_stages=2, num_workers=2, num_steps=2)
     early = with_worker(plan, 1, lambda p: swapped(p, "0ADD1#0~sums", "0UPDATE@1#0"))
     assert "0UPDATE@1#0" in refusal(plan, early)
+
+
+def test_a_round_before_the_one_whose_gradient_it_adds_to():
+    plan = make_plan("cyclic_zero", num_stages=1, num_workers=1, num_micro=4, num_steps=1)
+    order = [0, 2, 1, 3]
+    given = [parse(f"0{kind}{i}@0#0") for i in order for kind in "FB"]
+    text = refusal(plan, ((*given, *plan.programs[0][8:]),))
+    assert "0B2@0#0" in text
+    assert "before what it needs" in text
+
+
+def test_a_sum_that_leaves_before_the_last_round():
+    plan = make_plan("cyclic_dp", num_stages=1, num_workers=2, num_micro=4, num_steps=1)
+    programs = from_csv(to_csv(plan.programs).replace("_S2", "_S0"))  # at both ends
+    assert "0SEND_S0>1#0" in refusal(plan, programs)
+
+
+def test_buffers_of_a_round_that_is_not_the_last():
+    plan = make_plan(
+        "cyclic_dp", num_stages=1, num_workers=2, num_micro=4, num_steps=1, relayed=[0]
+    )
+    early = with_worker(plan, 0, lambda p: swapped(p, "0F2@0#0", "0SEND_R1>1#0"))
+    assert "0SEND_R1>1#0" in refusal(plan, early)
 
 
 def test_somebody_else_updates():
