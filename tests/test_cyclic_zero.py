@@ -169,6 +169,32 @@ def test_what_is_frozen_lies_with_owners_and_is_in_no_sum(n: int) -> None:
         assert sum(other["sums"] for other in ranks) == rank["expected"]
 
 
+class Logs(Classifier):
+    """Reduces its loss over all workers in each step, and notes what loggers would read."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
+        return loss
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.rates.append(float(self.trainer.callback_metrics["loss"]))
+
+
+def fit_logging(preset: str) -> list[float]:
+    module = Logs("mlp", "adamw")
+    trainer = make_trainer({"preset": preset, "stages": 3}, max_epochs=1)
+    trainer.fit(module, train_data(module, NUM_BATCHES))
+    return [*module.rates, float(trainer.callback_metrics["loss_epoch"])]
+
+
+def test_values_that_a_step_reduces() -> None:
+    """Worker 2 has the forward of its micro-batch while worker 0 runs its backward."""
+    assert processes.run(fit_logging, 3, "cyclic_zero") == processes.run(
+        fit_logging, 3, "cyclic_dp"
+    )
+
+
 class ChecksWithin(Plain):
     """Runs the blocks of each stage again in their backward."""
 

@@ -1,9 +1,10 @@
-"""Reductions that training_step asks for: held back until its forward is over.
+"""Reductions that training_step asks for: held back until its forward, or the step, is over.
 
 ``self.log(..., on_step=True, sync_dist=True)`` reduces over all workers in the middle of the
 forward. Worker 0 would wait there for worker 1, which waits for the BatchNorm statistics that
 worker 0 hands on behind it. So the tensor is given back at once and takes the reduced value, in
-place, when the forward is over: before any callback or logger reads it.
+place, when the forward is over: before any callback or logger reads it. Where workers wait for
+parameters that others have, in the middle of their steps, it does so when the step is over.
 """
 
 from __future__ import annotations

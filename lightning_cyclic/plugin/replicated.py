@@ -174,7 +174,8 @@ class ReplicatedTraining(AbstractTraining):
                     "for its gradients; return 0 * loss to skip a batch"
                 )
         self._tell_stages()
-        if last:  # the worker behind begins its window when this one's is over
+        if last and not self._plan.axes.sharding.gathers:
+            # the worker behind begins its window when this one's is over
             self._reductions.run(self._trainer.strategy.reduce)
         return output
 
@@ -231,6 +232,8 @@ class ReplicatedTraining(AbstractTraining):
         self._keep_owned_state()
         self._updates.remember(self._session.t, self._trainer.optimizers[0], kwargs)
         self._session.end_step()
+        if self._plan.axes.sharding.gathers:  # others wait for parameters until this step is over
+            self._reductions.run(self._trainer.strategy.reduce)
         self._guard.note()
         return output
 
