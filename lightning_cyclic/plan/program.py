@@ -233,14 +233,25 @@ class Program:
         """Return the block of a step with all that others need in the same step.
 
         Who is behind must not wait for a worker's next step: it may never begin, or begin with a
-        meeting of all workers.
+        meeting of all workers. Nor may a worker wait for room until others begin theirs: those in
+        succession would serve whole steps ahead.
         """
         later = chain(self._served(w, t + 1), self._served(w, t + 2))
+        if self._serves_in_step:
+            sooner = [a for a in self._ahead(w, t - 1) if step_of(a) == t] if t > 0 else []
+            block = [a for a in block if not (self._is_served(a) and step_of(a) > t)]
+        else:
+            sooner = self._ahead(w, t - 1) if behind_flush else []  # those that came were dropped
         return [
-            *(self._ahead(w, t - 1) if behind_flush else ()),  # those that came were dropped
+            *sooner,
             *(a for a in block if not (self._is_served(a) and step_of(a) < t)),
             *(a for a in later if step_of(a) == t),
         ]
+
+    @property
+    def _serves_in_step(self) -> bool:
+        """Say whether nothing is sent to others for steps that have not begun here."""
+        return self.plan.rounds > 1 and bool(self.plan.relayed)
 
     def _served(self, w: int, t: int) -> Iterator[Action]:
         """Yield what the block of a step sends of parameters for one use of them."""
@@ -269,6 +280,8 @@ class Program:
 
     def _dropped(self, w: int, t: int) -> Iterator[Action]:
         """Take in what has been sent to a worker for steps that do not begin before a flush."""
+        if self._serves_in_step:
+            return
         for x in range(self.num_workers):
             for a in self._ahead(x, t):
                 if a.peer == w:

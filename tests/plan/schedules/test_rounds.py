@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from lightning_cyclic.errors import PlanError
 from lightning_cyclic.plan import make_plan
-from lightning_cyclic.plan.actions import Kind, Payload
+from lightning_cyclic.plan.actions import Kind, Lane, Payload
 from lightning_cyclic.plan.check.proof import probe
 from lightning_cyclic.plan.check.replay import Replay
 from lightning_cyclic.plan.check.validate import validate
@@ -106,6 +106,20 @@ def test_sums_and_buffers_travel_once_a_step_and_parameters_in_each_round(**give
     assert sum(a.payload is Payload.R for a in sent) == len(plan.relayed) * n * (n > 1)
     fetched = sum(a.payload is Payload.P and a.i is not None and a.t < 2 for a in sent)
     assert fetched == (2 * s * (n - 1) * r if plan.sharding == "full" else 0)
+
+
+@pytest.mark.parametrize("is_relayed", [False, True])
+@pytest.mark.parametrize("slack", [0, 2, 5])
+@pytest.mark.parametrize(("num_workers", "num_stages"), [(2, 2), (3, 3), (3, 6), (4, 8), (6, 5)])
+def test_nobody_waits_for_another_worker_s_next_step(num_workers, num_stages, slack, is_relayed):
+    """Between steps all workers may meet; a send waits, too, where a ring has no room."""
+    plan = made("cyclic_zero", num_stages, num_workers, 3, slack, None, is_relayed)
+    replay, workers = Replay(plan), range(num_workers)
+    for t in range(5):
+        replay.run([plan.program.step(w, t, starts=t == 0) for w in workers])
+        for worker in replay._workers:
+            assert not worker.todo
+            assert not (is_relayed and worker._lanes[Lane.WEIGHTS])
 
 
 @pytest.mark.parametrize("is_relayed", [False, True])
