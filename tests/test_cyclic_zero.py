@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -265,13 +266,10 @@ class Penalised(Plain):
         return super().training_step(batch, batch_idx) + grad.norm()
 
 
-def attempt(kind: type[Plain], accumulate: int, preset: str) -> str:
+def attempt(kind: type[Plain], preset: str, **flags: Any) -> str:
     module, r = kind(), processes.here().rank
     data = DataLoader(Batches(vectors, [[2 * t + r] for t in range(4)]), batch_size=None)
-    trainer = make_trainer(
-        {"preset": preset, "stages": ["net.2"]}, max_epochs=1,
-        accumulate_grad_batches=accumulate,
-    )  # fmt: skip
+    trainer = make_trainer({"preset": preset, "stages": ["net.2"]}, max_epochs=1, **flags)
     try:
         trainer.fit(module, data)
     except Exception as error:
@@ -280,22 +278,20 @@ def attempt(kind: type[Plain], accumulate: int, preset: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("kind", "accumulate", "said"),
+    ("kind", "said"),
     [
-        (ReadsBetween, 1, "is read on rank"),
-        (ReadsGlue, 1, "is read on rank"),
-        (ChecksAcross, 1, "reaches over the place where a stage begins"),
-        (Penalised, 1, "when a later stage has begun and its parameters are gone"),
-        (GoesTwice, 1, "when a later stage has begun and its parameters are gone"),
-        (Plain, 2, "under which parameters come for one batch of a step"),
+        (ReadsBetween, "is read on rank"),
+        (ReadsGlue, "is read on rank"),
+        (ChecksAcross, "reaches over the place where a stage begins"),
+        (Penalised, "when a later stage has begun and its parameters are gone"),
+        (GoesTwice, "when a later stage has begun and its parameters are gone"),
     ],
 )
 @pytest.mark.parametrize("preset", WITHOUT)
 def test_what_needs_parameters_that_are_gone_is_refused(
-    kind: type[Plain], accumulate: int, said: str, preset: str
+    kind: type[Plain], said: str, preset: str
 ) -> None:
-    limits = {"time_limit_s": 40, "after_failure_s": 20}
-    texts = processes.run(attempt, 2, kind, accumulate, preset, **limits)
+    texts = processes.run(attempt, 2, kind, preset, time_limit_s=40, after_failure_s=20)
     for text in texts:
         assert said in text, texts
     assert any(text.startswith(("StepError", "ConfigurationError")) for text in texts)
@@ -355,3 +351,8 @@ def test_each_goes_on_from_checkpoints_of_the_other(
     unbroken = processes.run(go_on, 2, wrote, str(tmp_path), False)
     for rank in processes.run(go_on, 2, reads, str(tmp_path), True):
         assert_same(rank, unbroken[0])
+
+
+def test_batches_that_are_added_up_go_round_no_ring() -> None:
+    for text in processes.run(partial(attempt, accumulate_grad_batches=2), 2, Plain, "weipipe"):
+        assert "with sharding='ring', under which parameters come for one batch" in text

@@ -178,9 +178,7 @@ def default_num_micro(preset: str, axes: dict[str, str], num_stages: int, num_wo
     return 1 if WEIGHTS[axes["weights"]].per_micro else num_stages
 
 
-def default_spacing(
-    preset: Preset, axes: dict[str, str], num_stages: int, each: int
-) -> Fraction:
+def default_spacing(preset: Preset, axes: dict[str, str], num_stages: int, each: int) -> Fraction:
     """Choose the delay that keeps every worker busy: of whole micro-batches, or of stages.
 
     With a flush none does, and the least is best at which neighbours can take turns with a stage.

@@ -139,7 +139,7 @@ def numbers(plan: Plan) -> dict[str, Any]:
         "weights": plan.weights,
         "num_stages": plan.num_stages,
         "num_workers": plan.num_workers,
-        "num_micro": plan.num_micro,
+        "num_micro": plan.num_micro // plan.rounds,  # what is kept is that of any rounds
         "width": plan.width,
         "slack": plan.slack,
         "warmup_steps": plan.warmup_steps,

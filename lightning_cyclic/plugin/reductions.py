@@ -27,6 +27,7 @@ class HeldReductions:
     def __init__(self) -> None:
         self.holding = False
         self.updating = False
+        self.adding = False  # between batches that are added up to one step
         self._held: list[tuple[Tensor, Any, Any]] = []
 
     @contextmanager
@@ -51,8 +52,16 @@ class HeldReductions:
         """Refuse to wait for all workers where not all of them pass at the same time.
 
         Raises:
-            StepError: inside training_step, or while an update is applied.
+            StepError: inside training_step, between batches of one step, or while an update is
+                applied.
         """
+        if self.adding and not self.updating and not self.holding:
+            raise StepError(
+                f"{what} waits for all workers, but was called behind a batch that is added to "
+                "others (accumulate_grad_batches), for the end of which workers behind wait; "
+                "allowed: behind the last of them, where global_step has changed; call it there, "
+                "and use Timer(interval='epoch') in the place of max_time"
+            )
         if self.updating:
             where = "a hook around an update, which only the owner of a stage runs"
         elif self.holding:

@@ -8,14 +8,15 @@ state dicts       flush first
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any, final
 
 import torch
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -24,6 +25,11 @@ from typing_extensions import override
 from lightning_cyclic.errors import ConfigurationError, StepError
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.plugin import checkpoint as ckpt
+from lightning_cyclic.plugin.accumulation import (
+    batches_of_step,
+    may_accumulate,
+    plan_of_rounds,
+)
 from lightning_cyclic.plugin.checks import (
     check_is_apart,
     check_no_averaging,
@@ -46,6 +52,7 @@ from lightning_cyclic.plugin.training import (
     epoch_ends,
 )
 from lightning_cyclic.plugin.weight_guard import WeightGuard
+from lightning_cyclic.runtime.agreement import require_same_number
 from lightning_cyclic.runtime.stages.named_places import paste
 from lightning_cyclic.runtime.transport import CountingTransport
 from lightning_cyclic.runtime.values.trees import map_tensors
@@ -67,11 +74,14 @@ class ReplicatedTraining(AbstractTraining):
         self, trainer: Trainer, options: Options, plan: Plan, reductions: HeldReductions
     ) -> None:
         super().__init__(trainer, options, plan, reductions)
-        if plan.axes.sharding.gathers and _may_accumulate(trainer):
+        # parameters come for each batch of a step, so the plan has to know how many there are
+        self._plans_batches = plan.axes.sharding.gathers and may_accumulate(trainer)
+        self._agreed_epoch = -1  # the last for which all workers have been asked
+        if plan.axes.sharding.hands_on and may_accumulate(trainer):
             raise ConfigurationError(
-                "accumulate_grad_batches (or GradientAccumulationScheduler) with sharding='full', "
+                "accumulate_grad_batches (or GradientAccumulationScheduler) with sharding='ring', "
                 "under which parameters come for one batch of a step; allowed: 1; use larger "
-                "batches, or strategy='cyclic_dp'"
+                "batches, or strategy='cyclic_zero' or 'lockstep_dp'"
             )
         if options.memory_limit_bytes is not None:  # of shards; replicas refuse it
             check_no_averaging(trainer, "of which no rank ever has all")
@@ -89,17 +99,19 @@ class ReplicatedTraining(AbstractTraining):
             self._parameters_of,
             self._total_norm,
         )
+        self._updates_meet = False  # where no worker can wait for all others behind its step
         if clip == "global" and may_clip_by_norm(trainer) and plan.num_workers > 1:
             options = replace(options, norms="owners")
+            self._updates_meet = plan.axes.sharding.gathers and plan.weights == "freshest"
         config = SessionConfig(
-            make_plan=options.plan,
+            make_plan=partial(plan_of_rounds, options),
             stages=options.stages,
             seed=agreed_seed(),
             limit=self._limit,
             route=options.transport,
             relay_buffers=options.relay_buffers,
             paced=clip != "global" or plan.weights != "freshest",
-            accumulates=_may_accumulate(trainer),
+            accumulates=may_accumulate(trainer) and not self._plans_batches,
             memory_limit_bytes=options.memory_limit_bytes,
             say=rank_zero_info,
             recorder=options.recorder,
@@ -158,12 +170,14 @@ class ReplicatedTraining(AbstractTraining):
         """Run the module's training step as the forward of this worker's micro-batch."""
         if self._skips_backward():
             return own(*args, **kwargs)
+        self._plan_batches()
         self._guard.check()
         session = self._session
         self._follow_freezing()
         if session.is_apart and session.engine is None:
             args, kwargs = self._find_stages(own, StepArguments(args, kwargs)), {}
         batch, last = args[0] if args else kwargs, not self._accumulating
+        self._check_planned(last=last)
         ends = epoch_ends(self._trainer)
         with session.forward(batch, last=last, ends=ends), self._reductions.held():
             output = own(*args, **kwargs)
@@ -174,10 +188,43 @@ class ReplicatedTraining(AbstractTraining):
                     "for its gradients; return 0 * loss to skip a batch"
                 )
         self._tell_stages()
+        self._reductions.adding = not last and self._trainer.world_size > 1
         if last and not self._plan.axes.sharding.gathers:
             # the worker behind begins its window when this one's is over
             self._reductions.run(self._trainer.strategy.reduce)
         return output
+
+    def _plan_batches(self) -> None:
+        """Before a step, let the plan have a round for each of its batches."""
+        if not self._plans_batches or not self._session.is_between_steps:
+            return
+        trainer, session = self._trainer, self._session
+        if self._agreed_epoch != trainer.current_epoch:
+            self._agreed_epoch = trainer.current_epoch
+            with session.naming_peers("to begin an epoch"):
+                number = trainer.accumulate_grad_batches
+                require_same_number("accumulate_grad_batches", number, session.group)
+        rounds = batches_of_step(trainer)
+        if rounds != session.rounds:
+            self.flush_own()
+            session.take_rounds(rounds)
+
+    def _check_planned(self, *, last: bool) -> None:
+        """Check that a step ends with the batch with which its plan does.
+
+        Raises:
+            StepError: it ends earlier, or goes on.
+        """
+        done, rounds = self._session.batches + 1, self._session.rounds
+        if self._plans_batches and last != (done == rounds):
+            raise StepError(
+                f"batch {done} of step {self._session.t} {'ends it' if last else 'does not'}, but "
+                f"it was to have {rounds}, as the length of the dataloader and "
+                f"accumulate_grad_batches={self._trainer.accumulate_grad_batches} say; allowed: a "
+                "number of batches that stays what it is when the epoch begins; set "
+                "Trainer(limit_train_batches=...) to a number that there is, change "
+                "accumulate_grad_batches between epochs, or use strategy='cyclic_dp'"
+            )
 
     def _find_stages(self, own: Own, given: StepArguments) -> tuple[Any, ...]:
         """Find the stages with a run of the step that logs nothing; return its arguments."""
@@ -208,7 +255,16 @@ class ReplicatedTraining(AbstractTraining):
     def reduce(self, own: Own, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce over all workers; what training_step asks for, when its forward is over."""
         if (self._reductions.holding or self._reductions.updating) and isinstance(tensor, Tensor):
+            if self._updates_meet:
+                raise StepError(
+                    "a step reduces a value (self.log with sync_dist=True, say), but with "
+                    "sharding='full' clip='global' lets updates wait for those of the next step; "
+                    "allowed: reductions at the end of an epoch; use self.log(..., on_step=False, "
+                    "on_epoch=True), CyclicStrategy(clip='stage'), or strategy='cyclic_dp'"
+                )
             return self._reductions.hold(tensor, group, reduce_op)
+        if isinstance(tensor, Tensor):  # anything else is returned as it is
+            self._reductions.check_meeting("a reduction (self.log with sync_dist=True, say)")
         return own(tensor, group, reduce_op)
 
     def pre_backward(self, own: Own, closure_loss: Tensor) -> None:
@@ -251,7 +307,41 @@ class ReplicatedTraining(AbstractTraining):
     # ------------------------------------------------------------------ between steps
 
     @override
+    def begin_epoch(self) -> None:
+        super().begin_epoch()
+        if self._plans_batches and self._trainer.num_training_batches == math.inf:
+            raise ConfigurationError(
+                "accumulate_grad_batches (or GradientAccumulationScheduler) with sharding='full' "
+                "and an epoch whose number of batches is not known, so that nobody knows how many "
+                "its last step has; allowed: datasets with a length, or "
+                "Trainer(limit_train_batches=...) with a whole number; use one of these, "
+                "accumulate_grad_batches=1, or strategy='cyclic_dp'"
+            )
+
+    @property
+    @override
+    def is_between_steps(self) -> bool:
+        return self._session.is_between_steps
+
+    def _check_between_steps(self) -> None:
+        """Refuse to finish updates while batches are added up to a step.
+
+        Raises:
+            StepError: with how many there are.
+        """
+        if not self._session.is_between_steps and not self._session.failed:
+            raise StepError(
+                f"validation, a checkpoint or the end of an epoch came behind "
+                f"{self._session.batches} of the batches that are added up to step "
+                f"{self._session.t}, which no worker can leave in its middle; allowed: behind the "
+                "last of them; let val_check_interval be a multiple of accumulate_grad_batches, "
+                "save, stop and skip where global_step has changed, use Timer(interval='epoch') "
+                "in the place of max_time, and no limit_train_batches beyond the data"
+            )
+
+    @override
     def flush(self) -> None:
+        self._check_between_steps()
         with self._guard.ending() if self._has_stages else nullcontext():
             super().flush()
 
@@ -264,7 +354,9 @@ class ReplicatedTraining(AbstractTraining):
     def flush_own(self) -> None:
         if not self._plan.axes.sharding.gathers:
             self.flush()
-        elif not self._session.is_flushed:
+            return
+        self._check_between_steps()
+        if not self._session.is_flushed:
             self._guard.check()  # of what is here: absent parameters have no bits to compare
             self._session.flush(whole=False)
             self._guard.note()
@@ -310,8 +402,3 @@ class ReplicatedTraining(AbstractTraining):
         self._guard.forget()
         self._session.close()
         super().close()
-
-
-def _may_accumulate(trainer: Trainer) -> bool:
-    scheduled = any(isinstance(c, GradientAccumulationScheduler) for c in trainer.callbacks)  # type: ignore[attr-defined]
-    return scheduled or trainer.accumulate_grad_batches != 1

@@ -260,6 +260,11 @@ class AbstractTraining(ABC):
 
     # ------------------------------------------------------------------ between steps
 
+    @property
+    def is_between_steps(self) -> bool:
+        """Say whether no batches have been added up that an update waits for."""
+        return True
+
     def flush(self) -> None:
         """Finish updates in flight, so that the module holds the newest weights."""
         self._session.flush()

@@ -82,8 +82,15 @@ class GradientStore:
         """Keep the sum of a step in the place of what there is."""
         self._sums[t, j] = found
 
+    def extend(self, t: int, j: int, found: Sum) -> None:
+        """Add gradients of this worker to those that it has of the step, if any."""
+        before = self._sums.pop((t, j), None)
+        self.put(t, j, found)
+        if before is not None:
+            self.add(t, j, before)
+
     def add(self, t: int, j: int, come: Sum) -> None:
-        """Add this worker's gradients to a sum that came, which comes first in the addition."""
+        """Add this worker's gradients to a sum, which comes first in the addition."""
         own = self.take(t, j)
         word = come.word | own.word
         if _all_there(come.grads) and _all_there(own.grads):

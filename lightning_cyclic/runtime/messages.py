@@ -204,6 +204,16 @@ class Messages:
         assert not self._ports, "a message has gone without the layout"
         self._layouts[payload, j] = layout
 
+    def follow(self, depths: Mapping[Ring, int]) -> None:
+        """Go on with another program, when nothing is under way.
+
+        Args:
+            depths: how many sends of each ring may be under way.
+        """
+        self._depths = depths
+        for port in self._ports.values():
+            port.depth = depths.get(port.ring, _LEAST_DEPTH)
+
     def close(self) -> None:
         """End what runs in the background; messages that have not come are dropped."""
         for threads in (*self._turns.values(), *self._watches.values()):

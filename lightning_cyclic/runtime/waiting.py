@@ -79,6 +79,10 @@ class Waiter:
         self._transport = transport
         self._when = when or "in step {}".format
 
+    def follow(self, plan: Plan) -> None:
+        """Draw another plan from now on."""
+        self._plan = plan
+
     def wait(self, pending: AbstractPending, action: Action) -> None:
         """Wait for a message of the program.
 

@@ -36,7 +36,7 @@ def refused(pattern: str, *presets: str | Iterable[str]) -> dict[str, str]:
 
 SHARDED = ("cyclic_zero", "weipipe")
 AWAY = refused(GONE, *SHARDED)
-ONE_BATCH = refused("under which parameters come for one batch", *SHARDED)
+ONE_BATCH = refused("under which parameters come for one batch", "weipipe")
 
 
 def _network(name: str) -> Case:

@@ -19,6 +19,10 @@ from lightning_cyclic.plugin.hosts import WeightAveraging
 class Drained(Protocol):
     """Hold updates in flight."""
 
+    @property
+    def is_between_steps(self) -> bool:
+        """Say whether no batches have been added up that an update waits for."""
+
     def flush(self) -> None:
         """Finish updates in flight."""
 
@@ -66,6 +70,8 @@ class DrainCallback(Callback):
         if (drained := self._drained()) is None:
             return
         drained.end_batch()
+        if not drained.is_between_steps:  # no update has been made since the last average
+            return
         for callback in trainer.callbacks:
             if isinstance(callback, WeightAveraging) and callback.should_update(
                 step_idx=trainer.global_step - 1

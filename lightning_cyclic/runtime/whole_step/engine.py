@@ -99,17 +99,17 @@ class Engine:
         self._words = Words()
         self._flushed_at = self._starts_at = self.t
         self._ended = self.t - 1  # the last step that a flush has ended
-        self._entered = -1
+        self._entered, self._round = -1, 0  # of the step under way
         self._actions: Sequence[Action] = ()  # of the step under way
         self._at = 0  # the next of them
         self._told: list[Action] = []  # norms that are to be told before an update is made
         named = dict(module.named_parameters())
         self._parameters = [[named[n] for n in names] for names in stages.trained]
-        wait = Waiter(plan, transport).wait
+        self._waiter = Waiter(plan, transport)
         device = next((p.device for p in named.values()), torch.device("cpu"))
         depths = plan.program.depths
         self._line = transport.connect(plan.program)
-        self._messages = Messages(self._line, depths, wait, device)
+        self._messages = Messages(self._line, depths, self._waiter.wait, device)
         keeps = not plan.axes.sharding.gathers
         self.stores = [
             VersionStore(
@@ -160,21 +160,27 @@ class Engine:
     def forward(self, *, first: bool = True, last: bool = True) -> Iterator[None]:
         """Run the body as the forward of this worker's micro-batch in step ``t``.
 
+        A step has several batches while gradients accumulate, and all of them read the same
+        versions. Each is a round of the plan; or the plan has one round for all of them, in which
+        the first batch runs its forward, and the last its backward.
+
         Args:
-            first: whether it is the first batch of the step; a step has several batches while
-                gradients accumulate, and all of them read the same versions.
+            first: whether it is the first batch of the step.
             last: whether it is the last batch of the step.
         """
         if first:
             self._begin(starts=self._paced and self.t == self._starts_at)
+        elif self.plan.rounds > 1:
+            self._round, self._entered = self._round + 1, -1
+        if first or self.plan.rounds > 1:
             self._entrances.open()
             self.enter(0)
         with self._shown.packing():
             yield
-        if first:
+        if first or self.plan.rounds > 1:
             self._entrances.close(self.t, self._entered)
             self.enter(self.plan.num_stages - 1)
-        if last:
+        if last or self.plan.rounds > 1:
             self._run_on()
             self._exchange.check_handed_on()
 
@@ -199,6 +205,10 @@ class Engine:
         self._begin(starts=False)
         is_over = [a.payload is Payload.R and a.t == 0 for a in self._actions]
         self._actions = [a for a, over in zip(self._actions, is_over, strict=True) if not over]
+        for _ in range(self.plan.rounds - 1):  # whose gradients are in p.grad
+            self._run_to(Kind.F, self.plan.num_stages - 1)
+            self._run_to(Kind.B, 0)
+        self._round = self.plan.rounds - 1
         self.enter(self.plan.num_stages - 1)
         self._run_on()
         self._exchange.check_handed_on()
@@ -211,7 +221,7 @@ class Engine:
         Args:
             last_of_window: False while gradients only accumulate on this worker.
         """
-        if last_of_window:
+        if last_of_window or self.plan.rounds > 1:
             with self._collector.collecting():
                 yield
         else:
@@ -225,6 +235,17 @@ class Engine:
         if self.plan.weights == "sync" and self.shards is None:  # else owners show what they made
             self._worker.settle()
             self._show_newest(range(self.plan.num_stages))
+
+    def follow(self, plan: Plan) -> None:
+        """Go on by a plan that differs in its rounds; behind a flush, on all workers at once.
+
+        Nothing is under way then, and the versions that are kept are those of any such plan.
+        """
+        assert self.is_flushed
+        assert plan.program.channels == self.plan.program.channels
+        self.plan = plan
+        self._waiter.follow(plan)
+        self._messages.follow(plan.program.depths)
 
     @property
     def ends(self) -> bool:
@@ -250,7 +271,7 @@ class Engine:
         self._shown.free_all()  # what a flush has brought
         program = self.plan.program
         self._actions = program.step(self._w, self.t, ended=self._ended, starts=starts)
-        self._at, self._entered = 0, -1
+        self._at, self._entered, self._round = 0, -1, 0
 
     def _run_to(self, kind: Kind | None, j: int, *, through: bool = True) -> None:
         """Go on up to the F or B of a stage, and through it, or to the end."""
@@ -283,7 +304,8 @@ class Engine:
             self._worker.run(self._actions[begin:end])
 
     def _hand_over(self, j: int, grads: list[Tensor | None]) -> None:
-        self._grads.put(self.t, j, Sum(grads, self._words.said()))
+        is_last = self._round == self.plan.rounds - 1  # which speaks for the whole step
+        self._grads.extend(self.t, j, Sum(grads, self._words.said() if is_last else 0))
         self._run_to(Kind.B, j)
         self._run_on()
 

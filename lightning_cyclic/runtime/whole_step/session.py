@@ -49,22 +49,23 @@ class SessionConfig:
     """Hold what the user chose.
 
     Args:
-        make_plan: (number of stages, relayed stages, stages in which their buffers change last)
-            -> plan.
+        make_plan: (number of stages, relayed stages, stages in which their buffers change last,
+            rounds) -> plan.
         stages: "auto", a number, or module paths that begin stages 1, 2, ...
         seed: key of the randomness inside training steps.
         limit: of every wait.
         route: how messages travel.
         relay_buffers: "auto" relays the buffers that the first step changed, "all" every one.
         paced: whether workers that start together are brought into the timetable's stagger.
-        accumulates: whether a step may have several batches, of which the last hands buffers on.
+        accumulates: whether a step may have several batches in one round of the plan, of which
+            the last hands buffers on.
         memory_limit_bytes: most bytes of parameters that a worker may have where each makes its
             own stages alone; they may be read between steps as far as they fit. [any number]
         say: tells the user, once.
         recorder: notes what this worker does, and when. [nobody does]
     """
 
-    make_plan: Callable[[int, tuple[int, ...], tuple[int, ...]], Plan]
+    make_plan: Callable[[int, tuple[int, ...], tuple[int, ...], int], Plan]
     stages: int | str | Sequence[str]
     seed: int
     limit: Limit
@@ -122,6 +123,7 @@ class Session:
         self._seed = config.seed
         self.stop_requested = False
         self._batches = 0  # of the step under way
+        self._rounds = 1  # of the plan
         self.failed = False
         self._losses = LateValues()
         self._watched: list[tuple[str, Tensor, int]] = []
@@ -138,7 +140,7 @@ class Session:
         self._has_first_draws = True
         # workers that make their own stages alone never have the whole module
         self.is_apart = any(map(is_absent, module.parameters()))
-        if self.is_apart and not config.make_plan(1, (), ()).axes.sharding.gathers:
+        if self.is_apart and not config.make_plan(1, (), (), 1).axes.sharding.gathers:
             make_present(*module.parameters())  # as replicas are
             self.is_apart = False
         self.foreign: ForeignWeights | None = None  # if so
@@ -168,6 +170,11 @@ class Session:
     def is_between_steps(self) -> bool:
         """Say whether the batch that comes is the first of its step."""
         return self._batches == 0
+
+    @property
+    def batches(self) -> int:
+        """Count the batches of the step under way whose forwards have begun."""
+        return self._batches
 
     @property
     def with_state(self) -> list[nn.Parameter]:
@@ -219,6 +226,21 @@ class Session:
         self._start(self._find(), None)
         self._first = None
 
+    def take_rounds(self, rounds: int) -> None:
+        """Run so many batches in each step from now on; behind a flush, on all workers at once.
+
+        Args:
+            rounds: of the plan.
+        """
+        self._rounds = rounds
+        if self.engine is not None:
+            self.engine.follow(self._make_plan())
+
+    @property
+    def rounds(self) -> int:
+        """Return how many batches a step has, as far as the plan knows."""
+        return self._rounds
+
     @contextmanager
     def forward(self, batch: Any, *, last: bool, ends: bool = False) -> Iterator[None]:
         """Run the body as the training step of one batch.
@@ -256,11 +278,11 @@ class Session:
         """
         self._check_loss(loss)
         if self.engine is None:  # accumulating in the very first step: gradients stay in p.grad
-            num_micro = self._config.make_plan(1, (), ()).num_micro
+            num_micro = self._config.make_plan(1, (), (), 1).num_micro
             _scale_gradient(loss, num_micro)
             yield
             return
-        _scale_gradient(loss, self.engine.plan.num_micro)
+        _scale_gradient(loss, self.engine.plan.num_micro // self.engine.plan.rounds)
         with self._recorder.reversing(), self.engine.backward(last_of_window=last):
             yield
 
@@ -441,7 +463,7 @@ class Session:
         self._draws = KeyedDraws(self._module, self.starts or (), self._device)
 
     def _make_stages(self, profile: Profile) -> StageMap:
-        plan, stages = self._config.make_plan(1, (), ()), self._config.stages
+        plan, stages = self._config.make_plan(1, (), (), 1), self._config.stages
         held: Mapping[str, nn.Parameter] = self._trained
         if plan.axes.sharding.gathers:  # what is frozen takes as much room
             held, profile = self.named(), profile.as_trained()
@@ -458,17 +480,14 @@ class Session:
         return make_stages(profile, sizes, stages)
 
     def _start(self, stages: StageMap, state: EngineState | None) -> None:
-        until = tuple(stages.stages[j].buffers_final_after for j in stages.relayed)
-        if self._config.accumulates:  # forwards of the last batch begin when all of the first end
-            until = (len(stages.stages) - 1,) * len(until)
-        plan = self._config.make_plan(len(stages.stages), stages.relayed, until)
         if self.engine is not None:  # receives posted for the old engine must not match new sends
             self.transport = self._new_transport()
-        if plan.axes.sharding.gathers:  # each owner has what is frozen of its stages, too
-            named = self.named()
+        if self._config.make_plan(1, (), (), 1).axes.sharding.gathers:
+            named = self.named()  # each owner has what is frozen of its stages, too
             trained = {n for n in self._trained if named[n].requires_grad}
             stages = stages.holding(named, trained)
         self.stages = stages
+        plan = self._make_plan()
         if state is not None:
             self._draw_by_stages()
         if self.foreign is not None:
@@ -491,6 +510,14 @@ class Session:
         if self.stop_requested:
             self.engine.request_stop()
         self._watch_buffers(stages)
+
+    def _make_plan(self) -> Plan:
+        assert self.stages is not None
+        stages = self.stages
+        until = tuple(stages.stages[j].buffers_final_after for j in stages.relayed)
+        if self._config.accumulates:  # forwards of the last batch begin when all of the first end
+            until = (len(stages.stages) - 1,) * len(until)
+        return self._config.make_plan(len(stages.stages), stages.relayed, until, self._rounds)
 
     def _aside(self) -> AbstractContextManager[None]:
         return self._draws.aside()  # of the draws of the step, which others follow
