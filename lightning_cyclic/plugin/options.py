@@ -165,6 +165,11 @@ class Options:
         return self._probe().flows
 
     @property
+    def keeps_order(self) -> bool:
+        """Say whether each forward is run once, with the newest weights, as on one device."""
+        return self._probe().weights == "sync" and self.remat == "never"
+
+    @property
     def trains_plainly(self) -> bool:
         """Say whether this is one worker whose plan always reads the newest weights."""
         return self.num_workers == 1 and self.plan(1).delay(0) == 0

@@ -24,6 +24,7 @@ from lightning_cyclic.runtime.stages.demands import Demands
 from lightning_cyclic.runtime.stages.evidence import Survey
 from lightning_cyclic.runtime.stages.report import report
 from lightning_cyclic.runtime.stages.survey import survey
+from lightning_cyclic.runtime.stages.written import refuse_written
 from lightning_cyclic.runtime.transport import CountingTransport
 from lightning_cyclic.runtime.transport.choice import link
 from lightning_cyclic.runtime.transport.limit import Limit
@@ -53,6 +54,7 @@ class CutFinder:
         stages = options.stages
         if isinstance(stages, str):
             stages = options.expected_stages(module)
+        refuse_written(self._survey, keeps_order=options.keeps_order)
         return choose_cuts(
             self._survey,
             stages,

@@ -22,6 +22,7 @@ from tests.stagewise_modules import CASES as NETWORKS
 
 TIED = r"'shared' does not fit tied="
 MANUAL = r"automatic_optimization is False"
+CHANGES = r"in its forward, but ranks have several versions or copies"
 NO_CHANGE = r"was changed between two steps"
 GONE = r"is read on rank|its parameters are gone|reaches over the place"
 GRADIENTS = [name for name in PRESETS if name != "cyclic_dp_v1"]  # whose updates are whole
@@ -158,6 +159,11 @@ CASES: dict[str, Case] = {
     "low rank": row(m.LowRankLayers),
     "low rank at the end": row(m.LowRankAtTheEnd),
     "embedding": row(m.Sparse, data=m.words, stages=["rnn"]),
+    "limited embedding": row(
+        m.LimitedNorm, data=m.words, stages=["rnn"], refused=refused(CHANGES, REPLICATED, FLOWS)
+    ),
+    "changed weights": row(m.ChangesWeights, refused=refused(CHANGES)),
+    "moving teacher": row(m.MovingTeacher, refused=refused(CHANGES)),
     "sparse embedding": row(
         m.ReallySparse, data=m.words, stages=["rnn"], refused=refused("sparse", REPLICATED)
     ),

@@ -110,6 +110,8 @@ class Rule(Callback):
         self.stages: list[list[nn.Parameter]] = [[] for _ in range(num_stages)]
         for name, p in pl_module.named_parameters():
             self.stages[self.stage_of.get(name, 0)].append(p)
+        if RULES[self.preset] == "sync":
+            self.stages = []  # who reads the newest ones alone is the plain Trainer
         self.versions = [[_values(ps)] for ps in self.stages]
         for state in self.own:
             state.update({n: copy.copy(getattr(pl_module, n)) for n in state})

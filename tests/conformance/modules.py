@@ -256,6 +256,27 @@ class Teacher(Plain):
         return F.cross_entropy(self(batch[0]), goal) + super().training_step(batch, batch_idx)
 
 
+class MovingTeacher(Teacher):
+    """Has a teacher that follows it, a little in each step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        with torch.no_grad():
+            for mine, its in zip(self.net.parameters(), self.teacher.parameters(), strict=True):
+                its.lerp_(mine, 0.1)
+        return super().training_step(batch, batch_idx)
+
+
+class ChangesWeights(Plain):
+    """Scales a layer's weights down when it is called, where no count of changes shows it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[4].register_forward_pre_hook(self._shrink)
+
+    def _shrink(self, layer: nn.Module, _: Any) -> None:
+        layer.weight.data.mul_(0.9)
+
+
 class ReversedValidation(Plain):
     """Calls its layers in another order in validation."""
 
@@ -490,6 +511,14 @@ class Sparse(LightningModule):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class LimitedNorm(Sparse):
+    """Has an embedding whose rows are scaled down when they are looked up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding.max_norm = 0.5
 
 
 class ReallySparse(Sparse):

@@ -14,6 +14,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
+from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, mm_flop
 
@@ -41,7 +42,7 @@ class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # nested, distributed and other tensors are made of plain ones, which come next; some
         # versions of torch list those here, too
-        if any(kind is not Tensor for kind in types):
+        if any(kind not in (Tensor, Parameter) for kind in types):
             return NotImplemented
         kwargs = kwargs or {}
         packet = getattr(func, "_overloadpacket", func)

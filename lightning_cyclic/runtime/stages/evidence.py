@@ -130,6 +130,14 @@ class Edit(NamedTuple):
     at: Use
 
 
+class Written(NamedTuple):
+    """Say that the step changed a parameter; ``itself``: not by ``.data``, nor by a view."""
+
+    name: str
+    at: Use
+    itself: bool
+
+
 class Closed(NamedTuple):
     """Say that no stage can begin within some ticks: behind the first, up to the last."""
 
@@ -165,6 +173,7 @@ class Survey:
         end: the last tick.
         duration_ns: of the step, by the survey's clock.
         edits: in place, of all storages but those of buffers.
+        written: the parameters that the step changed.
         closed: what stages cannot begin within.
         aliases: further names of modules -> the first, which is among ``modules``.
         clock: whose times they are (clocks.py).
@@ -184,6 +193,7 @@ class Survey:
     end: int
     duration_ns: int
     edits: tuple[Edit, ...] = ()
+    written: tuple[Written, ...] = ()
     closed: tuple[Closed, ...] = ()
     aliases: Mapping[str, str] = field(default_factory=dict)
     clock: ClockName = "counted"

@@ -30,8 +30,10 @@ READS_VALUE = frozenset(
     | {"__complex__", "equal", "allclose", "is_nonzero", "__contains__"}
 )
 """Names of the torch functions that hand values to Python."""
+_LIMITS_NORM = frozenset({"embedding", "embedding_bag"})  # of rows, in place, if they are told
 _TORCH = str(Path(torch.__file__).parent)
 _OWN = str(Path(__file__).parent)
+_PACKAGE = str(Path(__file__).parents[2])
 
 
 @dataclass(slots=True)
@@ -55,9 +57,11 @@ class Ledger:
         self.reads: list[Read] = []
         self.changes: list[Change] = []
         self.edits: list[Edit] = []
+        self.writes: list[tuple[int, Use, bool]] = []  # parameter, where, whether to itself
         self._entries: list[_Entry] = []
         self._storages: list[Storage] = []
         self._state: set[int] = set()  # storages whose changes are no concern of the step's
+        self._of_parameters: dict[int, tuple[Tensor, int]] = {}  # storage -> it and its number
         self._numbers: dict[int, tuple[weakref.ref[Tensor], int]] = {}
 
     def number(self, x: Tensor) -> int:
@@ -72,7 +76,9 @@ class Ledger:
 
     def parameter(self, x: Tensor) -> int:
         """Enter a parameter: what is computed from it is derived."""
-        return self._enter(x, derived=True)
+        number = self._enter(x, derived=True)
+        self._of_parameters[self._entries[number].storage] = x, number
+        return number
 
     def buffer(self, x: Tensor) -> int:
         """Enter a buffer: changes of its values are compared, not followed."""
@@ -84,9 +90,15 @@ class Ledger:
         """Enter what a unit returns and no torch function made: a kernel unseen by Python did."""
         return self._enter(x, derived=True, made=use, home=unit, units=frozenset({unit}))
 
-    def was_given(self, x: Tensor) -> bool:
-        """Say whether a tensor was there before the step."""
-        return self._entries[self.number(x)].made is None
+    def given(self, x: Tensor) -> Tensor | None:
+        """Return what was there before the step: a tensor, or the parameter that it is a view of.
+
+        None for what the step has made itself.
+        """
+        entry = self._entries[self.number(x)]
+        if entry.storage in self._of_parameters:
+            return self._of_parameters[entry.storage][0]
+        return x if entry.made is None else None
 
     def uses(self, number: int) -> list[Use]:
         """Return the uses of a tensor so far."""
@@ -153,6 +165,9 @@ class Ledger:
         storage = self._entries[k].storage
         if storage not in self._state:
             self.edits.append(Edit(storage, use))
+        if storage in self._of_parameters:
+            _, parameter = self._of_parameters[storage]
+            self.writes.append((parameter, use, k == parameter))
         if self._is_derived(k):
             return
         if storage not in self._state and (by_derived or unit != self._entries[k].home):
@@ -200,9 +215,16 @@ def arguments(value: Any) -> Iterator[Tensor]:
 def about_to_change(name: str, args: Any, kwargs: Any) -> Iterator[Tensor]:
     """Yield the tensors that a torch function says it will change in place."""
     in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+    if name in _LIMITS_NORM and kwargs.get("max_norm") is not None:
+        yield from arguments(args)
     if args and (in_place or kwargs.get("inplace") is True):
         yield from arguments(args[0])
     yield from arguments(kwargs.get("out"))
+
+
+def is_the_users() -> bool:
+    """Say whether code outside this package calls a torch function: not what lends weights."""
+    return not user_line().file.startswith(_PACKAGE)
 
 
 def version(x: Tensor) -> int:

@@ -36,6 +36,7 @@ from lightning_cyclic.runtime.stages.evidence import (
     Line,
     Survey,
     Use,
+    Written,
     is_metric,
     quietest,
 )
@@ -44,12 +45,14 @@ from lightning_cyclic.runtime.stages.ledger import (
     Ledger,
     about_to_change,
     arguments,
+    is_the_users,
     user_line,
     version,
 )
 from lightning_cyclic.runtime.stages.untouched import Keeper, untouched
 from lightning_cyclic.runtime.values.trees import tensors
 
+_SETS_DATA: Any = Tensor.data.__set__  # type: ignore[attr-defined]
 _RUNS = 4  # of a step that is measured; the first one warms up
 
 
@@ -278,14 +281,16 @@ class _Surveyor:
             return func(*args, **kwargs)
         name = func.__name__
         inputs = list(arguments((args, kwargs)))
-        for x in about_to_change(name, args, kwargs):
-            if self._ledger.was_given(x):
-                self._keeper.keep(x)
+        replaced = inputs[:1] if func == _SETS_DATA and is_the_users() else []
+        for x in replaced or about_to_change(name, args, kwargs):
+            if (given := self._ledger.given(x)) is not None:
+                self._keeper.keep(given)
         versions = [version(x) for x in inputs]
         self._clock.resume()
         result = func(*args, **kwargs)
         self._clock.pause()
-        changed = [x for x, v in zip(inputs, versions, strict=True) if version(x) != v]
+        counted = [x for x, v in zip(inputs, versions, strict=True) if version(x) != v]
+        changed = replaced or counted  # torch does not count what is replaced
         outputs = list(arguments(result))
         if outputs or changed or name in READS_VALUE:
             use = self._use()
@@ -345,6 +350,7 @@ class _Surveyor:
             reads=tuple(self._ledger.reads),
             changes=tuple(self._ledger.changes),
             edits=tuple(self._ledger.edits),
+            written=tuple(self._written()),
             closed=tuple(self._closed()),
             parameters={name: self._held(name, k) for name, k in self._parameters.items()},
             buffers={name: first_calls.get(_owner(name)) for name in self._buffers},
@@ -353,6 +359,11 @@ class _Surveyor:
             end=self._tick,
             duration_ns=self._end_ns,
         )  # fmt: skip
+
+    def _written(self) -> Iterator[Written]:
+        names = {k: name for name, k in self._parameters.items()}
+        for k, use, itself in self._ledger.writes:
+            yield Written(names[k], use, itself)
 
     def _closed(self) -> Iterator[Closed]:
         """Iterate over what stages cannot begin within."""

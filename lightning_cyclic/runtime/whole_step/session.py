@@ -17,11 +17,13 @@ from typing import Any, final
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from lightning_cyclic.errors import StepError
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.runtime.absent import home_of, is_absent, make_present
 from lightning_cyclic.runtime.agreement import Together, put_together, sent_to_rank_0
+from lightning_cyclic.runtime.bits import sum_of_bits
 from lightning_cyclic.runtime.failure_words import words_of
 from lightning_cyclic.runtime.foreign_weights import ForeignWeights
 from lightning_cyclic.runtime.late_values import LateValues
@@ -222,7 +224,9 @@ class Session:
 
         draws = self._draws.keyed(self._seed, self.t, self._worker)
         with draws, lending(self._module):
-            survey(self._module, noted)  # which puts back what the step changes
+            seen = survey(self._module, noted)  # which puts back what the step changes
+        if seen.written and self._config.make_plan(1, (), (), 1).num_workers > 1:
+            raise self._changed_within(seen.written[0].name)
         self._start(self._find(), None)
         self._first = None
 
@@ -431,11 +435,41 @@ class Session:
         if first:
             with self.naming_peers("to send the buffers of the module", self._worker - 1):
                 self._first.receive()
-        with self._recorder.finding(), self._first.forward(batch, first=first):
+        # outermost: what it reads of parameters is no use of them by the step
+        finding = self._recorder.finding()
+        with self._unchanged(), finding, self._first.forward(batch, first=first):
             yield
         if last:
             with self.naming_peers("to take the buffers of the module", self._worker + 1):
                 self._first.send()
+
+    @contextmanager
+    def _unchanged(self) -> Iterator[None]:
+        """Refuse that the body, a forward, changes weights of which others have versions.
+
+        Raises:
+            StepError: with the parameter.
+        """
+        has_versions = self._config.make_plan(1, (), (), 1).num_workers > 1
+        watched = self.named()
+        # absent ones have no bits here: what changes them in place is counted
+        before = {n: _mark(p) for n, p in watched.items() if has_versions and not is_lazy(p)}
+        yield
+        for name, (count, bits) in before.items():
+            p = watched[name]
+            now = _mark(p)
+            if count != now[0] or not (
+                bits is None or now[1] is None or torch.equal(bits, now[1])
+            ):
+                raise self._changed_within(name)
+
+    def _changed_within(self, name: str) -> StepError:
+        return StepError(
+            f"training_step of rank {self._worker} changed parameter {name!r} in its forward, but "
+            "ranks have several versions or copies of it, which the change does not reach; "
+            "allowed: weights that the optimizer alone changes; change them in the optimizer's "
+            "step(), keep what moves in a buffer, or use strategy='ddp'"
+        )
 
     def naming_peers(self, what: str, peer: int | None = None) -> AbstractContextManager[None]:
         """Name the ranks that do not come while the body waits for them: one, or all."""
@@ -626,6 +660,11 @@ class Session:
                     "that change from the first step on; or relay every buffer, "
                     'CyclicStrategy(relay_buffers="all")'
                 )
+
+
+def _mark(p: nn.Parameter) -> tuple[int, Tensor | None]:
+    """Return how often a parameter was changed in place, and its bits, if it is here."""
+    return p._version, None if is_absent(p) else sum_of_bits(p)
 
 
 def _scale_gradient(loss: Tensor, num_micro: int) -> None:
