@@ -17,6 +17,7 @@ waited for, until as many of its ring are under way as the program was proved wi
 from __future__ import annotations
 
 import json
+import threading
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -189,6 +190,7 @@ class Messages:
         # whose memory goes when it has been sent; and threads that wait for that
         self._leaving: dict[Lane, list[_Port]] = {}
         self._watches: dict[Lane, ThreadPoolExecutor] = {}
+        self._dropping = threading.Lock()  # they let go what lanes let go, too
         # where messages have no names, each is received when it is known how large it is, in
         # the order of its channel: in a thread, so that nobody else waits for its head
         self._turns: dict[Channel, ThreadPoolExecutor] = {}
@@ -319,8 +321,9 @@ class Messages:
     def settle(self) -> None:
         """Wait until all that was sent has left."""
         for port in list(self._ports.values()):
-            while port.under_way:
-                self._end(port.under_way.popleft())
+            for sent in self._under_way(port):
+                self._end(sent)
+            port.under_way.clear()
 
     def _begin(
         self, port: _Port, a: Action, data: Tensor, part: Part, buffer: Buffer | None
@@ -332,35 +335,51 @@ class Messages:
             buffer.sent = [*buffer.sent[-1:], sent]
         port.under_way.append(sent)
         if data.is_cpu and port in self._leaving.get(port.lane, ()):
-            self._watch(port.lane, sent.pending)  # of GPUs streams tell, which are not to wait
+            self._watch(port, sent.pending)  # of GPUs streams tell, which are not to wait
 
-    def _watch(self, lane: Lane, pending: AbstractPending) -> None:
-        """Wait in a thread until a message has left, as gloo knows no sooner."""
-        if lane not in self._watches:
-            self._watches[lane] = ThreadPoolExecutor(1, thread_name_prefix=f"cyclic-sent-{lane}")
+    def _watch(self, port: _Port, pending: AbstractPending) -> None:
+        """Wait in a thread until a message has left, as gloo knows no sooner; its memory goes."""
+        if port.lane not in self._watches:
+            name = f"cyclic-sent-{port.lane}"
+            self._watches[port.lane] = ThreadPoolExecutor(1, thread_name_prefix=name)
 
         def wait() -> None:
             with suppress(OSError):  # who waits for it next hears of it
                 pending.wait()
+                with self._dropping:
+                    if port.under_way and port.under_way[0].pending is pending:
+                        port.under_way.popleft()
 
-        self._watches[lane].submit(wait)
+        self._watches[port.lane].submit(wait)
 
     def _make_room(self, port: _Port) -> None:
         """Wait for the oldest messages of a ring that is full: the proof knows of no more."""
-        sent, most = port.under_way, port.depth
         self._drop_sent(port.lane)
-        if len(sent) < most:  # each action has sent one part or more
+        if len(port.under_way) < port.depth:  # each action has sent one part or more
             return
-        actions = list({id(x.action): x.action for x in sent}.values())  # equal ones may be two
-        for oldest in actions[: max(len(actions) - most + 1, 0)]:
-            while sent and sent[0].action is oldest:
-                self._end(sent.popleft())
+        actions = list({id(x.action): x.action for x in self._under_way(port)}.values())
+        for oldest in actions[: max(len(actions) - port.depth + 1, 0)]:  # equal ones may be two
+            while (first := self._pop(port.under_way, oldest)) is not None:
+                self._end(first)
+
+    def _under_way(self, port: _Port) -> list[Sent]:
+        with self._dropping:
+            return list(port.under_way)
+
+    def _pop(self, sent: deque[Sent], action: Action) -> Sent | None:
+        """Take the oldest away, if it is of an action and no thread has taken it."""
+        with self._dropping:
+            return sent.popleft() if sent and sent[0].action is action else None
 
     def _drop_sent(self, lane: Lane) -> None:
         """Hold no longer what has left, of rings whose memory goes."""
         for port in self._leaving.get(lane, ()):  # which the thread of the lane alone looks at
-            while port.under_way and port.under_way[0].pending.is_done():
-                self._end(port.under_way.popleft())
+            while (first := self._pop_done(port.under_way)) is not None:
+                self._end(first)
+
+    def _pop_done(self, sent: deque[Sent]) -> Sent | None:
+        with self._dropping:
+            return sent.popleft() if sent and sent[0].pending.is_done() else None
 
     def _end(self, sent: Sent) -> None:
         self._wait(sent.pending, sent.action)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+import time
+import weakref
+
 import pytest
 import torch
 
@@ -9,6 +13,7 @@ from lightning_cyclic.plan.actions import Lane, Payload, parse
 from lightning_cyclic.plan.passes.messages import Channel, Ring
 from lightning_cyclic.runtime.messages import Message, Messages
 from lightning_cyclic.runtime.transport import (
+    AbstractPending,
     AbstractTransport,
     CountingTransport,
     LocalTransport,
@@ -343,3 +348,65 @@ def test_what_goes_by_control_is_in_the_memory_of_the_host():
     assert [entry for entry in log if entry[0] != "M"] == [(x, Part.CONTENT) for x in "AAAAPP"]
     assert metric.tensors[0].device.type == "cpu"
     receiver.close()
+
+
+class Told(AbstractPending):
+    """End when the test says so."""
+
+    def __init__(self) -> None:
+        self.told = threading.Event()
+
+    def wait(self) -> None:
+        assert self.told.wait(5)
+
+    def is_done(self) -> bool:
+        return self.told.is_set()
+
+
+class Slow(AbstractTransport):
+    """Take what is sent, and have it leave later."""
+
+    def __init__(self) -> None:
+        super().__init__(0, 2, 5.0)
+        self.sent: list[Told] = []
+
+    def isend(self, ring, data, part=Part.CONTENT):
+        self.sent.append(Told())
+        return self.sent[-1]
+
+    def irecv(self, ring, data, part=Part.CONTENT):
+        raise NotImplementedError
+
+    def report_failure(self, text):
+        raise NotImplementedError
+
+    def failure(self):
+        return None
+
+    def close(self):
+        """Do nothing."""
+
+
+def test_memory_that_is_not_kept_goes_when_it_has_left_though_nothing_else_is_sent():
+    slow = Slow()
+    messages = Messages(slow, DEPTHS, lambda pending, action: pending.wait(), CPU)
+    layout = messages.layout([X], keeps=False)
+    messages.know(Payload.A, 1, layout)
+    data = []
+    for i in range(2):
+        buffer = messages.room(layout)
+        data.append(weakref.ref(buffer.data))
+        messages.send(
+            parse(f"1SEND_A{i}>1#0"), None, Message(buffer.tensors, buffer=buffer, leaves=True)
+        )
+        del buffer
+    assert [x() is None for x in data] == [False, False]
+    slow.sent[0].told.set()
+    waited = time.monotonic()
+    while data[0]() is not None and time.monotonic() < waited + 5:
+        time.sleep(0.001)
+    assert [x() is None for x in data] == [True, False]
+    slow.sent[1].told.set()
+    messages.settle()
+    assert data[1]() is None
+    messages.close()
