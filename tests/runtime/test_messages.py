@@ -351,16 +351,18 @@ def test_what_goes_by_control_is_in_the_memory_of_the_host():
 
 
 class Told(AbstractPending):
-    """End when the test says so."""
+    """End when the test says so, and know it, as gloo does, when somebody has waited."""
 
     def __init__(self) -> None:
         self.told = threading.Event()
+        self.waited = threading.Event()
 
     def wait(self) -> None:
         assert self.told.wait(5)
+        self.waited.set()
 
     def is_done(self) -> bool:
-        return self.told.is_set()
+        return self.waited.is_set()
 
 
 class Slow(AbstractTransport):
@@ -409,4 +411,18 @@ def test_memory_that_is_not_kept_goes_when_it_has_left_though_nothing_else_is_se
     slow.sent[1].told.set()
     messages.settle()
     assert data[1]() is None
+    messages.close()
+
+
+def test_a_buffer_that_has_left_is_used_again_though_nobody_of_the_step_has_waited():
+    slow = Slow()
+    messages = Messages(slow, DEPTHS, lambda pending, action: pending.wait(), CPU)
+    layout = messages.layout([X])
+    messages.know(Payload.A, 1, layout)
+    first = messages.room(layout)
+    messages.send(parse("1SEND_A0>1#0"), None, Message(first.tensors, buffer=first, leaves=True))
+    assert messages.room(layout) is not first
+    slow.sent[0].told.set()
+    assert slow.sent[0].waited.wait(5)
+    assert messages.room(layout) is first
     messages.close()
