@@ -15,8 +15,8 @@ way: on CPUs FSDP2 waits for each. "fsdp2/ahead" asks for its gathers one block 
 Memory is that of the rank with the most, in processes that train with one strategy: the peak of
 what is anonymous (VmHWM less file pages), beyond what there was behind a fit of the same strategy
 with a tiny module, so that what Python and torch take is not in it. "steps" is the peak between
-the warm-up and the last step; "fit" that from the making of the module to the end of the fit,
-where validation and checkpoints would have the whole module.
+the warm-up and the last step, "account" what the package says of it; "fit" that from the making
+of the module to the end of the fit, where validation and checkpoints would have the whole module.
 """
 
 from __future__ import annotations
@@ -203,8 +203,6 @@ def predicted_s(case: Case, name: str, compute_s: float) -> float:
     """Return the seconds per step by the simulator, from the compute time measured alone."""
     from sharded_lockstep import step_s
 
-    from lightning_cyclic import make_plan
-    from lightning_cyclic.runtime.whole_step.session import auto_stages
     from lightning_cyclic.simulate import Costs, Network, lockstep, simulate
 
     n, num_bytes = case.num_workers, model_bytes(case)
@@ -219,11 +217,31 @@ def predicted_s(case: Case, name: str, compute_s: float) -> float:
     if name.startswith("fsdp2"):
         overlaps = name == "fsdp2/ahead"
         return step_s(blocks, network, n, algorithm="ring", overlaps=overlaps)
-    preset, _, stages = name.partition("/")
-    num_stages = int(stages) if stages else min(auto_stages(n, num_bytes), case.depth)
-    plan = make_plan(preset, num_stages=num_stages, num_workers=n, num_steps=12)
-    costs = Costs.even(num_stages, compute_s=compute_s, model_bytes=num_bytes)
+    plan = plan_of(case, name)
+    costs = Costs.even(plan.num_stages, compute_s=compute_s, model_bytes=num_bytes)
     return simulate(plan.programs, costs, network, plan).step_s
+
+
+def accounted_bytes(case: Case, name: str) -> float | None:
+    """Return what the package's own account says of a strategy; None of what is no plan."""
+    from lightning_cyclic.simulate import Costs, memory
+
+    if name == "ddp" or name.startswith("fsdp2"):
+        return None
+    plan = plan_of(case, name)
+    costs = Costs.even(plan.num_stages, model_bytes=model_bytes(case))
+    return max(found.total for found in memory(plan, costs, state_per_param=1))  # momentum
+
+
+def plan_of(case: Case, name: str) -> Any:
+    """Return the plan of a strategy of the package."""
+    from lightning_cyclic import make_plan
+    from lightning_cyclic.runtime.whole_step.session import auto_stages
+
+    preset, _, stages = name.partition("/")
+    n, num_bytes = case.num_workers, model_bytes(case)
+    num_stages = int(stages) if stages else min(auto_stages(n, num_bytes), case.depth)
+    return make_plan(preset, num_stages=num_stages, num_workers=n, num_steps=12)
 
 
 def model_bytes(case: Case) -> int:
@@ -272,6 +290,10 @@ def report_memory(case: Case) -> None:
         for what in ("steps", "fit"):
             ratios = [a / b for a, b in zip(peaks[what], most["fsdp2"][what], strict=True)]
             columns.append(f"{what} {_mb(median(peaks[what])):>8}, {spread(ratios)} of fsdp2's")
+        accounted = accounted_bytes(case, s)
+        if accounted is not None:
+            ratios = [steps / accounted for steps in peaks["steps"]]
+            columns.append(f"account {_mb(accounted):>8}, steps {spread(ratios)} of it")
         print(f"  {s:14} " + "; ".join(columns), flush=True)
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import shutil
 import sys
@@ -119,6 +120,8 @@ def _add_simulate(commands: argparse._SubParsersAction[_Parser]) -> None:
         ("--step-s", parse_seconds, "0.1", "one micro-batch forward and backward, whole model"),
         ("--update-s", parse_seconds, "0", "one optimizer step of the whole model"),
         ("--cut-bytes", parse_bytes, "0", "activations of one micro-batch between two stages"),
+        ("--activation-bytes", parse_bytes, "0", "of one micro-batch, from forward to backward"),
+        ("--state", _parse_state, "2", "bytes of optimizer state per byte of parameters"),
         ("--latency-s", parse_seconds, "50us", "latency of a message"),
         ("--bandwidth", parse_bandwidth, "10Gbit/s", "of each worker, in each direction"),
         ("--bucket-bytes", parse_bytes, "25MiB", "size of the reference's all-reduces; 0: stages"),
@@ -184,8 +187,12 @@ def _simulate(arguments: argparse.Namespace) -> str:
         model_bytes=arguments.model_bytes,
         update_s=arguments.update_s,
         cut_bytes=arguments.cut_bytes,
+        activation_bytes=arguments.activation_bytes,
     )
-    comparison = compare(plan, costs, network, bucket_bytes=arguments.bucket_bytes)
+    comparison = compare(
+        plan, costs, network,
+        bucket_bytes=arguments.bucket_bytes, state_per_param=arguments.state,
+    )  # fmt: skip
     if arguments.json:
         return json.dumps(comparison.as_dict(), indent=2)
     return table(comparison, colour=_has_colours())
@@ -212,6 +219,16 @@ def _integer(text: str, *, at_least: int) -> int:
             f"{text!r} is not a count; allowed: whole numbers from {at_least} on"
         )
     return int(text)
+
+
+def _parse_state(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = -1.0
+    if not 0 <= number < math.inf:
+        raise PlanError(f"{text!r} is not a number from 0 on; use 2 for Adam, 1 for momentum")
+    return number
 
 
 def _with_message(parse: Callable[[str], float]) -> Callable[[str], float]:

@@ -4,13 +4,13 @@ from lightning_cyclic.planner.candidates import DEFAULT_PRESETS, Candidate, Prob
 from lightning_cyclic.planner.fit import Fit
 from lightning_cyclic.planner.graph import CostGraph, GraphSplit, GraphTensor
 from lightning_cyclic.planner.ideals import split_ideals
-from lightning_cyclic.planner.memory import Memory, memory
 from lightning_cyclic.planner.milp import split_milp
 from lightning_cyclic.planner.partition import balance, balance_between
 from lightning_cyclic.planner.profile import ModelProfile, Tie, UnitProfile, from_json, to_json
 from lightning_cyclic.planner.ranked import RankedPlan
 from lightning_cyclic.planner.search import Ranking, search
 from lightning_cyclic.planner.stages import Stages
+from lightning_cyclic.simulate.memory import Memory, memory
 
 __all__ = [
     "DEFAULT_PRESETS",

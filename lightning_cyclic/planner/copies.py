@@ -21,8 +21,8 @@ from typing import TypeAlias, final
 
 from lightning_cyclic.errors import PlanError
 from lightning_cyclic.plan import make_plan
-from lightning_cyclic.planner.memory import KINDS, memory
 from lightning_cyclic.planner.stages import Stages
+from lightning_cyclic.simulate.memory import KINDS, memory
 
 _STAGES = 6  # of the largest small program: the first, the last, and four between
 _REPLICAS = 3  # the first, the last, and one for all between
@@ -105,7 +105,7 @@ class Counter:
             for again in (False, True):
                 workers = memory(
                     plan,
-                    Stages.alike(num_stages),
+                    Stages.alike(num_stages).costs(),
                     remat=again,
                     state_per_param=self._state_per_param,
                 )

@@ -15,11 +15,11 @@ from typing import TypeAlias, final
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.planner.candidates import Candidate, Problem
 from lightning_cyclic.planner.copies import Copies, Counter, Row, steps_to_count
-from lightning_cyclic.planner.memory import KINDS, Memory, memory
 from lightning_cyclic.planner.profile import ModelProfile
 from lightning_cyclic.planner.row import cut_row, row_of
 from lightning_cyclic.planner.stages import Stages
 from lightning_cyclic.simulate.costs import Network
+from lightning_cyclic.simulate.memory import KINDS, Memory, memory
 
 Kept: TypeAlias = Callable[[int, int, int], float]
 """Bytes that a worker keeps whose stage, by number, goes from one unit to before another."""
@@ -121,7 +121,9 @@ class Fitter:
             found = _times(plan, self._copies(candidate), stages)
         else:
             state_per_param = self._problem.state_per_param
-            found = memory(plan, stages, remat=candidate.remat, state_per_param=state_per_param)
+            found = memory(
+                plan, stages.costs(), remat=candidate.remat, state_per_param=state_per_param
+            )
         return Fit(candidate=candidate, plan=plan, stages=stages, memory=found)
 
     def _copies(self, candidate: Candidate) -> Copies:
@@ -148,8 +150,7 @@ class Fitter:
                 tie.bytes * max(sum(a <= u < b for u in tie.units) - 1, 0) for tie in profile.ties
             )
             return (
-                (copies.weights + copies.gradients + copies.optimizer)
-                * (params[b] - params[a] - shared)
+                copies.of_parameters * (params[b] - params[a] - shared)
                 + copies.activations * (activations[b] - activations[a])
                 + copies.inputs * crossing[a]
                 + copies.returns * crossing[b]
@@ -180,11 +181,13 @@ def _times(plan: Plan, copies: Copies, stages: Stages) -> tuple[Memory, ...]:
     found: dict[int, Memory] = {}
     for j in range(plan.num_stages):
         params, sent = stages.param_bytes[j], outputs[j]
-        sizes = (params, params, params, stages.activation_bytes[j], stages.input_bytes[j], sent)
+        sizes = {"activations": stages.activation_bytes[j], "inputs": stages.input_bytes[j],
+                 "returns": sent}  # fmt: skip
         for q, w in enumerate(placement.workers_of(j)):
             row = copies[0 if q == 0 else -1 if q == width - 1 else 1][j]
             found[w] = Memory(**{
-                kind: count * size for kind, count, size in zip(KINDS, row, sizes, strict=True)
+                kind: count * sizes.get(kind, params)
+                for kind, count in zip(KINDS, row, strict=True)
             })  # fmt: skip
     return tuple(found[w] for w in range(plan.num_workers))
 

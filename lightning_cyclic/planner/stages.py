@@ -122,4 +122,5 @@ class Stages:
             param_bytes=self.param_bytes,
             cut_bytes=self.input_bytes,
             tied_bytes=self.tied_bytes,
+            activation_bytes=self.activation_bytes,
         )

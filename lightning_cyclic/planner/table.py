@@ -7,9 +7,9 @@ from dataclasses import asdict
 from textwrap import wrap
 from typing import Any
 
-from lightning_cyclic.planner.memory import Memory
 from lightning_cyclic.planner.ranked import RankedPlan
 from lightning_cyclic.planner.search import Ranking
+from lightning_cyclic.simulate.memory import Memory
 from lightning_cyclic.simulate.units import show_bytes, show_seconds
 
 _WIDTH = 100

@@ -6,6 +6,7 @@ from lightning_cyclic.simulate.costs import Costs, Network
 from lightning_cyclic.simulate.engine import simulate
 from lightning_cyclic.simulate.graph import Lane
 from lightning_cyclic.simulate.lockstep import Lockstep, lockstep
+from lightning_cyclic.simulate.memory import Memory, memory
 from lightning_cyclic.simulate.result import Event, Result
 from lightning_cyclic.simulate.table import table
 from lightning_cyclic.simulate.units import (
@@ -24,12 +25,14 @@ __all__ = [
     "Figures",
     "Lane",
     "Lockstep",
+    "Memory",
     "Network",
     "Result",
     "WorkerAccount",
     "account",
     "compare",
     "lockstep",
+    "memory",
     "parse_bandwidth",
     "parse_bytes",
     "parse_seconds",

@@ -10,6 +10,7 @@ from lightning_cyclic.simulate.account import account
 from lightning_cyclic.simulate.costs import Costs, Network
 from lightning_cyclic.simulate.engine import simulate
 from lightning_cyclic.simulate.lockstep import lockstep
+from lightning_cyclic.simulate.memory import Memory, memory
 
 
 @final
@@ -27,6 +28,7 @@ class Figures:
         param_bytes: bytes of parameters that a worker keeps at once.
         activations: stage-activations that a worker keeps at once.
         all_activations: stage-activations that all workers together keep at once.
+        memory: bytes that the worker with the most keeps, by what they are for.
     """
 
     step_s: float
@@ -38,6 +40,7 @@ class Figures:
     param_bytes: float
     activations: float
     all_activations: float
+    memory: Memory
 
     @property
     def micro_per_s(self) -> float:
@@ -69,7 +72,14 @@ class Comparison:
         return asdict(self) | {"costs": costs, "speed": self.speed}
 
 
-def compare(plan: Plan, costs: Costs, network: Network, *, bucket_bytes: float = 0) -> Comparison:
+def compare(
+    plan: Plan,
+    costs: Costs,
+    network: Network,
+    *,
+    bucket_bytes: float = 0,
+    state_per_param: float = 2.0,
+) -> Comparison:
     """Simulate a plan and the reference.
 
     Args:
@@ -77,6 +87,7 @@ def compare(plan: Plan, costs: Costs, network: Network, *, bucket_bytes: float =
         costs: what each stage costs.
         network: the links between the workers.
         bucket_bytes: size of the reference's all-reduces. [0: one per stage]
+        state_per_param: bytes of optimizer state per byte of parameters. [2: Adam]
 
     Returns:
         Both, side by side. Where the plan has fewer micro-batches per step than workers, the
@@ -88,12 +99,12 @@ def compare(plan: Plan, costs: Costs, network: Network, *, bucket_bytes: float =
         num_stages=plan.num_stages,
         network=network,
         costs=costs,
-        plan=_of_plan(plan, costs, network),
-        lockstep=_of_lockstep(plan, costs, network, bucket_bytes),
+        plan=_of_plan(plan, costs, network, state_per_param),
+        lockstep=_of_lockstep(plan, costs, network, bucket_bytes, state_per_param),
     )
 
 
-def _of_plan(plan: Plan, costs: Costs, network: Network) -> Figures:
+def _of_plan(plan: Plan, costs: Costs, network: Network, state_per_param: float) -> Figures:
     result = simulate(plan.programs, costs, network, plan)
     counted = account(plan.programs, costs)
     workers = counted.workers
@@ -107,10 +118,13 @@ def _of_plan(plan: Plan, costs: Costs, network: Network) -> Figures:
         param_bytes=max(worker.param_bytes for worker in workers),
         activations=max(worker.activations for worker in workers),
         all_activations=counted.activations,
+        memory=max(memory(plan, costs, state_per_param=state_per_param), key=lambda m: m.total),
     )
 
 
-def _of_lockstep(plan: Plan, costs: Costs, network: Network, bucket_bytes: float) -> Figures:
+def _of_lockstep(
+    plan: Plan, costs: Costs, network: Network, bucket_bytes: float, state_per_param: float
+) -> Figures:
     micro_per_worker = max(1.0, plan.num_micro / plan.num_workers)
     step = lockstep(
         costs,
@@ -119,6 +133,7 @@ def _of_lockstep(plan: Plan, costs: Costs, network: Network, bucket_bytes: float
         micro_per_worker=micro_per_worker,
         bucket_bytes=bucket_bytes,
     )
+    params = sum(costs.param_bytes)
     return Figures(
         step_s=step.step_s,
         num_micro=micro_per_worker * plan.num_workers,
@@ -126,7 +141,17 @@ def _of_lockstep(plan: Plan, costs: Costs, network: Network, bucket_bytes: float
         sent_bytes=step.sent_bytes,
         sent_messages=step.sent_messages,
         versions=1,
-        param_bytes=sum(costs.param_bytes),
+        param_bytes=params,
         activations=plan.num_stages,
         all_activations=plan.num_stages * plan.num_workers,
+        memory=Memory(
+            parameters=params,
+            versions=0.0,
+            gradients=params,
+            optimizer=state_per_param * params,
+            activations=sum(costs.activation_bytes),
+            inputs=costs.cut_bytes[0],
+            returns=0.0,
+            in_flight=params,  # buckets, as DistributedDataParallel has them by default
+        ),
     )

@@ -17,6 +17,9 @@ from lightning_cyclic.plan.actions import Action, Kind, Payload
 BACKWARD_PER_FORWARD = 2.0  # a backward makes two products where its forward makes one
 
 
+_NONE_BY_DEFAULT = ("update_s", "cut_bytes", "buffer_bytes", "tied_bytes", "activation_bytes")
+
+
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Network:
@@ -53,9 +56,10 @@ class Costs:
         param_bytes: bytes of the parameters; a gradient has as many.
         update_s: seconds of one optimizer step; none by default.
         cut_bytes: bytes of the activations that enter the stage, for one micro-batch; of stage
-            0 nothing is sent.
+            0, of the batch, which is not sent.
         buffer_bytes: bytes of the buffers that are relayed (BatchNorm statistics).
         tied_bytes: bytes of those parameters of the stage that later stages use, too.
+        activation_bytes: bytes that the forward of one micro-batch leaves for its backward.
     """
 
     forward_s: tuple[float, ...]
@@ -65,10 +69,11 @@ class Costs:
     cut_bytes: tuple[float, ...] = ()
     buffer_bytes: tuple[float, ...] = ()
     tied_bytes: tuple[float, ...] = ()
+    activation_bytes: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         num_stages = len(self.forward_s)
-        for name in ("update_s", "cut_bytes", "buffer_bytes", "tied_bytes"):
+        for name in _NONE_BY_DEFAULT:
             if not getattr(self, name):
                 object.__setattr__(self, name, (0.0,) * num_stages)
         for name in self.__dataclass_fields__:
@@ -88,6 +93,7 @@ class Costs:
         model_bytes: float = 0.0,
         update_s: float = 0.0,
         cut_bytes: float = 0.0,
+        activation_bytes: float = 0.0,
     ) -> Self:
         """Split a model into equal stages.
 
@@ -97,6 +103,7 @@ class Costs:
             model_bytes: bytes of all parameters.
             update_s: seconds of one optimizer step of the whole model.
             cut_bytes: bytes of the activations at each cut, for one micro-batch.
+            activation_bytes: bytes that one micro-batch leaves for its backward, of all stages.
 
         Returns:
             The costs, every stage alike.
@@ -112,6 +119,7 @@ class Costs:
             param_bytes=(model_bytes / num_stages,) * num_stages,
             update_s=(update_s / num_stages,) * num_stages,
             cut_bytes=(cut_bytes,) * num_stages,
+            activation_bytes=(activation_bytes / num_stages,) * num_stages,
         )
 
     def compute_s(self, action: Action) -> float:

@@ -9,6 +9,16 @@ from lightning_cyclic.simulate.costs import Costs
 from lightning_cyclic.simulate.units import show_bytes, show_seconds
 
 _WIDTH = 100
+_MEMORY = {
+    "parameters": "parameters",
+    "versions": "further versions of them",
+    "gradients": "gradients",
+    "optimizer": "optimizer state",
+    "activations": "activations",
+    "inputs": "inputs of stages, and the batch",
+    "returns": "gradients of outputs",
+    "in_flight": "gradients in buffers of messages",
+}
 
 
 def table(comparison: Comparison, *, colour: bool = False) -> str:
@@ -31,8 +41,10 @@ def table(comparison: Comparison, *, colour: bool = False) -> str:
     grid.add_column(comparison.preset, justify="right", style="bold")
     grid.add_column("lockstep data parallelism", justify="right")
     ours, theirs = _rows(comparison.plan), _rows(comparison.lockstep)
+    nothing = show_bytes(0)
     for (name, mine), (_, other) in zip(ours, theirs, strict=True):
-        grid.add_row(name, mine, other)
+        if not mine == other == nothing:
+            grid.add_row(name, mine, other)
     grid.add_row("speed", f"{comparison.speed:.2f}x", "1.00x", style="green")
     console = Console(width=_WIDTH, force_terminal=colour, no_color=not colour, highlight=False)
     with console.capture() as capture:
@@ -87,7 +99,9 @@ def _rows(figures: Figures) -> Iterator[tuple[str, str]]:
     yield "bubble", f"{figures.bubble:.1%}"
     yield "bytes sent per worker and step", show_bytes(figures.sent_bytes)
     yield "messages sent per worker and step", str(figures.sent_messages)
-    yield "weight versions kept", str(figures.versions)
-    yield "parameter bytes kept per worker", show_bytes(figures.param_bytes)
+    yield "weight versions read", str(figures.versions)
     yield "stage-activations kept per worker", f"{figures.activations:g}"
     yield "stage-activations kept by all workers", f"{figures.all_activations:g}"
+    yield "memory of the worker with the most", show_bytes(figures.memory.total)
+    for kind, name in _MEMORY.items():
+        yield f"    {name}", show_bytes(getattr(figures.memory, kind))

@@ -108,9 +108,21 @@ def test_simulate_prints_a_table(capsys):
     assert rows == [
         "time per step", "micro-batches per step", "micro-batches per second", "bubble",
         "bytes sent per worker and step", "messages sent per worker and step",
-        "weight versions kept", "parameter bytes kept per worker",
-        "stage-activations kept per worker", "stage-activations kept by all workers", "speed",
+        "weight versions read",
+        "stage-activations kept per worker", "stage-activations kept by all workers",
+        "memory of the worker with the most", "", "", "", "", "", "speed",
     ]  # fmt: skip
+    kinds = [line.split("  ")[3] for line in out.splitlines() if line.startswith("      ")][1:]
+    assert kinds == [
+        "parameters", "further versions of them", "gradients", "optimizer state",
+        "gradients in buffers of messages",
+    ]  # fmt: skip
+
+
+def test_simulate_says_what_is_no_number_of_bytes_of_state(capsys):
+    status, _, err = run(capsys, "simulate", "cyclic_dp", "--workers", "4", "--state", "-1")
+    assert status == 2
+    assert "'-1' is not a number from 0 on; use 2 for Adam, 1 for momentum" in err
 
 
 def test_simulate_prints_json_of_the_given_cluster(capsys):

@@ -4,7 +4,7 @@ from lightning_cyclic.errors import PlanError
 from lightning_cyclic.plan import make_plan
 from lightning_cyclic.planner import Stages, memory
 from lightning_cyclic.planner.copies import Counter, steps_to_count
-from lightning_cyclic.planner.memory import KINDS
+from lightning_cyclic.simulate.memory import KINDS
 
 
 def counted(preset, num_stages, of_each, width, *, remat, slack=0, tied=()):
@@ -20,7 +20,7 @@ def counted(preset, num_stages, of_each, width, *, remat, slack=0, tied=()):
         tied=tied,
         proved=False,  # tests/plan has proofs; here its memory is counted
     )
-    workers = memory(plan, Stages.alike(num_stages), remat=remat, state_per_param=1)
+    workers = memory(plan, Stages.alike(num_stages).costs(), remat=remat, state_per_param=1)
     homes = [plan.axes.placement.workers_of(j) for j in range(num_stages)]
     return [
         [tuple(getattr(workers[home[q]], kind) for kind in KINDS) for home in homes]

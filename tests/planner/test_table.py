@@ -22,8 +22,8 @@ w: replicas, S: stages; micro: micro-batches per update, of so many samples
 stale: updates that forwards are behind, mean and most
 
 1: CyclicStrategy("cyclic_pipeline", stages=["h.2", "h.3"], num_micro=8)
-   its fullest worker keeps 4 MB of weights, 2 MB of gradients, 4 MB of optimizer, 12 MB of
-   activations, 150 kB of inputs, 50 kB of returns
+   its fullest worker keeps 2 MB of parameters, 2 MB of versions, 2 MB of gradients, 4 MB of
+   optimizer, 12 MB of activations, 150 kB of inputs, 50 kB of returns
 """
 
 
@@ -90,6 +90,15 @@ def test_json():
     assert len(first["stages"]) == 3
     assert first["staleness"] == {"mean": 0.125, "most": 1}
     assert [set(worker) for worker in first["memory"]] == [
-        {"weights", "gradients", "optimizer", "activations", "inputs", "returns"}
+        {
+            "parameters",
+            "versions",
+            "gradients",
+            "optimizer",
+            "activations",
+            "inputs",
+            "returns",
+            "in_flight",
+        }
     ] * 3
     assert first["strategy"].startswith("CyclicStrategy(")

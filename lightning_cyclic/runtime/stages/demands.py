@@ -12,10 +12,10 @@ from typing import Self, final
 
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.planner.copies import steps_to_count
-from lightning_cyclic.planner.memory import KINDS, Memory, memory
 from lightning_cyclic.planner.stages import Stages
 from lightning_cyclic.runtime.stages.places import Load
 from lightning_cyclic.simulate.costs import BACKWARD_PER_FORWARD, Network
+from lightning_cyclic.simulate.memory import KINDS, Memory, memory
 
 _NS_PER_S = 1e9
 
@@ -53,7 +53,7 @@ class Demands:
         steps = steps_to_count(plan.num_stages, max(1, plan.num_micro // plan.width))
         workers = memory(
             replace(plan, num_steps=steps),
-            Stages.alike(plan.num_stages),
+            Stages.alike(plan.num_stages).costs(),
             remat=again,
             state_per_param=state_per_param,
         )
@@ -67,7 +67,7 @@ class Demands:
     @classmethod
     def of_forward(cls, num_stages: int) -> Self:
         """Ask for forwards and for memory of parameters and activations alone, without a plan."""
-        one = Memory(**dict.fromkeys(KINDS, 0.0) | {"weights": 1.0, "activations": 1.0})
+        one = Memory(**dict.fromkeys(KINDS, 0.0) | {"parameters": 1.0, "activations": 1.0})
         return cls((one,) * num_stages, forwards=1.0, network=Network())
 
     def compute_s(self, compute_ns: int) -> float:
@@ -88,7 +88,7 @@ class Demands:
         """
         copies = self._copies[j]
         return (
-            (copies.weights + copies.gradients + copies.optimizer) * load.parameter_bytes
+            copies.of_parameters * load.parameter_bytes
             + copies.activations * load.activation_bytes
             + copies.inputs * load.crossing_bytes
             + copies.returns * sent_bytes

@@ -1,0 +1,140 @@
+"""The memory of workers that run whole micro-batches, followed along their programs.
+
+    versions   from when a buffer waits for a version, or an update makes it, to when a forward
+               shows a newer one; of sharded weights an owner keeps the one before its newest
+    fetched    from when a buffer waits for a stage of another worker to the FREE behind its use
+    gradients  from a backward to when they are added, sent or used
+    sums       from when a buffer waits for one, or is filled, to when it is used, or has left
+
+What is sent has left when the slot is over in which its receiver waits for it. Where all workers
+have all weights, buffers are kept for the next use, so that each stage has as many as it ever
+needs at once. Where weights are sharded memory comes and goes, and peaks may differ in time.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from itertools import accumulate
+from typing import NamedTuple, TypeAlias
+
+from lightning_cyclic.plan import Plan
+from lightning_cyclic.plan.actions import Action, Kind, Payload, Program
+from lightning_cyclic.plan.dataflow import peak
+
+_SUMS = (Payload.S, Payload.T)
+_Posted: TypeAlias = Mapping[tuple[object, ...], int]  # a message -> slot of its receive
+
+
+class Span(NamedTuple):
+    """Say what a stage has from where to where in a program: a half-open span of positions."""
+
+    kind: str  # "versions", "fetched", "gradients" or "sums"
+    j: int
+    begin: int
+    end: int
+
+
+def spans(plan: Plan) -> tuple[tuple[Span, ...], ...]:
+    """Return what each worker has, besides one version of its own stages.
+
+    Args:
+        plan: whose workers run whole micro-batches; of enough steps to be steady.
+    """
+    programs = plan.programs
+    posted = {
+        _message(a, a.peer, w): a.s
+        for w, program in enumerate(programs)
+        for a in program
+        if a.kind is Kind.RECV
+    }
+    return tuple(
+        (
+            *_gradients(program, _Leaving(program, w, posted)),
+            *(_fetched(program) if plan.axes.sharding.gathers else _versions(program)),
+        )
+        for w, program in enumerate(programs)
+    )
+
+
+def most_at_once(found: tuple[Span, ...], kind: str, j: int) -> int:
+    """Count the most buffers of a kind that a stage needs at once."""
+    return int(peak((x.begin, x.end, 1) for x in found if x.kind == kind and x.j == j))
+
+
+def series(
+    found: tuple[Span, ...], kind: str, param_bytes: tuple[float, ...], length: int
+) -> list[float]:
+    """Return the bytes of a kind at each place of a program."""
+    changes = [0.0] * (length + 1)
+    for x in found:
+        if x.kind == kind:
+            changes[x.begin] += param_bytes[x.j]
+            changes[min(x.end, length)] -= param_bytes[x.j]
+    return list(accumulate(changes))[:length]
+
+
+class _Leaving:
+    """Know where in a program what is sent has left."""
+
+    def __init__(self, program: Program, w: int, posted: _Posted) -> None:
+        self._slots = list(accumulate((a.s for a in program), max))
+        self._w = w
+        self._posted = posted
+
+    def end(self, a: Action, n: int) -> int:
+        taken = max(a.s, self._posted.get(_message(a, self._w, a.peer), a.s))
+        return max(n + 1, bisect_right(self._slots, taken))
+
+
+def _message(a: Action, source: int | None, target: int | None) -> tuple[object, ...]:
+    return a.payload, a.t, a.i, a.j, a.v, source, target
+
+
+def _gradients(program: Program, leaving: _Leaving) -> Iterator[Span]:
+    """Yield the gradients of backwards, and the sums that come, grow and go."""
+    own: dict[tuple[int, int], int] = {}  # step, stage -> since when
+    come: dict[tuple[int, int], int] = {}
+    for n, a in enumerate(program):
+        key = a.t, a.j
+        is_sent = a.kind is Kind.SEND and a.payload in _SUMS
+        if a.kind is Kind.B:
+            own.setdefault(key, n)
+        elif a.kind is Kind.RECV and a.payload in _SUMS:
+            come[key] = n
+        elif a.kind in (Kind.ADD, Kind.UPDATE) or is_sent:
+            if key in own:
+                yield Span("gradients", a.j, own.pop(key), n + 1)
+            if is_sent:
+                yield Span("sums", a.j, come.pop(key, n), leaving.end(a, n))
+            elif a.kind is Kind.UPDATE and key in come:
+                yield Span("sums", a.j, come.pop(key), n + 1)
+
+
+def _fetched(program: Program) -> Iterator[Span]:
+    """Yield the stages of others, from the buffer that waits for one to its FREE."""
+    since: dict[int, int] = {}
+    for n, a in enumerate(program):
+        if a.kind is Kind.RECV and a.payload is Payload.P:
+            since[a.j] = n
+        elif a.kind is Kind.FREE and a.j in since:
+            yield Span("fetched", a.j, since.pop(a.j), n)
+
+
+def _versions(program: Program) -> Iterator[Span]:
+    """Yield the versions of each stage but the first that is read, which is there before."""
+    read: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)  # stage -> where, version
+    made: defaultdict[int, list[tuple[int, int, bool]]] = defaultdict(list)
+    for n, a in enumerate(program):
+        if a.kind is Kind.F:
+            read[a.j].append((n, a.v or 0))
+        elif a.kind is Kind.UPDATE or (a.kind is Kind.RECV and a.payload is Payload.P):
+            made[a.j].append((n, a.v or 0, a.kind is Kind.UPDATE))
+    for j, each in made.items():
+        for n, v, is_update in each:
+            later = [(m, u) for m, u in read[j] if m > n]
+            if is_update and (not later or later[0][1] >= v):
+                continue  # in the place of the one before
+            end = next((m for m, u in later if u >= v), len(program))
+            yield Span("versions", j, n, end)  # the one before goes when it is shown
