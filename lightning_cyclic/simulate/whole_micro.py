@@ -95,21 +95,22 @@ def _message(a: Action, source: int | None, target: int | None) -> tuple[object,
 def _gradients(program: Program, leaving: _Leaving) -> Iterator[Span]:
     """Yield the gradients of backwards, and the sums that come, grow and go."""
     own: dict[tuple[int, int], int] = {}  # step, stage -> since when
-    come: dict[tuple[int, int], int] = {}
+    come: dict[tuple[object, int, int], int] = {}  # a total may be waited for before that
     for n, a in enumerate(program):
         key = a.t, a.j
         is_sent = a.kind is Kind.SEND and a.payload in _SUMS
         if a.kind is Kind.B:
             own.setdefault(key, n)
         elif a.kind is Kind.RECV and a.payload in _SUMS:
-            come[key] = n
+            come[a.payload, *key] = n
         elif a.kind in (Kind.ADD, Kind.UPDATE) or is_sent:
             if key in own:
                 yield Span("gradients", a.j, own.pop(key), n + 1)
             if is_sent:
-                yield Span("sums", a.j, come.pop(key, n), leaving.end(a, n))
-            elif a.kind is Kind.UPDATE and key in come:
-                yield Span("sums", a.j, come.pop(key), n + 1)
+                yield Span("sums", a.j, come.pop((Payload.S, *key), n), leaving.end(a, n))
+            for payload in _SUMS if a.kind is Kind.UPDATE else ():
+                if (payload, *key) in come:
+                    yield Span("sums", a.j, come.pop((payload, *key)), n + 1)
 
 
 def _fetched(program: Program) -> Iterator[Span]:

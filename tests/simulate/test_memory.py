@@ -75,7 +75,7 @@ def test_workers_that_run_whole_micro_batches_keep_the_model():
     ] * 4  # of each of the others', one that has come and one on its way
     # a backward has a gradient in the place of activations, and buffers of sums stay
     assert {worker.activations + worker.gradients for worker in workers} == {4}
-    assert {worker.in_flight for worker in workers} == {4}
+    assert [worker.in_flight for worker in workers] == [5, 6, 6, 4]
     assert {worker.optimizer for worker in workers} == {2}  # each owns one stage
     assert {worker.inputs for worker in workers} == {1}  # the batch
 
