@@ -147,26 +147,27 @@ def _of_whole_micro(
         is_sharded = plan.axes.sharding.gathers
 
         def kept(kind: str, found: tuple[Span, ...] = found) -> float:
-            return sum(most_at_once(found, kind, j) * size for j, size in enumerate(params))
+            return sum(count * params[j] for j, count in most_at_once(found, kind).items())
 
         one = owned if is_sharded else sum(params)
-        older = owned if is_sharded and not plan.axes.weights.at_end_of_step else kept("versions")
-        constant = {"optimizer": state_per_param * owned, "versions": older, "returns": 0.0}
+        constant = {"optimizer": state_per_param * owned, "returns": 0.0}
         places = len(program)
         fetched = series(found, "fetched", params, places)
         own = series(found, "gradients", params, places)
         sums = series(found, "sums", params, places)
-        sums = sums if is_sharded else [kept("sums")] * places
+        older = series(found, "versions", params, places)
+        if not is_sharded:  # buffers are kept for the next use
+            sums, older = [kept("sums")] * places, [kept("versions")] * places
         activations = _series(_activation_spans(program, costs, remat), places)
         inputs = _series(_input_spans(program, costs, remat), places)
-        columns = (fetched, own, sums, activations, inputs)
+        columns = (fetched, older, own, sums, activations, inputs)
         yield max(
             (
                 Memory(
-                    parameters=one + a, gradients=gradient_per_param * g,
+                    parameters=one + a, versions=o, gradients=gradient_per_param * g,
                     in_flight=gradient_per_param * f, activations=x, inputs=i, **constant,
                 )
-                for a, g, f, x, i in zip(*columns, strict=True)
+                for a, o, g, f, x, i in zip(*columns, strict=True)
             ),
             key=lambda m: m.total,
         )  # fmt: skip

@@ -2,6 +2,7 @@
 
     versions   from when a buffer waits for a version, or an update makes it, to when a forward
                shows a newer one; of sharded weights an owner keeps the one before its newest
+               until the last who reads it has it
     fetched    from when a buffer waits for a stage of another worker to the FREE behind its use
     gradients  from a backward to when they are added, sent or used
     sums       from when a buffer waits for one, or is filled, to when it is used, or has left
@@ -52,15 +53,28 @@ def spans(plan: Plan) -> tuple[tuple[Span, ...], ...]:
     return tuple(
         (
             *_gradients(program, _Leaving(program, w, posted)),
-            *(_fetched(program) if plan.axes.sharding.gathers else _versions(program)),
+            *_weights(plan, program, _Leaving(program, w, posted)),
         )
         for w, program in enumerate(programs)
     )
 
 
-def most_at_once(found: tuple[Span, ...], kind: str, j: int) -> int:
-    """Count the most buffers of a kind that a stage needs at once."""
-    return int(peak((x.begin, x.end, 1) for x in found if x.kind == kind and x.j == j))
+def _weights(plan: Plan, program: Program, leaving: _Leaving) -> Iterator[Span]:
+    if not plan.axes.sharding.gathers:
+        yield from _versions(program)
+        return
+    yield from _fetched(program)
+    if not plan.axes.weights.at_end_of_step:
+        yield from _older(program, leaving)
+
+
+def most_at_once(found: tuple[Span, ...], kind: str) -> dict[int, int]:
+    """Count the most buffers of a kind that each stage needs at once."""
+    by_stage: defaultdict[int, list[tuple[int, int, int]]] = defaultdict(list)
+    for x in found:
+        if x.kind == kind:
+            by_stage[x.j].append((x.begin, x.end, 1))
+    return {j: int(peak(each)) for j, each in by_stage.items()}
 
 
 def series(
@@ -121,6 +135,20 @@ def _fetched(program: Program) -> Iterator[Span]:
             since[a.j] = n
         elif a.kind is Kind.FREE and a.j in since:
             yield Span("fetched", a.j, since.pop(a.j), n)
+
+
+def _older(program: Program, leaving: _Leaving) -> Iterator[Span]:
+    """Yield the version before an owner's newest, until nobody reads it any more."""
+    ends: dict[tuple[int, int], int] = {}
+    for n, a in enumerate(program):
+        is_sent = a.kind is Kind.SEND and a.payload is Payload.P
+        if a.v is not None and (is_sent or a.kind in (Kind.F, Kind.B)):
+            end = leaving.end(a, n) if is_sent else n + 1
+            ends[a.j, a.v] = max(end, ends.get((a.j, a.v), 0))
+    for n, a in enumerate(program):
+        if a.kind is Kind.UPDATE:
+            before = a.j, (a.v or 0) - 1
+            yield Span("versions", a.j, n, max(n + 1, ends.get(before, 0)))
 
 
 def _versions(program: Program) -> Iterator[Span]:

@@ -89,7 +89,7 @@ def test_full_sharding_keeps_parts():
     plan = make_plan("cyclic_zero", num_stages=8, num_workers=8, num_steps=8)
     for worker in memory(plan, Stages.alike(8).costs(), state_per_param=2):
         assert worker.parameters <= 3  # own, in use, on its way
-        assert worker.versions == 1  # others are behind
+        assert worker.versions <= 1  # others are behind
         assert worker.optimizer == 2
         assert worker.gradients <= 1
         assert worker.in_flight <= 3

@@ -60,7 +60,6 @@ def test_what_is_there_at_once_is_counted():
         Span("sums", 0, 0, 2), Span("sums", 0, 1, 3), Span("sums", 1, 1, 2),
         Span("gradients", 0, 0, 9),
     )  # fmt: skip
-    assert most_at_once(found, "sums", 0) == 2
-    assert most_at_once(found, "sums", 1) == 1
+    assert most_at_once(found, "sums") == {0: 2, 1: 1}
     assert series(found, "sums", (10.0, 1.0), 4) == [10, 21, 10, 0]
     assert series(found, "gradients", (10.0, 1.0), 4) == [10] * 4

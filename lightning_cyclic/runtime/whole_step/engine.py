@@ -11,6 +11,7 @@ step t in ``p.grad``, and the callee changes the parameters in place.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -99,9 +100,10 @@ class Engine:
         self._words = Words()
         self._flushed_at = self._starts_at = self.t
         self._ended = self.t - 1  # the last step that a flush has ended
-        self._entered, self._round = -1, 0  # of the step under way
-        self._actions: Sequence[Action] = ()  # of the step under way
-        self._at = 0  # the next of them
+        # of the step under way: stage, round, and the next of its actions
+        self._entered, self._round, self._at = -1, 0, 0
+        self._actions: Sequence[Action] = ()
+        self._older: deque[tuple[int, int]] = deque()  # behind which of them older versions go
         self._told: list[Action] = []  # norms that are to be told before an update is made
         named = dict(module.named_parameters())
         self._parameters = [[named[n] for n in names] for names in stages.trained]
@@ -272,6 +274,26 @@ class Engine:
         program = self.plan.program
         self._actions = program.step(self._w, self.t, ended=self._ended, starts=starts)
         self._at, self._entered, self._round = 0, -1, 0
+        self._older = deque(self._find_older())
+
+    def _find_older(self) -> list[tuple[int, int]]:
+        """Return where in the step the version before its own goes: a place, and an own stage.
+
+        What others read of it they are sent in this step, too, and none of it once more: a flush
+        before the next step is behind all of its uses.
+        """
+        if self.shards is None or self.plan.axes.weights.at_end_of_step:
+            return []
+        ends = dict.fromkeys(self.owned, 0)
+        for n, a in enumerate(self._actions, start=1):
+            if a.j in ends and _needs_older(a, self.t):
+                ends[a.j] = n
+        return sorted((n, j) for j, n in ends.items())
+
+    def _drop_older(self) -> None:
+        while self._older and self._older[0][0] <= self._at:
+            _, j = self._older.popleft()
+            self.stores[j].leave_behind(self.t)
 
     def _run_to(self, kind: Kind | None, j: int, *, through: bool = True) -> None:
         """Go on up to the F or B of a stage, and through it, or to the end."""
@@ -288,6 +310,7 @@ class Engine:
             self._run_before(end)
             if not is_there and end < len(self._actions):
                 self._make_versions()
+                self._drop_older()
 
     def _run_on(self) -> None:
         """Do what follows and needs nothing of the step, nor of its hyper-parameters."""
@@ -302,6 +325,7 @@ class Engine:
         begin, self._at = self._at, end
         if begin < end:
             self._worker.run(self._actions[begin:end])
+        self._drop_older()
 
     def _hand_over(self, j: int, grads: list[Tensor | None]) -> None:
         is_last = self._round == self.plan.rounds - 1  # which speaks for the whole step
@@ -435,6 +459,7 @@ class Engine:
         else:
             self._actions = program.flush(self._w, last, ended=self._ended, whole=whole)
         self._at, self._entered = 0, -1
+        self._older.clear()
         self._run_to(None, 0)
         self._worker.settle()
         self._is_whole = whole or not self.plan.axes.sharding.gathers
@@ -535,6 +560,14 @@ def waiting_lanes(plan: Plan, worker: int) -> frozenset[Lane]:
 
 def _brings_norms(a: Action) -> bool:
     return a.kind is Kind.RECV and a.payload is Payload.N
+
+
+def _needs_older(a: Action, t: int) -> bool:
+    """Say whether an action of step t needs a version before that of the step, or its place."""
+    if a.kind is Kind.UPDATE:
+        return a.v == t
+    is_use = a.kind in (Kind.F, Kind.B) or (a.kind is Kind.SEND and a.payload is Payload.P)
+    return is_use and a.v is not None and a.v < t
 
 
 def _is_of_update(a: Action) -> bool:

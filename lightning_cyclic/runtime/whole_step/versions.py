@@ -114,6 +114,12 @@ class VersionStore:
             self._needed = v
             self._drop()
 
+    def leave_behind(self, v: int) -> None:
+        """Forget versions older than ``v``, which nobody reads any more, and show none of them."""
+        if any(self._versions[u] is self._shown for u in self.versions if u < v):
+            self.show(v)
+        self.drop_below(v)
+
     def forget(self, v: int) -> None:
         """Forget one version, which the parameters do not show any more, when it has left."""
         with self._changing:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -79,6 +80,7 @@ class Worker(threading.Thread):
         self.num_steps, self.flush_at = num_steps, flush_at
         self.error: BaseException | None = None
         self.depths: list[int] = []
+        self.kept_long: list[tuple[int, int]] = []  # step, and stage with an older version behind
 
     def run(self) -> None:
         torch.set_num_threads(1)
@@ -100,6 +102,14 @@ class Worker(threading.Thread):
         with self.engine.backward(last_of_window=True):
             (value / self.plan.num_micro).backward()
         self.engine.end_step()
+        self.kept_long += [(t, j) for j in self.engine.owned if not self.goes(t, j)]
+
+    def goes(self, t: int, j: int) -> bool:
+        """Say whether versions before that of a step go, as soon as lanes have sent them."""
+        until = time.monotonic() + 2
+        while min(self.engine.stores[j].versions) < t and time.monotonic() < until:
+            time.sleep(0.001)
+        return min(self.engine.stores[j].versions) >= t
 
     def update(self, t: int, stages: Any) -> None:
         self.optimizer.step()
@@ -159,6 +169,15 @@ def reference(
         slack=slack,
     )
     return module
+
+
+@pytest.mark.parametrize(("n", "stages"), [(2, 2), (2, 8), (3, 5)])
+def test_owners_of_shards_keep_an_older_version_only_until_its_last_use(
+    n: int, stages: int
+) -> None:
+    for worker in run_workers(mlp(), "cyclic_zero", n, stages, 0, sgd, 5, flush_at=(2,)):
+        assert worker.kept_long == []
+        assert max(worker.depths[j] for j in worker.engine.owned) == 2  # meanwhile it was there
 
 
 @pytest.mark.parametrize(
