@@ -104,11 +104,24 @@ def cyclic() -> list[tuple[list[float], list[int]]]:
 
 
 def test_every_worker_runs_behind_the_one_before_it(cyclic: Any) -> None:
-    starts = [each[0] for each in cyclic]
+    # workers are paced by the clock when they start: a machine that is busy then gets two more
+    # chances, and without the pacing none of them comes to it
+    for attempt in range(3):
+        found = cyclic if attempt == 0 else run(train, 4, "cyclic_dp")
+        step_s, leads = staggered([each[0] for each in found])
+        if all(0 < lead < step_s for lead in leads):
+            return
+    raise AssertionError(f"leads of {leads} s in steps of {step_s} s")
+
+
+def staggered(starts: list[list[float]]) -> tuple[float, list[float]]:
+    """Return the time of a step, and by how much each worker is behind the one before."""
     step_s = statistics.median(b - a for a, b in zip(starts[0][4:], starts[0][5:], strict=False))
-    for before, behind in zip(starts, starts[1:], strict=False):
-        lead = statistics.median(b - a for a, b in zip(before[4:], behind[4:], strict=True))
-        assert 0 < lead < step_s
+    pairs = zip(starts, starts[1:], strict=False)
+    return step_s, [
+        statistics.median(b - a for a, b in zip(before[4:], behind[4:], strict=True))
+        for before, behind in pairs
+    ]
 
 
 def test_no_batch_makes_a_collective(cyclic: Any) -> None:
