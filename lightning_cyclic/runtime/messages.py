@@ -187,9 +187,9 @@ class Messages:
         self._device = device
         self._layouts: dict[tuple[Payload, int], Layout] = {}
         self._ports: dict[Hashable, _Port] = {}  # by what actions of a ring have in common
-        # of one layout, whose memory is used again, or goes, as soon as it has left; and threads
-        # that wait for that
-        self._laid_out: dict[Lane, list[_Port]] = {}
+        # sends of one layout, whose memory is used again, or goes, as soon as they have left; and
+        # threads that wait for that
+        self._watched: dict[Lane, list[_Port]] = {}
         self._watches: dict[Lane, ThreadPoolExecutor] = {}
         self._dropping = threading.Lock()  # they let go what lanes let go, too
         # where messages have no names, each is received when it is known how large it is, in
@@ -232,7 +232,7 @@ class Messages:
             layout = self._layouts.get((ring.payload, ring.j))
             port = self._ports[key] = _Port(ring, layout, depth, is_apart=is_apart, lane=a.lane)
             if a.kind is Kind.SEND and layout is not None:
-                self._laid_out.setdefault(a.lane, []).append(port)
+                self._watched.setdefault(a.lane, []).append(port)
         return port
 
     # ------------------------------------------------------------------ sending
@@ -335,7 +335,7 @@ class Messages:
         if buffer is not None:
             buffer.sent = [*buffer.sent[-1:], sent]
         port.under_way.append(sent)
-        if data.is_cpu and port in self._laid_out.get(port.lane, ()):
+        if data.is_cpu and port in self._watched.get(port.lane, ()):
             self._watch(port, sent.pending)  # of GPUs streams tell, which are not to wait
 
     def _watch(self, port: _Port, pending: AbstractPending) -> None:
@@ -374,7 +374,7 @@ class Messages:
 
     def _drop_sent(self, lane: Lane) -> None:
         """Hold no longer what has left, of messages of one layout."""
-        for port in self._laid_out.get(lane, ()):  # which the thread of the lane alone looks at
+        for port in self._watched.get(lane, ()):  # which the thread of the lane alone looks at
             while (first := self._pop_done(port.under_way)) is not None:
                 self._end(first)
 

@@ -25,7 +25,6 @@ class Figures:
         sent_bytes: bytes that a worker sends per step.
         sent_messages: messages that a worker sends per step.
         versions: weight versions of one stage that a worker keeps at once.
-        param_bytes: bytes of parameters that a worker keeps at once.
         activations: stage-activations that a worker keeps at once.
         all_activations: stage-activations that all workers together keep at once.
         memory: bytes that the worker with the most keeps, by what they are for.
@@ -37,7 +36,6 @@ class Figures:
     sent_bytes: float
     sent_messages: int
     versions: int
-    param_bytes: float
     activations: float
     all_activations: float
     memory: Memory
@@ -115,7 +113,6 @@ def _of_plan(plan: Plan, costs: Costs, network: Network, state_per_param: float)
         sent_bytes=max(sum(worker.sent_bytes.values()) for worker in workers),
         sent_messages=max(sum(worker.sent_messages.values()) for worker in workers),
         versions=max(worker.versions for worker in workers),
-        param_bytes=max(worker.param_bytes for worker in workers),
         activations=max(worker.activations for worker in workers),
         all_activations=counted.activations,
         memory=max(memory(plan, costs, state_per_param=state_per_param), key=lambda m: m.total),
@@ -141,7 +138,6 @@ def _of_lockstep(
         sent_bytes=step.sent_bytes,
         sent_messages=step.sent_messages,
         versions=1,
-        param_bytes=params,
         activations=plan.num_stages,
         all_activations=plan.num_stages * plan.num_workers,
         memory=Memory(

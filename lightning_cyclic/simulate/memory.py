@@ -145,10 +145,6 @@ def _of_whole_micro(
     for w, (program, found) in enumerate(zip(plan.programs, spans(plan), strict=True)):
         owned = sum(size for j, size in enumerate(params) if plan.owner(j) == w)
         is_sharded = plan.axes.sharding.gathers
-
-        def kept(kind: str, found: tuple[Span, ...] = found) -> float:
-            return sum(count * params[j] for j, count in most_at_once(found, kind).items())
-
         one = owned if is_sharded else sum(params)
         constant = {"optimizer": state_per_param * owned, "returns": 0.0}
         places = len(program)
@@ -157,7 +153,7 @@ def _of_whole_micro(
         sums = series(found, "sums", params, places)
         older = series(found, "versions", params, places)
         if not is_sharded:  # buffers are kept for the next use
-            sums, older = [kept("sums")] * places, [kept("versions")] * places
+            sums, older = ([_kept(found, x, params)] * places for x in ("sums", "versions"))
         activations = _series(_activation_spans(program, costs, remat), places)
         inputs = _series(_input_spans(program, costs, remat), places)
         columns = (fetched, older, own, sums, activations, inputs)
@@ -171,6 +167,11 @@ def _of_whole_micro(
             ),
             key=lambda m: m.total,
         )  # fmt: skip
+
+
+def _kept(found: tuple[Span, ...], kind: str, params: tuple[float, ...]) -> float:
+    """Return the bytes of buffers that each stage keeps as many of as it ever needs at once."""
+    return sum(count * params[j] for j, count in most_at_once(found, kind).items())
 
 
 def _looks_ahead(plan: Plan, j: int) -> bool:

@@ -50,12 +50,10 @@ def spans(plan: Plan) -> tuple[tuple[Span, ...], ...]:
         for a in program
         if a.kind is Kind.RECV
     }
+    leavings = (_Leaving(program, w, posted) for w, program in enumerate(programs))
     return tuple(
-        (
-            *_gradients(program, _Leaving(program, w, posted)),
-            *_weights(plan, program, _Leaving(program, w, posted)),
-        )
-        for w, program in enumerate(programs)
+        (*_gradients(program, leaving), *_weights(plan, program, leaving))
+        for program, leaving in zip(programs, leavings, strict=True)
     )
 
 

@@ -277,10 +277,10 @@ class Engine:
         self._older = deque(self._find_older())
 
     def _find_older(self) -> list[tuple[int, int]]:
-        """Return where in the step the version before its own goes: a place, and an own stage.
+        """Return after how many actions of the step which own stage needs no older version.
 
-        What others read of it they are sent in this step, too, and none of it once more: a flush
-        before the next step is behind all of its uses.
+        All that still read it, here and on other workers, do so in this step: whoever else does is
+        sent it in this step. What a flush sends behind the step is the newest.
         """
         if self.shards is None or self.plan.axes.weights.at_end_of_step:
             return []
