@@ -17,6 +17,16 @@ from lightning_cyclic.plan.actions import Action, Kind, Lane, Payload, Program, 
 from tests import golden_plans
 from tests.golden_plans import COLUMNS, FOLDER, grid
 
+# owners add the gradients that each worker sends them (H); then sums went round, and a total to
+# the owner (S, T). Messages and bytes that the worker with the most sends in a step, then -> now
+ADDED_BY_OWNERS = {
+    "cyclic_zero-s2-n2": ((4, 0.6), (3, 0.45)),
+    "cyclic_zero-s8-n2": ((16, 0.6), (12, 0.45)),
+    "cyclic_zero-s3-n3": ((7, 0.7), (6, 0.6)),
+    "cyclic_zero-s4-n4": ((10, 0.75), (9, 0.675)),
+    "cyclic_zero-s8-n3": ((20, 0.75), (17, 0.6375)),
+}
+OF_SUMS = frozenset({Payload.S, Payload.T, Payload.H})
 PINNED = frozenset(Payload(x) for x in "AGSTPRWVDL")
 # the stages of one worker that are due at one place are updated there together, in one call of
 # the optimizer; with a flush, or where an owner reads late, that is when its step ends
@@ -39,7 +49,7 @@ PASSED_ON_EARLIER = {
     "cyclic_dp_v1-s8-n3": (1.0018333333333291, 1.0),
     "lockstep_dp-s4-n4": (1.5866666666666647, 1.3829999999999991),
     "lockstep_dp-s4-n4-relayed0_2": (1.5493333333333346, 1.3913333333333333),
-    "cyclic_zero-s4-n4": (1.0204166666666667, 1.002083333333331),
+    "cyclic_zero-s4-n4": (1.0204166666666667, 1.0),
     "cyclic_dp-s4-n4-slack2": (1.011416666666665, 1.0),
 }
 
@@ -52,9 +62,11 @@ def pinned(program: Program) -> list[Action]:
     return [replace(a, lane=Lane.MAIN, i=None if a.payload is Payload.P else a.i) for a in kept]
 
 
-def without_last_round(program: list[Action], num_steps: int) -> Counter[Action]:
+def without_last_round(name: str, program: list[Action], num_steps: int) -> Counter[Action]:
     """Count actions, but for buffers behind the last step: a flush copies them with C now."""
-    return Counter(a for a in program if a.payload is not Payload.R or a.t < num_steps)
+    left_out = OF_SUMS if name in ADDED_BY_OWNERS else ()
+    kept = (a for a in program if a.payload not in left_out)
+    return Counter(a for a in kept if a.payload is not Payload.R or a.t < num_steps)
 
 
 @pytest.mark.parametrize("name", list(grid()))
@@ -63,7 +75,7 @@ def test_program(name: str) -> None:
     now = from_csv(golden_plans.program_of(name))
     assert len(then) == len(now)
     for before, after in zip(map(pinned, then), map(pinned, now), strict=True):
-        assert without_last_round(before, 3) == without_last_round(after, 3)
+        assert without_last_round(name, before, 3) == without_last_round(name, after, 3)
         compute = [[a for a in x if a.kind in (Kind.F, Kind.B)] for x in (before, after)]
         if name in ONE_STEP_AFTER_THE_OTHER:
             assert sorted(compute[0], key=lambda a: a.t) == compute[1]
@@ -97,5 +109,10 @@ def test_figures() -> None:
             assert then.pop("step_s") == before
             assert given.pop("step_s") == pytest.approx(after, rel=1e-12)
             del then["bubble"], given["bubble"]
+        if name in ADDED_BY_OWNERS:
+            before, after = ADDED_BY_OWNERS[name]
+            columns = "sent_messages", "sent_bytes"
+            assert tuple(then.pop(x) for x in columns) == pytest.approx(before)
+            assert tuple(given.pop(x) for x in columns) == pytest.approx(after)
         # the last digits of sums of floats depend on their order, which start signals change
         assert given == pytest.approx(then, rel=1e-12, abs=1e-12), name

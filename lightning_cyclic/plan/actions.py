@@ -62,6 +62,7 @@ class Payload(_Name):
     G = "G"  # activation gradients, stage j+1 -> j
     S = "S"  # partial gradient sums, micro-batch i -> i+1
     T = "T"  # the total of a step, last micro-batch's worker -> owner
+    H = "H"  # the gradient of a micro-batch, its worker -> the owner, who adds all of them
     P = "P"  # parameters of a version, owner -> owner+1 -> ...
     R = "R"  # relayed module buffers (BatchNorm statistics), micro-batch i -> i+1
     W = "W"  # gradient of tied parameters, a later stage that uses them -> the first, stage j
@@ -92,8 +93,8 @@ class Action:
         payload: what travels; only for SEND and RECV.
         t: training step (0-based). Of an UPDATE: the step whose gradients it applies.
         j: stage (0 = input side).
-        i: micro-batch inside the step (0-based); only of F, B, ADD, A, G, S, R and W, and of P
-            where parameters are fetched for each use.
+        i: micro-batch inside the step (0-based); only of F, B, ADD, A, G, S, H, R and W, and of
+            P where parameters are fetched for each use.
         v: weight version; only of F, B, UPDATE, GATHER, FREE, P and V.
         peer: the other worker of a SEND or RECV.
         lane: beside what else it runs.
@@ -152,12 +153,15 @@ Program = tuple[Action, ...]  # what one worker does, in its order
 
 _PATTERN = re.compile(
     r"(?P<j>\d+)"
-    r"(?:(?P<kind>F|B|ADD|UPDATE|TELL|GATHER|FREE)|(?P<way>SEND|RECV)_(?P<payload>[AGSTPRWVDLNCKXM]))"
+    r"(?:(?P<kind>F|B|ADD|UPDATE|TELL|GATHER|FREE)|(?P<way>SEND|RECV)_(?P<payload>[AGSTHPRWVDLNCKXM]))"
     r"(?P<i>\d+)?(?:@(?P<v>\d+))?(?:(?P<arrow>[<>])(?P<peer>\d+))?#(?P<t>\d+)"
     r"(?:~(?P<lane>sums|weights))?",
     re.ASCII,  # other scripts' digits would parse but not print back
 )
-_WITH_MICRO = {Kind.F, Kind.B, Kind.ADD, Payload.A, Payload.G, Payload.S, Payload.R, Payload.W}
+_WITH_MICRO = {
+    Kind.F, Kind.B, Kind.ADD,
+    Payload.A, Payload.G, Payload.S, Payload.H, Payload.R, Payload.W,
+}  # fmt: skip
 _WITH_VERSION = {Kind.UPDATE, Kind.GATHER, Kind.FREE, Payload.P, Payload.V}
 _MAYBE_VERSION = {Kind.F, Kind.B, Payload.X}  # of programs without weights; X has its message's
 _MAYBE_MICRO = {Payload.P, Payload.X}  # P that is fetched for one use names it

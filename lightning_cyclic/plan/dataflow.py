@@ -5,6 +5,7 @@
     B          reads  weights, graph, the outputs' gradient           and frees the last two
                makes  a gradient, which is in the sum, and the input's gradient
                of a further round reads, and frees, the gradient of the worker's round before
+               where owners add (sharding "full") it is in no sum before
     ADD        reads  gradient, sum                                   makes the new sum
     UPDATE     reads  sum, the version before, norms                  makes weights
     TELL       reads  losses
@@ -112,9 +113,11 @@ class Dataflow:
         t, i, j = a.t, a.i, a.j
         taken: tuple[Item, ...] = ((Datum.GRAPH, t, i, j), (Datum.OUTPUT_GRADIENT, t, i, j))
         taken += tuple(self._of_round_before(a))
-        makes: tuple[Item, ...] = ((Datum.GRADIENT, t, i, j), *_sums(a))
-        makes += ((Datum.OUTPUT_GRADIENT, t, i, j - 1),)
         plan = self._plan
+        makes: tuple[Item, ...] = ((Datum.GRADIENT, t, i, j),)
+        if plan is None or not plan.axes.sharding.adds_at_owner:
+            makes += _sums(a)
+        makes += ((Datum.OUTPUT_GRADIENT, t, i, j - 1),)
         if plan is not None and plan.tied:
             makes += tuple((Datum.TIED_GRADIENT, t, i, k) for k in first_users(plan, j))
             if later_users(plan, j):
@@ -212,6 +215,7 @@ _CARRIED = {
     Payload.W: _same(Datum.TIED_GRADIENT, "tij", goes_away=True),
     Payload.S: _same(Datum.SUM, "tji", goes_away=True),
     Payload.T: _Carried(_end(Datum.SUM, "tji"), _end(Datum.TOTAL, "tj"), goes_away=True),
+    Payload.H: _same(Datum.GRADIENT, "tij", goes_away=True),
     Payload.P: _same(Datum.WEIGHTS, "jv"),
     Payload.V: _Carried(_end(Datum.WEIGHTS, "jv"), _end(Datum.TIED, "jv")),
     Payload.R: _Carried(_end(Datum.LEFT_BUFFERS, "j"), _end(Datum.BUFFERS, "tij")),

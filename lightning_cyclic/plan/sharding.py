@@ -5,7 +5,7 @@ Four answers:
     none        the last worker owns every stage; all keep all parameters
     optimizer   the first reader of a new version owns the stage: optimizer state is spread
     full        as optimizer, and the others hold parameters only around each F and B, for which
-                their owner sends them
+                their owner sends them; they send it their gradients, which it adds up
     ring        the others hold them as briefly, but hand them on, each to the next that uses them
 
 The *owner* of a stage keeps its optimizer state and applies its updates.
@@ -27,6 +27,8 @@ class AbstractSharding(ABC):
     """Whether parameters are fetched before each F and B and dropped after it."""
     hands_on: ClassVar[bool] = False
     """Whether who uses fetched parameters hands them on to the next; else the owner sends all."""
+    adds_at_owner: ClassVar[bool] = False
+    """Whether workers send their gradients to the owner, who adds them up; else sums travel."""
 
     @abstractmethod
     def owner(
@@ -71,12 +73,16 @@ class OptimizerSharding(AbstractSharding):
 class FullSharding(AbstractSharding):
     """Own as under ``optimizer``; owners send parameters to each user, who drops them again.
 
-    Shards stay in place, as in ZeRO, and in TawPipe within a group of workers.
+    Shards stay in place, as in ZeRO, and in TawPipe within a group of workers. So do the sums of
+    gradients: workers come to a stage one after the other, so that their gradients reach its
+    owner in the order of micro-batches, in which they are added. A sum that travelled would wait
+    at each worker until that one comes to the stage.
 
     Source: ZeRO, https://arxiv.org/abs/1910.02054; TawPipe, https://arxiv.org/abs/2511.09741.
     """
 
     gathers: ClassVar[bool] = True
+    adds_at_owner: ClassVar[bool] = True
 
     def owner(
         self, j: int, first_readers: Sequence[int], *, num_workers: int, num_stages: int

@@ -43,6 +43,7 @@ class GradientStore:
 
     def __init__(self, parameters_of: Callable[[int], Sequence[nn.Parameter]]) -> None:
         self.parameters_of = parameters_of
+        self._own: dict[tuple[int, int], Sum] = {}  # of this worker, that are in no sum yet
         self._sums: dict[tuple[int, int], Sum] = {}
 
     @contextmanager
@@ -64,41 +65,40 @@ class GradientStore:
     def hide(self, t: int, j: int, word: int = 0) -> None:
         """Take what is in ``p.grad`` of a stage away, for the sum of a step."""
         parameters = self.parameters_of(j)
-        self._sums[t, j] = Sum([p.grad for p in parameters], word)
+        self._own[t, j] = Sum([p.grad for p in parameters], word)
         for p in parameters:
             p.grad = None
 
     def of(self, t: int, j: int) -> Gradients:
         """Return the sum of a step, which stays."""
-        found = self._sums.get((t, j))
+        found = self._sums.get((t, j)) or self._own.get((t, j))
         return [None] * len(self.parameters_of(j)) if found is None else found.grads
 
     def take(self, t: int, j: int) -> Sum:
         """Take the sum of a step away."""
-        found = self._sums.pop((t, j), None)
+        found = self._sums.pop((t, j), None) or self._own.pop((t, j), None)
         return Sum(self.of(t, j)) if found is None else found
 
     def put(self, t: int, j: int, found: Sum) -> None:
-        """Keep the sum of a step in the place of what there is."""
+        """Keep the sum of a step that has come."""
         self._sums[t, j] = found
 
     def extend(self, t: int, j: int, found: Sum) -> None:
         """Add gradients of this worker to those that it has of the step, if any."""
-        before = self._sums.pop((t, j), None)
-        self.put(t, j, found)
-        if before is not None:
-            self.add(t, j, before)
+        before = self._own.pop((t, j), None)
+        self._own[t, j] = found if before is None else _added(before, found)
 
-    def add(self, t: int, j: int, come: Sum) -> None:
-        """Add this worker's gradients to a sum, which comes first in the addition."""
-        own = self.take(t, j)
-        word = come.word | own.word
-        if _all_there(come.grads) and _all_there(own.grads):
-            torch._foreach_add_(come.grads, own.grads)  # type: ignore[arg-type]
-            self.put(t, j, come._replace(word=word))
-            return
-        added = [_sum(total, x) for total, x in zip(come.grads, own.grads, strict=True)]
-        self.put(t, j, Sum(added, word))
+    def add(self, t: int, j: int, gradients: Sum | None = None) -> None:
+        """Add gradients to the sum of a step so far, if any, which comes first in the addition.
+
+        Args:
+            t: step.
+            j: stage.
+            gradients: that have come from another worker. [None: this worker's own]
+        """
+        found = self._own.pop((t, j)) if gradients is None else gradients
+        before = self._sums.pop((t, j), None)
+        self._sums[t, j] = found if before is None else _added(before, found)
 
 
 def refuse_sparse(j: int, *grads: Tensor | None) -> None:
@@ -112,6 +112,18 @@ def refuse_sparse(j: int, *grads: Tensor | None) -> None:
             f"a parameter of stage {j} has a sparse gradient; allowed: dense gradients, as they "
             "travel from rank to rank; use nn.Embedding(sparse=False)"
         )
+
+
+def _added(total: Sum, found: Sum) -> Sum:
+    """Add in the memory of the first."""
+    word = total.word | found.word
+    if _all_there(total.grads) and _all_there(found.grads):
+        torch._foreach_add_(total.grads, found.grads)  # type: ignore[arg-type]
+        if found.buffer is not None:
+            found.buffer.let_go()
+        return total._replace(word=word)
+    pairs = zip(total.grads, found.grads, strict=True)
+    return Sum([_sum(x, y) for x, y in pairs], word)  # some may lie in either's buffer
 
 
 def _all_there(grads: Gradients) -> bool:

@@ -33,6 +33,7 @@ _PLAIN = {
     Payload.G: "gradients of activations",
     Payload.S: "its sum of the gradients",
     Payload.T: "the whole sum of the gradients",
+    Payload.H: "its gradients",
     Payload.P: "new weights",
     Payload.R: "buffers",
     Payload.C: "buffers",

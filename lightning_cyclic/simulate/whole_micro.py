@@ -5,7 +5,8 @@
                until the last who reads it has it
     fetched    from when a buffer waits for a stage of another worker to the FREE behind its use
     gradients  from a backward to when they are added, sent or used
-    sums       from when a buffer waits for one, or is filled, to when it is used, or has left
+    sums       from when a buffer waits for one, or is filled, to when it is used, or has left; and
+               so gradients of others, which are in the sum when they have been added
 
 What is sent has left when the slot is over in which its receiver waits for it. Where all workers
 have all weights, buffers are kept for the next use, so that each stage has as many as it ever
@@ -17,7 +18,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from itertools import accumulate
+from itertools import accumulate, groupby
 from typing import NamedTuple, TypeAlias
 
 from lightning_cyclic.plan import Plan
@@ -25,6 +26,7 @@ from lightning_cyclic.plan.actions import Action, Kind, Payload, Program
 from lightning_cyclic.plan.dataflow import peak
 
 _SUMS = (Payload.S, Payload.T)
+_GRADIENTS = (*_SUMS, Payload.H)
 _Posted: TypeAlias = Mapping[tuple[object, ...], int]  # a message -> slot of its receive
 
 
@@ -107,22 +109,40 @@ def _message(a: Action, source: int | None, target: int | None) -> tuple[object,
 def _gradients(program: Program, leaving: _Leaving) -> Iterator[Span]:
     """Yield the gradients of backwards, and the sums that come, grow and go."""
     own: dict[tuple[int, int], int] = {}  # step, stage -> since when
-    come: dict[tuple[object, int, int], int] = {}  # a total may be waited for before that
+    come: dict[tuple[object, ...], int] = {}  # a total may be waited for before a sum has left
+    together = _updates_together(program)
     for n, a in enumerate(program):
         key = a.t, a.j
-        is_sent = a.kind is Kind.SEND and a.payload in _SUMS
         if a.kind is Kind.B:
             own.setdefault(key, n)
-        elif a.kind is Kind.RECV and a.payload in _SUMS:
-            come[a.payload, *key] = n
-        elif a.kind in (Kind.ADD, Kind.UPDATE) or is_sent:
+        elif a.kind is Kind.RECV and a.payload in _GRADIENTS:
+            come[a.payload, *key, *[a.i] * (a.payload is Payload.H)] = n
+        elif a.kind is Kind.ADD:
+            begin = come.pop((Payload.H, *key, a.i), None)
+            if begin is None:
+                yield Span("gradients", a.j, own.pop(key), n + 1)
+            elif (Payload.S, *key) in come:
+                yield Span("sums", a.j, begin, n + 1)
+            come.setdefault((Payload.S, *key), n if begin is None else begin)
+        elif a.kind is Kind.UPDATE or (a.kind is Kind.SEND and a.payload in _GRADIENTS):
             if key in own:
                 yield Span("gradients", a.j, own.pop(key), n + 1)
-            if is_sent:
-                yield Span("sums", a.j, come.pop((Payload.S, *key), n), leaving.end(a, n))
-            for payload in _SUMS if a.kind is Kind.UPDATE else ():
-                if (payload, *key) in come:
-                    yield Span("sums", a.j, come.pop((payload, *key)), n + 1)
+            if a.kind is Kind.SEND:
+                begin = n if a.payload is Payload.H else come.pop((Payload.S, *key), n)
+                yield Span("sums", a.j, begin, leaving.end(a, n))
+            else:
+                used = [come.pop((x, *key)) for x in _SUMS if (x, *key) in come]
+                yield from (Span("sums", a.j, begin, together[n][1]) for begin in used)
+
+
+def _updates_together(program: Program) -> dict[int, tuple[int, int]]:
+    """Return where an update is -> the span of those that are one call of the optimizer."""
+    places = [n for n, a in enumerate(program) if a.kind is Kind.UPDATE]
+    found: dict[int, tuple[int, int]] = {}
+    for _, group in groupby(enumerate(places), key=lambda x: x[1] - x[0]):
+        each = [n for _, n in group]
+        found |= dict.fromkeys(each, (each[0], each[-1] + 1))
+    return found
 
 
 def _fetched(program: Program) -> Iterator[Span]:
@@ -143,10 +163,11 @@ def _older(program: Program, leaving: _Leaving) -> Iterator[Span]:
         if a.v is not None and (is_sent or a.kind in (Kind.F, Kind.B)):
             end = leaving.end(a, n) if is_sent else n + 1
             ends[a.j, a.v] = max(end, ends.get((a.j, a.v), 0))
-    for n, a in enumerate(program):
-        if a.kind is Kind.UPDATE:
-            before = a.j, (a.v or 0) - 1
-            yield Span("versions", a.j, n, max(n + 1, ends.get(before, 0)))
+    for n, (begin, end) in _updates_together(program).items():
+        a = program[n]
+        last_use = ends.get((a.j, (a.v or 0) - 1), 0)
+        if last_use > end:  # else the new one is made in its place
+            yield Span("versions", a.j, begin, last_use)
 
 
 def _versions(program: Program) -> Iterator[Span]:

@@ -32,6 +32,7 @@ class Line(NamedTuple):
 _SUM = Line(
     "#d98a00", "-", "gradients, added up from worker to worker, up to the one that updates"
 )
+_GRADIENTS = Line("#d98a00", "-", "gradients, to the worker that adds them up, and updates")
 _WEIGHTS = Line("#2e8a57", "-", "new weights, from the worker that has made or received them")
 OTHER = Line("#a0a0a0", ":", "")
 LINES = {
@@ -39,6 +40,7 @@ LINES = {
     Payload.G: Line("#b03a5b", "-", "gradients of activations, back to the stage before"),
     Payload.S: _SUM,
     Payload.T: _SUM,
+    Payload.H: _GRADIENTS,
     Payload.W: _SUM,
     Payload.P: _WEIGHTS,
     Payload.V: _WEIGHTS,

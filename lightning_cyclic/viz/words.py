@@ -10,6 +10,7 @@ CARRIED = {
     Payload.G: "gradients of activations",
     Payload.S: "the sum of gradients so far",
     Payload.T: "the sum of all gradients",
+    Payload.H: "gradients to add",
     Payload.P: "new weights",
     Payload.R: "module buffers",
     Payload.W: "gradients of shared weights",

@@ -17,7 +17,7 @@ def actions(draw):
     payload = draw(st.sampled_from(Payload)) if is_message else None
     what = payload or kind
     has_micro = what in (
-        Kind.F, Kind.B, Kind.ADD, Payload.A, Payload.G, Payload.S, Payload.R, Payload.W
+        Kind.F, Kind.B, Kind.ADD, Payload.A, Payload.G, Payload.S, Payload.H, Payload.R, Payload.W
     )  # fmt: skip
     has_version = what in (Kind.UPDATE, Kind.GATHER, Kind.FREE, Payload.P, Payload.V)
     maybe = what in (Kind.F, Kind.B, Payload.X) and draw(st.booleans())

@@ -95,9 +95,10 @@ def test_full_sharding_gathers_around_each_use():
     plan = make_plan("cyclic_zero", num_stages=2, num_workers=2, num_steps=1)
     assert text_of(plan, 0) == (
         "0GATHER@0#0 0RECV_P0@0<1#0~weights 0F0@0#0 0FREE@0#0 1F0@0#0 1SEND_P1@0>1#0~weights "
-        "0GATHER@0#0 0RECV_P0@0<1#0~weights 0SEND_K>1#0 1B0@0#0 1SEND_S0>1#0~sums "
-        "1SEND_P1@0>1#0~weights 0B0@0#0 0FREE@0#0 0SEND_S0>1#0~sums "
-        "1RECV_T<1#0~sums 1UPDATE@1#0 0GATHER@1#1 0RECV_P@1<1#1~weights 1SEND_P@1>1#1~weights"
+        "0GATHER@0#0 0RECV_P0@0<1#0~weights 0SEND_K>1#0 1B0@0#0 1ADD0#0~sums "
+        "1SEND_P1@0>1#0~weights 0B0@0#0 0FREE@0#0 0SEND_H0>1#0 "
+        "1RECV_H1<1#0 1ADD1#0~sums 1UPDATE@1#0 0GATHER@1#1 0RECV_P@1<1#1~weights "
+        "1SEND_P@1>1#1~weights"
     )
 
 

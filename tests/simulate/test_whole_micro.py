@@ -6,6 +6,7 @@ from lightning_cyclic.plan import make_plan
 from lightning_cyclic.plan.actions import Kind, Payload
 from lightning_cyclic.simulate.whole_micro import Span, most_at_once, series, spans
 
+GRADIENTS = (Payload.S, Payload.T, Payload.H)
 PRESETS = ("cyclic_dp", "cyclic_dp_v1", "lockstep_dp", "cyclic_zero", "weipipe")
 
 
@@ -17,28 +18,33 @@ def test_every_gradient_and_every_sum_has_one_place(preset, n, num_stages):
         backwards = [(m, a.j) for m, a in enumerate(program) if a.kind is Kind.B]
         own = [(x.begin, x.j) for x in found if x.kind == "gradients"]
         assert sorted(own) == backwards
-        left = sum(a.kind is Kind.SEND and a.payload in (Payload.S, Payload.T) for a in program)
+        left = sum(a.kind is Kind.SEND and a.payload in GRADIENTS for a in program)
         used = sum(a.kind is Kind.UPDATE for a in program)
-        assert sum(x.kind == "sums" for x in found) == left + used
+        came = [a.i for a in program if a.kind is Kind.RECV and a.payload is Payload.H]
+        added = len(came) - came.count(0)  # the first becomes the sum
+        assert sum(x.kind == "sums" for x in found) == left + used + added
         assert all(0 <= x.begin < x.end for x in found)
 
 
-def test_a_sum_waits_until_its_receiver_waits_for_it():
-    plan = make_plan("cyclic_zero", num_stages=2, num_workers=2, num_steps=6)
-    program, found = plan.programs[0], spans(plan)[0]
-    n, sent = next(
-        (n, a)
-        for n, a in enumerate(program)
-        if a.kind is Kind.SEND and a.payload is Payload.S and (a.t, a.j) == (2, 1)
-    )
-    (taken,) = (
-        a.s
-        for a in plan.programs[1]
-        if a.kind is Kind.RECV and a.payload is Payload.S and (a.t, a.j) == (2, 1)
-    )
-    assert taken > sent.s  # it is sent before
-    (span,) = (x for x in found if x.kind == "sums" and x.begin == n)
-    assert max(a.s for a in program[: span.end]) == taken
+@pytest.mark.parametrize(
+    ("preset", "payload", "w"), [("cyclic_zero", Payload.H, 0), ("weipipe", Payload.S, 0)]
+)
+def test_what_is_sent_waits_until_its_receiver_waits_for_it(preset, payload, w):
+    plan = make_plan(preset, num_stages=2, num_workers=2, num_steps=6)
+    program, found = plan.programs[w], spans(plan)[w]
+
+    def is_it(a, kind):
+        return a.kind is kind and a.payload is payload and a.t == 2
+
+    n, sent = next((n, a) for n, a in enumerate(program) if is_it(a, Kind.SEND))
+    (taken,) = (a.s for a in plan.programs[1 - w] if is_it(a, Kind.RECV) and a.j == sent.j)
+    (span,) = (x for x in found if x.kind == "sums" and x.end == _end(program, max(taken, sent.s)))
+    assert span.begin <= n < span.end
+
+
+def _end(program, slot):
+    """Return the first place behind a slot."""
+    return next(n for n, a in enumerate(program) if a.s > slot)
 
 
 def test_stages_of_others_are_there_from_their_receive_to_their_free():

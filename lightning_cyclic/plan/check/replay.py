@@ -29,7 +29,7 @@ from lightning_cyclic.plan.passes.messages import (
     is_for_one_use,
     ring_of,
 )
-from lightning_cyclic.plan.passes.sums import source_of_sum
+from lightning_cyclic.plan.passes.sums import first_that_counts, source_of_sum
 from lightning_cyclic.plan.passes.ties import gradient_sources, later_users, version_readers
 
 if TYPE_CHECKING:
@@ -246,7 +246,8 @@ class _Worker:
             self._have.discard((Datum.GRAPH, *key))
             self._make(a, (Datum.GRADIENT, *key))
             self._have.add((Datum.OUTPUT_GRADIENT, a.t, a.i or 0, a.j - 1))
-            if source_of_sum(self._plan, a, self._w) is None:
+            adds_at_owner = self._plan.axes.sharding.adds_at_owner
+            if not adds_at_owner and source_of_sum(self._plan, a, self._w) is None:
                 self._extend(a)
         else:
             self._extend(a)
@@ -254,15 +255,19 @@ class _Worker:
     def _extend(self, a: Action) -> None:
         """Add gradients to a sum: one, or those of a replica that sums its own."""
         plan, total, i = self._plan, (a.t, a.j), a.i or 0
-        if plan.sums_by_replica:
+        if plan.sums_by_replica and not plan.axes.sharding.adds_at_owner:
             number = self._replica[0] // len(self._replica)
             own = range(number, plan.num_micro, plan.replicas)
             if i == own[-1] and all((Datum.GRADIENT, a.t, k, a.j) in self._have for k in own):
                 self._need(a, number == 0 or self._sums[total] == i - 1)
                 self._sums[total] = i
             return
-        self._need(a, i == 0 or self._sums[total] == i - 1)
+        self._need(a, self._sums[total] == self._sum_before(i))
         self._sums[total] = i
+
+    def _sum_before(self, i: int) -> int:
+        """Return up to which micro-batch the sum is to which one's gradient is added."""
+        return i - 1 if i > first_that_counts(self._plan) else -1
 
     def _update(self, a: Action) -> None:
         self._need(a, a.v == a.t + 1)
@@ -361,7 +366,7 @@ class _Worker:
     def _has_sum(self, a: Action) -> bool:
         done = self._sums[a.t, a.j]
         if a.kind is Kind.ADD:
-            return done == (a.i or 0) - 1
+            return done == self._sum_before(a.i or 0)
         return done == (self._plan.num_micro - 1 if a.i is None else a.i)
 
     def _has_tied_gradients(self, a: Action) -> bool:

@@ -4,6 +4,11 @@
     ADD   the own gradient to the sum that has come
     T     the total of a step, worker of the last micro-batch -> owner
 
+Where owners add (sharding "full") gradients travel instead of sums, each once:
+
+    H     the gradient of micro-batch i, its worker -> owner
+    ADD   each of them, the own among them, to the sum so far
+
 Where one worker runs a micro-batch and the one before it, its backward adds to the sum at once. Of
 replicas that sum their own (pipelines, or workers that run several rounds), the last micro-batch
 of each stands for all of them.
@@ -11,10 +16,13 @@ of each stands for all of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from lightning_cyclic.plan.actions import Action, Kind, Payload
+from lightning_cyclic.plan.actions import Action, Kind, Payload, Program
 from lightning_cyclic.plan.passes.messages import message
 
 if TYPE_CHECKING:
@@ -24,6 +32,10 @@ if TYPE_CHECKING:
 def sums(plan: Plan, a: Action, w: int) -> Iterator[Action]:
     """Yield what a worker does with the gradient that its backward ``a`` has made."""
     i = a.i or 0
+    if plan.axes.sharding.adds_at_owner:
+        if i >= first_that_counts(plan) and plan.owner(a.j) != w:
+            yield message(Kind.SEND, Payload.H, a, plan.owner(a.j), i=i)
+        return
     before = source_of_sum(plan, a, w)
     if before is not None:
         yield message(Kind.RECV, Payload.S, a, before, i=i - 1)
@@ -31,8 +43,63 @@ def sums(plan: Plan, a: Action, w: int) -> Iterator[Action]:
     if i == plan.num_micro - 1:
         if plan.owner(a.j) != w:
             yield message(Kind.SEND, Payload.T, a, plan.owner(a.j))
-    elif i >= _first(plan) and (after := plan.worker_of(i + 1, a.j, a.t)) != w:
+    elif i >= first_that_counts(plan) and (after := plan.worker_of(i + 1, a.j, a.t)) != w:
         yield message(Kind.SEND, Payload.S, a, after, i=i)
+
+
+def sums_at_owner(plan: Plan, program: Program, w: int) -> Iterator[Action]:
+    """Let an owner receive the gradients of its stages, and add them.
+
+    It is ready for each while the backward is run from which it comes, and adds it behind that;
+    neither before the own step begins, as a flush leaves nothing pending, nor behind the update.
+
+    Args:
+        plan: whose ownership decides; nothing is inserted unless its owners add.
+        program: of worker ``w``, with UPDATEs.
+        w: worker.
+    """
+    if not plan.axes.sharding.adds_at_owner:
+        yield from program
+        return
+    slots = list(accumulate((a.s for a in program), max))
+    places: defaultdict[int, list[Action]] = defaultdict(list)  # before which action
+    for (t, j), (begin, end) in _spans_of_steps(plan, program, w).items():
+        for i in range(first_that_counts(plan), plan.num_micro):
+            source, s = plan.worker_of(i, j, t), plan.slot(Kind.B, t, i, j)
+            add = Action(kind=Kind.ADD, t=t, j=j, i=i, s=s)
+            if source != w:
+                place = min(max(bisect_left(slots, s), begin), end)
+                places[place].append(message(Kind.RECV, Payload.H, add, source, i=i))
+            places[min(max(bisect_right(slots, s), begin), end)].append(add)
+    for n, a in enumerate(program):
+        yield from _in_time(places[n])
+        yield a
+    yield from _in_time(places[len(program)])
+
+
+def _spans_of_steps(
+    plan: Plan, program: Program, w: int
+) -> dict[tuple[int, int], tuple[int, int]]:
+    """Return step and own stage -> where the step begins, and the updates of which it is one.
+
+    Updates that are one behind the other stay so: a step is one call of the optimizer.
+    """
+    begins: dict[int, int] = {}
+    found: dict[tuple[int, int], tuple[int, int]] = {}
+    first = 0  # of the updates of one step
+    for n, a in enumerate(program):
+        if a.kind in (Kind.F, Kind.B):
+            begins.setdefault(a.t, n)
+        elif a.kind is Kind.UPDATE and plan.owner(a.j) == w:
+            follows = n > 0 and program[n - 1].kind is Kind.UPDATE and program[n - 1].t == a.t
+            first = first if follows else n
+            found[a.t, a.j] = begins[a.t], first
+    return found
+
+
+def _in_time(actions: Sequence[Action]) -> list[Action]:
+    """Sort what is inserted in one place: backwards go from the last stage to the first."""
+    return sorted(actions, key=lambda a: (a.s, a.kind is Kind.ADD, -a.j, a.i))
 
 
 def source_of_sum(plan: Plan, a: Action, w: int) -> int | None:
@@ -44,7 +111,7 @@ def source_of_sum(plan: Plan, a: Action, w: int) -> int | None:
         w: its worker.
     """
     i = a.i or 0
-    if i <= _first(plan):
+    if i <= first_that_counts(plan):
         return None
     before = plan.worker_of(i - 1, a.j, a.t)
     return None if before == w else before
@@ -58,10 +125,10 @@ def completes(plan: Plan, a: Action, w: int) -> bool:
         return a.payload is Payload.T
     if a.i != plan.num_micro - 1:
         return False
-    is_added = source_of_sum(plan, a, w) is not None
+    is_added = plan.axes.sharding.adds_at_owner or source_of_sum(plan, a, w) is not None
     return a.kind is (Kind.ADD if is_added else Kind.B)
 
 
-def _first(plan: Plan) -> int:
+def first_that_counts(plan: Plan) -> int:
     """Give the first micro-batch whose gradient is handed on."""
     return plan.num_micro - plan.replicas if plan.sums_by_replica else 0

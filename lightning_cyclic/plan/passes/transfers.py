@@ -8,6 +8,7 @@ received, and ``messages.py`` in which order.
     G   activation gradients    stage j+1 -> j
     W   tied gradients          a later stage that uses parameters -> the first: ties.py
     S   partial gradient sums   micro-batch i -> i+1, and T, the total, to the owner: sums.py
+    H   gradients               micro-batch i -> the owner, where owners add: sums.py
     P   parameters, V, tied     owner -> the others: parameters.py
 
 Messages that cannot be told apart by worker carry the numbers of their receiver: A and G the
@@ -23,7 +24,7 @@ from lightning_cyclic.plan.actions import Action, Kind, Payload, Program
 from lightning_cyclic.plan.passes.buffers import relays
 from lightning_cyclic.plan.passes.messages import message
 from lightning_cyclic.plan.passes.parameters import parameters
-from lightning_cyclic.plan.passes.sums import sums
+from lightning_cyclic.plan.passes.sums import sums, sums_at_owner
 from lightning_cyclic.plan.passes.ties import receive_gradients, send_gradients
 
 if TYPE_CHECKING:
@@ -41,13 +42,17 @@ def transfers(plan: Plan, programs: tuple[Program, ...]) -> tuple[Program, ...]:
         Programs with a receive for each send, where its message is needed first.
     """
     return tuple(
-        tuple(parameters(plan, tuple(_messages(plan, relays(plan, program, w), w)), w))
+        tuple(sums_at_owner(plan, tuple(_with_messages(plan, program, w)), w))
         for w, program in enumerate(programs)
     )
 
 
+def _with_messages(plan: Plan, program: Program, w: int) -> Iterator[Action]:
+    return parameters(plan, tuple(_messages(plan, relays(plan, program, w), w)), w)
+
+
 def _messages(plan: Plan, program: Iterable[Action], w: int) -> Iterator[Action]:
-    """Put A, G, W, S and the sending of T around each F and B."""
+    """Put A, G, W, S and the sending of T and H around each F and B."""
     for a in program:
         if a.kind is Kind.F:
             yield from _edge(plan, a, w, Kind.RECV, Payload.A, a.j - 1, a.j)

@@ -96,7 +96,6 @@ class Exchange:
         # of parameters of earlier stages: step, micro-batch, name; or what came from a worker
         self._tied: dict[tuple[int, int, str], Tensor] = {}
         self._tied_from: dict[tuple[int, int, int, int], dict[str, Tensor]] = {}
-        self._sums: dict[tuple[int, int], list[Tensor | None]] = {}  # that came; step, stage
         self._tapes: dict[tuple[str, int], tuple[Tape, ...]] = {}
         self._facts: dict[tuple[str, int], tuple[Any, Any]] = {}
 
@@ -123,7 +122,7 @@ class Exchange:
 
     def add(self, a: Action) -> None:
         """Add the own gradients to the sum that came, which comes first in the addition."""
-        self._grads.add(a.t, a.j, Sum(self._sums.pop((a.t, a.j))))
+        self._grads.add(a.t, a.j)
         self._look_if_complete(a)
 
     def _look_if_complete(self, a: Action) -> None:
@@ -236,7 +235,7 @@ class Exchange:
         return Message([grad for grad in grads if grad is not None], places)
 
     def _take_sum(self, a: Action, message: Message) -> None:
-        self._sums[a.t, a.j] = self._placed(a.j, message)
+        self._grads.put(a.t, a.j, Sum(self._placed(a.j, message)))
 
     def _take_total(self, a: Action, message: Message) -> None:
         self._grads.put(a.t, a.j, Sum(self._placed(a.j, message)))

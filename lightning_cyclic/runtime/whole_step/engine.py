@@ -11,7 +11,6 @@ step t in ``p.grad``, and the callee changes the parameters in place.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -103,7 +102,7 @@ class Engine:
         # of the step under way: stage, round, and the next of its actions
         self._entered, self._round, self._at = -1, 0, 0
         self._actions: Sequence[Action] = ()
-        self._older: deque[tuple[int, int]] = deque()  # behind which of them older versions go
+        self._older: dict[int, int] = {}  # own stage -> behind which of them its older one goes
         self._told: list[Action] = []  # norms that are to be told before an update is made
         named = dict(module.named_parameters())
         self._parameters = [[named[n] for n in names] for names in stages.trained]
@@ -274,25 +273,25 @@ class Engine:
         program = self.plan.program
         self._actions = program.step(self._w, self.t, ended=self._ended, starts=starts)
         self._at, self._entered, self._round = 0, -1, 0
-        self._older = deque(self._find_older())
+        self._older = self._find_older()
 
-    def _find_older(self) -> list[tuple[int, int]]:
-        """Return after how many actions of the step which own stage needs no older version.
+    def _find_older(self) -> dict[int, int]:
+        """Return own stage -> after how many actions of the step it needs no older version.
 
         All that still read it, here and on other workers, do so in this step: whoever else does is
         sent it in this step. What a flush sends behind the step is the newest.
         """
         if self.shards is None or self.plan.axes.weights.at_end_of_step:
-            return []
+            return {}
         ends = dict.fromkeys(self.owned, 0)
         for n, a in enumerate(self._actions, start=1):
             if a.j in ends and _needs_older(a, self.t):
                 ends[a.j] = n
-        return sorted((n, j) for j, n in ends.items())
+        return ends
 
     def _drop_older(self) -> None:
-        while self._older and self._older[0][0] <= self._at:
-            _, j = self._older.popleft()
+        for j in [j for j, end in self._older.items() if end <= self._at]:
+            del self._older[j]
             self.stores[j].leave_behind(self.t)
 
     def _run_to(self, kind: Kind | None, j: int, *, through: bool = True) -> None:
@@ -401,6 +400,9 @@ class Engine:
         """Return the oldest version of an own stage that is needed when version v is there."""
         if self.plan.axes.weights.at_end_of_step:
             return v  # whoever is behind has used the one before, as its gradients are there
+        is_over = v == self.t and self._older.get(j, self._at + 1) <= self._at
+        if is_over and self.stores[j].has_left(v - 1):
+            return v
         read = self.plan.reads(self.t if j > self._entered else self.t + 1, self._w, j)
         return self._shown.oldest(v, read)
 

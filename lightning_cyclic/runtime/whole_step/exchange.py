@@ -1,6 +1,7 @@
 """What a worker that runs whole micro-batches exchanges with others.
 
 S, T, ADD   partial sums of gradients, in micro-batch order, in the buffers they came in
+H, ADD      or gradients, which their owner adds in that order
 P           versions of parameters, handed on in the buffers they came in
 R, C        module buffers that training changes: what micro-batch i-1 left, to micro-batch i;
 they are copied, as they are small, and code may have replaced them
@@ -61,12 +62,12 @@ class Exchange:
             store.layout_of(grads.parameters_of(j)) for j, store in enumerate(stores)
         ]
         self.shards: Shards | None = None  # where workers hold what they use alone
-        self._sums: dict[tuple[int, int], Sum] = {}  # that came; step, stage
+        self._gradients: dict[tuple[int, int | None, int], Sum] = {}  # that came
         self._handed_on: list[tuple[str, Tensor, int]] = []  # name, buffer, its state when sent
 
     def add(self, a: Action) -> None:
-        """Add the own gradients to the sum that came, which comes first in the addition."""
-        self._grads.add(a.t, a.j, self._sums.pop((a.t, a.j)))
+        """Add gradients that came, or the own, to the sum, which comes first in the addition."""
+        self._grads.add(a.t, a.j, self._gradients.pop((a.t, a.i, a.j), None))
 
     def free(self, a: Action) -> None:
         """Give up a version of another worker's stage."""
@@ -99,6 +100,7 @@ class Exchange:
             Payload.P: self._stores[j].layout,
             Payload.S: sums,
             Payload.T: sums,
+            Payload.H: sums,
             Payload.R: buffers,
             Payload.C: buffers,
             Payload.N: self._norms.layout(j, self._messages),
@@ -140,10 +142,10 @@ class Exchange:
         return Message(buffer.tensors, None, word, marks, buffer, leaves=True)
 
     def _take_sum(self, a: Action, message: Message) -> None:
-        self._sums[a.t, a.j] = _sum_of(message)
-
-    def _take_total(self, a: Action, message: Message) -> None:
         self._grads.put(a.t, a.j, _sum_of(message))
+
+    def _take_gradients(self, a: Action, message: Message) -> None:
+        self._gradients[a.t, a.i, a.j] = _sum_of(message)
 
     def _give_parameters(self, a: Action) -> Message:
         assert a.v is not None
@@ -193,6 +195,7 @@ def _sum_of(message: Message) -> Sum:
 _GIVES: dict[Payload, Callable[[Exchange, Action], Message]] = {
     Payload.S: Exchange._give_sum,
     Payload.T: Exchange._give_sum,
+    Payload.H: Exchange._give_sum,
     Payload.P: Exchange._give_parameters,
     Payload.R: Exchange._give_buffers,
     Payload.C: Exchange._give_buffers,
@@ -201,7 +204,8 @@ _GIVES: dict[Payload, Callable[[Exchange, Action], Message]] = {
 }
 _TAKES: dict[Payload, Callable[[Exchange, Action, Message], None]] = {
     Payload.S: Exchange._take_sum,
-    Payload.T: Exchange._take_total,
+    Payload.T: Exchange._take_sum,
+    Payload.H: Exchange._take_gradients,
     Payload.P: Exchange._take_parameters,
     Payload.R: Exchange._take_buffers,
     Payload.C: Exchange._take_buffers,

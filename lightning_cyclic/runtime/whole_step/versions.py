@@ -130,6 +130,10 @@ class VersionStore:
         self._messages.wait_for(buffer)  # else ever more would lie here, on their way to others
         buffer.let_go()
 
+    def has_left(self, v: int) -> bool:
+        """Say whether nothing of a version is on its way to others any more."""
+        return all(sent.pending.is_done() for sent in self._versions[v].sent)
+
     def hold(self, v: int) -> None:
         """Keep a version, which may still be on its way, until it has been handed on."""
         with self._changing:

@@ -100,8 +100,9 @@ def test_sums_and_buffers_travel_once_a_step_and_parameters_in_each_round(**give
     plan = made(**given_numbers)
     n, s, r = plan.num_workers, plan.num_stages, plan.rounds
     sent = [a for p in plan.programs for a in p if a.kind is Kind.SEND and step_of(a) == 1]
-    sums = [a for a in sent if a.payload is Payload.S]
+    sums = [a for a in sent if a.payload in (Payload.S, Payload.H)]
     assert len(sums) == s * (n - 1)
+    assert {a.payload for a in sums} <= {Payload.H if plan.sharding == "full" else Payload.S}
     assert all(plan.round_of(a.i) == r - 1 for a in sums)
     assert sum(a.payload is Payload.R for a in sent) == len(plan.relayed) * n * (n > 1)
     fetched = sum(a.payload is Payload.P and a.i is not None and a.t < 2 for a in sent)
