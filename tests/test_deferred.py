@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -209,8 +210,34 @@ class OnMeta(Plain):
             return super().make_net()
 
 
+class Zeroed(Late):
+    def configure_model(self) -> None:
+        super().configure_model()
+        if processes.here().rank == 1:
+            nn.init.zeros_(self.net[0].weight)
+
+
+class Pickled(Late):
+    def configure_model(self) -> None:
+        super().configure_model()
+        torch.save(self.net[0].weight, BytesIO())
+
+
+class Written(Late):
+    def configure_model(self) -> None:
+        super().configure_model()
+        values = self.net[0].weight.detach().numpy()
+        assert values.shape == (SIZE, SIZE)  # it can be read
+        values[:] = 0.5
+
+
 def attempt(what: str) -> str:
     run = partial(fit_outside, True, [5, 6])
+    kinds = {x.__name__: x for x in (Zeroed, Pickled, Written)}
+    if what in kinds:
+        with pytest.raises((ConfigurationError, ValueError)) as caught:
+            make_trainer(PIPELINES[0], max_epochs=1).fit(kinds[what](), DataLoader([]))
+        return str(caught.value)
     if what != "other random states":
         data = DataLoader(Batches(vectors, [[0, 1]]), batch_size=None)
         run = partial(make_trainer({"preset": what}, max_epochs=1).fit, OnMeta(), data)
@@ -222,7 +249,10 @@ def attempt(what: str) -> str:
 @pytest.mark.parametrize(
     ("what", "said"),
     [
-        ("other random states", "ranks make their modules from different random states or files"),
+        ("other random states", "by different code, or from different random states or files"),
+        ("Zeroed", "by different code, or from different random states or files"),
+        ("Pickled", "layers could not be made without memory: RuntimeError: "),
+        ("Written", "assignment destination is read-only"),
         ("1f1b", "parameter 'net.0.weight' is on the meta device, and nothing says"),
         ("cyclic_dp", "parameter 'net.0.weight' is on the meta device, and nothing says"),
     ],

@@ -202,7 +202,7 @@ PARTIAL = "lightning_cyclic.runtime.partial_step"
     ("name", "module", "function", "question", "operation"),
     [
         ("cyclic_dp", f"{WHOLE}.exchange", "Exchange.add",  # which a lane does
-         "self._sums[a.t, a.j].grads[0].sum().item()", "item"),
+         "self._grads.of(a.t, a.j)[0].sum().item()", "item"),
         ("cyclic_dp", f"{WHOLE}.gradients", "GradientCollector._take_next",  # inside autograd
          "assert self._parameters[0][0].grad is None or self._parameters[0][0].grad.sum() < 9",
          "__bool__"),

@@ -481,10 +481,11 @@ def require_same_beginnings(module: nn.Module) -> None:
     """
     if len(set(gather_texts(beginnings(module)))) > 1:
         raise ConfigurationError(
-            "ranks make their modules from different random states or files, so that what one of "
-            "them makes does not go with what others make; allowed: the same on every rank; call "
-            "seed_everything before trainer.init_module, or make layers in configure_model, for "
-            "which all ranks take rank 0's state; read the same files everywhere"
+            "ranks make their modules by different code, or from different random states or "
+            "files, so that what one of them makes does not go with what others make; allowed: "
+            "the same on every rank; call seed_everything before trainer.init_module, or make "
+            "layers in configure_model, for which all ranks take rank 0's state; read the same "
+            "files everywhere"
         )
 
 

@@ -10,6 +10,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -20,6 +21,8 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from lightning_cyclic.errors import ConfigurationError, StepError
 from lightning_cyclic.runtime.shelf import New, in_memory
 
+_DIGEST = 16  # characters
+_LIBRARIES = ("torch.", "lightning.", "pytorch_lightning.", "lightning_cyclic.", "builtins")
 _SMALL = 1024  # elements of tensors that travel with what is said about them
 Together = Callable[[str, Mapping[str, Any], Any], dict[str, Any]]
 """(name, what this worker has, process group) -> on worker 0 what all have."""
@@ -55,11 +58,15 @@ def require_same_module(module: nn.Module) -> None:
     """Refuse ranks whose modules differ.
 
     Raises:
-        ConfigurationError: on every worker, with the first tensor that differs.
+        ConfigurationError: on every worker, with the first tensor that differs, or method.
     """
     lines = [_tensor_line(name, x) for name, x in _tensors(module)]
-    digest = hashlib.blake2b("\n".join(lines).encode(), digest_size=8).hexdigest()
-    if len(set(gather_texts(digest))) == 1:
+    code = code_of(module)
+    digests = gather_texts(_digest("\n".join(lines)) + _digest("\n".join(code)))
+    if len(set(digests)) == 1:
+        return
+    if len({x[:_DIGEST] for x in digests}) == 1:
+        _refuse_other_code([text.splitlines() for text in gather_texts("\n".join(code))])
         return
     everyone = [text.splitlines() for text in gather_texts("\n".join(lines))]
     raise ConfigurationError(
@@ -67,6 +74,53 @@ def require_same_module(module: nn.Module) -> None:
         "module, with the same shapes, dtypes and frozen parameters, on every worker; build it "
         "from the same arguments everywhere"
     )
+
+
+def code_of(module: nn.Module) -> list[str]:
+    """Say which class each module within is of, and what the methods of these are made of.
+
+    One line each: a name, and a digest. Left out is what libraries bring, whose versions are the
+    business of who installs them.
+    """
+    modules = dict(module.named_modules())
+    lines = {f"the class of {path!r}": type(m).__qualname__ for path, m in modules.items()}
+    classes = dict.fromkeys(cls for m in modules.values() for cls in type(m).__mro__)
+    for cls in (x for x in classes if not x.__module__.startswith(_LIBRARIES)):
+        methods = (x for x in vars(cls).items() if isinstance(x[1], FunctionType))
+        for name, method in methods:
+            lines[f"{cls.__qualname__}.{name}"] = _digest(_text_of(method.__code__))
+    return [f"{name}\t{what}" for name, what in lines.items()]
+
+
+def _text_of(code: CodeType) -> str:
+    """Return what a function does, without where it is written."""
+    constants = (
+        _text_of(x) if isinstance(x, CodeType)
+        else repr(sorted(map(repr, x))) if isinstance(x, frozenset)  # in any order
+        else repr(x)
+        for x in code.co_consts
+    )  # fmt: skip
+    return "\n".join((code.co_code.hex(), *code.co_names, *code.co_varnames, *constants))
+
+
+def _digest(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=_DIGEST // 2).hexdigest()
+
+
+def _refuse_other_code(everyone: list[list[str]]) -> None:
+    """Refuse ranks of which the same module, or the same method, is another one.
+
+    Raises:
+        ConfigurationError: with the first that differs.
+    """
+    first, *others = (dict(line.split("\t") for line in lines) for lines in everyone)
+    for rank, other in enumerate(others, start=1):
+        for name in (n for n in first if other.get(n, first[n]) != first[n]):
+            raise ConfigurationError(
+                f"ranks run different code: {name} differs between ranks 0 and {rank}; allowed: "
+                "the same program on every rank, by the same version of Python; copy the same "
+                "files to every machine"
+            )
 
 
 def require_same_number(

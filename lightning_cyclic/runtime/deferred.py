@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_iter, tree_map_only, tree_unflatten
 from typing_extensions import override
 
+from lightning_cyclic.errors import ConfigurationError
 from lightning_cyclic.runtime.absent import come_back, home_of, is_absent, leave, name_of
 from lightning_cyclic.runtime.freed_memory import FreedMemory
 from lightning_cyclic.runtime.lending import Lending, without_memory
@@ -93,7 +94,9 @@ class DeferredTensor(Tensor):
 
     @override
     def numpy(self, *args: Any, **kwargs: Any) -> Any:
-        return self._home.real(self).detach().numpy(*args, **kwargs)
+        values = self._home.real(self).detach().numpy(*args, **kwargs)
+        values.setflags(write=False)  # what is written here would reach nobody
+        return values
 
     @override
     def tolist(self) -> Any:
@@ -131,15 +134,21 @@ class Deferral:
         self._freed = FreedMemory()
         self._is_loading = False
         self._again: set[str] = set()  # parameters that were given values behind a fit
-        self.began: Tensor | None = None  # the state of the generator before the first note
 
     @contextmanager
     def running(self) -> Iterator[None]:
         """Let the body make tensors without memory."""
-        if self.began is None:
-            self.began = torch.get_rng_state()
-        with _Noting(self):
-            yield
+        try:
+            with _Noting(self):
+                yield
+        except (NotImplementedError, RuntimeError, TypeError) as error:
+            said = str(error).strip().partition("\n")[0]
+            raise ConfigurationError(
+                f"layers could not be made without memory: {type(error).__name__}: {said}; "
+                "allowed: values that torch's operations give to tensors; make this one "
+                "otherwise, or outside of configure_model and trainer.init_module, or leave "
+                "memory_limit_bytes out"
+            ) from error
         self._freed.give_back()
 
     def adopt(self, module: nn.Module) -> None:
@@ -170,17 +179,16 @@ class Deferral:
         self._where[key] = p, ref
         return key
 
-    def origins(self) -> Iterator[Tensor]:
-        """Yield some values of all that parameters are to be made from, in one dimension."""
-        if self.began is not None:
-            yield self.began
+    def origins(self) -> Iterator[bytes]:
+        """Yield what parameters are to be made from, and by what; of values some."""
+        seen: set[int] = set()
+        storages: dict[int, int] = {}  # by numbers that are alike in every process
+        for ref in (ref for _, ref in self._where.values() if ref is not None):
+            for n in sorted(self._needed([ref.storage]) - seen):
+                seen.add(n)
+                yield from _described(self._notes[n], storages)
         for x in (x for n, x in self._given.items() if n not in self._again):
-            if isinstance(x, UnreadTensor):
-                yield x.origin
-                continue
-            flat = x.reshape(-1) if x.is_contiguous() else x[..., :1].reshape(-1)
-            yield flat[:_SOME]
-            yield flat[-_SOME:]
+            yield from _some(x)
 
     # ------------------------------------------------------------------ reading
 
@@ -369,15 +377,45 @@ class Deferral:
 def beginnings(module: nn.Module) -> str:
     """Return a digest of what a module's parameters are to be made from.
 
-    That is the state of the generator; and of those that lie in files the first and last values,
-    as nobody is to read them all.
+    That is what initialises them, with the state of the generator; and of those that lie in files
+    the first and last values, as nobody is to read them all.
     """
     homes = {id(h): h for h in map(home_of, module.parameters()) if isinstance(h, Deferral)}
     digest = hashlib.blake2b(digest_size=8)
     for home in homes.values():
-        for x in home.origins():
-            digest.update(x.contiguous().view(torch.uint8).numpy().tobytes())
+        for data in home.origins():
+            digest.update(data)
     return digest.hexdigest()
+
+
+def _described(note: _Note, storages: dict[int, int]) -> Iterator[bytes]:
+    """Yield what an operation is, and what it was given, as on every rank that does the same."""
+    yield str(note.func).encode()
+    for x in note.leaves:
+        if isinstance(x, _Ref):
+            yield repr((storages.setdefault(x.storage, len(storages)), *x[1:])).encode()
+        elif isinstance(x, Tensor):
+            yield repr((x.shape, x.dtype)).encode()
+            yield from _some(x)
+        elif isinstance(x, int | float | str | torch.dtype):
+            yield repr(x).encode()
+    if note.state is not None:
+        yield from _bytes(note.state)
+
+
+def _some(x: Tensor) -> Iterator[bytes]:
+    """Yield some values of a tensor: nobody is to read all of them."""
+    if isinstance(x, UnreadTensor):
+        yield from _bytes(x.origin)
+        return
+    if x.layout is torch.strided and x.numel() > 0:
+        flat = x.reshape(-1) if x.is_contiguous() else x[..., :1].reshape(-1)
+        yield from _bytes(flat[:_SOME])
+        yield from _bytes(flat[-_SOME:])
+
+
+def _bytes(x: Tensor) -> Iterator[bytes]:
+    yield x.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
 
 
 @final

@@ -55,6 +55,20 @@ def test_the_first_difference_is_told() -> None:
         require_same_lines("orders", ["a\nb", "a"], "the same")
 
 
+def one_of_two(is_first: bool) -> type[nn.Module]:
+    class One(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.relu() if x.dim() in {2, 3} else x
+
+    class Other(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.tanh()
+
+    if is_first:
+        Other.forward = One.forward  # type: ignore[method-assign, assignment]
+    return Other
+
+
 def agree() -> tuple[list[str], list[str]]:
     rank, world_size = int(os.environ["NODE_RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group("gloo", rank=rank, world_size=world_size)
@@ -67,6 +81,8 @@ def agree() -> tuple[list[str], list[str]]:
         lambda: require_same_module(nn.Linear(2, 2, bias=rank != 1)),
         lambda: require_same_module(nn.Linear(2, 2).to(torch.float64 if rank else None)),
         lambda: require_same_number("things", rank, dist.new_group()),
+        lambda: require_same_module(nn.Sequential(nn.Tanh() if rank == 2 else nn.ReLU())),
+        lambda: require_same_module(one_of_two(rank == 1)()),
     ):
         with pytest.raises(ConfigurationError) as caught:
             differ()
@@ -78,13 +94,15 @@ def agree() -> tuple[list[str], list[str]]:
 def test_workers_tell_each_other_where_they_differ() -> None:
     everyone = processes.run(agree, 3)
     assert everyone[0] == everyone[1] == everyone[2]
-    texts, (shape, presence, dtype, number) = everyone[0]
+    texts, (shape, presence, dtype, number, kind, code) = everyone[0]
     assert texts == ["", "ä", "ää"]
     assert "rank 0 has 'weight (2, 2) float32 trained'" in shape
     assert "rank 2 has 'weight (3, 2) float32 trained'" in shape
     assert "rank 0 has 'bias (2,) float32 trained', rank 1 has 'nothing'" in presence
     assert "rank 1 has 'weight (2, 2) float64 trained'" in dtype
     assert "different things (rank 0: 0, rank 1: 1, rank 2: 2); allowed: the same" in number
+    assert "code: the class of '0' differs between ranks 0 and 2; allowed: the same" in kind
+    assert "code: one_of_two.<locals>.Other.forward differs between ranks 0 and 1; al" in code
 
 
 class Kept(torch.Tensor):

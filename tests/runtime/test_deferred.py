@@ -89,6 +89,8 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+# what code takes from there as an array it may read, and torch says so of those that it is given
+@pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
 @pytest.mark.parametrize("name", MODULES)
 def test_parameters_made_one_by_one_have_the_bits_of_the_whole(name: str) -> None:
     torch.manual_seed(5)
