@@ -102,7 +102,8 @@ class Worker(threading.Thread):
         with self.engine.backward(last_of_window=True):
             (value / self.plan.num_micro).backward()
         self.engine.end_step()
-        self.kept_long += [(t, j) for j in self.engine.owned if not self.goes(t, j)]
+        if self.plan.axes.sharding.gathers:  # elsewhere older versions stay for the next step
+            self.kept_long += [(t, j) for j in self.engine.owned if not self.goes(t, j)]
 
     def goes(self, t: int, j: int) -> bool:
         """Say whether versions before that of a step go, as soon as lanes have sent them."""
