@@ -333,7 +333,8 @@ class Messages:
         transport = self._control if by_control and self._control else self._transport
         sent = Sent(a, transport.isend(port.ring, data, part), data)
         if buffer is not None:
-            buffer.sent = [*buffer.sent[-1:], sent]
+            # all of them: several workers get a version from one buffer, not in the order of sends
+            buffer.sent = [*(x for x in buffer.sent if not x.pending.is_done()), sent]
         port.under_way.append(sent)
         if data.is_cpu and port in self._watched.get(port.lane, ()):
             self._watch(port, sent.pending)  # of GPUs streams tell, which are not to wait

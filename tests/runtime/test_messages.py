@@ -426,3 +426,22 @@ def test_a_buffer_that_has_left_is_used_again_though_nobody_of_the_step_has_wait
     assert slow.sent[0].waited.wait(5)
     assert messages.room(layout) is first
     messages.close()
+
+
+def test_a_buffer_that_several_are_sent_has_left_when_the_slowest_has_it():
+    slow = Slow()
+    messages = Messages(slow, DEPTHS, lambda pending, action: pending.wait(), CPU)
+    layout = messages.layout([X])
+    messages.know(Payload.A, 1, layout)
+    buffer = messages.room(layout)
+    for peer in (1, 2, 3):
+        message = Message(buffer.tensors, buffer=buffer, leaves=peer == 3)
+        messages.send(parse(f"1SEND_A0>{peer}#0"), None, message)
+    for told in slow.sent[1:]:
+        told.waited.set()
+    assert messages.room(layout) is not buffer
+    slow.sent[0].waited.set()
+    assert messages.room(layout) is buffer
+    for told in slow.sent:
+        told.told.set()
+    messages.close()
