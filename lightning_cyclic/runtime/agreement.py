@@ -7,6 +7,7 @@ gloo in the host's memory, NCCL on the GPU.
 from __future__ import annotations
 
 import hashlib
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -83,13 +84,24 @@ def code_of(module: nn.Module) -> list[str]:
     business of who installs them.
     """
     modules = dict(module.named_modules())
-    lines = {f"the class of {path!r}": type(m).__qualname__ for path, m in modules.items()}
+    lines = {
+        f"the class of {repr(path) if path else 'the module'}": type(m).__qualname__
+        for path, m in modules.items()
+    }
     classes = dict.fromkeys(cls for m in modules.values() for cls in type(m).__mro__)
     for cls in (x for x in classes if not x.__module__.startswith(_LIBRARIES)):
-        methods = (x for x in vars(cls).items() if isinstance(x[1], FunctionType))
-        for name, method in methods:
-            lines[f"{cls.__qualname__}.{name}"] = _digest(_text_of(method.__code__))
+        for name, x in vars(cls).items():
+            method = _function_of(x)
+            if method is not None:
+                lines[f"{cls.__qualname__}.{name}"] = _digest(_text_of(method.__code__))
     return [f"{name}\t{what}" for name, what in lines.items()]
+
+
+def _function_of(x: Any) -> FunctionType | None:
+    """Return what a class's attribute runs, behind decorators; None for what is no method."""
+    x = x.fget if isinstance(x, property) else getattr(x, "__func__", x)
+    x = inspect.unwrap(x) if isinstance(x, FunctionType) else x
+    return x if isinstance(x, FunctionType) else None
 
 
 def _text_of(code: CodeType) -> str:
@@ -115,7 +127,7 @@ def _refuse_other_code(everyone: list[list[str]]) -> None:
     """
     first, *others = (dict(line.split("\t") for line in lines) for lines in everyone)
     for rank, other in enumerate(others, start=1):
-        for name in (n for n in first if other.get(n, first[n]) != first[n]):
+        for name in (n for n in first | other if other.get(n) != first.get(n)):
             raise ConfigurationError(
                 f"ranks run different code: {name} differs between ranks 0 and {rank}; allowed: "
                 "the same program on every rank, by the same version of Python; copy the same "

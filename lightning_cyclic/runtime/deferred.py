@@ -16,7 +16,7 @@ import hashlib
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
@@ -30,32 +30,10 @@ from lightning_cyclic.runtime.absent import come_back, home_of, is_absent, leave
 from lightning_cyclic.runtime.freed_memory import FreedMemory
 from lightning_cyclic.runtime.lending import Lending, without_memory
 from lightning_cyclic.runtime.mapped_files import MappedFiles
-from lightning_cyclic.runtime.unread import UnreadTensor
+from lightning_cyclic.runtime.notes import Note, Ref, described, some_values
 
 _META = torch.device("meta")
-_SOME = 64  # elements
 _OURS = {"_device", "_home", "_is_param"}  # attributes of a deferred tensor
-
-
-class _Ref(NamedTuple):
-    """Stand for a tensor without memory: where in which storage it lies."""
-
-    storage: int
-    offset: int
-    size: torch.Size
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-
-
-class _Note(NamedTuple):
-    """Hold one operation, with what it was given, as leaves of a tree."""
-
-    func: Any
-    leaves: list[Any]
-    tree: Any
-    outputs: list[_Ref]
-    state: Tensor | None  # of the generator before it, if it is random
-    device: torch.device
 
 
 class DeferredTensor(Tensor):
@@ -125,10 +103,10 @@ class Deferral:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._notes: list[_Note] = []
+        self._notes: list[Note] = []
         self._writers: dict[int, list[int]] = {}  # storage -> the notes that write to it
         self._alive: dict[int, Tensor] = {}  # so that no storage takes the place of another
-        self._where: dict[str, tuple[nn.Parameter, _Ref | None]] = {}
+        self._where: dict[str, tuple[nn.Parameter, Ref | None]] = {}
         self._lending: Lending | None = None
         self._given: dict[str, Tensor] = {}  # values that were loaded
         self._freed = FreedMemory()
@@ -145,9 +123,9 @@ class Deferral:
             said = str(error).strip().partition("\n")[0]
             raise ConfigurationError(
                 f"layers could not be made without memory: {type(error).__name__}: {said}; "
-                "allowed: values that torch's operations give to tensors; make this one "
-                "otherwise, or outside of configure_model and trainer.init_module, or leave "
-                "memory_limit_bytes out"
+                "allowed: what works without memory_limit_bytes as well, and gives tensors their "
+                "values by torch's operations; make this one otherwise, or outside of "
+                "configure_model and trainer.init_module, or leave memory_limit_bytes out"
             ) from error
         self._freed.give_back()
 
@@ -173,7 +151,7 @@ class Deferral:
                 deferred.data = without_memory(deferred)
                 leave(deferred, key, self)
 
-    def _key(self, name: str, p: nn.Parameter, ref: _Ref | None) -> str:
+    def _key(self, name: str, p: nn.Parameter, ref: Ref | None) -> str:
         """Enter a parameter under a name that no parameter of another module has."""
         key = name if name not in self._where else f"{name} ({len(self._where)})"
         self._where[key] = p, ref
@@ -186,9 +164,9 @@ class Deferral:
         for ref in (ref for _, ref in self._where.values() if ref is not None):
             for n in sorted(self._needed([ref.storage]) - seen):
                 seen.add(n)
-                yield from _described(self._notes[n], storages)
+                yield from described(self._notes[n], storages)
         for x in (x for n, x in self._given.items() if n not in self._again):
-            yield from _some(x)
+            yield from some_values(x)
 
     # ------------------------------------------------------------------ reading
 
@@ -285,7 +263,7 @@ class Deferral:
                 x.data = DeferredTensor.over(s, x.device, self)
         outputs = [_ref(x) for x in tree_iter(out) if isinstance(x, Tensor)]
         number = len(self._notes)
-        self._notes.append(_Note(func, given, tree, outputs, state, device))
+        self._notes.append(Note(func, given, tree, outputs, state, device))
         for key in {r.storage for r in outputs} | {_ref(x).storage for x in _changed(func, args)}:
             self._writers.setdefault(key, []).append(number)
 
@@ -325,7 +303,7 @@ class Deferral:
 
     # ------------------------------------------------------------------ making
 
-    def _make(self, refs: list[_Ref], made: dict[int, torch.UntypedStorage]) -> list[Tensor]:
+    def _make(self, refs: list[Ref], made: dict[int, torch.UntypedStorage]) -> list[Tensor]:
         """Carry out what wrote to some storages, and to those that it read.
 
         Args:
@@ -357,13 +335,13 @@ class Deferral:
                 numbers.add(n)
                 note = self._notes[n]
                 for x in (*note.leaves, *note.outputs):
-                    if isinstance(x, _Ref) and x.storage not in seen:
+                    if isinstance(x, Ref) and x.storage not in seen:
                         seen.add(x.storage)
                         todo.append(x.storage)
         return numbers
 
-    def _carry_out(self, note: _Note, made: dict[int, torch.UntypedStorage]) -> None:
-        leaves = [_lying(made[x.storage], x) if isinstance(x, _Ref) else x for x in note.leaves]
+    def _carry_out(self, note: Note, made: dict[int, torch.UntypedStorage]) -> None:
+        leaves = [_lying(made[x.storage], x) if isinstance(x, Ref) else x for x in note.leaves]
         args, kwargs = tree_unflatten(leaves, note.tree)
         if note.state is not None:
             _set_state(note.device, note.state)
@@ -386,36 +364,6 @@ def beginnings(module: nn.Module) -> str:
         for data in home.origins():
             digest.update(data)
     return digest.hexdigest()
-
-
-def _described(note: _Note, storages: dict[int, int]) -> Iterator[bytes]:
-    """Yield what an operation is, and what it was given, as on every rank that does the same."""
-    yield str(note.func).encode()
-    for x in note.leaves:
-        if isinstance(x, _Ref):
-            yield repr((storages.setdefault(x.storage, len(storages)), *x[1:])).encode()
-        elif isinstance(x, Tensor):
-            yield repr((x.shape, x.dtype)).encode()
-            yield from _some(x)
-        elif isinstance(x, int | float | str | torch.dtype):
-            yield repr(x).encode()
-    if note.state is not None:
-        yield from _bytes(note.state)
-
-
-def _some(x: Tensor) -> Iterator[bytes]:
-    """Yield some values of a tensor: nobody is to read all of them."""
-    if isinstance(x, UnreadTensor):
-        yield from _bytes(x.origin)
-        return
-    if x.layout is torch.strided and x.numel() > 0:
-        flat = x.reshape(-1) if x.is_contiguous() else x[..., :1].reshape(-1)
-        yield from _bytes(flat[:_SOME])
-        yield from _bytes(flat[-_SOME:])
-
-
-def _bytes(x: Tensor) -> Iterator[bytes]:
-    yield x.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
 
 
 @final
@@ -489,12 +437,12 @@ def _is_deferred(x: Any) -> bool:
     return isinstance(x, DeferredTensor)
 
 
-def _ref(x: Tensor) -> _Ref:
+def _ref(x: Tensor) -> Ref:
     key, offset = x.untyped_storage()._cdata, int(x.storage_offset())
-    return _Ref(key, offset, x.size(), x.stride(), x.dtype)
+    return Ref(key, offset, x.size(), x.stride(), x.dtype)
 
 
-def _lying(storage: torch.UntypedStorage, ref: _Ref) -> Tensor:
+def _lying(storage: torch.UntypedStorage, ref: Ref) -> Tensor:
     made = torch.empty(0, dtype=ref.dtype, device=storage.device)
     return made.set_(storage, ref.offset, ref.size, ref.stride)
 

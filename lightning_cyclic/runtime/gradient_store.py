@@ -76,8 +76,9 @@ class GradientStore:
 
     def take(self, t: int, j: int) -> Sum:
         """Take the sum of a step away."""
-        found = self._sums.pop((t, j), None) or self._own.pop((t, j), None)
-        return Sum(self.of(t, j)) if found is None else found
+        own, total = self._own.pop((t, j), None), self._sums.pop((t, j), None)
+        assert total is None or own is None or not any(x is not None for x in own.grads)
+        return total or own or Sum([None] * len(self.parameters_of(j)))
 
     def put(self, t: int, j: int, found: Sum) -> None:
         """Keep the sum of a step that has come."""

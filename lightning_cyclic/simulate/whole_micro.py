@@ -18,12 +18,13 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from itertools import accumulate, groupby
+from itertools import accumulate
 from typing import NamedTuple, TypeAlias
 
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.plan.actions import Action, Kind, Payload, Program
 from lightning_cyclic.plan.dataflow import peak
+from lightning_cyclic.plan.passes.updates import together
 
 _SUMS = (Payload.S, Payload.T)
 _GRADIENTS = (*_SUMS, Payload.H)
@@ -110,7 +111,7 @@ def _gradients(program: Program, leaving: _Leaving) -> Iterator[Span]:
     """Yield the gradients of backwards, and the sums that come, grow and go."""
     own: dict[tuple[int, int], int] = {}  # step, stage -> since when
     come: dict[tuple[object, ...], int] = {}  # a total may be waited for before a sum has left
-    together = _updates_together(program)
+    calls = together(program)
     for n, a in enumerate(program):
         key = a.t, a.j
         if a.kind is Kind.B:
@@ -132,17 +133,7 @@ def _gradients(program: Program, leaving: _Leaving) -> Iterator[Span]:
                 yield Span("sums", a.j, begin, leaving.end(a, n))
             else:
                 used = [come.pop((x, *key)) for x in _SUMS if (x, *key) in come]
-                yield from (Span("sums", a.j, begin, together[n][1]) for begin in used)
-
-
-def _updates_together(program: Program) -> dict[int, tuple[int, int]]:
-    """Return where an update is -> the span of those that are one call of the optimizer."""
-    places = [n for n, a in enumerate(program) if a.kind is Kind.UPDATE]
-    found: dict[int, tuple[int, int]] = {}
-    for _, group in groupby(enumerate(places), key=lambda x: x[1] - x[0]):
-        each = [n for _, n in group]
-        found |= dict.fromkeys(each, (each[0], each[-1] + 1))
-    return found
+                yield from (Span("sums", a.j, begin, calls[n][1]) for begin in used)
 
 
 def _fetched(program: Program) -> Iterator[Span]:
@@ -163,7 +154,7 @@ def _older(program: Program, leaving: _Leaving) -> Iterator[Span]:
         if a.v is not None and (is_sent or a.kind in (Kind.F, Kind.B)):
             end = leaving.end(a, n) if is_sent else n + 1
             ends[a.j, a.v] = max(end, ends.get((a.j, a.v), 0))
-    for n, (begin, end) in _updates_together(program).items():
+    for n, (begin, end) in together(program).items():
         a = program[n]
         last_use = ends.get((a.j, (a.v or 0) - 1), 0)
         if last_use > end:  # else the new one is made in its place

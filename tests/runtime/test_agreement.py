@@ -69,6 +69,29 @@ def one_of_two(is_first: bool) -> type[nn.Module]:
     return Other
 
 
+def decorated(number: int) -> type[nn.Module]:
+    """Return a class of which a property has another constant."""
+    source = "@property\n@torch.no_grad()\ndef scale(self):\n    return {}"
+    space: dict[str, Any] = {"torch": torch}
+    exec(source.format(number), space)
+
+    class One(nn.Module):
+        scale = space["scale"]
+
+    return One
+
+
+def with_another_method(rank: int) -> type[nn.Module]:
+    """Return a class that has a method on some ranks alone."""
+
+    class One(nn.Module):
+        pass
+
+    if rank:
+        One.on_fit_start = lambda self: None  # type: ignore[attr-defined]
+    return One
+
+
 def agree() -> tuple[list[str], list[str]]:
     rank, world_size = int(os.environ["NODE_RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group("gloo", rank=rank, world_size=world_size)
@@ -83,6 +106,9 @@ def agree() -> tuple[list[str], list[str]]:
         lambda: require_same_number("things", rank, dist.new_group()),
         lambda: require_same_module(nn.Sequential(nn.Tanh() if rank == 2 else nn.ReLU())),
         lambda: require_same_module(one_of_two(rank == 1)()),
+        lambda: require_same_module(nn.Tanh() if rank == 2 else nn.ReLU()),
+        lambda: require_same_module(decorated(3 + rank)()),
+        lambda: require_same_module(with_another_method(rank)()),
     ):
         with pytest.raises(ConfigurationError) as caught:
             differ()
@@ -94,7 +120,7 @@ def agree() -> tuple[list[str], list[str]]:
 def test_workers_tell_each_other_where_they_differ() -> None:
     everyone = processes.run(agree, 3)
     assert everyone[0] == everyone[1] == everyone[2]
-    texts, (shape, presence, dtype, number, kind, code) = everyone[0]
+    texts, (shape, presence, dtype, number, kind, code, root, *more) = everyone[0]
     assert texts == ["", "ä", "ää"]
     assert "rank 0 has 'weight (2, 2) float32 trained'" in shape
     assert "rank 2 has 'weight (3, 2) float32 trained'" in shape
@@ -103,6 +129,10 @@ def test_workers_tell_each_other_where_they_differ() -> None:
     assert "different things (rank 0: 0, rank 1: 1, rank 2: 2); allowed: the same" in number
     assert "code: the class of '0' differs between ranks 0 and 2; allowed: the same" in kind
     assert "code: one_of_two.<locals>.Other.forward differs between ranks 0 and 1; al" in code
+    assert "code: the class of the module differs between ranks 0 and 2; allowed: the" in root
+    inner, added = more
+    assert "code: decorated.<locals>.One.scale differs between ranks 0 and 1; allowed" in inner
+    assert "with_another_method.<locals>.One.on_fit_start differs between ranks 0 and 1" in added
 
 
 class Kept(torch.Tensor):

@@ -10,12 +10,12 @@ that nobody waits; else right before the update.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import takewhile
 from typing import TYPE_CHECKING
 
 from lightning_cyclic.plan.actions import Action, Kind, Payload, Program
 from lightning_cyclic.plan.passes.messages import message
 from lightning_cyclic.plan.passes.sums import completes
+from lightning_cyclic.plan.passes.updates import together
 
 if TYPE_CHECKING:
     from lightning_cyclic.plan.plan import Plan
@@ -38,10 +38,11 @@ def norms(plan: Plan, programs: tuple[Program, ...]) -> tuple[Program, ...]:
 def _at_updates(plan: Plan, program: Program, w: int) -> Iterator[Action]:
     """Exchange right before the updates of each step, which are one behind the other."""
     seen = -1
+    calls = together(program)
     for n, a in enumerate(program):
         if a.kind is Kind.UPDATE and a.t > seen:
             seen = a.t
-            for b in takewhile(lambda b: b.kind is Kind.UPDATE, program[n:]):
+            for b in program[slice(*calls[n])]:
                 yield from _sends(plan, b, w)
             yield from _receives(plan, a, w, seen)
         yield a

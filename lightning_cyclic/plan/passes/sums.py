@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 
 from lightning_cyclic.plan.actions import Action, Kind, Payload, Program
 from lightning_cyclic.plan.passes.messages import message
+from lightning_cyclic.plan.passes.updates import together
 
 if TYPE_CHECKING:
     from lightning_cyclic.plan.plan import Plan
@@ -80,20 +81,15 @@ def sums_at_owner(plan: Plan, program: Program, w: int) -> Iterator[Action]:
 def _spans_of_steps(
     plan: Plan, program: Program, w: int
 ) -> dict[tuple[int, int], tuple[int, int]]:
-    """Return step and own stage -> where the step begins, and the updates of which it is one.
-
-    Updates that are one behind the other stay so: a step is one call of the optimizer.
-    """
+    """Return step and own stage -> where the step begins, and its call of the optimizer."""
     begins: dict[int, int] = {}
     found: dict[tuple[int, int], tuple[int, int]] = {}
-    first = 0  # of the updates of one step
+    calls = together(program)
     for n, a in enumerate(program):
         if a.kind in (Kind.F, Kind.B):
             begins.setdefault(a.t, n)
         elif a.kind is Kind.UPDATE and plan.owner(a.j) == w:
-            follows = n > 0 and program[n - 1].kind is Kind.UPDATE and program[n - 1].t == a.t
-            first = first if follows else n
-            found[a.t, a.j] = begins[a.t], first
+            found[a.t, a.j] = begins[a.t], calls[n][0]
     return found
 
 

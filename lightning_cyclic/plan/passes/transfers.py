@@ -1,6 +1,6 @@
 """transfers: insert the messages, so that what one worker makes reaches those that need it.
 
-Each is inserted where it is made and where it is needed first; ``look_ahead.py`` says where it is
+Each is inserted where it is made and where it is needed first; ``receives.py`` says where it is
 received, and ``messages.py`` in which order.
 
     R   module buffers          micro-batch i -> i+1, around each F of a relayed stage: buffers.py

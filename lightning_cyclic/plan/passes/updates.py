@@ -37,6 +37,19 @@ def updates(plan: Plan, programs: tuple[Program, ...]) -> tuple[Program, ...]:
     return tuple(tuple(_inserted(plan, program, w)) for w, program in enumerate(programs))
 
 
+def together(program: Program) -> dict[int, tuple[int, int]]:
+    """Return where an update is -> the span of those that are one call of the optimizer.
+
+    They are of one step, one behind the other, in a program that has its updates.
+    """
+    places = [n for n, a in enumerate(program) if a.kind is Kind.UPDATE]
+    found: dict[int, tuple[int, int]] = {}
+    for _, group in groupby(enumerate(places), key=lambda x: (x[1] - x[0], program[x[1]].t)):
+        each = [n for _, n in group]
+        found |= dict.fromkeys(each, (each[0], each[-1] + 1))
+    return found
+
+
 def _inserted(plan: Plan, program: Program, w: int) -> Iterator[Action]:
     if plan.axes.weights.at_end_of_step or not plan.axes.placement.overlaps:
         held = _held(plan, w)
