@@ -71,6 +71,22 @@ def test_weights_losses_rates_and_metrics_are_those_of_cyclic_dp(
     compare(n, net, optimizer, plan, {"accumulate_grad_batches": rounds})
 
 
+@pytest.mark.parametrize(
+    ("n", "net", "stages", "rounds"),
+    [
+        (2, "batchnorm_mlp", 2, 2),  # updates meet at the begin of a step
+        (3, "mlp", 2, 2),
+        (4, "batchnorm_mlp", 4, 2),
+    ],
+)
+def test_gradients_that_are_clipped_by_the_norm_of_all_stages(
+    n: int, net: str, stages: int, rounds: int
+) -> None:
+    plan = {"stages": stages, "clip": "global"}
+    flags = {"accumulate_grad_batches": rounds, "gradient_clip_val": 0.05}
+    compare(n, net, "adamw", plan, flags)
+
+
 @pytest.mark.parametrize("transport", ["edges", "host_staged"])
 def test_transports_go_on_with_another_number_of_batches(transport: str) -> None:
     plan = {"stages": 2, "transport": transport}

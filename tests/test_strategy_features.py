@@ -155,6 +155,29 @@ def test_clipping(n: int, preset: str, clip: str | None, how: Any) -> None:
     assert unclipped.run(Classifier(), ranks[0]["stage_of"]).losses != run.losses
 
 
+@pytest.mark.parametrize(
+    ("n", "preset", "stages", "accumulate"),
+    [
+        (2, "cyclic_dp", 2, 1),
+        (2, "cyclic_zero", 2, 2),  # updates meet inside a step
+        (3, "cyclic_dp", 3, 2),  # updates meet at the end of each
+        (4, "cyclic_dp", 4, 1),
+        (4, "cyclic_zero", 3, 1),
+    ],
+)
+def test_clipping_by_the_norm_of_all_while_buffers_travel(
+    n: int, preset: str, stages: int, accumulate: int
+) -> None:
+    make = partial(Classifier, "batchnorm_mlp")
+    flags = {"gradient_clip_val": CLIP_AT, "accumulate_grad_batches": accumulate}
+    strategy = {"preset": preset, "clip": "global", "stages": stages}
+    ranks = processes.run(fit, n, make, strategy, 10, flags)
+    of = partial(Reference, rule="freshest", n=n, num_batches=10, accumulate=accumulate)
+    run = of(clip=by_norm).run(make(), ranks[0]["stage_of"])
+    run.compare(ranks)
+    assert of().run(make(), ranks[0]["stage_of"]).losses != run.losses
+
+
 def warnings_of_fit(flags: dict[str, Any]) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.filterwarnings("always", message=r"gradient_clip_val clips")

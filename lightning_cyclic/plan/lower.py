@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
 
-from lightning_cyclic.errors import PlanError, one_of
+from lightning_cyclic.errors import PlanError, ValidationError, one_of
 from lightning_cyclic.plan.actions import Action
 from lightning_cyclic.plan.actions import Program as Actions
 from lightning_cyclic.plan.check.fit import check_fit
@@ -178,6 +178,7 @@ def make_plan(  # noqa: PLR0913  (one argument per axis and number is the public
         late_updates=late_updates,
         norms=norms,
         relayed_until=tuple(relayed_until),
+        updates_meet=False,
         lowering=lower,
         proving=prove,
     )
@@ -193,5 +194,30 @@ def _proved(plan: Plan) -> Plan:
     """Return an equal plan that can run, with what has been derived of it before."""
     check_fit(plan)
     check_timetable(plan)
-    assert plan.proof
+    try:
+        _ = plan.proof  # made when it is asked for
+    except ValidationError as error:
+        if plan.norms != "owners":
+            raise
+        return _meeting(plan, error)
     return plan
+
+
+def _meeting(plan: Plan, error: ValidationError) -> Plan:
+    """Return the plan in which owners update at one point, if it can run.
+
+    An owner that updates where it first reads a new version keeps those waiting whose buffers
+    come from it, and who may have to tell it their norms first.
+    """
+    other = replace(plan, updates_meet=True)
+    with suppress(ValidationError):
+        _ = other.proof
+        return other
+    raise PlanError(
+        f"norms='owners' (clip='global': gradients are clipped by their norm over all stages) "
+        f"with sharding={plan.sharding!r}, {plan.num_stages} stages, {plan.num_workers} workers, "
+        f"{plan.rounds} micro-batches of each per step, slack={plan.slack}, and buffers of "
+        f"stages {list(plan.relayed)} that travel between workers: each would wait for the "
+        "update of another for ever; allowed: what can be proved to run; use clip='stage', "
+        "slack=0, or sharding='none'"
+    ) from error

@@ -66,6 +66,9 @@ class Plan:
         norms: who is told the norms of all gradients of a step before it is applied: "none", all
             "owners" of stages, or "all" workers.
         relayed_until: the last stage in which the buffers of each relayed stage change.
+        updates_meet: whether owners, who wait for each other's norms, update at one point: where
+            the first worker reads a new version of sharded weights, else each behind its step. If
+            not, each updates where it first reads a new version.
         lowering: makes the program; no part of what a plan is.
         proving: proves it; the same.
     """
@@ -88,6 +91,7 @@ class Plan:
     late_updates: bool = False
     norms: str = "none"
     relayed_until: tuple[int, ...] = ()
+    updates_meet: bool = False
     lowering: Callable[[Plan], Program] = field(kw_only=True, compare=False, repr=False)
     proving: Callable[[Plan], Proof] = field(kw_only=True, compare=False, repr=False)
 

@@ -25,14 +25,13 @@ from functools import cached_property, partial
 from itertools import chain
 from typing import TYPE_CHECKING, final
 
-from lightning_cyclic.plan.actions import Action, Kind
+from lightning_cyclic.plan.actions import Action, Kind, Payload
 from lightning_cyclic.plan.actions import Program as Actions
 from lightning_cyclic.plan.dataflow import Dataflow
 from lightning_cyclic.plan.passes.buffers import copies
 from lightning_cyclic.plan.passes.messages import (
     Channel,
     Ring,
-    begins_of_steps,
     channel_of,
     is_for_one_use,
     ring_of,
@@ -306,14 +305,21 @@ class Program:
     def _begins(self, program: Actions) -> list[int]:
         """Return where the block of each step begins: at the first action that belongs to it.
 
-        What owners serve to others who are ahead is not of the worker's own step.
+        What owners serve to others who are ahead is not of the worker's own step. Norms that are
+        told right before it belong to an update within it: nothing comes between. So do updates
+        that meet, as what is served in the step to those who are ahead goes before them.
         """
-        if not self.plan.axes.sharding.gathers:
-            return begins_of_steps(program)
         begins = [0]
+        tells = self.plan.norms == "owners" and not self.plan.late_updates
+        meets = self._serves_in_step and self.plan.updates_meet
+        first = 0  # of the norms, or updates that meet, that come right before
         for n, a in enumerate(program):
-            if not self._is_served(a):
-                begins += [n] * (step_of(a) + 1 - len(begins))
+            if self._is_served(a):
+                continue
+            begins += [first] * (step_of(a) + 1 - len(begins))
+            is_told = tells and a.payload is Payload.N
+            if not is_told and not (meets and a.kind is Kind.UPDATE):
+                first = n + 1
         return begins
 
     def _behind(self, t: int) -> tuple[int, int]:

@@ -67,7 +67,8 @@ def told(*made: Callable[[], Callback], kind: Any = m.Plain, **flags: Any) -> Ca
         kind: of module.
         **flags: of the Trainer; or fields of the row.
     """
-    fields = {"options", "refused", "behind", "num_epochs", "num_steps"} & flags.keys()
+    of_row = {"stages", "options", "refused", "behind", "num_epochs", "num_steps"}
+    fields = of_row & flags.keys()
     more = {name: flags.pop(name) for name in fields}
     return row(kind, flags=partial(_flags, made, flags), validates=True, **more)
 
@@ -241,6 +242,15 @@ CASES: dict[str, Case] = {
     "clipped by value": told(gradient_clip_val=0.05, gradient_clip_algorithm="value"),
     "clipped by the norm of all": told(
         gradient_clip_val=0.1, options={"": {"clip": "global"}},
+        refused=refused("would make every stage wait", "cyclic_pipeline", "cyclic_mp"),
+    ),
+    "batch norm, accumulated": told(
+        kind=m.Normalised, stages=["net.3"], accumulate_grad_batches=2, num_steps=2,
+        refused=refused("accumulate_grad", FLOWS) | ONE_BATCH,
+    ),
+    "batch norm, clipped by the norm of all": told(
+        kind=m.Normalised, stages=["net.3"], gradient_clip_val=0.1,
+        options={"": {"clip": "global"}},
         refused=refused("would make every stage wait", "cyclic_pipeline", "cyclic_mp"),
     ),
     "bf16-mixed": told(precision="bf16-mixed"),

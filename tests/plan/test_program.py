@@ -43,6 +43,24 @@ def test_blocks_are_the_actions_of_any_window_cut_where_each_step_begins(plan):
         assert all(step_of(block[0]) == t for t, block in enumerate(blocks))
 
 
+@pytest.mark.parametrize("sharding", ["none", "optimizer", "full"])
+@pytest.mark.parametrize(("num_workers", "num_micro", "relayed"), [(2, 2, [0]), (3, 6, [0, 2])])
+def test_norms_that_are_told_before_an_update_are_in_the_block_of_it(
+    num_workers, num_micro, relayed, sharding
+):
+    plan = make_plan(
+        "cyclic_dp", num_stages=3, num_workers=num_workers, num_micro=num_micro,
+        relayed=relayed, norms="owners", sharding=sharding,
+    )  # fmt: skip
+    for w in range(num_workers):
+        for t in range(8):
+            told = False
+            for a in plan.program.step(w, t):
+                told |= a.kind is Kind.SEND and a.payload is Payload.N
+                told &= a.kind is not Kind.UPDATE
+            assert not told, (w, t)
+
+
 def test_a_flush_leaves_nothing_and_does_nothing_twice(plan):
     whole = window(replace(plan, num_steps=40))
     for w, program in enumerate(whole):

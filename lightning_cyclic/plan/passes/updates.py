@@ -9,6 +9,7 @@ call of the optimizer:
     sync, or one worker alone     all of them behind all else of the step
     an owner that reads late      the same: its totals end with its own backward
     an owner that reads first     before the first forward that reads a new version
+    owners who wait for all       behind their step, or where the first worker reads new weights
     pipelines without a flush     each as soon as its sum is whole, or right before it is read
 """
 
@@ -54,6 +55,8 @@ def _inserted(plan: Plan, program: Program, w: int) -> Iterator[Action]:
     if plan.axes.weights.at_end_of_step or not plan.axes.placement.overlaps:
         held = _held(plan, w)
         return _at_end(plan, program, held)
+    if plan.updates_meet and plan.axes.sharding.gathers:
+        return _where_all_meet(plan, program, w)
     if plan.axes.placement.runs_whole_micro:
         return _at_first_use(plan, program, w)
     return _by_slot(plan, program, w)
@@ -83,9 +86,11 @@ def _at_first_use(plan: Plan, program: Program, w: int) -> Iterator[Action]:
     """Update stages right before the first forward that reads a new version of any of them.
 
     An owner that is not among the first readers would keep them waiting, so it updates when its
-    step ends: it has the totals then, as it is the last worker.
+    step ends: it has the totals then, as it is the last worker. So do all owners whose updates
+    meet, who wait there for the end of the last worker's step.
     """
-    late = [j for j in range(plan.num_stages) if plan.owner(j) == w and plan.is_late(j)]
+    own = [j for j in range(plan.num_stages) if plan.owner(j) == w]
+    late = [j for j in own if plan.updates_meet or plan.is_late(j)]
     done: set[tuple[int, int]] = set()  # stage, version
     for n, a in enumerate(program):
         if a.kind is Kind.F and a.v and plan.is_new(a.t, w, a.j) and a.j not in late:
@@ -96,6 +101,35 @@ def _at_first_use(plan: Plan, program: Program, w: int) -> Iterator[Action]:
         yield a
         if late and (n + 1 == len(program) or program[n + 1].t > a.t):
             yield from (_update(j, a.t + 1, a.s + 1) for j in late)
+
+
+def _where_all_meet(plan: Plan, program: Program, w: int) -> Iterator[Action]:
+    """Update where the first of all workers reads a new version, as updates wait for each other.
+
+    What is served in an earlier slot goes before it: an owner whose forwards read the old version
+    until later would else wait for it, and all others for the norms of its stages.
+    """
+    due = [(v, _first_read_slot(plan, v)) for v in range(1, plan.num_steps + 1)]
+    begin = 0  # the slot behind what this worker has done
+    for a in program:
+        while due and a.kind is Kind.F and a.s >= due[0][1]:
+            v, s = due.pop(0)
+            yield from (_update(j, v, max(s, begin)) for j in range(plan.num_stages))
+        yield a
+        begin = a.s + 1
+    for v, s in due:
+        yield from (_update(j, v, max(s, begin)) for j in range(plan.num_stages))
+
+
+def _first_read_slot(plan: Plan, v: int) -> int:
+    """Return the first slot in which a forward reads version v of any stage, or a newer one."""
+    return min(
+        plan.slot(Kind.F, t, i, j)
+        for t in (v, v + 1)
+        for j in range(plan.num_stages)
+        for i in range(plan.num_micro)
+        if plan.reads(t, i, j) >= v
+    )
 
 
 def _due_with(plan: Plan, a: Action, w: int, late: list[int]) -> Iterator[int]:

@@ -372,8 +372,7 @@ class Engine:
     def _make_versions(self) -> None:
         """Make new versions of all stages that are due at this place."""
         t = self._actions[self._at].t
-        rest = self._actions[self._at :]
-        due = list(takewhile(lambda a: a.t == t and (_is_of_update(a) or _brings_norms(a)), rest))
+        due = up_to_updates(self._actions[self._at :], t)
         self._at += len(due)
         self._told = [a for a in due if a.kind is Kind.SEND]
         self._worker.run(a for a in due if a.kind is Kind.RECV)
@@ -560,8 +559,16 @@ def waiting_lanes(plan: Plan, worker: int) -> frozenset[Lane]:
     )
 
 
-def _brings_norms(a: Action) -> bool:
-    return a.kind is Kind.RECV and a.payload is Payload.N
+def up_to_updates(actions: Sequence[Action], t: int) -> Sequence[Action]:
+    """Return the first actions, up to the last update of one call of the optimizer.
+
+    Receives of a step that others have begun may be posted among them, which block nobody.
+    """
+    near = list(
+        takewhile(lambda a: a.kind is Kind.RECV or (_is_of_update(a) and a.t == t), actions)
+    )
+    last = max(n for n, a in enumerate(near) if a.kind is Kind.UPDATE)
+    return near[: last + 1]
 
 
 def _needs_older(a: Action, t: int) -> bool:

@@ -1,7 +1,10 @@
 """updates makes each version once per holder, together where a worker has several due."""
 
+import pytest
+
+from lightning_cyclic.errors import PlanError
 from lightning_cyclic.plan import make_plan
-from lightning_cyclic.plan.actions import Kind
+from lightning_cyclic.plan.actions import Kind, Payload
 from lightning_cyclic.plan.passes.updates import updates
 
 
@@ -64,3 +67,42 @@ def test_each_version_is_made_once():
     plan = make_plan("cyclic_dp", num_stages=8, num_workers=3, num_steps=5)
     made = [(a.j, a.v) for p in plan.programs for a in p if a.kind is Kind.UPDATE]
     assert sorted(made) == [(j, v) for j in range(8) for v in range(1, 6)]
+
+
+@pytest.mark.parametrize("rounds", [1, 2])
+def test_owners_that_meet_update_behind_their_step_before_they_hand_buffers_on(rounds):
+    numbers = {"num_stages": 3, "num_workers": 3, "num_micro": 3 * rounds, "norms": "owners"}
+    plan = make_plan("cyclic_dp", relayed=[0], relayed_until=[2], **numbers)
+    assert plan.updates_meet
+    assert not make_plan("cyclic_dp", relayed=[0], **numbers | {"num_micro": 3}).updates_meet
+    for w, program in enumerate(plan.programs):
+        updates = [a for a in program if a.kind is Kind.UPDATE]
+        assert {plan.owner(a.j) for a in updates} == {w}
+        for a in updates:
+            before = program[: program.index(a)]
+            assert {b.t for b in before if b.kind in {Kind.F, Kind.B}} == set(range(a.t + 1))
+
+
+def test_owners_of_sharded_weights_that_meet_do_so_where_the_first_worker_reads_new_ones():
+    numbers = {"num_stages": 2, "num_workers": 2, "num_micro": 4, "relayed": [0]}
+    plan = make_plan("cyclic_zero", norms="owners", **numbers)
+    assert plan.updates_meet
+    assert not make_plan("cyclic_zero", **numbers).updates_meet
+    first = min(a.s for program in plan.programs for a in program if a.kind is Kind.F and a.v == 1)
+    for program in plan.programs:
+        (slot,) = {a.s for a in program if a.kind is Kind.UPDATE and a.v == 1}
+        served = [a for a in program if a.payload is Payload.P and a.kind is Kind.SEND]
+        assert slot >= first
+        early = [a for a in served if a.s < first]
+        place = next(n for n, a in enumerate(program) if a.kind is Kind.UPDATE)
+        assert early
+        assert all(program.index(a) < place for a in early)
+
+
+def test_what_can_not_be_proved_with_norms_of_all_is_refused_by_name():
+    said = r"buffers of stages \[0, 1, 2, 3\] that travel .* clip='stage'"
+    with pytest.raises(PlanError, match=said):
+        make_plan(
+            "cyclic_zero", num_stages=4, num_workers=4, norms="owners", relayed=[0, 1, 2, 3],
+            relayed_until=[3, 3, 3, 3],
+        )  # fmt: skip

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_cyclic.plan import make_plan
-from lightning_cyclic.plan.actions import Payload
+from lightning_cyclic.plan.actions import Action, Kind, Payload
 from lightning_cyclic.runtime.stages.profile import Recorder
 from lightning_cyclic.runtime.stages.stage_map import StageMap, make_stages
 from lightning_cyclic.runtime.transport import CountingTransport, LocalTransport, PostOffice
-from lightning_cyclic.runtime.whole_step.engine import Engine
+from lightning_cyclic.runtime.whole_step.engine import Engine, up_to_updates
 from tests.sequential import train
 
 PRESETS = {"cyclic_dp": "freshest", "cyclic_dp_v1": "delayed", "lockstep_dp": "sync",
@@ -254,3 +254,18 @@ def test_messages_and_bytes_are_those_of_the_program(n: int, preset: str) -> Non
             sizes = [store.layout.num_bytes for store in worker.engine.stores]
             num_bytes = sum(sizes[a.j] for a in sends if a.payload is payload)
             assert worker.transport.num_bytes[payload] == num_bytes
+
+
+def test_a_call_of_the_optimizer_tells_norms_though_a_later_receive_is_between() -> None:
+    def at(kind: Kind, payload: Payload | None = None, t: int = 0) -> Action:
+        return Action(kind=kind, payload=payload, t=t, j=0, s=1)
+
+    told, update = at(Kind.SEND, Payload.N), at(Kind.UPDATE)
+    begun = at(Kind.RECV, Payload.R, t=1)
+    behind = [at(Kind.RECV, Payload.N, t=1), at(Kind.F, t=1)]
+    call = [told, begun, at(Kind.RECV, Payload.N), update, begun, update]
+    assert up_to_updates([*call, *behind], 0) == call
+    with pytest.raises(ValueError, match="empty"):  # never without an update
+        up_to_updates([told, begun, at(Kind.F), update], 0)
+    with pytest.raises(ValueError, match="empty"):
+        up_to_updates([at(Kind.UPDATE, t=1)], 0)
