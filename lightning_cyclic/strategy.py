@@ -644,9 +644,10 @@ class CyclicStrategy(DDPStrategy):
             self._folder = CheckpointFolder(Path(checkpoint_path))
             meta = super().load_checkpoint(self._folder.meta, *args, **kwargs)
             loaded = self._folder.completed(meta)
-        elif self._deferral is not None and is_file:
-            # no rank reads more of the file than it needs
-            loaded = ckpt.mapped(checkpoint_path, *args, **kwargs)
+        elif is_file:  # of which no rank reads more than it needs, if it makes its own stages
+            read = super().load_checkpoint if self._deferral is None else ckpt.mapped
+            with ckpt.reading(checkpoint_path):
+                loaded = read(checkpoint_path, *args, **kwargs)
         else:
             loaded = super().load_checkpoint(checkpoint_path, *args, **kwargs)  # from 2.6 on more
         saved = with_tensors(loaded)

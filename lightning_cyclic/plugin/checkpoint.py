@@ -11,14 +11,17 @@ Of a folder (checkpoint_folder.py) each worker writes its part of the first.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from zipfile import is_zipfile
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_cyclic.errors import ConfigurationError
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.runtime.agreement import gathered
 from lightning_cyclic.runtime.shelf import New, in_memory
@@ -110,14 +113,38 @@ def write(checkpoint: Mapping[str, Any], path: Path) -> None:
 
 def mapped(path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
     """Read a checkpoint of which values stay in the file until they are used."""
+    found: dict[str, Any] = torch.load(
+        path, map_location="cpu", mmap=_is_archive(path), weights_only=weights_only
+    )
+    return found
+
+
+@contextmanager
+def reading(path: str | Path) -> Iterator[None]:
+    """Let the body read a checkpoint.
+
+    Raises:
+        FileNotFoundError: there is none.
+        ConfigurationError: it is not whole.
+    """
     if not Path(path).exists():
         raise FileNotFoundError(f"Checkpoint file not found: {path}")
-    found: dict[str, Any]
     try:
-        found = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
-    except RuntimeError:  # an old file, which is no archive
-        found = torch.load(path, map_location="cpu", weights_only=weights_only)
-    return found
+        yield
+    except (OSError, RuntimeError) as error:
+        if not _is_archive(path) or is_zipfile(path):  # what lists all of it is at its end
+            raise
+        raise ConfigurationError(
+            f"the checkpoint {path} has {Path(path).stat().st_size} bytes and is not whole: "
+            f"{str(error).strip().partition(chr(10))[0]}; allowed: files as they were "
+            "written; copy it anew, or go on from another checkpoint"
+        ) from error
+
+
+def _is_archive(path: str | Path) -> bool:
+    """Say whether a file begins as all do that torch writes; old ones did not."""
+    with Path(path).open("rb") as file:
+        return file.read(2) == b"PK"
 
 
 def is_local(path: str | Path) -> bool:

@@ -109,6 +109,7 @@ class Deferral:
         self._where: dict[str, tuple[nn.Parameter, Ref | None]] = {}
         self._lending: Lending | None = None
         self._given: dict[str, Tensor] = {}  # values that were loaded
+        self._files = MappedFiles()
         self._freed = FreedMemory()
         self._is_loading = False
         self._again: set[str] = set()  # parameters that were given values behind a fit
@@ -124,8 +125,9 @@ class Deferral:
             raise ConfigurationError(
                 f"layers could not be made without memory: {type(error).__name__}: {said}; "
                 "allowed: what works without memory_limit_bytes as well, and gives tensors their "
-                "values by torch's operations; make this one otherwise, or outside of "
-                "configure_model and trainer.init_module, or leave memory_limit_bytes out"
+                "values by torch's operations; if it fails without memory_limit_bytes, too, the "
+                "error is its own; else make this one otherwise, or outside of configure_model "
+                "and trainer.init_module"
             ) from error
         self._freed.give_back()
 
@@ -136,7 +138,7 @@ class Deferral:
             for name, b in m._buffers.items():
                 if b is not None and _is_deferred(b):
                     m._buffers[name] = self._make([_ref(b)], made)[0]
-        files = MappedFiles()
+        self._files = files = MappedFiles()
         scripted = [m for m in module.modules() if isinstance(m, torch.jit.ScriptModule)]
         theirs = {id(p) for m in scripted for p in m.parameters()}  # pipelines refuse them by name
         for name, deferred in list(module.named_parameters()):
@@ -165,8 +167,8 @@ class Deferral:
             for n in sorted(self._needed([ref.storage]) - seen):
                 seen.add(n)
                 yield from described(self._notes[n], storages)
-        for x in (x for n, x in self._given.items() if n not in self._again):
-            yield from some_values(x)
+        for name in (n for n in self._given if n not in self._again):
+            yield from some_values(self._value_of(name))
 
     # ------------------------------------------------------------------ reading
 
@@ -179,7 +181,7 @@ class Deferral:
                 continue
             if name in self._given:
                 value = torch.empty(p.shape, dtype=p.dtype, device=p.device)
-                value.copy_(self._given[name])
+                value.copy_(self._value_of(name))
             else:
                 assert ref is not None
                 (value,) = self._make([ref], {})
@@ -188,6 +190,11 @@ class Deferral:
             read[name] = p
         if self._lending is not None:
             self._lending.lend(read, operands)
+
+    def _value_of(self, name: str) -> Tensor:
+        """Return what a parameter was given; what lies in a file can be read of it."""
+        self._files.check(self._given[name], name)
+        return self._given[name]
 
     def accept(self, name: str, values: Tensor) -> bool:
         """Take values that a parameter is to have; while a checkpoint is loaded, for later."""
@@ -216,7 +223,7 @@ class Deferral:
         try:
             yield
         finally:
-            self._is_loading = False
+            self._is_loading, self._files = False, MappedFiles()
             for n, p, name, home in kept:
                 if n not in self._given:
                     leave(p, name, home)
