@@ -43,7 +43,10 @@ class LateLinks:
         self._switch = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert self._switch.stdout is not None
         if self._switch.stdout.readline() != "ready\n":
-            raise SystemExit("no switch: network namespaces and taps take root on Linux")
+            raise SystemExit(
+                "no switch: network namespaces and taps take root on Linux, and what a run left "
+                f"behind is in the way: ip netns del {self._names[0]}, and so on"
+            )
         return _address(0), [["ip", "netns", "exec", name] for name in self._names]
 
     def down(self) -> None:
