@@ -219,5 +219,5 @@ def _meeting(plan: Plan, error: ValidationError) -> Plan:
         f"{plan.rounds} micro-batches of each per step, slack={plan.slack}, and buffers of "
         f"stages {list(plan.relayed)} that travel between workers: each would wait for the "
         "update of another for ever; allowed: what can be proved to run; use clip='stage', "
-        "slack=0, or sharding='none'"
+        "slack=0, preset='cyclic_dp', or preset='lockstep_dp'"
     ) from error
