@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Callback
 from torch import nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
@@ -176,6 +178,42 @@ def test_clipping_by_the_norm_of_all_while_buffers_travel(
     run = of(clip=by_norm).run(make(), ranks[0]["stage_of"])
     run.compare(ranks)
     assert of().run(make(), ranks[0]["stage_of"]).losses != run.losses
+
+
+class Meets(Callback):
+    """All workers meet behind each step, as they do to write a checkpoint."""
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+        if not trainer.fit_loop._should_accumulate():
+            assert trainer.strategy.broadcast(trainer.global_step) == trainer.global_step
+
+
+def fit_meeting(module: Callable[[], Any], strategy: Any, flags: dict[str, Any]) -> dict[str, Any]:
+    return fit(module, strategy, 12, flags | {"callbacks": [Meets()]})
+
+
+@pytest.mark.parametrize(
+    ("n", "preset", "net", "stages", "accumulate"),
+    [
+        (2, "cyclic_dp", "mlp", 3, 1),
+        (3, "cyclic_dp", "batchnorm_mlp", 3, 2),
+        (4, "cyclic_dp", "mlp", 5, 1),
+        (2, "cyclic_zero", "batchnorm_mlp", 2, 1),
+        (3, "cyclic_zero", "mlp", 4, 2),
+        (4, "cyclic_zero", "mlp", 5, 1),
+        (2, "cyclic_dp_v1", "mlp", 5, 1),
+    ],
+)
+def test_clipping_by_the_norm_of_all_where_all_meet_behind_each_step(
+    n: int, preset: str, net: str, stages: int, accumulate: int
+) -> None:
+    make = partial(Classifier, net)
+    flags = {"gradient_clip_val": CLIP_AT, "accumulate_grad_batches": accumulate}
+    strategy = {"preset": preset, "clip": "global", "stages": stages}
+    ranks = processes.run(fit_meeting, n, make, strategy, flags, time_limit_s=40)
+    rule = RULES.get(preset, "freshest")
+    run = Reference(rule=rule, n=n, num_batches=12, accumulate=accumulate, clip=by_norm)
+    run.run(make(), ranks[0]["stage_of"]).compare(ranks)
 
 
 def warnings_of_fit(flags: dict[str, Any]) -> list[str]:

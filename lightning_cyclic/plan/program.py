@@ -306,19 +306,22 @@ class Program:
         """Return where the block of each step begins: at the first action that belongs to it.
 
         What owners serve to others who are ahead is not of the worker's own step. Norms that are
-        told right before it belong to an update within it: nothing comes between. So do updates
-        that meet, as what is served in the step to those who are ahead goes before them.
+        told right before it belong to an update within it: nothing comes between. Where freshest
+        weights are read, others may tell theirs only in the next step, so an update that waits
+        for them begins that step, and the version that it makes leaves behind it: at the end of
+        its own, all others may be waiting for this worker (to write a checkpoint, say).
         """
         begins = [0]
         tells = self.plan.norms == "owners" and not self.plan.late_updates
-        meets = self._serves_in_step and self.plan.updates_meet
-        first = 0  # of the norms, or updates that meet, that come right before
+        waits = tells and self.plan.weights == "freshest"
+        first = 0  # of the norms, updates and new versions that come right before
         for n, a in enumerate(program):
             if self._is_served(a):
                 continue
             begins += [first] * (step_of(a) + 1 - len(begins))
             is_told = tells and a.payload is Payload.N
-            if not is_told and not (meets and a.kind is Kind.UPDATE):
+            is_new = a.kind is Kind.UPDATE or (a.payload is Payload.P and a.kind is Kind.SEND)
+            if not is_told and not (waits and is_new):
                 first = n + 1
         return begins
 

@@ -99,10 +99,8 @@ class ReplicatedTraining(AbstractTraining):
             self._parameters_of,
             self._total_norm,
         )
-        self._updates_meet = False  # where no worker can wait for all others behind its step
         if clip == "global" and may_clip_by_norm(trainer) and plan.num_workers > 1:
             options = replace(options, norms="owners")
-            self._updates_meet = plan.axes.sharding.gathers and plan.weights == "freshest"
         config = SessionConfig(
             make_plan=partial(plan_of_rounds, options),
             stages=options.stages,
@@ -255,13 +253,6 @@ class ReplicatedTraining(AbstractTraining):
     def reduce(self, own: Own, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce over all workers; what training_step asks for, when its forward is over."""
         if (self._reductions.holding or self._reductions.updating) and isinstance(tensor, Tensor):
-            if self._updates_meet:
-                raise StepError(
-                    "a step reduces a value (self.log with sync_dist=True, say), but with "
-                    "sharding='full' clip='global' lets updates wait for those of the next step; "
-                    "allowed: reductions at the end of an epoch; use self.log(..., on_step=False, "
-                    "on_epoch=True), CyclicStrategy(clip='stage'), or strategy='cyclic_dp'"
-                )
             return self._reductions.hold(tensor, group, reduce_op)
         if isinstance(tensor, Tensor):  # anything else is returned as it is
             self._reductions.check_meeting("a reduction (self.log with sync_dist=True, say)")

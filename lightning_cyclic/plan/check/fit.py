@@ -80,6 +80,11 @@ def _check_norms(plan: Plan) -> None:
         raise PlanError(one_of(plan.norms, allowed, "norms", 'use norms="none"'))
     knows_all = not plan.flows or plan.late_updates
     fits = knows_all or plan.norms == "all"
+    if plan.norms != "none" and plan.weights == "freshest" and plan.slack > 0:
+        raise PlanError(
+            f"norms={plan.norms!r} with slack={plan.slack} would mix gradients of two steps in "
+            "one decision; allowed: norms='none', or slack=0; use slack=0"
+        )
     if plan.norms == "none" or (fits and not plan.axes.placement.takes_turns):
         return
     raise PlanError(

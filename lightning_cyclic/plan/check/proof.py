@@ -3,7 +3,8 @@
 [1] In the timetable, everything is computed after what it needs (versions.py).
 [2] The program is replayed on integers: nobody waits for ever, every message meets the one that
     was meant on a channel that is one queue, and what an action takes is there (replay.py); from
-    the beginning, and again behind a flush, which leaves nothing pending.
+    the beginning, and again behind a flush, which leaves nothing pending. Workers that run whole
+    steps need nobody's next step to end their own.
 [3] No worker keeps more versions or activations than the timetable says (validate.py).
 """
 
@@ -69,6 +70,8 @@ def _replay_with_flushes(plan: Plan) -> None:
     for t in range(plan.num_steps):
         begins = t == ended + 1
         replay.run([program.step(w, t, ended=ended, starts=begins) for w in workers])
+        if plan.axes.placement.runs_whole_micro:  # else a step goes on while the next ones run
+            replay.check_step_ended()
         if t in (middle, plan.num_steps - 1):
             replay.run([program.flush(w, t, ended=ended) for w in workers])
             replay.check_flushed(t)

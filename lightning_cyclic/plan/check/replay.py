@@ -69,6 +69,18 @@ class Replay:
         while any(turns):
             turns = [worker.run() for worker in self._workers]
 
+    def check_step_ended(self) -> None:
+        """Check that nobody waits for what others do in their next steps.
+
+        Behind a step of Lightning's all workers may meet (to write a checkpoint, to reduce a
+        value), so those steps may begin only when every worker has ended this one.
+
+        Raises:
+            ValidationError: a worker cannot end its step.
+        """
+        for worker in self._workers:
+            worker.check_step_ended()
+
     def check_flushed(self, t: int) -> None:
         """Check that nothing is left to do, and that all have come to the same point.
 
@@ -394,6 +406,14 @@ class _Worker:
         self._have.add(item)
 
     # ------------------------------------------------------------------ the end
+
+    def check_step_ended(self) -> None:
+        """Check that nothing is left to do but on lanes."""
+        if self.todo:
+            self._refuse(
+                self.todo[0], "waits at the end of a step for what others do in their next one",
+                "what can be done when all have ended the step",
+            )  # fmt: skip
 
     def check_idle(self, *, never_comes: bool) -> None:
         """Check that nothing is left to do.

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from lightning_cyclic.errors import ValidationError
 from lightning_cyclic.plan import PRESETS, make_plan
-from lightning_cyclic.plan.actions import from_csv, parse, to_csv
+from lightning_cyclic.plan.actions import Kind, from_csv, parse, to_csv
 from lightning_cyclic.plan.check.proof import probe
+from lightning_cyclic.plan.check.replay import Replay
 from lightning_cyclic.plan.check.validate import validate
 from lightning_cyclic.plan.passes.messages import ring_of
 
@@ -198,3 +199,18 @@ def test_sends_wait_where_as_many_are_under_way_as_there_are_buffers():
     vars(plan.program)["depths"] = Counter(dict.fromkeys(plan.program.depths, 2))
     with pytest.raises(ValidationError, match="waits for ever for a message, or for its receiver"):
         validate(plan)
+
+
+@pytest.mark.parametrize("preset", ["cyclic_dp", "cyclic_zero"])
+def test_no_step_ends_with_what_waits_for_the_next_steps_of_others(preset):
+    plan = make_plan(preset, num_stages=2, num_workers=2, num_steps=4, norms="owners")
+    replay = Replay(plan)
+    replay.run([plan.program.step(w, 0, starts=True) for w in range(2)])
+    replay.check_step_ended()
+    first, second = (plan.program.step(w, 1) for w in range(2))
+    update = next(a for a in second if a.kind is Kind.UPDATE)
+    replay.run([[], second[: second.index(update) + 1]])  # as if it ended the step before
+    with pytest.raises(ValidationError, match="in their next one .*UPDATE@1#0"):
+        replay.check_step_ended()
+    replay.run([first, second[second.index(update) + 1 :]])
+    replay.check_step_ended()

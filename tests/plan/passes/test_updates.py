@@ -84,7 +84,7 @@ def test_owners_that_meet_update_behind_their_step_before_they_hand_buffers_on(r
 
 
 def test_owners_of_sharded_weights_that_meet_do_so_where_the_first_worker_reads_new_ones():
-    numbers = {"num_stages": 2, "num_workers": 2, "num_micro": 4, "relayed": [0]}
+    numbers = {"num_stages": 2, "num_workers": 2, "num_micro": 6, "relayed": [0]}
     plan = make_plan("cyclic_zero", norms="owners", **numbers)
     assert plan.updates_meet
     assert not make_plan("cyclic_zero", **numbers).updates_meet
