@@ -14,9 +14,10 @@ way: on CPUs FSDP2 waits for each. "fsdp2/ahead" asks for its gathers one block 
 
 Memory is that of the rank with the most, in processes that train with one strategy: the peak of
 what is anonymous (VmHWM less file pages), beyond what there was behind a fit of the same strategy
-with a tiny module, so that what Python and torch take is not in it. "steps" is the peak between
-the warm-up and the last step, "account" what the package says of it; "fit" that from the making
-of the module to the end of the fit, where validation and checkpoints would have the whole module.
+with a tiny module, so that what Python and torch take is not in it. "steps" is the peak from the
+fourth step behind the warm-up to the last step, "account" what the package says of it; "fit" that
+from the making of the module to the end of the fit, where validation and checkpoints would have
+the whole module.
 """
 
 from __future__ import annotations
@@ -49,6 +50,9 @@ LOOPBACK = [
         num_steps=60,
     ),
 ]  # fmt: skip
+# all workers meet at the end of the warm-up, to measure time: workers that are ahead stand still
+# there, and what was sent to them waits, which steps do that nobody measures
+WEIGHED_FROM = WARM_UP + 4
 LATE_BYTES_PER_S = 1.25e8  # 1 Gbit/s
 LATE_S = {
     f"{n} workers, 1 Gbit/s, {1000 * latency_s:g} ms": (n, latency_s)
@@ -58,7 +62,7 @@ LATE = [replace(SLEPT, name=name, num_workers=n) for name, (n, _) in LATE_S.item
 MEMORY = [
     replace(
         SLEPT, name=f"{n} workers, {depth} blocks", num_workers=n, step_s=0, width=1024,
-        depth=depth, num_steps=WARM_UP + 4, rounds=2,
+        depth=depth, num_steps=WEIGHED_FROM + 4, rounds=2,
         strategies=(
             "ddp", "fsdp2", "cyclic_dp", "cyclic_zero", f"cyclic_zero/{depth}", "weipipe",
             f"weipipe/{depth}",
@@ -154,7 +158,7 @@ def weigh(case: Case, name: str) -> dict[str, int]:
 
     class Scale(L.Callback):
         def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, k: int) -> None:
-            if k == WARM_UP:
+            if k == WEIGHED_FROM:
                 found["fit"] = peak.bytes()
                 peak.begin()
             if k == case.num_steps - 1:  # whose end brings all parameters to everybody

@@ -16,6 +16,7 @@ import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
@@ -118,6 +119,42 @@ def test_a_worker_holds_its_stage_and_the_one_in_use(n: int, preset: str) -> Non
     for r, rank in enumerate(ranks):
         assert rank["watch"]["most"] == 2
         assert rank["watch"]["state_of"] == {n - 1 - r}
+
+
+class Updates(Callback):
+    """Note which stages each call of the optimizer updates, and that earlier gradients went."""
+
+    def __init__(self) -> None:
+        self.stages: list[set[int]] = []
+        self.are_gone = True
+        self._before: list[StorageWeakRef] = []
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: nn.Module, *args: Any) -> None:
+        named = {id(p): n for n, p in pl_module.named_parameters()}
+        updated = trainer.strategy.updated_parameters
+        self.stages.append({trainer.strategy.stage_of[named[id(p)]] for p in updated})
+        self.are_gone &= all(x.expired() for x in self._before)
+        self._before = [StorageWeakRef(p.grad.untyped_storage()) for p in updated]
+
+
+def fit_updating(strategy: dict[str, Any], flags: dict[str, Any]) -> tuple[list[set[int]], bool]:
+    module, updates = Classifier("mlp"), Updates()
+    trainer = make_trainer(strategy, max_epochs=1, callbacks=[updates], **flags)
+    trainer.fit(module, train_data(module, NUM_BATCHES))
+    return updates.stages, updates.are_gone
+
+
+@pytest.mark.parametrize("clip", ["stage", "global"])
+def test_gradients_of_a_stage_are_gone_before_the_next_is_updated(clip: str) -> None:
+    """Else all of them would be there beside copies of what others still read."""
+    strategy = {"preset": "cyclic_zero", "stages": 6, "clip": clip}
+    ranks = processes.run(fit_updating, 2, strategy, {"gradient_clip_val": 0.1})
+    for (stages, are_gone), owned in zip(ranks, [{3, 4, 5}, {0, 1, 2}], strict=True):
+        assert are_gone
+        if clip == "stage":
+            assert stages == [{j} for j in sorted(owned)] * NUM_BATCHES
+        else:  # by the norm of all
+            assert stages == [owned] * NUM_BATCHES
 
 
 @pytest.mark.parametrize("preset", ["cyclic_zero", "weipipe"])

@@ -236,6 +236,17 @@ class Plan:
         return self.rounds > 1 or (self.width > 1 and self.weights != "sync")
 
     @property
+    def updates_apart(self) -> bool:
+        """Say whether the optimizer is called for one stage at a time.
+
+        An owner whose older version others still read makes the new one in a copy. Stage by
+        stage, the gradients of one are gone before the next is copied. Where all stages are
+        clipped together their gradients are needed at once.
+        """
+        _, _, weights, sharding = self.axes
+        return sharding.gathers and not weights.at_end_of_step and self.norms == "none"
+
+    @property
     def replicas(self) -> int:
         """Count who holds every stage: workers that run whole micro-batches, or pipelines."""
         return self.num_workers if self.axes.placement.runs_whole_micro else self.width

@@ -24,7 +24,7 @@ from typing import NamedTuple, TypeAlias
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.plan.actions import Action, Kind, Payload, Program
 from lightning_cyclic.plan.dataflow import peak
-from lightning_cyclic.plan.passes.updates import together
+from lightning_cyclic.plan.passes.updates import calls
 
 _SUMS = (Payload.S, Payload.T)
 _GRADIENTS = (*_SUMS, Payload.H)
@@ -55,7 +55,7 @@ def spans(plan: Plan) -> tuple[tuple[Span, ...], ...]:
     }
     leavings = (_Leaving(program, w, posted) for w, program in enumerate(programs))
     return tuple(
-        (*_gradients(program, leaving), *_weights(plan, program, leaving))
+        (*_gradients(plan, program, leaving), *_weights(plan, program, leaving))
         for program, leaving in zip(programs, leavings, strict=True)
     )
 
@@ -66,7 +66,7 @@ def _weights(plan: Plan, program: Program, leaving: _Leaving) -> Iterator[Span]:
         return
     yield from _fetched(program)
     if not plan.axes.weights.at_end_of_step:
-        yield from _older(program, leaving)
+        yield from _older(plan, program, leaving)
 
 
 def most_at_once(found: tuple[Span, ...], kind: str) -> dict[int, int]:
@@ -107,11 +107,11 @@ def _message(a: Action, source: int | None, target: int | None) -> tuple[object,
     return a.payload, a.t, a.i, a.j, a.v, source, target
 
 
-def _gradients(program: Program, leaving: _Leaving) -> Iterator[Span]:
+def _gradients(plan: Plan, program: Program, leaving: _Leaving) -> Iterator[Span]:
     """Yield the gradients of backwards, and the sums that come, grow and go."""
     own: dict[tuple[int, int], int] = {}  # step, stage -> since when
     come: dict[tuple[object, ...], int] = {}  # a total may be waited for before a sum has left
-    calls = together(program)
+    spans_of_calls = calls(plan, program)
     for n, a in enumerate(program):
         key = a.t, a.j
         if a.kind is Kind.B:
@@ -133,7 +133,7 @@ def _gradients(program: Program, leaving: _Leaving) -> Iterator[Span]:
                 yield Span("sums", a.j, begin, leaving.end(a, n))
             else:
                 used = [come.pop((x, *key)) for x in _SUMS if (x, *key) in come]
-                yield from (Span("sums", a.j, begin, calls[n][1]) for begin in used)
+                yield from (Span("sums", a.j, begin, spans_of_calls[n][1]) for begin in used)
 
 
 def _fetched(program: Program) -> Iterator[Span]:
@@ -146,7 +146,7 @@ def _fetched(program: Program) -> Iterator[Span]:
             yield Span("fetched", a.j, since.pop(a.j), n)
 
 
-def _older(program: Program, leaving: _Leaving) -> Iterator[Span]:
+def _older(plan: Plan, program: Program, leaving: _Leaving) -> Iterator[Span]:
     """Yield the version before an owner's newest, until nobody reads it any more."""
     ends: dict[tuple[int, int], int] = {}
     for n, a in enumerate(program):
@@ -154,7 +154,7 @@ def _older(program: Program, leaving: _Leaving) -> Iterator[Span]:
         if a.v is not None and (is_sent or a.kind in (Kind.F, Kind.B)):
             end = leaving.end(a, n) if is_sent else n + 1
             ends[a.j, a.v] = max(end, ends.get((a.j, a.v), 0))
-    for n, (begin, end) in together(program).items():
+    for n, (begin, end) in calls(plan, program).items():
         a = program[n]
         last_use = ends.get((a.j, (a.v or 0) - 1), 0)
         if last_use > end:  # else the new one is made in its place

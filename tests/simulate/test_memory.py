@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 from lightning_cyclic.plan import make_plan
 from lightning_cyclic.plan.dataflow import live_activations, live_versions
 from lightning_cyclic.planner import Stages
+from lightning_cyclic.simulate import Costs
 from lightning_cyclic.simulate.memory import Memory, _looks_ahead, memory
 
 PIPELINES = ("gpipe", "1f1b", "pipedream", "pipedream_2bw", "cyclic_pipeline", "pipeoptim")
@@ -93,6 +94,17 @@ def test_full_sharding_keeps_parts():
         assert worker.optimizer == 2
         assert worker.gradients <= 1
         assert worker.in_flight <= 3
+
+
+@pytest.mark.parametrize(("norms", "most"), [("none", [27, 27]), ("owners", [27, 32])])
+def test_an_owner_has_an_older_version_or_a_sum_of_each_stage(norms, most):
+    """With two workers ZeRO's parameters, gradients and state, and three stages in use.
+
+    Where all stages are clipped together, all gradients are there when all copies are made.
+    """
+    plan = make_plan("cyclic_zero", num_stages=16, num_workers=2, num_steps=8, norms=norms)
+    workers = memory(plan, Costs.even(16, model_bytes=16), state_per_param=1)
+    assert [worker.total for worker in workers] == most
 
 
 def test_replicas_of_a_pipeline_sum_their_gradients():

@@ -4,7 +4,7 @@ Where stages are replicated, every worker gets an UPDATE here, as if each applie
 to its own copy. The parameters pass lets the owner alone do so, and the others receive.
 
 Stages of one worker that are due at one place are updated there together, so that a step is one
-call of the optimizer:
+call of the optimizer, or one for each stage (``Plan.updates_apart``):
 
     sync, or one worker alone     all of them behind all else of the step
     an owner that reads late      the same: its totals end with its own backward
@@ -38,8 +38,14 @@ def updates(plan: Plan, programs: tuple[Program, ...]) -> tuple[Program, ...]:
     return tuple(tuple(_inserted(plan, program, w)) for w, program in enumerate(programs))
 
 
+def calls(plan: Plan, program: Program) -> dict[int, tuple[int, int]]:
+    """Return where an update is -> the span of those that are one call of the optimizer."""
+    found = together(program)
+    return {n: (n, n + 1) for n in found} if plan.updates_apart else found
+
+
 def together(program: Program) -> dict[int, tuple[int, int]]:
-    """Return where an update is -> the span of those that are one call of the optimizer.
+    """Return where an update is -> the span of those that are due at one place.
 
     They are of one step, one behind the other, in a program that has its updates.
     """

@@ -370,9 +370,9 @@ class Engine:
     # ------------------------------------------------------------------ making versions
 
     def _make_versions(self) -> None:
-        """Make new versions of all stages that are due at this place."""
+        """Make new versions, of all stages that are due at this place or of the first of them."""
         t = self._actions[self._at].t
-        due = up_to_updates(self._actions[self._at :], t)
+        due = up_to_updates(self._actions[self._at :], t, apart=self.plan.updates_apart)
         self._at += len(due)
         self._told = [a for a in due if a.kind is Kind.SEND]
         self._worker.run(a for a in due if a.kind is Kind.RECV)
@@ -559,15 +559,17 @@ def waiting_lanes(plan: Plan, worker: int) -> frozenset[Lane]:
     )
 
 
-def up_to_updates(actions: Sequence[Action], t: int) -> Sequence[Action]:
+def up_to_updates(actions: Sequence[Action], t: int, *, apart: bool) -> Sequence[Action]:
     """Return the first actions, up to the last update of one call of the optimizer.
+
+    Apart, each update is a call of its own.
 
     Receives of a step that others have begun may be posted among them, which block nobody.
     """
     near = list(
         takewhile(lambda a: a.kind is Kind.RECV or (_is_of_update(a) and a.t == t), actions)
     )
-    last = max(n for n, a in enumerate(near) if a.kind is Kind.UPDATE)
+    last = (min if apart else max)(n for n, a in enumerate(near) if a.kind is Kind.UPDATE)
     return near[: last + 1]
 
 

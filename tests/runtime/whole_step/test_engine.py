@@ -264,8 +264,9 @@ def test_a_call_of_the_optimizer_tells_norms_though_a_later_receive_is_between()
     begun = at(Kind.RECV, Payload.R, t=1)
     behind = [at(Kind.RECV, Payload.N, t=1), at(Kind.F, t=1)]
     call = [told, begun, at(Kind.RECV, Payload.N), update, begun, update]
-    assert up_to_updates([*call, *behind], 0) == call
+    assert up_to_updates([*call, *behind], 0, apart=False) == call
+    assert up_to_updates([*call, *behind], 0, apart=True) == call[:4]
     with pytest.raises(ValueError, match="empty"):  # never without an update
-        up_to_updates([told, begun, at(Kind.F), update], 0)
+        up_to_updates([told, begun, at(Kind.F), update], 0, apart=False)
     with pytest.raises(ValueError, match="empty"):
-        up_to_updates([at(Kind.UPDATE, t=1)], 0)
+        up_to_updates([at(Kind.UPDATE, t=1)], 0, apart=True)
