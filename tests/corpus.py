@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from lightning_cyclic.strategy import CyclicStrategy
 from tests import sequential
+from tests.optimizers import Counting
 from tests.processes import here
 
 Batch = tuple[Tensor, Tensor]
@@ -151,6 +152,7 @@ def warm_up(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRSche
 OPTIMIZERS: dict[str, tuple[Callable[[Any], Any], bool]] = {
     "sgd": (sgd, False),
     "adamw": (adamw, True),  # with the scheduler
+    "counting": (Counting, True),
 }
 NETS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "mlp": (mlp, "vectors"),

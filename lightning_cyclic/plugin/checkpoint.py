@@ -23,7 +23,8 @@ from torch.optim import Optimizer
 
 from lightning_cyclic.errors import ConfigurationError
 from lightning_cyclic.plan import Plan
-from lightning_cyclic.runtime.agreement import gathered
+from lightning_cyclic.plugin.group_values import values_of
+from lightning_cyclic.runtime.agreement import gathered, merged
 from lightning_cyclic.runtime.shelf import New, in_memory
 
 KEY = "lightning_cyclic"
@@ -40,7 +41,7 @@ def gather_optimizer_state(
         group: process group of all workers for what is in the host's memory; None for one worker.
         new: makes the tensors into which those of other workers come.
     """
-    mine = owned_state(optimizer, owned)
+    mine = owned_state(optimizer, owned, group)
     if "state" not in mine:
         return mine
     parts = gathered(mine["state"], group, new)
@@ -50,14 +51,20 @@ def gather_optimizer_state(
     return mine
 
 
-def owned_state(optimizer: Optimizer, owned: Sequence[nn.Parameter]) -> dict[str, Any]:
-    """Return an optimizer's state of those parameters that this worker owns."""
+def owned_state(optimizer: Optimizer, owned: Sequence[nn.Parameter], group: Any) -> dict[str, Any]:
+    """Return an optimizer's state of those parameters that this worker owns; all must call it.
+
+    Values of groups are, on worker 0, those of a worker that updates: others count no steps.
+    """
     mine = optimizer.state_dict()
     if "state" not in mine:  # Lightning's stand-in, where the module has no optimizer
         return mine
     ids = {id(p): k for k, p in enumerate(in_order(optimizer))}
     kept = {ids[id(p)] for p in owned}
     mine["state"] = {k: v for k, v in mine["state"].items() if k in kept}
+    told = merged({"values": values_of(optimizer)} if owned else {}, group)
+    for values, newest in zip(mine["param_groups"], told.get("values", ()), strict=False):
+        values.update(newest)
     return mine
 
 

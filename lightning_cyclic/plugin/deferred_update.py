@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, final
 
@@ -11,7 +11,9 @@ from lightning.pytorch.trainer import call
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_cyclic.plugin.group_values import Values, copied, put_values, values_of
 from lightning_cyclic.plugin.hidden_gradients import HiddenGradients
+from lightning_cyclic.plugin.optimizer_watch import OptimizerWatch
 from lightning_cyclic.plugin.reductions import HeldReductions
 
 if TYPE_CHECKING:
@@ -48,28 +50,27 @@ class DeferredUpdates:
         self._gradients.hide_behind_backward()
         self._reductions = reductions
         self._clip = clip
-        self._remembered: dict[int, tuple[list[dict[str, Any]], dict[str, Any]]] = {}
+        self._watch = OptimizerWatch(preset)
+        self._remembered: dict[int, tuple[Values, dict[str, Any]]] = {}
+        self._newest = -1  # step of an update whose counts of steps the groups have
+        self._added: set[str] = set()  # keys that the first update brought
         self._lag = lag
         self._parameters_of = parameters_of
         self._total_norm = total_norm
 
     def remember(self, t: int, optimizer: Optimizer, kwargs: dict[str, Any]) -> None:
         """Keep the hyper-parameters of step ``t``, before a scheduler moves on."""
-        groups = [
-            {k: _copied(v) for k, v in group.items() if k != "params"}
-            for group in optimizer.param_groups
-        ]
-        self._remembered[t] = (groups, kwargs)
+        self._remembered[t] = (values_of(optimizer), kwargs)
         for old in [k for k in self._remembered if k < t - self._lag]:
             del self._remembered[old]
         # schedulers warn when they step before the optimizer; its step is only later
         optimizer._opt_called = True  # type: ignore[attr-defined]
 
-    def put_groups(self, t: int, groups: list[dict[str, Any]]) -> None:
+    def put_groups(self, t: int, groups: Values) -> None:
         """Take the hyper-parameters of step ``t`` from a checkpoint."""
         self._remembered[t] = (groups, {})
 
-    def groups_of(self, t: int) -> list[dict[str, Any]]:
+    def groups_of(self, t: int) -> Values:
         """Return the hyper-parameters of step ``t``, by parameter group."""
         return self._remembered[t][0]
 
@@ -77,7 +78,7 @@ class DeferredUpdates:
         self,
         t: int,
         stages: Sequence[int],
-        groups: list[dict[str, Any]] | None = None,
+        groups: Values | None = None,
         *,
         skips: bool = False,
     ) -> None:
@@ -92,8 +93,9 @@ class DeferredUpdates:
         trainer, optimizer = self._trainer, self._optimizer
         remembered, kwargs = self._remembered[t]
         groups = remembered if groups is None else groups
-        with _hyper_parameters(optimizer, groups), self._reductions.refused():
-            self.updated = [p for j in stages for p in self._parameters_of(j)]
+        updated = [p for j in stages for p in self._parameters_of(j)]
+        with _hyper_parameters(optimizer, groups, self._added), self._reductions.refused():
+            self.updated = updated
             with self._gradients.in_hook("on_before_optimizer_step", self.updated):
                 call._call_callback_hooks(trainer, "on_before_optimizer_step", optimizer)
                 call._call_lightning_module_hook(trainer, "on_before_optimizer_step", optimizer)
@@ -101,10 +103,30 @@ class DeferredUpdates:
             self._clip_gradients(t, stages)
             if skips:
                 return
+            written = self._watch.begin(optimizer, updated)
             with trainer.profiler.profile(  # type: ignore[attr-defined]
                 "[Strategy]CyclicStrategy.deferred_optimizer_step"
             ):
                 optimizer.step(**kwargs)
+            found = written.find()
+        self._count(t, optimizer, found)
+
+    def _count(self, t: int, optimizer: Optimizer, found: Values) -> None:
+        """Let the next step have what an update has counted.
+
+        Every stage begins step t with the same counts, and leaves the same ones to step t + 1,
+        whose hyper-parameters may be remembered already.
+        """
+        if not any(found):
+            return
+        following = self._remembered[t + 1][0] if t + 1 in self._remembered else []
+        for values, new in zip(following, found, strict=False):
+            values.update({k: copied(v) for k, v in new.items()})
+        if t >= self._newest:
+            self._newest = t
+            for group, new in zip(optimizer.param_groups, found, strict=False):
+                self._added |= new.keys() - group.keys()
+                group.update(new)
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         """Stand in for the precision plugin's method: one stage's norm, or all stages'."""
@@ -139,7 +161,9 @@ class DeferredUpdates:
 
 
 @contextmanager
-def _hyper_parameters(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Iterator[None]:
+def _hyper_parameters(
+    optimizer: Optimizer, groups: Values, added: Collection[str]
+) -> Iterator[None]:
     """Let the optimizer have the remembered hyper-parameters, then today's again.
 
     Groups that have come since have no part: their parameters may hold gradients of any steps.
@@ -147,12 +171,13 @@ def _hyper_parameters(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Ite
     everything = optimizer.param_groups
     optimizer.param_groups = then = everything[: len(groups)]
     today = [{k: v for k, v in g.items() if k != "params"} for g in then]
-    for group, values in zip(then, groups, strict=True):
-        group.update(values)
+    put_values(optimizer, groups, added)
     try:
         yield
     finally:
         for group, values in zip(then, today, strict=True):
+            for key in group.keys() - values.keys() - {"params"}:
+                del group[key]
             group.update(values)
         optimizer.param_groups = everything
 
@@ -169,7 +194,3 @@ def _only(parameters: Sequence[nn.Parameter], among: Sequence[nn.Parameter]) -> 
     finally:
         for p, grad in hidden:
             p.grad = grad
-
-
-def _copied(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value

@@ -23,6 +23,7 @@ from typing_extensions import override
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.plugin.checks import check_no_scaler
 from lightning_cyclic.plugin.clipping import clip_mode, clip_stages, may_clip_by_norm
+from lightning_cyclic.plugin.optimizer_watch import OptimizerWatch, Written
 from lightning_cyclic.plugin.options import Options
 from lightning_cyclic.plugin.pipeline import PipelineTraining
 from lightning_cyclic.plugin.reductions import HeldReductions
@@ -51,6 +52,7 @@ class SynchronousPipelineTraining(PipelineTraining):
             options, plan = replace(options, norms="owners"), replace(plan, norms="owners")
         super().__init__(trainer, options, plan, reductions)
         self._surrogates = Surrogates(trainer)
+        self._watch = OptimizerWatch(plan.preset)
         self._stops = LateValues()
 
     @override
@@ -114,16 +116,22 @@ class SynchronousPipelineTraining(PipelineTraining):
     ) -> Any:
         """Update, and send on what the update has changed."""
         late = ExitStack()
+        written: list[Written] = []
 
         def closed() -> Any:
             output = closure()
             self._session.begin_update()  # behind it the next version may be made in place
             late.enter_context(self._corrected())
+            if self._session.cuts is not None:
+                updated = self._session.with_state
+                written.append(self._watch.begin(self._trainer.optimizers[0], updated))
             return output
 
         with late:
             output = own(optimizer, closed, model, **kwargs)
         if self._session.cuts is not None:  # else the update came without a step
+            for w in written:
+                w.find()
             self._session.end_step()
         return output
 

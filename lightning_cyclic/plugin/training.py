@@ -355,7 +355,7 @@ class AbstractTraining(ABC):
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         mine = [p for p in self._session.with_state if id(p) in held]
         if self._writes_parts:
-            return ckpt.owned_state(optimizer, mine)
+            return ckpt.owned_state(optimizer, mine, self._session.group)
         return ckpt.gather_optimizer_state(optimizer, mine, self._session.group, self._new)
 
     @property

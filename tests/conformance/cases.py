@@ -200,6 +200,10 @@ CASES: dict[str, Case] = {
         partial(m.With, "ScheduleFree"), validates=True,
         refused=refused("exchanges the weights", REPLICATED, FLOWS),
     ),
+    "counted steps": row(partial(m.With, "Counting")),
+    "norm of all, in the optimizer": row(
+        partial(m.With, "Clipping"), refused=refused("where it is called for some", GRADIENTS),
+    ),
     "Adafactor": row(partial(m.With, "Adafactor", lr=0.1)),
     "Muon": row(partial(m.With, "Muon", lr=0.01)),
     "Adam, foreach": row(partial(m.With, "Adam", lr=0.05, foreach=True)),

@@ -15,6 +15,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torchmetrics.classification import MulticlassAccuracy
 
+from tests import optimizers
+
 SIZE, CLASSES, ROWS, WORDS = 8, 3, 4, 32
 
 
@@ -837,6 +839,8 @@ class With(Plain):
             return Lion(parameters, **self.options)
         if name == "ScheduleFree":
             return ScheduleFree(parameters, **self.options)
+        if hasattr(optimizers, name):
+            return getattr(optimizers, name)(parameters, **self.options)
         if name == "Muon":
             parameters = [p for p in parameters if p.ndim == 2]
         return getattr(torch.optim, name)(parameters, **self.options)

@@ -81,6 +81,7 @@ def load(path: Path) -> dict[str, Any]:
         (2, "batchnorm_mlp", "adamw", "weipipe", 0, 4),
         (3, "resnet", "sgd", "weipipe", 0, 3),
         (1, "mlp", "adamw", "cyclic_dp_v1", 0, 4),
+        (4, "mlp", "counting", "cyclic_dp", 0, 2),  # two workers update nothing, and count nothing
     ],
 )
 def test_stop_anywhere_and_go_on_with_the_same_bits(

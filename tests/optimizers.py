@@ -1,0 +1,122 @@
+"""Optimizers as users bring them, each with a habit of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class Chain(torch.optim.Optimizer):
+    """Gradient descent by rates that a subclass gives.
+
+    Args:
+        params: what is trained.
+        lr: rate.
+    """
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.begin()
+        for group in self.param_groups:
+            rate = self.rate(group)
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.add_(p.grad, alpha=-rate)
+        return loss
+
+    def begin(self) -> None:
+        """Look at all gradients."""
+
+    def rate(self, group: dict[str, Any]) -> Any:
+        return group["lr"]
+
+    def grads(self) -> Iterator[Tensor]:
+        for group in self.param_groups:
+            yield from (p.grad for p in group["params"] if p.grad is not None)
+
+
+class Counting(Chain):
+    """Counts its steps in its groups, from the first one on, as many do."""
+
+    def rate(self, group: dict[str, Any]) -> float:
+        group["step"] = group.get("step", 0) + 1
+        return group["lr"] / group["step"]
+
+
+class CountingByTensor(Chain):
+    """Counts its steps in a tensor of its groups, in place."""
+
+    def rate(self, group: dict[str, Any]) -> float:
+        group.setdefault("step", torch.zeros((), dtype=torch.long)).add_(1)
+        return group["lr"] / int(group["step"])
+
+
+class Weighing(Chain):
+    """Adds up in its groups what it needs to know of former rates, as schedule-free ones do."""
+
+    def rate(self, group: dict[str, Any]) -> float:
+        group["weight_sum"] = group.get("weight_sum", 0.0) + group["lr"] ** 2
+        return group["lr"] ** 2 / group["weight_sum"]
+
+
+class CountingCalls(Chain):
+    """Counts the calls of step() on itself."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, lr)
+        self.calls = 0
+
+    def begin(self) -> None:
+        self.calls += 1
+
+    def rate(self, group: dict[str, Any]) -> float:
+        return group["lr"] / self.calls
+
+
+class CountingInState(Chain):
+    """Counts the calls of step() in its state, under a name, as MADGRAD does."""
+
+    def begin(self) -> None:
+        self.state["k"] = self.state.get("k", 0) + 1  # type: ignore[index]
+
+    def rate(self, group: dict[str, Any]) -> float:
+        return group["lr"] / self.state["k"]  # type: ignore[index]
+
+
+class Clipping(Chain):
+    """Scales all gradients by their common norm, as some kinds of LAMB do."""
+
+    def begin(self) -> None:
+        norm = torch.stack([g.norm() for g in self.grads()]).norm()
+        for grad in self.grads():
+            grad.div_(norm.clamp(min=0.01))
+
+
+class Estimating(Chain):
+    """Estimates its rate from all gradients, as Prodigy does."""
+
+    def begin(self) -> None:
+        seen = float(sum(g.abs().sum() for g in self.grads()))
+        for group in self.param_groups:
+            group["d"] = max(group.get("d", 1e-6), 0.1 / (1 + seen))
+
+    def rate(self, group: dict[str, Any]) -> float:
+        return group["d"]
+
+
+class Wrapping(Estimating):
+    """Has something within that nobody knows."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, lr)
+        self.helper = nn.Identity()
