@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -392,8 +391,3 @@ def test_each_goes_on_from_checkpoints_of_the_other(
     unbroken = processes.run(go_on, 2, wrote, str(tmp_path), False)
     for rank in processes.run(go_on, 2, reads, str(tmp_path), True):
         assert_same(rank, unbroken[0])
-
-
-def test_batches_that_are_added_up_go_round_no_ring() -> None:
-    for text in processes.run(partial(attempt, accumulate_grad_batches=2), 2, Plain, "weipipe"):
-        assert "with sharding='ring', under which parameters come for one batch" in text

@@ -25,7 +25,7 @@ from functools import cached_property, partial
 from itertools import chain
 from typing import TYPE_CHECKING, final
 
-from lightning_cyclic.plan.actions import Action, Kind, Payload
+from lightning_cyclic.plan.actions import Action, Kind, Lane, Payload
 from lightning_cyclic.plan.actions import Program as Actions
 from lightning_cyclic.plan.dataflow import Dataflow
 from lightning_cyclic.plan.passes.buffers import copies
@@ -179,8 +179,14 @@ class Program:
 
     @cached_property
     def channels(self) -> tuple[Channel, ...]:
-        """List the channels that messages travel on, in one order for all workers."""
-        found = {
+        """List the channels that messages travel on, in one order for all workers.
+
+        They do not depend on how many rounds a step has, which may change behind a flush: where
+        parameters are handed on in some of these plans, neighbours are joined in all.
+        """
+        plan = self.plan
+        joined = range(1, plan.num_workers) if plan.axes.sharding.hands_on else ()
+        found = {Channel(w - 1, w, Lane.WEIGHTS): None for w in joined} | {
             channel_of(a, w): None
             for w, program in enumerate(self.first(self.steady + self._repeats))
             for a in program

@@ -77,12 +77,6 @@ class ReplicatedTraining(AbstractTraining):
         # parameters come for each batch of a step, so the plan has to know how many there are
         self._plans_batches = plan.axes.sharding.gathers and may_accumulate(trainer)
         self._agreed_epoch = -1  # the last for which all workers have been asked
-        if plan.axes.sharding.hands_on and may_accumulate(trainer):
-            raise ConfigurationError(
-                "accumulate_grad_batches (or GradientAccumulationScheduler) with sharding='ring', "
-                "under which parameters come for one batch of a step; allowed: 1; use larger "
-                "batches, or strategy='cyclic_zero' or 'lockstep_dp'"
-            )
         if options.memory_limit_bytes is not None:  # of shards; replicas refuse it
             check_no_averaging(trainer, "of which no rank ever has all")
             check_is_apart(self._module, options.memory_limit_bytes)
@@ -221,7 +215,8 @@ class ReplicatedTraining(AbstractTraining):
                 f"accumulate_grad_batches={self._trainer.accumulate_grad_batches} say; allowed: a "
                 "number of batches that stays what it is when the epoch begins; set "
                 "Trainer(limit_train_batches=...) to a number that there is, change "
-                "accumulate_grad_batches between epochs, or use strategy='cyclic_dp'"
+                "accumulate_grad_batches between epochs, or use strategy='cyclic_dp' or "
+                "'lockstep_dp'"
             )
 
     def _find_stages(self, own: Own, given: StepArguments) -> tuple[Any, ...]:
@@ -302,11 +297,11 @@ class ReplicatedTraining(AbstractTraining):
         super().begin_epoch()
         if self._plans_batches and self._trainer.num_training_batches == math.inf:
             raise ConfigurationError(
-                "accumulate_grad_batches (or GradientAccumulationScheduler) with sharding='full' "
-                "and an epoch whose number of batches is not known, so that nobody knows how many "
-                "its last step has; allowed: datasets with a length, or "
-                "Trainer(limit_train_batches=...) with a whole number; use one of these, "
-                "accumulate_grad_batches=1, or strategy='cyclic_dp'"
+                "accumulate_grad_batches (or GradientAccumulationScheduler) with "
+                f"sharding={self._plan.sharding!r} and an epoch whose number of batches is not "
+                "known, so that nobody knows how many its last step has; allowed: datasets with a "
+                "length, or Trainer(limit_train_batches=...) with a whole number; use one of "
+                "these, accumulate_grad_batches=1, or strategy='cyclic_dp' or 'lockstep_dp'"
             )
 
     @property

@@ -12,7 +12,9 @@ backwards, and each user to the next, as soon as it has them and before it uses 
             owner -> w2
 
 As many messages, but all from one neighbour to the next, save the first of each round. A copy is
-dropped (FREE) when it has been used and has left, so that nobody holds two of them.
+dropped (FREE) when it has been used and has left, so that nobody holds two of them. Where buffers
+travel and a worker runs all of its rounds before the next one begins, there is nobody to hand a
+copy on to, and owners send all.
 """
 
 from __future__ import annotations
@@ -56,15 +58,16 @@ def shards(plan: Plan, programs: tuple[Program, ...]) -> tuple[Program, ...]:
 
 def _givers(plan: Plan, programs: tuple[Program, ...]) -> _Uses:
     """Name for each use of somebody else's stage the use before it, if that hands it on."""
-    if not plan.axes.sharding.hands_on:
+    in_succession = plan.rounds > 1 and plan.relayed  # all rounds of a worker, then the next one's
+    if not plan.axes.sharding.hands_on or in_succession:
         return {}
     uses = [(a.s, w, a) for w, program in enumerate(programs) for a in program]
     givers: dict[Action, Action] = {}
-    before: dict[tuple[Kind, int, int | None], Action] = {}  # of a round: its last use so far
+    before: dict[tuple[Kind, int, int | None, int], Action] = {}  # of a round: its last use so far
     for _, w, a in sorted(uses, key=lambda use: use[:2]):
         if a.kind not in _COMPUTE:
             continue
-        round_of = a.kind, a.j, a.v
+        round_of = a.kind, a.j, a.v, plan.round_of(a.i or 0)
         if plan.owner(a.j) != w and round_of in before:
             givers[a] = before[round_of]
         before[round_of] = a
