@@ -10,7 +10,9 @@ from lightning_cyclic.plan import make_plan
 
 
 def owners(preset, num_stages, num_workers, **options):
-    plan = make_plan(preset, num_stages=num_stages, num_workers=num_workers, **options)
+    plan = make_plan(
+        preset, num_stages=num_stages, num_workers=num_workers, proved=False, **options
+    )
     return [plan.owner(j) for j in range(num_stages)]
 
 

@@ -137,7 +137,7 @@ def test_flushes_anywhere_leave_nothing_pending(num_workers, num_stages, axes, r
     stages = tuple(range(num_stages)) if relayed else ()
     plan = make_plan(
         **axes, num_stages=num_stages, num_workers=num_workers,
-        relayed=stages, relayed_until=stages,
+        relayed=stages, relayed_until=stages, proved=False,
     )  # fmt: skip
     workers, program = range(num_workers), plan.program
     for behind in ({0, 1, 2, 3, 4}, {0}, {2, 3}, {4}):

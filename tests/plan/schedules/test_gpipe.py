@@ -25,7 +25,12 @@ def test_timetable():
 @given(num_stages=st.integers(1, 6), num_micro=st.integers(1, 8))
 def test_bubble_and_activations(num_stages, num_micro):
     plan = make_plan(
-        "gpipe", num_stages=num_stages, num_workers=num_stages, num_micro=num_micro, num_steps=1
+        "gpipe",
+        num_stages=num_stages,
+        num_workers=num_stages,
+        num_micro=num_micro,
+        num_steps=1,
+        proved=False,
     )
     slots = {s for s, _, _ in plan.timetable}
     busy = [sum(1 for _, w, _ in plan.timetable if w == j) for j in range(num_stages)]

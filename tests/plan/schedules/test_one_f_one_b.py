@@ -29,7 +29,12 @@ sizes = {"num_stages": st.integers(1, 6), "num_micro": st.integers(1, 8)}
 @given(**sizes)
 def test_bubble_and_activations(num_stages, num_micro):
     plan = make_plan(
-        "1f1b", num_stages=num_stages, num_workers=num_stages, num_micro=num_micro, num_steps=1
+        "1f1b",
+        num_stages=num_stages,
+        num_workers=num_stages,
+        num_micro=num_micro,
+        num_steps=1,
+        proved=False,
     )
     slots = {s for s, _, _ in plan.timetable}
     busy = [sum(1 for _, w, _ in plan.timetable if w == j) for j in range(num_stages)]
@@ -45,7 +50,12 @@ def test_bubble_and_activations(num_stages, num_micro):
 @given(**sizes)
 def test_order_is_warm_up_then_pairs_then_the_rest(num_stages, num_micro):
     plan = make_plan(
-        "1f1b", num_stages=num_stages, num_workers=num_stages, num_micro=num_micro, num_steps=1
+        "1f1b",
+        num_stages=num_stages,
+        num_workers=num_stages,
+        num_micro=num_micro,
+        num_steps=1,
+        proved=False,
     )
     for j, program in enumerate(plan.programs):
         order = "".join(a.kind for a in program if a.kind in (Kind.F, Kind.B))

@@ -89,7 +89,7 @@ def printed_by_torch(preset, num_stages, num_micro):
 def ours(preset, num_stages, num_micro, **numbers):
     """Return the plan and, for each worker, its F and B as text."""
     plan = make_plan(
-        preset, num_stages=num_stages, num_micro=num_micro, num_steps=1,
+        preset, num_stages=num_stages, num_micro=num_micro, num_steps=1, proved=False,
         **({"num_workers": num_stages} | numbers),
     )  # fmt: skip
     kinds = (Kind.F, Kind.B)
