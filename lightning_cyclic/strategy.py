@@ -65,6 +65,7 @@ from lightning_cyclic.runtime.partial_step.ranks import rank_of
 from lightning_cyclic.runtime.prediction.foresight import BackwardWeights
 from lightning_cyclic.runtime.prediction.prediction import Shape
 from lightning_cyclic.runtime.recorder import Recorder
+from lightning_cyclic.runtime.shelf import in_memory
 from lightning_cyclic.runtime.transport.choice import (
     Route,
     naming_shared_gpus,
@@ -601,7 +602,8 @@ class CyclicStrategy(DDPStrategy):
         if self._chosen.save_distributed_checkpoint:
             self._save_folder(checkpoint, filepath, storage_options)
             return
-        self._add_delayed(checkpoint, put_together)
+        new = in_memory if self._training is None else self._training.new
+        self._add_delayed(checkpoint, partial(put_together, new=new))
         is_large = self._training is not None and self._training.is_larger_than_memory
         if is_large and self._is_file(filepath) and storage_options is None:
             if self.is_global_zero:

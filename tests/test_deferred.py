@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from functools import partial
 from io import BytesIO
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -543,10 +544,14 @@ def validate_averaged(average: str, strategy: Any, within: bool) -> Any:
     return validate(Trained, strategy, within, callbacks=[each])
 
 
+WIDTH = 512
+
+
 class Large(LightningModule):
     """A GPT, made late."""
 
-    num_blocks = 48
+    num_blocks, width = 48, WIDTH
+    batches = [(4, 17)] * 8
 
     def __init__(self) -> None:
         super().__init__()
@@ -556,11 +561,12 @@ class Large(LightningModule):
         if self.net is None:
             blocks = [
                 nn.TransformerEncoderLayer(
-                    WIDTH, 8, 4 * WIDTH, dropout=0, batch_first=True, norm_first=True
+                    self.width, 8, 4 * self.width, dropout=0, batch_first=True, norm_first=True
                 )
                 for _ in range(self.num_blocks)
             ]
-            self.net = nn.Sequential(nn.Embedding(256, WIDTH), *blocks, nn.Linear(WIDTH, 256))
+            first, last = nn.Embedding(256, self.width), nn.Linear(self.width, 256)
+            self.net = nn.Sequential(first, *blocks, last)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return F.cross_entropy(self.net(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
@@ -578,7 +584,16 @@ class Stateful(Large):
         return torch.optim.AdamW(self.parameters(), 1e-3)
 
 
-WIDTH = 512
+class Sharded(Large):
+    """So large that what Python and torch take is little beside; few tokens, for the time."""
+
+    num_blocks, width = 96, 832
+    batches = [(1, 9)] * 2
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 1e-3)
+
+
 CAP = 520 << 20
 
 
@@ -591,7 +606,7 @@ def fit_large(
         module, g = kind(), torch.Generator().manual_seed(0)
         if not within:
             module.configure_model()
-        data = [torch.randint(0, 256, (4, 17), generator=g) for _ in range(8)]
+        data = [torch.randint(0, 256, size, generator=g) for size in kind.batches]
         trainer = make_trainer(
             strategy, max_epochs=epochs, enable_checkpointing=True, default_root_dir=folder,
             callbacks=[ModelCheckpoint(folder, "{epoch}", save_top_k=-1)],
@@ -703,3 +718,23 @@ def test_a_gpt_whose_states_exceed_the_memory_of_each_rank(tmp_path: Path) -> No
     processes.run(fit_large, 4, whole, None, one, 2, None, False, Stateful)
     weights = [contents(Path(folder), 1)["state_dict"] for folder in (apart, one)]
     assert same(*weights)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(1500)
+@pytest.mark.skipif(not is_possible(), reason="no control group of memory may be made here")
+def test_a_gpt_whose_bare_weights_exceed_the_memory_of_each_rank_of_sharded_ones(
+    tmp_path: Path,
+) -> None:
+    cap = 3000 << 20
+    strategy = {"preset": "cyclic_zero", "stages": 98, "memory_limit_bytes": cap}
+    run = partial(processes.run, fit_large, 4, strategy, time_limit_s=600)
+    with TemporaryDirectory(dir=tmp_path) as folder:  # 26 GB, which nobody is to keep
+        apart, one = (str(Path(folder, name)) for name in ("apart", "one"))
+        sizes = run(cap, apart, 1, None, True, Sharded)
+        assert sizes[0] > cap
+        run(cap, apart, 2, str(Path(apart, "epoch=0.ckpt")), True, Sharded)
+        run(None, one, 2, None, True, Sharded)
+        files = (Path(each, "epoch=1.ckpt") for each in (apart, one))
+        saved = (torch.load(file, weights_only=True, mmap=True) for file in files)
+        assert same(*(each["state_dict"] for each in saved))

@@ -252,7 +252,7 @@ class PipelineTraining(AbstractTraining):
             return state
         if not self.is_larger_than_memory:
             return ckpt.whole_state(self._module, self._session.gather())
-        whole = self._session.gather_on_rank_0(self._new)
+        whole = self._session.gather_on_rank_0(self.new)
         return ckpt.whole_state(self._module, whole) if whole else {}
 
     @property

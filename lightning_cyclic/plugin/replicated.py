@@ -362,7 +362,7 @@ class ReplicatedTraining(AbstractTraining):
     @override
     def _whole_weights(self, own: Own) -> dict[str, Any]:
         if self.is_larger_than_memory:
-            whole = self._session.gather_on_rank_0(self._new)
+            whole = self._session.gather_on_rank_0(self.new)
             return ckpt.whole_state(self._module, whole) if whole else {}
         state: dict[str, Any] = own()
         if self._trainer.is_global_zero:

@@ -356,7 +356,7 @@ class AbstractTraining(ABC):
         mine = [p for p in self._session.with_state if id(p) in held]
         if self._writes_parts:
             return ckpt.owned_state(optimizer, mine, self._session.group)
-        return ckpt.gather_optimizer_state(optimizer, mine, self._session.group, self._new)
+        return ckpt.gather_optimizer_state(optimizer, mine, self._session.group, self.new)
 
     @property
     def with_state(self) -> Sequence[nn.Parameter] | None:
@@ -369,7 +369,7 @@ class AbstractTraining(ABC):
         return self._session.group
 
     @property
-    def _new(self) -> New:
+    def new(self) -> New:
         """Return what makes tensors for a checkpoint."""
         if not self.is_larger_than_memory:
             return in_memory

@@ -246,17 +246,19 @@ def _is_large(x: Any) -> bool:
 def _described(x: Any) -> Any:
     if _is_large(x):
         return _Form(tuple(x.shape), x.dtype)
+    if type(x) is Tensor and x.layout is torch.strided:
+        return x.detach().cpu().clone()  # pickle takes all of the storage in which it lies
     return x.cpu() if isinstance(x, Tensor) else x
 
 
-def merged(mine: Mapping[str, Any], group: Any) -> dict[str, Any]:
+def merged(mine: Mapping[str, Any], group: Any, new: New = in_memory) -> dict[str, Any]:
     """Return on worker 0 what all workers have of parameters, by name; elsewhere the own.
 
     Where several have versions of one, some may have more of them than others.
     """
     if group is None:
         return dict(mine)
-    parts = gathered(mine, group) or [mine]
+    parts = gathered(mine, group, new) or [mine]
     whole: dict[str, Any] = {}
     for name, values in (item for part in parts for item in part.items()):
         together = isinstance(values, dict) and name in whole
@@ -289,15 +291,20 @@ def sent_to_rank_0(
     return whole
 
 
-def put_together(what: str, mine: Mapping[str, Any], group: Any) -> dict[str, Any]:
+def put_together(
+    what: str, mine: Mapping[str, Any], group: Any, *, new: New = in_memory
+) -> dict[str, Any]:
     """Return on worker 0 what all workers have of parameters, by name; elsewhere the own.
 
     Args:
         what: name of it.
         mine: what this worker has.
         group: process group of all workers for what is in the host's memory; None for one worker.
+        new: makes the tensors into which those of others come, and own ones from buffers.
     """
-    return merged(mine, group)
+    if new is not in_memory and (group is None or dist.get_rank() == 0):
+        mine = tree_map_only(Tensor, lambda x: new(x.shape, x.dtype).copy_(x), dict(mine))
+    return merged(mine, group, new)
 
 
 def _leaf(leaf: Any) -> str:

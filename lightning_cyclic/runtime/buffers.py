@@ -8,7 +8,7 @@ Each begins at a multiple of 512 bytes, and has its own dtype and strides.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, final
 
 import torch
@@ -94,11 +94,12 @@ class Layout:
         device: of its buffers.
         num_marks: how many marks its messages have. [one for each tensor]
         keeps: whether buffers that nobody needs wait for the next use, or their memory goes.
+        take: number of bytes -> memory of the host for a buffer. [the C library's]
     """
 
     def __init__(
         self, tensors: Iterable[Tensor], device: torch.device, num_marks: int | None = None,
-        *, keeps: bool = True,
+        *, keeps: bool = True, take: Callable[[int], Tensor] | None = None,
     ) -> None:  # fmt: skip
         self.specs = tuple(map(sent_spec, tensors))
         self.num_marks = len(self.specs) if num_marks is None else num_marks
@@ -106,11 +107,15 @@ class Layout:
         self.head_bytes = aligned(NUM_WORDS + self.num_marks)
         self.num_bytes = self.head_bytes + total_bytes(self.specs)
         self.keeps = keeps
+        self._take = take
         self.spare: deque[Buffer] = deque(maxlen=None if keeps else 0)
 
     def new(self) -> Buffer:
         """Make a buffer; its tensors are not initialised."""
-        data = torch.empty(self.num_bytes, dtype=torch.uint8, device=self._device)
+        if self._take is not None and self._device.type == "cpu":
+            data = self._take(self.num_bytes)
+        else:
+            data = torch.empty(self.num_bytes, dtype=torch.uint8, device=self._device)
         tensors = views_of(data, self.head_bytes, self.specs)
         return Buffer(data, tensors, self.head_bytes, self.spare)
 

@@ -134,6 +134,7 @@ class Worker:
         host: has the optimizer.
         lanes: those whose actions wait for other workers, and so run in threads of their own.
         limit_s: returns that of waits of a lane for what the main thread does, in seconds.
+        most_behind: actions that a lane may be behind the main thread. [any number]
     """
 
     def __init__(
@@ -145,6 +146,7 @@ class Worker:
         host: AbstractHost,
         lanes: Iterable[Lane] = (),
         limit_s: Callable[[], float] = lambda: 60.0,
+        most_behind: int | None = None,
     ) -> None:
         self._flow = flow
         self._messages = messages
@@ -155,6 +157,7 @@ class Worker:
         self._has_posted = threading.Condition(self._lock)
         self._posted: dict[object, int] = {}  # stage -> newest version that has been posted
         self._limit_s = limit_s
+        self._most_behind = most_behind
         # what lanes will have made: item -> lane, and which of its actions makes it
         self._promised: dict[Item, tuple[_LaneThread, int]] = {}
         self._do: dict[Kind, Callable[[Action], None]] = {
@@ -226,7 +229,14 @@ class Worker:
             self._stores.hold(a)
             for item in row.makes:
                 self._promised[item] = (lane, number)
-        lane.put(rows)
+        if self._most_behind is None:
+            lane.put(rows)
+            return
+        for one in rows:  # what the lane waits for keeps memory meanwhile
+            done = lane.num_put + 1 - self._most_behind
+            if lane.num_over < done:
+                self._join(lane, done)
+            lane.put([one])
 
     def _run_on_lane(self, row: tuple[Action, Flow]) -> None:
         a, (reads, _, _) = row

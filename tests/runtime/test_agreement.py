@@ -15,6 +15,7 @@ from lightning_cyclic.runtime.agreement import (
     describe_batch,
     gather_texts,
     gathered,
+    put_together,
     require_same_lines,
     require_same_module,
     require_same_number,
@@ -180,3 +181,30 @@ def test_what_ranks_have_comes_to_rank_0_large_tensors_one_by_one() -> None:
         assert torch.equal(part["sparse"], torch.eye(60))
         assert (int(part["small"]), part["none"], part["name"]) == (rank, None, f"rank {rank}")
         assert part["nested"]["more"][1] == 2.5
+
+
+def test_what_is_put_together_in_a_file_keeps_no_buffer() -> None:
+    buffer, made = torch.arange(5000.0), []
+
+    def new(shape: Any, dtype: torch.dtype) -> torch.Tensor:
+        made.append(torch.empty(shape, dtype=dtype))
+        return made[-1]
+
+    whole = put_together("previous", {"a": buffer[:4000], "b": buffer[4000:]}, None, new=new)
+    assert torch.equal(torch.cat([whole["a"], whole["b"]]), buffer)
+    assert [whole["a"] is made[0], whole["b"] is made[1]] == [True, True]
+    assert put_together("previous", {"a": buffer}, None)["a"] is buffer
+
+
+def pickled(num: int) -> list[int] | None:
+    rank, world_size = int(os.environ["NODE_RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo", rank=rank, world_size=world_size)
+    buffer = torch.zeros(num)
+    parts = gathered({"small": buffer[:3]}, dist.group.WORLD)
+    return None if parts is None else [part["small"].untyped_storage().nbytes() for part in parts]
+
+
+@pytest.mark.multi
+def test_what_is_small_travels_without_the_buffer_in_which_it_lies() -> None:
+    sizes, _ = processes.run(pickled, 2, 5000)
+    assert sizes == [4 * 5000, 4 * 3]  # the own one lies where it lay

@@ -445,3 +445,48 @@ def test_a_buffer_that_several_are_sent_has_left_when_the_slowest_has_it():
     for told in slow.sent:
         told.told.set()
     messages.close()
+
+
+def send_gradients(messages, stages):
+    for j in stages:
+        messages.send(parse(f"{j}SEND_H0>1#0"), None, Message([X]))
+
+
+def test_who_is_ahead_waits_for_a_while_until_its_gradients_have_left():
+    slow = Slow()
+    messages = Messages(slow, {}, lambda pending, action: pending.wait(), CPU)
+    for j in range(6):
+        messages.know(Payload.H, j, messages.layout([X], keeps=False))
+    send_gradients(messages, range(2))  # no more than two are under way
+    messages.patience_s = 0.2
+    send_gradients(messages, (2, 3))
+    began = time.monotonic()
+    thread = threading.Thread(target=send_gradients, args=(messages, [4]), daemon=True)
+    messages.patience_s = 5.0
+    thread.start()
+    thread.join(0.1)
+    assert thread.is_alive()
+    for told in slow.sent:
+        told.told.set()
+    thread.join(5)
+    assert len(slow.sent) == 5
+    messages.patience_s = 0.05
+    send_gradients(messages, [5])
+    assert time.monotonic() < began + 4
+    for told in slow.sent:
+        told.told.set()
+    messages.close()
+
+
+def test_who_is_ahead_waits_once_in_a_step_for_gradients_that_nobody_takes():
+    slow = Slow()
+    messages = Messages(slow, {}, lambda pending, action: pending.wait(), CPU)
+    for j in range(6):
+        messages.know(Payload.H, j, messages.layout([X], keeps=False))
+    messages.patience_s = 0.1
+    began = time.monotonic()
+    send_gradients(messages, range(6))
+    assert 0.1 <= time.monotonic() - began < 0.3  # of four that might have waited one has
+    for told in slow.sent:
+        told.told.set()
+    messages.close()

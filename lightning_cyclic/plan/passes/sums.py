@@ -7,7 +7,9 @@
 Where owners add (sharding "full") gradients travel instead of sums, each once:
 
     H     the gradient of micro-batch i, its worker -> owner
-    ADD   each of them, the own among them, to the sum so far
+    ADD   each of them, the own among them, to the sum so far; where memory is scarce an owner who
+          is ahead of others waits for them when MOST_BEHIND are due, and keeps no whole steps of
+          gradients
 
 Where one worker runs a micro-batch and the one before it, its backward adds to the sum at once. Of
 replicas that sum their own (pipelines, or workers that run several rounds), the last micro-batch
@@ -28,6 +30,8 @@ from lightning_cyclic.plan.passes.updates import together
 
 if TYPE_CHECKING:
     from lightning_cyclic.plan.plan import Plan
+
+MOST_BEHIND = 4  # additions that an owner has not made yet when it goes on: two of each slot
 
 
 def sums(plan: Plan, a: Action, w: int) -> Iterator[Action]:

@@ -11,6 +11,7 @@ step t in ``p.grad``, and the callee changes the parameters in place.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from lightning_cyclic.plan import Plan
 from lightning_cyclic.plan.actions import Action, Kind, Lane, Payload
 from lightning_cyclic.plan.dataflow import Datum, Item
 from lightning_cyclic.plan.passes.messages import is_for_one_use
+from lightning_cyclic.plan.passes.sums import MOST_BEHIND
 from lightning_cyclic.runtime.absent import is_absent
 from lightning_cyclic.runtime.gradient_store import GradientStore, Sum
 from lightning_cyclic.runtime.messages import Messages
@@ -94,8 +96,7 @@ class Engine:
         self.t = state.t if state else 0
         self._w = transport.worker
         self._update = update
-        self._paced = paced
-        self._aside = aside
+        self._paced, self._aside = paced, aside
         self._words = Words()
         self._flushed_at = self._starts_at = self.t
         self._ended = self.t - 1  # the last step that a flush has ended
@@ -120,6 +121,8 @@ class Engine:
         ]
         # at a flush: whether this worker has the parameters of all stages
         self._is_whole = all(store.versions for store in self.stores)
+        # no rank has room for all, so that who is ahead waits; else no update waits for a sum
+        self._is_lean, self._begun_s = not self._is_whole, time.monotonic()
         if state is not None:
             self._restore_previous(state)
         self._grads = GradientStore(self.parameters)
@@ -137,6 +140,7 @@ class Engine:
         self._worker = Worker(
             plan.program.flow, self._messages, hooks, self._exchange, hooks, lanes,
             lambda: transport.timeout_s * 1.1 + 1,
+            MOST_BEHIND if self._is_lean else None,
         )  # fmt: skip
         for j in range(plan.num_stages):
             for payload, layout in self._exchange.layouts(j).items():
@@ -270,10 +274,18 @@ class Engine:
 
     def _begin(self, *, starts: bool) -> None:
         self._shown.free_all()  # what a flush has brought
+        self._take_patience()
         program = self.plan.program
         self._actions = program.step(self._w, self.t, ended=self._ended, starts=starts)
         self._at, self._entered, self._round = 0, -1, 0
         self._older = self._find_older()
+
+    def _take_patience(self) -> None:
+        """Wait, where memory is scarce, for who takes gradients late: half a step in each."""
+        now_s = time.monotonic()
+        if self._is_lean:
+            self._messages.patience_s = (now_s - self._begun_s) / 2
+        self._begun_s = now_s
 
     def _find_older(self) -> dict[int, int]:
         """Return own stage -> after how many actions of the step it needs no older version.
@@ -328,7 +340,8 @@ class Engine:
 
     def _hand_over(self, j: int, grads: list[Tensor | None]) -> None:
         is_last = self._round == self.plan.rounds - 1  # which speaks for the whole step
-        self._grads.extend(self.t, j, Sum(grads, self._words.said() if is_last else 0))
+        found = self._exchange.laid(j, Sum(grads, self._words.said() if is_last else 0))
+        self._grads.extend(self.t, j, found)
         self._run_to(Kind.B, j)
         self._run_on()
 
@@ -488,7 +501,9 @@ class Engine:
                 each = zip(stage.parameters, before, now, strict=True)
                 resting = self.stages.untrained  # but what was frozen just now has two versions
                 previous |= {
-                    n: x.clone() for n, x, y in each if n not in resting or not torch.equal(x, y)
+                    n: x if self._is_lean else x.clone()  # where it is lean, into a file
+                    for n, x, y in each
+                    if n not in resting or not torch.equal(x, y)
                 }
         return EngineState(t=self.t, previous=previous)
 

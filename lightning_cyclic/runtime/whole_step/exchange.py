@@ -65,6 +65,22 @@ class Exchange:
         self._gradients: dict[tuple[int, int | None, int], Sum] = {}  # that came
         self._handed_on: list[tuple[str, Tensor, int]] = []  # name, buffer, its state when sent
 
+    def laid(self, j: int, found: Sum) -> Sum:
+        """Lay gradients of this worker into a buffer, where memory comes and goes.
+
+        They may wait long for those that come first in the addition. Where autograd has made
+        them they would keep what is freed around them from being used for anything larger.
+        """
+        layout = self._sum_layouts[j]
+        if layout.keeps or found.buffer is not None:
+            return found
+        buffer = self._messages.room(layout)
+        buffer.write(found.grads)
+        pairs = zip(buffer.tensors, found.grads, strict=True)
+        grads = [None if x is None else view for view, x in pairs]
+        found.grads.clear()  # backward may hold the list, until this has been done
+        return Sum(grads, found.word, buffer)
+
     def add(self, a: Action) -> None:
         """Add gradients that came, or the own, to the sum, which comes first in the addition."""
         self._grads.add(a.t, a.j, self._gradients.pop((a.t, a.i, a.j), None))

@@ -26,6 +26,7 @@ from lightning_cyclic.runtime.agreement import Together, put_together, sent_to_r
 from lightning_cyclic.runtime.bits import sum_of_bits
 from lightning_cyclic.runtime.failure_words import words_of
 from lightning_cyclic.runtime.foreign_weights import ForeignWeights
+from lightning_cyclic.runtime.freed_memory import FreedMemory
 from lightning_cyclic.runtime.late_values import LateValues
 from lightning_cyclic.runtime.lending import lending, num_bytes_of
 from lightning_cyclic.runtime.recorder import Recorder
@@ -539,6 +540,7 @@ class Session:
             aside=self._aside,
         )
         if self.is_apart:
+            FreedMemory().give_back()  # the values that were made are where versions lie
             self._share_foreign(self.engine)
         self._recorder.attach(self.engine)
         if self.stop_requested:

@@ -97,6 +97,8 @@ class VersionStore:
 
     def release(self) -> None:
         """Give the parameters storage of their own again, with the values that are shown."""
+        if self._versions:
+            self.drop_below(self.newest)  # before there are copies
         for parameter in self.parameters if self._shown is not None else ():
             parameter.data = parameter.data.clone()
         self._shown = None

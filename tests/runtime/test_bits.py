@@ -1,0 +1,37 @@
+"""The sum of a tensor's bits is one number, however it is added up."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lightning_cyclic.runtime import bits
+from lightning_cyclic.runtime.bits import sum_of_bits
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.complex64])
+def test_large_tensors_are_added_in_parts(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = torch.randn(37, 41, dtype=dtype)
+    whole = sum_of_bits(x)
+    monkeypatch.setattr(bits, "_AT_ONCE", 100)
+    assert torch.equal(sum_of_bits(x), whole)
+    assert torch.equal(sum_of_bits(x.t().contiguous().t()[::2, :]), sum_of_bits(x[::2].clone()))
+    y = x.clone()
+    y[5, 7] += 1
+    assert not torch.equal(sum_of_bits(y), whole)
+
+
+def test_no_part_takes_much_more_memory_than_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bits, "_AT_ONCE", 100)
+    sizes: list[int] = []
+    add = torch.Tensor.sum
+
+    def noted(x: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
+        sizes.append(x.numel())
+        return add(x, *args, **kwargs)  # type: ignore[no-any-return, call-overload]
+
+    monkeypatch.setattr(torch.Tensor, "sum", noted)
+    sum_of_bits(torch.randn(1000))
+    assert max(sizes) == 100
