@@ -12,16 +12,24 @@ of this file, nor are attributes of modules inside.
 
 from __future__ import annotations
 
-import copy
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
 
 from lightning_cyclic.errors import StepError
+from lightning_cyclic.runtime.partial_step.attributes import (
+    ORDERED,
+    Attributes,
+    Kept,
+    differs,
+    keep,
+    made_of,
+    restore,
+)
 from lightning_cyclic.runtime.values.plain import (
     decode_leaf,
     encode_leaf,
@@ -31,7 +39,6 @@ from lightning_cyclic.runtime.values.plain import (
 )
 from lightning_cyclic.runtime.values.trees import flatten, map_tensors, unflatten
 
-_ORDERED = (list, deque)
 _MANY = 1024  # elements of tensors that each step sets anew, and that others are not told
 _RULE = (
     "what training_step keeps on the module may be read and changed by the code of one stage "
@@ -53,16 +60,6 @@ class Change(NamedTuple):
     key: Any
     grew: bool
     value: Any
-
-
-class Kept(NamedTuple):
-    """Hold a value, and what of it may be changed in place."""
-
-    value: Any
-    inside: Any  # of a list its items, of a dictionary these again, of a tensor its version
-
-
-Attributes = dict[str, Kept]
 
 
 class Visit(NamedTuple):
@@ -108,8 +105,9 @@ class ModuleState:
         self._buffers_left: list[Tensor] = []  # what hooks found behind the last run
         self._module = module
         self._ignored = frozenset(ignored)
-        self._names: list[str] = []  # of what is the user's, while there are so many attributes
+        self._names: tuple[str, ...] = ()  # of the user's, while there are so many attributes
         self._num_attributes = -1
+        self._seen: Attributes | None = None  # last, in this step
         self._last = num_stages - 1
         self._say = say
         self._apart: dict[int, dict[str, Any]] = {j: {} for j in stages if j != max(stages)}
@@ -131,14 +129,14 @@ class ModuleState:
         if kept is None:
             return Visit(shown, shown, buffers, buffers)
         for name, x in self._left.items():  # what a hook has changed, all stages follow
-            if name in kept and (name not in shown or _differs(x, shown[name].value)):
+            if name in kept and (name not in shown.kept or differs(x, shown.kept[name].value)):
                 del kept[name]
         vars(self._module).update(kept)
         if not all(map(torch.equal, self._buffers_left, buffers)):
             self._buffers_apart.clear()
         found = self._buffers_apart.get(j, buffers)
         self._put_buffers(found)
-        return Visit(shown, self._attributes(), buffers, found)
+        return Visit(shown, self._attributes() if kept else shown, buffers, found)
 
     def begin_anew(self, visit: Visit) -> None:
         """Take back what a run has changed that begins once more."""
@@ -147,21 +145,26 @@ class ModuleState:
 
     def end(self, j: int, visit: Visit) -> Found:
         """Keep what the run of stage ``j`` changed; return what a run again is to find."""
-        now = self._values()
-        changed = {n for n, x in now.items() if _is_new(n, x, visit.found)}
-        self._changed |= changed
+        changed = self._changed_since(visit)
+        self._changed |= changed.keys()
         kept = self._apart.get(j)
         if kept is None:
-            self._left = {n: _kept(now[n]) for n in self._changed if n in now}
+            now = dict(zip(self._names, self._values(), strict=True)) if self._changed else {}
+            self._left = {n: keep(now[n]) for n in self._changed if n in now}
             self._buffers_left = self._buffers_now() if self._apart else []
         elif changed or kept:
-            kept.update({n: self._moved(n, _kept(now[n]), visit) for n in changed})
+            kept.update({n: self._moved(n, keep(x), visit) for n, x in changed.items()})
             self._put_back(visit.shown)
         if kept is not None:
             self._buffers_apart[j] = self._buffers_now()
             self._put_buffers(visit.buffers_shown)
-        found = {n: visit.found[n] for n in self._changed if n in visit.found}
+        before = visit.found.kept
+        found = {n: before[n] for n in self._changed if n in before}
         return Found(found, visit.buffers_found)
+
+    def forget(self) -> None:
+        """Let go of what attributes were in this step: hooks may want it to be free."""
+        self._seen = None
 
     @contextmanager
     def again(self, found: Found) -> Iterator[None]:
@@ -170,7 +173,7 @@ class ModuleState:
             yield
             return
         shown, buffers = self._attributes(), self._buffers_now()
-        vars(self._module).update({n: _made(x) for n, x in found.attributes.items()})
+        vars(self._module).update({n: made_of(x) for n, x in found.attributes.items()})
         self._put_buffers(found.buffers)
         try:
             yield
@@ -178,8 +181,9 @@ class ModuleState:
             self._put_back(shown)
             self._put_buffers(buffers)
 
-    @contextmanager
-    def noting(self, *, training: bool, region: Callable[[], int]) -> Iterator[None]:
+    def noting(
+        self, *, training: bool, region: Callable[[], int]
+    ) -> AbstractContextManager[None]:
         """Note what the first run, which the body makes, looks at and sets.
 
         Args:
@@ -187,9 +191,12 @@ class ModuleState:
             region: returns the stage whose code is under way.
         """
         if training in self._looked:
-            yield
-            return
+            return nullcontext()
         self._looked.add(training)
+        return self._noting(region)
+
+    @contextmanager
+    def _noting(self, region: Callable[[], int]) -> Iterator[None]:
         kind, read, written = type(self._module), self._read, self._set
 
         def look(module: nn.Module, name: str) -> Any:
@@ -229,9 +236,9 @@ class ModuleState:
         """
         found = [
             change
-            for name, value in self._values().items()
-            if _is_new(name, value, visit.found) and name not in self._secret
-            for change in _changes(name, value, visit.found.get(name))
+            for name, value in self._changed_since(visit).items()
+            if name not in self._secret
+            for change in _changes(name, value, visit.found.kept.get(name))
         ]
         for name in {change.name for change in found}:
             if len(self._set.get(name, ())) > 1:
@@ -254,9 +261,8 @@ class ModuleState:
         """Note by how much a run that ends before the last stage has let lists grow."""
         self._grown[t, i] = {
             (c.name, c.key): len(c.value)
-            for name, value in self._values().items()
-            if _is_new(name, value, visit.found)
-            for c in _changes(name, value, visit.found.get(name))
+            for name, value in self._changed_since(visit).items()
+            for c in _changes(name, value, visit.found.kept.get(name))
             if c.grew
         }
 
@@ -311,7 +317,7 @@ class ModuleState:
         name, key, grew, value = change
         if key is not None:
             attributes, name = attributes[name], key
-        if isinstance(attributes[name], _ORDERED) and isinstance(value, list):
+        if isinstance(attributes[name], ORDERED) and isinstance(value, list):
             for k, x in enumerate(filled(value), start=-len(value)):
                 attributes[name][k] = x
         else:
@@ -323,29 +329,40 @@ class ModuleState:
         return [self._module.get_buffer(n).detach().clone() for n in self._buffers]
 
     def _put_buffers(self, values: Sequence[Tensor]) -> None:
+        if not self._buffers:  # no context costs nothing
+            return
         with torch.no_grad():
             for name, value in zip(self._buffers, values, strict=True):
                 self._module.get_buffer(name).copy_(value)
 
     # ------------------------------------------------------------------ attributes
 
-    def _values(self) -> dict[str, Any]:
+    def _values(self) -> tuple[Any, ...]:
+        """Return the values of what is the user's, whose names are at hand behind it."""
         attributes = vars(self._module)
         if len(attributes) == self._num_attributes:
             try:
-                return {n: attributes[n] for n in self._names}
+                return tuple(map(attributes.__getitem__, self._names))
             except KeyError:  # one has gone, and another come
                 pass
         self._num_attributes = len(attributes)
-        self._names = [n for n in attributes if n not in self._ignored]
-        return {n: attributes[n] for n in self._names}
+        self._names = tuple(n for n in attributes if n not in self._ignored)
+        return tuple(map(attributes.__getitem__, self._names))
 
     def _attributes(self) -> Attributes:
-        return {n: _kept(x) for n, x in self._values().items()}
+        values = self._values()
+        if self._seen is None or not self._seen.hold(self._names, values):
+            self._seen = Attributes(self._names, values)
+        return self._seen
+
+    def _changed_since(self, visit: Visit) -> dict[str, Any]:
+        """Return what a run has changed or set."""
+        values = self._values()
+        return visit.found.changed(self._names, values)
 
     def _moved(self, name: str, x: Kept, visit: Visit) -> Any:
         """Return what a stage has for its next run, apart from what hooks see."""
-        shown = visit.shown.get(name)
+        shown = visit.shown.kept.get(name)
         if shown is None or x.value is not shown.value:
             return x.value
         if isinstance(x.value, Tensor):
@@ -354,83 +371,24 @@ class ModuleState:
                 "runs once for each of its stages; allowed: a new tensor each time, or a buffer; "
                 f"use self.register_buffer({name!r}, ...)"
             )
-        return _made(x)
+        return made_of(x)
 
     def _put_back(self, attributes: Attributes) -> None:
         held = vars(self._module)
-        for name in self._values().keys() - attributes.keys():
+        self._values()
+        for name in set(self._names) - attributes.kept.keys():
             del held[name]
-        for name, x in attributes.items():
-            if name not in held or _differs(x, held[name]):
-                _restore(x)
+        for name, x in attributes.kept.items():
+            if name not in held or differs(x, held[name]):
+                restore(x)
                 held[name] = x.value
-
-
-def _kept(value: Any) -> Kept:
-    if isinstance(value, _ORDERED):
-        return Kept(value, list(value))
-    if isinstance(value, set):
-        return Kept(value, set(value))
-    if isinstance(value, dict):
-        return Kept(value, {k: _kept(x) for k, x in value.items()})
-    if isinstance(value, Tensor) and not value.is_inference():
-        return Kept(value, value._version)
-    return Kept(value, None)
-
-
-def _made(x: Kept) -> Any:
-    """Return a value of its own with what another held."""
-    if isinstance(x.value, (*_ORDERED, set)):
-        made: Any = copy.copy(x.value)  # of its type and its largest length
-        made.clear()
-        (made.update if isinstance(made, set) else made.extend)(x.inside)
-        return made
-    if isinstance(x.value, dict):
-        made = x.value.copy()  # of its type
-        made.clear()
-        made.update({k: _made(y) for k, y in x.inside.items()})
-        return made
-    return x.value
-
-
-def _restore(x: Kept) -> None:
-    """Undo changes in place; a tensor keeps them."""
-    if isinstance(x.value, (*_ORDERED, set)):
-        x.value.clear()
-        (x.value.update if isinstance(x.value, set) else x.value.extend)(x.inside)
-    elif isinstance(x.value, dict):
-        for y in x.inside.values():
-            _restore(y)
-        x.value.clear()
-        x.value.update({k: y.value for k, y in x.inside.items()})
-
-
-def _differs(x: Kept, value: Any) -> bool:
-    if x.value is not value:
-        return True
-    if x.inside is None:
-        return False
-    if isinstance(value, set):
-        return len(value) != len(x.inside)
-    if isinstance(value, _ORDERED):
-        items = x.inside
-        return len(items) != len(value) or (bool(items) and items[-1] is not value[-1])
-    if isinstance(value, dict):
-        return x.inside.keys() != value.keys() or any(
-            _differs(y, value[k]) for k, y in x.inside.items()
-        )
-    return bool(x.inside != value._version)
-
-
-def _is_new(name: str, value: Any, found: Attributes) -> bool:
-    return name not in found or _differs(found[name], value)
 
 
 def _changes(name: str, value: Any, before: Kept | None) -> list[Change]:
     """Return how a value became what it is."""
-    if before is None or before.value is not value or not isinstance(value, (*_ORDERED, dict)):
+    if before is None or before.value is not value or not isinstance(value, (*ORDERED, dict)):
         return [Change(name, None, False, value)]
-    if isinstance(value, _ORDERED):
+    if isinstance(value, ORDERED):
         items, num = list(value), len(before.inside)
         grew = len(items) > num and all(map(_is, before.inside[-1:], items[num - 1 : num]))
         whole = items if isinstance(value, deque) else value  # whoever has one refills it
@@ -440,7 +398,7 @@ def _changes(name: str, value: Any, before: Kept | None) -> list[Change]:
     return [
         Change(name, key, change.grew, change.value)
         for key, x in value.items()
-        if key not in before.inside or _differs(before.inside[key], x)
+        if key not in before.inside or differs(before.inside[key], x)
         for change in _changes(name, x, before.inside.get(key))[:1]
     ]
 

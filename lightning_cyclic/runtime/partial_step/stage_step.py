@@ -181,6 +181,7 @@ class StageStep:
         """Forget the micro-batches of step ``t``, behind their last backward; and older ones."""
         self._micro = {k: m for k, m in self._micro.items() if not _is_over(k[0], t)}
         self._calls = {k: call for k, call in self._calls.items() if not _is_over(k, t)}
+        self._effects.state.forget()
 
     # ------------------------------------------------------------------ forward
 

@@ -1,0 +1,129 @@
+"""What a module had at one time: its attributes, and what of them may be changed in place."""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from operator import is_
+from typing import Any, NamedTuple, final
+
+from torch import Tensor
+
+ORDERED = (list, deque)
+
+
+class Kept(NamedTuple):
+    """Hold a value, and what of it may be changed in place."""
+
+    value: Any
+    inside: Any  # of a list its items, of a dictionary these again, of a tensor its version
+
+
+def keep(value: Any) -> Kept:
+    """Return what a value is now."""
+    if isinstance(value, ORDERED):
+        return Kept(value, list(value))
+    if isinstance(value, set):
+        return Kept(value, set(value))
+    if isinstance(value, dict):
+        return Kept(value, {k: keep(x) for k, x in value.items()})
+    if isinstance(value, Tensor) and not value.is_inference():
+        return Kept(value, value._version)
+    return Kept(value, None)
+
+
+def made_of(x: Kept) -> Any:
+    """Return a value of its own with what another held."""
+    if isinstance(x.value, (*ORDERED, set)):
+        made: Any = copy.copy(x.value)  # of its type and its largest length
+        made.clear()
+        (made.update if isinstance(made, set) else made.extend)(x.inside)
+        return made
+    if isinstance(x.value, dict):
+        made = x.value.copy()  # of its type
+        made.clear()
+        made.update({k: made_of(y) for k, y in x.inside.items()})
+        return made
+    return x.value
+
+
+def restore(x: Kept) -> None:
+    """Undo changes in place; a tensor keeps them."""
+    if isinstance(x.value, (*ORDERED, set)):
+        x.value.clear()
+        (x.value.update if isinstance(x.value, set) else x.value.extend)(x.inside)
+    elif isinstance(x.value, dict):
+        for y in x.inside.values():
+            restore(y)
+        x.value.clear()
+        x.value.update({k: y.value for k, y in x.inside.items()})
+
+
+def differs(x: Kept, value: Any) -> bool:
+    """Say whether a value is another than it was."""
+    if x.value is not value:
+        return True
+    if x.inside is None:
+        return False
+    if isinstance(value, set):
+        return len(value) != len(x.inside)
+    if isinstance(value, ORDERED):
+        items = x.inside
+        return len(items) != len(value) or (bool(items) and items[-1] is not value[-1])
+    if isinstance(value, dict):
+        return x.inside.keys() != value.keys() or any(
+            differs(y, value[k]) for k, y in x.inside.items()
+        )
+    return bool(x.inside != value._version)
+
+
+@final
+class Attributes:
+    """Hold attributes as they were.
+
+    Args:
+        names: of all that are looked at.
+        values: of these.
+    """
+
+    def __init__(self, names: tuple[str, ...], values: tuple[Any, ...]) -> None:
+        self.kept = dict(zip(names, map(keep, values), strict=True))
+        self._names = names
+        self._values = values
+        inside = [x for x in self.kept.values() if x.inside is not None]
+        self._empty = [x.value for x in inside if not x.inside and not isinstance(x.value, Tensor)]
+        self._inside = [x for x in inside if x.inside or isinstance(x.value, Tensor)]
+
+    def hold(self, names: tuple[str, ...], values: tuple[Any, ...]) -> bool:
+        """Say whether a module with these has, to the last item, what it had.
+
+        Most runs leave all attributes alone; to see that costs much less than to keep them again.
+        """
+        same = names == self._names and all(map(is_, values, self._values))
+        return same and not any(map(len, self._empty)) and all(map(_is_as_kept, self._inside))
+
+    def changed(self, names: tuple[str, ...], values: tuple[Any, ...]) -> dict[str, Any]:
+        """Return which of these have come, or are others than they were."""
+        if self.hold(names, values):
+            return {}
+        kept = self.kept
+        pairs = zip(names, values, strict=True)
+        return {n: x for n, x in pairs if n not in kept or differs(kept[n], x)}
+
+
+def _is_as_kept(x: Kept) -> bool:
+    """Say whether a value has the very items that it had, in the same order."""
+    value, inside = x
+    if inside is None:
+        return True
+    if isinstance(value, dict):
+        items = inside.values()
+        return (
+            len(value) == len(inside)
+            and all(map(is_, value, inside))
+            and all(y.value is part for y, part in zip(items, value.values(), strict=True))
+            and all(map(_is_as_kept, items))
+        )
+    if isinstance(value, Tensor):
+        return bool(inside == value._version)
+    return len(value) == len(inside) and all(map(is_, value, inside))
