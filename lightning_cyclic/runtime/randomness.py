@@ -16,6 +16,8 @@ from typing import Any, final
 
 import torch
 
+from lightning_cyclic.runtime.generator_state import GeneratorState, Look
+
 DRAWS = frozenset(
     {"rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "normal"}
     | {"bernoulli", "multinomial", "poisson", "binomial", "dropout", "rrelu", "bernoulli_"}
@@ -111,6 +113,8 @@ class _PlainGenerators:
         self._lock = threading.Lock()
         self._seeded_for: object = None
         self._value = 0
+        self._state = GeneratorState()
+        self._seeded: Look | None = None  # what it looked like when they were
 
     def seed(self, who: object, value: int) -> None:
         """Seed them for somebody."""
@@ -119,6 +123,7 @@ class _PlainGenerators:
             random.seed(value)
             if numpy := sys.modules.get("numpy"):
                 numpy.random.seed(value % 2**32)
+            self._seeded = self._state.look(numpy)
 
     def state(self) -> tuple[Any, Any]:
         """Return what :meth:`restore` needs."""
@@ -137,21 +142,28 @@ class _PlainGenerators:
     def has_drawn(self, who: object) -> bool | None:
         """Say whether anything has drawn since; None if others have seeded them, or restored them.
 
-        It shows in their next number, which is drawn: they are to be seeded again behind it.
+        They are to be seeded again behind it: where their state cannot be seen, it draws itself.
         """
         with self._lock:
             if self._seeded_for is not who:
                 return None
             self._seeded_for = None
-            drawn = random.getrandbits(32)
-            random.seed(self._value)
-            if drawn != random.getrandbits(32):
-                return True
-            if (numpy := sys.modules.get("numpy")) is None:
-                return False
-            drawn = numpy.random.random_sample()
-            numpy.random.seed(self._value % 2**32)
-            return bool(drawn != numpy.random.random_sample())
+            numpy = sys.modules.get("numpy")
+            if self._seeded is not None:
+                return self._seeded != self._state.look(numpy)
+            return self._would_draw_else(numpy)
+
+    def _would_draw_else(self, numpy: Any) -> bool:
+        """Say whether the next numbers are others than the first ones."""
+        drawn = random.getrandbits(32)
+        random.seed(self._value)
+        if drawn != random.getrandbits(32):
+            return True
+        if numpy is None:
+            return False
+        drawn = numpy.random.random_sample()
+        numpy.random.seed(self._value % 2**32)
+        return bool(drawn != numpy.random.random_sample())
 
 
 _PLAIN = _PlainGenerators()

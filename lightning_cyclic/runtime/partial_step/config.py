@@ -45,7 +45,7 @@ class StagewiseConfig:
         memory_limit_bytes: most bytes of parameters on a worker, also where a hook reads the
             whole module. [any number]
         say: tells the user what happens.
-        not_state: attributes of the module that are not the user's.
+        not_state: attributes of the module that are not the user's. [those of any module]
         is_delayed: whether the plan reads versions older than the newest.
         recorder: notes what this worker does, and when. [nobody does]
         is_one_stage: whether one worker has all of the module, so that nobody waits for it: a step
@@ -70,6 +70,6 @@ class StagewiseConfig:
     expected_stages: int = 0
     memory_limit_bytes: int | None = None
     say: Callable[[str], None] = print
-    not_state: frozenset[str] = frozenset()
+    not_state: frozenset[str] = frozenset(vars(nn.Module()))
     is_delayed: bool = False
     recorder: Recorder | None = None

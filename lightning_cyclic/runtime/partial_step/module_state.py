@@ -74,7 +74,7 @@ class Visit(NamedTuple):
 class Found(NamedTuple):
     """Hold what a run again is to find."""
 
-    attributes: Attributes
+    attributes: dict[str, Kept]
     buffers: list[Tensor]
 
 
@@ -112,7 +112,7 @@ class ModuleState:
         self._say = say
         self._apart: dict[int, dict[str, Any]] = {j: {} for j in stages if j != max(stages)}
         self._changed: set[str] = set()  # by runs on this worker
-        self._left: Attributes = {}  # of these, behind the last run, before hooks
+        self._left: dict[str, Kept] = {}  # of these, behind the last run, before hooks
         self._tells = self._last in stages
         self._looked: set[bool] = set()
         self._read: set[str] = set()  # by first runs that end before the last stage
@@ -181,9 +181,7 @@ class ModuleState:
             self._put_back(shown)
             self._put_buffers(buffers)
 
-    def noting(
-        self, *, training: bool, region: Callable[[], int]
-    ) -> AbstractContextManager[None]:
+    def noting(self, *, training: bool, region: Callable[[], int]) -> AbstractContextManager[None]:
         """Note what the first run, which the body makes, looks at and sets.
 
         Args:

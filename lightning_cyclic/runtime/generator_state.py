@@ -1,0 +1,73 @@
+"""The states of Python's and numpy's own generators, looked at without drawing or seeding.
+
+To ask a generator for its state makes Python objects of its 624 words, and to see whether it draws
+what it drew before takes two seedings. Here the bytes are read where CPython and numpy keep them;
+that they are there is made sure of by what the generators say themselves. Where they are not, as
+on other interpreters, there is nothing to look at.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import struct
+import sys
+from typing import Any, final
+
+_WORDS = 624  # of a Mersenne twister, beside its position among them
+_NUM_BYTES = 4 * (_WORDS + 1)
+_Bytes = ctypes.c_char * _NUM_BYTES
+
+Look = tuple[bytes, object, bytes]  # of Python's; of numpy's, whose generator may be replaced
+
+
+@final
+class GeneratorState:
+    """Look at the states."""
+
+    def __init__(self) -> None:
+        self._python: ctypes.Array[ctypes.c_char] | None = None
+        self._numpy: ctypes.Array[ctypes.c_char] | None = None
+        self._of_numpy: object = None  # is kept alive, since its memory is read
+        self._has_looked = False
+
+    def look(self, numpy: Any) -> Look | None:
+        """Return what is another thing once a generator has drawn or has been seeded.
+
+        Args:
+            numpy: the module, if it is there.
+
+        Returns:
+            None where it cannot be seen.
+        """
+        of_numpy = _generator_of(numpy)
+        if not self._has_looked or of_numpy is not self._of_numpy:
+            self._has_looked, self._of_numpy = True, of_numpy
+            self._python, self._numpy = _find_python(), _find_numpy(numpy, of_numpy)
+        if self._python is None or (numpy is not None and self._numpy is None):
+            return None
+        return self._python.raw, of_numpy, b"" if self._numpy is None else self._numpy.raw
+
+
+def _generator_of(numpy: Any) -> Any:
+    get = None if numpy is None else getattr(numpy.random, "get_bit_generator", None)
+    return None if get is None else get()
+
+
+def _find_python() -> ctypes.Array[ctypes.c_char] | None:
+    base: Any = random.Random.__base__  # made in C: head of the object, position, words
+    head = object.__basicsize__
+    if sys.implementation.name != "cpython" or base.__basicsize__ - head < _NUM_BYTES:
+        return None
+    *words, position = random.getstate()[1]
+    found = _Bytes.from_address(id(random._inst) + head)
+    return found if found.raw == struct.pack(f"{_WORDS + 1}I", position, *words) else None
+
+
+def _find_numpy(numpy: Any, generator: Any) -> ctypes.Array[ctypes.c_char] | None:
+    if generator is None or type(generator) is not numpy.random.MT19937:
+        return None
+    state = generator.state["state"]  # words, position
+    found = _Bytes.from_address(generator.ctypes.state_address)
+    expected = struct.pack(f"{_WORDS + 1}I", *state["key"].tolist(), state["pos"])
+    return found if found.raw == expected else None
