@@ -1,8 +1,8 @@
 """The states of Python's and numpy's own generators, looked at without drawing or seeding.
 
 To ask a generator for its state makes Python objects of its 624 words, and to see whether it draws
-what it drew before takes two seedings. Here the bytes are read where CPython and numpy keep them;
-that they are there is made sure of by what the generators say themselves. Where they are not, as
+what it drew before takes two seedings. Here bytes are read where CPython and numpy keep them; that
+they are there is made sure of by what the generators say themselves. Where they are not, as
 on other interpreters, there is nothing to look at.
 """
 
@@ -14,9 +14,10 @@ import struct
 import sys
 from typing import Any, final
 
-_WORDS = 624  # of a Mersenne twister, beside its position among them
-_NUM_BYTES = 4 * (_WORDS + 1)
-_Bytes = ctypes.c_char * _NUM_BYTES
+_WORDS = 624  # of a Mersenne twister, which are made anew together, beside its position in them
+_SEEN = 16  # of these 625, the position among them: draws change it, but for 624 of them, which
+# change all others
+_Bytes = ctypes.c_char * (4 * _SEEN)
 
 Look = tuple[bytes, object, bytes]  # of Python's; of numpy's, whose generator may be replaced
 
@@ -32,7 +33,7 @@ class GeneratorState:
         self._has_looked = False
 
     def look(self, numpy: Any) -> Look | None:
-        """Return what is another thing once a generator has drawn or has been seeded.
+        """Return what is another thing once a generator has drawn or has been seeded otherwise.
 
         Args:
             numpy: the module, if it is there.
@@ -40,34 +41,41 @@ class GeneratorState:
         Returns:
             None where it cannot be seen.
         """
-        of_numpy = _generator_of(numpy)
+        of_numpy = None if numpy is None else _generator_of(numpy)
         if not self._has_looked or of_numpy is not self._of_numpy:
             self._has_looked, self._of_numpy = True, of_numpy
             self._python, self._numpy = _find_python(), _find_numpy(numpy, of_numpy)
-        if self._python is None or (numpy is not None and self._numpy is None):
+        if self._python is None:
             return None
-        return self._python.raw, of_numpy, b"" if self._numpy is None else self._numpy.raw
+        if self._numpy is None:
+            return (self._python.raw, None, b"") if numpy is None else None
+        return self._python.raw, of_numpy, self._numpy.raw
 
 
 def _generator_of(numpy: Any) -> Any:
-    get = None if numpy is None else getattr(numpy.random, "get_bit_generator", None)
+    get = getattr(numpy.random, "get_bit_generator", None)
     return None if get is None else get()
 
 
 def _find_python() -> ctypes.Array[ctypes.c_char] | None:
     base: Any = random.Random.__base__  # made in C: head of the object, position, words
     head = object.__basicsize__
-    if sys.implementation.name != "cpython" or base.__basicsize__ - head < _NUM_BYTES:
+    if sys.implementation.name != "cpython" or base.__basicsize__ < head + 4 * (_WORDS + 1):
         return None
     *words, position = random.getstate()[1]
-    found = _Bytes.from_address(id(random._inst) + head)
-    return found if found.raw == struct.pack(f"{_WORDS + 1}I", position, *words) else None
+    return _found(id(random._inst) + head, [position, *words], 0)
 
 
 def _find_numpy(numpy: Any, generator: Any) -> ctypes.Array[ctypes.c_char] | None:
     if generator is None or type(generator) is not numpy.random.MT19937:
         return None
-    state = generator.state["state"]  # words, position
-    found = _Bytes.from_address(generator.ctypes.state_address)
-    expected = struct.pack(f"{_WORDS + 1}I", *state["key"].tolist(), state["pos"])
-    return found if found.raw == expected else None
+    state = generator.state["state"]
+    words = [*state["key"].tolist(), state["pos"]]
+    return _found(generator.ctypes.state_address, words, _WORDS + 1 - _SEEN)
+
+
+def _found(address: int, words: list[int], first: int) -> ctypes.Array[ctypes.c_char] | None:
+    """Return the bytes of a few words, the position among them, if all lie at the address."""
+    if ctypes.string_at(address, 4 * len(words)) != struct.pack(f"{len(words)}I", *words):
+        return None
+    return _Bytes.from_address(address + 4 * first)

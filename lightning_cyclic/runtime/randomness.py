@@ -120,7 +120,7 @@ class _PlainGenerators:
         """Seed them for somebody."""
         with self._lock:
             self._seeded_for, self._value = who, value
-            random.seed(value)
+            _seed_python(value)
             if numpy := sys.modules.get("numpy"):
                 numpy.random.seed(value % 2**32)
             self._seeded = self._state.look(numpy)
@@ -166,6 +166,14 @@ class _PlainGenerators:
         return bool(drawn != numpy.random.random_sample())
 
 
+def _seed_python(value: int) -> None:
+    """Do what random.seed does for an integer."""
+    _seed_words(value)
+    _PYTHON.gauss_next = None
+
+
+_PYTHON: Any = random._inst
+_seed_words = super(random.Random, _PYTHON).seed
 _PLAIN = _PlainGenerators()
 
 

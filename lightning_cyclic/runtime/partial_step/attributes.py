@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import copy
-from collections import deque
-from operator import is_
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Collection
+from itertools import chain
+from operator import attrgetter, is_
 from typing import Any, NamedTuple, final
 
 from torch import Tensor
 
 ORDERED = (list, deque)
+_ITERABLES = frozenset({list, deque, set})
+_DICTS = frozenset({dict, OrderedDict, defaultdict})
+_version_of = attrgetter("_version")
 
 
 class Kept(NamedTuple):
@@ -90,17 +95,26 @@ class Attributes:
         self.kept = dict(zip(names, map(keep, values), strict=True))
         self._names = names
         self._values = values
-        inside = [x for x in self.kept.values() if x.inside is not None]
-        self._empty = [x.value for x in inside if not x.inside and not isinstance(x.value, Tensor)]
-        self._inside = [x for x in inside if x.inside or isinstance(x.value, Tensor)]
+        self._tensors: list[Tensor] = []
+        self._live: list[Collection[Any]] = []  # containers, and views of dictionaries
+        self._can_hold = self._list_inside(self.kept.values())
+        self._versions = list(map(_version_of, self._tensors))
+        self._sizes = list(map(len, self._live))
+        self._items = list(chain.from_iterable(self._live))
 
     def hold(self, names: tuple[str, ...], values: tuple[Any, ...]) -> bool:
         """Say whether a module with these has, to the last item, what it had.
 
         Most runs leave all attributes alone; to see that costs much less than to keep them again.
         """
-        same = names == self._names and all(map(is_, values, self._values))
-        return same and not any(map(len, self._empty)) and all(map(_is_as_kept, self._inside))
+        return (
+            self._can_hold
+            and names == self._names
+            and all(map(is_, values, self._values))
+            and list(map(len, self._live)) == self._sizes
+            and all(map(is_, chain.from_iterable(self._live), self._items))
+            and list(map(_version_of, self._tensors)) == self._versions
+        )
 
     def changed(self, names: tuple[str, ...], values: tuple[Any, ...]) -> dict[str, Any]:
         """Return which of these have come, or are others than they were."""
@@ -110,20 +124,17 @@ class Attributes:
         pairs = zip(names, values, strict=True)
         return {n: x for n, x in pairs if n not in kept or differs(kept[n], x)}
 
-
-def _is_as_kept(x: Kept) -> bool:
-    """Say whether a value has the very items that it had, in the same order."""
-    value, inside = x
-    if inside is None:
+    def _list_inside(self, kept: Collection[Kept]) -> bool:
+        """List what may be changed in place; say whether it is all of kinds that hide nothing."""
+        for value, inside in kept:
+            if isinstance(value, Tensor):
+                self._tensors += [value] if inside is not None else []
+            elif type(value) in _DICTS:
+                self._live += value.keys(), value.values()
+                if not self._list_inside(inside.values()):
+                    return False
+            elif type(value) in _ITERABLES:
+                self._live.append(value)
+            elif inside is not None:  # of a class of the user's
+                return False
         return True
-    if isinstance(value, dict):
-        items = inside.values()
-        return (
-            len(value) == len(inside)
-            and all(map(is_, value, inside))
-            and all(y.value is part for y, part in zip(items, value.values(), strict=True))
-            and all(map(_is_as_kept, items))
-        )
-    if isinstance(value, Tensor):
-        return bool(inside == value._version)
-    return len(value) == len(inside) and all(map(is_, value, inside))

@@ -8,6 +8,7 @@ function that is given the ghost gets the real tensor in its place.
 from __future__ import annotations
 
 import sys
+from itertools import compress
 from types import FrameType
 from typing import TYPE_CHECKING, Any, final
 
@@ -34,7 +35,7 @@ TENSOR_PROPERTIES = frozenset({"T", "mT", "H", "mH", "data", "real", "imag", "gr
 """Names of the properties of a tensor that are tensors; all others are metadata."""
 
 
-_NUM_ATTRIBUTES = 5  # a ghost's own
+NUM_ATTRIBUTES = 5  # a ghost's own
 
 
 @final
@@ -82,7 +83,7 @@ class Ghost(Tensor):
     @property
     def is_as_made(self) -> bool:
         """Say whether nobody has changed it or has written anything on it."""
-        return len(self.__dict__) == _NUM_ATTRIBUTES
+        return len(self.__dict__) == NUM_ATTRIBUTES
 
     # what is asked for most does not take the long way through torch
 
@@ -238,31 +239,42 @@ def _refuse(ghost: Ghost) -> Any:
     )
 
 
-_TENSORS = frozenset({Tensor, nn.Parameter, Ghost})
-_NO_CONTAINERS = frozenset(
+_TENSORS: frozenset[type] = frozenset({Tensor, nn.Parameter, Ghost})
+_NO_CONTAINERS: frozenset[type] = frozenset(
     {int, float, bool, str, type(None), torch.dtype, torch.device, torch.Size, torch.layout}
 )
 
 
+@final
+class _MayHold(dict[type, bool]):
+    """Say of kinds of values whether tensors may be in them; known ones cost no Python."""
+
+    def __missing__(self, kind: type) -> bool:
+        return kind not in _NO_CONTAINERS
+
+
+_KNOWN = dict.fromkeys(_NO_CONTAINERS, False) | dict.fromkeys(_TENSORS, True)
+_may_hold = _MayHold(_KNOWN).__getitem__
+
+
 def tensors_in(args: Any, kwargs: Any) -> list[Tensor]:
     """List the tensors among arguments, also those in plain containers."""
-    found: list[Tensor] = []
-    _collect((*args, *kwargs.values()) if kwargs else args, found)
-    return found
+    parts = (*args, *kwargs.values()) if kwargs else args
+    found = list(compress(parts, map(_may_hold, map(type, parts))))
+    if _TENSORS.issuperset(map(type, found)):  # almost always
+        return found
+    tensors: list[Tensor] = []
+    _collect(found, tensors)
+    return tensors
 
 
 def _collect(parts: Any, found: list[Tensor]) -> None:
-    for x in parts:  # the commonest cost no call
-        kind = type(x)
-        if kind in _TENSORS:
-            found.append(x)
-        elif kind in _NO_CONTAINERS:
-            pass
-        elif isinstance(x, Tensor):
+    for x in compress(parts, map(_may_hold, map(type, parts))):
+        if isinstance(x, Tensor):
             found.append(x)
         elif isinstance(x, tuple | list):
             _collect(x, found)
         elif isinstance(x, dict):
             _collect(x.values(), found)
-        elif kind is slice:
+        elif type(x) is slice:
             _collect((x.start, x.stop, x.step), found)

@@ -78,6 +78,9 @@ class Found(NamedTuple):
     buffers: list[Tensor]
 
 
+_NOTHING_FOUND = Found({}, [])
+
+
 @final
 class ModuleState:
     """Keep the attributes of a module as if the whole step were run for each micro-batch.
@@ -124,8 +127,10 @@ class ModuleState:
 
     def begin(self, j: int) -> Visit:
         """Let the module have what runs of stage ``j`` left, before the next one."""
-        shown, kept = self._attributes(), self._apart.get(j)
-        buffers = self._buffers_now()
+        shown = self._attributes()
+        if not (self._changed or self._buffers):  # nothing has ever been kept
+            return Visit(shown, shown, [], [])
+        kept, buffers = self._apart.get(j), self._buffers_now()
         if kept is None:
             return Visit(shown, shown, buffers, buffers)
         for name, x in self._left.items():  # what a hook has changed, all stages follow
@@ -143,10 +148,29 @@ class ModuleState:
         self._put_back(visit.found)
         self._put_buffers(visit.buffers_found)
 
-    def end(self, j: int, visit: Visit) -> Found:
-        """Keep what the run of stage ``j`` changed; return what a run again is to find."""
+    def end(self, j: int, visit: Visit, of: tuple[int, int] | None = None) -> Found:
+        """Keep what a run changed.
+
+        Args:
+            j: its stage.
+            visit: what :meth:`begin` returned.
+            of: step and micro-batch, where it ended before the last stage: by how much it has let
+                lists grow is to be compared with what the last stage does.
+
+        Returns:
+            What a run again is to find.
+        """
         changed = self._changed_since(visit)
+        if of is not None:
+            self._grown[of] = {
+                (c.name, c.key): len(c.value)
+                for name, value in changed.items()
+                for c in _changes(name, value, visit.found.kept.get(name))
+                if c.grew
+            }
         self._changed |= changed.keys()
+        if not (self._changed or self._buffers):
+            return _NOTHING_FOUND
         kept = self._apart.get(j)
         if kept is None:
             now = dict(zip(self._names, self._values(), strict=True)) if self._changed else {}
@@ -254,15 +278,6 @@ class ModuleState:
             told.append(change._replace(value=map_tensors(Tensor.detach, filled(change.value))))
             self._fill(change, filled)
         return told
-
-    def note_own(self, t: int, i: int, visit: Visit) -> None:
-        """Note by how much a run that ends before the last stage has let lists grow."""
-        self._grown[t, i] = {
-            (c.name, c.key): len(c.value)
-            for name, value in self._changed_since(visit).items()
-            for c in _changes(name, value, visit.found.kept.get(name))
-            if c.grew
-        }
 
     def adopt(self, t: int, tensors: Sequence[Tensor], facts: Any) -> None:
         """Take over what the last stage changed in step ``t``.

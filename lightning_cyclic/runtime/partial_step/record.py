@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, final
+from weakref import ref
 
 from torch import Tensor
-from torch.utils.weak import TensorWeakRef
 
 from lightning_cyclic.runtime.partial_step.ghosts import Handle
 from lightning_cyclic.runtime.partial_step.sharing import Sharing
@@ -67,7 +67,7 @@ class Record:
         self._wanted: frozenset[Handle] | None = None
         self._path: tuple[str, ...] | None = None
         self._likely: Tape = ()
-        self._made: list[tuple[Handle, TensorWeakRef]] = []
+        self._made: list[tuple[Handle, ref[Tensor]]] = []
 
     def expect(self, delivery: Delivery) -> None:
         """Take in what is known of the stage."""
@@ -137,12 +137,14 @@ class Record:
         if wanted is None:
             alive = ((handle, reference()) for handle, reference in self._made)
             self.captured = {handle: x for handle, x in alive if x is not None}
+            for x in self.captured.values():
+                x._fix_weakref()  # type: ignore[attr-defined] # as TensorWeakRef, dearer to make
         self.captured |= {h: x for h, x in came.items() if wanted is None or h in wanted}
         return wanted is not None
 
     def _note(self, handle: Handle, x: Tensor) -> None:
         setattr(x, MARK, (self._number, handle))
-        self._made.append((handle, TensorWeakRef(x)))
+        self._made.append((handle, ref(x)))
         if self._wanted is not None and handle in self._wanted:
             self.captured[handle] = x
 

@@ -13,7 +13,7 @@ from weakref import getweakrefcount
 
 from torch import Tensor
 
-from lightning_cyclic.runtime.partial_step.ghosts import Ghost, Handle
+from lightning_cyclic.runtime.partial_step.ghosts import NUM_ATTRIBUTES, Ghost, Handle
 from lightning_cyclic.runtime.partial_step.tape import (
     DRAWS,
     DRAWS_PLAINLY,
@@ -87,7 +87,11 @@ class Replay:
         spare = self._single[n]
         if getrefcount(spare[0]) == _ALONE and self._names[n] == name:
             ghost = spare[0]
-            if ghost is not None and ghost.is_as_made and not getweakrefcount(ghost):
+            if (
+                ghost is not None
+                and len(ghost.__dict__) == NUM_ATTRIBUTES  # is_as_made, without a call
+                and not getweakrefcount(ghost)
+            ):
                 self._position = n + 1
                 return ghost
         return None

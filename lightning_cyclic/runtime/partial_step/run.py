@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from operator import attrgetter
 from typing import Any, NoReturn, final
 
 import torch
@@ -42,6 +43,7 @@ from lightning_cyclic.runtime.values.trees import flatten, unflatten
 
 _run_numbers = itertools.count(1)
 _GHOSTS = frozenset({Ghost, AbsentParameter, AbsentBuffer})  # absent tensors let ghosts answer
+_version_of = attrgetter("_version")
 _INDEXING = ("__getitem__", "__setitem__")  # they do not ask a ghost that is an index
 
 
@@ -159,10 +161,10 @@ class Run:
             _pop_torch_function_stack()
         router.looking = None
         try:
-            before = [x._version for x in inputs]
+            before = list(map(_version_of, inputs))
             result = original(*args, **kwargs)
             mutated: Sequence[int] = ()
-            if [x._version for x in inputs] != before:
+            if list(map(_version_of, inputs)) != before:
                 pairs = enumerate(zip(inputs, before, strict=True))
                 mutated = [k for k, (x, v) in pairs if x._version != v and not self._depends(x)]
             if self.sharing.groups:

@@ -206,7 +206,9 @@ class StageStep:
             with _discard() if again else _NOTHING, self._showing(a, cell):
                 run, output = self._pass(a, passage, visit)
         gone = self._finish_forward(a, run, cell, passage, output, visit)
-        cell.found = self._effects.state.end(a.j, visit)
+        assert a.i is not None
+        of = None if gone is None else (a.t, a.i)
+        cell.found = self._effects.state.end(a.j, visit, of)
         return gone
 
     def _pass(self, a: Action, passage: Passage, visit: Visit) -> tuple[Run, Any]:
@@ -265,7 +267,6 @@ class StageStep:
             self._finish_last(a, run, passage, output, visit)
         else:
             gone = passage.packet_behind(run)
-            self._effects.state.note_own(a.t, a.i, visit)
         if not self._training:
             return gone
         if passage.copied:

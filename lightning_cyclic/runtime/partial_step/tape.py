@@ -8,6 +8,8 @@ it gave back; other workers read it in place of computing.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import repeat
+from operator import is_
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -80,15 +82,15 @@ def is_again(event: Event, name: str, result: Any, inputs: Sequence[Tensor]) -> 
 
     It costs much less than to describe the call; events that give anything else are not known.
     """
-    known, structure, outs, mutated, _ = event
-    if type(result) is not Tensor or known != name or len(outs) != 1:
+    if type(result) is not Tensor or event.name != name or len(event.outs) != 1:
         return False
-    for x in inputs:
-        if x is result:
-            return False
-    if mutated or structure is not LEAF or type(spec := outs[0]) is not TensorSpec:
+    if (
+        event.mutated
+        or event.structure is not LEAF
+        or type(spec := event.outs[0]) is not TensorSpec
+    ):
         return False
-    return spec.describes(result)
+    return True not in map(is_, inputs, repeat(result)) and spec.describes(result)
 
 
 def _out(leaf: Any, inputs: Sequence[Tensor]) -> Out:

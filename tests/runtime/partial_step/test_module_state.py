@@ -190,8 +190,7 @@ def test_an_attribute_that_two_stages_change_is_refused() -> None:
     _, changes = run(last, 1, lambda: code(model))
     visit = first.begin(0)
     other.outs.append(1)
-    first.note_own(0, 0, visit)
-    first.end(0, visit)
+    first.end(0, visit, (0, 0))
     with pytest.raises(StepError, match=r"self.outs is changed .* several stages; allowed: one"):
         first.adopt(0, *packed({0: changes}))
 
