@@ -111,10 +111,14 @@ class Attributes:
             self._can_hold
             and names == self._names
             and all(map(is_, values, self._values))
-            and list(map(len, self._live)) == self._sizes
-            and all(map(is_, chain.from_iterable(self._live), self._items))
-            and list(map(_version_of, self._tensors)) == self._versions
+            and (not self._live or self._containers_hold())
+            and (not self._tensors or list(map(_version_of, self._tensors)) == self._versions)
         )
+
+    def _containers_hold(self) -> bool:
+        if list(map(len, self._live)) != self._sizes:
+            return False
+        return all(map(is_, chain.from_iterable(self._live), self._items))
 
     def changed(self, names: tuple[str, ...], values: tuple[Any, ...]) -> dict[str, Any]:
         """Return which of these have come, or are others than they were."""

@@ -37,18 +37,22 @@ class Entry:
         if self.handles and torch.is_grad_enabled():
             made = _begin(_ANCHOR, self, [self.values[h] for h in self.handles])
             self.values.update(zip(self.handles, made, strict=True))
-        self._given = {} if copied else tensors
-        self._versions = [version(self.values[h]) for h in self._given]
+        self._given = () if copied else tuple(tensors.values())
+        self._versions = list(map(version, self.values.values()))
 
     def pass_changes_on(self) -> None:
         """Let graphs that hold the received tensors, of a stage on this worker, see changes.
 
         Their backward then raises, as it does where one graph holds all stages.
         """
-        for (h, x), before in zip(self._given.items(), self._versions, strict=True):
-            if version(self.values[h]) != before:
-                increment_version(x)
-        self._given = {}
+        if not self._given:
+            return
+        now = list(map(version, self.values.values()))
+        if now != self._versions:
+            for x, after, before in zip(self._given, now, self._versions, strict=True):
+                if after != before:
+                    increment_version(x)
+        self._given = ()
 
     def keep(self, grads: tuple[Tensor | None, ...]) -> None:
         """Keep the gradients that a backward brought."""

@@ -195,31 +195,30 @@ class StageStep:
         Returns:
             What crosses to the next stage; None behind the last.
         """
-        cell = _Cell()
+        cell, micro = _Cell(), self._of(a)
         again = self._training and self._is_run_again(a)
-        lesson = self._lessons.get(self._of(a).family)
-        passage = Passage(take_packet, lesson, copied=again)
+        passage = Passage(take_packet, self._lessons.get(micro.family), copied=again)
         visit = self._effects.state.begin(a.j)
         if not again and self._versions is None:  # no context costs nothing
-            run, output = self._pass(a, passage, visit)
+            run, output = self._pass(a, micro, passage, visit)
         else:
             with _discard() if again else _NOTHING, self._showing(a, cell):
-                run, output = self._pass(a, passage, visit)
+                run, output = self._pass(a, micro, passage, visit)
         gone = self._finish_forward(a, run, cell, passage, output, visit)
         assert a.i is not None
         of = None if gone is None else (a.t, a.i)
         cell.found = self._effects.state.end(a.j, visit, of)
         return gone
 
-    def _pass(self, a: Action, passage: Passage, visit: Visit) -> tuple[Run, Any]:
+    def _pass(self, a: Action, micro: Micro, passage: Passage, visit: Visit) -> tuple[Run, Any]:
         """Run the step as habit has it; begin again where it proves wrong before the stage."""
-        kind, habits = self.kind_of(a), self._habits
+        kind, habits = micro.kind, self._habits
         habit = habits.get(kind, a.j) or habits.begin(kind, a.j, passage.packet.tapes)
         while True:
             run = self._new_run(a, habit, partial(passage.deliver, habit))
             try:
                 with self._effects.state.noting(training=self._training, region=run.stage):
-                    output = run(self._step(a))
+                    output = run(self._step(a, micro))
             except Exception:
                 if run.is_real or habit.fits(passage.packet.tapes):
                     raise
@@ -234,9 +233,9 @@ class StageStep:
         randomness = Randomness(self._seed, a.t, a.i, self._router.device)
         return Run(self._router, a.j, habit.replays, take, randomness)
 
-    def _step(self, a: Action) -> Callable[[], Any]:
+    def _step(self, a: Action, micro: Micro) -> Callable[[], Any]:
         """Return the user's step on a batch that its code may change: it is run once a stage."""
-        return partial(self._calls[a.t], map_tensors(torch.clone, self._of(a).batch))
+        return partial(self._calls[a.t], map_tensors(torch.clone, micro.batch))
 
     def _of(self, a: Action) -> Micro:
         assert a.i is not None
@@ -338,10 +337,11 @@ class StageStep:
         if cell.loss is not None and cell.loss.requires_grad:
             roots.append(cell.loss)
             root_grads.append(self._of(a).weight(torch.ones_like(cell.loss)))
+        crossed = came.crossed
         for h, edge in cell.edges.items():
-            if h in came.crossed:
+            if h in crossed:
                 roots.append(edge)
-                root_grads.append(came.crossed[h])
+                root_grads.append(crossed[h])
         for p, grad in self._tied_roots(a.j, cell, came.tied) if came.tied else ():
             roots.append(get_gradient_edge(p))
             root_grads.append(grad)
@@ -369,7 +369,7 @@ class StageStep:
         assert cell.found is not None
         found = self._effects.state.again(cell.found)
         with torch.enable_grad(), self._showing(a, cell), found:
-            output = run(self._step(a))
+            output = run(self._step(a, self._of(a)))
         self._keep(cell, run, entry, output)
         cell.again = None
 
@@ -390,11 +390,15 @@ class StageStep:
 
 def _edge_of(x: Tensor) -> GradientEdge:
     """Return where the gradient of a tensor enters its graph, which lives as long as the edge."""
+    node = x.grad_fn
+    if node is None:
+        return get_gradient_edge(x)
     # the node of a Function of the user's is the tensor's own, and torch 2.6 lets it go with it
-    if isinstance(x.grad_fn, torch._C._FunctionBase):
+    if isinstance(node, torch._C._FunctionBase):
         with torch.enable_grad():
             x = x.view_as(x)
-    return get_gradient_edge(x)
+        return get_gradient_edge(x)
+    return GradientEdge(node, x.output_nr)
 
 
 def _run_backward(roots: tuple[Any, ...], grads: tuple[Tensor, ...]) -> None:
