@@ -41,7 +41,7 @@ class GeneratorState:
         Returns:
             None where it cannot be seen.
         """
-        of_numpy = None if numpy is None else _generator_of(numpy)
+        of_numpy = None if numpy is None else _generator_of(numpy.random)
         if not self._has_looked or of_numpy is not self._of_numpy:
             self._has_looked, self._of_numpy = True, of_numpy
             self._python, self._numpy = _find_python(), _find_numpy(numpy, of_numpy)
@@ -52,9 +52,11 @@ class GeneratorState:
         return self._python.raw, of_numpy, self._numpy.raw
 
 
-def _generator_of(numpy: Any) -> Any:
-    get = getattr(numpy.random, "get_bit_generator", None)
-    return None if get is None else get()
+def _generator_of(numpy_random: Any) -> Any:
+    try:
+        return numpy_random.get_bit_generator()
+    except AttributeError:  # an old version
+        return None
 
 
 def _find_python() -> ctypes.Array[ctypes.c_char] | None:

@@ -79,6 +79,7 @@ class Found(NamedTuple):
 
 
 _NOTHING_FOUND = Found({}, [])
+_NOT_NOTING: AbstractContextManager[None] = nullcontext()
 
 
 @final
@@ -213,7 +214,7 @@ class ModuleState:
             region: returns the stage whose code is under way.
         """
         if training in self._looked:
-            return nullcontext()
+            return _NOT_NOTING
         self._looked.add(training)
         return self._noting(region)
 

@@ -32,6 +32,14 @@ _sample = [object()]
 _ALONE = getrefcount(_sample[0])  # what is counted of an object that one list alone holds
 
 
+def _count_here() -> int:
+    x = _sample[0]
+    return getrefcount(x)
+
+
+_ALONE_BUT_HERE = _count_here()  # and a function that has just taken it from there
+
+
 @final
 class Replay:
     """Pretend that a region of the user's step is run, event by event.
@@ -84,16 +92,16 @@ class Replay:
     def ghost(self, name: str) -> Ghost | None:
         """Return what the next event gave, if it has this name and a ghost is at hand for it."""
         n = self._position
-        spare = self._single[n]
-        if getrefcount(spare[0]) == _ALONE and self._names[n] == name:
-            ghost = spare[0]
-            if (
-                ghost is not None
-                and len(ghost.__dict__) == NUM_ATTRIBUTES  # is_as_made, without a call
-                and not getweakrefcount(ghost)
-            ):
-                self._position = n + 1
-                return ghost
+        ghost = self._single[n][0]
+        if (
+            ghost is not None
+            and self._names[n] == name
+            and getrefcount(ghost) == _ALONE_BUT_HERE
+            and len(ghost.__dict__) == NUM_ATTRIBUTES  # is_as_made, without a call
+            and not getweakrefcount(ghost)
+        ):
+            self._position = n + 1
+            return ghost
         return None
 
     def next(self, name: str) -> Event | None:

@@ -64,6 +64,15 @@ class Run:
         randomness: that of this step and micro-batch.
     """
 
+    region = 0
+    depth = 0
+    was_misled = False
+    _replay: Replay | None = None  # of the region, before the stage itself
+    _is_watching = False
+    _draws = False  # in this region, what depends on nothing
+    _done = False
+    _failure: Exception | None = None
+
     def __init__(
         self,
         router: CallRouter,
@@ -74,16 +83,12 @@ class Run:
     ) -> None:
         self.router = router
         self.target = target
-        self.region = 0
-        self.depth = 0
         self.logs: list[tuple[str, Any, dict[str, Any]]] = []
         self.used: set[Handle] = set()
         self.sharing = NO_SHARING
-        self.was_misled = False
         self._number = next(_run_numbers)
         self.record = Record(self._number, target, is_last=target == router.num_stages - 1)
         self._replays = replays
-        self._replay: Replay | None = None  # of the region, before the stage itself
         self._take = take
         self._came: Mapping[Handle, Tensor] = {}
         self._changed: dict[Handle, Tensor] = {}  # tensors of the batch that an event changed
@@ -93,10 +98,6 @@ class Run:
             torch.is_inference_mode_enabled(),
             _len_torch_function_stack(),
         )
-        self._is_watching = False
-        self._draws = False  # in this region, what depends on nothing
-        self._done = False
-        self._failure: Exception | None = None
 
     @property
     def is_real(self) -> bool:
