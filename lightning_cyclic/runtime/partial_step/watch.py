@@ -45,6 +45,9 @@ class Watch(TorchFunctionMode):
         Args:
             depth: how many modes were there before the step began.
         """
+        if _len_torch_function_stack() == depth:  # most often none are above
+            _push_on_torch_function_stack(self)
+            return
         above = [_pop_torch_function_stack() for _ in range(depth, _len_torch_function_stack())]
         for mode in (self, *reversed(above)):
             _push_on_torch_function_stack(mode)
