@@ -65,10 +65,10 @@ def compare(
         (2, "gpt2", "adamw", 0, 2, 3),  # a tied weight
         (2, "batchnorm_mlp", "adamw", 2, 4, 2),
         (3, "resnet", "sgd", 0, 3, 2),
-        (3, "mlp", "adamw", 2, 6, 3),
+        pytest.param(3, "mlp", "adamw", 2, 6, 3, marks=pytest.mark.exhaustive),
         (4, "mlp", "adamw", 0, 4, 2),
         (4, "batchnorm_mlp", "sgd", 0, 4, 3),
-        (4, "gpt2", "adamw", 2, 3, 2),
+        pytest.param(4, "gpt2", "adamw", 2, 3, 2, marks=pytest.mark.exhaustive),
     ],
 )
 def test_weights_losses_rates_and_metrics_are_those_of_cyclic_dp(
