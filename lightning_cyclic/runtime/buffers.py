@@ -110,6 +110,11 @@ class Layout:
         self._take = take
         self.spare: deque[Buffer] = deque(maxlen=None if keeps else 0)
 
+    @property
+    def is_lent(self) -> bool:
+        """Say whether the memory of buffers is had back when nobody holds them."""
+        return self._take is not None
+
     def new(self) -> Buffer:
         """Make a buffer; its tensors are not initialised."""
         if self._take is not None and self._device.type == "cpu":

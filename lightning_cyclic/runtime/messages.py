@@ -172,6 +172,7 @@ class Messages:
         depths: how many sends of a ring may be under way; two of one that is not named.
         wait: waits for bytes and names them if they do not come.
         device: where received tensors live.
+        is_lean: whether memory of the host is so scarce that what buffers leave is used again.
     """
 
     def __init__(
@@ -180,6 +181,8 @@ class Messages:
         depths: Mapping[Ring, int],
         wait: Wait,
         device: torch.device,
+        *,
+        is_lean: bool = False,
     ) -> None:
         if transport is not None:
             self._transport = transport
@@ -187,6 +190,7 @@ class Messages:
         self._depths = depths
         self._wait = wait
         self._device = device
+        self._is_lean = is_lean
         self._spare = SpareMemory()  # of buffers that go when nobody needs them
         self._layouts: dict[tuple[Payload, int], Layout] = {}
         self._ports: dict[Hashable, _Port] = {}  # by what actions of a ring have in common
@@ -206,7 +210,7 @@ class Messages:
         self, tensors: Iterable[Tensor], num_marks: int | None = None, *, keeps: bool = True
     ) -> Layout:
         """Return a layout of buffers on this worker's device."""
-        take = None if keeps else self._spare.take
+        take = self._spare.take if self._is_lean and not keeps else None
         return Layout(tensors, self._device, num_marks, keeps=keeps, take=take)
 
     def know(self, payload: Payload, j: int, layout: Layout) -> None:

@@ -490,3 +490,12 @@ def test_who_is_ahead_waits_once_in_a_step_for_gradients_that_nobody_takes():
     for told in slow.sent:
         told.told.set()
     messages.close()
+
+
+@pytest.mark.parametrize(("is_lean", "keeps"), [(True, False), (False, False), (True, True)])
+def test_memory_is_lent_where_it_is_scarce_alone(is_lean: bool, keeps: bool) -> None:
+    messages = Messages(None, {}, lambda pending, action: pending.wait(), CPU, is_lean=is_lean)
+    layout = messages.layout([torch.zeros(1 << 18)], keeps=keeps)
+    assert layout.is_lent == (is_lean and not keeps)
+    layout.new()
+    assert (messages._spare.num_bytes > 0) == layout.is_lent

@@ -111,7 +111,14 @@ class Engine:
         device = next((p.device for p in named.values()), torch.device("cpu"))
         depths = plan.program.depths
         self._line = transport.connect(plan.program)
-        self._messages = Messages(self._line, depths, self._waiter.wait, device)
+        # no rank has room for all, so that memory is used again, and who is ahead waits
+        self._is_lean, self._begun_s = (
+            any(is_absent(named[n]) for s in stages.stages for n in s.parameters),
+            time.monotonic(),
+        )
+        self._messages = Messages(
+            self._line, depths, self._waiter.wait, device, is_lean=self._is_lean
+        )
         keeps = not plan.axes.sharding.gathers
         self.stores = [
             VersionStore(
@@ -121,8 +128,6 @@ class Engine:
         ]
         # at a flush: whether this worker has the parameters of all stages
         self._is_whole = all(store.versions for store in self.stores)
-        # no rank has room for all, so that who is ahead waits; else no update waits for a sum
-        self._is_lean, self._begun_s = not self._is_whole, time.monotonic()
         if state is not None:
             self._restore_previous(state)
         self._grads = GradientStore(self.parameters)

@@ -72,7 +72,7 @@ class Exchange:
         them they would keep what is freed around them from being used for anything larger.
         """
         layout = self._sum_layouts[j]
-        if layout.keeps or found.buffer is not None:
+        if not layout.is_lent or found.buffer is not None:
             return found
         buffer = self._messages.room(layout)
         buffer.write(found.grads)
