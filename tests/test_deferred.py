@@ -618,6 +618,8 @@ def fit_large(
 class Pretrained(Large):
     """Is read from a folder of Hugging Face's."""
 
+    batches = [(4, 17)] * 2
+
     def __init__(self, folder: str) -> None:
         super().__init__()
         self.folder = folder
@@ -634,6 +636,16 @@ class Pretrained(Large):
         return F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
 
 
+class ShardedPretrained(Pretrained):
+    """Is so large that what Python and torch take is little beside."""
+
+    num_blocks, width = Sharded.num_blocks, Sharded.width
+    batches = Sharded.batches
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 1e-3)
+
+
 def gpt2(folder: str, width: int, layers: int) -> None:
     """Write a folder of Hugging Face's, in several files."""
     torch.manual_seed(0)
@@ -646,18 +658,19 @@ def gpt2(folder: str, width: int, layers: int) -> None:
 
 
 def fit_pretrained(
-    strategy: Any, cap: int | None, source: str, folder: str, within: bool
-) -> tuple[list[int], int]:
+    strategy: Any, cap: int | None, source: str, folder: str, within: bool,
+    epochs: int = 1, file: str | None = None, kind: type[Pretrained] = Pretrained,
+) -> tuple[list[int], int]:  # fmt: skip
     with nullcontext() if cap is None else capped(cap):
-        module, g = Pretrained(source), torch.Generator().manual_seed(0)
+        module, g = kind(source), torch.Generator().manual_seed(0)
         if not within:
             module.configure_model()
-        data = [torch.randint(0, 256, (4, 17), generator=g) for _ in range(2)]
+        data = [torch.randint(0, 256, size, generator=g) for size in kind.batches]
         trainer = make_trainer(
-            strategy, max_epochs=1, enable_checkpointing=True, default_root_dir=folder,
+            strategy, max_epochs=epochs, enable_checkpointing=True, default_root_dir=folder,
             callbacks=[ModelCheckpoint(folder, "{epoch}", save_top_k=-1)],
         )  # fmt: skip
-        trainer.fit(module, DataLoader(data, batch_size=None))
+        trainer.fit(module, DataLoader(data, batch_size=None), ckpt_path=file)
         return KEYS, sum(p.numel() * p.element_size() for p in module.parameters())
 
 
@@ -735,6 +748,30 @@ def test_a_gpt_whose_bare_weights_exceed_the_memory_of_each_rank_of_sharded_ones
         assert sizes[0] > cap
         run(cap, apart, 2, str(Path(apart, "epoch=0.ckpt")), True, Sharded)
         run(None, one, 2, None, True, Sharded)
+        files = (Path(each, "epoch=1.ckpt") for each in (apart, one))
+        saved = (torch.load(file, weights_only=True, mmap=True) for file in files)
+        assert same(*(each["state_dict"] for each in saved))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(1500)
+@pytest.mark.skipif(not is_possible(), reason="no control group of memory may be made here")
+def test_a_folder_that_exceeds_the_memory_of_each_rank_of_sharded_weights(tmp_path: Path) -> None:
+    cap = 3000 << 20
+    strategy = {"preset": "cyclic_zero", "stages": 98, "memory_limit_bytes": cap}
+    with TemporaryDirectory(dir=tmp_path) as folder:  # 29 GB, which nobody is to keep
+        source, apart, one = (str(Path(folder, name)) for name in ("source", "apart", "one"))
+        gpt2(source, Sharded.width, Sharded.num_blocks)
+
+        def run(limit: int | None, target: str, epochs: int, file: str | None) -> Any:
+            return processes.run(
+                fit_pretrained, 4, strategy, limit, source, target, True, epochs, file,
+                ShardedPretrained, time_limit_s=600,
+            )  # fmt: skip
+
+        assert run(cap, apart, 1, None)[0][1] > cap
+        run(cap, apart, 2, str(Path(apart, "epoch=0.ckpt")))
+        run(None, one, 2, None)
         files = (Path(each, "epoch=1.ckpt") for each in (apart, one))
         saved = (torch.load(file, weights_only=True, mmap=True) for file in files)
         assert same(*(each["state_dict"] for each in saved))
