@@ -10,23 +10,16 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
-from torch.amp import GradScaler
-from torch.optim import Optimizer
 
 from tests import asynchronous, processes
 from tests.corpus import assert_same
+from tests.scaled import FIRST_SCALE, Scaled, precision
 from tests.stagewise_runs import Job, Outcome, loader, pipelines, prepare
 
-FIRST_SCALE, GROWS_AFTER, MAX_NORM = 2.0**24, 3, 0.02
+MAX_NORM = 0.02
 RULES = {"pipedream_2bw": "delayed", "cyclic_pipeline": "freshest"}
 JOB = Job(case="vit", num_steps=7)
-
-
-def precision() -> MixedPrecision:
-    scaler = GradScaler("cpu", init_scale=FIRST_SCALE, growth_interval=GROWS_AFTER)
-    return MixedPrecision("16-mixed", "cpu", scaler=scaler)
 
 
 def fit(job: Job, strategy: dict[str, Any], *validation: int, **flags: Any) -> Outcome:
@@ -50,58 +43,6 @@ def saved_and_resumed(job: Job, strategy: dict[str, Any], folder: str, step: int
     return second.outcome() | {"scaler": second.trainer.precision_plugin.scaler.state_dict()}
 
 
-class Scaled:
-    """Step an optimizer as a gradient scaler does, with scales that follow late.
-
-    Args:
-        optimizer: steps where gradients are finite.
-        stages: the parameters of each.
-        together: skip all stages if one has gradients that are not finite; else that one.
-        max_norm: clip by the norm over all stages, if one is given.
-    """
-
-    def __init__(
-        self, optimizer: Optimizer, stages: list[list[nn.Parameter]], together: bool,
-        max_norm: float | None,
-    ) -> None:  # fmt: skip
-        self.skipped: list[int] = []  # stages, by step
-        self.states = [(FIRST_SCALE, 0)]
-        self.zero_grad = optimizer.zero_grad
-        self._optimizer = optimizer
-        self._stages = stages
-        self._together = together
-        self._max_norm = max_norm
-
-    def scale(self, t: int) -> float:
-        """Return the scale of step t: when it begins, stage 0 has not ended step t - 1."""
-        return self.states[max(t - 1, 0)][0]
-
-    def step(self) -> None:
-        t, bad = len(self.skipped), []
-        for j, stage in enumerate(self._stages):
-            grads = [p.grad for p in stage if p.grad is not None]
-            for grad in grads:
-                grad.mul_(1.0 / self.scale(t))
-            if not all(bool(grad.isfinite().all()) for grad in grads):
-                bad.append(j)
-        skips = list(range(len(self._stages))) if bad and self._together else bad
-        if self._max_norm is not None:
-            ps = [p for group in self._optimizer.param_groups for p in group["params"]]
-            nn.utils.clip_grad_norm_(ps, self._max_norm)
-        for j in skips:
-            for p in self._stages[j]:
-                p.grad = None
-        self._optimizer.step()
-        self.skipped.append(len(skips))
-        scale, tracker = self.states[-1]
-        if bad:
-            self.states.append((scale / 2, 0))
-        elif tracker + 1 == GROWS_AFTER:
-            self.states.append((scale * 2, 0))
-        else:
-            self.states.append((scale, tracker + 1))
-
-
 def sequential(job: Job, rule: str, stage_of: dict[str, int], max_norm: float | None) -> Outcome:
     torch.set_num_threads(1)
     module: Any = job.make()
@@ -114,7 +55,7 @@ def sequential(job: Job, rule: str, stage_of: dict[str, int], max_norm: float | 
     if isinstance(configured, tuple):
         (optimizer,), (scheduler,) = configured
         after = lambda t: scheduler["scheduler"].step()  # noqa: E731
-    scaled = Scaled(optimizer, stages, rule == "delayed", max_norm)
+    scaled = Scaled(optimizer, stages, together=rule == "delayed", max_norm=max_norm, late=1)
 
     def loss(module: Any, t: int, i: int) -> Tensor:
         with torch.autocast("cpu", torch.float16):

@@ -287,7 +287,13 @@ class Plan:
         return ceil_div(whole, schedule.period) + 2
 
     def ended_before(self, t: int) -> int:
-        """Count the steps whose gradients all stages have when step t comes to its first loss."""
+        """Count the steps whose gradients all stages have when step t comes to its first loss.
+
+        Of workers that run whole micro-batches, those whose updates all of them have read: then
+        each knows, from the versions alone, how every update came out.
+        """
+        if self.axes.placement.runs_whole_micro:
+            return max(t - self._most_behind, min(t, self.warmup_steps))
         schedule = self.axes.schedule
         return schedule.updates_before(t, schedule.forward(0, self.num_stages - 1), 0)
 
@@ -397,6 +403,12 @@ class Plan:
         """Give the time at which micro-batch i first reads a version, up to a constant."""
         schedule = self._one_round if self.rounds > 1 else self.axes.schedule
         return self.lag(self.late_step, i, j) * schedule.period + schedule.forward(i, j)
+
+    @cached_property
+    def _most_behind(self) -> int:
+        """The most versions by which a forward of a late step is behind."""
+        cells = product(range(self.num_micro), range(self.num_stages))
+        return max(self.lag(self.late_step, i, j) for i, j in cells)
 
     @cached_property
     def _first_readers(self) -> tuple[tuple[int, ...], ...]:

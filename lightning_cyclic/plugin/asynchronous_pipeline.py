@@ -73,6 +73,7 @@ class AsynchronousPipelineTraining(PipelineTraining):
             self._parameters_of,
             self._total_norm,
             lag=plan.steps_under_way,
+            is_scaled=scaler is not None,
         )
         self._outlook = Outlook(trainer, plan.steps_under_way) if options.lookahead_lrs else None
         self._predictor = Predictor(trainer, self._groups_of, self._lrs_of, options.horizon)

@@ -11,6 +11,7 @@ from lightning.pytorch.trainer import call
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_cyclic.errors import StepError
 from lightning_cyclic.plugin.group_values import Values, copied, put_values, values_of
 from lightning_cyclic.plugin.hidden_gradients import HiddenGradients
 from lightning_cyclic.plugin.optimizer_watch import OptimizerWatch
@@ -32,6 +33,7 @@ class DeferredUpdates:
         parameters_of: stage -> its parameters on this worker.
         total_norm: (step, parameters) -> the norm over all stages.
         lag: steps by which an update, or what reads its hyper-parameters, is late at most.
+        is_scaled: whether norms are taken before hooks run, to look for overflows.
     """
 
     def __init__(
@@ -43,6 +45,8 @@ class DeferredUpdates:
         parameters_of: Callable[[int], Sequence[nn.Parameter]],
         total_norm: Callable[[int, Sequence[nn.Parameter]], Tensor],
         lag: int = 2,
+        *,
+        is_scaled: bool = False,
     ) -> None:
         self._trainer = trainer
         self.updated: list[nn.Parameter] = []  # whose whole gradients hooks see
@@ -57,6 +61,8 @@ class DeferredUpdates:
         self._lag = lag
         self._parameters_of = parameters_of
         self._total_norm = total_norm
+        self._is_scaled = is_scaled
+        self._measured: list[tuple[nn.Parameter, Tensor | None, int]] = []  # as norms saw them
 
     def remember(self, t: int, optimizer: Optimizer, kwargs: dict[str, Any]) -> None:
         """Keep the hyper-parameters of step ``t``, before a scheduler moves on."""
@@ -96,6 +102,9 @@ class DeferredUpdates:
         updated = [p for j in stages for p in self._parameters_of(j)]
         with _hyper_parameters(optimizer, groups, self._added), self._reductions.refused():
             self.updated = updated
+            if self._is_scaled:
+                grads = ((p, p.grad) for p in updated)
+                self._measured = [(p, g, -1 if g is None else g._version) for p, g in grads]
             with self._gradients.in_hook("on_before_optimizer_step", self.updated):
                 call._call_callback_hooks(trainer, "on_before_optimizer_step", optimizer)
                 call._call_lightning_module_hook(trainer, "on_before_optimizer_step", optimizer)
@@ -134,8 +143,26 @@ class DeferredUpdates:
         if self._clip == "stage":
             torch.nn.utils.clip_grad_norm_(parameters, clip_val)
             return
+        self._check_measured()
         total = self._total_norm(self._t, parameters)
         torch.nn.utils.clip_grads_with_norm_(parameters, clip_val, total)
+
+    def _check_measured(self) -> None:
+        """Refuse gradients that are others than those whose norms all have been told.
+
+        Raises:
+            StepError: a hook has changed them.
+        """
+        for p, grad, version in self._measured:
+            if p.grad is not grad or (grad is not None and grad._version != version):
+                raise StepError(
+                    f"gradients were changed in step {self._t} before they were clipped by their "
+                    "norm (in on_before_optimizer_step or configure_gradient_clipping), but with "
+                    "precision='16-mixed' other ranks have been told their norms before, to skip "
+                    "steps together; allowed: gradients that are changed elsewhere; change them "
+                    "in a hook of the tensors (tensor.register_hook), clip with "
+                    "CyclicStrategy(clip='stage'), or use precision='bf16-mixed'"
+                )
 
     @property
     def _optimizer(self) -> Optimizer:

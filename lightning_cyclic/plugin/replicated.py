@@ -9,7 +9,7 @@ state dicts       flush first
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -34,8 +34,8 @@ from lightning_cyclic.plugin.checks import (
     check_is_apart,
     check_no_averaging,
     check_no_exchange,
-    check_no_scaler,
     check_trainer,
+    scaler_of,
     trained_parameters,
 )
 from lightning_cyclic.plugin.clipping import clip_mode, may_clip_by_norm
@@ -43,6 +43,7 @@ from lightning_cyclic.plugin.deferred_update import DeferredUpdates
 from lightning_cyclic.plugin.options import Options
 from lightning_cyclic.plugin.records import Recorder
 from lightning_cyclic.plugin.reductions import HeldReductions
+from lightning_cyclic.plugin.scaled_updates import ScaledUpdates
 from lightning_cyclic.plugin.step_arguments import StepArguments
 from lightning_cyclic.plugin.training import (
     AbstractTraining,
@@ -52,7 +53,7 @@ from lightning_cyclic.plugin.training import (
     epoch_ends,
 )
 from lightning_cyclic.plugin.weight_guard import WeightGuard
-from lightning_cyclic.runtime.agreement import require_same_number
+from lightning_cyclic.runtime.agreement import Together, put_together, require_same_number
 from lightning_cyclic.runtime.stages.named_places import paste
 from lightning_cyclic.runtime.transport import CountingTransport
 from lightning_cyclic.runtime.values.trees import map_tensors
@@ -84,7 +85,7 @@ class ReplicatedTraining(AbstractTraining):
         self._owned_is_kept = False
         self._guard = WeightGuard(self._of_module, plan.preset)
         check_no_exchange(trainer.optimizers[0], plan.preset)
-        clip = clip_mode(trainer, plan, options.clip)
+        clip, scaler = clip_mode(trainer, plan, options.clip), scaler_of(trainer, plan)
         self._updates = DeferredUpdates(
             trainer,
             plan.preset,
@@ -92,8 +93,12 @@ class ReplicatedTraining(AbstractTraining):
             reductions,
             self._parameters_of,
             self._total_norm,
+            is_scaled=scaler is not None,
         )
-        if clip == "global" and may_clip_by_norm(trainer) and plan.num_workers > 1:
+        together = clip == "global" or plan.weights != "freshest"
+        self._scaling = ScaledUpdates(scaler, together=together) if scaler else None
+        clips = clip == "global" and may_clip_by_norm(trainer)
+        if (clips or (scaler and together)) and plan.num_workers > 1:
             options = replace(options, norms="owners")
         config = SessionConfig(
             make_plan=partial(plan_of_rounds, options),
@@ -105,6 +110,7 @@ class ReplicatedTraining(AbstractTraining):
             paced=clip != "global" or plan.weights != "freshest",
             accumulates=may_accumulate(trainer) and not self._plans_batches,
             memory_limit_bytes=options.memory_limit_bytes,
+            outcomes=self._scaling and self._scaling.outcomes,
             say=rank_zero_info,
             recorder=options.recorder,
         )
@@ -122,7 +128,6 @@ class ReplicatedTraining(AbstractTraining):
     @staticmethod
     def check(trainer: Trainer, *, sync_batchnorm: bool) -> None:
         check_trainer(trainer, trainer.lightning_module, sync_batchnorm=sync_batchnorm)
-        check_no_scaler(trainer)
 
     @override
     def _clip(self, optimizer: Optimizer, clip_val: float) -> None:
@@ -256,6 +261,8 @@ class ReplicatedTraining(AbstractTraining):
     def pre_backward(self, own: Own, closure_loss: Tensor) -> None:
         """Begin a backward, in which gradients leave for the sum as their stages complete."""
         last = not self._accumulating
+        if self._scaling is not None and self.plan is not None:  # else the scaler has step 0's
+            self._scaling.begin_backward(self.plan, self._session.t)
         self._backward = ExitStack()  # an earlier one that failed stays as it was
         self._backward.enter_context(self._session.backward(closure_loss, last=last))
 
@@ -279,12 +286,21 @@ class ReplicatedTraining(AbstractTraining):
         self._guard.note()
         return output
 
-    def _apply(self, t: int, stages: Sequence[int]) -> None:
-        each = {j: self._parameters_of(j) for j in stages}
-        plan = self.plan
+    def _apply(self, t: int, stages: Sequence[int]) -> Collection[int]:
+        plan, engine, skipped = self.plan, self._session.engine, set[int]()
         assert plan is not None
-        with self._compensation.corrected(plan, t, each):
-            self._updates.apply(t, stages)
+        if self._scaling is not None:
+            assert engine is not None
+            skipped = set(self._scaling.skipped(engine, t, stages))
+        if skipped.issuperset(stages):
+            self._updates.apply(t, stages, skips=True)
+            return skipped
+        for p in (p for j in skipped for p in self._parameters_of(j)):
+            p.grad = None
+        updated = [j for j in stages if j not in skipped]
+        with self._compensation.corrected(plan, t, {j: self._parameters_of(j) for j in updated}):
+            self._updates.apply(t, updated)
+        return skipped
 
     def _skips_backward(self) -> bool:
         # stochastic weight averaging runs an epoch of forwards alone, for BatchNorm statistics
@@ -328,8 +344,17 @@ class ReplicatedTraining(AbstractTraining):
     @override
     def flush(self) -> None:
         self._check_between_steps()
+        is_flushed = self._session.is_flushed
         with self._guard.ending() if self._has_stages else nullcontext():
             super().flush()
+        if not is_flushed:
+            self._settle_scale()
+
+    def _settle_scale(self) -> None:
+        session = self._session
+        if self._scaling is not None and not session.failed:
+            with session.naming_peers("to agree on the loss scale"):
+                self._scaling.settle(session.t, session.group)
 
     @override
     def check_evaluation(self) -> None:
@@ -345,11 +370,21 @@ class ReplicatedTraining(AbstractTraining):
         if not self._session.is_flushed:
             self._guard.check()  # of what is here: absent parameters have no bits to compare
             self._session.flush(whole=False)
+            self._settle_scale()
             self._guard.note()
+
+    @override
+    def delayed_state(self, together: Together = put_together) -> dict[str, Any] | None:
+        state = super().delayed_state(together)
+        if state is not None and self._scaling is not None:
+            state["scales"] = self._scaling.state()
+        return state
 
     @override
     def resume(self, saved: Mapping[str, Any] | None) -> None:
         super().resume(saved)
+        if self._scaling is not None and saved is not None and self._session.engine is not None:
+            self._scaling.put_state(saved.get("scales") or {})
         self._guard.forget()
 
     # ------------------------------------------------------------------ checkpoints

@@ -14,15 +14,63 @@ update; under other rules each stage skips its own.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import final
+from typing import Any, final
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.amp import GradScaler
 
 from lightning_cyclic.plan import Plan
+from lightning_cyclic.runtime.agreement import device_for
 
 State = tuple[float, int]  # scale, updates since it was last changed
+
+
+@final
+class Outcomes:
+    """Know of steps whether the gradients of all stages were finite, as versions tell.
+
+    An owner notes what it decides, and all others what a version says that they read.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[int, dict[int, bool]] = {}  # step -> stage -> finite
+        self._settled: dict[int, bool] = {}
+
+    def note(self, t: int, j: int, is_finite: bool) -> None:
+        """Note how the update of a stage by step ``t`` came out."""
+        self._known.setdefault(t, {})[j] = is_finite
+
+    def are_finite(self, t: int, num_stages: int) -> bool:
+        """Say whether the gradients of all stages were; all are known."""
+        if t in self._settled:
+            return self._settled[t]
+        known = self._known[t]
+        assert len(known) == num_stages, f"step {t}: {sorted(known)} of {num_stages} stages"
+        return all(known.values())
+
+    def settle(self, begin: int, end: int, group: Any) -> None:
+        """Let every worker know of the steps from begin up to end; all must call it.
+
+        Args:
+            begin: first step.
+            end: the one behind the last.
+            group: of all workers; None for one alone.
+        """
+        overflows = torch.tensor(
+            [not all(self._known.get(t, {}).values()) for t in range(begin, end)],
+            dtype=torch.uint8,
+        )
+        if group is not None and begin < end:
+            overflows = overflows.to(device_for(group))
+            dist.all_reduce(overflows, dist.ReduceOp.MAX, group=group)
+        self._settled = {t: not x for t, x in enumerate(overflows.tolist(), start=begin)}
+        self._known.clear()
+
+    def forget(self, before: int) -> None:
+        """Forget earlier steps."""
+        self._known = {t: x for t, x in self._known.items() if t >= before}
 
 
 @final
@@ -46,6 +94,12 @@ class LossScaling:
         self._forget(counted - 2 * plan.steps_under_way)
         return self._state(counted)[0]
 
+    def show(self, plan: Plan, t: int) -> None:
+        """Let the scaler hold the state of step ``t``, whose loss it is about to scale."""
+        self.begin(t)
+        self.scale_of(plan, t)
+        self._put(self._states[max(plan.ended_before(t), min(self._states))])
+
     def scaled(
         self, plan: Plan, t: int, share: Callable[[Tensor], Tensor]
     ) -> Callable[[Tensor], Tensor]:
@@ -60,6 +114,12 @@ class LossScaling:
             if grad is not None:
                 grad.mul_(inverse)
 
+    def unscaled(self, plan: Plan, t: int, grads: Sequence[Tensor | None]) -> bool:
+        """Divide the gradients of step ``t`` by its scale; say whether they are finite."""
+        self.unscale(plan, t, grads)
+        present = [torch.isfinite(grad).all() for grad in grads if grad is not None]
+        return not present or bool(torch.stack(present).all())  # asked once
+
     def begin(self, t: int) -> None:
         """Go on from the scaler's own state at step ``t``, where no other is known."""
         if not self._states:
@@ -68,9 +128,17 @@ class LossScaling:
 
     def catch_up(self, t: int) -> None:
         """Let the scaler hold the state behind all steps before ``t``, which have ended."""
-        scale, tracker = self._state(t)
-        state = self._scaler.state_dict() | {"scale": scale, "_growth_tracker": tracker}
-        self._scaler.load_state_dict(state)
+        self._put(self._state(t))
+
+    @property
+    def known(self) -> int:
+        """Count the steps whose outcomes are counted in the newest state."""
+        return max(self._states, default=0)
+
+    def _put(self, state: State) -> None:
+        scale, tracker = state
+        whole = self._scaler.state_dict() | {"scale": scale, "_growth_tracker": tracker}
+        self._scaler.load_state_dict(whole)
 
     def _state(self, counted: int) -> State:
         first, last = min(self._states), max(self._states)

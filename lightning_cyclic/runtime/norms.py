@@ -76,6 +76,11 @@ class Norms:
             known[j] = _norms(grads, self._parameters[j])
         return known[j]
 
+    def note_overflow(self, t: int, j: int) -> None:
+        """Let an own stage's norms say that its gradients overflowed, whatever becomes of them."""
+        values = _norms([None] * len(self._parameters[j]), self._parameters[j]).values
+        self._known.setdefault(t, {})[j] = StageNorms(values.fill_(torch.inf))
+
     def put(self, t: int, j: int, message: Message) -> None:
         """Take in what the owner of a stage has told."""
         (values,) = message.tensors

@@ -12,7 +12,7 @@ step t in ``p.grad``, and the callee changes the parameters in place.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import takewhile
@@ -28,6 +28,7 @@ from lightning_cyclic.plan.passes.messages import is_for_one_use
 from lightning_cyclic.plan.passes.sums import MOST_BEHIND
 from lightning_cyclic.runtime.absent import is_absent
 from lightning_cyclic.runtime.gradient_store import GradientStore, Sum
+from lightning_cyclic.runtime.loss_scaling import Outcomes
 from lightning_cyclic.runtime.messages import Messages
 from lightning_cyclic.runtime.norms import Norms
 from lightning_cyclic.runtime.stages.stage_map import StageMap
@@ -47,7 +48,8 @@ from lightning_cyclic.runtime.whole_step.versions import VersionStore
 from lightning_cyclic.runtime.whole_step.words import Word, Words
 from lightning_cyclic.runtime.worker import Worker
 
-Update = Callable[[int, Sequence[int]], None]
+Update = Callable[[int, Sequence[int]], Collection[int]]
+"""(step, stages) -> those of them that are left as they were, since gradients overflowed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +79,8 @@ class Engine:
         paced: whether workers that start together are brought into the timetable's stagger.
         aside: lets the body do, in the middle of the step, what is not of the step.
     """
+
+    _outcomes: Outcomes | None = None  # where updates may be skipped
 
     def __init__(
         self,
@@ -163,6 +167,10 @@ class Engine:
         self._update = recorder.updating(self._update)
         self._entrances.enter = recorder.interrupting(self._entrances.enter)
         self._collector.hand_over = recorder.interrupting(self._collector.hand_over)
+
+    def tell(self, outcomes: Outcomes) -> None:
+        """Tell from now on how updates came out, of all versions that are made or read here."""
+        self._outcomes = outcomes
 
     # ------------------------------------------------------------------ one training step
 
@@ -381,9 +389,14 @@ class Engine:
             self._bring(j, self.plan.reads(self.t, self._w, j))
 
     def _note_word(self, j: int, v: int) -> None:
+        self._note_outcome(j, v)
         # one stage speaks for all, so that every worker counts from the same version
         if j == self.plan.num_stages - 1 and v > 0:
             self._words.hear(v, Word(self.stores[j].words[v]))
+
+    def _note_outcome(self, j: int, v: int) -> None:
+        if self._outcomes is not None and v > 0:
+            self._outcomes.note(v - 1, j, not self.stores[j].words[v] & Word.OVERFLOW)
 
     # ------------------------------------------------------------------ making versions
 
@@ -396,12 +409,13 @@ class Engine:
         self._worker.run(a for a in due if a.kind is Kind.RECV)
         stages = [a.j for a in due if a.kind is Kind.UPDATE]
         totals = {j: self._advance(t + 1, j) for j in stages}
-        self._update(t, stages)
+        skipped = self._update(t, stages)
         self._tell_norms()
         for j, total in totals.items():
             for p in self._parameters[j]:
                 p.grad = None
-            self.stores[j].words[t + 1] = total.word
+            self.stores[j].words[t + 1] = total.word | (Word.OVERFLOW if j in skipped else 0)
+            self._note_outcome(j, t + 1)
             if total.buffer is not None:
                 total.buffer.let_go()
         self.norms.forget(t)
@@ -440,10 +454,25 @@ class Engine:
             t: the step whose totals lie in ``p.grad`` of the stages that are updated.
             order: all trained parameters, in the order in which the norms are reduced.
         """
+        self._tell_all_norms(t)
+        return self.norms.total(t, order)
+
+    def all_finite(self, t: int, overflowed: Collection[int]) -> bool:
+        """Say whether the gradients of all stages are finite; where owners know all norms.
+
+        Args:
+            t: the step whose totals lie in ``p.grad`` of the stages that are updated.
+            overflowed: own stages whose gradients are not.
+        """
+        for j in overflowed:
+            self.norms.note_overflow(t, j)
+        self._tell_all_norms(t)
+        return self.norms.is_finite(t)
+
+    def _tell_all_norms(self, t: int) -> None:
         for j in self.owned:
             self._note_norms(t, j)
         self._tell_norms()
-        return self.norms.total(t, order)
 
     @property
     def owned(self) -> tuple[int, ...]:

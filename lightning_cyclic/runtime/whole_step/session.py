@@ -29,6 +29,7 @@ from lightning_cyclic.runtime.foreign_weights import ForeignWeights
 from lightning_cyclic.runtime.freed_memory import FreedMemory
 from lightning_cyclic.runtime.late_values import LateValues
 from lightning_cyclic.runtime.lending import lending, num_bytes_of
+from lightning_cyclic.runtime.loss_scaling import Outcomes
 from lightning_cyclic.runtime.recorder import Recorder
 from lightning_cyclic.runtime.shelf import New
 from lightning_cyclic.runtime.stages.profile import Profile
@@ -64,6 +65,8 @@ class SessionConfig:
             the last hands buffers on.
         memory_limit_bytes: most bytes of parameters that a worker may have where each makes its
             own stages alone; they may be read between steps as far as they fit. [any number]
+        outcomes: is told whether gradients were finite, where a loss scale follows from it.
+            [gradients must be]
         say: tells the user, once.
         recorder: notes what this worker does, and when. [nobody does]
     """
@@ -77,6 +80,7 @@ class SessionConfig:
     paced: bool = True
     accumulates: bool = False
     memory_limit_bytes: int | None = None
+    outcomes: Outcomes | None = None
     say: Callable[[str], None] = print
     recorder: Recorder | None = None
 
@@ -539,6 +543,8 @@ class Session:
             paced=self._config.paced,
             aside=self._aside,
         )
+        if self._config.outcomes is not None:
+            self.engine.tell(self._config.outcomes)
         if self.is_apart:
             FreedMemory().give_back()  # the values that were made are where versions lie
             self._share_foreign(self.engine)
@@ -627,7 +633,8 @@ class Session:
                 f"(step {self.t}); allowed: a tensor that depends on trained parameters; "
                 "do not detach it, and do not compute it under torch.no_grad()"
             )
-        self._losses.put(loss, partial(self._check_finite, self.t))
+        if self._config.outcomes is None:
+            self._losses.put(loss, partial(self._check_finite, self.t))
 
     def _check_finite(self, t: int, loss: float) -> None:
         if not math.isfinite(loss):

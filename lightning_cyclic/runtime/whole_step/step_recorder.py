@@ -10,7 +10,7 @@ where the engine last left off, or the step's backward began, to where the gradi
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, Protocol, TypeVarTuple, final
 
@@ -73,14 +73,14 @@ class StepRecorder:
         return interrupt
 
     def updating(
-        self, update: Callable[[int, Sequence[int]], None]
-    ) -> Callable[[int, Sequence[int]], None]:
+        self, update: Callable[[int, Sequence[int]], Collection[int]]
+    ) -> Callable[[int, Sequence[int]], Collection[int]]:
         """Return what updates stages, timed as one."""
 
-        def timed(t: int, stages: Sequence[int]) -> None:
+        def timed(t: int, stages: Sequence[int]) -> Collection[int]:
             begin_ns = time.perf_counter_ns()
             try:
-                update(t, stages)
+                return update(t, stages)
             finally:
                 add_updates(self._recorder, t, stages, begin_ns)
 

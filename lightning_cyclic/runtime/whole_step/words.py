@@ -15,6 +15,7 @@ class Word(enum.IntFlag):
     STOP = 1  # somebody asked to end training (SIGTERM)
     ENDS = 2  # somebody had the last batch of the epoch
     GOES_ON = 4  # somebody has more batches
+    OVERFLOW = 8  # gradients overflowed, and the version is the one before (its owner says so)
 
 
 @final
