@@ -10,8 +10,8 @@ from torch.optim import Optimizer
 FIRST_SCALE, GROWS_AFTER = 2.0**24, 3
 
 
-def precision() -> MixedPrecision:
-    scaler = GradScaler("cpu", init_scale=FIRST_SCALE, growth_interval=GROWS_AFTER)
+def precision(first_scale: float = FIRST_SCALE) -> MixedPrecision:
+    scaler = GradScaler("cpu", init_scale=first_scale, growth_interval=GROWS_AFTER)
     return MixedPrecision("16-mixed", "cpu", scaler=scaler)
 
 

@@ -10,19 +10,18 @@ import os
 import time
 from collections.abc import Iterator
 from datetime import timedelta
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.accelerators import CPUAccelerator, MPSAccelerator
+from lightning.pytorch.accelerators import MPSAccelerator
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from lightning_cyclic.errors import ConfigurationError, PlanError
-from lightning_cyclic.plugin.checks import check_no_scaler, check_trainer
+from lightning_cyclic.plugin.checks import check_trainer
 from lightning_cyclic.strategy import CyclicStrategy
 from tests import processes
 from tests.corpus import make_trainer
@@ -83,17 +82,6 @@ def test_mps_is_refused() -> None:
 
     with pytest.raises(ConfigurationError, match=r"'mps'.*allowed: 'cpu', 'cuda'; use "):
         check_trainer(OnMps(), LightningModule(), sync_batchnorm=False)  # type: ignore[arg-type]
-
-
-def test_a_loss_scaler_is_refused() -> None:
-    class Scales:
-        accelerator, precision = CPUAccelerator(), "16-mixed"
-        precision_plugin = SimpleNamespace(scaler=object())
-
-    with pytest.raises(
-        ConfigurationError, match=r"'16-mixed'.*allowed: .*use Trainer\(precision="
-    ):
-        check_no_scaler(Scales())  # type: ignore[arg-type]
 
 
 # ---------------------------------------------------------------------- what two workers run

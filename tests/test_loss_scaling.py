@@ -36,6 +36,7 @@ RULES = {
     "lockstep_dp": "sync", "weipipe": "sync",
 }  # fmt: skip
 NUM_STEPS, MAX_NORM = 14, 0.02
+MORE = pytest.mark.exhaustive
 
 
 def fit(
@@ -95,14 +96,14 @@ def compare(ranks: list[dict[str, Any]], expected: dict[str, Any]) -> None:
     ("preset", "n", "num_stages", "net", "optimizer", "more"),
     [
         ("cyclic_dp", 1, 4, "mlp", "sgd", {}),
-        ("cyclic_dp", 2, 4, "mlp", "adamw", {}),
+        pytest.param("cyclic_dp", 2, 4, "mlp", "adamw", {}, marks=MORE),
         ("cyclic_dp", 4, 8, "mlp", "sgd", {}),
-        ("cyclic_dp", 2, 4, "resnet", "adamw", {}),
+        pytest.param("cyclic_dp", 2, 4, "resnet", "adamw", {}, marks=MORE),
         ("cyclic_dp", 2, 8, "mlp", "sgd", {"slack": 2}),
         ("cyclic_zero", 2, 4, "mlp", "adamw", {}),
-        ("cyclic_zero", 4, 4, "mlp", "sgd", {}),
+        pytest.param("cyclic_zero", 4, 4, "mlp", "sgd", {}, marks=MORE),
         ("cyclic_dp_v1", 2, 4, "mlp", "adamw", {}),
-        ("lockstep_dp", 2, 4, "mlp", "adamw", {}),
+        pytest.param("lockstep_dp", 2, 4, "mlp", "adamw", {}, marks=MORE),
         ("weipipe", 2, 4, "mlp", "sgd", {}),
     ],
 )
@@ -118,8 +119,9 @@ def test_scales_and_skipped_updates_follow_the_rule(
 
 @pytest.mark.parametrize(
     ("preset", "clip", "n"),
-    [("cyclic_dp", "global", 2), ("cyclic_zero", "global", 2), ("cyclic_dp_v1", None, 4),
-     ("lockstep_dp", None, 2), ("weipipe", None, 2)],
+    [("cyclic_dp", "global", 2), ("cyclic_dp_v1", None, 4), ("lockstep_dp", None, 2),
+     pytest.param("cyclic_zero", "global", 2, marks=MORE),
+     pytest.param("weipipe", None, 2, marks=MORE)],
 )  # fmt: skip
 def test_where_all_stages_are_clipped_together_one_overflow_skips_them_all(
     preset: str, clip: str | None, n: int
@@ -134,7 +136,9 @@ def test_where_all_stages_are_clipped_together_one_overflow_skips_them_all(
     assert set(expected["skipped"]) == {0, 4}
 
 
-@pytest.mark.parametrize("preset", ["cyclic_dp", "cyclic_zero", "lockstep_dp"])
+@pytest.mark.parametrize(
+    "preset", ["cyclic_dp", "cyclic_zero", pytest.param("lockstep_dp", marks=MORE)]
+)
 def test_batches_that_are_added_up_have_one_scale(preset: str) -> None:
     strategy, flags = {"preset": preset, "stages": 4}, {"accumulate_grad_batches": 2}
     ranks = processes.run(fit, 2, strategy, "batchnorm_mlp", "sgd", 2 * NUM_STEPS, flags)
@@ -144,7 +148,7 @@ def test_batches_that_are_added_up_have_one_scale(preset: str) -> None:
     compare(ranks, expected)
 
 
-@pytest.mark.parametrize("preset", ["cyclic_dp", "cyclic_zero"])
+@pytest.mark.parametrize("preset", [pytest.param("cyclic_dp", marks=MORE), "cyclic_zero"])
 def test_flushes_in_the_middle_change_no_scale(preset: str) -> None:
     strategy, flags = {"preset": preset, "stages": 4}, {"val_check_interval": 2}
     ranks = processes.run(fit, 2, strategy, "mlp", "sgd", NUM_STEPS, flags)
@@ -166,7 +170,7 @@ def fit_and_resume(strategy: Any, folder: str, step: int) -> dict[str, Any]:
     return outcome(trainer, module) | {"scaler": (state["scale"], state["_growth_tracker"])}
 
 
-@pytest.mark.parametrize("step", [1, 4, 7])
+@pytest.mark.parametrize("step", [pytest.param(1, marks=MORE), 4, pytest.param(7, marks=MORE)])
 @pytest.mark.parametrize("preset", ["cyclic_dp", "cyclic_zero"])
 def test_a_resumed_run_goes_on_with_the_scales(preset: str, step: int, tmp_path: Path) -> None:
     strategy = {"preset": preset, "stages": 4}

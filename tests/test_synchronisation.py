@@ -26,7 +26,7 @@ from lightning_cyclic import PRESETS
 from tests import processes
 from tests.audit import Audit, Behind
 from tests.corpus import make_trainer
-from tests.test_flow_scaling import precision
+from tests.scaled import precision
 
 pytestmark = pytest.mark.multi
 
@@ -40,11 +40,14 @@ ALLOWED = {
     "plugin.deferred_update:DeferredUpdates.apply item": COUNTERS,
     "plugin.deferred_update:DeferredUpdates.clip_grad_by_norm to": OWN_CLIPPING,
     "plugin.records:_reduce to": "a value stays where it is, unless the next one lies elsewhere",
+    "plugin.shared_scaler:SharedScaler.deciding item": SCALER,
+    "plugin.shared_scaler:SharedScaler.has_overflowed __bool__": SCALER,
     "plugin.surrogate_loss:Surrogates._deposit __float__": "only where it is the host's",
     "runtime.buffers:Buffer.__init__ numpy": "of buffers in the host's memory, once each",
     "runtime.late_values:LateValues.settle item": "of a pinned copy, one step late on a GPU",
-    "runtime.loss_scaling:LossScaling._next __float__": "scales are the host's",
-    "runtime.loss_scaling:LossScaling._next __int__": "scales are the host's",
+    "runtime.loss_scaling:LossScaling.unscaled __bool__": SCALER,
+    "runtime.loss_scaling:state_behind __float__": "scales are the host's",
+    "runtime.loss_scaling:state_behind __int__": "scales are the host's",
     "runtime.messages:Messages._described cpu": HEADS,
     "runtime.messages:Messages._described numpy": HEADS,
     "runtime.norms:Norms.is_finite __bool__": SCALER,
@@ -112,12 +115,15 @@ AGAIN = {"remat": "always", "width": 2, "stages": 2, "num_micro": 2}
 CASES = {
     "cyclic_dp": Case({"preset": "cyclic_dp"}),
     "cyclic_dp, one norm": Case({"preset": "cyclic_dp", "clip": "global"}, BY_NORM),
+    "cyclic_dp, half": Case({"preset": "cyclic_dp"}, half=True),
     "cyclic_dp_v1": Case({"preset": "cyclic_dp_v1"}, BY_NORM),
     "cyclic_zero": Case({"preset": "cyclic_zero"}),
     "weipipe": Case({"preset": "weipipe"}, BY_NORM),
+    "lockstep_dp, half": Case({"preset": "lockstep_dp"}, BY_NORM, half=True),
     "lockstep_dp": Case({"preset": "lockstep_dp"}, {**BY_NORM, "accumulate_grad_batches": 2}),
     "gpipe": Case({"preset": "gpipe", **FOUR}, BY_NORM),
     "1f1b": Case({"preset": "1f1b", **FOUR}, {"accumulate_grad_batches": 2}),
+    "1f1b, half": Case({"preset": "1f1b", **FOUR}, BY_NORM, half=True),
     "1f1b, wide": Case({"preset": "1f1b", **AGAIN}, BY_NORM, num_ranks=4),
     "1f1b, one worker": Case({"preset": "1f1b", "stages": 3, **FOUR}, BY_NORM, num_ranks=1),
     "cyclic_mp": Case({"preset": "cyclic_mp", **FOUR}),
@@ -144,7 +150,7 @@ def audited(case: Case, plant: tuple[str, str, str] | None = None) -> Found:
         ask_in(*plant)
     audit = Audit()
     behind = Behind(audit)
-    more = {"plugins": [precision()]} if case.half else {}
+    more = {"plugins": [precision(2.0**10)]} if case.half else {}
     with audit.installed():
         trainer = make_trainer(
             dict(case.strategy), max_epochs=1, callbacks=[behind], **case.flags, **more

@@ -148,7 +148,7 @@ class Dataflow:
         taken = ((Datum.SUM, a.t, a.j, None), (Datum.TOTAL, a.t, a.j))
         reads = [*taken, (Datum.WEIGHTS, a.j, a.v - 1)]
         plan = self._plan
-        if plan is None or plan.norms == "owners" or (plan.norms == "all" and plan.late_updates):
+        if plan is None or plan.decides_at_end or (plan.norms != "none" and plan.late_updates):
             stages = range(a.j + 1) if plan is None else range(plan.num_stages)
             reads += [(Datum.NORMS, a.t, j) for j in stages]
         return Flow(tuple(reads), ((Datum.WEIGHTS, a.j, a.v),), taken)

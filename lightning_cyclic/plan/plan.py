@@ -286,6 +286,13 @@ class Plan:
         whole = schedule.backward(self.num_micro - 1, 0) + schedule.unit
         return ceil_div(whole, schedule.period) + 2
 
+    @property
+    def decides_at_end(self) -> bool:
+        """Say whether workers wait, where a step ends, for the norms of all its gradients."""
+        if self.norms == "all":
+            return self.axes.weights.at_end_of_step
+        return self.norms == "owners" and not self.late_updates
+
     def ended_before(self, t: int) -> int:
         """Count the steps whose gradients all stages have when step t comes to its first loss.
 

@@ -318,7 +318,7 @@ class Program:
         its own, all others may be waiting for this worker (to write a checkpoint, say).
         """
         begins = [0]
-        tells = self.plan.norms == "owners" and not self.plan.late_updates
+        tells = self.plan.decides_at_end
         waits = tells and self.plan.weights == "freshest"
         first = 0  # of the norms, updates and new versions that come right before
         for n, a in enumerate(program):

@@ -119,22 +119,8 @@ def check_trainer(trainer: Trainer, module: LightningModule, *, sync_batchnorm: 
     _check_not_compiled(module)
 
 
-def check_no_scaler(trainer: Trainer) -> None:
-    """Refuse a scaled loss where nobody would scale it back.
-
-    Raises:
-        ConfigurationError: with the precision.
-    """
-    if getattr(trainer.precision_plugin, "scaler", None) is not None:
-        raise ConfigurationError(
-            f"precision={trainer.precision!r} scales the loss, which only pipelines without a "
-            "flush support; allowed: '32-true', '64-true', 'bf16-mixed', 'bf16-true', '16-true'; "
-            "use Trainer(precision='bf16-mixed'), or preset 'pipedream_2bw' or 'cyclic_pipeline'"
-        )
-
-
 def scaler_of(trainer: Trainer, plan: Plan) -> GradScaler | None:
-    """Return what scales the loss of a pipeline without a flush; None where nothing does.
+    """Return what scales the loss; None where nothing does.
 
     Raises:
         ConfigurationError: a plan under which gradients end on workers that vary.

@@ -80,7 +80,12 @@ def decides_together(plan: Plan) -> bool:
 
 
 def clip_stages(
-    session: StagewiseSession, optimizer: Optimizer, clip_val: float, *, by_stage: bool
+    session: StagewiseSession,
+    optimizer: Optimizer,
+    clip_val: float,
+    *,
+    by_stage: bool,
+    overflowed: bool = False,
 ) -> None:
     """Clip gradients by the norm over all stages, as one process that has them all would.
 
@@ -89,6 +94,7 @@ def clip_stages(
         optimizer: of this worker's parameters.
         clip_val: largest norm.
         by_stage: clip each stage by its own norm, as freshest weights do.
+        overflowed: whether gradients of this worker were not finite, when hooks had not seen them.
     """
     if by_stage:
         for j in range(session.ownership.num_stages):
@@ -100,6 +106,6 @@ def clip_stages(
         return
     if not session.owns:  # a replica whose gradients have gone to another
         return
-    session.tell_norms()
+    session.tell_norms(overflowed=overflowed)
     total = session.norms.total(session.t, parameters)
     torch.nn.utils.clip_grads_with_norm_(parameters, clip_val, total)

@@ -24,10 +24,12 @@ class Surrogates:
 
     Args:
         trainer: says which batches are one window.
+        get_scale: returns by what losses are multiplied, their gradients then already are.
     """
 
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(self, trainer: Trainer, get_scale: Callable[[], float] | None = None) -> None:
         self._trainer = trainer
+        self._get_scale = get_scale
         self._totals: list[tuple[nn.Parameter, Tensor | None, Tensor | None]] = []
         module, callbacks = trainer.lightning_module, trainer.callbacks  # type: ignore[attr-defined]
         self._may_be_seen = any(
@@ -68,12 +70,14 @@ class Surrogates:
     def _deposit(self, grad: Tensor) -> None:
         """Put the gradients of the window so far into ``p.grad``.
 
-        They are those of the loss divided by ``accumulate_grad_batches``, as Lightning divides;
+        They are those of the loss divided by ``accumulate_grad_batches``, as Lightning divides,
+        and times the scale of a gradient scaler;
         code that scales it further (an overridden ``backward``) scales this batch's part.
         """
         batches, one = self.batches_per_update, torch.ones_like(grad)
+        expected = one if self._get_scale is None else one * self._get_scale()
         # compared as it was rounded: 1/3 three times is not 1
-        scaled = torch.where(grad == one / batches, one, grad * batches)
+        scaled = torch.where(grad == expected / batches, one, grad * batches / expected)
         factor = float(scaled) if grad.is_cpu else scaled  # a GPU would be waited for to say so
         starts = self._starts
         for p, total, before in self._totals:

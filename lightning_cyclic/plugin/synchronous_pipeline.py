@@ -21,17 +21,18 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_cyclic.plan import Plan
-from lightning_cyclic.plugin.checks import check_no_scaler
+from lightning_cyclic.plugin.checks import scaler_of
 from lightning_cyclic.plugin.clipping import clip_mode, clip_stages, may_clip_by_norm
 from lightning_cyclic.plugin.optimizer_watch import OptimizerWatch, Written
 from lightning_cyclic.plugin.options import Options
 from lightning_cyclic.plugin.pipeline import PipelineTraining
 from lightning_cyclic.plugin.reductions import HeldReductions
+from lightning_cyclic.plugin.shared_scaler import SharedScaler
 from lightning_cyclic.plugin.step_arguments import StepArguments
 from lightning_cyclic.plugin.surrogate_loss import Surrogates
 from lightning_cyclic.plugin.training import Closure, Own
 from lightning_cyclic.runtime.late_values import LateValues
-from lightning_cyclic.runtime.partial_step.config import Summarise
+from lightning_cyclic.runtime.partial_step.config import StagewiseConfig, Summarise
 
 
 @final
@@ -48,18 +49,21 @@ class SynchronousPipelineTraining(PipelineTraining):
     def __init__(
         self, trainer: Trainer, options: Options, plan: Plan, reductions: HeldReductions
     ) -> None:
-        if clip_mode(trainer, plan, options.clip) == "global" and may_clip_by_norm(trainer):
-            options, plan = replace(options, norms="owners"), replace(plan, norms="owners")
+        scaler = scaler_of(trainer, plan)
+        self._scaler = SharedScaler(scaler) if scaler else None
+        clips = clip_mode(trainer, plan, options.clip) == "global" and may_clip_by_norm(trainer)
+        if scaler or clips:
+            norms = "all" if scaler else "owners"
+            options, plan = replace(options, norms=norms), replace(plan, norms=norms)
         super().__init__(trainer, options, plan, reductions)
-        self._surrogates = Surrogates(trainer)
+        self._surrogates = Surrogates(trainer, self._scaler and self._scaler.get_scale)
+        self._summaries.refuses_overflow = self._scaler is None
         self._watch = OptimizerWatch(plan.preset)
         self._stops = LateValues()
 
     @override
-    @staticmethod
-    def check(trainer: Trainer, *, sync_batchnorm: bool) -> None:
-        PipelineTraining.check(trainer, sync_batchnorm=sync_batchnorm)
-        check_no_scaler(trainer)
+    def _configured(self, config: StagewiseConfig) -> StagewiseConfig:
+        return replace(config, scaled=self._scaler and self._scaler.scaled)
 
     @override
     def training_step(self, own: Own, *args: Any, **kwargs: Any) -> Any:
@@ -128,11 +132,15 @@ class SynchronousPipelineTraining(PipelineTraining):
             return output
 
         with late:
+            if self._scaler is not None:
+                late.enter_context(self._scaler.deciding(self._session))
             output = own(optimizer, closed, model, **kwargs)
         if self._session.cuts is not None:  # else the update came without a step
             for w in written:
                 w.find()
             self._session.end_step()
+            if self._scaler is not None:
+                self._scaler.end_step(self._session)
         return output
 
     def _corrected(self) -> AbstractContextManager[None]:
@@ -145,7 +153,8 @@ class SynchronousPipelineTraining(PipelineTraining):
     def _clip(self, optimizer: Optimizer, clip_val: float) -> None:
         """Stand in for the precision plugin's method: one stage's norm, or all stages'."""
         by_stage = clip_mode(self._trainer, self._plan, self._options.clip) == "stage"
-        clip_stages(self._session, optimizer, clip_val, by_stage=by_stage)
+        overflowed = self._scaler is not None and self._scaler.has_overflowed(optimizer)
+        clip_stages(self._session, optimizer, clip_val, by_stage=by_stage, overflowed=overflowed)
 
 
 def _checked_by_lightning(call: Callable[[Any], Any], batch: Any) -> Any:

@@ -27,6 +27,37 @@ from lightning_cyclic.runtime.agreement import device_for
 State = tuple[float, int]  # scale, updates since it was last changed
 
 
+def state_of(scaler: GradScaler) -> State:
+    """Return the state that a scaler holds; a GPU is waited for."""
+    state = scaler.state_dict()
+    return state["scale"], state["_growth_tracker"]
+
+
+def put_state(scaler: GradScaler, state: State) -> None:
+    """Let a scaler hold a state."""
+    scale, tracker = state
+    scaler.load_state_dict(
+        {
+            "scale": scale,
+            "_growth_tracker": tracker,
+            "growth_factor": scaler.get_growth_factor(),
+            "backoff_factor": scaler.get_backoff_factor(),
+            "growth_interval": scaler.get_growth_interval(),
+        }
+    )
+
+
+def state_behind(scaler: GradScaler, state: State, is_finite: bool) -> State:
+    """Return what a scaler makes of a state when it knows whether gradients were finite."""
+    scale = torch.full((), state[0])
+    tracker = torch.full((), state[1], dtype=torch.int32)
+    torch._amp_update_scale_(
+        scale, tracker, torch.full((), float(not is_finite)), scaler.get_growth_factor(),
+        scaler.get_backoff_factor(), scaler.get_growth_interval(),
+    )  # fmt: skip
+    return float(scale), int(tracker)
+
+
 @final
 class Outcomes:
     """Know of steps whether the gradients of all stages were finite, as versions tell.
@@ -98,7 +129,7 @@ class LossScaling:
         """Let the scaler hold the state of step ``t``, whose loss it is about to scale."""
         self.begin(t)
         self.scale_of(plan, t)
-        self._put(self._states[max(plan.ended_before(t), min(self._states))])
+        put_state(self._scaler, self._states[max(plan.ended_before(t), min(self._states))])
 
     def scaled(
         self, plan: Plan, t: int, share: Callable[[Tensor], Tensor]
@@ -123,38 +154,22 @@ class LossScaling:
     def begin(self, t: int) -> None:
         """Go on from the scaler's own state at step ``t``, where no other is known."""
         if not self._states:
-            state = self._scaler.state_dict()
-            self._states[t] = (state["scale"], state["_growth_tracker"])
+            self._states[t] = state_of(self._scaler)
 
     def catch_up(self, t: int) -> None:
         """Let the scaler hold the state behind all steps before ``t``, which have ended."""
-        self._put(self._state(t))
+        put_state(self._scaler, self._state(t))
 
     @property
     def known(self) -> int:
         """Count the steps whose outcomes are counted in the newest state."""
         return max(self._states, default=0)
 
-    def _put(self, state: State) -> None:
-        scale, tracker = state
-        whole = self._scaler.state_dict() | {"scale": scale, "_growth_tracker": tracker}
-        self._scaler.load_state_dict(whole)
-
     def _state(self, counted: int) -> State:
         first, last = min(self._states), max(self._states)
         for n in range(last, counted):
-            self._states[n + 1] = self._next(self._states[n], self._is_finite(n))
+            self._states[n + 1] = state_behind(self._scaler, self._states[n], self._is_finite(n))
         return self._states[max(counted, first)]  # first: behind a checkpoint of another plan
-
-    def _next(self, state: State, is_finite: bool) -> State:
-        scale = torch.full((), state[0])
-        tracker = torch.full((), state[1], dtype=torch.int32)
-        torch._amp_update_scale_(
-            scale, tracker, torch.full((), float(not is_finite)),
-            self._scaler.get_growth_factor(), self._scaler.get_backoff_factor(),
-            self._scaler.get_growth_interval(),
-        )  # fmt: skip
-        return float(scale), int(tracker)
 
     def _forget(self, before: int) -> None:
         self._states = {

@@ -30,21 +30,24 @@ def norms(plan: Plan, programs: tuple[Program, ...]) -> tuple[Program, ...]:
     """
     if plan.norms == "none" or plan.num_workers == 1:
         return programs
-    is_early = plan.late_updates or plan.norms == "all"
-    place = _early if is_early else _at_updates
+    place = _at_updates if plan.decides_at_end else _early
     return tuple(tuple(place(plan, program, w)) for w, program in enumerate(programs))
 
 
 def _at_updates(plan: Plan, program: Program, w: int) -> Iterator[Action]:
-    """Exchange right before the updates of each step, which are one behind the other."""
-    seen = -1
-    calls = together(program)
+    """Exchange right before the updates of each step, which are one behind the other.
+
+    Who updates nothing, but is told, receives before the first new version comes.
+    """
+    told, calls = 0, together(program)  # steps whose norms have been exchanged
+    hears = plan.norms == "all" and not calls
     for n, a in enumerate(program):
-        if a.kind is Kind.UPDATE and a.t > seen:
-            seen = a.t
-            for b in program[slice(*calls[n])]:
+        comes = hears and a.kind is Kind.RECV and a.payload is Payload.P
+        if (a.kind is Kind.UPDATE or comes) and (a.v or 0) > told:
+            told = a.v or 0
+            for b in () if comes else program[slice(*calls[n])]:
                 yield from _sends(plan, b, w)
-            yield from _receives(plan, a, w, seen)
+            yield from _receives(plan, a, w, told - 1)
         yield a
 
 

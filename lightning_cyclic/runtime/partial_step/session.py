@@ -58,7 +58,8 @@ from lightning_cyclic.runtime.values.trees import map_tensors
 from lightning_cyclic.runtime.waiting import Waiter, naming_peers
 from lightning_cyclic.runtime.worker import Worker
 
-_OF_UPDATES = frozenset({Kind.UPDATE, Payload.N, Payload.P, Payload.V})
+_NEW_VERSIONS = frozenset({Kind.UPDATE, Payload.P, Payload.V})
+_OF_UPDATES = _NEW_VERSIONS | {Payload.N}
 
 
 @final
@@ -108,6 +109,7 @@ class StagewiseSession:
         self._evaluated = ""  # the kind of the step of evaluation under way
         self._ended = -1  # the last step that a flush has ended
         self._update_began_ns = 0
+        self.was_finite: bool | None = None  # gradients of all stages; None: nobody has asked
         self._rest: list[Action] = []  # of a step whose update is made outside
         self._summarise: dict[int, Summarise] = {}
         self._concluded: dict[int, Message] = {}  # what is told of steps
@@ -418,6 +420,7 @@ class StagewiseSession:
             is_last: whether it is the last of these.
         """
         self.foreign.begin_batch()
+        self.was_finite = None
         usual = self.program.step(self.worker, self.t, ended=self._ended)
         parts = self.cut(self._share_batch(self.t, batch, usual))
         self._check_number(len(parts))
@@ -458,11 +461,30 @@ class StagewiseSession:
         taken, self.arrived = self.arrived, []
         return taken
 
-    def tell_norms(self) -> None:
-        """Let owners know each other's norms of the gradients that lie in ``p.grad``."""
+    def all_finite(self, *, overflowed: bool) -> bool:
+        """Say whether the gradients that lie in ``p.grad`` are finite, on all workers.
+
+        Args:
+            overflowed: whether those of this worker were not, when hooks had not seen them yet.
+        """
+        self.was_finite = not overflowed
+        if self.num_workers > 1:
+            if any(a.payload is Payload.N for a in self._rest):
+                self.tell_norms(overflowed=overflowed)
+            self.was_finite = self.norms.is_finite(self.t)
+        return self.was_finite
+
+    def tell_norms(self, *, overflowed: bool = False) -> None:
+        """Let owners know each other's norms of the gradients that lie in ``p.grad``.
+
+        Args:
+            overflowed: tell that they are infinite, whatever hooks have made of them.
+        """
         for j in self._owned:
+            if overflowed:
+                self.norms.note_overflow(self.t, j)
             self.norms.note(self.t, j, [p.grad for p in self.ownership.owned(j)])
-        told = list(takewhile(lambda a: a.kind is not Kind.UPDATE, self._rest))
+        told = list(takewhile(lambda a: (a.payload or a.kind) not in _NEW_VERSIONS, self._rest))
         self._rest = self._rest[len(told) :]
         self._run(told)
 

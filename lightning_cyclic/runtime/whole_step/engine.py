@@ -48,8 +48,8 @@ from lightning_cyclic.runtime.whole_step.versions import VersionStore
 from lightning_cyclic.runtime.whole_step.words import Word, Words
 from lightning_cyclic.runtime.worker import Worker
 
-Update = Callable[[int, Sequence[int]], Collection[int]]
-"""(step, stages) -> those of them that are left as they were, since gradients overflowed."""
+Update = Callable[[int, Sequence[int]], Collection[int] | None]
+"""(step, stages) -> those of them, if any, that stay as they were, since gradients overflowed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -409,7 +409,7 @@ class Engine:
         self._worker.run(a for a in due if a.kind is Kind.RECV)
         stages = [a.j for a in due if a.kind is Kind.UPDATE]
         totals = {j: self._advance(t + 1, j) for j in stages}
-        skipped = self._update(t, stages)
+        skipped = self._update(t, stages) or ()
         self._tell_norms()
         for j, total in totals.items():
             for p in self._parameters[j]:

@@ -73,11 +73,11 @@ class StepRecorder:
         return interrupt
 
     def updating(
-        self, update: Callable[[int, Sequence[int]], Collection[int]]
-    ) -> Callable[[int, Sequence[int]], Collection[int]]:
+        self, update: Callable[[int, Sequence[int]], Collection[int] | None]
+    ) -> Callable[[int, Sequence[int]], Collection[int] | None]:
         """Return what updates stages, timed as one."""
 
-        def timed(t: int, stages: Sequence[int]) -> Collection[int]:
+        def timed(t: int, stages: Sequence[int]) -> Collection[int] | None:
             begin_ns = time.perf_counter_ns()
             try:
                 return update(t, stages)
