@@ -7,6 +7,7 @@ from typing import Any, final
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 from torch.optim import Optimizer
@@ -161,6 +162,7 @@ def make_session(
         remat=options.remat,
         seed=agreed_seed(),
         is_one_stage=options.is_one_stage and plan.weights == "sync",
+        is_under_autocast=isinstance(trainer.precision_plugin, MixedPrecision),
         expected_stages=plan.num_stages,
         memory_limit_bytes=options.memory_limit_bytes,
         say=rank_zero_info,

@@ -50,6 +50,7 @@ class StagewiseConfig:
         recorder: notes what this worker does, and when. [nobody does]
         is_one_stage: whether one worker has all of the module, so that nobody waits for it: a step
             may return no loss then, and a batch that cannot be cut is one micro-batch.
+        is_under_autocast: whether the step computes with low-precision copies of the weights.
         expected_stages: how many stages there will be. [0: one per worker of a replica]
     """
 
@@ -67,6 +68,7 @@ class StagewiseConfig:
     read_state: ReadState | None = None
     write_state: WriteState | None = None
     is_one_stage: bool = False
+    is_under_autocast: bool = False
     expected_stages: int = 0
     memory_limit_bytes: int | None = None
     say: Callable[[str], None] = print

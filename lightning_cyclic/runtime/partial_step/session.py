@@ -26,6 +26,7 @@ from lightning_cyclic.plan.passes.messages import step_of
 from lightning_cyclic.plan.program import Program
 from lightning_cyclic.runtime.absent import home_of, is_absent, make_present
 from lightning_cyclic.runtime.agreement import Together, put_together
+from lightning_cyclic.runtime.cast_copies import CastCopies
 from lightning_cyclic.runtime.failure_words import words_of
 from lightning_cyclic.runtime.foreign_weights import ForeignWeights
 from lightning_cyclic.runtime.gradient_store import GradientStore
@@ -226,6 +227,9 @@ class StagewiseSession:
             self.router, plan, ownership, SideEffects(self.module, cuts, self._state),
             self.config.seed, self.config.remat, self.versions, self.config.is_one_stage,
         )  # fmt: skip
+        overwrites = self.versions is not None and self.versions.overwrites
+        if self.config.is_under_autocast and not overwrites:  # whose copies have no one value
+            self._step.casts = CastCopies()
         parameters = [ownership.owned(j) for j in range(plan.num_stages)]
         self.norms = Norms(plan, self.worker, parameters, self._fetch)
         self._exchange = Exchange(

@@ -27,6 +27,7 @@ from torch.autograd.graph import (
 
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.plan.actions import Action, Kind
+from lightning_cyclic.runtime.cast_copies import CastCopies
 from lightning_cyclic.runtime.partial_step.call_router import CallRouter
 from lightning_cyclic.runtime.partial_step.entry import Entry
 from lightning_cyclic.runtime.partial_step.ghosts import Handle
@@ -112,6 +113,8 @@ class StageStep:
         may_skip: whether the step may return None: then there is nothing to go back through.
     """
 
+    casts: CastCopies | None = None  # where the step runs under autocast
+
     def __init__(
         self,
         router: CallRouter,
@@ -151,6 +154,8 @@ class StageStep:
         self._micro |= {(t, i): m for i, m in micro.items()}
         self._calls[t] = call
         self._training = training
+        if self.casts is not None and self._versions is None:  # else each has parameters apart
+            self.casts.forget()
 
     @contextmanager
     def along(self, router: CallRouter) -> Iterator[None]:
@@ -199,10 +204,11 @@ class StageStep:
         again = self._training and self._is_run_again(a)
         passage = Passage(take_packet, self._lessons.get(micro.family), copied=again)
         visit = self._effects.state.begin(a.j)
-        if not again and self._versions is None:  # no context costs nothing
+        if not again and self._versions is None and self.casts is None:  # which costs nothing
             run, output = self._pass(a, micro, passage, visit)
         else:
-            with _discard() if again else _NOTHING, self._showing(a, cell):
+            saving = _discard() if again else self.casts.shared() if self.casts else _NOTHING
+            with saving, self._showing(a, cell):
                 run, output = self._pass(a, micro, passage, visit)
         gone = self._finish_forward(a, run, cell, passage, output, visit)
         assert a.i is not None

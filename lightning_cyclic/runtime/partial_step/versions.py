@@ -108,6 +108,11 @@ class Versions:
         if self._foresight is not None:
             self._foresight.train_others(stages)
 
+    @property
+    def overwrites(self) -> bool:
+        """Say whether guesses for forwards are written over the ones before."""
+        return self._foresight is not None and self._foresight.backward_weights == "current"
+
     def newest(self, j: int) -> int:
         """Return the version that the module's own parameters of stage ``j`` hold."""
         return self._newest[j]

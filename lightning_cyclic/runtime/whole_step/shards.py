@@ -22,6 +22,7 @@ from typing_extensions import override
 
 from lightning_cyclic.errors import StepError
 from lightning_cyclic.runtime.absent import Home, come_back, leave
+from lightning_cyclic.runtime.cast_copies import cast_of
 from lightning_cyclic.runtime.lending import without_memory
 from lightning_cyclic.runtime.stages.stage_map import StageMap
 from lightning_cyclic.runtime.whole_step.versions import VersionStore
@@ -39,6 +40,16 @@ class _Place(NamedTuple):
 
     j: int
     v: int
+    dtype: torch.dtype
+    offset: int
+    size: torch.Size
+    stride: tuple[int, ...]
+
+
+class _Cast(NamedTuple):
+    """Say of which tensor autocast has made a copy, and where in the copy another lies."""
+
+    of: _Place
     dtype: torch.dtype
     offset: int
     size: torch.Size
@@ -272,15 +283,27 @@ class Shards(Replica):
         # graphs hold no parameters of other workers' stages
         return saved_tensors_hooks(self._pack, self._unpack)
 
-    def _pack(self, x: Tensor) -> Tensor | _Place:
+    def _pack(self, x: Tensor) -> Tensor | _Place | _Cast:
+        place = self._place_of(x)
+        if place is not None:
+            return place
+        cast = cast_of(x)  # else half of the model would stay until the backward
+        of = None if cast is None else self._place_of(cast.parameter)
+        if of is None:
+            return x
+        return _Cast(of, x.dtype, int(x.storage_offset()), x.shape, x.stride())
+
+    def _place_of(self, x: Tensor) -> _Place | None:
         at = self._places.get(_address(x)) if x.numel() else None
         if at is None:
-            return x
+            return None
         return _Place(*at, x.dtype, int(x.storage_offset()), x.shape, x.stride())
 
-    def _unpack(self, x: Tensor | _Place) -> Tensor:
+    def _unpack(self, x: Tensor | _Place | _Cast) -> Tensor:
         if isinstance(x, Tensor):
             return x
+        if isinstance(x, _Cast):
+            return self._unpack(x.of).to(x.dtype).as_strided(x.size, x.stride, x.offset)
         store = self._stores[x.j]
         if self._shown.get(x.j) != x.v:
             self._bring(x.j, x.v)

@@ -1,0 +1,95 @@
+"""Low-precision copies of weights: one for each version, not one for each micro-batch in flight.
+
+Autocast casts a weight where it is used, and the graph keeps the copy until its backward. Several
+micro-batches in flight would keep as many copies of the same values. So a graph is given the copy
+that another one has, as long as anybody has it; which bits there are does not change.
+"""
+
+from __future__ import annotations
+
+import weakref
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+_LOW = frozenset({torch.bfloat16, torch.float16})
+
+
+class Cast(NamedTuple):
+    """Say what a tensor is a cast of.
+
+    Args:
+        parameter: that was cast.
+        copy: the whole cast, of which the tensor may be a view.
+    """
+
+    parameter: nn.Parameter
+    copy: Tensor
+
+
+def cast_of(x: Tensor) -> Cast | None:
+    """Return of which parameter a tensor is a low-precision copy, or a view of one."""
+    if x.dtype not in _LOW:
+        return None
+    copy = x._base if x._is_view() else x
+    node = None if copy is None else copy.grad_fn
+    if node is None or node.name() != "ToCopyBackward0":
+        return None
+    p = getattr(node.next_functions[0][0], "variable", None)
+    if not isinstance(p, nn.Parameter) or copy is None or copy.shape != p.shape:
+        return None
+    return Cast(p, copy)
+
+
+class _View(NamedTuple):
+    copy: Tensor
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+class _Known(NamedTuple):
+    parameter: weakref.ref[nn.Parameter]
+    version: int  # how often its values were changed
+    copy: weakref.ref[Tensor]
+
+
+@final
+class CastCopies:
+    """Know the copies that graphs hold."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, torch.dtype], _Known] = {}
+
+    def shared(self) -> AbstractContextManager[Any]:
+        """Return a context whose graphs share copies with others."""
+        return saved_tensors_hooks(self._pack, _unpack)
+
+    def forget(self) -> None:
+        """Share no copy of before: parameters are about to have other values."""
+        self._known.clear()
+
+    def _pack(self, x: Tensor) -> Tensor | _View:
+        found = cast_of(x)
+        if found is None:
+            return x
+        copy = self._copy_of(*found)
+        return _View(copy, x.shape, x.stride(), int(x.storage_offset()))
+
+    def _copy_of(self, p: nn.Parameter, copy: Tensor) -> Tensor:
+        key = id(p), copy.dtype
+        known = self._known.get(key)
+        if known is not None and known.parameter() is p and known.version == p._version:
+            other = known.copy()
+            if other is not None and other.stride() == copy.stride():
+                return other
+        made = copy.detach()
+        self._known[key] = _Known(weakref.ref(p), p._version, weakref.ref(made))
+        return made
+
+
+def _unpack(x: Tensor | _View) -> Tensor:
+    return x if isinstance(x, Tensor) else x.copy.as_strided(x.size, x.stride, x.offset)
