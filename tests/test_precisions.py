@@ -1,0 +1,150 @@
+"""Every precision under every kind of preset: the bits of one process that goes by the same rule.
+
+The reference computes by Lightning's own precision plugin. Half precision with a loss scale is in
+test_loss_scaling.py, test_pipeline_scaling.py and test_flow_scaling.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from lightning.pytorch.plugins.precision import (
+    DoublePrecision,
+    HalfPrecision,
+    MixedPrecision,
+    Precision,
+)
+from torch import Tensor, nn
+
+from tests import asynchronous, processes, sequential
+from tests.corpus import (
+    Classifier,
+    MicroBatches,
+    assert_same,
+    by_stage,
+    make_trainer,
+    train_data,
+    weights_of,
+)
+from tests.stagewise_runs import Job, Outcome, pipelines, prepare
+
+pytestmark = pytest.mark.multi
+
+PRECISIONS = ("64-true", "bf16-mixed", "bf16-true", "16-true")
+WHOLE = {"cyclic_dp": "freshest", "cyclic_zero": "freshest", "weipipe": "sync"}
+STAGED = {
+    "gpipe": "sync", "1f1b": "sync", "pipedream_2bw": "delayed", "cyclic_pipeline": "freshest",
+}  # fmt: skip
+ALWAYS = {
+    ("cyclic_dp", "bf16-true"), ("cyclic_zero", "bf16-mixed"), ("weipipe", "64-true"),
+    ("gpipe", "16-true"), ("1f1b", "bf16-mixed"), ("pipedream_2bw", "bf16-true"),
+    ("cyclic_pipeline", "64-true"),
+}  # fmt: skip
+NUM_STEPS, NET = 6, "resnet"
+
+
+def every(presets: dict[str, str]) -> list[Any]:
+    """Return each preset with each precision, of which one is not exhaustive."""
+    pairs = [(preset, precision) for preset in presets for precision in PRECISIONS]
+    return [
+        pytest.param(*pair, marks=() if pair in ALWAYS else pytest.mark.exhaustive)
+        for pair in pairs
+    ]
+
+
+def plugin(precision: str) -> Precision:
+    if precision == "64-true":
+        return DoublePrecision()
+    if precision == "bf16-mixed":
+        return MixedPrecision("bf16-mixed", "cpu")
+    return HalfPrecision(precision)  # type: ignore[arg-type]
+
+
+# ---------------------------------------------------------------------- whole steps
+
+
+def fit_whole(strategy: Any, precision: str) -> dict[str, Any]:
+    module = Classifier(NET, "sgd")
+    trainer = make_trainer(strategy, max_epochs=1, precision=precision)
+    trainer.fit(module, train_data(module, NUM_STEPS))
+    return {"weights": weights_of(module), "stage_of": dict(trainer.strategy.stage_of)}
+
+
+def whole_by_rule(precision: str, rule: str, stage_of: dict[str, int]) -> dict[str, Tensor]:
+    own, module = plugin(precision), Classifier(NET, "sgd")
+    own.convert_module(module)
+    data = MicroBatches(module.kind, NUM_STEPS * 2)
+
+    def loss(module: nn.Module, t: int, i: int) -> Tensor:
+        batch = own.convert_input(data[t * 2 + i])  # drawn before floats are of another dtype
+        with own.train_step_context():
+            return module.loss(batch, t)
+
+    sequential.train(
+        module, by_stage(module, stage_of), module.configure_optimizers(), loss, rule=rule,
+        num_workers=2, num_steps=NUM_STEPS,
+    )  # fmt: skip
+    return weights_of(module)
+
+
+@pytest.mark.parametrize(("preset", "precision"), every(WHOLE))
+def test_whole_steps(preset: str, precision: str) -> None:
+    strategy = {"preset": preset, "stages": 4}
+    ranks = processes.run(fit_whole, 2, strategy, precision)
+    args = precision, WHOLE[preset], ranks[0]["stage_of"]
+    (expected,) = processes.run(whole_by_rule, 1, *args)
+    for rank in ranks:
+        assert_same(rank["weights"], expected)
+
+
+# ---------------------------------------------------------------------- stages apart
+
+JOB = Job(case="resnet", num_steps=NUM_STEPS, num_epochs=1)
+
+
+def fit_staged(job: Job, strategy: dict[str, Any], precision: str) -> Outcome:
+    run = prepare(job, strategy, precision=precision)
+    run.trainer.fit(run.module, run.batches)
+    return run.outcome() | {"stage_of": run.trainer.strategy.stage_of}
+
+
+def staged_by_rule(
+    job: Job, precision: str, rule: str, stage_of: dict[str, int]
+) -> dict[str, Tensor]:
+    own, module = plugin(precision), job.make()
+    module.log = module.log_dict = lambda *args, **kwargs: None  # type: ignore[method-assign]
+    own.convert_module(module)
+    made = module.configure_optimizers()
+    optimizer, step = made, lambda t: None
+    if isinstance(made, tuple):
+        (optimizer,), (scheduler,) = made
+        step = lambda t: scheduler["scheduler"].step()  # noqa: E731
+
+    def loss(module: Any, t: int, i: int) -> Tensor:
+        batch = own.convert_input(job.batch(t * job.num_micro + i))
+        with own.train_step_context():
+            output = module.training_step(batch, 0)
+        return output["loss"] if isinstance(output, dict) else output
+
+    stages = by_stage(module, stage_of)
+    if rule == "sync":
+        sequential.train(
+            module, stages, optimizer, loss, rule=rule, num_workers=job.num_micro,
+            num_steps=NUM_STEPS, after_update=step,
+        )  # fmt: skip
+    else:
+        asynchronous.train(
+            module, stages, optimizer, loss, rule=rule, num_micro=job.num_micro,
+            num_steps=NUM_STEPS, after_update=step,
+        )  # fmt: skip
+    return weights_of(module)
+
+
+@pytest.mark.parametrize(("preset", "precision"), every(STAGED))
+def test_stages_apart(preset: str, precision: str) -> None:
+    ranks = pipelines(JOB, 2, precision, preset=preset, stages=4, function=fit_staged)
+    args = JOB, precision, STAGED[preset], ranks[0]["stage_of"]
+    (expected,) = processes.run(staged_by_rule, 1, *args)
+    for rank in ranks:
+        assert_same(rank["weights"], expected)
