@@ -2,6 +2,7 @@
 
     python benchmarks/sharding.py                          2, 4 and 8 workers on loopback
     python benchmarks/sharding.py --case late              over links that are late (root)
+    python benchmarks/sharding.py --case late --slower 10  so slow that the host's work is small
     python benchmarks/sharding.py --case memory            the peak of a rank's memory
     python benchmarks/sharding.py --only "4 workers"       cases whose name contains this
     python benchmarks/sharding.py --table                  what is expected of large clusters
@@ -11,6 +12,11 @@ same module with one strategy after the other, round after round. Figures are ra
 to DDP of the same round: median (lowest - highest). In brackets stands what the simulator says;
 FSDP2, which is no plan, has the formula of sharded_lockstep.py, whose collectives are in compute's
 way: on CPUs FSDP2 waits for each. "fsdp2/ahead" asks for its gathers one block ahead.
+
+A steady step is one of those from the fourth behind the warm-up to the start of the last: of such
+steps the simulator speaks, without the flush at the end. It knows nothing of the work of the host
+(Python, copies, threads of gloo, on cores that workers share). --slower makes that small beside
+what is slept and sent: both take so many times as long, and latencies, too.
 
 Memory is that of the rank with the most, in processes that train with one strategy: the peak of
 what is anonymous (VmHWM less file pages), beyond what there was behind a fit of the same strategy
@@ -30,7 +36,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from late_links import LateLinks
 from replicated import LATENCY_S, WARM_UP, Case, make_module, spread, start, timed
@@ -52,7 +58,7 @@ LOOPBACK = [
 ]  # fmt: skip
 # all workers meet at the end of the warm-up, to measure time: workers that are ahead stand still
 # there, and what was sent to them waits, which steps do that nobody measures
-WEIGHED_FROM = WARM_UP + 4
+STEADY_FROM = WARM_UP + 4
 LATE_BYTES_PER_S = 1.25e8  # 1 Gbit/s
 LATE_S = {
     f"{n} workers, 1 Gbit/s, {1000 * latency_s:g} ms": (n, latency_s)
@@ -62,7 +68,7 @@ LATE = [replace(SLEPT, name=name, num_workers=n) for name, (n, _) in LATE_S.item
 MEMORY = [
     replace(
         SLEPT, name=f"{n} workers, {depth} blocks", num_workers=n, step_s=0, width=1024,
-        depth=depth, num_steps=WEIGHED_FROM + 4, rounds=2,
+        depth=depth, num_steps=STEADY_FROM + 4, rounds=2,
         strategies=(
             "ddp", "fsdp2", "cyclic_dp", "cyclic_zero", f"cyclic_zero/{depth}", "weipipe",
             f"weipipe/{depth}",
@@ -158,7 +164,7 @@ def weigh(case: Case, name: str) -> dict[str, int]:
 
     class Scale(L.Callback):
         def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, k: int) -> None:
-            if k == WEIGHED_FROM:
+            if k == STEADY_FROM:
                 found["fit"] = peak.bytes()
                 peak.begin()
             if k == case.num_steps - 1:  # whose end brings all parameters to everybody
@@ -170,17 +176,34 @@ def weigh(case: Case, name: str) -> dict[str, int]:
     return found
 
 
-def clock(case: Case) -> dict[str, list[float]]:
-    """Train with all strategies, round after round; return the seconds per step."""
-    seconds: dict[str, list[float]] = {s: [] for s in case.strategies}
+def clock(case: Case) -> dict[str, list[tuple[float, float]]]:
+    """Train with all strategies, round after round; return what each fit took (_clocked)."""
+    seconds: dict[str, list[tuple[float, float]]] = {s: [] for s in case.strategies}
     first, *others = case.strategies
+    brief = replace(case, num_steps=WARM_UP + 2)
     for k in range(case.rounds + 1):
         for s in (*others, first):  # none that runs alone first: another makes the process group
-            shards = 1 if s == "alone" else case.num_workers
-            wall_s, _ = timed(case, make_strategy(s, case), make(s, case), shards=shards)
+            taken = _clocked(case if k else brief, s)
             if k > 0:  # the first round warms caches and the allocator
-                seconds[s].append(wall_s)
+                seconds[s].append(taken)
     return seconds
+
+
+def _clocked(case: Case, name: str) -> tuple[float, float]:
+    """Train once; return the seconds per step, and per steady one."""
+    import lightning as L
+
+    begun_s: list[float] = []
+
+    class Starts(L.Callback):
+        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, k: int) -> None:
+            begun_s.append(time.perf_counter())
+
+    shards = 1 if name == "alone" else case.num_workers
+    strategy, module = make_strategy(name, case), make(name, case)
+    wall_s, _ = timed(case, strategy, module, shards=shards, callbacks=[Starts()])
+    steady_s = begun_s[min(STEADY_FROM, case.num_steps - 2) :]
+    return wall_s, (steady_s[-1] - steady_s[0]) / (len(steady_s) - 1)
 
 
 def work(case: Case, weighed: str) -> None:
@@ -202,18 +225,30 @@ def work(case: Case, weighed: str) -> None:
 # ---------------------------------------------------------------------- what is expected
 
 
-def predicted_s(case: Case, name: str, compute_s: float) -> float:
+class Link(NamedTuple):
+    """Say how late each link is, and how much it carries."""
+
+    latency_s: float
+    bytes_per_s: float
+
+
+def link_of(case: Case, slower: float) -> Link | None:
+    """Return what links the workers of a case, so many times slower; None for loopback."""
+    if case.name not in LATE_S:
+        return None
+    _, latency_s = LATE_S[case.name]
+    return Link(slower * latency_s, LATE_BYTES_PER_S / slower)
+
+
+def predicted_s(case: Case, name: str, compute_s: float, link: Link | None) -> float:
     """Return the seconds per step by the simulator, from the compute time measured alone."""
     from sharded_lockstep import step_s
 
     from lightning_cyclic.simulate import Costs, Network, lockstep, simulate
 
     n, num_bytes = case.num_workers, model_bytes(case)
-    _, latency_s = LATE_S.get(case.name, (n, 0.0))
-    network = Network(
-        latency_s=LATENCY_S + latency_s,
-        bandwidth_bytes_per_s=LATE_BYTES_PER_S if latency_s else 1.5e9,
-    )
+    latency_s, bytes_per_s = link or Link(0.0, 1.5e9)
+    network = Network(latency_s=LATENCY_S + latency_s, bandwidth_bytes_per_s=bytes_per_s)
     blocks = Costs.even(case.depth, compute_s=compute_s, model_bytes=num_bytes)
     if name == "ddp":
         return lockstep(blocks, network, n, bucket_bytes=25 << 20).step_s
@@ -255,23 +290,35 @@ def model_bytes(case: Case) -> int:
 # ---------------------------------------------------------------------- tables
 
 
-def report_times(case: Case) -> None:
+def report_times(case: Case, slower: float) -> None:
     """Run a case, and print a row for each strategy."""
-    latency_s = LATE_S.get(case.name, (0, 0.0))[1]
-    links = LateLinks(case.num_workers, latency_s, LATE_BYTES_PER_S) if latency_s else None
-    (wall,) = start(__file__, ["--worker", json.dumps(asdict(case))], case.num_workers, links)
-    compute_s = median(wall["alone"])
-    expected = {s: predicted_s(case, s, compute_s) for s in wall if s != "alone"}
-    per_step = ", ".join(f"{s} {1000 * median(wall[s]):.0f}" for s in ("alone", "fsdp2", "ddp"))
-    print(f"\n{case.name}, {_mb(model_bytes(case))} of parameters; {_load()}")
+    link = link_of(case, slower)
+    case = replace(case, step_s=slower * case.step_s)
+    links = LateLinks(case.num_workers, *link) if link else None
+    (found,) = start(__file__, ["--worker", json.dumps(asdict(case))], case.num_workers, links)
+    wall, steady = ({s: [x[n] for x in found[s]] for s in found} for n in (0, 1))
+    compute_s = median(steady["alone"])
+    expected = {s: predicted_s(case, s, compute_s, link) for s in wall if s != "alone"}
+    references = [s for s in ("fsdp2", "ddp") if s in wall]
+    per_step = ", ".join(f"{s} {1000 * median(wall[s]):.0f}" for s in ("alone", *references))
+    name = case.name if slower == 1 else f"{case.name}, {slower:g} times slower"
+    print(f"\n{name}, {_mb(model_bytes(case))} of parameters; {_load()}")
     print(f"  ms per step: {per_step}")
     for s, expected_s in expected.items():
         columns = []
-        for reference in ("fsdp2", "ddp"):
+        for reference in references:
             ratios = [a / b for a, b in zip(wall[s], wall[reference], strict=True)]
             simulated = expected_s / expected[reference]
             columns.append(f"{spread(ratios)} [{simulated:.3f}] of {reference}'s time")
+        columns.append(_beside(steady[s], expected_s))
         print(f"  {s:14} " + ", ".join(columns), flush=True)
+
+
+def _beside(steady_s: Sequence[float], expected_s: float) -> str:
+    """Print the time of a steady step, what is simulated, and one by the other."""
+    ratios = spread([x / expected_s for x in steady_s])
+    each = f"{1000 * median(steady_s):.0f} ms, simulated {1000 * expected_s:.0f}"
+    return f"a steady step {each}: {ratios} of it"
 
 
 def report_memory(case: Case) -> None:
@@ -372,8 +419,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     }
     for case in CASES[args.case]:
         if args.only in case.name:
-            report = report_memory if args.case == "memory" else report_times
-            report(replace(case, **changes))
+            changed = replace(case, **changes)
+            if args.case == "memory":
+                report_memory(changed)
+            else:
+                report_times(changed, args.slower)
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -385,6 +435,9 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--width", type=int, help="features of every layer")
     parser.add_argument("--step-s", type=float, help="of compute, slept where it is [0.2; 0.5]")
     parser.add_argument("--strategies", nargs="+", help="with alone first, fsdp2 and ddp")
+    parser.add_argument(
+        "--slower", type=float, default=1, help="how many times longer sleep and links take"
+    )
     parser.add_argument("--table", action="store_true", help="simulate, and run nothing")
     parser.add_argument("--workers", type=int, nargs="+", default=[8, 64, 256, 1024])
     parser.add_argument("--model-bytes", default="100MB", help="of the table")
