@@ -52,7 +52,8 @@ def test_the_table_has_a_row_for_each_latency(
         [str(n), "workers,", str(max(n, 8)), "stages,", *latency.split()]
         for n in (2, 10) for latency in ("1 µs", "50 µs", "500 µs", "5 ms")
     ]  # fmt: skip
-    assert all("cyclic_zero 0.5" in row for row in rows)
+    # owners send between forwards of 21 ms and backwards of 42 ms, for which others may wait
+    assert all("cyclic_zero 0.5" in row or "cyclic_zero 0.6" in row for row in rows)
 
 
 def test_a_lockstep_step_waits_for_its_collectives_unless_they_run_ahead(

@@ -157,6 +157,8 @@ class _Clock:
         self.end_s[node] = end_s
         for follower in self.graph.after[node]:
             self._unblock(follower, end_s)
+        for follower in self.graph.told[node]:
+            self._unblock(follower, end_s + self.latency_s)
 
     def _unblock(self, node: int, at_s: float) -> None:
         """Note that one of the node's waits ends at ``at_s``; queue it if that was the last."""

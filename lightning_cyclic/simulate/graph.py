@@ -8,24 +8,35 @@ Each worker has three lanes, which are busy independently of each other:
 
 An action waits for the data that it reads (plan/dataflow.py) and for nothing else, so a late
 message delays the actions that need it, and a send never delays the compute of its worker.
+
+Not so parameters for one use (sharding "full", "ring"). Who computes sends them, when the program
+comes to it; and they leave when their receiver has room for them, which it has from its GATHER
+on, and has said so, which takes a latency.
+
+    owner     F2 | SEND P5 | F3               waits for F2
+                 ^
+    receiver  F3 | GATHER 5, RECV P5 | F4     and for F3, one latency later
 """
 
 from __future__ import annotations
 
 import enum
 from collections import defaultdict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import final
 
 from lightning_cyclic.errors import PlanError
 from lightning_cyclic.plan.actions import Action, Kind, Payload
+from lightning_cyclic.plan.actions import Lane as ActionLane
 from lightning_cyclic.plan.dataflow import Dataflow, Datum, Item
+from lightning_cyclic.plan.passes.messages import is_for_one_use
 from lightning_cyclic.plan.plan import Plan
 
 _WITH_MANY_MAKERS = frozenset({Datum.SUM, Datum.TIED_GRADIENT, Datum.TIED, Datum.NORMS})
 _NOT_SIMULATED = frozenset({Payload.K, Payload.X, Payload.M, Payload.C})
 """What no steady step has: start signals, descriptions, metrics, copies at a flush."""
+_COMPUTE = (ActionLane.MAIN, False)  # the queue of what has no message
 
 
 class Lane(enum.IntEnum):
@@ -46,6 +57,7 @@ class Graph:
         workers: worker of each node.
         after: nodes that wait for the end of each node.
         feeds: of a SEND, its RECV, which waits for the message's first byte; else -1.
+        told: nodes that wait for the end of each node, and for one latency more.
         blockers: number of nodes that each node waits for.
     """
 
@@ -53,6 +65,7 @@ class Graph:
     workers: list[int] = field(default_factory=list)
     after: list[list[int]] = field(default_factory=list)
     feeds: list[int] = field(default_factory=list)
+    told: list[list[int]] = field(default_factory=list)
     blockers: list[int] = field(default_factory=list)
 
     def add(self, worker: int, action: Action) -> int:
@@ -61,12 +74,18 @@ class Graph:
         self.workers.append(worker)
         self.after.append([])
         self.feeds.append(-1)
+        self.told.append([])
         self.blockers.append(0)
         return len(self.actions) - 1
 
     def wait(self, node: int, *, on: int) -> None:
         """Let ``node`` wait for the end of the node ``on``."""
         self.after[on].append(node)
+        self.blockers[node] += 1
+
+    def wait_to_hear(self, node: int, *, of: int) -> None:
+        """Let ``node`` wait for the end of the node ``of``, of another worker that says so."""
+        self.told[of].append(node)
         self.blockers[node] += 1
 
     def lane(self, node: int) -> Lane:
@@ -95,28 +114,39 @@ def build(programs: Sequence[Iterable[Action]], plan: Plan | None = None) -> Gra
         PlanError: if a message is sent and not received, or received and not sent.
     """
     graph, flow = Graph(), Dataflow(plan)
+    rooms: dict[int, int] = {}
     for worker, program in enumerate(programs):
-        _read_program(graph, flow, worker, program)
-    _pair_messages(graph)
+        rooms |= _read_program(graph, flow, worker, program)
+    _pair_messages(graph, rooms)
     return graph
 
 
-def _read_program(graph: Graph, flow: Dataflow, worker: int, program: Iterable[Action]) -> None:
+def _read_program(
+    graph: Graph, flow: Dataflow, worker: int, program: Iterable[Action]
+) -> dict[int, int]:
+    """Add the actions of a worker; return RECV -> GATHER, from which on there is room for it."""
     made = _Made(graph)
     previous: dict[object, int] = {}  # the last node of the compute lane and of each payload
+    rooms: dict[int, int] = {}
     for action in program:
         if action.payload in _NOT_SIMULATED:
             continue
         node, row = graph.add(worker, action), flow(action)
         for item in row.reads:
             made.wait(node, item, for_later=bool(action.lane))
-        if action.kind is not Kind.RECV:  # messages of one payload leave in program order
+        if is_for_one_use(action):
+            if _COMPUTE in previous and action.kind is Kind.SEND:
+                graph.wait(node, on=previous[_COMPUTE])
+            elif _COMPUTE in previous:
+                rooms[node] = previous[_COMPUTE]
+        elif action.kind is not Kind.RECV:  # messages of one payload leave in program order
             queue = action.lane, action.payload or action.kind is Kind.ADD
             if queue in previous:
                 graph.wait(node, on=previous[queue])
             previous[queue] = node
         for item in row.makes:
             made.add(node, item)
+    return rooms
 
 
 @final
@@ -148,7 +178,7 @@ class _Made:
             self._graph.wait(waiting, on=node)
 
 
-def _pair_messages(graph: Graph) -> None:
+def _pair_messages(graph: Graph, rooms: Mapping[int, int]) -> None:
     """Connect each SEND to its RECV; equal messages pair up in program order."""
     sent: defaultdict[tuple[object, ...], deque[int]] = defaultdict(deque)
     for node, action in enumerate(graph.actions):
@@ -160,8 +190,11 @@ def _pair_messages(graph: Graph) -> None:
         waiting = sent[_envelope(action, action.peer, graph.workers[node])]
         if not waiting:
             raise _unpaired(graph, node, "is received and never sent")
-        graph.feeds[waiting.popleft()] = node
+        send = waiting.popleft()
+        graph.feeds[send] = node
         graph.blockers[node] += 1
+        if node in rooms:
+            graph.wait_to_hear(send, of=rooms[node])
     for left in sent.values():
         if left:
             raise _unpaired(graph, left[0], "is sent and never received")

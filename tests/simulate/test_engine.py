@@ -89,6 +89,24 @@ def test_a_relay_leaves_as_soon_as_the_version_has_come():
     assert result[2, "0F0@1#1"] == (3.25, 4.25)
 
 
+def test_an_owner_sends_what_is_for_one_use_when_it_has_computed_what_comes_before():
+    owner = "0F0@0#0 0SEND_P1@0>1#0~weights 1F0@0#0"
+    result = times(run(owner, "0GATHER@0#0 0RECV_P1@0<0#0~weights 0F1@0#0"))
+    assert result[0, "0SEND_P1@0>1#0~weights"] == (1.0, 2.0)
+    assert result[0, "1F0@0#0"] == (1.0, 2.0)  # which waits for no message
+    assert result[1, "0F1@0#0"] == (2.5, 3.5)
+
+
+def test_what_is_for_one_use_leaves_when_its_sender_has_heard_of_room_for_it():
+    busy = "1F1@0#0 1B1@0#0 0GATHER@0#0 0RECV_P1@0<0#0~weights 0F1@0#0"
+    free = "0GATHER@0#0 0RECV_P2@0<0#0~weights 0F2@0#0"
+    result = times(run("0SEND_P1@0>1#0~weights 0SEND_P2@0>2#0~weights", busy, free))
+    assert result[1, "0GATHER@0#0"] == (3.0, 3.0)
+    assert result[0, "0SEND_P1@0>1#0~weights"] == (3.5, 4.5)
+    assert result[0, "0SEND_P2@0>2#0~weights"] == (0.5, 1.5)  # which waits for no other
+    assert result[1, "0F1@0#0"] == (5.0, 6.0)
+
+
 def test_only_the_reader_of_a_version_waits_for_it():
     result = times(run("0B0@0#0 0SEND_S0>1#0 0SEND_P@1>1#0",
                        "0RECV_P@1<0#0 0F0@0#0 0F1@1#0 0RECV_S0<0#0"))  # fmt: skip
