@@ -120,9 +120,13 @@ class Fitter:
         if _has_one_stage_per_worker(plan):
             found = _times(plan, self._copies(candidate), stages)
         else:
-            state_per_param = self._problem.state_per_param
+            costs = stages.costs()
             found = memory(
-                plan, stages.costs(), remat=candidate.remat, state_per_param=state_per_param
+                plan,
+                costs,
+                remat=candidate.remat,
+                state_per_param=self._problem.state_per_param,
+                is_lean=sum(costs.param_bytes) > self._problem.memory_bytes,
             )
         return Fit(candidate=candidate, plan=plan, stages=stages, memory=found)
 

@@ -30,6 +30,7 @@ from torch import Tensor
 
 from lightning_cyclic.plan.actions import Action, Kind, Lane, Payload
 from lightning_cyclic.plan.passes.messages import Channel, Ring, ring_of
+from lightning_cyclic.plan.passes.sums import MOST_LEAVING
 from lightning_cyclic.runtime.buffers import (
     NUM_WORDS,
     Buffer,
@@ -47,7 +48,6 @@ from lightning_cyclic.runtime.transport import AbstractPending, AbstractTranspor
 from lightning_cyclic.runtime.values.specs import TensorSpec, spec_from_data, spec_to_data
 
 _MOST_FORMS = 256  # of one ring: inputs of many sizes must not fill the memory
-_FEW = 2  # gradients under way: one that leaves, and one that its owner is about to take
 _LEAST_DEPTH = 2  # one that is under way, and one that is made
 
 Wait = Callable[[AbstractPending, Action], None]
@@ -321,7 +321,7 @@ class Messages:
     def _are_few(self) -> bool:
         while self._gradients and self._gradients[0].is_done():
             self._gradients.popleft()
-        return self.patience_s == 0 or len(self._gradients) < _FEW
+        return self.patience_s == 0 or len(self._gradients) < MOST_LEAVING
 
     def room(self, layout: Layout) -> Buffer:
         """Return a buffer of a layout that nobody needs, or a new one.

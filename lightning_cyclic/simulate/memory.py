@@ -86,6 +86,7 @@ def memory(
     remat: bool = False,
     state_per_param: float = 2.0,
     gradient_per_param: float = 1.0,
+    is_lean: bool = False,
 ) -> tuple[Memory, ...]:
     """Count what each worker of a plan keeps.
 
@@ -96,6 +97,9 @@ def memory(
         state_per_param: bytes of optimizer state per byte of parameters: 2 for Adam's moments in
             the parameters' own precision, 1 for momentum, 0 for plain SGD. [2]
         gradient_per_param: bytes of gradient per byte of parameters. [1]
+        is_lean: no worker has room for the whole module (memory_limit_bytes); with sharding
+            "full" each worker is taken to be ahead of all others by as much as the runtime then
+            lets it be: MOST_BEHIND additions, and MOST_LEAVING gradients that have not left.
 
     Returns:
         The memory of each worker.
@@ -111,8 +115,12 @@ def memory(
         >>> first.parameters, first.versions, first.activations, last.activations
         (10.0, 10.0, 200.0, 100.0)
     """
-    count = _of_whole_micro if plan.axes.placement.runs_whole_micro else _of_stages
-    return tuple(count(plan, costs, remat, state_per_param, gradient_per_param))
+    if plan.axes.placement.runs_whole_micro:
+        found = spans(plan, is_lean=is_lean)
+        return tuple(
+            _of_whole_micro(plan, found, costs, remat, state_per_param, gradient_per_param)
+        )
+    return tuple(_of_stages(plan, costs, remat, state_per_param, gradient_per_param))
 
 
 def _of_stages(
@@ -138,11 +146,16 @@ def _of_stages(
 
 
 def _of_whole_micro(
-    plan: Plan, costs: Costs, remat: bool, state_per_param: float, gradient_per_param: float
+    plan: Plan,
+    found_of: tuple[tuple[Span, ...], ...],
+    costs: Costs,
+    remat: bool,
+    state_per_param: float,
+    gradient_per_param: float,
 ) -> Iterator[Memory]:
     """Follow each worker, and return what it has at the moment with the most."""
     params = costs.param_bytes
-    for w, (program, found) in enumerate(zip(plan.programs, spans(plan), strict=True)):
+    for w, (program, found) in enumerate(zip(plan.programs, found_of, strict=True)):
         owned = sum(size for j, size in enumerate(params) if plan.owner(j) == w)
         is_sharded = plan.axes.sharding.gathers
         one = owned if is_sharded else sum(params)

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from lightning_cyclic.plan.plan import Plan
 
 MOST_BEHIND = 4  # additions that an owner has not made yet when it goes on: two of each slot
+MOST_LEAVING = 2  # gradients: one that leaves, and one that its owner is about to take
 
 
 def sums(plan: Plan, a: Action, w: int) -> Iterator[Action]:
