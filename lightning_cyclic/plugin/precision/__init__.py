@@ -1,0 +1,1 @@
+"""Precision plugins: what the bytes of weights, gradients and optimizer state are."""
