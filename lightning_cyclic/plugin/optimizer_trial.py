@@ -21,8 +21,8 @@ from torch.optim import Optimizer
 from lightning_cyclic.plugin.group_values import Values, put_values, values_of
 from lightning_cyclic.runtime.randomness import undisturbed
 
-_SCALES = (10.0, 1e-3, 20.0, 2e-3)  # of gradients, by step: some limit large ones, some small
-_MOST_GROUPS = 16
+SCALES = (10.0, 1e-3, 20.0, 2e-3)  # of gradients, by step: some limit large ones, some small
+MOST_GROUPS = 16
 
 _Pair: TypeAlias = tuple[nn.Parameter, nn.Parameter]
 
@@ -49,20 +49,20 @@ def may_be_parted(optimizer: Optimizer, device: torch.device) -> bool | None:
 
 def _trained(optimizer: Optimizer, device: torch.device, *, parted: bool) -> list[Any] | None:
     """Return what small parameters and the values of groups are after some steps."""
-    pairs = [_small(group["params"], device) for group in optimizer.param_groups[:_MOST_GROUPS]]
-    twin = _twin(optimizer, pairs)
+    pairs = [_small(group["params"], device) for group in optimizer.param_groups[:MOST_GROUPS]]
+    twin = twin_of(optimizer, pairs)
     if twin is None:
         return None
     torch.manual_seed(0)
     each = [p for pair in pairs for p in pair]
     slopes = [(k + 1) * torch.randn_like(p) for k, p in enumerate(each)]
-    for t, scale in enumerate(_SCALES):
+    for t, scale in enumerate(SCALES):
         grads = [slope * scale for slope in slopes]
         torch.manual_seed(t)  # for updates that draw
         if parted:
             _step_apart(twin, each, grads)
         else:
-            _step(twin, zip(each, grads, strict=True))
+            step_for(twin, zip(each, grads, strict=True))
     values = [x for group in values_of(twin) for _, x in sorted(group.items())]
     return [*(p.detach() for p in each), *values]
 
@@ -73,11 +73,12 @@ def _step_apart(twin: Optimizer, each: Sequence[nn.Parameter], grads: Sequence[T
     after: Values = before
     for p, grad in zip(each, grads, strict=True):
         put_values(twin, before, added={k for group in after for k in group})
-        _step(twin, [(p, grad)])
+        step_for(twin, [(p, grad)])
         after = values_of(twin)
 
 
-def _step(twin: Optimizer, given: Iterable[tuple[nn.Parameter, Tensor]]) -> None:
+def step_for(twin: Optimizer, given: Iterable[tuple[nn.Parameter, Tensor]]) -> None:
+    """Call an optimizer's own step() with gradients of some parameters."""
     for p, grad in given:
         p.grad = grad.clone()
     type(twin).step(twin)  # not that of a scheduler, which counts calls
@@ -95,8 +96,10 @@ def _small(parameters: Sequence[nn.Parameter], device: torch.device) -> _Pair:
     return first, last
 
 
-def _twin(optimizer: Optimizer, pairs: Sequence[_Pair]) -> Optimizer | None:
-    """Return an optimizer of the same class and options for other parameters."""
+def twin_of(
+    optimizer: Optimizer, parameters: Sequence[Sequence[nn.Parameter]]
+) -> Optimizer | None:
+    """Return an optimizer of the same class and options for other parameters, by group."""
     twin = object.__new__(type(optimizer))
     for name, value in vars(optimizer).items():
         if isinstance(value, OrderedDict) and name.endswith("_hooks"):
@@ -107,11 +110,11 @@ def _twin(optimizer: Optimizer, pairs: Sequence[_Pair]) -> Optimizer | None:
             return None
     twin.state = defaultdict(dict)
     twin.param_groups = []
-    for values, pair in zip(values_of(optimizer), pairs, strict=False):
+    for values, given in zip(values_of(optimizer), parameters, strict=False):
         if not all(isinstance(x, Tensor) or _is_plain(x) for x in values.values()):
             return None
         values.pop("param_names", None)
-        twin.param_groups.append(copy.deepcopy(values) | {"params": list(pair)})
+        twin.param_groups.append(copy.deepcopy(values) | {"params": list(given)})
     return twin
 
 
