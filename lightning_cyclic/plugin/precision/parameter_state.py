@@ -1,0 +1,143 @@
+"""What training keeps of one parameter beside its weight: layout, master weight, gradient.
+
+forward, backward   weight (dense, low precision), the gradient's sum (compressed, the same)
+the step            the sum as float32, on the master weight: what the optimizer sees
+behind it           the weight is written from the master weight; gradients go
+
+Under "32-true" the weight is the master weight. What the optimizer sees is compressed from it for
+the step, and goes with the gradients.
+"""
+
+from __future__ import annotations
+
+from typing import final
+
+import torch
+from torch import Tensor, nn
+
+from lightning_cyclic.plugin.precision.compressed import AbstractLayout, DenseLayout
+
+
+@final
+class ParameterState:
+    """Train one parameter by what is kept of it.
+
+    Args:
+        name: of the parameter.
+        weight: the module's own, as it was initialised. Pruned elements become zero, and the
+            others are rounded.
+        layout: of what is trained.
+        dtype: of forwards and backwards.
+
+    Attributes:
+        master: what the optimizer is given in place of the weight, float32.
+        trained_shape: its shape in the optimizer's step.
+    """
+
+    def __init__(
+        self, name: str, weight: nn.Parameter, layout: AbstractLayout, dtype: torch.dtype
+    ) -> None:
+        self.name = name
+        self.weight = weight
+        self.layout = layout
+        self._keeps_master = dtype != torch.float32
+        self._is_shown = False
+        self._sum: Tensor | None = None
+        self._hook: torch.utils.hooks.RemovableHandle | None = None
+        values = layout.compress(weight).to(torch.float32, copy=True)
+        self.trained_shape = values.shape
+        dense = torch.zeros_like(weight, dtype=dtype, requires_grad=False)
+        layout.expand_into(values, dense)
+        weight.data = dense
+        self._version = weight._version
+        self.master = nn.Parameter(values)
+        self._rest()
+
+    # ------------------------------------------------------------------ a step
+
+    def watch(self) -> None:
+        """Take each gradient of the weight as soon as backward has it."""
+        self.weight.grad = None
+        is_trained = self.weight.requires_grad
+        if self._hook is None:
+            self.weight.requires_grad_()  # torch wants it for a hook; it may be unfrozen later
+            self._hook = self.weight.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                self._take
+            )
+            self.weight.requires_grad_(is_trained)
+
+    def _take(self, weight: Tensor) -> None:
+        assert weight.grad is not None
+        grad = self.layout.compress(weight.grad)
+        weight.grad = None
+        self._sum = grad if self._sum is None else self._sum.add_(grad)
+
+    def forget(self) -> None:
+        """Drop the gradients that have been added up."""
+        self._sum = None
+
+    def show(self) -> None:
+        """Let the optimizer see master weight and gradient."""
+        if self.weight._version != self._version:
+            self.reread()
+        if not self._keeps_master:
+            self.master.data = self.layout.compress(self.weight)
+        if self._sum is not None:
+            self.master.grad = self._sum.to(torch.float32)
+        self._is_shown = True
+
+    def write(self) -> None:
+        """Write the updated master weight into the weight; drop what only the step needs."""
+        if not self._is_shown:  # the optimizer has not called its closure
+            return
+        self._is_shown = False
+        self.layout.expand_into(self.master, self.weight)
+        self._version = self.weight._version
+        self._sum = self.master.grad = None
+        self._rest()
+
+    def _rest(self) -> None:
+        if not self._keeps_master:
+            self.master.data = self.master.data.new_empty(0)
+
+    # ------------------------------------------------------------------ between steps
+
+    def reread(self) -> None:
+        """Take over what others have written into the weight: a hook, or a checkpoint.
+
+        Master weights of elements that are as they were keep the bits that the weight has not.
+        """
+        now = self.layout.compress(self.weight)
+        if self._keeps_master:
+            is_old = now == self.master.detach().to(now.dtype)
+            now = torch.where(is_old, self.master.detach(), now.to(torch.float32))
+            self.master.data = now
+        self.weight.detach().copy_(self.layout.expand(now.to(self.weight.dtype)))
+        self._version = self.weight._version
+
+    def load(self, values: Tensor) -> None:
+        """Take the master weight of a checkpoint."""
+        self.master.data = values.to(self.weight.device, torch.float32, copy=True)
+        self._is_shown = True
+        self.write()
+
+    def to(self, device: torch.device) -> None:
+        """Follow the weight to its device."""
+        self.layout = self.layout.to(device)
+        self.master.data = self.master.data.to(device)
+
+    def release(self) -> None:
+        """Take gradients no more: the fit is over."""
+        if self._hook is not None:
+            self._hook.remove()
+        self._hook = self._sum = self.master.grad = None
+
+    @property
+    def is_compressed(self) -> bool:
+        """Say whether the parameter is pruned."""
+        return not isinstance(self.layout, DenseLayout)
+
+    @property
+    def saved(self) -> Tensor | None:
+        """Return what a checkpoint has of the master weight; None where the weight is that."""
+        return self.master.detach().cpu() if self._keeps_master else None
