@@ -6,6 +6,7 @@ end of epoch     one exchange; every rank knows and logs all of them
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import Any, final
 
 import torch
@@ -70,16 +71,17 @@ class GradientNorms(Callback):
         """Keep the norms of what is about to be updated, on this rank."""
         shown = getattr(trainer.strategy, "updated_parameters", None)
         parameters = list(pl_module.parameters()) if shown is None else list(shown)
-        by_step: dict[int, list[nn.Parameter]] = {}
+        gradient_of = getattr(trainer.precision_plugin, "gradient_of", attrgetter("grad"))
+        by_step: dict[int, dict[int, Tensor]] = {}
         for p in parameters:  # each stage is updated once a step, some stages late
             number = self._updates.get(id(p), 0)
             self._updates[id(p)] = number + 1
             step = self._start + number
-            if step % self._interval(trainer) == 0 and p.grad is not None:
-                by_step.setdefault(step, []).append(p)
-        for step, ps in by_step.items():
-            norms = torch._foreach_norm([p.grad.detach() for p in ps if p.grad is not None])
-            self._kept.setdefault(step, {}).update(zip(map(id, ps), norms, strict=True))
+            if step % self._interval(trainer) == 0 and (grad := gradient_of(p)) is not None:
+                by_step.setdefault(step, {})[id(p)] = grad.detach()
+        for step, grads in by_step.items():
+            norms = torch._foreach_norm(list(grads.values()))
+            self._kept.setdefault(step, {}).update(zip(grads, norms, strict=True))
 
     def _interval(self, trainer: Any) -> int:
         return max(1, self._every_n_steps or trainer.log_every_n_steps)
@@ -96,7 +98,8 @@ class GradientNorms(Callback):
         for t, row in zip(steps, norms.cpu(), strict=True):
             each = {n: x for n, x in zip(named, row, strict=True) if x != _MISSING}
             self.each[t] = {n: float(x) for n, x in each.items()}
-            dtypes = {named[n].dtype for n in each}
+            kept = self._kept.get(t, {}).values()  # float32 where a plugin has master weights
+            dtypes = {named[n].dtype for n in each} | {norm.dtype for norm in kept}
             dtype = max(dtypes, key=lambda d: d.itemsize, default=torch.float32)
             stacked = torch.stack(list(each.values())).to(dtype) if each else torch.zeros(1)
             self.totals[t] = float(torch.linalg.vector_norm(stacked))  # as clipping reduces them

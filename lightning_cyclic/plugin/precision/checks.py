@@ -1,0 +1,134 @@
+"""Checks: what a fit with compressed states must be like; errors by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelPruning
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_cyclic.errors import ConfigurationError
+from lightning_cyclic.plugin.precision.compressed import SparseLayout
+from lightning_cyclic.plugin.precision.element_wise import is_element_wise
+
+# bytes of weights, gradients and Adam's state at the optimizer's step, of a pruned parameter: what
+# dense training has, what stays dense, what goes with the fraction that is kept
+_BYTES = {torch.bfloat16: (20, 2, 22), torch.float16: (20, 2, 22), torch.float32: (16, 4, 20)}
+
+
+def check_fit(trainer: Trainer, module: LightningModule) -> None:
+    """Refuse strategies, loops and callbacks that do not know of compressed gradients.
+
+    Raises:
+        ConfigurationError: with what was found.
+    """
+    if not isinstance(trainer.strategy, SingleDeviceStrategy):
+        raise ConfigurationError(
+            f"SparseStatePrecision was given with {type(trainer.strategy).__name__}, which "
+            "exchanges dense gradients or parameters; allowed: one device; use "
+            "Trainer(devices=1, strategy='auto')"
+        )
+    if not module.automatic_optimization:
+        raise ConfigurationError(
+            f"{type(module).__name__}.automatic_optimization is False, but SparseStatePrecision "
+            "takes gradients from the parameters as they appear, and toggle_optimizer does not "
+            "see those; allowed: automatic optimization; return the loss from training_step, or "
+            "leave SparseStatePrecision out"
+        )
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, ModelPruning):
+            raise ConfigurationError(
+                f"{type(callback).__name__} prunes while SparseStatePrecision trains, whose masks "
+                "stay as they are; allowed: pruning before; fit with the callback first, then "
+                "with SparseStatePrecision and without it"
+            )
+
+
+def check_weights(module: nn.Module, dtype: torch.dtype) -> None:
+    """Refuse weights of another dtype where they are to be trained as they are.
+
+    Raises:
+        ConfigurationError: with the parameter.
+    """
+    for name, p in module.named_parameters():
+        if dtype == torch.float32 and p.is_floating_point() and p.dtype != dtype:
+            raise ConfigurationError(
+                f"parameter {name!r} is {p.dtype}, but SparseStatePrecision(compute='32-true') "
+                "trains the module's own weights; allowed: torch.float32; use module.float(), or "
+                "compute='bf16-true'"
+            )
+
+
+def check_optimizer(optimizers: Sequence[Optimizer], device: torch.device) -> Optimizer:
+    """Return the optimizer; refuse those that do not update each element by itself.
+
+    Raises:
+        ConfigurationError: with its name.
+    """
+    if len(optimizers) != 1:
+        raise ConfigurationError(
+            f"configure_optimizers returned {len(optimizers)} optimizers; allowed: 1 under "
+            "SparseStatePrecision; use parameter groups of one optimizer"
+        )
+    name = type(optimizers[0]).__name__
+    answer = is_element_wise(optimizers[0], device)
+    if answer is None:
+        raise ConfigurationError(
+            f"{name}.step() could not be tried on small tensors of its own, so that nothing says "
+            "whether it may train compressed ones; allowed under SparseStatePrecision: optimizers "
+            "that step without a closure and with dense gradients, and hold numbers alone; use "
+            "torch.optim.AdamW(self.parameters())"
+        )
+    if not answer:
+        raise ConfigurationError(
+            f"{name}.step() gives elements other values where those that are pruned are left out: "
+            "it looks at several elements at once (a norm, a mean, a common rate), or at the "
+            "shape of a matrix; allowed under SparseStatePrecision: optimizers that update each "
+            "element by itself (SGD, AdamW, RMSprop, ...); use "
+            "torch.optim.AdamW(self.parameters())"
+        )
+    return optimizers[0]
+
+
+def check_gradients(optimizer: Optimizer, names: Mapping[int, str], dtype: torch.dtype) -> None:
+    """Refuse low-precision parameters that the optimizer would train without a master weight.
+
+    Args:
+        optimizer: before its update.
+        names: of the module's parameters, by id.
+        dtype: of forwards and backwards.
+
+    Raises:
+        ConfigurationError: with a parameter that was unfrozen, or given to it, within the fit.
+    """
+    if dtype == torch.float32:
+        return
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            if p.dtype == dtype and p.grad is not None:
+                raise ConfigurationError(
+                    f"parameter {names.get(id(p), '?')!r} was unfrozen, or given to the "
+                    "optimizer, after the fit began, and has no float32 master weight; allowed: "
+                    "parameters that require gradients from the start; call requires_grad_() "
+                    "before fit, or use SparseStatePrecision(compute='32-true')"
+                )
+
+
+def warn_below_break_even(layouts: Iterable[SparseLayout], dtype: torch.dtype) -> None:
+    """Warn where an index takes more memory than it saves."""
+    sizes = [(len(layout.index), layout.shape.numel()) for layout in layouts]
+    kept = sum(n for n, _ in sizes) / sum(total for _, total in sizes)
+    dense, fixed, scaled = _BYTES[dtype]
+    needed = 1 - (dense - fixed) / scaled
+    if 1 - kept < needed:
+        rank_zero_warn(
+            f"{1 - kept:.3f} of the elements of pruned parameters are pruned, with which "
+            f"SparseStatePrecision takes {fixed + scaled * kept:.1f} bytes for each of them at "
+            f"the optimizer's step, and dense training {dense} (with Adam); from "
+            f"{needed:.3f} on it saves memory; prune more, or leave it out."
+        )

@@ -1,0 +1,276 @@
+"""SparseStatePrecision: train a pruned network, and keep nothing of what is pruned but zeros.
+
+convert_module   masks; weights become dense, of low precision, with zeros; master weights
+connect          the optimizer gets master weights in the place of weights
+backward         each gradient is compressed as it appears
+optimizer_step   gradients as float32, hooks, clipping, the update; weights from master weights
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, Literal, final
+
+import torch
+from lightning.fabric.utilities.types import Steppable
+from lightning.pytorch import LightningModule
+from lightning.pytorch.plugins import HalfPrecision, Precision
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_cyclic.errors import ConfigurationError, one_of
+from lightning_cyclic.plugin.precision.checks import (
+    check_fit,
+    check_gradients,
+    check_optimizer,
+    check_weights,
+    warn_below_break_even,
+)
+from lightning_cyclic.plugin.precision.compressed import DenseLayout, SparseLayout
+from lightning_cyclic.plugin.precision.mask_choice import MaskChoice, check_same
+from lightning_cyclic.plugin.precision.masks import EXCLUDED, Masks
+from lightning_cyclic.plugin.precision.optimizer_state import (
+    compressed,
+    expanded,
+    give_masters,
+    numbered,
+)
+from lightning_cyclic.plugin.precision.parameter_state import ParameterState
+
+_DTYPES = {"bf16-true": torch.bfloat16, "16-true": torch.float16, "32-true": torch.float32}
+
+
+@final
+class SparseStatePrecision(Precision):
+    """Train a pruned network with compressed gradients, master weights and optimizer state.
+
+    Weights stay dense, with zeros where they are pruned, so that forwards and backwards are those
+    of dense training in the same precision. All else has the kept elements alone, and one int32
+    index for each weight says where they are. With Adam a pruned parameter takes 22 f + 2 bytes
+    at the optimizer's step, where a fraction f is kept, and dense training 20; 20 f + 4 and 16
+    with compute="32-true". Parameters without a mask have float32 master weights, as dense as
+    they are.
+
+    The result is that of dense training with float32 master weights, in which weights and
+    gradients are multiplied by the mask.
+
+    Args:
+        mask: parameter's name -> bool tensor of its shape, True where an element is kept; or the
+            path of a file that ``save_mask`` has written. [masks of ``torch.nn.utils.prune`` that
+            the module has]
+        sparsity: in place of a mask: the fraction of elements that are pruned when the fit
+            begins, the smallest of all parameters together.
+        compute: precision of forwards and backwards. "16-true" has no loss scaler, as in
+            Lightning.
+        exclude: what ``sparsity`` does not prune: words within the names of parameters or of the
+            classes of their modules, or whole names with wildcards ("head.*").
+
+    Attributes:
+        masks: name -> mask of what is pruned, from the begin of the fit on.
+
+    Raises:
+        ConfigurationError: masks, numbers, a strategy, a module or an optimizer that do not fit.
+
+    Source: Singh and Bhatele, "Exploiting Sparsity in Pruned Neural Networks to Optimize Large
+        Model Training", IPDPS 2023, arXiv 2302.05045 (SAMO).
+
+    Example:
+        >>> from lightning.pytorch import Trainer
+        >>> Trainer(plugins=[SparseStatePrecision(sparsity=0.9)], devices=1, accelerator="cpu",
+        ...         logger=False, enable_checkpointing=False).precision
+        'bf16-true'
+    """
+
+    def __init__(
+        self,
+        mask: Mapping[str, Tensor] | str | Path | None = None,
+        sparsity: float | None = None,
+        compute: Literal["bf16-true", "16-true", "32-true"] = "bf16-true",
+        exclude: Sequence[str] = EXCLUDED,
+    ) -> None:
+        if compute not in _DTYPES:
+            hint = "use SparseStatePrecision(compute='bf16-true')"
+            raise ConfigurationError(one_of(compute, list(_DTYPES), "compute", hint))
+        if isinstance(exclude, str):
+            raise ConfigurationError(
+                f"exclude={exclude!r} is one string; allowed: a sequence of them; use "
+                f"exclude=({exclude!r},)"
+            )
+        self.precision = compute
+        self._dtype = _DTYPES[compute]
+        self._plain = Precision() if compute == "32-true" else HalfPrecision(compute)
+        self._choice = MaskChoice(mask=mask, sparsity=sparsity, exclude=tuple(exclude))
+        self._states: list[ParameterState] = []
+        self._names: dict[int, str] = {}  # of the module's parameters, by id
+        self._optimizer: Optimizer | None = None  # of the fit, also behind it
+        self._trained: list[ParameterState] = []  # that it updates
+        self._is_fitting = False
+
+    @property
+    def masks(self) -> Masks:
+        """Return name -> mask of each pruned parameter."""
+        return {s.name: s.layout.mask for s in self._states if isinstance(s.layout, SparseLayout)}
+
+    def gradient_of(self, parameter: nn.Parameter) -> Tensor | None:
+        """Return a parameter's gradient in the optimizer's step and in hooks before it.
+
+        That of a pruned one is 1-D and has the kept elements alone.
+        """
+        state = next((s for s in self._trained if s.weight is parameter), None)
+        return parameter.grad if state is None else state.master.grad
+
+    # ------------------------------------------------------------------ precision of the step
+
+    @override
+    def forward_context(self) -> AbstractContextManager[Any]:
+        return self._plain.forward_context()
+
+    @override
+    def convert_input(self, data: Any) -> Any:
+        return self._plain.convert_input(data)
+
+    # ------------------------------------------------------------------ setting up
+
+    @override
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        """Prune the weights, round them, and keep what rounding takes in master weights."""
+        trainer = module._trainer if isinstance(module, LightningModule) else None
+        self._is_fitting = trainer is not None and trainer.state.fn == TrainerFn.FITTING
+        if not self._is_fitting:
+            return self._plain.convert_module(module)
+        assert isinstance(module, LightningModule)
+        check_fit(module.trainer, module)
+        parameters = {id(p) for p in module.parameters()}
+        if self._states and all(id(s.weight) in parameters for s in self._states):
+            self._plain.convert_module(module)
+            for state in self._states:  # of the fit before this one
+                state.reread()
+            return module
+        check_weights(module, self._dtype)
+        connector = module.trainer._checkpoint_connector
+        checkpoint = getattr(connector, "_loaded_checkpoint", {})  # loaded, but not yet taken
+        layouts = self._choice.layouts(module, _own(checkpoint).get("index", {}))
+        warn_below_break_even(layouts.values(), self._dtype)
+        self._states = self._made(module, layouts)
+        return self._plain.convert_module(module)
+
+    def _made(
+        self, module: nn.Module, layouts: Mapping[str, SparseLayout]
+    ) -> list[ParameterState]:
+        states = []
+        for name, p in module.named_parameters():
+            if name in layouts:
+                states.append(ParameterState(name, p, layouts[name], self._dtype))
+            elif p.requires_grad and p.is_floating_point() and self._dtype != torch.float32:
+                states.append(ParameterState(name, p, DenseLayout(), self._dtype))
+        return states
+
+    @override
+    def connect(
+        self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
+    ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
+        """Give the optimizer master weights, and watch for gradients."""
+        if self._is_fitting:
+            self._names = {id(p): name for name, p in model.named_parameters()}
+            for state in self._states:
+                state.to(state.weight.device)
+            optimizer = check_optimizer(optimizers, next(model.parameters()).device)
+            self._trained = give_masters(optimizer, self._states)
+            self._states = [s for s in self._states if s.is_compressed or s in self._trained]
+            for state in self._trained:
+                state.watch()
+            self._optimizer = optimizer
+            optimizer.zero_grad = self._clearing(optimizer.zero_grad)  # type: ignore[method-assign]
+        return model, optimizers, lr_schedulers
+
+    def _clearing(self, own: Callable[..., None]) -> Callable[..., None]:
+        """Return zero_grad() that drops compressed gradients, too."""
+
+        def zero_grad(set_to_none: bool = True) -> None:
+            own(set_to_none)
+            for state in self._trained:
+                state.forget()
+
+        return zero_grad
+
+    @override
+    def teardown(self) -> None:
+        """Take gradients no more, and go to the host with the module."""
+        if self._is_fitting and self._optimizer is not None:
+            vars(self._optimizer).pop("zero_grad", None)
+        for state in self._states:
+            state.release()
+            state.to(state.weight.device)
+
+    # ------------------------------------------------------------------ a step
+
+    @override
+    def _after_closure(self, model: LightningModule, optimizer: Steppable) -> None:
+        """Show float32 gradients to the optimizer, and to hooks and clipping before it."""
+        for state in self._trained:
+            state.show()
+        assert self._optimizer is not None
+        check_gradients(self._optimizer, self._names, self._dtype)
+        super()._after_closure(model, optimizer)
+
+    @override
+    def optimizer_step(  # type: ignore[override]  # as Lightning's own plugins do
+        self,
+        optimizer: Steppable,
+        model: LightningModule,
+        closure: Callable[[], Any],
+        **kwargs: Any,
+    ) -> Any:
+        """Update master weights, then the weights."""
+        result = super().optimizer_step(optimizer, model, closure, **kwargs)
+        for state in self._trained:
+            state.write()
+        return result
+
+    # ------------------------------------------------------------------ checkpoints
+
+    @override
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Save optimizer state as dense training has it, and master weights and index besides."""
+        if self._optimizer is None:
+            return
+        of = numbered(self._optimizer, self._trained)
+        states = checkpoint["optimizer_states"]
+        checkpoint["optimizer_states"] = [expanded(saved, of) for saved in states]
+        checkpoint[type(self).__qualname__] = {
+            "index": {
+                s.name: s.layout.index.cpu()
+                for s in self._states
+                if isinstance(s.layout, SparseLayout)
+            },
+            "masters": {s.name: x for s in self._states if (x := s.saved) is not None},
+        }
+
+    @override
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Take master weights, and compress the optimizer state of any checkpoint."""
+        if not self._is_fitting or self._optimizer is None:
+            return
+        own = _own(checkpoint)
+        if own:
+            sparse = {s.name: s.layout for s in self._states if isinstance(s.layout, SparseLayout)}
+            check_same(sparse, own["index"])
+        by_name = {s.name: s for s in self._states}
+        for state in self._states:
+            state.reread()
+        for name, values in own.get("masters", {}).items():
+            if name in by_name:
+                by_name[name].load(values)
+        if "optimizer_states" in checkpoint:
+            of = numbered(self._optimizer, self._trained)
+            states = checkpoint["optimizer_states"]
+            checkpoint["optimizer_states"] = [compressed(saved, of) for saved in states]
+
+
+def _own(checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
+    saved: Mapping[str, Any] = checkpoint.get(SparseStatePrecision.__qualname__, {})
+    return saved
