@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 import yaml
 from hydra import compose, initialize_config_dir
 
@@ -51,6 +52,19 @@ class Model(BoringModel):
 
     def on_train_epoch_end(self):
         self.trainer.should_stop = True  # a thousand epochs are too many here
+
+
+model, datamodule = Model(), BoringDataModule()
+"""
+WIDE = """\
+import torch
+from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
+
+
+class Model(BoringModel):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Linear(32, 32))
 
 
 model, datamodule = Model(), BoringDataModule()
@@ -154,6 +168,20 @@ def test_command_of_readme_runs(text, tmp_path, monkeypatch, capsys):
 def test_readme_runs_every_command_there_is():
     (subcommands,) = [a.choices for a in _parser()._actions if isinstance(a.choices, dict)]
     assert {text.split()[0] for text in cyclic_commands("README.md")} == set(subcommands)
+
+
+@pytest.mark.filterwarnings("ignore")  # what Lightning says about small runs
+def test_python_of_sparse_states_trains(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    blocks = [b.text for b in fenced(DOCS / "sparse_states.md") if b.language == "python"]
+    names: dict[str, Any] = {}
+    for code in blocks:
+        exec(WIDE, names)  # a new model for each
+        exec(code, names)
+    masks = names["plugin"].masks
+    kept, numel = (sum(map(f, masks.values())) for f in (torch.sum, torch.numel))
+    assert int(kept) == numel - round(0.9 * numel)
+    assert list(tmp_path.glob("*.safetensors"))
 
 
 # ---------------------------------------------------------------------- commands in docs/

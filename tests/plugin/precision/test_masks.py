@@ -130,7 +130,7 @@ def test_what_is_no_sparsity(sparsity: Any) -> None:
 
 ONES = torch.ones(32, 24, dtype=torch.bool)
 BAD = {
-    "unknown": ({"0.wieght": ONES}, r"names '0.wieght', which is no parameter of Sequential"),
+    "unknown": ({"0.scale": ONES}, r"names '0.scale', which is no parameter of Sequential"),
     "shape": ({"0.weight": ONES.t()}, r"'0.weight' has shape \(24, 32\); allowed: .*\(32, 24\)"),
     "dtype": ({"0.weight": ONES.float()}, r"'0.weight' is torch.float32; allowed: .*torch.bool"),
     "kind": ({"0.weight": [1]}, r"'0.weight' is list; allowed"),

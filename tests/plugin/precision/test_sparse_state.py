@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelPruning
 from torch import Tensor, nn
 from torch.nn.utils import prune
 
@@ -259,11 +259,6 @@ def test_three_quarters_are_saved_at_90_percent() -> None:
 # ---------------------------------------------------------------------- checkpoints
 
 
-def saving(folder: Path, every: int) -> dict[str, Any]:
-    callback = ModelCheckpoint(folder, every_n_train_steps=every, save_top_k=-1)
-    return {"enable_checkpointing": True, "callbacks": [callback]}
-
-
 @pytest.mark.parametrize("compute", t.DTYPES)
 def test_resumed_run_has_the_bits_of_the_whole(compute: Any, tmp_path: Path) -> None:
     def run(**flags: Any) -> tuple[Any, Any, Any]:
@@ -413,3 +408,21 @@ def test_masks_of_a_file_and_of_torch_prune(tmp_path: Path) -> None:
     other = t.Regression(t.mlp())
     fit(other, SparseStatePrecision(mask=tmp_path / "ticket.safetensors"), given)
     assert_same(weights(other), weights(module))
+
+
+@pytest.mark.parametrize("permanent", [False, True])
+def test_masks_of_model_pruning(permanent: bool) -> None:
+    module, given = t.Regression(t.mlp()), t.batches(4)
+    layers = [(module.net[k], "weight") for k in (0, 2, 4)]
+    callback = ModelPruning(
+        "l1_unstructured",
+        layers,
+        amount=0.5,
+        use_lottery_ticket_hypothesis=False,
+        make_pruning_permanent=permanent,
+    )
+    fit(module, None, given, callbacks=[callback])
+    masks = {f"net.{k}.weight": module.net[k].weight != 0 for k in (0, 2, 4)}
+    plugin = SparseStatePrecision(sparsity=0.5 if permanent else None)
+    fit(module, plugin, given)
+    assert_same(plugin.masks, masks)
