@@ -118,7 +118,8 @@ class SparseLayout(AbstractLayout):
 
     @override
     def compress(self, dense: Tensor) -> Tensor:
-        return dense.detach().reshape(-1).index_select(0, self.index)
+        flat = (dense.to_dense() if dense.is_sparse else dense).detach().reshape(-1)
+        return flat.index_select(0, self.index)
 
     @override
     def expand(self, values: Tensor) -> Tensor:

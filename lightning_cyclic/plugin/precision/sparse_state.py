@@ -32,7 +32,7 @@ from lightning_cyclic.plugin.precision.checks import (
 )
 from lightning_cyclic.plugin.precision.compressed import DenseLayout, SparseLayout
 from lightning_cyclic.plugin.precision.mask_choice import MaskChoice, check_same
-from lightning_cyclic.plugin.precision.masks import EXCLUDED, Masks
+from lightning_cyclic.plugin.precision.masks import EXCLUDED, Masks, has_pruned
 from lightning_cyclic.plugin.precision.optimizer_state import (
     compressed,
     expanded,
@@ -145,7 +145,8 @@ class SparseStatePrecision(Precision):
         assert isinstance(module, LightningModule)
         check_fit(module.trainer, module)
         parameters = {id(p) for p in module.parameters()}
-        if self._states and all(id(s.weight) in parameters for s in self._states):
+        is_known = self._states and all(id(s.weight) in parameters for s in self._states)
+        if is_known and not has_pruned(module):
             self._plain.convert_module(module)
             for state in self._states:  # of the fit before this one
                 state.reread()

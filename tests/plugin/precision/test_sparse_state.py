@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 
 from lightning_cyclic import ConfigurationError, GradientNorms, SparseStatePrecision, save_mask
+from lightning_cyclic.plugin.precision.masks import has_pruned
 from tests import pruned as t
 
 pytestmark = t.PLAIN_LIGHTNING
@@ -372,6 +373,46 @@ def test_what_hooks_write_into_weights_counts() -> None:
     fit(module, plugin, t.batches(6), callbacks=[Clamp()])
     assert all(float(p.detach().abs().max()) <= 0.0625 for p in module.parameters())
     assert all(float(x.abs().max()) < 0.2 for x in masters(plugin).values())
+
+
+def test_gradients_that_are_zeroed_are_gone() -> None:
+    class EverySecond(t.Regression):
+        def optimizer_step(
+            self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None
+        ) -> None:
+            if batch_idx % 2:
+                optimizer.step(closure=optimizer_closure)
+            else:
+                optimizer_closure()  # whose gradients the next one drops
+
+    module, given = EverySecond(t.mlp()), t.batches(8)
+    masks = t.random_masks(module)
+    wanted, _ = t.dense_run(module, masks, torch.bfloat16, given[1::2])
+    fit(module, SparseStatePrecision(mask=masks), given)
+    assert_same(weights(module), wanted)
+
+
+def test_sparse_gradients() -> None:
+    class Tokens(t.Regression):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            return self.net(torch.arange(8)).float().square().mean()
+
+    module = Tokens(nn.Embedding(50, 6, sparse=True), t.momentum)
+    masks = t.random_masks(module, kept=0.5)
+    before = module.net.weight.detach() * masks["net.weight"]
+    fit(module, SparseStatePrecision(mask=masks), t.batches(3))
+    moved = module.net.weight.float() != before.bfloat16().float()
+    assert bool(moved[:8][masks["net.weight"][:8]].all())
+    assert not bool(moved[~masks["net.weight"]].any())
+
+
+def test_a_module_that_is_pruned_anew_between_fits() -> None:
+    module, plugin = t.Regression(t.mlp()), SparseStatePrecision()
+    for k in (0, 2):
+        prune.l1_unstructured(module.net[k], "weight", 0.5)
+        fit(module, plugin, t.batches(2))
+        assert list(plugin.masks) == [f"net.{k}.weight"]
+        assert not has_pruned(module)
 
 
 def test_gradients_are_plain_behind_the_fit() -> None:
