@@ -39,7 +39,9 @@ def test_gradients_are_taken_as_they_come() -> None:
     assert found.master.grad.tolist() == [2, 6]
     with torch.no_grad():
         found.master.sub_(found.master.grad)
+    address = found.weight.data_ptr()
     found.write()
+    assert found.weight.data_ptr() == address  # no new dense tensor
     assert found.weight.tolist() == [[-1, 0], [0, -2]]
     assert found.master.grad is None
 
