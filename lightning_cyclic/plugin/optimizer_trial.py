@@ -23,6 +23,7 @@ from lightning_cyclic.runtime.randomness import undisturbed
 
 SCALES = (10.0, 1e-3, 20.0, 2e-3)  # of gradients, by step: some limit large ones, some small
 MOST_GROUPS = 16
+_RATE = 0.01  # where none is known
 
 _Pair: TypeAlias = tuple[nn.Parameter, nn.Parameter]
 
@@ -99,7 +100,10 @@ def _small(parameters: Sequence[nn.Parameter], device: torch.device) -> _Pair:
 def twin_of(
     optimizer: Optimizer, parameters: Sequence[Sequence[nn.Parameter]]
 ) -> Optimizer | None:
-    """Return an optimizer of the same class and options for other parameters, by group."""
+    """Return an optimizer of the same class and options for other parameters, by group.
+
+    Rates of zero, with which many schedules begin, and any trial would pass, are others there.
+    """
     twin = object.__new__(type(optimizer))
     for name, value in vars(optimizer).items():
         if isinstance(value, OrderedDict) and name.endswith("_hooks"):
@@ -114,7 +118,10 @@ def twin_of(
         if not all(isinstance(x, Tensor) or _is_plain(x) for x in values.values()):
             return None
         values.pop("param_names", None)
-        twin.param_groups.append(copy.deepcopy(values) | {"params": list(given)})
+        made = copy.deepcopy(values) | {"params": list(given)}
+        if made.get("lr") is not None and float(made["lr"]) == 0:
+            made["lr"] = made.get("initial_lr") or _RATE
+        twin.param_groups.append(made)
     return twin
 
 

@@ -62,6 +62,14 @@ def test_who_looks_at_all_or_counts_calls_may_not(make: Callable[..., Any]) -> N
     assert may_be_parted(make(parameters()), CPU) is False
 
 
+def test_a_schedule_that_begins_at_zero_hides_nothing() -> None:
+    optimizer = o.Clipping(parameters())
+    T.lr_scheduler.LambdaLR(optimizer, lambda t: t / 10)
+    assert [group["lr"] for group in optimizer.param_groups] == [0]
+    assert may_be_parted(optimizer, CPU) is False
+    assert [group["lr"] for group in optimizer.param_groups] == [0]
+
+
 @pytest.mark.parametrize("make", [T.LBFGS, o.Wrapping])
 def test_a_trial_that_tells_nothing_says_so(make: Callable[..., Any]) -> None:
     assert may_be_parted(make(parameters()), CPU) is None

@@ -22,7 +22,6 @@ from lightning_cyclic.plugin.precision.compressed import SparseLayout
 from lightning_cyclic.runtime.randomness import undisturbed
 
 _ELEMENTS = 128  # of small weights: kernels that do several at a time do not all agree on a rest
-_RATE = 0.01  # where a schedule begins at zero, which would tell nothing
 
 _Layouts: TypeAlias = Sequence[Sequence[SparseLayout]]  # by group
 
@@ -91,10 +90,8 @@ def _trained(
 
 
 def _prepare(twin: Optimizer, optimizer: Optimizer) -> None:
-    """Give a twin rates above zero, and the state that the optimizer has before its first step."""
+    """Give a twin the state that the optimizer has before its first step."""
     for group, own in zip(twin.param_groups, optimizer.param_groups, strict=False):
-        if "lr" in group and float(group["lr"]) == 0:
-            group["lr"] = own.get("initial_lr") or _RATE
         for small, p in zip(group["params"], (own["params"][0], own["params"][-1]), strict=True):
             for key, value in optimizer.state.get(p, {}).items():  # Adagrad has sums at once
                 is_like = isinstance(value, Tensor) and value.shape == p.shape
