@@ -5,6 +5,7 @@
     python recipes/train.py strategy=1f1b workers=4     a pipeline of four stages
     python recipes/train.py experiment=cdp_cifar10      the paper's settings
     python recipes/train.py experiment=compare_pipelines   several trainings, side by side
+    python recipes/train.py experiment=samo_digits      a pruned network beside the dense one
     python recipes/train.py trainer.max_epochs=1 seed=3 any value of any file in conf/
 
 The modules in models/ and datamodules/ are plain Lightning. Nothing in this file is special to
@@ -24,6 +25,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from hydra.utils import instantiate
 from omegaconf import DictConfig
+from pruned import train_pruned
 from report import PlanReport, print_results
 
 
@@ -40,6 +42,8 @@ def main(cfg: DictConfig) -> float:
     """
     if "compare" in cfg:
         return compare_recipes(cfg)
+    if "pruned" in cfg:
+        return train_pruned(cfg)
     started_s = time.perf_counter()
     refuse_popen_sweep(cfg)
     limit_threads(cfg)

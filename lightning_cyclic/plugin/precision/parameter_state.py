@@ -15,7 +15,11 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from lightning_cyclic.plugin.precision.compressed import AbstractLayout, DenseLayout
+from lightning_cyclic.plugin.precision.compressed import (
+    AbstractLayout,
+    DenseLayout,
+    SparseLayout,
+)
 
 
 @final
@@ -131,6 +135,13 @@ class ParameterState:
         if self._hook is not None:
             self._hook.remove()
         self._hook = self._sum = self.master.grad = None
+
+    @property
+    def kept(self) -> list[Tensor]:
+        """Return what is alive now beside the weight and the optimizer's state."""
+        index = self.layout.index if isinstance(self.layout, SparseLayout) else None
+        tensors = (index, self.master.detach(), self._sum, self.master.grad)
+        return [x for x in tensors if x is not None]
 
     @property
     def is_compressed(self) -> bool:

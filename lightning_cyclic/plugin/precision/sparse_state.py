@@ -123,6 +123,13 @@ class SparseStatePrecision(Precision):
         state = next((s for s in self._trained if s.weight is parameter), None)
         return parameter.grad if state is None else state.master.grad
 
+    def kept(self) -> list[Tensor]:
+        """Return the tensors that are alive now beside weights and optimizer state.
+
+        Indices, master weights, compressed gradients, and float32 ones in the optimizer's step.
+        """
+        return [x for state in self._states for x in state.kept]
+
     # ------------------------------------------------------------------ precision of the step
 
     @override

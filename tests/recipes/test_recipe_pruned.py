@@ -1,0 +1,63 @@
+"""The recipe that prunes: a ticket, a table, and what is said where no ticket is drawn."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from pruned import train_pruned
+from rich.console import Console
+
+from lightning_cyclic import load_mask
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*LeafSpec"),
+    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
+    pytest.mark.filterwarnings("ignore:.*smaller than the logging interval"),
+]
+SMALL = [
+    "experiment=samo_digits", "model.net.width=8", "trainer.max_epochs=3",
+    "pruned.ticket.window=2",
+    "trainer.limit_train_batches=4", "trainer.limit_val_batches=2", "trainer.logger=false",
+    "+trainer.enable_checkpointing=false", "trainer.enable_progress_bar=false",
+    "trainer.enable_model_summary=false",
+]  # fmt: skip
+
+
+@pytest.fixture
+def run(compose_recipe, tmp_path, monkeypatch):
+    def run(*changes):
+        console = Console(record=True, width=100)
+        monkeypatch.setattr("pruned.get_console", lambda: console)
+        cfg = compose_recipe(*SMALL, *changes)
+        cfg.trainer.default_root_dir = str(tmp_path)
+        metric = train_pruned(cfg)
+        return metric, console.export_text()
+
+    torch.set_num_threads(1)
+    return run
+
+
+def test_a_pruned_network_is_trained_beside_the_dense_one(run, tmp_path):
+    metric, table = run("pruned.ticket.tolerance=0.9")
+    assert 0 <= metric <= 1
+    rows = dict(re.findall(r"│ (search|sparse|dense) .*│ +([\d.]+) │\n", table))
+    assert float(rows["search"]) == float(rows["dense"]) == 16.0  # float32 and AdamW
+    # 22 f + 2, and 18 where nothing is pruned: the few biases and norms of so small a network
+    assert 4.2 < float(rows["sparse"]) < 4.6
+    masks = load_mask(tmp_path / "mask.safetensors")
+    kept, of = (sum(int(f(m)) for m in masks.values()) for f in (torch.sum, torch.numel))
+    assert kept / of == pytest.approx(0.1, abs=1e-4)
+    assert "90.0% of" in table
+
+
+@pytest.mark.filterwarnings("ignore:EarlyBirdPruning has drawn no ticket")
+def test_where_no_ticket_is_drawn_it_says_how_far_masks_were_apart(run):
+    with pytest.raises(SystemExit, match=r"no ticket was drawn in 2 epochs: .*1\.000, 0\.\d+; "):
+        run("pruned.search_epochs=2", "pruned.ticket.tolerance=0")
+
+
+def test_several_workers_are_refused_by_name(run):
+    with pytest.raises(Exception, match="use Trainer\\(devices=1, strategy='auto'\\)"):
+        run("strategy=cyclic_dp", "workers=1", "pruned.ticket.tolerance=0.9")
