@@ -93,10 +93,10 @@ def fit(net: str, optimizer: str, strategy: dict[str, Any]) -> dict[str, Any]:
         (2, "gpt2", "adamw", 0, 2),  # a tied weight
         (2, "batchnorm_mlp", "adamw", 2, 4),
         (3, "resnet", "sgd", 0, 3),
-        (3, "mlp", "adamw", 2, 6),
-        (4, "mlp", "adamw", 0, 4),
+        pytest.param(3, "mlp", "adamw", 2, 6, marks=pytest.mark.exhaustive),
+        pytest.param(4, "mlp", "adamw", 0, 4, marks=pytest.mark.exhaustive),
         (4, "batchnorm_mlp", "sgd", 2, 4),
-        (4, "gpt2", "adamw", 2, 3),
+        pytest.param(4, "gpt2", "adamw", 2, 3, marks=pytest.mark.exhaustive),
     ],
 )
 def test_weights_losses_and_metrics_are_those_of_cyclic_dp(

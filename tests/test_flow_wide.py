@@ -82,7 +82,9 @@ def unbroken(job: Job, **strategy: Any) -> Outcome:
     return pipelines(job, 4, function=fit, **strategy)[0]
 
 
-@pytest.mark.parametrize("preset", ["cyclic_pipeline", "pipeoptim"])
+@pytest.mark.parametrize(
+    "preset", ["cyclic_pipeline", pytest.param("pipeoptim", marks=pytest.mark.exhaustive)]
+)
 def test_validation_and_checkpoints_change_nothing(preset: str, tmp_path: Path) -> None:
     job = Job(case="resnet", num_micro=2 if preset == "pipeoptim" else 4, num_steps=5)
     plan = {"preset": preset, "stages": 2, "width": 2}

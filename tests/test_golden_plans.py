@@ -49,9 +49,19 @@ PASSED_ON_EARLIER = {
     "cyclic_dp_v1-s8-n3": (1.0018333333333291, 1.0),
     "lockstep_dp-s4-n4": (1.5866666666666647, 1.3829999999999991),
     "lockstep_dp-s4-n4-relayed0_2": (1.5493333333333346, 1.3913333333333333),
-    "cyclic_zero-s4-n4": (1.0204166666666667, 1.0),
     "cyclic_dp-s4-n4-slack2": (1.011416666666665, 1.0),
 }
+
+# step time then -> now: parameters for one use leave when the worker that has them comes to their
+# send, and their receiver has room, as the runtime has it; the simulator sent them at once
+SENT_WHEN_REACHED = {
+    "cyclic_zero-s2-n2": (1.0000000000000004, 1.1540000000000012),
+    "cyclic_zero-s8-n2": (0.9999999999999996, 1.199833333333336),
+    "cyclic_zero-s3-n3": (0.9999999999999982, 1.3039999999999972),
+    "cyclic_zero-s4-n4": (1.0204166666666667, 1.3079999999999972),
+    "cyclic_zero-s8-n3": (0.9999999999999984, 1.2726666666666682),
+}
+OTHER_STEP_TIMES = PASSED_ON_EARLIER | SENT_WHEN_REACHED
 
 
 def pinned(program: Program) -> list[Action]:
@@ -104,8 +114,8 @@ def test_figures() -> None:
     for name, *numbers in expected:
         given = dict(zip(COLUMNS[1:], map(float, golden_plans.figures_of(name)), strict=True))
         then = dict(zip(COLUMNS[1:], map(float, numbers), strict=True))
-        if name in PASSED_ON_EARLIER:
-            before, after = PASSED_ON_EARLIER[name]
+        if name in OTHER_STEP_TIMES:
+            before, after = OTHER_STEP_TIMES[name]
             assert then.pop("step_s") == before
             assert given.pop("step_s") == pytest.approx(after, rel=1e-12)
             del then["bubble"], given["bubble"]

@@ -64,10 +64,12 @@ def trained(job: Job, strategy: Any, folder: str) -> Any:
 
 
 PIPELINES = [
-    ("gpipe", "resnet", 2, {}), ("1f1b", "resnet", 4, {}), ("1f1b", "gpt2", 4, {}),
+    ("gpipe", "resnet", 2, {}), ("1f1b", "resnet", 4, {}),
+    pytest.param("1f1b", "gpt2", 4, {}, marks=pytest.mark.exhaustive),
     ("1f1b", "resnet", 4, {"width": 2}), ("cyclic_pipeline", "gpt2", 4, {}),
     ("pipedream", "gpt2", 4, {}), ("pipedream_2bw", "resnet", 4, {}),
-    ("pipedream_2bw", "gpt2", 4, {"width": 2}), ("pipeoptim", "vit", 4, {}),
+    pytest.param("pipedream_2bw", "gpt2", 4, {"width": 2}, marks=pytest.mark.exhaustive),
+    ("pipeoptim", "vit", 4, {}),
     ("spectrain", "vit", 2, {}), ("xpipe", "vit", 4, {}), ("cyclic_mp", "resnet", 4, {}),
 ]  # fmt: skip
 
@@ -94,15 +96,33 @@ def test_pipelines(
     [
         ("cyclic_dp", 0, "resnet", 2, 2, {}),
         ("cyclic_dp", 2, "resnet", 4, 8, {}),
-        ("cyclic_dp", 0, "gpt2", 4, 4, {}),
+        pytest.param("cyclic_dp", 0, "gpt2", 4, 4, {}, marks=pytest.mark.exhaustive),
         ("cyclic_dp", 0, "resnet", 3, 3, {"accumulate_grad_batches": 2}),
-        ("cyclic_dp_v1", 0, "resnet", 4, 4, {"gradient_clip_val": 0.1}),
+        pytest.param(
+            "cyclic_dp_v1",
+            0,
+            "resnet",
+            4,
+            4,
+            {"gradient_clip_val": 0.1},
+            marks=pytest.mark.exhaustive,
+        ),
         ("cyclic_dp_v1", 0, "gpt2", 3, 6, {}),
-        ("cyclic_zero", 0, "resnet", 4, 4, {}),
+        pytest.param("cyclic_zero", 0, "resnet", 4, 4, {}, marks=pytest.mark.exhaustive),
         ("cyclic_zero", 2, "gpt2", 3, 6, {}),
-        ("weipipe", 0, "resnet", 4, 8, {"gradient_clip_val": 0.1}),
+        pytest.param(
+            "weipipe", 0, "resnet", 4, 8, {"gradient_clip_val": 0.1}, marks=pytest.mark.exhaustive
+        ),
         ("weipipe", 0, "gpt2", 3, 2, {}),
-        ("lockstep_dp", 0, "resnet", 4, 8, {"gradient_clip_val": 0.1}),
+        pytest.param(
+            "lockstep_dp",
+            0,
+            "resnet",
+            4,
+            8,
+            {"gradient_clip_val": 0.1},
+            marks=pytest.mark.exhaustive,
+        ),
         ("lockstep_dp", 0, "mlp", 2, 2, {}),
     ],
 )

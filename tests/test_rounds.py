@@ -67,7 +67,7 @@ def compare(
         (3, "resnet", "sgd", 0, 3, 2),
         pytest.param(3, "mlp", "adamw", 2, 6, 3, marks=pytest.mark.exhaustive),
         (4, "mlp", "adamw", 0, 4, 2),
-        (4, "batchnorm_mlp", "sgd", 0, 4, 3),
+        pytest.param(4, "batchnorm_mlp", "sgd", 0, 4, 3, marks=pytest.mark.exhaustive),
         pytest.param(4, "gpt2", "adamw", 2, 3, 2, marks=pytest.mark.exhaustive),
     ],
 )

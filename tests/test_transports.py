@@ -62,7 +62,10 @@ def test_whole_micro_batches(preset: str, tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("preset", ["1f1b", "gpipe", "pipedream_2bw", "cyclic_pipeline"])
+MORE = [pytest.param(x, marks=pytest.mark.exhaustive) for x in ("gpipe", "cyclic_pipeline")]
+
+
+@pytest.mark.parametrize("preset", ["1f1b", "pipedream_2bw", *MORE])
 def test_stages(preset: str, tmp_path: Path) -> None:
     run = partial(pipelines, Job(case="resnet"), 2, function=stages, preset=preset, stages=2)
     assert_alike({route: run(str(tmp_path / route), transport=route) for route in ROUTES})
