@@ -26,7 +26,7 @@ from lightning_cyclic.runtime.agreement import Together, put_together, sent_to_r
 from lightning_cyclic.runtime.bits import sum_of_bits
 from lightning_cyclic.runtime.failure_words import words_of
 from lightning_cyclic.runtime.foreign_weights import ForeignWeights
-from lightning_cyclic.runtime.freed_memory import FreedMemory
+from lightning_cyclic.runtime.freed_memory import FreedMemory, keep_nothing_large
 from lightning_cyclic.runtime.late_values import LateValues
 from lightning_cyclic.runtime.lending import lending, num_bytes_of
 from lightning_cyclic.runtime.loss_scaling import Outcomes
@@ -532,6 +532,7 @@ class Session:
         if self.foreign is not None:
             self.foreign.withdraw()
         if self.is_apart:
+            keep_nothing_large()
             self._take_own(plan)
         self.engine = Engine(
             self._module,
