@@ -87,8 +87,15 @@ class CastCopies:
             if other is not None and other.stride() == copy.stride():
                 return other
         made = copy.detach()
-        self._known[key] = _Known(weakref.ref(p), p._version, weakref.ref(made))
+        # entries go with their parameters: each version has some of its own
+        gone = weakref.ref(p, lambda _: self._known.pop(key, None))
+        self._known[key] = _Known(gone, p._version, weakref.ref(made))
         return made
+
+    @property
+    def num_known(self) -> int:
+        """Count the copies that are known, alive or not."""
+        return len(self._known)
 
 
 def _unpack(x: Tensor | _View) -> Tensor:

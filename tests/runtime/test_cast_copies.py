@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -100,6 +101,16 @@ def test_a_weight_that_has_changed_is_another() -> None:
         after = losses(net, copies)
         assert alive.count == 3  # two of the one, one of the other
     assert before[0] != after[0]
+
+
+def test_nothing_is_known_of_weights_that_are_gone() -> None:
+    copies = CastCopies()
+    for _ in range(3):  # as versions come and go
+        for loss in losses(layers(), copies):
+            loss.backward()
+        del loss
+        gc.collect()
+        assert copies.num_known == 0
 
 
 def test_what_is_no_copy_of_a_parameter() -> None:
