@@ -201,3 +201,37 @@ def attempt(strategy: Any) -> str:
 def test_gradients_that_a_hook_changes_behind_their_norms_are_refused(preset: str) -> None:
     for said in processes.run(attempt, 2, {"preset": preset, "stages": 4}):
         assert "changed in step 0 before they were clipped" in said
+
+
+def one_epoch_more(
+    strategy: Any, accumulate: int, epochs: int, folder: str, file: str | None
+) -> dict[str, Any]:
+    saver = ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1)
+    module = Classifier("mlp", "sgd")  # with a schedule torch warns: the first step overflows
+    trainer = make_trainer(
+        strategy, max_epochs=epochs, callbacks=[saver], enable_checkpointing=True,
+        accumulate_grad_batches=accumulate, plugins=[precision()],
+    )  # fmt: skip
+    trainer.fit(module, train_data(module, 6 * accumulate), ckpt_path=file)
+    state = trainer.precision_plugin.scaler.state_dict()
+    return outcome(trainer, module) | {"scaler": (state["scale"], state["_growth_tracker"])}
+
+
+@pytest.mark.parametrize("first", ["lockstep_dp", "auto"])
+def test_checkpoints_are_exchanged_with_plain_lightning(first: str, tmp_path: Path) -> None:
+    """Two workers in lockstep, and one device that accumulates, have the same scales and bits."""
+    runs = {"lockstep_dp": (2, {"preset": "lockstep_dp", "stages": 4}, 1), "auto": (1, "auto", 2)}
+    second = next(name for name in runs if name != first)
+
+    def run(name: str, epochs: int, folder: str, file: str | None = None) -> list[dict[str, Any]]:
+        n, strategy, accumulate = runs[name]
+        return processes.run(
+            one_epoch_more, n, strategy, accumulate, epochs, str(tmp_path / folder), file
+        )
+
+    run(first, 1, "a")
+    given = run(second, 2, "b", str(tmp_path / "a" / "epoch=0.ckpt"))
+    expected, *_ = run("auto", 2, "c")
+    for rank in given:
+        assert_same(rank["weights"], expected["weights"])
+        assert rank["scaler"] == expected["scaler"]
