@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 
 import pytest
@@ -26,7 +27,20 @@ SMALL = [
 
 
 @pytest.fixture
-def run(compose_recipe, tmp_path, monkeypatch):
+def nothing_left():
+    """Take back what a seed, and a distributed strategy, set for the whole process."""
+    before, threads = dict(os.environ), torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+    os.environ.clear()
+    os.environ.update(before)
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+@pytest.fixture
+def run(compose_recipe, tmp_path, monkeypatch, nothing_left):
     def run(*changes):
         console = Console(record=True, width=100)
         monkeypatch.setattr("pruned.get_console", lambda: console)
@@ -35,7 +49,6 @@ def run(compose_recipe, tmp_path, monkeypatch):
         metric = train_pruned(cfg)
         return metric, console.export_text()
 
-    torch.set_num_threads(1)
     return run
 
 

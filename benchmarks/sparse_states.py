@@ -1,0 +1,115 @@
+"""Compare training with compressed states (SAMO) with dense training, side by side in one run.
+
+    python benchmarks/sparse_states.py                       90 %, 4 layers of 1024 x 1024
+    python benchmarks/sparse_states.py --sparsity 0.8 --width 2048 --batch 128
+
+One device. All contenders train the same network from the same weights, one after the other, round
+after round; a step is the median of its fit. Ratios are of the same round: median (lowest -
+highest). "bf16-mixed" is dense mixed precision, with float32 weights that autocast rounds in each
+forward; "bf16-true" has no master weights at all, and is what computes the least.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import time
+import warnings
+from statistics import median
+from typing import Any
+
+import lightning as L
+import torch
+from replicated import spread
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+from lightning_cyclic import SparseStatePrecision
+
+WARM_UP = 5
+CONTENDERS = ("bf16-mixed", "bf16-true", "compressed")
+
+
+class Net(L.LightningModule):
+    """A chain of layers."""
+
+    def __init__(self, width: int, depth: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(
+            *(nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(depth))
+        )
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        """Return a loss."""
+        return F.mse_loss(self.net(batch).float(), batch.float())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Return AdamW."""
+        return torch.optim.AdamW(self.parameters(), 1e-4)
+
+
+class Clock(L.Callback):
+    """Measure steps."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+        self._began_s = 0.0
+
+    def on_train_batch_start(self, *args: Any) -> None:
+        """Begin."""
+        self._began_s = time.perf_counter()
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        """End."""
+        self.seconds.append(time.perf_counter() - self._began_s)
+
+
+def step_s(name: str, args: argparse.Namespace) -> float:
+    """Train; return the seconds of a step."""
+    clock = Clock()
+    how: dict[str, Any] = {"precision": name}
+    if name == "compressed":
+        how = {"plugins": [SparseStatePrecision(sparsity=args.sparsity)]}
+    trainer = L.Trainer(
+        accelerator="cpu", devices=1, max_epochs=1, callbacks=[clock], logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, **how,
+    )  # fmt: skip
+    g = torch.Generator().manual_seed(1)
+    data = [torch.randn(args.batch, args.width, generator=g) for _ in range(args.num_steps)]
+    trainer.fit(Net(args.width, args.depth), DataLoader(data, batch_size=None))
+    return median(clock.seconds[WARM_UP:])
+
+
+def main() -> None:
+    """Run all contenders, and print a row for each."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--sparsity", type=float, default=0.9)
+    parser.add_argument("--width", type=int, default=1024)
+    parser.add_argument("--depth", type=int, default=4)
+    parser.add_argument("--batch", type=int, default=512)
+    parser.add_argument("--num-steps", type=int, default=25)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--threads", type=int, default=1)
+    args = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    torch.set_num_threads(args.threads)
+    found: dict[str, list[float]] = {name: [] for name in CONTENDERS}
+    for k in range(args.rounds + 1):
+        for name in CONTENDERS:
+            seconds = step_s(name, args)
+            if k > 0:  # the first warms caches
+                found[name].append(seconds)
+    print(f"{args.depth} layers of {args.width} x {args.width}, batches of {args.batch}")
+    for name, seconds in found.items():
+        columns = [f"{1000 * median(seconds):7.1f} ms"]
+        for other in CONTENDERS[:2]:
+            ratios = [a / b for a, b in zip(seconds, found[other], strict=True)]
+            columns.append(f"{spread(ratios)} of {other}'s")
+        print(f"  {name:12} " + ", ".join(columns), flush=True)
+
+
+if __name__ == "__main__":
+    main()
