@@ -110,6 +110,7 @@ class DeferredUpdates:
                 call._call_lightning_module_hook(trainer, "on_before_optimizer_step", optimizer)
             self.updated = []
             self._clip_gradients(t, stages)
+            self._measured = []  # which would keep their memory
             if skips:
                 return
             written = self._watch.begin(optimizer, updated)

@@ -383,8 +383,10 @@ class ReplicatedTraining(AbstractTraining):
     @override
     def resume(self, saved: Mapping[str, Any] | None) -> None:
         super().resume(saved)
-        if self._scaling is not None and saved is not None and self._session.engine is not None:
-            self._scaling.put_state(saved.get("scales") or {})
+        if self._scaling is not None:  # else the scaler goes on from what it has loaded itself
+            fits = saved is not None and ckpt.fits(saved, self._plan)
+            scales = saved.get("scales") if saved is not None and fits else None
+            self._scaling.put_state(scales or {})
         self._guard.forget()
 
     # ------------------------------------------------------------------ checkpoints

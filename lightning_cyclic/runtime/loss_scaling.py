@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.amp import GradScaler
 
+from lightning_cyclic.errors import StepError
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.runtime.agreement import device_for
 
@@ -74,11 +75,20 @@ class Outcomes:
         self._known.setdefault(t, {})[j] = is_finite
 
     def are_finite(self, t: int, num_stages: int) -> bool:
-        """Say whether the gradients of all stages were; all are known."""
+        """Say whether the gradients of all stages were.
+
+        Raises:
+            StepError: of some nothing is known.
+        """
         if t in self._settled:
             return self._settled[t]
-        known = self._known[t]
-        assert len(known) == num_stages, f"step {t}: {sorted(known)} of {num_stages} stages"
+        known = self._known.get(t, {})
+        if len(known) < num_stages:  # or ranks would go on with scales that differ
+            raise StepError(
+                f"the loss scale follows from step {t}, and of its {num_stages} stages this rank "
+                f"has heard of {len(known)}; allowed: none that is missing; this is an error of "
+                "lightning_cyclic: please report it, and use precision='bf16-mixed'"
+            )
         return all(known.values())
 
     def settle(self, begin: int, end: int, group: Any) -> None:
@@ -121,15 +131,17 @@ class LossScaling:
 
     def scale_of(self, plan: Plan, t: int) -> float:
         """Return by what the losses of step ``t`` are multiplied."""
+        return self._state_of(plan, t)[0]
+
+    def _state_of(self, plan: Plan, t: int) -> State:
         counted = plan.ended_before(t)
         self._forget(counted - 2 * plan.steps_under_way)
-        return self._state(counted)[0]
+        return self._state(counted)
 
     def show(self, plan: Plan, t: int) -> None:
         """Let the scaler hold the state of step ``t``, whose loss it is about to scale."""
         self.begin(t)
-        self.scale_of(plan, t)
-        put_state(self._scaler, self._states[max(plan.ended_before(t), min(self._states))])
+        put_state(self._scaler, self._state_of(plan, t))
 
     def scaled(
         self, plan: Plan, t: int, share: Callable[[Tensor], Tensor]

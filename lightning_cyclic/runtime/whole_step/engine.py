@@ -168,8 +168,8 @@ class Engine:
         self._entrances.enter = recorder.interrupting(self._entrances.enter)
         self._collector.hand_over = recorder.interrupting(self._collector.hand_over)
 
-    def tell(self, outcomes: Outcomes) -> None:
-        """Tell from now on how updates came out, of all versions that are made or read here."""
+    def note_outcomes(self, outcomes: Outcomes) -> None:
+        """Note from now on how updates came out, of all versions that are made or read here."""
         self._outcomes = outcomes
 
     # ------------------------------------------------------------------ one training step

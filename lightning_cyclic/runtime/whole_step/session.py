@@ -545,7 +545,7 @@ class Session:
             aside=self._aside,
         )
         if self._config.outcomes is not None:
-            self.engine.tell(self._config.outcomes)
+            self.engine.note_outcomes(self._config.outcomes)
         if self.is_apart:
             FreedMemory().give_back()  # the values that were made are where versions lie
             self._share_foreign(self.engine)
