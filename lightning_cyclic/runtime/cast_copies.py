@@ -8,11 +8,13 @@ that another one has, as long as anybody has it; which bits there are does not c
 from __future__ import annotations
 
 import weakref
-from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, final
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple, final
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import graph
 from torch.autograd.graph import saved_tensors_hooks
 
 _LOW = frozenset({torch.bfloat16, torch.float16})
@@ -64,9 +66,30 @@ class CastCopies:
     def __init__(self) -> None:
         self._known: dict[tuple[int, torch.dtype], _Known] = {}
 
-    def shared(self) -> AbstractContextManager[Any]:
-        """Return a context whose graphs share copies with others."""
-        return saved_tensors_hooks(self._pack, _unpack)
+    @contextmanager
+    def shared(self) -> Iterator[None]:
+        """Let graphs that the body makes share copies with others.
+
+        torch.func refuses to begin where hooks like these are in place. They step aside for it.
+        """
+        own, hooks = graph.disable_saved_tensors_hooks, saved_tensors_hooks(self._pack, _unpack)
+
+        @contextmanager
+        def disabled(error_message: str) -> Iterator[None]:
+            hooks.__exit__()
+            try:
+                with own(error_message):
+                    yield
+            finally:
+                hooks.__enter__()
+
+        hooks.__enter__()
+        graph.disable_saved_tensors_hooks = disabled
+        try:
+            yield
+        finally:
+            graph.disable_saved_tensors_hooks = own
+            hooks.__exit__()
 
     def forget(self) -> None:
         """Share no copy of before: parameters are about to have other values."""

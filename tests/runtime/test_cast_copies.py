@@ -103,6 +103,20 @@ def test_a_weight_that_has_changed_is_another() -> None:
     assert before[0] != after[0]
 
 
+def test_functions_that_take_no_hooks_run_within() -> None:
+    net, x = layers(), torch.ones(2, WIDTH)
+
+    def slope() -> Tensor:
+        with autocast():
+            return torch.func.grad(lambda y: net(y).float().sum())(x)
+
+    plain = slope()
+    with CastCopies().shared():
+        assert torch.equal(slope(), plain)
+        assert torch.autograd.graph.disable_saved_tensors_hooks.__module__.startswith("lightning")
+    assert torch.autograd.graph.disable_saved_tensors_hooks.__module__ == "torch.autograd.graph"
+
+
 def test_nothing_is_known_of_weights_that_are_gone() -> None:
     copies = CastCopies()
     for _ in range(3):  # as versions come and go
