@@ -48,6 +48,7 @@ from lightning_cyclic.plugin.checks import (
     check_plan,
 )
 from lightning_cyclic.plugin.options import STARTING_S, TRAINING_S, Options, checked_stages
+from lightning_cyclic.plugin.precision.sparse_state import SparseStatePrecision
 from lightning_cyclic.plugin.reductions import HeldReductions
 from lightning_cyclic.plugin.replicated import ReplicatedTraining
 from lightning_cyclic.plugin.synchronous_pipeline import SynchronousPipelineTraining
@@ -455,6 +456,9 @@ class CyclicStrategy(DDPStrategy):
         check_has_values(trainer.lightning_module)
         if self._auto is None or not fitting:
             self._prepare(trainer, self._options, fitting=fitting)
+        if fitting and isinstance(self.precision_plugin, SparseStatePrecision):
+            self.model_to_device()
+            self._start_alike()  # now, as weights say what is pruned
         super().setup(trainer)
         options = self._options
         kind = _kind_of_training(options, fitting=fitting)
@@ -505,15 +509,42 @@ class CyclicStrategy(DDPStrategy):
     def configure_ddp(self) -> None:
         """Make all workers start from worker 0's module, without wrapping it; choose the plan."""
         assert self.lightning_module is not None
-        if self.world_size > 1:
-            with self._naming("to start alike"):
-                start_alike(self.lightning_module)
+        self._start_alike()
         if self._auto is not None:  # here, as the module is on its device, and no data are read
             trainer = self.lightning_module.trainer
             check = partial(self._check, trainer, fitting=True)
             with self._naming("to choose a plan"):
                 self._chosen = self._auto.choose(trainer, check)
             self._prepare(trainer, self._options, fitting=True)
+
+    def _start_alike(self) -> None:
+        assert self.lightning_module is not None
+        if self.world_size > 1:
+            with self._naming("to start alike"):
+                start_alike(self.lightning_module)
+
+    def check_compressed_states(self) -> None:
+        """Refuse to train with SparseStatePrecision what needs dense gradients or weights.
+
+        Raises:
+            ConfigurationError: with what was found.
+        """
+        options = self._chosen
+        found = {
+            "preset='auto'": self._auto is not None,
+            f"preset={options.preset!r}, which runs stages apart": options.is_cut,
+            "save_distributed_checkpoint=True": options.save_distributed_checkpoint,
+            "memory_limit_bytes": options.memory_limit_bytes is not None,
+            "a module without values (trainer.init_module)": self._deferral is not None,
+            "error_feedback=True": options.error_feedback,
+        }
+        first = next((what for what, is_so in found.items() if is_so), None)
+        if first is not None:
+            raise ConfigurationError(
+                f"SparseStatePrecision was given with {first}, where gradients or weights are "
+                "dense; allowed: presets of whole training steps, with values, saved as one file; "
+                "use Trainer(strategy='cyclic_dp') or 'cyclic_zero', or one device"
+            )
 
     @property
     @override

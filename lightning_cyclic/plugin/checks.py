@@ -25,6 +25,7 @@ from lightning_cyclic.plugin.hosts import WeightAveraging
 from lightning_cyclic.runtime.absent import is_absent
 from lightning_cyclic.runtime.compiled import is_compiled
 from lightning_cyclic.runtime.lending import num_bytes_of
+from lightning_cyclic.runtime.weight_forms import WeightForms
 
 RUNNABLE = (
     "cyclic_dp", "cyclic_dp_v1", "lockstep_dp", "cyclic_pipeline", "gpipe", "1f1b", "pipedream",
@@ -265,7 +266,9 @@ def check_has_values(module: nn.Module) -> None:
             )
 
 
-def trained_parameters(module: nn.Module, optimizer: Optimizer) -> dict[str, nn.Parameter]:
+def trained_parameters(
+    module: nn.Module, optimizer: Optimizer, forms: WeightForms
+) -> dict[str, nn.Parameter]:
     """Return name -> parameter of what the optimizer trains, in the module's order.
 
     Raises:
@@ -273,8 +276,9 @@ def trained_parameters(module: nn.Module, optimizer: Optimizer) -> dict[str, nn.
             sparse gradients, or nothing to train.
     """
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    named = {n: p for n, p in module.named_parameters() if id(p) in held and p.requires_grad}
-    outside = len(held) - sum(id(p) in held for p in module.parameters())
+    trained = {n: p for n, p in module.named_parameters() if id(forms.trained(p)) in held}
+    named = {n: p for n, p in trained.items() if p.requires_grad}
+    outside = len(held) - len(trained)
     if outside:
         raise ConfigurationError(
             f"the optimizer holds {outside} parameter(s) that are not in the LightningModule; "

@@ -16,6 +16,7 @@ from lightning_cyclic.plugin.group_values import Values, copied, put_values, val
 from lightning_cyclic.plugin.hidden_gradients import HiddenGradients
 from lightning_cyclic.plugin.optimizer_watch import OptimizerWatch
 from lightning_cyclic.plugin.reductions import HeldReductions
+from lightning_cyclic.runtime.weight_forms import ALL, WeightForms
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -34,9 +35,10 @@ class DeferredUpdates:
         total_norm: (step, parameters) -> the norm over all stages.
         lag: steps by which an update, or what reads its hyper-parameters, is late at most.
         is_scaled: whether norms are taken before hooks run, to look for overflows.
+        forms: which weights the parameters stand for, and what an update does besides.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  (whose updates, of what, how clipped and how late)
         self,
         trainer: pl.Trainer,
         preset: str,
@@ -47,6 +49,7 @@ class DeferredUpdates:
         lag: int = 2,
         *,
         is_scaled: bool = False,
+        forms: WeightForms = ALL,
     ) -> None:
         self._trainer = trainer
         self.updated: list[nn.Parameter] = []  # whose whole gradients hooks see
@@ -62,6 +65,7 @@ class DeferredUpdates:
         self._parameters_of = parameters_of
         self._total_norm = total_norm
         self._is_scaled = is_scaled
+        self._forms = forms
         self._measured: list[tuple[nn.Parameter, Tensor | None, int]] = []  # as norms saw them
 
     def remember(self, t: int, optimizer: Optimizer, kwargs: dict[str, Any]) -> None:
@@ -100,8 +104,9 @@ class DeferredUpdates:
         remembered, kwargs = self._remembered[t]
         groups = remembered if groups is None else groups
         updated = [p for j in stages for p in self._parameters_of(j)]
-        with _hyper_parameters(optimizer, groups, self._added), self._reductions.refused():
-            self.updated = updated
+        shown = _hyper_parameters(optimizer, groups, self._added), self._forms.updating(updated)
+        with shown[0], shown[1], self._reductions.refused():
+            self.updated = list(map(self._forms.weight, updated))
             if self._is_scaled:
                 grads = ((p, p.grad) for p in updated)
                 self._measured = [(p, g, -1 if g is None else g._version) for p, g in grads]

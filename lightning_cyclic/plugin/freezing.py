@@ -18,6 +18,7 @@ from torch import nn
 
 from lightning_cyclic.errors import ConfigurationError
 from lightning_cyclic.runtime.agreement import gather_texts
+from lightning_cyclic.runtime.weight_forms import WeightForms
 
 _is_trained = attrgetter("requires_grad")
 
@@ -28,10 +29,12 @@ class FreezingWatch:
 
     Args:
         trainer: set up but for this; its module and its optimizer say what is trained.
+        forms: what the optimizer has in the place of weights.
     """
 
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(self, trainer: Trainer, forms: WeightForms) -> None:
         self._trainer = trainer
+        self._forms = forms
         self._parameters: list[nn.Parameter] = []
         self._seen: tuple[list[bool], list[int]] = ([], [])
         self._trained = self._note()
@@ -41,7 +44,8 @@ class FreezingWatch:
         self._parameters = list(module.parameters())
         self._seen = self._look()
         held = {id(p) for group in groups for p in group["params"]}
-        return {n: p for n, p in module.named_parameters() if id(p) in held and p.requires_grad}
+        trained = {n: p for n, p in module.named_parameters() if p.requires_grad}
+        return {n: p for n, p in trained.items() if id(self._forms.trained(p)) in held}
 
     @property
     def has_changed(self) -> bool:

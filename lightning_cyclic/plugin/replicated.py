@@ -94,6 +94,7 @@ class ReplicatedTraining(AbstractTraining):
             self._parameters_of,
             self._total_norm,
             is_scaled=scaler is not None,
+            forms=self._forms,
         )
         together = clip == "global" or plan.weights != "freshest"
         self._scaling = ScaledUpdates(scaler, together=together) if scaler else None
@@ -101,6 +102,7 @@ class ReplicatedTraining(AbstractTraining):
         if (clips or (scaler and together)) and plan.num_workers > 1:
             options = replace(options, norms="owners")
         config = SessionConfig(
+            forms=self._forms,
             make_plan=partial(plan_of_rounds, options),
             stages=options.stages,
             seed=agreed_seed(),
@@ -116,7 +118,7 @@ class ReplicatedTraining(AbstractTraining):
         )
         self._session: Session = Session(
             self._module,
-            trained_parameters(self._module, trainer.optimizers[0]),
+            trained_parameters(self._module, trainer.optimizers[0], self._forms),
             config,
             trainer.global_rank,
             trainer.strategy.root_device,
@@ -247,7 +249,7 @@ class ReplicatedTraining(AbstractTraining):
     def _train_others(self) -> None:
         optimizer = self._trainer.optimizers[0]
         self._guard.forget()  # first: what it watches may leave
-        self._session.train_others(trained_parameters(self._module, optimizer))
+        self._session.train_others(trained_parameters(self._module, optimizer, self._forms))
         self._owned_is_kept = False
 
     def reduce(self, own: Own, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
@@ -415,7 +417,9 @@ class ReplicatedTraining(AbstractTraining):
 
     def _keep_owned_state(self) -> None:
         if not self._owned_is_kept:
-            ckpt.keep_owned_state(self._trainer.optimizers[0], self._session.with_state)
+            mine = self._session.with_state
+            ckpt.keep_owned_state(self._trainer.optimizers[0], mine)
+            self._forms.leave(mine)
             self._owned_is_kept = True
 
     # ------------------------------------------------------------------ the end

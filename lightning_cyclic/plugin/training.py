@@ -31,6 +31,7 @@ from lightning_cyclic.plugin.checks import check_optimizers
 from lightning_cyclic.plugin.freezing import FreezingWatch
 from lightning_cyclic.plugin.late_gradients import Compensation
 from lightning_cyclic.plugin.options import Options
+from lightning_cyclic.plugin.precision.sparse_state import SparseStatePrecision
 from lightning_cyclic.plugin.reductions import HeldReductions
 from lightning_cyclic.plugin.stop_signal import (
     Asked,
@@ -52,6 +53,7 @@ from lightning_cyclic.runtime.shelf import New, Shelf, in_memory
 from lightning_cyclic.runtime.stages.named_places import paste
 from lightning_cyclic.runtime.transport import CountingTransport
 from lightning_cyclic.runtime.transport.limit import FIRST_STEPS, Limit
+from lightning_cyclic.runtime.weight_forms import ALL, WeightForms
 
 Own: TypeAlias = Callable[..., Any]
 Closure: TypeAlias = Callable[[], Any]
@@ -147,9 +149,11 @@ class AbstractTraining(ABC):
         self._has_told_stages = self._closed = False
         self._draws: Tensor | None = None  # the state of torch's generator, from a checkpoint
         self._freezing: FreezingWatch | None = None
+        self._forms = ALL
         if trainer.state.fn == TrainerFn.FITTING:
             check_optimizers(trainer.optimizers)
-            self._freezing = FreezingWatch(trainer)
+            self._forms = self._make_forms(trainer)
+            self._freezing = FreezingWatch(trainer, self._forms)
         # on the instance: the module's own configure_gradient_clipping still leads here
         vars(trainer.precision_plugin)["clip_grad_by_norm"] = self._clip
 
@@ -165,6 +169,15 @@ class AbstractTraining(ABC):
     @abstractmethod
     def _clip(self, optimizer: Optimizer, clip_val: float) -> None:
         """Clip by norm, in place of the precision plugin's method."""
+
+    def _make_forms(self, trainer: Trainer) -> WeightForms:
+        """Return what of weights is trained, and travels; all workers must call it."""
+        precision = trainer.precision_plugin
+        if not isinstance(precision, SparseStatePrecision):
+            return ALL
+        return precision.forms(
+            gather_texts, lambda what, mine: put_together(what, mine, self._session.group)
+        )
 
     def _stop_as(self, asked: Asked, has_agreed: Callable[[], bool]) -> None:
         """Let all workers stop at the same step, without a broadcast in every one."""

@@ -131,7 +131,9 @@ class Norms:
 
 def _norms(grads: Sequence[Tensor | None], parameters: Sequence[nn.Parameter]) -> StageNorms:
     there = [g is not None for g in grads]
-    present = [g for g in grads if g is not None]
+    # as the optimizer sees them, which may have more precision than what travels
+    pairs = zip(grads, parameters, strict=True)
+    present = [g.to(p.dtype) for g, p in pairs if g is not None]
     if not present:
         device = parameters[0].device if parameters else torch.device("cpu")
         return StageNorms(torch.zeros(len(grads), dtype=torch.float64, device=device), there)

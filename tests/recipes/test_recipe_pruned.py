@@ -71,6 +71,6 @@ def test_where_no_ticket_is_drawn_it_says_how_far_masks_were_apart(run):
         run("pruned.search_epochs=2", "pruned.ticket.tolerance=0")
 
 
-def test_several_workers_are_refused_by_name(run):
-    with pytest.raises(Exception, match="use Trainer\\(devices=1, strategy='auto'\\)"):
-        run("strategy=cyclic_dp", "workers=1", "pruned.ticket.tolerance=0.9")
+def test_ddp_is_refused_by_name(run):
+    with pytest.raises(Exception, match="SparseStatePrecision was given with DDPStrategy"):
+        run("strategy=ddp", "workers=1", "pruned.ticket.tolerance=0.9")

@@ -27,11 +27,13 @@ def check_fit(trainer: Trainer, module: LightningModule) -> None:
     Raises:
         ConfigurationError: with what was found.
     """
-    if not isinstance(trainer.strategy, SingleDeviceStrategy):
+    if (check := getattr(trainer.strategy, "check_compressed_states", None)) is not None:
+        check()
+    elif not isinstance(trainer.strategy, SingleDeviceStrategy):
         raise ConfigurationError(
             f"SparseStatePrecision was given with {type(trainer.strategy).__name__}, which "
-            "exchanges dense gradients or parameters; allowed: one device; use "
-            "Trainer(devices=1, strategy='auto')"
+            "exchanges dense gradients or parameters; allowed: one device, strategy='cyclic_dp', "
+            "'cyclic_zero' and others of whole training steps; use Trainer(strategy='cyclic_dp')"
         )
     if not module.automatic_optimization:
         raise ConfigurationError(

@@ -1,11 +1,13 @@
 """What training keeps of one parameter beside its weight: layout, master weight, gradient.
 
-forward, backward   weight (dense, low precision), the gradient's sum (compressed, the same)
-the step            the sum as float32, on the master weight: what the optimizer sees
+forward, backward   weight (dense, low precision); in the master weight's ``grad`` the gradient's
+                    sum (compressed, of the weight's dtype)
+the step            the sum as float32: what the optimizer sees
 behind it           the weight is written from the master weight; gradients go
 
 Under "32-true" the weight is the master weight. What the optimizer sees is compressed from it for
-the step, and goes with the gradients.
+the step, and goes with the gradients; between steps the master weight has a shape and no memory.
+So it is where another worker makes the updates.
 """
 
 from __future__ import annotations
@@ -45,8 +47,8 @@ class ParameterState:
         self.weight = weight
         self.layout = layout
         self._keeps_master = dtype != torch.float32
-        self._is_shown = False
-        self._sum: Tensor | None = None
+        self._is_shown = self._is_away = False
+        self._sum: Tensor | None = None  # of gradients, while the optimizer sees them as float32
         self._hook: torch.utils.hooks.RemovableHandle | None = None
         values = layout.compress(weight).to(torch.float32, copy=True)
         self.trained_shape = values.shape
@@ -55,6 +57,7 @@ class ParameterState:
         weight.data = dense
         self._version = weight._version
         self.master = nn.Parameter(values)
+        self.master.grad_dtype = None  # sums are of the weight's
         self._rest()
 
     # ------------------------------------------------------------------ a step
@@ -74,18 +77,19 @@ class ParameterState:
         assert weight.grad is not None
         grad = self.layout.compress(weight.grad)
         weight.grad = None
-        self._sum = grad if self._sum is None else self._sum.add_(grad)
+        self.master.grad = grad if self.master.grad is None else self.master.grad.add_(grad)
 
-    def forget(self) -> None:
-        """Drop the gradients that have been added up."""
-        self._sum = None
+    def show(self, *, follows: bool = True) -> None:
+        """Let the optimizer see master weight and gradient.
 
-    def show(self) -> None:
-        """Let the optimizer see master weight and gradient."""
-        if self.weight._version != self._version:
+        Args:
+            follows: whether others may have written into the weight since.
+        """
+        if follows and self.weight._version != self._version:
             self.reread()
         if not self._keeps_master:
             self.master.data = self.layout.compress(self.weight)
+        self._sum = self.master.grad
         if self._sum is not None:
             self.master.grad = self._sum.to(torch.float32)
         self._is_shown = True
@@ -100,9 +104,19 @@ class ParameterState:
         self._sum = self.master.grad = None
         self._rest()
 
+    @property
+    def _rests(self) -> bool:
+        """Say whether the master weight has no memory now."""
+        return self._is_away or not (self._keeps_master or self._is_shown)
+
     def _rest(self) -> None:
-        if not self._keeps_master:
-            self.master.data = self.master.data.new_empty(0)
+        if self._rests:  # with the shape of its gradients
+            self.master.data = self.master.data.new_zeros(()).expand(self.trained_shape)
+
+    def leave(self) -> None:
+        """Give the master weight's memory up: another worker updates it."""
+        self._is_away = True
+        self._rest()
 
     # ------------------------------------------------------------------ between steps
 
@@ -112,7 +126,10 @@ class ParameterState:
         Master weights of elements that are as they were keep the bits that the weight has not.
         """
         now = self.layout.compress(self.weight)
-        if self._keeps_master:
+        if self._is_away:
+            self._is_away = False
+            self.master.data = now.to(torch.float32, copy=True)
+        elif self._keeps_master:
             is_old = now == self.master.detach().to(now.dtype)
             now = torch.where(is_old, self.master.detach(), now.to(torch.float32))
             self.master.data = now
@@ -122,13 +139,17 @@ class ParameterState:
     def load(self, values: Tensor) -> None:
         """Take the master weight of a checkpoint."""
         self.master.data = values.to(self.weight.device, torch.float32, copy=True)
-        self._is_shown = True
+        self._is_away, self._is_shown = False, True
         self.write()
 
     def to(self, device: torch.device) -> None:
         """Follow the weight to its device."""
         self.layout = self.layout.to(device)
-        self.master.data = self.master.data.to(device)
+        if not self._rests:
+            self.master.data = self.master.data.to(device)
+        elif self.master.device != device:
+            self.master.data = self.master.data.new_zeros((), device=device)
+            self._rest()
 
     def release(self) -> None:
         """Take gradients no more: the fit is over."""
@@ -140,8 +161,8 @@ class ParameterState:
     def kept(self) -> list[Tensor]:
         """Return what is alive now beside the weight and the optimizer's state."""
         index = self.layout.index if isinstance(self.layout, SparseLayout) else None
-        tensors = (index, self.master.detach(), self._sum, self.master.grad)
-        return [x for x in tensors if x is not None]
+        master = None if self._rests else self.master.detach()
+        return [x for x in (index, master, self._sum, self.master.grad) if x is not None]
 
     @property
     def is_compressed(self) -> bool:
@@ -150,5 +171,8 @@ class ParameterState:
 
     @property
     def saved(self) -> Tensor | None:
-        """Return what a checkpoint has of the master weight; None where the weight is that."""
-        return self.master.detach().cpu() if self._keeps_master else None
+        """Return what a checkpoint has of the master weight; None where it is not here.
+
+        The weight has it all under "32-true", and another worker what it updates.
+        """
+        return None if self._rests else self.master.detach().cpu()

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Literal, final
+from typing import Any, Literal, TypeAlias, final
 
 import torch
 from lightning.fabric.utilities.types import Steppable
@@ -40,7 +40,10 @@ from lightning_cyclic.plugin.precision.optimizer_state import (
     numbered,
 )
 from lightning_cyclic.plugin.precision.parameter_state import ParameterState
+from lightning_cyclic.plugin.precision.worker_forms import SparseForms
+from lightning_cyclic.runtime.agreement import require_same_lines
 
+_Together: TypeAlias = Callable[[str, dict[str, Any]], dict[str, Any]]
 _DTYPES = {"bf16-true": torch.bfloat16, "16-true": torch.float16, "32-true": torch.float32}
 
 
@@ -57,6 +60,9 @@ class SparseStatePrecision(Precision):
 
     The result is that of dense training with float32 master weights, in which weights and
     gradients are multiplied by the mask.
+
+    With strategy "cyclic_dp", "cyclic_zero" and others of whole training steps, what travels has
+    the kept elements alone, and each worker the master weights of what it updates.
 
     Args:
         mask: parameter's name -> bool tensor of its shape, True where an element is kept; or the
@@ -109,6 +115,7 @@ class SparseStatePrecision(Precision):
         self._optimizer: Optimizer | None = None  # of the fit, also behind it
         self._trained: list[ParameterState] = []  # that it updates
         self._is_fitting = False
+        self._together: _Together = lambda _, mine: mine  # on one device
 
     @property
     def masks(self) -> Masks:
@@ -192,24 +199,11 @@ class SparseStatePrecision(Precision):
             for state in self._trained:
                 state.watch()
             self._optimizer = optimizer
-            optimizer.zero_grad = self._clearing(optimizer.zero_grad)  # type: ignore[method-assign]
         return model, optimizers, lr_schedulers
-
-    def _clearing(self, own: Callable[..., None]) -> Callable[..., None]:
-        """Return zero_grad() that drops compressed gradients, too."""
-
-        def zero_grad(set_to_none: bool = True) -> None:
-            own(set_to_none)
-            for state in self._trained:
-                state.forget()
-
-        return zero_grad
 
     @override
     def teardown(self) -> None:
         """Take gradients no more, and go to the host with the module."""
-        if self._is_fitting and self._optimizer is not None:
-            vars(self._optimizer).pop("zero_grad", None)
         for state in self._states:
             state.release()
             state.to(state.weight.device)
@@ -221,9 +215,12 @@ class SparseStatePrecision(Precision):
         """Show float32 gradients to the optimizer, and to hooks and clipping before it."""
         for state in self._trained:
             state.show()
+        self._check_gradients()
+        super()._after_closure(model, optimizer)
+
+    def _check_gradients(self) -> None:
         assert self._optimizer is not None
         check_gradients(self._optimizer, self._names, self._dtype)
-        super()._after_closure(model, optimizer)
 
     @override
     def optimizer_step(  # type: ignore[override]  # as Lightning's own plugins do
@@ -238,6 +235,29 @@ class SparseStatePrecision(Precision):
         for state in self._trained:
             state.write()
         return result
+
+    # ------------------------------------------------------------------ several workers
+
+    def forms(self, gather_texts: Callable[[str], list[str]], together: _Together) -> SparseForms:
+        """Return what is trained on each of several workers, which have the same masks.
+
+        Args:
+            gather_texts: gives every worker's text; all must call this.
+            together: makes one of what each worker has of parameters by name.
+
+        Raises:
+            StepError: on every worker, where masks differ.
+        """
+        masks = {s.name: s.layout for s in self._states if isinstance(s.layout, SparseLayout)}
+        lines = [f"{name}: {layout.digest}" for name, layout in masks.items()]
+        require_same_lines(
+            "masks",
+            gather_texts("\n".join(lines)),
+            "the same masks on every rank; read one file of them everywhere, "
+            "SparseStatePrecision(mask='ticket.safetensors')",
+        )
+        self._together = together
+        return SparseForms(self._states, self._trained, self._check_gradients)
 
     # ------------------------------------------------------------------ checkpoints
 
@@ -255,7 +275,9 @@ class SparseStatePrecision(Precision):
                 for s in self._states
                 if isinstance(s.layout, SparseLayout)
             },
-            "masters": {s.name: x for s in self._states if (x := s.saved) is not None},
+            "masters": self._together(
+                "masters", {s.name: x for s in self._states if (x := s.saved) is not None}
+            ),
         }
 
     @override

@@ -34,6 +34,7 @@ from lightning_cyclic.runtime.norms import Norms
 from lightning_cyclic.runtime.stages.stage_map import StageMap
 from lightning_cyclic.runtime.transport import AbstractTransport
 from lightning_cyclic.runtime.waiting import Waiter
+from lightning_cyclic.runtime.weight_forms import ALL, WeightForms
 from lightning_cyclic.runtime.whole_step.entrances import Entrances
 from lightning_cyclic.runtime.whole_step.exchange import Exchange
 from lightning_cyclic.runtime.whole_step.gradients import GradientCollector
@@ -78,11 +79,12 @@ class Engine:
         state: where to go on; None at the beginning.
         paced: whether workers that start together are brought into the timetable's stagger.
         aside: lets the body do, in the middle of the step, what is not of the step.
+        forms: what of weights is trained, and travels. [all]
     """
 
     _outcomes: Outcomes | None = None  # where updates may be skipped
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  (one worker: what it runs, what by, and what it may do)
         self,
         module: nn.Module,
         plan: Plan,
@@ -93,6 +95,7 @@ class Engine:
         *,
         paced: bool = True,
         aside: Callable[[], AbstractContextManager[None]] = nullcontext,
+        forms: WeightForms = ALL,
     ) -> None:
         self.plan = plan
         self.stages = stages
@@ -110,7 +113,7 @@ class Engine:
         self._older: dict[int, int] = {}  # own stage -> behind which of them its older one goes
         self._told: list[Action] = []  # norms that are to be told before an update is made
         named = dict(module.named_parameters())
-        self._parameters = [[named[n] for n in names] for names in stages.trained]
+        self._parameters = [[forms.trained(named[n]) for n in ns] for ns in stages.trained]
         self._waiter = Waiter(plan, transport)
         device = next((p.device for p in named.values()), torch.device("cpu"))
         depths = plan.program.depths
@@ -137,7 +140,7 @@ class Engine:
         self._grads = GradientStore(self.parameters)
         self.norms = Norms(plan, self._w, self._parameters, self._fetch)
         self._exchange = Exchange(
-            module, self._w, stages, self.stores, self._grads, self.norms, self._messages
+            module, self._w, stages, self.stores, self._grads, self.norms, self._messages, forms
         )
         self.shards: Shards | None = None
         if plan.axes.sharding.gathers:
@@ -158,7 +161,11 @@ class Engine:
         again = None if self.shards is None else self._enter_again
         self._entrances = Entrances(module, stages, self.enter, self._w, again)
         self._collector = GradientCollector(
-            self._parameters, self._hand_over, self._w, self._lasting()
+            [list(map(forms.weight, ps)) for ps in self._parameters],
+            self._parameters,
+            self._hand_over,
+            self._w,
+            self._lasting(),
         )
 
     def record(self, recorder: StepRecorder) -> None:
@@ -561,7 +568,7 @@ class Engine:
         return min(self.plan.reads(t, w, j) for w in readers)
 
     def parameters(self, j: int) -> Sequence[nn.Parameter]:
-        """Return the parameters of a stage that get gradients."""
+        """Return what the optimizer has of a stage: the parameters that get gradients."""
         return self._parameters[j]
 
     def close(self) -> None:

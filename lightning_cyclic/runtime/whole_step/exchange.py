@@ -18,11 +18,12 @@ from torch import Tensor, nn
 
 from lightning_cyclic.errors import StepError
 from lightning_cyclic.plan.actions import Action, Kind, Payload
-from lightning_cyclic.runtime.buffers import Layout
+from lightning_cyclic.runtime.buffers import Buffer, Layout
 from lightning_cyclic.runtime.gradient_store import GradientStore, Sum
 from lightning_cyclic.runtime.messages import Message, Messages
 from lightning_cyclic.runtime.norms import Norms
 from lightning_cyclic.runtime.stages.stage_map import StageMap
+from lightning_cyclic.runtime.weight_forms import ALL, WeightForms
 from lightning_cyclic.runtime.whole_step.shards import Shards
 from lightning_cyclic.runtime.whole_step.versions import VersionStore
 
@@ -39,6 +40,7 @@ class Exchange:
         grads: gradients of each stage.
         norms: of gradients.
         messages: whose buffers all lies in.
+        forms: what travels of weights and gradients.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class Exchange:
         grads: GradientStore,
         norms: Norms,
         messages: Messages,
+        forms: WeightForms = ALL,
     ) -> None:
         self._module = module
         self._worker = worker
@@ -58,12 +61,22 @@ class Exchange:
         self._grads = grads
         self._norms = norms
         self._messages = messages
+        self._forms = forms
         self._sum_layouts = [
-            store.layout_of(grads.parameters_of(j)) for j, store in enumerate(stores)
+            self._layout_of(store, list(map(forms.weight, grads.parameters_of(j))))
+            for j, store in enumerate(stores)
         ]
+        self._parameter_layouts = [self._layout_of(store, store.parameters) for store in stores]
         self.shards: Shards | None = None  # where workers hold what they use alone
         self._gradients: dict[tuple[int, int | None, int], Sum] = {}  # that came
         self._handed_on: list[tuple[str, Tensor, int]] = []  # name, buffer, its state when sent
+
+    def _layout_of(self, store: VersionStore, weights: Sequence[nn.Parameter]) -> Layout:
+        """Return how messages lie that have something for each of some weights of a stage."""
+        if all(map(self._forms.sends_all, weights)):
+            return store.layout_of(weights)
+        sent = [self._forms.compress(p, p.detach()) for p in weights]
+        return self._messages.layout(sent, keeps=store.layout.keeps)
 
     def laid(self, j: int, found: Sum) -> Sum:
         """Lay gradients of this worker into a buffer, where memory comes and goes.
@@ -113,7 +126,7 @@ class Exchange:
         """Return the one layout of each payload's messages of a stage."""
         sums, buffers = self._sum_layouts[j], self._messages.layout(self._buffers(j))
         return {
-            Payload.P: self._stores[j].layout,
+            Payload.P: self._parameter_layouts[j],
             Payload.S: sums,
             Payload.T: sums,
             Payload.H: sums,
@@ -165,14 +178,30 @@ class Exchange:
 
     def _give_parameters(self, a: Action) -> Message:
         assert a.v is not None
-        store = self._stores[a.j]
-        buffer = store[a.v]
-        return Message(buffer.tensors, None, store.words[a.v], None, buffer)
+        store, layout = self._stores[a.j], self._parameter_layouts[a.j]
+        buffer, word = store[a.v], store.words[a.v]
+        if layout is store.layout:
+            return Message(buffer.tensors, None, word, None, buffer)
+        sent = self._messages.room(layout)
+        pairs = zip(store.parameters, buffer.tensors, strict=True)
+        sent.write([self._forms.compress(p, x) for p, x in pairs])
+        return Message(sent.tensors, None, word, None, sent, leaves=True)
 
     def _take_parameters(self, a: Action, message: Message) -> None:
         assert a.v is not None
         assert message.buffer is not None
-        self._stores[a.j].put(a.v, message.buffer, message.word)
+        store, buffer = self._stores[a.j], message.buffer
+        if self._parameter_layouts[a.j] is not store.layout:
+            buffer = self._expanded(store, buffer)
+        store.put(a.v, buffer, message.word)
+
+    def _expanded(self, store: VersionStore, sent: Buffer) -> Buffer:
+        buffer = self._messages.room(store.layout)
+        buffer.data.zero_()  # what does not travel; its memory may have been another version's
+        for p, x, values in zip(store.parameters, sent.tensors, buffer.tensors, strict=True):
+            self._forms.expand_into(p, x, values)
+        sent.let_go()
+        return buffer
 
     def _give_buffers(self, a: Action) -> Message:
         buffers = self._buffers(a.j)

@@ -23,6 +23,7 @@ class GradientCollector:
 
     Args:
         parameters: the parameters of each stage that get gradients.
+        holders: those in whose ``grad`` these are, as soon as a parameter's is there.
         hand_over: takes a stage's gradients away.
         worker: this worker, for messages.
         lasting: stages whose backward needs parameters of which it makes no gradients, also when
@@ -32,11 +33,12 @@ class GradientCollector:
     def __init__(
         self,
         parameters: Sequence[Sequence[nn.Parameter]],
+        holders: Sequence[Sequence[nn.Parameter]],
         hand_over: HandOver,
         worker: int,
         lasting: Collection[int] = (),
     ) -> None:
-        self._parameters = parameters
+        self._holders = holders
         self.hand_over = hand_over
         self._worker = worker
         self._lasting = lasting
@@ -54,8 +56,8 @@ class GradientCollector:
     @contextmanager
     def collecting(self) -> Iterator[None]:
         """Collect from the backward in the body; afterwards every stage is handed over."""
-        self._next = len(self._parameters) - 1
-        self._counts = [0] * len(self._parameters)
+        self._next = len(self._holders) - 1
+        self._counts = [0] * len(self._holders)
         self._collecting = True
         try:
             yield
@@ -111,7 +113,7 @@ class GradientCollector:
 
     def _take_next(self) -> None:
         j, self._next = self._next, self._next - 1
-        grads = [p.grad for p in self._parameters[j]]
-        for p in self._parameters[j]:
+        grads = [p.grad for p in self._holders[j]]
+        for p in self._holders[j]:
             p.grad = None
         self.hand_over(j, grads)

@@ -39,6 +39,7 @@ from lightning_cyclic.runtime.transport import CountingTransport
 from lightning_cyclic.runtime.transport.choice import Route, link
 from lightning_cyclic.runtime.transport.limit import Limit
 from lightning_cyclic.runtime.waiting import naming_peers
+from lightning_cyclic.runtime.weight_forms import ALL, WeightForms
 from lightning_cyclic.runtime.whole_step.bootstrap import FirstStep
 from lightning_cyclic.runtime.whole_step.draws import KeyedDraws
 from lightning_cyclic.runtime.whole_step.engine import Engine, EngineState, Update
@@ -67,6 +68,7 @@ class SessionConfig:
             own stages alone; they may be read between steps as far as they fit. [any number]
         outcomes: is told whether gradients were finite, where a loss scale follows from it.
             [gradients must be]
+        forms: what of weights is trained, and travels. [all]
         say: tells the user, once.
         recorder: notes what this worker does, and when. [nobody does]
     """
@@ -81,6 +83,7 @@ class SessionConfig:
     accumulates: bool = False
     memory_limit_bytes: int | None = None
     outcomes: Outcomes | None = None
+    forms: WeightForms = ALL
     say: Callable[[str], None] = print
     recorder: Recorder | None = None
 
@@ -189,7 +192,8 @@ class Session:
         engine = self.engine
         if engine is None:
             return []
-        return [p for j in engine.owned for p in engine.stores[j].parameters]
+        weights = (p for j in engine.owned for p in engine.stores[j].parameters)
+        return list(map(self._config.forms.trained, weights))
 
     def named(self) -> dict[str, nn.Parameter]:
         """Return all parameters by name."""
@@ -543,6 +547,7 @@ class Session:
             state,
             paced=self._config.paced,
             aside=self._aside,
+            forms=self._config.forms,
         )
         if self._config.outcomes is not None:
             self.engine.note_outcomes(self._config.outcomes)

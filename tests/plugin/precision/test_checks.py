@@ -12,7 +12,6 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_cyclic import ConfigurationError, SparseStatePrecision
 from lightning_cyclic.plugin.precision.checks import check_optimizer
-from lightning_cyclic.strategy import CyclicStrategy
 from tests import processes
 from tests import pruned as t
 
@@ -27,19 +26,19 @@ def fit(module: Any = None, **options: Any) -> None:
 
 def refused_by(strategy: Any) -> str:
     with pytest.raises(ConfigurationError) as error:
-        fit(flags={"strategy": CyclicStrategy() if strategy is None else strategy})
+        fit(flags={"strategy": strategy})
     return str(error.value)
 
 
 @pytest.mark.multi
 @pytest.mark.parametrize(
     ("strategy", "name"),
-    [("ddp", "DDPStrategy"), (None, "CyclicStrategy"), ("1f1b", "CyclicStrategy")],
+    [("ddp", "DDPStrategy"), ("1f1b", "preset='1f1b', which runs stages apart")],
 )
 def test_strategies_of_several_devices(strategy: Any, name: str) -> None:
     (message,) = processes.run(refused_by, 1, strategy)
     assert f"SparseStatePrecision was given with {name}" in message
-    assert "use Trainer(devices=1, strategy='auto')" in message
+    assert "use Trainer(strategy='cyclic_dp')" in message
 
 
 def test_fsdp_refuses_it_by_itself() -> None:

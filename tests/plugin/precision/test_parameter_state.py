@@ -33,9 +33,11 @@ def test_gradients_are_taken_as_they_come() -> None:
     for _ in range(2):
         (found.weight * torch.tensor([[1.0, 5.0], [7.0, 3.0]], dtype=BF16)).sum().backward()
         assert found.weight.grad is None
-    assert found.master.grad is None
+    assert found.master.grad is not None
+    assert found.master.grad.dtype == BF16
     found.show()
     assert found.master.grad is not None
+    assert found.master.grad.dtype == torch.float32
     assert found.master.grad.tolist() == [2, 6]
     with torch.no_grad():
         found.master.sub_(found.master.grad)
@@ -50,7 +52,7 @@ def test_without_a_gradient_nothing_is_shown() -> None:
     found = state()
     found.watch()
     found.weight.sum().backward()
-    found.forget()
+    found.master.grad = None  # as zero_grad() of the optimizer does
     found.show()
     assert found.master.grad is None
 
@@ -81,14 +83,20 @@ def test_what_is_frozen_may_be_unfrozen() -> None:
 
 def test_float32_has_no_master_weight_between_steps() -> None:
     found = state(torch.float32)
-    assert found.master.numel() == 0
+    assert found.master.untyped_storage().nbytes() == 4  # for all of its elements
     assert found.saved is None
     found.watch()
     found.weight.sum().backward()
     found.show()
     assert torch.equal(found.master.detach(), torch.tensor([1.001, 4.001]))
     found.write()
-    assert found.master.numel() == 0
+    assert found.master.shape == found.trained_shape
+    assert found.master.untyped_storage().nbytes() == 4  # for all of its elements
+    found.weight.sum().backward()
+    assert found.master.grad is not None
+    assert found.master.grad.tolist() == [1, 1]
+    found.to(torch.device("cpu"))
+    assert found.master.untyped_storage().nbytes() == 4
     assert torch.equal(found.weight.detach(), torch.tensor([[1.001, 0], [0, 4.001]]))
 
 
@@ -113,3 +121,18 @@ def test_master_weights_are_loaded_to_the_bit() -> None:
     assert found.saved is not None
     assert torch.equal(found.saved, torch.tensor([0.1, 0.3]))
     assert torch.equal(found.weight.detach(), torch.tensor([[0.1, 0], [0, 0.3]]).to(BF16))
+
+
+def test_a_master_weight_that_another_worker_updates_has_no_memory_here() -> None:
+    found = state()
+    found.leave()
+    assert found.saved is None
+    assert found.kept == [found.layout.index]  # type: ignore[attr-defined]
+    assert found.master.untyped_storage().nbytes() == 4
+    found.weight.detach()[0, 0] = 5
+    found.reread()  # from a checkpoint that has no master weights
+    assert found.saved is not None
+    assert found.saved.tolist() == [5, 4]
+    found.leave()
+    found.load(torch.tensor([0.1, 0.3]))
+    assert found.saved.tolist() == torch.tensor([0.1, 0.3]).tolist()

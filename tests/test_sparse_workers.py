@@ -1,0 +1,301 @@
+"""Compressed states on several workers: the bits of dense ones that are multiplied by masks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor, nn
+
+from lightning_cyclic import SparseStatePrecision
+from lightning_cyclic.plan.actions import Payload
+from lightning_cyclic.plugin.precision.masks import Masks
+from tests import processes, sequential
+from tests.corpus import (
+    Classifier,
+    MicroBatches,
+    assert_same,
+    by_stage,
+    make_trainer,
+    train_data,
+    weights_of,
+)
+from tests.pruned import DTYPES, random_masks
+
+pytestmark = pytest.mark.multi
+
+NUM_STEPS = 8
+RULES = {
+    "cyclic_dp": "freshest", "cyclic_zero": "freshest", "cyclic_dp_v1": "delayed",
+    "lockstep_dp": "sync", "weipipe": "sync",
+}  # fmt: skip
+
+
+class Sent(Callback):
+    """Note what has been sent when the fit ends, and which master weights are here."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, Any] = {}
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        transport = trainer.strategy._training.transport  # type: ignore[attr-defined]
+        self.found["messages"] = dict(transport.messages)
+        plugin = trainer.precision_plugin
+        if not isinstance(plugin, SparseStatePrecision):
+            return
+        each = [s.master for s in plugin._states]
+        here = [p for p in each if p.untyped_storage().nbytes() >= p.numel() * 4]
+        self.found["trained"] = sum(p.numel() for p in each)
+        self.found["masters"] = sum(p.numel() for p in here)
+        exchange = trainer.strategy._training._session.engine._exchange  # type: ignore[attr-defined]
+        layouts = {Payload.P: exchange._parameter_layouts, Payload.S: exchange._sum_layouts}
+        self.found["elements"] = {
+            payload: [sum(spec.size.numel() for spec in layout.specs) for layout in stages]
+            for payload, stages in layouts.items()
+        }
+
+
+def fit(
+    net: str, optimizer: str, strategy: dict[str, Any], compute: str, flags: dict[str, Any]
+) -> dict[str, Any]:
+    module = Classifier(net, optimizer)
+    plugin = SparseStatePrecision(random_masks(module), compute=compute)  # type: ignore[arg-type]
+    watch = Sent()
+    run = make_trainer(strategy, max_epochs=1, plugins=[plugin], callbacks=[watch], **flags)
+    run.fit(module, train_data(module, NUM_STEPS))
+    return {
+        "weights": weights_of(module),
+        "stage_of": dict(run.strategy.stage_of),  # type: ignore[attr-defined]
+    } | watch.found
+
+
+class MaskedMasters:
+    """Update float32 master weights by gradients that are multiplied by masks.
+
+    Args:
+        module: whose weights get what the masters are, rounded.
+        masks: name -> mask.
+        dtype: of the weights.
+        clip: largest norm of all gradients together.
+    """
+
+    def __init__(
+        self, module: Classifier, masks: Masks, dtype: torch.dtype, clip: float | None = None
+    ) -> None:
+        self._weights = dict(module.named_parameters())
+        self._masks, self._clip = masks, clip
+        self._masters = {
+            n: nn.Parameter(p.detach().float().clone()) for n, p in self._weights.items()
+        }
+        module.to(dtype)
+        module.parameters = lambda *_: iter(self._masters.values())  # type: ignore[method-assign]
+        made = module.configure_optimizers()
+        del module.parameters  # type: ignore[method-assign]
+        self._optimizer = made["optimizer"] if isinstance(made, dict) else made
+        self.schedule = (
+            made["lr_scheduler"]["scheduler"].step if isinstance(made, dict) else lambda: None
+        )
+        self._write()
+
+    def step(self) -> None:
+        for n, p in self._weights.items():
+            grad = None if p.grad is None else p.grad.float() * self._masks.get(n, 1)
+            self._masters[n].grad = grad
+        if self._clip:
+            grads = {n: p.grad for n, p in self._masters.items() if p.grad is not None}
+            kept = [g[self._masks[n]] if n in self._masks else g for n, g in grads.items()]
+            total = torch.nn.utils.get_total_norm(kept)
+            torch.nn.utils.clip_grads_with_norm_(self._masters.values(), self._clip, total)
+        self._optimizer.step()
+        self._write()
+
+    def zero_grad(self) -> None:
+        for p in self._weights.values():
+            p.grad = None
+
+    @torch.no_grad()
+    def _write(self) -> None:
+        for n, master in self._masters.items():
+            master.mul_(self._masks.get(n, 1))
+            self._weights[n].copy_(master)
+
+
+def by_rule(
+    net: str, optimizer: str, strategy: dict[str, Any], compute: str, num_workers: int,
+    stage_of: dict[str, int], clip: float | None,
+) -> dict[str, Tensor]:  # fmt: skip
+    module = Classifier(net, optimizer)
+    dtype = DTYPES[compute]
+    masters: Any = MaskedMasters(module, random_masks(module), dtype, clip)
+    data = MicroBatches(module.kind, NUM_STEPS * num_workers)
+
+    def loss(module: nn.Module, t: int, i: int) -> Tensor:
+        x, y = data[t * num_workers + i]
+        return module.loss((x.to(dtype) if x.is_floating_point() else x, y), t)  # type: ignore[operator]
+
+    sequential.train(
+        module, by_stage(module, stage_of), masters, loss, rule=RULES[strategy["preset"]],
+        num_workers=num_workers, num_steps=NUM_STEPS, slack=strategy.get("slack", 0),
+        after_update=lambda t: masters.schedule(),
+    )  # fmt: skip
+    return weights_of(module)
+
+
+CASES: list[Any] = [
+    ("mlp", "adamw", {"preset": "cyclic_dp", "stages": 3}, "bf16-true", 2, {}),
+    ("mlp", "sgd", {"preset": "cyclic_dp", "stages": 3, "slack": 2}, "32-true", 2, {}),
+    ("batchnorm_mlp", "adamw", {"preset": "cyclic_dp"}, "bf16-true", 4, {}),
+    ("gpt2", "adamw", {"preset": "cyclic_dp", "stages": 2}, "bf16-true", 3, {}),
+    ("gpt2", "adamw", {"preset": "cyclic_zero", "stages": 2}, "bf16-true", 2, {}),
+    ("mlp", "adamw", {"preset": "cyclic_zero", "stages": 4}, "bf16-true", 2, {}),
+    ("batchnorm_mlp", "sgd", {"preset": "cyclic_zero"}, "bf16-true", 4, {}),
+    ("mlp", "adamw", {"preset": "cyclic_zero", "stages": 3}, "32-true", 3, {}),
+    (
+        "mlp", "adamw", {"preset": "cyclic_dp_v1", "stages": 3}, "bf16-true", 2,
+        {"gradient_clip_val": 0.1},
+    ),
+    (
+        "mlp", "sgd", {"preset": "lockstep_dp", "stages": 3}, "16-true", 2,
+        {"gradient_clip_val": 0.1},
+    ),
+    ("mlp", "adamw", {"preset": "weipipe", "stages": 2}, "bf16-true", 2, {}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("net", "optimizer", "strategy", "compute", "num_workers", "flags"),
+    CASES,
+    ids=lambda x: x["preset"] if isinstance(x, dict) and "preset" in x else None,
+)
+def test_bits_are_those_of_dense_masked_training(
+    net: str, optimizer: str, strategy: dict[str, Any], compute: str, num_workers: int,
+    flags: dict[str, Any],
+) -> None:  # fmt: skip
+    ranks = processes.run(fit, num_workers, net, optimizer, strategy, compute, flags)
+    (expected,) = processes.run(
+        by_rule, 1, net, optimizer, strategy, compute, num_workers, ranks[0]["stage_of"],
+        flags.get("gradient_clip_val"),
+    )  # fmt: skip
+    for rank in ranks:
+        assert_same(rank["weights"], expected)
+
+
+# ---------------------------------------------------------------------- what is kept, and travels
+
+
+def test_messages_and_masters_are_those_of_what_is_kept() -> None:
+    strategy = {"preset": "cyclic_dp", "stages": 2}
+    ranks = processes.run(fit, 2, "mlp", "adamw", strategy, "bf16-true", {})
+    dense = processes.run(fit_dense, 2, "mlp", strategy)
+    assert {r["trained"] for r in ranks} == {sum(r["masters"] for r in ranks)}
+    module = Classifier("mlp")
+    kept = {n: p.numel() for n, p in module.named_parameters()}
+    kept |= {n: int(mask.sum()) for n, mask in random_masks(module).items()}
+    num = [0, 0]
+    for name, j in ranks[0]["stage_of"].items():
+        num[j] += kept[name]
+    for rank, other in zip(ranks, dense, strict=True):
+        assert rank["elements"] == {Payload.P: num, Payload.S: num}
+        assert rank["messages"] == other["messages"]
+
+
+def fit_dense(net: str, strategy: dict[str, Any]) -> dict[str, Any]:
+    module, watch = Classifier(net, "adamw"), Sent()
+    run = make_trainer(strategy, max_epochs=1, precision="bf16-true", callbacks=[watch])
+    run.fit(module, train_data(module, NUM_STEPS))
+    return watch.found
+
+
+# ---------------------------------------------------------------------- checkpoints
+
+
+def fit_through(folder: str, strategy: dict[str, Any], resumed: str | None) -> dict[str, Any]:
+    module = Classifier("batchnorm_mlp", "adamw")
+    saving = ModelCheckpoint(folder, every_n_train_steps=3, save_top_k=-1, filename="{step}")
+    masks = None if resumed else random_masks(module)
+    plugin = SparseStatePrecision(masks)
+    flags = {"enable_checkpointing": True, "callbacks": [saving], "plugins": [plugin]}
+    run = make_trainer(strategy, max_epochs=1, **flags)
+    run.fit(module, train_data(module, NUM_STEPS), ckpt_path=resumed)
+    return {"weights": weights_of(module), "masks": plugin.masks}
+
+
+@pytest.mark.parametrize("preset", ["cyclic_dp", "cyclic_zero"])
+def test_a_resumed_run_has_the_bits_of_one_that_was_not_stopped(
+    tmp_path: Path, preset: str
+) -> None:
+    strategy = {"preset": preset, "stages": 2}
+    whole = processes.run(fit_through, 2, str(tmp_path / "a"), strategy, None)
+    resumed = processes.run(
+        fit_through, 2, str(tmp_path / "b"), strategy, str(tmp_path / "a" / "step=3.ckpt")
+    )
+    for rank in resumed:
+        assert_same(rank["weights"], whole[0]["weights"])
+        assert_same(rank["masks"], whole[0]["masks"])
+
+
+def test_checkpoints_go_to_one_device_and_to_plain_lightning(tmp_path: Path) -> None:
+    strategy = {"preset": "cyclic_dp_v1", "stages": 2}
+    ranks = processes.run(fit_through, 2, str(tmp_path), strategy, None)
+    path = tmp_path / "step=6.ckpt"
+    saved = torch.load(path, weights_only=True)
+    masks = ranks[0]["masks"]
+    masters = saved["SparseStatePrecision"]["masters"]
+    assert masters.keys() == dict(Classifier("batchnorm_mlp").named_parameters()).keys()
+    for name, mask in masks.items():
+        assert not saved["state_dict"][name][~mask].any()
+        assert torch.equal(masters[name].bfloat16(), saved["state_dict"][name][mask])
+    states = saved["optimizer_states"][0]["state"]
+    shapes = [tuple(p.shape) for p in Classifier("batchnorm_mlp").parameters()]
+    assert [tuple(states[k]["exp_avg"].shape) for k in range(len(shapes))] == shapes
+    (plain,) = processes.run(go_on, 1, str(path), "bf16-true")
+    (sparse,) = processes.run(go_on, 1, str(path), None)
+    assert plain == sparse == 8
+
+
+def go_on(path: str, precision: str | None) -> int:
+    module = Classifier("batchnorm_mlp", "adamw")
+    given: dict[str, Any] = {"precision": precision}
+    if precision is None:
+        given = {"plugins": [SparseStatePrecision()]}
+    run = make_trainer("auto", max_steps=8, max_epochs=-1, **given)
+    run.fit(module, train_data(module, NUM_STEPS), ckpt_path=path)
+    return run.global_step
+
+
+# ---------------------------------------------------------------------- refusals
+
+
+def fit_with_own_masks() -> None:
+    module = Classifier()
+    masks = random_masks(module, kept=0.3 + 0.1 * processes.here().rank)
+    run = make_trainer("cyclic_dp", max_epochs=1, plugins=[SparseStatePrecision(masks)])
+    run.fit(module, train_data(module, 2))
+
+
+def test_ranks_with_other_masks_are_refused() -> None:
+    with pytest.raises(processes.RanksFailedError, match="ranks differ in masks: .*net"):
+        processes.run(fit_with_own_masks, 2)
+
+
+def fit_refused(strategy: dict[str, Any]) -> None:
+    module = Classifier()
+    run = make_trainer(strategy, max_epochs=1, plugins=[SparseStatePrecision(sparsity=0.5)])
+    run.fit(module, train_data(module, 2))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "what"),
+    [
+        ({"preset": "1f1b"}, "preset='1f1b', which runs stages apart"),
+        ({"save_distributed_checkpoint": True}, "save_distributed_checkpoint=True"),
+        ({"preset": "auto"}, "preset='auto'"),
+    ],
+)
+def test_what_needs_dense_states_is_refused_by_name(strategy: dict[str, Any], what: str) -> None:
+    with pytest.raises(processes.RanksFailedError, match=f"SparseStatePrecision.*{what}"):
+        processes.run(fit_refused, 2, strategy)
