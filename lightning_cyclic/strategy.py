@@ -524,15 +524,18 @@ class CyclicStrategy(DDPStrategy):
                 start_alike(self.lightning_module)
 
     def check_compressed_states(self) -> None:
-        """Refuse to train with SparseStatePrecision what needs dense gradients or weights.
+        """Refuse to train with SparseStatePrecision where gradients or weights must be dense.
 
         Raises:
             ConfigurationError: with what was found.
         """
-        options = self._chosen
+        options, module = self._options, self.lightning_module
+        assert module is not None
+        plan = None if self._auto is not None else options.plan(options.expected_stages(module))
+        predicts = plan is not None and plan.axes.weights.looks_ahead
         found = {
             "preset='auto'": self._auto is not None,
-            f"preset={options.preset!r}, which runs stages apart": options.is_cut,
+            f"preset={options.preset!r}, which predicts weights": predicts,
             "save_distributed_checkpoint=True": options.save_distributed_checkpoint,
             "memory_limit_bytes": options.memory_limit_bytes is not None,
             "a module without values (trainer.init_module)": self._deferral is not None,
@@ -542,8 +545,9 @@ class CyclicStrategy(DDPStrategy):
         if first is not None:
             raise ConfigurationError(
                 f"SparseStatePrecision was given with {first}, where gradients or weights are "
-                "dense; allowed: presets of whole training steps, with values, saved as one file; "
-                "use Trainer(strategy='cyclic_dp') or 'cyclic_zero', or one device"
+                "dense; allowed: presets that predict no weights, chosen by name, modules with "
+                "values, checkpoints of one file; use Trainer(strategy='cyclic_dp'), "
+                "'cyclic_zero', '1f1b' or 'pipedream_2bw', without that"
             )
 
     @property

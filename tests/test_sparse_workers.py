@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +10,13 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.precision import HalfPrecision, Precision
 from torch import Tensor, nn
 
 from lightning_cyclic import SparseStatePrecision
 from lightning_cyclic.plan.actions import Payload
 from lightning_cyclic.plugin.precision.masks import Masks
-from tests import processes, sequential
+from tests import asynchronous, processes, sequential
 from tests.corpus import (
     Classifier,
     MicroBatches,
@@ -25,10 +27,12 @@ from tests.corpus import (
     weights_of,
 )
 from tests.pruned import DTYPES, random_masks
+from tests.stagewise_runs import Job, pipelines, prepare
 
 pytestmark = pytest.mark.multi
 
 NUM_STEPS = 8
+MORE = pytest.mark.exhaustive
 RULES = {
     "cyclic_dp": "freshest", "cyclic_zero": "freshest", "cyclic_dp_v1": "delayed",
     "lockstep_dp": "sync", "weipipe": "sync",
@@ -84,7 +88,7 @@ class MaskedMasters:
     """
 
     def __init__(
-        self, module: Classifier, masks: Masks, dtype: torch.dtype, clip: float | None = None
+        self, module: Any, masks: Masks, dtype: torch.dtype, clip: float | None = None
     ) -> None:
         self._weights = dict(module.named_parameters())
         self._masks, self._clip = masks, clip
@@ -95,10 +99,12 @@ class MaskedMasters:
         module.parameters = lambda *_: iter(self._masters.values())  # type: ignore[method-assign]
         made = module.configure_optimizers()
         del module.parameters  # type: ignore[method-assign]
-        self._optimizer = made["optimizer"] if isinstance(made, dict) else made
-        self.schedule = (
-            made["lr_scheduler"]["scheduler"].step if isinstance(made, dict) else lambda: None
-        )
+        schedulers: list[Any] = []
+        if isinstance(made, dict):
+            made, schedulers = made["optimizer"], [made["lr_scheduler"]]
+        elif isinstance(made, tuple):
+            (made,), schedulers = made
+        self._optimizer, self._schedulers = made, [x["scheduler"] for x in schedulers]
         self._write()
 
     def step(self) -> None:
@@ -116,6 +122,10 @@ class MaskedMasters:
     def zero_grad(self) -> None:
         for p in self._weights.values():
             p.grad = None
+
+    def schedule(self) -> None:
+        for scheduler in self._schedulers:
+            scheduler.step()
 
     @torch.no_grad()
     def _write(self) -> None:
@@ -147,11 +157,11 @@ def by_rule(
 
 CASES: list[Any] = [
     ("mlp", "adamw", {"preset": "cyclic_dp", "stages": 3}, "bf16-true", 2, {}),
-    ("mlp", "sgd", {"preset": "cyclic_dp", "stages": 3, "slack": 2}, "32-true", 2, {}),
-    ("batchnorm_mlp", "adamw", {"preset": "cyclic_dp"}, "bf16-true", 4, {}),
-    ("gpt2", "adamw", {"preset": "cyclic_dp", "stages": 2}, "bf16-true", 3, {}),
+    pytest.param(*("mlp", "sgd", {"preset": "cyclic_dp", "stages": 3, "slack": 2}, "32-true", 2, {}), marks=MORE),
+    pytest.param(*("batchnorm_mlp", "adamw", {"preset": "cyclic_dp"}, "bf16-true", 4, {}), marks=MORE),
+    pytest.param(*("gpt2", "adamw", {"preset": "cyclic_dp", "stages": 2}, "bf16-true", 3, {}), marks=MORE),
     ("gpt2", "adamw", {"preset": "cyclic_zero", "stages": 2}, "bf16-true", 2, {}),
-    ("mlp", "adamw", {"preset": "cyclic_zero", "stages": 4}, "bf16-true", 2, {}),
+    pytest.param(*("mlp", "adamw", {"preset": "cyclic_zero", "stages": 4}, "bf16-true", 2, {}), marks=MORE),
     ("batchnorm_mlp", "sgd", {"preset": "cyclic_zero"}, "bf16-true", 4, {}),
     ("mlp", "adamw", {"preset": "cyclic_zero", "stages": 3}, "32-true", 3, {}),
     (
@@ -224,7 +234,14 @@ def fit_through(folder: str, strategy: dict[str, Any], resumed: str | None) -> d
     return {"weights": weights_of(module), "masks": plugin.masks}
 
 
-@pytest.mark.parametrize("preset", ["cyclic_dp", "cyclic_zero"])
+@pytest.mark.parametrize(
+    "preset",
+    [
+        "cyclic_zero",
+        "pipedream_2bw",
+        *(pytest.param(x, marks=MORE) for x in ("cyclic_dp", "1f1b", "cyclic_pipeline")),
+    ],
+)
 def test_a_resumed_run_has_the_bits_of_one_that_was_not_stopped(
     tmp_path: Path, preset: str
 ) -> None:
@@ -291,11 +308,100 @@ def fit_refused(strategy: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("strategy", "what"),
     [
-        ({"preset": "1f1b"}, "preset='1f1b', which runs stages apart"),
+        ({"preset": "xpipe"}, "preset='xpipe', which predicts weights"),
         ({"save_distributed_checkpoint": True}, "save_distributed_checkpoint=True"),
         ({"preset": "auto"}, "preset='auto'"),
+        ({"error_feedback": True, "preset": "cyclic_pipeline"}, "error_feedback=True"),
     ],
 )
 def test_what_needs_dense_states_is_refused_by_name(strategy: dict[str, Any], what: str) -> None:
     with pytest.raises(processes.RanksFailedError, match=f"SparseStatePrecision.*{what}"):
         processes.run(fit_refused, 2, strategy)
+
+
+# ---------------------------------------------------------------------- stages apart
+
+STAGED = {
+    "gpipe": "sync", "1f1b": "sync", "pipedream_2bw": "delayed", "cyclic_pipeline": "freshest",
+    "pipedream": "stashed", "cyclic_mp": "freshest",
+}  # fmt: skip
+
+
+JOB = Job(case="resnet", num_steps=6, num_epochs=1)
+
+
+def fit_staged(
+    job: Job, strategy: dict[str, Any], compute: str, clip: float | None
+) -> dict[str, Any]:
+    masks = random_masks(job.make())
+    plugin = SparseStatePrecision(masks, compute=compute)  # type: ignore[arg-type]
+    run = prepare(job, strategy, plugins=[plugin], gradient_clip_val=clip)
+    run.trainer.fit(run.module, run.batches)
+    return run.outcome() | {"stage_of": run.trainer.strategy.stage_of}  # type: ignore[attr-defined]
+
+
+def staged_by_rule(
+    job: Job, compute: str, rule: str, stage_of: dict[str, int], clip: float | None, width: int
+) -> dict[str, Tensor]:
+    module, dtype = job.make(), DTYPES[compute]
+    module.log = module.log_dict = lambda *args, **kwargs: None  # type: ignore[method-assign]
+    masters: Any = MaskedMasters(module, random_masks(module), dtype, clip)
+    convert = HalfPrecision(compute) if dtype != torch.float32 else Precision()
+
+    def loss(module: Any, t: int, i: int) -> Tensor:
+        batch = convert.convert_input(job.batch(t * job.num_micro + i))
+        with convert.train_step_context():
+            output = module.training_step(batch, 0)
+        return output["loss"] if isinstance(output, dict) else output
+
+    stages, after = by_stage(module, stage_of), lambda t: masters.schedule()
+    if rule == "sync":
+        sequential.train(
+            module, stages, masters, loss, rule=rule, num_workers=job.num_micro,
+            num_steps=job.num_steps, after_update=after,
+        )  # fmt: skip
+    else:
+        asynchronous.train(
+            module, stages, masters, loss, rule=rule, num_micro=job.num_micro,
+            num_steps=job.num_steps, after_update=after, width=width,
+        )  # fmt: skip
+    return weights_of(module)
+
+
+@pytest.mark.parametrize(
+    ("preset", "num_ranks", "compute", "clip", "more"),
+    [
+        pytest.param(*("1f1b", 2, "bf16-true", 0.1, {}), marks=MORE),
+        pytest.param(*("1f1b", 4, "32-true", None, {}), marks=MORE),
+        ("1f1b", 4, "bf16-true", 0.1, {"width": 2, "stages": 2}),
+        ("gpipe", 2, "16-true", None, {"remat": "always"}),
+        pytest.param(*("pipedream_2bw", 2, "bf16-true", None, {}), marks=MORE),
+        ("pipedream_2bw", 4, "bf16-true", 0.1, {"width": 2, "stages": 2}),
+        ("cyclic_pipeline", 2, "bf16-true", None, {}),
+        pytest.param(*("cyclic_pipeline", 4, "32-true", None, {}), marks=MORE),
+        ("cyclic_mp", 2, "bf16-true", None, {"stages": 2}),
+        pytest.param(*("pipedream", 2, "bf16-true", None, {}), marks=MORE),
+    ],
+)
+def test_stages_apart_have_the_bits_of_dense_masked_training(
+    preset: str, num_ranks: int, compute: str, clip: float | None, more: dict[str, Any]
+) -> None:
+    job = replace(JOB, num_micro=1, num_steps=12) if preset == "pipedream" else JOB
+    strategy = {"preset": preset, "stages": 4} | more
+    ranks = pipelines(job, num_ranks, compute, clip, function=fit_staged, **strategy)
+    args = job, compute, STAGED[preset], ranks[0]["stage_of"], clip, more.get("width", 1)
+    (expected,) = processes.run(staged_by_rule, 1, *args)
+    for rank in ranks:
+        assert_same(rank["weights"], expected)
+
+
+def fit_tied(module: str) -> None:
+    run = prepare(
+        Job(case=module), {"preset": "1f1b"}, plugins=[SparseStatePrecision(sparsity=0.5)]
+    )
+    run.trainer.fit(run.module, run.batches)
+
+
+def test_parameters_that_stages_share_are_refused_by_name() -> None:
+    with pytest.raises(processes.RanksFailedError, match="share, is trained by a master weight"):
+        processes.run(fit_tied, 2, "gpt2")

@@ -65,16 +65,6 @@ class AsynchronousPipelineTraining(PipelineTraining):
             late, norms = decides_together(plan), "all" if scaler else "owners"
             options = replace(options, late_updates=late, norms=norms)
             plan = replace(plan, late_updates=late, norms=norms)
-        self._updates = DeferredUpdates(
-            trainer,
-            plan.preset,
-            clip,
-            reductions,
-            self._parameters_of,
-            self._total_norm,
-            lag=plan.steps_under_way,
-            is_scaled=scaler is not None,
-        )
         self._outlook = Outlook(trainer, plan.steps_under_way) if options.lookahead_lrs else None
         self._predictor = Predictor(trainer, self._groups_of, self._lrs_of, options.horizon)
         if options.lr_annealing_steps and all(plan.delay(j) <= 1 for j in range(plan.num_stages)):
@@ -88,6 +78,17 @@ class AsynchronousPipelineTraining(PipelineTraining):
         self._owned_is_kept = False
         self._guard = WeightGuard(self._of_stages, plan.preset)
         super().__init__(trainer, options, plan, reductions)
+        self._updates = DeferredUpdates(
+            trainer,
+            plan.preset,
+            clip,
+            reductions,
+            self._session.trained_of,
+            self._total_norm,
+            lag=plan.steps_under_way,
+            is_scaled=scaler is not None,
+            forms=self._forms,
+        )
         self._summaries.refuses_overflow = self._scaling is None
 
     @override
@@ -119,9 +120,6 @@ class AsynchronousPipelineTraining(PipelineTraining):
             return {}
         known = self._session.named()
         return {n: p for n, p in self._module.named_parameters() if n in known}
-
-    def _parameters_of(self, j: int) -> Sequence[nn.Parameter]:
-        return self._session.ownership.owned(j)
 
     def _unscale(self, t: int, grads: Gradients) -> None:
         assert self._scaling is not None
@@ -213,7 +211,7 @@ class AsynchronousPipelineTraining(PipelineTraining):
         if not self._owned_is_kept:  # a whole checkpoint may have been loaded
             ckpt.keep_owned_state(self._trainer.optimizers[0], self._session.with_state)
             self._owned_is_kept = True
-        stage, groups = self._session.ownership.owned(j), self._groups_of(t, j)
+        stage, groups = self._session.trained_of(j), self._groups_of(t, j)
         if self._scaling is not None and not self._is_finite(t, j):
             self._updates.apply(t, [j], groups, skips=True)
             return

@@ -98,7 +98,7 @@ def clip_stages(
     """
     if by_stage:
         for j in range(session.ownership.num_stages):
-            torch.nn.utils.clip_grad_norm_(session.ownership.owned(j), clip_val)
+            torch.nn.utils.clip_grad_norm_(session.trained_of(j), clip_val)
         return
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if session.num_workers == 1:

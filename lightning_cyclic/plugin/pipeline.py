@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -67,7 +68,7 @@ class PipelineTraining(AbstractTraining):
         self._finder = CutFinder(options, kept)
         self._transport, group = join_workers(trainer, options, self._limit)
         self._session: StagewiseSession = make_session(
-            trainer, options, plan, self._finder, self._transport, group, self._configured
+            trainer, options, plan, self._finder, self._transport, group, self._formed
         )
         self._summaries = Summaries(self._module, self._session, reductions)
         self._metrics = SharedMetrics(trainer, self._module, self._session)
@@ -87,6 +88,9 @@ class PipelineTraining(AbstractTraining):
         for writer in writers:
             vars(writer).update(dict.fromkeys(_WRITES, _write_nothing))
         return writers
+
+    def _formed(self, config: StagewiseConfig) -> StagewiseConfig:
+        return self._configured(replace(config, forms=self._forms))
 
     def _configured(self, config: StagewiseConfig) -> StagewiseConfig:
         """Return a session's configuration with what this training adds."""

@@ -82,7 +82,8 @@ class SynchronousPipelineTraining(PipelineTraining):
         with self._summaries.held():
             session.find_stages(given.batch, call)
         self._tell_stages()
-        with self._surrogates.collecting(session.ownership.own), self._summaries.held():
+        trained = list(map(self._forms.trained, session.ownership.own))
+        with self._surrogates.collecting(trained), self._summaries.held():
             session.train(
                 given.batch,
                 call,
@@ -146,7 +147,7 @@ class SynchronousPipelineTraining(PipelineTraining):
     def _corrected(self) -> AbstractContextManager[None]:
         plan, ownership = self.plan, self._session.ownership
         assert plan is not None
-        stages = {j: ownership.owned(j) for j in ownership.stages}
+        stages = {j: self._session.trained_of(j) for j in ownership.stages}
         return self._compensation.corrected(plan, self._session.t, stages)
 
     @override

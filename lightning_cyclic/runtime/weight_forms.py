@@ -24,6 +24,10 @@ class WeightForms:
         """Return the weight in whose place the optimizer has a parameter."""
         return trained
 
+    def stand_in(self, weight: nn.Parameter, other: nn.Parameter) -> nn.Parameter:
+        """Let a parameter be an older version of a weight, whose gradients are the weight's."""
+        return other
+
     def sends_all(self, weight: nn.Parameter) -> bool:
         """Say whether all elements of a weight travel, in its own shape."""
         return True

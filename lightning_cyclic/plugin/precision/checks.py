@@ -33,7 +33,8 @@ def check_fit(trainer: Trainer, module: LightningModule) -> None:
         raise ConfigurationError(
             f"SparseStatePrecision was given with {type(trainer.strategy).__name__}, which "
             "exchanges dense gradients or parameters; allowed: one device, strategy='cyclic_dp', "
-            "'cyclic_zero' and others of whole training steps; use Trainer(strategy='cyclic_dp')"
+            "'cyclic_zero', '1f1b' and others of lightning_cyclic; use "
+            "Trainer(strategy='cyclic_dp')"
         )
     if not module.automatic_optimization:
         raise ConfigurationError(

@@ -22,6 +22,7 @@ from lightning_cyclic.plugin.precision.compressed import (
     DenseLayout,
     SparseLayout,
 )
+from lightning_cyclic.runtime.absent import is_absent
 
 
 @final
@@ -69,11 +70,12 @@ class ParameterState:
         if self._hook is None:
             self.weight.requires_grad_()  # torch wants it for a hook; it may be unfrozen later
             self._hook = self.weight.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                self._take
+                self.take
             )
             self.weight.requires_grad_(is_trained)
 
-    def _take(self, weight: Tensor) -> None:
+    def take(self, weight: Tensor) -> None:
+        """Add the gradient of the weight, or of what stands in for it, and leave it none."""
         assert weight.grad is not None
         grad = self.layout.compress(weight.grad)
         weight.grad = None
@@ -85,6 +87,8 @@ class ParameterState:
         Args:
             follows: whether others may have written into the weight since.
         """
+        if self._is_away:
+            return
         if follows and self.weight._version != self._version:
             self.reread()
         if not self._keeps_master:
@@ -125,6 +129,8 @@ class ParameterState:
 
         Master weights of elements that are as they were keep the bits that the weight has not.
         """
+        if is_absent(self.weight):  # another worker has it
+            return
         now = self.layout.compress(self.weight)
         if self._is_away:
             self._is_away = False
@@ -137,7 +143,9 @@ class ParameterState:
         self._version = self.weight._version
 
     def load(self, values: Tensor) -> None:
-        """Take the master weight of a checkpoint."""
+        """Take the master weight of a checkpoint, if the weight is here."""
+        if is_absent(self.weight):
+            return
         self.master.data = values.to(self.weight.device, torch.float32, copy=True)
         self._is_away, self._is_shown = False, True
         self.write()

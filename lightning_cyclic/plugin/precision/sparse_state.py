@@ -61,8 +61,8 @@ class SparseStatePrecision(Precision):
     The result is that of dense training with float32 master weights, in which weights and
     gradients are multiplied by the mask.
 
-    With strategy "cyclic_dp", "cyclic_zero" and others of whole training steps, what travels has
-    the kept elements alone, and each worker the master weights of what it updates.
+    With strategies of this package that predict no weights, gradients and new weights travel as
+    the kept elements alone, and each worker has the master weights of what it updates.
 
     Args:
         mask: parameter's name -> bool tensor of its shape, True where an element is kept; or the

@@ -48,6 +48,13 @@ class SparseForms(WeightForms):
         return trained if state is None else state.weight
 
     @override
+    def stand_in(self, weight: nn.Parameter, other: nn.Parameter) -> nn.Parameter:
+        state = self._by_weight.get(id(weight))
+        if state is not None and other.requires_grad:
+            other.register_post_accumulate_grad_hook(state.take)  # type: ignore[no-untyped-call]
+        return other
+
+    @override
     def sends_all(self, weight: nn.Parameter) -> bool:
         return id(weight) not in self._layouts
 

@@ -32,6 +32,7 @@ from lightning_cyclic.runtime.partial_step.packets import Gradients, Packet
 from lightning_cyclic.runtime.partial_step.stage_step import StageStep
 from lightning_cyclic.runtime.partial_step.tape import Tape
 from lightning_cyclic.runtime.unseen_changes import unseen
+from lightning_cyclic.runtime.weight_forms import ALL, WeightForms
 
 Key = tuple[int, int, int]  # step, micro-batch, stage
 ReadState = Callable[[Sequence[nn.Parameter]], tuple[list[Tensor], Any]]
@@ -70,6 +71,7 @@ class Exchange:
         grads: their gradients.
         norms: of gradients.
         callbacks: what the session does.
+        forms: what travels of weights.
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class Exchange:
         grads: GradientStore,
         norms: Norms,
         callbacks: Callbacks,
+        forms: WeightForms = ALL,
     ) -> None:
         self.batches: dict[int, Message] = {}  # by step
         self.conclusions: dict[int, Message] = {}  # by step
@@ -91,6 +94,7 @@ class Exchange:
         self._grads = grads
         self._norms = norms
         self._callbacks = callbacks
+        self._forms = forms
         self._packets: dict[Key, Packet] = {}  # by the stage that takes them
         self._crossed: dict[Key, Mapping[Handle, Tensor]] = {}  # by the stage that takes them
         # of parameters of earlier stages: step, micro-batch, name; or what came from a worker
@@ -248,14 +252,21 @@ class Exchange:
     def _give_parameters(self, a: Action) -> Message:
         stage, read = self._ownership.owned(a.j), self._callbacks.read_state
         state, facts = read(stage) if read else ([], None)
-        return Message([*(p.detach() for p in stage), *state], facts)
+        sent = (self._forms.compress(p, p.detach()) for p in stage)
+        return Message([*sent, *state], facts)
 
     def _take_parameters(self, a: Action, message: Message) -> None:
         self._callbacks.begin_version(a)
         stage, write = self._ownership.owned(a.j), self._callbacks.write_state
-        _copy(stage, message.tensors[: len(stage)])
+        self._write(stage, message.tensors[: len(stage)])
         if write is not None:
             write(stage, message.tensors[len(stage) :], message.facts)
+
+    def _write(self, stage: Sequence[nn.Parameter], sent: Sequence[Tensor]) -> None:
+        # graphs that hold them are over, or do not look at them
+        with torch.no_grad(), unseen(stage):
+            for p, x in zip(stage, sent, strict=True):
+                self._forms.expand_into(p, x, p.detach())
 
     def _give_tied_values(self, a: Action) -> Message:
         assert a.peer is not None

@@ -207,6 +207,7 @@ class StagewiseSession:
         self.cuts, plan = cuts, self._plans.usual
         if plan.axes.placement.takes_turns:
             cuts.refuse_early_metrics()
+        self._refuse_ties(cuts)
         self.ownership = ownership = Ownership(self.module, cuts, stages_of(plan, self.worker))
         self._was_whole = not any(map(is_absent, self.module.parameters()))
         make_present(*(p for n, p in self.module.named_parameters() if n not in ownership.foreign))
@@ -222,7 +223,7 @@ class StagewiseSession:
             self.module, self.config.not_state, ownership.stages, plan.num_stages,
             self.config.say, repeated,
         )  # fmt: skip
-        self._grads = GradientStore(ownership.owned)
+        self._grads = GradientStore(self.trained_of)
         self._step = StageStep(
             self.router, plan, ownership, SideEffects(self.module, cuts, self._state),
             self.config.seed, self.config.remat, self.versions, self.config.is_one_stage,
@@ -230,7 +231,7 @@ class StagewiseSession:
         overwrites = self.versions is not None and self.versions.overwrites
         if self.config.is_under_autocast and not overwrites:  # whose copies have no one value
             self._step.casts = CastCopies()
-        parameters = [ownership.owned(j) for j in range(plan.num_stages)]
+        parameters = [self.trained_of(j) for j in range(plan.num_stages)]
         self.norms = Norms(plan, self.worker, parameters, self._fetch)
         self._exchange = Exchange(
             plan,
@@ -240,6 +241,7 @@ class StagewiseSession:
             self._grads,
             self.norms,
             self._make_callbacks(plan),
+            self.config.forms,
         )
         self._worker = Worker(
             self.program.flow, self._messages, self._exchange, self._exchange, self
@@ -253,6 +255,24 @@ class StagewiseSession:
         self.foreign = self._make_foreign(cuts, plan, ownership)
         self.foreign.settle(self.t)
         self._take_over(ownership)
+        self.config.forms.leave(self.with_state)
+
+    def _refuse_ties(self, cuts: Cuts) -> None:
+        """Refuse that stages share what is trained by something in its place.
+
+        Raises:
+            PlanError: on every worker.
+        """
+        for name, stages in cuts.tied.items():
+            p = self.module.get_parameter(name)
+            if self.config.forms.trained(p) is not p:
+                raise PlanError(
+                    f"parameter {name!r}, which stages {list(stages)} share, is trained by a "
+                    "master weight (SparseStatePrecision), which adds up no gradients of several "
+                    "stages; allowed: parameters of one stage; let one stage have all modules "
+                    "that share it, CyclicStrategy(stages=[...]), or use strategy='cyclic_dp' or "
+                    "'cyclic_zero'"
+                )
 
     def _take_over(self, ownership: Ownership) -> None:
         """Give up what other workers hold, when they have it from the fit before this one."""
@@ -343,7 +363,8 @@ class StagewiseSession:
             ownership.refuse_ties(plan.weights)
             assert self.config.guess is not None
             foresight = Foresight(plan, stages, self.config.guess, self.config.backward_weights)
-        return Versions(self.module, plan, stages, self.t, readers, foresight)
+        forms = self.config.forms
+        return Versions(self.module, plan, stages, self.t, readers, foresight, forms)
 
     # ------------------------------------------------------------------ what there is
 
@@ -376,7 +397,11 @@ class StagewiseSession:
         """
         predicts = _shares_state(self._plans.usual)
         own = [j for j in self.ownership.stages if predicts or j in self._owned]
-        return [p for j in own for p in self.ownership.owned(j)]
+        return [p for j in own for p in self.trained_of(j)]
+
+    def trained_of(self, j: int) -> list[nn.Parameter]:
+        """Return what the optimizer has of a stage, in the order of its parameters."""
+        return list(map(self.config.forms.trained, self.ownership.owned(j)))
 
     @property
     def rank(self) -> int:
@@ -487,7 +512,7 @@ class StagewiseSession:
         for j in self._owned:
             if overflowed:
                 self.norms.note_overflow(self.t, j)
-            self.norms.note(self.t, j, [p.grad for p in self.ownership.owned(j)])
+            self.norms.note(self.t, j, [p.grad for p in self.trained_of(j)])
         told = list(takewhile(lambda a: (a.payload or a.kind) not in _NEW_VERSIONS, self._rest))
         self._rest = self._rest[len(told) :]
         self._run(told)
@@ -590,7 +615,7 @@ class StagewiseSession:
         self._begin_version(a)
         self._grads.show(a.t, a.j)
         self.config.apply(a.t, a.j)
-        for p in self.ownership.owned(a.j):
+        for p in self.trained_of(a.j):
             p.grad = None
         if a.j == self.ownership.stages[0]:  # backwards go from the last stage to the first
             self._forget(a.t)

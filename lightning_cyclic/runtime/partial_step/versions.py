@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.plan.actions import Action
 from lightning_cyclic.runtime.prediction.foresight import Foresight, overwrite
+from lightning_cyclic.runtime.weight_forms import ALL, WeightForms
 
 _Place = tuple[dict[str, nn.Parameter | None], str, nn.Parameter, nn.Parameter]
 """A module's parameters, the name of one, its stand-in and the parameter itself."""
@@ -60,6 +61,7 @@ class Versions:
         newest: the version that the parameters hold now.
         readers: stage -> the stages that read its parameters, itself among them.
         foresight: guesses what forwards read, where the plan's rule predicts.
+        forms: have the gradients of stand-ins.
     """
 
     def __init__(
@@ -70,8 +72,10 @@ class Versions:
         newest: int,
         readers: Mapping[int, Sequence[int]],
         foresight: Foresight | None = None,
+        forms: WeightForms = ALL,
     ) -> None:
         self._plan = plan
+        self._forms = forms
         self._take(stages)
         self._readers = readers
         self._places = _places_of(module)
@@ -101,7 +105,7 @@ class Versions:
         self._take(stages)
         for j, kept in self._kept.items():
             for v, version in kept.items():  # what was frozen has its value in every version
-                made = {n: _like(p, version.get(n, p)) for n, p in stages[j].items()}
+                made = {n: self._like(p, version.get(n, p)) for n, p in stages[j].items()}
                 kept[v] = Version(j, v, made)
             self._alive[j] = weakref.WeakValueDictionary(kept)
         self._overwritten.clear()
@@ -218,7 +222,7 @@ class Versions:
             alive = set(range(self._next_read(j), self._newest[j])) if not have else set()
             # what was frozen when it was saved had one value
             for v in sorted(set.intersection(*have) if have else alive):
-                made = {n: _like(p, values.get(n, {}).get(v, p)) for n, p in stage.items()}
+                made = {n: self._like(p, values.get(n, {}).get(v, p)) for n, p in stage.items()}
                 self._kept[j][v] = self._alive[j][v] = Version(j, v, made)
         if self._foresight is not None:
             self._foresight.put_owed(previous["owed"])
@@ -229,7 +233,7 @@ class Versions:
         version = self._alive[j].get(v)
         if version is None:
             assert v == self._newest[j], f"version {v} of stage {j} is gone"
-            version = Version(j, v, {n: _alias(p) for n, p in self._stages[j].items()})
+            version = Version(j, v, {n: self._alias(p) for n, p in self._stages[j].items()})
             self._alive[j][v] = version
         return version
 
@@ -246,8 +250,17 @@ class Versions:
         return version
 
     def _made(self, j: int, values: Mapping[str, Tensor]) -> Version:
-        made = {n: _like(p, values[n]) for n, p in self._stages[j].items()}
+        made = {n: self._like(p, values[n]) for n, p in self._stages[j].items()}
         return Version(j, self._newest[j], made)
+
+    def _alias(self, p: nn.Parameter) -> nn.Parameter:
+        """Return a parameter over the same memory, whose changes are counted apart."""
+        return self._forms.stand_in(p, nn.Parameter(p.data, requires_grad=p.requires_grad))
+
+    def _like(self, p: nn.Parameter, values: Tensor) -> nn.Parameter:
+        made = torch.empty_like(p, requires_grad=False)
+        made.copy_(values)
+        return self._forms.stand_in(p, nn.Parameter(made, requires_grad=p.requires_grad))
 
     def _next_read(self, j: int) -> int:
         """Return the oldest version of stage ``j`` that later forwards read."""
@@ -284,17 +297,6 @@ class Versions:
                 p = self._own[n]
                 for owner, name in self._rnns.get(id(p), ()):
                     setattr(owner, name, chosen(q, p))
-
-
-def _alias(p: nn.Parameter) -> nn.Parameter:
-    """Return a parameter over the same memory, whose changes are counted apart."""
-    return nn.Parameter(p.data, requires_grad=p.requires_grad)
-
-
-def _like(p: nn.Parameter, values: Tensor) -> nn.Parameter:
-    made = torch.empty_like(p, requires_grad=False)
-    made.copy_(values)
-    return nn.Parameter(made, requires_grad=p.requires_grad)
 
 
 def _places_of(module: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
