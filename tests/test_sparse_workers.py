@@ -32,7 +32,6 @@ from tests.stagewise_runs import Job, pipelines, prepare
 pytestmark = pytest.mark.multi
 
 NUM_STEPS = 8
-MORE = pytest.mark.exhaustive
 RULES = {
     "cyclic_dp": "freshest", "cyclic_zero": "freshest", "cyclic_dp_v1": "delayed",
     "lockstep_dp": "sync", "weipipe": "sync",
@@ -155,13 +154,18 @@ def by_rule(
     return weights_of(module)
 
 
+def more(*args: Any) -> Any:
+    """Return a case that others show, too."""
+    return pytest.param(*args, marks=pytest.mark.exhaustive)
+
+
 CASES: list[Any] = [
     ("mlp", "adamw", {"preset": "cyclic_dp", "stages": 3}, "bf16-true", 2, {}),
-    pytest.param(*("mlp", "sgd", {"preset": "cyclic_dp", "stages": 3, "slack": 2}, "32-true", 2, {}), marks=MORE),
-    pytest.param(*("batchnorm_mlp", "adamw", {"preset": "cyclic_dp"}, "bf16-true", 4, {}), marks=MORE),
-    pytest.param(*("gpt2", "adamw", {"preset": "cyclic_dp", "stages": 2}, "bf16-true", 3, {}), marks=MORE),
+    more("mlp", "sgd", {"preset": "cyclic_dp", "stages": 3, "slack": 2}, "32-true", 2, {}),
+    more("batchnorm_mlp", "adamw", {"preset": "cyclic_dp"}, "bf16-true", 4, {}),
+    more("gpt2", "adamw", {"preset": "cyclic_dp", "stages": 2}, "bf16-true", 3, {}),
     ("gpt2", "adamw", {"preset": "cyclic_zero", "stages": 2}, "bf16-true", 2, {}),
-    pytest.param(*("mlp", "adamw", {"preset": "cyclic_zero", "stages": 4}, "bf16-true", 2, {}), marks=MORE),
+    more("mlp", "adamw", {"preset": "cyclic_zero", "stages": 4}, "bf16-true", 2, {}),
     ("batchnorm_mlp", "sgd", {"preset": "cyclic_zero"}, "bf16-true", 4, {}),
     ("mlp", "adamw", {"preset": "cyclic_zero", "stages": 3}, "32-true", 3, {}),
     (
@@ -239,7 +243,7 @@ def fit_through(folder: str, strategy: dict[str, Any], resumed: str | None) -> d
     [
         "cyclic_zero",
         "pipedream_2bw",
-        *(pytest.param(x, marks=MORE) for x in ("cyclic_dp", "1f1b", "cyclic_pipeline")),
+        *(more(x) for x in ("cyclic_dp", "1f1b", "cyclic_pipeline")),
     ],
 )
 def test_a_resumed_run_has_the_bits_of_one_that_was_not_stopped(
@@ -371,16 +375,16 @@ def staged_by_rule(
 @pytest.mark.parametrize(
     ("preset", "num_ranks", "compute", "clip", "more"),
     [
-        pytest.param(*("1f1b", 2, "bf16-true", 0.1, {}), marks=MORE),
-        pytest.param(*("1f1b", 4, "32-true", None, {}), marks=MORE),
+        more("1f1b", 2, "bf16-true", 0.1, {}),
+        more("1f1b", 4, "32-true", None, {}),
         ("1f1b", 4, "bf16-true", 0.1, {"width": 2, "stages": 2}),
         ("gpipe", 2, "16-true", None, {"remat": "always"}),
-        pytest.param(*("pipedream_2bw", 2, "bf16-true", None, {}), marks=MORE),
+        more("pipedream_2bw", 2, "bf16-true", None, {}),
         ("pipedream_2bw", 4, "bf16-true", 0.1, {"width": 2, "stages": 2}),
         ("cyclic_pipeline", 2, "bf16-true", None, {}),
-        pytest.param(*("cyclic_pipeline", 4, "32-true", None, {}), marks=MORE),
+        more("cyclic_pipeline", 4, "32-true", None, {}),
         ("cyclic_mp", 2, "bf16-true", None, {"stages": 2}),
-        pytest.param(*("pipedream", 2, "bf16-true", None, {}), marks=MORE),
+        more("pipedream", 2, "bf16-true", None, {}),
     ],
 )
 def test_stages_apart_have_the_bits_of_dense_masked_training(
