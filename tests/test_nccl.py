@@ -64,7 +64,8 @@ def trained(job: Job, strategy: Any, folder: str) -> Any:
 
 
 PIPELINES = [
-    ("gpipe", "resnet", 2, {}), ("1f1b", "resnet", 4, {}),
+    ("gpipe", "resnet", 2, {}),
+    pytest.param("1f1b", "resnet", 4, {}, marks=pytest.mark.exhaustive),
     pytest.param("1f1b", "gpt2", 4, {}, marks=pytest.mark.exhaustive),
     ("1f1b", "resnet", 4, {"width": 2}), ("cyclic_pipeline", "gpt2", 4, {}),
     ("pipedream", "gpt2", 4, {}), ("pipedream_2bw", "resnet", 4, {}),
@@ -94,7 +95,7 @@ def test_pipelines(
 @pytest.mark.parametrize(
     ("preset", "slack", "net", "num_ranks", "stages", "flags"),
     [
-        ("cyclic_dp", 0, "resnet", 2, 2, {}),
+        pytest.param("cyclic_dp", 0, "resnet", 2, 2, {}, marks=pytest.mark.exhaustive),
         ("cyclic_dp", 2, "resnet", 4, 8, {}),
         pytest.param("cyclic_dp", 0, "gpt2", 4, 4, {}, marks=pytest.mark.exhaustive),
         ("cyclic_dp", 0, "resnet", 3, 3, {"accumulate_grad_batches": 2}),

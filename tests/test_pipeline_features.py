@@ -291,10 +291,10 @@ def test_a_checkpoint_is_a_plain_one(tmp_path: Path) -> None:
     [
         ("resnet", 2, "bf16-mixed"),
         ("gpt2", 2, "bf16-mixed"),
-        ("t5", 1, "bf16-mixed"),
+        pytest.param("t5", 1, "bf16-mixed", marks=EXHAUSTIVE),  # and test_precisions.py has more
         ("t5", 4, "bf16-mixed"),
-        ("gru", 2, "64-true"),
-        ("gpt2", 2, "bf16-true"),
+        pytest.param("gru", 2, "64-true", marks=EXHAUSTIVE),
+        pytest.param("gpt2", 2, "bf16-true", marks=EXHAUSTIVE),
     ],
 )
 def test_precision(name: str, num_ranks: int, precision: str) -> None:

@@ -72,11 +72,11 @@ def load(path: Path) -> dict[str, Any]:
     [
         (2, "batchnorm_mlp", "sgd", "cyclic_dp", 0, 4),
         (2, "batchnorm_mlp", "adamw", "cyclic_dp_v1", 0, 4),
-        (2, "mlp", "adamw", "cyclic_dp", 2, 8),
+        pytest.param(2, "mlp", "adamw", "cyclic_dp", 2, 8, marks=ONE_MORE),
         pytest.param(4, "resnet", "sgd", "cyclic_dp", 0, 4, marks=ONE_MORE),
         pytest.param(4, "batchnorm_mlp", "adamw", "cyclic_dp", 2, 8, marks=ONE_MORE),
         pytest.param(4, "mlp", "sgd", "cyclic_dp_v1", 0, 4, marks=ONE_MORE),
-        (2, "batchnorm_mlp", "adamw", "cyclic_zero", 0, 4),
+        pytest.param(2, "batchnorm_mlp", "adamw", "cyclic_zero", 0, 4, marks=ONE_MORE),
         (3, "resnet", "sgd", "cyclic_zero", 2, 3),
         (2, "batchnorm_mlp", "adamw", "lockstep_dp", 0, 4),
         (2, "batchnorm_mlp", "adamw", "weipipe", 0, 4),
