@@ -6,6 +6,7 @@
     python recipes/train.py experiment=cdp_cifar10      the paper's settings
     python recipes/train.py experiment=compare_pipelines   several trainings, side by side
     python recipes/train.py experiment=samo_digits      a pruned network beside the dense one
+    python recipes/train.py experiment=samo_gpt         the same of a GPT
     python recipes/train.py trainer.max_epochs=1 seed=3 any value of any file in conf/
 
 The modules in models/ and datamodules/ are plain Lightning. Nothing in this file is special to

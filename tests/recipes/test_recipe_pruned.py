@@ -17,9 +17,13 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
     pytest.mark.filterwarnings("ignore:.*smaller than the logging interval"),
 ]
+DIGITS = ["experiment=samo_digits", "model.net.width=8"]
+GPT = [
+    "experiment=samo_gpt", "model.net.layers=1", "model.net.width=32", "task.block_size=16",
+    "data.max_bytes=20_000", "data.batch_size=4",
+]  # fmt: skip
 SMALL = [
-    "experiment=samo_digits", "model.net.width=8", "trainer.max_epochs=3",
-    "pruned.ticket.window=2",
+    "trainer.max_epochs=3", "pruned.ticket.window=2",
     "trainer.limit_train_batches=4", "trainer.limit_val_batches=2", "trainer.logger=false",
     "+trainer.enable_checkpointing=false", "trainer.enable_progress_bar=false",
     "trainer.enable_model_summary=false",
@@ -41,10 +45,10 @@ def nothing_left():
 
 @pytest.fixture
 def run(compose_recipe, tmp_path, monkeypatch, nothing_left):
-    def run(*changes):
+    def run(*changes, recipe=DIGITS):
         console = Console(record=True, width=100)
         monkeypatch.setattr("pruned.get_console", lambda: console)
-        cfg = compose_recipe(*SMALL, *changes)
+        cfg = compose_recipe(*recipe, *SMALL, *changes)
         cfg.trainer.default_root_dir = str(tmp_path)
         metric = train_pruned(cfg)
         return metric, console.export_text()
@@ -52,17 +56,37 @@ def run(compose_recipe, tmp_path, monkeypatch, nothing_left):
     return run
 
 
+def bytes_of(table):
+    """Training -> bytes for each parameter, of a table that was printed."""
+    rows = re.findall(r"│ (search|sparse|dense) .*│ +([\d.]+) │\n", table)
+    return {name: float(number) for name, number in rows}
+
+
 def test_a_pruned_network_is_trained_beside_the_dense_one(run, tmp_path):
     metric, table = run("pruned.ticket.tolerance=0.9")
     assert 0 <= metric <= 1
-    rows = dict(re.findall(r"│ (search|sparse|dense) .*│ +([\d.]+) │\n", table))
-    assert float(rows["search"]) == float(rows["dense"]) == 16.0  # float32 and AdamW
-    # 22 f + 2, and 18 where nothing is pruned: the few biases and norms of so small a network
-    assert 4.2 < float(rows["sparse"]) < 4.6
+    rows = bytes_of(table)
+    assert rows["search"] == rows["dense"] == 16.0  # float32 and AdamW
+    # 22 f + 2, and 20 where nothing is pruned: the few biases and norms of so small a network
+    assert 4.2 < rows["sparse"] < 4.6
     masks = load_mask(tmp_path / "mask.safetensors")
     kept, of = (sum(int(f(m)) for m in masks.values()) for f in (torch.sum, torch.numel))
     assert kept / of == pytest.approx(0.1, abs=1e-4)
     assert "90.0% of" in table
+
+
+def test_a_pruned_gpt_is_trained_beside_the_dense_one_in_mixed_precision(run, tmp_path):
+    metric, table = run("pruned.ticket.tolerance=0.9", recipe=GPT)
+    assert 0 < metric < 10  # bits; 8 would be a guess
+    assert "val bits per byte" in table
+    rows = bytes_of(table)
+    assert rows["search"] == rows["dense"] == 16.0  # weights and gradients are float32
+    masks = load_mask(tmp_path / "mask.safetensors")
+    assert all(".h.0." in name for name in masks)  # neither embeddings nor norms
+    # 22 f + 2 in the block, 20 in the tied embedding, which is large beside one block
+    of = sum(mask.numel() for mask in masks.values())
+    rest = 256 * 32 + 16 * 32 + 13 * 32 + 2 * 32
+    assert rows["sparse"] == pytest.approx((4.2 * of + 20 * rest) / (of + rest), abs=0.02)
 
 
 @pytest.mark.filterwarnings("ignore:EarlyBirdPruning has drawn no ticket")
