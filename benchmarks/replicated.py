@@ -181,7 +181,13 @@ def train(case: Case, strategy: str) -> tuple[float, float]:
 
 
 def timed(
-    case: Case, strategy: Any, module: Any, *, shards: int, callbacks: Sequence[Any] = ()
+    case: Case,
+    strategy: Any,
+    module: Any,
+    *,
+    shards: int,
+    callbacks: Sequence[Any] = (),
+    **flags: Any,
 ) -> tuple[float, float]:
     """Fit a module; return seconds and this worker's CPU seconds per step, behind the warm-up.
 
@@ -191,6 +197,7 @@ def timed(
         module: what is trained.
         shards: how many workers take part.
         callbacks: of the Trainer, beside the clock.
+        flags: more of the Trainer's.
     """
     import lightning as L
     import torch
@@ -222,6 +229,7 @@ def timed(
         enable_progress_bar=False,
         enable_model_summary=False,
         callbacks=[clock, *callbacks],
+        **flags,
     )
     trainer.fit(module, DataLoader(_Batches(data, case.batch), batch_size=None))
     num_steps = case.num_steps - WARM_UP

@@ -3,16 +3,22 @@
     python benchmarks/sparse_states.py                       90 %, 4 layers of 1024 x 1024
     python benchmarks/sparse_states.py --sparsity 0.8 --width 2048 --batch 128
 
-One device. All contenders train the same network from the same weights, one after the other, round
-after round; a step is the median of its fit. Ratios are of the same round: median (lowest -
-highest). "bf16-mixed" is dense mixed precision, with float32 weights that autocast rounds in each
-forward; "bf16-true" has no master weights at all, and is what computes the least.
+    python benchmarks/sparse_states.py --workers 2 --rate 1gbit   in network namespaces with a rate
+                                                                  limit, under cyclic_dp (root)
+
+All contenders train the same network from the same weights, one after the other, round after
+round; on one device a step is the median of its fit, on several workers the mean behind the
+warm-up. Ratios are of the same round: median (lowest - highest). "bf16-mixed" is dense mixed
+precision, with float32 weights that autocast rounds in each forward; "bf16-true" has no master
+weights at all, and is what computes the least.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import logging
+import os
 import time
 import warnings
 from statistics import median
@@ -20,7 +26,7 @@ from typing import Any
 
 import lightning as L
 import torch
-from replicated import spread
+from replicated import Case, Network, spread, start, timed
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
@@ -66,12 +72,57 @@ class Clock(L.Callback):
         self.seconds.append(time.perf_counter() - self._began_s)
 
 
+def flags_of(name: str, sparsity: float) -> dict[str, Any]:
+    """Return the Trainer's flags of a contender."""
+    if name == "compressed":
+        return {"plugins": [SparseStatePrecision(sparsity=sparsity)]}
+    return {"precision": name}
+
+
+class Pairs(Net):
+    """The same of batches with targets."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """Return a loss."""
+        return super().training_step(batch[0], batch_idx)
+
+
+def work(args: argparse.Namespace) -> None:
+    """Be one of several workers; worker 0 prints the seconds of all contenders as JSON."""
+    case = Case(
+        name="", num_workers=args.workers, step_s=0, width=args.width, depth=args.depth,
+        batch=args.batch, rate=args.rate, num_steps=args.num_steps, rounds=args.rounds,
+    )  # fmt: skip
+    found: dict[str, list[float]] = {name: [] for name in CONTENDERS}
+    for k in range(args.rounds + 1):
+        for name in CONTENDERS:
+            module, flags = Pairs(args.width, args.depth), flags_of(name, args.sparsity)
+            seconds, _ = timed(case, "cyclic_dp", module, shards=args.workers, **flags)
+            if k > 0:  # the first warms caches
+                found[name].append(seconds)
+    if os.environ["NODE_RANK"] == "0":
+        print("RESULT " + json.dumps(found), flush=True)
+
+
+def measured(args: argparse.Namespace) -> dict[str, list[float]]:
+    """Return the seconds of a step of each contender, round by round."""
+    if args.workers > 1:
+        network = Network(args.workers, args.rate) if args.rate else None
+        arguments = ["--worker", json.dumps(vars(args))]
+        found: dict[str, list[float]] = start(__file__, arguments, args.workers, network)[0]
+        return found
+    found = {name: [] for name in CONTENDERS}
+    for k in range(args.rounds + 1):
+        for name in CONTENDERS:
+            seconds = step_s(name, args)
+            if k > 0:  # the first warms caches
+                found[name].append(seconds)
+    return found
+
+
 def step_s(name: str, args: argparse.Namespace) -> float:
     """Train; return the seconds of a step."""
-    clock = Clock()
-    how: dict[str, Any] = {"precision": name}
-    if name == "compressed":
-        how = {"plugins": [SparseStatePrecision(sparsity=args.sparsity)]}
+    clock, how = Clock(), flags_of(name, args.sparsity)
     trainer = L.Trainer(
         accelerator="cpu", devices=1, max_epochs=1, callbacks=[clock], logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, **how,
@@ -92,17 +143,21 @@ def main() -> None:
     parser.add_argument("--num-steps", type=int, default=25)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--rate", default="", help='of every link, "1gbit"; [loopback]')
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.worker:
+        args = argparse.Namespace(**json.loads(args.worker))
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     torch.set_num_threads(args.threads)
-    found: dict[str, list[float]] = {name: [] for name in CONTENDERS}
-    for k in range(args.rounds + 1):
-        for name in CONTENDERS:
-            seconds = step_s(name, args)
-            if k > 0:  # the first warms caches
-                found[name].append(seconds)
-    print(f"{args.depth} layers of {args.width} x {args.width}, batches of {args.batch}")
+    if "NODE_RANK" in os.environ:
+        work(args)
+        return
+    found = measured(args)
+    where = f", {args.workers} workers {args.rate}" if args.workers > 1 else ""
+    print(f"{args.depth} layers of {args.width} x {args.width}, batches of {args.batch}{where}")
     for name, seconds in found.items():
         columns = [f"{1000 * median(seconds):7.1f} ms"]
         for other in CONTENDERS[:2]:
