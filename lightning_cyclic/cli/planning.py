@@ -24,6 +24,7 @@ from lightning_cyclic.planner.candidates import (
 )
 from lightning_cyclic.planner.profile import ModelProfile, from_json, to_json
 from lightning_cyclic.planner.search import search
+from lightning_cyclic.planner.states import PRECISIONS
 from lightning_cyclic.planner.table import as_data, table
 from lightning_cyclic.simulate import Network, parse_bandwidth, parse_bytes, parse_seconds
 
@@ -66,6 +67,11 @@ def add_plan(commands: Any, has_colours: Callable[[], bool]) -> None:
         "rematerialisation, without, or both (default: both)")  # fmt: skip
     add("--state", type=_number(float, 0), default=2.0, metavar="X", help="bytes of optimizer "
         "state per byte of parameters: Adam 2, momentum 1, SGD 0 (default: 2)")  # fmt: skip
+    add("--sparsity", type=float, default=None, metavar="S", help="pruned fraction of the "
+        "parameters, of which no gradient, master weight and optimizer state is kept or sent, as "
+        "SparseStatePrecision does (default: dense)")  # fmt: skip
+    add("--precision", choices=tuple(PRECISIONS), default="32-true", help="in which the profile's "
+        "bytes are; low ones have float32 master weights besides (default: 32-true)")  # fmt: skip
     add("--slack", type=_number(int, 0), default=0, metavar="C", help="slots for messages "
         "(default: 0)")  # fmt: skip
     add("--rows", type=_number(int, 1), default=10, metavar="R", help="plans to print "
@@ -98,6 +104,8 @@ def _run(arguments: argparse.Namespace, has_colours: Callable[[], bool]) -> str:
             remats=_REMATS[arguments.remat],
             state_per_param=arguments.state,
             slack=arguments.slack,
+            sparsity=arguments.sparsity,
+            precision=arguments.precision,
         ),
         most=arguments.rows,
     )

@@ -11,6 +11,7 @@ from lightning_cyclic.errors import PlanError, one_of
 from lightning_cyclic.plan import Plan, make_plan
 from lightning_cyclic.plan.presets import PLACEMENTS, PRESETS, Preset
 from lightning_cyclic.planner.profile import ModelProfile
+from lightning_cyclic.planner.states import StatesPerParam
 from lightning_cyclic.simulate.costs import Network
 
 _FINENESS = (1, 2, 4)  # stages per worker that runs whole micro-batches: finer ones overlap better
@@ -49,11 +50,16 @@ class Problem:
         batch_size: samples per update. [for each worker the largest measured micro-batch]
         presets: names of presets to look at. [those that a strategy runs]
         remats: whether to look at plans without and with rematerialisation.
-        state_per_param: bytes of optimizer state per byte of parameters. [2: Adam's moments]
+        state_per_param: bytes of optimizer state per byte of parameters in float32. [2: Adam's
+            moments]
         slack: slots that a new version needs to travel, for the ``freshest`` rule. [0]
         widths: numbers of replicas to look at; workers that run whole micro-batches are as many
             replicas. [all]
         micro_sizes: sizes of a pipeline's micro-batches to look at. [as of the profiles]
+        sparsity: pruned fraction of the parameters, from 0 to below 1, of which no gradient,
+            master weight and optimizer state is kept or sent (SAMO). [None: dense]
+        precision: in which the profiles' bytes are; in "bf16-true" and "16-true" the optimizer
+            has master weights and gradients in float32 besides. ["32-true"]
 
     Raises:
         PlanError: numbers that cannot be, profiles of one size or of different units, or an
@@ -71,6 +77,8 @@ class Problem:
     slack: int = 0
     widths: tuple[int, ...] | None = None
     micro_sizes: tuple[int, ...] | None = None
+    sparsity: float | None = None
+    precision: str = "32-true"
 
     def __post_init__(self) -> None:
         for preset in self.presets:
@@ -91,6 +99,13 @@ class Problem:
                 f"profiles of micro-batches of {sizes} samples; allowed: one or more of the same "
                 "units, each of another size; give one profile per size"
             )
+
+        assert self.states  # which looks at sparsity and precision
+
+    @cached_property
+    def states(self) -> StatesPerParam:
+        """Return what is kept and sent of each byte of the parameters."""
+        return StatesPerParam.of(self.precision, self.sparsity, self.state_per_param)
 
     @property
     def samples(self) -> int:

@@ -39,11 +39,24 @@ class Counter:
     Args:
         slack: of all plans.
         state_per_param: bytes of optimizer state per byte of parameters.
+        gradient_per_param: bytes of gradient per byte of parameters. [1]
+        index_per_param: bytes of the index of kept elements per byte of parameters. [0: dense]
     """
 
-    def __init__(self, slack: int, state_per_param: float) -> None:
+    def __init__(
+        self,
+        slack: int,
+        state_per_param: float,
+        *,
+        gradient_per_param: float = 1.0,
+        index_per_param: float = 0.0,
+    ) -> None:
         self._slack = slack
         self._state_per_param = state_per_param
+        shares = {"gradients": gradient_per_param, "in_flight": gradient_per_param,
+                  "index": index_per_param}  # fmt: skip
+        # counted as whole copies, as fractions that are added up need not grow evenly
+        self._shares = tuple(shares.get(kind, 1.0) for kind in KINDS)
         self._counted: dict[tuple[object, ...], Copies] = {}
 
     def copies(
@@ -73,7 +86,8 @@ class Counter:
             found = self._by_small_programs(count, num_stages, of_each)
         except PlanError:  # of a small program; the plan's own may be possible
             found = None
-        return count(num_stages, of_each) if found is None else found
+        whole = count(num_stages, of_each) if found is None else found
+        return [[_shared(row, self._shares) for row in rows] for rows in whole]
 
     def _by_small_programs(self, count: _Count, num_stages: int, of_each: int) -> Copies | None:
         spare = 2 + self._slack  # micro-batches beyond one per stage that fill the pipeline
@@ -108,6 +122,7 @@ class Counter:
                     Stages.alike(num_stages).costs(),
                     remat=again,
                     state_per_param=self._state_per_param,
+                    index_per_param=1.0,
                 )
                 self._counted[*key[:-1], again] = [
                     [tuple(getattr(workers[w], kind) for kind in KINDS) for w in row]
@@ -171,6 +186,10 @@ def _alongside(count: _Count, num_stages: int, excess: int) -> Copies | None:
         first = _grown(some[0], many[0], added + 1)
         found.append([first, *between, _grown(some[-1], many[-1], added + 1)])
     return found
+
+
+def _shared(row: Row, shares: Row) -> Row:
+    return tuple(copies * share for copies, share in zip(row, shares, strict=True))
 
 
 def _plus(a: Row, b: Row, times: int = 1) -> Row:

@@ -59,7 +59,13 @@ class Fitter:
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
         self._plans: dict[tuple[object, ...], Plan] = {}
-        self._counter = Counter(problem.slack, problem.state_per_param)
+        states = problem.states
+        self._counter = Counter(
+            problem.slack,
+            states.optimizer,
+            gradient_per_param=states.gradient,
+            index_per_param=states.index,
+        )
 
     def fit(self, candidate: Candidate) -> Fit | None:
         """Cut the model for a candidate; None where no cut fits into memory.
@@ -125,7 +131,9 @@ class Fitter:
                 plan,
                 costs,
                 remat=candidate.remat,
-                state_per_param=self._problem.state_per_param,
+                state_per_param=self._problem.states.optimizer,
+                gradient_per_param=self._problem.states.gradient,
+                index_per_param=self._problem.states.index,
                 is_lean=sum(costs.param_bytes) > self._problem.memory_bytes,
             )
         return Fit(candidate=candidate, plan=plan, stages=stages, memory=found)

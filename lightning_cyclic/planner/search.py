@@ -232,7 +232,7 @@ class _Search:
         tied = sum(tie.bytes * (len(tie.units) - 1) for tie in problem.profiles[0].ties)
         size = sum(unit.param_bytes for unit in problem.profiles[0].units) - tied
         share = 2 * (problem.num_workers - 1) / problem.num_workers
-        return problem.network.transfer_s(share * size)
+        return problem.network.transfer_s(share * size * problem.states.kept)
 
     def _fit(self, candidate: Candidate, time_s: float) -> None:
         try:

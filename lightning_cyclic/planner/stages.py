@@ -109,11 +109,12 @@ class Stages:
         """Return the number of stages."""
         return len(self.names)
 
-    def costs(self, *, remat: bool = False) -> Costs:
+    def costs(self, *, remat: bool = False, kept: float = 1.0) -> Costs:
         """Return what the simulator asks for.
 
         Args:
             remat: a backward runs the forward again first.
+            kept: fraction of the parameters' elements that messages carry. [1: all]
         """
         both = zip(self.forward_s, self.backward_s, strict=True)
         return Costs(
@@ -121,6 +122,7 @@ class Stages:
             backward_s=tuple(b + f * remat for f, b in both),
             param_bytes=self.param_bytes,
             cut_bytes=self.input_bytes,
-            tied_bytes=self.tied_bytes,
+            tied_bytes=tuple(size * kept for size in self.tied_bytes),
             activation_bytes=self.activation_bytes,
+            sent_param_bytes=tuple(size * kept for size in self.param_bytes),
         )

@@ -60,6 +60,8 @@ class Costs:
         buffer_bytes: bytes of the buffers that are relayed (BatchNorm statistics).
         tied_bytes: bytes of those parameters of the stage that later stages use, too.
         activation_bytes: bytes that the forward of one micro-batch leaves for its backward.
+        sent_param_bytes: bytes of the parameters, or of a gradient of them, in a message;
+            ``param_bytes`` by default, less where pruned elements are not sent.
     """
 
     forward_s: tuple[float, ...]
@@ -70,9 +72,12 @@ class Costs:
     buffer_bytes: tuple[float, ...] = ()
     tied_bytes: tuple[float, ...] = ()
     activation_bytes: tuple[float, ...] = ()
+    sent_param_bytes: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         num_stages = len(self.forward_s)
+        if not self.sent_param_bytes:
+            object.__setattr__(self, "sent_param_bytes", self.param_bytes)
         for name in _NONE_BY_DEFAULT:
             if not getattr(self, name):
                 object.__setattr__(self, name, (0.0,) * num_stages)
@@ -140,5 +145,5 @@ class Costs:
             return 0.0
         if action.payload in (Payload.W, Payload.V):
             return self.tied_bytes[action.j]
-        by_stage = self.buffer_bytes if action.payload is Payload.R else self.param_bytes
+        by_stage = self.buffer_bytes if action.payload is Payload.R else self.sent_param_bytes
         return by_stage[action.j]

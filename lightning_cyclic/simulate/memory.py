@@ -7,6 +7,7 @@ What a worker keeps, and from when to when:
                   predicts, one more copy of a stage while a forward looks ahead
     gradients     what backwards leave, until it is added, sent or used
     optimizer     the state of each stage that the worker updates
+    index         where the kept elements are of each stage that it runs, if others are pruned
     activations   of a micro-batch, from F to B; with rematerialisation during F and during B
     inputs        what F received or was given, until B: A messages, and the batch
     returns       the gradient of its outputs that B receives: G messages
@@ -24,7 +25,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import accumulate
 from typing import TypeAlias, final
 
@@ -53,6 +54,7 @@ class Memory:
         inputs: what forwards received, and the batch.
         returns: gradients that backwards received.
         in_flight: sums of gradients that come, grow or leave.
+        index: places of the elements that are not pruned. [none: dense]
     """
 
     parameters: float
@@ -63,12 +65,13 @@ class Memory:
     inputs: float
     returns: float
     in_flight: float
+    index: float = 0.0
 
     @property
     def of_parameters(self) -> float:
         """Return the bytes that grow with those of the parameters."""
         held = self.parameters + self.versions + self.gradients
-        return held + self.optimizer + self.in_flight
+        return held + self.optimizer + self.in_flight + self.index
 
     @property
     def total(self) -> float:
@@ -86,6 +89,7 @@ def memory(
     remat: bool = False,
     state_per_param: float = 2.0,
     gradient_per_param: float = 1.0,
+    index_per_param: float = 0.0,
     is_lean: bool = False,
 ) -> tuple[Memory, ...]:
     """Count what each worker of a plan keeps.
@@ -97,6 +101,8 @@ def memory(
         state_per_param: bytes of optimizer state per byte of parameters: 2 for Adam's moments in
             the parameters' own precision, 1 for momentum, 0 for plain SGD. [2]
         gradient_per_param: bytes of gradient per byte of parameters. [1]
+        index_per_param: bytes of the index of kept elements per byte of parameters, on each
+            worker that runs a stage, as it compresses gradients. [0: dense]
         is_lean: no worker has room for the whole module (memory_limit_bytes); with sharding
             "full" each worker is taken to be ahead of all others by as much as the runtime then
             lets it be: MOST_BEHIND additions, and MOST_LEAVING gradients that have not left.
@@ -118,9 +124,16 @@ def memory(
     if plan.axes.placement.runs_whole_micro:
         found = spans(plan, is_lean=is_lean)
         return tuple(
-            _of_whole_micro(plan, found, costs, remat, state_per_param, gradient_per_param)
+            replace(of_worker, index=index_per_param * sum(costs.param_bytes))
+            for of_worker in _of_whole_micro(
+                plan, found, costs, remat, state_per_param, gradient_per_param
+            )
         )
-    return tuple(_of_stages(plan, costs, remat, state_per_param, gradient_per_param))
+    # one version of each stage that a worker runs is what it keeps as parameters
+    return tuple(
+        replace(of_worker, index=index_per_param * of_worker.parameters)
+        for of_worker in _of_stages(plan, costs, remat, state_per_param, gradient_per_param)
+    )
 
 
 def _of_stages(
