@@ -22,6 +22,7 @@ from lightning_cyclic.planner.candidates import (
     DEFAULT_PRESETS,
     Problem,
 )
+from lightning_cyclic.planner.fewest import compared
 from lightning_cyclic.planner.profile import ModelProfile, from_json, to_json
 from lightning_cyclic.planner.search import search
 from lightning_cyclic.planner.states import PRECISIONS
@@ -91,27 +92,26 @@ def add_plan(commands: Any, has_colours: Callable[[], bool]) -> None:
 
 def _run(arguments: argparse.Namespace, has_colours: Callable[[], bool]) -> str:
     profiles = _profiles(arguments)
-    ranking = search(
-        Problem(
-            profiles=profiles,
-            num_workers=arguments.workers,
-            memory_bytes=arguments.memory,
-            network=Network(
-                latency_s=arguments.latency, bandwidth_bytes_per_s=arguments.bandwidth
-            ),
-            batch_size=arguments.batch,
-            presets=tuple(dict.fromkeys(arguments.preset)) or DEFAULT_PRESETS,
-            remats=_REMATS[arguments.remat],
-            state_per_param=arguments.state,
-            slack=arguments.slack,
-            sparsity=arguments.sparsity,
-            precision=arguments.precision,
-        ),
-        most=arguments.rows,
+    problem = Problem(
+        profiles=profiles,
+        num_workers=arguments.workers,
+        memory_bytes=arguments.memory,
+        network=Network(latency_s=arguments.latency, bandwidth_bytes_per_s=arguments.bandwidth),
+        batch_size=arguments.batch,
+        presets=tuple(dict.fromkeys(arguments.preset)) or DEFAULT_PRESETS,
+        remats=_REMATS[arguments.remat],
+        state_per_param=arguments.state,
+        slack=arguments.slack,
+        sparsity=arguments.sparsity,
+        precision=arguments.precision,
     )
+    ranking = search(problem, most=arguments.rows)
     if arguments.json:
         return json.dumps(as_data(ranking), indent=2)
-    return table(ranking, colour=has_colours())
+    text = table(ranking, colour=has_colours())
+    if problem.sparsity is None:
+        return text
+    return f"{text}\n\n{compared(problem)}"
 
 
 def _profiles(arguments: argparse.Namespace) -> tuple[ModelProfile, ...]:
