@@ -121,3 +121,19 @@ def test_help(capsys):
     with pytest.raises(SystemExit):
         main(["plan", "--help"])
     assert "PROFILE.json|PATH:CLASS" in capsys.readouterr().out
+
+
+def test_pruned_training_is_shown_beside_dense(capsys, file):
+    arguments = "--workers", "4", "--memory", "30MB", "--preset", "1f1b", "--sparsity", "0.1"
+    _, out, _ = run(capsys, "plan", file, *arguments, "--precision", "bf16-true")
+    assert "of index" in out
+    assert "\ndense  1f1b" in out
+    assert "\nsparse 1f1b" in out
+    assert "sparsity=0.1 is below break-even: of bf16-true with f > 0.818 kept" in out
+
+
+def test_a_sparsity_that_cannot_be(capsys, file):
+    arguments = "--workers", "2", "--memory", "1GB", "--sparsity", "1"
+    status, _, err = run(capsys, "plan", file, *arguments)
+    assert status == 2
+    assert "sparsity=1.0; allowed: from 0 to below 1" in err
