@@ -99,6 +99,7 @@ def test_json():
             "inputs",
             "returns",
             "in_flight",
+            "index",
         }
     ] * 3
     assert first["strategy"].startswith("CyclicStrategy(")
