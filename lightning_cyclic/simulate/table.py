@@ -18,6 +18,7 @@ _MEMORY = {
     "inputs": "inputs of stages, and the batch",
     "returns": "gradients of outputs",
     "in_flight": "gradients in buffers of messages",
+    "index": "places of kept elements",
 }
 
 
