@@ -14,6 +14,7 @@ from lightning.pytorch.callbacks import (
     ModelPruning,
     StochasticWeightAveraging,
 )
+from lightning.pytorch.plugins.precision import TransformerEnginePrecision
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch.amp import GradScaler
@@ -117,6 +118,15 @@ def check_trainer(trainer: Trainer, module: LightningModule, *, sync_batchnorm: 
                 "keep their parameters; prune before or behind fit (torch.nn.utils.prune), or use "
                 "strategy='ddp'"
             )
+    if isinstance(trainer.precision_plugin, TransformerEnginePrecision):
+        raise ConfigurationError(
+            f"precision={trainer.precision!r} keeps the scales of FP8 numbers in layers, outside "
+            "of parameters and buffers, and changes them where a whole step ends, which workers "
+            "that have stages or versions of layers do not see; allowed: FP8 layers that compute "
+            "their scales from what they are given; use torchao.float8."
+            "convert_to_float8_training(module) in configure_model, precision='bf16-true', or "
+            "strategy='ddp'"
+        )
     _check_not_compiled(module)
 
 
