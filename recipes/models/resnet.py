@@ -1,7 +1,8 @@
-"""ResNets without torchvision: ResNet-18, ResNet-50, ResNet-101, a small one for 8x8 digits.
+"""ResNets without torchvision: ResNet-18, -50, -101, Wide ResNet-101, a small one for 8x8 digits.
 
 Shapes: N images, C channels, H x W pixels.
-Source: He et al., "Deep Residual Learning for Image Recognition", arXiv 1512.03385.
+Source: He et al., "Deep Residual Learning for Image Recognition", arXiv 1512.03385; Zagoruyko and
+Komodakis, "Wide Residual Networks", arXiv 1605.07146.
 """
 
 from __future__ import annotations
@@ -56,15 +57,31 @@ class Bottleneck(Residual):
     expansion = 4
 
     def __init__(self, inputs: int, width: int, stride: int) -> None:
-        outputs = width * self.expansion
-        branch = nn.Sequential(
-            convolution(inputs, width, 1),
-            nn.ReLU(),
-            convolution(width, width, 3, stride),
-            nn.ReLU(),
-            convolution(width, outputs, 1),
-        )
-        super().__init__(branch, inputs, outputs, stride)
+        super().__init__(*_bottleneck(inputs, width, width * self.expansion, stride))
+
+
+@final
+class WideBottleneck(Residual):
+    """The same, with 1x1 and 3x3 convolutions of twice the width: the block of wide ResNets."""
+
+    expansion = 4
+
+    def __init__(self, inputs: int, width: int, stride: int) -> None:
+        super().__init__(*_bottleneck(inputs, 2 * width, width * self.expansion, stride))
+
+
+def _bottleneck(
+    inputs: int, inner: int, outputs: int, stride: int
+) -> tuple[nn.Module, int, int, int]:
+    """Return a branch, and what a residual block is told of it."""
+    branch = nn.Sequential(
+        convolution(inputs, inner, 1),
+        nn.ReLU(),
+        convolution(inner, inner, 3, stride),
+        nn.ReLU(),
+        convolution(inner, outputs, 1),
+    )
+    return branch, inputs, outputs, stride
 
 
 @final
@@ -83,7 +100,7 @@ class ResNet(nn.Module):
 
     def __init__(
         self,
-        block: type[BasicBlock] | type[Bottleneck],
+        block: type[BasicBlock] | type[Bottleneck] | type[WideBottleneck],
         depths: Sequence[int],
         *,
         channels: int,
@@ -156,6 +173,18 @@ def resnet101(*, channels: int, num_classes: int, stem: Stem, width: int = 64) -
     """Make ResNet-101 (44.5 M parameters with 1,000 classes)."""
     return ResNet(
         Bottleneck,
+        (3, 4, 23, 3),
+        channels=channels,
+        num_classes=num_classes,
+        width=width,
+        stem=stem,
+    )
+
+
+def wide_resnet101(*, channels: int, num_classes: int, stem: Stem, width: int = 64) -> ResNet:
+    """Make Wide ResNet-101, of factor 2 (126.9 M parameters with 1,000 classes)."""
+    return ResNet(
+        WideBottleneck,
         (3, 4, 23, 3),
         channels=channels,
         num_classes=num_classes,

@@ -1,16 +1,20 @@
-"""VGG-16 without torchvision, for large and for small images.
+"""VGG-16 and VGG-19 without torchvision, for large and for small images.
 
 Source: Simonyan and Zisserman, "Very Deep Convolutional Networks for Large-Scale Image
-Recognition", arXiv 1409.1556, table 1, column D.
+Recognition", arXiv 1409.1556, table 1, columns D and E.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from torch import nn
 
 from models.resnet import Stem
 
-_GROUPS = ((2, 1), (2, 2), (3, 4), (3, 8), (3, 8))  # convolutions, width over the first width
+# convolutions, width over the first width
+_VGG16 = ((2, 1), (2, 2), (3, 4), (3, 8), (3, 8))
+_VGG19 = ((2, 1), (2, 2), (4, 4), (4, 8), (4, 8))
 
 
 def vgg16(
@@ -33,18 +37,41 @@ def vgg16(
         batch_norm: Put BatchNorm behind each convolution.
         dropout: Share of the features that is dropped behind each large linear layer.
     """
+    features = _features(_VGG16, channels, width, batch_norm=batch_norm)
+    return nn.Sequential(features, _head(stem, 8 * width, 64 * width, num_classes, dropout))
+
+
+def vgg19(
+    *,
+    channels: int,
+    num_classes: int,
+    stem: Stem,
+    width: int = 64,
+    batch_norm: bool = True,
+    dropout: float = 0.5,
+) -> nn.Sequential:
+    """Make VGG-19 (143.7 M parameters with 1,000 classes); arguments are those of VGG-16."""
+    features = _features(_VGG19, channels, width, batch_norm=batch_norm)
+    return nn.Sequential(features, _head(stem, 8 * width, 64 * width, num_classes, dropout))
+
+
+def _features(
+    groups: Sequence[tuple[int, int]], channels: int, width: int, *, batch_norm: bool
+) -> nn.Sequential:
     features = nn.Sequential()
     inputs = channels
-    for count, factor in _GROUPS:
+    for count, factor in groups:
         for _ in range(count):
             features.extend(_convolution(inputs, factor * width, batch_norm))
             inputs = factor * width
         features.append(nn.MaxPool2d(2))
+    return features
+
+
+def _head(stem: Stem, inputs: int, hidden: int, num_classes: int, dropout: float) -> nn.Sequential:
     if stem == "cifar":
-        head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, num_classes))
-    else:
-        head = _large_head(inputs, 64 * width, num_classes, dropout)
-    return nn.Sequential(features, head)
+        return nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, num_classes))
+    return _large_head(inputs, hidden, num_classes, dropout)
 
 
 def _convolution(inputs: int, outputs: int, batch_norm: bool) -> list[nn.Module]:

@@ -11,9 +11,9 @@ from models.googlenet import googlenet
 from models.inception import inception_v3
 from models.language_model import LanguageModel
 from models.residual_lstm import residual_lstm
-from models.resnet import resnet101
+from models.resnet import resnet101, wide_resnet101
 from models.translator import Translator
-from models.vgg import vgg16
+from models.vgg import vgg16, vgg19
 from torch import nn
 
 PIXELS = {alexnet: 63, inception_v3: 75}
@@ -28,6 +28,8 @@ def count(net):
     [  # torchvision's, without auxiliary heads; its VGG-16 with BatchNorm
         (alexnet, 61_100_840),
         (vgg16, 138_365_992),
+        (vgg19, 143_678_248),
+        (wide_resnet101, 126_886_696),
         (resnet101, 44_549_160),
         (googlenet, 6_624_904),
         (inception_v3, 23_834_568),

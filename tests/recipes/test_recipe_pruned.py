@@ -89,6 +89,20 @@ def test_a_pruned_gpt_is_trained_beside_the_dense_one_in_mixed_precision(run, tm
     assert rows["sparse"] == pytest.approx((4.2 * of + 20 * rest) / (of + rest), abs=0.02)
 
 
+@pytest.mark.parametrize("name", ["samo_vgg", "samo_wideresnet"])
+def test_large_networks_are_trained_so_by_momentum(run, cifar10_folder, tmp_path, name):
+    images = [f"data.path={cifar10_folder}", "data.batch_size=4", "data.num_workers=0"]
+    recipe = [f"experiment={name}", "data=cifar10", "model.net.width=8", *images]
+    _, table = run("pruned.ticket.tolerance=0.9", recipe=recipe)
+    rows = bytes_of(table)
+    assert rows["search"] == rows["dense"] == 12.0  # weights, gradients and momentum are float32
+    masks = load_mask(tmp_path / "mask.safetensors")
+    assert sum(int(m.sum()) for m in masks.values()) < 0.11 * sum(
+        m.numel() for m in masks.values()
+    )
+    assert 3.8 < rows["sparse"] < 4.4  # 18 f + 2, and 16 where nothing is pruned
+
+
 @pytest.mark.filterwarnings("ignore:EarlyBirdPruning has drawn no ticket")
 def test_where_no_ticket_is_drawn_it_says_how_far_masks_were_apart(run):
     with pytest.raises(SystemExit, match=r"no ticket was drawn in 2 epochs: .*1\.000, 0\.\d+; "):
