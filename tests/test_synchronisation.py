@@ -210,7 +210,7 @@ PARTIAL = "lightning_cyclic.runtime.partial_step"
         ("cyclic_dp", f"{WHOLE}.exchange", "Exchange.add",  # which a lane does
          "self._grads.of(a.t, a.j)[0].sum().item()", "item"),
         ("cyclic_dp", f"{WHOLE}.gradients", "GradientCollector._take_next",  # inside autograd
-         "assert self._parameters[0][0].grad is None or self._parameters[0][0].grad.sum() < 9",
+         "assert self._holders[0][0].grad is None or self._holders[0][0].grad.sum() < 9",
          "__bool__"),
         ("1f1b", f"{PARTIAL}.stage_step", "StageStep._backward_of",
          "[x.mean().cpu() for x in came.crossed.values()]", "cpu"),
