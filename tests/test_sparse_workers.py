@@ -31,7 +31,7 @@ from tests.stagewise_runs import Job, pipelines, prepare
 
 pytestmark = pytest.mark.multi
 
-NUM_STEPS = 8
+NUM_STEPS = 30
 RULES = {
     "cyclic_dp": "freshest", "cyclic_zero": "freshest", "cyclic_dp_v1": "delayed",
     "lockstep_dp": "sync", "weipipe": "sync",
@@ -331,7 +331,7 @@ STAGED = {
 }  # fmt: skip
 
 
-JOB = Job(case="resnet", num_steps=6, num_epochs=1)
+JOB = Job(case="resnet", num_steps=30, num_epochs=1)
 
 
 def fit_staged(
@@ -390,7 +390,7 @@ def staged_by_rule(
 def test_stages_apart_have_the_bits_of_dense_masked_training(
     preset: str, num_ranks: int, compute: str, clip: float | None, more: dict[str, Any]
 ) -> None:
-    job = replace(JOB, num_micro=1, num_steps=12) if preset == "pipedream" else JOB
+    job = replace(JOB, num_micro=1) if preset == "pipedream" else JOB
     strategy = {"preset": preset, "stages": 4} | more
     ranks = pipelines(job, num_ranks, compute, clip, function=fit_staged, **strategy)
     args = job, compute, STAGED[preset], ranks[0]["stage_of"], clip, more.get("width", 1)
