@@ -224,6 +224,38 @@ def fit_dense(net: str, strategy: dict[str, Any]) -> dict[str, Any]:
     return watch.found
 
 
+# ---------------------------------------------------------------------- freezing
+
+
+class Unfreeze(Callback):
+    """Let a layer be trained from the fourth batch of two workers on."""
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if trainer.global_step == 4:
+            pl_module.net[0].weight.requires_grad_()
+
+
+def fit_frozen(strategy: str, flags: dict[str, Any]) -> dict[str, Tensor]:
+    module = Classifier("mlp", "adamw")
+    module.net[0].weight.requires_grad_(False)
+    plugin = SparseStatePrecision(random_masks(module))
+    run = make_trainer(strategy, max_epochs=1, plugins=[plugin], callbacks=[Unfreeze()], **flags)
+    run.fit(module, train_data(module, 16 // processes.here().num_ranks))
+    return weights_of(module)
+
+
+def test_a_layer_that_is_unfrozen_later_has_the_bits_of_one_device() -> None:
+    ranks = processes.run(fit_frozen, 2, "lockstep_dp", {})
+    (expected,) = processes.run(fit_frozen, 1, "auto", {"accumulate_grad_batches": 2})
+    assert not torch.equal(
+        expected["net.0.weight"], weights_of(Classifier("mlp"))["net.0.weight"].bfloat16()
+    )
+    for rank in ranks:
+        assert_same(rank, expected)
+
+
 # ---------------------------------------------------------------------- checkpoints
 
 

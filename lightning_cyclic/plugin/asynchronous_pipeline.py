@@ -100,7 +100,7 @@ class AsynchronousPipelineTraining(PipelineTraining):
     @override
     def _configured(self, config: StagewiseConfig) -> StagewiseConfig:
         return replace(
-            config,
+            super()._configured(config),
             apply=self._apply,
             unscale=None if self._scaling is None else self._unscale,
             scaled=None if self._scaling is None else self._scaled,

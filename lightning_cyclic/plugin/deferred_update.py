@@ -104,8 +104,11 @@ class DeferredUpdates:
         remembered, kwargs = self._remembered[t]
         groups = remembered if groups is None else groups
         updated = [p for j in stages for p in self._parameters_of(j)]
-        shown = _hyper_parameters(optimizer, groups, self._added), self._forms.updating(updated)
-        with shown[0], shown[1], self._reductions.refused():
+        with (
+            _hyper_parameters(optimizer, groups, self._added),
+            self._forms.updating(updated),
+            self._reductions.refused(),
+        ):
             self.updated = list(map(self._forms.weight, updated))
             if self._is_scaled:
                 grads = ((p, p.grad) for p in updated)

@@ -68,7 +68,7 @@ class PipelineTraining(AbstractTraining):
         self._finder = CutFinder(options, kept)
         self._transport, group = join_workers(trainer, options, self._limit)
         self._session: StagewiseSession = make_session(
-            trainer, options, plan, self._finder, self._transport, group, self._formed
+            trainer, options, plan, self._finder, self._transport, group, self._configured
         )
         self._summaries = Summaries(self._module, self._session, reductions)
         self._metrics = SharedMetrics(trainer, self._module, self._session)
@@ -89,12 +89,9 @@ class PipelineTraining(AbstractTraining):
             vars(writer).update(dict.fromkeys(_WRITES, _write_nothing))
         return writers
 
-    def _formed(self, config: StagewiseConfig) -> StagewiseConfig:
-        return self._configured(replace(config, forms=self._forms))
-
     def _configured(self, config: StagewiseConfig) -> StagewiseConfig:
         """Return a session's configuration with what this training adds."""
-        return config
+        return replace(config, forms=self._forms)
 
     @override
     @staticmethod

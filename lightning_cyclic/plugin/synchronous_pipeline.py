@@ -63,6 +63,7 @@ class SynchronousPipelineTraining(PipelineTraining):
 
     @override
     def _configured(self, config: StagewiseConfig) -> StagewiseConfig:
+        config = super()._configured(config)
         return replace(config, scaled=self._scaler and self._scaler.scaled)
 
     @override

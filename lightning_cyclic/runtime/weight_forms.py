@@ -37,7 +37,7 @@ class WeightForms:
         return values
 
     def expand_into(self, weight: nn.Parameter, sent: Tensor, values: Tensor) -> None:
-        """Write what has come into a tensor of a weight's shape, which is zero elsewhere."""
+        """Write what has come into a tensor of a weight's shape; elsewhere it becomes zero."""
         values.copy_(sent)
 
     def leave(self, mine: Sequence[nn.Parameter]) -> None:

@@ -11,6 +11,7 @@ from typing_extensions import override
 
 from lightning_cyclic.plugin.precision.compressed import DenseLayout
 from lightning_cyclic.plugin.precision.parameter_state import ParameterState
+from lightning_cyclic.runtime.absent import is_absent
 from lightning_cyclic.runtime.weight_forms import WeightForms
 
 
@@ -69,6 +70,7 @@ class SparseForms(WeightForms):
         if layout is None:
             values.copy_(sent)
         else:
+            values.zero_()  # its memory may have been another weight's, or a hook's
             layout.expand_into(sent, values)
 
     @override
@@ -82,9 +84,10 @@ class SparseForms(WeightForms):
         for state in states:
             state.write()
 
+    @override
     def leave(self, mine: Sequence[nn.Parameter]) -> None:
-        """Give up the master weights that this worker does not update."""
         kept = {id(p) for p in mine}
         for key, state in self._by_master.items():
-            if key not in kept:
+            # nobody knows yet who updates what is frozen, when it is unfrozen
+            if key not in kept and (state.weight.requires_grad or is_absent(state.weight)):
                 state.leave()

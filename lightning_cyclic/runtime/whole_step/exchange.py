@@ -197,7 +197,6 @@ class Exchange:
 
     def _expanded(self, store: VersionStore, sent: Buffer) -> Buffer:
         buffer = self._messages.room(store.layout)
-        buffer.data.zero_()  # what does not travel; its memory may have been another version's
         for p, x, values in zip(store.parameters, sent.tensors, buffer.tensors, strict=True):
             self._forms.expand_into(p, x, values)
         sent.let_go()

@@ -44,7 +44,7 @@ def test_kept_elements_travel() -> None:
     values = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
     sent = forms.compress(pruned, values)
     assert sent.tolist() == [1, 4]
-    came = torch.zeros(2, 2)
+    came = torch.full((2, 2), 9.0)  # of memory that was used before
     forms.expand_into(pruned, sent, came)
     assert came.tolist() == [[1, 0], [0, 4]]
     forms.expand_into(worker.bias, forms.compress(worker.bias, values), came)
