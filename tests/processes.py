@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from threading import Thread
 from typing import Any
 
@@ -216,9 +217,13 @@ def _send(process: Any, number: signal.Signals) -> None:
 
 
 def _free_port() -> int:
-    """Choose where the system chooses none for connections: the port is to be free still, soon."""
+    """Choose what nobody else takes before rank 0 listens: neither connections nor other tests."""
+    first_of_system = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    num_workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    mine = range(10_000 + worker, max(first_of_system, 16_000), num_workers)
     while True:
-        port = random.SystemRandom().randrange(20_000, 32_000)
+        port = random.SystemRandom().choice(mine)
         with socket.socket() as s, suppress(OSError):
             s.bind(("127.0.0.1", port))
             return port
