@@ -157,6 +157,10 @@ class CyclicStrategy(DDPStrategy):
         transport: how messages travel. "auto": on CPUs by name over gloo; on GPUs over NCCL,
             channel by channel; through the host's memory where workers share a GPU, or with
             process_group_backend="gloo". Or one of these: "named", "edges", "host_staged".
+        wire_dtype: in which sums of gradients travel between workers: "fp32", "bf16" or "fp16".
+            Each is rounded where it is sent, and the next gradient added in the wider of both
+            dtypes. None is that of the gradients, and "fp32" where they have a lower precision
+            (docs/precision.md).
         trace: folder into which each rank of a fit writes what it does, and when, beside what was
             planned: open its all.json in ui.perfetto.dev (docs/tracing.md). [no trace]
         save_distributed_checkpoint: whether a checkpoint is a folder, into which each rank writes
@@ -212,6 +216,7 @@ class CyclicStrategy(DDPStrategy):
         bandwidth: str | float | None = None,
         latency: str | float | None = None,
         transport: Route = "auto",
+        wire_dtype: Literal["fp32", "bf16", "fp16"] | None = None,
         trace: str | Path | None = None,
         save_distributed_checkpoint: bool = False,
         accelerator: Accelerator | None = None,
@@ -256,6 +261,7 @@ class CyclicStrategy(DDPStrategy):
             horizon=horizon,
             lookahead_lrs=lookahead_lrs,
             transport=transport,
+            wire_dtype=wire_dtype,
             timeout_s=timeout.total_seconds() if timeout else TRAINING_S,
             starting_s=timeout.total_seconds() if timeout else STARTING_S,
             trace=checked_trace(trace),

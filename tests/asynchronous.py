@@ -13,11 +13,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from tests.sequential import Wire
+
 Loss = Callable[[nn.Module, int, int], Tensor]  # (module, step, micro-batch) -> loss
 
 
 def version_read(rule: str, t: int, i: int, j: int, m: int, num_stages: int) -> int:
     """Return the version of stage j that micro-batch i of step t reads, forward and backward."""
+    if rule == "sync":
+        return t
     if rule == "delayed":  # 2BW: theta_{t+1} = theta_t - lr * opt(mean_i grad f_i(theta_{t-1}))
         return max(t - 1, 0)
     if rule == "freshest":  # version t where i >= S-1-j, else t-1
@@ -38,27 +42,30 @@ def train(
     num_steps: int,
     after_update: Callable[[int], None] | None = None,
     width: int = 1,
+    wire: Wire | None = None,
 ) -> None:
     """Train in place; the module ends with the newest version of every stage.
 
     With a width, replica r of the pipeline has micro-batches r, r + width, ... as its first,
-    second, ...; it sums their gradients, and the sums of replicas are added in their order.
+    second, ...; it sums their gradients, and the sums of replicas are added in their order. The
+    wire is between replicas; with one of these, between those who run micro-batches.
     """
     versions = [[[p.detach().clone() for p in ps]] for ps in stages]  # stage -> version -> values
+    parts = num_micro if wire is not None and width == 1 else width  # of the sum
     for t in range(num_steps):
-        sums: list[Sums] = [[[None] * len(ps) for ps in stages] for _ in range(width)]
+        sums: list[Sums] = [[[None] * len(ps) for ps in stages] for _ in range(parts)]
         for i in range(num_micro):
             for j, ps in enumerate(stages):
                 v = version_read(rule, t, i // width, j, num_micro // width, len(stages))
                 put(ps, versions[j][v])
             (loss(module, t, i) / num_micro).backward()
-            for ps, total in zip(stages, sums[i % width], strict=True):
+            for ps, total in zip(stages, sums[i % parts], strict=True):
                 take_grads(ps, total)
-        totals = added(sums)
+        totals = added(sums, t, wire)
         for j, ps in enumerate(stages):
             put(ps, versions[j][t])
             for p, total in zip(ps, totals[j], strict=True):
-                p.grad = total
+                p.grad = total if total is None else total.to(p.dtype)
         optimizer.step()
         optimizer.zero_grad()
         if after_update is not None:
@@ -70,14 +77,17 @@ def train(
 Sums = list[list[Tensor | None]]  # by stage, by parameter
 
 
-def added(sums: Sequence[Sums]) -> Sums:
+def added(sums: Sequence[Sums], t: int, wire: Wire | None) -> Sums:
     """Add what replicas have, in their order."""
-    total = sums[0]
-    for other in sums[1:]:
-        total = [
-            [x if y is None else y if x is None else x + y for x, y in zip(xs, ys, strict=True)]
-            for xs, ys in zip(total, other, strict=True)
-        ]
+    total: Sums = [[None] * len(xs) for xs in sums[0]]
+    for r, own in enumerate(sums):
+        for j, ys in enumerate(own):
+            for k, y in enumerate(ys):
+                x = total[j][k]
+                if y is not None and wire is not None:
+                    total[j][k] = wire.plus(x, y, t, j, r)
+                elif y is not None:
+                    total[j][k] = y if x is None else x + y
     return total
 
 

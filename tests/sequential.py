@@ -6,11 +6,51 @@ Written from the rules in the design (section 4), not from the package: nothing 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 Loss = Callable[[nn.Module, int, int], Tensor]  # (module, step, micro-batch) -> loss
+
+
+@dataclass(frozen=True)
+class Wire:
+    """Add gradients of several workers.
+
+    Args:
+        goes: (step, stage, micro-batch) -> whether what there is behind it goes to another worker:
+            the sum up to it, or its gradient.
+        dtype: in which it goes, if it is not narrower anyway. [any]
+        least: of sums.
+        of_gradients: whether each gradient goes, and not the sum so far.
+    """
+
+    goes: Callable[[int, int, int], bool]
+    dtype: torch.dtype | None = None
+    least: torch.dtype = torch.float32
+    of_gradients: bool = False
+
+    def behind(self, x: Tensor, t: int, j: int, i: int) -> Tensor:
+        """Return what there is where it is needed next."""
+        if self.dtype is None or not self.goes(t, j, i):
+            return x
+        is_narrower = torch.promote_types(x.dtype, self.dtype) == self.dtype
+        return x if is_narrower else x.to(self.dtype)
+
+    def plus(self, so_far: Tensor | None, grad: Tensor, t: int, j: int, i: int) -> Tensor:
+        """Return the sum up to micro-batch i, where it is needed next."""
+        if self.of_gradients:
+            grad = self.behind(grad, t, j, i)
+        of_one = i > 0 and not self.of_gradients and not self.goes(t, j, i - 1)
+        if so_far is not None and of_one and so_far.dtype == grad.dtype:
+            grad = so_far + grad  # as on one device
+        elif so_far is not None:
+            wide = torch.promote_types(so_far.dtype, grad.dtype)
+            wide = torch.promote_types(wide, self.least if self.dtype is None else self.dtype)
+            grad = so_far.to(wide) + grad.to(wide)
+        return grad if self.of_gradients else self.behind(grad, t, j, i)
 
 
 def reads_newest(rule: str, i: int, j: int, n: int, num_stages: int, slack: float) -> bool:
@@ -35,8 +75,12 @@ def train(  # noqa: C901  (the rule on one screen, to be read beside the design)
     slack: float = 0,
     after_update: Callable[[int], None] | None = None,
     before_update: Callable[[], None] | None = None,
+    wire: Wire | None = None,
 ) -> None:
-    """Train in place; the module ends with the newest version of every stage."""
+    """Train in place; the module ends with the newest version of every stage.
+
+    Without a wire all gradients are of one worker, and added in their own dtype.
+    """
     n, num_stages = num_workers, len(stages)
     newest = [[p.detach().clone() for p in ps] for ps in stages]
     before = newest
@@ -54,11 +98,12 @@ def train(  # noqa: C901  (the rule on one screen, to be read beside the design)
                     so_far = totals[j][k]
                     if p.grad is not None:
                         grad = p.grad.clone()
-                        totals[j][k] = grad if so_far is None else so_far + grad
+                        plain = grad if so_far is None else so_far + grad
+                        totals[j][k] = wire.plus(so_far, grad, t, j, i) if wire else plain
         for j, ps in enumerate(stages):
             for p, value, total in zip(ps, newest[j], totals[j], strict=True):
                 p.data = value.clone()
-                p.grad = total
+                p.grad = total if total is None else total.to(p.dtype)
         if before_update is not None:
             before_update()
         optimizer.step()

@@ -54,6 +54,8 @@ def every(presets: dict[str, str]) -> list[Any]:
 
 
 def plugin(precision: str) -> Precision:
+    if precision == "32-true":
+        return Precision()
     if precision == "64-true":
         return DoublePrecision()
     if precision == "bf16-mixed":

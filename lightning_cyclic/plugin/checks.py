@@ -130,15 +130,21 @@ def check_trainer(trainer: Trainer, module: LightningModule, *, sync_batchnorm: 
     _check_not_compiled(module)
 
 
+def has_scaler(trainer: Trainer) -> bool:
+    """Say whether something scales the loss."""
+    scaler: GradScaler | None = getattr(trainer.precision_plugin, "scaler", None)
+    return scaler is not None and scaler.is_enabled()
+
+
 def scaler_of(trainer: Trainer, plan: Plan) -> GradScaler | None:
     """Return what scales the loss; None where nothing does.
 
     Raises:
         ConfigurationError: a plan under which gradients end on workers that vary.
     """
-    scaler: GradScaler | None = getattr(trainer.precision_plugin, "scaler", None)
-    if scaler is None or not scaler.is_enabled():
+    if not has_scaler(trainer):
         return None
+    scaler: GradScaler = trainer.precision_plugin.scaler  # type: ignore[attr-defined]
     if plan.axes.placement.takes_turns:
         raise ConfigurationError(
             f"precision={trainer.precision!r} scales the loss, which placement "
@@ -346,6 +352,22 @@ def check_used(plan: Plan, remat: str, memory_limit_bytes: int | None) -> None:
                 f"{plan.preset!r}), whose workers keep whole micro-batches; allowed: "
                 f'{name}={default!r}, or a pipeline; use CyclicStrategy("1f1b", {name}={value!r})'
             )
+
+
+def check_adds(plan: Plan, wire_dtype: object, width: int) -> None:
+    """Refuse to choose a dtype of sums where none travel.
+
+    Raises:
+        ConfigurationError: with the option.
+    """
+    is_one_pipeline = is_stagewise(plan) and width == 1 and not plan.axes.placement.takes_turns
+    if wire_dtype is not None and is_one_pipeline:
+        raise ConfigurationError(
+            f"wire_dtype={wire_dtype!r} is of no use with one replica of a pipeline (preset "
+            f"{plan.preset!r}), each of whose workers adds up its own gradients; allowed: "
+            "wire_dtype=None, replicas, or another preset; use "
+            f'CyclicStrategy("{plan.preset}", width=2, wire_dtype={wire_dtype!r}), or "cyclic_dp"'
+        )
 
 
 def check_timed(plan: Plan, stages: object) -> None:

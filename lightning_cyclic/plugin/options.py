@@ -15,6 +15,7 @@ from lightning_cyclic.plan.placement import Shared
 from lightning_cyclic.plan.presets import check_number
 from lightning_cyclic.plugin.checks import (
     REMAT,
+    check_adds,
     check_bytes,
     check_choice,
     check_delayed,
@@ -31,6 +32,7 @@ from lightning_cyclic.runtime.prediction.foresight import BackwardWeights
 from lightning_cyclic.runtime.prediction.prediction import Shape
 from lightning_cyclic.runtime.recorder import Recorder
 from lightning_cyclic.runtime.stages.evidence import ClockName
+from lightning_cyclic.runtime.sum_dtypes import WIRE_DTYPES, SumDtypes
 from lightning_cyclic.runtime.transport.choice import Route
 from lightning_cyclic.runtime.whole_step.session import auto_stages
 from lightning_cyclic.simulate import Network
@@ -65,6 +67,7 @@ class Options:
         horizon: "linear" or "geometric", of presets that predict.
         lookahead_lrs: whether predictions use the learning rates to come.
         transport: how messages travel.
+        wire_dtype: in which sums of gradients travel.
         timeout_s: limit of every wait for another rank in training, in seconds.
         starting_s: limit before it, and where code may be compiled, in seconds.
         trace: folder of the trace of a fit; None for none.
@@ -96,6 +99,7 @@ class Options:
     horizon: Shape
     lookahead_lrs: bool
     transport: Route
+    wire_dtype: str | None
     timeout_s: float
     starting_s: float
     trace: Path | None = None
@@ -119,6 +123,8 @@ class Options:
             check_choice(self.clip, CLIPPING, "clip")
         check_choice(self.remat, REMAT, "remat")
         check_choice(self.transport, get_args(Route), "transport")
+        if self.wire_dtype is not None:
+            check_choice(self.wire_dtype, tuple(WIRE_DTYPES), "wire_dtype")
         check_choice(self.backward_weights, get_args(BackwardWeights), "backward_weights")
         check_bytes(self.memory_limit_bytes, "memory_limit_bytes")
         check_number("width", self.width)
@@ -126,6 +132,7 @@ class Options:
         check_plan(probe)
         check_used(probe, self.remat, self.memory_limit_bytes)
         check_timed(probe, self.stages)
+        check_adds(probe, self.wire_dtype, self.width)
         check_choice(self.horizon, get_args(Shape), "horizon")
         check_switch(self.lookahead_lrs, "lookahead_lrs")
         check_predicts(probe, "backward_weights", self.backward_weights, default="current")
@@ -173,6 +180,15 @@ class Options:
     def trains_plainly(self) -> bool:
         """Say whether this is one worker whose plan always reads the newest weights."""
         return self.num_workers == 1 and self.plan(1).delay(0) == 0
+
+    def sums(self, *, is_scaled: bool) -> SumDtypes:
+        """Return the dtypes of sums of gradients.
+
+        Args:
+            is_scaled: whether a loss scale follows from gradients that are not finite.
+        """
+        wire = None if self.wire_dtype is None else WIRE_DTYPES[self.wire_dtype]
+        return SumDtypes(wire, may_overflow=is_scaled)
 
     @property
     def clock(self) -> ClockName:

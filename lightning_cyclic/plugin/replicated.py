@@ -103,6 +103,7 @@ class ReplicatedTraining(AbstractTraining):
             options = replace(options, norms="owners")
         config = SessionConfig(
             forms=self._forms,
+            sums=options.sums(is_scaled=scaler is not None),
             make_plan=partial(plan_of_rounds, options),
             stages=options.stages,
             seed=agreed_seed(),

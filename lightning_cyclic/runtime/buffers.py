@@ -115,6 +115,10 @@ class Layout:
         """Say whether the memory of buffers is had back when nobody holds them."""
         return self._take is not None
 
+    def has(self, buffer: Buffer) -> bool:
+        """Say whether a buffer is one of this layout."""
+        return buffer.home is self.spare
+
     def new(self) -> Buffer:
         """Make a buffer; its tensors are not initialised."""
         if self._take is not None and self._device.type == "cpu":

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from lightning_cyclic.errors import StepError
 from lightning_cyclic.runtime.buffers import Buffer
+from lightning_cyclic.runtime.sum_dtypes import AS_MADE, SumDtypes
 
 Gradients = list[Tensor | None]
 
@@ -39,25 +40,38 @@ class GradientStore:
 
     Args:
         parameters_of: stage -> its parameters.
+        dtypes: of sums. [float32 or wider]
     """
 
-    def __init__(self, parameters_of: Callable[[int], Sequence[nn.Parameter]]) -> None:
+    def __init__(
+        self,
+        parameters_of: Callable[[int], Sequence[nn.Parameter]],
+        dtypes: SumDtypes = AS_MADE,
+    ) -> None:
         self.parameters_of = parameters_of
+        self.dtypes = dtypes
         self._own: dict[tuple[int, int], Sum] = {}  # of this worker, that are in no sum yet
         self._sums: dict[tuple[int, int], Sum] = {}
 
     @contextmanager
     def adding(self, t: int, j: int) -> Iterator[None]:
         """Let what the body leaves in ``p.grad`` of a stage go to the sum of a step."""
+        total = self._sums.get((t, j))
+        # that autograd would add to in a narrower dtype
+        is_wider = total is not None and self._fitting(j, total) is not total
+        if is_wider:
+            del self._sums[t, j]
         self.show(t, j)
         try:
             yield
         finally:
             self.hide(t, j)
+            if total is not None and is_wider:
+                self._sums[t, j] = self._added(total, self._own.pop((t, j)))
 
     def show(self, t: int, j: int) -> Sum:
         """Put the sum of a step into ``p.grad`` of a stage."""
-        found = self.take(t, j)
+        found = self._fitting(j, self.take(t, j))
         for p, grad in zip(self.parameters_of(j), found.grads, strict=True):
             p.grad = grad
         return found
@@ -70,9 +84,12 @@ class GradientStore:
             p.grad = None
 
     def of(self, t: int, j: int) -> Gradients:
-        """Return the sum of a step, which stays."""
-        found = self._sums.get((t, j)) or self._own.get((t, j))
-        return [None] * len(self.parameters_of(j)) if found is None else found.grads
+        """Return the sum of a step, which stays; it is whole."""
+        for kept in (self._sums, self._own):
+            if (t, j) in kept:
+                found = kept[t, j] = self._fitting(j, kept[t, j])
+                return found.grads
+        return [None] * len(self.parameters_of(j))
 
     def take(self, t: int, j: int) -> Sum:
         """Take the sum of a step away."""
@@ -87,7 +104,7 @@ class GradientStore:
     def extend(self, t: int, j: int, found: Sum) -> None:
         """Add gradients of this worker to those that it has of the step, if any."""
         before = self._own.pop((t, j), None)
-        self._own[t, j] = found if before is None else _added(before, found)
+        self._own[t, j] = found if before is None else self._added(before, found)
 
     def add(self, t: int, j: int, gradients: Sum | None = None) -> None:
         """Add gradients to the sum of a step so far, if any, which comes first in the addition.
@@ -99,7 +116,42 @@ class GradientStore:
         """
         found = self._own.pop((t, j)) if gradients is None else gradients
         before = self._sums.pop((t, j), None)
-        self._sums[t, j] = found if before is None else _added(before, found)
+        self._sums[t, j] = found if before is None else self._added(before, found)
+
+    def _fitting(self, j: int, found: Sum) -> Sum:
+        """Return a sum in the dtypes in which optimizers want it; itself where it is so."""
+        pairs = list(zip(self.parameters_of(j), found.grads, strict=True))
+        if all(x is None or x.dtype == p.dtype or _takes(p, x) for p, x in pairs):
+            return found
+        grads = [x if x is None or _takes(p, x) else x.to(p.dtype) for p, x in pairs]
+        return found._replace(grads=grads)
+
+    def _added(self, total: Sum, found: Sum) -> Sum:
+        """Add in the memory of one, if it is wide enough for the sum."""
+        word = total.word | found.word
+        for into, other in ((total, found), (found, total)):  # the same bits in either order
+            if self._has_room(into.grads, other.grads):
+                torch._foreach_add_(into.grads, other.grads)  # type: ignore[arg-type]
+                if other.buffer is not None:
+                    other.buffer.let_go()
+                return into._replace(word=word)
+        pairs = zip(total.grads, found.grads, strict=True)
+        return Sum([self._sum(x, y) for x, y in pairs], word)  # some may lie in either's buffer
+
+    def _has_room(self, into: Gradients, other: Gradients) -> bool:
+        sum_of = self.dtypes.of_addition
+        return bool(into) and all(
+            x is not None and y is not None and sum_of(x.dtype, y.dtype) == x.dtype
+            for x, y in zip(into, other, strict=True)
+        )
+
+    def _sum(self, total: Tensor | None, own: Tensor | None) -> Tensor | None:
+        if total is None or own is None:
+            return own if total is None else total
+        dtype = self.dtypes.of_addition(total.dtype, own.dtype)
+        if total.dtype != dtype and own.dtype == dtype:
+            total, own = own, total
+        return total.to(dtype).add_(own)
 
 
 def refuse_sparse(j: int, *grads: Tensor | None) -> None:
@@ -115,23 +167,7 @@ def refuse_sparse(j: int, *grads: Tensor | None) -> None:
         )
 
 
-def _added(total: Sum, found: Sum) -> Sum:
-    """Add in the memory of the first."""
-    word = total.word | found.word
-    if _all_there(total.grads) and _all_there(found.grads):
-        torch._foreach_add_(total.grads, found.grads)  # type: ignore[arg-type]
-        if found.buffer is not None:
-            found.buffer.let_go()
-        return total._replace(word=word)
-    pairs = zip(total.grads, found.grads, strict=True)
-    return Sum([_sum(x, y) for x, y in pairs], word)  # some may lie in either's buffer
-
-
-def _all_there(grads: Gradients) -> bool:
-    return bool(grads) and all(x is not None for x in grads)
-
-
-def _sum(total: Tensor | None, own: Tensor | None) -> Tensor | None:
-    if total is None or own is None:
-        return own if total is None else total
-    return total.add_(own)
+def _takes(p: nn.Parameter, grad: Tensor) -> bool:
+    """Say whether a parameter has a gradient of another dtype, which is not a wider one."""
+    allowed = getattr(p, "grad_dtype", p.dtype)  # before torch 2.9 there is no other than its own
+    return allowed is None and torch.promote_types(p.dtype, grad.dtype) == p.dtype

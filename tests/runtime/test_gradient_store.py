@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 from lightning_cyclic.runtime.gradient_store import GradientStore, Sum
+from lightning_cyclic.runtime.sum_dtypes import SumDtypes
 
 
 def stage(*values: float) -> list[nn.Parameter]:
@@ -65,3 +67,41 @@ def test_gradients_that_come_are_added_in_the_order_in_which_they_are_given() ->
     assert grads[0] is came[0].grads[0]
     assert torch.equal(grads[0], (torch.tensor([1e8]) + 1.0) - 1e8)
     assert word == 7
+
+
+def low(*values: float) -> list[nn.Parameter]:
+    return [nn.Parameter(torch.tensor([x], dtype=torch.bfloat16)) for x in values]
+
+
+@pytest.mark.parametrize(("wire", "expected"), [(None, 258.0), (torch.bfloat16, 256.0)])
+def test_what_several_workers_add_is_rounded_once_or_each_time(
+    wire: torch.dtype | None, expected: float
+) -> None:
+    parameters = low(0.0)
+    store = GradientStore([parameters].__getitem__, SumDtypes(wire))
+    for x in (256.0, 1.0, 1.0):  # 257 is no number of bfloat16
+        store.extend(0, 0, Sum([torch.tensor([x], dtype=torch.bfloat16)]))
+        store.add(0, 0)
+    grad = store.show(0, 0).grads[0]
+    assert grad is parameters[0].grad
+    assert grad is not None
+    assert grad.dtype is torch.bfloat16
+    assert float(grad) == expected
+
+
+def test_a_backward_adds_to_a_wider_sum_without_rounding_it() -> None:
+    parameters = low(0.0)
+    store = GradientStore([parameters].__getitem__)
+    store.put(0, 0, Sum([torch.tensor([257.0])]))
+    with store.adding(0, 0):
+        parameters[0].sum().backward()
+    assert store.take(0, 0).grads == [torch.tensor([258.0])]
+
+
+def test_of_two_that_are_added_the_wider_one_keeps_its_memory() -> None:
+    store = GradientStore([stage(0.0)].__getitem__, SumDtypes(torch.bfloat16))
+    own = torch.tensor([1.0])
+    store.put(0, 0, Sum([torch.tensor([256.0], dtype=torch.bfloat16)]))
+    store.add(0, 0, Sum([own]))
+    assert store.take(0, 0).grads[0] is own
+    assert float(own) == 257.0

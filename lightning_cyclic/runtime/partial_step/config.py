@@ -16,6 +16,7 @@ from lightning_cyclic.runtime.partial_step.stage_step import Outcome
 from lightning_cyclic.runtime.prediction.foresight import BackwardWeights, Guess
 from lightning_cyclic.runtime.recorder import Recorder
 from lightning_cyclic.runtime.stages.cuts import Cuts
+from lightning_cyclic.runtime.sum_dtypes import AS_MADE, SumDtypes
 from lightning_cyclic.runtime.weight_forms import ALL, WeightForms
 
 Apply = Callable[[int, int], None]  # (step, stage): clip and optimize; gradients are in p.grad
@@ -49,6 +50,7 @@ class StagewiseConfig:
         not_state: attributes of the module that are not the user's. [those of any module]
         is_delayed: whether the plan reads versions older than the newest.
         forms: what of weights is trained, and travels. [all]
+        sums: dtypes of sums of gradients.
         recorder: notes what this worker does, and when. [nobody does]
         is_one_stage: whether one worker has all of the module, so that nobody waits for it: a step
             may return no loss then, and a batch that cannot be cut is one micro-batch.
@@ -77,4 +79,5 @@ class StagewiseConfig:
     not_state: frozenset[str] = frozenset(vars(nn.Module()))
     is_delayed: bool = False
     forms: WeightForms = ALL
+    sums: SumDtypes = AS_MADE
     recorder: Recorder | None = None

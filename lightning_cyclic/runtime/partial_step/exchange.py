@@ -236,7 +236,8 @@ class Exchange:
         grads = self._grads.take(a.t, a.j).grads
         refuse_sparse(a.j, *grads)
         places = [k for k, grad in enumerate(grads) if grad is not None]
-        return Message([grad for grad in grads if grad is not None], places)
+        narrowed = self._grads.dtypes.narrowed
+        return Message([narrowed(grad) for grad in grads if grad is not None], places)
 
     def _take_sum(self, a: Action, message: Message) -> None:
         self._grads.put(a.t, a.j, Sum(self._placed(a.j, message)))

@@ -134,24 +134,6 @@ class Ownership:
                 taken[n] = now
             self._named[n].grad = grad
 
-    # ------------------------------------------------------------------ sums over replicas
-
-    def take_sum(self, j: int) -> tuple[list[int], list[Tensor]]:
-        """Take the gradients of stage ``j`` away; places in the stage, and tensors."""
-        owned = self.owned(j)
-        places = [k for k, p in enumerate(owned) if p.grad is not None]
-        grads = [owned[k].grad for k in places]
-        for p in owned:
-            p.grad = None
-        return places, [g for g in grads if g is not None]
-
-    def add_to(self, j: int, places: Sequence[int], grads: Sequence[Tensor]) -> None:
-        """Add this worker's gradients of stage ``j`` to a sum that came."""
-        owned = self.owned(j)
-        for k, total in zip(places, grads, strict=True):
-            own = owned[k].grad
-            owned[k].grad = total if own is None else total.add_(own)
-
     # ------------------------------------------------------------------ memory
 
     def free_foreign(self, home: Home | None = None) -> None:

@@ -223,7 +223,7 @@ class StagewiseSession:
             self.module, self.config.not_state, ownership.stages, plan.num_stages,
             self.config.say, repeated,
         )  # fmt: skip
-        self._grads = GradientStore(self.trained_of)
+        self._grads = GradientStore(self.trained_of, self.config.sums)
         self._step = StageStep(
             self.router, plan, ownership, SideEffects(self.module, cuts, self._state),
             self.config.seed, self.config.remat, self.versions, self.config.is_one_stage,

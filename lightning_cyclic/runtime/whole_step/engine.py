@@ -32,6 +32,7 @@ from lightning_cyclic.runtime.loss_scaling import Outcomes
 from lightning_cyclic.runtime.messages import Messages
 from lightning_cyclic.runtime.norms import Norms
 from lightning_cyclic.runtime.stages.stage_map import StageMap
+from lightning_cyclic.runtime.sum_dtypes import AS_MADE, SumDtypes
 from lightning_cyclic.runtime.transport import AbstractTransport
 from lightning_cyclic.runtime.waiting import Waiter
 from lightning_cyclic.runtime.weight_forms import ALL, WeightForms
@@ -80,6 +81,7 @@ class Engine:
         paced: whether workers that start together are brought into the timetable's stagger.
         aside: lets the body do, in the middle of the step, what is not of the step.
         forms: what of weights is trained, and travels. [all]
+        sums: dtypes of sums of gradients.
     """
 
     _outcomes: Outcomes | None = None  # where updates may be skipped
@@ -96,6 +98,7 @@ class Engine:
         paced: bool = True,
         aside: Callable[[], AbstractContextManager[None]] = nullcontext,
         forms: WeightForms = ALL,
+        sums: SumDtypes = AS_MADE,
     ) -> None:
         self.plan = plan
         self.stages = stages
@@ -137,7 +140,7 @@ class Engine:
         self._is_whole = all(store.versions for store in self.stores)
         if state is not None:
             self._restore_previous(state)
-        self._grads = GradientStore(self.parameters)
+        self._grads = GradientStore(self.parameters, sums)
         self.norms = Norms(plan, self._w, self._parameters, self._fetch)
         self._exchange = Exchange(
             module, self._w, stages, self.stores, self._grads, self.norms, self._messages, forms

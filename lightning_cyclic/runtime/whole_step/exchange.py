@@ -62,21 +62,33 @@ class Exchange:
         self._norms = norms
         self._messages = messages
         self._forms = forms
-        self._sum_layouts = [
-            self._layout_of(store, list(map(forms.weight, grads.parameters_of(j))))
-            for j, store in enumerate(stores)
-        ]
+        trained = [list(map(forms.weight, grads.parameters_of(j))) for j in range(len(stores))]
+        pairs = list(zip(stores, trained, strict=True))
+        dtypes = grads.dtypes
+        self._sum_layouts = [self._layout_of(*pair, dtypes.of_sums) for pair in pairs]
+        self._gradient_layouts = [self._layout_of(*pair, dtypes.of_gradients) for pair in pairs]
         self._parameter_layouts = [self._layout_of(store, store.parameters) for store in stores]
         self.shards: Shards | None = None  # where workers hold what they use alone
         self._gradients: dict[tuple[int, int | None, int], Sum] = {}  # that came
         self._handed_on: list[tuple[str, Tensor, int]] = []  # name, buffer, its state when sent
 
-    def _layout_of(self, store: VersionStore, weights: Sequence[nn.Parameter]) -> Layout:
+    def _layout_of(
+        self,
+        store: VersionStore,
+        weights: Sequence[nn.Parameter],
+        dtype_of: Callable[[torch.dtype], torch.dtype] = lambda dtype: dtype,
+    ) -> Layout:
         """Return how messages lie that have something for each of some weights of a stage."""
-        if all(map(self._forms.sends_all, weights)):
+        sends_all = all(map(self._forms.sends_all, weights))
+        if sends_all and all(dtype_of(p.dtype) == p.dtype for p in weights):
             return store.layout_of(weights)
-        sent = [self._forms.compress(p, p.detach()) for p in weights]
-        return self._messages.layout(sent, keeps=store.layout.keeps)
+        sent = (
+            store.laid(weights)
+            if sends_all
+            else [self._forms.compress(p, p.detach()) for p in weights]
+        )
+        as_sent = [_like(x, dtype_of(x.dtype)) for x in sent]
+        return self._messages.layout(as_sent, keeps=store.layout.keeps)
 
     def laid(self, j: int, found: Sum) -> Sum:
         """Lay gradients of this worker into a buffer, where memory comes and goes.
@@ -84,8 +96,10 @@ class Exchange:
         They may wait long for those that come first in the addition. Where autograd has made
         them they would keep what is freed around them from being used for anything larger.
         """
-        layout = self._sum_layouts[j]
-        if not layout.is_lent or found.buffer is not None:
+        layout = self._gradient_layouts[j]
+        laid = zip(layout.specs, found.grads, strict=True)
+        keeps_bits = all(x is None or x.dtype == spec.dtype for spec, x in laid)
+        if not layout.is_lent or found.buffer is not None or not keeps_bits:
             return found
         buffer = self._messages.room(layout)
         buffer.write(found.grads)
@@ -129,7 +143,7 @@ class Exchange:
             Payload.P: self._parameter_layouts[j],
             Payload.S: sums,
             Payload.T: sums,
-            Payload.H: sums,
+            Payload.H: self._gradient_layouts[j],
             Payload.R: buffers,
             Payload.C: buffers,
             Payload.N: self._norms.layout(j, self._messages),
@@ -163,9 +177,12 @@ class Exchange:
 
     def _give_sum(self, a: Action) -> Message:
         grads, word, buffer = self._grads.take(a.t, a.j)
-        if buffer is None:
-            buffer = self._messages.room(self._sum_layouts[a.j])
-            buffer.write(grads)
+        layout = (self._gradient_layouts if a.payload is Payload.H else self._sum_layouts)[a.j]
+        if buffer is None or not layout.has(buffer):
+            given, buffer = buffer, self._messages.room(layout)
+            buffer.write([None if x is None else self._grads.dtypes.narrowed(x) for x in grads])
+            if given is not None:
+                given.let_go()
         there = [x is not None for x in grads]
         marks = None if all(there) else there
         return Message(buffer.tensors, None, word, marks, buffer, leaves=True)
@@ -228,6 +245,10 @@ class Exchange:
 
     def _take_start(self, a: Action, message: Message) -> None:
         """Have been let go."""
+
+
+def _like(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.empty_strided(x.size(), x.stride(), dtype=dtype, device="meta")
 
 
 def _sum_of(message: Message) -> Sum:

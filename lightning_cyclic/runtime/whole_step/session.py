@@ -35,6 +35,7 @@ from lightning_cyclic.runtime.shelf import New
 from lightning_cyclic.runtime.stages.profile import Profile
 from lightning_cyclic.runtime.stages.stage_map import StageMap, make_stages
 from lightning_cyclic.runtime.stages.survey import survey
+from lightning_cyclic.runtime.sum_dtypes import AS_MADE, SumDtypes
 from lightning_cyclic.runtime.transport import CountingTransport
 from lightning_cyclic.runtime.transport.choice import Route, link
 from lightning_cyclic.runtime.transport.limit import Limit
@@ -69,6 +70,7 @@ class SessionConfig:
         outcomes: is told whether gradients were finite, where a loss scale follows from it.
             [gradients must be]
         forms: what of weights is trained, and travels. [all]
+        sums: dtypes of sums of gradients.
         say: tells the user, once.
         recorder: notes what this worker does, and when. [nobody does]
     """
@@ -84,6 +86,7 @@ class SessionConfig:
     memory_limit_bytes: int | None = None
     outcomes: Outcomes | None = None
     forms: WeightForms = ALL
+    sums: SumDtypes = AS_MADE
     say: Callable[[str], None] = print
     recorder: Recorder | None = None
 
@@ -548,6 +551,7 @@ class Session:
             paced=self._config.paced,
             aside=self._aside,
             forms=self._config.forms,
+            sums=self._config.sums,
         )
         if self._config.outcomes is not None:
             self.engine.note_outcomes(self._config.outcomes)

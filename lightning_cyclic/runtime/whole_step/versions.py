@@ -64,10 +64,13 @@ class VersionStore:
         """Return how messages lie that have something for each of some of the parameters."""
         if len(some) == len(self.parameters):
             return self.layout
+        return self._messages.layout(self.laid(some), keeps=self.layout.keeps)
+
+    def laid(self, some: Collection[nn.Parameter]) -> list[torch.Tensor]:
+        """Return tensors that lie as some of the parameters do, when they are here."""
         wanted = set(map(id, some))
         each = zip(self.parameters, self._laid, strict=True)
-        laid = [x for p, x in each if id(p) in wanted]
-        return self._messages.layout(laid, keeps=self.layout.keeps)
+        return [x for p, x in each if id(p) in wanted]
 
     @property
     def newest(self) -> int:
