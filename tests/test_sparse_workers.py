@@ -110,8 +110,10 @@ class MaskedMasters:
         for n, p in self._weights.items():
             grad = None if p.grad is None else p.grad.float() * self._masks.get(n, 1)
             self._masters[n].grad = grad
-        if self._clip:
-            grads = {n: p.grad for n, p in self._masters.items() if p.grad is not None}
+        if self._clip:  # by norms in the order of the optimizer
+            name_of = {p: n for n, p in self._masters.items()}
+            each = [p for group in self._optimizer.param_groups for p in group["params"]]
+            grads = {name_of[p]: p.grad for p in each if p.grad is not None}
             kept = [g[self._masks[n]] if n in self._masks else g for n, g in grads.items()]
             total = torch.nn.utils.get_total_norm(kept)
             torch.nn.utils.clip_grads_with_norm_(self._masters.values(), self._clip, total)
@@ -366,22 +368,32 @@ STAGED = {
 JOB = Job(case="resnet", num_steps=30, num_epochs=1)
 
 
+def masks_of(job: Job, dense: str) -> Masks:
+    """Return masks of all matrices but one, which is called so."""
+    return {n: mask for n, mask in random_masks(job.make()).items() if n != dense}
+
+
 def fit_staged(
-    job: Job, strategy: dict[str, Any], compute: str, clip: float | None
+    job: Job, strategy: dict[str, Any], compute: str, clip: float | None, dense: str = ""
 ) -> dict[str, Any]:
-    masks = random_masks(job.make())
+    masks = masks_of(job, dense)
     plugin = SparseStatePrecision(masks, compute=compute)  # type: ignore[arg-type]
     run = prepare(job, strategy, plugins=[plugin], gradient_clip_val=clip)
     run.trainer.fit(run.module, run.batches)
-    return run.outcome() | {"stage_of": run.trainer.strategy.stage_of}  # type: ignore[attr-defined]
+    strategy_: Any = run.trainer.strategy
+    return run.outcome() | {
+        "stage_of": strategy_.stage_of,
+        "tied": strategy_._training._session.cuts.tied,
+    }
 
 
 def staged_by_rule(
-    job: Job, compute: str, rule: str, stage_of: dict[str, int], clip: float | None, width: int
-) -> dict[str, Tensor]:
+    job: Job, compute: str, rule: str, stage_of: dict[str, int], clip: float | None, width: int,
+    dense: str = "",
+) -> dict[str, Tensor]:  # fmt: skip
     module, dtype = job.make(), DTYPES[compute]
     module.log = module.log_dict = lambda *args, **kwargs: None  # type: ignore[method-assign]
-    masters: Any = MaskedMasters(module, random_masks(module), dtype, clip)
+    masters: Any = MaskedMasters(module, masks_of(job, dense), dtype, clip)
     convert = HalfPrecision(compute) if dtype != torch.float32 else Precision()
 
     def loss(module: Any, t: int, i: int) -> Tensor:
@@ -429,15 +441,3 @@ def test_stages_apart_have_the_bits_of_dense_masked_training(
     (expected,) = processes.run(staged_by_rule, 1, *args)
     for rank in ranks:
         assert_same(rank["weights"], expected)
-
-
-def fit_tied(module: str) -> None:
-    run = prepare(
-        Job(case=module), {"preset": "1f1b"}, plugins=[SparseStatePrecision(sparsity=0.5)]
-    )
-    run.trainer.fit(run.module, run.batches)
-
-
-def test_parameters_that_stages_share_are_refused_by_name() -> None:
-    with pytest.raises(processes.RanksFailedError, match="share, is trained by a master weight"):
-        processes.run(fit_tied, 2, "gpt2")

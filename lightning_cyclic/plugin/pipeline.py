@@ -276,7 +276,9 @@ class PipelineTraining(AbstractTraining):
         """Load the whole optimizer state; each worker keeps the part that it owns."""
         super().load_optimizer_state_dict(own, checkpoint)
         if self._is_apart:
-            ckpt.keep_owned_state(self._trainer.optimizers[0], self._session.with_state)
+            mine = self._session.with_state
+            ckpt.keep_owned_state(self._trainer.optimizers[0], mine)
+            self._forms.leave(mine)  # again: a checkpoint has those of all
 
     # ------------------------------------------------------------------ the end
 

@@ -53,6 +53,7 @@ from lightning_cyclic.plugin.training import (
     epoch_ends,
 )
 from lightning_cyclic.plugin.weight_guard import WeightGuard
+from lightning_cyclic.runtime.absent import is_absent
 from lightning_cyclic.runtime.agreement import Together, put_together, require_same_number
 from lightning_cyclic.runtime.stages.named_places import paste
 from lightning_cyclic.runtime.transport import CountingTransport
@@ -420,7 +421,10 @@ class ReplicatedTraining(AbstractTraining):
         if not self._owned_is_kept:
             mine = self._session.with_state
             ckpt.keep_owned_state(self._trainer.optimizers[0], mine)
-            self._forms.leave(mine)
+            # nobody knows yet who updates what is frozen, when it is unfrozen
+            weights = self._module.parameters()
+            frozen = [p for p in weights if not (p.requires_grad or is_absent(p))]
+            self._forms.leave([*mine, *map(self._forms.trained, frozen)])
             self._owned_is_kept = True
 
     # ------------------------------------------------------------------ the end

@@ -40,11 +40,15 @@ class WeightForms:
         """Write what has come into a tensor of a weight's shape; elsewhere it becomes zero."""
         values.copy_(sent)
 
+    def as_weight(self, weight: nn.Parameter, gradient: Tensor) -> Tensor:
+        """Return a gradient of what is trained in a weight's shape; it is zero elsewhere."""
+        return gradient
+
     def leave(self, mine: Sequence[nn.Parameter]) -> None:
         """Give up what is kept of parameters that other workers update.
 
         Args:
-            mine: what the optimizer updates on this worker.
+            mine: what the optimizer updates on this worker, or may update later.
         """
 
     @contextmanager

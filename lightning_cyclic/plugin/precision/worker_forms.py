@@ -11,7 +11,6 @@ from typing_extensions import override
 
 from lightning_cyclic.plugin.precision.compressed import DenseLayout
 from lightning_cyclic.plugin.precision.parameter_state import ParameterState
-from lightning_cyclic.runtime.absent import is_absent
 from lightning_cyclic.runtime.weight_forms import WeightForms
 
 
@@ -74,6 +73,11 @@ class SparseForms(WeightForms):
             layout.expand_into(sent, values)
 
     @override
+    def as_weight(self, weight: nn.Parameter, gradient: Tensor) -> Tensor:
+        state = self._by_weight.get(id(weight))  # else nothing has compressed it
+        return gradient if state is None else state.layout.expand(gradient)
+
+    @override
     @contextmanager
     def updating(self, trained: Sequence[nn.Parameter]) -> Iterator[None]:
         states = [s for p in trained if (s := self._by_master.get(id(p))) is not None]
@@ -88,6 +92,5 @@ class SparseForms(WeightForms):
     def leave(self, mine: Sequence[nn.Parameter]) -> None:
         kept = {id(p) for p in mine}
         for key, state in self._by_master.items():
-            # nobody knows yet who updates what is frozen, when it is unfrozen
-            if key not in kept and (state.weight.requires_grad or is_absent(state.weight)):
+            if key not in kept:
                 state.leave()

@@ -140,8 +140,13 @@ class Exchange:
             return Gradients(crossed, {})
         for source in gradient_sources(self._plan, a, self._worker):
             self._keep_tied(a, self._tied_from.pop((a.t, a.i, a.j, source), {}))
-        lent = [n for n, _ in self._ownership.lent(a.j) if (a.t, a.i, n) in self._tied]
-        return Gradients(crossed, {n: self._tied.pop((a.t, a.i, n)) for n in lent})
+        return Gradients(crossed, self._lent_gradients(a))
+
+    def _lent_gradients(self, a: Action) -> dict[str, Tensor]:
+        """Take what later stages have for the parameters of a stage, as autograd adds to it."""
+        assert a.i is not None
+        lent = [(n, p) for n, p in self._ownership.lent(a.j) if (a.t, a.i, n) in self._tied]
+        return {n: self._forms.as_weight(p, self._tied.pop((a.t, a.i, n))) for n, p in lent}
 
     def _keep_tied(self, a: Action, taken: Mapping[str, Tensor]) -> None:
         """Add gradients of tied parameters: those of later stages come first in the sum."""
@@ -263,20 +268,20 @@ class Exchange:
         if write is not None:
             write(stage, message.tensors[len(stage) :], message.facts)
 
-    def _write(self, stage: Sequence[nn.Parameter], sent: Sequence[Tensor]) -> None:
+    def _write(self, parameters: Sequence[nn.Parameter], sent: Sequence[Tensor]) -> None:
         # graphs that hold them are over, or do not look at them
-        with torch.no_grad(), unseen(stage):
-            for p, x in zip(stage, sent, strict=True):
+        with torch.no_grad(), unseen(parameters):
+            for p, x in zip(parameters, sent, strict=True):
                 self._forms.expand_into(p, x, p.detach())
 
     def _give_tied_values(self, a: Action) -> Message:
         assert a.peer is not None
         shared = self._ownership.shared(a.j, stages_of(self._plan, a.peer))
-        return Message([p.detach() for p in shared])
+        return Message([self._forms.compress(p, p.detach()) for p in shared])
 
     def _take_tied_values(self, a: Action, message: Message) -> None:
         self._callbacks.begin_version(a)
-        _copy(self._ownership.shared(a.j, self._ownership.stages), message.tensors)
+        self._write(self._ownership.shared(a.j, self._ownership.stages), message.tensors)
 
     def _give_buffers(self, a: Action) -> Message:
         return Message(self._ownership.changing(a.j))

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from lightning_cyclic.errors import PlanError
 from lightning_cyclic.runtime.absent import Home, come_back, leave
+from lightning_cyclic.runtime.weight_forms import ALL, WeightForms
 
 if TYPE_CHECKING:
     from lightning_cyclic.runtime.stages.cuts import Cuts
@@ -24,13 +25,17 @@ class Ownership:
         module: the whole module.
         cuts: which stage each parameter belongs to.
         stages: those that this worker runs.
+        forms: have the gradients of parameters.
     """
 
-    def __init__(self, module: nn.Module, cuts: Cuts, stages: Sequence[int]) -> None:
+    def __init__(
+        self, module: nn.Module, cuts: Cuts, stages: Sequence[int], forms: WeightForms = ALL
+    ) -> None:
         self._module = module
         self.stages = tuple(stages)
         self._named = dict(module.named_parameters())
         self._cuts = cuts
+        self._forms = forms
         self._stage_of = {n: j for j, names in enumerate(cuts.parameters) for n in names}
         held = set(stages)
         users = {n: set(cuts.tied.get(n, ())) | {j} for n, j in self._stage_of.items()}
@@ -122,17 +127,16 @@ class Ownership:
     @contextmanager
     def apart(self, j: int) -> Iterator[dict[str, Tensor]]:
         """Keep the gradients that the body gives borrowed parameters apart; by name."""
-        names = self.borrowed(j)
-        before = [self._named[n].grad for n in names]
-        for n in names:
-            self._named[n].grad = None
+        borrowed = {n: self._forms.trained(self._named[n]) for n in self.borrowed(j)}
+        before = [p.grad for p in borrowed.values()]
+        for p in borrowed.values():
+            p.grad = None
         taken: dict[str, Tensor] = {}
         yield taken
-        for n, grad in zip(names, before, strict=True):
-            now = self._named[n].grad
-            if now is not None:
-                taken[n] = now
-            self._named[n].grad = grad
+        for (n, p), grad in zip(borrowed.items(), before, strict=True):
+            if p.grad is not None:
+                taken[n] = p.grad
+            p.grad = grad
 
     # ------------------------------------------------------------------ memory
 

@@ -207,8 +207,9 @@ class StagewiseSession:
         self.cuts, plan = cuts, self._plans.usual
         if plan.axes.placement.takes_turns:
             cuts.refuse_early_metrics()
-        self._refuse_ties(cuts)
-        self.ownership = ownership = Ownership(self.module, cuts, stages_of(plan, self.worker))
+        self.ownership = ownership = Ownership(
+            self.module, cuts, stages_of(plan, self.worker), self.config.forms
+        )
         self._was_whole = not any(map(is_absent, self.module.parameters()))
         make_present(*(p for n, p in self.module.named_parameters() if n not in ownership.foreign))
         self.router = CallRouter(self.module, cuts, self.device)
@@ -256,23 +257,6 @@ class StagewiseSession:
         self.foreign.settle(self.t)
         self._take_over(ownership)
         self.config.forms.leave(self.with_state)
-
-    def _refuse_ties(self, cuts: Cuts) -> None:
-        """Refuse that stages share what is trained by something in its place.
-
-        Raises:
-            PlanError: on every worker.
-        """
-        for name, stages in cuts.tied.items():
-            p = self.module.get_parameter(name)
-            if self.config.forms.trained(p) is not p:
-                raise PlanError(
-                    f"parameter {name!r}, which stages {list(stages)} share, is trained by a "
-                    "master weight (SparseStatePrecision), which adds up no gradients of several "
-                    "stages; allowed: parameters of one stage; let one stage have all modules "
-                    "that share it, CyclicStrategy(stages=[...]), or use strategy='cyclic_dp' or "
-                    "'cyclic_zero'"
-                )
 
     def _take_over(self, ownership: Ownership) -> None:
         """Give up what other workers hold, when they have it from the fit before this one."""

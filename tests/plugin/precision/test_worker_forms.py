@@ -64,6 +64,19 @@ def test_gradients_of_stand_ins_go_to_the_master() -> None:
     assert master.grad.tolist() == [4, 6]
 
 
+def test_gradients_of_masters_go_back_into_the_shape_of_weights() -> None:
+    worker = Worker()
+    grads = torch.tensor([4.0, 6.0], dtype=BF16), torch.ones(2, 2, dtype=BF16)
+    pruned, bias = map(worker.forms.as_weight, (worker.pruned, worker.bias), grads)
+    assert pruned.tolist() == [[4, 0], [0, 6]]
+    assert pruned.dtype == BF16
+    assert torch.equal(bias, grads[1])
+    assert worker.forms.as_weight(worker.other, grads[1]) is grads[1]
+    # what the optimizer does not have is pruned, but nothing has compressed its gradient
+    idle = SparseForms(worker.states, worker.states[1:], worker.check)
+    assert idle.as_weight(worker.pruned, grads[1]) is grads[1]
+
+
 def test_an_update_is_of_float32_and_weights_have_it_behind() -> None:
     worker = Worker()
     master = worker.states[0].master

@@ -6,7 +6,11 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_cyclic.plugin.precision.compressed import SparseLayout
+from lightning_cyclic.plugin.precision.parameter_state import ParameterState
+from lightning_cyclic.plugin.precision.worker_forms import SparseForms
 from lightning_cyclic.runtime.partial_step.ownership import Ownership
+from lightning_cyclic.runtime.weight_forms import ALL
 from tests.runtime.partial_step.hand import cuts_of
 
 
@@ -27,10 +31,10 @@ TIED = {"a.weight": (0, 2)}
 STATISTICS = ["norm.running_mean", "norm.running_var"]
 
 
-def held(*stages, model=None):
+def held(*stages, model=None, forms=ALL):
     model = model or Model()
     cuts = cuts_of(model, ["b", "c"], tied=TIED, changed=STATISTICS)
-    return model, Ownership(model, cuts, stages)
+    return model, Ownership(model, cuts, stages, forms)
 
 
 @pytest.mark.parametrize(
@@ -132,6 +136,21 @@ def test_gradients_of_borrowed_parameters_are_kept_apart():
     assert model.a.weight.grad is before
     assert torch.equal(before, torch.full((3, 3), 5.0))
     assert torch.equal(model.c.bias.grad, torch.ones(3))
+
+
+def test_of_what_is_trained_in_place_of_a_weight_its_gradients_are_kept_apart():
+    model = Model()
+    weight = model.a.weight
+    state = ParameterState("a", weight, SparseLayout.of(torch.eye(3).bool()), torch.float32)
+    state.watch()
+    _, ownership = held(0, 2, model=model, forms=SparseForms([state], [state], lambda: None))
+    state.master.grad = before = torch.full((3,), 5.0)
+    with ownership.apart(2) as taken:
+        model.c(torch.ones(1, 3)).sum().backward()
+    assert list(taken) == ["a.weight"]
+    assert torch.equal(taken["a.weight"], torch.ones(3))
+    assert state.master.grad is before
+    assert torch.equal(before, torch.full((3,), 5.0))
 
 
 def test_the_lenders_own_gradients_are_not_kept_apart():
