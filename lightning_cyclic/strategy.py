@@ -507,6 +507,8 @@ class CyclicStrategy(DDPStrategy):
     def _check(self, trainer: Trainer, options: Options, *, fitting: bool) -> None:
         if options.save_distributed_checkpoint:
             check_no_averaging(trainer, "but only rank 0's own values are kept in a folder")
+        if fitting and isinstance(self.precision_plugin, SparseStatePrecision):
+            self.check_compressed_states(options)
         kind = _kind_of_training(options, fitting=fitting)
         if kind is not None:
             kind.check(trainer, sync_batchnorm=self._layer_sync is not None)
@@ -529,19 +531,18 @@ class CyclicStrategy(DDPStrategy):
             with self._naming("to start alike"):
                 start_alike(self.lightning_module)
 
-    def check_compressed_states(self) -> None:
+    def check_compressed_states(self, options: Options | None = None) -> None:
         """Refuse to train with SparseStatePrecision where gradients or weights must be dense.
+
+        Args:
+            options: that may be chosen. [those of this run]
 
         Raises:
             ConfigurationError: with what was found.
         """
-        options, module = self._options, self.lightning_module
-        assert module is not None
-        plan = None if self._auto is not None else options.plan(options.expected_stages(module))
-        predicts = plan is not None and plan.axes.weights.looks_ahead
+        options = options or self._options
         found = {
-            "preset='auto'": self._auto is not None,
-            f"preset={options.preset!r}, which predicts weights": predicts,
+            f"preset={options.preset!r}, which predicts weights": options.predicts,
             "save_distributed_checkpoint=True": options.save_distributed_checkpoint,
             "memory_limit_bytes": options.memory_limit_bytes is not None,
             "a module without values (trainer.init_module)": self._deferral is not None,
@@ -551,9 +552,9 @@ class CyclicStrategy(DDPStrategy):
         if first is not None:
             raise ConfigurationError(
                 f"SparseStatePrecision was given with {first}, where gradients or weights are "
-                "dense; allowed: presets that predict no weights, chosen by name, modules with "
-                "values, checkpoints of one file; use Trainer(strategy='cyclic_dp'), "
-                "'cyclic_zero', '1f1b' or 'pipedream_2bw', without that"
+                "dense; allowed: presets that predict no weights, modules with values, "
+                "checkpoints of one file; use Trainer(strategy='cyclic_dp'), 'cyclic_zero', "
+                "'1f1b' or 'pipedream_2bw', without that"
             )
 
     @property

@@ -348,7 +348,7 @@ def fit_refused(strategy: dict[str, Any]) -> None:
     [
         ({"preset": "xpipe"}, "preset='xpipe', which predicts weights"),
         ({"save_distributed_checkpoint": True}, "save_distributed_checkpoint=True"),
-        ({"preset": "auto"}, "preset='auto'"),
+        ({"preset": "auto", "weights": "predicted"}, "which predicts weights"),
         ({"error_feedback": True, "preset": "cyclic_pipeline"}, "error_feedback=True"),
     ],
 )

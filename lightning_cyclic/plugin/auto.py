@@ -39,6 +39,7 @@ from lightning_cyclic.planner.table import table, written
 from lightning_cyclic.plugin.checks import check_bytes
 from lightning_cyclic.plugin.first_batch import first_batch
 from lightning_cyclic.plugin.options import Options
+from lightning_cyclic.plugin.precision.sparse_state import SparseStatePrecision
 from lightning_cyclic.runtime.agreement import gather_texts
 from lightning_cyclic.runtime.failure_words import reason_of
 from lightning_cyclic.runtime.stages.profiling import measured
@@ -244,6 +245,7 @@ class AutoPlan:
         profiles = self._profiles(trainer)
         sizes = tuple(profile.micro_size for profile in profiles)
         batch_size = max(sizes) * (asked.num_micro or 1)
+        sparsity, precision = _states(trainer)
         return tuple(
             Problem(
                 profiles=profiles,
@@ -256,6 +258,8 @@ class AutoPlan:
                 slack=asked.slack,
                 widths=(width,),
                 micro_sizes=sizes,
+                sparsity=sparsity,
+                precision=precision,
             )
             for width in range(1, num_workers + 1)
             if num_workers % width == 0 and asked.width in (1, width)
@@ -361,6 +365,18 @@ def _why(plan: RankedPlan, problem: Problem) -> str:
         f"{show_bytes(plan.fit.memory_bytes)} of {show_bytes(problem.memory_bytes)} per worker; "
         f"the weights that forwards read are {stale}"
     )
+
+
+def _states(trainer: Trainer) -> tuple[float | None, str]:
+    """Return what fraction of the module is pruned, and in which precision the rest is kept.
+
+    What has no mask counts as kept, with an index that it does not have.
+    """
+    plugin = trainer.precision_plugin
+    if not isinstance(plugin, SparseStatePrecision):
+        return None, Problem.precision
+    num = sum(p.numel() for p in trainer.lightning_module.parameters())
+    return plugin.num_pruned / num, plugin.precision
 
 
 def _memory_bytes(trainer: Trainer) -> float:

@@ -177,6 +177,11 @@ class Options:
         return self._probe().weights == "sync" and self.remat == "never"
 
     @property
+    def predicts(self) -> bool:
+        """Say whether forwards read guesses of weights."""
+        return self._probe().axes.weights.looks_ahead
+
+    @property
     def trains_plainly(self) -> bool:
         """Say whether this is one worker whose plan always reads the newest weights."""
         return self.num_workers == 1 and self.plan(1).delay(0) == 0

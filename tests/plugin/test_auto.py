@@ -13,11 +13,14 @@ from lightning.pytorch import Callback, Trainer, seed_everything
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
+from lightning_cyclic import SparseStatePrecision
 from lightning_cyclic.errors import ConfigurationError, PlanError
+from lightning_cyclic.plan.presets import PRESETS
 from lightning_cyclic.strategy import CyclicStrategy
 from tests import processes
 from tests.corpus import assert_same, weights_of
 from tests.processes import RanksFailedError, here
+from tests.pruned import random_masks
 
 ROWS, NUM_STEPS = 8, 3
 
@@ -146,6 +149,61 @@ def test_a_checkpoint_keeps_the_choice(tmp_path: Path) -> None:
     assert resumed[0]["chosen"] == first[0]["chosen"]
     assert [rank["random"][1] for rank in resumed] == [1, 1]  # nobody measured
     assert_same_runs(resumed, processes.run(fit, 2, first[0]["chosen"], path))
+
+
+def fit_pruned(arguments: dict[str, Any]) -> dict[str, Any]:
+    plugin = SparseStatePrecision(random_masks(Net()))
+    strategy, module = CyclicStrategy(**arguments), Net()
+    trainer = make_trainer(strategy, plugins=[plugin])
+    seed_everything(7, verbose=False)
+    trainer.fit(module)
+    auto = strategy._auto
+    return {
+        "weights": weights_of(module),
+        "chosen": None if auto is None else auto.state()["options"],
+        "problem": None if auto is None else auto._problem,
+    }
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "asked"),
+    [
+        (1, {}),
+        (2, {}),
+        (2, {"placement": "pipelined"}),
+        (2, {"placement": "replicated"}),
+    ],
+)
+@pytest.mark.multi
+def test_compressed_states_are_planned_with_their_bytes(
+    num_ranks: int, asked: dict[str, Any]
+) -> None:
+    auto = processes.run(fit_pruned, num_ranks, {"preset": "auto", **asked})
+    problem = auto[0]["problem"]
+    pruned = sum(int((~mask).sum()) for mask in random_masks(Net()).values())
+    assert problem.sparsity == pruned / sum(p.numel() for p in Net().parameters())
+    assert problem.precision == "bf16-true"
+    assert not any(PRESETS[name].weights == "predicted" for name in problem.presets)
+    assert len(problem.presets) > 1
+    named = processes.run(fit_pruned, num_ranks, auto[0]["chosen"])
+    for one, other in zip(auto, named, strict=True):
+        assert one["chosen"] == auto[0]["chosen"]
+        assert_same(one["weights"], other["weights"])
+
+
+def fit_pruned_as_was_chosen_without() -> None:
+    strategy = CyclicStrategy("auto")
+    options = {"preset": "xpipe", "stages": ["net.4"], "num_micro": 2}
+    assert strategy._auto is not None
+    strategy._auto.load({"options": options, "num_workers": 2, "why": ""})
+    make_trainer(strategy, plugins=[SparseStatePrecision(sparsity=0.5)]).fit(Net())
+
+
+@pytest.mark.multi
+def test_a_choice_of_a_checkpoint_that_does_not_fit_compressed_states_is_refused() -> None:
+    with pytest.raises(RanksFailedError, match="'xpipe', which predicts weights") as caught:
+        processes.run(fit_pruned_as_was_chosen_without, 2)
+    assert sorted(caught.value.errors) == [0, 1]
 
 
 @pytest.mark.multi

@@ -122,6 +122,12 @@ class SparseStatePrecision(Precision):
         """Return name -> mask of each pruned parameter."""
         return {s.name: s.layout.mask for s in self._states if isinstance(s.layout, SparseLayout)}
 
+    @property
+    def num_pruned(self) -> int:
+        """Return how many elements of the module's parameters are pruned."""
+        layouts = (s.layout for s in self._states if isinstance(s.layout, SparseLayout))
+        return sum(layout.shape.numel() - len(layout.index) for layout in layouts)
+
     def gradient_of(self, parameter: nn.Parameter) -> Tensor | None:
         """Return a parameter's gradient in the optimizer's step and in hooks before it.
 
