@@ -18,6 +18,7 @@ from typing import Any
 import lightning as L
 import torch
 from hydra.utils import instantiate
+from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig
 from rich import get_console
 from rich.table import Table
@@ -35,7 +36,7 @@ class Result:
         metric: what the data set is judged by.
         step_s: seconds of a step; the first epoch, in which caches warm up, is not in it.
         state_bytes: of weights, index, master weights, gradients and optimizer state, for each
-            parameter, as they are in the optimizer's step.
+            parameter that rank 0 has, as they are in the optimizer's step.
     """
 
     epochs: int
@@ -71,14 +72,20 @@ class Steps(L.Callback):
         def hold(*tensors: Tensor | None) -> None:
             held.update({x.data_ptr(): x for x in tensors if x is not None and x.numel() > 1})
 
-        for group in optimizer.param_groups:
-            for p in group["params"]:
-                hold(p.detach(), p.grad, *optimizer.state[p].values())
-        hold(*(p.detach() for p in module.parameters()))
+        trained = [p for group in optimizer.param_groups for p in group["params"]]
+        for p in filter(_is_here, trained):
+            hold(p, p.grad, *optimizer.state.get(p, {}).values())
+        weights = list(filter(_is_here, module.parameters()))
+        hold(*weights)
         if self._sparse is not None:
             hold(*self._sparse.kept())
         total = sum(x.numel() * x.element_size() for x in held.values())
-        self.state_bytes = total / sum(p.numel() for p in module.parameters())
+        self.state_bytes = total / sum(p.numel() for p in weights)
+
+
+def _is_here(p: nn.Parameter) -> bool:
+    """Say whether a parameter has memory, and not another rank's alone."""
+    return p.untyped_storage().nbytes() >= p.numel() * p.element_size()
 
 
 def train_pruned(cfg: DictConfig) -> float:
@@ -106,7 +113,8 @@ def train_pruned(cfg: DictConfig) -> float:
     found["sparse"] = _fit(cfg, "sparse", module, left, sparse=sparse)
     if options.dense:
         found["dense"] = _fit(cfg, "dense", _new(cfg), epochs)
-    get_console().print(_table(found, cfg.task.metric, ticket, module))
+    table = _table(found, cfg.task.metric, ticket, module)
+    rank_zero_only(get_console().print)(table)
     return found["sparse"].metric
 
 

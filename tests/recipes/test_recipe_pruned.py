@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +13,9 @@ from pruned import train_pruned
 from rich.console import Console
 
 from lightning_cyclic import load_mask
+from tests.commands import Command, Commands
+
+ROOT = Path(__file__).parents[2]
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*LeafSpec"),
@@ -87,6 +92,29 @@ def test_a_pruned_gpt_is_trained_beside_the_dense_one_in_mixed_precision(run, tm
     of = sum(mask.numel() for mask in masks.values())
     rest = 256 * 32 + 16 * 32 + 13 * 32 + 2 * 32
     assert rows["sparse"] == pytest.approx((4.2 * of + 20 * rest) / (of + rest), abs=0.02)
+
+
+@pytest.mark.multi
+def test_a_pruned_gpt_is_trained_in_a_pipeline_whose_ends_share_the_embedding(tmp_path):
+    changes = [*GPT, "model.net.layers=2", "data.batch_size=8", *SMALL]
+    changes += ["strategy=1f1b", "workers=2", "pruned.ticket.tolerance=0.9"]
+    train = [sys.executable, "recipes/train.py", f"hydra.run.dir={tmp_path}", *changes]
+    train += [f"trainer.default_root_dir={tmp_path}", "stages=[net.transformer.h.1]"]
+    env = {"COLUMNS": "120", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    with Commands({"train": Command(arguments=train, env=env, folder=ROOT)}) as commands:
+        text = commands.output("train")
+    rows = bytes_of(text)  # printed once, by rank 0, which has the last block and the head
+    assert text.count("bytes per parameter") == 1
+    assert rows.keys() == {"search", "sparse", "dense"}
+    block, norms, tied = 12 * 32 * 32, 13 * 32 + 2 * 32, 256 * 32
+    of = block + norms + tied  # what it has of the embedding is the weight alone
+    assert rows["dense"] == pytest.approx((16 * (block + norms) + 4 * tied) / of, abs=0.01)
+    masks = load_mask(tmp_path / "mask.safetensors")
+    own, other = (
+        sum(int(m.sum()) for n, m in masks.items() if x in n) for x in (".h.1.", ".h.0.")
+    )
+    expected = (2 * block + 22 * own + 4 * other + 20 * norms + 2 * tied) / of  # all of the index
+    assert rows["sparse"] == pytest.approx(expected, abs=0.01)
 
 
 @pytest.mark.parametrize("name", ["samo_vgg", "samo_wideresnet"])
