@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tests.sequential import Wire
+from tests.sequential import Wire, give
 
 Loss = Callable[[nn.Module, int, int], Tensor]  # (module, step, micro-batch) -> loss
 
@@ -65,7 +65,7 @@ def train(
         for j, ps in enumerate(stages):
             put(ps, versions[j][t])
             for p, total in zip(ps, totals[j], strict=True):
-                p.grad = total if total is None else total.to(p.dtype)
+                give(p, total)
         optimizer.step()
         optimizer.zero_grad()
         if after_update is not None:

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+
+LEAST = torch.float32  # of sums of several workers
 
 Loss = Callable[[nn.Module, int, int], Tensor]  # (module, step, micro-batch) -> loss
 
@@ -29,7 +32,7 @@ class Wire:
 
     goes: Callable[[int, int, int], bool]
     dtype: torch.dtype | None = None
-    least: torch.dtype = torch.float32
+    least: torch.dtype = LEAST
     of_gradients: bool = False
 
     def behind(self, x: Tensor, t: int, j: int, i: int) -> Tensor:
@@ -51,6 +54,25 @@ class Wire:
             wide = torch.promote_types(wide, self.least if self.dtype is None else self.dtype)
             grad = so_far.to(wide) + grad.to(wide)
         return grad if self.of_gradients else self.behind(grad, t, j, i)
+
+
+def wire_of(plan: Any, dtype: torch.dtype | None = None, least: torch.dtype = LEAST) -> Wire:
+    """Return the wire between the workers of a plan, which says who they are."""
+    last, at_owner = plan.num_micro - 1, plan.axes.sharding.adds_at_owner
+    # where replicas sum their own, the last micro-batch of each stands for its sum
+    first = plan.num_micro - plan.replicas if plan.sums_by_replica else 0
+
+    def goes(t: int, j: int, n: int) -> bool:
+        i = first + n
+        after = plan.owner(j) if at_owner or i == last else plan.worker_of(i + 1, j, t)
+        return bool(after != plan.worker_of(i, j, t))
+
+    return Wire(goes, dtype, least, of_gradients=at_owner)
+
+
+def give(p: nn.Parameter, total: Tensor | None) -> None:
+    """Let an optimizer have a gradient, in the parameter's dtype if it must have that."""
+    p.grad = total if total is None or p.grad_dtype is None else total.to(p.dtype)
 
 
 def reads_newest(rule: str, i: int, j: int, n: int, num_stages: int, slack: float) -> bool:
@@ -103,7 +125,7 @@ def train(  # noqa: C901  (the rule on one screen, to be read beside the design)
         for j, ps in enumerate(stages):
             for p, value, total in zip(ps, newest[j], totals[j], strict=True):
                 p.data = value.clone()
-                p.grad = total if total is None else total.to(p.dtype)
+                give(p, total)
         if before_update is not None:
             before_update()
         optimizer.step()

@@ -18,7 +18,7 @@ from tests.corpus import assert_same, weights_of
 from tests.pruned import random_masks
 from tests.stagewise_modules import FineTuned
 from tests.stagewise_runs import Job, pipelines, prepare
-from tests.test_sparse_workers import STAGED, fit_staged, masks_of, more, staged_by_rule
+from tests.test_sparse_workers import fit_staged, masks_of, more, staged_by_rule
 
 pytestmark = pytest.mark.multi
 
@@ -67,7 +67,7 @@ def test_tied_parameters_have_the_bits_of_dense_masked_training(
     strategy = {"preset": preset, "stages": 4} | more
     ranks = pipelines(job, num_ranks, compute, clip, dense, function=fit_staged, **strategy)
     stage_of = ranks[0]["stage_of"]
-    args = job, compute, STAGED[preset], stage_of, clip, more.get("width", 1), dense
+    args = job, compute, ranks[0]["plan"], stage_of, clip, more.get("width", 1), dense
     (expected,) = processes.run(staged_by_rule, 1, *args)
     assert EMBEDDING in ranks[0]["tied"]
     for rank in ranks:

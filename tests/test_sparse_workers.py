@@ -14,6 +14,7 @@ from lightning.pytorch.plugins.precision import HalfPrecision, Precision
 from torch import Tensor, nn
 
 from lightning_cyclic import SparseStatePrecision
+from lightning_cyclic.plan import Plan
 from lightning_cyclic.plan.actions import Payload
 from lightning_cyclic.plugin.precision.masks import Masks
 from tests import asynchronous, processes, sequential
@@ -27,6 +28,7 @@ from tests.corpus import (
     weights_of,
 )
 from tests.pruned import DTYPES, random_masks
+from tests.sequential import wire_of
 from tests.stagewise_runs import Job, pipelines, prepare
 
 pytestmark = pytest.mark.multi
@@ -73,6 +75,7 @@ def fit(
     return {
         "weights": weights_of(module),
         "stage_of": dict(run.strategy.stage_of),  # type: ignore[attr-defined]
+        "plan": run.strategy.plan,  # type: ignore[attr-defined]
     } | watch.found
 
 
@@ -95,6 +98,8 @@ class MaskedMasters:
             n: nn.Parameter(p.detach().float().clone()) for n, p in self._weights.items()
         }
         module.to(dtype)
+        for p in self._weights.values():
+            p.grad_dtype = None  # masters are given sums as they are
         module.parameters = lambda *_: iter(self._masters.values())  # type: ignore[method-assign]
         made = module.configure_optimizers()
         del module.parameters  # type: ignore[method-assign]
@@ -136,9 +141,10 @@ class MaskedMasters:
 
 
 def by_rule(
-    net: str, optimizer: str, strategy: dict[str, Any], compute: str, num_workers: int,
+    net: str, optimizer: str, strategy: dict[str, Any], compute: str, plan: Plan,
     stage_of: dict[str, int], clip: float | None,
 ) -> dict[str, Tensor]:  # fmt: skip
+    num_workers = plan.num_micro
     module = Classifier(net, optimizer)
     dtype = DTYPES[compute]
     masters: Any = MaskedMasters(module, random_masks(module), dtype, clip)
@@ -151,7 +157,7 @@ def by_rule(
     sequential.train(
         module, by_stage(module, stage_of), masters, loss, rule=RULES[strategy["preset"]],
         num_workers=num_workers, num_steps=NUM_STEPS, slack=strategy.get("slack", 0),
-        after_update=lambda t: masters.schedule(),
+        after_update=lambda t: masters.schedule(), wire=wire_of(plan),
     )  # fmt: skip
     return weights_of(module)
 
@@ -193,7 +199,7 @@ def test_bits_are_those_of_dense_masked_training(
 ) -> None:  # fmt: skip
     ranks = processes.run(fit, num_workers, net, optimizer, strategy, compute, flags)
     (expected,) = processes.run(
-        by_rule, 1, net, optimizer, strategy, compute, num_workers, ranks[0]["stage_of"],
+        by_rule, 1, net, optimizer, strategy, compute, ranks[0]["plan"], ranks[0]["stage_of"],
         flags.get("gradient_clip_val"),
     )  # fmt: skip
     for rank in ranks:
@@ -239,7 +245,7 @@ class Unfreeze(Callback):
             pl_module.net[0].weight.requires_grad_()
 
 
-def fit_frozen(strategy: str, flags: dict[str, Any]) -> dict[str, Tensor]:
+def fit_frozen(strategy: Any, flags: dict[str, Any]) -> dict[str, Tensor]:
     module = Classifier("mlp", "adamw")
     module.net[0].weight.requires_grad_(False)
     plugin = SparseStatePrecision(random_masks(module))
@@ -249,7 +255,8 @@ def fit_frozen(strategy: str, flags: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def test_a_layer_that_is_unfrozen_later_has_the_bits_of_one_device() -> None:
-    ranks = processes.run(fit_frozen, 2, "lockstep_dp", {})
+    strategy = {"preset": "lockstep_dp", "wire_dtype": "bf16"}  # as one device adds
+    ranks = processes.run(fit_frozen, 2, strategy, {})
     (expected,) = processes.run(fit_frozen, 1, "auto", {"accumulate_grad_batches": 2})
     module, name = Classifier("mlp"), "net.0.weight"
     begin = module.get_parameter(name).detach() * random_masks(module)[name]
@@ -383,12 +390,13 @@ def fit_staged(
     strategy_: Any = run.trainer.strategy
     return run.outcome() | {
         "stage_of": strategy_.stage_of,
+        "plan": strategy_.plan,
         "tied": strategy_._training._session.cuts.tied,
     }
 
 
 def staged_by_rule(
-    job: Job, compute: str, rule: str, stage_of: dict[str, int], clip: float | None, width: int,
+    job: Job, compute: str, plan: Plan, stage_of: dict[str, int], clip: float | None, width: int,
     dense: str = "",
 ) -> dict[str, Tensor]:  # fmt: skip
     module, dtype = job.make(), DTYPES[compute]
@@ -403,15 +411,16 @@ def staged_by_rule(
         return output["loss"] if isinstance(output, dict) else output
 
     stages, after = by_stage(module, stage_of), lambda t: masters.schedule()
+    rule, wire = STAGED[plan.preset], wire_of(plan)
     if rule == "sync":
         sequential.train(
             module, stages, masters, loss, rule=rule, num_workers=job.num_micro,
-            num_steps=job.num_steps, after_update=after,
+            num_steps=job.num_steps, after_update=after, wire=wire,
         )  # fmt: skip
     else:
         asynchronous.train(
             module, stages, masters, loss, rule=rule, num_micro=job.num_micro,
-            num_steps=job.num_steps, after_update=after, width=width,
+            num_steps=job.num_steps, after_update=after, width=width, wire=wire,
         )  # fmt: skip
     return weights_of(module)
 
@@ -437,7 +446,7 @@ def test_stages_apart_have_the_bits_of_dense_masked_training(
     job = replace(JOB, num_micro=1) if preset == "pipedream" else JOB
     strategy = {"preset": preset, "stages": 4} | more
     ranks = pipelines(job, num_ranks, compute, clip, function=fit_staged, **strategy)
-    args = job, compute, STAGED[preset], ranks[0]["stage_of"], clip, more.get("width", 1)
+    args = job, compute, ranks[0]["plan"], ranks[0]["stage_of"], clip, more.get("width", 1)
     (expected,) = processes.run(staged_by_rule, 1, *args)
     for rank in ranks:
         assert_same(rank["weights"], expected)

@@ -21,25 +21,13 @@ from tests.corpus import (
     train_data,
     weights_of,
 )
-from tests.sequential import Wire
+from tests.sequential import wire_of
 from tests.stagewise_runs import Job, Outcome, pipelines, prepare
 from tests.test_precisions import plugin
 
 NUM_STEPS, NET = 6, "resnet"
 DTYPES = {None: None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 LEAST = {"64-true": torch.float64}
-
-
-def wire_of(plan: Plan, dtype: str | None, precision: str) -> Wire:
-    """Return the wire between the workers of a plan that run whole micro-batches."""
-    last, at_owner = plan.num_micro - 1, plan.axes.sharding.adds_at_owner
-
-    def goes(t: int, j: int, i: int) -> bool:
-        after = plan.owner(j) if at_owner or i == last else plan.worker_of(i + 1, j, t)
-        return after != plan.worker_of(i, j, t)
-
-    least = LEAST.get(precision, torch.float32)
-    return Wire(goes, DTYPES[dtype], least, of_gradients=at_owner)
 
 
 # ---------------------------------------------------------------------- whole steps
@@ -68,7 +56,7 @@ def whole_by_rule(
     sequential.train(
         module, by_stage(module, stage_of), module.configure_optimizers(), loss,
         rule=plan.weights, num_workers=num, num_steps=NUM_STEPS,
-        wire=wire_of(plan, dtype, precision),
+        wire=wire_of(plan, DTYPES[dtype], LEAST.get(precision, torch.float32)),
     )  # fmt: skip
     return weights_of(module)
 
@@ -143,14 +131,7 @@ def staged_by_rule(
             output = module.training_step(batch, 0)
         return output["loss"] if isinstance(output, dict) else output
 
-    # the last micro-batch of a replica stands for its sum
-    first, last = (plan.num_micro - width, width - 1) if width > 1 else (0, plan.num_micro - 1)
-
-    def goes(t: int, j: int, n: int) -> bool:
-        here = plan.worker_of(first + n, j, t)
-        return here != (plan.owner(j) if n == last else plan.worker_of(first + n + 1, j, t))
-
-    wire = Wire(goes, DTYPES[dtype], LEAST.get(precision, torch.float32))
+    wire = wire_of(plan, DTYPES[dtype], LEAST.get(precision, torch.float32))
     asynchronous.train(
         module, by_stage(module, stage_of), optimizer, loss, rule=plan.weights,
         num_micro=job.num_micro, num_steps=job.num_steps, after_update=step, width=width,
@@ -184,9 +165,7 @@ def test_one_pipeline_sends_no_sums(preset: str) -> None:
 
 
 def test_a_dtype_that_is_none_of_these() -> None:
-    with pytest.raises(
-        ConfigurationError, match="'int8' is unknown; allowed: fp32, bf16"
-    ):
+    with pytest.raises(ConfigurationError, match="'int8' is unknown; allowed: fp32, bf16"):
         CyclicStrategy("cyclic_dp", wire_dtype="int8")  # type: ignore[arg-type]
 
 
