@@ -74,9 +74,11 @@ def step_parts(plan: RankedPlan, problem: Problem) -> StepParts | None:
     if not plan.is_simulated:
         return None
     fit = plan.fit
-    costs = fit.stages.costs(remat=fit.candidate.remat, kept=problem.states.kept)
+    costs = fit.stages.costs(
+        remat=fit.candidate.remat, kept=problem.states.kept, sums=problem.states.sums
+    )
     none = (0.0,) * fit.plan.num_stages
-    light = replace(costs, sent_param_bytes=none, tied_bytes=none)
+    light = replace(costs, sent_param_bytes=none, sent_sum_bytes=none, tied_bytes=none)
     free = simulate(fit.plan.programs, costs, Network(), fit.plan)
     sent = simulate(fit.plan.programs, light, problem.network, fit.plan)
     compute_s = free.step_s * (1 - min(free.bubble))

@@ -61,7 +61,9 @@ def timed(fit: Fit, problem: Problem) -> RankedPlan:
     if fit.plan.num_micro * fit.plan.num_stages * fit.plan.num_steps > _MOST_CELLS:
         step_s, bubble, is_simulated = _closed_form(fit, problem)
     else:
-        costs = fit.stages.costs(remat=fit.candidate.remat, kept=problem.states.kept)
+        costs = fit.stages.costs(
+            remat=fit.candidate.remat, kept=problem.states.kept, sums=problem.states.sums
+        )
         result = simulate(fit.plan.programs, costs, problem.network, fit.plan)
         step_s, bubble, is_simulated = result.step_s, max(result.bubble), True
     return RankedPlan(

@@ -109,12 +109,13 @@ class Stages:
         """Return the number of stages."""
         return len(self.names)
 
-    def costs(self, *, remat: bool = False, kept: float = 1.0) -> Costs:
+    def costs(self, *, remat: bool = False, kept: float = 1.0, sums: float = 1.0) -> Costs:
         """Return what the simulator asks for.
 
         Args:
             remat: a backward runs the forward again first.
             kept: fraction of the parameters' elements that messages carry. [1: all]
+            sums: bytes of a sum of gradients in a message, per byte of parameters that it carries.
         """
         both = zip(self.forward_s, self.backward_s, strict=True)
         return Costs(
@@ -125,4 +126,5 @@ class Stages:
             tied_bytes=tuple(size * kept for size in self.tied_bytes),
             activation_bytes=self.activation_bytes,
             sent_param_bytes=tuple(size * kept for size in self.param_bytes),
+            sent_sum_bytes=tuple(size * kept * sums for size in self.param_bytes),
         )

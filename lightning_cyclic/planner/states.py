@@ -32,6 +32,7 @@ class StatesPerParam:
             float32, or the kept weights side by side.
         index: of the places of kept elements.
         kept: fraction of the elements that are kept, and that messages carry.
+        sums: of a sum of gradients of several workers, which is float32.
         break_even: fraction from which on compressed states take more than dense ones.
     """
 
@@ -39,6 +40,7 @@ class StatesPerParam:
     optimizer: float
     index: float
     kept: float
+    sums: float
     break_even: float
 
     @classmethod
@@ -82,5 +84,6 @@ class StatesPerParam:
             optimizer=dense if is_dense else kept * compressed,
             index=0.0 if is_dense else kept * index,
             kept=kept,
+            sums=float32,
             break_even=(1 + dense) / (1 + compressed + index),
         )

@@ -62,6 +62,8 @@ class Costs:
         activation_bytes: bytes that the forward of one micro-batch leaves for its backward.
         sent_param_bytes: bytes of the parameters, or of a gradient of them, in a message;
             ``param_bytes`` by default, less where pruned elements are not sent.
+        sent_sum_bytes: bytes of a sum of gradients in a message; ``sent_param_bytes`` by default,
+            more where gradients have a lower precision than float32.
     """
 
     forward_s: tuple[float, ...]
@@ -73,11 +75,14 @@ class Costs:
     tied_bytes: tuple[float, ...] = ()
     activation_bytes: tuple[float, ...] = ()
     sent_param_bytes: tuple[float, ...] = ()
+    sent_sum_bytes: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         num_stages = len(self.forward_s)
         if not self.sent_param_bytes:
             object.__setattr__(self, "sent_param_bytes", self.param_bytes)
+        if not self.sent_sum_bytes:
+            object.__setattr__(self, "sent_sum_bytes", self.sent_param_bytes)
         for name in _NONE_BY_DEFAULT:
             if not getattr(self, name):
                 object.__setattr__(self, name, (0.0,) * num_stages)
@@ -145,5 +150,7 @@ class Costs:
             return 0.0
         if action.payload in (Payload.W, Payload.V):
             return self.tied_bytes[action.j]
+        if action.payload in (Payload.S, Payload.T):
+            return self.sent_sum_bytes[action.j]
         by_stage = self.buffer_bytes if action.payload is Payload.R else self.sent_param_bytes
         return by_stage[action.j]

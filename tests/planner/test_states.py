@@ -1,6 +1,7 @@
 import pytest
 
 from lightning_cyclic.errors import PlanError
+from lightning_cyclic.plan.actions import Payload
 from lightning_cyclic.planner import Candidate, ModelProfile, Problem, Stages, UnitProfile
 from lightning_cyclic.planner.fit import Fitter
 from lightning_cyclic.planner.states import StatesPerParam
@@ -76,6 +77,18 @@ def test_messages_carry_the_kept_elements_alone(preset):
     }
     assert {share for name, share in shares.items() if name not in "AG"} == {0.25}
     assert {share for name, share in shares.items() if name in "AG"} <= {1.0}
+
+
+def test_sums_of_low_precision_gradients_travel_in_float32():
+    from lightning_cyclic.plan import make_plan
+
+    states = StatesPerParam.of("bf16-true", None, 2.0)
+    plan = make_plan("cyclic_dp", num_stages=2, num_workers=2)
+    stages = Stages.alike(2, param_bytes=64)
+    costs = (stages.costs(sums=x) for x in (1.0, states.sums))
+    alike, wider = (account(plan.programs, each).workers[0].sent_bytes for each in costs)
+    assert wider[Payload.S] == 2 * alike[Payload.S] > 0
+    assert wider[Payload.P] == alike[Payload.P] > 0
 
 
 @pytest.mark.parametrize("sparsity", [-0.1, 1, float("nan")])
