@@ -22,7 +22,7 @@ class Scaled:
         optimizer: steps where gradients are finite.
         stages: the parameters of each.
         together: skip all stages if one has gradients that are not finite; else that one.
-        max_norm: clip by the norm over all stages, if one is given.
+        max_norm: clip by a norm, if one is given: over all stages that decide together.
         late: steps before the last whose outcome the scale of a step does not follow from yet.
     """
 
@@ -54,7 +54,9 @@ class Scaled:
         skips = list(range(len(self._stages))) if bad and self._together else bad
         if self._max_norm is not None:
             ps = [p for group in self._optimizer.param_groups for p in group["params"]]
-            nn.utils.clip_grad_norm_(ps, self._max_norm)
+            apart = [{id(p) for p in stage} for stage in self._stages]
+            for ids in [set().union(*apart)] if self._together else apart:
+                nn.utils.clip_grad_norm_([p for p in ps if id(p) in ids], self._max_norm)
         for j in skips:
             for p in self._stages[j]:
                 p.grad = None

@@ -137,6 +137,16 @@ def test_each_stage_is_clipped_by_its_own_norm() -> None:
     assert not torch.equal(first_of(one), first_of(alone("cyclic_pipeline")))
 
 
+def test_workers_that_take_turns_clip_by_the_norm_over_all_stages_of_delayed_weights() -> None:
+    job = Job(case="resnet", num_steps=5, flags=(("gradient_clip_val", 0.05),))
+    one, *_ = pipelines(job, 1, preset="pipedream_2bw", stages=4, function=fit)
+    plan = {"preset": "cyclic_mp", "weights": "delayed", "stages": 4}
+    for rank in pipelines(job, 4, function=fit, **plan):
+        assert_same(rank["weights"], one["weights"])
+    apart, *_ = pipelines(job, 1, function=fit, clip="stage", **plan)
+    assert not torch.equal(first_of(apart), first_of(one))
+
+
 # ---------------------------------------------------------------------- refused
 
 
@@ -145,6 +155,11 @@ def test_each_stage_is_clipped_by_its_own_norm() -> None:
     [
         ({"accumulate_grad_batches": 2}, {}, "accumulate_grad_batches=2.*allowed: 1; use larger"),
         ({"gradient_clip_val": 1.0}, {"clip": "global"}, 'clip="global".*allowed: clip="stage"'),
+        (
+            {"gradient_clip_val": 1.0},
+            {"preset": "cyclic_mp", "clip": "global"},
+            'clip="global" with preset .cyclic_mp.*allowed: clip="stage"',
+        ),
         ({}, {"num_micro": 2}, "num_micro=2 with num_stages=4.*num_micro=3 or more"),
         (
             {},

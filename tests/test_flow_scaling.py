@@ -18,7 +18,8 @@ from tests.scaled import FIRST_SCALE, Scaled, precision
 from tests.stagewise_runs import Job, Outcome, loader, pipelines, prepare
 
 MAX_NORM = 0.02
-RULES = {"pipedream_2bw": "delayed", "cyclic_pipeline": "freshest"}
+RULES = {"pipedream_2bw": "delayed", "cyclic_pipeline": "freshest", "cyclic_mp": "freshest"}
+DELAYED, BY_STAGE = {"weights": "delayed"}, {"clip": "stage"}
 JOB = Job(case="vit", num_steps=7)
 
 
@@ -30,7 +31,8 @@ def fit(job: Job, strategy: dict[str, Any], *validation: int, **flags: Any) -> O
     run.trainer.fit(run.module, run.batches, loader(job, 1) if validation else None)
     scaler = run.trainer.precision_plugin.scaler
     stage_of = run.trainer.strategy.stage_of
-    return run.outcome() | {"stage_of": stage_of, "scaler": scaler.state_dict()}
+    outcome = run.outcome() | {"stage_of": stage_of, "scaler": scaler.state_dict()}
+    return outcome | {"lrs": [g["lr"] for g in run.trainer.optimizers[0].param_groups]}
 
 
 def saved_and_resumed(job: Job, strategy: dict[str, Any], folder: str, step: int) -> Outcome:
@@ -68,56 +70,89 @@ def sequential(job: Job, rule: str, stage_of: dict[str, int], max_norm: float | 
         num_steps=job.num_steps * job.num_epochs, after_update=after,
     )  # fmt: skip
     state = {n: x.detach().clone() for n, x in module.state_dict().items()}
-    return {"weights": state, "skipped": scaled.skipped, "state": scaled.states[-1]}
+    lrs = [g["lr"] for g in optimizer.param_groups]
+    return {
+        "weights": state, "skipped": scaled.skipped, "state": scaled.states[-1], "lrs": lrs
+    }  # fmt: skip
 
 
 @pytest.mark.multi
 @pytest.mark.parametrize(
-    ("preset", "num_ranks", "num_stages", "clips"),
+    ("preset", "num_ranks", "case", "clips", "more"),
     [
-        ("pipedream_2bw", 1, 4, False),
-        ("pipedream_2bw", 2, 4, True),
-        ("pipedream_2bw", 4, 4, False),
-        ("cyclic_pipeline", 2, 4, False),
-        ("cyclic_pipeline", 4, 4, False),
+        ("pipedream_2bw", 1, "vit", False, {}),
+        ("pipedream_2bw", 2, "vit", True, {}),
+        ("pipedream_2bw", 4, "vit", False, {}),
+        ("cyclic_pipeline", 2, "vit", False, {}),
+        ("cyclic_pipeline", 4, "vit", False, {}),
+        ("cyclic_pipeline", 2, "vit", True, BY_STAGE),
+        ("cyclic_mp", 1, "vit", False, {}),
+        ("cyclic_mp", 2, "vit", False, {}),
+        ("cyclic_mp", 4, "vit", True, BY_STAGE),
+        ("cyclic_mp", 4, "resnet", False, {}),  # with a schedule, and buffers that change
+        ("cyclic_mp", 2, "vit", False, DELAYED),
+        ("cyclic_mp", 4, "vit", True, DELAYED),
+        ("cyclic_mp", 4, "resnet", False, DELAYED),
     ],
 )
 def test_scales_and_skipped_updates_follow_the_rule(
-    preset: str, num_ranks: int, num_stages: int, clips: bool
+    preset: str, num_ranks: int, case: str, clips: bool, more: dict[str, str]
 ) -> None:
     flags = (("gradient_clip_val", MAX_NORM),) if clips else ()
-    job = Job(case=JOB.case, num_steps=JOB.num_steps, flags=flags)
-    ranks = pipelines(job, num_ranks, preset=preset, stages=num_stages, function=fit)
-    args = (job, RULES[preset], ranks[0]["stage_of"], MAX_NORM if clips else None)
+    job = Job(case=case, num_steps=JOB.num_steps, flags=flags)
+    ranks = pipelines(job, num_ranks, preset=preset, stages=4, function=fit, **more)
+    rule = more.get("weights", RULES[preset])
+    args = (job, rule, ranks[0]["stage_of"], MAX_NORM if clips else None)
     (expected,) = processes.run(sequential, 1, *args)
     for r, rank in enumerate(ranks):
         same = {n: rank["weights"][n] for n in expected["weights"]}
         assert_same(same, expected["weights"], f"rank {r}")
         scale = (rank["scaler"]["scale"], rank["scaler"]["_growth_tracker"])
         assert scale == expected["state"]
-    skipped = expected["skipped"]
-    assert max(skipped) > 0  # else nothing has been tested
-    assert min(skipped) == 0
-    if preset == "cyclic_pipeline":
-        assert set(skipped) - {0, num_stages}  # some stages were updated while others were not
+        assert rank["global_step"] == len(expected["skipped"])  # a step that is skipped counts
+        assert rank["lrs"] == expected["lrs"]
+    skipped = set(expected["skipped"])
+    assert 0 in skipped
+    if rule == "delayed":
+        assert skipped == {0, 4}
+    else:
+        assert skipped - {0, 4}  # some stages were updated while others were not
 
 
 @pytest.mark.multi
-@pytest.mark.parametrize("preset", ["pipedream_2bw", "pipeoptim"])
-def test_flushes_in_the_middle_change_no_scale(preset: str) -> None:
-    job = Job(case="vit", num_micro=1 if preset == "pipeoptim" else 4, num_steps=7)
-    alone, *_ = pipelines(job, 1, preset=preset, stages=4, function=fit)
-    for rank in pipelines(job, 2, 1, preset=preset, stages=4, function=fit):
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        {"preset": "pipedream_2bw"},
+        {"preset": "pipeoptim"},
+        {"preset": "cyclic_mp"},
+        {"preset": "cyclic_mp", "warmup_steps": 2, **DELAYED},
+    ],
+)
+def test_flushes_in_the_middle_change_no_scale(strategy: dict[str, Any]) -> None:
+    job = Job(case="vit", num_micro=1 if strategy["preset"] == "pipeoptim" else 4, num_steps=7)
+    alone, *_ = pipelines(job, 1, stages=4, function=fit, **strategy)
+    for rank in pipelines(job, 2, 1, stages=4, function=fit, **strategy):
         assert_same(rank["weights"], alone["weights"])
         assert rank["scaler"] == alone["scaler"]
 
 
 @pytest.mark.multi
-@pytest.mark.parametrize("step", [2, 9])
-def test_a_resumed_run_goes_on_with_the_scales(step: int, tmp_path: Any) -> None:
-    plan = {"preset": "pipedream_2bw", "stages": 4}
-    alone, *_ = pipelines(JOB, 1, function=fit, **plan)
-    for rank in pipelines(JOB, 2, str(tmp_path), step, function=saved_and_resumed, **plan):
+@pytest.mark.parametrize(
+    ("plan", "step"),
+    [
+        ({"preset": "pipedream_2bw"}, 2),
+        ({"preset": "pipedream_2bw"}, 9),
+        ({"preset": "cyclic_mp"}, 3),
+        ({"preset": "cyclic_mp", **DELAYED}, 9),
+    ],
+)
+def test_a_resumed_run_goes_on_with_the_scales(
+    plan: dict[str, Any], step: int, tmp_path: Any
+) -> None:
+    alone, *_ = pipelines(JOB, 1, function=fit, stages=4, **plan)
+    args = str(tmp_path), step
+    for rank in pipelines(JOB, 2, *args, function=saved_and_resumed, stages=4, **plan):
         assert_same(rank["weights"], alone["weights"])
         assert rank["scaler"] == alone["scaler"]
 

@@ -59,7 +59,7 @@ class AsynchronousPipelineTraining(PipelineTraining):
     ) -> None:
         check_no_exchange(trainer.optimizers[0], plan.preset)
         clip = clip_mode(trainer, plan, options.clip)
-        scaler = scaler_of(trainer, plan)
+        scaler = scaler_of(trainer)
         self._scaling = LossScaling(scaler, self._all_are_finite) if scaler else None
         if scaler is not None or (clip == "global" and may_clip_by_norm(trainer)):
             late, norms = decides_together(plan), "all" if scaler else "owners"

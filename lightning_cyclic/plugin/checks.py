@@ -130,28 +130,10 @@ def check_trainer(trainer: Trainer, module: LightningModule, *, sync_batchnorm: 
     _check_not_compiled(module)
 
 
-def has_scaler(trainer: Trainer) -> bool:
-    """Say whether something scales the loss."""
+def scaler_of(trainer: Trainer) -> GradScaler | None:
+    """Return what scales the loss; None where nothing does."""
     scaler: GradScaler | None = getattr(trainer.precision_plugin, "scaler", None)
-    return scaler is not None and scaler.is_enabled()
-
-
-def scaler_of(trainer: Trainer, plan: Plan) -> GradScaler | None:
-    """Return what scales the loss; None where nothing does.
-
-    Raises:
-        ConfigurationError: a plan under which gradients end on workers that vary.
-    """
-    if not has_scaler(trainer):
-        return None
-    scaler: GradScaler = trainer.precision_plugin.scaler  # type: ignore[attr-defined]
-    if plan.axes.placement.takes_turns:
-        raise ConfigurationError(
-            f"precision={trainer.precision!r} scales the loss, which placement "
-            f"{plan.placement!r} does not support yet; allowed: '32-true', 'bf16-mixed', or "
-            "another placement; use Trainer(precision='bf16-mixed')"
-        )
-    return scaler
+    return scaler if scaler is not None and scaler.is_enabled() else None
 
 
 def check_pipeline(

@@ -76,7 +76,7 @@ def decides_together(plan: Plan) -> bool:
 
     Under ``delayed`` a version is first read when every stage has long had its gradients.
     """
-    return plan.weights == "delayed" and plan.placement == "pipelined"
+    return plan.weights == "delayed" and plan.flows
 
 
 def clip_stages(

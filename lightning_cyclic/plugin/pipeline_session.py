@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_cyclic.plan import Plan
-from lightning_cyclic.plugin.checks import has_scaler
+from lightning_cyclic.plugin.checks import scaler_of
 from lightning_cyclic.plugin.options import Options
 from lightning_cyclic.plugin.training import agreed_seed
 from lightning_cyclic.runtime.lending import lending
@@ -170,7 +170,7 @@ def make_session(
         not_state=frozenset({*vars(LightningModule()), "log"}),
         is_delayed=plan.weights != "sync",
         recorder=options.recorder,
-        sums=options.sums(is_scaled=has_scaler(trainer)),
+        sums=options.sums(is_scaled=scaler_of(trainer) is not None),
     )
     worker = rank_of(trainer.global_rank, trainer.world_size // options.width)
     return StagewiseSession(

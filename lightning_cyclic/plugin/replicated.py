@@ -86,7 +86,7 @@ class ReplicatedTraining(AbstractTraining):
         self._owned_is_kept = False
         self._guard = WeightGuard(self._of_module, plan.preset)
         check_no_exchange(trainer.optimizers[0], plan.preset)
-        clip, scaler = clip_mode(trainer, plan, options.clip), scaler_of(trainer, plan)
+        clip, scaler = clip_mode(trainer, plan, options.clip), scaler_of(trainer)
         self._updates = DeferredUpdates(
             trainer,
             plan.preset,

@@ -49,7 +49,7 @@ class SynchronousPipelineTraining(PipelineTraining):
     def __init__(
         self, trainer: Trainer, options: Options, plan: Plan, reductions: HeldReductions
     ) -> None:
-        scaler = scaler_of(trainer, plan)
+        scaler = scaler_of(trainer)
         self._scaler = SharedScaler(scaler) if scaler else None
         clips = clip_mode(trainer, plan, options.clip) == "global" and may_clip_by_norm(trainer)
         if scaler or clips:

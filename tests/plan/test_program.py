@@ -109,7 +109,7 @@ def test_any_program_survives_any_flush(preset, num_stages, num_workers, slack, 
     if norms == "all" and is_replicated:
         norms = "owners"
     flows = PRESETS[preset].schedule == "cyclic" and not is_replicated
-    if preset == "cyclic_mp" or (slack and PRESETS[preset].weights == "freshest"):
+    if slack and PRESETS[preset].weights == "freshest":
         norms = "none"
     if norms == "owners" and flows and preset != "pipedream_2bw":
         norms = "all"
@@ -118,11 +118,36 @@ def test_any_program_survives_any_flush(preset, num_stages, num_workers, slack, 
         slack=slack if is_replicated else 0, relayed=[0], norms=norms,
         late_updates=preset == "pipedream_2bw" and norms != "none", proved=False,
     )  # fmt: skip
+    _run_with_flushes(plan, flush_at | {5})
+
+
+@given(
+    num_stages=st.integers(1, 4),
+    num_workers=st.integers(1, 6),
+    num_more=st.integers(0, 3),
+    warmup_steps=st.integers(0, 2),
+    norms=st.sampled_from(["owners", "all"]),
+    flush_at=st.sets(st.integers(0, 5)),
+)
+@settings(deadline=None, max_examples=30)
+def test_late_updates_of_workers_that_take_turns_survive_any_flush(
+    num_stages, num_workers, num_more, warmup_steps, norms, flush_at
+):
+    plan = make_plan(
+        "cyclic_mp", num_stages=num_stages,
+        num_workers=min(num_workers, num_stages * (num_stages + 1) // 2),
+        num_micro=num_stages + num_more, weights="delayed", late_updates=True, norms=norms,
+        warmup_steps=warmup_steps, relayed=[0], proved=False,
+    )  # fmt: skip
+    _run_with_flushes(plan, flush_at | {5})
+
+
+def _run_with_flushes(plan, flush_at):
     replay, ended, program = Replay(plan), -1, plan.program
-    workers = range(num_workers)
+    workers = range(plan.num_workers)
     for t in range(6):
         replay.run([program.step(w, t, ended=ended, starts=ended == t - 1) for w in workers])
-        if t in flush_at | {5}:
+        if t in flush_at:
             replay.run([program.flush(w, t, ended=ended) for w in workers])
             replay.check_flushed(t)
             ended = t

@@ -24,11 +24,11 @@ def check_fit(plan: Plan) -> None:
     _check_width(plan)
     _check_ties(plan)
     _check_warm_up(plan)
-    if plan.late_updates and (plan.weights != "delayed" or plan.placement != "pipelined"):
+    if plan.late_updates and (plan.weights != "delayed" or not plan.flows):
         raise PlanError(
             f"late_updates=True with weights {plan.weights!r} and placement {plan.placement!r}, "
             "where the newest version is read at once; allowed: weights 'delayed' with placement "
-            "'pipelined'; use late_updates=False"
+            "'pipelined' or 'shared'; use late_updates=False"
         )
     _check_norms(plan)
     problem = placement.misfit()
@@ -85,12 +85,13 @@ def _check_norms(plan: Plan) -> None:
             f"norms={plan.norms!r} with slack={plan.slack} would mix gradients of two steps in "
             "one decision; allowed: norms='none', or slack=0; use slack=0"
         )
-    if plan.norms == "none" or (fits and not plan.axes.placement.takes_turns):
+    if plan.norms == "none" or fits:
         return
     raise PlanError(
         f"norms={plan.norms!r} with weights {plan.weights!r} and placement {plan.placement!r}, "
         "where each stage is updated before all have their gradients; allowed: norms='none', or "
-        "weights 'delayed' with placement 'pipelined' and late_updates=True; use norms='none'"
+        "weights 'delayed' with placement 'pipelined' or 'shared' and late_updates=True; use "
+        "norms='none'"
     )
 
 

@@ -5,7 +5,8 @@
     V   those that other stages use  owner -> the workers of these stages (see ``ties.py``)
 
 Both carry the step in which the version is read first. The totals that updates apply (T) are
-received right before them.
+received right before them; where updates are late, as soon as they are there, since all others
+wait to hear of their norms.
 """
 
 from __future__ import annotations
@@ -66,8 +67,11 @@ def _along_chain(plan: Plan, program: Program, w: int) -> Iterator[Action]:
 def _from_owner(plan: Plan, program: Program, w: int) -> Iterator[Action]:
     """Let owners send each version to all who read it, who receive it before they first do."""
     inbox = {(a.payload, a.j, a.v): a for a in _versions_due(plan, w)}
+    early = _early_totals(plan, w) if plan.late_updates else []
     for is_update, group in _grouped(program):
-        if is_update:
+        while early and early[0].s <= group[0].s:
+            yield early.pop(0)
+        if is_update and not plan.late_updates:
             yield from _totals(plan, group, w)
         elif group[0].kind in (Kind.F, Kind.B):
             (a,) = group
@@ -119,6 +123,18 @@ def _totals(plan: Plan, updates: Iterable[Action], w: int) -> Iterator[Action]:
         source = plan.worker_of(plan.num_micro - 1, a.j, a.t)
         if source != w:
             yield message(Kind.RECV, Payload.T, a, source)
+
+
+def _early_totals(plan: Plan, w: int) -> list[Action]:
+    """Receive the total of each step in the slot after its last backward, in that order."""
+    last = plan.num_micro - 1
+    ended = [
+        Action(kind=Kind.UPDATE, t=t, j=j, v=t + 1, s=plan.slot(Kind.B, t, last, j) + 1)
+        for t in range(plan.num_steps)
+        for j in range(plan.num_stages)
+        if plan.owner(j) == w
+    ]
+    return sorted(_totals(plan, ended, w), key=lambda a: a.s)
 
 
 def _parameter(plan: Plan, kind: Kind, payload: Payload, update: Action, peer: int) -> Action:

@@ -59,6 +59,27 @@ def test_ties_that_do_not_fit_are_refused(change, text):
         make_plan(**(numbers | change))
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"preset": "cyclic_mp"},
+        {"preset": "cyclic_mp", "weights": "stashed"},
+        {"preset": "cyclic_dp_v1"},
+        {"preset": "pipedream_2bw", "placement": "single", "num_workers": 1},
+    ],
+)
+def test_late_updates_are_refused_where_new_versions_are_read_at_once(change):
+    numbers = {"num_stages": 3, "num_workers": 3, "late_updates": True}
+    with pytest.raises(PlanError, match=r"late_updates=True with .*allowed: weights 'delayed' wi"):
+        make_plan(**(numbers | change))
+
+
+@pytest.mark.parametrize("preset", ["cyclic_mp", "cyclic_pipeline"])
+def test_a_norm_over_all_stages_is_refused_where_each_is_updated_at_once(preset):
+    with pytest.raises(PlanError, match=r"norms='owners' with weights 'freshest' .*'shared' and "):
+        make_plan(preset, num_stages=3, num_workers=3, norms="owners")
+
+
 @pytest.mark.parametrize("weights", ["freshest", "delayed"])
 def test_a_ring_whose_users_are_in_different_steps_is_refused(weights):
     text = (

@@ -59,12 +59,16 @@ def test_owners_alone_hear_where_they_alone_clip() -> None:
 
 
 @pytest.mark.parametrize("num_steps", [1, 4])
+@pytest.mark.parametrize(
+    ("preset", "weights"),
+    [("pipedream_2bw", "delayed"), ("cyclic_mp", "delayed"), ("cyclic_mp", "freshest")],
+)
 def test_the_first_backward_of_a_step_waits_for_those_that_its_scale_follows_from(
-    num_steps: int,
+    preset: str, weights: str, num_steps: int
 ) -> None:
     plan = make_plan(
-        "pipedream_2bw", num_stages=4, num_workers=4, num_micro=4, norms="all",
-        late_updates=True, num_steps=num_steps,
+        preset, num_stages=4, num_workers=4, num_micro=4, norms="all", weights=weights,
+        late_updates=weights == "delayed", num_steps=num_steps,
     )  # fmt: skip
     for w in range(4):
         known = -1
@@ -72,6 +76,24 @@ def test_the_first_backward_of_a_step_waits_for_those_that_its_scale_follows_fro
             known = max(known, a.t) if _is_heard(a) else known
             if a.kind is Kind.B:
                 assert known >= plan.ended_before(a.t) - 1
+
+
+def test_owners_tell_the_norms_of_totals_that_come_long_before_they_are_applied() -> None:
+    """Else each owner would wait with its own update for the norms that another tells late."""
+    plan = make_plan(
+        "cyclic_mp", num_stages=3, num_workers=3, num_micro=4, weights="delayed", norms="all",
+        late_updates=True, num_steps=4,
+    )  # fmt: skip
+    told = 0
+    for w, program in enumerate(plan.programs):
+        for a in program:
+            if a.payload is Payload.N and a.kind is Kind.SEND:
+                s = plan.slot(Kind.B, a.t, plan.num_micro - 1, a.j)
+                update = next(u for u in program if (u.kind, u.t, u.j) == (Kind.UPDATE, a.t, a.j))
+                came = plan.worker_of(plan.num_micro - 1, a.j, a.t) != w
+                told += came
+                assert a.s == s + came < update.s
+    assert told > 0
 
 
 @pytest.mark.parametrize(
