@@ -24,14 +24,15 @@ class Scaled:
         together: skip all stages if one has gradients that are not finite; else that one.
         max_norm: clip by a norm, if one is given: over all stages that decide together.
         late: steps before the last whose outcome the scale of a step does not follow from yet.
+        state: scale and updates since it was last changed, at first.
     """
 
     def __init__(
         self, optimizer: Optimizer, stages: list[list[nn.Parameter]], *, together: bool,
-        max_norm: float | None = None, late: int = 0,
+        max_norm: float | None = None, late: int = 0, state: tuple[float, int] = (FIRST_SCALE, 0),
     ) -> None:  # fmt: skip
         self.skipped: list[int] = []  # stages, by step
-        self.states = [(FIRST_SCALE, 0)]
+        self.states = [state]
         self.zero_grad = optimizer.zero_grad
         self._optimizer = optimizer
         self._stages = stages

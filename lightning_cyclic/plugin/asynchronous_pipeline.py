@@ -265,16 +265,19 @@ class AsynchronousPipelineTraining(PipelineTraining):
         return state
 
     @override
-    def resume(self, saved: Mapping[str, Any] | None) -> None:
-        super().resume(saved)
+    def resume(self, saved: Mapping[str, Any] | None) -> bool:
+        goes_on = super().resume(saved)
         self._guard.forget()
-        if saved is not None and "groups" in saved and self._session.cuts is not None:
-            self._updates.put_groups(saved["t"] - 1, saved["groups"])
+        state = saved if saved is not None and "groups" in saved else {}
+        if self._scaling is not None:  # else it goes on from what the scaler itself has loaded
+            self._scaling.put_state((state.get("scales") if goes_on else None) or {})
+        if state and goes_on:
+            self._updates.put_groups(state["t"] - 1, state["groups"])
             if self._outlook is not None:
-                self._outlook.put_state(saved["t"] - 1, saved.get("lrs_ahead"))
-            if self._scaling is not None:
-                self._scaling.put_state(saved.get("scales") or {})
-            self._predictor.put_state(saved["displacements"], self._session.named())
+                self._outlook.put_state(state["t"] - 1, state.get("lrs_ahead"))
+        if state and self._session.cuts is not None:  # of the last update, under whichever plan
+            self._predictor.put_state(state["displacements"], self._session.named())
+        return goes_on
 
     @override
     def close(self) -> None:

@@ -385,13 +385,13 @@ class ReplicatedTraining(AbstractTraining):
         return state
 
     @override
-    def resume(self, saved: Mapping[str, Any] | None) -> None:
-        super().resume(saved)
-        if self._scaling is not None:  # else the scaler goes on from what it has loaded itself
-            fits = saved is not None and ckpt.fits(saved, self._plan)
-            scales = saved.get("scales") if saved is not None and fits else None
+    def resume(self, saved: Mapping[str, Any] | None) -> bool:
+        goes_on = super().resume(saved)
+        if self._scaling is not None:  # else it goes on from what the scaler itself has loaded
+            scales = saved.get("scales") if saved is not None and goes_on else None
             self._scaling.put_state(scales or {})
         self._guard.forget()
+        return goes_on
 
     # ------------------------------------------------------------------ checkpoints
 

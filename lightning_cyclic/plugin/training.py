@@ -416,8 +416,12 @@ class AbstractTraining(ABC):
         """Return the rank whose loader gives the batches that this worker computes with."""
         return self._trainer.global_rank
 
-    def resume(self, saved: Mapping[str, Any] | None) -> None:
-        """Go on from weights that were loaded, and from the delayed state beside them."""
+    def resume(self, saved: Mapping[str, Any] | None) -> bool:
+        """Go on from weights that were loaded, and from the delayed state beside them.
+
+        Returns:
+            Whether training goes on with the same bits.
+        """
         fits = saved is not None and ckpt.fits(saved, self._plan)
         if saved is not None and not fits and self._plan.weights != "sync":
             # versions that its first forwards would read were never made
@@ -430,6 +434,7 @@ class AbstractTraining(ABC):
         goes_on = self._session.resume(saved, fits=fits)
         feedback = saved.get("feedback", {}) if saved is not None and goes_on else {}
         self._compensation.put_state(feedback, self._session.named() if goes_on else {})
+        return goes_on
 
     def load_optimizer_state_dict(self, own: Own, checkpoint: Mapping[str, Any]) -> None:
         """Load the whole optimizer state, and let loaders shuffle as they would have."""

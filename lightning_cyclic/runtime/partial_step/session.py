@@ -185,6 +185,9 @@ class StagewiseSession:
         Returns:
             Whether training goes on with the same bits.
         """
+        if self.versions is not None:  # in the middle of a run, whose steps count on
+            self.versions.restart()
+            return False
         if saved is None or "cuts" not in saved:
             return False
         # versions that the first forwards of a delayed rule would read were never made

@@ -112,6 +112,19 @@ class Versions:
         if self._foresight is not None:
             self._foresight.train_others(stages)
 
+    def restart(self) -> None:
+        """Take the parameters as they are now for every version: they were loaded, behind a flush.
+
+        The rule goes on from them as it does from the first weights of all.
+        """
+        for j in self._stages:
+            self._kept[j].clear()
+            self._alive[j].clear()
+        self._overwritten.clear()
+        if self._foresight is not None:
+            self._foresight.restart()
+        self.put_previous({"versions": {}, "owed": {}})
+
     @property
     def overwrites(self) -> bool:
         """Say whether guesses for forwards are written over the ones before."""

@@ -60,6 +60,11 @@ class Foresight:
             named = stages[j].items()
             self._reserved[t, i, j] = {n: values.get(n, p.detach().clone()) for n, p in named}
 
+    def restart(self) -> None:
+        """Forget the guesses from weights that others have taken the place of, behind a flush."""
+        self._reserved.clear()
+        self._of_step.clear()
+
     def looks_ahead(self, a: Action) -> bool:
         """Say whether the forward or the backward of a micro-batch reads a guess."""
         assert a.i is not None
