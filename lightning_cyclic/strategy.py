@@ -475,7 +475,7 @@ class CyclicStrategy(DDPStrategy):
         if fitting and options.trace is not None:
             options = replace(options, recorder=self._begin_trace(options, kind))
         if kind is not None:
-            with self._naming("to set training up"):
+            with self.naming("to set training up"):
                 super().barrier()  # who fails before it is noticed here, and not in new groups
                 self._training = kind(trainer, options, self._plan, self._reductions)
             if self._meetings is not None:
@@ -521,14 +521,14 @@ class CyclicStrategy(DDPStrategy):
         if self._auto is not None:  # here, as the module is on its device, and no data are read
             trainer = self.lightning_module.trainer
             check = partial(self._check, trainer, fitting=True)
-            with self._naming("to choose a plan"):
+            with self.naming("to choose a plan"):
                 self._chosen = self._auto.choose(trainer, check)
             self._prepare(trainer, self._options, fitting=True)
 
     def _start_alike(self) -> None:
         assert self.lightning_module is not None
         if self.world_size > 1:
-            with self._naming("to start alike"):
+            with self.naming("to start alike"):
                 start_alike(self.lightning_module)
 
     def check_compressed_states(self, options: Options | None = None) -> None:
@@ -592,22 +592,22 @@ class CyclicStrategy(DDPStrategy):
     @override
     def all_gather(self, *args: Any, **kwargs: Any) -> Any:
         self._reductions.check_meeting("all_gather")
-        with self._naming("to gather"):
+        with self.naming("to gather"):
             return super().all_gather(*args, **kwargs)
 
     @override
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         self._reductions.check_meeting("barrier")
-        with self._naming("to meet"):
+        with self.naming("to meet"):
             super().barrier(*args, **kwargs)
 
     @override
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         self._reductions.check_meeting("broadcast")
-        with self._naming("to learn what one of them has"):
+        with self.naming("to learn what one of them has"):
             return super().broadcast(obj, src)
 
-    def _naming(self, what: str) -> AbstractContextManager[None]:
+    def naming(self, what: str) -> AbstractContextManager[None]:
         """Name the ranks that do not come while the body waits for all of them."""
         return nullcontext() if self._meetings is None else self._meetings.naming(self._when, what)
 
@@ -673,7 +673,7 @@ class CyclicStrategy(DDPStrategy):
         states = checkpoint.get("optimizer_states", [])
         checkpoint["optimizer_states"] = list(map(named, states, self.optimizers))
         group = None if training is None else training.group
-        with self._naming("to write a checkpoint"):
+        with self.naming("to write a checkpoint"):
             write_folder(checkpoint, Path(self.broadcast(path)), apart.tensors, group)
 
     def _is_file(self, path: Any) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from lightning.pytorch.plugins.precision import (
     DoublePrecision,
     HalfPrecision,
@@ -17,6 +18,7 @@ from lightning.pytorch.plugins.precision import (
 )
 from torch import Tensor, nn
 
+from lightning_cyclic.plan import Plan
 from tests import asynchronous, processes, sequential
 from tests.corpus import (
     Classifier,
@@ -27,6 +29,7 @@ from tests.corpus import (
     train_data,
     weights_of,
 )
+from tests.sequential import LEAST, wire_of
 from tests.stagewise_runs import Job, Outcome, pipelines, prepare
 
 pytestmark = pytest.mark.multi
@@ -45,12 +48,18 @@ NUM_STEPS, NET = 6, "resnet"
 
 
 def every(presets: dict[str, str]) -> list[Any]:
-    """Return each preset with each precision, of which one is not exhaustive."""
-    pairs = [(preset, precision) for preset in presets for precision in PRECISIONS]
+    """Return each preset with each precision on 2 and 4 ranks; one of each preset always runs."""
     return [
-        pytest.param(*pair, marks=() if pair in ALWAYS else pytest.mark.exhaustive)
-        for pair in pairs
-    ]
+        pytest.param(
+            preset, precision, num_ranks,
+            marks=()
+            if (preset, precision) in ALWAYS and num_ranks == 2
+            else pytest.mark.exhaustive,
+        )
+        for preset in presets
+        for precision in PRECISIONS
+        for num_ranks in (2, 4)
+    ]  # fmt: skip
 
 
 def plugin(precision: str) -> Precision:
@@ -70,31 +79,35 @@ def fit_whole(strategy: Any, precision: str) -> dict[str, Any]:
     module = Classifier(NET, "sgd")
     trainer = make_trainer(strategy, max_epochs=1, precision=precision)
     trainer.fit(module, train_data(module, NUM_STEPS))
-    return {"weights": weights_of(module), "stage_of": dict(trainer.strategy.stage_of)}
+    made = trainer.strategy
+    return {"weights": weights_of(module), "stage_of": dict(made.stage_of), "plan": made.plan}
 
 
-def whole_by_rule(precision: str, rule: str, stage_of: dict[str, int]) -> dict[str, Tensor]:
-    own, module = plugin(precision), Classifier(NET, "sgd")
+def whole_by_rule(
+    precision: str, rule: str, stage_of: dict[str, int], plan: Plan
+) -> dict[str, Tensor]:
+    own, module, num = plugin(precision), Classifier(NET, "sgd"), plan.num_micro
     own.convert_module(module)
-    data = MicroBatches(module.kind, NUM_STEPS * 2)
+    data = MicroBatches(module.kind, NUM_STEPS * num)
 
     def loss(module: nn.Module, t: int, i: int) -> Tensor:
-        batch = own.convert_input(data[t * 2 + i])  # drawn before floats are of another dtype
+        batch = own.convert_input(data[t * num + i])  # drawn before floats are of another dtype
         with own.train_step_context():
             return module.loss(batch, t)
 
     sequential.train(
         module, by_stage(module, stage_of), module.configure_optimizers(), loss, rule=rule,
-        num_workers=2, num_steps=NUM_STEPS,
+        num_workers=num, num_steps=NUM_STEPS,
+        wire=wire_of(plan, least=torch.promote_types(LEAST, next(module.parameters()).dtype)),
     )  # fmt: skip
     return weights_of(module)
 
 
-@pytest.mark.parametrize(("preset", "precision"), every(WHOLE))
-def test_whole_steps(preset: str, precision: str) -> None:
+@pytest.mark.parametrize(("preset", "precision", "num_ranks"), every(WHOLE))
+def test_whole_steps(preset: str, precision: str, num_ranks: int) -> None:
     strategy = {"preset": preset, "stages": 4}
-    ranks = processes.run(fit_whole, 2, strategy, precision)
-    args = precision, WHOLE[preset], ranks[0]["stage_of"]
+    ranks = processes.run(fit_whole, num_ranks, strategy, precision)
+    args = precision, WHOLE[preset], ranks[0]["stage_of"], ranks[0]["plan"]
     (expected,) = processes.run(whole_by_rule, 1, *args)
     for rank in ranks:
         assert_same(rank["weights"], expected)
@@ -143,9 +156,9 @@ def staged_by_rule(
     return weights_of(module)
 
 
-@pytest.mark.parametrize(("preset", "precision"), every(STAGED))
-def test_stages_apart(preset: str, precision: str) -> None:
-    ranks = pipelines(JOB, 2, precision, preset=preset, stages=4, function=fit_staged)
+@pytest.mark.parametrize(("preset", "precision", "num_ranks"), every(STAGED))
+def test_stages_apart(preset: str, precision: str, num_ranks: int) -> None:
+    ranks = pipelines(JOB, num_ranks, precision, preset=preset, stages=4, function=fit_staged)
     args = JOB, precision, STAGED[preset], ranks[0]["stage_of"]
     (expected,) = processes.run(staged_by_rule, 1, *args)
     for rank in ranks:
