@@ -29,6 +29,7 @@ from typing_extensions import override
 from lightning_cyclic.errors import ConfigurationError
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.plugin import checkpoint as ckpt
+from lightning_cyclic.plugin import sealed_file
 from lightning_cyclic.plugin.asynchronous_pipeline import AsynchronousPipelineTraining
 from lightning_cyclic.plugin.auto import AUTO, SAVED, AutoPlan, check_network, network_of
 from lightning_cyclic.plugin.callbacks.drain import DrainCallback
@@ -646,10 +647,9 @@ class CyclicStrategy(DDPStrategy):
             return
         new = in_memory if self._training is None else self._training.new
         self._add_delayed(checkpoint, partial(put_together, new=new))
-        is_large = self._training is not None and self._training.is_larger_than_memory
-        if is_large and self._is_file(filepath) and storage_options is None:
+        if self._is_file(filepath) and storage_options is None:
             if self.is_global_zero:
-                ckpt.write(checkpoint, Path(filepath))
+                sealed_file.write(checkpoint, Path(filepath))
         else:
             super().save_checkpoint(checkpoint, filepath, storage_options)
 
@@ -690,8 +690,8 @@ class CyclicStrategy(DDPStrategy):
             loaded = self._folder.completed(meta)
         elif is_file:  # of which no rank reads more than it needs, if it makes its own stages
             read = super().load_checkpoint if self._deferral is None else ckpt.mapped
-            with ckpt.reading(checkpoint_path):
-                loaded = read(checkpoint_path, *args, **kwargs)
+            sealed_file.check(checkpoint_path)
+            loaded = read(checkpoint_path, *args, **kwargs)
         else:
             loaded = super().load_checkpoint(checkpoint_path, *args, **kwargs)  # from 2.6 on more
         saved = with_tensors(loaded)

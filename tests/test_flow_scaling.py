@@ -87,12 +87,12 @@ def sequential(job: Job, rule: str, stage_of: dict[str, int], max_norm: float | 
         ("cyclic_pipeline", 4, "vit", False, {}),
         ("cyclic_pipeline", 2, "vit", True, BY_STAGE),
         ("cyclic_mp", 1, "vit", False, {}),
-        ("cyclic_mp", 2, "vit", False, {}),
-        ("cyclic_mp", 4, "vit", True, BY_STAGE),
+        pytest.param("cyclic_mp", 2, "vit", False, {}, marks=pytest.mark.exhaustive),
+        pytest.param("cyclic_mp", 4, "vit", True, BY_STAGE, marks=pytest.mark.exhaustive),
         ("cyclic_mp", 4, "resnet", False, {}),  # with a schedule, and buffers that change
-        ("cyclic_mp", 2, "vit", False, DELAYED),
+        pytest.param("cyclic_mp", 2, "vit", False, DELAYED, marks=pytest.mark.exhaustive),
         ("cyclic_mp", 4, "vit", True, DELAYED),
-        ("cyclic_mp", 4, "resnet", False, DELAYED),
+        pytest.param("cyclic_mp", 4, "resnet", False, DELAYED, marks=pytest.mark.exhaustive),
     ],
 )
 def test_scales_and_skipped_updates_follow_the_rule(

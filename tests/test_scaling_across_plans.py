@@ -115,9 +115,21 @@ OTHERS = [
 PLAIN = [("auto", "pipedream_2bw"), ("auto", "cyclic_mp")]  # whose epochs count micro-batches
 
 
+ALWAYS = [
+    ("pipedream_2bw", "cyclic_mp", True), ("cyclic_mp", "1f1b", False),
+    ("auto", "pipedream_2bw", True),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("first", "second", "in_the_middle"),
-    [*((*pair, False) for pair in OTHERS), *((*pair, True) for pair in OTHERS + PLAIN)],
+    [
+        pytest.param(*row, marks=() if row in ALWAYS else pytest.mark.exhaustive)
+        for row in [
+            *((*pair, False) for pair in OTHERS),
+            *((*pair, True) for pair in OTHERS + PLAIN),
+        ]
+    ],
 )
 def test_another_plan_goes_on_from_the_newest_scale(
     first: str, second: str, in_the_middle: bool, tmp_path: Path
@@ -142,7 +154,13 @@ def test_another_plan_goes_on_from_the_newest_scale(
     assert all(max(skipped) > 0 for skipped in expected["skipped"])  # before, and behind
 
 
-@pytest.mark.parametrize("preset", ["pipedream", "pipeoptim", "xpipe"])
+@pytest.mark.parametrize(
+    "preset",
+    [
+        "pipedream",
+        *(pytest.param(x, marks=pytest.mark.exhaustive) for x in ("pipeoptim", "xpipe")),
+    ],
+)
 def test_a_run_goes_back_to_its_own_checkpoint_alike_on_all_ranks(
     preset: str, tmp_path: Path
 ) -> None:

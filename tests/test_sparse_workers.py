@@ -175,7 +175,7 @@ CASES: list[Any] = [
     ("gpt2", "adamw", {"preset": "cyclic_zero", "stages": 2}, "bf16-true", 2, {}),
     more("mlp", "adamw", {"preset": "cyclic_zero", "stages": 4}, "bf16-true", 2, {}),
     ("batchnorm_mlp", "sgd", {"preset": "cyclic_zero"}, "bf16-true", 4, {}),
-    ("mlp", "adamw", {"preset": "cyclic_zero", "stages": 3}, "32-true", 3, {}),
+    more("mlp", "adamw", {"preset": "cyclic_zero", "stages": 3}, "32-true", 3, {}),
     (
         "mlp", "adamw", {"preset": "cyclic_dp_v1", "stages": 3}, "bf16-true", 2,
         {"gradient_clip_val": 0.1},
@@ -431,7 +431,7 @@ def staged_by_rule(
         more("1f1b", 2, "bf16-true", 0.1, {}),
         more("1f1b", 4, "32-true", None, {}),
         ("1f1b", 4, "bf16-true", 0.1, {"width": 2, "stages": 2}),
-        ("gpipe", 2, "16-true", None, {"remat": "always"}),
+        more("gpipe", 2, "16-true", None, {"remat": "always"}),
         more("pipedream_2bw", 2, "bf16-true", None, {}),
         ("pipedream_2bw", 4, "bf16-true", 0.1, {"width": 2, "stages": 2}),
         ("cyclic_pipeline", 2, "bf16-true", None, {}),

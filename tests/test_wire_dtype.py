@@ -69,9 +69,8 @@ WHOLE = [
     if (precision, dtype) != ("32-true", None)  # which all other tests compare
 ]
 ALWAYS = {
-    ("cyclic_dp", "bf16-true", None), ("cyclic_dp", "bf16-mixed", "bf16"),
-    ("cyclic_zero", "32-true", "bf16"), ("lockstep_dp", "64-true", "fp32"),
-    ("cyclic_dp_v1", "32-true", "fp16"), ("weipipe", "bf16-true", None),
+    ("cyclic_dp", "bf16-true", None), ("cyclic_zero", "32-true", "bf16"),
+    ("weipipe", "bf16-true", None),
 }  # fmt: skip
 
 
@@ -102,7 +101,7 @@ STAGED = [
 ]
 STAGED_ALWAYS = {
     ("1f1b", "bf16-true", None), ("pipedream_2bw", "32-true", "bf16"),
-    ("cyclic_mp", "bf16-true", None), ("cyclic_mp", "32-true", "bf16"),
+    ("cyclic_mp", "bf16-true", None),
 }  # fmt: skip
 
 

@@ -11,17 +11,14 @@ Of a folder (checkpoint_folder.py) each worker writes its part of the first.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
-from zipfile import is_zipfile
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_cyclic.errors import ConfigurationError
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.plugin.group_values import values_of
 from lightning_cyclic.runtime.agreement import gathered, merged
@@ -107,45 +104,12 @@ def keep_owned_state(optimizer: Optimizer, owned: Sequence[nn.Parameter]) -> Non
         del optimizer.state[p]
 
 
-def write(checkpoint: Mapping[str, Any], path: Path) -> None:
-    """Write a checkpoint without a copy of it in memory; there is the whole file, or none."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f"{path.name}.part")
-    try:
-        torch.save(checkpoint, part)
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
-
-
 def mapped(path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
     """Read a checkpoint of which values stay in the file until they are used."""
     found: dict[str, Any] = torch.load(
         path, map_location="cpu", mmap=_is_archive(path), weights_only=weights_only
     )
     return found
-
-
-@contextmanager
-def reading(path: str | Path) -> Iterator[None]:
-    """Let the body read a checkpoint.
-
-    Raises:
-        FileNotFoundError: there is none.
-        ConfigurationError: it is not whole.
-    """
-    if not Path(path).exists():
-        raise FileNotFoundError(f"Checkpoint file not found: {path}")
-    try:
-        yield
-    except (OSError, RuntimeError) as error:
-        if not _is_archive(path) or is_zipfile(path):  # what lists all of it is at its end
-            raise
-        raise ConfigurationError(
-            f"the checkpoint {path} has {Path(path).stat().st_size} bytes and is not whole: "
-            f"{str(error).strip().partition(chr(10))[0]}; allowed: files as they were "
-            "written; copy it anew, or go on from another checkpoint"
-        ) from error
 
 
 def _is_archive(path: str | Path) -> bool:

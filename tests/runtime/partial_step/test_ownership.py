@@ -167,39 +167,3 @@ def test_borrowed_parameters_without_gradients_give_none():
         pass
     assert taken == {}
     assert model.a.weight.grad is None
-
-
-def test_sums_leave_a_worker_and_are_added_to_the_next_ones_gradients():
-    model, ownership = held(0)
-    model.a.weight.grad, model.norm.bias.grad = torch.ones(3, 3), torch.ones(3) * 2
-    places, grads = ownership.take_sum(0)
-    assert places == [0, 3]  # a.weight, a.bias, norm.weight, norm.bias
-    assert [float(g.sum()) for g in grads] == [9, 6]
-    assert all(p.grad is None for p in model.parameters())
-    other, theirs = held(0)
-    other.a.weight.grad, other.a.bias.grad = torch.ones(3, 3) * 10, torch.ones(3)
-    theirs.add_to(0, places, grads)
-    assert torch.equal(other.a.weight.grad, torch.full((3, 3), 11.0))
-    assert torch.equal(other.a.bias.grad, torch.ones(3))
-    assert torch.equal(other.norm.bias.grad, torch.ones(3) * 2)
-    assert other.norm.weight.grad is None
-
-
-def test_no_gradients_are_an_empty_sum():
-    model, ownership = held(1)
-    assert ownership.take_sum(1) == ([], [])
-    model.b.weight.grad = grad = torch.ones(3, 3)
-    ownership.add_to(1, [], [])
-    assert model.b.weight.grad is grad
-
-
-def test_the_sum_that_came_is_the_first_summand():
-    """Sums over micro-batches are added in their order, bit by bit."""
-    big = 2.0**25
-    model, ownership = held(1)
-    model.b.weight.grad = torch.ones(3, 3)
-    ownership.add_to(1, [0], [torch.full((3, 3), big)])
-    model_2, holdings_2 = held(1)
-    model_2.b.weight.grad = torch.full((3, 3), -big)
-    holdings_2.add_to(1, *ownership.take_sum(1))
-    assert torch.equal(model_2.b.weight.grad, torch.zeros(3, 3))
