@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import lightning as L
 import pytest
 import torch
+from hydra.core.utils import setup_globals
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
@@ -58,6 +60,17 @@ def test_every_image_model_fits_every_image_data_set(compose_recipe, model, data
     cfg = compose_recipe(f"model={model}", f"data={data}")
     assert cfg.model.net.num_classes == cfg.task.num_classes
     assert cfg.model.net.channels == len(cfg.data.get("mean", [0]))
+
+
+def test_a_requeued_job_has_the_folder_of_its_run(monkeypatch):
+    setup_globals()
+    asked = OmegaConf.load(CONF / "config.yaml").hydra.run
+    for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"):
+        monkeypatch.delenv(name, raising=False)
+    assert re.fullmatch(r"outputs/\d{4}-\d\d-\d\d/\d\d-\d\d-\d\d", asked.dir)
+    monkeypatch.setenv("SLURM_JOB_ID", "4711")
+    monkeypatch.setenv("SLURM_STEP_ID", "0")
+    assert asked.dir == "outputs/4711/0"
 
 
 def test_gpt_brings_its_data_and_the_command_line_wins(compose_recipe):
