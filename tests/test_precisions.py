@@ -84,8 +84,9 @@ def fit_whole(strategy: Any, precision: str) -> dict[str, Any]:
 
 
 def whole_by_rule(
-    precision: str, rule: str, stage_of: dict[str, int], plan: Plan
-) -> dict[str, Tensor]:
+    precision: str, rule: str, stage_of: dict[str, int], plan: Plan,
+    dtype: torch.dtype | None = None,
+) -> dict[str, Tensor]:  # fmt: skip
     own, module, num = plugin(precision), Classifier(NET, "sgd"), plan.num_micro
     own.convert_module(module)
     data = MicroBatches(module.kind, NUM_STEPS * num)
@@ -98,7 +99,7 @@ def whole_by_rule(
     sequential.train(
         module, by_stage(module, stage_of), module.configure_optimizers(), loss, rule=rule,
         num_workers=num, num_steps=NUM_STEPS,
-        wire=wire_of(plan, least=torch.promote_types(LEAST, next(module.parameters()).dtype)),
+        wire=wire_of(plan, dtype, torch.promote_types(LEAST, next(module.parameters()).dtype)),
     )  # fmt: skip
     return weights_of(module)
 
@@ -121,12 +122,14 @@ JOB = Job(case="resnet", num_steps=NUM_STEPS, num_epochs=1)
 def fit_staged(job: Job, strategy: dict[str, Any], precision: str) -> Outcome:
     run = prepare(job, strategy, precision=precision)
     run.trainer.fit(run.module, run.batches)
-    return run.outcome() | {"stage_of": run.trainer.strategy.stage_of}
+    made = run.trainer.strategy
+    return run.outcome() | {"stage_of": made.stage_of, "plan": made.plan}
 
 
 def staged_by_rule(
-    job: Job, precision: str, rule: str, stage_of: dict[str, int]
-) -> dict[str, Tensor]:
+    job: Job, precision: str, rule: str, stage_of: dict[str, int], plan: Plan,
+    dtype: torch.dtype | None = None, width: int = 1,
+) -> dict[str, Tensor]:  # fmt: skip
     own, module = plugin(precision), job.make()
     module.log = module.log_dict = lambda *args, **kwargs: None  # type: ignore[method-assign]
     own.convert_module(module)
@@ -142,24 +145,19 @@ def staged_by_rule(
             output = module.training_step(batch, 0)
         return output["loss"] if isinstance(output, dict) else output
 
-    stages = by_stage(module, stage_of)
-    if rule == "sync":
-        sequential.train(
-            module, stages, optimizer, loss, rule=rule, num_workers=job.num_micro,
-            num_steps=NUM_STEPS, after_update=step,
-        )  # fmt: skip
-    else:
-        asynchronous.train(
-            module, stages, optimizer, loss, rule=rule, num_micro=job.num_micro,
-            num_steps=NUM_STEPS, after_update=step,
-        )  # fmt: skip
+    least = torch.promote_types(LEAST, next(module.parameters()).dtype)
+    asynchronous.train(
+        module, by_stage(module, stage_of), optimizer, loss, rule=rule, num_micro=job.num_micro,
+        num_steps=job.num_steps, after_update=step, width=width,
+        wire=wire_of(plan, dtype, least),
+    )  # fmt: skip
     return weights_of(module)
 
 
 @pytest.mark.parametrize(("preset", "precision", "num_ranks"), every(STAGED))
 def test_stages_apart(preset: str, precision: str, num_ranks: int) -> None:
     ranks = pipelines(JOB, num_ranks, precision, preset=preset, stages=4, function=fit_staged)
-    args = JOB, precision, STAGED[preset], ranks[0]["stage_of"]
+    args = JOB, precision, STAGED[preset], ranks[0]["stage_of"], ranks[0]["plan"]
     (expected,) = processes.run(staged_by_rule, 1, *args)
     for rank in ranks:
         assert_same(rank["weights"], expected)

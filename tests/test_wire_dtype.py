@@ -6,24 +6,19 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_cyclic.errors import ConfigurationError, PeerError, StepError
-from lightning_cyclic.plan import Plan
 from lightning_cyclic.strategy import CyclicStrategy
-from tests import asynchronous, processes, sequential
+from tests import processes
 from tests.corpus import (
     Classifier,
-    MicroBatches,
     assert_same,
-    by_stage,
     make_trainer,
     train_data,
-    weights_of,
 )
-from tests.sequential import wire_of
-from tests.stagewise_runs import Job, Outcome, pipelines, prepare
-from tests.test_precisions import plugin
+from tests.stagewise_runs import Job, pipelines
+from tests.test_precisions import fit_staged, fit_whole, staged_by_rule, whole_by_rule
 
 NUM_STEPS, NET = 6, "resnet"
 DTYPES = {None: None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -31,34 +26,6 @@ LEAST = {"64-true": torch.float64}
 
 
 # ---------------------------------------------------------------------- whole steps
-
-
-def fit_whole(strategy: Any, precision: str) -> dict[str, Any]:
-    module = Classifier(NET, "sgd")
-    trainer = make_trainer(strategy, max_epochs=1, precision=precision)
-    trainer.fit(module, train_data(module, NUM_STEPS))
-    made = trainer.strategy
-    return {"weights": weights_of(module), "stage_of": dict(made.stage_of), "plan": made.plan}
-
-
-def whole_by_rule(
-    precision: str, dtype: str | None, plan: Plan, stage_of: dict[str, int]
-) -> dict[str, Tensor]:
-    own, module, num = plugin(precision), Classifier(NET, "sgd"), plan.num_micro
-    own.convert_module(module)
-    data = MicroBatches(module.kind, NUM_STEPS * num)
-
-    def loss(module: nn.Module, t: int, i: int) -> Tensor:
-        batch = own.convert_input(data[t * num + i])
-        with own.train_step_context():
-            return module.loss(batch, t)
-
-    sequential.train(
-        module, by_stage(module, stage_of), module.configure_optimizers(), loss,
-        rule=plan.weights, num_workers=num, num_steps=NUM_STEPS,
-        wire=wire_of(plan, DTYPES[dtype], LEAST.get(precision, torch.float32)),
-    )  # fmt: skip
-    return weights_of(module)
 
 
 WHOLE = [
@@ -83,7 +50,8 @@ def marked(rows: list[tuple[Any, ...]], always: set[tuple[Any, ...]]) -> list[An
 def test_workers_of_whole_steps(preset: str, precision: str, dtype: str | None) -> None:
     strategy = {"preset": preset, "stages": 4, "wire_dtype": dtype}
     ranks = processes.run(fit_whole, 4, strategy, precision)
-    args = precision, dtype, ranks[0]["plan"], ranks[0]["stage_of"]
+    plan = ranks[0]["plan"]
+    args = precision, plan.weights, ranks[0]["stage_of"], plan, DTYPES[dtype]
     (expected,) = processes.run(whole_by_rule, 1, *args)
     for rank in ranks:
         assert_same(rank["weights"], expected)
@@ -105,40 +73,6 @@ STAGED_ALWAYS = {
 }  # fmt: skip
 
 
-def fit_staged(job: Job, strategy: dict[str, Any], precision: str) -> Outcome:
-    run = prepare(job, strategy, precision=precision)
-    run.trainer.fit(run.module, run.batches)
-    made = run.trainer.strategy
-    return run.outcome() | {"stage_of": made.stage_of, "plan": made.plan}
-
-
-def staged_by_rule(
-    job: Job, precision: str, dtype: str | None, plan: Plan, stage_of: dict[str, int], width: int
-) -> dict[str, Tensor]:
-    own, module = plugin(precision), job.make()
-    module.log = module.log_dict = lambda *args, **kwargs: None  # type: ignore[method-assign]
-    own.convert_module(module)
-    made = module.configure_optimizers()
-    optimizer, step = made, lambda t: None
-    if isinstance(made, tuple):
-        (optimizer,), (scheduler,) = made
-        step = lambda t: scheduler["scheduler"].step()  # noqa: E731
-
-    def loss(module: Any, t: int, i: int) -> Tensor:
-        batch = own.convert_input(job.batch(t * job.num_micro + i))
-        with own.train_step_context():
-            output = module.training_step(batch, 0)
-        return output["loss"] if isinstance(output, dict) else output
-
-    wire = wire_of(plan, DTYPES[dtype], LEAST.get(precision, torch.float32))
-    asynchronous.train(
-        module, by_stage(module, stage_of), optimizer, loss, rule=plan.weights,
-        num_micro=job.num_micro, num_steps=job.num_steps, after_update=step, width=width,
-        wire=wire,
-    )  # fmt: skip
-    return weights_of(module)
-
-
 @pytest.mark.multi
 @pytest.mark.parametrize(("preset", "precision", "dtype"), marked(STAGED, STAGED_ALWAYS))
 def test_workers_of_stages(preset: str, precision: str, dtype: str | None) -> None:
@@ -146,8 +80,9 @@ def test_workers_of_stages(preset: str, precision: str, dtype: str | None) -> No
     width = 2 if preset in REPLICAS else 1
     strategy = {"preset": preset, "wire_dtype": dtype, "stages": 4 // width, "width": width}
     ranks = pipelines(job, 4, precision, function=fit_staged, **strategy)
-    parts = width if ranks[0]["plan"].sums_by_replica else 1
-    args = job, precision, dtype, ranks[0]["plan"], ranks[0]["stage_of"], parts
+    plan = ranks[0]["plan"]
+    parts = width if plan.sums_by_replica else 1
+    args = job, precision, plan.weights, ranks[0]["stage_of"], plan, DTYPES[dtype], parts
     (expected,) = processes.run(staged_by_rule, 1, *args)
     for rank in ranks:
         assert_same(rank["weights"], expected)
