@@ -59,7 +59,12 @@ from lightning_cyclic.plugin.training import (
     random_as_on_rank_0,
     start_alike,
 )
-from lightning_cyclic.runtime.agreement import Together, put_together
+from lightning_cyclic.runtime.agreement import (
+    Together,
+    gather_texts,
+    put_together,
+    require_same_lines,
+)
 from lightning_cyclic.runtime.deferred import Deferral
 from lightning_cyclic.runtime.lending import lending
 from lightning_cyclic.runtime.meetings import START, Meetings, naming_start
@@ -530,6 +535,11 @@ class CyclicStrategy(DDPStrategy):
         assert self.lightning_module is not None
         if self.world_size > 1:
             with self.naming("to start alike"):
+                require_same_lines(
+                    "the arguments of CyclicStrategy",
+                    gather_texts(self._options.lines),
+                    "the same on every rank; start all ranks with one configuration",
+                )
                 start_alike(self.lightning_module)
 
     def check_compressed_states(self, options: Options | None = None) -> None:

@@ -124,3 +124,21 @@ def test_a_sum_beyond_float16_is_named() -> None:
     assert sender.startswith("StepError: gradients have an element of ")
     assert "but wire_dtype='fp16' sends none above 65504" in sender
     assert "rank 0" in other
+
+
+def fit_unlike(preset: str) -> str:
+    strategy = {"preset": preset, "wire_dtype": "bf16" if processes.here().rank else None}
+    more = {"width": 2, "stages": 1, "num_micro": 2} if preset == "gpipe" else {}
+    module = Classifier("mlp", "sgd")
+    with pytest.raises(StepError) as raised:
+        make_trainer(strategy | more, max_epochs=1).fit(module, train_data(module, 2))
+    return str(raised.value)
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize("preset", ["cyclic_dp", "gpipe"])
+def test_ranks_with_other_arguments_are_refused(preset: str) -> None:
+    for text in processes.run(fit_unlike, 2, preset):
+        assert text.startswith("ranks differ in the arguments of CyclicStrategy: ")
+        assert "wire_dtype=None" in text
+        assert "wire_dtype='bf16'" in text

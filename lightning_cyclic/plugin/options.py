@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import final, get_args
 
@@ -185,6 +185,13 @@ class Options:
     def trains_plainly(self) -> bool:
         """Say whether this is one worker whose plan always reads the newest weights."""
         return self.num_workers == 1 and self.plan(1).delay(0) == 0
+
+    @property
+    def lines(self) -> str:
+        """Write down what all ranks must have alike, a line each."""
+        own = {"trace", "recorder"}  # of a rank's own file system
+        names = [field.name for field in fields(self) if field.name not in own]
+        return "\n".join(f"{name}={getattr(self, name)!r}" for name in names)
 
     def sums(self, *, is_scaled: bool) -> SumDtypes:
         """Return the dtypes of sums of gradients.

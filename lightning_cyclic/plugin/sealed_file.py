@@ -14,6 +14,7 @@ import hashlib
 import os
 import struct
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 from zipfile import BadZipFile, ZipFile
@@ -130,10 +131,11 @@ def _blocks(file: BinaryIO, end: int) -> Iterator[bytes]:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Bring a folder's new name of a file to the disk, where its system can."""
+    """Bring a folder's new name of a file to the disk, where its file system can."""
     opened = os.open(folder, os.O_RDONLY)
     try:
-        os.fsync(opened)
+        with suppress(OSError):  # the file is there: no reason for training to end
+            os.fsync(opened)
     finally:
         os.close(opened)
 

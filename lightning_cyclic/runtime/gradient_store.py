@@ -58,7 +58,7 @@ class GradientStore:
         """Let what the body leaves in ``p.grad`` of a stage go to the sum of a step."""
         total = self._sums.get((t, j))
         # that autograd would add to in a narrower dtype
-        is_wider = total is not None and self._fitting(j, total) is not total
+        is_wider = total is not None and not self._fits(j, total)
         if is_wider:
             del self._sums[t, j]
         self.show(t, j)
@@ -120,11 +120,15 @@ class GradientStore:
 
     def _fitting(self, j: int, found: Sum) -> Sum:
         """Return a sum in the dtypes in which optimizers want it; itself where it is so."""
-        pairs = list(zip(self.parameters_of(j), found.grads, strict=True))
-        if all(x is None or x.dtype == p.dtype or _takes(p, x) for p, x in pairs):
+        if self._fits(j, found):
             return found
+        pairs = zip(self.parameters_of(j), found.grads, strict=True)
         grads = [x if x is None or _takes(p, x) else x.to(p.dtype) for p, x in pairs]
         return found._replace(grads=grads)
+
+    def _fits(self, j: int, found: Sum) -> bool:
+        pairs = zip(self.parameters_of(j), found.grads, strict=True)
+        return all(x is None or _takes(p, x) for p, x in pairs)
 
     def _added(self, total: Sum, found: Sum) -> Sum:
         """Add in the memory of one, if it is wide enough for the sum."""
@@ -168,6 +172,8 @@ def refuse_sparse(j: int, *grads: Tensor | None) -> None:
 
 
 def _takes(p: nn.Parameter, grad: Tensor) -> bool:
-    """Say whether a parameter has a gradient of another dtype, which is not a wider one."""
+    """Say whether a parameter takes a gradient as it is: of its dtype, or of a narrower one."""
+    if grad.dtype == p.dtype:
+        return True
     allowed = getattr(p, "grad_dtype", p.dtype)  # before torch 2.9 there is no other than its own
     return allowed is None and torch.promote_types(p.dtype, grad.dtype) == p.dtype
