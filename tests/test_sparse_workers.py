@@ -12,6 +12,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.precision import HalfPrecision, Precision
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from lightning_cyclic import SparseStatePrecision
 from lightning_cyclic.plan import Plan
@@ -27,7 +28,7 @@ from tests.corpus import (
     train_data,
     weights_of,
 )
-from tests.pruned import DTYPES, random_masks
+from tests.pruned import DTYPES, LiveStorages, Regression, adamw, random_masks
 from tests.sequential import wire_of
 from tests.stagewise_runs import Job, pipelines, prepare
 
@@ -230,6 +231,52 @@ def fit_dense(net: str, strategy: dict[str, Any]) -> dict[str, Any]:
     run = make_trainer(strategy, max_epochs=1, precision="bf16-true", callbacks=[watch])
     run.fit(module, train_data(module, NUM_STEPS))
     return watch.found
+
+
+# ---------------------------------------------------------------------- peak of backward
+
+SIDE, DENSE = 64, 64 * 64 * 2  # bytes of a dense weight, or gradient, in bfloat16
+
+
+class Peaks(Callback):
+    """Note how many tensors as large as a dense weight each batch has at most, and leaves."""
+
+    def __init__(self, live: LiveStorages) -> None:
+        self.live = live
+        self.during: list[int] = []
+        self.behind: list[int] = []
+
+    def on_train_batch_start(self, *args: Any) -> None:
+        self.live.peak = 0
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.during.append(self.live.peak // DENSE)
+        self.behind.append(self.live.num_bytes // DENSE)
+
+
+def fit_watched(strategy: dict[str, Any], sparse: bool) -> tuple[list[int], list[int]]:
+    rows: Any = [torch.ones(SIDE) for _ in range(48)]
+    with LiveStorages(DENSE) as live:  # all else is smaller
+        net = nn.Sequential(*[nn.Linear(SIDE, SIDE, bias=False) for _ in range(8)])
+        peaks = Peaks(live)
+        plugins: list[Any] = [HalfPrecision("bf16-true")]
+        if sparse:
+            plugins = [SparseStatePrecision(sparsity=0.9)]
+        run = make_trainer(strategy, max_epochs=1, callbacks=[peaks], plugins=plugins)
+        run.fit(Regression(net, adamw), DataLoader(rows, batch_size=4))
+    return peaks.during[2:], peaks.behind[2:]
+
+
+@pytest.mark.parametrize(
+    ("preset", "num_versions"), [("1f1b", [1, 1]), ("pipedream_2bw", [2, 2]),
+                                 ("cyclic_pipeline", [1, 2])]
+)  # fmt: skip
+def test_one_gradient_at_most_is_dense(preset: str, num_versions: list[int]) -> None:
+    strategy = {"preset": preset, "stages": 2}
+    for rank, (during, _) in enumerate(processes.run(fit_watched, 2, strategy, True)):
+        assert set(during) == {4 * num_versions[rank] + 1}  # layers of a stage, and a gradient
+    for during, behind in processes.run(fit_watched, 2, strategy, False):
+        assert max(during) > 1 + max(behind)  # dense training is told from it
 
 
 # ---------------------------------------------------------------------- freezing
