@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import io
+import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
+from numbers import Number
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -190,14 +192,6 @@ def require_same_lines(what: str, texts: list[str], allowed: str) -> None:
         raise StepError(f"ranks differ in {what}: {difference}; allowed: {allowed}")
 
 
-@dataclass(frozen=True, slots=True)
-class _Form:
-    """Stand for a tensor that follows by itself."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
 def gathered(
     mine: Mapping[Any, Any], group: Any, new: New = in_memory
 ) -> list[Mapping[Any, Any]] | None:
@@ -213,42 +207,66 @@ def gathered(
     if group is None:
         return [mine]
     leaves, tree = tree_flatten(dict(mine))
-    apart = [x for x in leaves if _is_large(x)]
-    # the rest from the host's memory: what is pickled on a GPU would be made there again, on that
-    # of its worker, by worker 0
-    described = tree_unflatten([_described(x) for x in leaves], tree)
     if dist.get_rank() != 0:
-        dist.gather_object(described, None, dst=0, group=group)
-        for x in apart:
+        described = _packed(tree_unflatten([_described(x) for x in leaves], tree))
+        dist.send(torch.tensor([described.numel()]), 0, group=group)
+        for x in (described, *filter(_is_large, leaves)):
             dist.send(x.detach().cpu().contiguous(), 0, group=group)
         return None
-    parts: list[Any] = [None] * dist.get_world_size()
-    dist.gather_object(described, parts, dst=0, group=group)
 
-    def received(rank: int, form: _Form) -> Tensor:
+    def received(rank: int, form: Tensor) -> Tensor:
+        if not form.is_meta:  # it came with what is said about the others
+            return form
         into = new(form.shape, form.dtype)
         dist.recv(into, rank, group=group)
         return into
 
-    others = [
-        tree_map_only(_Form, partial(received, rank), part)
-        for rank, part in enumerate(parts)
-        if rank > 0
-    ]
+    others = []
+    for rank in range(1, dist.get_world_size()):
+        size = torch.zeros(1, dtype=torch.int64)
+        dist.recv(size, rank, group=group)
+        packed = torch.empty(int(size), dtype=torch.uint8)
+        dist.recv(packed, rank, group=group)
+        part = torch.load(io.BytesIO(packed.numpy().data), weights_only=True)
+        others.append(tree_map_only(Tensor, partial(received, rank), part))
     return [mine, *others]
 
 
 def _is_large(x: Any) -> bool:
-    """Say whether a leaf travels by itself; of tensors of other kinds only pickle knows all."""
+    """Say whether a leaf travels by itself; of other kinds only torch.save knows all."""
     return type(x) is Tensor and x.layout is torch.strided and x.numel() > _SMALL
 
 
 def _described(x: Any) -> Any:
+    """Return what is sent first: a small leaf as it is, and the form alone of a large one."""
     if _is_large(x):
-        return _Form(tuple(x.shape), x.dtype)
+        return torch.empty(x.shape, dtype=x.dtype, device="meta")
     if type(x) is Tensor and x.layout is torch.strided:
-        return x.detach().cpu().clone()  # pickle takes all of the storage in which it lies
-    return x.cpu() if isinstance(x, Tensor) else x
+        return x.detach().cpu().clone()  # a file has all of the storage in which a tensor lies
+    if isinstance(x, Tensor):
+        return x.cpu()
+    return x.item() if isinstance(x, Number) and hasattr(x, "item") else x  # numpy's, as Python's
+
+
+def _packed(described: Any) -> Tensor:
+    """Return values as bytes of a file, from which nothing but such values can be read.
+
+    Raises:
+        ConfigurationError: for a kind of values that no checkpoint could be read with.
+    """
+    file = io.BytesIO()
+    torch.save(described, file)
+    try:
+        torch.load(io.BytesIO(file.getbuffer()), weights_only=True)
+    except pickle.UnpicklingError as error:
+        kinds = torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(file.getvalue()))
+        raise ConfigurationError(
+            f"rank {dist.get_rank()} has values of {', '.join(kinds) or 'unknown kinds'} in what "
+            "a checkpoint keeps; allowed: tensors, numbers, strings, and dictionaries, lists and "
+            "tuples of them; keep others out of the optimizer's state, or name their class to "
+            "torch.serialization.add_safe_globals on every rank"
+        ) from error
+    return torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
 
 
 def merged(mine: Mapping[str, Any], group: Any, new: New = in_memory) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -137,19 +138,24 @@ def test_workers_tell_each_other_where_they_differ() -> None:
 
 
 class Kept(torch.Tensor):
-    """Is of a kind that only pickle knows, as 8-bit optimizer state is."""
+    """Is of a kind that only torch.save knows, as 8-bit optimizer state is."""
+
+
+class Unknown(torch.Tensor):
+    """Is of a kind that no checkpoint can be read with."""
 
 
 def bring() -> Any:
     """Let every rank give tensors of all kinds; return what rank 0 has."""
     rank, world_size = int(os.environ["NODE_RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group("gloo", rank=rank, world_size=world_size)
+    torch.serialization.add_safe_globals([Kept])
     large = torch.arange(5000.0).add_(rank)
     mine = {
         "large": large, "turned": large.view(50, 100).t(), "bits": large.bfloat16(),
         "small": torch.tensor(rank), "none": None, "name": f"rank {rank}",
         "nested": {"more": [large + 1, 2.5]}, "kind": large.clone().as_subclass(Kept),
-        "sparse": torch.eye(60).to_sparse(),
+        "sparse": torch.eye(60).to_sparse(), "rate": np.float64(0.5),
     }  # fmt: skip
     made: list[int] = []
 
@@ -169,7 +175,7 @@ def bring() -> Any:
 def test_what_ranks_have_comes_to_rank_0_large_tensors_one_by_one() -> None:
     (parts, made), *others = processes.run(bring, 3)
     assert [other for other, _ in others] == [None, None]
-    assert made == 2 * [5000] * 4  # of two other ranks; the rest is pickled
+    assert made == 2 * [5000] * 4  # of two other ranks; the rest comes with their forms
     for rank, part in enumerate(parts):
         large = torch.arange(5000.0).add_(rank)
         assert torch.equal(part["large"], large)
@@ -180,7 +186,20 @@ def test_what_ranks_have_comes_to_rank_0_large_tensors_one_by_one() -> None:
         assert torch.equal(part["kind"][1], large)
         assert torch.equal(part["sparse"], torch.eye(60))
         assert (int(part["small"]), part["none"], part["name"]) == (rank, None, f"rank {rank}")
-        assert part["nested"]["more"][1] == 2.5
+        assert part["nested"]["more"][1] == part["rate"] + 2 == 2.5
+
+
+def bring_unknown() -> None:
+    rank, world_size = int(os.environ["NODE_RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo", rank=rank, world_size=world_size)
+    gathered({"state": torch.zeros(3).as_subclass(Unknown)}, dist.group.WORLD)
+
+
+@pytest.mark.multi
+def test_values_that_no_checkpoint_can_be_read_with_are_refused_by_name() -> None:
+    found = r"rank 1 has values of tests.*test_agreement.Unknown in .*; allowed: tensors, numbers"
+    with pytest.raises(processes.RanksFailedError, match=found):
+        processes.run(bring_unknown, 2)
 
 
 def test_what_is_put_together_in_a_file_keeps_no_buffer() -> None:
