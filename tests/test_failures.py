@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import signal
@@ -111,6 +112,38 @@ def be_asked_to_stop() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
+def be_interrupted() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+STOPS: dict[str, tuple[Callable[[], None], type[BaseException]]] = {
+    "SIGTERM": (be_asked_to_stop, SIGTERMException),
+    "SIGINT": (be_interrupted, SystemExit),  # Lightning ends the program after Ctrl-C
+}
+
+
+class Said(logging.Handler):
+    """Note what is logged about stopping."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+        logger = logging.getLogger("lightning.pytorch.lightning_cyclic")
+        logger.setLevel(logging.INFO)
+        logger.addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def assert_told_of_stop(said: list[list[str]], culprit: int, signal_name: str) -> None:
+    """Look for who says that it was asked, and what all do; on rank 0 also where they stopped."""
+    asked = rf"Rank {culprit} received {signal_name}: all ranks stop behind the same step"
+    assert [bool(re.match(asked, line)) for line in said[culprit][:1]] == [True]
+    assert re.match(rf"All ranks stop behind step \d+ \({signal_name}\)$", said[0][-1])
+    assert sum(line.startswith("All ranks") for lines in said for line in lines) == 1
+
+
 def fail() -> None:
     raise ZeroDivisionError("the batch is broken")
 
@@ -212,27 +245,36 @@ def test_a_worker_that_fails_and_lives_on_holds_up_nobody(
         assert ended_at < ends[1][1] + LINGERS_S / 2
 
 
-def fit_until_asked(culprit: int, preset: str) -> tuple[int, dict[str, Tensor], float, float]:
-    """Return batches done, weights, when this worker was asked (0 if it was not), and the end."""
-    module = Troubled(be_asked_to_stop, culprit)
+def fit_until_asked(
+    culprit: int, preset: str, how: str
+) -> tuple[int, dict[str, Tensor], float, float, list[str]]:
+    """Return batches done, weights, when this rank was asked (0: it was not), the end, its log."""
+    ask, ends_with = STOPS[how]
+    module, said = Troubled(ask, culprit), Said()
     limit = timedelta(seconds=TIMEOUT_S)
     trainer = make_trainer(CyclicStrategy(preset, timeout=limit), max_epochs=1)
-    with pytest.raises(SIGTERMException):
+    with pytest.raises(ends_with) as ended:
         trainer.fit(module, loader(MicroBatches(module.kind, 40 * trainer.world_size)))
-    return len(module.losses), weights_of(module), module.met_at, time.monotonic()
+    assert ended.type is ends_with
+    assert signal.getsignal(signal.SIGINT) in (signal.default_int_handler, signal.SIG_IGN)
+    return len(module.losses), weights_of(module), module.met_at, time.monotonic(), said.lines
 
 
 @pytest.mark.parametrize("preset", ["cyclic_dp", "cyclic_dp_v1", "lockstep_dp", "weipipe"])
-@pytest.mark.parametrize(("num_ranks", "culprit"), [(2, 0), (2, 1), (4, 2)])
+@pytest.mark.parametrize(
+    ("num_ranks", "culprit", "how"),
+    [(2, 0, "SIGTERM"), (2, 1, "SIGTERM"), (4, 2, "SIGTERM"), (2, 1, "SIGINT")],
+)
 def test_all_stop_at_the_same_step_soon_after_one_is_asked_to(
-    num_ranks: int, culprit: int, preset: str
+    num_ranks: int, culprit: int, how: str, preset: str
 ) -> None:
-    ends = processes.run(fit_until_asked, num_ranks, culprit, preset, time_limit_s=50)
-    batches = {done for done, _, _, _ in ends}
-    asked_at = max(asked for _, _, asked, _ in ends)
+    ends = processes.run(fit_until_asked, num_ranks, culprit, preset, how, time_limit_s=50)
+    batches = {done for done, *_ in ends}
+    asked_at = max(asked for _, _, asked, *_ in ends)
+    assert_told_of_stop([said for *_, said in ends], culprit, how)
     assert len(batches) == 1, ends
     assert BAD_BATCH < batches.pop() <= BAD_BATCH + 5
-    for _, weights, _, ended_at in ends:
+    for _, weights, _, ended_at, _ in ends:
         assert ended_at < asked_at + TIMEOUT_S / 2
         assert_same(weights, ends[0][1])
         assert all(bool(torch.isfinite(x.float()).all()) for x in weights.values())

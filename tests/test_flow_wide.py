@@ -18,9 +18,10 @@ from lightning_cyclic.strategy import CyclicStrategy
 from tests import processes
 from tests.corpus import assert_same, make_trainer, weights_of
 from tests.stagewise_runs import CLOSE, Job, Outcome, pipelines
+from tests.test_failures import be_asked_to_stop
 from tests.test_flow_features import saved_and_resumed, validated
 from tests.test_flow_parity import RULES, fit, sequential
-from tests.test_pipeline_failures import BAD_STEP, Troubled, batches, be_asked_to_stop
+from tests.test_pipeline_failures import BAD_STEP, Troubled, batches
 
 pytestmark = pytest.mark.multi
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -21,10 +20,12 @@ from tests.corpus import assert_same, make_trainer, weights_of
 from tests.spoiled_chains import Chain
 from tests.test_failures import (
     LINGERS_S,
+    STOPS,
     TIMEOUT_S,
+    Said,
     assert_stopped,
     assert_told,
-    be_asked_to_stop,
+    assert_told_of_stop,
     die,
     errors_of,
     fail,
@@ -219,26 +220,35 @@ def test_a_stage_that_fails_and_lives_on_holds_up_nobody(
             assert ended_at < failed_at + LINGERS_S / 2
 
 
-def fit_until_asked(culprit: int, preset: str) -> tuple[int, dict[str, Tensor], float, float]:
-    """Return batches done, weights, when this worker was asked (0 if it was not), and the end."""
-    module = Troubled(be_asked_to_stop, culprit, "train")
+def fit_until_asked(
+    culprit: int, preset: str, how: str
+) -> tuple[int, dict[str, Tensor], float, float, list[str]]:
+    """Return batches done, weights, when this rank was asked (0: it was not), the end, its log."""
+    ask, ends_with = STOPS[how]
+    module, said = Troubled(ask, culprit, "train"), Said()
     trainer = make_trainer(strategy_of(preset, processes.here().num_ranks), max_epochs=4)
-    with pytest.raises(SIGTERMException):
+    with pytest.raises(ends_with) as ended:
         trainer.fit(module, batches())
-    return module.batches, weights_of(module), module.traps[0].met_at, time.monotonic()
+    assert ended.type is ends_with
+    met_at = module.traps[0].met_at
+    return module.batches, weights_of(module), met_at, time.monotonic(), said.lines
 
 
 @PRESETS
-@pytest.mark.parametrize(("num_ranks", "culprit"), [(2, 0), (2, 3), (4, 1)])
+@pytest.mark.parametrize(
+    ("num_ranks", "culprit", "how"), [(2, 0, "SIGTERM"), (2, 3, "SIGINT"), (4, 1, "SIGTERM")]
+)
 def test_all_stop_at_the_same_step_soon_after_one_is_asked_to(
-    num_ranks: int, culprit: int, preset: str
+    num_ranks: int, culprit: int, how: str, preset: str
 ) -> None:
-    ends = processes.run(fit_until_asked, num_ranks, culprit, preset, time_limit_s=50)
-    done = {batches for batches, _, _, _ in ends}
-    asked_at = max(asked for _, _, asked, _ in ends)
+    ends = processes.run(fit_until_asked, num_ranks, culprit, preset, how, time_limit_s=50)
+    done = {batches for batches, *_ in ends}
+    asked_at = max(asked for _, _, asked, *_ in ends)
+    asked = rank_of_layer(culprit, num_ranks)
+    assert_told_of_stop([said for *_, said in ends], asked, how)
     assert len(done) == 1, done
     assert BAD_STEP < done.pop() <= BAD_STEP + 3
-    for _, weights, _, ended_at in ends:
+    for _, weights, _, ended_at, _ in ends:
         assert ended_at < asked_at + TIMEOUT_S / 2
         assert_same(weights, ends[0][1])
         assert all(bool(torch.isfinite(x).all()) for x in weights.values())

@@ -1,4 +1,4 @@
-"""Stopping: a SIGTERM travels with the sums instead of a broadcast at the start of every batch.
+"""Stopping: a signal travels with the sums instead of a broadcast at the start of every batch.
 
 Lightning's broadcast makes worker 0 wait for all others once per batch: a barrier, which undoes
 the stagger. Here the request reaches every worker with the parameters, and all stop at the same
@@ -6,25 +6,35 @@ step. Each attribute is replaced on one Trainer's objects only, and only where L
 
 The stages of a pipeline have no such sums between steps: :class:`StopBoard`.
 
-SLURM's signal to requeue a job goes the same way. Lightning saves a checkpoint within its handler,
-in the middle of a step, while other ranks wait for messages of that step. Here all save it behind
-the step at which they stop, when no gradient is accumulated that it would lose.
+Ctrl-C goes the same way, and SLURM's signal to requeue a job. Lightning saves a checkpoint within
+its handler, in the middle of a step, while other ranks wait for messages of that step. Here all
+save it behind the step at which they stop, when no gradient is accumulated that it would lose.
 """
 
 from __future__ import annotations
 
+import logging
+import signal
+import threading
 from collections.abc import Callable
 from typing import Any, Protocol, final
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer
-from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 _ASKED_EVERY_BATCH = "_broadcast_sigterm_tensor"  # of the epoch loop, since Lightning 2.5.6
 _SIGNAL_HANDLER = "_sigterm_notifier_fn"  # of the signal connector
 _REQUEUE_HANDLER = "_slurm_sigusr_handler_fn"  # of the same: saves, and calls scontrol
+_TERMINATED, _INTERRUPTED, _REQUEUED = range(3)  # why ranks stop
+
+# below Lightning's, which is printed
+_log = logging.getLogger("lightning.pytorch.lightning_cyclic")
+
+
+class AgreedInterrupt(KeyboardInterrupt):
+    """End training on every rank at the same step, after Ctrl-C on any of them."""
 
 
 class Asked(Protocol):
@@ -76,49 +86,108 @@ class StopBoard:
 
 
 @final
-class Requeue:
-    """Save a checkpoint and requeue the job where all ranks stop, if SLURM asked any of them to.
+class StopSignals:
+    """Let all ranks stop behind the same step, whichever of them a signal was sent to.
 
     Args:
-        trainer: whose signal connector knows how.
+        trainer: whose loops, and whose handlers of signals, are led here.
         session: is asked to stop.
+        has_agreed: says, before a batch, whether all ranks stop there.
     """
 
-    def __init__(self, trainer: Trainer, session: Asked) -> None:
+    def __init__(self, trainer: Trainer, session: Asked, has_agreed: Callable[[], bool]) -> None:
         self._trainer = trainer
         self._session = session
+        self._has_agreed = has_agreed
         self._save_and_requeue = getattr(trainer._signal_connector, _REQUEUE_HANDLER, None)
-        self._signal = 0  # that this rank was sent
+        self._received = [0, 0, 0]  # by this rank: the numbers of the signals, by what they ask
+        self._handled: Any = None  # what handled Ctrl-C before
+        self._replaced: list[tuple[Any, str]] = []
 
-    def request(self, signum: int, frame: Any) -> None:
-        """Handle the signal: ask every worker to stop."""
-        if not self._signal:
-            rank_zero_info(
-                f"Signal {signum} of SLURM: all ranks save a checkpoint behind the same step, and "
-                "the job is requeued"
-            )
-        self._signal = signum
+    def begin(self) -> None:
+        """Take the place of Lightning's broadcast, and of its handlers."""
+        for holder, name, replacement in (
+            (self._trainer.fit_loop.epoch_loop, _ASKED_EVERY_BATCH, self._stop_if_agreed),
+            (self._trainer._signal_connector, _SIGNAL_HANDLER, self._terminate),
+            (self._trainer._signal_connector, _REQUEUE_HANDLER, self._requeue),
+        ):
+            if hasattr(holder, name):
+                setattr(holder, name, replacement)
+                self._replaced.append((holder, name))
+
+    def hear_interrupts(self) -> None:
+        """Handle Ctrl-C from here on; behind the point at which Lightning notes who handles what.
+
+        What a user has installed stays.
+        """
+        here = threading.current_thread() is threading.main_thread()  # others may set no handlers
+        if here and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            self._handled = signal.signal(signal.SIGINT, self._interrupt)
+
+    def end(self) -> None:
+        """Undo what was replaced."""
+        for holder, name in self._replaced:
+            vars(holder).pop(name, None)
+        self._replaced.clear()
+        if self._handled is not None and signal.getsignal(signal.SIGINT) == self._interrupt:
+            signal.signal(signal.SIGINT, self._handled)
+        self._handled = None
+
+    # ------------------------------------------------------------------ signals
+
+    def _terminate(self, signum: int, frame: Any) -> None:
+        launcher = self._trainer.strategy.launcher
+        if not self._session.stop_requested and launcher is not None:
+            launcher.kill(signum)
+        self._ask(_TERMINATED, signum, "all ranks stop behind the same step")
+
+    def _requeue(self, signum: int, frame: Any) -> None:
+        self._ask(
+            _REQUEUED, signum,
+            "all ranks save a checkpoint behind the same step, and the job is requeued",
+        )  # fmt: skip
+
+    def _interrupt(self, signum: int, frame: Any) -> None:
+        if self._received[_INTERRUPTED]:
+            raise KeyboardInterrupt
+        self._ask(
+            _INTERRUPTED, signum,
+            "all ranks stop behind the same step of training; interrupt once more to end at once",
+        )  # fmt: skip
+
+    def _ask(self, why: int, signum: int, what_follows: str) -> None:
+        if not self._received[why]:
+            rank = self._trainer.global_rank
+            _log.info(f"Rank {rank} received {signal.Signals(signum).name}: {what_follows}")
+        self._received[why] = signum
         self._session.request_stop()
 
-    def is_put_off(self) -> bool:
-        """Requeue the job, if any rank was asked to; all ranks have agreed to stop here.
+    # ------------------------------------------------------------------ where all stop
 
-        Returns:
-            Whether they are to go on until the gradients that they have added up are applied:
-            no checkpoint has these.
+    def _stop_if_agreed(self) -> None:
+        """End training, or requeue the job, before a batch; all ranks come here at the same one.
+
+        Where gradients have been added up that no checkpoint has, a job is requeued later.
         """
-        if self._save_and_requeue is None:
-            return False
+        if not self._has_agreed():
+            return
         strategy: Any = self._trainer.strategy
-        asked = torch.tensor(self._signal, device=strategy.root_device)
-        with strategy.naming("to hear whether SLURM requeues the job"):
-            dist.all_reduce(asked, dist.ReduceOp.MAX)
-        if not asked:
-            return False
-        if _accumulates(self._trainer):
-            return True
-        self._save_and_requeue(int(asked), None)
-        return False
+        received = torch.tensor(self._received, device=strategy.root_device)
+        with strategy.naming("to hear which signals made ranks stop"):
+            dist.all_reduce(received, dist.ReduceOp.MAX)
+        signums: list[int] = received.tolist()
+        if signums[_REQUEUED] and _accumulates(self._trainer):
+            return
+        if self._trainer.is_global_zero:
+            names = ", ".join(signal.Signals(x).name for x in signums if x)
+            _log.info(f"All ranks stop behind step {self._trainer.global_step} ({names})")
+        if signums[_REQUEUED]:
+            assert self._save_and_requeue is not None
+            self._save_and_requeue(signums[_REQUEUED], None)
+        if signums[_INTERRUPTED]:
+            raise AgreedInterrupt
+        self._trainer._signal_connector.received_sigterm = True
+        raise SIGTERMException
 
 
 def _accumulates(trainer: Trainer) -> bool:
@@ -126,41 +195,3 @@ def _accumulates(trainer: Trainer) -> bool:
     done = trainer.fit_loop.epoch_loop.batch_progress.current.completed
     # no batch comes behind the last one of an epoch, which ends its window
     return bool(done % trainer.accumulate_grad_batches)
-
-
-def replace_stop_broadcast(
-    trainer: Trainer, session: Asked, has_agreed: Callable[[], bool]
-) -> None:
-    """Ask the session instead of all workers, and tell it of signals."""
-    signals: Any = trainer._signal_connector
-    requeue = Requeue(trainer, session)
-
-    def stop_if_agreed() -> None:
-        if has_agreed() and not requeue.is_put_off():
-            signals.received_sigterm = True
-            raise SIGTERMException
-
-    def request(signum: Any, frame: Any) -> None:
-        launcher = trainer.strategy.launcher
-        if not session.stop_requested and launcher is not None:
-            launcher.kill(signum)
-        session.request_stop()
-
-    for holder, name, replacement in (
-        (trainer.fit_loop.epoch_loop, _ASKED_EVERY_BATCH, stop_if_agreed),
-        (signals, _SIGNAL_HANDLER, request),
-        (signals, _REQUEUE_HANDLER, requeue.request),
-    ):
-        if hasattr(holder, name):
-            setattr(holder, name, replacement)
-
-
-def restore_stop_broadcast(trainer: Trainer) -> None:
-    """Undo the replacement."""
-    for holder, name in (
-        (trainer.fit_loop.epoch_loop, _ASKED_EVERY_BATCH),
-        (trainer._signal_connector, _SIGNAL_HANDLER),
-        (trainer._signal_connector, _REQUEUE_HANDLER),
-    ):
-        if name in vars(holder):
-            delattr(holder, name)

@@ -35,8 +35,7 @@ from lightning_cyclic.plugin.precision.sparse_state import SparseStatePrecision
 from lightning_cyclic.plugin.reductions import HeldReductions
 from lightning_cyclic.plugin.stop_signal import (
     Asked,
-    replace_stop_broadcast,
-    restore_stop_broadcast,
+    StopSignals,
 )
 from lightning_cyclic.runtime.absent import is_absent
 from lightning_cyclic.runtime.agreement import (
@@ -147,6 +146,7 @@ class AbstractTraining(ABC):
         self._counted = trainer.global_step
         self._accumulating = False
         self._has_told_stages = self._closed = False
+        self._signals: StopSignals | None = None
         self._draws: Tensor | None = None  # the state of torch's generator, from a checkpoint
         self._freezing: FreezingWatch | None = None
         self._forms = ALL
@@ -181,7 +181,8 @@ class AbstractTraining(ABC):
 
     def _stop_as(self, asked: Asked, has_agreed: Callable[[], bool]) -> None:
         """Let all workers stop at the same step, without a broadcast in every one."""
-        replace_stop_broadcast(self._trainer, asked, has_agreed)
+        self._signals = StopSignals(self._trainer, asked, has_agreed)
+        self._signals.begin()
 
     @property
     def _module(self) -> LightningModule:
@@ -288,6 +289,8 @@ class AbstractTraining(ABC):
         Raises:
             ConfigurationError: on every worker, with every number.
         """
+        if self._signals is not None:
+            self._signals.hear_interrupts()
         trainer, session = self._trainer, self._session
         if session.group is not None:
             with session.naming_peers("to begin an epoch"):
@@ -450,7 +453,8 @@ class AbstractTraining(ABC):
         self._closed = True
         for name in ("clip_grad_by_norm", "post_backward"):
             self._trainer.precision_plugin.__dict__.pop(name, None)
-        restore_stop_broadcast(self._trainer)
+        if self._signals is not None:
+            self._signals.end()
 
 
 def start_alike(module: nn.Module) -> None:

@@ -14,6 +14,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
 from lightning_cyclic.plugin.hosts import WeightAveraging
+from lightning_cyclic.plugin.stop_signal import AgreedInterrupt
 
 
 class Drained(Protocol):
@@ -116,7 +117,7 @@ class DrainCallback(Callback):
 
     @override
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        if not isinstance(exception, SIGTERMException):
+        if not isinstance(exception, (SIGTERMException, AgreedInterrupt)):
             self._fail(exception)
         elif drained := self._drained():  # all workers stop here, at the same step
             drained.flush()
