@@ -67,6 +67,7 @@ from lightning_cyclic.runtime.agreement import (
 )
 from lightning_cyclic.runtime.deferred import Deferral
 from lightning_cyclic.runtime.lending import lending
+from lightning_cyclic.runtime.listening import listening_on_one_address
 from lightning_cyclic.runtime.meetings import START, Meetings, naming_start
 from lightning_cyclic.runtime.partial_step.ranks import rank_of
 from lightning_cyclic.runtime.prediction.foresight import BackwardWeights
@@ -456,7 +457,14 @@ class CyclicStrategy(DDPStrategy):
         over_nccl = "nccl" in self._get_process_group_backend()
         refuse_shared_gpus(self.parallel_devices, has_nccl=over_nccl)
         limit_s = self._chosen.starting_s
-        with naming_shared_gpus(), naming_start(self.global_rank, self.world_size, limit_s):
+        assert self.cluster_environment is not None
+        host, port = self.cluster_environment.main_address, self.cluster_environment.main_port
+        first = self.node_rank == self.local_rank == 0  # ranks have no numbers yet
+        with (
+            naming_shared_gpus(),
+            naming_start(self.global_rank, self.world_size, limit_s),
+            listening_on_one_address(first=first, host=host, port=port),
+        ):
             super().setup_distributed()
         if self.world_size > 1:
             self._meetings = Meetings(limit_s)
