@@ -8,16 +8,21 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-_LIMIT_S = 5.0
+_LIMIT_S = 3.0
+_SILENT_S = 0.1  # while an earlier question is not answered: the store is frozen, or cut off
+
+_asking: list[threading.Thread] = []
 
 
 def within(ask: Callable[[], T], otherwise: T, limit_s: float = _LIMIT_S) -> T:
     """Return what a question gets for an answer; something else if that takes too long.
 
+    Who ends asks several, and all of them together are to take little longer than one.
+
     Args:
         ask: the question; it goes on in a thread that ends with the process, if not before.
         otherwise: what is returned without an answer: it is late, or the store is gone.
-        limit_s: how long the answer may take, in seconds.
+        limit_s: how long the answer may take, in seconds, where those before were answered.
     """
     answers: list[T] = []
 
@@ -27,7 +32,9 @@ def within(ask: Callable[[], T], otherwise: T, limit_s: float = _LIMIT_S) -> T:
         except RuntimeError:  # rank 0, and with it the store, is gone
             return
 
+    _asking[:] = [thread for thread in _asking if thread.is_alive()]
     asking = threading.Thread(target=run, name="cyclic-asking", daemon=True)
     asking.start()
-    asking.join(limit_s)
+    asking.join(_SILENT_S if _asking else limit_s)
+    _asking.append(asking)
     return answers[0] if answers else otherwise
