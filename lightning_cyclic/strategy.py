@@ -69,6 +69,7 @@ from lightning_cyclic.runtime.deferred import Deferral
 from lightning_cyclic.runtime.lending import lending
 from lightning_cyclic.runtime.listening import listening_on_one_address
 from lightning_cyclic.runtime.meetings import START, Meetings, naming_start
+from lightning_cyclic.runtime.orphans import end_with_agent
 from lightning_cyclic.runtime.partial_step.ranks import rank_of
 from lightning_cyclic.runtime.prediction.foresight import BackwardWeights
 from lightning_cyclic.runtime.prediction.prediction import Shape
@@ -454,6 +455,7 @@ class CyclicStrategy(DDPStrategy):
     @override
     def setup_distributed(self) -> None:
         """Let the workers meet, and refuse early that some share a GPU over NCCL."""
+        end_with_agent()
         over_nccl = "nccl" in self._get_process_group_backend()
         refuse_shared_gpus(self.parallel_devices, has_nccl=over_nccl)
         limit_s = self._chosen.starting_s

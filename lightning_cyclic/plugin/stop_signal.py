@@ -17,6 +17,7 @@ import logging
 import signal
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Protocol, final
 
 import torch
@@ -74,11 +75,18 @@ class StopBoard:
         """Write down that this worker was asked."""
         if self.stop_requested and not self._told:
             self._told = True
-            self._store.set(self._key, "asked")
+            with suppress(dist.DistError):  # the store is gone, which all see
+                self._store.set(self._key, "asked")
 
     def look(self) -> bool:
-        """Say whether any worker was asked before the step under way."""
-        return self._told or bool(self._store.check([self._key]))
+        """Say whether any worker was asked before the step under way.
+
+        Nobody can be where the store is gone, with torchrun's agent or with rank 0: all stop.
+        """
+        try:
+            return self._told or bool(self._store.check([self._key]))
+        except dist.DistError:
+            return True
 
     def agree(self, step: int) -> int:
         """Return the step before which all replicas stop: the first that any of them names."""
