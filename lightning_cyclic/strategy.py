@@ -21,7 +21,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import CheckpointIO, Precision, TorchCheckpointIO
 from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 from typing_extensions import override
@@ -59,6 +59,7 @@ from lightning_cyclic.plugin.training import (
     random_as_on_rank_0,
     start_alike,
 )
+from lightning_cyclic.plugin.unwritten import Unwritten
 from lightning_cyclic.runtime.agreement import (
     Together,
     gather_texts,
@@ -287,6 +288,7 @@ class CyclicStrategy(DDPStrategy):
         self._training: AbstractTraining | None = None  # Lightning itself answers
         self._tracing: Tracing | None = None
         self._reductions = HeldReductions()
+        self._unwritten = Unwritten()
         self._meetings: Meetings | None = None  # from the start of the process group on
         self._saved: Mapping[str, Any] | None = None
         self._folder: CheckpointFolder | None = None  # from which a run goes on
@@ -669,9 +671,24 @@ class CyclicStrategy(DDPStrategy):
         self._add_delayed(checkpoint, partial(put_together, new=new))
         if self._is_file(filepath) and storage_options is None:
             if self.is_global_zero:
-                sealed_file.write(checkpoint, Path(filepath))
+                with self._unwritten.warning(Path(filepath), trains=self._is_fitting):
+                    sealed_file.write(checkpoint, Path(filepath))
         else:
             super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    @override
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Remove a checkpoint, but for one that the last should have replaced and could not."""
+        if not self._unwritten.keeps_all:
+            super().remove_checkpoint(filepath)
+
+    @property
+    def _is_fitting(self) -> bool:
+        state = self.lightning_module.trainer.state if self.lightning_module is not None else None
+        return state is not None and (state.fn, state.status) == (
+            TrainerFn.FITTING,
+            TrainerStatus.RUNNING,
+        )
 
     def _add_delayed(self, checkpoint: dict[str, Any], together: Together) -> None:
         state = None if self._training is None else self._training.delayed_state(together)
@@ -679,7 +696,7 @@ class CyclicStrategy(DDPStrategy):
         if chosen is not None:
             state = (state or {}) | {SAVED: chosen}
         if state is not None:
-            checkpoint[ckpt.KEY] = state
+            checkpoint[ckpt.KEY] = {"format": ckpt.FORMAT} | state
 
     def _save_folder(self, checkpoint: dict[str, Any], path: Any, storage_options: Any) -> None:
         """Write this rank's part of a checkpoint."""
@@ -715,6 +732,8 @@ class CyclicStrategy(DDPStrategy):
         else:
             loaded = super().load_checkpoint(checkpoint_path, *args, **kwargs)  # from 2.6 on more
         saved = with_tensors(loaded)
+        ckpt.check_format(saved, checkpoint_path)
+        saved.pop("format", None)
         chosen = saved.pop(SAVED, None)  # by a run with preset "auto"; of no use to others
         if chosen is not None and self._auto is not None:
             self._auto.load(chosen)

@@ -3,6 +3,7 @@
 state_dict, optimizer_states, ...    full and unsharded: any other strategy can load them
 lightning_cyclic                     steps done, stages, and the previous version of the
                                      stages that the next step still reads so
+    format                           a number; older ones have none
     starts                           the module paths that begin stages 1, 2, ...: what
                                      CyclicStrategy(stages=[...]) takes for the same cut
 
@@ -19,12 +20,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_cyclic.errors import ConfigurationError
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.plugin.group_values import values_of
 from lightning_cyclic.runtime.agreement import gathered, merged
 from lightning_cyclic.runtime.shelf import New, in_memory
 
 KEY = "lightning_cyclic"
+FORMAT = 1  # of what is under it; a reader refuses higher ones
 
 
 def gather_optimizer_state(
@@ -116,6 +119,20 @@ def _is_archive(path: str | Path) -> bool:
     """Say whether a file begins as all do that torch writes; old ones did not."""
     with Path(path).open("rb") as file:
         return file.read(2) == b"PK"
+
+
+def check_format(saved: Mapping[str, Any], path: object) -> None:
+    """Refuse what a later version of the package has written in another way.
+
+    Raises:
+        ConfigurationError: with what to do.
+    """
+    if (found := saved.get("format", FORMAT)) > FORMAT:
+        raise ConfigurationError(
+            f"the checkpoint {path} has what is delayed in format {found}, of a later version of "
+            f"lightning_cyclic; allowed: up to {FORMAT}; pip install --upgrade lightning-cyclic, "
+            "or begin anew with its weights: load_from_checkpoint, and fit without ckpt_path"
+        )
 
 
 def is_local(path: str | Path) -> bool:

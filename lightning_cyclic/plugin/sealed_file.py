@@ -40,8 +40,8 @@ def write(checkpoint: Mapping[str, Any], path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f"{path.name}.part")
     try:
-        torch.save(checkpoint, part)
-        with part.open("r+b") as file:
+        with part.open("w+b") as file:
+            _save(checkpoint, file)
             _seal(file)
             os.fsync(file.fileno())
         part.replace(path)
@@ -95,6 +95,15 @@ def problem_of(path: Path) -> str | None:
     except (BadZipFile, NotImplementedError, EOFError, ValueError, struct.error) as error:
         return f"is no whole archive ({error})"
     return None if member is None else f"has been changed since it was written, in {member}"
+
+
+def _save(checkpoint: Mapping[str, Any], file: BinaryIO) -> None:
+    try:
+        torch.save(checkpoint, file)
+    except RuntimeError as error:  # torch's, about its archive, while it handles the disk's
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from None
+        raise
 
 
 def _seal(file: BinaryIO) -> None:

@@ -1,0 +1,118 @@
+"""A disk that is full, or not to be written: training goes on, and the last checkpoint stays."""
+
+from __future__ import annotations
+
+import subprocess
+import warnings
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lightning_cyclic.plugin import sealed_file
+from lightning_cyclic.plugin.unwritten import Unwritten
+from tests import processes
+from tests.corpus import Classifier, assert_same, make_trainer, train_data, weights_of
+
+pytestmark = pytest.mark.multi
+SMALL = "size=256k"  # of which a checkpoint takes a tenth
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", SMALL, "tmpfs", str(folder)],
+        capture_output=True,
+        check=False,
+    )
+    if mounted.returncode:
+        pytest.skip(f"no file system can be mounted here: {mounted.stderr.decode().strip()}")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+class Troubles(Callback):
+    """Let the disk take nothing from one batch on, until another; both of rank 0.
+
+    Args:
+        disk: where it is mounted.
+        kind: "full" or "read-only".
+    """
+
+    def __init__(self, disk: str, kind: str) -> None:
+        self._disk, self._kind = disk, kind
+
+    def on_train_batch_start(
+        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if not trainer.is_global_zero or batch_idx not in (5, 9):
+            return
+        filler = Path(self._disk, "filler")
+        if self._kind == "read-only":
+            state = "ro" if batch_idx == 5 else "rw"
+            subprocess.run(["mount", "-o", f"remount,{state}", self._disk], check=True)
+        elif batch_idx == 9:
+            filler.unlink()
+        else:
+            with suppress(OSError), filler.open("wb", buffering=0) as file:
+                while True:
+                    file.write(bytes(1024))
+
+
+def fit(disk: str, kind: str | None) -> tuple[Any, list[str], list[list[str]]]:
+    """Return weights, what was warned of, and the files that each batch finds at its end."""
+    module, files = Classifier("mlp"), []
+
+    class Look(Callback):
+        def on_train_batch_end(self, *args: Any) -> None:
+            files.append(sorted(p.name for p in Path(disk).glob("*.ckpt")))
+
+    saving = ModelCheckpoint(disk, every_n_train_steps=2, filename="{step}")
+    callbacks = [Troubles(disk, kind)] if kind else []
+    run = make_trainer(
+        "cyclic_dp", max_epochs=1, enable_checkpointing=True,
+        callbacks=[*callbacks, saving, Look()],
+    )  # fmt: skip
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run.fit(module, train_data(module, 12))
+    said = [str(w.message) for w in caught if "could not be written" in str(w.message)]
+    return weights_of(module), said, files
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [("full", "No space left on device"), ("read-only", "Read-only file system")],
+)
+def test_training_goes_on_and_keeps_the_last_file(
+    kind: str, reason: str, disk: Path, tmp_path: Path
+) -> None:
+    (expected, *_), _ = processes.run(fit, 2, str(tmp_path / "other"), None)
+    (weights, said, files), (_, nothing, _) = processes.run(fit, 2, str(disk), kind)
+    assert_same(weights, expected)
+    assert files[3] == ["step=2.ckpt"]
+    assert files[4:10] == [["step=4.ckpt"]] * 6
+    assert files[10] == ["step=10.ckpt", "step=4.ckpt"]
+    assert nothing == []
+    assert len(said) == 2
+    for step, text in zip((6, 8), said, strict=True):
+        assert f"step={step}.ckpt could not be written ({reason}). Training goes on" in text
+    for step in (4, 12):
+        sealed_file.check(disk / f"step={step}.ckpt")
+        saved = torch.load(disk / f"step={step}.ckpt", weights_only=True)
+        assert saved["global_step"] == step
+
+
+def test_outside_of_training_the_error_is_the_callers(tmp_path: Path) -> None:
+    unwritten = Unwritten()
+    with pytest.raises(OSError, match="No space"), unwritten.warning(tmp_path, trains=False):
+        raise OSError(28, "No space left on device")
+    with pytest.raises(PermissionError), unwritten.warning(tmp_path, trains=True):
+        raise PermissionError(13, "Permission denied")
