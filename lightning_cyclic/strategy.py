@@ -499,6 +499,9 @@ class CyclicStrategy(DDPStrategy):
             if self._meetings is not None:
                 self._meetings.heed(self._training.failure)
             self._resume()
+        elif self._saved is not None:  # Lightning itself trains, on the newest weights
+            ckpt.warn_of_other_plan(self._saved, "sync")
+            self._saved = None
 
     def _begin_trace(self, options: Options, kind: object) -> Recorder | None:
         assert options.trace is not None

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -144,6 +145,27 @@ def fits(saved: Mapping[str, Any], plan: Plan) -> bool:
     """Say whether a saved delayed state goes on under this plan with the same bits."""
     mine, theirs = numbers(plan), {"warmup_steps": 0} | saved["plan"]  # older ones lack it
     return all(theirs.get(k) == v for k, v in mine.items() if k != "num_stages")
+
+
+def warn_of_other_plan(saved: Mapping[str, Any], weights: str) -> None:
+    """Say that a run goes on by another plan, where that is seen in its bits.
+
+    Args:
+        saved: delayed state, of another plan than the run's.
+        weights: rule of the run; "sync" where Lightning itself trains.
+    """
+    left = saved["plan"]["weights"] != "sync"  # older versions, which its next steps would read
+    if weights == "sync" and not left:
+        return
+    then = (
+        "the older versions of weights that are beside them are left out."
+        if weights == "sync"
+        else "its weight rule begins as at step 0."  # versions that it would read were never made
+    )
+    rank_zero_warn(
+        f"The checkpoint was written under {saved['plan']}; this run has another plan and goes on "
+        f"from its newest weights, as any strategy would, not with the same bits: {then}"
+    )
 
 
 def numbers(plan: Plan) -> dict[str, Any]:

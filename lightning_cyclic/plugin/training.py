@@ -20,7 +20,7 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -279,6 +279,11 @@ class AbstractTraining(ABC):
         """Say whether no batches have been added up that an update waits for."""
         return True
 
+    @property
+    def has_versions(self) -> bool:
+        """Say whether checkpoints have weights of more than one version."""
+        return self._plan.weights != "sync"
+
     def flush(self) -> None:
         """Finish updates in flight, so that the module holds the newest weights."""
         self._session.flush()
@@ -426,13 +431,8 @@ class AbstractTraining(ABC):
             Whether training goes on with the same bits.
         """
         fits = saved is not None and ckpt.fits(saved, self._plan)
-        if saved is not None and not fits and self._plan.weights != "sync":
-            # versions that its first forwards would read were never made
-            rank_zero_warn(
-                f"The checkpoint was written under {saved['plan']}; this run has another plan and "
-                "goes on from its newest weights, as any strategy would, not with the same bits: "
-                "its weight rule begins as at step 0."
-            )
+        if saved is not None and not fits:
+            ckpt.warn_of_other_plan(saved, self._plan.weights)
         self._draws = (saved or {}).get("draws", {}).get(str(self._input_rank))
         goes_on = self._session.resume(saved, fits=fits)
         feedback = saved.get("feedback", {}) if saved is not None and goes_on else {}

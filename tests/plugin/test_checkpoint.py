@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from functools import partial
 from pathlib import Path
@@ -198,10 +199,41 @@ def test_another_plan_says_so_and_goes_on_from_the_newest_weights(
     run.run(Classifier(*args), resumed[0]["stage_of"]).compare(resumed)
 
 
+@pytest.mark.parametrize(
+    ("n", "strategy", "text"),
+    [
+        (2, {"preset": "lockstep_dp"}, "older versions of weights that are beside them are left"),
+        (2, {"preset": "1f1b"}, "older versions of weights that are beside them are left"),
+        (1, {"preset": "cyclic_dp"}, "older versions of weights that are beside them are left"),
+        (2, "ddp", r"add the following callbacks: .*CyclicStrategy .*newest weights alone"),
+    ],
+    ids=["lockstep_dp", "1f1b", "one worker", "ddp"],
+)
+def test_versions_that_are_left_out_are_named(
+    n: int, strategy: Any, text: str, tmp_path: Path
+) -> None:
+    args = ("mlp", "adamw")
+    processes.run(train, 2, args, {"preset": "cyclic_dp", "stages": 4}, tmp_path)
+    resumed = processes.run(resume_warned, n, args, strategy, tmp_path / "step=10.ckpt")
+    assert re.search(text, resumed[0]["warning"])
+    assert all(rank["global_step"] == 15 for rank in resumed)
+
+
+@pytest.mark.parametrize("other", ["weipipe", "ddp"])
+def test_nothing_is_said_where_all_versions_are_one(other: str, tmp_path: Path) -> None:
+    args = ("mlp", "adamw")
+    processes.run(train, 2, args, {"preset": "lockstep_dp"}, tmp_path)
+    strategy = other if other == "ddp" else {"preset": other}
+    resumed = processes.run(resume_warned, 2, args, strategy, tmp_path / "step=10.ckpt")
+    assert "CyclicStrategy" not in resumed[0]["warning"]
+    assert "was written under" not in resumed[0]["warning"]
+
+
 def resume_warned(*args: Any) -> dict[str, Any]:
     """Go on from a checkpoint; return what was warned of, too."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.filterwarnings("always", message=r"The checkpoint was written under")
+        warnings.filterwarnings("always", message=r"Be aware that when using `ckpt_path`")
         resumed = resume(*args)
     return resumed | {"warning": "\n".join(str(each.message) for each in caught)}
 

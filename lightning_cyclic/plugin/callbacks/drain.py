@@ -7,7 +7,7 @@ averaging), so the strategy inserts this callback in front of all others.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, final
+from typing import Any, Final, Protocol, final
 
 from lightning.pytorch import Callback
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -16,9 +16,18 @@ from typing_extensions import override
 from lightning_cyclic.plugin.hosts import WeightAveraging
 from lightning_cyclic.plugin.stop_signal import AgreedInterrupt
 
+STATE_KEY: Final = (
+    "CyclicStrategy of lightning_cyclic (without it this run goes on from the newest weights "
+    "alone, not with the same bits)"
+)
+
 
 class Drained(Protocol):
     """Hold updates in flight."""
+
+    @property
+    def has_versions(self) -> bool:
+        """Say whether checkpoints have weights of more than one version."""
 
     @property
     def is_between_steps(self) -> bool:
@@ -59,6 +68,18 @@ class DrainCallback(Callback):
     ) -> None:
         self._drained = drained
         self._fail = fail
+
+    @property
+    @override
+    def state_key(self) -> str:
+        """Return what Lightning says is missing where another strategy reads a checkpoint."""
+        return STATE_KEY
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        """Return something if a strategy that does not know it would lose versions of weights."""
+        drained = self._drained()
+        return {"has_versions": True} if drained and drained.has_versions else {}
 
     @override
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
