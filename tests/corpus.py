@@ -226,10 +226,11 @@ def make_trainer(strategy: Any, **flags: Any) -> Trainer:
         "enable_checkpointing": False,
         "enable_progress_bar": False,
         "enable_model_summary": False,
+        "use_distributed_sampler": False,
     }
     return Trainer(
         accelerator="cpu", devices=1, num_nodes=here().num_ranks, strategy=make_strategy(strategy),
-        use_distributed_sampler=False, **(quiet | flags),
+        **(quiet | flags),
     )  # fmt: skip
 
 

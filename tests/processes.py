@@ -79,6 +79,7 @@ EXPECTED_WARNINGS = [
     r"Couldn't infer the batch indices fetched from your dataloader",
     r"`training_step` returned `None`",
     r"(You are using the|Found) `dataloader_iter`",
+    r"'set_vital' is deprecated",  # which torchdata calls
     r"The \.grad attribute of a Tensor that is not a leaf",  # torch.compile, of its inputs
 ]
 
@@ -90,6 +91,8 @@ class Place:
     rank: int
     num_ranks: int
 
+
+WORDLESS = "died without a word"
 
 _place: list[Place] = []
 
@@ -198,7 +201,7 @@ def _received(end: Any) -> tuple[bool, Any]:
     try:
         return end.recv()
     except EOFError:
-        return False, "died without a word"
+        return False, WORDLESS
 
 
 def _stop(processes: Sequence[Any]) -> None:
@@ -255,6 +258,7 @@ def _child(
         OMP_NUM_THREADS="1",  # else Lightning's launchers set a number of threads of their own
     )
     _place.append(place)
+    multiprocessing.current_process()._config["daemon"] = False  # its loaders may have workers
     torch.set_num_threads(1)
     torch.manual_seed(1234 + place.rank)  # all ranks inherit one state
     if place.rank == 0 and place.num_ranks > 1:

@@ -268,8 +268,12 @@ class PipelineTraining(AbstractTraining):
     @property
     @override
     def _input_rank(self) -> int:
-        size = self._trainer.world_size // self._options.width
-        return rank_of(self._session.replica[0], size)
+        return rank_of(self._session.replica[0], self._workers_per_loader)
+
+    @property
+    @override
+    def _workers_per_loader(self) -> int:
+        return self._trainer.world_size // self._options.width
 
     @override
     def load_optimizer_state_dict(self, own: Own, checkpoint: Mapping[str, Any]) -> None:

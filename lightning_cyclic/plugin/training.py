@@ -30,6 +30,7 @@ from lightning_cyclic.plugin import checkpoint as ckpt
 from lightning_cyclic.plugin.checks import check_optimizers
 from lightning_cyclic.plugin.freezing import FreezingWatch
 from lightning_cyclic.plugin.late_gradients import Compensation
+from lightning_cyclic.plugin.loader_position import LoaderPosition
 from lightning_cyclic.plugin.options import Options
 from lightning_cyclic.plugin.precision.sparse_state import SparseStatePrecision
 from lightning_cyclic.plugin.reductions import HeldReductions
@@ -147,13 +148,15 @@ class AbstractTraining(ABC):
         self._accumulating = False
         self._has_told_stages = self._closed = False
         self._signals: StopSignals | None = None
-        self._draws: Tensor | None = None  # the state of torch's generator, from a checkpoint
+        self._draws: Tensor | None = None  # torch's random state, from a file without positions
+        self._loaders: LoaderPosition | None = None
         self._freezing: FreezingWatch | None = None
         self._forms = ALL
         if trainer.state.fn == TrainerFn.FITTING:
             check_optimizers(trainer.optimizers)
             self._forms = self._make_forms(trainer)
             self._freezing = FreezingWatch(trainer, self._forms)
+            self._loaders = LoaderPosition(trainer)
         # on the instance: the module's own configure_gradient_clipping still leads here
         vars(trainer.precision_plugin)["clip_grad_by_norm"] = self._clip
 
@@ -414,15 +417,24 @@ class AbstractTraining(ABC):
         updates = self._compensation.state(session.named())
         feedback = together("feedback", updates, session.group)
         used = {"plan": ckpt.numbers(session.plan), "starts": list(session.starts or ())}
-        reads = self._input_rank == self._trainer.global_rank
-        draws = {str(self._input_rank): torch.get_rng_state()} if reads else {}
-        draws = merged(draws, session.group)  # which order loaders shuffle next
-        return used | state | {"feedback": feedback, "draws": draws}
+        reads = self._loaders is not None and self._input_rank == self._trainer.global_rank
+        own = {str(self._replica): self._loaders.state()} if reads and self._loaders else {}
+        loaders = merged(own, session.group)  # which batches come next, and in which order
+        return used | state | {"feedback": feedback, "loaders": loaders}
 
     @property
     def _input_rank(self) -> int:
         """Return the rank whose loader gives the batches that this worker computes with."""
         return self._trainer.global_rank
+
+    @property
+    def _replica(self) -> int:
+        """Return which of the ranks with loaders of their own gives this worker its batches."""
+        return self._input_rank // self._workers_per_loader
+
+    @property
+    def _workers_per_loader(self) -> int:
+        return 1
 
     def resume(self, saved: Mapping[str, Any] | None) -> bool:
         """Go on from weights that were loaded, and from the delayed state beside them.
@@ -434,6 +446,9 @@ class AbstractTraining(ABC):
         if saved is not None and not fits:
             ckpt.warn_of_other_plan(saved, self._plan.weights)
         self._draws = (saved or {}).get("draws", {}).get(str(self._input_rank))
+        if self._loaders is not None:
+            num_loaders = self._trainer.world_size // self._workers_per_loader
+            self._loaders.put_state((saved or {}).get("loaders", {}), self._replica, num_loaders)
         goes_on = self._session.resume(saved, fits=fits)
         feedback = saved.get("feedback", {}) if saved is not None and goes_on else {}
         self._compensation.put_state(feedback, self._session.named() if goes_on else {})
@@ -442,7 +457,10 @@ class AbstractTraining(ABC):
     def load_optimizer_state_dict(self, own: Own, checkpoint: Mapping[str, Any]) -> None:
         """Load the whole optimizer state, and let loaders shuffle as they would have."""
         own(checkpoint)
-        if self._draws is not None:  # here, as what else draws when a fit begins has done so
+        # here, as what else draws when a fit begins has done so
+        if self._loaders is not None:
+            self._loaders.draw_again()
+        if self._draws is not None:
             torch.set_rng_state(self._draws)
             self._draws = None
 
@@ -455,6 +473,8 @@ class AbstractTraining(ABC):
             self._trainer.precision_plugin.__dict__.pop(name, None)
         if self._signals is not None:
             self._signals.end()
+        if self._loaders is not None:
+            self._loaders.close()
 
 
 def start_alike(module: nn.Module) -> None:

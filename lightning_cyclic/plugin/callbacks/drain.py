@@ -82,6 +82,13 @@ class DrainCallback(Callback):
         return {"has_versions": True} if drained and drained.has_versions else {}
 
     @override
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Check a run that goes on in mid-epoch: no hook says that an epoch begins."""
+        drained = self._drained()
+        if drained and trainer.fit_loop.restarting and trainer.fit_loop.restarted_mid_epoch:
+            drained.begin_epoch()
+
+    @override
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         if drained := self._drained():
             drained.begin_epoch()
