@@ -16,6 +16,7 @@ from typing_extensions import override
 from lightning_cyclic.plugin.hosts import WeightAveraging
 from lightning_cyclic.plugin.stop_signal import AgreedInterrupt
 
+_LAST_SAVED: Final = "_last_global_step_saved"  # of a ModelCheckpoint
 STATE_KEY: Final = (
     "CyclicStrategy of lightning_cyclic (without it this run goes on from the newest weights "
     "alone, not with the same bits)"
@@ -83,9 +84,17 @@ class DrainCallback(Callback):
 
     @override
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Check a run that goes on in mid-epoch: no hook says that an epoch begins."""
-        drained = self._drained()
-        if drained and trainer.fit_loop.restarting and trainer.fit_loop.restarted_mid_epoch:
+        """Check a run that goes on in mid-epoch; no callback is to save what is saved already.
+
+        ModelCheckpoint does not remember the step of the file from which a run goes on. It would
+        save it once more behind the first batch, in the middle of gradients that are added up.
+        """
+        if (drained := self._drained()) is None or not trainer.fit_loop.restarting:
+            return
+        for callback in trainer.callbacks:
+            if vars(callback).get(_LAST_SAVED) == 0:
+                setattr(callback, _LAST_SAVED, trainer.global_step)
+        if trainer.fit_loop.restarted_mid_epoch:  # no hook says that an epoch begins
             drained.begin_epoch()
 
     @override
