@@ -25,9 +25,11 @@ from compare import compare_recipes
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from hydra.utils import instantiate
+from lightning.pytorch.callbacks import ModelCheckpoint
 from omegaconf import DictConfig
 from pruned import train_pruned
 from report import PlanReport, print_results
+from resume import checkpoint_of, keep_rows
 
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="config")
@@ -49,8 +51,9 @@ def main(cfg: DictConfig) -> float:
     refuse_popen_sweep(cfg)
     limit_threads(cfg)
     L.seed_everything(cfg.seed, workers=True, verbose=False)
+    keep_rows(cfg)
     trainer = make_trainer(cfg)
-    trainer.fit(instantiate(cfg.model), instantiate(cfg.data), ckpt_path=cfg.ckpt_path)
+    trainer.fit(instantiate(cfg.model), instantiate(cfg.data), ckpt_path=checkpoint_of(cfg))
     metric = float(trainer.callback_metrics[cfg.task.metric])
     if trainer.is_global_zero:
         print_results(trainer, {cfg.task.metric: metric}, time.perf_counter() - started_s)
@@ -58,11 +61,19 @@ def main(cfg: DictConfig) -> float:
 
 
 def make_trainer(cfg: DictConfig) -> L.Trainer:
-    """Make the Trainer, with the strategy and the report of its plan."""
+    """Make the Trainer, with the strategy and its callbacks."""
     make = instantiate(cfg.trainer, _partial_=True)
     strategy = instantiate(cfg.strategy, _convert_="all")  # stages=[...] as a list
+    return make(strategy=strategy, callbacks=make_callbacks(cfg))
+
+
+def make_callbacks(cfg: DictConfig) -> list[L.Callback]:
+    """Make the report of the plan, and what saves more often than Lightning by itself."""
     report = PlanReport(remat=cfg.strategy.get("remat"))
-    return make(strategy=strategy, callbacks=[report])
+    if cfg.save_every is None:
+        return [report]
+    newest = ModelCheckpoint(filename="newest-{step}", every_n_train_steps=cfg.save_every)
+    return [report, ModelCheckpoint(), newest]
 
 
 def refuse_popen_sweep(cfg: DictConfig) -> None:
