@@ -89,7 +89,7 @@ PIPELINES = [
 ]
 
 
-@pytest.mark.parametrize("validates", [False, True])
+@pytest.mark.parametrize("validates", [pytest.param(False, marks=pytest.mark.exhaustive), True])
 @pytest.mark.parametrize("strategy", PIPELINES, ids=lambda s: s["preset"])
 def test_a_module_that_ranks_make_by_stages_trains_as_one_that_all_make_whole(
     strategy: dict[str, Any], validates: bool
@@ -115,8 +115,13 @@ SHARDED = {"cyclic_zero": "cyclic_dp", "weipipe": "lockstep_dp"}  # to a preset 
 @pytest.mark.parametrize(
     ("preset", "num_ranks", "stages"),
     [
-        ("cyclic_zero", 2, ["net.2"]), ("cyclic_zero", 2, "auto"), ("cyclic_zero", 3, "auto"),
-        ("cyclic_zero", 4, "auto"), ("weipipe", 2, ["net.2"]), ("weipipe", 4, "auto"),
+        ("cyclic_zero", 2, ["net.2"]), ("cyclic_zero", 4, "auto"), ("weipipe", 4, "auto"),
+        *(
+            pytest.param(*case, marks=pytest.mark.exhaustive)
+            for case in [
+                ("cyclic_zero", 2, "auto"), ("cyclic_zero", 3, "auto"), ("weipipe", 2, ["net.2"])
+            ]
+        ),
     ],
     ids=str,
 )  # fmt: skip
@@ -369,10 +374,16 @@ def read(module: LightningModule) -> list[list[float]]:
     return values
 
 
-@pytest.mark.parametrize("preset", ["1f1b", "cyclic_zero"])
+BEHIND = ["reads", "tests", "tests a checkpoint", "goes back", "goes on", "is used elsewhere"]
+
+
 @pytest.mark.parametrize(
-    "how",
-    ["reads", "tests", "tests a checkpoint", "goes back", "goes on", "is used elsewhere"],
+    ("how", "preset"),
+    [
+        pytest.param(how, preset, marks=[] if (j + k) % 2 else [pytest.mark.exhaustive])
+        for j, how in enumerate(BEHIND)
+        for k, preset in enumerate(("1f1b", "cyclic_zero"))
+    ],
 )
 def test_behind_a_fit_beyond_memory_a_module_goes_on(
     how: str, preset: str, tmp_path: Path

@@ -121,6 +121,7 @@ def test_two_stages_in_two_processes(name: str, preset: str) -> None:
     assert_equals_plain(ranks, job)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("name", "preset"), alternating(REPRESENTATIVE))
 def test_four_stages_in_two_processes(name: str, preset: str) -> None:
     job = Job(case=name)
@@ -158,7 +159,9 @@ def test_branches_are_cut_by_times_and_messages(bandwidth: str) -> None:
 
 
 @pytest.mark.parametrize("preset", [GPIPE, F1B])
-@pytest.mark.parametrize("num_micro", [1, 2, 3, 7])
+@pytest.mark.parametrize(
+    "num_micro", [1, 7, *(pytest.param(m, marks=pytest.mark.exhaustive) for m in (2, 3))]
+)
 def test_numbers_of_micro_batches(num_micro: int, preset: str) -> None:
     job = Job(case="resnet", num_micro=num_micro, num_steps=8, num_epochs=1)
     assert_equals_plain(pipelines(job, 2, preset=preset, stages=4), job)
