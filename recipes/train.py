@@ -26,6 +26,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from hydra.utils import instantiate
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.environments import SLURMEnvironment
 from omegaconf import DictConfig
 from pruned import train_pruned
 from report import PlanReport, print_results
@@ -80,10 +81,11 @@ def refuse_popen_sweep(cfg: DictConfig) -> None:
     """Refuse a sweep whose workers would each run the whole sweep again.
 
     Lightning's popen launcher repeats the command line, ``--multirun`` included, in every worker
-    (Lightning issue 11300).
+    (Lightning issue 11300). Where SLURM starts them, it does nothing.
     """
     sweep = HydraConfig.get().mode == RunMode.MULTIRUN
-    if sweep and cfg.start_method == "popen" and cfg.trainer.devices != 1:
+    popen = cfg.start_method == "popen" and cfg.trainer.devices != 1
+    if sweep and popen and not SLURMEnvironment.detect():
         raise ValueError(
             "--multirun cannot start several workers by popen; allowed: spawn, fork; "
             "add start_method=spawn to the command"

@@ -14,6 +14,7 @@ import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from hydra.utils import instantiate
+from lightning.pytorch.plugins.environments import SLURMEnvironment
 from report import plan_table, print_results, stage_ranks, stage_table
 from rich.console import Console
 from torch import nn
@@ -166,10 +167,17 @@ def test_byte_lm_on_two_workers(recipe, printed):
 def test_only_a_sweep_that_would_start_itself_again_is_refused(
     compose_recipe, monkeypatch, mode, overrides, refused
 ):
+    monkeypatch.setattr(SLURMEnvironment, "detect", lambda: False)
     monkeypatch.setattr(HydraConfig, "get", lambda: SimpleNamespace(mode=mode))
     expected = pytest.raises(ValueError, match="add start_method=spawn")
     with expected if refused else nullcontext():
         refuse_popen_sweep(compose_recipe(*overrides))
+
+
+def test_a_sweep_whose_workers_slurm_starts_is_not_refused(compose_recipe, monkeypatch):
+    monkeypatch.setattr(HydraConfig, "get", lambda: SimpleNamespace(mode=RunMode.MULTIRUN))
+    monkeypatch.setattr(SLURMEnvironment, "detect", lambda: True)
+    refuse_popen_sweep(compose_recipe())
 
 
 class TestReport:
