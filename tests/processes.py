@@ -135,7 +135,7 @@ def run(
     Raises:
         RanksFailedError: some rank raised, died, or did not end in time.
     """
-    port, processes, ends = _free_port(), [], []
+    port, processes, ends = free_port(), [], []
     stacks = [tempfile.NamedTemporaryFile("r") for _ in range(num_ranks)]  # noqa: SIM115
     try:
         for rank in range(num_ranks):
@@ -219,7 +219,7 @@ def _send(process: Any, number: signal.Signals) -> None:
         os.kill(process.pid, number)
 
 
-def _free_port() -> int:
+def free_port() -> int:
     """Choose what nobody else takes before rank 0 listens: neither connections nor other tests."""
     first_of_system = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))

@@ -7,6 +7,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import torch
 
 ROOT = Path(__file__).parents[2]
@@ -33,7 +34,7 @@ def train_rank(recipe: dict[str, Any], num_ranks: int, folder: str) -> dict[str,
     cfg = OmegaConf.create(recipe)
     OmegaConf.update(cfg, "trainer.num_nodes", num_ranks)
     OmegaConf.update(cfg, "trainer.default_root_dir", folder)
-    torch.manual_seed(cfg.seed)
+    L.seed_everything(cfg.seed, workers=True, verbose=False)  # again where ranks meet
     trainer = make_trainer(cfg)
     trainer.fit(instantiate(cfg.model), instantiate(cfg.data))
     checkpoint = torch.load(trainer.checkpoint_callback.best_model_path, weights_only=True)
