@@ -52,7 +52,7 @@ PRELOAD = [  # modules that no rank need import for itself
     "tests.frozen_imports",  # the last
 ]
 
-# what Lightning and torch say about runs as small as these
+# what Lightning and torch say about runs as small as these, and we of files of other plans
 EXPECTED_WARNINGS = [
     r"The '\w+' does not have many workers",
     r"Consider setting `persistent_workers=True`",
@@ -79,6 +79,7 @@ EXPECTED_WARNINGS = [
     r"Couldn't infer the batch indices fetched from your dataloader",
     r"`training_step` returned `None`",
     r"(You are using the|Found) `dataloader_iter`",
+    r"The checkpoint was written behind batch \d+ of an epoch, by \d+ ranks with loaders",
     r"'set_vital' is deprecated",  # which torchdata calls
     r"The \.grad attribute of a Tensor that is not a leaf",  # torch.compile, of its inputs
 ]

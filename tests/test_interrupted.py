@@ -118,7 +118,7 @@ class Runs:
         if not ranks[0].stopped:
             self.compare_end(ranks)
             return None
-        left = newest(self.folder / name)
+        left = newest(self.folder / name) or start  # where it stops as it begins
         self._compare_file(left)
         self._compare_losses(ranks[0].losses)
         return left

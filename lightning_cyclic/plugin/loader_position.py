@@ -236,11 +236,16 @@ class LoaderPosition:
 
     def _warn_of_other_loaders(self, num_done: int) -> None:
         if self._num_saved:
+            then = (
+                "every loader has the state of the first one of these"
+                if self._have_states  # which Lightning has loaded
+                else "begins this epoch's data anew"
+            )
             rank_zero_warn(
                 f"The checkpoint was written behind batch {num_done} of an epoch, by "
                 f"{self._num_saved} ranks with loaders of their own; this run has "
-                f"{self._num_replicas}, and begins this epoch's data anew: some of them come "
-                "twice, others not at all. To change their number save at the end of an epoch."
+                f"{self._num_replicas}, and {then}: some data may come twice in this epoch, "
+                "others not at all. To change their number save at the end of an epoch."
             )
         elif not self._have_states:
             rank_zero_warn(
