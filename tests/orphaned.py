@@ -1,6 +1,6 @@
 """A user's script that trains for minutes; test_orphans.py kills who started it.
 
-python tests/orphaned.py FOLDER PRESET
+python -m tests.orphaned FOLDER PRESET
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import launched
 import torch
 from lightning.pytorch import Trainer
 from torch import Tensor
 
 from lightning_cyclic import CyclicStrategy
+from tests import launched
 
 
 class Slow(launched.Tiny):

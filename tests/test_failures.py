@@ -250,6 +250,7 @@ def fit_until_asked(
 ) -> tuple[int, dict[str, Tensor], float, float, list[str]]:
     """Return batches done, weights, when this rank was asked (0: it was not), the end, its log."""
     ask, ends_with = STOPS[how]
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have it ignored
     module, said = Troubled(ask, culprit), Said()
     limit = timedelta(seconds=TIMEOUT_S)
     trainer = make_trainer(CyclicStrategy(preset, timeout=limit), max_epochs=1)

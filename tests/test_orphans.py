@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 pytestmark = pytest.mark.multi
-SCRIPT = Path(__file__).with_name("orphaned.py")
+ROOT = Path(__file__).parents[1]
 LIMIT_S = 50.0
 
 
@@ -41,11 +41,11 @@ def test_ranks_end_at_the_same_step_when_their_agent_is_killed(
     ranks.mkdir()
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
-        str(SCRIPT), str(ranks), preset,
+        "--module", "tests.orphaned", str(ranks), preset,
     ]  # fmt: skip
     env = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     with log.open("w") as file:
-        agent = subprocess.Popen(command, stdout=file, stderr=file, env=env)
+        agent = subprocess.Popen(command, stdout=file, stderr=file, env=env, cwd=ROOT)
     pids: list[int] = []
     try:
         wait_until("two ranks train", lambda: agent.poll() is None and len(os.listdir(ranks)) == 2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -225,6 +226,7 @@ def fit_until_asked(
 ) -> tuple[int, dict[str, Tensor], float, float, list[str]]:
     """Return batches done, weights, when this rank was asked (0: it was not), the end, its log."""
     ask, ends_with = STOPS[how]
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have it ignored
     module, said = Troubled(ask, culprit, "train"), Said()
     trainer = make_trainer(strategy_of(preset, processes.here().num_ranks), max_epochs=4)
     with pytest.raises(ends_with) as ended:

@@ -122,6 +122,8 @@ def test_two_processes_end_with_the_checkpoint_of_one(experiment, compose_recipe
 
 @pytest.mark.multi
 @pytest.mark.filterwarnings("ignore:.*LeafSpec", "ignore:.*many workers", "ignore:The dirpath")
+# Lightning's, of older versions that evaluation leaves out
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
 def test_a_user_trains_a_translator_and_asks_for_its_bleu(compose_recipe, hub_cache, tmp_path):
     run = tmp_path / "run"
     recipe = tiny("pipeoptim_translation", tmp_path / "data")
