@@ -139,7 +139,13 @@ def _copy(file: dict[str, Any]) -> dict[str, Any]:
     return {"fit_loop": dict(file["loops"]["fit_loop"])}
 
 
-@pytest.mark.parametrize("preset", ["cyclic_dp", "lockstep_dp", "1f1b", "pipedream_2bw"])
+@pytest.mark.parametrize(
+    "preset",
+    [
+        "cyclic_dp", "pipedream_2bw",
+        *(pytest.param(p, marks=pytest.mark.exhaustive) for p in ("lockstep_dp", "1f1b")),
+    ],
+)  # fmt: skip
 def test_a_run_that_is_interrupted_ends_with_the_same_bits(preset: str, tmp_path: Path) -> None:
     runs = Runs(preset, 2, tmp_path)
     left = runs.stop_in(9)
