@@ -8,7 +8,7 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-_LIMIT_S = 3.0
+_LIMIT_S = 1.5
 _SILENT_S = 0.1  # while an earlier question is not answered: the store is frozen, or cut off
 
 _asking: list[threading.Thread] = []
