@@ -25,6 +25,8 @@ import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+from lightning_cyclic.errors import PeerError
+
 _ASKED_EVERY_BATCH = "_broadcast_sigterm_tensor"  # of the epoch loop, since Lightning 2.5.6
 _SIGNAL_HANDLER = "_sigterm_notifier_fn"  # of the signal connector
 _REQUEUE_HANDLER = "_slurm_sigusr_handler_fn"  # of the same: saves, and calls scontrol
@@ -184,6 +186,12 @@ class StopSignals:
         with strategy.naming("to hear which signals made ranks stop"):
             dist.all_reduce(received, dist.ReduceOp.MAX)
         signums: list[int] = received.tolist()
+        if not any(signums):  # nobody was asked, but could be any more: no end to exit with 0 for
+            raise PeerError(
+                f"training ends behind step {self._trainer.global_step}: the store in which ranks "
+                "meet is gone, with rank 0 or with the torchrun agent that had it. Look at their "
+                "logs, and go on from the newest checkpoint."
+            )
         if signums[_REQUEUED] and _accumulates(self._trainer):
             return
         if self._trainer.is_global_zero:
