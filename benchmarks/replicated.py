@@ -26,6 +26,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from hosts import Hosts
+
 # alone: every worker for itself; behind a slash: the sharding, where it is not the preset's, or
 # the MiB of DDP's buckets, where they are not the 25 that it has by default
 STRATEGIES = ("alone", "ddp", "ddp/2", "cyclic_dp", "cyclic_dp_v1", "cyclic_dp_v1/optimizer")
@@ -276,7 +278,7 @@ def work(case: Case) -> None:
 
 def run(case: Case) -> dict[str, list[tuple[float, float]]]:
     """Start a case's workers; return (seconds, CPU seconds) per step by strategy and round."""
-    network = Network(case.num_workers, case.rate) if case.rate else None
+    network = Hosts(case.num_workers, case.rate) if case.rate else None
     arguments = ["--worker", json.dumps(asdict(case))]
     return start(__file__, arguments, case.num_workers, network)[0]
 
@@ -326,40 +328,6 @@ def start(
             network.down()
     lines = [line for output in outputs for line in output.splitlines()]
     return [json.loads(x.removeprefix("RESULT ")) for x in lines if x.startswith("RESULT ")]
-
-
-class Network:
-    """Hold one network namespace per worker on a bridge, each with a token-bucket rate limit."""
-
-    def __init__(self, num_workers: int, rate: str) -> None:
-        self._names = [f"lc{k}" for k in range(num_workers)]
-        self._rate = rate
-
-    def up(self) -> tuple[str, list[list[str]]]:
-        """Bring it up; return the first worker's address and each worker's command prefix."""
-        self.down()
-        self._ip("netns add lcsw")
-        self._ip("-n lcsw link add br0 type bridge")
-        self._ip("-n lcsw link set br0 up")
-        for k, name in enumerate(self._names):
-            self._ip(f"netns add {name}")
-            self._ip(f"-n lcsw link add p{k} type veth peer name eth0 netns {name}")
-            self._ip(f"-n lcsw link set p{k} master br0 up")
-            self._ip(f"-n {name} link set lo up")
-            self._ip(f"-n {name} addr add 10.78.0.{10 + k}/24 dev eth0")
-            self._ip(f"-n {name} link set eth0 up")
-            limit = f"rate {self._rate} burst 128kb latency 100ms"
-            subprocess.run(f"tc -n {name} qdisc add dev eth0 root tbf {limit}".split(), check=True)
-        return "10.78.0.10", [["ip", "netns", "exec", name] for name in self._names]
-
-    def down(self) -> None:
-        """Take it down, whatever of it there is."""
-        for name in [*self._names, "lcsw"]:
-            subprocess.run(["ip", "netns", "del", name], stderr=subprocess.DEVNULL, check=False)
-
-    @staticmethod
-    def _ip(arguments: str) -> None:
-        subprocess.run(["ip", *arguments.split()], check=True)
 
 
 def free_port() -> int:

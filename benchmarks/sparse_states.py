@@ -26,7 +26,8 @@ from typing import Any
 
 import lightning as L
 import torch
-from replicated import Case, Network, spread, start, timed
+from hosts import Hosts
+from replicated import Case, spread, start, timed
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
@@ -107,7 +108,7 @@ def work(args: argparse.Namespace) -> None:
 def measured(args: argparse.Namespace) -> dict[str, list[float]]:
     """Return the seconds of a step of each contender, round by round."""
     if args.workers > 1:
-        network = Network(args.workers, args.rate) if args.rate else None
+        network = Hosts(args.workers, args.rate) if args.rate else None
         arguments = ["--worker", json.dumps(vars(args))]
         found: dict[str, list[float]] = start(__file__, arguments, args.workers, network)[0]
         return found

@@ -48,6 +48,7 @@ from lightning_cyclic.plugin.checks import (
     check_no_leftovers,
     check_plan,
 )
+from lightning_cyclic.plugin.newest import checkpoints_of, newest_whole
 from lightning_cyclic.plugin.options import STARTING_S, TRAINING_S, Options, checked_stages
 from lightning_cyclic.plugin.precision.sparse_state import SparseStatePrecision
 from lightning_cyclic.plugin.reductions import HeldReductions
@@ -175,6 +176,8 @@ class CyclicStrategy(DDPStrategy):
         save_distributed_checkpoint: whether a checkpoint is a folder, into which each rank writes
             the weights and optimizer state that it has, as under ModelParallelStrategy; else a
             file, for which rank 0 puts them together. [a file]
+        resume: "auto": a fit goes on from the newest whole checkpoint of this run, if it was
+            started before (docs/start.md), else from what fit(ckpt_path=...) names.
         accelerator: as in DDPStrategy.
         parallel_devices: as in DDPStrategy.
         cluster_environment: as in DDPStrategy.
@@ -228,6 +231,7 @@ class CyclicStrategy(DDPStrategy):
         wire_dtype: Literal["fp32", "bf16", "fp16"] | None = None,
         trace: str | Path | None = None,
         save_distributed_checkpoint: bool = False,
+        resume: Literal["auto"] | None = None,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -275,6 +279,7 @@ class CyclicStrategy(DDPStrategy):
             starting_s=timeout.total_seconds() if timeout else STARTING_S,
             trace=checked_trace(trace),
             save_distributed_checkpoint=save_distributed_checkpoint,
+            resume=resume,
             network=network_of(bandwidth, latency),
         )
         self._auto: AutoPlan | None = None
@@ -453,6 +458,21 @@ class CyclicStrategy(DDPStrategy):
         self._training = None
         self._part()
         super().setup_environment()
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        if self._chosen.resume is not None and trainer.state.fn == TrainerFn.FITTING:
+            self._go_on_from_newest(trainer)
+
+    def _go_on_from_newest(self, trainer: Trainer) -> None:
+        """Let Lightning load what rank 0 finds, in place of what fit was given."""
+        found = [*checkpoints_of(trainer)]  # which all ranks refuse alike
+        path = self.broadcast(newest_whole(found) if self.is_global_zero else None)
+        if path is None:
+            return
+        connector = trainer._checkpoint_connector
+        start = connector.resume_start  # to which Lightning is about to give fit's ckpt_path
+        self._undo.callback(vars(connector).pop, "resume_start")
+        vars(connector)["resume_start"] = lambda _=None, **kwargs: start(str(path), **kwargs)
 
     @override
     def setup_distributed(self) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig
 
-from lightning_cyclic.plugin.sealed_file import problem_of
+from lightning_cyclic.plugin.newest import newest_whole
 
 
 def checkpoint_of(cfg: DictConfig) -> str | None:
@@ -26,8 +26,8 @@ def checkpoint_of(cfg: DictConfig) -> str | None:
     asked: str | None = cfg.ckpt_path
     if not cfg.resume:
         return asked
-    found = sorted(Path(cfg.trainer.default_root_dir).rglob("*.ckpt"), key=_age)
-    return next((str(path) for path in found if _is_whole(path)), asked)
+    newest = newest_whole(Path(cfg.trainer.default_root_dir).rglob("*.ckpt"))
+    return asked if newest is None else str(newest)
 
 
 @rank_zero_only
@@ -39,11 +39,3 @@ def keep_rows(cfg: DictConfig) -> None:
     if rows.exists():
         before = len(list(rows.parent.glob("metrics-*.csv")))
         rows.rename(rows.with_name(f"metrics-{before}.csv"))
-
-
-def _is_whole(path: Path) -> bool:
-    return path.is_dir() or problem_of(path) is None
-
-
-def _age(path: Path) -> float:
-    return -path.stat().st_mtime

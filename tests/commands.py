@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-TIME_LIMIT_S = 100.0
 NOT_INHERITED = ("LOCAL_RANK", "WORLD_SIZE")
 
 
@@ -25,11 +24,13 @@ class Command:
         arguments: the program and its arguments.
         env: variables besides those of this process.
         folder: where it runs; here by default.
+        limit_s: after which it is ended; a test's own limit is to be longer.
     """
 
     arguments: Sequence[str]
     env: Mapping[str, str] = field(default_factory=dict)
     folder: Path | None = None
+    limit_s: float = 100.0
 
 
 class Commands:
@@ -68,7 +69,7 @@ class Commands:
         )  # fmt: skip
         self._running.add(process)
         try:
-            output, _ = process.communicate(timeout=TIME_LIMIT_S)
+            output, _ = process.communicate(timeout=command.limit_s)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             raise

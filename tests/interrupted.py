@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import random
 import signal
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,12 +25,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_cyclic.plugin import sealed_file
+from lightning_cyclic.plugin.newest import newest_whole
 from tests import processes
 from tests.corpus import adamw, make_trainer, warm_up, weights_of
 from tests.processes import here
 
 NUM_STEPS = 20
+COMPARED = [
+    "state_dict", "optimizer_states", "lr_schedulers", "loops", "global_step", "epoch",
+    "lightning_cyclic",
+]  # fmt: skip
 PLACES = ["on_train_batch_start", "on_before_zero_grad", "on_train_batch_end"]
 
 
@@ -216,8 +221,8 @@ def fit(way: Way, folder: str, at: Interruption | None, ckpt_path: str | None) -
 
 def newest(folder: Path) -> str | None:
     """Return the newest file that is whole."""
-    files = sorted(folder.glob("*.ckpt"), key=lambda path: path.stat().st_mtime, reverse=True)
-    return next((str(path) for path in files if sealed_file.problem_of(path) is None), None)
+    found = newest_whole(folder.glob("*.ckpt"))
+    return None if found is None else str(found)
 
 
 def run_until_killed(
@@ -231,3 +236,27 @@ def run_until_killed(
             raise  # for another reason
     else:
         raise AssertionError("nobody was killed")
+
+
+def contents(path: str | Path) -> dict[str, Any]:
+    return comparable(torch.load(path, weights_only=True))
+
+
+def comparable(file: dict[str, Any]) -> dict[str, Any]:
+    """Leave out what Lightning counts anew when a run goes on."""
+    epochs = file["loops"]["fit_loop"].pop("epoch_progress")
+    kept = {"epochs": {k: epochs["current"][k] for k in ("processed", "completed")}}
+    return {k: file[k] for k in COMPARED} | kept
+
+
+def difference(a: Any, b: Any, path: str = "") -> str | None:
+    """Return where two files differ first, bit by bit; None where they do not."""
+    if isinstance(a, Mapping) and isinstance(b, Mapping) and a.keys() == b.keys():
+        pairs: Iterable[Any] = ((k, a[k], b[k]) for k in a)
+    elif isinstance(a, list | tuple) and isinstance(b, list | tuple) and len(a) == len(b):
+        pairs = ((k, x, y) for k, (x, y) in enumerate(zip(a, b, strict=True)))
+    else:
+        same = torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else a == b
+        return None if same else path
+    found = (difference(x, y, f"{path}/{k}") for k, x, y in pairs)
+    return next((where for where in found if where is not None), None)

@@ -49,6 +49,7 @@ PRELOAD = [  # modules that no rank need import for itself
     "encodings.idna",  # a connection, when it looks up its host
     *(f"transformers.models.{name}.modeling_{name}" for name in HUGGING_FACE),
     "tests.stagewise_runs",
+    "tests.proved_plans",
     "tests.frozen_imports",  # the last
 ]
 

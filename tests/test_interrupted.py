@@ -9,25 +9,29 @@ from __future__ import annotations
 
 import shutil
 import signal
-from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor
 
 from lightning_cyclic.plan.presets import PRESETS
 from tests import processes
 from tests.corpus import assert_same
-from tests.interrupted import NUM_STEPS, Interruption, Outcome, Way, fit, newest, run_until_killed
+from tests.interrupted import (
+    NUM_STEPS,
+    Interruption,
+    Outcome,
+    Way,
+    comparable,
+    contents,
+    difference,
+    fit,
+    newest,
+    run_until_killed,
+)
 
 pytestmark = pytest.mark.multi
 
-COMPARED = [
-    "state_dict", "optimizer_states", "lr_schedulers", "loops", "global_step", "epoch",
-    "lightning_cyclic",
-]  # fmt: skip
 # whose steps overlap: a loss is logged in the step under way when it is known, and the first
 # behind a file in its own
 FLOW = [n for n, x in PRESETS.items() if x.schedule == "cyclic" and x.placement != "replicated"]
@@ -41,30 +45,6 @@ def way_of(preset: str, num_ranks: int) -> Way:
         accumulate=2 if preset in ACCUMULATE and num_ranks == 2 else 1,
         shared_order=preset in DEALT and num_ranks == 4,
     )
-
-
-def contents(path: str | Path) -> dict[str, Any]:
-    return comparable(torch.load(path, weights_only=True))
-
-
-def comparable(file: dict[str, Any]) -> dict[str, Any]:
-    """Leave out what Lightning counts anew when a run goes on."""
-    epochs = file["loops"]["fit_loop"].pop("epoch_progress")
-    kept = {"epochs": {k: epochs["current"][k] for k in ("processed", "completed")}}
-    return {k: file[k] for k in COMPARED} | kept
-
-
-def difference(a: Any, b: Any, path: str = "") -> str | None:
-    """Return where two files differ first, bit by bit; None where they do not."""
-    if isinstance(a, Mapping) and isinstance(b, Mapping) and a.keys() == b.keys():
-        pairs: Iterable[Any] = ((k, a[k], b[k]) for k in a)
-    elif isinstance(a, list | tuple) and isinstance(b, list | tuple) and len(a) == len(b):
-        pairs = ((k, x, y) for k, (x, y) in enumerate(zip(a, b, strict=True)))
-    else:
-        same = torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else a == b
-        return None if same else path
-    found = (difference(x, y, f"{path}/{k}") for k, x, y in pairs)
-    return next((where for where in found if where is not None), None)
 
 
 class Runs:

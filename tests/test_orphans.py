@@ -33,7 +33,9 @@ def is_running(pid: int) -> bool:
     return state != "Z"  # nobody may ask how it ended
 
 
-@pytest.mark.parametrize("preset", ["cyclic_dp", "1f1b"])
+@pytest.mark.parametrize(
+    "preset", [pytest.param("cyclic_dp", marks=pytest.mark.exhaustive), "1f1b"]
+)
 def test_ranks_end_at_the_same_step_when_their_agent_is_killed(
     preset: str, tmp_path: Path
 ) -> None:

@@ -67,7 +67,14 @@ def fresh(request: pytest.FixtureRequest) -> Iterator[Commands]:
 
 
 @pytest.mark.multi
-@pytest.mark.parametrize("code", ["lightning first", "lightning last", "lightning alone"])
+@pytest.mark.parametrize(
+    "code",
+    [
+        pytest.param("lightning first", marks=pytest.mark.exhaustive),
+        "lightning last",
+        "lightning alone",
+    ],
+)
 def test_every_name_is_known_in_whatever_order_things_are_imported(
     code: str, fresh: Commands
 ) -> None:

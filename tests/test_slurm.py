@@ -215,6 +215,7 @@ def test_a_job_is_requeued_before_its_time_is_over(cluster: Cluster, clone: Path
     assert before + behind == list(range(len(before) + len(behind)))
 
 
+@MORE
 def test_a_cancelled_job_ends_with_all_of_its_tasks(cluster: Cluster, clone: Path) -> None:
     run = Run(cluster, clone, TRAIN, "1f1b", *FOUR_STAGES, *LONG, options=TWO_TASKS)
     run.reach(ASKED_BEHIND)
@@ -245,6 +246,7 @@ def test_a_job_goes_on_from_its_newest_checkpoint_when_a_node_fails(
     assert_goes_on_from_a_checkpoint(run.folder)
 
 
+@MORE
 def test_under_torchrun_a_job_goes_on_when_a_worker_dies(
     cluster: Cluster, clone: Path, expected: Weights
 ) -> None:

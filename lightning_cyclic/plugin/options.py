@@ -72,6 +72,7 @@ class Options:
         starting_s: limit before it, and where code may be compiled, in seconds.
         trace: folder of the trace of a fit; None for none.
         save_distributed_checkpoint: whether checkpoints are folders, of which ranks write parts.
+        resume: "auto", or None where fit alone names the checkpoint.
         num_workers: how many there are; None while it is not known.
         late_updates: whether stages decide together about a step, as the Trainer's flags ask.
         norms: who is told the norms of all gradients, as these flags ask.
@@ -104,6 +105,7 @@ class Options:
     starting_s: float
     trace: Path | None = None
     save_distributed_checkpoint: bool = False
+    resume: str | None = None
     num_workers: int | None = None
     late_updates: bool = False
     norms: str = "none"
@@ -119,6 +121,8 @@ class Options:
         """
         check_choice(self.relay_buffers, ("auto", "all"), "relay_buffers")
         check_switch(self.save_distributed_checkpoint, "save_distributed_checkpoint")
+        if self.resume is not None:
+            check_choice(self.resume, ("auto",), "resume")
         if self.clip is not None:
             check_choice(self.clip, CLIPPING, "clip")
         check_choice(self.remat, REMAT, "remat")

@@ -203,13 +203,14 @@ def folder(tmp_path_factory):
 def printed(folder):
     """What the command prints that a user types."""
     script = [sys.executable, "recipes/train.py", EXPERIMENT, f"hydra.run.dir={folder}"]
-    command = Command(arguments=[*script, *TINY], env={"COLUMNS": "120"}, folder=ROOT)
+    command = Command(arguments=[*script, *TINY], env={"COLUMNS": "120"}, folder=ROOT, limit_s=200)
     with Commands({"compare": command}) as commands:
         return commands.output("compare")
 
 
 @pytest.mark.multi
 @pytest.mark.slow
+@pytest.mark.timeout(260)
 class TestComparison:
     """Two contenders, one of which does not train, and two seeds, as a user compares them."""
 

@@ -95,6 +95,7 @@ def test_a_pruned_gpt_is_trained_beside_the_dense_one_in_mixed_precision(run, tm
 
 
 @pytest.mark.multi
+@pytest.mark.exhaustive
 def test_a_pruned_gpt_is_trained_in_a_pipeline_whose_ends_share_the_embedding(tmp_path):
     changes = [*GPT, "model.net.layers=2", "data.batch_size=8", *SMALL]
     changes += ["strategy=1f1b", "workers=2", "pruned.ticket.tolerance=0.9"]

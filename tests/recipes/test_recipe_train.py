@@ -133,7 +133,11 @@ def printed(request, runs):
 @pytest.mark.multi
 @pytest.mark.parametrize(
     "recipe",
-    ["digits ddp", "digits cyclic_dp", pytest.param("digits 1f1b", marks=pytest.mark.exhaustive)],
+    [
+        pytest.param("digits ddp", marks=pytest.mark.exhaustive),
+        "digits cyclic_dp",
+        pytest.param("digits 1f1b", marks=pytest.mark.exhaustive),
+    ],
 )
 class TestTwoWorkers:
     def test_digits_prints_each_table_once_and_keeps_its_files_in_the_run_directory(

@@ -1,0 +1,89 @@
+"""Hosts of their own on this machine: network namespaces on a bridge, with rates and cut links.
+
+Takes root on Linux, and iproute2.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from typing import Final, final
+
+_SWITCH: Final = "sw"
+
+
+@final
+class Hosts:
+    """Hold one network namespace per host on a bridge.
+
+    Args:
+        num_hosts: how many.
+        rate: of what each host sends, as tc has it, like "1gbit". [no limit]
+        name: begins the names of the namespaces, so that several networks can be up at once; of at
+            most six letters.
+    """
+
+    def __init__(self, num_hosts: int, rate: str | None = None, name: str = "lc") -> None:
+        self._name = name
+        self._names = [f"{name}{k}" for k in range(num_hosts)]
+        self._rate = rate
+
+    def up(self) -> tuple[str, list[list[str]]]:
+        """Bring it up; return the first host's address and each host's command prefix."""
+        self.down()
+        switch = self._name + _SWITCH
+        self._ip(f"netns add {switch}")
+        self._ip(f"-n {switch} link add br0 type bridge")
+        self._ip(f"-n {switch} link set br0 up")
+        for k, name in enumerate(self._names):
+            self._ip(f"netns add {name}")
+            self._ip(f"-n {switch} link add p{k} type veth peer name eth0 netns {name}")
+            self._ip(f"-n {switch} link set p{k} master br0 up")
+            self._ip(f"-n {name} link set lo up")
+            self._ip(f"-n {name} addr add {self.address(k)}/24 dev eth0")
+            self._ip(f"-n {name} link set eth0 up")
+            if self._rate is not None:
+                limit = f"rate {self._rate} burst 128kb latency 100ms"
+                command = f"tc -n {name} qdisc add dev eth0 root tbf {limit}"
+                subprocess.run(command.split(), check=True)
+        return self.address(0), [["ip", "netns", "exec", name] for name in self._names]
+
+    @staticmethod
+    def address(k: int) -> str:
+        """Return a host's address."""
+        return f"10.78.0.{10 + k}"
+
+    def cut(self, k: int) -> None:
+        """Cut a host off: what is sent to it and by it is lost, and nobody is told."""
+        self._ip(f"-n {self._name}{_SWITCH} link set p{k} down")
+
+    def restore(self, k: int) -> None:
+        """Connect a host again."""
+        self._ip(f"-n {self._name}{_SWITCH} link set p{k} up")
+
+    def processes(self, k: int) -> list[int]:
+        """Return the numbers of all processes of a host."""
+        found = subprocess.run(
+            ["ip", "netns", "pids", self._names[k]], stdout=subprocess.PIPE, text=True, check=True
+        )
+        return [int(pid) for pid in found.stdout.split()]
+
+    def down(self) -> None:
+        """Take it down, whatever of it there is."""
+        for name in [*self._names, self._name + _SWITCH]:
+            subprocess.run(["ip", "netns", "del", name], stderr=subprocess.DEVNULL, check=False)
+
+    @staticmethod
+    def is_possible() -> bool:
+        """Say whether this machine lets us."""
+        if os.geteuid() != 0:
+            return False
+        probe = ["unshare", "--net", "ip", "link", "add", "type", "bridge"]
+        try:
+            return subprocess.run(probe, stderr=subprocess.DEVNULL, check=False).returncode == 0
+        except FileNotFoundError:
+            return False
+
+    @staticmethod
+    def _ip(arguments: str) -> None:
+        subprocess.run(["ip", *arguments.split()], check=True)

@@ -1,0 +1,18 @@
+"""Prove the plans that most tests run: a rank that is forked behind this need not do so again."""
+
+from contextlib import suppress
+from itertools import product
+
+from lightning_cyclic.errors import PlanError
+from lightning_cyclic.plan import PRESETS, make_plan
+from lightning_cyclic.plan.presets import PLACEMENTS
+
+for preset, num_workers, num_stages in product(PRESETS, (2, 4), (1, 2, 4)):
+    is_whole = PLACEMENTS[PRESETS[preset].placement].runs_whole_micro
+    for num_micro, buffers in product([None] if is_whole else [1, 2, 4], [False, True]):
+        relayed = range(num_stages) if buffers else ()
+        with suppress(PlanError):
+            make_plan(
+                preset, num_stages=num_stages, num_workers=num_workers, num_micro=num_micro,
+                relayed=relayed, relayed_until=relayed if is_whole else (),
+            )  # fmt: skip

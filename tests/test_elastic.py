@@ -1,0 +1,144 @@
+"""A run goes on with another number of ranks, by another preset, under DDP or on one device.
+
+Weights and optimizer state are those of the file, exactly; what is delayed goes on where the plan
+is the same, and else the log says that it does not.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+
+from lightning_cyclic.plan.presets import PRESETS
+from tests import processes
+from tests.corpus import Classifier, make_trainer, train_data
+from tests.interrupted import difference
+from tests.processes import here
+
+pytestmark = pytest.mark.multi
+
+NUM_BATCHES, SAVED_AT, END = 4, 3, 5  # behind a step in the middle of an epoch; in the next one
+SIZES = [1, 2, 4]
+STRATEGIES = [*PRESETS, "ddp"]
+OTHER_PLAN = "The checkpoint was written under"
+
+
+@dataclass(frozen=True)
+class Run:
+    """Who trains.
+
+    Args:
+        name: of a preset, or "ddp"; on one rank that is one device without a strategy.
+        num_ranks: how many.
+    """
+
+    name: str
+    num_ranks: int
+
+    @property
+    def strategy(self) -> Any:
+        if self.name == "ddp":
+            return "ddp" if self.num_ranks > 1 else "auto"
+        return {"preset": self.name, "stages": 4}
+
+    @property
+    def file(self) -> str:
+        return f"{self.name}-{self.num_ranks}.ckpt"
+
+
+class Seen(Callback):
+    """Write what a run begins with."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        trainer.save_checkpoint(self.file)
+
+
+def write(run: Run, folder: Path) -> None:
+    """Train some steps, and write a file."""
+    module = Classifier("batchnorm_mlp", "adamw")
+    trainer = make_trainer(run.strategy, max_steps=SAVED_AT, max_epochs=-1)
+    trainer.fit(module, train_data(module, NUM_BATCHES))
+    trainer.save_checkpoint(folder / run.file)
+
+
+def go_on(run: Run, folder: Path, files: Sequence[str]) -> list[tuple[str | None, list[str]]]:
+    """Go on from each of some files; return where that begins elsewhere, and what was said."""
+    return [_go_on(run, folder, file) for file in files]
+
+
+def _go_on(run: Run, folder: Path, file: str) -> tuple[str | None, list[str]]:
+    module, seen = Classifier("batchnorm_mlp", "adamw"), folder / f"seen {run.file}"
+    for p in module.parameters():
+        p.data.zero_()  # so that all must come from the file
+    trainer = make_trainer(run.strategy, max_steps=END, max_epochs=-1, callbacks=[Seen(seen)])
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        trainer.fit(module, train_data(module, NUM_BATCHES), ckpt_path=folder / file)
+    assert trainer.global_step == END
+    if here().rank > 0:
+        return None, []
+    parts = [
+        {key: read[key] for key in ("state_dict", "optimizer_states", "lr_schedulers")}
+        for read in (torch.load(path, weights_only=True) for path in (folder / file, seen))
+    ]
+    return difference(*parts), [str(warning.message) for warning in said]
+
+
+def assert_goes_on(run: Run, origins: Sequence[Run], folder: Path) -> None:
+    files = [origin.file for origin in origins]
+    ranks = processes.run(go_on, run.num_ranks, run, folder, files, time_limit_s=110)
+    for origin, (where, said) in zip(origins, ranks[0], strict=True):
+        assert where is None, f"{origin} -> {run}: {where}"
+        assert _says_so(said) == _leaves_versions(origin, run), f"{origin} -> {run}: {said}"
+
+
+def _says_so(said: Sequence[str]) -> bool:
+    return any(OTHER_PLAN in text for text in said)
+
+
+def _leaves_versions(origin: Run, run: Run) -> bool:
+    """Say whether an older version, or the want of one, is seen in the bits of what follows."""
+    if "ddp" in (origin.name, run.name) or origin == run:
+        return False  # Lightning has its own words for the first
+    return any(PRESETS[x.name].weights != "sync" for x in (origin, run))
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("files")
+
+
+def written(origins: Sequence[Run], folder: Path) -> None:
+    for origin in origins:
+        if not (folder / origin.file).exists():
+            processes.run(write, origin.num_ranks, origin, folder)
+
+
+FEW = [Run("cyclic_dp", 2), Run("1f1b", 4), Run("pipedream_2bw", 2), Run("ddp", 1)]
+ALL = [Run(name, n) for name, n in product(STRATEGIES, SIZES)]
+
+
+@pytest.mark.parametrize("run", [Run("cyclic_dp", 4), Run("1f1b", 2), Run("ddp", 2)], ids=str)
+def test_runs_go_on_elsewhere(run: Run, files: Path) -> None:
+    written(FEW, files)
+    assert_goes_on(run, FEW, files)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("run", ALL, ids=str)
+def test_every_run_goes_on_from_every_other(run: Run, files: Path) -> None:
+    written(ALL, files)
+    for begin in range(0, len(ALL), 15):
+        assert_goes_on(run, ALL[begin : begin + 15], files)

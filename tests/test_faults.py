@@ -1,0 +1,48 @@
+"""Jobs under torchrun to which something happens, and that finish with the same weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from benchmarks.hosts import Hosts
+from tests.faults import ON_HOSTS, ON_ONE_HOST, Fault, Job, assert_as_unbroken, drawn
+
+pytestmark = [pytest.mark.multi, pytest.mark.slow]
+on_hosts = pytest.mark.skipif(not Hosts.is_possible(), reason="needs root and iproute2, on Linux")
+
+
+def survives(
+    preset: str, faults: Sequence[Fault], num_steps: int, folder: Path, hosts: bool = False
+) -> None:
+    Job(folder / "unbroken", preset, num_steps).run([])
+    network = Hosts(4, name="ftst") if hosts else None
+    job = Job(folder / "disturbed", preset, num_steps, network)
+    job.run(faults)
+    assert_as_unbroken(job.folder, folder / "unbroken")
+
+
+def test_a_rank_is_killed(tmp_path: Path) -> None:
+    survives("cyclic_dp", [Fault("kill", 2, 3, 0.02)], 8, tmp_path)
+
+
+@on_hosts
+def test_a_link_is_cut_for_a_moment(tmp_path: Path) -> None:
+    survives("1f1b", [Fault("cut", 1, 3, 0.02)], 8, tmp_path, hosts=True)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("preset", ["cyclic_dp", "1f1b", "pipedream_2bw"])
+def test_anything_happens(preset: str, tmp_path: Path) -> None:
+    survives(preset, drawn(ON_ONE_HOST, 6, preset), 30, tmp_path)
+
+
+@on_hosts
+@pytest.mark.exhaustive
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("preset", ["cyclic_dp", "1f1b"])
+def test_anything_happens_to_hosts(preset: str, tmp_path: Path) -> None:
+    survives(preset, drawn(ON_HOSTS, 5, preset), 30, tmp_path, hosts=True)
