@@ -7,6 +7,7 @@ hooks      the training answers, given what Lightning itself would do (training.
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
@@ -17,6 +18,7 @@ from typing import Any, Literal, final
 
 import torch
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
+from lightning.fabric.utilities.data import _auto_add_worker_init_fn
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import CheckpointIO, Precision, TorchCheckpointIO
@@ -48,6 +50,7 @@ from lightning_cyclic.plugin.checks import (
     check_no_leftovers,
     check_plan,
 )
+from lightning_cyclic.plugin.loader_workers import shelter
 from lightning_cyclic.plugin.newest import checkpoints_of, newest_whole
 from lightning_cyclic.plugin.options import STARTING_S, TRAINING_S, Options, checked_stages
 from lightning_cyclic.plugin.precision.sparse_state import SparseStatePrecision
@@ -602,6 +605,14 @@ class CyclicStrategy(DDPStrategy):
                 "checkpoints of one file; use Trainer(strategy='cyclic_dp'), 'cyclic_zero', "
                 "'1f1b' or 'pipedream_2bw', without that"
             )
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        """Let the workers of a loader live on when a signal asks this rank to stop."""
+        _auto_add_worker_init_fn(dataloader, self.global_rank)  # which Lightning does behind this
+        requeue = getattr(self.cluster_environment, "requeue_signal", None) or signal.SIGUSR1
+        shelter(dataloader, frozenset({signal.SIGTERM, signal.SIGINT, requeue}))
+        return super().process_dataloader(dataloader)
 
     @property
     @override

@@ -38,10 +38,10 @@ from tests.processes import free_port
 
 ROOT = Path(__file__).parents[1]
 NUM_RANKS = 4
-WAIT_S = 6.0  # of ranks for each other
+WAIT_S = 12.0  # of ranks for each other
 LIMIT_S = 150.0  # from one fault to the step of the next
 MARK = "TESTS_FAULTED"  # in the environment of all that a job starts
-SHORT, LONG = 1.0, WAIT_S + 5.0
+SHORT, LONG = 1.0, WAIT_S + 6.0
 
 ON_ONE_HOST = ("kill", "stop", "stop for long", "SIGTERM", "loader", "memory")
 ON_HOSTS = ("kill", "SIGTERM", "cut", "cut for long", "kill host")

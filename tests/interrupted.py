@@ -141,8 +141,8 @@ class Interrupt(Callback):
             self._at = None
             if at.number == signal.SIGKILL:  # they hold the pipe by which the test sees the end
                 signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})  # or loaders complain
-                for worker in multiprocessing.active_children():
-                    worker.kill()
+            for worker in multiprocessing.active_children():  # a signal often reaches them, too
+                os.kill(worker.pid or 0, at.number)
             os.kill(os.getpid(), at.number)
 
     def on_train_batch_start(self, trainer: Any, *args: Any) -> None:

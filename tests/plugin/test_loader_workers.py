@@ -1,0 +1,78 @@
+"""Workers of loaders leave signals to the rank that they load for."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_cyclic.plugin.loader_workers import Sheltered, shelter
+
+SIGNALS = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGUSR1})
+
+
+class Pids(Dataset[Tensor]):
+    """Gives the number of the process that reads it."""
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, k: int) -> Tensor:
+        return torch.tensor([k, os.getpid()])
+
+
+def begin(worker: int) -> None:
+    torch.manual_seed(worker)
+
+
+def loader(context: str, **given: Any) -> DataLoader[Any]:
+    return DataLoader(
+        Pids(), batch_size=1, num_workers=1, prefetch_factor=1, multiprocessing_context=context,
+        **given,
+    )  # fmt: skip
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize("context", ["fork", "spawn"])
+def test_workers_go_on_behind_signals(context: str) -> None:
+    made = loader(context)
+    shelter(made, SIGNALS)
+    found = []
+    for k, pid in (row[0].tolist() for row in made):
+        found.append(k)
+        if k < len(SIGNALS):
+            os.kill(pid, sorted(SIGNALS)[k])
+    assert found == list(range(12))
+
+
+@pytest.mark.multi
+def test_a_worker_that_is_asked_twice_ends() -> None:
+    made = loader("fork")
+    shelter(made, SIGNALS)
+    rows = iter(made)
+    pid = next(rows)[0, 1].item()
+    os.kill(pid, signal.SIGTERM)
+    next(rows)
+    os.kill(pid, signal.SIGTERM)
+    with pytest.raises(RuntimeError, match=rf"DataLoader worker \(pid.* {pid}\)"):
+        list(rows)
+
+
+def test_what_a_user_begins_workers_with_is_kept() -> None:
+    made = loader("fork", worker_init_fn=begin)
+    for _ in range(2):  # a loader of two fits
+        shelter(made, SIGNALS)
+    assert isinstance(made.worker_init_fn, Sheltered)
+    assert made.worker_init_fn._own is begin
+
+
+def test_loaders_without_workers_are_left_alone() -> None:
+    made: DataLoader[Any] = DataLoader(Pids())
+    shelter(made, SIGNALS)
+    assert made.worker_init_fn is None
+    shelter([1, 2], SIGNALS)
