@@ -70,6 +70,7 @@ from lightning_cyclic.runtime.agreement import (
     put_together,
     require_same_lines,
 )
+from lightning_cyclic.runtime.attempts import apart_from_earlier_attempts
 from lightning_cyclic.runtime.deferred import Deferral
 from lightning_cyclic.runtime.lending import lending
 from lightning_cyclic.runtime.listening import listening_on_one_address
@@ -491,6 +492,7 @@ class CyclicStrategy(DDPStrategy):
             naming_shared_gpus(),
             naming_start(self.global_rank, self.world_size, limit_s),
             listening_on_one_address(first=first, host=host, port=port),
+            apart_from_earlier_attempts(),
         ):
             super().setup_distributed()
         if self.world_size > 1:
