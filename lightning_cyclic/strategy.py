@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -21,7 +21,12 @@ from lightning.fabric.plugins.environments.cluster_environment import ClusterEnv
 from lightning.fabric.utilities.data import _auto_add_worker_init_fn
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.plugins import CheckpointIO, Precision, TorchCheckpointIO
+from lightning.pytorch.plugins import (
+    AsyncCheckpointIO,
+    CheckpointIO,
+    Precision,
+    TorchCheckpointIO,
+)
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities import rank_zero_warn
@@ -34,6 +39,7 @@ from lightning_cyclic.plugin import checkpoint as ckpt
 from lightning_cyclic.plugin import sealed_file
 from lightning_cyclic.plugin.asynchronous_pipeline import AsynchronousPipelineTraining
 from lightning_cyclic.plugin.auto import AUTO, SAVED, AutoPlan, check_network, network_of
+from lightning_cyclic.plugin.background import MOST_LEFT, Background, copied
 from lightning_cyclic.plugin.callbacks.drain import DrainCallback
 from lightning_cyclic.plugin.checkpoint_folder import (
     Apart,
@@ -86,6 +92,8 @@ from lightning_cyclic.runtime.transport.choice import (
     naming_shared_gpus,
     refuse_shared_gpus,
 )
+
+_REQUEUED = "hpc_ckpt_"  # begins the name of what Lightning saves before it requeues a job
 
 
 def _lending(hook: str) -> Any:
@@ -298,6 +306,7 @@ class CyclicStrategy(DDPStrategy):
         self._tracing: Tracing | None = None
         self._reductions = HeldReductions()
         self._unwritten = Unwritten()
+        self._background = Background()  # of AsyncCheckpointIO
         self._meetings: Meetings | None = None  # from the start of the process group on
         self._saved: Mapping[str, Any] | None = None
         self._folder: CheckpointFolder | None = None  # from which a run goes on
@@ -705,18 +714,43 @@ class CyclicStrategy(DDPStrategy):
             return
         new = in_memory if self._training is None else self._training.new
         self._add_delayed(checkpoint, partial(put_together, new=new))
-        if self._is_file(filepath) and storage_options is None:
-            if self.is_global_zero:
-                with self._unwritten.warning(Path(filepath), trains=self._is_fitting):
-                    sealed_file.write(checkpoint, Path(filepath))
-        else:
+        if not self._is_file(filepath) or storage_options is not None:
             super().save_checkpoint(checkpoint, filepath, storage_options)
+        elif self.is_global_zero:
+            self._save_file(checkpoint, Path(filepath))
+
+    def _save_file(self, checkpoint: dict[str, Any], path: Path) -> None:
+        """Write a file, or have it written while training goes on."""
+        write = partial(self._write_file, path=path, trains=self._is_fitting)
+        # there is no room for a copy, or Lightning requeues the job as soon as this is saved
+        is_larger = self._training is not None and self._training.is_larger_than_memory
+        if self._is_behind(path) and not is_larger and not path.name.startswith(_REQUEUED):
+            self._background.wait(MOST_LEFT)
+            self._background.add(partial(write, copied(checkpoint)))
+        else:
+            self._background.wait()
+            write(checkpoint)
+
+    def _write_file(self, checkpoint: dict[str, Any], path: Path, *, trains: bool) -> None:
+        with self._unwritten.warning(path, trains=trains):
+            sealed_file.write(checkpoint, path)
 
     @override
     def remove_checkpoint(self, filepath: Any) -> None:
         """Remove a checkpoint, but for one that the last should have replaced and could not."""
+        if self._is_behind(filepath) and self.is_global_zero:  # behind that one
+            self._background.add(partial(self._remove_file, filepath))
+        else:
+            self._remove_file(filepath)
+
+    def _remove_file(self, path: Any) -> None:
         if not self._unwritten.keeps_all:
-            super().remove_checkpoint(filepath)
+            super().remove_checkpoint(path)
+
+    def _is_behind(self, path: Any) -> bool:
+        """Say whether a thread writes a file, and removes it, while training goes on."""
+        is_asked_for = type(self.checkpoint_io) is AsyncCheckpointIO and self._is_file(path)
+        return is_asked_for and self._is_fitting
 
     @property
     def _is_fitting(self) -> bool:
@@ -750,12 +784,20 @@ class CyclicStrategy(DDPStrategy):
             write_folder(checkpoint, Path(self.broadcast(path)), apart.tensors, group)
 
     def _is_file(self, path: Any) -> bool:
-        """Say whether a checkpoint is of this host's files, and no plugin is asked for it."""
-        return type(self.checkpoint_io) is TorchCheckpointIO and ckpt.is_local(path)
+        """Say whether a checkpoint is of this host's files, and no plugin has its own way there.
+
+        What AsyncCheckpointIO is asked for is done here: files that are whole, sealed, in order.
+        """
+        io = self.checkpoint_io
+        writer = io.checkpoint_io if type(io) is AsyncCheckpointIO else io
+        return type(writer) is TorchCheckpointIO and ckpt.is_local(path)
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> Any:
         """Read a checkpoint, and keep what is delayed for the training."""
+        if self._is_behind(checkpoint_path):  # it may be on its way
+            self._background.wait()
+            self.barrier("load_checkpoint")
         is_file, self._folder = self._is_file(checkpoint_path), None
         if is_file and Path(checkpoint_path).is_dir():
             self._folder = CheckpointFolder(Path(checkpoint_path))
@@ -817,7 +859,11 @@ class CyclicStrategy(DDPStrategy):
 
     @override
     def teardown(self) -> None:
-        """Take everything off the module again."""
+        """Take everything off the module again, and finish what a thread writes."""
+        with closing(self._background):  # last, as nobody waits for its files
+            self._take_off()
+
+    def _take_off(self) -> None:
         tracing, self._tracing = self._tracing, None
         if tracing is not None:
             tracing.save()

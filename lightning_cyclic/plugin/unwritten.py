@@ -31,12 +31,12 @@ class Unwritten:
             path: of the file.
             trains: whether there is a training to go on; else the error is the caller's.
         """
+        self.keeps_all = True  # until the file is there
         try:
             yield
         except OSError as error:
             if not trains or error.errno not in _OF_THE_DISK:
                 raise
-            self.keeps_all = True
             rank_zero_warn(
                 f"The checkpoint {path} could not be written ({error.strerror}). Training goes "
                 "on, and no older checkpoint is deleted until one can be written again. Make "

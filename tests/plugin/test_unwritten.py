@@ -13,6 +13,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins import AsyncCheckpointIO
 
 from lightning_cyclic.plugin import sealed_file
 from lightning_cyclic.plugin.unwritten import Unwritten
@@ -66,12 +67,13 @@ class Troubles(Callback):
                     file.write(bytes(1024))
 
 
-def fit(disk: str, kind: str | None) -> tuple[Any, list[str], list[list[str]]]:
+def fit(disk: str, kind: str | None, background: bool) -> tuple[Any, list[str], list[list[str]]]:
     """Return weights, what was warned of, and the files that each batch finds at its end."""
     module, files = Classifier("mlp"), []
 
     class Look(Callback):
-        def on_train_batch_end(self, *args: Any) -> None:
+        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+            trainer.strategy._background.wait()
             files.append(sorted(p.name for p in Path(disk).glob("*.ckpt")))
 
     saving = ModelCheckpoint(disk, every_n_train_steps=2, filename="{step}")
@@ -79,6 +81,7 @@ def fit(disk: str, kind: str | None) -> tuple[Any, list[str], list[list[str]]]:
     run = make_trainer(
         "cyclic_dp", max_epochs=1, enable_checkpointing=True,
         callbacks=[*callbacks, saving, Look()],
+        plugins=[AsyncCheckpointIO()] if background else [],
     )  # fmt: skip
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -87,15 +90,16 @@ def fit(disk: str, kind: str | None) -> tuple[Any, list[str], list[list[str]]]:
     return weights_of(module), said, files
 
 
+@pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [("full", "No space left on device"), ("read-only", "Read-only file system")],
 )
 def test_training_goes_on_and_keeps_the_last_file(
-    kind: str, reason: str, disk: Path, tmp_path: Path
+    kind: str, reason: str, background: bool, disk: Path, tmp_path: Path
 ) -> None:
-    (expected, *_), _ = processes.run(fit, 2, str(tmp_path / "other"), None)
-    (weights, said, files), (_, nothing, _) = processes.run(fit, 2, str(disk), kind)
+    (expected, *_), _ = processes.run(fit, 2, str(tmp_path / "other"), None, False)
+    (weights, said, files), (_, nothing, _) = processes.run(fit, 2, str(disk), kind, background)
     assert_same(weights, expected)
     assert files[3] == ["step=2.ckpt"]
     assert files[4:10] == [["step=4.ckpt"]] * 6
@@ -116,3 +120,7 @@ def test_outside_of_training_the_error_is_the_callers(tmp_path: Path) -> None:
         raise OSError(28, "No space left on device")
     with pytest.raises(PermissionError), unwritten.warning(tmp_path, trains=True):
         raise PermissionError(13, "Permission denied")
+    assert unwritten.keeps_all
+    with unwritten.warning(tmp_path, trains=True):
+        assert unwritten.keeps_all
+    assert not unwritten.keeps_all
