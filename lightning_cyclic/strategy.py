@@ -799,13 +799,15 @@ class CyclicStrategy(DDPStrategy):
             self._background.wait()
             self.barrier("load_checkpoint")
         is_file, self._folder = self._is_file(checkpoint_path), None
+        if is_file:
+            with self.naming("to check a checkpoint"):
+                sealed_file.check(checkpoint_path, together=True)
         if is_file and Path(checkpoint_path).is_dir():
             self._folder = CheckpointFolder(Path(checkpoint_path))
             meta = super().load_checkpoint(self._folder.meta, *args, **kwargs)
             loaded = self._folder.completed(meta)
         elif is_file:  # of which no rank reads more than it needs, if it makes its own stages
             read = super().load_checkpoint if self._deferral is None else ckpt.mapped
-            sealed_file.check(checkpoint_path)
             loaded = read(checkpoint_path, *args, **kwargs)
         else:
             loaded = super().load_checkpoint(checkpoint_path, *args, **kwargs)  # from 2.6 on more

@@ -23,6 +23,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_cyclic import ConfigurationError, CyclicStrategy
+from lightning_cyclic.plugin import sealed_file
 from lightning_cyclic.plugin.checkpoint_folder import CheckpointFolder
 from lightning_cyclic.runtime.absent import is_absent
 from tests import processes
@@ -347,22 +348,75 @@ def test_a_folder_of_another_module(change: str, words: str, pipeline: Runs) -> 
         assert "ConfigurationError" in text
 
 
-def test_a_folder_that_is_no_checkpoint_or_not_whole(pipeline: Runs, tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match=r"is a folder without meta.pt and .metadata"):
-        CheckpointFolder(tmp_path)
-    with pytest.raises(ConfigurationError, match=rf"in it lie {pipeline.folder.name}"):
-        CheckpointFolder(pipeline.folder.parent)
-    short = Path(shutil.copytree(pipeline.folder, tmp_path / "copy.ckpt"))
-    with (short / "__1_0.distcp").open("r+b") as file:
-        file.truncate(100)
-    with pytest.raises(ConfigurationError, match=r"'__1_0.distcp' of .* has 100 bytes of"):
-        CheckpointFolder(short)
-    (short / "__1_0.distcp").unlink()
+def damage(file: Path, how: str) -> str:
+    """Damage a file of a folder; return what is said of it."""
+    data = bytearray(file.read_bytes())
+    if how == "gone":
+        file.unlink()
+        return f"is not whole: it lacks {file.name}"
+    if how == "short":
+        del data[100:]
+    else:
+        data[len(data) // 2] ^= 4
+    file.write_bytes(data)
+    return f"has been changed since it was written, in {file.name}"
+
+
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [
+        ("__0_0.distcp", "flipped"),
+        ("__1_0.distcp", "short"),
+        (".metadata", "gone"),
+        ("meta.pt", "flipped"),
+        ("digests.b2", "gone"),
+    ],
+)
+def test_all_ranks_refuse_a_folder_that_is_not_as_it_was_written(
+    name: str, how: str, pipeline: Runs, tmp_path: Path
+) -> None:
+    damaged = Path(shutil.copytree(pipeline.folder, tmp_path / "copy.ckpt"))
+    other = Path(shutil.copytree(pipeline.folder, tmp_path / "other.ckpt"))
+    said = damage(damaged / name, how)
     with pytest.raises(processes.RanksFailedError) as caught:
-        processes.run(train, 2, pipeline.strategy, None, short)
+        processes.run(train, 2, pipeline.strategy, None, damaged)
     for text in (caught.value.errors[0], caught.value.errors[1]):
-        assert "'__1_0.distcp' of the checkpoint folder" in text
-        assert "is gone" in text
+        assert f"ConfigurationError: the checkpoint {damaged} {said}; allowed: files as" in text
+        assert f'use ckpt_path="{other}"' in text
+
+
+def test_each_file_of_all_ranks_has_a_digest(runs: Runs) -> None:
+    lines = (runs.folder / "digests.b2").read_text().splitlines()[:-1]
+    names = [line.split("  ")[1] for line in lines]
+    assert sorted([*names, "digests.b2"]) == sorted(p.name for p in runs.folder.iterdir())
+    assert {"__0_0.distcp", "__1_0.distcp"} < set(names)
+
+
+def test_folders_without_digests_go_on(pipeline: Runs, tmp_path: Path) -> None:
+    old = Path(shutil.copytree(pipeline.folder, tmp_path / "old.ckpt"))
+    (old / "digests.b2").unlink()
+    torch.save(torch.load(old / "meta.pt", weights_only=True), old / "meta.pt")
+    for rank in processes.run(train, 2, pipeline.strategy, None, old):
+        assert_same(rank["weights"], pipeline.whole[0]["weights"])
+
+
+def train_without_room(strategy: Any, folder: Path) -> None:
+    """Train where rank 1 cannot read what it has written."""
+
+    def failing(folder: Path, names: Any) -> str:
+        raise OSError(5, "Input/output error")
+
+    if processes.here().rank == 1:
+        sealed_file.digests_of = failing
+    train(strategy, folder)
+
+
+def test_all_ranks_say_which_one_could_not_write(pipeline: Runs, tmp_path: Path) -> None:
+    with pytest.raises(processes.RanksFailedError) as caught:
+        processes.run(train_without_room, 2, pipeline.strategy | FOLDERS, tmp_path)
+    for text in (caught.value.errors[0], caught.value.errors[1]):
+        assert "could not be written (rank 1: [Errno 5] Input/output error)" in text
+    assert not path_in(tmp_path).exists()
 
 
 def test_what_is_given(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
     FOLDER/meta.pt          all that is neither weights nor optimizer state, by rank 0
     FOLDER/.metadata        which tensor lies where, by torch.distributed.checkpoint
+    FOLDER/digests.b2       digests of all other files (sealed_file.py)
     FOLDER/__R_0.distcp     what rank R has, by names with dots between them:
         model, NAME                         parameters and buffers
         optimizer_0, state, NAME, ...       its state for a parameter
@@ -17,7 +18,6 @@ from __future__ import annotations
 import re
 import shutil
 import warnings
-from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -37,15 +37,17 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
 from lightning_cyclic.errors import ConfigurationError
+from lightning_cyclic.plugin import sealed_file
 from lightning_cyclic.plugin.checkpoint import KEY, in_order, is_local
-from lightning_cyclic.runtime.agreement import merged
+from lightning_cyclic.plugin.sealed_file import INDEX
+from lightning_cyclic.runtime.agreement import gather_texts, merged
 from lightning_cyclic.runtime.unread import UnreadMapping, UnreadTensor
 
 TENSORS = f"{KEY}_tensors"
-_INDEX = ".metadata"
 _MODELS = ("model", "state_dict")  # of FSDPStrategy and of ModelParallelStrategy
 _OPTIMIZER = re.compile(r"optimizer_\d+")
 _APART = "lies apart: "  # begins a word for a tensor of TENSORS
+_FAILED = "failed: "  # begins what a rank says in the place of digests
 _WITH_TENSORS = ("previous", "feedback", "displacements")  # of what is delayed
 
 
@@ -122,7 +124,8 @@ def write_folder(
     Raises:
         ConfigurationError: on every rank, where one cannot write.
     """
-    is_first = not dist.is_initialized() or dist.get_rank() == 0
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    is_first = rank == 0
     parts: dict[str, Any] = {"model": checkpoint.pop("state_dict"), TENSORS: dict(tensors)}
     optimizers = {f"optimizer_{k}": x for k, x in enumerate(checkpoint.pop("optimizer_states"))}
     for name, each in optimizers.items():
@@ -136,7 +139,8 @@ def write_folder(
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             index = save(parts, checkpoint_id=unfinished, process_group=group)
     except CheckpointException as error:
-        raise ConfigurationError(_unwritten(path, error)) from error
+        failures = {r: x[0] for r, x in error.failures.items()}
+        raise ConfigurationError(_unwritten(path, failures)) from error
     if is_first:
         # a folder keeps no empty dictionaries, without which a file would not be loaded
         keys = index.state_dict_metadata
@@ -145,9 +149,29 @@ def write_folder(
             for name, each in optimizers.items()
             if not any(key.startswith(f"{name}.state.") for key in keys)
         }
-        torch.save(checkpoint, unfinished / META)
+    lines = _digests(checkpoint, unfinished, rank, group)
+    failed = {r: x.removeprefix(_FAILED) for r, x in enumerate(lines) if x.startswith(_FAILED)}
+    if failed:
+        raise ConfigurationError(_unwritten(path, failed))
+    if is_first:
         _remove(path)
-        unfinished.rename(path)
+        sealed_file.seal_folder(unfinished, path, "".join(lines))
+
+
+def _digests(checkpoint: Mapping[str, Any], folder: Path, rank: int, group: Any) -> list[str]:
+    """Return the digests of what each rank has written, rank 0 all that is nobody's part.
+
+    Or words for why a rank could not, as the others wait for it.
+    """
+    names = sorted(p.name for p in folder.glob(f"__{rank}_*"))
+    try:
+        if rank == 0:
+            sealed_file.write(checkpoint, folder / META)
+            names = [INDEX, META, *names]
+        mine = sealed_file.digests_of(folder, names)
+    except OSError as error:
+        mine = f"{_FAILED}{error}"
+    return gather_texts(mine, group) if dist.is_initialized() else [mine]
 
 
 def _remove(path: Path) -> None:
@@ -157,8 +181,8 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path)
 
 
-def _unwritten(path: Path, error: CheckpointException) -> str:
-    each = "; ".join(f"rank {r}: {x[0]}" for r, x in sorted(error.failures.items()))
+def _unwritten(path: Path, failures: Mapping[int, object]) -> str:
+    each = "; ".join(f"rank {r}: {x}" for r, x in sorted(failures.items()))
     return (
         f"the checkpoint folder {str(path)!r} could not be written ({each}); allowed: a folder "
         "with room, in which every rank may write; choose another one, as "
@@ -174,44 +198,17 @@ class CheckpointFolder:
     """Read a folder, each value where it is asked for; ranks do so without each other.
 
     Args:
-        path: of the folder.
-
-    Raises:
-        ConfigurationError: it is no checkpoint, or not a whole one.
+        path: of the folder, which :func:`sealed_file.check` has found whole.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        missing = [name for name in (META, _INDEX) if not (path / name).is_file()]
-        if missing:
-            raise ConfigurationError(
-                f"{str(path)!r} is a folder without {' and '.join(missing)}, so that it is no "
-                "checkpoint; allowed: a file, or a folder that "
-                "CyclicStrategy(save_distributed_checkpoint=True) has written to its end; give "
-                f"one of these as ckpt_path{_inside(path)}"
-            )
         self.meta = path / META
         self._reader = FileSystemReader(path)
         self._index = self._reader.read_metadata()
         self._reader.set_up_storage_reader(self._index, is_coordinator=True)
-        self._check_files()
         paths = self._index.planner_data or {}
         self._paths = {key: paths.get(key, (key,)) for key in self._index.state_dict_metadata}
-
-    def _check_files(self) -> None:
-        ends: dict[str, int] = defaultdict(int)
-        for info in (self._index.storage_data or {}).values():
-            ends[info.relative_path] = max(ends[info.relative_path], info.offset + info.length)
-        for name, end in sorted(ends.items()):
-            file = self.path / name
-            size = file.stat().st_size if file.is_file() else None
-            if size is None or size < end:
-                what = "is gone" if size is None else f"has {size} bytes of {end}"
-                raise ConfigurationError(
-                    f"{name!r} of the checkpoint folder {str(self.path)!r} {what}; allowed: all "
-                    "files that were written, in a folder that every rank can read; copy the "
-                    "folder anew, or go on from another checkpoint"
-                )
 
     # ------------------------------------------------------------------ values
 
@@ -377,12 +374,6 @@ def _matched(
 
 def _group(j: int | None) -> str:
     return "in no group of the optimizer" if j is None else f"in group {j} of the optimizer"
-
-
-def _inside(path: Path) -> str:
-    """Name the checkpoints that lie in a folder, if any."""
-    found = sorted(p.name for p in path.iterdir() if p.suffix == ".ckpt" or (p / META).is_file())
-    return f": in it lie {', '.join(found[:4])}" if found else ""
 
 
 def _names_of(optimizer: Optimizer, module: nn.Module) -> list[str]:

@@ -30,8 +30,9 @@ def newest_whole(paths: Iterable[Path]) -> Path | None:
         paths: of files and folders; those with weights alone are passed over, and, with a warning,
             those that are not as they were written.
     """
-    for path in sorted(paths, key=_age):
-        if (problem := _problem_of(path)) is not None:
+    there = [path for path in paths if path.exists()]  # links may point nowhere
+    for path in sorted(there, key=_age):
+        if (problem := problem_of(path)) is not None:
             rank_zero_warn(f"The checkpoint {path} {problem}, and is passed over.")
         elif _has_training(path):
             return path
@@ -74,10 +75,6 @@ def _check_own(folder: Path) -> None:
             "other runs may be; allowed: a folder of this run's own, the same in every start; use "
             'Trainer(default_root_dir="runs/mine"), or ModelCheckpoint(dirpath="runs/mine")'
         )
-
-
-def _problem_of(path: Path) -> str | None:
-    return None if path.is_dir() else problem_of(path)
 
 
 def _has_training(path: Path) -> bool:

@@ -1,4 +1,4 @@
-"""Checkpoint files that are whole or not there, and that say so themselves.
+"""Checkpoints that are whole or not there, and that say so themselves: files, and folders.
 
     | archive of torch.save, its last record | comment: name of this package, blake2b of the rest |
 
@@ -6,6 +6,12 @@ Such a file is written beside its target, brought to the disk, and takes the tar
 step: whatever ends a run, there is the old file or the new one. Its archive has a comment with a
 digest, which everybody else's readers skip, so that plain Lightning loads it. Files without one
 are checked by the sums that archives have of their members.
+
+    FOLDER/digests.b2    blake2b of each file, as "b2sum --length 256 --check digests.b2" reads it,
+                         and in the last line that of the lines before
+
+A folder has a file of digests, which nobody else reads. Those without one are checked for the
+files, and the sizes, that their index names.
 """
 
 from __future__ import annotations
@@ -13,22 +19,30 @@ from __future__ import annotations
 import hashlib
 import os
 import struct
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 from zipfile import BadZipFile, ZipFile
 
 import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.load import _METADATA_FILENAME as META
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from lightning_cyclic.errors import ConfigurationError
+from lightning_cyclic.runtime.agreement import gather_texts
 
+INDEX: Final = ".metadata"  # of a folder, by torch.distributed.checkpoint
+DIGESTS: Final = "digests.b2"
 _MAGIC: Final = b"lightning_cyclic blake2b "
 _DIGEST_BYTES: Final = 32
 _COMMENT_BYTES: Final = len(_MAGIC) + 2 * _DIGEST_BYTES  # in hexadecimal digits
 _END: Final = b"PK\5\6"  # an archive's last record: 22 bytes, of which the last two count
 _END_BYTES: Final = 22  # those of the comment behind it
 _BLOCK_BYTES: Final = 1 << 22
+_CHANGED: Final = "has been changed since it was written"
 
 
 def write(checkpoint: Mapping[str, Any], path: Path) -> None:
@@ -50,42 +64,83 @@ def write(checkpoint: Mapping[str, Any], path: Path) -> None:
         part.unlink(missing_ok=True)
 
 
-def check(path: str | Path) -> None:
-    """Refuse a file that is not as it was written.
+def digests_of(folder: Path, names: Iterable[str]) -> str:
+    """Return a line for each of these files in a folder."""
+    return "".join(f"{_digest_of(folder / name)}  {name}\n" for name in names)
+
+
+def seal_folder(folder: Path, path: Path, lines: str) -> None:
+    """Write down what digests a folder's files have, and let it take its name.
 
     Args:
-        path: of a file, of this package's or of any other writer of torch's archives. What is no
-            archive is left to who reads it.
+        folder: of which all other files are written, and brought to the disk.
+        path: that it is to have; nothing is there.
+        lines: the digests of its files.
+    """
+    with (folder / DIGESTS).open("wb") as file:
+        file.write(_with_seal(lines.encode()))
+        file.flush()
+        os.fsync(file.fileno())
+    _sync_folder(folder)
+    folder.rename(path)
+    _sync_folder(path.parent)
+
+
+def check(path: str | Path, *, together: bool = False) -> None:
+    """Refuse a file, or a folder, that is not as it was written.
+
+    Args:
+        path: of what this package wrote, or any other writer of torch's archives, or of folders.
+            A file that is no archive is left to who reads it.
+        together: whether all ranks call it, of which each then reads a part of a folder's files.
 
     Raises:
         FileNotFoundError: there is none.
-        ConfigurationError: with what to go on from instead, if there is something beside it.
+        ConfigurationError: with what to go on from instead, if there is something beside it; of a
+            folder that is checked together, on all ranks.
     """
-    if not Path(path).exists():
+    path = Path(path)
+    if not path.exists():
         raise FileNotFoundError(f"Checkpoint file not found: {path}")
-    if (problem := problem_of(Path(path))) is None:
+    rank, num_ranks = 0, 1
+    if together and path.is_dir() and dist.is_initialized():
+        rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    told = gather_texts if num_ranks > 1 else lambda text: [text]
+    problem = next(filter(None, told(problem_of(path, rank, num_ranks) or "")), None)
+    if problem is None:
         return
-    others = sorted(Path(path).parent.glob("*.ckpt"), key=_age)
-    whole = (x for x in others if x != Path(path) and x.is_file() and problem_of(x) is None)
-    other = next(whole, None)
-    todo = "go on from another checkpoint" if other is None else f'use ckpt_path="{other}"'
+    todo, *_ = told(_instead_of(path) if rank == 0 else "")
     raise ConfigurationError(
         f"the checkpoint {path} {problem}; allowed: files as they were written; copy it anew, or "
         f"{todo}"
     )
 
 
-def problem_of(path: Path) -> str | None:
-    """Say what is wrong with a file; None for nothing, or for what is no archive."""
-    num_bytes = path.stat().st_size
-    with path.open("rb") as file:
-        is_archive = file.read(2) == b"PK"
-        file.seek(max(num_bytes - _END_BYTES - _COMMENT_BYTES, 0))
-        tail = file.read()
+def problem_of(path: Path, rank: int = 0, num_ranks: int = 1) -> str | None:
+    """Say what is wrong with a checkpoint, a file or a folder.
+
+    Args:
+        path: of it.
+        rank: of this process, which reads its part of a folder's files. [all]
+        num_ranks: that read the others.
+
+    Returns:
+        Words to be read behind its name; None for nothing, or for a file that is no archive.
+    """
+    try:
+        is_folder = path.is_dir()
+        return _problem_of_folder(path, rank, num_ranks) if is_folder else _problem_of_file(path)
+    except OSError as error:
+        return f"cannot be read ({error.strerror})"
+
+
+def _problem_of_file(path: Path) -> str | None:
+    num_bytes, tail = path.stat().st_size, _tail(path)
     if _MAGIC in tail:
-        return None if _is_as_sealed(path, tail) else "has been changed since it was written"
-    if not is_archive:
-        return None
+        return None if _is_as_sealed(path, tail) else _CHANGED
+    with path.open("rb") as file:
+        if file.read(2) != b"PK":
+            return None
     is_complete = tail[-_END_BYTES:].startswith(_END) and tail.endswith(b"\0\0")
     if not is_complete:
         return f"has {num_bytes} bytes and is not whole"
@@ -94,7 +149,58 @@ def problem_of(path: Path) -> str | None:
             member = archive.testzip()
     except (BadZipFile, NotImplementedError, EOFError, ValueError, struct.error) as error:
         return f"is no whole archive ({error})"
-    return None if member is None else f"has been changed since it was written, in {member}"
+    return None if member is None else f"{_CHANGED}, in {member}"
+
+
+def _problem_of_folder(folder: Path, rank: int, num_ranks: int) -> str | None:
+    if not (folder / DIGESTS).is_file():
+        return _problem_of_unsealed(folder)
+    told = (folder / DIGESTS).read_bytes()
+    lines = told[: told.rfind(b"# ")]
+    if told != _with_seal(lines):
+        return f"{_CHANGED}, in {DIGESTS}"
+    for line in lines.decode().splitlines()[rank::num_ranks]:
+        digest, _, name = line.partition("  ")
+        try:
+            is_same = _digest_of(folder / name) == digest
+        except FileNotFoundError:
+            return f"is not whole: it lacks {name}"
+        except OSError as error:
+            return f"cannot be read ({error.strerror}), in {name}"
+        if not is_same:
+            return f"{_CHANGED}, in {name}"
+    return None
+
+
+def _problem_of_unsealed(folder: Path) -> str | None:
+    missing = [name for name in (META, INDEX) if not (folder / name).is_file()]
+    if missing:
+        return f"is a folder without {' and '.join(missing)}, so that it is no checkpoint"
+    if _MAGIC in _tail(folder / META):
+        return f"is not whole: it lacks {DIGESTS}"
+    try:
+        index = FileSystemReader(folder).read_metadata()
+    except Exception as error:  # whatever a pickle of other bytes comes to
+        return f"has an index that cannot be read ({type(error).__name__}), in {INDEX}"
+    ends: dict[str, int] = defaultdict(int)
+    for info in (index.storage_data or {}).values():
+        ends[info.relative_path] = max(ends[info.relative_path], info.offset + info.length)
+    for name, end in sorted(ends.items()):
+        if not (folder / name).is_file():
+            return f"is not whole: it lacks {name}"
+        if (size := (folder / name).stat().st_size) < end:
+            return f"has {size} bytes of {end} and is not whole, in {name}"
+    return None
+
+
+def _instead_of(path: Path) -> str:
+    """Say what to go on from: the newest checkpoint that is whole, beside one or within."""
+    nearby = [*path.parent.iterdir(), *(path.iterdir() if path.is_dir() else ())]
+    others = [x for x in nearby if x.exists() and (x.suffix == ".ckpt" or (x / META).is_file())]
+    for other in sorted(others, key=lambda x: -x.stat().st_mtime):
+        if other != path and problem_of(other) is None:
+            return f'use ckpt_path="{other}"'
+    return "go on from another checkpoint"
 
 
 def _save(checkpoint: Mapping[str, Any], file: BinaryIO) -> None:
@@ -126,6 +232,24 @@ def _is_as_sealed(path: Path, tail: bytes) -> bool:
         return _digest(file, end).encode() == tail[-2 * _DIGEST_BYTES :]
 
 
+def _with_seal(lines: bytes) -> bytes:
+    """Return the contents of a file of digests."""
+    seal = hashlib.blake2b(lines, digest_size=_DIGEST_BYTES).hexdigest()
+    return lines + b"# " + _MAGIC + seal.encode() + b"\n"
+
+
+def _tail(path: Path) -> bytes:
+    """Return the last record of an archive, with its comment, if it has one."""
+    with path.open("rb") as file:
+        file.seek(max(path.stat().st_size - _END_BYTES - _COMMENT_BYTES, 0))
+        return file.read()
+
+
+def _digest_of(path: Path) -> str:
+    with path.open("rb") as file:
+        return _digest(file, path.stat().st_size)
+
+
 def _digest(file: BinaryIO, end: int) -> str:
     digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
     for block in _blocks(file, end):
@@ -147,7 +271,3 @@ def _sync_folder(folder: Path) -> None:
             os.fsync(opened)
     finally:
         os.close(opened)
-
-
-def _age(path: Path) -> float:
-    return -path.stat().st_mtime

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
+import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 from zipfile import ZIP_STORED, ZipFile
@@ -17,6 +20,7 @@ from lightning.fabric.utilities.cloud_io import _atomic_save
 
 from lightning_cyclic.errors import ConfigurationError
 from lightning_cyclic.plugin import sealed_file
+from lightning_cyclic.plugin.checkpoint_folder import write_folder
 from tests import processes
 
 NUM_DAMAGED = 700
@@ -110,6 +114,153 @@ def test_the_newest_that_is_whole_is_offered(path: Path) -> None:
     with pytest.raises(ConfigurationError, match=offered) as raised:
         sealed_file.check(path)
     assert str(raised.value).endswith(f'use ckpt_path="{path.parent}/newer.ckpt"')
+
+
+# ---------------------------------------------------------------------- folders
+
+
+def sealed_folder(path: Path, seed: int) -> Path:
+    """Write a folder as one process of a training does."""
+    state = checkpoint(seed)["state_dict"]
+    saved = {"state_dict": state, "optimizer_states": [], "global_step": seed}
+    write_folder(saved, path, {}, None)
+    return path
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return sealed_folder(tmp_path / "a.ckpt", 1)
+
+
+def files_of(folder: Path) -> list[str]:
+    return sorted(p.name for p in folder.iterdir())
+
+
+def assert_folder_refused(folder: Path, *names: str, words: str = "has been changed") -> None:
+    """Refuse it, by the name of one of these files, with the folder's own."""
+    with pytest.raises(ConfigurationError) as raised:
+        sealed_file.check(folder)
+    text = str(raised.value)
+    assert text.startswith(f"the checkpoint {folder} {words}")
+    assert any(f" {name}; allowed: files as they were written; copy it" in text for name in names)
+
+
+def test_a_folder_has_a_digest_of_each_file(folder: Path) -> None:
+    assert files_of(folder) == [".metadata", "__0_0.distcp", "digests.b2", "meta.pt"]
+    *lines, seal = (folder / "digests.b2").read_text().splitlines()
+    assert sorted(line.split("  ")[1] for line in lines) == [
+        ".metadata",
+        "__0_0.distcp",
+        "meta.pt",
+    ]
+    assert seal.startswith("# lightning_cyclic blake2b ")
+    sealed_file.check(folder)
+    assert sealed_file.problem_of(folder) is None
+    if shutil.which("b2sum"):
+        command = ["b2sum", "--length", "256", "--check", "--strict", "digests.b2"]
+        subprocess.run(command, cwd=folder, check=True, stdout=subprocess.DEVNULL)
+
+
+def test_every_flip_and_every_truncation_in_a_folder_is_refused(folder: Path) -> None:
+    choice = random.Random(5)
+    for name in files_of(folder):
+        file = folder / name
+        whole = file.read_bytes()
+        for _ in range(12):
+            damaged = bytearray(whole)
+            damaged[choice.randrange(len(whole))] ^= 1 << choice.randrange(8)
+            file.write_bytes(damaged)
+            assert_folder_refused(folder, name)
+        for end in [0, len(whole) - 1, *(choice.randrange(len(whole)) for _ in range(5))]:
+            file.write_bytes(whole[:end])
+            assert_folder_refused(folder, name)
+        file.write_bytes(whole)
+    sealed_file.check(folder)
+
+
+def test_every_file_that_is_gone_from_a_folder_is_named(folder: Path) -> None:
+    for name in files_of(folder):
+        (folder / name).rename(folder / "aside")
+        assert_folder_refused(folder, name, words="is not whole: it lacks")
+        (folder / "aside").rename(folder / name)
+    sealed_file.check(folder)
+
+
+def swap(a: Path, b: Path) -> None:
+    a_bytes = a.read_bytes()
+    a.write_bytes(b.read_bytes())
+    b.write_bytes(a_bytes)
+
+
+def test_swapped_files_of_folders_are_refused(folder: Path, tmp_path: Path) -> None:
+    other = sealed_folder(tmp_path / "b.ckpt", 2)
+    for a, b in combinations(["__0_0.distcp", ".metadata", "meta.pt"], 2):
+        swap(folder / a, folder / b)
+        assert_folder_refused(folder, a, b)
+        swap(folder / a, folder / b)
+    sealed_file.check(folder)
+    for name in files_of(folder):
+        whole = (folder / name).read_bytes()
+        assert whole != (other / name).read_bytes()
+        shutil.copy(other / name, folder / name)
+        assert_folder_refused(folder, ".metadata" if name == "digests.b2" else name)
+        (folder / name).write_bytes(whole)
+
+
+def test_ranks_share_the_files_of_a_folder(folder: Path) -> None:
+    for name in (".metadata", "__0_0.distcp", "meta.pt"):
+        whole = (folder / name).read_bytes()
+        (folder / name).write_bytes(whole[:-1])
+        found = [sealed_file.problem_of(folder, rank, 2) for rank in (0, 1)]
+        assert sorted(found, key=str) == [
+            None,
+            f"has been changed since it was written, in {name}",
+        ]
+        (folder / name).write_bytes(whole)
+
+
+def test_folders_without_digests_are_checked_by_their_index(folder: Path) -> None:
+    (folder / "digests.b2").unlink()
+    torch.save(torch.load(folder / "meta.pt", weights_only=True), folder / "meta.pt")
+    sealed_file.check(folder)
+    file = folder / "__0_0.distcp"
+    os.truncate(file, 100)
+    assert_folder_refused(folder, file.name, words="has 100 bytes of ")
+    file.unlink()
+    assert_folder_refused(folder, file.name, words="is not whole: it lacks")
+    (folder / ".metadata").write_bytes(b"no index")
+    assert_folder_refused(folder, ".metadata", words="has an index that cannot be read (Un")
+    (folder / "meta.pt").unlink()
+    assert "without meta.pt, so that it is no checkpoint" in str(sealed_file.problem_of(folder))
+
+
+def test_files_and_folders_are_offered_for_each_other(folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "b.ckpt"
+    sealed_file.write(checkpoint(), file)
+    (tmp_path / "link.ckpt").symlink_to("nowhere")
+    (tmp_path / "empty.ckpt").mkdir()
+    for path, other in ((folder / "meta.pt", file), (file, folder)):
+        whole = path.read_bytes()
+        path.write_bytes(whole[:-1])
+        with pytest.raises(ConfigurationError) as raised:
+            sealed_file.check(folder if other is file else file)
+        assert str(raised.value).endswith(f'use ckpt_path="{other}"')
+        path.write_bytes(whole)
+    with pytest.raises(
+        ConfigurationError, match="is a folder without meta.pt and .metadata"
+    ) as no:
+        sealed_file.check(tmp_path)
+    assert str(no.value).endswith((f'"{file}"', f'"{folder}"'))  # in it
+
+
+def test_what_cannot_be_read_is_said(tmp_path: Path) -> None:
+    said = "cannot be read (No such file or directory)"
+    assert sealed_file.problem_of(tmp_path / "gone.ckpt") == said
+    with pytest.raises(FileNotFoundError, match="Checkpoint file not found"):
+        sealed_file.check(tmp_path / "gone.ckpt")
+
+
+# ---------------------------------------------------------------------- while it is written
 
 
 def folders() -> Iterator[str]:

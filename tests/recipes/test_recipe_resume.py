@@ -10,6 +10,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from resume import checkpoint_of, keep_rows
 from train import make_callbacks
 
+from lightning_cyclic.plugin.checkpoint_folder import write_folder
+
 ASKED = "ckpt_path=somewhere.ckpt"
 
 
@@ -41,6 +43,17 @@ def test_a_checkpoint_that_is_not_whole_is_passed_over(compose_recipe, write):
     os.utime(newest, (1e9, 1e9))
     with pytest.warns(UserWarning, match="hpc_ckpt_2.ckpt has .* is passed over"):
         assert checkpoint_of(compose_recipe("resume=true")) == str(before)
+
+
+def test_a_folder_that_is_not_whole_and_a_link_to_nowhere_are_passed_over(
+    compose_recipe, write, tmp_path
+):
+    before, folder = write("hpc_ckpt_1.ckpt", 20), tmp_path / "step=4.ckpt"
+    write_folder({"state_dict": {"a": torch.ones(9)}, "optimizer_states": []}, folder, {}, None)
+    (tmp_path / "last.ckpt").symlink_to("nowhere")
+    assert checkpoint_of(compose_recipe("resume=true")) == str(folder)
+    (folder / "__0_0.distcp").write_bytes(b"other")
+    assert checkpoint_of(compose_recipe("resume=true")) == str(before)
 
 
 def test_the_first_run_begins_as_it_is_told(compose_recipe):
