@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from itertools import takewhile
 
 from lightning_cyclic.errors import CyclicError, PeerError, WaitTimeoutError
+from lightning_cyclic.runtime.memory_words import lack_of_memory
 from lightning_cyclic.runtime.transport.names import Names
 
 LATE = "it did not come in time"
@@ -22,7 +23,7 @@ _MOST = 400  # characters of an error that is not our own: its log has the rest
 _NOT_TOLD = ("The arrow shows", "slot ", "Traceback (most recent call last)")
 
 
-def words_of(error: BaseException, names: Names, when: str) -> str:
+def words_of(error: BaseException, names: Names, when: str, todo: str = "") -> str:
     """Return what other ranks are told of an error on this one.
 
     What this rank met while it waited for others is told as it is: it failed by no fault of its.
@@ -31,26 +32,32 @@ def words_of(error: BaseException, names: Names, when: str) -> str:
         error: with which this rank ends.
         names: of the ranks.
         when: it came, as "in step 12".
+        todo: what else to do than to look at its log.
     """
     if isinstance(error, PeerError | WaitTimeoutError):
         first, todo, *_ = [*str(error).splitlines(), ""]
         return f"{first}\n{todo}"
-    return f"{names.own} failed {when}: {reason_of(error)}\n{look_at([names.rank])}"
+    what = f"{names.own} failed {when}: {reason_of(error)}"
+    return f"{what}\n{look_at([names.rank])} {todo}".rstrip()
 
 
 def reason_of(error: BaseException) -> str:
     """Put an error on one line: all that it says if it is our own, but for the timetable.
 
+    Where memory was lacking it says so first, as allocators say it in many ways.
+
     Example:
         >>> reason_of(ZeroDivisionError("the batch is broken" + chr(10) + "in its third row"))
         'ZeroDivisionError: the batch is broken'
+        >>> reason_of(MemoryError())
+        "out of the host's memory: MemoryError"
     """
     lines = takewhile(lambda line: not line.startswith(_NOT_TOLD), str(error).splitlines())
     said = " ".join(line.strip() for line in lines if line.strip())
     if not isinstance(error, CyclicError):
         said = next(iter(str(error).strip().splitlines()), "")
         said = said if len(said) <= _MOST else said[:_MOST] + " ..."
-    return f"{type(error).__name__}: {said}" if said else type(error).__name__
+    return ": ".join(filter(None, (lack_of_memory(error), type(error).__name__, said)))
 
 
 def heard(words: str, names: Names, waited_for: str = "", todo: str = "") -> str:

@@ -76,3 +76,4 @@ class LaneThread(Generic[T]):
             self.error = error
         except Exception as error:  # a lane that dies must say so, or others wait for nothing
             self.error = StepError(f"{self.name} failed: {type(error).__name__}: {error}")
+            self.error.__cause__ = error

@@ -50,8 +50,9 @@ def test_an_error_ends_the_lane_and_reaches_who_waits(
 
     lane = LaneThread("lane", do)
     lane.put(ACTIONS)
-    with pytest.raises(kind, match=said):
+    with pytest.raises(kind, match=said) as caught:
         lane.wait_for(lane.num_put)
+    assert caught.value is error or caught.value.__cause__ is error
     with pytest.raises(kind, match=said):
         lane.check()
     assert seen == [ACTIONS[0]]

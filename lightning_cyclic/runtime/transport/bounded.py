@@ -34,7 +34,10 @@ def within(ask: Callable[[], T], otherwise: T, limit_s: float = _LIMIT_S) -> T:
 
     _asking[:] = [thread for thread in _asking if thread.is_alive()]
     asking = threading.Thread(target=run, name="cyclic-asking", daemon=True)
-    asking.start()
+    try:
+        asking.start()
+    except RuntimeError:  # no memory for a thread: who ends so is to say it, and not this
+        return otherwise
     asking.join(_SILENT_S if _asking else limit_s)
     _asking.append(asking)
     return answers[0] if answers else otherwise

@@ -3,6 +3,8 @@ from __future__ import annotations
 import threading
 import time
 
+import pytest
+
 from lightning_cyclic.runtime.transport.bounded import within
 
 
@@ -39,3 +41,11 @@ def test_a_store_that_answers_again_is_waited_for_again() -> None:
     while any(t.name == "cyclic-asking" for t in threading.enumerate()):
         time.sleep(0.01)
     assert within(lambda: time.sleep(0.5) or 7, 0) == 7  # longer than a silent one has
+
+
+def test_where_no_thread_can_be_had_nothing_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    assert within(lambda: 7, 0) == 0
