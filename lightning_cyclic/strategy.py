@@ -82,7 +82,6 @@ from lightning_cyclic.runtime.lending import lending
 from lightning_cyclic.runtime.listening import listening_on_one_address
 from lightning_cyclic.runtime.meetings import START, Meetings, naming_start
 from lightning_cyclic.runtime.orphans import end_with_agent
-from lightning_cyclic.runtime.partial_step.ranks import rank_of
 from lightning_cyclic.runtime.prediction.foresight import BackwardWeights
 from lightning_cyclic.runtime.prediction.prediction import Shape
 from lightning_cyclic.runtime.recorder import Recorder
@@ -545,9 +544,8 @@ class CyclicStrategy(DDPStrategy):
                 "on the newest weights, with no program of ours"
             )
             return None
-        rank, size = self.global_rank, self.world_size // options.width
-        worker = rank_of(rank, size) if options.is_stagewise else rank
-        self._tracing = Tracing(options.trace, rank, self.world_size, worker)
+        rank = self.global_rank
+        self._tracing = Tracing(options.trace, rank, self.world_size, options.worker_of(rank))
         return self._tracing.recorder
 
     def _prepare(self, trainer: Trainer, options: Options, *, fitting: bool) -> None:

@@ -50,8 +50,9 @@ def gone(rank: int | str, by: int | str, phase: str = r"in step \d+") -> str:
 
 
 def said_by(text: str) -> str:
-    """Return the message behind a traceback, without the name of its kind."""
-    return text[text.rindex("lightning_cyclic.errors.") :].partition(": ")[2].strip()
+    """Return the message behind a traceback, without the name of its kind, and without notes."""
+    said = text[text.rindex("lightning_cyclic.errors.") :].partition(": ")[2]
+    return said.partition("\nWhat this rank did last is in ")[0].strip()
 
 
 def assert_stopped(text: str, rank: int, *culprits: int) -> None:

@@ -28,6 +28,7 @@ from lightning_cyclic.plugin.checks import (
     is_stagewise,
 )
 from lightning_cyclic.plugin.clipping import CLIPPING
+from lightning_cyclic.runtime.partial_step.ranks import rank_of
 from lightning_cyclic.runtime.prediction.foresight import BackwardWeights
 from lightning_cyclic.runtime.prediction.prediction import Shape
 from lightning_cyclic.runtime.recorder import Recorder
@@ -210,6 +211,11 @@ class Options:
     def clock(self) -> ClockName:
         """Return whose times decide where stages begin."""
         return "measured" if self.stages == "measured" else "counted"
+
+    def worker_of(self, rank: int) -> int:
+        """Return which worker a rank is; known once the number of workers is."""
+        assert self.num_workers is not None
+        return rank_of(rank, self.num_workers // self.width) if self.is_stagewise else rank
 
     # ------------------------------------------------------------------ plans
 

@@ -12,9 +12,11 @@ would do. A hook that a training lacks is Lightning's own.
 from __future__ import annotations
 
 import json
+import socket
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -28,6 +30,7 @@ from lightning_cyclic.errors import ConfigurationError
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.plugin import checkpoint as ckpt
 from lightning_cyclic.plugin.checks import check_optimizers
+from lightning_cyclic.plugin.failure_file import FOLDER, Place, report, written
 from lightning_cyclic.plugin.freezing import FreezingWatch
 from lightning_cyclic.plugin.late_gradients import Compensation
 from lightning_cyclic.plugin.loader_position import LoaderPosition
@@ -49,6 +52,8 @@ from lightning_cyclic.runtime.agreement import (
     require_same_number,
 )
 from lightning_cyclic.runtime.deferred import beginnings
+from lightning_cyclic.runtime.flight_recorder import FlightRecorder
+from lightning_cyclic.runtime.memory_words import lack_of_memory, relief
 from lightning_cyclic.runtime.shelf import New, Shelf, in_memory
 from lightning_cyclic.runtime.stages.named_places import paste
 from lightning_cyclic.runtime.transport import CountingTransport
@@ -113,8 +118,12 @@ class AbstractSession(Protocol):
     def when(self) -> str:
         """Say where this worker is, as "in step 12"."""
 
-    def fail(self, error: BaseException) -> None:
-        """Tell the other ranks why this one fails; communicate no more."""
+    @property
+    def flight(self) -> FlightRecorder | None:
+        """Return what keeps the last actions of this worker; None before it begins any."""
+
+    def fail(self, error: BaseException, todo: str = "") -> None:
+        """Tell the other ranks why this one fails, and what to do; communicate no more."""
 
     def naming_peers(self, what: str) -> AbstractContextManager[None]:
         """Name the workers that do not come while the body waits for them."""
@@ -323,8 +332,32 @@ class AbstractTraining(ABC):
         self.flush()
 
     def fail(self, error: BaseException) -> None:
-        """Communicate no more, and tell the other ranks why."""
-        self._session.fail(error)
+        """Communicate no more; tell the other ranks why, and write down what was done last."""
+        if self._session.failed:
+            return
+        lack, todo = lack_of_memory(error), ""
+        if lack:
+            todo = relief(self.plan or self._plan, self._options.remat)
+            error.add_note(f"{self._name} ran {lack} {self.when}. {todo}")
+        text = report(error, self._place, self._session.flight)
+        with written(self._failure_path, text, error):
+            self._session.fail(error, todo)
+
+    @property
+    def _name(self) -> str:
+        if self.transport is not None:
+            return self.transport.names.own
+        return f"rank {self._trainer.global_rank} on {socket.gethostname()}"
+
+    def _place(self) -> Place:
+        worker = self._options.worker_of(self._trainer.global_rank)
+        return Place(self._name, worker, self.plan or self._plan, self.when)
+
+    @property
+    def _failure_path(self) -> Path:
+        root = self._trainer.default_root_dir
+        folder = Path(root if ckpt.is_local(root) else ".")
+        return folder / FOLDER / f"failure-rank{self._trainer.global_rank}.txt"
 
     def failure(self) -> str | None:
         """Return the words that a failing rank left, or None."""

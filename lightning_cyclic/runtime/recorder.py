@@ -41,11 +41,11 @@ MOST_FIRST, MOST_LAST = 50_000, 20_000
 _CHUNK = 256  # rows that are written at once
 _SHORTEST_WAIT_NS = 10_000  # for a lane; a shorter one is the look whether it is done
 # name of a thread -> that of the trace, and what it does
-_LANES = {
+LANES = {
     "cyclic-sums": (2, "sums of gradients"),
     "cyclic-weights": (3, "new weights that are passed on"),
 }
-_THREADS = {MAIN: "compute"} | {tid: f"beside it: {what}" for tid, what in _LANES.values()}
+_THREADS = {MAIN: "compute"} | {tid: f"beside it: {what}" for tid, what in LANES.values()}
 
 
 class Row(NamedTuple):
@@ -125,7 +125,7 @@ class Recorder:
                 wait(lane, number)
             finally:
                 if time.perf_counter_ns() - begin_ns > _SHORTEST_WAIT_NS:
-                    what = _LANES[lane.name][1]
+                    what = LANES[lane.name][1]
                     self.add(f"wait for {what}, beside the compute", None, begin_ns, "wait")
 
         return timed
@@ -207,7 +207,7 @@ class Recorder:
             self.problem = error
 
     def _events(self, row: Row) -> Iterator[Event]:
-        a, (thread, _) = row.a, _LANES.get(row.thread, (MAIN, ""))
+        a, (thread, _) = row.a, LANES.get(row.thread, (MAIN, ""))
         place = Place(self._process, thread)
         times = Times(self._micros(row.begin_ns), self._micros(row.end_ns))
         name = row.name if isinstance(row.name, str) or a is None else row.name(a)

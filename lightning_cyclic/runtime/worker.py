@@ -22,6 +22,7 @@ from typing import Any, Protocol, TypeAlias, cast, final
 from lightning_cyclic.errors import WaitTimeoutError
 from lightning_cyclic.plan.actions import Action, Kind, Lane, Payload
 from lightning_cyclic.plan.dataflow import Dataflow, Datum, Flow, Item
+from lightning_cyclic.runtime.flight_recorder import FlightRecorder
 from lightning_cyclic.runtime.lanes import LaneThread
 from lightning_cyclic.runtime.messages import Incoming, Message, Messages
 
@@ -173,12 +174,14 @@ class Worker:
         }
         self._take_message: Callable[[Action, Incoming], None] = self._receive
         self._join: Callable[[_LaneThread, int], None] = LaneThread.wait_for
+        self.flight = FlightRecorder()  # always on: what was done last, should the run fail
+        self.record(self.flight)
         self._lanes = {lane: LaneThread(f"cyclic-{lane}", self._run_on_lane) for lane in lanes}
 
     def record(self, recorder: AbstractRecorder) -> None:
         """Have recorded what is done from now on, and waited for; before anything is."""
         self._do = {kind: recorder.recorded(kind, do) for kind, do in self._do.items()}
-        self._take_message = recorder.awaited(self._receive)
+        self._take_message = recorder.awaited(self._take_message)
         self._join = recorder.joined(self._join)
 
     def run(self, actions: Iterable[Action]) -> None:

@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from collections.abc import Iterator
+from inspect import getclosurevars
 from pathlib import Path
 from typing import Any
 
@@ -91,11 +92,11 @@ def test_what_fails_is_recorded(recorder: Recorder) -> None:
     assert len(events_of(other)) == 1
 
 
-def test_a_worker_that_nobody_records_calls_what_it_was_given() -> None:
+def test_a_worker_that_nobody_traces_is_wrapped_by_its_flight_recorder_alone() -> None:
     pair = Pair()
     worker, log = pair.workers[0], pair.logs[0]
-    assert worker._do[Kind.F] == log.forward
-    assert worker._take_message == worker._receive
+    assert getclosurevars(worker._do[Kind.F]).nonlocals["do"] == log.forward
+    assert getclosurevars(worker._take_message).nonlocals["receive"] == worker._receive
 
 
 def test_the_file_can_be_read_while_it_is_written(recorder: Recorder) -> None:

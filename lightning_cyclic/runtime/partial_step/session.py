@@ -28,6 +28,7 @@ from lightning_cyclic.runtime.absent import home_of, is_absent, make_present
 from lightning_cyclic.runtime.agreement import Together, put_together
 from lightning_cyclic.runtime.cast_copies import CastCopies
 from lightning_cyclic.runtime.failure_words import words_of
+from lightning_cyclic.runtime.flight_recorder import FlightRecorder
 from lightning_cyclic.runtime.foreign_weights import ForeignWeights
 from lightning_cyclic.runtime.gradient_store import GradientStore
 from lightning_cyclic.runtime.late_values import LateValues
@@ -99,6 +100,7 @@ class StagewiseSession:
         self.arrived: list[tuple[int, Message]] = []  # steps, and what came out of them
         self.losses = LateValues()  # that somebody looks at
         self.cuts: Cuts | None = None
+        self.flight: FlightRecorder | None = None  # of the worker, once there is one
         self.router: CallRouter | None = None
         self.versions: Versions | None = None
         self.ownership: Ownership
@@ -250,6 +252,7 @@ class StagewiseSession:
         self._worker = Worker(
             self.program.flow, self._messages, self._exchange, self._exchange, self
         )
+        self.flight = self._worker.flight
         if self.config.recorder is not None:
             self._worker.record(self.config.recorder)
         for j in range(plan.num_stages):
@@ -519,6 +522,7 @@ class StagewiseSession:
             add_updates(self.config.recorder, self.t, stages, self._update_began_ns)
         if any(a.payload is Payload.N for a in self._rest):  # nobody has clipped by them
             self.tell_norms()
+        self._worker.flight.note(a for a in self._rest if a.kind is Kind.UPDATE)
         self._run([a for a in self._rest if a.kind is not Kind.UPDATE])
         self._worker.settle()
         self.norms.forget(self.t)
@@ -799,12 +803,12 @@ class StagewiseSession:
 
     # ------------------------------------------------------------------ failures, the end
 
-    def fail(self, error: BaseException) -> None:
-        """Tell the other ranks why this one fails; communicate no more."""
+    def fail(self, error: BaseException, todo: str = "") -> None:
+        """Tell the other ranks why this one fails, and what to do; communicate no more."""
         if not self.failed:
             self.failed = True
             if self.transport is not None:
-                words = words_of(error, self.transport.names, self.when)
+                words = words_of(error, self.transport.names, self.when, todo)
                 self.transport.report_failure(words)
 
     @property

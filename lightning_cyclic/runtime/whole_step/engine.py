@@ -27,6 +27,7 @@ from lightning_cyclic.plan.dataflow import Datum, Item
 from lightning_cyclic.plan.passes.messages import is_for_one_use
 from lightning_cyclic.plan.passes.sums import MOST_BEHIND
 from lightning_cyclic.runtime.absent import is_absent
+from lightning_cyclic.runtime.flight_recorder import FlightRecorder
 from lightning_cyclic.runtime.gradient_store import GradientStore, Sum
 from lightning_cyclic.runtime.loss_scaling import Outcomes
 from lightning_cyclic.runtime.messages import Messages
@@ -170,6 +171,11 @@ class Engine:
             self._w,
             self._lasting(),
         )
+
+    @property
+    def flight(self) -> FlightRecorder:
+        """Return what keeps the last actions of this worker."""
+        return self._worker.flight
 
     def record(self, recorder: StepRecorder) -> None:
         """Have recorded what is done from now on; before the first step."""
@@ -417,10 +423,12 @@ class Engine:
         self._at += len(due)
         self._told = [a for a in due if a.kind is Kind.SEND]
         self._worker.run(a for a in due if a.kind is Kind.RECV)
-        stages = [a.j for a in due if a.kind is Kind.UPDATE]
+        updates = [a for a in due if a.kind is Kind.UPDATE]
+        stages = [a.j for a in updates]
         totals = {j: self._advance(t + 1, j) for j in stages}
         skipped = self._update(t, stages) or ()
         self._tell_norms()
+        self.flight.note(updates)
         for j, total in totals.items():
             for p in self._parameters[j]:
                 p.grad = None

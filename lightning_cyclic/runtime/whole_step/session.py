@@ -25,6 +25,7 @@ from lightning_cyclic.runtime.absent import home_of, is_absent, make_present
 from lightning_cyclic.runtime.agreement import Together, put_together, sent_to_rank_0
 from lightning_cyclic.runtime.bits import sum_of_bits
 from lightning_cyclic.runtime.failure_words import words_of
+from lightning_cyclic.runtime.flight_recorder import FlightRecorder
 from lightning_cyclic.runtime.foreign_weights import ForeignWeights
 from lightning_cyclic.runtime.freed_memory import FreedMemory, keep_nothing_large
 from lightning_cyclic.runtime.late_values import LateValues
@@ -168,6 +169,11 @@ class Session:
     def plan(self) -> Plan | None:
         """Return the plan with the stages that were found; None before they are."""
         return self.engine.plan if self.engine is not None else None
+
+    @property
+    def flight(self) -> FlightRecorder | None:
+        """Return what keeps the last actions of this worker; None before it begins any."""
+        return self.engine.flight if self.engine is not None else None
 
     @property
     def stage_of(self) -> dict[str, int] | None:
@@ -410,11 +416,11 @@ class Session:
         if self.engine is not None:
             self.engine.request_stop()
 
-    def fail(self, error: BaseException) -> None:
-        """Tell the other ranks why this one fails; communicate no more."""
+    def fail(self, error: BaseException, todo: str = "") -> None:
+        """Tell the other ranks why this one fails, and what to do; communicate no more."""
         if not self.failed:
             self.failed = True
-            words = words_of(error, self.transport.names, self.when)
+            words = words_of(error, self.transport.names, self.when, todo)
             self.transport.report_failure(words)
 
     @property

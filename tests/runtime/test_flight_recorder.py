@@ -1,0 +1,107 @@
+"""The flight recorder: what a worker did last, in its order, with what was not over."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from lightning_cyclic.plan.actions import Action, Kind, Lane, parse
+from lightning_cyclic.runtime.flight_recorder import MOST, FlightRecorder, lines
+from lightning_cyclic.runtime.worker import Worker
+from tests.runtime.test_worker import Pair
+
+FORWARD = parse("0F0@0#0")
+
+
+def taken(worker: Worker) -> list[tuple[str, str]]:
+    """Return whether it was over (" ") or not (">"), and what was done or waited for."""
+    return [
+        (" " if end_ns else ">", f"{'wait ' * words(what).startswith('wait for')}{what}")
+        for _, end_ns, what, words in worker.flight.take()
+    ]
+
+
+def test_actions_and_waits_in_the_order_in_which_they_began() -> None:
+    pair = Pair()
+    pair.run(0, "0SEND_P@1>1#1")
+    pair.run(1, "0RECV_P@1<0#1", "1F1@0#1", "0F1@1#1")
+    assert taken(pair.workers[0]) == [(" ", "0SEND_P@1>1#1")]
+    assert taken(pair.workers[1]) == [
+        (" ", "0RECV_P@1<0#1"), (" ", "1F1@0#1"), (" ", "wait 0RECV_P@1<0#1"), (" ", "0F1@1#1"),
+    ]  # fmt: skip
+    assert taken(pair.workers[1]) == []  # it was taken
+
+
+def test_a_wait_that_fails_is_marked_and_so_is_an_action() -> None:
+    pair = Pair()
+    with pytest.raises(TimeoutError):
+        pair.run(1, "0RECV_P@1<0#1", "0F1@1#1")
+    assert taken(pair.workers[1]) == [(" ", "0RECV_P@1<0#1"), (">", "wait 0RECV_P@1<0#1")]
+    with pytest.raises(AssertionError, match="nothing is freed"):
+        pair.run(1, "1F1@0#1", "1FREE@0#1")
+    assert taken(pair.workers[1]) == [(" ", "1F1@0#1"), (">", "1FREE@0#1")]
+
+
+def test_lanes_note_what_they_do_and_who_waits_for_one_notes_that() -> None:
+    pair = Pair(Lane.SUMS, timeout_s=5.0)
+    pair.run(1, "0RECV_S0<0#1~sums", "0ADD1#1~sums")
+    late = threading.Timer(0.1, pair.run, (0, "0SEND_S0>1#1~sums"))
+    late.start()
+    pair.run(1, "0UPDATE@2#1")  # which reads what the lane makes
+    late.join()
+    found = taken(pair.workers[1])
+    assert found.count((" ", "wait cyclic-sums")) == 1
+    own = ["0RECV_S0<0#1~sums", "wait 0RECV_S0<0#1~sums", "0ADD1#1~sums", "0UPDATE@2#1"]
+    assert [what for _, what in found if what != "wait cyclic-sums"] == own
+
+
+def test_updates_that_are_made_outside_are_noted() -> None:
+    flight = FlightRecorder()
+    flight.note([parse("0UPDATE@1#0"), parse("1UPDATE@1#0")])
+    first, second = lines(flight.take(), time.monotonic_ns())
+    assert "  0UPDATE@1#0 " in first
+    assert second.endswith("update, stage 1, of step 0, makes version 1 of the weights")
+
+
+def test_the_last_are_kept_and_times_are_seconds_before_the_end() -> None:
+    flight = FlightRecorder()
+    do = flight.recorded(Kind.F, lambda a: None)
+    for t in range(MOST + 3):
+        do(parse(f"0F0@0#{t}"))
+    rows = flight.take()
+    assert [row[2].t for row in rows] == list(range(3, MOST + 3))
+    begin_ns, end_ns = 1_000_000_000, 1_500_000_000
+    rows = [[begin_ns, end_ns, FORWARD, str]]
+    assert lines(rows, 4_000_000_000)[0].split()[:2] == ["3.0000", "0.5000"]
+    assert lines(rows, 1_200_000_000)[0].split()[:3] == [">", "0.2000", "0F0@0#0"]  # not over then
+    assert lines(rows, begin_ns - 1) == []  # a lane went on
+
+
+def test_what_was_done_can_be_taken_while_lanes_go_on() -> None:
+    flight, stops = FlightRecorder(), threading.Event()
+    do = flight.recorded(Kind.F, lambda a: None)
+
+    def go_on() -> None:
+        while not stops.is_set():
+            do(FORWARD)
+
+    lanes = [threading.Thread(target=go_on) for _ in range(2)]
+    for lane in lanes:
+        lane.start()
+    try:
+        counts = [len(flight.take()) for _ in range(200)]
+    finally:
+        stops.set()
+        for lane in lanes:
+            lane.join()
+    assert max(counts) == MOST
+
+
+def test_an_error_passes_through_as_it_is() -> None:
+    def fail(a: Action) -> None:
+        raise ZeroDivisionError("own")
+
+    with pytest.raises(ZeroDivisionError, match="^own$"):
+        FlightRecorder().recorded(Kind.B, fail)(FORWARD)
