@@ -114,7 +114,9 @@ class Job:
                 before = self._pid(0)
                 self._befall(fault)
                 if fault.kind not in UNNOTICED:
-                    self._until(lambda b=begins, f=fault: _names(self._said(b), f))
+                    self._until(
+                        lambda b=begins, f=fault: _names(self._said(b), f) or self._again(f)
+                    )
                     self._until(lambda b=before: self._is_done or self._pid(0) not in (0, b))
                 self._until(lambda s=step: self._is_done or self.step > s)
                 print(f"  {fault}: went on behind {time.monotonic() - began_s:.1f} s", flush=True)
@@ -259,12 +261,18 @@ class Job:
             most = _num_bytes(pid) + (1 << 20)
             resource.prlimit(pid, resource.RLIMIT_AS, (most, resource.RLIM_INFINITY))
         elif fault.kind == "loader":
-            os.kill(self._loader(pid), signal.SIGKILL)
+            self._until(lambda: _kill_loader(pid) or self._pid(fault.rank) != pid)
         else:
             os.kill(pid, signal.SIGSTOP)
             time.sleep(LONG if fault.kind == "stop for long" else SHORT)
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)
+
+    def _again(self, fault: Fault) -> bool:
+        """Kill the next worker that loads data where the last one had done its part."""
+        if fault.kind == "loader" and (pid := self._pid(fault.rank)) > 0:
+            _kill_loader(pid)
+        return False
 
     def _befall_host(self, fault: Fault) -> None:
         assert self._hosts is not None
@@ -277,18 +285,17 @@ class Job:
         time.sleep(LONG if fault.kind == "cut for long" else SHORT)
         self._hosts.restore(fault.rank)
 
-    def _loader(self, pid: int) -> int:
-        """Return the number of a process that loads data for another one."""
-        end = time.monotonic() + LIMIT_S
-        while True:
-            found: list[str] = []
-            for file in Path(f"/proc/{pid}/task").glob("*/children"):
-                with suppress(OSError):
-                    found += file.read_text().split()
-            if found:
-                return int(found[-1])
-            assert time.monotonic() < end, f"process {pid} has no loader"
-            time.sleep(0.01)
+
+def _kill_loader(pid: int) -> bool:
+    """Kill a worker that loads data for a process, if it has one that has not done its part."""
+    for file in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):
+            for child in file.read_text().split():
+                command = Path(f"/proc/{child}/cmdline").read_text()
+                if "tests.faulted" in command and "tracker" not in command:
+                    os.kill(int(child), signal.SIGKILL)
+                    return True
+    return False
 
 
 def _num_bytes(pid: int) -> int:
