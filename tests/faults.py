@@ -310,7 +310,8 @@ def _names(said: str, fault: Fault) -> bool:
         "kill": rf"PeerError: .*rank {r} on \S+ .*ended without a word",
         "SIGTERM": rf"Rank {r} received SIGTERM",
         "loader": rf"rank {r} on .* failed in .*DataLoader worker|DataLoader worker .* is killed",
-        "memory": rf"rank {r} on .* out of the host's memory",
+        # where a thread cannot begin, Python waits for it for ever
+        "memory": rf"rank {r} on .* out of the host's memory|waited .* for rank {r} on",
         "stop for long": rf"waited .* for rank {r} on",
         "cut for long": r"waited .* for rank \d on",
         "kill host": rf"rank {r} on",

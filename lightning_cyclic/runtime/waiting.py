@@ -14,7 +14,7 @@ from lightning_cyclic.plan.actions import Action, Kind, Payload
 from lightning_cyclic.plan.check.refusal import rows_around, timetable_around
 from lightning_cyclic.runtime.failure_words import LATE, heard, look_at
 from lightning_cyclic.runtime.transport import AbstractPending, AbstractTransport
-from lightning_cyclic.runtime.transport.line import is_late
+from lightning_cyclic.runtime.transport.line import is_late, is_of_loader
 from lightning_cyclic.runtime.transport.names import Names
 
 Wait = Callable[[AbstractPending, Action], None]
@@ -172,7 +172,7 @@ def naming_peers(crew: Crew, when: str, what: str, peer: int | None = None) -> I
         if peer is None:
             crew.names.go()
     except RuntimeError as error:
-        if isinstance(error, CyclicError):
+        if isinstance(error, CyclicError) or is_of_loader(error):
             raise
         raise _waited_in_vain(crew, limit_s, f"{what}, {when}", what, peer, error) from None
 

@@ -48,6 +48,8 @@ class Line:
         try:
             return Work(self.start(way, data, rank, tag), says, self._limit)
         except RuntimeError as error:
+            if is_of_loader(error):
+                raise
             return Gone(ConnectionError(f"{says()}: {error}"))
 
     def start(self, way: Way, data: Tensor, rank: int, tag: int) -> dist.Work:
@@ -111,6 +113,8 @@ class Work(AbstractPending):
                     else:
                         self._work.wait(timedelta(seconds=self._limit.seconds))
                 except RuntimeError as error:
+                    if is_of_loader(error):
+                        raise
                     self._error = _named(str(error), self._says())
                 self._work = None
         if self._error is not None:
@@ -145,6 +149,14 @@ class Gone(AbstractPending):
 def _named(text: str, said: str) -> OSError:
     kind = TimeoutError if is_late(text) else ConnectionError
     return kind(f"{said}: {text}")
+
+
+def is_of_loader(error: RuntimeError) -> bool:
+    """Say whether a worker of a loader has died: no peer is to blame.
+
+    torch says so by its handler of a signal, in whatever the main thread is doing, waits included.
+    """
+    return str(error).startswith("DataLoader worker")
 
 
 def is_late(text: str) -> bool:

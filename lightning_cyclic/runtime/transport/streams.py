@@ -26,7 +26,7 @@ from torch import Tensor
 from lightning_cyclic.plan.passes.messages import Channel
 from lightning_cyclic.runtime.transport.base import AbstractPending
 from lightning_cyclic.runtime.transport.limit import Limit
-from lightning_cyclic.runtime.transport.line import Gone, Says
+from lightning_cyclic.runtime.transport.line import Gone, Says, is_of_loader
 
 Event = Any  # torch.cuda.Event: torch gives its methods no types
 
@@ -86,6 +86,8 @@ class ChannelStreams:
             with torch.cuda.stream(stream):
                 start().wait()  # the stream waits, and not the host
         except RuntimeError as error:
+            if is_of_loader(error):
+                raise
             return Gone(ConnectionError(f"{says()}: {error}"))
         data.record_stream(stream)  # or its memory may be another's while the message runs
         return _Streamed(self, stream.record_event(), says)

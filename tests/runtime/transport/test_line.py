@@ -66,3 +66,12 @@ def test_a_peer_that_has_gone_is_noticed_by_who_waits() -> None:
     assert pending.is_done()
     with pytest.raises(ConnectionError, match="^worker 0 waited: Connection closed by peer$"):
         pending.wait()
+
+
+def test_a_worker_of_a_loader_that_dies_meanwhile_is_no_peers_fault() -> None:
+    fake, pending = work("DataLoader worker (pid 7) is killed by signal: Killed. ")
+    with pytest.raises(RuntimeError, match="^DataLoader worker"):
+        pending.wait()
+    fake.error = ""
+    pending.wait()  # which is not over by that
+    assert fake.waits == 2
