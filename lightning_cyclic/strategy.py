@@ -92,6 +92,7 @@ from lightning_cyclic.runtime.transport.choice import (
     refuse_shared_gpus,
 )
 
+_TO_WRITE = "to write a checkpoint"
 _REQUEUED = "hpc_ckpt_"  # begins the name of what Lightning saves before it requeues a job
 
 
@@ -115,13 +116,21 @@ def _lending(hook: str) -> Any:
     return answer
 
 
-def _forwarded(hook: str) -> Any:
-    """Make the method of a hook that a training answers, or Lightning where it does not."""
+def _forwarded(hook: str, meets: str = "") -> Any:
+    """Make the method of a hook that a training answers, or Lightning where it does not.
+
+    Args:
+        hook: its name.
+        meets: what all ranks come together to do there, if they do.
+    """
 
     def answer(self: CyclicStrategy, *args: Any, **kwargs: Any) -> Any:
         own = getattr(super(CyclicStrategy, self), hook)
         answered = getattr(self._training, hook, None)
-        return own(*args, **kwargs) if answered is None else answered(own, *args, **kwargs)
+        if answered is None:
+            return own(*args, **kwargs)
+        with self.naming(meets) if meets else nullcontext():
+            return answered(own, *args, **kwargs)
 
     return answer
 
@@ -642,8 +651,8 @@ class CyclicStrategy(DDPStrategy):
     pre_backward = _forwarded("pre_backward")
     post_backward = _forwarded("post_backward")
     optimizer_step = _forwarded("optimizer_step")
-    lightning_module_state_dict = _forwarded("lightning_module_state_dict")
-    optimizer_state = _forwarded("optimizer_state")
+    lightning_module_state_dict = _forwarded("lightning_module_state_dict", _TO_WRITE)
+    optimizer_state = _forwarded("optimizer_state", _TO_WRITE)
     reduce = _forwarded("reduce")
     reduce_boolean_decision = _forwarded("reduce_boolean_decision")
 
@@ -759,7 +768,10 @@ class CyclicStrategy(DDPStrategy):
         )
 
     def _add_delayed(self, checkpoint: dict[str, Any], together: Together) -> None:
-        state = None if self._training is None else self._training.delayed_state(together)
+        state = None
+        if self._training is not None:
+            with self.naming(_TO_WRITE):
+                state = self._training.delayed_state(together)
         chosen = self._auto.state() if self._auto is not None else None
         if chosen is not None:
             state = (state or {}) | {SAVED: chosen}
@@ -778,7 +790,7 @@ class CyclicStrategy(DDPStrategy):
         states = checkpoint.get("optimizer_states", [])
         checkpoint["optimizer_states"] = list(map(named, states, self.optimizers))
         group = None if training is None else training.group
-        with self.naming("to write a checkpoint"):
+        with self.naming(_TO_WRITE):
             write_folder(checkpoint, Path(self.broadcast(path)), apart.tensors, group)
 
     def _is_file(self, path: Any) -> bool:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Callback
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 
@@ -21,7 +22,15 @@ from lightning_cyclic.errors import PeerError
 from lightning_cyclic.runtime.transport.choice import Route
 from lightning_cyclic.strategy import CyclicStrategy
 from tests import processes
-from tests.corpus import Classifier, MicroBatches, assert_same, loader, make_trainer, weights_of
+from tests.corpus import (
+    Classifier,
+    MicroBatches,
+    assert_same,
+    loader,
+    make_trainer,
+    train_data,
+    weights_of,
+)
 
 pytestmark = pytest.mark.multi
 
@@ -280,3 +289,33 @@ def test_all_stop_at_the_same_step_soon_after_one_is_asked_to(
         assert ended_at < asked_at + TIMEOUT_S / 2
         assert_same(weights, ends[0][1])
         assert all(bool(torch.isfinite(x.float()).all()) for x in weights.values())
+
+
+class DiesWhileSaving(Callback):
+    """Ends the process of rank 1 when it is asked for the state of callbacks."""
+
+    def state_dict(self) -> dict[str, Any]:
+        if int(os.environ["NODE_RANK"]) == 1:
+            die()
+        return {}
+
+
+def save_with_a_death(strategy: dict[str, Any], path: Path) -> None:
+    timeout = timedelta(seconds=TIMEOUT_S)
+    trainer = make_trainer(
+        {**strategy, "timeout": timeout}, max_epochs=1, callbacks=[DiesWhileSaving()]
+    )
+    module = Classifier("batchnorm_mlp")
+    module.on_train_batch_end = lambda *_: trainer.save_checkpoint(path)  # type: ignore[method-assign]
+    with pytest.raises(PeerError, match=f"{name_of(1)} ended .* to write a checkpoint, in step"):
+        trainer.fit(module, train_data(module, 4))
+
+
+@pytest.mark.parametrize("preset", ["cyclic_dp", "1f1b"])
+def test_a_worker_that_dies_while_a_checkpoint_is_put_together_is_named(
+    preset: str, tmp_path: Path
+) -> None:
+    strategy = {"preset": preset, "num_micro": 2}
+    with pytest.raises(processes.RanksFailedError) as caught:
+        processes.run(save_with_a_death, 2, strategy, tmp_path / "a.ckpt")
+    assert caught.value.errors == {1: processes.WORDLESS}
