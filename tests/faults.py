@@ -172,8 +172,6 @@ class Job:
             "OMP_NUM_THREADS": "1",
             "GLOO_SOCKET_IFNAME": "lo" if self._hosts is None else "eth0",
         }
-        if self._hosts is not None:
-            env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         for file in (self.folder / "ranks").iterdir():
             file.unlink()
         self._agents = [

@@ -1,0 +1,134 @@
+"""Ranks on hosts of their own train, bear a link that is cut for a moment, and miss a host."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from benchmarks.hosts import Hosts
+from lightning_cyclic.errors import CyclicError
+from tests import processes
+from tests.corpus import Classifier, assert_same, make_trainer, train_data, weights_of
+from tests.processes import here
+
+pytestmark = [
+    pytest.mark.multi,
+    pytest.mark.skipif(not Hosts.is_possible(), reason="needs root and iproute2, on Linux"),
+]
+NUM_BATCHES, CUT_AT, LIMIT_S = 8, 3, 4.0
+NAME = "lcn"
+_NETWORK = 0x40000000  # CLONE_NEWNET of Linux
+
+
+def move_to_host(k: int) -> None:
+    """Let this thread, and those that it starts, have the network of a host."""
+    with Path(f"/run/netns/{NAME}{k}").open() as host:
+        assert ctypes.CDLL(None, use_errno=True).setns(host.fileno(), _NETWORK) == 0
+    port = int(os.environ["MASTER_PORT"]) + 1  # there is a store already at the one it is given
+    os.environ |= {
+        "MASTER_ADDR": Hosts.address(0), "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "eth0"
+    }  # fmt: skip
+
+
+class Slow(Classifier):
+    """Takes its time, and says how far it is."""
+
+    def __init__(self, reached: Path) -> None:
+        super().__init__("mlp", "adamw")
+        self.reached = reached
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        time.sleep(0.05)
+        if batch_idx == CUT_AT:
+            self.reached.touch()
+        return super().training_step(batch, batch_idx)
+
+
+def fit(preset: str, folder: Path, apart: bool) -> dict[str, Tensor]:
+    if apart:
+        move_to_host(here().rank)
+    module = Slow(folder / "reached")
+    strategy = {"preset": preset, "stages": 4, "timeout": timedelta(seconds=LIMIT_S)}
+    make_trainer(strategy, max_epochs=1).fit(module, train_data(module, NUM_BATCHES))
+    return weights_of(module)
+
+
+def fit_in_vain(preset: str, folder: Path) -> tuple[str, float]:
+    """Return with what a rank ends, and when, on the clock of all."""
+    with pytest.raises(CyclicError) as caught:
+        fit(preset, folder, apart=True)
+    return str(caught.value), time.monotonic()
+
+
+@pytest.fixture
+def hosts() -> Iterator[Hosts]:
+    hosts = Hosts(4, name=NAME)
+    hosts.up()
+    yield hosts
+    hosts.down()
+
+
+@contextmanager
+def cutting(hosts: Hosts, k: int, reached: Path, for_s: float | None) -> Iterator[list[float]]:
+    """Cut a host off while the body runs, when training is in its middle; say when."""
+    at: list[float] = []
+
+    def cut() -> None:
+        end = time.monotonic() + 60
+        while not reached.exists() and time.monotonic() < end:
+            time.sleep(0.01)
+        hosts.cut(k)
+        at.append(time.monotonic())
+        if for_s is not None:
+            time.sleep(for_s)
+            hosts.restore(k)
+
+    thread = threading.Thread(target=cut)
+    thread.start()
+    yield at
+    thread.join()
+
+
+@pytest.mark.parametrize("preset", ["cyclic_dp", "1f1b"])
+def test_a_link_that_is_cut_for_a_moment_is_borne(
+    preset: str, hosts: Hosts, tmp_path: Path
+) -> None:
+    expected = processes.run(fit, 4, preset, tmp_path, False)
+    (tmp_path / "reached").unlink()
+    with cutting(hosts, 1, tmp_path / "reached", for_s=0.5) as cut:
+        ends = processes.run(fit, 4, preset, tmp_path, True)
+    assert cut
+    for weights in ends:
+        assert_same(weights, expected[0])
+
+
+@pytest.mark.parametrize(
+    ("preset", "k"),
+    [
+        ("cyclic_dp", 0),
+        ("1f1b", 0),
+        pytest.param("cyclic_dp", 2, marks=pytest.mark.exhaustive),
+        pytest.param("1f1b", 2, marks=pytest.mark.exhaustive),
+        pytest.param("pipedream_2bw", 0, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_where_a_host_is_cut_off_all_end_soon_and_say_for_whom_they_waited(
+    preset: str, k: int, hosts: Hosts, tmp_path: Path
+) -> None:
+    with cutting(hosts, k, tmp_path / "reached", for_s=None) as cut:
+        ends = processes.run(fit_in_vain, 4, preset, tmp_path)
+    assert all(ended_at < cut[0] + LIMIT_S + 5 for _, ended_at in ends)
+    said = [text for rank, (text, _) in enumerate(ends) if rank != k]
+    assert all(re.search(r"rank \d on \S+ .*(waited|ended)", text) for text in said), said
+    assert any(f"rank {k} on " in text for text in said), said  # as one saw it that waited for it
