@@ -29,6 +29,8 @@ def test_a_rank_is_killed(tmp_path: Path) -> None:
 
 
 @on_hosts
+@pytest.mark.exhaustive
+@pytest.mark.timeout(300)
 def test_a_link_is_cut_for_a_moment(tmp_path: Path) -> None:
     survives("1f1b", [Fault("cut", 1, 3, 0.02)], 8, tmp_path, hosts=True)
 
