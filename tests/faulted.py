@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_cyclic import CyclicStrategy
 
 STEP_S = 0.05
-_ROOM = 1 << 23  # elements: so large that each is asked of the system, which may refuse it
+_ROOM = 1 << 24  # elements: so large that the system is asked each time, which may refuse them
 
 
 class Noisy(Dataset[tuple[Tensor, Tensor]]):
