@@ -634,11 +634,20 @@ class CyclicStrategy(DDPStrategy):
 
     @property
     @override
+    def root_device(self) -> torch.device:
+        """Return this rank's device; on CPUs Ray gives a node's ranks one for all."""
+        devices = self.parallel_devices or []
+        if len(devices) == 1 and devices[0].type == "cpu":
+            return devices[0]
+        return super().root_device
+
+    @property
+    @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """Feed replicas, not workers."""
         options = self._options
-        if not options.is_stagewise:
-            return super().distributed_sampler_kwargs
+        if not options.is_stagewise:  # Ray's ranks are more than devices times nodes
+            return {"num_replicas": self.world_size, "rank": self.global_rank}
         size = self.world_size // options.width
         return {"num_replicas": options.width, "rank": self.global_rank // size}
 

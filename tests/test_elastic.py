@@ -119,9 +119,11 @@ def _leaves_versions(file: dict[str, Any], strategy: Any) -> bool:
         return False  # Lightning has its own words for the second
     plan = strategy.plan
     reads_older = plan.weights != "sync" and (plan.num_workers > 1 or plan.delay(0) > 0)
-    is_same = all(getattr(plan, name) == saved[name] for name in ("schedule", "num_workers")) and (
-        (plan.weights, plan.placement) == (saved["weights"], saved["placement"])
-    )
+    mine = {name: getattr(plan, name) for name in saved} | {
+        "num_micro": plan.num_micro // plan.rounds,
+        "num_stages": saved["num_stages"],  # as many as were found
+    }
+    is_same = mine == saved
     return not is_same and (saved["weights"] != "sync" or reads_older)
 
 

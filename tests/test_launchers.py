@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from lightning.fabric.plugins.environments import LightningEnvironment
 from torch import Tensor
 
 from lightning_cyclic.strategy import CyclicStrategy
@@ -92,6 +93,41 @@ def test_every_launcher_ends_with_the_same_bits(
     launch: str, weights_of: Callable[[str], Weights], expected: Weights
 ) -> None:
     assert_same(weights_of(launch), expected)
+
+
+class OfActors(LightningEnvironment):
+    """Numbers ranks as Ray Train does: several on a node, each with the one device of its CPUs."""
+
+    creates_processes_externally = True
+
+    def world_size(self) -> int:
+        return processes.here().num_ranks
+
+    def global_rank(self) -> int:
+        return processes.here().rank
+
+    def local_rank(self) -> int:
+        return processes.here().rank
+
+    def node_rank(self) -> int:
+        return 0
+
+    def set_world_size(self, size: int) -> None: ...
+
+    def set_global_rank(self, rank: int) -> None: ...
+
+
+def fit_actor(out: Path, preset: str) -> None:
+    launched.fit(out, CyclicStrategy(preset, cluster_environment=OfActors()), devices=1)
+
+
+@pytest.mark.parametrize("preset", ["cyclic_dp", "1f1b"])
+def test_ranks_of_one_node_may_share_the_one_device_of_its_cpus(
+    preset: str, tmp_path: Path
+) -> None:
+    processes.run(fit_actor, 2, tmp_path / "out", preset)
+    expected = by_hand(tmp_path / "by_hand", CyclicStrategy(preset))
+    assert_same(torch.load(tmp_path / "out"), expected)
 
 
 @pytest.mark.parametrize("launch", ["cli, class"])
