@@ -85,13 +85,16 @@ class Job:
         preset: of CyclicStrategy.
         num_steps: that it trains.
         hosts: on which a rank each runs. [all on this one]
+        num_ranks: how many.
     """
 
     def __init__(
-        self, folder: Path, preset: str, num_steps: int, hosts: Hosts | None = None
-    ) -> None:
+        self, folder: Path, preset: str, num_steps: int, hosts: Hosts | None = None,
+        num_ranks: int = NUM_RANKS,
+    ) -> None:  # fmt: skip
         self.folder = folder
         self.num_starts = 0
+        self._num_ranks = num_ranks
         self.over: list[Fault] = []  # faults behind which it went on
         self._preset, self._num_steps, self._hosts = preset, num_steps, hosts
         self._prefixes = hosts.up()[1] if hosts is not None else [[]]
@@ -155,8 +158,8 @@ class Job:
     def _start(self) -> None:
         self.num_starts += 1
         num_nodes, port = len(self._prefixes), free_port()
-        numbers = [num_nodes, NUM_RANKS // num_nodes, self._num_steps, WAIT_S]
-        each = ["--nproc-per-node", str(NUM_RANKS // num_nodes), "--max-restarts", "100"]
+        numbers = [num_nodes, self._num_ranks // num_nodes, self._num_steps, WAIT_S]
+        each = ["--nproc-per-node", str(self._num_ranks // num_nodes), "--max-restarts", "100"]
         torchrun = [sys.executable, "-m", "torch.distributed.run", *each]
         script = ["--module", "tests.faulted", str(self.folder), self._preset, *map(str, numbers)]
         env = os.environ | {

@@ -23,8 +23,8 @@ def exits(num: int, limit_s: float) -> None:
     assert "terminate called" not in said
 
 
-def test_ranks_of_every_kind_of_plan_end_well() -> None:
-    exits(6, 110)
+def test_ranks_of_three_kinds_of_plans_end_well() -> None:
+    exits(3, 110)
 
 
 @pytest.mark.exhaustive

@@ -15,17 +15,18 @@ on_hosts = pytest.mark.skipif(not Hosts.is_possible(), reason="needs root and ip
 
 
 def survives(
-    preset: str, faults: Sequence[Fault], num_steps: int, folder: Path, hosts: bool = False
-) -> None:
-    Job(folder / "unbroken", preset, num_steps).run([])
-    network = Hosts(4, name="ftst") if hosts else None
-    job = Job(folder / "disturbed", preset, num_steps, network)
+    preset: str, faults: Sequence[Fault], num_steps: int, folder: Path, hosts: bool = False,
+    num_ranks: int = 4,
+) -> None:  # fmt: skip
+    Job(folder / "unbroken", preset, num_steps, num_ranks=num_ranks).run([])
+    network = Hosts(num_ranks, name="ftst") if hosts else None
+    job = Job(folder / "disturbed", preset, num_steps, network, num_ranks)
     job.run(faults)
     assert_as_unbroken(job.folder, folder / "unbroken")
 
 
 def test_a_rank_is_killed(tmp_path: Path) -> None:
-    survives("cyclic_dp", [Fault("kill", 2, 3, 0.02)], 8, tmp_path)
+    survives("cyclic_dp", [Fault("kill", 1, 3, 0.02)], 8, tmp_path, num_ranks=2)
 
 
 @on_hosts

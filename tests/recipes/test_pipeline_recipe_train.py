@@ -102,7 +102,10 @@ TWO = {  # with the stages by name: those of a number are measured, and differ f
 
 
 @pytest.mark.multi
-@pytest.mark.parametrize("experiment", TWO)
+@pytest.mark.parametrize(
+    "experiment",
+    [pytest.param(x, marks=pytest.mark.exhaustive if x == "pipeoptim_cnn" else ()) for x in TWO],
+)
 def test_two_processes_end_with_the_checkpoint_of_one(experiment, compose_recipe, tmp_path):
     cfg = compose_recipe(
         *tiny(experiment, tmp_path / "data"),

@@ -228,6 +228,7 @@ class TestComparison:
         with Image.open(folder / "curves.png") as image:
             assert image.width > 1000
 
+    @pytest.mark.exhaustive
     def test_a_stopped_comparison_goes_on_with_what_is_missing(
         self, printed, folder, plan, capsys
     ):
