@@ -22,26 +22,13 @@ from lightning.pytorch import Callback, LightningModule, Trainer, seed_everythin
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from lightning_cyclic import CyclicStrategy
+from tests.interrupted import Noisy
 
 STEP_S = 0.05
 _ROOM = 1 << 24  # elements: so large that the system is asked each time, which may refuse them
-
-
-class Noisy(Dataset[tuple[Tensor, Tensor]]):
-    """Rows to which whoever reads them adds something random."""
-
-    def __init__(self, num: int) -> None:
-        g = torch.Generator().manual_seed(5)
-        self.x, self.y = torch.randn(num, 8, generator=g), torch.randn(num, 1, generator=g)
-
-    def __len__(self) -> int:
-        return len(self.x)
-
-    def __getitem__(self, k: int) -> tuple[Tensor, Tensor]:
-        return self.x[k] + 0.1 * torch.randn(8), self.y[k]
 
 
 class Net(LightningModule):
