@@ -628,7 +628,8 @@ class CyclicStrategy(DDPStrategy):
     def process_dataloader(self, dataloader: object) -> object:
         """Let the workers of a loader live on when a signal asks this rank to stop."""
         _auto_add_worker_init_fn(dataloader, self.global_rank)  # which Lightning does behind this
-        requeue = getattr(self.cluster_environment, "requeue_signal", None) or signal.SIGUSR1
+        usual = getattr(signal, "SIGUSR1", signal.SIGTERM)  # there is none on Windows
+        requeue = getattr(self.cluster_environment, "requeue_signal", None) or usual
         shelter(dataloader, frozenset({signal.SIGTERM, signal.SIGINT, requeue}))
         return super().process_dataloader(dataloader)
 

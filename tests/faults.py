@@ -71,7 +71,7 @@ def drawn(kinds: Sequence[str], num: int, seed: object) -> list[Fault]:
     step, faults = 0, []
     for k in range(num):
         step += draws.randint(1, 4)
-        kind = kinds[k % len(kinds)] if k < len(kinds) else draws.choice(kinds)
+        kind = kinds[k] if k < len(kinds) else draws.choice(kinds)
         faults.append(Fault(kind, draws.randrange(NUM_RANKS), step, draws.uniform(0, 0.15)))
     return faults
 
@@ -93,7 +93,6 @@ class Job:
         num_ranks: int = NUM_RANKS,
     ) -> None:  # fmt: skip
         self.folder = folder
-        self.num_starts = 0
         self._num_ranks = num_ranks
         self.over: list[Fault] = []  # faults behind which it went on
         self._preset, self._num_steps, self._hosts = preset, num_steps, hosts
@@ -156,7 +155,6 @@ class Job:
     # ------------------------------------------------------------------ what there is
 
     def _start(self) -> None:
-        self.num_starts += 1
         num_nodes, port = len(self._prefixes), free_port()
         numbers = [num_nodes, self._num_ranks // num_nodes, self._num_steps, WAIT_S]
         each = ["--nproc-per-node", str(self._num_ranks // num_nodes), "--max-restarts", "100"]

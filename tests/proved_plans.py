@@ -1,11 +1,17 @@
 """Prove the plans that most tests run: a rank that is forked behind this need not do so again."""
 
+import sys
 from contextlib import suppress
+from functools import lru_cache
 from itertools import product
 
 from lightning_cyclic.errors import PlanError
 from lightning_cyclic.plan import PRESETS, make_plan
 from lightning_cyclic.plan.presets import PLACEMENTS
+
+# a user's process has few plans; these are some two hundred
+lower = sys.modules["lightning_cyclic.plan.lower"]
+lower._proved = lru_cache(512)(lower._proved.__wrapped__)  # type: ignore[attr-defined]
 
 for preset, num_workers, num_stages in product(PRESETS, (2, 4), (1, 2, 4)):
     is_whole = PLACEMENTS[PRESETS[preset].placement].runs_whole_micro

@@ -189,7 +189,7 @@ def make_plan(  # noqa: PLR0913  (one argument per axis and number is the public
     return plan
 
 
-@lru_cache(maxsize=512)
+@lru_cache(maxsize=32)
 def _proved(plan: Plan) -> Plan:
     """Return an equal plan that can run, with what has been derived of it before."""
     check_fit(plan)

@@ -27,15 +27,23 @@ def newest_whole(paths: Iterable[Path]) -> Path | None:
     """Return the newest checkpoint from which training can go on; None if there is none.
 
     Args:
-        paths: of files and folders; those with weights alone are passed over, and, with a warning,
-            those that are not as they were written.
+        paths: of files and folders. Those that are not as they were written are passed over with a
+            warning, and so are those with weights alone, where there are no others.
     """
-    there = [path for path in paths if path.exists()]  # links may point nowhere
+    there, weights = {path for path in paths if path.exists()}, []  # links may point nowhere
     for path in sorted(there, key=_age):
         if (problem := problem_of(path)) is not None:
             rank_zero_warn(f"The checkpoint {path} {problem}, and is passed over.")
         elif _has_training(path):
             return path
+        else:
+            weights.append(path)
+    if weights:
+        rank_zero_warn(
+            f"The checkpoint {weights[0]} has weights alone, without the state of optimizers: "
+            "training cannot go on from it, and does not. Write checkpoints of all, "
+            "ModelCheckpoint(save_weights_only=False), or give it to load_from_checkpoint."
+        )
     return None
 
 
@@ -69,11 +77,12 @@ def _check_local(folder: str) -> None:
 
 
 def _check_own(folder: Path) -> None:
-    if folder.resolve() == Path.cwd():
+    if Path.cwd().is_relative_to(folder.resolve()):
         raise ConfigurationError(
-            'resume="auto" with checkpoints somewhere below the working directory, where those of '
-            "other runs may be; allowed: a folder of this run's own, the same in every start; use "
-            'Trainer(default_root_dir="runs/mine"), or ModelCheckpoint(dirpath="runs/mine")'
+            f'resume="auto" with checkpoints somewhere in {str(folder.resolve())!r}, in or above '
+            "the working directory, where those of other runs may be; allowed: a folder of this "
+            'run alone, the same in every start; use Trainer(default_root_dir="runs/mine"), or '
+            'ModelCheckpoint(dirpath="runs/mine")'
         )
 
 
@@ -88,5 +97,5 @@ def _has_training(path: Path) -> bool:
         return True  # of another writer, who knows
 
 
-def _age(path: Path) -> int:
-    return -path.stat().st_mtime_ns
+def _age(path: Path) -> tuple[int, str]:
+    return -path.stat().st_mtime_ns, str(path)

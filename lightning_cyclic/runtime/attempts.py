@@ -1,11 +1,12 @@
 """Attempts: ranks that torchrun starts again read nothing that those before them have written.
 
-torchrun's agent has one store for all attempts (since torch 2.8 without a prefix for each), and
-the addresses of ranks that are gone still stand in it. So the ranks of an attempt agree on a
-prefix, which rank 0 draws:
+torchrun's agent has one store for all attempts, in torch 2.13 without a prefix for each, and the
+addresses of ranks that are gone still stand in it. So the ranks of an attempt agree on a prefix,
+which rank 0 draws:
 
-    rank R  ->  attempt/rankR = its token         of which an older one may be there
-    rank 0  ->  attempt/TOKEN = the prefix        for each token that it sees, until all have met
+    rank R  ->  attempt/rankR = its token           of which an older one may be there
+    rank 0  ->  attempt/TOKEN = the prefix          for each token that it sees, until all have it
+    rank R  ->  attempt/PREFIX/joined, one more
 """
 
 from __future__ import annotations
@@ -38,7 +39,6 @@ def apart_from_earlier_attempts() -> Iterator[None]:
     if make is None or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         yield
         return
-    is_over = threading.Event()
 
     def made(
         host: str, port: int, rank: int, num_ranks: int, limit: timedelta, *more: Any
@@ -47,9 +47,10 @@ def apart_from_earlier_attempts() -> Iterator[None]:
         mine = secrets.token_hex(8)
         if rank > 0:
             return PrefixStore(_welcomed(store, rank, mine, limit), store)
-        # by a connection of its own: on the other one rank 0 waits for those who are welcomed
+        # by a connection of its own: on the other one rank 0 waits for those who are welcomed, or,
+        # where a group is made without all of its ranks (NCCL), goes on before they are
         doors = make(host, port, rank, num_ranks, limit, *more)
-        arguments = (doors, num_ranks, mine, is_over)
+        arguments = (doors, num_ranks, mine, limit)
         threading.Thread(target=_welcome, args=arguments, name="attempt", daemon=True).start()
         return PrefixStore(mine, store)
 
@@ -57,7 +58,6 @@ def apart_from_earlier_attempts() -> Iterator[None]:
     try:
         yield
     finally:
-        is_over.set()
         setattr(rendezvous, _MAKES_STORE, make)
 
 
@@ -73,18 +73,22 @@ def _welcomed(store: Store, rank: int, mine: str, limit: timedelta) -> str:
         if time.monotonic() > end:
             raise dist.DistStoreError("rank 0 did not come to the store of torchrun's agent")
         time.sleep(_POLL_S)
-    prefix: bytes = store.get(_of_token(mine))
-    return prefix.decode()
+    prefix: str = store.get(_of_token(mine)).decode()
+    store.add(_joined(prefix), 1)
+    return prefix
 
 
-def _welcome(store: Store, num_ranks: int, mine: str, is_over: threading.Event) -> None:
+def _welcome(store: Store, num_ranks: int, mine: str, limit: timedelta) -> None:
+    """Tell the prefix to all other ranks, as they come."""
     seen: set[bytes] = set()
+    end = time.monotonic() + limit.total_seconds()
     with suppress(dist.DistError):  # the agent has ended, which the main thread sees, too
-        while not is_over.wait(_POLL_S):
+        while store.add(_joined(mine), 0) < num_ranks - 1 and time.monotonic() < end:
             for key in map(_of_rank, range(1, num_ranks)):
                 if store.check([key]) and (token := store.get(key)) not in seen:
                     store.set(_of_token(token.decode()), mine)
                     seen.add(token)
+            time.sleep(_POLL_S)
 
 
 def _of_rank(rank: int) -> str:
@@ -93,3 +97,7 @@ def _of_rank(rank: int) -> str:
 
 def _of_token(token: str) -> str:
     return f"attempt/{token}"
+
+
+def _joined(prefix: str) -> str:
+    return f"attempt/{prefix}/joined"

@@ -51,8 +51,9 @@ def test_the_newest_file_with_more_than_weights(tmp_path):
     weights = tmp_path / "weights.ckpt"
     torch.save({"state_dict": {}}, weights)
     assert newest_whole([old, new, weights]) == new
-    assert newest_whole([weights]) is None
     assert newest_whole([]) is None
+    with pytest.warns(UserWarning, match=rf"{weights} has weights alone.*save_weights_only=False"):
+        assert newest_whole([weights]) is None
 
 
 def test_a_file_that_is_not_whole_is_passed_over_with_a_warning(tmp_path):
@@ -79,9 +80,10 @@ def test_a_logger_has_another_folder_in_every_start(tmp_path):
 
 def test_folders_of_other_runs_are_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    trainer = trainer_in(tmp_path, enable_checkpointing=True)
-    with pytest.raises(ConfigurationError, match="below the working directory.*default_root_dir="):
-        [*checkpoints_of(trainer)]
+    for folder in (tmp_path, tmp_path.parent):
+        trainer = trainer_in(folder, enable_checkpointing=True)
+        with pytest.raises(ConfigurationError, match="above the working dir.*default_root_dir="):
+            [*checkpoints_of(trainer)]
 
 
 def test_folders_elsewhere_are_refused(tmp_path):
