@@ -21,6 +21,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Any, final
@@ -29,6 +30,7 @@ from tests import processes
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch")
 NODES, CPUS = ("n0", "n1"), 4
+ENDS = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 COMMAND_LIMIT_S, START_LIMIT_S, STOP_LIMIT_S = 30.0, 60.0, 30.0
 STARTED_AS = re.compile(r"SLURM_|SBATCH_|SRUN_|PMI|TORCHELASTIC_")  # of a job around this one
 CONFIG = """\
@@ -59,6 +61,7 @@ SelectTypeParameters=CR_Core
 SchedulerType=sched/backfill
 SchedulerParameters=sched_interval=1,bf_interval=1,batch_sched_delay=0,sched_min_interval=0
 ReturnToService=2
+SlurmdTimeout=30
 KillWait=2
 JobRequeue=1
 SlurmdParameters=config_overrides
@@ -268,8 +271,9 @@ class Job:
 
     def wait(self, limit_s: float, *states: str) -> str:
         """Return the first of some states that it is in, by default one of its ends."""
-        ends = states or ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
-        until(partial(self.is_in, *ends), limit_s, f"job {self.number} is {' or '.join(ends)}")
+        ends = states or ENDS
+        what = f"job {self.number} is {' or '.join(ends)}"
+        self._wait_until(partial(self.is_in, *ends), limit_s, what)
         return self.facts()["JobState"]
 
     def signal(self, name: str) -> None:
@@ -281,14 +285,24 @@ class Job:
         self._cluster.command("scancel", self.number)
 
     def start_again(self, limit_s: float) -> None:
-        """Wait until it is back in the queue; take from it the two minutes that it waits there."""
+        """Wait until it runs again; take from it the two minutes that it waits in the queue."""
 
-        def queued() -> bool:
+        def started() -> bool:
             facts = self.facts()
-            return facts["Restarts"] != "0" and facts["JobState"] == "PENDING"
+            now = datetime.now().isoformat()
+            if facts["JobState"] == "PENDING" and facts["EligibleTime"] > now:
+                # again and again: the end of its tasks, where it comes later, sets the time anew
+                self._cluster.command("scontrol", "update", f"jobid={self.number}", "StartTime=now")
+            return facts["Restarts"] != "0" and facts["JobState"] in ("RUNNING", *ENDS)
 
-        until(queued, limit_s, f"job {self.number} is queued again")
-        self._cluster.command("scontrol", "update", f"jobid={self.number}", "StartTime=now")
+        self._wait_until(started, limit_s, f"job {self.number} runs again")
+
+    def _wait_until(self, condition: Callable[[], bool], limit_s: float, what: str) -> None:
+        try:
+            until(condition, limit_s, what)
+        except AssertionError as e:
+            nodes = self._cluster.command("sinfo", "-h", "-N", "-o", "%N %T %E")
+            raise AssertionError(f"{e}; instead {self.facts()}\n{nodes}") from None
 
 
 def _path_of(program: str) -> str | None:
