@@ -155,6 +155,9 @@ class CyclicStrategy(DDPStrategy):
             is "auto" by times, which rank 0 takes in the first step.
         num_micro: micro-batches per update; with replicated placement one per worker.
         slack: slots that messages are given to travel before a version counts as fresh.
+        chunks: messages in which a stage's sum of gradients, and its parameters, travel between
+            workers that have all stages: each is added to and passed on while the next comes, so
+            that many workers or a slow network hold a step up less. Changes no bit.
         clip: what gradient_clip_val (norm) looks at: "stage", "global", or None for the default:
             "stage" for freshest weights (said once), "global" otherwise.
         relay_buffers: "auto" relays the buffers that the first step changed (BatchNorm
@@ -234,6 +237,7 @@ class CyclicStrategy(DDPStrategy):
         stages: int | str | list[str] = "auto",
         num_micro: int | None = None,
         slack: int = 0,
+        chunks: int = 1,
         clip: str | None = None,
         relay_buffers: str = "auto",
         width: int = 1,
@@ -282,6 +286,7 @@ class CyclicStrategy(DDPStrategy):
             stages=checked_stages(stages),
             num_micro=num_micro,
             slack=slack,
+            chunks=chunks,
             clip=clip,
             relay_buffers=relay_buffers,
             width=width,

@@ -98,6 +98,7 @@ def make_plan(  # noqa: PLR0913  (one argument per axis and number is the public
     late_updates: bool = False,
     norms: str = "none",
     relayed_until: Iterable[int] = (),
+    chunks: int = 1,
     proved: bool = True,
 ) -> Plan:
     """Make a plan from a preset, with any axis replaced, and prove that it can run.
@@ -127,6 +128,8 @@ def make_plan(  # noqa: PLR0913  (one argument per axis and number is the public
         norms: who is told the norms of all gradients of a step before it is applied: "none", all
             "owners" of stages, or "all" workers. ["none"]
         relayed_until: the last stage in which the buffers of each relayed stage change. [itself]
+        chunks: messages in which a stage's sum of gradients, or its parameters, travel from worker
+            to worker, each passed on as soon as it has come; changes no bit. [1]
         proved: also prove that the program can run; else only that axes and numbers fit, and that
              the timetable has what it reads, for those who make many plans to run one. [True]
 
@@ -154,6 +157,7 @@ def make_plan(  # noqa: PLR0913  (one argument per axis and number is the public
     check_number("slack", slack, least=0)
     check_number("width", width)
     check_number("warmup_steps", warmup_steps, least=0)
+    check_number("chunks", chunks)
     if num_micro is None:
         num_micro = default_num_micro(preset, axes, num_stages, num_workers) * width
     check_number("num_micro", num_micro)
@@ -179,6 +183,7 @@ def make_plan(  # noqa: PLR0913  (one argument per axis and number is the public
         norms=norms,
         relayed_until=tuple(relayed_until),
         updates_meet=False,
+        chunks=chunks,
         lowering=lower,
         proving=prove,
     )

@@ -10,7 +10,7 @@ passes (lower.py), which a plan does not know.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property
 from itertools import product
@@ -69,6 +69,7 @@ class Plan:
         updates_meet: whether owners, who wait for each other's norms, update at one point: where
             the first worker reads a new version of sharded weights, else each behind its step. If
             not, each updates where it first reads a new version.
+        chunks: messages in which a stage's sum of gradients, or its parameters, travel.
         lowering: makes the program; no part of what a plan is.
         proving: proves it; the same.
     """
@@ -92,6 +93,7 @@ class Plan:
     norms: str = "none"
     relayed_until: tuple[int, ...] = ()
     updates_meet: bool = False
+    chunks: int = 1
     lowering: Callable[[Plan], Program] = field(kw_only=True, compare=False, repr=False)
     proving: Callable[[Plan], Proof] = field(kw_only=True, compare=False, repr=False)
 
@@ -245,6 +247,11 @@ class Plan:
         """
         _, _, weights, sharding = self.axes
         return sharding.gathers and not weights.at_end_of_step and self.norms == "none"
+
+    @cached_property
+    def whole(self) -> Plan:
+        """The same plan without chunks, which change nothing of what is kept where."""
+        return self if self.chunks == 1 else replace(self, chunks=1)
 
     @property
     def replicas(self) -> int:

@@ -449,7 +449,7 @@ def check_no_leftovers(kwargs: Mapping[str, Any]) -> None:
     if kwargs:
         raise ConfigurationError(
             f"CyclicStrategy does not know {', '.join(map(repr, kwargs))}; allowed: preset, "
-            "schedule, placement, weights, sharding, stages, num_micro, slack, clip, "
+            "schedule, placement, weights, sharding, stages, num_micro, slack, chunks, clip, "
             "relay_buffers, timeout, start_method and the plugins that DDPStrategy takes; "
             "remove it (unused parameters need no flag here)"
         )

@@ -56,6 +56,7 @@ class Options:
         stages: "auto", "measured", a number, or module paths.
         num_micro: micro-batches per update, of each replica.
         slack: slots that messages are given to travel.
+        chunks: messages in which a stage's sum of gradients, or its parameters, travel.
         clip: "stage", "global" or None.
         relay_buffers: "auto" or "all".
         width: replicas of a pipeline.
@@ -89,6 +90,7 @@ class Options:
     stages: int | str | Sequence[str]
     num_micro: int | None
     slack: int
+    chunks: int
     clip: str | None
     relay_buffers: str
     width: int
@@ -253,6 +255,7 @@ class Options:
             width=self.width,
             tied=tied,
             slack=self.slack,
+            chunks=self.chunks,
             relayed=relayed,
             relayed_until=relayed_until,
             schedule=self.schedule,

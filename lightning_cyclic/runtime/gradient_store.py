@@ -6,7 +6,7 @@ while autograd adds to it, and where Lightning and optimizers look: inside an up
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple, final
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_cyclic.errors import StepError
-from lightning_cyclic.runtime.buffers import Buffer
+from lightning_cyclic.runtime.buffers import Buffer, Layout, Piece
 from lightning_cyclic.runtime.sum_dtypes import AS_MADE, SumDtypes
 
 Gradients = list[Tensor | None]
@@ -32,6 +32,88 @@ class Sum(NamedTuple):
     grads: Gradients
     word: int = 0
     buffer: Buffer | None = None
+
+
+@final
+class Addition:
+    """Add gradients to a sum, at once or chunk by chunk, in the memory of one that is wide enough.
+
+    Args:
+        total: the sum so far, which comes first in the addition; where either comes in chunks,
+            both lie as one layout has them, and so does what they make.
+        found: gradients.
+        dtypes: of sums.
+    """
+
+    def __init__(self, total: Sum, found: Sum, dtypes: SumDtypes) -> None:
+        self._dtypes = dtypes
+        self._begins: list[
+            tuple[Tensor | None, Tensor | None]
+        ] = []  # new memory, what it begins as
+        self._terms: list[tuple[Tensor | None, Tensor | None]] = []  # a sum, what is added to it
+        self._left: Buffer | None = None
+        word = total.word | found.word
+        for into, other in ((total, found), (found, total)):  # the same bits in either order
+            if self._has_room(into.grads, other.grads):
+                self._terms = list(zip(into.grads, other.grads, strict=True))
+                self._left = other.buffer
+                self.sum = into._replace(word=word)
+                return
+        pairs = zip(total.grads, found.grads, strict=True)
+        self.sum = Sum(
+            [self._place(x, y) for x, y in pairs], word
+        )  # some may lie in either's buffer
+
+    def add(self) -> Sum:
+        """Add all of it."""
+        for into, x in self._begins:
+            if into is not None and x is not None:
+                into.copy_(x)
+        _add(self._terms)
+        self.end()
+        return self.sum
+
+    def add_pieces(self, pieces: Sequence[Piece]) -> None:
+        """Add what a chunk has."""
+        for piece in pieces if self._begins else ():
+            into, x = (piece.of([pair[end] for pair in self._begins]) for end in (0, 1))
+            if into is not None and x is not None:
+                into.copy_(x)
+        sums, others = ([pair[end] for pair in self._terms] for end in (0, 1))
+        _add([(piece.of(sums), piece.of(others)) for piece in pieces])
+
+    def end(self) -> None:
+        """Have added all of it."""
+        if self._left is not None:
+            self._left.let_go()
+
+    def _has_room(self, into: Gradients, other: Gradients) -> bool:
+        sum_of = self._dtypes.of_addition
+        return bool(into) and all(
+            x is not None and y is not None and sum_of(x.dtype, y.dtype) == x.dtype
+            for x, y in zip(into, other, strict=True)
+        )
+
+    def _place(self, total: Tensor | None, own: Tensor | None) -> Tensor | None:
+        """Return where the sum of two is to lie; note what is to be done there."""
+        begin, term = None, None
+        into = own if total is None else total
+        if total is not None and own is not None:
+            dtype = self._dtypes.of_addition(total.dtype, own.dtype)
+            if total.dtype != dtype and own.dtype == dtype:
+                total, own = own, total
+            into, term = total, own
+            if total.dtype != dtype:
+                into, begin = torch.empty_like(total, dtype=dtype), total
+        self._begins.append((into if begin is not None else None, begin))
+        self._terms.append((into if term is not None else None, term))
+        return into
+
+
+def _add(terms: Iterable[tuple[Tensor | None, Tensor | None]]) -> None:
+    pairs = [(into, x) for into, x in terms if into is not None and x is not None]
+    if pairs:
+        torch._foreach_add_([into for into, _ in pairs], [x for _, x in pairs])
 
 
 @final
@@ -114,9 +196,34 @@ class GradientStore:
             j: stage.
             gradients: that have come from another worker. [None: this worker's own]
         """
+        addition = self.begin_addition(t, j, gradients)
+        if addition is not None:
+            addition.add()
+
+    def begin_addition(
+        self, t: int, j: int, gradients: Sum | None = None, layout: Layout | None = None
+    ) -> Addition | None:
+        """Begin to add gradients to the sum of a step so far, whose place the result takes.
+
+        Args:
+            t: step.
+            j: stage.
+            gradients: that come from another worker. [None: this worker's own]
+            layout: as the result is to lie. [in any way]
+
+        Returns:
+            What is still to be done; None where there is no sum so far: gradients are what it is.
+        """
         found = self._own.pop((t, j)) if gradients is None else gradients
+        if layout is not None:
+            found = found._replace(grads=layout.laid(found.grads))
         before = self._sums.pop((t, j), None)
-        self._sums[t, j] = found if before is None else self._added(before, found)
+        if before is None:
+            self._sums[t, j] = found
+            return None
+        addition = Addition(before, found, self.dtypes)
+        self._sums[t, j] = addition.sum
+        return addition
 
     def _fitting(self, j: int, found: Sum) -> Sum:
         """Return a sum in the dtypes in which optimizers want it; itself where it is so."""
@@ -131,31 +238,7 @@ class GradientStore:
         return all(x is None or _takes(p, x) for p, x in pairs)
 
     def _added(self, total: Sum, found: Sum) -> Sum:
-        """Add in the memory of one, if it is wide enough for the sum."""
-        word = total.word | found.word
-        for into, other in ((total, found), (found, total)):  # the same bits in either order
-            if self._has_room(into.grads, other.grads):
-                torch._foreach_add_(into.grads, other.grads)  # type: ignore[arg-type]
-                if other.buffer is not None:
-                    other.buffer.let_go()
-                return into._replace(word=word)
-        pairs = zip(total.grads, found.grads, strict=True)
-        return Sum([self._sum(x, y) for x, y in pairs], word)  # some may lie in either's buffer
-
-    def _has_room(self, into: Gradients, other: Gradients) -> bool:
-        sum_of = self.dtypes.of_addition
-        return bool(into) and all(
-            x is not None and y is not None and sum_of(x.dtype, y.dtype) == x.dtype
-            for x, y in zip(into, other, strict=True)
-        )
-
-    def _sum(self, total: Tensor | None, own: Tensor | None) -> Tensor | None:
-        if total is None or own is None:
-            return own if total is None else total
-        dtype = self.dtypes.of_addition(total.dtype, own.dtype)
-        if total.dtype != dtype and own.dtype == dtype:
-            total, own = own, total
-        return total.to(dtype).add_(own)
+        return Addition(total, found, self.dtypes).add()
 
 
 def refuse_sparse(j: int, *grads: Tensor | None) -> None:

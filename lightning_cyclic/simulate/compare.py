@@ -104,7 +104,7 @@ def compare(
 
 def _of_plan(plan: Plan, costs: Costs, network: Network, state_per_param: float) -> Figures:
     result = simulate(plan.programs, costs, network, plan)
-    counted = account(plan.programs, costs)
+    counted = account(plan.programs, costs, plan.chunks)
     workers = counted.workers
     return Figures(
         step_s=result.step_s,
@@ -115,7 +115,9 @@ def _of_plan(plan: Plan, costs: Costs, network: Network, state_per_param: float)
         versions=max(worker.versions for worker in workers),
         activations=max(worker.activations for worker in workers),
         all_activations=counted.activations,
-        memory=max(memory(plan, costs, state_per_param=state_per_param), key=lambda m: m.total),
+        memory=max(
+            memory(plan.whole, costs, state_per_param=state_per_param), key=lambda m: m.total
+        ),
     )
 
 

@@ -43,7 +43,8 @@ def simulate(
         programs: actions of each worker, in program order.
         costs: what each stage costs, on a core of its own.
         network: the links between the workers; free by default.
-        plan: of the programs, where stages share parameters. [they share none]
+        plan: of the programs, where stages share parameters, or what they have travels in chunks.
+            [neither]
         cores: how many workers can compute at once at full speed. [all]
 
     Returns:
@@ -63,7 +64,9 @@ def simulate(
     """
     if cores is not None and cores < 1:
         raise PlanError(f"cores={cores}; allowed: whole numbers from 1 on; use cores=1 or more")
-    clock = _Clock(build(programs, plan), len(programs), costs, network or Network(), cores)
+    graph, network = build(programs, plan), network or Network()
+    seconds = _seconds_of_nodes(graph, costs, network, 1 if plan is None else plan.chunks)
+    clock = _Clock(graph, len(programs), seconds, network, cores)
     clock.run()
     return summarise(clock.events(), len(programs))
 
@@ -73,14 +76,15 @@ class _Clock:
     """Advance from moment to moment until nothing is left to run."""
 
     def __init__(
-        self, graph: Graph, num_workers: int, costs: Costs, network: Network, cores: int | None
-    ) -> None:
+        self, graph: Graph, num_workers: int, seconds: list[float], network: Network,
+        cores: int | None,
+    ) -> None:  # fmt: skip
         self.graph = graph
         self.latency_s = network.latency_s
         self.lanes = [
             worker * len(Lane) + graph.lane(node) for node, worker in enumerate(graph.workers)
         ]
-        self.seconds = _seconds_of_nodes(graph, costs, network)
+        self.seconds = seconds
         num_lanes = num_workers * len(Lane)
         # heaps of (slot, node), per lane: what the timetable has first is served first
         self.ready: list[list[tuple[int, int]]] = [[] for _ in range(num_lanes)]
@@ -210,12 +214,14 @@ class _Cores:
         return min(1.0, self._count / len(self.running))
 
 
-def _seconds_of_nodes(graph: Graph, costs: Costs, network: Network) -> list[float]:
+def _seconds_of_nodes(
+    graph: Graph, costs: Costs, network: Network, num_chunks: int
+) -> list[float]:
     """Return for how long each node keeps its lane busy."""
     return [
         costs.compute_s(action)
         if action.payload is None
-        else network.transfer_s(costs.message_bytes(action))
+        else network.transfer_s(costs.message_bytes(action, num_chunks))
         for action in graph.actions
     ]
 

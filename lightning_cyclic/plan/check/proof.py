@@ -30,7 +30,7 @@ class Proof:
 
     Args:
         plan: whose program was replayed.
-        is_smaller: whether it stands for a plan with more workers, stages or micro-batches.
+        is_smaller: whether it stands for one with more workers, stages, micro-batches or chunks.
     """
 
     plan: Plan
@@ -43,7 +43,8 @@ class Proof:
             return f"proved on the plan itself: {steps}"
         return (
             f"proved on a smaller plan that stands for it (num_workers={self.plan.num_workers}, "
-            f"num_stages={self.plan.num_stages}, num_micro={self.plan.num_micro}): {steps}; what "
+            f"num_stages={self.plan.num_stages}, num_micro={self.plan.num_micro}, "
+            f"chunks={self.plan.chunks}): {steps}; what "
             "depends on the numbers themselves was checked on the plan"
         )
 
@@ -57,9 +58,12 @@ def prove(plan: Plan) -> Proof:
     small = probe(plan)
     _replay_with_flushes(small)
     validate(small)
-    shape = small.num_workers, small.num_stages, small.num_micro
-    is_smaller = shape != (plan.num_workers, plan.num_stages, plan.num_micro)
+    is_smaller = _shape(small) != _shape(plan)
     return Proof(plan=small, is_smaller=is_smaller)
+
+
+def _shape(plan: Plan) -> tuple[int, ...]:
+    return plan.num_workers, plan.num_stages, plan.num_micro, plan.chunks
 
 
 def _replay_with_flushes(plan: Plan) -> None:
@@ -88,7 +92,7 @@ def probe(plan: Plan) -> Plan:
     whether a version exists in time, is checked on the plan itself.
     """
     few = replace(plan, warmup_steps=min(plan.warmup_steps, 2))  # all others are like these
-    few = replace(few, num_steps=_enough_steps(few))
+    few = replace(few, num_steps=_enough_steps(few), chunks=min(plan.chunks, 3))  # alike, too
     if plan.num_micro * plan.num_stages * few.num_steps <= _MOST_CELLS:
         return few
     small = _reduced(few)

@@ -15,7 +15,8 @@ Whatever an action takes must be there by then, or under way to it: see dataflow
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, NoReturn, final
 
 from lightning_cyclic.plan.actions import Action, Kind, Lane, Payload
@@ -155,12 +156,13 @@ class _Worker:
         )  # messages with stages fetched for use, that wait
         self._expected: Counter[Item] = Counter()  # will be there: received, or made on a lane
         self._have: set[Item] = set()
-        self._sums: dict[tuple[int, int], int] = defaultdict(lambda: -1)
+        self._sums: dict[tuple[int, int, int], int] = defaultdict(lambda: -1)  # step, stage, chunk
         self._room: dict[int, int | None] = {}  # stages that are fetched for use -> version
         self._replica = plan.axes.placement.replica(w)
         self._holds = [j for j in range(plan.num_stages) if w in plan.axes.placement.workers_of(j)]
         own = (j for j in range(plan.num_stages) if not self._fetches or plan.owner(j) == w)
-        self._have |= {(Datum.WEIGHTS, j, 0) for j in own}
+        for j in own:
+            self._have_all((Datum.WEIGHTS, j, 0))
         self._have |= {(Datum.TIED, j, 0) for j in range(plan.num_stages)}
 
     @property
@@ -195,7 +197,8 @@ class _Worker:
 
     def _is_full(self, lane: deque[Action]) -> bool:
         """Say whether a lane is as far behind as it may be."""
-        return self._plan.axes.sharding.adds_at_owner and len(lane) >= MOST_BEHIND
+        most = MOST_BEHIND * self._plan.chunks
+        return self._plan.axes.sharding.adds_at_owner and len(lane) >= most
 
     def _run_lane(self, lane: deque[Action]) -> bool:
         if not lane or not self._is_ready(lane[0]):
@@ -263,6 +266,7 @@ class _Worker:
         elif a.kind is Kind.B:
             self._have.discard((Datum.GRAPH, *key))
             self._make(a, (Datum.GRADIENT, *key))
+            self._have_all((Datum.GRADIENT, *key))
             self._have.add((Datum.OUTPUT_GRADIENT, a.t, a.i or 0, a.j - 1))
             adds_at_owner = self._plan.axes.sharding.adds_at_owner
             if not adds_at_owner and source_of_sum(self._plan, a, self._w) is None:
@@ -272,16 +276,17 @@ class _Worker:
 
     def _extend(self, a: Action) -> None:
         """Add gradients to a sum: one, or those of a replica that sums its own."""
-        plan, total, i = self._plan, (a.t, a.j), a.i or 0
+        plan, i = self._plan, a.i or 0
+        totals = [(a.t, a.j, c) for c in self._chunks_of(a)]
         if plan.sums_by_replica and not plan.axes.sharding.adds_at_owner:
             number = self._replica[0] // len(self._replica)
             own = range(number, plan.num_micro, plan.replicas)
             if i == own[-1] and all((Datum.GRADIENT, a.t, k, a.j) in self._have for k in own):
-                self._need(a, number == 0 or self._sums[total] == i - 1)
-                self._sums[total] = i
+                self._need(a, number == 0 or all(self._sums[x] == i - 1 for x in totals))
+                self._sums.update(dict.fromkeys(totals, i))
             return
-        self._need(a, self._sums[total] == self._sum_before(i))
-        self._sums[total] = i
+        self._need(a, all(self._sums[x] == self._sum_before(i) for x in totals))
+        self._sums.update(dict.fromkeys(totals, i))
 
     def _sum_before(self, i: int) -> int:
         """Return up to which micro-batch the sum is to which one's gradient is added."""
@@ -290,6 +295,7 @@ class _Worker:
     def _update(self, a: Action) -> None:
         self._need(a, a.v == a.t + 1)
         self._make(a, (Datum.WEIGHTS, a.j, a.v))
+        self._have_all((Datum.WEIGHTS, a.j, a.v))
         self._have.add((Datum.TIED, a.j, a.v))
 
     def _send(self, a: Action) -> None:
@@ -322,12 +328,14 @@ class _Worker:
         Raises:
             ValidationError: something else was sent.
         """
-        if (sent.payload, sent.t, sent.i, sent.j, sent.v) != (a.payload, a.t, a.i, a.j, a.v):
+        is_meant = replace(sent, kind=a.kind, peer=a.peer) == a
+        if not is_meant:
             self._refuse(a, f"takes what was sent as {sent}", "receives in the order of the sends")
         self._expected.subtract(self._flow(a).makes)
         match a.payload:
             case Payload.S | Payload.T:
-                self._sums[a.t, a.j] = self._plan.num_micro - 1 if a.i is None else a.i
+                done = self._plan.num_micro - 1 if a.i is None else a.i
+                self._sums.update({(a.t, a.j, c): done for c in self._chunks_of(a)})
             case Payload.R:
                 self._make(a, (Datum.BUFFERS, a.j, self._micro(a)))
             case Payload.C:
@@ -337,7 +345,10 @@ class _Worker:
             case Payload.P:
                 self._need(a, not self._fetches or self._room.get(a.j) == a.v)
                 self._need(a, a.j in self._holds)
-                self._have |= {(Datum.WEIGHTS, a.j, a.v), (Datum.TIED, a.j, a.v)}
+                whole = (Datum.WEIGHTS, a.j, a.v)
+                self._have.update(self._flow(a).makes)
+                if all(part in self._have for part in self._flow.parts(whole)):
+                    self._have |= {whole, (Datum.TIED, a.j, a.v)}
             case Payload.V:
                 self._need(a, a.j not in self._holds)
                 self._make(a, (Datum.TIED, a.j, a.v))
@@ -382,10 +393,18 @@ class _Worker:
         return k == 0 or (Datum.BUFFERS, a.j, k) in self._have
 
     def _has_sum(self, a: Action) -> bool:
-        done = self._sums[a.t, a.j]
-        if a.kind is Kind.ADD:
-            return done == self._sum_before(a.i or 0)
-        return done == (self._plan.num_micro - 1 if a.i is None else a.i)
+        last = self._plan.num_micro - 1 if a.i is None else a.i
+        due = self._sum_before(a.i or 0) if a.kind is Kind.ADD else last
+        return all(self._sums[a.t, a.j, c] == due for c in self._chunks_of(a))
+
+    def _chunks_of(self, a: Action) -> Iterable[int]:
+        """Give the chunks that an action is about: its own, or all."""
+        return range(self._plan.chunks) if a.c is None else (a.c,)
+
+    def _have_all(self, item: Item) -> None:
+        """Note that an item is there, and with it its chunks."""
+        self._have.add(item)
+        self._have.update(self._flow.parts(item))
 
     def _has_tied_gradients(self, a: Action) -> bool:
         plan, i = self._plan, a.i or 0
@@ -475,7 +494,7 @@ class _Worker:
 
     def _refuse_early(self, a: Action) -> NoReturn:
         if a.v is not None and a.kind in (Kind.F, Kind.B) or a.payload in (Payload.P, Payload.V):
-            held = sorted(int(str(x[2])) for x in self._have if x[:2] == (Datum.WEIGHTS, a.j))
+            held = sorted({int(str(x[2])) for x in self._have if x[:2] == (Datum.WEIGHTS, a.j)})
             if a.v not in held and a.kind is not Kind.RECV:
                 self._refuse(
                     a, f"takes version {a.v} of stage {a.j}, which is not there", f"one of {held}"

@@ -128,8 +128,9 @@ class Engine:
             time.monotonic(),
         )
         self._messages = Messages(
-            self._line, depths, self._waiter.wait, device, is_lean=self._is_lean
-        )
+            self._line, depths, self._waiter.wait, device,
+            is_lean=self._is_lean, num_chunks=plan.chunks,
+        )  # fmt: skip
         keeps = not plan.axes.sharding.gathers
         self.stores = [
             VersionStore(
@@ -156,7 +157,7 @@ class Engine:
         self._worker = Worker(
             plan.program.flow, self._messages, hooks, self._exchange, hooks, lanes,
             lambda: transport.timeout_s * 1.1 + 1,
-            MOST_BEHIND if self._is_lean else None,
+            MOST_BEHIND * plan.chunks if self._is_lean else None,
         )  # fmt: skip
         for j in range(plan.num_stages):
             for payload, layout in self._exchange.layouts(j).items():
@@ -375,7 +376,8 @@ class Engine:
         self._run_on()
 
     def _fetch(self, item: Item) -> None:
-        self._worker.fetch(item)
+        for part in self.plan.program.flow.parts(item):
+            self._worker.fetch(part)
 
     def _enter(self, a: Action) -> None:
         """Show the version that a forward reads."""
@@ -394,7 +396,7 @@ class Engine:
         self._collector.begin_stage(j)
         with self._aside():
             self._run_to(Kind.B, j, through=False)
-            self._worker.fetch((Datum.WEIGHTS, j, v))
+            self._fetch((Datum.WEIGHTS, j, v))
         self._shown.enter(j, v)
 
     def _enter_again(self, j: int) -> None:
@@ -441,7 +443,7 @@ class Engine:
     def _advance(self, v: int, j: int) -> Sum:
         """Let the parameters be version ``v``, with its gradients, and the values before it."""
         for item in ((Datum.SUM, v - 1, j, None), (Datum.TOTAL, v - 1, j)):
-            self._worker.fetch(item)
+            self._fetch(item)
         self.stores[j].begin_update(v, self._oldest(j, v))
         return self._grads.show(v - 1, j)
 
