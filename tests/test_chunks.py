@@ -7,13 +7,26 @@ messages are whole.
 
 from __future__ import annotations
 
+import re
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
+from lightning.pytorch.callbacks import ModelCheckpoint
 
+from lightning_cyclic.errors import PlanError
+from lightning_cyclic.strategy import CyclicStrategy
 from tests import processes
-from tests.corpus import Classifier, Reference, assert_same, fit
+from tests.corpus import (
+    Classifier,
+    Reference,
+    assert_same,
+    fit,
+    make_trainer,
+    train_data,
+    weights_of,
+)
 
 pytestmark = pytest.mark.multi
 RULES = {"cyclic_dp": "freshest", "cyclic_dp_v1": "delayed", "lockstep_dp": "sync"}
@@ -76,3 +89,39 @@ def test_chunks_have_the_bits_of_whole_messages(name: str, net: str) -> None:
     for mine, other in zip(whole, cut, strict=True):
         assert mine["losses"] == other["losses"]
         assert_same(other["weights"], mine["weights"], name)
+
+
+def go_on(preset: str, chunks: tuple[int, int], folder: str) -> dict[str, Any]:
+    """Train with a number of chunks, and on from the middle of the epoch with another."""
+    module, strategy = Classifier("resnet", "adamw"), {"preset": preset, "stages": 4}
+    saver = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=3, save_top_k=-1)
+    flags = {"max_epochs": 1, "callbacks": [saver], "enable_checkpointing": True}
+    first = make_trainer(strategy | {"chunks": chunks[0]}, **flags)
+    first.fit(module, train_data(module, NUM_STEPS))
+    again = Classifier("resnet", "adamw")
+    second = make_trainer(strategy | {"chunks": chunks[1]}, max_epochs=1)
+    second.fit(again, train_data(again, NUM_STEPS), ckpt_path=f"{folder}/step=3.ckpt")
+    assert second.global_step == NUM_STEPS
+    return {"first": weights_of(module), "second": weights_of(again)}
+
+
+@pytest.mark.parametrize("preset", ["cyclic_dp", "cyclic_dp_v1", "cyclic_zero"])
+def test_a_run_goes_on_with_another_number_of_chunks(preset: str, tmp_path: Path) -> None:
+    for rank in processes.run(go_on, 2, preset, (3, 5), str(tmp_path)):
+        assert_same(rank["second"], rank["first"])
+
+
+def test_what_cannot_be_cut_is_refused() -> None:
+    with pytest.raises(PlanError, match="chunks=0; allowed: whole numbers from 1 on"):
+        CyclicStrategy("cyclic_dp", chunks=0)
+    with pytest.raises(PlanError, match="chunks=2 does not fit placement 'pipelined'"):
+        CyclicStrategy("1f1b", chunks=2)
+
+
+def test_more_chunks_than_there_is_are_refused_on_every_rank() -> None:
+    strategy = {"preset": "cyclic_dp", "stages": 4, "chunks": 1_000_000}
+    with pytest.raises(processes.RanksFailedError) as failed:
+        processes.run(fit, 2, partial(Classifier, "mlp", "sgd"), strategy, NUM_STEPS, {})
+    text = r"chunks=1000000, but stage 0 has no more to send than fits in \d+; allowed"
+    assert len(re.findall(text, str(failed.value))) >= 2
+    assert "ConfigurationError" in str(failed.value)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_cyclic.plan import PRESETS, make_plan
+from lightning_cyclic.plan import PRESETS, Plan, make_plan
 from lightning_cyclic.plan.actions import Action, Kind, Payload
 from lightning_cyclic.plan.passes.messages import Channel, Ring, ring_of
 from lightning_cyclic.runtime.transport.base import Part
@@ -139,7 +139,20 @@ def test_a_failure_wakes_all_who_wait() -> None:
 @pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize(("num_workers", "num_stages"), [(2, 4), (3, 3), (4, 4)])
 def test_programs_keep_the_rules(preset: str, num_workers: int, num_stages: int) -> None:
-    program = make_plan(preset, num_stages=num_stages, num_workers=num_workers).program
+    keep_the_rules(make_plan(preset, num_stages=num_stages, num_workers=num_workers))
+
+
+@pytest.mark.parametrize("preset", [p for p in PRESETS if PRESETS[p].placement == "replicated"])
+@pytest.mark.parametrize(("num_workers", "num_stages", "chunks"), [(2, 4, 2), (4, 4, 5)])
+def test_programs_with_chunks_keep_them(
+    preset: str, num_workers: int, num_stages: int, chunks: int
+) -> None:
+    numbers = {"num_stages": num_stages, "num_workers": num_workers, "chunks": chunks}
+    keep_the_rules(make_plan(preset, **numbers))
+
+
+def keep_the_rules(plan: Plan) -> None:
+    num_workers, program = plan.num_workers, plan.program
     actions, fabric = program.first(4), Fabric()
     rules = Rules(program.channels, program.depths)
     models = [ThreadedModel(fabric, w, num_workers, 5.0, rules) for w in range(num_workers)]
