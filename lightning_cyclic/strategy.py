@@ -805,8 +805,10 @@ class CyclicStrategy(DDPStrategy):
         states = checkpoint.get("optimizer_states", [])
         checkpoint["optimizer_states"] = list(map(named, states, self.optimizers))
         group = None if training is None else training.group
-        with self.naming(_TO_WRITE):
-            write_folder(checkpoint, Path(self.broadcast(path)), apart.tensors, group)
+        folder = Path(self.broadcast(path))
+        trains = self._is_fitting
+        with self._unwritten.warning(folder, trains=trains), self.naming(_TO_WRITE):
+            write_folder(checkpoint, folder, apart.tensors, group)
 
     def _is_file(self, path: Any) -> bool:
         """Say whether a checkpoint is of this host's files, and no plugin has its own way there.

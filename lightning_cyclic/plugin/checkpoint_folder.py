@@ -19,6 +19,7 @@ import re
 import shutil
 import warnings
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, final
@@ -31,23 +32,24 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from lightning_cyclic.errors import ConfigurationError
 from lightning_cyclic.plugin import sealed_file
 from lightning_cyclic.plugin.checkpoint import KEY, in_order, is_local
 from lightning_cyclic.plugin.sealed_file import INDEX
-from lightning_cyclic.runtime.agreement import gather_texts, merged
+from lightning_cyclic.plugin.written_together import on_all, unwritten
+from lightning_cyclic.runtime.agreement import merged
 from lightning_cyclic.runtime.unread import UnreadMapping, UnreadTensor
 
 TENSORS = f"{KEY}_tensors"
 _MODELS = ("model", "state_dict")  # of FSDPStrategy and of ModelParallelStrategy
 _OPTIMIZER = re.compile(r"optimizer_\d+")
 _APART = "lies apart: "  # begins a word for a tensor of TENSORS
-_FAILED = "failed: "  # begins what a rank says in the place of digests
 _WITH_TENSORS = ("previous", "feedback", "displacements")  # of what is delayed
 
 
@@ -115,6 +117,8 @@ def write_folder(
 ) -> None:
     """Write a folder; all ranks must call it. There is the whole folder, or the one before it.
 
+    Where one rank cannot write, all learn of it, and nothing is left of the new one.
+
     Args:
         checkpoint: of this rank, with its part of the weights and of the state of optimizers.
         path: of the folder, the same on all ranks.
@@ -122,7 +126,8 @@ def write_folder(
         group: process group of all ranks; None for one rank, or the default group.
 
     Raises:
-        ConfigurationError: on every rank, where one cannot write.
+        ConfigurationError: on every rank, where one cannot write; caused by an OSError, if it is
+            the disk that takes nothing.
     """
     rank = dist.get_rank() if dist.is_initialized() else 0
     is_first = rank == 0
@@ -132,62 +137,73 @@ def write_folder(
         # groups are alike on all ranks
         parts[name] = each if is_first else {"state": each.get("state", {})}
     unfinished = path.with_name(f"{path.name}.part")
-    if is_first:
-        _remove(unfinished)
+    try:
+        on_all(lambda: _remove(unfinished) if is_first else "", path, group)
+        index = _save(parts, unfinished, path, group)
+        if is_first:
+            # a folder keeps no empty dictionaries, without which a file would not be loaded
+            keys = index.state_dict_metadata
+            checkpoint |= {
+                name: each
+                for name, each in optimizers.items()
+                if not any(key.startswith(f"{name}.state.") for key in keys)
+            }
+        lines = on_all(lambda: _digests(checkpoint, unfinished, rank), path, group)
+        on_all(lambda: _seal(unfinished, path, lines) if is_first else "", path, group)
+    except ConfigurationError:
+        if is_first:
+            with suppress(OSError):  # nothing can be written there: the next one begins with it
+                _remove(unfinished)
+        raise
+
+
+def _save(parts: dict[str, Any], unfinished: Path, path: Path, group: Any) -> Metadata:
+    """Write what each rank has, and the index of it."""
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            index = save(parts, checkpoint_id=unfinished, process_group=group)
+            index: Metadata = save(parts, storage_writer=_Writer(unfinished), process_group=group)
+            return index
     except CheckpointException as error:
         failures = {r: x[0] for r, x in error.failures.items()}
-        raise ConfigurationError(_unwritten(path, failures)) from error
-    if is_first:
-        # a folder keeps no empty dictionaries, without which a file would not be loaded
-        keys = index.state_dict_metadata
-        checkpoint |= {
-            name: each
-            for name, each in optimizers.items()
-            if not any(key.startswith(f"{name}.state.") for key in keys)
-        }
-    lines = _digests(checkpoint, unfinished, rank, group)
-    failed = {r: x.removeprefix(_FAILED) for r, x in enumerate(lines) if x.startswith(_FAILED)}
-    if failed:
-        raise ConfigurationError(_unwritten(path, failed))
-    if is_first:
-        _remove(path)
-        sealed_file.seal_folder(unfinished, path, "".join(lines))
+    raise unwritten(path, failures)
 
 
-def _digests(checkpoint: Mapping[str, Any], folder: Path, rank: int, group: Any) -> list[str]:
-    """Return the digests of what each rank has written, rank 0 all that is nobody's part.
+@final
+class _Writer(FileSystemWriter):
+    """Say what the disk says, where torch speaks of its archive alone."""
 
-    Or words for why a rank could not, as the others wait for it.
-    """
+    @override
+    def write_data(self, *args: Any, **kwargs: Any) -> Any:
+        with sealed_file.naming_disk():
+            return super().write_data(*args, **kwargs)
+
+
+def _digests(checkpoint: Mapping[str, Any], folder: Path, rank: int) -> str:
+    """Return the digests of what this rank has written, rank 0 all that is nobody's part."""
     names = sorted(p.name for p in folder.glob(f"__{rank}_*"))
-    try:
-        if rank == 0:
-            sealed_file.write(checkpoint, folder / META)
-            names = [INDEX, META, *names]
-        mine = sealed_file.digests_of(folder, names)
-    except OSError as error:
-        mine = f"{_FAILED}{error}"
-    return gather_texts(mine, group) if dist.is_initialized() else [mine]
+    if rank == 0:
+        sealed_file.write(checkpoint, folder / META)
+        names = [INDEX, META, *names]
+    return sealed_file.digests_of(folder, names)
 
 
-def _remove(path: Path) -> None:
+def _seal(unfinished: Path, path: Path, lines: Sequence[str]) -> str:
+    """Let a whole folder take its name; what had the name goes when it is free."""
+    before = path.with_name(f"{path.name}.before")
+    _remove(before)
+    sealed_file.seal_folder(unfinished, path, "".join(lines), before)
+    with suppress(OSError):  # the new one is there
+        _remove(before)
+    return ""
+
+
+def _remove(path: Path) -> str:
     if path.is_symlink() or path.is_file():
         path.unlink()
     elif path.is_dir():
         shutil.rmtree(path)
-
-
-def _unwritten(path: Path, failures: Mapping[int, object]) -> str:
-    each = "; ".join(f"rank {r}: {x}" for r, x in sorted(failures.items()))
-    return (
-        f"the checkpoint folder {str(path)!r} could not be written ({each}); allowed: a folder "
-        "with room, in which every rank may write; choose another one, as "
-        "ModelCheckpoint(dirpath=...)"
-    )
+    return ""
 
 
 # ---------------------------------------------------------------------- reading

@@ -21,7 +21,7 @@ import os
 import struct
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 from zipfile import BadZipFile, ZipFile
@@ -55,7 +55,8 @@ def write(checkpoint: Mapping[str, Any], path: Path) -> None:
     part = path.with_name(f"{path.name}.part")
     try:
         with part.open("w+b") as file:
-            _save(checkpoint, file)
+            with naming_disk():
+                torch.save(checkpoint, file)
             _seal(file)
             os.fsync(file.fileno())
         part.replace(path)
@@ -64,25 +65,47 @@ def write(checkpoint: Mapping[str, Any], path: Path) -> None:
         part.unlink(missing_ok=True)
 
 
+@contextmanager
+def naming_disk() -> Iterator[None]:
+    """Run the body, which saves by torch; raise the disk's error, and not torch's behind it."""
+    try:
+        yield
+    except RuntimeError as error:  # about its archive, while it handles the disk's
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from None
+        raise
+
+
 def digests_of(folder: Path, names: Iterable[str]) -> str:
     """Return a line for each of these files in a folder."""
     return "".join(f"{_digest_of(folder / name)}  {name}\n" for name in names)
 
 
-def seal_folder(folder: Path, path: Path, lines: str) -> None:
+def seal_folder(folder: Path, path: Path, lines: str, before: Path) -> None:
     """Write down what digests a folder's files have, and let it take its name.
 
     Args:
         folder: of which all other files are written, and brought to the disk.
-        path: that it is to have; nothing is there.
+        path: that it is to have.
         lines: the digests of its files.
+        before: the path that gets what had that name; nothing is there.
+
+    Raises:
+        OSError: the disk is full, or not to be written; what had the name has it still.
     """
     with (folder / DIGESTS).open("wb") as file:
         file.write(_with_seal(lines.encode()))
         file.flush()
         os.fsync(file.fileno())
     _sync_folder(folder)
-    folder.rename(path)
+    if gives_way := path.is_symlink() or path.exists():
+        path.rename(before)
+    try:
+        folder.rename(path)
+    except OSError:
+        if gives_way:
+            before.rename(path)
+        raise
     _sync_folder(path.parent)
 
 
@@ -201,15 +224,6 @@ def _instead_of(path: Path) -> str:
         if other != path and problem_of(other) is None:
             return f'use ckpt_path="{other}"'
     return "go on from another checkpoint"
-
-
-def _save(checkpoint: Mapping[str, Any], file: BinaryIO) -> None:
-    try:
-        torch.save(checkpoint, file)
-    except RuntimeError as error:  # torch's, about its archive, while it handles the disk's
-        if isinstance(error.__context__, OSError):
-            raise error.__context__ from None
-        raise
 
 
 def _seal(file: BinaryIO) -> None:

@@ -161,6 +161,32 @@ def test_a_folder_has_a_digest_of_each_file(folder: Path) -> None:
         subprocess.run(command, cwd=folder, check=True, stdout=subprocess.DEVNULL)
 
 
+@pytest.mark.parametrize("to", ["the name", "what it had"])
+def test_a_folder_that_cannot_take_its_name_leaves_what_has_it(
+    to: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    new, before = Path(shutil.copytree(folder, tmp_path / "a.ckpt.part")), tmp_path / "before"
+    lines = "".join((new / "digests.b2").read_text().splitlines(keepends=True)[:-1])
+    rename = Path.rename
+
+    def refused(path: Path, target: Path) -> Path:
+        if (path, target) == ((new, folder) if to == "the name" else (folder, before)):
+            raise OSError(28, "No space left on device")
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", refused)
+    whole = {p.name: p.read_bytes() for p in folder.iterdir()}
+    with pytest.raises(OSError, match="No space"):
+        sealed_file.seal_folder(new, folder, lines, before)
+    assert {p.name: p.read_bytes() for p in folder.iterdir()} == whole
+    assert not before.exists()
+    monkeypatch.undo()
+    sealed_file.seal_folder(new, folder, lines, before)
+    assert not new.exists()
+    for path in (folder, before):
+        sealed_file.check(path)
+
+
 def test_every_flip_and_every_truncation_in_a_folder_is_refused(folder: Path) -> None:
     choice = random.Random(5)
     for name in files_of(folder):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import subprocess
 import warnings
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ from tests import processes
 from tests.corpus import Classifier, assert_same, make_trainer, train_data, weights_of
 
 pytestmark = pytest.mark.multi
-SMALL = "size=256k"  # of which a checkpoint takes a tenth
+SMALL = "size=1m"  # of which a file takes a fortieth, and a folder a seventh
 
 
 @pytest.fixture
@@ -40,11 +41,11 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 
 
 class Troubles(Callback):
-    """Let the disk take nothing from one batch on, until another; both of rank 0.
+    """Let the disk take nothing from one batch on, until another.
 
     Args:
         disk: where it is mounted.
-        kind: "full" or "read-only".
+        kind: "full" or "read-only"; or a rank that alone can write no more than its first bytes.
     """
 
     def __init__(self, disk: str, kind: str) -> None:
@@ -53,7 +54,12 @@ class Troubles(Callback):
     def on_train_batch_start(
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
     ) -> None:
-        if not trainer.is_global_zero or batch_idx not in (5, 9):
+        alone = self._kind.isdigit()
+        if batch_idx not in (5, 9) or trainer.global_rank != (int(self._kind) if alone else 0):
+            return
+        if alone:
+            most = 100 if batch_idx == 5 else resource.RLIM_INFINITY
+            resource.setrlimit(resource.RLIMIT_FSIZE, (most, resource.RLIM_INFINITY))
             return
         filler = Path(self._disk, "filler")
         if self._kind == "read-only":
@@ -67,19 +73,22 @@ class Troubles(Callback):
                     file.write(bytes(1024))
 
 
-def fit(disk: str, kind: str | None, background: bool) -> tuple[Any, list[str], list[list[str]]]:
-    """Return weights, what was warned of, and the files that each batch finds at its end."""
+def fit(
+    disk: str, kind: str | None, background: bool, folders: bool = False
+) -> tuple[Any, list[str], list[list[str]]]:
+    """Return weights, what was warned of, and what each batch finds on the disk at its end."""
     module, files = Classifier("mlp"), []
 
     class Look(Callback):
         def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
             trainer.strategy._background.wait()
-            files.append(sorted(p.name for p in Path(disk).glob("*.ckpt")))
+            files.append(sorted(p.name for p in Path(disk).glob("*.ckpt*")))
 
     saving = ModelCheckpoint(disk, every_n_train_steps=2, filename="{step}")
     callbacks = [Troubles(disk, kind)] if kind else []
     run = make_trainer(
-        "cyclic_dp", max_epochs=1, enable_checkpointing=True,
+        {"preset": "cyclic_dp", "save_distributed_checkpoint": folders},
+        max_epochs=1, enable_checkpointing=True,
         callbacks=[*callbacks, saving, Look()],
         plugins=[AsyncCheckpointIO()] if background else [],
     )  # fmt: skip
@@ -88,6 +97,21 @@ def fit(disk: str, kind: str | None, background: bool) -> tuple[Any, list[str], 
         run.fit(module, train_data(module, 12))
     said = [str(w.message) for w in caught if "could not be written" in str(w.message)]
     return weights_of(module), said, files
+
+
+def check_kept(disk: Path, outcomes: Any, expected: Any, reason: str) -> None:
+    """Check that steps 6 and 8 were not written, and that step 4 stayed meanwhile."""
+    (weights, said, files), (_, nothing, _) = outcomes
+    assert_same(weights, expected)
+    assert files[3] == ["step=2.ckpt"]
+    assert files[4:10] == [["step=4.ckpt"]] * 6
+    assert files[10] == ["step=10.ckpt", "step=4.ckpt"]
+    assert nothing == []
+    assert len(said) == 2
+    for step, text in zip((6, 8), said, strict=True):
+        assert f"step={step}.ckpt could not be written ({reason}). Training goes on" in text
+    for step in (4, 12):
+        sealed_file.check(disk / f"step={step}.ckpt")
 
 
 @pytest.mark.parametrize("background", [False, True])
@@ -99,27 +123,38 @@ def test_training_goes_on_and_keeps_the_last_file(
     kind: str, reason: str, background: bool, disk: Path, tmp_path: Path
 ) -> None:
     (expected, *_), _ = processes.run(fit, 2, str(tmp_path / "other"), None, False)
-    (weights, said, files), (_, nothing, _) = processes.run(fit, 2, str(disk), kind, background)
-    assert_same(weights, expected)
-    assert files[3] == ["step=2.ckpt"]
-    assert files[4:10] == [["step=4.ckpt"]] * 6
-    assert files[10] == ["step=10.ckpt", "step=4.ckpt"]
-    assert nothing == []
-    assert len(said) == 2
-    for step, text in zip((6, 8), said, strict=True):
-        assert f"step={step}.ckpt could not be written ({reason}). Training goes on" in text
+    check_kept(disk, processes.run(fit, 2, str(disk), kind, background), expected, reason)
     for step in (4, 12):
-        sealed_file.check(disk / f"step={step}.ckpt")
         saved = torch.load(disk / f"step={step}.ckpt", weights_only=True)
         assert saved["global_step"] == step
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("full", "rank 0: No space left on device; rank 1: No space left on device"),
+        ("read-only", "rank 0: Read-only file system; rank 1: Read-only file system"),
+        ("0", "rank 0: File too large"),
+        ("1", "rank 1: File too large"),
+    ],
+)
+def test_training_goes_on_and_keeps_the_last_folder(
+    kind: str, reason: str, disk: Path, tmp_path: Path
+) -> None:
+    (expected, *_), _ = processes.run(fit, 2, str(tmp_path / "other"), None, False)
+    outcomes = processes.run(fit, 2, str(disk), kind, False, True)
+    check_kept(disk, outcomes, expected, reason)
+    for step in (4, 12):
+        meta = torch.load(disk / f"step={step}.ckpt" / "meta.pt", weights_only=True)
+        assert meta["global_step"] == step
 
 
 def test_outside_of_training_the_error_is_the_callers(tmp_path: Path) -> None:
     unwritten = Unwritten()
     with pytest.raises(OSError, match="No space"), unwritten.warning(tmp_path, trains=False):
         raise OSError(28, "No space left on device")
-    with pytest.raises(PermissionError), unwritten.warning(tmp_path, trains=True):
-        raise PermissionError(13, "Permission denied")
+    with pytest.raises(OSError, match="error"), unwritten.warning(tmp_path, trains=True):
+        raise OSError(5, "Input/output error")
     assert unwritten.keeps_all
     with unwritten.warning(tmp_path, trains=True):
         assert unwritten.keeps_all
