@@ -319,3 +319,37 @@ def test_a_worker_that_dies_while_a_checkpoint_is_put_together_is_named(
     with pytest.raises(processes.RanksFailedError) as caught:
         processes.run(save_with_a_death, 2, strategy, tmp_path / "a.ckpt")
     assert caught.value.errors == {1: processes.WORDLESS}
+
+
+def meet_with_a_death(preset: str, culprit: int, folder: Path) -> None:
+    """Kill a rank at a barrier of all in a step, when all others have come to it."""
+    timeout = timedelta(seconds=TIMEOUT_S)
+    trainer = make_trainer({"preset": preset, "timeout": timeout}, max_epochs=1)
+    module, rank = Classifier("batchnorm_mlp"), processes.here().rank
+
+    def wait_and_die(*_: Any, **__: Any) -> None:
+        while len(list(folder.iterdir())) < processes.here().num_ranks:
+            time.sleep(0.01)
+        time.sleep(0.2)
+        die()
+
+    def meet(*_: Any) -> None:
+        (folder / str(rank)).touch()
+        if rank == culprit:
+            torch.distributed.barrier = wait_and_die
+        trainer.strategy.barrier()
+
+    module.on_train_batch_end = meet  # type: ignore[method-assign]
+    trainer.fit(module, train_data(module, 4))
+
+
+@pytest.mark.parametrize(("preset", "culprit"), [("cyclic_dp", 0), ("cyclic_dp", 1), ("1f1b", 2)])
+def test_a_worker_that_dies_where_all_have_met_is_named(
+    preset: str, culprit: int, tmp_path: Path
+) -> None:
+    errors = errors_of(meet_with_a_death, 3, preset, culprit, tmp_path)
+    assert errors.pop(culprit) == processes.WORDLESS
+    assert len(errors) == 2
+    for text in errors.values():
+        assert re.match(f"{name_of(culprit)} ended without a word of why", said_by(text)), text
+        assert f"Look at the log of rank {culprit}." in text

@@ -41,7 +41,7 @@ class Meetings:
         times = store.add(f"lightning_cyclic/starts/{dist.get_rank()}", 1)
         key = f"lightning_cyclic/start/{times}"
         self.names = exchange_names(key, limit_s)
-        self._board = FailureBoard(key, self.names.of(0))
+        self._board = FailureBoard(key, self.names.of(0), self.names.tell_ended)
         self._in_training: Callable[[], str | None] = lambda: None
 
     def failure(self) -> str | None:

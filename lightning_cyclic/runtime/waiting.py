@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Protocol, final
@@ -47,6 +47,7 @@ _PLAIN = {
     Payload.M: "a metric's state",
 }
 _LAST_WORDS_S = 2.0
+_NO_WORD = "ended without a word of why"
 _OF_NO_STAGE = {Payload.D, Payload.L, Payload.K}
 
 
@@ -102,14 +103,17 @@ class Waiter:
         names, worker, peer = self._transport.names, self._transport.worker, action.peer
         assert peer is not None
         it, me, todo = names.of(peer), names.own, look_at([names.rank_of(peer)])
-        if (words := _last_words(self._transport, late=late)) is not None:
+        words, ended = _last_words(self._transport, late=late)
+        if words is not None:
             return PeerError(heard(words, names, it, todo))
         do, limit_s = f"{_plainly(action)}, {self._when(action.t)}", self._transport.timeout_s
-        first = (
-            f"{me} waited {limit_s:g} s for {it} {do}: {LATE}.{self._other_wait(peer)}"
-            if late
-            else f"{it} ended without a word of why: {me} waited for it {do}."
-        )
+        if late:
+            first = f"{me} waited {limit_s:g} s for {it} {do}: {LATE}.{self._other_wait(peer)}"
+        elif ended and peer not in ended:  # it has closed its connections because of these
+            todo = look_at(map(names.rank_of, ended))
+            first = f"{_all(names, ended)} {_NO_WORD}: {me} waited for {it} {do}."
+        else:
+            first = f"{it} {_NO_WORD}: {me} waited for it {do}."
         drawn, shift = self._drawable(action)
         note = f", drawn {shift} steps earlier, where the timetable is the same" if shift else ""
         short = replace(self._plan, num_steps=4, warmup_steps=0)
@@ -177,33 +181,43 @@ def naming_peers(crew: Crew, when: str, what: str, peer: int | None = None) -> I
         raise _waited_in_vain(crew, limit_s, f"{what}, {when}", what, peer, error) from None
 
 
-def _last_words(crew: Crew, *, late: bool) -> str | None:
-    """Return what a failing rank left; one whose connection is gone is given time for it.
+def _last_words(crew: Crew, *, late: bool) -> tuple[str | None, list[int]]:
+    """Return what a failing rank left, and else which workers have ended without a word.
 
-    A meeting that waits in vain breaks the connections of its group before it says so.
+    Who sees a closed connection gives others time for both. A meeting that waits in vain breaks
+    the connections of its group before it says so.
     """
     end = time.monotonic() + (0 if late else _LAST_WORDS_S)
     while (words := crew.failure()) is None and time.monotonic() < end:
+        if ended := crew.names.ended():
+            return crew.failure(), ended  # words are written before the end
         time.sleep(0.02)
-    return words
+    return words, []
 
 
 def _waited_in_vain(
     crew: Crew, limit_s: float, said: str, what: str, peer: int | None, error: RuntimeError
 ) -> CyclicError:
     names, late = crew.names, is_late(str(error))
-    if (words := _last_words(crew, late=late)) is not None:
+    words, ended = _last_words(crew, late=late)
+    if words is not None:
         return PeerError(heard(words, names))
-    missing = names.missing(what) if peer is None else [peer]
-    them = " and ".join(map(names.of, missing))
-    todo = look_at(map(names.rank_of, missing))
+    missing = ended or (names.missing(what) if peer is None else [peer])
+    if peer is None and not late:  # who is on the way has not closed the connection
+        live = names.live()
+        missing = [w for w in missing if w not in live]
+    them, todo = _all(names, missing), look_at(map(names.rank_of, missing))
     if late:
         return WaitTimeoutError(
             f"{names.own} waited {limit_s:g} s for {them or 'all ranks'} {said}: {LATE}.\n"
             f"{todo}\n{SLOW}"
         )
+    it = "it" if missing == [peer] else names.of(peer) if peer is not None else "all ranks"
     return PeerError(
-        f"{them or 'another rank'} ended without a word of why: {names.own} waited for "
-        f"{'all ranks' if peer is None else 'it'} {said}.\n{todo}\n{GONE} "
-        f"Its connection says: {error}"
+        f"{them or 'another rank'} {_NO_WORD}: {names.own} waited for {it} {said}.\n{todo}\n"
+        f"{GONE} Its connection says: {error}"
     )
+
+
+def _all(names: Names, workers: Iterable[int]) -> str:
+    return " and ".join(map(names.of, workers))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from contextlib import suppress
 from typing import final
 
 import torch.distributed as dist
@@ -23,10 +25,14 @@ class FailureBoard:
     Args:
         key: where in the store the reason is written.
         keeper: the name of rank 0.
+        each_time: what else is done where the store is read. [nothing]
     """
 
-    def __init__(self, key: str, keeper: str = "rank 0") -> None:
+    def __init__(
+        self, key: str, keeper: str = "rank 0", each_time: Callable[[], None] = lambda: None
+    ) -> None:
         self._key = key
+        self._each_time = each_time
         self._keeper = keeper
         self._store = dist.distributed_c10d._get_default_store()
         self._text: str | None = None
@@ -70,4 +76,5 @@ class FailureBoard:
 
     def _watch(self) -> None:
         while not self._closed.wait(_POLL_S) and self._look():
-            pass
+            with suppress(RuntimeError):  # rank 0 has gone: the next look says so
+                self._each_time()

@@ -71,7 +71,7 @@ class NamedTransport(AbstractTransport):
         self.names = exchange_names(key, self.timeout_s, rank_of)
         self.limit.govern(self.group)
         self.peers = Peers(self.worker, self.names, self.limit)
-        self._board = FailureBoard(key, self.names.of(rank_of(0)))
+        self._board = FailureBoard(key, self.names.of(rank_of(0)), self.names.tell_ended)
         self._addresses: dict[tuple[Ring, Part], _Address] = {}
 
     @override

@@ -15,7 +15,9 @@ from typing import Any, final
 import torch.distributed as dist
 
 from lightning_cyclic.errors import PeerError, WaitTimeoutError
+from lightning_cyclic.runtime.transport import processes
 from lightning_cyclic.runtime.transport.bounded import within
+from lightning_cyclic.runtime.transport.processes import Processes
 
 NOT_THERE = (
     "It may have ended before training began, as when a download or an import fails there, or "
@@ -33,6 +35,7 @@ class Names:
         rank_of: worker -> rank, and rank -> worker: its own inverse. [worker w is rank w]
         hosts: of each rank. [none are named]
         roll: which ranks have come to a meeting. [none is called]
+        processes: which ranks have ended. [nobody knows]
     """
 
     def __init__(
@@ -41,12 +44,14 @@ class Names:
         rank_of: Callable[[int], int] = lambda w: w,
         hosts: Sequence[str] = (),
         roll: Roll | None = None,
+        processes: Processes | None = None,
     ) -> None:
         self.rank_of = rank_of
         self.rank = rank_of(worker)
         self._worker = worker
         self._hosts = hosts
         self._roll = roll
+        self._processes = processes
         self._stages: Mapping[int, Sequence[int]] = {}
 
     def know_stages(self, stages: Mapping[int, Sequence[int]]) -> None:
@@ -94,6 +99,21 @@ class Names:
     def missing(self, what: str) -> list[int]:
         """Return the workers that have not come to the meeting that this one is at."""
         return [] if self._roll is None else [self.rank_of(r) for r in self._roll.missing(what)]
+
+    # ------------------------------------------------------------------ who has ended
+
+    def ended(self) -> list[int]:
+        """Return the workers whose processes have ended, as far as that is known."""
+        return [] if self._processes is None else list(map(self.rank_of, self._processes.ended()))
+
+    def live(self) -> list[int]:
+        """Return the workers of this host whose processes have not ended."""
+        return [] if self._processes is None else list(map(self.rank_of, self._processes.live()))
+
+    def tell_ended(self) -> None:
+        """Tell the ranks of other hosts which processes of this one have ended."""
+        if self._processes is not None:
+            self._processes.tell()
 
 
 @final
@@ -154,12 +174,12 @@ class Roll:
 
 
 def exchange_names(key: str, limit_s: float, rank_of: Callable[[int], int] = lambda w: w) -> Names:
-    """Let all ranks learn each other's hosts; all must call it.
+    """Let all ranks learn each other's hosts and processes; all must call it.
 
     They are read at once, not when somebody is named: then the store may be gone.
 
     Args:
-        key: under which the hosts are written in the store of the default process group.
+        key: under which these are written in the store of the default process group.
         limit_s: of the wait for each rank, in seconds.
         rank_of: as in :class:`Names`.
 
@@ -168,12 +188,12 @@ def exchange_names(key: str, limit_s: float, rank_of: Callable[[int], int] = lam
         PeerError: rank 0 has gone.
     """
     store, limit = dist.distributed_c10d._get_default_store(), timedelta(seconds=limit_s)
-    rank, own, other, hosts = dist.get_rank(), socket.gethostname(), 0, list[str]()
+    rank, own, other, told = dist.get_rank(), socket.gethostname(), 0, list[str]()
     try:
-        store.set(f"{key}/hosts/{rank}", own)
+        store.set(f"{key}/hosts/{rank}", f"{own}\n{processes.own()}")
         for other in range(dist.get_world_size()):
             store.wait([f"{key}/hosts/{other}"], limit)
-            hosts.append(store.get(f"{key}/hosts/{other}").decode())
+            told.append(store.get(f"{key}/hosts/{other}").decode())
     except dist.DistStoreError:
         raise WaitTimeoutError(
             f"rank {rank} on {own} waited {limit_s:g} s for rank {other} to come to the start of "
@@ -184,7 +204,9 @@ def exchange_names(key: str, limit_s: float, rank_of: Callable[[int], int] = lam
             f"rank 0 ended before training began: rank {rank} on {own} waited for it.\n"
             f"Look at the log of rank 0.\n{NOT_THERE}"
         ) from None
-    return Names(rank_of(rank), rank_of, hosts, Roll(store, f"{key}/roll"))
+    hosts, known_by = zip(*(text.split("\n") for text in told), strict=True)
+    roll, lives = Roll(store, f"{key}/roll"), Processes(store, known_by)
+    return Names(rank_of(rank), rank_of, hosts, roll, lives)
 
 
 def _in_brackets(stages: Sequence[int]) -> str:
