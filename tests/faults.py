@@ -306,7 +306,7 @@ def _names(said: str, fault: Fault) -> bool:
     """Say whether a log names the rank to which something has happened, and what."""
     r = fault.rank
     words = {
-        # at a meeting to which all had come no rank knows who has gone: torchrun's agent does
+        # torchrun's agent may end the others before they have said so
         "kill": rf"PeerError: .*rank {r} on \S+ .*ended without a word"
         rf"|exitcode: -9\) local_rank: {r} .*\n",
         "SIGTERM": rf"Rank {r} received SIGTERM",

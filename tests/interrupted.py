@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -112,7 +113,7 @@ class Net(LightningModule):
         for _ in range(3):
             layers += [nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(0.2)]
         self.net = nn.Sequential(*layers, nn.Linear(8, 1))
-        torch.manual_seed(1000 + here().rank)
+        seed(1000 + here().rank)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, y = batch
@@ -126,6 +127,13 @@ class Net(LightningModule):
             "optimizer": optimizer,
             "lr_scheduler": {"scheduler": warm_up(optimizer), "interval": "step"},
         }
+
+
+def seed(value: int) -> None:
+    """Seed all generators, whose states are in checkpoints."""
+    random.seed(value)
+    numpy.random.seed(value)
+    torch.manual_seed(value)
 
 
 class Interrupt(Callback):
@@ -195,7 +203,7 @@ def fit(way: Way, folder: str, at: Interruption | None, ckpt_path: str | None) -
     """Train to the end, or until the run is interrupted."""
     module, logged = Net(), Logged()
     if ckpt_path is not None:
-        torch.manual_seed(2000 + here().rank)  # a process that goes on is elsewhere
+        seed(2000 + here().rank)  # a process that goes on is elsewhere
         for p in module.parameters():
             p.data.zero_()  # so that all must come from the file
     saver = ModelCheckpoint(

@@ -5,6 +5,8 @@
                                        again, and the batches that were trained are skipped
 
 What is skipped is loaded, so that whatever datasets draw for a batch is drawn for the same one.
+Behind it all generators are where they were when the file was written, so that hooks draw what
+they would have drawn, too.
 """
 
 from __future__ import annotations
@@ -18,11 +20,15 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
+from torch.utils._pytree import tree_flatten
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_cyclic.errors import ConfigurationError
+from lightning_cyclic.runtime.saved_generators import Generators, put_states, states_of
 
 _LOAD: Final = "_load_combined_loader_states"  # of the fit loop: called before its first iter()
+_SETUP: Final = "setup_data"  # of the same: calls that, and iter()
+_ADVANCE: Final = "on_advance_start"  # of the same: calls the hooks of an epoch's start
 _BEGIN: Final = "on_run_start"  # of the epoch loop: calls iter() in later epochs
 _FETCH: Final = "_on_before_fetch"  # of the same
 _LIBRARIES: Final = ("torch.utils.data.", "lightning.")
@@ -32,10 +38,9 @@ _TODO: Final = (
 )
 
 
-class Randomness(TypedDict):
-    """What the next order is drawn from."""
+class Randomness(Generators):
+    """What the next order is drawn from, and whatever hooks draw."""
 
-    torch: Tensor
     own: list[Tensor]  # of generators that loaders and samplers were given
 
 
@@ -55,7 +60,7 @@ class LoaderPosition:
     """Note where the training loaders of this rank are, and bring them back there.
 
     Args:
-        trainer: of which three methods are wrapped, on its own objects, if it has them.
+        trainer: of which five methods are wrapped, on its own objects, if it has them.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -65,10 +70,15 @@ class LoaderPosition:
         self._began: Randomness | None = None
         self._first: Randomness | None = None
         self._is_begun = False  # with the random state of the file
+        self._is_first = True  # no epoch of this run has begun
+        self._begun: Randomness | None = None  # behind iter()
+        self._begins_anew = False  # the first epoch of this run: hooks have drawn before it
         self._epoch = 0
         fit, epoch = trainer.fit_loop, trainer.fit_loop.epoch_loop
-        self._wrapped = [(fit, _LOAD, self._load), (epoch, _BEGIN, self._begin)]
-        self._wrapped.append((epoch, _FETCH, self._fetch))
+        self._wrapped: list[tuple[Any, str, Any]] = [
+            (fit, _LOAD, self._load), (fit, _SETUP, self._set_up), (fit, _ADVANCE, self._advance),
+            (epoch, _BEGIN, self._begin), (epoch, _FETCH, self._fetch),
+        ]  # fmt: skip
         self._wrapped = [x for x in self._wrapped if hasattr(x[0], x[1])]
         self._own = {name: getattr(holder, name) for holder, name, _ in self._wrapped}
         for holder, name, method in self._wrapped:
@@ -90,14 +100,22 @@ class LoaderPosition:
         return Position(
             epoch=self._epoch + is_over,
             batches=0 if is_over else done,
-            now=self._randomness(),
+            now=self.now(),
             began=self._began,
             first=self._first,
             states=[x.state_dict() for x in loaders] if self._have_states else None,
         )
 
+    def now(self) -> Randomness:
+        """Return where this rank's generators are."""
+        return self._randomness()
+
     def put_state(
-        self, positions: Mapping[str, Position], replica: int, num_replicas: int
+        self,
+        positions: Mapping[str, Position],
+        replica: int,
+        num_replicas: int,
+        own: Randomness | None = None,
     ) -> None:
         """Go on from a file.
 
@@ -105,23 +123,27 @@ class LoaderPosition:
             positions: of all replicas, by number; none of a file that has no such thing.
             replica: number of this rank's.
             num_replicas: that have loaders of their own.
+            own: where this rank's generators were. [where those of its replica's loader were]
         """
         fits = len(positions) == num_replicas
-        self._saved = positions[str(replica)] if fits else None
+        self._saved = positions[str(replica)].copy() if fits else None
+        if self._saved is not None and own is not None:
+            self._saved["now"] = own
         self._num_saved = 0 if fits else len(positions)
         self._num_replicas = num_replicas
         self._is_begun = False
 
     def draw_again(self) -> None:
-        """Set the random state of torch to that of the file, if it has one."""
+        """Let generators be where they were, if the file says so; those of loaders come later."""
         if self._saved is not None:
-            torch.set_rng_state(self._saved["now"]["torch"])
+            put_states(self._saved["now"], self._device)
 
     # ------------------------------------------------------------------ Lightning's loops
 
     def _load(self) -> None:
         """Before the first iter(): load states, or what the epoch is drawn from."""
-        if self._saved is not None and self._trainer.fit_loop.restarting:
+        self._begun = None
+        if self._saved is not None and self._is_first:
             self._put_back(self._saved)
         else:
             self._own[_LOAD]()
@@ -133,13 +155,48 @@ class LoaderPosition:
             # Lightning does so behind iter(), when workers have drawn by the order of epoch 0
             _set_sampler_epoch(loader, saved["epoch"])
         if saved["states"] is not None and self._have_states:
-            for loader, state in zip(self._loaders, saved["states"], strict=True):
-                _load_state(loader, state, is_over=not saved["batches"])
-            self._trainer.fit_loop._combined_loader_states_to_load = []
+            self._load_states(saved["states"], is_over=not saved["batches"])
         elif saved["batches"] and saved["began"] is not None:
             self._set(saved["began"])
             return
         self._set(saved["now"])
+
+    def _load_states(self, states: list[Any], *, is_over: bool) -> None:
+        for loader, state in zip(self._loaders, states, strict=True):
+            _load_state(loader, state, is_over=is_over)
+        self._trainer.fit_loop._combined_loader_states_to_load = []
+
+    def _set_up(self) -> None:
+        self._own[_SETUP]()
+        if self._begun is None:
+            self._begun = self._randomness()
+
+    def _advance(self) -> None:
+        """Let the hooks of an epoch's start draw what they would have drawn behind the file.
+
+        The first iter() has drawn before them, and so have hooks of the start of training. In a
+        run that was not stopped iter() comes behind these hooks.
+        """
+        saved = self._saved if self._is_first else None
+        if saved is None or saved["batches"]:
+            self._own[_ADVANCE]()
+            return
+        if not self._is_begun:  # the loaders were there before the file was read
+            self._begins_anew = True
+            self._put_back(saved)
+        self._set(saved["now"])
+        before = self._randomness()  # a file need not know of all generators
+        self._own[_ADVANCE]()
+        self._begins_anew |= not _same(before, self._randomness())
+        if not self._begins_anew and self._begun is not None:
+            self._set(self._begun)
+
+    def _begin_anew(self, data_fetcher: Any, saved: Position) -> None:
+        drawn = self._randomness()
+        if saved["states"] is not None and self._have_states:
+            self._load_states(saved["states"], is_over=True)
+            self._set(drawn)
+        iter(data_fetcher)
 
     def _begin(self, data_fetcher: Any) -> None:
         """Begin an epoch, or go on in its middle."""
@@ -148,7 +205,8 @@ class LoaderPosition:
         loop = self._trainer.fit_loop.epoch_loop
         num_done = loop.batch_progress.current.ready
         # a file that is loaded in the middle of a fit moves no loader
-        saved, self._saved = self._saved if loop.restarting else None, None
+        saved, self._saved = self._saved if self._is_first else None, None
+        self._is_first = False
         if num_done:
             self._go_on(data_fetcher, saved, num_done)
             self._own[_BEGIN](data_fetcher)
@@ -162,6 +220,8 @@ class LoaderPosition:
             )
         combined, before = data_fetcher.combined_loader, self._randomness()
         iterator = combined._iterator
+        if saved is not None and self._begins_anew:
+            self._begin_anew(data_fetcher, saved)
         self._own[_BEGIN](data_fetcher)
         if combined._iterator is not iterator or self._began is None:  # it was begun here
             self._began = before
@@ -219,12 +279,17 @@ class LoaderPosition:
 
     def _randomness(self) -> Randomness:
         own = [g.get_state() for g in self._generators()]
-        return Randomness(torch=torch.get_rng_state(), own=own)
+        return Randomness(**states_of(self._device), own=own)
 
     def _set(self, randomness: Randomness) -> None:
-        torch.set_rng_state(randomness["torch"])
+        put_states(randomness, self._device)
         for generator, state in zip(self._generators(), randomness["own"], strict=False):
             generator.set_state(state)
+
+    @property
+    def _device(self) -> torch.device:
+        device: torch.device = self._trainer.strategy.root_device
+        return device
 
     def _generators(self) -> list[torch.Generator]:
         """Return the generators that loaders and their samplers draw from, each once."""
@@ -263,6 +328,15 @@ class LoaderPosition:
                 f"skipped, which goes on from there only if it gives the same again. To be sure "
                 f"{_TODO}."
             )
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Say whether states are the same, bit by bit."""
+    (xs, form), (ys, other) = tree_flatten(a), tree_flatten(b)
+    pairs = zip(xs, ys, strict=False)
+    return form == other and all(
+        torch.equal(x, y) if isinstance(x, Tensor) else x == y for x, y in pairs
+    )
 
 
 def _processed(progress: Any) -> int:

@@ -450,10 +450,21 @@ class AbstractTraining(ABC):
         updates = self._compensation.state(session.named())
         feedback = together("feedback", updates, session.group)
         used = {"plan": ckpt.numbers(session.plan), "starts": list(session.starts or ())}
-        reads = self._loaders is not None and self._input_rank == self._trainer.global_rank
-        own = {str(self._replica): self._loaders.state()} if reads and self._loaders else {}
-        loaders = merged(own, session.group)  # which batches come next, and in which order
-        return used | state | {"feedback": feedback, "loaders": loaders}
+        return used | state | {"feedback": feedback} | self._positions()
+
+    def _positions(self) -> dict[str, Any]:
+        """Return which batches come next, in which order, and what hooks draw on each rank."""
+        if self._loaders is None:
+            return {"loaders": merged({}, self._session.group)}
+        rank, loaders, generators = self._trainer.global_rank, dict[str, Any](), dict[str, Any]()
+        if self._input_rank == rank:
+            loaders[str(self._replica)] = self._loaders.state()
+        else:  # which has those of its generators as well
+            generators[str(rank)] = self._loaders.now()
+        return {
+            "loaders": merged(loaders, self._session.group),
+            "generators": merged(generators, self._session.group),
+        }
 
     @property
     def _input_rank(self) -> int:
@@ -480,12 +491,24 @@ class AbstractTraining(ABC):
             ckpt.warn_of_other_plan(saved, self._plan.weights)
         self._draws = (saved or {}).get("draws", {}).get(str(self._input_rank))
         if self._loaders is not None:
-            num_loaders = self._trainer.world_size // self._workers_per_loader
-            self._loaders.put_state((saved or {}).get("loaders", {}), self._replica, num_loaders)
+            self._put_positions(self._loaders, saved or {})
         goes_on = self._session.resume(saved, fits=fits)
         feedback = saved.get("feedback", {}) if saved is not None and goes_on else {}
         self._compensation.put_state(feedback, self._session.named() if goes_on else {})
         return goes_on
+
+    def _put_positions(self, mine: LoaderPosition, saved: Mapping[str, Any]) -> None:
+        loaders, generators = saved.get("loaders", {}), saved.get("generators")
+        rank, num_ranks = self._trainer.global_rank, self._trainer.world_size
+        own = (generators or {}).get(str(rank))
+        if generators is not None and (num := len(loaders) + len(generators)) != num_ranks:
+            own = None  # of another place
+            rank_zero_info(
+                f"The checkpoint has the random states of {num} ranks, and this run has "
+                f"{num_ranks}: what hooks draw is not what they would have drawn there"
+            )
+        num_loaders = num_ranks // self._workers_per_loader
+        mine.put_state(loaders, self._replica, num_loaders, own)
 
     def load_optimizer_state_dict(self, own: Own, checkpoint: Mapping[str, Any]) -> None:
         """Load the whole optimizer state, and let loaders shuffle as they would have."""
