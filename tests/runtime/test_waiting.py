@@ -9,8 +9,10 @@ import pytest
 from lightning_cyclic.errors import PeerError, WaitTimeoutError
 from lightning_cyclic.plan import make_plan
 from lightning_cyclic.plan.actions import Kind
-from lightning_cyclic.runtime.transport import LocalTransport, PostOffice
-from lightning_cyclic.runtime.waiting import Waiter
+from lightning_cyclic.runtime.transport import AbstractPending, LocalTransport, PostOffice
+from lightning_cyclic.runtime.transport.line import Gone
+from lightning_cyclic.runtime.transport.names import Names
+from lightning_cyclic.runtime.waiting import Waiter, naming_peers
 from tests.runtime.whole_step.test_engine import Worker, find_stages, loss, mlp, run_workers, sgd
 
 
@@ -67,6 +69,62 @@ def test_a_worker_that_dies_leaves_the_others_with_a_named_wait() -> None:
         assert isinstance(errors[w], WaitTimeoutError)
         assert f"rank {w} waited 1 s for rank" in str(errors[w])
         assert " in slot " in str(errors[w])
+
+
+class Ended:
+    """Know which of three ranks of this host have ended."""
+
+    def __init__(self, *ranks: int) -> None:
+        self._ranks = [*ranks]
+
+    def ended(self) -> list[int]:
+        return self._ranks
+
+    def live(self) -> list[int]:
+        return [r for r in range(3) if r not in self._ranks]
+
+
+def closed(*ended: int) -> tuple[LocalTransport, AbstractPending]:
+    """Return the transport of rank 1, and a message whose connection is closed."""
+    transport = LocalTransport(PostOffice(), 1, 3)
+    transport.names = Names(1, processes=Ended(*ended))  # type: ignore[arg-type]
+    return transport, Gone(ConnectionError("closed"))
+
+
+@pytest.mark.parametrize(
+    ("ended", "said"),
+    [
+        ((0,), "rank 0 ended without a word of why: rank 1 waited for it to"),
+        ((2,), "rank 2 ended without a word of why: rank 1 waited for rank 0 to"),
+        ((0, 2), "rank 0 ended without a word of why: rank 1 waited for it to"),
+    ],
+)
+def test_whoever_has_ended_is_named_and_not_who_stopped_because_of_it(
+    ended: tuple[int, ...], said: str
+) -> None:
+    plan = make_plan("cyclic_dp", num_stages=3, num_workers=3)
+    action = next(a for a in plan.programs[1] if a.peer == 0)
+    transport, pending = closed(*ended)
+    with pytest.raises(PeerError) as caught:
+        Waiter(plan, transport).wait(pending, action)
+    assert str(caught.value).startswith(said)
+    assert f"\nLook at the log of rank {said[5]}.\n" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("ended", "peer", "said"),
+    [
+        ((2,), None, "rank 2 ended without a word of why: rank 1 waited for all ranks to meet"),
+        ((0, 2), None, "rank 0 and rank 2 ended without a word of why: rank 1 waited for all"),
+        ((0,), 0, "rank 0 ended without a word of why: rank 1 waited for it to meet, in step 3"),
+        ((2,), 0, "rank 2 ended without a word of why: rank 1 waited for rank 0 to meet, in"),
+    ],
+)
+def test_so_it_is_at_a_meeting(ended: tuple[int, ...], peer: int | None, said: str) -> None:
+    transport, _ = closed(*ended)
+    with pytest.raises(PeerError) as caught, naming_peers(transport, "in step 3", "to meet", peer):
+        raise RuntimeError("Connection closed by peer")
+    assert str(caught.value).startswith(said)
 
 
 @pytest.mark.parametrize("warmup_steps", [0, 3])
