@@ -19,6 +19,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import NoReturn
 
 from lightning_cyclic.cli.doctor import add_doctor
@@ -124,6 +125,8 @@ def _add_simulate(commands: argparse._SubParsersAction[_Parser]) -> None:
         ("--state", _parse_state, "2", "bytes of optimizer state per byte of parameters"),
         ("--latency-s", parse_seconds, "50us", "latency of a message"),
         ("--bandwidth", parse_bandwidth, "10Gbit/s", "of each worker, in each direction"),
+        ("--inside-latency-s", parse_seconds, "5us", "of a message inside a host"),
+        ("--inside-bandwidth", parse_bandwidth, "100Gbit/s", "of each worker, inside a host"),
         ("--bucket-bytes", parse_bytes, "25MiB", "size of the reference's all-reduces; 0: stages"),
     ]
     for option, parse, default, meaning in quantities:
@@ -131,6 +134,16 @@ def _add_simulate(commands: argparse._SubParsersAction[_Parser]) -> None:
             option, type=_with_message(parse), default=default, metavar=default,
             help=f"{meaning} (default: {default})",
         )  # fmt: skip
+    parser.add_argument(
+        "--workers-per-host", type=_count, default=1, metavar="K",
+        help="with links inside that are faster (default: 1)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--distribution",
+        choices=("block", "cyclic"),
+        default="block",
+        help="of workers over hosts, in SLURM's words: host by host, or in turn (default: block)",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON in place of a table")
     parser.set_defaults(run=_simulate)
 
@@ -182,8 +195,7 @@ def _draw(arguments: argparse.Namespace) -> str:
 
 
 def _simulate(arguments: argparse.Namespace) -> str:
-    network = Network(latency_s=arguments.latency_s, bandwidth_bytes_per_s=arguments.bandwidth)
-    plan = _plan(arguments)
+    plan, network = _plan(arguments), _network(arguments)
     costs = Costs.even(
         plan.num_stages,
         compute_s=arguments.step_s,
@@ -199,6 +211,22 @@ def _simulate(arguments: argparse.Namespace) -> str:
     if arguments.json:
         return json.dumps(comparison.as_dict(), indent=2)
     return table(comparison, colour=_has_colours())
+
+
+def _network(arguments: argparse.Namespace) -> Network:
+    between = Network(latency_s=arguments.latency_s, bandwidth_bytes_per_s=arguments.bandwidth)
+    if arguments.workers_per_host == 1:
+        return between
+    inside = Network(
+        latency_s=arguments.inside_latency_s, bandwidth_bytes_per_s=arguments.inside_bandwidth
+    )
+    num_hosts = math.ceil(arguments.workers / arguments.workers_per_host)
+    in_turn = arguments.distribution == "cyclic"
+    of_worker = [
+        w % num_hosts if in_turn else w // arguments.workers_per_host
+        for w in range(arguments.workers)
+    ]
+    return replace(between, hosts=tuple(of_worker), inside=inside)
 
 
 def _has_colours() -> bool:

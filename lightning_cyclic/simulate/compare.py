@@ -67,7 +67,10 @@ class Comparison:
     def as_dict(self) -> dict[str, object]:
         """Return names and plain numbers, for JSON."""
         costs = {name: list(by_stage) for name, by_stage in asdict(self.costs).items()}
-        return asdict(self) | {"costs": costs, "speed": self.speed}
+        network = asdict(self.network)
+        if self.network.inside is None:
+            del network["hosts"], network["inside"]
+        return asdict(self) | {"costs": costs, "network": network, "speed": self.speed}
 
 
 def compare(

@@ -28,12 +28,26 @@ class Network:
     Args:
         latency_s: seconds from the start of sending to the start of receiving.
         bandwidth_bytes_per_s: bytes per second of each port and direction.
+        hosts: of each worker, where messages inside a host cost less. [each has its own]
+        inside: what they cost then; a port is that of one worker, also here.
+
+    Example:
+        >>> network = Network(latency_s=1.0, hosts=(0, 0, 1, 1), inside=Network(latency_s=0.1))
+        >>> network.between(0, 1).latency_s, network.between(1, 2).latency_s
+        (0.1, 1.0)
     """
 
     latency_s: float = 0.0
     bandwidth_bytes_per_s: float = inf
+    hosts: tuple[int, ...] = ()
+    inside: Network | None = None
 
     def __post_init__(self) -> None:
+        if bool(self.hosts) != (self.inside is not None):
+            raise PlanError(
+                f"hosts={self.hosts} with inside={self.inside}; allowed: both, or none of them; "
+                "use Network(hosts=(0, 0, 1, 1), inside=Network(latency_s=...))"
+            )
         if self.latency_s < 0 or self.bandwidth_bytes_per_s <= 0:
             raise PlanError(
                 f"a latency of {self.latency_s} s with {self.bandwidth_bytes_per_s} bytes/s "
@@ -43,6 +57,29 @@ class Network:
     def transfer_s(self, num_bytes: float) -> float:
         """Return the seconds for which a message of ``num_bytes`` keeps a port busy."""
         return num_bytes / self.bandwidth_bytes_per_s
+
+    def between(self, worker: int, other: int | None) -> Network:
+        """Return what a message from a worker to another one costs."""
+        if self.inside is None or other is None or self.hosts[worker] != self.hosts[other]:
+            return self
+        return self.inside
+
+    @property
+    def slowest(self) -> Network:
+        """Return what a message costs where workers meet the worst of their links."""
+        return self.inside if self.inside is not None and len(set(self.hosts)) == 1 else self
+
+    def check(self, num_workers: int) -> None:
+        """Refuse hosts that are not those of so many workers.
+
+        Raises:
+            PlanError: there are more or fewer.
+        """
+        if self.hosts and len(self.hosts) != num_workers:
+            raise PlanError(
+                f"hosts={self.hosts} of {num_workers} workers; allowed: {num_workers} numbers, "
+                f"one per worker; use hosts=tuple(w // 2 for w in range({num_workers}))"
+            )
 
 
 @final

@@ -51,8 +51,8 @@ def simulate(
         When everything happened, the steady step time and the idle times.
 
     Raises:
-        PlanError: if there is no core, messages do not pair up, or the workers wait for each
-            other for ever.
+        PlanError: if there is no core, messages do not pair up, the workers wait for each other
+            for ever, or the network has hosts of other workers.
 
     Example:
         >>> from lightning_cyclic.plan.actions import Kind
@@ -64,7 +64,9 @@ def simulate(
     """
     if cores is not None and cores < 1:
         raise PlanError(f"cores={cores}; allowed: whole numbers from 1 on; use cores=1 or more")
-    graph, network = build(programs, plan), network or Network()
+    network = network or Network()
+    network.check(len(programs))
+    graph = build(programs, plan)
     seconds = _seconds_of_nodes(graph, costs, network, 1 if plan is None else plan.chunks)
     clock = _Clock(graph, len(programs), seconds, network, cores)
     clock.run()
@@ -80,7 +82,7 @@ class _Clock:
         cores: int | None,
     ) -> None:  # fmt: skip
         self.graph = graph
-        self.latency_s = network.latency_s
+        self.network = network
         self.lanes = [
             worker * len(Lane) + graph.lane(node) for node, worker in enumerate(graph.workers)
         ]
@@ -148,7 +150,8 @@ class _Clock:
             seconds = self.seconds[node]
             self.busy[lane] = seconds > 0
             if self.graph.feeds[node] >= 0:
-                self._unblock(self.graph.feeds[node], now_s + self.latency_s)
+                follower = self.graph.feeds[node]
+                self._unblock(follower, now_s + self._latency_s(node, follower))
             if seconds > 0 and self.cores.are_shared and self.graph.lane(node) is Lane.COMPUTE:
                 self.cores.start(node, seconds)
                 continue
@@ -162,7 +165,11 @@ class _Clock:
         for follower in self.graph.after[node]:
             self._unblock(follower, end_s)
         for follower in self.graph.told[node]:
-            self._unblock(follower, end_s + self.latency_s)
+            self._unblock(follower, end_s + self._latency_s(node, follower))
+
+    def _latency_s(self, node: int, follower: int) -> float:
+        workers = self.graph.workers
+        return self.network.between(workers[node], workers[follower]).latency_s
 
     def _unblock(self, node: int, at_s: float) -> None:
         """Note that one of the node's waits ends at ``at_s``; queue it if that was the last."""
@@ -221,8 +228,10 @@ def _seconds_of_nodes(
     return [
         costs.compute_s(action)
         if action.payload is None
-        else network.transfer_s(costs.message_bytes(action, num_chunks))
-        for action in graph.actions
+        else network.between(worker, action.peer).transfer_s(
+            costs.message_bytes(action, num_chunks)
+        )
+        for worker, action in zip(graph.workers, graph.actions, strict=True)
     ]
 
 

@@ -55,7 +55,7 @@ def lockstep(
 
     Args:
         costs: what each stage costs.
-        network: the links between the workers.
+        network: the links between the workers; a round is as fast as the slowest of them.
         num_workers: number of workers.
         micro_per_worker: micro-batches that each worker accumulates before it reduces; gradients
             are reduced during the backward of the last.
@@ -70,13 +70,13 @@ def lockstep(
         >>> round(lockstep(costs, Network(bandwidth_bytes_per_s=2e6), 4).step_s, 2)
         1.17
     """
-    rounds = 2 * (num_workers - 1)
+    rounds, link = 2 * (num_workers - 1), network.slowest
     micro_s = sum(costs.forward_s) + sum(costs.backward_s)
     update_s = sum(costs.update_s)
     before_s = (micro_per_worker - 1) * micro_s + sum(costs.forward_s)
     reduced_s, num_buckets = 0.0, 0
     for backward_s, num_bytes in _buckets(costs, bucket_bytes):
-        one_round_s = network.latency_s + network.transfer_s(num_bytes / num_workers)
+        one_round_s = link.latency_s + link.transfer_s(num_bytes / num_workers)
         reduced_s = max(reduced_s, before_s + backward_s) + rounds * one_round_s
         num_buckets += 1
     return Lockstep(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from lightning_cyclic.simulate.compare import Comparison, Figures
-from lightning_cyclic.simulate.costs import Costs
+from lightning_cyclic.simulate.costs import Costs, Network
 from lightning_cyclic.simulate.units import show_bytes, show_seconds
 
 _WIDTH = 100
@@ -57,12 +57,16 @@ def table(comparison: Comparison, *, colour: bool = False) -> str:
 
 def _title(comparison: Comparison) -> str:
     network = comparison.network
-    cluster = (
-        f"{comparison.num_workers} workers, {comparison.num_stages} stages, "
-        f"{show_seconds(network.latency_s)} latency, "
-        f"{show_bytes(network.bandwidth_bytes_per_s)}/s"
-    )
+    cluster = f"{comparison.num_workers} workers, {comparison.num_stages} stages, {_link(network)}"
+    if network.inside is not None:
+        cluster += f"; on {len(set(network.hosts))} hosts, inside of them {_link(network.inside)}"
     return "\n".join([cluster, *_assumptions(comparison.costs)])
+
+
+def _link(network: Network) -> str:
+    return (
+        f"{show_seconds(network.latency_s)} latency, {show_bytes(network.bandwidth_bytes_per_s)}/s"
+    )
 
 
 def _assumptions(costs: Costs) -> Iterator[str]:

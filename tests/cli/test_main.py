@@ -141,6 +141,22 @@ def test_simulate_prints_json_of_the_given_cluster(capsys):
     assert (sum(costs["param_bytes"]), costs["cut_bytes"]) == (3e8, [5e3] * 16)
 
 
+def test_simulate_knows_hosts_of_several_workers(capsys):
+    given = ["cyclic_dp", "--workers", "4", "--workers-per-host", "2", "--inside-latency-s", "1us"]
+    status, out, _ = run(capsys, "simulate", *given)
+    assert status == 0
+    first = out.splitlines()[0]
+    assert first.endswith("1.25 GB/s; on 2 hosts, inside of them 1 µs latency, 12.5 GB/s")
+    steps = []
+    for distribution, hosts in [("block", [0, 0, 1, 1]), ("cyclic", [0, 1, 0, 1])]:
+        _, out, _ = run(capsys, "simulate", *given, "--distribution", distribution, "--json")
+        got = json.loads(out)
+        assert got["network"]["hosts"] == hosts
+        assert got["network"]["inside"]["latency_s"] == 1e-6
+        steps.append(got["plan"]["step_s"])
+    assert steps[0] < steps[1]
+
+
 @pytest.mark.parametrize(
     ("arguments", "parts"),
     [

@@ -56,3 +56,26 @@ def test_costs_that_do_not_fit_are_refused(changes):
 def test_networks_that_cannot_be_are_refused(given):
     with pytest.raises(PlanError, match="cannot be; allowed"):
         Network(**given)
+
+
+INSIDE = Network(latency_s=0.1)
+
+
+def test_messages_inside_a_host_cost_what_they_cost_there():
+    network = Network(latency_s=1.0, hosts=(0, 1, 0), inside=INSIDE)
+    assert network.between(0, 2) is INSIDE
+    assert network.between(1, 2) is network
+    assert network.slowest is network
+    assert Network(hosts=(3, 3), inside=INSIDE).slowest is INSIDE
+    assert INSIDE.between(0, 1) is INSIDE
+
+
+@pytest.mark.parametrize("given", [{"hosts": (0, 0)}, {"inside": INSIDE}])
+def test_hosts_come_with_what_messages_cost_inside(given):
+    with pytest.raises(PlanError, match="allowed: both, or none of them"):
+        Network(**given)
+
+
+def test_hosts_are_those_of_the_workers():
+    with pytest.raises(PlanError, match="of 3 workers; allowed: 3 numbers"):
+        Network(hosts=(0, 0), inside=INSIDE).check(3)

@@ -242,3 +242,19 @@ def test_programs_that_cannot_run_are_refused(programs, message):
 
 def test_no_actions_take_no_time():
     assert simulate([[], []], COSTS).makespan_s == 0.0
+
+
+def test_a_message_inside_a_host_is_faster():
+    near = Network(latency_s=0.25, bandwidth_bytes_per_s=20.0)
+    network = Network(latency_s=0.5, bandwidth_bytes_per_s=10.0, hosts=(0, 0, 1), inside=near)
+    result = run(
+        "0F0@0#0 1SEND_A0>1#0 1SEND_A0>2#0",
+        "1RECV_A0<0#0",
+        "1RECV_A0<0#0",
+        network=network,
+    )
+    got = times(result)
+    assert got[0, "1SEND_A0>1#0"] == (1.0, 1.5)
+    assert got[1, "1RECV_A0<0#0"] == (1.25, 1.75)
+    assert got[0, "1SEND_A0>2#0"] == (1.5, 2.5)
+    assert got[2, "1RECV_A0<0#0"] == (2.0, 3.0)
