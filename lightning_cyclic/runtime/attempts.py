@@ -40,18 +40,24 @@ def apart_from_earlier_attempts() -> Iterator[None]:
         yield
         return
 
+    agreed: list[str] = []  # the prefix of this attempt, for all stores that are made in the body
+
     def made(
         host: str, port: int, rank: int, num_ranks: int, limit: timedelta, *more: Any
     ) -> Store:
         store = make(host, port, rank, num_ranks, limit, *more)
         mine = secrets.token_hex(8)
+        if agreed:
+            return PrefixStore(agreed[0], store)
         if rank > 0:
-            return PrefixStore(_welcomed(store, rank, mine, limit), store)
+            agreed.append(_welcomed(store, rank, mine, limit))
+            return PrefixStore(agreed[0], store)
         # by a connection of its own: on the other one rank 0 waits for those who are welcomed, or,
         # where a group is made without all of its ranks (NCCL), goes on before they are
         doors = make(host, port, rank, num_ranks, limit, *more)
         arguments = (doors, num_ranks, mine, limit)
         threading.Thread(target=_welcome, args=arguments, name="attempt", daemon=True).start()
+        agreed.append(mine)
         return PrefixStore(mine, store)
 
     setattr(rendezvous, _MAKES_STORE, made)
