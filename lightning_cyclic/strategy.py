@@ -58,7 +58,14 @@ from lightning_cyclic.plugin.checks import (
 )
 from lightning_cyclic.plugin.loader_workers import shelter
 from lightning_cyclic.plugin.newest import checkpoints_of, newest_whole
-from lightning_cyclic.plugin.options import STARTING_S, TRAINING_S, Options, checked_stages
+from lightning_cyclic.plugin.numbering import numbered
+from lightning_cyclic.plugin.options import (
+    STARTING_S,
+    TRAINING_S,
+    Options,
+    checked_rank_order,
+    checked_stages,
+)
 from lightning_cyclic.plugin.precision.sparse_state import SparseStatePrecision
 from lightning_cyclic.plugin.reductions import HeldReductions
 from lightning_cyclic.plugin.replicated import ReplicatedTraining
@@ -187,6 +194,12 @@ class CyclicStrategy(DDPStrategy):
         bandwidth: of pipelines and "auto": of each worker, like "10Gbit/s" or bytes per second.
             [10Gbit/s]
         latency: of pipelines and "auto": of a message, like "50us" or seconds. [50us]
+        rank_order: which ranks are neighbours on the ring, or in a pipeline. "auto": those of one
+            host, and hosts behind one switch, as SLURM knows them; ranks get new numbers before
+            they meet, if fewer hops of the ring cross the network then than as launched (not so
+            under cyclic_zero, which has no ring). "launch": as launched. Or names of all hosts, in
+            the order of the ring. Rank 0 stays rank 0, local ranks and devices stay as they are
+            (docs/slurm.md).
         transport: how messages travel. "auto": on CPUs by name over gloo; on GPUs over NCCL,
             channel by channel; through the host's memory where workers share a GPU, or with
             process_group_backend="gloo". Or one of these: "named", "edges", "host_staged".
@@ -251,6 +264,7 @@ class CyclicStrategy(DDPStrategy):
         lookahead_lrs: bool = False,
         bandwidth: str | float | None = None,
         latency: str | float | None = None,
+        rank_order: str | list[str] = "auto",
         transport: Route = "auto",
         wire_dtype: Literal["fp32", "bf16", "fp16"] | None = None,
         trace: str | Path | None = None,
@@ -298,6 +312,7 @@ class CyclicStrategy(DDPStrategy):
             warmup_steps=warmup_steps,
             horizon=horizon,
             lookahead_lrs=lookahead_lrs,
+            rank_order=checked_rank_order(rank_order),
             transport=transport,
             wire_dtype=wire_dtype,
             timeout_s=timeout.total_seconds() if timeout else TRAINING_S,
@@ -509,12 +524,15 @@ class CyclicStrategy(DDPStrategy):
         limit_s = self._chosen.starting_s
         assert self.cluster_environment is not None
         host, port = self.cluster_environment.main_address, self.cluster_environment.main_port
-        first = self.node_rank == self.local_rank == 0  # ranks have no numbers yet
+        first = self.node_rank == self.local_rank == 0  # ranks may have no numbers yet
+        self.set_world_ranks()
+        order, num_local = self._chosen.wanted_order, self.num_processes
         with (
             naming_shared_gpus(),
             naming_start(self.global_rank, self.world_size, limit_s),
             listening_on_one_address(first=first, host=host, port=port),
             apart_from_earlier_attempts(),
+            numbered(self.cluster_environment, order, num_local, limit_s),
         ):
             super().setup_distributed()
         if self.world_size > 1:

@@ -68,6 +68,7 @@ class Options:
         warmup_steps: of a pipeline without a flush.
         horizon: "linear" or "geometric", of presets that predict.
         lookahead_lrs: whether predictions use the learning rates to come.
+        rank_order: "auto", "launch", or names of hosts.
         transport: how messages travel.
         wire_dtype: in which sums of gradients travel.
         timeout_s: limit of every wait for another rank in training, in seconds.
@@ -102,6 +103,7 @@ class Options:
     warmup_steps: int
     horizon: Shape
     lookahead_lrs: bool
+    rank_order: str | Sequence[str]
     transport: Route
     wire_dtype: str | None
     timeout_s: float
@@ -192,6 +194,12 @@ class Options:
     def trains_plainly(self) -> bool:
         """Say whether this is one worker whose plan always reads the newest weights."""
         return self.num_workers == 1 and self.plan(1).delay(0) == 0
+
+    @property
+    def wanted_order(self) -> str | Sequence[str]:
+        """Return how ranks are numbered: where all send to owners, nobody has neighbours."""
+        has_ring = not self._probe().axes.sharding.adds_at_owner
+        return self.rank_order if has_ring or self.rank_order != "auto" else "launch"
 
     @property
     def lines(self) -> str:
@@ -347,4 +355,22 @@ def checked_stages(stages: object) -> int | str | list[str]:
     raise ConfigurationError(
         f'stages={stages!r} is not understood; allowed: "auto", "measured" (by times), a number '
         'from 1, or a list of module paths; use CyclicStrategy(stages=["layer2", "layer3"])'
+    )
+
+
+def checked_rank_order(rank_order: object) -> str | list[str]:
+    """Return an order of ranks that is understood.
+
+    Raises:
+        ConfigurationError: neither "auto" nor "launch", nor names of hosts, each once.
+    """
+    if isinstance(rank_order, str) and rank_order in ("auto", "launch"):
+        return rank_order
+    if isinstance(rank_order, list | tuple) and rank_order:
+        hosts = [host for host in rank_order if isinstance(host, str) and host]
+        if len(set(hosts)) == len(rank_order):
+            return hosts
+    raise ConfigurationError(
+        f'rank_order={rank_order!r} is not understood; allowed: "auto", "launch", or a list of '
+        'names of hosts, each once; use CyclicStrategy(rank_order=["node3", "node1", "node2"])'
     )

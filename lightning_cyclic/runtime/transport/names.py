@@ -187,26 +187,50 @@ def exchange_names(key: str, limit_s: float, rank_of: Callable[[int], int] = lam
         WaitTimeoutError: a rank did not come.
         PeerError: rank 0 has gone.
     """
-    store, limit = dist.distributed_c10d._get_default_store(), timedelta(seconds=limit_s)
-    rank, own, other, told = dist.get_rank(), socket.gethostname(), 0, list[str]()
+    store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
+    num_ranks = dist.get_world_size()
+    own = f"{socket.gethostname()}\n{processes.own()}"
+    told = tell_all(store, f"{key}/hosts", own, rank, num_ranks, limit_s)
+    hosts, known_by = zip(*(text.split("\n") for text in told), strict=True)
+    roll, lives = Roll(store, f"{key}/roll"), Processes(store, known_by)
+    return Names(rank_of(rank), rank_of, hosts, roll, lives)
+
+
+def tell_all(
+    store: Any, key: str, own: str, rank: int, num_ranks: int, limit_s: float
+) -> list[str]:
+    """Return what each rank tells the others over a store; all must call it.
+
+    Args:
+        store: of all of them.
+        key: under which the texts are written, new for each time.
+        own: this rank's text.
+        rank: of this process.
+        num_ranks: how many there are.
+        limit_s: of the wait for each rank, in seconds.
+
+    Raises:
+        WaitTimeoutError: a rank did not come.
+        PeerError: rank 0 has gone.
+    """
+    other, texts, limit = 0, list[str](), timedelta(seconds=limit_s)
+    me = f"rank {rank} on {socket.gethostname()}"
     try:
-        store.set(f"{key}/hosts/{rank}", f"{own}\n{processes.own()}")
-        for other in range(dist.get_world_size()):
-            store.wait([f"{key}/hosts/{other}"], limit)
-            told.append(store.get(f"{key}/hosts/{other}").decode())
+        store.set(f"{key}/{rank}", own)
+        for other in range(num_ranks):
+            store.wait([f"{key}/{other}"], limit)
+            texts.append(store.get(f"{key}/{other}").decode())
     except dist.DistStoreError:
         raise WaitTimeoutError(
-            f"rank {rank} on {own} waited {limit_s:g} s for rank {other} to come to the start of "
+            f"{me} waited {limit_s:g} s for rank {other} to come to the start of "
             f"training: it did not come in time.\nLook at the log of rank {other}.\n{NOT_THERE}"
         ) from None
     except dist.DistNetworkError:
         raise PeerError(
-            f"rank 0 ended before training began: rank {rank} on {own} waited for it.\n"
+            f"rank 0 ended before training began: {me} waited for it.\n"
             f"Look at the log of rank 0.\n{NOT_THERE}"
         ) from None
-    hosts, known_by = zip(*(text.split("\n") for text in told), strict=True)
-    roll, lives = Roll(store, f"{key}/roll"), Processes(store, known_by)
-    return Names(rank_of(rank), rank_of, hosts, roll, lives)
+    return texts
 
 
 def _in_brackets(stages: Sequence[int]) -> str:
