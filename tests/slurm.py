@@ -292,9 +292,8 @@ class Job:
             now = datetime.now().isoformat()
             if facts["JobState"] == "PENDING" and facts["EligibleTime"] > now:
                 # again and again: the end of its tasks, where it comes later, sets the time anew
-                self._cluster.command(
-                    "scontrol", "update", f"jobid={self.number}", "StartTime=now"
-                )
+                update = ("update", f"jobid={self.number}", "StartTime=now")
+                self._cluster.command("scontrol", *update)
             return facts["Restarts"] != "0" and facts["JobState"] in ("RUNNING", *ENDS)
 
         self._wait_until(started, limit_s, f"job {self.number} runs again")
