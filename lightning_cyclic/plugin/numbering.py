@@ -54,8 +54,7 @@ def numbered(
     found = agree_on_numbers(store, rank_order, rank, num_ranks, limit_s)
     if found.is_new:
         _number(environment, found.order.index(rank))
-        if rank == 0:
-            rank_zero_info(str(found))
+        rank_zero_info(str(found))
     yield
     del store  # on rank 0 it listens, until the group's own store does
 

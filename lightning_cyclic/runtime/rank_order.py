@@ -98,7 +98,7 @@ def agree_on_numbers(
         rank_order: as in CyclicStrategy.
         rank: of this process, as launched.
         num_ranks: how many there are.
-        limit_s: of the wait for each rank, in seconds.
+        limit_s: of a wait for the others, in seconds.
 
     Raises:
         ConfigurationError: on all ranks, where the list does not name the hosts that are there.

@@ -180,7 +180,7 @@ def exchange_names(key: str, limit_s: float, rank_of: Callable[[int], int] = lam
 
     Args:
         key: under which these are written in the store of the default process group.
-        limit_s: of the wait for each rank, in seconds.
+        limit_s: of the wait for all others, in seconds.
         rank_of: as in :class:`Names`.
 
     Raises:
@@ -207,20 +207,24 @@ def tell_all(
         own: this rank's text.
         rank: of this process.
         num_ranks: how many there are.
-        limit_s: of the wait for each rank, in seconds.
+        limit_s: of the wait, in seconds.
 
     Raises:
         WaitTimeoutError: a rank did not come.
         PeerError: rank 0 has gone.
     """
-    other, texts, limit = 0, list[str](), timedelta(seconds=limit_s)
     me = f"rank {rank} on {socket.gethostname()}"
+    keys = [f"{key}/{other}" for other in range(num_ranks)]
+
+    def first_missing() -> int:
+        return next((r for r in range(num_ranks) if not store.check([keys[r]])), 0)
+
     try:
-        store.set(f"{key}/{rank}", own)
-        for other in range(num_ranks):
-            store.wait([f"{key}/{other}"], limit)
-            texts.append(store.get(f"{key}/{other}").decode())
+        store.set(keys[rank], own)
+        store.wait(keys, timedelta(seconds=limit_s))
+        return [text.decode() for text in store.multi_get(keys)]  # by one message
     except dist.DistStoreError:
+        other = within(first_missing, 0)
         raise WaitTimeoutError(
             f"{me} waited {limit_s:g} s for rank {other} to come to the start of "
             f"training: it did not come in time.\nLook at the log of rank {other}.\n{NOT_THERE}"
@@ -230,7 +234,6 @@ def tell_all(
             f"rank 0 ended before training began: {me} waited for it.\n"
             f"Look at the log of rank 0.\n{NOT_THERE}"
         ) from None
-    return texts
 
 
 def _in_brackets(stages: Sequence[int]) -> str:

@@ -5,7 +5,8 @@ import socket
 import pytest
 import torch.distributed as dist
 
-from lightning_cyclic.runtime.transport.names import Names, exchange_names
+from lightning_cyclic.errors import WaitTimeoutError
+from lightning_cyclic.runtime.transport.names import Names, exchange_names, tell_all
 from tests import processes
 from tests.runtime.transport.rings import backwards, join
 
@@ -46,3 +47,16 @@ def test_ranks_learn_each_others_hosts_and_who_is_missing() -> None:
         assert names == [f"rank {backwards(3, w)} on {here}" for w in range(3)]
         assert missing == ([] if rank == 1 else [backwards(3, 1)])
         assert at == ["", "to dine", "to dine"]
+
+
+def test_whoever_tells_nothing_is_named() -> None:
+    store = dist.TCPStore(  # type: ignore[attr-defined]
+        "127.0.0.1", processes.free_port(), is_master=True, wait_for_workers=False
+    )
+    store.set("places/1", "there")
+    here = socket.gethostname()
+    waited = f"rank 0 on {here} waited 0.2 s for rank 2 to come to the start of training"
+    with pytest.raises(WaitTimeoutError, match=waited):
+        tell_all(store, "places", "here", 0, 3, 0.2)
+    store.set("places/2", "elsewhere")
+    assert tell_all(store, "places", "here", 0, 3, 0.2) == ["here", "there", "elsewhere"]
