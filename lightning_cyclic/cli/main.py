@@ -40,6 +40,7 @@ from lightning_cyclic.viz import draw, save_picture
 
 USAGE_ERROR = 2  # exit status of a command that was not understood, as shells and argparse have it
 _CLOSED_PIPE = 141  # exit status of a command whose reader has left: 128 + SIGPIPE
+_INSIDE_LATENCY, _INSIDE_BANDWIDTH = "5us", "100Gbit/s"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -125,8 +126,6 @@ def _add_simulate(commands: argparse._SubParsersAction[_Parser]) -> None:
         ("--state", _parse_state, "2", "bytes of optimizer state per byte of parameters"),
         ("--latency-s", parse_seconds, "50us", "latency of a message"),
         ("--bandwidth", parse_bandwidth, "10Gbit/s", "of each worker, in each direction"),
-        ("--inside-latency-s", parse_seconds, "5us", "of a message inside a host"),
-        ("--inside-bandwidth", parse_bandwidth, "100Gbit/s", "of each worker, inside a host"),
         ("--bucket-bytes", parse_bytes, "25MiB", "size of the reference's all-reduces; 0: stages"),
     ]
     for option, parse, default, meaning in quantities:
@@ -134,18 +133,30 @@ def _add_simulate(commands: argparse._SubParsersAction[_Parser]) -> None:
             option, type=_with_message(parse), default=default, metavar=default,
             help=f"{meaning} (default: {default})",
         )  # fmt: skip
+    _add_hosts(parser)
+    parser.add_argument("--json", action="store_true", help="print JSON in place of a table")
+    parser.set_defaults(run=_simulate)
+
+
+def _add_hosts(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--workers-per-host", type=_count, default=1, metavar="K",
-        help="with links inside that are faster (default: 1)",
+        help="with faster links inside of it (default: 1)",
     )  # fmt: skip
+    inside: list[tuple[str, Callable[[str], float], str]] = [
+        ("--inside-latency-s", parse_seconds, _INSIDE_LATENCY),
+        ("--inside-bandwidth", parse_bandwidth, _INSIDE_BANDWIDTH),
+    ]
+    for option, parse, default in inside:
+        parser.add_argument(
+            option, type=_with_message(parse), metavar=default,
+            help=f"inside a host of several workers (default: {default})",
+        )  # fmt: skip
     parser.add_argument(
         "--distribution",
         choices=("block", "cyclic"),
-        default="block",
         help="of workers over hosts, in SLURM's words: host by host, or in turn (default: block)",
     )
-    parser.add_argument("--json", action="store_true", help="print JSON in place of a table")
-    parser.set_defaults(run=_simulate)
 
 
 def _add_plan(parser: argparse.ArgumentParser, *, num_steps: int) -> None:
@@ -214,19 +225,25 @@ def _simulate(arguments: argparse.Namespace) -> str:
 
 
 def _network(arguments: argparse.Namespace) -> Network:
-    between = Network(latency_s=arguments.latency_s, bandwidth_bytes_per_s=arguments.bandwidth)
-    if arguments.workers_per_host == 1:
-        return between
+    network = Network(latency_s=arguments.latency_s, bandwidth_bytes_per_s=arguments.bandwidth)
+    num_workers, per_host = arguments.workers, arguments.workers_per_host
+    latency_s, bandwidth = arguments.inside_latency_s, arguments.inside_bandwidth
+    if per_host == 1:
+        if {latency_s, bandwidth, arguments.distribution} != {None}:
+            raise PlanError(
+                "--inside-latency-s, --inside-bandwidth and --distribution are of hosts with "
+                "several workers; allowed: more than one; use --workers-per-host 2"
+            )
+        return network
     inside = Network(
-        latency_s=arguments.inside_latency_s, bandwidth_bytes_per_s=arguments.inside_bandwidth
+        latency_s=parse_seconds(_INSIDE_LATENCY) if latency_s is None else latency_s,
+        bandwidth_bytes_per_s=parse_bandwidth(_INSIDE_BANDWIDTH)
+        if bandwidth is None
+        else bandwidth,
     )
-    num_hosts = math.ceil(arguments.workers / arguments.workers_per_host)
-    in_turn = arguments.distribution == "cyclic"
-    of_worker = [
-        w % num_hosts if in_turn else w // arguments.workers_per_host
-        for w in range(arguments.workers)
-    ]
-    return replace(between, hosts=tuple(of_worker), inside=inside)
+    num_hosts, in_turn = math.ceil(num_workers / per_host), arguments.distribution == "cyclic"
+    hosts = tuple(w % num_hosts if in_turn else w // per_host for w in range(num_workers))
+    return replace(network, hosts=hosts, inside=inside)
 
 
 def _has_colours() -> bool:

@@ -177,6 +177,8 @@ def test_simulate_knows_hosts_of_several_workers(capsys):
         ("draw pipedream_2bw --workers 4 --micro 2", ["num_micro=2", "use num_micro=3"]),
         ("simulate gpipe --workers 2 --bandwidth 1GB", ["'1GB'", "Gbit/s", "write it like"]),
         ("simulate gpipe --workers 2 --bandwidth 0", ["bandwidth > 0"]),
+        ("simulate gpipe --workers 2 --distribution cyclic", ["use --workers-per-host 2"]),
+        ("simulate gpipe --workers 2 --inside-bandwidth 0", ["use --workers-per-host 2"]),
     ],
 )
 def test_errors_are_one_line_and_exit_status_two(capsys, arguments, parts):
