@@ -48,7 +48,9 @@ def name_of(rank: int | str) -> str:
 def waited(rank: int | str, peer: int | str, phase: str = r"in step \d+") -> str:
     """Return the pattern of a first line: who waited for whom, for how long, for what, when."""
     by = name_of(rank)
-    return f"^{by} waited [0-9.]+ s for {name_of(peer)} {DO}, {phase}: it did not come in time\\.$"
+    stopped = f"(?:; {name_of('[0-9]')} was stopped by a signal, as SIGSTOP)?"
+    what = f"{DO}, {phase}: it did not come in time"
+    return f"^{by} waited [0-9.]+ s for {name_of(peer)} {what}{stopped}\\.$"
 
 
 def gone(rank: int | str, by: int | str, phase: str = r"in step \d+") -> str:
@@ -229,7 +231,8 @@ def test_when_a_worker_is_silent_every_other_one_says_for_what_it_waited() -> No
     for w, text in errors.items():
         if "WaitTimeoutError: " in text:
             assert re.match(waited(w, r"\d"), said_by(text), re.MULTILINE), text
-            assert_told(text, w, *range(4))
+            assert re.search(rf"; {name_of(2)} was stopped by a signal, as SIGSTOP\.", text), text
+            assert_told(text, w, 2)
         else:
             assert_stopped(text, w, *range(4))
     assert any("Look at the log of rank 2." in text for text in errors.values())

@@ -108,7 +108,9 @@ class Waiter:
             return PeerError(heard(words, names, it, todo))
         do, limit_s = f"{_plainly(action)}, {self._when(action.t)}", self._transport.timeout_s
         if late:
-            first = f"{me} waited {limit_s:g} s for {it} {do}: {LATE}.{self._other_wait(peer)}"
+            first = f"{me} waited {limit_s:g} s for {it} {do}: {LATE}{_why(names)}."
+            first += self._other_wait(peer)
+            todo = look_at(map(names.rank_of, names.stopped() or [peer]))
         elif ended and peer not in ended:  # it has closed its connections because of these
             todo = look_at(map(names.rank_of, ended))
             first = f"{_all(names, ended)} {_NO_WORD}: {me} waited for {it} {do}."
@@ -202,21 +204,27 @@ def _waited_in_vain(
     words, ended = _last_words(crew, late=late)
     if words is not None:
         return PeerError(heard(words, names))
-    missing = ended or (names.missing(what) if peer is None else [peer])
+    missing = ended or ((names.missing(what) or names.stopped()) if peer is None else [peer])
     if peer is None and not late:  # who is on the way has not closed the connection
         live = names.live()
         missing = [w for w in missing if w not in live]
     them, todo = _all(names, missing), look_at(map(names.rank_of, missing))
     if late:
         return WaitTimeoutError(
-            f"{names.own} waited {limit_s:g} s for {them or 'all ranks'} {said}: {LATE}.\n"
-            f"{todo}\n{SLOW}"
+            f"{names.own} waited {limit_s:g} s for {them or 'all ranks'} {said}: {LATE}"
+            f"{_why(names)}.\n{todo}\n{SLOW}"
         )
     it = "it" if missing == [peer] else names.of(peer) if peer is not None else "all ranks"
     return PeerError(
         f"{them or 'another rank'} {_NO_WORD}: {names.own} waited for {it} {said}.\n{todo}\n"
         f"{GONE} Its connection says: {error}"
     )
+
+
+def _why(names: Names) -> str:
+    """Name who cannot come, whoever is waited for: others wait for them in turn."""
+    stopped = names.stopped()
+    return f"; {_all(names, stopped)} was stopped by a signal, as SIGSTOP" if stopped else ""
 
 
 def _all(names: Names, workers: Iterable[int]) -> str:

@@ -6,11 +6,12 @@ import os
 import re
 import signal
 import time
+from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
 
-from lightning_cyclic.errors import PeerError
+from lightning_cyclic.errors import PeerError, WaitTimeoutError
 from lightning_cyclic.runtime.meetings import Meetings
 from lightning_cyclic.runtime.transport import processes as lives
 from tests import processes
@@ -86,3 +87,31 @@ def test_whoever_is_on_the_way_is_not_named() -> None:
     assert said is not None, caught.value.errors[0]
     assert said[1].startswith("rank 1 on ")
     assert "rank 2" not in said[1]
+
+
+def stop(victim: int) -> None:
+    """Stop a rank where all have come; fail with what the others learn."""
+    rank, num = join()
+    meetings, store = Meetings(3.0), dist.distributed_c10d._get_default_store()
+    group = dist.new_group(timeout=timedelta(seconds=3), backend="gloo")
+    try:
+        with meetings.naming("in step 3", "to meet"):
+            store.add("come", 1)
+            while rank == victim:
+                if store.add("come", 0) == num:
+                    os.kill(os.getpid(), signal.SIGSTOP)
+            dist.barrier(group)
+    except WaitTimeoutError as error:
+        time.sleep(HERE)  # the other finds out by itself
+        raise AssertionError(f"{error}") from None
+
+
+def test_a_rank_that_is_stopped_where_all_have_come_is_named() -> None:
+    with pytest.raises(processes.RanksFailedError) as caught:
+        processes.run(stop, 3, 1, time_limit_s=40, after_failure_s=8)
+    errors = caught.value.errors
+    del errors[1]
+    for rank, text in errors.items():
+        assert re.search(rf"rank {rank} on \S+ waited 3 s for rank 1 on \S+ to meet", text), text
+        assert re.search(r"rank 1 on \S+ was stopped by a signal, as SIGSTOP", text), text
+    assert len(errors) == 2

@@ -110,6 +110,12 @@ class Names:
         """Return the workers of this host whose processes have not ended."""
         return [] if self._processes is None else list(map(self.rank_of, self._processes.live()))
 
+    def stopped(self) -> list[int]:
+        """Return the workers of this host whose processes are stopped."""
+        return (
+            [] if self._processes is None else list(map(self.rank_of, self._processes.stopped()))
+        )
+
     def tell_ended(self) -> None:
         """Tell the ranks of other hosts which processes of this one have ended."""
         if self._processes is not None:

@@ -55,6 +55,10 @@ class Processes:
         gone = self._ended_here()
         return [r for r in self._here if r not in gone]
 
+    def stopped(self) -> list[int]:
+        """Return the ranks of this host that a signal has stopped: they do nothing."""
+        return [r for r in self._here if _is_stopped(self._known_by[r])]
+
     def tell(self) -> None:
         """Tell the ranks of other hosts which of this one have ended."""
         for rank in self._ended_here():
@@ -96,6 +100,12 @@ def has_ended(known_by: str) -> bool:
     if stat is None:  # it cannot be seen
         return False
     return stat.state in "ZX" or bool(stat.flags & _EXITING) or stat.began != began
+
+
+def _is_stopped(known_by: str) -> bool:
+    _, pid, began = known_by.rsplit("/", 2)
+    stat = _stat_of(int(pid))
+    return stat is not None and stat.state in "Tt" and stat.began == began
 
 
 def _kernel() -> str:
