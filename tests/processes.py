@@ -263,6 +263,7 @@ def _child(
     multiprocessing.current_process()._config["daemon"] = False  # its loaders may have workers
     torch.set_num_threads(1)
     torch.manual_seed(1234 + place.rank)  # all ranks inherit one state
+    random.seed(1234 + place.rank)  # which is in checkpoints, and another one in each process
     if place.rank == 0 and place.num_ranks > 1:
         Thread(target=_listen, args=(port, place.num_ranks), daemon=True).start()
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
