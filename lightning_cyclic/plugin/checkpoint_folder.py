@@ -117,8 +117,6 @@ def write_folder(
 ) -> None:
     """Write a folder; all ranks must call it. There is the whole folder, or the one before it.
 
-    Where one rank cannot write, all learn of it, and nothing is left of the new one.
-
     Args:
         checkpoint: of this rank, with its part of the weights and of the state of optimizers.
         path: of the folder, the same on all ranks.
@@ -126,8 +124,8 @@ def write_folder(
         group: process group of all ranks; None for one rank, or the default group.
 
     Raises:
-        ConfigurationError: on every rank, where one cannot write; caused by an OSError, if it is
-            the disk that takes nothing.
+        ConfigurationError: on every rank, where one cannot write, of which nothing is left;
+            caused by an OSError, if it is the disk that takes nothing.
     """
     rank = dist.get_rank() if dist.is_initialized() else 0
     is_first = rank == 0
