@@ -126,13 +126,17 @@ def _add_simulate(commands: argparse._SubParsersAction[_Parser]) -> None:
         ("--state", _parse_state, "2", "bytes of optimizer state per byte of parameters"),
         ("--latency-s", parse_seconds, "50us", "latency of a message"),
         ("--bandwidth", parse_bandwidth, "10Gbit/s", "of each worker, in each direction"),
-        ("--bucket-bytes", parse_bytes, "25MiB", "size of the reference's all-reduces; 0: stages"),
     ]
     for option, parse, default, meaning in quantities:
         parser.add_argument(
             option, type=_with_message(parse), default=default, metavar=default,
             help=f"{meaning} (default: {default})",
         )  # fmt: skip
+    parser.add_argument(
+        "--bucket-bytes", type=_with_message(parse_bytes), metavar="25MiB",
+        help="size of the reference's ring all-reduces, as DDP has them; 0: stages (default: the "
+        "best all-reduce, in the best number of buckets)",
+    )  # fmt: skip
     _add_hosts(parser)
     parser.add_argument("--json", action="store_true", help="print JSON in place of a table")
     parser.set_defaults(run=_simulate)

@@ -5,7 +5,7 @@ from lightning_cyclic.simulate.compare import Comparison, Figures, compare
 from lightning_cyclic.simulate.costs import Costs, Network
 from lightning_cyclic.simulate.engine import simulate
 from lightning_cyclic.simulate.graph import Lane
-from lightning_cyclic.simulate.lockstep import Lockstep, lockstep
+from lightning_cyclic.simulate.lockstep import Lockstep, best_lockstep, lockstep
 from lightning_cyclic.simulate.memory import Memory, memory
 from lightning_cyclic.simulate.result import Event, Result
 from lightning_cyclic.simulate.table import table
@@ -30,6 +30,7 @@ __all__ = [
     "Result",
     "WorkerAccount",
     "account",
+    "best_lockstep",
     "compare",
     "lockstep",
     "memory",

@@ -9,7 +9,7 @@ from lightning_cyclic.plan import Plan
 from lightning_cyclic.simulate.account import account
 from lightning_cyclic.simulate.costs import Costs, Network
 from lightning_cyclic.simulate.engine import simulate
-from lightning_cyclic.simulate.lockstep import lockstep
+from lightning_cyclic.simulate.lockstep import Lockstep, best_lockstep, lockstep
 from lightning_cyclic.simulate.memory import Memory, memory
 
 
@@ -58,6 +58,7 @@ class Comparison:
     costs: Costs
     plan: Figures
     lockstep: Figures
+    reference: Lockstep
 
     @property
     def speed(self) -> float:
@@ -78,7 +79,7 @@ def compare(
     costs: Costs,
     network: Network,
     *,
-    bucket_bytes: float = 0,
+    bucket_bytes: float | None = None,
     state_per_param: float = 2.0,
 ) -> Comparison:
     """Simulate a plan and the reference.
@@ -87,13 +88,15 @@ def compare(
         plan: the plan; of ten steps or so, so that some are steady.
         costs: what each stage costs.
         network: the links between the workers.
-        bucket_bytes: size of the reference's all-reduces. [0: one per stage]
+        bucket_bytes: size of the reference's ring all-reduces; 0 for one per stage. [the best
+            all-reduce, in the best number of buckets]
         state_per_param: bytes of optimizer state per byte of parameters. [2: Adam]
 
     Returns:
         Both, side by side. Where the plan has fewer micro-batches per step than workers, the
         reference has one per worker, so compare micro-batches per second.
     """
+    reference = _reference(plan, costs, network, bucket_bytes)
     return Comparison(
         preset=plan.preset,
         num_workers=plan.num_workers,
@@ -101,8 +104,20 @@ def compare(
         network=network,
         costs=costs,
         plan=_of_plan(plan, costs, network, state_per_param),
-        lockstep=_of_lockstep(plan, costs, network, bucket_bytes, state_per_param),
+        lockstep=_of_lockstep(plan, costs, reference, state_per_param),
+        reference=reference,
     )
+
+
+def _micro_per_worker(plan: Plan) -> float:
+    return max(1.0, plan.num_micro / plan.num_workers)
+
+
+def _reference(plan: Plan, costs: Costs, network: Network, bucket_bytes: float | None) -> Lockstep:
+    num_workers, each = plan.num_workers, _micro_per_worker(plan)
+    if bucket_bytes is None:
+        return best_lockstep(costs, network, num_workers, micro_per_worker=each)
+    return lockstep(costs, network, num_workers, micro_per_worker=each, bucket_bytes=bucket_bytes)
 
 
 def _of_plan(plan: Plan, costs: Costs, network: Network, state_per_param: float) -> Figures:
@@ -124,21 +139,11 @@ def _of_plan(plan: Plan, costs: Costs, network: Network, state_per_param: float)
     )
 
 
-def _of_lockstep(
-    plan: Plan, costs: Costs, network: Network, bucket_bytes: float, state_per_param: float
-) -> Figures:
-    micro_per_worker = max(1.0, plan.num_micro / plan.num_workers)
-    step = lockstep(
-        costs,
-        network,
-        plan.num_workers,
-        micro_per_worker=micro_per_worker,
-        bucket_bytes=bucket_bytes,
-    )
+def _of_lockstep(plan: Plan, costs: Costs, step: Lockstep, state_per_param: float) -> Figures:
     params = sum(costs.param_bytes)
     return Figures(
         step_s=step.step_s,
-        num_micro=micro_per_worker * plan.num_workers,
+        num_micro=_micro_per_worker(plan) * plan.num_workers,
         bubble=step.bubble,
         sent_bytes=step.sent_bytes,
         sent_messages=step.sent_messages,

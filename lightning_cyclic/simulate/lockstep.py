@@ -1,21 +1,24 @@
-"""The reference: lockstep data parallelism with bucketed, overlapped ring all-reduces.
+"""The reference: lockstep data parallelism with bucketed, overlapped all-reduces.
 
 As PyTorch's DistributedDataParallel does it, every worker at the same time:
 
     forward | backward of stage S-1 ... 1, 0
                        | all-reduce of bucket 0 | of bucket 1 | ... | update
 
-A bucket is reduced when all its gradients are ready and the bucket before it is through. A ring
-all-reduce of b bytes among N workers takes 2 (N-1) rounds of b/N bytes and one latency each.
+A bucket is reduced when all its gradients are ready and the bucket before it is through. How long
+that takes says all_reduce.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import final
 
+from lightning_cyclic.simulate.all_reduce import ALL_REDUCES
 from lightning_cyclic.simulate.costs import Costs, Network
+
+_COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 
 
 @final
@@ -29,6 +32,7 @@ class Lockstep:
         sent_bytes: bytes that each worker sends per step.
         sent_messages: messages that each worker sends per step.
         num_buckets: number of all-reduces per step.
+        all_reduce: which of :data:`~lightning_cyclic.simulate.all_reduce.ALL_REDUCES` they are.
     """
 
     step_s: float
@@ -36,6 +40,7 @@ class Lockstep:
     sent_bytes: float
     sent_messages: int
     num_buckets: int
+    all_reduce: str = "ring"
 
     @property
     def bubble(self) -> float:
@@ -50,6 +55,7 @@ def lockstep(
     *,
     micro_per_worker: float = 1,
     bucket_bytes: float = 0,
+    all_reduce: str = "ring",
 ) -> Lockstep:
     """Compute one step of lockstep data parallelism.
 
@@ -61,6 +67,7 @@ def lockstep(
             are reduced during the backward of the last.
         bucket_bytes: least size of a bucket; whole stages are added, from the last to the first,
             until it is reached. 0 gives one bucket per stage, PyTorch's default is 25 MiB.
+        all_reduce: how a bucket is reduced.
 
     Returns:
         The step.
@@ -70,22 +77,73 @@ def lockstep(
         >>> round(lockstep(costs, Network(bandwidth_bytes_per_s=2e6), 4).step_s, 2)
         1.17
     """
-    rounds, link = 2 * (num_workers - 1), network.slowest
+    buckets = list(_buckets(costs, bucket_bytes))
+    return _step(costs, network, num_workers, micro_per_worker, buckets, all_reduce)
+
+
+def best_lockstep(
+    costs: Costs, network: Network, num_workers: int, *, micro_per_worker: float = 1
+) -> Lockstep:
+    """Compute the fastest step: of all all-reduces, each in up to 128 buckets of equal size.
+
+    Args:
+        costs: what each stage costs; gradients of a stage are ready little by little.
+        network: the links between the workers.
+        num_workers: number of workers.
+        micro_per_worker: as in :func:`lockstep`.
+
+    Example:
+        >>> costs = Costs.even(8, compute_s=1.0, model_bytes=1e6)
+        >>> network = Network(latency_s=0.001, bandwidth_bytes_per_s=1e6)
+        >>> best = best_lockstep(costs, network, 64)
+        >>> best.all_reduce, best.num_buckets, round(best.step_s, 2)
+        ('tree', 8, 2.43)
+    """
+    steps = (
+        _step(costs, network, num_workers, micro_per_worker, _equal_buckets(costs, count), name)
+        for name in ALL_REDUCES
+        for count in _COUNTS
+    )
+    return min(steps, key=lambda step: step.step_s)
+
+
+def _step(
+    costs: Costs,
+    network: Network,
+    num_workers: int,
+    micro_per_worker: float,
+    buckets: Sequence[tuple[float, float]],
+    all_reduce: str,
+) -> Lockstep:
     micro_s = sum(costs.forward_s) + sum(costs.backward_s)
     update_s = sum(costs.update_s)
     before_s = (micro_per_worker - 1) * micro_s + sum(costs.forward_s)
-    reduced_s, num_buckets = 0.0, 0
-    for backward_s, num_bytes in _buckets(costs, bucket_bytes):
-        one_round_s = link.latency_s + link.transfer_s(num_bytes / num_workers)
-        reduced_s = max(reduced_s, before_s + backward_s) + rounds * one_round_s
-        num_buckets += 1
+    reduced_s, messages = 0.0, 0
+    for backward_s, num_bytes in buckets:
+        reduced = ALL_REDUCES[all_reduce](num_bytes, num_workers, network)
+        reduced_s = max(reduced_s, before_s + backward_s) + reduced.seconds
+        messages += reduced.messages
     return Lockstep(
         step_s=max(reduced_s, micro_per_worker * micro_s) + update_s,
         compute_s=micro_per_worker * micro_s + update_s,
-        sent_bytes=rounds * sum(costs.param_bytes) / num_workers,
-        sent_messages=rounds * num_buckets,
-        num_buckets=num_buckets,
+        sent_bytes=2 * (num_workers - 1) * sum(costs.param_bytes) / num_workers,
+        sent_messages=messages,
+        num_buckets=len(buckets),
+        all_reduce=all_reduce,
     )
+
+
+def _equal_buckets(costs: Costs, count: int) -> list[tuple[float, float]]:
+    """Return when, in seconds of backward, each of equal buckets is complete, and its bytes."""
+    size = sum(costs.param_bytes) / count
+    found: list[tuple[float, float]] = []
+    elapsed_s, ready = 0.0, 0.0  # behind the stages so far
+    for backward_s, num_bytes in zip(costs.backward_s[::-1], costs.param_bytes[::-1], strict=True):
+        while num_bytes and len(found) < count - 1 and (len(found) + 1) * size < ready + num_bytes:
+            share = ((len(found) + 1) * size - ready) / num_bytes
+            found.append((elapsed_s + share * backward_s, size))
+        elapsed_s, ready = elapsed_s + backward_s, ready + num_bytes
+    return [*found, *[(elapsed_s, size)] * (count - len(found))]
 
 
 def _buckets(costs: Costs, bucket_bytes: float) -> Iterator[tuple[float, float]]:

@@ -51,6 +51,11 @@ def table(comparison: Comparison, *, colour: bool = False) -> str:
     with console.capture() as capture:
         console.print(grid)
     rows = "\n".join(line.rstrip() for line in capture.get().rstrip().splitlines())
+    reference = comparison.reference
+    rows += (
+        f"\nlockstep: {reference.all_reduce} all-reduce, {reference.num_buckets} "
+        f"{'bucket' if reference.num_buckets == 1 else 'buckets'} per step"
+    )
     title = _title(comparison)  # rich would wrap it to the width of the table
     return f"{title}\n{rows}"
 

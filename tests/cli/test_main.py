@@ -104,7 +104,9 @@ def test_simulate_prints_a_table(capsys):
     assert out.startswith("4 workers, 4 stages, 50 µs latency, 1.25 GB/s\n")
     assert "100 MB of parameters, 25 MB per stage; 0 B of activations per cut" in out
     assert "100 ms per micro-batch, 33.33 ms forward and 66.67 ms backward (2 times" in out
-    rows = [line.split("  ")[1] for line in out.splitlines()[7:]]
+    *rows, last = out.splitlines()[7:]
+    assert last.startswith("lockstep: ")
+    rows = [line.split("  ")[1] for line in rows]
     assert rows == [
         "time per step", "micro-batches per step", "micro-batches per second", "bubble",
         "bytes sent per worker and step", "messages sent per worker and step",

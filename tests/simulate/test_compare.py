@@ -3,14 +3,15 @@ import json
 import pytest
 
 from lightning_cyclic.plan import make_plan
-from lightning_cyclic.simulate import Costs, Network, compare, table
+from lightning_cyclic.simulate import Costs, Network, best_lockstep, compare, table
 
 NETWORK = Network(latency_s=0.002, bandwidth_bytes_per_s=1e9)
 
 
-def comparison(preset="cyclic_dp", **numbers):
+def comparison(preset="cyclic_dp", bucket_bytes=0, **numbers):
     plan = make_plan(preset, num_stages=4, num_workers=4, num_steps=12, **numbers)
-    return compare(plan, Costs.even(4, compute_s=0.12, model_bytes=4e6), NETWORK)
+    costs = Costs.even(4, compute_s=0.12, model_bytes=4e6)
+    return compare(plan, costs, NETWORK, bucket_bytes=bucket_bytes)
 
 
 def test_a_plan_and_the_reference():
@@ -21,6 +22,16 @@ def test_a_plan_and_the_reference():
     assert got.speed == pytest.approx(0.1335 / 0.12)
     assert (got.plan.sent_messages, got.lockstep.sent_messages) == (7, 24)
     assert (got.plan.all_activations, got.lockstep.all_activations) == (10, 16)
+
+
+def test_the_reference_is_the_best_there_is_unless_a_size_is_given():
+    best, given = comparison(bucket_bytes=None), comparison(bucket_bytes=25e6)
+    assert best.reference == best_lockstep(best.costs, NETWORK, 4)
+    assert best.lockstep.step_s == best.reference.step_s < given.lockstep.step_s
+    assert (given.reference.all_reduce, given.reference.num_buckets) == ("ring", 1)
+    assert best.plan == given.plan
+    assert table(given).splitlines()[-1] == "lockstep: ring all-reduce, 1 bucket per step"
+    assert best.as_dict()["reference"]["all_reduce"] == best.reference.all_reduce
 
 
 def test_plans_of_other_step_sizes_are_compared_by_micro_batch():
@@ -59,7 +70,8 @@ assumed compute: 120 ms per micro-batch, 40 ms forward and 80 ms backward (2 tim
 def test_the_table_as_plain_text():
     text = table(comparison())
     assert text.startswith(TABLE)
-    assert text.splitlines()[-1].split() == ["speed", "1.11x", "1.00x"]
+    assert text.splitlines()[-2].split() == ["speed", "1.11x", "1.00x"]
+    assert text.splitlines()[-1] == "lockstep: ring all-reduce, 4 buckets per step"
     assert "\033" not in text
     assert "\033" in table(comparison(), colour=True)
 

@@ -1,7 +1,11 @@
+import math
+
 import pytest
 
-from lightning_cyclic.simulate import Costs, Network, lockstep
+from lightning_cyclic.simulate import Costs, Network, best_lockstep, lockstep
+from lightning_cyclic.simulate.all_reduce import ALL_REDUCES, ring, tree, two_level
 
+NARROW = Network(latency_s=0.1, bandwidth_bytes_per_s=10.0)
 EVEN = Costs.even(4, compute_s=12.0, model_bytes=80.0)  # per stage: F 1 s, B 2 s, 20 bytes
 
 
@@ -51,3 +55,57 @@ def test_one_worker_sends_nothing_and_updates():
     costs = Costs.even(2, compute_s=6.0, model_bytes=10.0, update_s=0.5)
     step = lockstep(costs, Network(latency_s=1.0, bandwidth_bytes_per_s=1.0), 1)
     assert (step.step_s, step.sent_bytes, step.sent_messages) == (6.5, 0.0, 0)
+
+
+# ---------------------------------------------------------------------- the best of them
+
+
+HOSTS = Network(
+    latency_s=1.0, bandwidth_bytes_per_s=1.0,
+    hosts=(0, 0, 1, 1), inside=Network(latency_s=0.25, bandwidth_bytes_per_s=4.0),
+)  # fmt: skip
+
+
+def test_ways_to_sum():
+    network = Network(latency_s=1.0, bandwidth_bytes_per_s=2.0)
+    assert ring(80.0, 8, network) == (14 * (1 + 5), 14)
+    assert tree(80.0, 8, network) == (6 + 2 * 80 * 7 / 8 / 2, 6)
+    assert tree(80.0, 5, network).messages == 6
+    # inside: 2 rounds and as many bytes as there are; between: half of the bytes
+    assert two_level(8.0, 4, HOSTS) == ((2 * 0.25 + 8 / 4) + (2 * 1.0 + 4 / 1), 4)
+    assert two_level(8.0, 8, network).seconds == math.inf
+
+
+def test_one_worker_has_its_sum():
+    for name in ("ring", "tree"):
+        assert ALL_REDUCES[name](80.0, 1, Network(latency_s=1.0)) == (0.0, 0)
+
+
+@pytest.mark.parametrize("all_reduce", ALL_REDUCES)
+@pytest.mark.parametrize("bucket_bytes", [0, 40, 80])
+@pytest.mark.parametrize("network", [HOSTS, Network(latency_s=5.0), Network(), NARROW])
+def test_no_other_way_is_faster_than_the_best(all_reduce, bucket_bytes, network):
+    best = best_lockstep(EVEN, network, 4)
+    other = lockstep(EVEN, network, 4, bucket_bytes=bucket_bytes, all_reduce=all_reduce)
+    assert best.step_s <= other.step_s
+    assert best == best_lockstep(EVEN, network, 4)
+
+
+def test_equal_buckets_are_ready_little_by_little():
+    # as one stage has all bytes, its first half is ready when half of its backward is over
+    costs = Costs(
+        forward_s=(1.0, 1.0), backward_s=(2.0, 4.0), param_bytes=(8.0, 0.0), update_s=(0.0, 0.0)
+    )
+    network = Network(bandwidth_bytes_per_s=1.0)
+    whole = lockstep(costs, network, 2, bucket_bytes=8)
+    assert whole.step_s == 2 + 6 + 8  # the bucket waits for the last backward
+    best = best_lockstep(costs, network, 2)
+    assert best.num_buckets == 128
+    assert best.step_s == pytest.approx(2 + 4 + 2 / 128 + 8)  # the first of them begins soon
+
+
+def test_latencies_make_buckets_few_and_trees_best():
+    best = best_lockstep(EVEN, Network(latency_s=5.0), 64)
+    assert (best.all_reduce, best.num_buckets) == ("tree", 1)
+    assert best.step_s == 12 + 2 * 6 * 5.0
+    assert best_lockstep(EVEN, HOSTS, 4).all_reduce == "two-level"
