@@ -5,6 +5,7 @@ from lightning_cyclic.simulate.compare import Comparison, Figures, compare
 from lightning_cyclic.simulate.costs import Costs, Network
 from lightning_cyclic.simulate.engine import simulate
 from lightning_cyclic.simulate.graph import Lane
+from lightning_cyclic.simulate.jitter import Jitter
 from lightning_cyclic.simulate.lockstep import Lockstep, best_lockstep, lockstep
 from lightning_cyclic.simulate.memory import Memory, memory
 from lightning_cyclic.simulate.result import Event, Result
@@ -23,6 +24,7 @@ __all__ = [
     "Costs",
     "Event",
     "Figures",
+    "Jitter",
     "Lane",
     "Lockstep",
     "Memory",

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Sequence
+from functools import cache
 from math import inf
 from typing import final
 
@@ -22,6 +23,7 @@ from lightning_cyclic.plan.actions import Action
 from lightning_cyclic.plan.plan import Plan
 from lightning_cyclic.simulate.costs import Costs, Network
 from lightning_cyclic.simulate.graph import Graph, Lane, build
+from lightning_cyclic.simulate.jitter import Jitter
 from lightning_cyclic.simulate.result import Event, Result, summarise
 
 # Moments this close (relative) are one moment: sums of floats differ in their last digits, and
@@ -36,6 +38,7 @@ def simulate(
     plan: Plan | None = None,
     *,
     cores: int | None = None,
+    jitter: Jitter | None = None,
 ) -> Result:
     """Run the programs of all workers against a clock.
 
@@ -46,6 +49,8 @@ def simulate(
         plan: of the programs, where stages share parameters, or what they have travels in chunks.
             [neither]
         cores: how many workers can compute at once at full speed. [all]
+        jitter: how unsteady workers and links are; of some steps, so that a mean says something.
+            [they are steady]
 
     Returns:
         When everything happened, the steady step time and the idle times.
@@ -67,8 +72,10 @@ def simulate(
     network = network or Network()
     network.check(len(programs))
     graph = build(programs, plan)
-    seconds = _seconds_of_nodes(graph, costs, network, 1 if plan is None else plan.chunks)
-    clock = _Clock(graph, len(programs), seconds, network, cores)
+    jitter = jitter or Jitter()
+    num_chunks = 1 if plan is None else plan.chunks
+    seconds = _seconds_of_nodes(graph, costs, network, num_chunks, jitter)
+    clock = _Clock(graph, len(programs), seconds, network, cores, jitter)
     clock.run()
     return summarise(clock.events(), len(programs))
 
@@ -79,10 +86,11 @@ class _Clock:
 
     def __init__(
         self, graph: Graph, num_workers: int, seconds: list[float], network: Network,
-        cores: int | None,
+        cores: int | None, jitter: Jitter,
     ) -> None:  # fmt: skip
         self.graph = graph
         self.network = network
+        self.jitter = jitter
         self.lanes = [
             worker * len(Lane) + graph.lane(node) for node, worker in enumerate(graph.workers)
         ]
@@ -169,7 +177,8 @@ class _Clock:
 
     def _latency_s(self, node: int, follower: int) -> float:
         workers = self.graph.workers
-        return self.network.between(workers[node], workers[follower]).latency_s
+        latency_s = self.network.between(workers[node], workers[follower]).latency_s
+        return latency_s * self.jitter.of_message(workers[node], node)
 
     def _unblock(self, node: int, at_s: float) -> None:
         """Note that one of the node's waits ends at ``at_s``; queue it if that was the last."""
@@ -222,11 +231,12 @@ class _Cores:
 
 
 def _seconds_of_nodes(
-    graph: Graph, costs: Costs, network: Network, num_chunks: int
+    graph: Graph, costs: Costs, network: Network, num_chunks: int, jitter: Jitter
 ) -> list[float]:
     """Return for how long each node keeps its lane busy."""
+    slower = cache(jitter.of_step)
     return [
-        costs.compute_s(action)
+        costs.compute_s(action) * slower(worker, action.t)
         if action.payload is None
         else network.between(worker, action.peer).transfer_s(
             costs.message_bytes(action, num_chunks)

@@ -12,11 +12,14 @@ that takes says all_reduce.py.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import count
+from math import ceil, log2
 from typing import final
 
 from lightning_cyclic.simulate.all_reduce import ALL_REDUCES
 from lightning_cyclic.simulate.costs import Costs, Network
+from lightning_cyclic.simulate.jitter import Jitter
 
 _COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 
@@ -100,11 +103,75 @@ def best_lockstep(
         ('tree', 8, 2.43)
     """
     steps = (
-        _step(costs, network, num_workers, micro_per_worker, _equal_buckets(costs, count), name)
+        _step(costs, network, num_workers, micro_per_worker, _equal_buckets(costs, num), name)
         for name in ALL_REDUCES
-        for count in _COUNTS
+        for num in _COUNTS
     )
     return min(steps, key=lambda step: step.step_s)
+
+
+def unsteady(
+    step: Lockstep, costs: Costs, network: Network, num_workers: int, jitter: Jitter,
+    *, micro_per_worker: float = 1, num_steps: int = 40,
+) -> Lockstep:  # fmt: skip
+    """Compute the mean step where workers and links are unsteady.
+
+    Round by round: in each a worker waits for one other, and for the message that comes from it.
+
+    Args:
+        step: a steady one, in equal buckets; its all-reduce is kept. Of two levels only compute
+            is unsteady: all wait for the slowest.
+        costs: what each stage costs.
+        network: the links between the workers.
+        num_workers: number of workers.
+        jitter: how unsteady they are; the same steps are slow as in :func:`simulate`.
+        micro_per_worker: as in :func:`lockstep`.
+        num_steps: of which the first half is not counted.
+    """
+    micro_s = sum(costs.forward_s) + sum(costs.backward_s)
+    before_s = (micro_per_worker - 1) * micro_s + sum(costs.forward_s)
+    buckets, workers = _equal_buckets(costs, step.num_buckets), range(num_workers)
+    now, half_s, sent = [0.0] * num_workers, 0.0, count()
+    for t in range(num_steps):
+        slower = [jitter.of_step(w, t) for w in workers]
+        through = list(now)  # when the bucket before it is
+        for backward_s, num_bytes in buckets:
+            ready = [now[w] + (before_s + backward_s) * slower[w] for w in workers]
+            begin = list(map(max, ready, through))
+            through = _summed(step.all_reduce, begin, num_bytes, network, jitter, sent)
+        now = [
+            max(through[w], now[w] + micro_per_worker * micro_s * slower[w]) + sum(costs.update_s)
+            for w in workers
+        ]
+        if t == num_steps // 2 - 1:
+            half_s = max(now)
+    counted = num_steps - num_steps // 2
+    return replace(step, step_s=(max(now) - half_s) / counted)
+
+
+def _summed(
+    all_reduce: str, begin: list[float], num_bytes: float, network: Network, jitter: Jitter,
+    sent: Iterator[int],
+) -> list[float]:  # fmt: skip
+    """Return when each worker has a sum, by when each has begun."""
+    num, link = len(begin), network.slowest
+    if all_reduce == "two-level":
+        return [max(begin) + ALL_REDUCES[all_reduce](num_bytes, num, network).seconds] * num
+    if all_reduce == "ring":
+        rounds = [(1, num_bytes / num)] * (2 * (num - 1))
+    else:  # with whom halves are exchanged, then doubled again
+        far = [1 << k for k in range(ceil(log2(num)))]
+        share = 2.0 ** len(far) / max(2.0 ** len(far) - 1, 1) * (num - 1) / num  # as many in all
+        halves = [(d, share * num_bytes / 2 ** (k + 1)) for k, d in enumerate(far)]
+        rounds = halves + halves[::-1]
+    for distance, size in rounds:
+        begin = [
+            max(own, begin[(w - distance) % num])
+            + link.latency_s * jitter.of_message(w, next(sent))
+            + link.transfer_s(size)
+            for w, own in enumerate(begin)
+        ]
+    return begin
 
 
 def _step(
@@ -133,17 +200,17 @@ def _step(
     )
 
 
-def _equal_buckets(costs: Costs, count: int) -> list[tuple[float, float]]:
+def _equal_buckets(costs: Costs, num: int) -> list[tuple[float, float]]:
     """Return when, in seconds of backward, each of equal buckets is complete, and its bytes."""
-    size = sum(costs.param_bytes) / count
+    size = sum(costs.param_bytes) / num
     found: list[tuple[float, float]] = []
     elapsed_s, ready = 0.0, 0.0  # behind the stages so far
     for backward_s, num_bytes in zip(costs.backward_s[::-1], costs.param_bytes[::-1], strict=True):
-        while num_bytes and len(found) < count - 1 and (len(found) + 1) * size < ready + num_bytes:
+        while num_bytes and len(found) < num - 1 and (len(found) + 1) * size < ready + num_bytes:
             share = ((len(found) + 1) * size - ready) / num_bytes
             found.append((elapsed_s + share * backward_s, size))
         elapsed_s, ready = elapsed_s + backward_s, ready + num_bytes
-    return [*found, *[(elapsed_s, size)] * (count - len(found))]
+    return [*found, *[(elapsed_s, size)] * (num - len(found))]
 
 
 def _buckets(costs: Costs, bucket_bytes: float) -> Iterator[tuple[float, float]]:
