@@ -1,4 +1,7 @@
-"""One thread per process: kernels choose their order of summation by the number of threads."""
+"""One thread per process: kernels choose their order of summation by the number of threads.
+
+Properties of large plans are checked on a fifth of the examples of the profile.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,10 @@ import os
 
 import pytest
 import torch
+from hypothesis import settings
 
 os.environ["OMP_NUM_THREADS"] = "1"
+settings.register_profile("thorough", max_examples=500)  # --hypothesis-profile=thorough
 
 
 @pytest.fixture(autouse=True)

@@ -25,6 +25,7 @@ from tests import processes
 from tests.conformance.harness import Batches
 from tests.conformance.modules import LowRankLayers, Plain, vectors
 from tests.corpus import Classifier, assert_same, make_trainer, train_data, valid_data, weights_of
+from tests.rows import in_turn, more
 
 pytestmark = pytest.mark.multi
 NUM_BATCHES, NUM_EPOCHS = 4, 2
@@ -89,7 +90,7 @@ def fit(net: str, optimizer: str, strategy: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("n", "net", "optimizer", "slack", "stages"),
     [
-        (2, "mlp", "sgd", 0, 2),
+        more(2, "mlp", "sgd", 0, 2),
         (2, "gpt2", "adamw", 0, 2),  # a tied weight
         (2, "batchnorm_mlp", "adamw", 2, 4),
         (3, "resnet", "sgd", 0, 3),
@@ -111,8 +112,7 @@ def test_weights_losses_and_metrics_are_those_of_cyclic_dp(
         assert one["metrics"] == other["metrics"]
 
 
-@pytest.mark.parametrize("preset", ["cyclic_zero", "weipipe"])
-@pytest.mark.parametrize("n", [2, 3, 4])
+@pytest.mark.parametrize(("n", "preset"), in_turn([2, 3, 4], ["weipipe", "cyclic_zero"]))
 def test_a_worker_holds_its_stage_and_the_one_in_use(n: int, preset: str) -> None:
     ranks = processes.run(fit, n, "mlp", "adamw", {"preset": preset, "stages": n})
     for r, rank in enumerate(ranks):
@@ -156,8 +156,7 @@ def test_gradients_of_a_stage_are_gone_before_the_next_is_updated(clip: str) -> 
             assert stages == [owned] * NUM_BATCHES
 
 
-@pytest.mark.parametrize("preset", ["cyclic_zero", "weipipe"])
-@pytest.mark.parametrize("n", [2, 3, 4])
+@pytest.mark.parametrize(("n", "preset"), in_turn([2, 3, 4], ["cyclic_zero", "weipipe"]))
 def test_messages_are_as_many_as_derived(n: int, preset: str) -> None:
     """In a step 2 N (N - 1) of a stage's parameters, and N - 1 gradients or sums of each."""
     ranks = processes.run(fit, n, "mlp", "sgd", {"preset": preset, "stages": n})
@@ -264,8 +263,7 @@ def train(kind: type[Plain], preset: str) -> dict[str, Tensor]:
     return weights_of(module)
 
 
-@pytest.mark.parametrize("preset", WITHOUT)
-@pytest.mark.parametrize("kind", [ChecksWithin, TakesPart])
+@pytest.mark.parametrize(("kind", "preset"), in_turn([ChecksWithin, TakesPart], list(WITHOUT)))
 def test_backwards_that_go_other_ways(kind: type[Plain], preset: str) -> None:
     whole = processes.run(train, 2, kind, WITHOUT[preset])
     for rank in processes.run(train, 2, kind, preset):
@@ -318,16 +316,18 @@ def attempt(kind: type[Plain], preset: str, **flags: Any) -> str:
 
 
 @pytest.mark.parametrize(
-    ("kind", "said"),
-    [
-        (ReadsBetween, "is read on rank"),
-        (ReadsGlue, "is read on rank"),
-        (ChecksAcross, "reaches over the place where a stage begins"),
-        (Penalised, "when a later stage has begun and its parameters are gone"),
-        (GoesTwice, "when a later stage has begun and its parameters are gone"),
-    ],
+    ("preset", "kind", "said"),
+    in_turn(
+        list(WITHOUT),
+        [
+            (ReadsBetween, "is read on rank"),
+            (ReadsGlue, "is read on rank"),
+            (ChecksAcross, "reaches over the place where a stage begins"),
+            (Penalised, "when a later stage has begun and its parameters are gone"),
+            (GoesTwice, "when a later stage has begun and its parameters are gone"),
+        ],
+    ),
 )
-@pytest.mark.parametrize("preset", WITHOUT)
 def test_what_needs_parameters_that_are_gone_is_refused(
     kind: type[Plain], said: str, preset: str
 ) -> None:
@@ -358,8 +358,7 @@ def load_within(preset: str, stages: int) -> dict[str, Tensor]:
     return weights_of(module)
 
 
-@pytest.mark.parametrize("preset", WITHOUT)
-@pytest.mark.parametrize("stages", [2, 3])
+@pytest.mark.parametrize(("stages", "preset"), in_turn([2, 3], list(WITHOUT)))
 def test_weights_that_are_loaded_within_a_fit(stages: int, preset: str) -> None:
     whole = processes.run(load_within, 2, WITHOUT[preset], stages)
     for rank in processes.run(load_within, 2, preset, stages):

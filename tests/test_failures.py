@@ -31,6 +31,7 @@ from tests.corpus import (
     train_data,
     weights_of,
 )
+from tests.rows import in_turn, more
 
 pytestmark = pytest.mark.multi
 
@@ -202,8 +203,9 @@ def errors_of(
     return caught.value.errors
 
 
-@pytest.mark.parametrize("preset", ["cyclic_dp", "cyclic_dp_v1", "lockstep_dp", "weipipe"])
-@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize(
+    ("victim", "preset"), in_turn([2, 0], ["cyclic_dp", "cyclic_dp_v1", "lockstep_dp", "weipipe"])
+)
 def test_when_a_worker_dies_every_other_one_says_for_what_it_waited(
     victim: int, preset: str
 ) -> None:
@@ -241,7 +243,7 @@ def test_when_a_worker_is_silent_every_other_one_says_for_what_it_waited() -> No
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("bad_batch", "route"),
-    [(0, "auto"), (BAD_BATCH, "auto"), (BAD_BATCH, "edges"), (BAD_BATCH, "host_staged")],
+    [(0, "auto"), more(BAD_BATCH, "auto"), (BAD_BATCH, "edges"), (BAD_BATCH, "host_staged")],
 )
 def test_a_worker_that_fails_and_lives_on_holds_up_nobody(
     bad_batch: int, route: Route, tmp_path: Path
@@ -274,10 +276,12 @@ def fit_until_asked(
     return len(module.losses), weights_of(module), module.met_at, time.monotonic(), said.lines
 
 
-@pytest.mark.parametrize("preset", ["cyclic_dp", "cyclic_dp_v1", "lockstep_dp", "weipipe"])
 @pytest.mark.parametrize(
-    ("num_ranks", "culprit", "how"),
-    [(2, 0, "SIGTERM"), (2, 1, "SIGTERM"), (4, 2, "SIGTERM"), (2, 1, "SIGINT")],
+    ("num_ranks", "culprit", "how", "preset"),
+    in_turn(
+        [(2, 0, "SIGTERM"), (2, 1, "SIGTERM"), (4, 2, "SIGTERM"), (2, 1, "SIGINT")],
+        ["cyclic_dp", "cyclic_dp_v1", "lockstep_dp", "weipipe"],
+    ),
 )
 def test_all_stop_at_the_same_step_soon_after_one_is_asked_to(
     num_ranks: int, culprit: int, how: str, preset: str
@@ -314,7 +318,7 @@ def save_with_a_death(strategy: dict[str, Any], path: Path) -> None:
         trainer.fit(module, train_data(module, 4))
 
 
-@pytest.mark.parametrize("preset", ["cyclic_dp", "1f1b"])
+@pytest.mark.parametrize("preset", [more("cyclic_dp"), "1f1b"])
 def test_a_worker_that_dies_while_a_checkpoint_is_put_together_is_named(
     preset: str, tmp_path: Path
 ) -> None:

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.hosts import Hosts
-from tests.faults import ON_HOSTS, ON_ONE_HOST, Fault, Job, assert_as_unbroken, drawn
+from tests import faulted, processes
+from tests.faults import ON_HOSTS, ON_ONE_HOST, WAIT_S, Fault, Job, assert_as_unbroken, drawn
 
 pytestmark = [pytest.mark.multi, pytest.mark.slow]
 on_hosts = pytest.mark.skipif(not Hosts.is_possible(), reason="needs root and iproute2, on Linux")
@@ -18,11 +19,14 @@ def survives(
     preset: str, faults: Sequence[Fault], num_steps: int, folder: Path, hosts: bool = False,
     num_ranks: int = 4,
 ) -> None:  # fmt: skip
-    Job(folder / "unbroken", preset, num_steps, num_ranks=num_ranks).run([])
+    unbroken = folder / "unbroken"
+    (unbroken / "ranks").mkdir(parents=True)
+    nodes_of_one = (num_ranks, 1, num_steps, WAIT_S)
+    processes.run(faulted.main, num_ranks, unbroken, preset, *nodes_of_one, time_limit_s=110)
     network = Hosts(num_ranks, name="ftst") if hosts else None
     job = Job(folder / "disturbed", preset, num_steps, network, num_ranks)
     job.run(faults)
-    assert_as_unbroken(job.folder, folder / "unbroken")
+    assert_as_unbroken(job.folder, unbroken)
 
 
 def test_a_rank_is_killed(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from lightning_cyclic import ConfigurationError
 from lightning_cyclic.strategy import CyclicStrategy
 from tests import processes
 from tests.corpus import assert_same
+from tests.rows import more
 from tests.stagewise_runs import Job, Outcome, loader, pipelines, prepare
 
 pytestmark = pytest.mark.multi
@@ -54,7 +55,7 @@ def assert_equals_alone(ranks: list[Outcome], preset: str) -> None:
 
 @pytest.mark.parametrize(
     ("preset", "num_ranks"),
-    [("pipeoptim", 4), ("spectrain", 2), ("xpipe", 4), ("pipeoptim", 2)],
+    [("pipeoptim", 4), ("spectrain", 2), ("xpipe", 4), more("pipeoptim", 2)],
 )
 def test_predicted_weights_are_the_same_in_every_place(preset: str, num_ranks: int) -> None:
     job = job_of(preset)
@@ -114,8 +115,8 @@ def saved_and_resumed(job: Job, strategy: dict[str, Any], folder: str, step: int
 
 @pytest.mark.parametrize(
     ("preset", "step"),
-    [("cyclic_mp", 3), ("cyclic_pipeline", 3), ("pipedream_2bw", 5), ("pipedream", 3),
-     ("pipeoptim", 2), ("pipeoptim", 3), ("xpipe", 3)],
+    [("cyclic_mp", 3), more("cyclic_pipeline", 3), ("pipedream_2bw", 5), ("pipedream", 3),
+     more("pipeoptim", 2), ("pipeoptim", 3), more("xpipe", 3)],
 )  # fmt: skip
 def test_a_resumed_run_ends_with_the_same_bits(preset: str, step: int, tmp_path: Any) -> None:
     job = job_of(preset)

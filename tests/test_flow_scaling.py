@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from tests import asynchronous, processes
 from tests.corpus import assert_same
+from tests.rows import more
 from tests.scaled import FIRST_SCALE, Scaled, precision
 from tests.stagewise_runs import Job, Outcome, loader, pipelines, prepare
 
@@ -80,10 +81,10 @@ def sequential(job: Job, rule: str, stage_of: dict[str, int], max_norm: float | 
 @pytest.mark.parametrize(
     ("preset", "num_ranks", "case", "clips", "more"),
     [
-        ("pipedream_2bw", 1, "vit", False, {}),
+        more("pipedream_2bw", 1, "vit", False, {}),
         ("pipedream_2bw", 2, "vit", True, {}),
-        ("pipedream_2bw", 4, "vit", False, {}),
-        ("cyclic_pipeline", 2, "vit", False, {}),
+        more("pipedream_2bw", 4, "vit", False, {}),
+        more("cyclic_pipeline", 2, "vit", False, {}),
         ("cyclic_pipeline", 4, "vit", False, {}),
         ("cyclic_pipeline", 2, "vit", True, BY_STAGE),
         ("cyclic_mp", 1, "vit", False, {}),
@@ -125,7 +126,7 @@ def test_scales_and_skipped_updates_follow_the_rule(
     [
         {"preset": "pipedream_2bw"},
         {"preset": "pipeoptim"},
-        {"preset": "cyclic_mp"},
+        more({"preset": "cyclic_mp"}),
         {"preset": "cyclic_mp", "warmup_steps": 2, **DELAYED},
     ],
 )
@@ -142,8 +143,8 @@ def test_flushes_in_the_middle_change_no_scale(strategy: dict[str, Any]) -> None
     ("plan", "step"),
     [
         ({"preset": "pipedream_2bw"}, 2),
-        ({"preset": "pipedream_2bw"}, 9),
-        ({"preset": "cyclic_mp"}, 3),
+        more({"preset": "pipedream_2bw"}, 9),
+        more({"preset": "cyclic_mp"}, 3),
         ({"preset": "cyclic_mp", **DELAYED}, 9),
     ],
 )

@@ -17,6 +17,7 @@ from lightning_cyclic.plan.actions import Kind, Payload
 from lightning_cyclic.strategy import CyclicStrategy
 from tests import processes
 from tests.corpus import assert_same, make_trainer, weights_of
+from tests.rows import more
 from tests.stagewise_runs import CLOSE, Job, Outcome, pipelines
 from tests.test_failures import be_asked_to_stop
 from tests.test_flow_features import saved_and_resumed, validated
@@ -64,7 +65,7 @@ class Twins(Job):
 
 
 @pytest.mark.parametrize(
-    ("preset", "num_micro"), [("pipeoptim", 1), ("spectrain", 1), ("xpipe", 2)]
+    ("preset", "num_micro"), [("pipeoptim", 1), more("spectrain", 1), ("xpipe", 2)]
 )
 def test_every_replica_predicts_as_the_owner_does(preset: str, num_micro: int) -> None:
     job = Job(case="vit", num_micro=num_micro)

@@ -18,6 +18,7 @@ from tests import processes
 from tests.conformance.harness import Batches
 from tests.conformance.modules import SIZE, Plain, Thawing, vectors
 from tests.corpus import assert_same, make_trainer, weights_of
+from tests.rows import more
 
 pytestmark = pytest.mark.multi
 NUM_STEPS, NUM_EPOCHS = 4, 2
@@ -106,9 +107,9 @@ class ThawsByEpoch(Plain):
     [
         {"preset": "cyclic_dp", "stages": ["net.2"]},
         {"preset": "cyclic_zero", "stages": ["net.2"]},
-        {"preset": "weipipe", "stages": ["net.2"]},
-        {"preset": "cyclic_dp_v1", "stages": ["net.2"]},
-        {"preset": "pipedream_2bw", **CUT},
+        more({"preset": "weipipe", "stages": ["net.2"]}),
+        more({"preset": "cyclic_dp_v1", "stages": ["net.2"]}),
+        more({"preset": "pipedream_2bw", **CUT}),
         {"preset": "cyclic_mp", **CUT},
     ],
     ids=lambda s: s["preset"],
@@ -170,7 +171,7 @@ ADDED_UP = {"accumulate_grad_batches": 2}
     ("kind", "strategy", "flags", "said"),
     [
         (ThawsOtherOnes, {"preset": "cyclic_dp"}, {}, OTHERS),
-        (ThawsOtherOnes, {"preset": "1f1b", **CUT}, {}, OTHERS),
+        more(ThawsOtherOnes, {"preset": "1f1b", **CUT}, {}, OTHERS),
         (ThawsOtherOnes, {"preset": "cyclic_mp", **CUT}, {}, OTHERS),
         (ThawsWithinAStep, {"preset": "cyclic_dp"}, ADDED_UP, "between batches that are added up"),
         (
@@ -190,7 +191,7 @@ def test_what_cannot_be_followed_is_refused_on_every_rank(
 
 @pytest.mark.parametrize(
     "strategy",
-    [{"preset": "cyclic_dp"}, {"preset": "1f1b", **CUT}, {"preset": "cyclic_mp", **CUT}],
+    [{"preset": "cyclic_dp"}, {"preset": "1f1b", **CUT}, more({"preset": "cyclic_mp", **CUT})],
     ids=lambda s: s["preset"],
 )
 def test_a_rank_that_freezes_alone_says_for_whom_it_waits(strategy: Any) -> None:

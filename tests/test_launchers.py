@@ -15,6 +15,7 @@ from lightning_cyclic.strategy import CyclicStrategy
 from tests import launched, processes
 from tests.commands import Command, Commands, asked_for
 from tests.corpus import assert_same
+from tests.rows import more
 
 pytestmark = [pytest.mark.multi, pytest.mark.slow]
 
@@ -88,7 +89,13 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Weights:
     return by_hand(tmp_path_factory.mktemp("by_hand") / "out", CyclicStrategy("cyclic_dp"))
 
 
-@pytest.mark.parametrize("launch", [name for name in LAUNCHES if name != "cli, class"])
+WITH_CLI = ["popen", "fork"]  # which it does, too, below and by name
+
+
+@pytest.mark.parametrize(
+    "launch",
+    [more(x) if x in WITH_CLI else x for x in LAUNCHES if x != "cli, class"],
+)
 def test_every_launcher_ends_with_the_same_bits(
     launch: str, weights_of: Callable[[str], Weights], expected: Weights
 ) -> None:
@@ -121,7 +128,7 @@ def fit_actor(out: Path, preset: str) -> None:
     launched.fit(out, CyclicStrategy(preset, cluster_environment=OfActors()), devices=1)
 
 
-@pytest.mark.parametrize("preset", ["cyclic_dp", "1f1b"])
+@pytest.mark.parametrize("preset", ["cyclic_dp", more("1f1b")])
 def test_ranks_of_one_node_may_share_the_one_device_of_its_cpus(
     preset: str, tmp_path: Path
 ) -> None:

@@ -27,6 +27,7 @@ from tests.corpus import (
     valid_data,
     weights_of,
 )
+from tests.rows import more
 from tests.scaled import Scaled, precision
 
 pytestmark = pytest.mark.multi
@@ -97,7 +98,7 @@ def compare(ranks: list[dict[str, Any]], expected: dict[str, Any]) -> None:
     [
         ("cyclic_dp", 1, 4, "mlp", "sgd", {}),
         pytest.param("cyclic_dp", 2, 4, "mlp", "adamw", {}, marks=MORE),
-        ("cyclic_dp", 4, 8, "mlp", "sgd", {}),
+        pytest.param("cyclic_dp", 4, 8, "mlp", "sgd", {}, marks=MORE),
         pytest.param("cyclic_dp", 2, 4, "resnet", "adamw", {}, marks=MORE),
         ("cyclic_dp", 2, 8, "mlp", "sgd", {"slack": 2}),
         ("cyclic_zero", 2, 4, "mlp", "adamw", {}),
@@ -136,9 +137,7 @@ def test_where_all_stages_are_clipped_together_one_overflow_skips_them_all(
     assert set(expected["skipped"]) == {0, 4}
 
 
-@pytest.mark.parametrize(
-    "preset", ["cyclic_dp", "cyclic_zero", pytest.param("lockstep_dp", marks=MORE)]
-)
+@pytest.mark.parametrize("preset", [more("cyclic_dp"), "cyclic_zero", more("lockstep_dp")])
 def test_batches_that_are_added_up_have_one_scale(preset: str) -> None:
     strategy, flags = {"preset": preset, "stages": 4}, {"accumulate_grad_batches": 2}
     ranks = processes.run(fit, 2, strategy, "batchnorm_mlp", "sgd", 2 * NUM_STEPS, flags)
@@ -171,7 +170,7 @@ def fit_and_resume(strategy: Any, folder: str, step: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("step", [pytest.param(1, marks=MORE), 4, pytest.param(7, marks=MORE)])
-@pytest.mark.parametrize("preset", ["cyclic_dp", "cyclic_zero"])
+@pytest.mark.parametrize("preset", [more("cyclic_dp"), "cyclic_zero"])
 def test_a_resumed_run_goes_on_with_the_scales(preset: str, step: int, tmp_path: Path) -> None:
     strategy = {"preset": preset, "stages": 4}
     ranks = processes.run(fit_and_resume, 2, strategy, str(tmp_path), step)
@@ -197,7 +196,7 @@ def attempt(strategy: Any) -> str:
     return "nothing was refused"
 
 
-@pytest.mark.parametrize("preset", ["lockstep_dp", "cyclic_dp_v1"])
+@pytest.mark.parametrize("preset", [pytest.param("lockstep_dp", marks=MORE), "cyclic_dp_v1"])
 def test_gradients_that_a_hook_changes_behind_their_norms_are_refused(preset: str) -> None:
     for said in processes.run(attempt, 2, {"preset": preset, "stages": 4}):
         assert "changed in step 0 before they were clipped" in said

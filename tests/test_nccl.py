@@ -14,6 +14,7 @@ from lightning_cyclic.runtime.transport import NamedTransport
 from tests import processes
 from tests.corpus import Classifier, assert_same, fit
 from tests.nccl_model import GlooModel, Rules
+from tests.rows import more
 from tests.stagewise_runs import Job, loader, pipelines, prepare
 
 pytestmark = pytest.mark.multi
@@ -70,8 +71,8 @@ PIPELINES = [
     ("1f1b", "resnet", 4, {"width": 2}), ("cyclic_pipeline", "gpt2", 4, {}),
     ("pipedream", "gpt2", 4, {}), ("pipedream_2bw", "resnet", 4, {}),
     pytest.param("pipedream_2bw", "gpt2", 4, {"width": 2}, marks=pytest.mark.exhaustive),
-    ("pipeoptim", "vit", 4, {}),
-    ("spectrain", "vit", 2, {}), ("xpipe", "vit", 4, {}), ("cyclic_mp", "resnet", 4, {}),
+    more("pipeoptim", "vit", 4, {}), more("spectrain", "vit", 2, {}),
+    ("xpipe", "vit", 4, {}), ("cyclic_mp", "resnet", 4, {}),
 ]  # fmt: skip
 
 
@@ -96,7 +97,7 @@ def test_pipelines(
     ("preset", "slack", "net", "num_ranks", "stages", "flags"),
     [
         pytest.param("cyclic_dp", 0, "resnet", 2, 2, {}, marks=pytest.mark.exhaustive),
-        ("cyclic_dp", 2, "resnet", 4, 8, {}),
+        more("cyclic_dp", 2, "resnet", 4, 8, {}),
         pytest.param("cyclic_dp", 0, "gpt2", 4, 4, {}, marks=pytest.mark.exhaustive),
         ("cyclic_dp", 0, "resnet", 3, 3, {"accumulate_grad_batches": 2}),
         pytest.param(

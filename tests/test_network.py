@@ -21,6 +21,7 @@ from lightning_cyclic.errors import CyclicError
 from tests import processes
 from tests.corpus import Classifier, assert_same, make_trainer, train_data, weights_of
 from tests.processes import here
+from tests.rows import more
 
 pytestmark = [
     pytest.mark.multi,
@@ -100,7 +101,7 @@ def cutting(hosts: Hosts, k: int, reached: Path, for_s: float | None) -> Iterato
     thread.join()
 
 
-@pytest.mark.parametrize("preset", ["cyclic_dp", "1f1b"])
+@pytest.mark.parametrize("preset", ["cyclic_dp", more("1f1b")])
 def test_a_link_that_is_cut_for_a_moment_is_borne(
     preset: str, hosts: Hosts, tmp_path: Path
 ) -> None:
@@ -116,7 +117,7 @@ def test_a_link_that_is_cut_for_a_moment_is_borne(
 @pytest.mark.parametrize(
     ("preset", "k"),
     [
-        ("cyclic_dp", 0),
+        more("cyclic_dp", 0),
         ("1f1b", 0),
         pytest.param("cyclic_dp", 2, marks=pytest.mark.exhaustive),
         pytest.param("1f1b", 2, marks=pytest.mark.exhaustive),

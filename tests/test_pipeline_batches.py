@@ -19,6 +19,7 @@ from lightning_cyclic.strategy import CyclicStrategy
 from tests import stagewise_torch as own
 from tests.corpus import assert_same
 from tests.processes import here
+from tests.rows import in_turn, more
 from tests.stagewise_modules import CASES
 from tests.stagewise_runs import (
     Job,
@@ -80,13 +81,11 @@ UNEVEN = {
 }
 
 
-@pytest.mark.parametrize("sizes", list(UNEVEN.values()), ids=list(UNEVEN))
 @pytest.mark.parametrize(
-    ("name", "module"), [("unet", SgdUNet), ("lstm", SgdLstm)], ids=["unet", "lstm"]
+    ("name", "module", "uneven"), in_turn([("lstm", SgdLstm), ("unet", SgdUNet)], list(UNEVEN))
 )
-def test_uneven_micro_batches_weigh_as_their_rows(
-    name: str, module: Any, sizes: tuple[int, ...]
-) -> None:
+def test_uneven_micro_batches_weigh_as_their_rows(name: str, module: Any, uneven: str) -> None:
+    sizes = UNEVEN[uneven]
     job = Job(case=name, module=module, num_epochs=1)
     whole = plainly(fit_sizes, job, sizes)
     one = pipelines(job, 1, sizes, function=fit_sizes, preset="gpipe", stages=4)[0]
@@ -140,7 +139,7 @@ def fit_stream(job: Job, strategy: dict[str, Any]) -> Outcome:
     return run.outcome()
 
 
-@pytest.mark.parametrize("name", ["unet", "bert", "cls_token", "siamese", "gru"])
+@pytest.mark.parametrize("name", ["unet", more("bert"), more("cls_token"), "siamese", "gru"])
 def test_stages_see_the_batch_of_the_first(name: str) -> None:
     job = Job(case=name)
     ranks = pipelines(job, 2, function=fit_stream, preset="gpipe", stages=2)

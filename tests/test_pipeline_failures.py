@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 from lightning_cyclic.strategy import CyclicStrategy
 from tests import processes
 from tests.corpus import assert_same, make_trainer, weights_of
+from tests.rows import chosen, in_turn
 from tests.spoiled_chains import Chain
 from tests.test_failures import (
     LINGERS_S,
@@ -41,7 +42,7 @@ from tests.test_failures import (
 pytestmark = pytest.mark.multi
 
 NUM_STEPS, NUM_MICRO, BAD_STEP = 12, 4, 5
-PRESETS = pytest.mark.parametrize("preset", ["gpipe", "1f1b"])
+PRESETS = ["gpipe", "1f1b"]
 
 
 class Trap(nn.Module):
@@ -145,8 +146,9 @@ def assert_drawn(text: str, rank: int, num_ranks: int) -> None:
     assert re.search(r" \dF\d@\d", row[: len(arrow)]), text  # among what the worker does
 
 
-@PRESETS
-@pytest.mark.parametrize(("num_ranks", "culprit"), [(2, 0), (2, 3), (4, 1), (4, 3)])
+@pytest.mark.parametrize(
+    ("num_ranks", "culprit", "preset"), in_turn([(2, 0), (2, 3), (4, 1), (4, 3)], PRESETS)
+)
 def test_when_a_worker_dies_every_other_one_says_for_what_it_waited(
     num_ranks: int, culprit: int, preset: str
 ) -> None:
@@ -168,9 +170,9 @@ def test_when_a_worker_dies_every_other_one_says_for_what_it_waited(
 
 
 @pytest.mark.slow
-@PRESETS
 @pytest.mark.parametrize(
-    ("num_ranks", "culprit"), [(2, 0), pytest.param(4, 2, marks=pytest.mark.exhaustive)]
+    ("num_ranks", "culprit", "preset"),
+    chosen([(*who, preset) for who in [(2, 0), (4, 2)] for preset in PRESETS], [(2, 0, "1f1b")]),
 )
 def test_when_a_worker_is_silent_every_other_one_says_for_what_it_waited(
     num_ranks: int, culprit: int, preset: str
@@ -190,19 +192,17 @@ def test_when_a_worker_is_silent_every_other_one_says_for_what_it_waited(
             assert_stopped(text, r, *range(num_ranks))
 
 
-@PRESETS
 @pytest.mark.parametrize(
-    ("num_ranks", "culprit", "phase"),
-    [
-        (2, 0, "train"),
-        (4, 2, "val"),
-        *(
-            pytest.param(n, w, phase, marks=pytest.mark.exhaustive)
-            for n, w in [(2, 0), (2, 3), (4, 0), (4, 2), (4, 3)]
+    ("num_ranks", "culprit", "phase", "preset"),
+    chosen(
+        [
+            (*who, phase, preset)
+            for who in [(2, 0), (2, 3), (4, 0), (4, 2), (4, 3)]
             for phase in ("train", "val")
-            if (n, w, phase) not in [(2, 0, "train"), (4, 2, "val")]
-        ),
-    ],
+            for preset in PRESETS
+        ],
+        [(2, 0, "train", "gpipe"), (4, 2, "val", "1f1b")],
+    ),
 )
 def test_a_stage_that_fails_and_lives_on_holds_up_nobody(
     num_ranks: int, culprit: int, phase: str, preset: str, tmp_path: Path
@@ -236,9 +236,9 @@ def fit_until_asked(
     return module.batches, weights_of(module), met_at, time.monotonic(), said.lines
 
 
-@PRESETS
 @pytest.mark.parametrize(
-    ("num_ranks", "culprit", "how"), [(2, 0, "SIGTERM"), (2, 3, "SIGINT"), (4, 1, "SIGTERM")]
+    ("num_ranks", "culprit", "how", "preset"),
+    in_turn([(2, 0, "SIGTERM"), (2, 3, "SIGINT"), (4, 1, "SIGTERM")], PRESETS),
 )
 def test_all_stop_at_the_same_step_soon_after_one_is_asked_to(
     num_ranks: int, culprit: int, how: str, preset: str

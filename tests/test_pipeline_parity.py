@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from tests import processes
+from tests.rows import more
 from tests.stagewise_modules import CASES
 from tests.stagewise_runs import (
     Job,
@@ -30,7 +31,9 @@ pytestmark = pytest.mark.multi
 NAMES = [name for name, case in CASES.items() if not case.random]
 REPRESENTATIVE = ["resnet", "unet", "gru", "gpt2", "t5"]
 DROPS = [name for name in CASES if name != "mamba"]  # which has no dropout
-DROPS_ALIKE = {"unet", "siamese", "frozen", "gpt2", "llama", "vit", "whisper", "mixtral"}
+DROPS_ALIKE = {
+    "unet", "inception", "siamese", "frozen", "bert", "gpt2", "llama", "vit", "whisper", "mixtral",
+}  # fmt: skip
 GPIPE, F1B = "gpipe", "1f1b"
 EXHAUSTIVE = pytest.mark.exhaustive
 
@@ -105,7 +108,9 @@ def _without_gradient(name: str, module: nn.Module) -> set[str]:
 # ---------------------------------------------------------------------- places
 
 
-@pytest.mark.parametrize(("name", "preset"), alternating(NAMES))
+@pytest.mark.parametrize(
+    ("name", "preset"), alternating(NAMES, alike=set(NAMES) - set(REPRESENTATIVE))
+)
 def test_four_stages_in_one_process(name: str, preset: str) -> None:
     job = Job(case=name)
     ranks = pipelines(job, 1, preset=preset, stages=4)
@@ -113,7 +118,7 @@ def test_four_stages_in_one_process(name: str, preset: str) -> None:
     assert_equals_plain(ranks, job)
 
 
-@pytest.mark.parametrize(("name", "preset"), alternating(NAMES, begin=1))
+@pytest.mark.parametrize(("name", "preset"), alternating(NAMES, begin=1, alike=REPRESENTATIVE))
 def test_two_stages_in_two_processes(name: str, preset: str) -> None:
     job = Job(case=name)
     ranks = pipelines(job, 2, preset=preset, stages=2)
@@ -130,8 +135,8 @@ def test_four_stages_in_two_processes(name: str, preset: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "preset"),
-    [*alternating(REPRESENTATIVE), *alternating(REPRESENTATIVE[:1], begin=1),
-     ("whisper", F1B), ("mixtral", GPIPE)],
+    [*alternating(REPRESENTATIVE), *alternating(REPRESENTATIVE[:1], begin=1, alike=["resnet"]),
+     more("whisper", F1B), more("mixtral", GPIPE)],
 )  # fmt: skip
 def test_four_stages_in_four_processes(name: str, preset: str) -> None:
     job = Job(case=name)
@@ -202,7 +207,7 @@ def test_rematerialisation_in_four_processes(name: str, preset: str, remat: str)
 # ---------------------------------------------------------------------- replicas
 
 
-@pytest.mark.parametrize(("name", "preset"), alternating(REPRESENTATIVE))
+@pytest.mark.parametrize(("name", "preset"), alternating(REPRESENTATIVE, alike=["unet", "gru"]))
 def test_two_replicas_of_two_stages(name: str, preset: str) -> None:
     job = Job(case=name)
     ranks = pipelines(job, 4, preset=preset, stages=2, width=2)
@@ -239,7 +244,7 @@ def test_dropout_in_four_processes_and_under_the_other_schedule() -> None:
     assert_equal_runs(pipelines(job, 2, preset=F1B, stages=4), one)
 
 
-@pytest.mark.parametrize("name", ["resnet", "vae", "gpt2"])
+@pytest.mark.parametrize("name", ["resnet", "vae", more("gpt2")])
 def test_rematerialisation_draws_the_same_numbers(name: str) -> None:
     job = Job(case=name, dropout=0.2)
     kept = pipelines(job, 1, preset=F1B, stages=4)[0]

@@ -71,7 +71,7 @@ def fresh(request: pytest.FixtureRequest) -> Iterator[Commands]:
     "code",
     [
         pytest.param("lightning first", marks=pytest.mark.exhaustive),
-        "lightning last",
+        pytest.param("lightning last", marks=pytest.mark.exhaustive),
         "lightning alone",
     ],
 )

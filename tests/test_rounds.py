@@ -24,6 +24,7 @@ from tests import processes
 from tests.conformance.harness import Batches
 from tests.conformance.modules import CLASSES, SIZE, Plain, vectors
 from tests.corpus import Classifier, assert_same, make_trainer, train_data, valid_data, weights_of
+from tests.rows import in_turn, more
 
 pytestmark = pytest.mark.multi
 NUM_BATCHES, NUM_EPOCHS = 5, 2  # so that the last step of an epoch has fewer than the others
@@ -61,7 +62,7 @@ def compare(
 @pytest.mark.parametrize(
     ("n", "net", "optimizer", "slack", "stages", "rounds"),
     [
-        (2, "mlp", "sgd", 0, 2, 2),
+        more(2, "mlp", "sgd", 0, 2, 2),
         (2, "gpt2", "adamw", 0, 2, 3),  # a tied weight
         (2, "batchnorm_mlp", "adamw", 2, 4, 2),
         pytest.param(3, "resnet", "sgd", 0, 3, 2, marks=pytest.mark.exhaustive),
@@ -83,7 +84,7 @@ def test_weights_losses_rates_and_metrics_are_those_of_cyclic_dp(
     [
         pytest.param(2, "gpt2", "adamw", 2, 3, marks=pytest.mark.exhaustive),  # a tied weight
         (3, "resnet", "sgd", 3, 2),  # buffers that travel: a worker's batches in succession
-        (4, "mlp", "adamw", 6, 2),
+        more(4, "mlp", "adamw", 6, 2),
     ],
 )
 def test_weights_that_go_round_end_as_those_of_lockstep_dp(
@@ -98,7 +99,7 @@ def test_weights_that_go_round_end_as_those_of_lockstep_dp(
     [
         ("cyclic_zero", 2, "batchnorm_mlp", 2, 2),  # updates meet at the begin of a step
         pytest.param("cyclic_zero", 3, "mlp", 2, 2, marks=pytest.mark.exhaustive),
-        ("cyclic_zero", 4, "batchnorm_mlp", 4, 2),
+        more("cyclic_zero", 4, "batchnorm_mlp", 4, 2),
         ("weipipe", 3, "batchnorm_mlp", 4, 2),
     ],
 )
@@ -110,7 +111,7 @@ def test_gradients_that_are_clipped_by_the_norm_of_all_stages(
     compare(n, net, "adamw", plan, flags, preset=preset)
 
 
-@pytest.mark.parametrize("transport", ["edges", "host_staged"])
+@pytest.mark.parametrize("transport", ["edges", more("host_staged")])
 def test_transports_go_on_with_another_number_of_batches(transport: str) -> None:
     plan = {"stages": 2, "transport": transport}
     compare(2, "batchnorm_mlp", "adamw", plan, {"accumulate_grad_batches": 2})
@@ -438,8 +439,8 @@ PLANNED = "but it was to have 2"
 @pytest.mark.parametrize(
     ("preset", "what", "said"),
     [
-        *((name, what, MIDDLE) for name in ("cyclic_dp", "cyclic_zero")
-          for what in ("validates", "stops", "saves", "skips", "short")),
+        *in_turn(("cyclic_dp", "cyclic_zero"),
+                 [(x, MIDDLE) for x in ("validates", "stops", "saves", "skips", "short")]),
         *((name, "is timed", "StepError: broadcast waits for all workers, but was called behind")
           for name in ("cyclic_dp", "cyclic_zero")),
         ("cyclic_zero", "no length", "ConfigurationError: accumulate_grad_batches"),

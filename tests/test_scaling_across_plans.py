@@ -116,8 +116,7 @@ PLAIN = [("auto", "pipedream_2bw"), ("auto", "cyclic_mp")]  # whose epochs count
 
 
 ALWAYS = [
-    ("pipedream_2bw", "cyclic_mp", True), ("cyclic_mp", "1f1b", False),
-    ("auto", "pipedream_2bw", True),
+    ("cyclic_mp", "1f1b", False), ("auto", "pipedream_2bw", True),
 ]  # fmt: skip
 
 

@@ -29,6 +29,7 @@ from tests.corpus import (
     make_trainer,
     outcome,
 )
+from tests.rows import in_turn, more
 
 NUM_MICRO = 4
 NUM_STEPS = 9
@@ -64,10 +65,12 @@ def fit_single(preset: str, net: str, optimizer: str, **more: Any) -> dict[str, 
     return outcome(trainer, module)
 
 
-@pytest.mark.parametrize("preset", list(RULES))
 @pytest.mark.parametrize(
-    ("net", "optimizer"),
-    [("mlp", "sgd"), ("batchnorm_mlp", "adamw"), ("resnet", "sgd"), ("gpt2", "adamw")],
+    ("net", "optimizer", "preset"),
+    in_turn(
+        [("mlp", "sgd"), ("batchnorm_mlp", "adamw"), ("resnet", "sgd"), ("gpt2", "adamw")],
+        list(RULES),
+    ),
 )
 def test_one_device_equals_the_sequential_rule(preset: str, net: str, optimizer: str) -> None:
     (single,) = processes.run(fit_single, 1, preset, net, optimizer)
@@ -155,7 +158,9 @@ def fit_together(preset: str, n: int, seed: int) -> dict[str, Any]:
 
 
 @pytest.mark.multi
-@pytest.mark.parametrize(("preset", "n"), [*((preset, 2) for preset in RULES), ("cyclic_dp", 4)])
+@pytest.mark.parametrize(
+    ("preset", "n"), [*((preset, 2) for preset in RULES), more("cyclic_dp", 4)]
+)
 def test_what_is_drawn_is_the_same_on_one_device_and_in_many_processes(
     preset: str, n: int
 ) -> None:

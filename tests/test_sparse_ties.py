@@ -16,9 +16,10 @@ from lightning_cyclic.plan.actions import Kind, Payload
 from tests import processes
 from tests.corpus import assert_same, weights_of
 from tests.pruned import random_masks
+from tests.rows import more
 from tests.stagewise_modules import FineTuned
 from tests.stagewise_runs import Job, pipelines, prepare
-from tests.test_sparse_workers import fit_staged, masks_of, more, staged_by_rule
+from tests.test_sparse_workers import fit_staged, masks_of, staged_by_rule
 
 pytestmark = pytest.mark.multi
 
@@ -44,7 +45,7 @@ SHARED = replace(GPT, module=SharedLayers)
 @pytest.mark.parametrize(
     ("preset", "num_ranks", "job", "compute", "clip", "dense", "more"),
     [
-        ("1f1b", 2, GPT, "bf16-true", 0.1, EMBEDDING, {"stages": 2}),
+        more("1f1b", 2, GPT, "bf16-true", 0.1, EMBEDDING, {"stages": 2}),
         ("1f1b", 4, SHARED, "bf16-true", 0.1, "", {}),
         more("1f1b", 2, SHARED, "32-true", None, EMBEDDING, {}),
         more("1f1b", 4, GPT, "bf16-true", 0.1, "", {"width": 2, "stages": 2}),
@@ -128,7 +129,7 @@ def save_staged(
 @pytest.mark.parametrize(
     ("preset", "num_ranks", "more"),
     [
-        ("1f1b", 4, {"width": 2}),
+        more("1f1b", 4, {"width": 2}),
         more("gpipe", 4, {"stages": 4}),
         more("1f1b", 2, {"stages": 4}),
         more("pipedream_2bw", 4, {"width": 2}),

@@ -25,6 +25,7 @@ from tests.corpus import (
     train_data,
     valid_data,
 )
+from tests.rows import chosen, in_turn, more
 
 pytestmark = pytest.mark.multi
 
@@ -58,7 +59,7 @@ class OnPlateau(Classifier):
         return {"optimizer": optimizer, "lr_scheduler": plateau}
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", chosen(PRESETS, PRESETS[::2]))
 def test_rates_per_epoch(preset: str) -> None:
     ranks = processes.run(fit, 2, PerEpoch, {"preset": preset, "stages": 4}, 4, {"max_epochs": 3})
     run = Reference(rule=RULES[preset], n=2, num_batches=4, num_epochs=3,
@@ -68,7 +69,7 @@ def test_rates_per_epoch(preset: str) -> None:
     assert len(set(run.rates)) == 3
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", chosen(PRESETS, PRESETS[1::2]))
 def test_rates_on_plateau(preset: str) -> None:
     n = 2
     flags = {"max_epochs": 6, "num_sanity_val_steps": 0}
@@ -90,8 +91,10 @@ def test_rates_on_plateau(preset: str) -> None:
 # ---------------------------------------------------------------------- accumulation
 
 
-@pytest.mark.parametrize("net", ["mlp", "batchnorm_mlp"])
-@pytest.mark.parametrize("preset", ["cyclic_dp", "cyclic_dp_v1", "lockstep_dp"])
+@pytest.mark.parametrize(
+    ("preset", "net"),
+    in_turn(["cyclic_dp", "cyclic_dp_v1", "lockstep_dp"], ["mlp", "batchnorm_mlp"]),
+)
 def test_accumulating_with_an_incomplete_last_window(preset: str, net: str) -> None:
     module = partial(Classifier, net, "adamw")
     flags = {"max_epochs": 3, "accumulate_grad_batches": 2}
@@ -131,18 +134,18 @@ def by_norm_of_each_stage(all_of_them: list[nn.Parameter], stages: list[Any]) ->
     ("n", "preset", "clip", "how"),
     [
         (2, "cyclic_dp", None, by_value),
-        (4, "cyclic_dp_v1", None, by_value),
+        more(4, "cyclic_dp_v1", None, by_value),
         (2, "cyclic_dp", "stage", by_norm_of_each_stage),
-        (4, "cyclic_dp", "stage", by_norm_of_each_stage),
-        (2, "cyclic_dp_v1", "stage", by_norm_of_each_stage),
+        more(4, "cyclic_dp", "stage", by_norm_of_each_stage),
+        more(2, "cyclic_dp_v1", "stage", by_norm_of_each_stage),
         (2, "cyclic_dp", "global", by_norm),
-        (4, "cyclic_dp", "global", by_norm),
-        (2, "cyclic_dp_v1", "global", by_norm),
+        more(4, "cyclic_dp", "global", by_norm),
+        more(2, "cyclic_dp_v1", "global", by_norm),
         (4, "cyclic_dp_v1", None, by_norm),
         (1, "cyclic_dp_v1", "global", by_norm),
         (4, "lockstep_dp", None, by_norm),
         (4, "weipipe", None, by_norm),
-        (2, "weipipe", None, by_value),
+        more(2, "weipipe", None, by_value),
     ],
 )
 def test_clipping(n: int, preset: str, clip: str | None, how: Any) -> None:
@@ -163,7 +166,7 @@ def test_clipping(n: int, preset: str, clip: str | None, how: Any) -> None:
         (2, "cyclic_dp", 2, 1),
         (2, "cyclic_zero", 2, 2),  # updates meet inside a step
         (3, "cyclic_dp", 3, 2),  # updates meet at the end of each
-        (4, "cyclic_dp", 4, 1),
+        more(4, "cyclic_dp", 4, 1),
         (4, "cyclic_zero", 3, 1),
     ],
 )
@@ -197,10 +200,10 @@ def fit_meeting(module: Callable[[], Any], strategy: Any, flags: dict[str, Any])
     [
         (2, "cyclic_dp", "mlp", 3, 1),
         (3, "cyclic_dp", "batchnorm_mlp", 3, 2),
-        (4, "cyclic_dp", "mlp", 5, 1),
+        more(4, "cyclic_dp", "mlp", 5, 1),
         (2, "cyclic_zero", "batchnorm_mlp", 2, 1),
         (3, "cyclic_zero", "mlp", 4, 2),
-        (4, "cyclic_zero", "mlp", 5, 1),
+        more(4, "cyclic_zero", "mlp", 5, 1),
         (2, "cyclic_dp_v1", "mlp", 5, 1),
     ],
 )
@@ -241,32 +244,34 @@ def test_lockstep_clips_as_a_single_device_does() -> None:
 # ---------------------------------------------------------------------- Trainer flags
 
 
+FLAGS = [
+    {"max_epochs": 3, "overfit_batches": 2},
+    {"fast_dev_run": 3},
+    {"max_epochs": 2, "limit_train_batches": 3, "limit_val_batches": 1},
+    {"max_epochs": 2, "limit_train_batches": 0.5, "limit_val_batches": 0},
+    {"max_epochs": 2, "val_check_interval": 0.5},
+    {"max_epochs": 3, "val_check_interval": 4, "check_val_every_n_epoch": None},
+    {"max_epochs": -1, "max_steps": 8},
+    {"max_epochs": 9, "max_steps": 4, "accumulate_grad_batches": 2},
+    {"max_epochs": 2, "min_steps": 13},
+]
+
+
 @pytest.mark.parametrize(
-    "flags",
-    [
-        {"max_epochs": 3, "overfit_batches": 2},
-        {"fast_dev_run": 3},
-        {"max_epochs": 2, "limit_train_batches": 3, "limit_val_batches": 1},
-        {"max_epochs": 2, "limit_train_batches": 0.5, "limit_val_batches": 0},
-        {"max_epochs": 2, "val_check_interval": 0.5},
-        {"max_epochs": 3, "val_check_interval": 4, "check_val_every_n_epoch": None},
-        {"max_epochs": -1, "max_steps": 8},
-        {"max_epochs": 9, "max_steps": 4, "accumulate_grad_batches": 2},
-        {"max_epochs": 2, "min_steps": 13},
-    ],
-    ids=lambda flags: "-".join(map(str, flags)),
+    ("flags", "preset"),
+    in_turn(FLAGS, ["cyclic_dp", "cyclic_dp_v1"]),
+    ids=lambda x: x if isinstance(x, str) else "-".join(map(str, x)),
 )
-def test_flags_mean_what_they_mean_under_ddp(flags: dict[str, Any]) -> None:
+def test_flags_mean_what_they_mean_under_ddp(flags: dict[str, Any], preset: str) -> None:
     expected = processes.run(fit, 2, Classifier, "ddp", 6, flags)
-    for preset in ("cyclic_dp", "cyclic_dp_v1"):
-        ranks = processes.run(fit, 2, Classifier, preset, 6, flags)
-        for rank, same in zip(ranks, expected, strict=True):
-            for what in ("global_step", "epoch"):
-                assert rank[what] == same[what], what
-            assert len(rank["losses"]) == len(same["losses"])
-            assert rank["metrics"].keys() == same["metrics"].keys()
-        assert ranks[0]["metrics"] == ranks[1]["metrics"]
-        assert_same(ranks[1]["weights"], ranks[0]["weights"])
+    ranks = processes.run(fit, 2, Classifier, preset, 6, flags)
+    for rank, same in zip(ranks, expected, strict=True):
+        for what in ("global_step", "epoch"):
+            assert rank[what] == same[what], what
+        assert len(rank["losses"]) == len(same["losses"])
+        assert rank["metrics"].keys() == same["metrics"].keys()
+    assert ranks[0]["metrics"] == ranks[1]["metrics"]
+    assert_same(ranks[1]["weights"], ranks[0]["weights"])
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -321,8 +326,7 @@ def fit_twice(preset: str, anew: bool) -> dict[str, Any]:
     return outcome(trainer, module)
 
 
-@pytest.mark.parametrize("anew", [False, True], ids=["one trainer", "two trainers"])
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize(("preset", "anew"), in_turn(PRESETS, [False, True]))
 def test_two_fits_in_a_row(preset: str, anew: bool) -> None:
     ranks = processes.run(fit_twice, 2, preset, anew)
     module, stage_of = Classifier("batchnorm_mlp"), ranks[0]["stage_of"]

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from tests import corpus, processes
 from tests.corpus import Batch, Classifier, Reference, assert_same, fit
+from tests.rows import in_turn, more
 
 pytestmark = pytest.mark.multi
 
@@ -126,8 +127,7 @@ MODULES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("preset", ["cyclic_dp", "cyclic_dp_v1"])
-@pytest.mark.parametrize("module", MODULES, ids=lambda m: m.__name__)
+@pytest.mark.parametrize(("module", "preset"), in_turn(MODULES, ["cyclic_dp", "cyclic_dp_v1"]))
 def test_modules_of_every_kind(module: Any, preset: str) -> None:
     ranks = processes.run(fit, 2, module, {"preset": preset, "stages": 4}, 13, {})
     assert len(set(ranks[0]["stage_of"].values())) == 4
@@ -184,7 +184,9 @@ def _keeping_the_seed(seed: int) -> Dropping:
     return module
 
 
-@pytest.mark.parametrize("preset", ["cyclic_dp", "cyclic_dp_v1", "lockstep_dp", "weipipe"])
+@pytest.mark.parametrize(
+    "preset", ["cyclic_dp", more("cyclic_dp_v1"), more("lockstep_dp"), "weipipe"]
+)
 def test_dropout_depends_on_seed_step_and_micro_batch_alone(preset: str) -> None:
     ranks = processes.run(fit_seeded, 2, 7, preset)
     again = processes.run(fit_seeded, 2, 7, preset)

@@ -26,6 +26,7 @@ from tests.corpus import (
     valid_data,
     weights_of,
 )
+from tests.rows import more
 from tests.stagewise_runs import Job, loader, pipelines, prepare
 
 pytestmark = pytest.mark.multi
@@ -109,7 +110,9 @@ def assert_messages_meet(events: list[Event], payloads: set[str]) -> None:
     assert payloads <= sent
 
 
-@pytest.mark.parametrize("preset", ["cyclic_dp", "cyclic_dp_v1", "lockstep_dp", "weipipe"])
+@pytest.mark.parametrize(
+    "preset", ["cyclic_dp", more("cyclic_dp_v1"), more("lockstep_dp"), "weipipe"]
+)
 def test_replicas(preset: str, tmp_path: Path) -> None:
     traced = fitted(preset, trace=str(tmp_path))
     events = read(tmp_path / "all.json")
@@ -129,7 +132,7 @@ def test_replicas(preset: str, tmp_path: Path) -> None:
         assert_same(given["weights"], expected_run["weights"], "with and without a trace")
 
 
-@pytest.mark.parametrize("preset", ["1f1b", "pipedream_2bw", "cyclic_mp"])
+@pytest.mark.parametrize("preset", ["1f1b", more("pipedream_2bw"), "cyclic_mp"])
 def test_pipelines(preset: str, tmp_path: Path) -> None:
     traced = fitted(preset, trace=str(tmp_path))
     events = read(tmp_path / "all.json")

@@ -17,6 +17,7 @@ from lightning_cyclic.runtime.buffers import Buffer
 from lightning_cyclic.runtime.whole_step.versions import VersionStore
 from tests import processes
 from tests.corpus import Classifier, assert_same, fit, make_trainer, train_data, valid_data
+from tests.rows import more
 
 pytestmark = pytest.mark.multi
 NUM_STEPS = 7
@@ -28,9 +29,9 @@ NUM_STEPS = 7
         (1, "mlp", "sgd", 2),
         (2, "resnet", "adamw", 4),  # BatchNorm
         (2, "gpt2", "adamw", 2),  # a tied weight, dropout
-        (3, "batchnorm_mlp", "sgd", 3),
-        (3, "mlp", "adamw", 5),
-        (4, "gpt2", "sgd", 8),
+        more(3, "batchnorm_mlp", "sgd", 3),
+        more(3, "mlp", "adamw", 5),
+        more(4, "gpt2", "sgd", 8),
         (4, "batchnorm_mlp", "adamw", 4),
         (4, "resnet", "sgd", 3),  # a worker that owns nothing
     ],
@@ -107,7 +108,7 @@ def fit_counting(stages: int) -> set[int]:
     return copies.counts
 
 
-@pytest.mark.parametrize(("n", "stages"), [(2, 6), (3, 3), (4, 8)])
+@pytest.mark.parametrize(("n", "stages"), [more(2, 6), more(3, 3), (4, 8)])
 def test_a_worker_has_one_stage_of_others_even_while_it_is_handed_on(n: int, stages: int) -> None:
     assert processes.run(fit_counting, n, stages) == [{0, 1}] * n
 

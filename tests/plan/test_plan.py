@@ -192,7 +192,7 @@ sizes = {
     is_sharded=st.booleans(),
     is_relayed=st.booleans(),
 )
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=settings().max_examples // 5)
 def test_any_numbers_make_a_program_that_holds(is_sharded, is_relayed, **numbers):
     num_workers, num_stages = numbers["num_workers"], numbers["num_stages"]
     if PRESETS[numbers["preset"]].placement == "shared":

@@ -21,6 +21,7 @@ from tests import processes
 from tests.corpus import assert_same, weights_of
 from tests.processes import RanksFailedError, here
 from tests.pruned import random_masks
+from tests.rows import more
 
 ROWS, NUM_STEPS = 8, 3
 
@@ -169,7 +170,7 @@ def fit_pruned(arguments: dict[str, Any]) -> dict[str, Any]:
     ("num_ranks", "asked"),
     [
         (1, {}),
-        (2, {}),
+        more(2, {}),
         (2, {"placement": "pipelined"}),
         (2, {"placement": "replicated"}),
     ],

@@ -23,6 +23,7 @@ from tests.corpus import (
     train_data,
     valid_data,
 )
+from tests.rows import in_turn, more
 
 pytestmark = pytest.mark.multi
 
@@ -79,7 +80,7 @@ def load(path: Path) -> dict[str, Any]:
         pytest.param(4, "mlp", "sgd", "cyclic_dp_v1", 0, 4, marks=ONE_MORE),
         pytest.param(2, "batchnorm_mlp", "adamw", "cyclic_zero", 0, 4, marks=ONE_MORE),
         (3, "resnet", "sgd", "cyclic_zero", 2, 3),
-        (2, "batchnorm_mlp", "adamw", "lockstep_dp", 0, 4),
+        more(2, "batchnorm_mlp", "adamw", "lockstep_dp", 0, 4),
         (2, "batchnorm_mlp", "adamw", "weipipe", 0, 4),
         pytest.param(3, "resnet", "sgd", "weipipe", 0, 3, marks=ONE_MORE),
         (1, "mlp", "adamw", "cyclic_dp_v1", 0, 4),
@@ -102,8 +103,9 @@ def test_stop_anywhere_and_go_on_with_the_same_bits(
             assert_same(rank["weights"], expected["weights"], f"from step {step}")
 
 
-@pytest.mark.parametrize("preset", ["cyclic_dp", "cyclic_dp_v1", "lockstep_dp"])
-@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize(
+    ("n", "preset"), in_turn([2, 4], ["cyclic_dp", "cyclic_dp_v1", "lockstep_dp"])
+)
 def test_a_file_holds_everything(n: int, preset: str, tmp_path: Path) -> None:
     args, strategy = ("batchnorm_mlp", "adamw"), {"preset": preset, "stages": 4}
     ranks = processes.run(train, n, args, strategy, tmp_path)
@@ -131,8 +133,10 @@ def test_the_weights_in_a_file_are_the_newest(preset: str, tmp_path: Path) -> No
         assert_same(load(tmp_path / f"step={step}.ckpt")["state_dict"], run.weights, f"{step}")
 
 
-@pytest.mark.parametrize(("n", "strategy"), [(1, "auto"), (2, "ddp")])
-@pytest.mark.parametrize("preset", ["cyclic_dp", "cyclic_dp_v1"])
+@pytest.mark.parametrize(
+    ("preset", "n", "strategy"),
+    in_turn(["cyclic_dp", "cyclic_dp_v1"], [(1, "auto"), (2, "ddp")]),
+)
 def test_other_strategies_go_on_from_a_file(
     preset: str, n: int, strategy: str, tmp_path: Path
 ) -> None:
@@ -165,8 +169,10 @@ def _plainly(args: tuple[str, str], saved: dict[str, Any]) -> dict[str, Any]:
     return weights_of(module)
 
 
-@pytest.mark.parametrize(("n", "strategy"), [(1, "auto"), (2, "ddp")])
-@pytest.mark.parametrize("preset", ["cyclic_dp", "cyclic_dp_v1"])
+@pytest.mark.parametrize(
+    ("preset", "n", "strategy"),
+    in_turn(["cyclic_dp", "cyclic_dp_v1"], [(2, "ddp"), (1, "auto")]),
+)
 def test_going_on_from_a_file_of_another_strategy(
     preset: str, n: int, strategy: str, tmp_path: Path
 ) -> None:
@@ -238,7 +244,7 @@ def resume_warned(*args: Any) -> dict[str, Any]:
     return resumed | {"warning": "\n".join(str(each.message) for each in caught)}
 
 
-@pytest.mark.parametrize("preset", ["cyclic_dp", "cyclic_dp_v1"])
+@pytest.mark.parametrize("preset", ["cyclic_dp", more("cyclic_dp_v1")])
 def test_writing_in_mid_epoch_changes_no_numbers(preset: str, tmp_path: Path) -> None:
     args, strategy = ("resnet", "adamw"), {"preset": preset, "stages": 8}
     writing = processes.run(train, 2, args, strategy, tmp_path)

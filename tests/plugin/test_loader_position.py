@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 from tests import processes
 from tests.corpus import assert_same, make_trainer, weights_of
 from tests.processes import here
+from tests.rows import in_turn, more
 
 pytestmark = pytest.mark.multi
 ROWS, PER_EPOCH, EPOCHS = 24, 6, 3
@@ -162,9 +163,9 @@ def reads(strategy: dict[str, Any], num_ranks: int) -> list[int]:
 
 
 ROWS_OF_TESTS = [
-    (PIPELINE, 2, "plain"), (REPLICAS, 2, "plain"), (PIPELINE, 2, "plain workers"),
-    (REPLICAS, 2, "plain workers"), (WIDE, 4, "plain"), (PIPELINE, 2, "generator"),
-    (REPLICAS, 2, "generator"), (PIPELINE, 2, "stateful"), (REPLICAS, 2, "stateful workers"),
+    more(PIPELINE, 2, "plain"), (REPLICAS, 2, "plain"), (PIPELINE, 2, "plain workers"),
+    more(REPLICAS, 2, "plain workers"), (WIDE, 4, "plain"), (PIPELINE, 2, "generator"),
+    more(REPLICAS, 2, "generator"), (PIPELINE, 2, "stateful"), (REPLICAS, 2, "stateful workers"),
 ]  # fmt: skip
 
 
@@ -191,7 +192,7 @@ def test_loaders_go_on_in_mid_epoch(
     assert not any("was written" in text for rank in resumed for text in rank["said"])
 
 
-@pytest.mark.parametrize("kind", ["generator", "stateful"])
+@pytest.mark.parametrize("kind", [more("generator"), "stateful"])
 def test_and_at_its_end(kind: str, tmp_path: Path) -> None:
     if kind == "stateful":
         pytest.importorskip("torchdata")
@@ -269,8 +270,9 @@ def fit_counts(strategy: Any, folder: str, start: int, num_rows: list[int]) -> N
     fit(strategy, "plain", folder, start, {"rows": num_rows[here().rank]})
 
 
-@pytest.mark.parametrize(("strategy", "n"), [(REPLICAS, 2), (PIPELINE, 2), (WIDE, 4)])
-@pytest.mark.parametrize("start", [0, 2])
+@pytest.mark.parametrize(
+    ("start", "strategy", "n"), in_turn([0, 2], [(REPLICAS, 2), (PIPELINE, 2), (WIDE, 4)])
+)
 def test_numbers_of_batches_that_differ_are_refused(
     strategy: dict[str, Any], n: int, start: int, tmp_path: Path
 ) -> None:

@@ -20,6 +20,7 @@ from lightning_cyclic.plugin.newest import checkpoints_of, newest_whole
 from tests import processes
 from tests.corpus import assert_same, make_trainer, weights_of
 from tests.launched import Tiny
+from tests.rows import more
 
 NUM_STEPS = 6
 
@@ -125,7 +126,7 @@ def fitted(folder: Path, preset: str, num_steps: int, ckpt_path: Path | None = N
 
 @pytest.mark.multi
 @pytest.mark.parametrize(
-    ("num_ranks", "preset"), [(1, "cyclic_dp"), (2, "cyclic_dp"), (2, "1f1b")]
+    ("num_ranks", "preset"), [(1, "cyclic_dp"), more(2, "cyclic_dp"), (2, "1f1b")]
 )
 def test_a_run_goes_on_by_itself(num_ranks: int, preset: str, tmp_path: Path) -> None:
     whole, mine = tmp_path / "whole", tmp_path / "mine"

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from tests import processes
 from tests.corpus import assert_same, make_trainer, weights_of
+from tests.rows import more
 
 pytestmark = pytest.mark.multi
 
@@ -85,9 +86,9 @@ def pasted(line: str) -> Any:
     [
         (2, {"preset": "cyclic_dp"}),
         (2, {"preset": "lockstep_dp", "stages": 3}),
-        (2, {"preset": "1f1b"}),
+        more(2, {"preset": "1f1b"}),
         (2, {"preset": "1f1b", "stages": "measured"}),
-        (2, {"preset": "cyclic_pipeline"}),
+        more(2, {"preset": "cyclic_pipeline"}),
         (1, {"preset": "cyclic_dp", "num_micro": 2}),
         (1, {"preset": "gpipe", "stages": 1, "num_micro": 2}),
     ],
@@ -110,7 +111,7 @@ def test_the_stages_of_a_run_can_be_pasted_from_its_log_and_its_checkpoint(
         assert_same(one["weights"], other["weights"])
 
 
-@pytest.mark.parametrize("preset", ["cyclic_dp", "1f1b", "cyclic_pipeline"])
+@pytest.mark.parametrize("preset", ["cyclic_dp", more("1f1b"), "cyclic_pipeline"])
 def test_a_run_that_goes_on_tells_the_stages_of_the_checkpoint(preset: str, tmp_path: Any) -> None:
     path = str(tmp_path / "run.ckpt")
     named = {"preset": preset, "stages": ["layers.2"]}

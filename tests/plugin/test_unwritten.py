@@ -20,6 +20,7 @@ from lightning_cyclic.plugin import sealed_file
 from lightning_cyclic.plugin.unwritten import Unwritten
 from tests import processes
 from tests.corpus import Classifier, assert_same, make_trainer, train_data, weights_of
+from tests.rows import in_turn
 
 pytestmark = pytest.mark.multi
 SMALL = "size=1m"  # of which a file takes a fortieth, and a folder a seventh
@@ -114,10 +115,12 @@ def check_kept(disk: Path, outcomes: Any, expected: Any, reason: str) -> None:
         sealed_file.check(disk / f"step={step}.ckpt")
 
 
-@pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize(
-    ("kind", "reason"),
-    [("full", "No space left on device"), ("read-only", "Read-only file system")],
+    ("kind", "reason", "background"),
+    in_turn(
+        [("full", "No space left on device"), ("read-only", "Read-only file system")],
+        [False, True],
+    ),
 )
 def test_training_goes_on_and_keeps_the_last_file(
     kind: str, reason: str, background: bool, disk: Path, tmp_path: Path

@@ -24,6 +24,7 @@ from tests.recipes.tiny_data import (
     write_tiny_imagenet,
     write_wmt16,
 )
+from tests.rows import chosen
 
 ROOT = Path(__file__).parents[2]
 LIGHTNING_WARNINGS = [  # of Lightning itself: an old torch name; advice about loaders
@@ -104,7 +105,7 @@ TWO = {  # with the stages by name: those of a number are measured, and differ f
 @pytest.mark.multi
 @pytest.mark.parametrize(
     "experiment",
-    [pytest.param(x, marks=pytest.mark.exhaustive if x == "pipeoptim_cnn" else ()) for x in TWO],
+    chosen(TWO, ["pipeoptim_translation", "2bw_gpt"]),
 )
 def test_two_processes_end_with_the_checkpoint_of_one(experiment, compose_recipe, tmp_path):
     cfg = compose_recipe(

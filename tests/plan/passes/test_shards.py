@@ -11,6 +11,7 @@ from lightning_cyclic.plan.check.replay import Replay
 from lightning_cyclic.plan.check.validate import validate
 from lightning_cyclic.plan.passes.messages import is_for_one_use
 from lightning_cyclic.plan.passes.shards import shards
+from tests.rows import more
 
 FULL = {"preset": "cyclic_zero"}
 RING = {"preset": "lockstep_dp", "schedule": "cyclic_flush", "sharding": "ring"}
@@ -24,7 +25,7 @@ def test_without_full_sharding_nothing_changes():
 @given(
     axes=st.sampled_from([FULL, RING]), num_stages=st.integers(1, 6), num_workers=st.integers(1, 5)
 )
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=settings().max_examples // 5)
 def test_users_hold_the_stage_in_use_beside_their_own_and_the_next(axes, num_stages, num_workers):
     plan = make_plan(**axes, num_stages=num_stages, num_workers=num_workers)
     for w, program in enumerate(plan.programs):
@@ -68,7 +69,7 @@ def test_owners_send_one_slot_ahead_of_use():
 
 
 @given(num_stages=st.integers(1, 7), num_workers=st.integers(1, 6))
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=settings().max_examples // 5)
 def test_neighbours_hand_parameters_on(num_stages, num_workers):
     """N-1 messages for each stage, forwards and backwards: down the line, behind the owner's."""
     plan = make_plan(**RING, num_stages=num_stages, num_workers=num_workers, num_steps=3)
@@ -128,11 +129,17 @@ def test_lockstep_can_be_sharded_too():
     assert {a.kind for p in plan.programs for a in p} == set(Kind) - {Kind.TELL}
 
 
-@pytest.mark.parametrize("relayed", [False, True])
 @pytest.mark.parametrize(
-    "axes", [FULL, {"slack": 2, **FULL}, {"slack": 5, **FULL}, RING, {"norms": "owners", **RING}]
+    ("num_workers", "num_stages", "axes", "relayed"),
+    [
+        (*sizes, axes, relayed) if (j + k) % 2 == relayed else more(*sizes, axes, relayed)
+        for j, sizes in enumerate([(2, 2), (3, 3), (3, 1), (4, 8), (6, 5)])
+        for k, axes in enumerate(
+            [FULL, {"slack": 2, **FULL}, {"slack": 5, **FULL}, RING, {"norms": "owners", **RING}]
+        )
+        for relayed in (False, True)
+    ],
 )
-@pytest.mark.parametrize(("num_workers", "num_stages"), [(2, 2), (3, 3), (3, 1), (4, 8), (6, 5)])
 def test_flushes_anywhere_leave_nothing_pending(num_workers, num_stages, axes, relayed):
     stages = tuple(range(num_stages)) if relayed else ()
     plan = make_plan(

@@ -29,7 +29,7 @@ def traffic(plan):
     slack=st.sampled_from([0, 1, 3, 50]),
     is_sharded=st.booleans(),
 )
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=settings().max_examples // 5)
 def test_sends_and_receives_pair_up_in_order(preset, num_stages, num_workers, slack, is_sharded):
     if PRESETS[preset].placement != "replicated":
         num_workers = min(num_workers, num_stages)

@@ -83,7 +83,7 @@ def made(
 
 
 @given(**numbers)
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=settings().max_examples // 5)
 def test_how_many_rounds_there_are_changes_no_version_and_no_owner(rounds, **rest):
     plan, one = made(rounds=rounds, **rest), made(rounds=1, **rest)
     stages, workers = range(plan.num_stages), range(plan.num_workers)
@@ -101,7 +101,7 @@ def test_how_many_rounds_there_are_changes_no_version_and_no_owner(rounds, **res
 
 
 @given(**numbers)
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=settings().max_examples // 5)
 def test_sums_and_buffers_travel_once_a_step_and_parameters_in_each_round(**given_numbers):
     plan = made(**given_numbers)
     n, s, r = plan.num_workers, plan.num_stages, plan.rounds

@@ -47,7 +47,7 @@ def wide(draw):
 
 
 @given(wide())
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=settings().max_examples // 5)
 def test_any_numbers_make_a_program_that_holds(numbers):
     plan = make_plan(**numbers)
     validate(plan)

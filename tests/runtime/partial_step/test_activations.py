@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 from lightning_cyclic.strategy import CyclicStrategy
 from tests import processes
 from tests.corpus import make_trainer
+from tests.rows import in_turn
 
 NUM_STEPS, ROWS = 3, 2
 PRESETS = pytest.mark.parametrize("preset", ["gpipe", "1f1b"])
@@ -131,10 +132,11 @@ def bound(preset: str, num_stages: int, num_micro: int, j: int) -> int:
     return num_micro if preset == "gpipe" else min(num_micro, num_stages - j)
 
 
-@PRESETS
 @pytest.mark.multi
-@pytest.mark.parametrize("num_ranks", [2, 4])
-@pytest.mark.parametrize("num_micro", [2, 6])
+@pytest.mark.parametrize(
+    ("num_micro", "num_ranks", "preset"),
+    in_turn([(2, 2), (6, 4), (2, 4), (6, 2)], ["gpipe", "1f1b"]),
+)
 def test_a_worker_keeps_no_more_than_its_schedule_says(
     num_ranks: int, num_micro: int, preset: str
 ) -> None:
@@ -155,9 +157,8 @@ def test_one_process_keeps_no_more_than_its_schedule_says(num_stages: int, prese
     assert of_stages(counts, num_stages) == expected
 
 
-@PRESETS
 @pytest.mark.multi
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@pytest.mark.parametrize(("num_ranks", "preset"), in_turn([1, 2, 4], ["gpipe", "1f1b"]))
 def test_what_is_logged_returned_or_skips_stages_keeps_nothing_more(
     num_ranks: int, preset: str
 ) -> None:
@@ -169,9 +170,8 @@ def test_what_is_logged_returned_or_skips_stages_keeps_nothing_more(
     ]
 
 
-@PRESETS
 @pytest.mark.multi
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@pytest.mark.parametrize(("num_ranks", "preset"), in_turn([1, 2, 4], ["1f1b", "gpipe"]))
 def test_with_remat_one_micro_batch_is_kept_at_a_time(num_ranks: int, preset: str) -> None:
     num_stages = max(num_ranks, 2)
     ends = processes.run(most_alive, num_ranks, preset, num_stages, 6, "always")

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from lightning_cyclic.plan import Plan, make_plan
 from lightning_cyclic.runtime.partial_step.versions import Version
 from tests import asynchronous
+from tests.rows import more
 
 from .crews import NUM_STEPS, Crew, batch
 
@@ -82,10 +83,18 @@ PLANS = [
     ("cyclic_mp", 2, 3, 2), ("cyclic_mp", 2, 2, 4), ("cyclic_mp", 4, 10, 4),
     ("cyclic_mp", 4, 4, 4), ("cyclic_mp", 4, 4, 7), ("cyclic_mp", 4, 1, 4),
 ]  # fmt: skip
+EACH = [  # with one optimizer and the other in turn
+    (numbers, optimizer) if (j + k) % 2 == 0 else more(numbers, optimizer)
+    for j, numbers in enumerate(PLANS)
+    for k, optimizer in enumerate(("sgd", "adamw"))
+]
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-@pytest.mark.parametrize("numbers", PLANS, ids=lambda n: "-".join(map(str, n)))
+def named(x: Any) -> str:
+    return x if isinstance(x, str) else "-".join(map(str, x))
+
+
+@pytest.mark.parametrize(("numbers", "optimizer"), EACH, ids=named)
 def test_the_rule_bit_by_bit(numbers: tuple[str, int, int, int], optimizer: str) -> None:
     crew = Crew(plan_of(*numbers), Net, OPTIMIZERS[optimizer])
     crew.train()
@@ -165,8 +174,7 @@ class Tied(Net):
         self.layers[7].weight = self.layers[0].weight
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-@pytest.mark.parametrize("numbers", PLANS[:15], ids=lambda n: "-".join(map(str, n)))
+@pytest.mark.parametrize(("numbers", "optimizer"), EACH[:30], ids=named)
 def test_tied_parameters_have_one_value_for_each_micro_batch(
     numbers: tuple[str, int, int, int], optimizer: str
 ) -> None:

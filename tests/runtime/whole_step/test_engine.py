@@ -20,6 +20,7 @@ from lightning_cyclic.runtime.stages.profile import Recorder
 from lightning_cyclic.runtime.stages.stage_map import StageMap, make_stages
 from lightning_cyclic.runtime.transport import CountingTransport, LocalTransport, PostOffice
 from lightning_cyclic.runtime.whole_step.engine import Engine, up_to_updates
+from tests.rows import more
 from tests.sequential import train
 
 PRESETS = {"cyclic_dp": "freshest", "cyclic_dp_v1": "delayed", "lockstep_dp": "sync",
@@ -232,27 +233,22 @@ def test_what_a_checkpoint_has_of_the_version_before_is_copied_unless_memory_is_
     assert shared
 
 
+RULES_OF_READS = [
+    ("cyclic_dp", 0), ("cyclic_dp", 2), ("cyclic_dp", 4), ("cyclic_dp_v1", 0),
+    ("cyclic_dp_v1/optimizer", 0), ("lockstep_dp", 0),
+]  # fmt: skip
+STAGES = [("N", sgd), (8, adamw), ("N", adamw), (8, sgd)]  # of the first two one always runs
+
+
 @pytest.mark.parametrize(
-    ("stages", "make_optimizer"),
+    ("n", "preset", "slack", "stages", "make_optimizer"),
     [
-        ("N", sgd),
-        (8, adamw),
-        pytest.param("N", adamw, marks=pytest.mark.exhaustive),
-        pytest.param(8, sgd, marks=pytest.mark.exhaustive),
+        (n, *rule, *stages) if (n + j) % 2 == k else more(n, *rule, *stages)
+        for n in (1, 2, 3, 4)
+        for j, rule in enumerate(RULES_OF_READS)
+        for k, stages in enumerate(STAGES)
     ],
 )
-@pytest.mark.parametrize(
-    ("preset", "slack"),
-    [
-        ("cyclic_dp", 0),
-        ("cyclic_dp", 2),
-        ("cyclic_dp", 4),
-        ("cyclic_dp_v1", 0),
-        ("cyclic_dp_v1/optimizer", 0),
-        ("lockstep_dp", 0),
-    ],
-)
-@pytest.mark.parametrize("n", [1, 2, 3, 4])
 def test_every_worker_ends_with_the_bits_of_the_sequential_run(
     n: int, preset: str, slack: int, stages: Any, make_optimizer: Any
 ) -> None:
