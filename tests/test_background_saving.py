@@ -21,6 +21,7 @@ from tests import processes
 from tests.conformance.harness import Batches
 from tests.conformance.modules import vectors
 from tests.corpus import Classifier, assert_same, make_trainer, train_data, weights_of
+from tests.rows import chosen
 from tests.test_deferred import LEAST, Late, staged
 from tests.test_interrupted import contents, difference
 
@@ -102,7 +103,7 @@ def files(folder: Path) -> list[str]:
     return sorted(p.name for p in folder.iterdir())
 
 
-@pytest.mark.parametrize("preset", STRATEGIES)
+@pytest.mark.parametrize("preset", chosen(STRATEGIES, list(STRATEGIES)[:2]))
 def test_a_file_has_the_bits_of_its_step_although_training_goes_on(
     preset: str, tmp_path: Path
 ) -> None:

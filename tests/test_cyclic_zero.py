@@ -380,8 +380,8 @@ def go_on(preset: str, folder: str, resumed: bool) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     ("wrote", "reads"),
     [
-        ("cyclic_dp", "cyclic_zero"), ("cyclic_zero", "cyclic_dp"),
-        ("lockstep_dp", "weipipe"), ("weipipe", "lockstep_dp"),
+        ("cyclic_dp", "cyclic_zero"), more("cyclic_zero", "cyclic_dp"),
+        more("lockstep_dp", "weipipe"), ("weipipe", "lockstep_dp"),
     ],
 )  # fmt: skip
 def test_each_goes_on_from_checkpoints_of_the_other(

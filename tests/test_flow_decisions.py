@@ -12,6 +12,7 @@ from lightning_cyclic.plan import make_plan
 from lightning_cyclic.plan.actions import Kind
 from tests import processes
 from tests.corpus import assert_same
+from tests.rows import more
 from tests.stagewise_runs import Job, Outcome, pipelines
 from tests.test_flow_features import saved_and_resumed, validated
 from tests.test_flow_parity import fit, sequential
@@ -43,9 +44,9 @@ def clipped(job: Job, stage_of: dict[str, int], width: int = 1) -> Outcome:
 @pytest.mark.parametrize(
     ("case", "num_ranks", "options"),
     [
-        ("resnet", 1, {"stages": 4}),
+        more("resnet", 1, {"stages": 4}),
         ("unet", 2, {"stages": 4}),  # two stages of a worker are updated apart
-        ("vit", 4, {"stages": 4}),
+        more("vit", 4, {"stages": 4}),
         ("gpt2", 2, {"stages": 2}),  # which shares a parameter
         ("vit", 4, {"stages": 2, "width": 2}),
     ],

@@ -69,7 +69,7 @@ class InTheOptimizer(Thawing):
         )
 
 
-@pytest.mark.parametrize("preset", ["pipedream", "pipeoptim", "spectrain", "xpipe"])
+@pytest.mark.parametrize("preset", ["pipedream", "pipeoptim", more("spectrain"), "xpipe"])
 def test_pipelines_that_predict_or_stash_agree_with_one_process(preset: str) -> None:
     num_micro = 2 if preset == "xpipe" else 1
     strategy = {"preset": preset, "stages": ["net.2"], "num_micro": num_micro}

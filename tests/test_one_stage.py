@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from tests import processes
 from tests.corpus import assert_same, make_trainer, weights_of
+from tests.rows import in_turn
 
 pytestmark = pytest.mark.multi
 NUM_STEPS = 5
@@ -65,8 +66,11 @@ def fit(skipped: set[int], is_cut: bool, accumulate: int = 1) -> dict[str, Any]:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("skipped", [set(), {1}, {0, 5}, {2, 3}, {0, 1, 2, 3, 8}, {8, 9}], ids=str)
+@pytest.mark.parametrize(
+    ("skipped", "accumulate"),
+    in_turn([{1}, set(), {0, 5}, {2, 3}, {8, 9}, {0, 1, 2, 3, 8}], [1, 2]),
+    ids=str,
+)
 def test_steps_without_a_loss_are_skipped_as_on_one_device(
     skipped: set[int], accumulate: int
 ) -> None:

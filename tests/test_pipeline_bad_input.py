@@ -295,9 +295,13 @@ def test_outputs_that_are_no_tensors(module: type[Chain], stages: list[str]) -> 
 
 
 @pytest.mark.multi
-@pytest.mark.parametrize("num_ranks", [1, 2])
-@pytest.mark.parametrize("module", [EditsReceived, EditsInput, EditsBatch])
-@pytest.mark.parametrize("remat", ["never", "always"])
+@pytest.mark.parametrize(
+    ("remat", "module", "num_ranks"),
+    in_turn(
+        ["never", "always"],
+        [(x, n) for n in (2, 1) for x in (EditsReceived, EditsInput, EditsBatch)],
+    ),
+)
 def test_edits_in_place(module: type[Chain], num_ranks: int, remat: str) -> None:
     ends = ends_of(module, num_ranks, stages=["layers.2"], remat=remat)
     assert_right(ends, module)

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from tests import processes
-from tests.rows import more
+from tests.rows import chosen, more
 from tests.stagewise_modules import CASES
 from tests.stagewise_runs import (
     Job,
@@ -143,7 +143,9 @@ def test_four_stages_in_four_processes(name: str, preset: str) -> None:
     assert_equals_plain(pipelines(job, 4, preset=preset, stages=4), job)
 
 
-@pytest.mark.parametrize("name", [*REPRESENTATIVE, "siamese", "inception"])
+@pytest.mark.parametrize(
+    "name", [more("resnet"), more("unet"), *REPRESENTATIVE[2:], "siamese", "inception"]
+)
 def test_stages_chosen_by_the_strategy(name: str) -> None:
     job = Job(case=name)
     ranks = processes.run(fit, 2, job, {"preset": F1B, "stages": 2})

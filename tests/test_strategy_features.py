@@ -198,7 +198,7 @@ def fit_meeting(module: Callable[[], Any], strategy: Any, flags: dict[str, Any])
 @pytest.mark.parametrize(
     ("n", "preset", "net", "stages", "accumulate"),
     [
-        (2, "cyclic_dp", "mlp", 3, 1),
+        more(2, "cyclic_dp", "mlp", 3, 1),
         (3, "cyclic_dp", "batchnorm_mlp", 3, 2),
         more(4, "cyclic_dp", "mlp", 5, 1),
         (2, "cyclic_zero", "batchnorm_mlp", 2, 1),

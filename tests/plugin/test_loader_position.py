@@ -199,7 +199,7 @@ def test_and_at_its_end(kind: str, tmp_path: Path) -> None:
     go_on(PIPELINE, 2, kind, tmp_path, PER_EPOCH, draws=False)
 
 
-@pytest.mark.parametrize("kind", ["plain", "stateful"])
+@pytest.mark.parametrize("kind", ["plain", more("stateful")])
 def test_loaders_that_were_made_early_go_on_too(kind: str, tmp_path: Path) -> None:
     if kind == "stateful":
         pytest.importorskip("torchdata")

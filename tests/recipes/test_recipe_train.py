@@ -22,6 +22,7 @@ from train import make_trainer, refuse_popen_sweep
 
 from lightning_cyclic.plan import make_plan
 from tests.commands import Command, Commands, asked_for
+from tests.rows import more
 
 ROOT = Path(__file__).parents[2]
 LIGHTNING_WARNINGS = [  # of Lightning itself: an old torch name; advice about loaders
@@ -154,7 +155,7 @@ class TestTwoWorkers:
 
 
 @pytest.mark.multi
-@pytest.mark.parametrize("recipe", ["byte_lm cyclic_dp", "byte_lm gpipe"])
+@pytest.mark.parametrize("recipe", [more("byte_lm cyclic_dp"), "byte_lm gpipe"])
 def test_byte_lm_on_two_workers(recipe, printed):
     assert re.search(r"val bits per byte +│ [78]\.\d{4}", printed(recipe))
 

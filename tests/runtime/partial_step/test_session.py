@@ -21,6 +21,7 @@ from lightning_cyclic.runtime.stages.places import CutPoints
 from lightning_cyclic.runtime.stages.survey import survey
 from lightning_cyclic.runtime.transport import CountingTransport
 from lightning_cyclic.runtime.transport.local import LocalTransport, PostOffice
+from tests.rows import in_turn
 
 from .crews import compare, summarise
 
@@ -157,8 +158,7 @@ PLANS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("norm", [False, True], ids=["plain", "BatchNorm"])
-@pytest.mark.parametrize("name", list(PLANS))
+@pytest.mark.parametrize(("name", "norm"), in_turn(list(PLANS), [True, False]))
 def test_all_workers_in_one_process_equal_the_sequential_run(name: str, norm: bool) -> None:
     preset, num_workers, numbers = PLANS[name]
     crew = Crew(Net(norm), preset, num_workers, **numbers)
