@@ -253,7 +253,7 @@ class Late(Callback):
 
 def test_a_rank_that_runs_an_older_version_gives_the_newest() -> None:
     strategy = staged("cyclic_pipeline", 2) | {"num_micro": 2}
-    (alone,) = processes.run(seen, 1, Slow, strategy, [Late()])
+    (alone,) = processes.run(seen, 1, Net, strategy, [Late()])  # which need not wait
     for rank in processes.run(seen, 2, Slow, strategy, [Late()]):
         assert rank == alone
 
