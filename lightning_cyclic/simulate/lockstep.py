@@ -140,7 +140,8 @@ def unsteady(
             begin = list(map(max, ready, through))
             through = _summed(step.all_reduce, begin, num_bytes, network, jitter, sent)
         now = [
-            max(through[w], now[w] + micro_per_worker * micro_s * slower[w]) + sum(costs.update_s)
+            max(through[w], now[w] + micro_per_worker * micro_s * slower[w])
+            + sum(costs.update_s) * slower[w]
             for w in workers
         ]
         if t == num_steps // 2 - 1:
