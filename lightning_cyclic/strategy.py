@@ -164,7 +164,8 @@ class CyclicStrategy(DDPStrategy):
         slack: slots that messages are given to travel before a version counts as fresh.
         chunks: messages in which a stage's sum of gradients, and its parameters, travel between
             workers that have all stages: each is added to and passed on while the next comes, so
-            that many workers or a slow network hold a step up less. Changes no bit.
+            that many workers or a slow network hold a step up less. Changes no bit. "auto" is what
+            bandwidth and latency ask for, by the number of workers and the size of the model.
         clip: what gradient_clip_val (norm) looks at: "stage", "global", or None for the default:
             "stage" for freshest weights (said once), "global" otherwise.
         relay_buffers: "auto" relays the buffers that the first step changed (BatchNorm
@@ -191,9 +192,9 @@ class CyclicStrategy(DDPStrategy):
             "geometric" lets momentum fade, as if no gradient came any more (FTPipe).
         lookahead_lrs: of presets that predict: use the learning rates that schedulers with
             interval="step" will give, in place of the last one (FTPipe).
-        bandwidth: of pipelines and "auto": of each worker, like "10Gbit/s" or bytes per second.
-            [10Gbit/s]
-        latency: of pipelines and "auto": of a message, like "50us" or seconds. [50us]
+        bandwidth: of pipelines, "auto" and chunks="auto": of each worker, like "10Gbit/s" or
+            bytes per second. [10Gbit/s]
+        latency: of these: of a message, like "50us" or seconds. [50us]
         rank_order: which ranks are neighbours on the ring, or in a pipeline. "auto": those of one
             host, and hosts behind one switch, as SLURM knows them; ranks get new numbers before
             they meet, if fewer hops of the ring cross the network then than as launched (not so
@@ -250,7 +251,7 @@ class CyclicStrategy(DDPStrategy):
         stages: int | str | list[str] = "auto",
         num_micro: int | None = None,
         slack: int = 0,
-        chunks: int = 1,
+        chunks: int | Literal["auto"] = 1,
         clip: str | None = None,
         relay_buffers: str = "auto",
         width: int = 1,
@@ -549,7 +550,8 @@ class CyclicStrategy(DDPStrategy):
             self.model_to_device()
             self._start_alike()  # now, as weights say what is pruned
         super().setup(trainer)
-        options = self._options
+        may_cut = not isinstance(self.precision_plugin, SparseStatePrecision)
+        options = self._options.with_chunks(trainer.lightning_module, may_cut=may_cut)
         kind = _kind_of_training(options, fitting=fitting)
         if kind is None and not fitting:
             return

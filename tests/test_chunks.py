@@ -7,6 +7,7 @@ messages are whole.
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from functools import partial
 from pathlib import Path
@@ -14,8 +15,10 @@ from typing import Any
 
 import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import nn
 
-from lightning_cyclic.errors import PlanError
+from lightning_cyclic.errors import ConfigurationError, PlanError
+from lightning_cyclic.simulate import Network, best_chunks
 from lightning_cyclic.strategy import CyclicStrategy
 from tests import processes
 from tests.corpus import (
@@ -125,3 +128,29 @@ def test_more_chunks_than_there_is_are_refused_on_every_rank() -> None:
     text = r"chunks=1000000, but stage 0 has no more to send than fits in \d+; allowed"
     assert len(re.findall(text, str(failed.value))) >= 2
     assert "ConfigurationError" in str(failed.value)
+
+
+def test_auto_asks_the_network_that_is_given() -> None:
+    slow = {"chunks": "auto", "bandwidth": "1Gbit/s", "latency": "50us"}
+    module = nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(4)])
+
+    def chunks(num_workers: int, may_cut: bool = True, **given: Any) -> object:
+        options = CyclicStrategy(**given)._chosen
+        known = dataclasses.replace(options, num_workers=num_workers)
+        return known.with_chunks(module, may_cut=may_cut).plan(4, num_workers=num_workers).chunks
+
+    cyclic = {"preset": "cyclic_dp", "stages": 4} | slow
+    assert chunks(2, **cyclic) == 1
+    assert chunks(32, **cyclic) == best_chunks(32, 4, 4 * 1024 * 1025 * 4, Network(
+        latency_s=50e-6, bandwidth_bytes_per_s=1.25e8
+    ))  # fmt: skip
+    assert chunks(32, **cyclic) > 4
+    assert chunks(32, may_cut=False, **cyclic) == 1
+    assert chunks(32, preset="cyclic_dp", stages=4, chunks=7) == 7
+    assert chunks(4, preset="1f1b", chunks="auto") == 1
+    module.requires_grad_(False)
+    assert chunks(32, **cyclic) == 1
+    with pytest.raises(ConfigurationError, match="chunks 'all' is unknown; allowed: auto"):
+        CyclicStrategy("cyclic_dp", chunks="all")  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match='chunks="auto"; use'):
+        CyclicStrategy("cyclic_dp", bandwidth="1Gbit/s")

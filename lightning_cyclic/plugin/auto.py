@@ -102,11 +102,11 @@ def check_network(options: Options, given: Mapping[str, object]) -> None:
         ConfigurationError: with the argument.
     """
     name, value = next(((n, v) for n, v in given.items() if v is not None), ("", None))
-    if name and options.plans_placement != "pipelined":
+    if name and options.plans_placement != "pipelined" and options.chunks != AUTO:
         raise ConfigurationError(
             f"{name}={value!r} is of no use with placement {options.plans_placement!r} (preset "
             f"{options.preset!r}), where nothing is chosen by it; allowed: {name}=None, a "
-            f'pipeline, whose stages are cut by it, or "auto"; use '
+            f'pipeline, whose stages are cut by it, "auto", or chunks="auto"; use '
             f'CyclicStrategy("auto", {name}={value!r})'
         )
 

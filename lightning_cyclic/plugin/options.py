@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import final, get_args
 
@@ -36,7 +36,7 @@ from lightning_cyclic.runtime.stages.evidence import ClockName
 from lightning_cyclic.runtime.sum_dtypes import WIRE_DTYPES, SumDtypes
 from lightning_cyclic.runtime.transport.choice import Route
 from lightning_cyclic.runtime.whole_step.session import auto_stages
-from lightning_cyclic.simulate import Network
+from lightning_cyclic.simulate import Network, best_chunks
 
 TRAINING_S = 300.0  # limit of a wait for another rank, where the user sets none
 STARTING_S = 1800.0  # until training has begun, and where code may be compiled; as torch has it
@@ -56,7 +56,7 @@ class Options:
         stages: "auto", "measured", a number, or module paths.
         num_micro: micro-batches per update, of each replica.
         slack: slots that messages are given to travel.
-        chunks: messages in which a stage's sum of gradients, or its parameters, travel.
+        chunks: messages in which a stage's sum of gradients, or its parameters, travel; or "auto".
         clip: "stage", "global" or None.
         relay_buffers: "auto" or "all".
         width: replicas of a pipeline.
@@ -91,7 +91,7 @@ class Options:
     stages: int | str | Sequence[str]
     num_micro: int | None
     slack: int
-    chunks: int
+    chunks: int | str
     clip: str | None
     relay_buffers: str
     width: int
@@ -130,6 +130,8 @@ class Options:
             check_choice(self.resume, ("auto",), "resume")
         if self.clip is not None:
             check_choice(self.clip, CLIPPING, "clip")
+        if isinstance(self.chunks, str):
+            check_choice(self.chunks, ("auto",), "chunks")
         check_choice(self.remat, REMAT, "remat")
         check_choice(self.transport, get_args(Route), "transport")
         if self.wire_dtype is not None:
@@ -263,7 +265,7 @@ class Options:
             width=self.width,
             tied=tied,
             slack=self.slack,
-            chunks=self.chunks,
+            chunks=1 if isinstance(self.chunks, str) else self.chunks,
             relayed=relayed,
             relayed_until=relayed_until,
             schedule=self.schedule,
@@ -281,6 +283,22 @@ class Options:
                 f"num_micro={plan.num_workers}, and Trainer(accumulate_grad_batches={plan.rounds})"
             )
         return plan
+
+    def with_chunks(self, module: nn.Module, *, may_cut: bool) -> Options:
+        """Return the same with a number of chunks: the network's, if the user leaves it to that.
+
+        Args:
+            module: whose trained parameters travel.
+            may_cut: whether they travel as they are.
+        """
+        if not isinstance(self.chunks, str):
+            return self
+        if self.is_stagewise or not may_cut or self.num_workers is None:
+            return replace(self, chunks=1)
+        sizes = (p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
+        num_stages = self.expected_stages(module)
+        chunks = best_chunks(self.num_workers, num_stages, sum(sizes), self.network)
+        return replace(self, chunks=chunks)
 
     def expected_stages(self, module: nn.Module | None) -> int:
         """Return how many stages there will be, as far as that is known before the first step.
