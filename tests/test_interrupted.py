@@ -123,8 +123,8 @@ def _copy(file: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "preset",
     [
-        "pipedream_2bw",
-        *(more(p) for p in ("cyclic_dp", "lockstep_dp", "1f1b")),
+        "cyclic_dp", "pipedream_2bw",
+        *(more(p) for p in ("lockstep_dp", "1f1b")),
     ],
 )  # fmt: skip
 def test_a_run_that_is_interrupted_ends_with_the_same_bits(preset: str, tmp_path: Path) -> None:
