@@ -3,6 +3,7 @@
     python benchmarks/replicated.py                          2 workers on loopback, real compute
     python benchmarks/replicated.py --case net               2-8 workers in network namespaces with
                                                              a rate limit, compute emulated (root)
+    python benchmarks/replicated.py --case chunks            8 workers there, few stages in chunks
 
 Every case starts its workers once; each worker trains the same module with one strategy after
 the other, round after round, so that a drift of the machine's speed meets all of them alike.
@@ -29,7 +30,8 @@ from typing import Any
 from hosts import Hosts
 
 # alone: every worker for itself; behind a slash: the sharding, where it is not the preset's, or
-# the MiB of DDP's buckets, where they are not the 25 that it has by default
+# the MiB of DDP's buckets, where they are not the 25 that it has by default; behind colons: the
+# number of stages, and of their chunks
 STRATEGIES = ("alone", "ddp", "ddp/2", "cyclic_dp", "cyclic_dp_v1", "cyclic_dp_v1/optimizer")
 WARM_UP = 8
 LATENCY_S = 2e-4  # gloo, per message, measured
@@ -110,6 +112,22 @@ NETWORK = [
         (8, "100mbit", 0.2, 200),
     ]
 ]
+CHUNKS = [
+    Case(
+        name=f"{n} workers, {rate}, 200 ms, in chunks",
+        num_workers=n,
+        step_s=0.2,
+        width=width,
+        depth=8,
+        batch=8,
+        rate=rate,
+        num_steps=30,
+        rounds=3,
+        strategies=("alone", "ddp", *(f"cyclic_dp:{x}" for x in ("2:1", "2:4", "2:8", "8:1"))),
+    )
+    for n, rate, width in [(8, "1gbit", 640), (8, "100mbit", 200)]
+]
+CASES = {"loopback": LOOPBACK, "net": NETWORK, "chunks": CHUNKS}
 
 
 # ---------------------------------------------------------------------- one worker
@@ -170,6 +188,10 @@ def make_strategy(name: str) -> Any:
 
     if name == "alone":
         return SingleDeviceStrategy("cpu")
+    if ":" in name:
+        preset, *numbers = name.split(":")
+        num_stages, num_chunks = map(int, numbers)
+        return CyclicStrategy(preset, stages=num_stages, chunks=num_chunks)
     preset, _, sharding = name.partition("/")
     if preset == "ddp" and sharding:
         return DDPStrategy(bucket_cap_mb=float(sharding))
@@ -349,7 +371,10 @@ def predicted(case: Case, preset: str, compute_s: float) -> float:
     from lightning_cyclic.simulate import Costs, Network, compare
 
     num_bytes = 4 * case.depth * (case.width + 1) * case.width
-    num_stages = min(auto_stages(case.num_workers, num_bytes), case.depth)
+    num_stages, num_chunks = min(auto_stages(case.num_workers, num_bytes), case.depth), 1
+    if ":" in preset:
+        preset, *numbers = preset.split(":")
+        num_stages, num_chunks = map(int, numbers)
     preset, _, sharding = preset.partition("/")
     ddp_mib, preset = (sharding, "cyclic_dp") if preset == "ddp" else ("", preset)
     sharding = "" if ddp_mib else sharding
@@ -359,6 +384,7 @@ def predicted(case: Case, preset: str, compute_s: float) -> float:
         num_stages=num_stages,
         num_workers=case.num_workers,
         num_steps=12,
+        chunks=num_chunks,
     )
     costs = Costs.even(num_stages, compute_s=compute_s, model_bytes=num_bytes)
     network = Network(latency_s=LATENCY_S, bandwidth_bytes_per_s=BYTES_PER_S[case.rate])
@@ -373,19 +399,19 @@ def predicted(case: Case, preset: str, compute_s: float) -> float:
 def main() -> None:
     """Run the cases that were asked for and print their table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--case", choices=["loopback", "net"], default="loopback")
+    parser.add_argument("--case", choices=list(CASES), default="loopback")
     parser.add_argument("--only", default="", help="run the cases whose name contains this")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
         work(Case(**json.loads(args.worker)))
         return
-    cases = [c for c in (LOOPBACK if args.case == "loopback" else NETWORK) if args.only in c.name]
+    cases = [c for c in CASES[args.case] if args.only in c.name]
     for case in cases:
         seconds = run(case)
-        wall, cpu = ({s: [x[k] for x in seconds[s]] for s in STRATEGIES} for k in (0, 1))
+        wall, cpu = ({s: [x[k] for x in seconds[s]] for s in case.strategies} for k in (0, 1))
         print(f"\n{case.name}: DDP {1000 * statistics.median(wall['ddp']):.1f} ms per step")
-        for s in STRATEGIES[2:]:
+        for s in case.strategies[2:]:
             each = [
                 spread([a / b for a, b in zip(x[s], x["ddp"], strict=True)]) for x in (wall, cpu)
             ]
