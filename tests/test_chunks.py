@@ -30,6 +30,7 @@ from tests.corpus import (
     train_data,
     weights_of,
 )
+from tests.rows import chosen
 
 pytestmark = pytest.mark.multi
 RULES = {"cyclic_dp": "freshest", "cyclic_dp_v1": "delayed", "lockstep_dp": "sync"}
@@ -47,13 +48,9 @@ ALWAYS = {
     (4, "gpt2", "cyclic_dp", 4, 3), (4, "resnet", "cyclic_dp_v1", 4, 16),
     (4, "mlp", "lockstep_dp", 2, 3),
 }  # fmt: skip
-MORE = pytest.mark.exhaustive
 
 
-@pytest.mark.parametrize(
-    ("n", "net", "preset", "stages", "chunks"),
-    [pytest.param(*row, marks=() if row in ALWAYS else MORE) for row in ALL],
-)
+@pytest.mark.parametrize(("n", "net", "preset", "stages", "chunks"), chosen(ALL, ALWAYS))
 def test_chunks_have_the_bits_of_the_sequential_run(
     n: int, net: str, preset: str, stages: int, chunks: int
 ) -> None:
@@ -79,8 +76,17 @@ OTHERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", OTHERS)
-@pytest.mark.parametrize("net", ["resnet", pytest.param("gpt2", marks=MORE)])
+OTHERS_ALWAYS = {
+    (name, "resnet")
+    for name in (
+        "sharded", "handed on", "half, sharded", "rounds", "clipped together", "no names, sharded"
+    )
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "net"), chosen([(x, y) for x in OTHERS for y in ("resnet", "gpt2")], OTHERS_ALWAYS)
+)
 def test_chunks_have_the_bits_of_whole_messages(name: str, net: str) -> None:
     strategy, trainer = OTHERS[name]
     module = partial(Classifier, net, "adamw")

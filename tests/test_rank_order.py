@@ -125,6 +125,7 @@ def by_hand(out: Path) -> None:
     launched.fit(out, CyclicStrategy("cyclic_dp"), devices=1, num_nodes=4)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_ranks_of_torchrun_are_renumbered_also_when_they_are_started_again(

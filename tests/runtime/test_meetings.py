@@ -108,7 +108,7 @@ def stop(victim: int) -> None:
 
 def test_a_rank_that_is_stopped_where_all_have_come_is_named() -> None:
     with pytest.raises(processes.RanksFailedError) as caught:
-        processes.run(stop, 3, 1, time_limit_s=40, after_failure_s=8)
+        processes.run(stop, 3, 1, time_limit_s=40, after_failure_s=5)
     errors = caught.value.errors
     del errors[1]
     for rank, text in errors.items():
