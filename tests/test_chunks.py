@@ -107,10 +107,12 @@ def go_on(preset: str, chunks: tuple[int, int], folder: str) -> dict[str, Any]:
     flags = {"max_epochs": 1, "callbacks": [saver], "enable_checkpointing": True}
     first = make_trainer(strategy | {"chunks": chunks[0]}, **flags)
     first.fit(module, train_data(module, NUM_STEPS))
+    assert first.strategy.plan.chunks == chunks[0]  # type: ignore[attr-defined]
     again = Classifier("resnet", "adamw")
     second = make_trainer(strategy | {"chunks": chunks[1]}, max_epochs=1)
     second.fit(again, train_data(again, NUM_STEPS), ckpt_path=f"{folder}/step=3.ckpt")
     assert second.global_step == NUM_STEPS
+    assert second.strategy.plan.chunks == chunks[1]  # type: ignore[attr-defined]
     return {"first": weights_of(module), "second": weights_of(again)}
 
 
@@ -154,9 +156,13 @@ def test_auto_asks_the_network_that_is_given() -> None:
     assert chunks(32, may_cut=False, **cyclic) == 1
     assert chunks(32, preset="cyclic_dp", stages=4, chunks=7) == 7
     assert chunks(4, preset="1f1b", chunks="auto") == 1
+    assert chunks(32, **cyclic | {"preset": "cyclic_zero"}) == 1  # owners are sent to, by all
+    assert chunks(32, **cyclic | {"preset": "weipipe"}) > 4
     module.requires_grad_(False)
     assert chunks(32, **cyclic) == 1
     with pytest.raises(ConfigurationError, match="chunks 'all' is unknown; allowed: auto"):
         CyclicStrategy("cyclic_dp", chunks="all")  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match='chunks="auto"; use'):
         CyclicStrategy("cyclic_dp", bandwidth="1Gbit/s")
+    with pytest.raises(ConfigurationError, match="is of no use with placement 'shared'"):
+        CyclicStrategy("cyclic_mp", chunks="auto", bandwidth="1Gbit/s")

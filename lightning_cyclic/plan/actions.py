@@ -77,6 +77,9 @@ class Payload(_Name):
     M = "M"  # a metric's state at the end of an epoch, worker of stage j -> the others
 
 
+IN_CHUNKS = frozenset({Payload.S, Payload.T, Payload.H, Payload.P})  # what a whole stage has
+
+
 class Lane(_Name):
     """Say beside what else of its worker an action runs."""
 
@@ -170,7 +173,7 @@ _WITH_MICRO = {
 _WITH_VERSION = {Kind.UPDATE, Kind.GATHER, Kind.FREE, Payload.P, Payload.V}
 _MAYBE_VERSION = {Kind.F, Kind.B, Payload.X}  # of programs without weights; X has its message's
 _MAYBE_MICRO = {Payload.P, Payload.X}  # P that is fetched for one use names it
-_MAYBE_CHUNK = {Kind.ADD, Payload.S, Payload.T, Payload.H, Payload.P}
+_MAYBE_CHUNK = {Kind.ADD, *IN_CHUNKS}
 
 
 def parse(text: str) -> Action:

@@ -25,11 +25,11 @@ from functools import cached_property, partial
 from itertools import chain
 from typing import TYPE_CHECKING, final
 
-from lightning_cyclic.plan.actions import Action, Kind, Lane, Payload
+from lightning_cyclic.plan.actions import IN_CHUNKS, Action, Kind, Lane, Payload
 from lightning_cyclic.plan.actions import Program as Actions
 from lightning_cyclic.plan.dataflow import Dataflow
 from lightning_cyclic.plan.passes.buffers import copies
-from lightning_cyclic.plan.passes.chunks import IN_CHUNKS, chunks
+from lightning_cyclic.plan.passes.chunks import chunks
 from lightning_cyclic.plan.passes.messages import (
     Channel,
     Ring,

@@ -102,7 +102,8 @@ def check_network(options: Options, given: Mapping[str, object]) -> None:
         ConfigurationError: with the argument.
     """
     name, value = next(((n, v) for n, v in given.items() if v is not None), ("", None))
-    if name and options.plans_placement != "pipelined" and options.chunks != AUTO:
+    asks_for_chunks = options.chunks == AUTO and options.plans_placement == "replicated"
+    if name and options.plans_placement != "pipelined" and not asks_for_chunks:
         raise ConfigurationError(
             f"{name}={value!r} is of no use with placement {options.plans_placement!r} (preset "
             f"{options.preset!r}), where nothing is chosen by it; allowed: {name}=None, a "

@@ -293,7 +293,9 @@ class Options:
         """
         if not isinstance(self.chunks, str):
             return self
-        if self.is_stagewise or not may_cut or self.num_workers is None:
+        sharding = self._probe().axes.sharding
+        passes_on = sharding.hands_on or not sharding.adds_at_owner  # else no hop waits for one
+        if self.is_stagewise or not (may_cut and passes_on) or self.num_workers is None:
             return replace(self, chunks=1)
         sizes = (p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
         num_stages = self.expected_stages(module)

@@ -6,7 +6,7 @@ while autograd adds to it, and where Lightning and optimizers look: inside an up
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple, final
 
@@ -47,40 +47,37 @@ class Addition:
 
     def __init__(self, total: Sum, found: Sum, dtypes: SumDtypes) -> None:
         self._dtypes = dtypes
-        self._begins: list[
-            tuple[Tensor | None, Tensor | None]
-        ] = []  # new memory, what it begins as
-        self._terms: list[tuple[Tensor | None, Tensor | None]] = []  # a sum, what is added to it
+        # new memory, and what it begins as; sums, and what is added to them: tensor by tensor
+        self._new: Gradients = []
+        self._begins: Gradients = []
+        self._into: Gradients = []
+        self._others: Gradients = []
         self._left: Buffer | None = None
         word = total.word | found.word
         for into, other in ((total, found), (found, total)):  # the same bits in either order
             if self._has_room(into.grads, other.grads):
-                self._terms = list(zip(into.grads, other.grads, strict=True))
+                self._into, self._others = into.grads, other.grads
                 self._left = other.buffer
                 self.sum = into._replace(word=word)
                 return
         pairs = zip(total.grads, found.grads, strict=True)
-        self.sum = Sum(
-            [self._place(x, y) for x, y in pairs], word
-        )  # some may lie in either's buffer
+        # some may lie in either's buffer
+        self.sum = Sum([self._place(x, y) for x, y in pairs], word)
 
     def add(self) -> Sum:
         """Add all of it."""
-        for into, x in self._begins:
-            if into is not None and x is not None:
-                into.copy_(x)
-        _add(self._terms)
+        _apply(torch._foreach_copy_, self._new, self._begins)
+        _apply(torch._foreach_add_, self._into, self._others)
         self.end()
         return self.sum
 
     def add_pieces(self, pieces: Sequence[Piece]) -> None:
         """Add what a chunk has."""
-        for piece in pieces if self._begins else ():
-            into, x = (piece.of([pair[end] for pair in self._begins]) for end in (0, 1))
-            if into is not None and x is not None:
-                into.copy_(x)
-        sums, others = ([pair[end] for pair in self._terms] for end in (0, 1))
-        _add([(piece.of(sums), piece.of(others)) for piece in pieces])
+        if self._new:
+            new, begins = ([piece.of(xs) for piece in pieces] for xs in (self._new, self._begins))
+            _apply(torch._foreach_copy_, new, begins)
+        into, others = ([piece.of(xs) for piece in pieces] for xs in (self._into, self._others))
+        _apply(torch._foreach_add_, into, others)
 
     def end(self) -> None:
         """Have added all of it."""
@@ -104,16 +101,23 @@ class Addition:
                 total, own = own, total
             into, term = total, own
             if total.dtype != dtype:
-                into, begin = torch.empty_like(total, dtype=dtype), total
-        self._begins.append((into if begin is not None else None, begin))
-        self._terms.append((into if term is not None else None, term))
+                begin, device = total, total.device
+                # as it lies, gaps included: pieces are counted in memory
+                into = torch.empty_strided(
+                    total.size(), total.stride(), dtype=dtype, device=device
+                )
+        self._new.append(into if begin is not None else None)
+        self._begins.append(begin)
+        self._into.append(into if term is not None else None)
+        self._others.append(term)
         return into
 
 
-def _add(terms: Iterable[tuple[Tensor | None, Tensor | None]]) -> None:
-    pairs = [(into, x) for into, x in terms if into is not None and x is not None]
+def _apply(do: Callable[..., object], into: Gradients, others: Gradients) -> None:
+    """Copy or add what is there."""
+    pairs = [(x, y) for x, y in zip(into, others, strict=True) if x is not None and y is not None]
     if pairs:
-        torch._foreach_add_([into for into, _ in pairs], [x for _, x in pairs])
+        do([x for x, _ in pairs], [y for _, y in pairs])
 
 
 @final

@@ -105,7 +105,7 @@ def compare(
         each, steps = _micro_per_worker(plan), plan.num_steps
         reference = unsteady(
             reference, costs, network, plan.num_workers, jitter,
-            micro_per_worker=each, num_steps=steps,
+            micro_per_worker=each, num_steps=steps, bucket_bytes=bucket_bytes,
         )  # fmt: skip
     return Comparison(
         preset=plan.preset,
@@ -145,9 +145,7 @@ def _of_plan(
         versions=max(worker.versions for worker in workers),
         activations=max(worker.activations for worker in workers),
         all_activations=counted.activations,
-        memory=max(
-            memory(plan.whole, costs, state_per_param=state_per_param), key=lambda m: m.total
-        ),
+        memory=max(memory(plan, costs, state_per_param=state_per_param), key=lambda m: m.total),
     )
 
 

@@ -7,6 +7,7 @@ that a plan and the reference meet the very same slow steps.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 from random import Random
 from typing import final
 
@@ -42,8 +43,8 @@ class Jitter:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        is_share = 0 <= self.stragglers <= 1
-        if min(self.compute, self.latency) < 0 or not is_share or self.slowdown < 1:
+        fits = 0 <= self.compute < inf and 0 <= self.latency < inf  # and no NaN
+        if not (fits and 0 <= self.stragglers <= 1 and 1 <= self.slowdown < inf):
             raise PlanError(
                 f"{self}; allowed: compute and latency from 0 on, stragglers from 0 to 1, "
                 "slowdown from 1 on; use Jitter(compute=0.1, latency=1.0)"

@@ -112,25 +112,31 @@ def best_lockstep(
 
 def unsteady(
     step: Lockstep, costs: Costs, network: Network, num_workers: int, jitter: Jitter,
-    *, micro_per_worker: float = 1, num_steps: int = 40,
+    *, micro_per_worker: float = 1, num_steps: int = 40, bucket_bytes: float | None = None,
 ) -> Lockstep:  # fmt: skip
     """Compute the mean step where workers and links are unsteady.
 
     Round by round: in each a worker waits for one other, and for the message that comes from it.
 
     Args:
-        step: a steady one, in equal buckets; its all-reduce is kept. Of two levels only compute
-            is unsteady: all wait for the slowest.
+        step: a steady one; its all-reduce is kept. Of two levels only compute is unsteady: all
+            wait for the slowest.
         costs: what each stage costs.
         network: the links between the workers.
         num_workers: number of workers.
         jitter: how unsteady they are; the same steps are slow as in :func:`simulate`.
         micro_per_worker: as in :func:`lockstep`.
         num_steps: of which the first half is not counted.
+        bucket_bytes: as in :func:`lockstep`. [the step's number of equal buckets]
     """
     micro_s = sum(costs.forward_s) + sum(costs.backward_s)
     before_s = (micro_per_worker - 1) * micro_s + sum(costs.forward_s)
-    buckets, workers = _equal_buckets(costs, step.num_buckets), range(num_workers)
+    workers = range(num_workers)
+    buckets = (
+        _equal_buckets(costs, step.num_buckets)
+        if bucket_bytes is None
+        else list(_buckets(costs, bucket_bytes))
+    )
     now, half_s, sent = [0.0] * num_workers, 0.0, count()
     for t in range(num_steps):
         slower = [jitter.of_step(w, t) for w in workers]

@@ -11,6 +11,7 @@ from torch import Tensor
 from lightning_cyclic.runtime.buffers import Buffer, Layout
 from lightning_cyclic.runtime.gradient_store import Addition, GradientStore, Sum
 from lightning_cyclic.runtime.sum_dtypes import SumDtypes
+from lightning_cyclic.simulate.best_chunks import MOST
 
 CPU = torch.device("cpu")
 
@@ -23,7 +24,8 @@ def tensors(dtype: torch.dtype = torch.float32, seed: int = 0) -> list[Tensor]:
         return torch.randn(size, generator=g).to(dtype)
 
     last = draw(2, 3, 4, 5).contiguous(memory_format=torch.channels_last)
-    return [draw(37, 5), draw(1), draw(7, 11).t(), draw(), draw(0, 3), last, draw(300)]
+    gaps = draw(6, 8)[:, :5]
+    return [draw(37, 5), draw(1), draw(7, 11).t(), draw(), draw(0, 3), last, gaps, draw(300)]
 
 
 def bits(x: Tensor) -> bytes:
@@ -53,7 +55,7 @@ def test_chunks_are_the_whole_without_gap_or_overlap(num_chunks: int) -> None:
 def test_every_element_is_in_one_piece(dtype: torch.dtype, num_chunks: int) -> None:
     given = tensors(dtype)
     layout = Layout(given, CPU, num_chunks=num_chunks)
-    buffer, counts = layout.new(), [torch.zeros_like(x) for x in given]
+    buffer, counts = layout.new(), layout.laid(map(torch.zeros_like, given))
     for c in range(num_chunks):
         for piece in layout.pieces(c):
             one, there = piece.of(counts), piece.of(buffer.tensors)
@@ -63,7 +65,11 @@ def test_every_element_is_in_one_piece(dtype: torch.dtype, num_chunks: int) -> N
             (content,) = layout.content(buffer, c)  # that the piece lies in
             inside = there.data_ptr() - content.data_ptr()
             assert 0 <= inside <= content.numel() - there.numel() * there.element_size()
-    assert all(bool((x == 1).all()) for x in counts)
+    assert all(x is not None and bool((x == 1).all()) for x in counts)
+
+
+def test_auto_asks_for_no_more_than_the_smallest_tensor_fills() -> None:
+    assert Layout([torch.zeros(1)], CPU).most_chunks == MOST
 
 
 def test_pieces_are_of_what_lies_as_the_layout_has_it() -> None:

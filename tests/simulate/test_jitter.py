@@ -1,3 +1,4 @@
+import math
 import statistics
 from dataclasses import replace
 
@@ -5,7 +6,15 @@ import pytest
 
 from lightning_cyclic.errors import PlanError
 from lightning_cyclic.plan import make_plan
-from lightning_cyclic.simulate import Costs, Jitter, Network, best_lockstep, compare, simulate
+from lightning_cyclic.simulate import (
+    Costs,
+    Jitter,
+    Network,
+    best_lockstep,
+    compare,
+    lockstep,
+    simulate,
+)
 from lightning_cyclic.simulate.lockstep import _equal_buckets, _step, unsteady
 
 COSTS = Costs.even(4, compute_s=12.0, model_bytes=8.0, update_s=0.5)
@@ -40,6 +49,13 @@ def test_without_jitter_rounds_take_what_the_formula_says(
 ):
     step = steady(all_reduce, num_workers, network, num_buckets)
     found = unsteady(step, COSTS, network, num_workers, Jitter(), num_steps=6)
+    assert found.step_s == pytest.approx(step.step_s, rel=1e-9)
+
+
+@pytest.mark.parametrize("bucket_bytes", [0, 3, 8])
+def test_buckets_that_are_given_are_kept(bucket_bytes):
+    step = lockstep(COSTS, LINK, 5, bucket_bytes=bucket_bytes)
+    found = unsteady(step, COSTS, LINK, 5, Jitter(), num_steps=6, bucket_bytes=bucket_bytes)
     assert found.step_s == pytest.approx(step.step_s, rel=1e-9)
 
 
@@ -85,7 +101,16 @@ def test_staggered_workers_bear_stragglers_better():
 
 
 @pytest.mark.parametrize(
-    "numbers", [{"compute": -0.1}, {"latency": -1}, {"stragglers": 1.5}, {"slowdown": 0.5}]
+    "numbers",
+    [
+        {"compute": -0.1},
+        {"latency": -1},
+        {"stragglers": 1.5},
+        {"slowdown": 0.5},
+        {"compute": math.nan},
+        {"latency": math.inf},
+        {"stragglers": math.nan},
+    ],
 )
 def test_numbers_out_of_range_are_refused(numbers):
     with pytest.raises(PlanError, match=r"Jitter\(.*; allowed: compute and latency from 0 on"):

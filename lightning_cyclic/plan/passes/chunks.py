@@ -17,12 +17,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from lightning_cyclic.plan.actions import Action, Kind, Lane, Payload
+from lightning_cyclic.plan.actions import IN_CHUNKS, Action, Kind, Lane, Payload
 
 if TYPE_CHECKING:
     from lightning_cyclic.plan.plan import Plan
 
-IN_CHUNKS = frozenset({Payload.S, Payload.T, Payload.H, Payload.P})
 _SUMS = frozenset({Payload.S, Payload.T})
 
 

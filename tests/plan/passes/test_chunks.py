@@ -9,8 +9,8 @@ import pytest
 
 from lightning_cyclic.errors import PlanError
 from lightning_cyclic.plan import make_plan
-from lightning_cyclic.plan.actions import Action, Kind, Payload, parse
-from lightning_cyclic.plan.passes.chunks import IN_CHUNKS, chunks
+from lightning_cyclic.plan.actions import IN_CHUNKS, Action, Kind, Payload, parse
+from lightning_cyclic.plan.passes.chunks import chunks
 from lightning_cyclic.plan.passes.messages import channel_of
 from lightning_cyclic.plan.plan import Plan
 
