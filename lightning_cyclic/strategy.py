@@ -52,6 +52,7 @@ from lightning_cyclic.plugin.checkpoint_folder import (
 )
 from lightning_cyclic.plugin.checks import (
     check_has_values,
+    check_hosts_of_groups,
     check_no_averaging,
     check_no_leftovers,
     check_plan,
@@ -166,6 +167,12 @@ class CyclicStrategy(DDPStrategy):
             workers that have all stages: each is added to and passed on while the next comes, so
             that many workers or a slow network hold a step up less. Changes no bit. "auto" is what
             bandwidth and latency ask for, by the number of workers and the size of the model.
+        groups: into how many groups of neighbours workers are divided that have all stages. Those
+            of a group, which must be on one host, run side by side, as under DDP; groups are
+            staggered as single workers would be. A sum visits as many places as there are groups,
+            and crosses hosts as often, so that many workers hold a step up less; weights are as
+            late as with so many workers. One group is plain data parallelism, its sums added in
+            the order of workers. [None: each worker is a group]
         clip: what gradient_clip_val (norm) looks at: "stage", "global", or None for the default:
             "stage" for freshest weights (said once), "global" otherwise.
         relay_buffers: "auto" relays the buffers that the first step changed (BatchNorm
@@ -252,6 +259,7 @@ class CyclicStrategy(DDPStrategy):
         num_micro: int | None = None,
         slack: int = 0,
         chunks: int | Literal["auto"] = 1,
+        groups: int | None = None,
         clip: str | None = None,
         relay_buffers: str = "auto",
         width: int = 1,
@@ -302,6 +310,7 @@ class CyclicStrategy(DDPStrategy):
             num_micro=num_micro,
             slack=slack,
             chunks=chunks,
+            groups=groups,
             clip=clip,
             relay_buffers=relay_buffers,
             width=width,
@@ -557,6 +566,8 @@ class CyclicStrategy(DDPStrategy):
             return
         self._plan = options.plan(options.expected_stages(self.lightning_module))
         check_plan(self._plan)
+        if self._meetings is not None:
+            check_hosts_of_groups(self._plan, self._meetings.names.hosts)
         if fitting and options.trace is not None:
             options = replace(options, recorder=self._begin_trace(options, kind))
         if kind is not None:

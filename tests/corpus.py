@@ -302,6 +302,7 @@ class Reference:
         each_epoch: called behind each epoch with the module and the optimizer.
         seed_of: (step, micro-batch) -> seed of the randomness inside.
         saved: a checkpoint whose weights, optimizer and scheduler state it begins with.
+        groups: of workers. [each is one]
     """
 
     rule: str
@@ -315,6 +316,7 @@ class Reference:
     each_epoch: Callable[[Any, Any], None] | None = None
     seed_of: Callable[[int, int], int] | None = None
     saved: dict[str, Any] | None = None
+    groups: int | None = None
 
     def run(self, module: Classifier, stage_of: dict[str, int]) -> Reference:
         """Train the module in place; return the reference with losses and rates by worker."""
@@ -346,7 +348,7 @@ class Reference:
         sequential.train(
             module, stages, optimizer, self._loss, rule=self.rule, num_workers=self.n,
             num_steps=self.max_steps or self.num_epochs * per_epoch, slack=self.slack,
-            before_update=before_update, after_update=after_update,
+            before_update=before_update, after_update=after_update, num_groups=self.groups,
         )  # fmt: skip
         self.weights = weights_of(module)
         return self

@@ -98,19 +98,22 @@ def train(  # noqa: C901  (the rule on one screen, to be read beside the design)
     after_update: Callable[[int], None] | None = None,
     before_update: Callable[[], None] | None = None,
     wire: Wire | None = None,
+    num_groups: int | None = None,
 ) -> None:
     """Train in place; the module ends with the newest version of every stage.
 
-    Without a wire all gradients are of one worker, and added in their own dtype.
+    Workers of a group read what one worker in its place would. Without a wire all gradients are of
+    one worker, and added in their own dtype.
     """
     n, num_stages = num_workers, len(stages)
+    groups = num_groups or n
     newest = [[p.detach().clone() for p in ps] for ps in stages]
     before = newest
     for t in range(num_steps):
         totals: list[list[Tensor | None]] = [[None] * len(ps) for ps in stages]
         for i in range(n):
             for j, ps in enumerate(stages):
-                fresh = reads_newest(rule, i, j, n, num_stages, slack)
+                fresh = reads_newest(rule, i * groups // n, j, groups, num_stages, slack)
                 for p, value in zip(ps, (newest if fresh else before)[j], strict=True):
                     p.data = value.clone()
                     p.grad = None

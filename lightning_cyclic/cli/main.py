@@ -196,6 +196,8 @@ def _add_plan(parser: argparse.ArgumentParser, *, num_steps: int) -> None:
     add("--slack", type=_whole, metavar="C", default=0, help="slots for messages (default: 0)")
     add("--chunks", type=_count, metavar="K", default=1, help="messages in which what a stage has "
         "travels, of workers that have all stages (default: 1)")  # fmt: skip
+    add("--groups", type=_count, metavar="G", help="groups of workers that run side by side, of "
+        "workers that have all stages (default: each worker is one)")  # fmt: skip
     add("--warmup-steps", type=_whole, metavar="K", default=0, help="synchronous (default: 0)")
     add("--steps", type=_count, metavar="T", default=num_steps, help=f"(default: {num_steps})")
 
@@ -209,6 +211,7 @@ def _plan(arguments: argparse.Namespace) -> Plan:
         num_steps=arguments.steps,
         slack=arguments.slack,
         chunks=arguments.chunks,
+        groups=arguments.groups,
         width=arguments.width,
         warmup_steps=arguments.warmup_steps,
     )

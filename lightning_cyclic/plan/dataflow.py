@@ -5,7 +5,7 @@
     B          reads  weights, graph, the outputs' gradient           and frees the last two
                makes  a gradient, which is in the sum, and the input's gradient
                of a further round reads, and frees, the gradient of the worker's round before
-               where owners add (sharding "full") it is in no sum before
+               where owners add (sharding "full"), or groups, it is in no sum before
     ADD        reads  gradient, sum                                   makes the new sum
     UPDATE     reads  sum, the version before, norms                  makes weights
     TELL       reads  losses
@@ -134,7 +134,7 @@ class Dataflow:
         taken += tuple(self._of_round_before(a))
         plan = self._plan
         makes: tuple[Item, ...] = ((Datum.GRADIENT, t, i, j),)
-        if plan is None or not plan.axes.sharding.adds_at_owner:
+        if plan is None or not plan.sends_gradients:
             makes += _sums(a)
         makes += ((Datum.OUTPUT_GRADIENT, t, i, j - 1),)
         if plan is not None and plan.tied:

@@ -33,6 +33,7 @@ from lightning_cyclic.plan.presets import (
     chosen_axes,
     default_num_micro,
     default_spacing,
+    size_of_groups,
 )
 from lightning_cyclic.plan.program import NotSteadyError, Program, last_that_repeats
 
@@ -99,6 +100,7 @@ def make_plan(  # noqa: PLR0913  (one argument per axis and number is the public
     norms: str = "none",
     relayed_until: Iterable[int] = (),
     chunks: int = 1,
+    groups: int | None = None,
     proved: bool = True,
 ) -> Plan:
     """Make a plan from a preset, with any axis replaced, and prove that it can run.
@@ -130,6 +132,11 @@ def make_plan(  # noqa: PLR0913  (one argument per axis and number is the public
         relayed_until: the last stage in which the buffers of each relayed stage change. [itself]
         chunks: messages in which a stage's sum of gradients, or its parameters, travel from worker
             to worker, each passed on as soon as it has come; changes no bit. [1]
+        groups: into how many groups of neighbours workers that run whole micro-batches are
+            divided. Those of a group run in the same slots, and groups are staggered as single
+            workers would be: weights are as late as with so many workers. Sums and parameters
+            travel from group to group, and from one worker of a group to its others.
+            [None: each worker is one]
         proved: also prove that the program can run; else only that axes and numbers fit, and that
              the timetable has what it reads, for those who make many plans to run one. [True]
 
@@ -161,6 +168,8 @@ def make_plan(  # noqa: PLR0913  (one argument per axis and number is the public
     if num_micro is None:
         num_micro = default_num_micro(preset, axes, num_stages, num_workers) * width
     check_number("num_micro", num_micro)
+    each = num_workers if PLACEMENTS[axes["placement"]].runs_whole_micro else num_micro
+    group_size = 1 if groups is None else size_of_groups(groups, each)
     plan = Plan(
         preset=preset,
         num_stages=num_stages,
@@ -170,12 +179,7 @@ def make_plan(  # noqa: PLR0913  (one argument per axis and number is the public
         slack=slack,
         **axes,
         relayed=tuple(sorted(set(relayed))),
-        spacing=default_spacing(
-            PRESETS[preset],
-            axes,
-            num_stages,
-            num_workers if PLACEMENTS[axes["placement"]].runs_whole_micro else num_micro,
-        ),
+        spacing=default_spacing(PRESETS[preset], axes, num_stages, each // group_size),
         width=width,
         tied=tuple(sorted({tuple(stages) for stages in tied})),
         warmup_steps=warmup_steps,
@@ -184,6 +188,7 @@ def make_plan(  # noqa: PLR0913  (one argument per axis and number is the public
         relayed_until=tuple(relayed_until),
         updates_meet=False,
         chunks=chunks,
+        group_size=group_size,
         lowering=lower,
         proving=prove,
     )

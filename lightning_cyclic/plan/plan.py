@@ -28,6 +28,7 @@ from lightning_cyclic.plan.presets import (
     Axes,
 )
 from lightning_cyclic.plan.schedules.base import AbstractSchedule
+from lightning_cyclic.plan.schedules.in_groups import InGroups
 from lightning_cyclic.plan.schedules.rounds import Rounds
 from lightning_cyclic.plan.schedules.warm_up import WarmUp
 from lightning_cyclic.plan.schedules.wide import Wide
@@ -70,6 +71,7 @@ class Plan:
             the first worker reads a new version of sharded weights, else each behind its step. If
             not, each updates where it first reads a new version.
         chunks: messages in which a stage's sum of gradients, or its parameters, travel.
+        group_size: replicas next to each other that run in the same slots, as one of them would.
         lowering: makes the program; no part of what a plan is.
         proving: proves it; the same.
     """
@@ -94,6 +96,7 @@ class Plan:
     relayed_until: tuple[int, ...] = ()
     updates_meet: bool = False
     chunks: int = 1
+    group_size: int = 1
     lowering: Callable[[Plan], Program] = field(kw_only=True, compare=False, repr=False)
     proving: Callable[[Plan], Proof] = field(kw_only=True, compare=False, repr=False)
 
@@ -115,10 +118,14 @@ class Plan:
     @cached_property
     def _one_round(self) -> AbstractSchedule:
         """The schedule of one replica, or of one round of all."""
-        return SCHEDULES[self.schedule](
-            num_stages=self.num_stages,
-            num_micro=self.num_micro // self.width // self.rounds,
-            spacing=self.spacing,
+        num_stages, num_micro = self.num_stages, self.num_micro // self.width // self.rounds
+        of_groups = SCHEDULES[self.schedule](
+            num_stages=num_stages, num_micro=num_micro // self.group_size, spacing=self.spacing
+        )
+        if self.group_size == 1:
+            return of_groups
+        return InGroups(
+            num_stages=num_stages, num_micro=num_micro, base=of_groups, size=self.group_size
         )
 
     @cached_property
@@ -248,6 +255,30 @@ class Plan:
         _, _, weights, sharding = self.axes
         return sharding.gathers and not weights.at_end_of_step and self.norms == "none"
 
+    @property
+    def num_groups(self) -> int:
+        """Count the groups of workers; a worker alone is one."""
+        return self.num_workers // self.group_size
+
+    def group(self, w: int) -> range:
+        """List the workers of w's group."""
+        first = w - w % self.group_size
+        return range(first, first + self.group_size)
+
+    def lead(self, w: int, j: int) -> int:
+        """Give the worker through which w's group exchanges stage j with other groups.
+
+        They take turns, so that stages that are sent one after the other leave by several links.
+        """
+        return self.group(w)[(self.num_stages - 1 - j) % self.group_size]
+
+    @property
+    def sends_gradients(self) -> bool:
+        """Say whether gradients travel, each to who adds several; else sums go to gradients."""
+        _, placement, _, sharding = self.axes
+        is_grouped = placement.runs_whole_micro and self.group_size > 1
+        return sharding.adds_at_owner or is_grouped
+
     @cached_property
     def whole(self) -> Plan:
         """The same plan without chunks, which change nothing of what is kept where."""
@@ -338,9 +369,29 @@ class Plan:
     def chain(self, j: int) -> tuple[int, ...]:
         """List the workers in the order in which a new version of replicated stage j travels.
 
-        The owner first, then the others in the order in which they need it: around the ring.
+        The owner first, then those of other groups that lead in it, in the order in which they
+        need it: around the ring.
         """
         return self._chains[j]
+
+    def giver(self, w: int, j: int) -> int | None:
+        """Give the worker from which w gets new versions of replicated stage j; None: itself."""
+        lead = self.lead(w, j)
+        if w != lead:
+            return lead
+        chain = self.chain(j)
+        return chain[chain.index(w) - 1] if w != chain[0] else None
+
+    def takers(self, w: int, j: int) -> tuple[int, ...]:
+        """List the workers that get new versions of replicated stage j from worker w.
+
+        Those of its group first, which read them in the same slot.
+        """
+        if w != self.lead(w, j):
+            return ()
+        chain = self.chain(j)
+        place = chain.index(w) + 1
+        return (*(x for x in self.group(w) if x != w), *chain[place : place + 1])
 
     @property
     def is_staggered(self) -> bool:
@@ -351,7 +402,7 @@ class Plan:
         """
         meets = self.norms != "none" and self.weights == "freshest"
         runs_whole = self.axes.placement.runs_whole_micro
-        return runs_whole and self.schedule == "cyclic" and self.num_workers > 1 and not meets
+        return runs_whole and self.schedule == "cyclic" and self.num_groups > 1 and not meets
 
     @property
     def flows(self) -> bool:
@@ -442,21 +493,31 @@ class Plan:
 
     @cached_property
     def _owners(self) -> tuple[int, ...]:
-        placement, sharding = self.axes.placement, self.axes.sharding
+        placement = self.axes.placement
         if not placement.runs_whole_micro:
             last = -1 if self.sums_by_replica else 0  # where the sum of all replicas ends
             return tuple(placement.workers_of(j)[last] for j in range(self.num_stages))
         return tuple(
-            sharding.owner(j, readers, num_workers=self.num_workers, num_stages=self.num_stages)
-            for j, readers in enumerate(self._first_readers)
+            self.lead(group * self.group_size, j)
+            for j, group in enumerate(map(self._owning_group, range(self.num_stages)))
+        )
+
+    def _owning_group(self, j: int) -> int:
+        """Give the group that owns a replicated stage; a worker alone is one."""
+        first_readers = tuple({w // self.group_size: None for w in self.first_readers(j)})
+        return self.axes.sharding.owner(
+            j, first_readers, num_workers=self.num_groups, num_stages=self.num_stages
         )
 
     @cached_property
     def _chains(self) -> tuple[tuple[int, ...], ...]:
         return tuple(
-            tuple(sorted(range(self.num_workers), key=lambda w: self._place_in_chain(w, j)))
+            tuple(sorted(self._leads(j), key=lambda w: self._place_in_chain(w, j)))
             for j in range(self.num_stages)
         )
+
+    def _leads(self, j: int) -> range:
+        return range(self.lead(0, j), self.num_workers, self.group_size)
 
     def _place_in_chain(self, w: int, j: int) -> tuple[bool, int, int]:
         owner = self.owner(j)

@@ -168,6 +168,23 @@ def check_number(name: str, value: object, *, least: int = 1) -> None:
         )
 
 
+def size_of_groups(groups: int, num_workers: int) -> int:
+    """Return how many workers each of some groups has.
+
+    Raises:
+        PlanError: they would not be as many.
+    """
+    check_number("groups", groups)
+    if num_workers % groups:
+        allowed = [n for n in range(1, num_workers + 1) if num_workers % n == 0]
+        nearest = min(allowed, key=lambda n: abs(n - groups))
+        raise PlanError(
+            f"groups={groups} with {num_workers} workers; all groups have as many workers, so "
+            f"allowed: {', '.join(map(str, allowed))}; use groups={nearest}"
+        )
+    return num_workers // groups
+
+
 def default_num_micro(preset: str, axes: dict[str, str], num_stages: int, num_workers: int) -> int:
     """Give the micro-batches per update of one replica."""
     if PLACEMENTS[axes["placement"]].runs_whole_micro:

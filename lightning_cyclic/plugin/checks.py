@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -59,6 +60,35 @@ def check_plan(plan: Plan) -> None:
             f"{plan.weights!r} weights; allowed: {', '.join(map(repr, allowed))}; "
             f'use strategy="cyclic_dp", or CyclicStrategy(sharding={allowed[0]!r})'
         )
+
+
+def check_hosts_of_groups(plan: Plan, hosts: Sequence[str]) -> None:
+    """Refuse groups whose workers are on several hosts, between which messages take longer.
+
+    Args:
+        plan: whose workers are ranks.
+        hosts: of each rank.
+
+    Raises:
+        ConfigurationError: with the ranks of a group, and where they are.
+    """
+    for first in range(0, plan.num_workers if plan.group_size > 1 else 0, plan.group_size):
+        ranks = plan.group(first)
+        found = [hosts[rank] for rank in ranks]
+        if len(set(found)) > 1:
+            each = ", ".join(f"{rank} on {host}" for rank, host in zip(ranks, found, strict=True))
+            per_host = Counter(hosts).values()
+            fitting = [
+                plan.num_workers // size
+                for size in range(min(per_host), 0, -1)
+                if all(num % size == 0 for num in per_host)
+            ]
+            raise ConfigurationError(
+                f"groups={plan.num_groups} of {plan.num_workers} ranks, but the ranks of a group "
+                f"are on several hosts: {each}; allowed: groups that are each on one host, with "
+                "neighbouring ranks, as rank_order='auto' numbers them; use "
+                f"groups={fitting[0]}, or groups=None"
+            )
 
 
 def is_stagewise(plan: Plan) -> bool:
@@ -449,8 +479,8 @@ def check_no_leftovers(kwargs: Mapping[str, Any]) -> None:
     if kwargs:
         raise ConfigurationError(
             f"CyclicStrategy does not know {', '.join(map(repr, kwargs))}; allowed: preset, "
-            "schedule, placement, weights, sharding, stages, num_micro, slack, chunks, clip, "
-            "relay_buffers, timeout, start_method and the plugins that DDPStrategy takes; "
+            "schedule, placement, weights, sharding, stages, num_micro, slack, chunks, groups, "
+            "clip, relay_buffers, timeout, start_method and the plugins that DDPStrategy takes; "
             "remove it (unused parameters need no flag here)"
         )
 

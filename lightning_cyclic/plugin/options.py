@@ -57,6 +57,7 @@ class Options:
         num_micro: micro-batches per update, of each replica.
         slack: slots that messages are given to travel.
         chunks: messages in which a stage's sum of gradients, or its parameters, travel; or "auto".
+        groups: of workers that run in the same slots. [each worker is one]
         clip: "stage", "global" or None.
         relay_buffers: "auto" or "all".
         width: replicas of a pipeline.
@@ -92,6 +93,7 @@ class Options:
     num_micro: int | None
     slack: int
     chunks: int | str
+    groups: int | None
     clip: str | None
     relay_buffers: str
     width: int
@@ -132,6 +134,8 @@ class Options:
             check_choice(self.clip, CLIPPING, "clip")
         if isinstance(self.chunks, str):
             check_choice(self.chunks, ("auto",), "chunks")
+        if self.groups is not None:
+            check_number("groups", self.groups)
         check_choice(self.remat, REMAT, "remat")
         check_choice(self.transport, get_args(Route), "transport")
         if self.wire_dtype is not None:
@@ -200,7 +204,7 @@ class Options:
     @property
     def wanted_order(self) -> str | Sequence[str]:
         """Return how ranks are numbered: where all send to owners, nobody has neighbours."""
-        has_ring = not self._probe().axes.sharding.adds_at_owner
+        has_ring = not self._probe().axes.sharding.adds_at_owner or self.groups is not None
         return self.rank_order if has_ring or self.rank_order != "auto" else "launch"
 
     @property
@@ -257,6 +261,7 @@ class Options:
         asked = self.num_micro is not None and num_micro is None
         if self.num_micro is not None and num_micro is None:
             num_micro = self.num_micro * self.width
+        is_probe = num_workers is not None and num_workers != self.num_workers
         plan = make_plan(
             self.preset,
             num_stages=num_stages,
@@ -266,6 +271,7 @@ class Options:
             tied=tied,
             slack=self.slack,
             chunks=1 if isinstance(self.chunks, str) else self.chunks,
+            groups=self.groups and (1 if is_probe else self.groups),
             relayed=relayed,
             relayed_until=relayed_until,
             schedule=self.schedule,

@@ -38,6 +38,7 @@ def check_fit(plan: Plan) -> None:
             "once; allowed with it: 1; use chunks=1, or a preset whose workers run whole "
             "micro-batches, such as 'cyclic_dp'"
         )
+    _check_groups(plan)
     problem = placement.misfit()
     if problem is not None:
         raise PlanError(problem)
@@ -59,6 +60,36 @@ def check_fit(plan: Plan) -> None:
         raise PlanError(
             f"relayed={plan.relayed}; allowed: stages 0 to {plan.num_stages - 1}; "
             "use relayed=() or some of these"
+        )
+
+
+def _check_groups(plan: Plan) -> None:
+    """Refuse groups where workers do not run whole micro-batches that are staggered, or might be.
+
+    One worker alone may follow the timetable of a plan with groups, as its reference.
+    """
+    if plan.group_size == 1:
+        return
+    is_reference = plan.placement == "single"
+    if not is_reference and not plan.axes.placement.runs_whole_micro:
+        raise PlanError(
+            f"groups with placement {plan.placement!r} (preset {plan.preset!r}), whose workers "
+            "run single stages; allowed: presets whose workers run whole micro-batches, such as "
+            "'cyclic_dp'; use groups=None, or one of these"
+        )
+    if plan.axes.sharding.hands_on:
+        raise PlanError(
+            f"groups with sharding {plan.sharding!r} (preset {plan.preset!r}), under which each "
+            "worker hands parameters to the next; allowed: 'optimizer', 'none' and 'full'; use "
+            "groups=None, or preset 'cyclic_zero'"
+        )
+    if plan.rounds > 1 and plan.relayed:
+        raise PlanError(
+            f"groups={plan.num_groups} with {plan.rounds} micro-batches of each worker per step "
+            f"and module buffers that change in training (of stages {list(plan.relayed)}), which "
+            "go from all micro-batches of a worker to those of the next, so that the workers of "
+            "a group would wait for each other; allowed with them: one micro-batch of each "
+            "worker per step; use accumulate_grad_batches=1, or groups=None"
         )
 
 

@@ -44,7 +44,7 @@ class Proof:
         return (
             f"proved on a smaller plan that stands for it (num_workers={self.plan.num_workers}, "
             f"num_stages={self.plan.num_stages}, num_micro={self.plan.num_micro}, "
-            f"chunks={self.plan.chunks}): {steps}; what "
+            f"groups={self.plan.num_groups}, chunks={self.plan.chunks}): {steps}; what "
             "depends on the numbers themselves was checked on the plan"
         )
 
@@ -63,7 +63,7 @@ def prove(plan: Plan) -> Proof:
 
 
 def _shape(plan: Plan) -> tuple[int, ...]:
-    return plan.num_workers, plan.num_stages, plan.num_micro, plan.chunks
+    return plan.num_workers, plan.num_stages, plan.num_micro, plan.chunks, plan.group_size
 
 
 def _replay_with_flushes(plan: Plan) -> None:
@@ -106,7 +106,8 @@ def _enough_steps(plan: Plan) -> int:
 
 def _reduced(plan: Plan) -> Plan:
     width = min(plan.width, 3)  # first, last and one between: replicas differ in nothing else
-    of_each = plan.num_micro // plan.width // plan.rounds
+    size = min(plan.group_size, 3)  # the same of groups
+    of_each = plan.num_micro // plan.width // plan.rounds // plan.group_size
     scale = Fraction(8, max(plan.num_stages, of_each))
     num_stages = max(1, round(plan.num_stages * scale))
     num_micro = min(of_each, max(num_stages, round(of_each * scale))) * width
@@ -115,10 +116,11 @@ def _reduced(plan: Plan) -> Plan:
     num_workers = min(plan.num_workers // plan.width, num_stages) * width
     spacing = plan.spacing
     if plan.axes.placement.runs_whole_micro:
-        num_workers = max(1, round(plan.num_workers * scale))
+        num_groups = max(1, round(plan.num_groups * scale))
+        num_workers = num_groups * size
         num_micro = num_workers * min(plan.rounds, 3)  # first, last and one between
-        if spacing * plan.num_workers == 2 * plan.num_stages:
-            spacing = Fraction(2 * num_stages, num_workers)
+        if spacing * plan.num_groups == 2 * plan.num_stages:
+            spacing = Fraction(2 * num_stages, num_groups)
     elif spacing * plan.num_micro == 2 * plan.num_stages:
         spacing = Fraction(2 * num_stages, num_micro)
     return replace(
@@ -130,6 +132,7 @@ def _reduced(plan: Plan) -> Plan:
         slack=round(plan.slack * scale),
         relayed=_scaled(plan.relayed, plan.num_stages, num_stages),
         width=width,
+        group_size=size,
         relayed_until=(),
         tied=_scaled_ties(plan, num_stages),
     )

@@ -269,8 +269,8 @@ class _Worker:
             self._make(a, (Datum.GRADIENT, *key))
             self._have_all((Datum.GRADIENT, *key))
             self._have.add((Datum.OUTPUT_GRADIENT, a.t, a.i or 0, a.j - 1))
-            adds_at_owner = self._plan.axes.sharding.adds_at_owner
-            if not adds_at_owner and source_of_sum(self._plan, a, self._w) is None:
+            is_sent = self._plan.sends_gradients
+            if not is_sent and source_of_sum(self._plan, a, self._w) is None:
                 self._extend(a)
         else:
             self._extend(a)
@@ -279,7 +279,7 @@ class _Worker:
         """Add gradients to a sum: one, or those of a replica that sums its own."""
         plan, i = self._plan, a.i or 0
         totals = [(a.t, a.j, c) for c in self._chunks_of(a)]
-        if plan.sums_by_replica and not plan.axes.sharding.adds_at_owner:
+        if plan.sums_by_replica and not plan.sends_gradients:
             number = self._replica[0] // len(self._replica)
             own = range(number, plan.num_micro, plan.replicas)
             if i == own[-1] and all((Datum.GRADIENT, a.t, k, a.j) in self._have for k in own):

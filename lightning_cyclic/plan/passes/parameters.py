@@ -1,7 +1,8 @@
 """parameters: bring each new version from the owner of a stage to those who read it.
 
-    P   a stage's parameters         replicas hand them on along a chain, in the order of need;
-                                     else the owner sends them to all who hold the stage
+    P   a stage's parameters         replicas hand them on along a chain, in the order of need, of
+                                     groups from lead to lead, who give them to their group; else
+                                     the owner sends them to all who hold the stage
     V   those that other stages use  owner -> the workers of these stages (see ``ties.py``)
 
 Both carry the step in which the version is read first. The totals that updates apply (T) are
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from lightning_cyclic.plan.actions import Action, Kind, Payload, Program
 from lightning_cyclic.plan.passes.messages import message
+from lightning_cyclic.plan.passes.sums import adder
 from lightning_cyclic.plan.passes.ties import first_users, reads_tied, version_readers
 
 if TYPE_CHECKING:
@@ -55,13 +57,12 @@ def _along_chain(plan: Plan, program: Program, w: int) -> Iterator[Action]:
         yield from _totals(plan, own, w)
         yield from own
         for a in group:
-            chain = plan.chain(a.j)
             if plan.axes.sharding.gathers:
                 continue  # the shards pass brings parameters to users when they use them
-            if chain[0] != w:
-                yield _parameter(plan, Kind.RECV, Payload.P, a, chain[chain.index(w) - 1])
-            if w != chain[-1]:
-                yield _parameter(plan, Kind.SEND, Payload.P, a, chain[chain.index(w) + 1])
+            if (giver := plan.giver(w, a.j)) is not None:
+                yield _parameter(plan, Kind.RECV, Payload.P, a, giver)
+            for taker in plan.takers(w, a.j):
+                yield _parameter(plan, Kind.SEND, Payload.P, a, taker)
 
 
 def _from_owner(plan: Plan, program: Program, w: int) -> Iterator[Action]:
@@ -120,7 +121,7 @@ def _totals(plan: Plan, updates: Iterable[Action], w: int) -> Iterator[Action]:
     if plan.axes.sharding.adds_at_owner:
         return
     for a in sorted(updates, key=lambda a: -a.j):  # backwards end with the first stage
-        source = plan.worker_of(plan.num_micro - 1, a.j, a.t)
+        source = adder(plan, plan.num_micro - 1, a.j, a.t)
         if source != w:
             yield message(Kind.RECV, Payload.T, a, source)
 

@@ -38,7 +38,8 @@ from lightning_cyclic.plan.passes.messages import (
 if TYPE_CHECKING:
     from lightning_cyclic.plan.plan import Plan
 
-_Ring: TypeAlias = tuple[Payload | None, int]  # messages of one kind and stage share buffers
+# messages of one kind and stage share buffers; gradients that are added, with those of one worker
+_Ring: TypeAlias = tuple[Payload | None, int, int | None]
 _IN_PAIRS = frozenset({Payload.P, Payload.S, Payload.T})
 
 
@@ -79,7 +80,7 @@ def _earliest(plan: Plan, flow: Dataflow, program: Program) -> Iterator[int]:
             yield n
             continue
         stays = plan.axes.placement.runs_whole_micro and a.payload in _IN_PAIRS
-        earlier = read[a.payload, a.j]
+        earlier = read[a.payload, a.j, a.peer if a.payload is Payload.H else None]
         is_free = len(earlier) <= stays or a.payload is Payload.N
         room = 0 if is_free else earlier[-1 - stays] + 1
         yield min(n, max(begins[step_of(a)], room))

@@ -11,6 +11,12 @@ Where owners add (sharding "full") gradients travel instead of sums, each once:
           is ahead of others waits for them when MOST_BEHIND are due, and keeps no whole steps of
           gradients
 
+Within groups gradients travel, too, to the worker that leads in the stage; sums between leads:
+
+    H     the gradient of micro-batch i, its worker -> lead of its group
+    S     the sum up to the last micro-batch of a group, its lead -> lead of the next group
+    ADD   those of the group, one after the other, to the sum that has come
+
 Where one worker runs a micro-batch and the one before it, its backward adds to the sum at once. Of
 replicas that sum their own (pipelines, or workers that run several rounds), the last micro-batch
 of each stands for all of them.
@@ -38,9 +44,13 @@ MOST_LEAVING = 2  # gradients: one that leaves, and one that its owner is about 
 def sums(plan: Plan, a: Action, w: int) -> Iterator[Action]:
     """Yield what a worker does with the gradient that its backward ``a`` has made."""
     i = a.i or 0
-    if plan.axes.sharding.adds_at_owner:
-        if i >= first_that_counts(plan) and plan.owner(a.j) != w:
-            yield message(Kind.SEND, Payload.H, a, plan.owner(a.j), i=i)
+    if plan.sends_gradients:
+        if i < first_that_counts(plan):
+            return
+        if (to := adder(plan, i, a.j, a.t)) != w:
+            yield message(Kind.SEND, Payload.H, a, to, i=i)
+        elif not plan.axes.sharding.adds_at_owner:
+            yield from _sums_of_group(plan, a, w)
         return
     before = source_of_sum(plan, a, w)
     if before is not None:
@@ -51,6 +61,30 @@ def sums(plan: Plan, a: Action, w: int) -> Iterator[Action]:
             yield message(Kind.SEND, Payload.T, a, plan.owner(a.j))
     elif i >= first_that_counts(plan) and (after := plan.worker_of(i + 1, a.j, a.t)) != w:
         yield message(Kind.SEND, Payload.S, a, after, i=i)
+
+
+def _sums_of_group(plan: Plan, a: Action, w: int) -> Iterator[Action]:
+    """Add the gradients of a group to the sum of the groups before it, and hand it on."""
+    of_group = range(i := (a.i or 0) - w % plan.group_size, i + plan.group_size)
+    if of_group[0] > first_that_counts(plan):
+        before = adder(plan, of_group[0] - 1, a.j, a.t)
+        yield message(Kind.RECV, Payload.S, a, before, i=of_group[0] - 1)
+    for i in of_group:
+        if i != a.i:
+            yield message(Kind.RECV, Payload.H, a, plan.worker_of(i, a.j, a.t), i=i)
+        yield Action(kind=Kind.ADD, t=a.t, j=a.j, i=i, s=a.s)
+    if i < plan.num_micro - 1:
+        yield message(Kind.SEND, Payload.S, a, adder(plan, i + 1, a.j, a.t), i=i)
+    elif plan.owner(a.j) != w:
+        yield message(Kind.SEND, Payload.T, a, plan.owner(a.j))
+
+
+def adder(plan: Plan, i: int, j: int, t: int) -> int:
+    """Give the worker that adds the gradient of a micro-batch to the sum of those before it."""
+    if plan.axes.sharding.adds_at_owner:
+        return plan.owner(j)
+    w = plan.worker_of(i, j, t)
+    return plan.lead(w, j) if plan.sends_gradients else w
 
 
 def sums_at_owner(plan: Plan, program: Program, w: int) -> Iterator[Action]:
@@ -126,7 +160,7 @@ def completes(plan: Plan, a: Action, w: int) -> bool:
         return a.payload is Payload.T
     if a.i != plan.num_micro - 1:
         return False
-    is_added = plan.axes.sharding.adds_at_owner or source_of_sum(plan, a, w) is not None
+    is_added = plan.sends_gradients or source_of_sum(plan, a, w) is not None
     return a.kind is (Kind.ADD if is_added else Kind.B)
 
 

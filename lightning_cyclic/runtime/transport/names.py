@@ -49,7 +49,7 @@ class Names:
         self.rank_of = rank_of
         self.rank = rank_of(worker)
         self._worker = worker
-        self._hosts = hosts
+        self.hosts = hosts
         self._roll = roll
         self._processes = processes
         self._stages: Mapping[int, Sequence[int]] = {}
@@ -73,7 +73,7 @@ class Names:
             ('rank 1 on right (stages 0 and 2)', 'rank 0 on left (stage 1)')
         """
         rank = self.rank_of(worker)
-        host = f" on {self._hosts[rank]}" if rank < len(self._hosts) else ""
+        host = f" on {self.hosts[rank]}" if rank < len(self.hosts) else ""
         return f"rank {rank}{host}{_in_brackets(self._stages.get(worker, ()))}"
 
     def rows(self, workers: Sequence[int]) -> str:

@@ -145,8 +145,9 @@ class Engine:
         self._grads = GradientStore(self.parameters, sums)
         self.norms = Norms(plan, self._w, self._parameters, self._fetch)
         self._exchange = Exchange(
-            module, self._w, stages, self.stores, self._grads, self.norms, self._messages, forms
-        )
+            module, self._w, stages, self.stores, self._grads, self.norms, self._messages, forms,
+            sums_travel=not plan.axes.sharding.adds_at_owner,
+        )  # fmt: skip
         self.shards: Shards | None = None
         if plan.axes.sharding.gathers:
             self.shards = self._exchange.shards = Shards(

@@ -1,7 +1,7 @@
 """What a worker that runs whole micro-batches exchanges with others.
 
 S, T, ADD   partial sums of gradients, in micro-batch order, in the buffers they came in
-H, ADD      or gradients, which their owner adds in that order
+H, ADD      or gradients, which their owner, or the lead of a group, adds in that order
 P           versions of parameters, handed on in the buffers they came in
 R, C        module buffers that training changes: what micro-batch i-1 left, to micro-batch i;
 they are copied, as they are small, and code may have replaced them
@@ -41,9 +41,10 @@ class Exchange:
         norms: of gradients.
         messages: whose buffers all lies in.
         forms: what travels of weights and gradients.
+        sums_travel: whether sums of gradients do, and not only gradients, to who adds all.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  (all that is exchanged meets here)
         self,
         module: nn.Module,
         worker: int,
@@ -53,6 +54,8 @@ class Exchange:
         norms: Norms,
         messages: Messages,
         forms: WeightForms = ALL,
+        *,
+        sums_travel: bool = True,
     ) -> None:
         self._module = module
         self._worker = worker
@@ -67,6 +70,8 @@ class Exchange:
         dtypes = grads.dtypes
         self._sum_layouts = [self._layout_of(*pair, dtypes.of_sums) for pair in pairs]
         self._gradient_layouts = [self._layout_of(*pair, dtypes.of_gradients) for pair in pairs]
+        # of gradients that travel to be added: where their sum travels, too, it lies as they do
+        self._added_layouts = self._sum_layouts if sums_travel else self._gradient_layouts
         self._parameter_layouts = [self._layout_of(store, store.parameters) for store in stores]
         self._check_chunks()
         self.shards: Shards | None = None  # where workers hold what they use alone
@@ -91,7 +96,7 @@ class Exchange:
                     f"chunks={num} with a precision that sends compressed weights, which are put "
                     "in place when all have come; allowed with it: 1; use chunks=1"
                 )
-            for layout in (sent, self._sum_layouts[j], self._gradient_layouts[j]):
+            for layout in (sent, self._sum_layouts[j], self._added_layouts[j]):
                 if 0 < layout.most_chunks < num:
                     raise ConfigurationError(
                         f"chunks={num}, but stage {j} has no more to send than fits in "
@@ -141,7 +146,7 @@ class Exchange:
             self._grads.add(a.t, a.j, self._gradients.pop((a.t, a.i, a.j), None))
             return
         key = a.t, a.j
-        layout = (self._gradient_layouts if self.shards is not None else self._sum_layouts)[a.j]
+        layout = self._added_layouts[a.j]
         if a.c == 0:
             came = self._gradients.pop((a.t, a.i, a.j), None)
             self._additions[key] = self._grads.begin_addition(*key, came, layout)
@@ -184,7 +189,7 @@ class Exchange:
             Payload.P: self._parameter_layouts[j],
             Payload.S: sums,
             Payload.T: sums,
-            Payload.H: self._gradient_layouts[j],
+            Payload.H: self._added_layouts[j],
             Payload.R: buffers,
             Payload.C: buffers,
             Payload.N: self._norms.layout(j, self._messages),
@@ -218,7 +223,7 @@ class Exchange:
 
     def _give_sum(self, a: Action) -> Message:
         assert a.payload is not None
-        layout = (self._gradient_layouts if a.payload is Payload.H else self._sum_layouts)[a.j]
+        layout = (self._added_layouts if a.payload is Payload.H else self._sum_layouts)[a.j]
         key = a.payload, a.t, a.j
         leaving = self._leaving.pop(key) if a.c else self._begin_to_leave(a, layout)
         buffer, narrowed = leaving.message.buffer, self._grads.dtypes.narrowed

@@ -1,0 +1,146 @@
+"""Groups: workers that run side by side, staggered as single workers would be, bit by bit.
+
+Runs are compared with the sequential reference, whose workers of a group read what one worker in
+its place would; what it does not know (shards, dtypes, several rounds) is compared with itself,
+in chunks and whole.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lightning_cyclic import make_plan
+from lightning_cyclic.errors import ConfigurationError, PlanError
+from lightning_cyclic.plugin.checks import check_hosts_of_groups
+from lightning_cyclic.strategy import CyclicStrategy
+from tests import processes
+from tests.corpus import (
+    Classifier,
+    Reference,
+    assert_same,
+    fit,
+    make_trainer,
+    train_data,
+    weights_of,
+)
+from tests.rows import chosen
+
+pytestmark = pytest.mark.multi
+RULES = {
+    "cyclic_dp": "freshest", "cyclic_dp_v1": "delayed", "cyclic_zero": "freshest",
+    "lockstep_dp": "sync",
+}  # fmt: skip
+NUM_STEPS = 7
+ALL = [
+    (n, groups, net, preset, stages, chunks)
+    for n, groups in ((2, 1), (4, 2), (4, 1), (8, 2), (8, 4))
+    for net in ("mlp", "resnet", "gpt2")
+    for preset in RULES
+    for stages in (2, 4, 8)
+    for chunks in (1, 3, 16)
+]
+ALWAYS = {
+    (2, 1, "resnet", "cyclic_dp", 4, 3), (4, 2, "gpt2", "cyclic_dp", 4, 1),
+    (4, 2, "resnet", "cyclic_dp", 8, 16), (4, 2, "gpt2", "cyclic_dp_v1", 2, 3),
+    (4, 2, "resnet", "cyclic_zero", 4, 1), (4, 2, "gpt2", "cyclic_zero", 4, 3),
+    (4, 1, "mlp", "lockstep_dp", 2, 1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("n", "groups", "net", "preset", "stages", "chunks"), chosen(ALL, ALWAYS))
+def test_groups_have_the_bits_of_the_sequential_run(
+    n: int, groups: int, net: str, preset: str, stages: int, chunks: int
+) -> None:
+    module = partial(Classifier, net, "adamw")
+    strategy = {"preset": preset, "stages": stages, "chunks": chunks, "groups": groups}
+    ranks = processes.run(fit, n, module, strategy, NUM_STEPS, {"val_check_interval": 3})
+    run = Reference(rule=RULES[preset], n=n, groups=groups, slack=0, num_batches=NUM_STEPS)
+    run.run(module(), ranks[0]["stage_of"]).compare(ranks)
+
+
+OTHERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "half on the wire": ({"wire_dtype": "bf16"}, {}),
+    "half weights": ({}, {"precision": "bf16-true"}),
+    "half weights, sharded": ({"preset": "cyclic_zero"}, {"precision": "bf16-true"}),
+    "rounds": ({}, {"accumulate_grad_batches": 2}),
+    "rounds, sharded": ({"preset": "cyclic_zero"}, {"accumulate_grad_batches": 2}),
+    "clipped together": ({"clip": "global"}, {"gradient_clip_val": 0.1}),
+    "slack": ({"slack": 2}, {}),
+    "no names": ({"transport": "edges"}, {}),
+}
+OTHERS_ALWAYS = {"half weights", "rounds", "clipped together", "no names"}
+
+
+@pytest.mark.parametrize("name", chosen(list(OTHERS), OTHERS_ALWAYS))
+def test_chunks_have_the_bits_of_whole_messages_in_groups(name: str) -> None:
+    strategy, trainer = OTHERS[name]
+    module = partial(Classifier, "gpt2", "adamw")
+    given = {"preset": "cyclic_dp", "stages": 4, "groups": 2} | strategy
+    whole, cut = (
+        processes.run(fit, 4, module, given | {"chunks": chunks}, 2 * NUM_STEPS, trainer)
+        for chunks in (1, 5)
+    )
+    for mine, other in zip(whole, cut, strict=True):
+        assert mine["losses"] == other["losses"]
+        assert_same(other["weights"], mine["weights"], name)
+
+
+def go_on(preset: str, folder: str) -> dict[str, Any]:
+    """Train in groups, and on from the middle of the epoch in the same, with chunks."""
+    module, strategy = Classifier("resnet", "adamw"), {"preset": preset, "stages": 4, "groups": 2}
+    saver = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=3, save_top_k=-1)
+    flags = {"max_epochs": 1, "callbacks": [saver], "enable_checkpointing": True}
+    first = make_trainer(strategy, **flags)
+    first.fit(module, train_data(module, NUM_STEPS))
+    again = Classifier("resnet", "adamw")
+    second = make_trainer(strategy | {"chunks": 3}, max_epochs=1)
+    second.fit(again, train_data(again, NUM_STEPS), ckpt_path=f"{folder}/step=3.ckpt")
+    assert second.global_step == NUM_STEPS
+    assert second.strategy.plan.num_groups == 2  # type: ignore[attr-defined]
+    return {"first": weights_of(module), "second": weights_of(again)}
+
+
+@pytest.mark.parametrize(
+    "preset", chosen(["cyclic_dp", "cyclic_dp_v1", "cyclic_zero"], {"cyclic_dp"})
+)
+def test_a_run_in_groups_goes_on(preset: str, tmp_path: Path) -> None:
+    for rank in processes.run(go_on, 4, preset, str(tmp_path)):
+        assert_same(rank["second"], rank["first"])
+
+
+def test_groups_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(PlanError, match="groups=0; allowed: whole numbers from 1 on"):
+        CyclicStrategy("cyclic_dp", groups=0)
+    with pytest.raises(PlanError, match=r"groups with placement 'pipelined' \(preset '1f1b'\)"):
+        CyclicStrategy("1f1b", groups=2)
+    with pytest.raises(PlanError, match="groups with sharding 'ring'"):
+        CyclicStrategy("weipipe", groups=2)
+    numbers: dict[str, Any] = {"num_stages": 4, "num_workers": 6}
+    with pytest.raises(
+        PlanError, match=r"groups=4 with 6 workers; .* allowed: 1, 2, 3, 6; use groups=3"
+    ):
+        make_plan("cyclic_dp", groups=4, **numbers)
+    with pytest.raises(PlanError, match=r"buffers that change .*\[1\].*accumulate_grad_batches=1"):
+        make_plan("cyclic_dp", groups=3, num_micro=12, relayed=[1], **numbers)
+
+
+def test_groups_of_several_hosts_are_refused() -> None:
+    plan = make_plan("cyclic_dp", num_stages=4, num_workers=4, groups=2)
+    check_hosts_of_groups(plan, ["a", "a", "b", "b"])
+    with pytest.raises(
+        ConfigurationError,
+        match=r"groups=2 of 4 ranks, but .*: 0 on a, 1 on b; allowed: .*use groups=4",
+    ):
+        check_hosts_of_groups(plan, ["a", "b", "b", "b"])
+
+
+def test_a_number_of_groups_that_does_not_divide_the_ranks_is_refused_on_all_of_them() -> None:
+    strategy = {"preset": "cyclic_dp", "stages": 4, "groups": 3}
+    with pytest.raises(processes.RanksFailedError) as failed:
+        processes.run(fit, 2, partial(Classifier, "mlp", "sgd"), strategy, NUM_STEPS, {})
+    assert str(failed.value).count("groups=3 with 2 workers; all groups have as many") >= 2
