@@ -21,12 +21,17 @@ class Hosts:
         rate: of what each host sends, as tc has it, like "1gbit". [no limit]
         name: begins the names of the namespaces, so that several networks can be up at once; of at
             most six letters.
+        close: neighbours that a switch of their own joins, without a rate, as the workers of a
+            node are joined; each has its own link to the others, too. [1: nobody]
     """
 
-    def __init__(self, num_hosts: int, rate: str | None = None, name: str = "lc") -> None:
+    def __init__(
+        self, num_hosts: int, rate: str | None = None, name: str = "lc", close: int = 1
+    ) -> None:
         self._name = name
         self._names = [f"{name}{k}" for k in range(num_hosts)]
         self._rate = rate
+        self._close = close
 
     def up(self) -> tuple[str, list[list[str]]]:
         """Bring it up; return the first host's address and each host's command prefix."""
@@ -46,7 +51,22 @@ class Hosts:
                 limit = f"rate {self._rate} burst 128kb latency 100ms"
                 command = f"tc -n {name} qdisc add dev eth0 root tbf {limit}"
                 subprocess.run(command.split(), check=True)
+        for first in range(0, len(self._names), self._close) if self._close > 1 else ():
+            self._join(switch, range(first, first + self._close))
         return self.address(0), [["ip", "netns", "exec", name] for name in self._names]
+
+    def _join(self, switch: str, hosts: range) -> None:
+        """Join neighbours by a switch of their own, which packets between them take."""
+        self._ip(f"-n {switch} link add in{hosts[0]} type bridge")
+        self._ip(f"-n {switch} link set in{hosts[0]} up")
+        for k in hosts:
+            name = self._names[k]
+            self._ip(f"-n {switch} link add q{k} type veth peer name eth1 netns {name}")
+            self._ip(f"-n {switch} link set q{k} master in{hosts[0]} up")
+            self._ip(f"-n {name} link set eth1 up")
+            for other in (x for x in hosts if x != k):
+                route = f"route add {self.address(other)}/32 dev eth1 src {self.address(k)}"
+                self._ip(f"-n {name} {route}")
 
     @staticmethod
     def address(k: int) -> str:

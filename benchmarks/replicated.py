@@ -4,6 +4,8 @@
     python benchmarks/replicated.py --case net               2-8 workers in network namespaces with
                                                              a rate limit, compute emulated (root)
     python benchmarks/replicated.py --case chunks            8 workers there, few stages in chunks
+    python benchmarks/replicated.py --case groups            8-32 workers there, those of a group
+                                                             joined by faster links
 
 Every case starts its workers once; each worker trains the same module with one strategy after
 the other, round after round, so that a drift of the machine's speed meets all of them alike.
@@ -31,7 +33,7 @@ from hosts import Hosts
 
 # alone: every worker for itself; behind a slash: the sharding, where it is not the preset's, or
 # the MiB of DDP's buckets, where they are not the 25 that it has by default; behind colons: the
-# number of stages, and of their chunks
+# number of stages, of their chunks, and of groups
 STRATEGIES = ("alone", "ddp", "ddp/2", "cyclic_dp", "cyclic_dp_v1", "cyclic_dp_v1/optimizer")
 WARM_UP = 8
 LATENCY_S = 2e-4  # gloo, per message, measured
@@ -53,6 +55,7 @@ class Case:
         num_steps: steps per fit.
         rounds: how often every strategy trains.
         strategies: which of them.
+        close: neighbours that faster links join.
     """
 
     name: str
@@ -65,6 +68,7 @@ class Case:
     num_steps: int
     rounds: int
     strategies: Sequence[str] = STRATEGIES
+    close: int = 1
 
 
 LOOPBACK = [
@@ -127,7 +131,31 @@ CHUNKS = [
     )
     for n, rate, width in [(8, "1gbit", 640), (8, "100mbit", 200)]
 ]
-CASES = {"loopback": LOOPBACK, "net": NETWORK, "chunks": CHUNKS}
+GROUPS = [
+    Case(
+        name=f"{n} workers, {close} of them close, {rate}, {step_s * 1000:.0f} ms",
+        num_workers=n,
+        step_s=step_s,
+        width=width,
+        depth=8,
+        batch=8,
+        rate=rate,
+        num_steps=24,
+        rounds=3,
+        strategies=("alone", "ddp", "ddp/1", "cyclic_dp:8:1", f"cyclic_dp:8:1:{n // close}",
+                    f"cyclic_dp:8:4:{n // close}"),
+        close=close,
+    )
+    for n, close, rate, step_s, width in [
+        (8, 2, "1gbit", 0.2, 640),
+        (8, 4, "1gbit", 0.2, 640),
+        (8, 2, "100mbit", 0.2, 200),
+        (8, 4, "100mbit", 0.2, 200),
+        (16, 4, "100mbit", 0.4, 200),
+        (32, 4, "100mbit", 1.2, 200),
+    ]
+]  # fmt: skip
+CASES = {"loopback": LOOPBACK, "net": NETWORK, "chunks": CHUNKS, "groups": GROUPS}
 
 
 # ---------------------------------------------------------------------- one worker
@@ -190,8 +218,10 @@ def make_strategy(name: str) -> Any:
         return SingleDeviceStrategy("cpu")
     if ":" in name:
         preset, *numbers = name.split(":")
-        num_stages, num_chunks = map(int, numbers)
-        return CyclicStrategy(preset, stages=num_stages, chunks=num_chunks)
+        num_stages, num_chunks, *groups = map(int, numbers)
+        return CyclicStrategy(
+            preset, stages=num_stages, chunks=num_chunks, groups=next(iter(groups), None)
+        )
     preset, _, sharding = name.partition("/")
     if preset == "ddp" and sharding:
         return DDPStrategy(bucket_cap_mb=float(sharding))
@@ -300,7 +330,7 @@ def work(case: Case) -> None:
 
 def run(case: Case) -> dict[str, list[tuple[float, float]]]:
     """Start a case's workers; return (seconds, CPU seconds) per step by strategy and round."""
-    network = Hosts(case.num_workers, case.rate) if case.rate else None
+    network = Hosts(case.num_workers, case.rate, close=case.close) if case.rate else None
     arguments = ["--worker", json.dumps(asdict(case))]
     return start(__file__, arguments, case.num_workers, network)[0]
 
@@ -372,9 +402,10 @@ def predicted(case: Case, preset: str, compute_s: float) -> float:
 
     num_bytes = 4 * case.depth * (case.width + 1) * case.width
     num_stages, num_chunks = min(auto_stages(case.num_workers, num_bytes), case.depth), 1
+    groups: list[int] = []
     if ":" in preset:
         preset, *numbers = preset.split(":")
-        num_stages, num_chunks = map(int, numbers)
+        num_stages, num_chunks, *groups = map(int, numbers)
     preset, _, sharding = preset.partition("/")
     ddp_mib, preset = (sharding, "cyclic_dp") if preset == "ddp" else ("", preset)
     sharding = "" if ddp_mib else sharding
@@ -385,9 +416,17 @@ def predicted(case: Case, preset: str, compute_s: float) -> float:
         num_workers=case.num_workers,
         num_steps=12,
         chunks=num_chunks,
+        groups=next(iter(groups), None),
     )
     costs = Costs.even(num_stages, compute_s=compute_s, model_bytes=num_bytes)
-    network = Network(latency_s=LATENCY_S, bandwidth_bytes_per_s=BYTES_PER_S[case.rate])
+    links = [
+        {"latency_s": LATENCY_S, "bandwidth_bytes_per_s": BYTES_PER_S[rate]}
+        for rate in (case.rate, "")
+    ]
+    network = Network(**links[0])
+    if case.close > 1:
+        hosts = tuple(w // case.close for w in range(case.num_workers))
+        network = Network(**links[0], hosts=hosts, inside=Network(**links[1]))
     default = compare(plan, costs, network, bucket_bytes=25 << 20)
     if ddp_mib:
         return compare(plan, costs, network, bucket_bytes=int(ddp_mib) << 20).lockstep.step_s / (
