@@ -23,51 +23,62 @@ class Wire:
     """Add gradients of several workers.
 
     Args:
-        goes: (step, stage, micro-batch) -> whether what there is behind it goes to another worker:
-            the sum up to it, or its gradient.
+        sum_goes: (step, stage, micro-batch) -> whether the sum up to it goes to another worker.
+        gradient_goes: the same of its gradient. [none does]
         dtype: in which it goes, if it is not narrower anyway. [any]
         least: of sums.
-        of_gradients: whether each gradient goes, and not the sum so far.
+        is_apart: whether each gradient is added by itself, and not as autograd makes it.
     """
 
-    goes: Callable[[int, int, int], bool]
+    sum_goes: Callable[[int, int, int], bool]
+    gradient_goes: Callable[[int, int, int], bool] = lambda t, j, i: False
     dtype: torch.dtype | None = None
     least: torch.dtype = LEAST
-    of_gradients: bool = False
+    is_apart: bool = False
 
-    def behind(self, x: Tensor, t: int, j: int, i: int) -> Tensor:
-        """Return what there is where it is needed next."""
-        if self.dtype is None or not self.goes(t, j, i):
+    def behind(self, x: Tensor) -> Tensor:
+        """Return what has gone to another worker as it comes there."""
+        if self.dtype is None or torch.promote_types(x.dtype, self.dtype) == self.dtype:
             return x
-        is_narrower = torch.promote_types(x.dtype, self.dtype) == self.dtype
-        return x if is_narrower else x.to(self.dtype)
+        return x.to(self.dtype)
 
     def plus(self, so_far: Tensor | None, grad: Tensor, t: int, j: int, i: int) -> Tensor:
         """Return the sum up to micro-batch i, where it is needed next."""
-        if self.of_gradients:
-            grad = self.behind(grad, t, j, i)
-        of_one = i > 0 and not self.of_gradients and not self.goes(t, j, i - 1)
+        if self.gradient_goes(t, j, i):
+            grad = self.behind(grad)
+        of_one = i > 0 and not self.is_apart and not self.sum_goes(t, j, i - 1)
         if so_far is not None and of_one and so_far.dtype == grad.dtype:
             grad = so_far + grad  # as on one device
         elif so_far is not None:
             wide = torch.promote_types(so_far.dtype, grad.dtype)
             wide = torch.promote_types(wide, self.least if self.dtype is None else self.dtype)
             grad = so_far.to(wide) + grad.to(wide)
-        return grad if self.of_gradients else self.behind(grad, t, j, i)
+        return self.behind(grad) if self.sum_goes(t, j, i) else grad
 
 
 def wire_of(plan: Any, dtype: torch.dtype | None = None, least: torch.dtype = LEAST) -> Wire:
     """Return the wire between the workers of a plan, which says who they are."""
     last, at_owner = plan.num_micro - 1, plan.axes.sharding.adds_at_owner
+    is_apart = at_owner or plan.group_size > 1
     # where replicas sum their own, the last micro-batch of each stands for its sum
     first = plan.num_micro - plan.replicas if plan.sums_by_replica else 0
 
-    def goes(t: int, j: int, n: int) -> bool:
-        i = first + n
-        after = plan.owner(j) if at_owner or i == last else plan.worker_of(i + 1, j, t)
-        return bool(after != plan.worker_of(i, j, t))
+    def adder(t: int, j: int, i: int) -> int:
+        w = plan.worker_of(i, j, t)
+        if at_owner:
+            return int(plan.owner(j))
+        return int(plan.lead(w, j) if plan.group_size > 1 else w)
 
-    return Wire(goes, dtype, least, of_gradients=at_owner)
+    def gradient_goes(t: int, j: int, n: int) -> bool:
+        i = first + n
+        return bool(is_apart and adder(t, j, i) != plan.worker_of(i, j, t))
+
+    def sum_goes(t: int, j: int, n: int) -> bool:
+        i = first + n
+        after = plan.owner(j) if i == last else adder(t, j, i + 1)
+        return bool(after != adder(t, j, i))
+
+    return Wire(sum_goes, gradient_goes, dtype, least, is_apart)
 
 
 def give(p: nn.Parameter, total: Tensor | None) -> None:

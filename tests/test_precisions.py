@@ -98,7 +98,7 @@ def whole_by_rule(
 
     sequential.train(
         module, by_stage(module, stage_of), module.configure_optimizers(), loss, rule=rule,
-        num_workers=num, num_steps=NUM_STEPS,
+        num_workers=num, num_steps=NUM_STEPS, num_groups=num // plan.group_size,
         wire=wire_of(plan, dtype, torch.promote_types(LEAST, next(module.parameters()).dtype)),
     )  # fmt: skip
     return weights_of(module)

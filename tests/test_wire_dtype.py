@@ -29,14 +29,16 @@ LEAST = {"64-true": torch.float64}
 
 
 WHOLE = [
-    (preset, precision, dtype)
+    (preset, groups, precision, dtype)
     for preset in ("cyclic_dp", "cyclic_dp_v1", "lockstep_dp", "cyclic_zero", "weipipe")
+    for groups in ((None, 2) if preset != "weipipe" else (None,))
     for precision in ("32-true", "bf16-true", "bf16-mixed", "64-true")
     for dtype in DTYPES
     if (precision, dtype) != ("32-true", None)  # which all other tests compare
 ]
 ALWAYS = {
-    ("cyclic_zero", "32-true", "bf16"), ("weipipe", "bf16-true", None),
+    ("cyclic_zero", None, "32-true", "bf16"), ("weipipe", None, "bf16-true", None),
+    ("cyclic_dp", 2, "32-true", "bf16"), ("cyclic_dp", 2, "bf16-true", None),
 }  # fmt: skip
 
 
@@ -45,9 +47,11 @@ def marked(rows: list[tuple[Any, ...]], always: set[tuple[Any, ...]]) -> list[An
 
 
 @pytest.mark.multi
-@pytest.mark.parametrize(("preset", "precision", "dtype"), marked(WHOLE, ALWAYS))
-def test_workers_of_whole_steps(preset: str, precision: str, dtype: str | None) -> None:
-    strategy = {"preset": preset, "stages": 4, "wire_dtype": dtype}
+@pytest.mark.parametrize(("preset", "groups", "precision", "dtype"), marked(WHOLE, ALWAYS))
+def test_workers_of_whole_steps(
+    preset: str, groups: int | None, precision: str, dtype: str | None
+) -> None:
+    strategy = {"preset": preset, "stages": 4, "groups": groups, "wire_dtype": dtype}
     ranks = processes.run(fit_whole, 4, strategy, precision)
     plan = ranks[0]["plan"]
     args = precision, plan.weights, ranks[0]["stage_of"], plan, DTYPES[dtype]
