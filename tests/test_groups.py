@@ -7,15 +7,18 @@ in chunks and whole.
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_cyclic import make_plan
 from lightning_cyclic.errors import ConfigurationError, PlanError
+from lightning_cyclic.plan.actions import IN_CHUNKS, Kind, Payload
 from lightning_cyclic.plugin.checks import check_hosts_of_groups
 from lightning_cyclic.strategy import CyclicStrategy
 from tests import processes
@@ -111,6 +114,45 @@ def go_on(preset: str, folder: str) -> dict[str, Any]:
 def test_a_run_in_groups_goes_on(preset: str, tmp_path: Path) -> None:
     for rank in processes.run(go_on, 4, preset, str(tmp_path)):
         assert_same(rank["second"], rank["first"])
+
+
+class Sent(Callback):
+    """Note what a rank has sent in a fit, by what it was."""
+
+    def on_train_end(self, trainer: Any, module: Any) -> None:
+        transport = trainer.strategy._training.transport
+        self.messages, self.num_bytes = Counter(transport.messages), Counter(transport.num_bytes)
+
+
+def fit_counting(strategy: dict[str, Any]) -> dict[str, Any]:
+    module, sent = Classifier("mlp", "sgd"), Sent()
+    trainer = make_trainer(strategy, max_epochs=1, callbacks=[sent])
+    trainer.fit(module, train_data(module, NUM_STEPS))
+    made: Any = trainer.strategy
+    sizes = Counter(dict.fromkeys(range(made.plan.num_stages), 0))
+    for name, p in module.named_parameters():
+        sizes[made.stage_of[name]] += p.numel() * p.element_size()
+    num_tensors = len(list(module.parameters()))
+    return {"sent": sent, "plan": made.plan, "sizes": sizes, "num_tensors": num_tensors}
+
+
+@pytest.mark.parametrize(("preset", "chunks"), [("cyclic_dp", 3), ("cyclic_dp_v1", 1)])
+def test_messages_and_bytes_are_those_of_the_program(preset: str, chunks: int) -> None:
+    given = {"preset": preset, "stages": 4, "groups": 2, "chunks": chunks}
+    ranks = processes.run(fit_counting, 4, given)
+    plan = ranks[0]["plan"]
+    for rank, program in zip(ranks, plan.program.first(NUM_STEPS), strict=True):
+        sends = [a for a in program if a.kind is Kind.SEND and a.payload in IN_CHUNKS]
+        for payload in IN_CHUNKS:
+            of_it = [a for a in sends if a.payload is payload]
+            assert rank["sent"].messages[payload] == len(of_it)
+            least = sum(rank["sizes"][a.j] for a in of_it) // chunks
+            most = least + len(of_it) * 512 * (rank["num_tensors"] + 1)
+            assert least <= rank["sent"].num_bytes[payload] <= most
+    hops = sum(rank["sent"].messages[Payload.S] for rank in ranks)
+    assert hops == NUM_STEPS * 4 * chunks  # each stage's sum, from one group to the other
+    given_up = sum(rank["sent"].messages[Payload.H] for rank in ranks)
+    assert given_up == NUM_STEPS * 4 * 2 * chunks  # in each group, to who leads
 
 
 def test_groups_that_do_not_fit_are_refused() -> None:
