@@ -51,6 +51,8 @@ class Way:
             shuffles by itself.
         accumulate: batches of a step.
         every: steps between files.
+        num_steps: of the run.
+        max_epochs: after which the run ends. [behind that number of steps]
         loader: kind of the loader: "plain", or "stateful" (torchdata's).
         num_workers: of each loader.
     """
@@ -61,6 +63,8 @@ class Way:
     shared_order: bool = False
     accumulate: int = 1
     every: int = 1
+    num_steps: int = NUM_STEPS
+    max_epochs: int | None = None
     loader: str = "plain"
     num_workers: int = 2
 
@@ -210,7 +214,8 @@ def fit(way: Way, folder: str, at: Interruption | None, ckpt_path: str | None) -
         folder, "{step}", every_n_train_steps=way.every, save_top_k=-1, save_last=True
     )
     trainer = make_trainer(
-        way.strategy, max_steps=NUM_STEPS, max_epochs=-1, enable_checkpointing=True,
+        way.strategy, max_steps=way.num_steps if way.max_epochs is None else -1,
+        max_epochs=-1 if way.max_epochs is None else way.max_epochs, enable_checkpointing=True,
         callbacks=[saver, *([Interrupt(at)] if at else [])], logger=logged, log_every_n_steps=1,
         accumulate_grad_batches=way.accumulate, num_sanity_val_steps=0,
         use_distributed_sampler=way.shared_order,
@@ -251,10 +256,7 @@ def contents(path: str | Path) -> dict[str, Any]:
 
 
 def comparable(file: dict[str, Any]) -> dict[str, Any]:
-    """Leave out what Lightning counts anew when a run goes on."""
-    epochs = file["loops"]["fit_loop"].pop("epoch_progress")
-    kept = {"epochs": {k: epochs["current"][k] for k in ("processed", "completed")}}
-    return {k: file[k] for k in COMPARED} | kept
+    return {k: file[k] for k in COMPARED}
 
 
 def difference(a: Any, b: Any, path: str = "") -> str | None:

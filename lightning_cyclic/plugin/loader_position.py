@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_flatten
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_cyclic.errors import ConfigurationError
+from lightning_cyclic.plugin.epoch_counts import count_epoch_begun, mend_epoch_counts
 from lightning_cyclic.runtime.saved_generators import Generators, put_states, states_of
 
 _LOAD: Final = "_load_combined_loader_states"  # of the fit loop: called before its first iter()
@@ -167,11 +168,17 @@ class LoaderPosition:
         self._trainer.fit_loop._combined_loader_states_to_load = []
 
     def _set_up(self) -> None:
+        if self._is_first:
+            mend_epoch_counts(self._trainer.fit_loop)
         self._own[_SETUP]()
         if self._begun is None:
             self._begun = self._randomness()
 
     def _advance(self) -> None:
+        self._call_hooks()
+        count_epoch_begun(self._trainer.fit_loop)
+
+    def _call_hooks(self) -> None:
         """Let the hooks of an epoch's start draw what they would have drawn behind the file.
 
         The first iter() has drawn before them, and so have hooks of the start of training. In a
