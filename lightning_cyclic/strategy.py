@@ -575,7 +575,7 @@ class CyclicStrategy(DDPStrategy):
                 super().barrier()  # who fails before it is noticed here, and not in new groups
                 self._training = kind(trainer, options, self._plan, self._reductions)
             if self._meetings is not None:
-                self._meetings.heed(self._training.failure)
+                self._meetings.heed(self._training)
             self._resume()
         elif self._saved is not None:  # Lightning itself trains, on the newest weights
             ckpt.warn_of_other_plan(self._saved, "sync")

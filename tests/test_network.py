@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.hosts import Hosts
@@ -72,6 +73,28 @@ def fit_in_vain(preset: str, folder: Path) -> tuple[str, float]:
     return str(caught.value), time.monotonic()
 
 
+def meet_in_vain(k: int, folder: Path) -> tuple[str, float]:
+    """Return with what a rank ends at a meeting, to which all have come before the cut."""
+    move_to_host(here().rank)
+    module = Slow(folder / "never")
+    strategy = {"preset": "cyclic_dp", "stages": 4, "timeout": timedelta(seconds=LIMIT_S)}
+    trainer = make_trainer(strategy, max_epochs=1)
+
+    def on_train_epoch_end() -> None:
+        with trainer.strategy.naming("to dine"):
+            come = dist.distributed_c10d._get_default_store().add("come", 1)
+            if come == here().num_ranks:
+                (folder / "reached").touch()
+            if here().rank == k:
+                wait_for(folder / "cut")
+            dist.barrier()
+
+    module.on_train_epoch_end = on_train_epoch_end  # type: ignore[method-assign]
+    with pytest.raises(CyclicError) as caught:
+        trainer.fit(module, train_data(module, NUM_BATCHES))
+    return str(caught.value), time.monotonic()
+
+
 @pytest.fixture
 def hosts() -> Iterator[Hosts]:
     hosts = Hosts(4, name=NAME)
@@ -80,17 +103,22 @@ def hosts() -> Iterator[Hosts]:
     hosts.down()
 
 
+def wait_for(path: Path) -> None:
+    end = time.monotonic() + 60
+    while not path.exists() and time.monotonic() < end:
+        time.sleep(0.01)
+
+
 @contextmanager
 def cutting(hosts: Hosts, k: int, reached: Path, for_s: float | None) -> Iterator[list[float]]:
     """Cut a host off while the body runs, when training is in its middle; say when."""
     at: list[float] = []
 
     def cut() -> None:
-        end = time.monotonic() + 60
-        while not reached.exists() and time.monotonic() < end:
-            time.sleep(0.01)
+        wait_for(reached)
         hosts.cut(k)
         at.append(time.monotonic())
+        reached.with_name("cut").touch()
         if for_s is not None:
             time.sleep(for_s)
             hosts.restore(k)
@@ -133,3 +161,20 @@ def test_where_a_host_is_cut_off_all_end_soon_and_say_for_whom_they_waited(
     said = [text for rank, (text, _) in enumerate(ends) if rank != k]
     assert all(re.search(r"rank \d on \S+ .*(waited|ended)", text) for text in said), said
     assert any(f"rank {k} on " in text for text in said), said  # as one saw it that waited for it
+
+
+@pytest.mark.parametrize("k", [2, more(0)])
+def test_where_all_have_met_the_host_that_is_cut_off_is_named(
+    k: int, hosts: Hosts, tmp_path: Path
+) -> None:
+    with cutting(hosts, k, tmp_path / "reached", for_s=None) as cut:
+        ends = processes.run(meet_in_vain, 4, k, tmp_path)
+    assert all(ended_at < cut[0] + LIMIT_S + 5 for _, ended_at in ends)
+    for rank, (text, _) in enumerate(ends):
+        if rank == k == 0:
+            expected = r"rank 1 on \S+ and rank 2 on \S+ and rank 3 on \S+ did not answer"
+        elif k in (0, rank):
+            expected = rf"rank 0 on \S+, through which .* cannot be reached from rank {rank} on"
+        else:
+            expected = rf"waited 4 s for rank {k} on .* to dine, .* rank {k} on \S+ did not answer"
+        assert re.search(expected, text.splitlines()[0]), (rank, text)

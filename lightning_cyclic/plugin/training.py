@@ -363,6 +363,10 @@ class AbstractTraining(ABC):
         """Return the words that a failing rank left, or None."""
         return None if self.transport is None else self.transport.failure()
 
+    def silent(self) -> list[int] | None:
+        """Call all ranks; return those that do not answer, None where the store does not."""
+        return [] if self.transport is None else self.transport.silent()
+
     @property
     def when(self) -> str:
         """Say how far training is, as "in step 12"."""

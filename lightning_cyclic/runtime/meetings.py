@@ -7,7 +7,7 @@ its steps. Where one of them has ended, gloo and NCCL only say that a connection
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import final
 
@@ -17,7 +17,7 @@ from lightning_cyclic.errors import PeerError
 from lightning_cyclic.runtime.failure_words import words_of
 from lightning_cyclic.runtime.transport.failure_board import FailureBoard
 from lightning_cyclic.runtime.transport.names import NOT_THERE, exchange_names
-from lightning_cyclic.runtime.waiting import naming_peers
+from lightning_cyclic.runtime.waiting import Watch, naming_peers
 
 START = "before training began"
 _OF_GROUPS = ("gloo", "nccl", "pair closure", "connection closed", "connection reset")
@@ -42,15 +42,20 @@ class Meetings:
         key = f"lightning_cyclic/start/{times}"
         self.names = exchange_names(key, limit_s)
         self._board = FailureBoard(key, self.names.of(0), self.names.tell_ended)
-        self._in_training: Callable[[], str | None] = lambda: None
+        self._training: Watch | None = None
 
     def failure(self) -> str | None:
         """Return the words that a failing rank left, or None."""
-        return self._in_training() or self._board.read()
+        told = None if self._training is None else self._training.failure()
+        return told or self._board.read()
 
-    def heed(self, in_training: Callable[[], str | None]) -> None:
+    def silent(self) -> list[int] | None:
+        """Call all ranks; return those that do not answer, None where the store does not."""
+        return (self._board if self._training is None else self._training).silent()
+
+    def heed(self, training: Watch) -> None:
         """Ask a training's own transport, too, whether a rank has failed; watch no more."""
-        self._in_training = in_training
+        self._training = training
         self._board.close()
 
     def fail(self, error: BaseException) -> None:

@@ -51,7 +51,17 @@ _NO_WORD = "ended without a word of why"
 _OF_NO_STAGE = {Payload.D, Payload.L, Payload.K}
 
 
-class Crew(Protocol):
+class Watch(Protocol):
+    """Know whether a rank has failed, and which are there."""
+
+    def failure(self) -> str | None:
+        """Return the words that a failing rank left, or None."""
+
+    def silent(self) -> list[int] | None:
+        """Call all ranks; return those that do not answer, None where the store does not."""
+
+
+class Crew(Watch, Protocol):
     """Be who joins the ranks: know their names, how long to wait, and why one has failed."""
 
     names: Names
@@ -59,9 +69,6 @@ class Crew(Protocol):
     @property
     def timeout_s(self) -> float:
         """Return the limit of a wait that begins now, in seconds."""
-
-    def failure(self) -> str | None:
-        """Return the words that a failing rank left, or None."""
 
 
 @final
@@ -201,24 +208,43 @@ def _waited_in_vain(
     crew: Crew, limit_s: float, said: str, what: str, peer: int | None, error: RuntimeError
 ) -> CyclicError:
     names, late = crew.names, is_late(str(error))
-    words, ended = _last_words(crew, late=late)
+    words, missing = _last_words(crew, late=late)
+    why = ""
+    if words is None and not missing:
+        missing, why = ([peer], "") if peer is not None else _not_there(crew, what, late=late)
+        if not (late and missing):  # somebody may have learned more by now
+            words = crew.failure()
     if words is not None:
         return PeerError(heard(words, names))
-    missing = ended or ((names.missing(what) or names.stopped()) if peer is None else [peer])
-    if peer is None and not late:  # who is on the way has not closed the connection
-        live = names.live()
-        missing = [w for w in missing if w not in live]
     them, todo = _all(names, missing), look_at(map(names.rank_of, missing))
     if late:
         return WaitTimeoutError(
             f"{names.own} waited {limit_s:g} s for {them or 'all ranks'} {said}: {LATE}"
-            f"{_why(names)}.\n{todo}\n{SLOW}"
+            f"{why or _why(names)}.\n{todo}\n{SLOW}"
         )
     it = "it" if missing == [peer] else names.of(peer) if peer is not None else "all ranks"
     return PeerError(
         f"{them or 'another rank'} {_NO_WORD}: {names.own} waited for {it} {said}.\n{todo}\n"
         f"{GONE} Its connection says: {error}"
     )
+
+
+def _not_there(crew: Crew, what: str, *, late: bool) -> tuple[list[int], str]:
+    """Return the workers for which a meeting of all waits, as far as that is known, and why.
+
+    They have not come, or are stopped; where all have come, they do not answer.
+    """
+    names = crew.names
+    live = [] if late else names.live()  # who is on the way has not closed the connection
+    if missing := [w for w in names.missing(what) or names.stopped() if w not in live]:
+        return missing, ""
+    silent = crew.silent()
+    if silent is None and names.rank != 0:  # which holds the store
+        keeper = names.rank_of(0)
+        way = f"{names.of(keeper)}, through which ranks find each other, cannot be reached"
+        return [keeper], f"; {way} from {names.own}"
+    missing = [w for w in map(names.rank_of, silent or []) if w not in live]
+    return missing, f"; {_all(names, missing)} did not answer" if missing else ""
 
 
 def _why(names: Names) -> str:

@@ -89,9 +89,16 @@ def test_whoever_is_on_the_way_is_not_named() -> None:
     assert "rank 2" not in said[1]
 
 
-def stop(victim: int) -> None:
-    """Stop a rank where all have come; fail with what the others learn."""
+def stop(victim: int, alone: bool) -> None:
+    """Stop a rank where all have come; fail with what the others learn.
+
+    Args:
+        victim: that is stopped.
+        alone: whether it is of another host.
+    """
     rank, num = join()
+    if alone and rank == victim:
+        lives._kernel = lambda: "another boot"
     meetings, store = Meetings(3.0), dist.distributed_c10d._get_default_store()
     group = dist.new_group(timeout=timedelta(seconds=3), backend="gloo")
     try:
@@ -106,12 +113,15 @@ def stop(victim: int) -> None:
         raise AssertionError(f"{error}") from None
 
 
-def test_a_rank_that_is_stopped_where_all_have_come_is_named() -> None:
+@pytest.mark.parametrize(
+    ("alone", "why"), [(False, "was stopped by a signal, as SIGSTOP"), (True, "did not answer")]
+)
+def test_a_rank_that_is_stopped_where_all_have_come_is_named(alone: bool, why: str) -> None:
     with pytest.raises(processes.RanksFailedError) as caught:
-        processes.run(stop, 3, 1, time_limit_s=40, after_failure_s=5)
+        processes.run(stop, 3, 1, alone, time_limit_s=40, after_failure_s=5)
     errors = caught.value.errors
     del errors[1]
     for rank, text in errors.items():
         assert re.search(rf"rank {rank} on \S+ waited 3 s for rank 1 on \S+ to meet", text), text
-        assert re.search(r"rank 1 on \S+ was stopped by a signal, as SIGSTOP", text), text
+        assert re.search(rf"; rank 1 on \S+ {why}\.", text), text
     assert len(errors) == 2

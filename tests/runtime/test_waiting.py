@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_cyclic.errors import PeerError, WaitTimeoutError
+from lightning_cyclic.errors import CyclicError, PeerError, WaitTimeoutError
 from lightning_cyclic.plan import make_plan
 from lightning_cyclic.plan.actions import Kind
 from lightning_cyclic.runtime.transport import AbstractPending, LocalTransport, PostOffice
@@ -125,6 +125,66 @@ def test_so_it_is_at_a_meeting(ended: tuple[int, ...], peer: int | None, said: s
     with pytest.raises(PeerError) as caught, naming_peers(transport, "in step 3", "to meet", peer):
         raise RuntimeError("Connection closed by peer")
     assert str(caught.value).startswith(said)
+
+
+class Called:
+    """Be rank 1 of three, all of which have come to a meeting.
+
+    Args:
+        silent: who does not answer.
+        words: that another rank leaves in the meantime.
+    """
+
+    timeout_s = 4.0
+
+    def __init__(self, silent: list[int] | None, words: str | None = None) -> None:
+        self.names = Names(1, lambda w: 2 - w, ["a", "b", "c"])
+        self._silent, self._words = silent, words
+        self._heard: str | None = None
+
+    def failure(self) -> str | None:
+        return self._heard
+
+    def silent(self) -> list[int] | None:
+        self._heard = self._words
+        return self._silent
+
+
+def met(crew: Called, said: str) -> CyclicError:
+    with pytest.raises(CyclicError) as caught, naming_peers(crew, "in step 3", "to meet"):
+        raise RuntimeError(said)
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("silent", "said", "at"),
+    [
+        ([2], "rank 2 on c to meet, in step 3: it did not come in time; rank 2 on c did not "
+         "answer.", "log of rank 2"),
+        ([0, 2], "rank 0 on a and rank 2 on c to meet, in step 3: it did not come in time; rank 0 "
+         "on a and rank 2 on c did not answer.", "logs of ranks 0, 2"),
+        (None, "rank 0 on a to meet, in step 3: it did not come in time; rank 0 on a, through "
+         "which ranks find each other, cannot be reached from rank 1 on b.", "log of rank 0"),
+        ([], "all ranks to meet, in step 3: it did not come in time.", "all logs"),
+    ],
+)  # fmt: skip
+def test_where_all_have_come_whoever_does_not_answer_is_named(
+    silent: list[int] | None, said: str, at: str
+) -> None:
+    error = met(Called(silent, "rank 2 failed" if silent else None), "Timed out")
+    assert isinstance(error, WaitTimeoutError)
+    first, second, *_ = str(error).splitlines()
+    assert first == f"rank 1 on b waited 4 s for {said}"
+    assert at in second
+
+
+def test_words_that_come_while_ranks_are_called_are_told() -> None:
+    words = "rank 0 on a waited 4 s for rank 2 on c to meet\nLook there."
+    for silent, said in (([], "Timed out"), ([2], "Connection closed by peer")):
+        error = met(Called(silent, words), said)
+        assert str(error).startswith(
+            "rank 0 on a waited 4 s for rank 2 on c to meet; this rank (1)"
+        )
 
 
 @pytest.mark.parametrize("warmup_steps", [0, 3])

@@ -101,6 +101,15 @@ class AbstractTransport(ABC):
     def failure(self) -> str | None:
         """Return the word that a failing worker left, or None."""
 
+    def silent(self) -> list[int] | None:
+        """Call all ranks; return those that do not answer.
+
+        Returns:
+            Nobody where ranks cannot be called; None where the store does not answer, over which
+            they are.
+        """
+        return []
+
     @abstractmethod
     def close(self) -> None:
         """Stop what the transport runs in the background; pending messages are dropped."""

@@ -92,6 +92,10 @@ class CountingTransport(AbstractTransport):
         return self._inner.failure()
 
     @override
+    def silent(self) -> list[int] | None:
+        return self._inner.silent()
+
+    @override
     def close(self) -> None:
         self._inner.close()
 

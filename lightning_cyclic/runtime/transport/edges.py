@@ -97,6 +97,10 @@ class EdgeTransport(AbstractTransport):
         return self._control.failure()
 
     @override
+    def silent(self) -> list[int] | None:
+        return self._control.silent()
+
+    @override
     def close(self) -> None:
         """Do nothing: nothing runs in the background, and control belongs to who made it."""
 
@@ -189,6 +193,10 @@ class LateEdges(AbstractTransport):
     @override
     def failure(self) -> str | None:
         return self._control.failure()
+
+    @override
+    def silent(self) -> list[int] | None:
+        return self._control.silent()
 
     @override
     def close(self) -> None:

@@ -1,10 +1,19 @@
-"""The failure board: why a rank fails, for those who see only a closed connection."""
+"""The failure board: why a rank fails, for those who see only a closed connection.
+
+    key         why, in words
+    key/alarm   something is wrong: there are words, or ranks are to answer
+    key/here/R  the answer of rank R
+
+A rank looks for the alarm alone as long as there is none.
+"""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import final
 
 import torch.distributed as dist
@@ -12,6 +21,7 @@ import torch.distributed as dist
 from lightning_cyclic.runtime.transport.bounded import within
 
 _POLL_S = 0.5
+_ANSWER_S = 2.0  # several polls: a rank may be busy
 
 
 @final
@@ -32,6 +42,7 @@ class FailureBoard:
         self, key: str, keeper: str = "rank 0", each_time: Callable[[], None] = lambda: None
     ) -> None:
         self._key = key
+        self._alarm = f"{key}/alarm"
         self._each_time = each_time
         self._keeper = keeper
         self._store = dist.distributed_c10d._get_default_store()
@@ -56,19 +67,57 @@ class FailureBoard:
             within(self._look, None)
         return self._text
 
+    def silent(self) -> list[int] | None:
+        """Call all ranks; return those that do not answer, None where the store does not.
+
+        The watchers answer, so that a rank does that waits, or computes.
+        """
+        if self._closed.is_set():  # and so are those of the others
+            return []
+        end = time.monotonic() + _ANSWER_S
+        silent = within(self._call, None)
+        while silent and time.monotonic() < end:
+            time.sleep(_POLL_S)
+            silent = within(partial(self._absent, silent), None)
+        return silent
+
     def close(self) -> None:
         """Stop watching."""
         self._closed.set()
 
+    def _call(self) -> list[int]:
+        self._store.set(self._alarm, "")
+        self._answer()
+        self._store.check([self._alarm])  # the answer comes when it is written
+        return list(range(dist.get_world_size()))
+
+    def _answer(self) -> None:
+        self._store.set(self._key_of(dist.get_rank()), "")
+
+    def _absent(self, ranks: Sequence[int]) -> list[int]:
+        """Return who has not answered, by few messages where that is nobody or a few."""
+        if self._store.check([self._key_of(r) for r in ranks]):
+            return []
+        if len(ranks) == 1:
+            return [*ranks]
+        half = len(ranks) // 2
+        return self._absent(ranks[:half]) + self._absent(ranks[half:])
+
+    def _key_of(self, rank: int) -> str:
+        return f"{self._key}/here/{rank}"
+
     def _write(self) -> None:
         assert self._text is not None
         self._store.set(self._key, self._text)
-        self._store.check([self._key])  # the answer comes when it is written
+        self._store.set(self._alarm, "")
+        self._store.check([self._alarm])  # as above
 
     def _look(self) -> bool:
         try:
-            if self._store.check([self._key]):
-                self._text = self._store.get(self._key).decode()
+            if self._store.check([self._alarm]):
+                self._answer()
+                if self._store.check([self._key]):
+                    self._text = self._store.get(self._key).decode()
         except RuntimeError:
             gone = f"{self._keeper} ended without a word of why\nLook at the log of rank 0."
             self._text = self._text or gone

@@ -77,6 +77,10 @@ class HostStagedTransport(AbstractTransport):
         return self._inner.failure()
 
     @override
+    def silent(self) -> list[int] | None:
+        return self._inner.silent()
+
+    @override
     def close(self) -> None:
         self._sender.shutdown(wait=False, cancel_futures=True)
         self._inner.close()

@@ -109,6 +109,10 @@ class NamedTransport(AbstractTransport):
         return self._board.read()
 
     @override
+    def silent(self) -> list[int] | None:
+        return self._board.silent()
+
+    @override
     def close(self) -> None:
         self._board.close()
 
