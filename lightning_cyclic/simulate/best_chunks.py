@@ -17,7 +17,7 @@ from math import ceil
 from lightning_cyclic.simulate.costs import Network
 
 _SHARE = 0.6  # of what ports take, for hops: sums wait for gradients and for each other, too
-_LEAST_BYTES = 1 << 16  # of a chunk: smaller ones cost more than they gain, wherever measured
+LEAST_BYTES = 1 << 16  # of a chunk: smaller ones cost more than they gain, wherever measured
 MOST = 32  # pieces of 16 bytes of the smallest tensor, in messages that are 512-byte aligned
 
 
@@ -41,5 +41,5 @@ def best_chunks(num_workers: int, num_stages: int, model_bytes: float, network: 
     hops_s = num_workers * link.transfer_s(model_bytes / num_stages)
     if hops_s <= spare_s:
         return 1
-    most = min(MOST, int(model_bytes / num_stages / _LEAST_BYTES))
+    most = min(MOST, int(model_bytes / num_stages / LEAST_BYTES))
     return max(1, min(ceil(hops_s / spare_s), most))

@@ -1,0 +1,205 @@
+"""The numbers of data-parallel training on a network, so that it is never worse than lockstep.
+
+    lockstep, at its best  ──┐
+    plans around the ring  ──┴─>  the fastest; of those within 1 %, the simplest
+
+Stages, chunks and slack shorten different waits, and each has its price: messages, or old weights.
+From the plan that can be fastest by :func:`ring_bound_s` the search goes to better neighbours, by
+simulation. It is a function of its arguments alone, the same on each machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from math import inf
+from typing import Final, TypeAlias, final
+
+from lightning_cyclic.plan import Plan
+from lightning_cyclic.planner.ring_bound import ring_bound_s
+from lightning_cyclic.planner.ring_numbers import RingChoices, RingNumbers
+from lightning_cyclic.simulate.costs import Costs, Network
+from lightning_cyclic.simulate.engine import simulate
+from lightning_cyclic.simulate.lockstep import Lockstep, best_lockstep
+
+ALIKE: Final = 1.01  # predictions this close are alike: networks are not known better
+# what is changed at once on the way to a better neighbour: to be delayed is the largest slack
+_LADDERS = (("num_stages",), ("chunks",), ("is_delayed", "slack"), ("sharding",))
+
+Cut: TypeAlias = Callable[[int], Costs]
+"""From a number of stages to what each of them costs."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataParallel:
+    """Hold what was chosen, and what lockstep takes at its best.
+
+    Args:
+        numbers: of the plan; None where lockstep is as fast, or faster.
+        step_s: seconds that a step is predicted to take.
+        lockstep: the best that DistributedDataParallel can do.
+        ring_numbers: of the best plan around the ring, whether it is chosen or not.
+        ring_step_s: what that one takes.
+        num_simulated: how many plans were simulated.
+    """
+
+    numbers: RingNumbers | None
+    step_s: float
+    lockstep: Lockstep
+    ring_numbers: RingNumbers
+    ring_step_s: float
+    num_simulated: int
+
+    @property
+    def speed(self) -> float:
+        """Return how many times as many steps per second it makes as lockstep: never below 1."""
+        return self.lockstep.step_s / self.step_s
+
+
+def choose_data_parallel(
+    cut: Cut, network: Network, num_workers: int, allowed: RingChoices
+) -> DataParallel:
+    """Choose the numbers of a plan that is predicted to be fastest, or lockstep.
+
+    Args:
+        cut: what stages cost, by how many there are.
+        network: the links between the workers.
+        num_workers: N.
+        allowed: what is chosen from.
+
+    Returns:
+        Of what was looked at and is within 1 % of the fastest, the simplest: lockstep, then fresh
+        weights before old ones, then fewer stages, fewer chunks.
+
+    Raises:
+        PlanError: the network has hosts of another number of workers.
+
+    Example:
+        >>> def cut(num_stages):
+        ...     return Costs.even(num_stages, compute_s=0.1, model_bytes=25e6)
+        >>> network = Network(latency_s=1e-3, bandwidth_bytes_per_s=1.25e9)
+        >>> found = choose_data_parallel(cut, network, 8, RingChoices(most_stages=8))
+        >>> found.numbers.num_stages, found.numbers.slack, round(found.speed, 2)
+        (8, 0, 1.15)
+        >>> free = choose_data_parallel(cut, Network(), 8, RingChoices(most_stages=8))
+        >>> free.numbers is None, free.speed
+        (True, 1.0)
+    """
+    network.check(num_workers)
+    whole = cut(1)
+    reference = best_lockstep(cut(allowed.most_stages), network, num_workers)
+    every = list(allowed.numbers(num_workers, sum(whole.sent_param_bytes)))
+    search = _Search(cut, network, num_workers, every)
+    numbers, step_s = search.best()
+    wins = reference.step_s > ALIKE * step_s
+    return DataParallel(
+        numbers=numbers if wins else None,
+        step_s=step_s if wins else reference.step_s,
+        lockstep=reference,
+        ring_numbers=numbers,
+        ring_step_s=step_s,
+        num_simulated=len(search.step_s),
+    )
+
+
+def predicted_step_s(plan: Plan, costs: Costs, network: Network) -> float:
+    """Return the seconds of a steady step."""
+    return simulate(plan.programs, costs, network, plan).step_s
+
+
+@final
+class _Search:
+    """Go from the plan that can be fastest to better neighbours.
+
+    Args:
+        cut: as of :func:`choose_data_parallel`.
+        network: the links.
+        num_workers: N.
+        every: all numbers.
+    """
+
+    def __init__(
+        self, cut: Cut, network: Network, num_workers: int, every: Sequence[RingNumbers]
+    ) -> None:
+        self._network = network
+        self._num_workers = num_workers
+        self._costs = {n: cut(n) for n in {numbers.num_stages for numbers in every}}
+        self._bound_s = {numbers: self._least_s(numbers) for numbers in every}
+        self.step_s: dict[RingNumbers, float] = {}  # of those that were simulated
+
+    def best(self) -> tuple[RingNumbers, float]:
+        """Return the numbers, and the step time."""
+        for start in self._starts():
+            limit_s = min(self.step_s.values(), default=inf) / ALIKE
+            if self._bound_s[start] < limit_s:
+                self._climb(start)
+        best = self._simplest(self.step_s)
+        limit_s = ALIKE * min(self.step_s.values())
+        while (simpler := self._first(best, limit_s, simpler=True)) is not None:
+            best = simpler
+        best = self._simplest(self.step_s)
+        return best, self.step_s[best]
+
+    def _starts(self) -> Iterator[RingNumbers]:
+        """Yield what can be fastest, of all and of each kind of weights and sharding."""
+        yield self._simplest(self._bound_s)
+        for kind in sorted({(n.is_delayed, n.sharding) for n in self._bound_s}):
+            alike = {n: s for n, s in self._bound_s.items() if (n.is_delayed, n.sharding) == kind}
+            yield self._simplest(alike)
+
+    def _climb(self, best: RingNumbers) -> None:
+        """Go on to what takes clearly less, as long as there is a neighbour that does."""
+        self._simulate(best)
+        while (better := self._first(best, self.step_s[best] / ALIKE)) is not None:
+            best = better
+
+    def _first(
+        self, best: RingNumbers, limit_s: float, *, simpler: bool = False
+    ) -> RingNumbers | None:
+        """Return the first neighbour that takes no longer than a limit."""
+        rank = best.rank(self._num_workers)
+        for numbers in self._neighbours(best):
+            if simpler and numbers.rank(self._num_workers) > rank:
+                continue
+            if self._bound_s[numbers] <= limit_s and self._simulate(numbers) <= limit_s:
+                return numbers
+        return None
+
+    def _neighbours(self, best: RingNumbers) -> Iterator[RingNumbers]:
+        """Yield the numbers that differ in one thing, by one place; more before less."""
+        for step in (1, -1):
+            for names in _LADDERS:
+                fixed = [n for n in self._bound_s if _without(n, names) == _without(best, names)]
+                ladder = sorted(fixed)
+                place = ladder.index(best) + step
+                if 0 <= place < len(ladder):
+                    yield ladder[place]
+
+    def _simplest(self, seconds: dict[RingNumbers, float]) -> RingNumbers:
+        limit_s = ALIKE * min(seconds.values())
+        return min(
+            (n for n, s in seconds.items() if s <= limit_s),
+            key=lambda n: n.rank(self._num_workers),
+        )
+
+    def _simulate(self, numbers: RingNumbers) -> float:
+        if numbers not in self.step_s:
+            plan, costs = numbers.plan(self._num_workers), self._costs[numbers.num_stages]
+            self.step_s[numbers] = predicted_step_s(plan, costs, self._network)
+        return self.step_s[numbers]
+
+    def _least_s(self, numbers: RingNumbers) -> float:
+        slack = 2 * numbers.num_stages if numbers.is_delayed else numbers.slack
+        return ring_bound_s(
+            self._costs[numbers.num_stages],
+            self._network,
+            self._num_workers,
+            slack=slack,
+            chunks=numbers.chunks,
+            sharding=numbers.sharding,
+        )
+
+
+def _without(numbers: RingNumbers, names: Sequence[str]) -> tuple[object, ...]:
+    return tuple(value for name, value in numbers._asdict().items() if name not in names)

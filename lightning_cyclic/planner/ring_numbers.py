@@ -1,0 +1,135 @@
+"""The numbers of plans around the ring: which are simpler, and which there are to choose from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import product
+from typing import NamedTuple, final
+
+from lightning_cyclic.errors import PlanError
+from lightning_cyclic.plan import Plan, make_plan
+from lightning_cyclic.planner.ring_bound import fresh_readers
+from lightning_cyclic.simulate.best_chunks import LEAST_BYTES, MOST
+
+_STEPS = 10  # to be steady, and to see it for some
+_DEFAULT_SHARDINGS = ("optimizer", "none")
+
+
+class RingNumbers(NamedTuple):
+    """Hold the numbers of a plan around the ring.
+
+    Args:
+        is_delayed: whether all forwards read the version before the newest.
+        slack: slots that a new version is given to travel; 0 where all are delayed.
+        num_stages: S.
+        chunks: in which a stage travels.
+        sharding: "optimizer", or "none": the last worker owns all stages.
+    """
+
+    is_delayed: bool
+    slack: int
+    num_stages: int
+    chunks: int
+    sharding: str
+
+    @property
+    def preset(self) -> str:
+        """Return the name of the preset that has this rule."""
+        return "cyclic_dp_v1" if self.is_delayed else "cyclic_dp"
+
+    def plan(self, num_workers: int, num_steps: int = _STEPS) -> Plan:
+        """Make the plan, without a proof that it can run."""
+        return make_plan(
+            self.preset,
+            num_stages=self.num_stages,
+            num_workers=num_workers,
+            num_steps=num_steps,
+            slack=self.slack,
+            sharding=self.sharding,
+            chunks=self.chunks,
+            proved=False,
+        )
+
+    def behind(self, num_workers: int) -> Fraction:
+        """Return by how many updates forwards are behind, on average.
+
+        Example:
+            >>> str(RingNumbers(False, 0, 8, 1, "optimizer").behind(8))
+            '7/16'
+        """
+        if self.is_delayed:
+            return Fraction(num_workers > 1)
+        stages = range(self.num_stages)
+        fresh = sum(fresh_readers(j, self.num_stages, num_workers, self.slack) for j in stages)
+        return 1 - Fraction(fresh, self.num_stages * num_workers)
+
+    def rank(self, num_workers: int) -> tuple[object, ...]:
+        """Return what sorts simpler numbers first: less old weights, in tenths, then less of all.
+
+        Coarse stages are older; in tenths, so that few stages do not give way to very many.
+        """
+        has_default = self.sharding == ("none" if self.is_delayed else "optimizer")
+        tenths = round(10 * self.behind(num_workers))
+        return tenths, self.num_stages, self.chunks, self.slack, not has_default
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RingChoices:
+    """Hold the numbers that may be chosen from.
+
+    Args:
+        most_stages: that the module can be cut into.
+        stages: numbers of stages. [powers of two, and such times N]
+        chunks: numbers of chunks. [powers of two, of 64 KiB or more]
+        slacks: numbers of slots. [0, and powers of two]
+        delayed: whether forwards may all read the version before the newest, and whether all
+            have to. [both]
+        shardings: values of that axis, of "optimizer" and "none". [both]
+
+    Raises:
+        PlanError: nothing is left to choose from.
+    """
+
+    most_stages: int
+    stages: tuple[int, ...] | None = None
+    chunks: tuple[int, ...] | None = None
+    slacks: tuple[int, ...] | None = None
+    delayed: tuple[bool, ...] = (False, True)
+    shardings: tuple[str, ...] = _DEFAULT_SHARDINGS
+
+    def __post_init__(self) -> None:
+        for name in ("stages", "chunks", "slacks", "delayed", "shardings"):
+            if getattr(self, name) == ():
+                raise PlanError(f"{name}=() leaves nothing to choose; allowed: one or more; "
+                                "leave it out for those that are tried by default")  # fmt: skip
+        if self.most_stages < 1:
+            raise PlanError(
+                f"most_stages={self.most_stages}; allowed: 1 or more; use the number of places "
+                "where a stage of the module can begin"
+            )
+
+    def numbers(self, num_workers: int, model_bytes: float) -> Iterator[RingNumbers]:
+        """Yield all."""
+        for num_stages in self._stages(num_workers):
+            chunks = self.chunks or _doubled(
+                min(MOST, int(model_bytes / num_stages / LEAST_BYTES))
+            )
+            slacks = self.slacks or (0, *_doubled(2 * num_stages - 2))
+            rules = [(False, slack) for slack in slacks if False in self.delayed]
+            rules += [(True, 0)] * (True in self.delayed)
+            for (is_delayed, slack), k, name in product(rules, chunks, self.shardings):
+                yield RingNumbers(is_delayed, slack, num_stages, k, name)
+
+    def _stages(self, num_workers: int) -> Sequence[int]:
+        if self.stages is not None:
+            return sorted({min(s, self.most_stages) for s in self.stages})
+        multiples = (num_workers * k for k in _doubled(self.most_stages // num_workers))
+        return sorted({*_doubled(self.most_stages), *multiples})
+
+
+def _doubled(most: int) -> Iterable[int]:
+    """Return 1, 2, 4, ... up to a number."""
+    return [1 << k for k in range(most.bit_length())]
