@@ -36,7 +36,7 @@ from typing_extensions import override
 from lightning_cyclic.errors import ConfigurationError
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.plugin import checkpoint as ckpt
-from lightning_cyclic.plugin import sealed_file
+from lightning_cyclic.plugin import ring_plan, sealed_file
 from lightning_cyclic.plugin.asynchronous_pipeline import AsynchronousPipelineTraining
 from lightning_cyclic.plugin.auto import AUTO, SAVED, AutoPlan, check_network, network_of
 from lightning_cyclic.plugin.background import MOST_LEFT, Background, copied
@@ -70,6 +70,7 @@ from lightning_cyclic.plugin.options import (
 from lightning_cyclic.plugin.precision.sparse_state import SparseStatePrecision
 from lightning_cyclic.plugin.reductions import HeldReductions
 from lightning_cyclic.plugin.replicated import ReplicatedTraining
+from lightning_cyclic.plugin.ring_plan import RingPlan
 from lightning_cyclic.plugin.synchronous_pipeline import SynchronousPipelineTraining
 from lightning_cyclic.plugin.tracing import Tracing, checked_trace
 from lightning_cyclic.plugin.training import (
@@ -162,7 +163,10 @@ class CyclicStrategy(DDPStrategy):
             cut by FLOPs and bytes, counted, so that stages are the same in every run; "measured"
             is "auto" by times, which rank 0 takes in the first step.
         num_micro: micro-batches per update; with replicated placement one per worker.
-        slack: slots that messages are given to travel before a version counts as fresh.
+        slack: slots that messages are given to travel before a version counts as fresh. "auto",
+            of "cyclic_dp" with bandwidth or latency, is what is predicted to be fastest, by the
+            step that rank 0 measures when a fit is set up; chosen together with stages="auto" and
+            chunks="auto". Checkpoints keep it.
         chunks: messages in which a stage's sum of gradients, and its parameters, travel between
             workers that have all stages: each is added to and passed on while the next comes, so
             that many workers or a slow network hold a step up less. Changes no bit. "auto" is what
@@ -199,9 +203,10 @@ class CyclicStrategy(DDPStrategy):
             "geometric" lets momentum fade, as if no gradient came any more (FTPipe).
         lookahead_lrs: of presets that predict: use the learning rates that schedulers with
             interval="step" will give, in place of the last one (FTPipe).
-        bandwidth: of pipelines, "auto" and chunks="auto": of each worker, like "10Gbit/s" or
-            bytes per second. [10Gbit/s]
-        latency: of these: of a message, like "50us" or seconds. [50us]
+        bandwidth: of each worker, like "10Gbit/s" or bytes per second. Pipelines are cut by it,
+            "auto" chooses by it. Where workers each have the whole model, rank 0 measures a step
+            when a fit is set up, and says how long DDP would take. [10Gbit/s]
+        latency: the same: of a message, like "50us" or seconds. [50us]
         rank_order: which ranks are neighbours on the ring, or in a pipeline. "auto": those of one
             host, and hosts behind one switch, as SLURM knows them; ranks get new numbers before
             they meet, if fewer hops of the ring cross the network then than as launched (not so
@@ -257,7 +262,7 @@ class CyclicStrategy(DDPStrategy):
         sharding: str | None = None,
         stages: int | str | list[str] = "auto",
         num_micro: int | None = None,
-        slack: int = 0,
+        slack: int | Literal["auto"] = 0,
         chunks: int | Literal["auto"] = 1,
         groups: int | None = None,
         clip: str | None = None,
@@ -331,7 +336,9 @@ class CyclicStrategy(DDPStrategy):
             save_distributed_checkpoint=save_distributed_checkpoint,
             resume=resume,
             network=network_of(bandwidth, latency),
+            is_network_given=bandwidth is not None or latency is not None,
         )
+        self._ring = RingPlan()
         self._auto: AutoPlan | None = None
         if preset == AUTO:
             self._auto = AutoPlan(self._chosen)
@@ -366,8 +373,8 @@ class CyclicStrategy(DDPStrategy):
         return AUTO if is_open else self._chosen.preset
 
     @property
-    def slack(self) -> int:
-        """Return how many slots messages are given to travel."""
+    def slack(self) -> int | str:
+        """Return how many slots messages are given to travel; "auto" until it is chosen."""
         return self._chosen.slack
 
     @property
@@ -622,6 +629,10 @@ class CyclicStrategy(DDPStrategy):
             with self.naming("to choose a plan"):
                 self._chosen = self._auto.choose(trainer, check)
             self._prepare(trainer, self._options, fitting=True)
+        elif self._chosen.is_network_given:
+            with self.naming("to predict a step"):
+                chosen = self._ring.choose(self.lightning_module.trainer, self._options)
+            self._chosen = replace(chosen, num_workers=self._chosen.num_workers)
 
     def _start_alike(self) -> None:
         assert self.lightning_module is not None
@@ -821,6 +832,9 @@ class CyclicStrategy(DDPStrategy):
         chosen = self._auto.state() if self._auto is not None else None
         if chosen is not None:
             state = (state or {}) | {SAVED: chosen}
+        numbers = self._ring.state()
+        if numbers is not None:
+            state = (state or {}) | {ring_plan.SAVED: numbers}
         if state is not None:
             checkpoint[ckpt.KEY] = {"format": ckpt.FORMAT} | state
 
@@ -875,6 +889,9 @@ class CyclicStrategy(DDPStrategy):
         chosen = saved.pop(SAVED, None)  # by a run with preset "auto"; of no use to others
         if chosen is not None and self._auto is not None:
             self._auto.load(chosen)
+        numbers = saved.pop(ring_plan.SAVED, None)
+        if numbers is not None and self._chosen.slack == AUTO:
+            self._ring.load(numbers)
         self._saved = saved or None
         return loaded
 

@@ -162,7 +162,5 @@ def test_auto_asks_the_network_that_is_given() -> None:
     assert chunks(32, **cyclic) == 1
     with pytest.raises(ConfigurationError, match="chunks 'all' is unknown; allowed: auto"):
         CyclicStrategy("cyclic_dp", chunks="all")  # type: ignore[arg-type]
-    with pytest.raises(ConfigurationError, match='chunks="auto"; use'):
-        CyclicStrategy("cyclic_dp", bandwidth="1Gbit/s")
     with pytest.raises(ConfigurationError, match="is of no use with placement 'shared'"):
         CyclicStrategy("cyclic_mp", chunks="auto", bandwidth="1Gbit/s")

@@ -114,9 +114,8 @@ class RingChoices:
     def numbers(self, num_workers: int, model_bytes: float) -> Iterator[RingNumbers]:
         """Yield all."""
         for num_stages in self._stages(num_workers):
-            chunks = self.chunks or _doubled(
-                min(MOST, int(model_bytes / num_stages / LEAST_BYTES))
-            )
+            most_chunks = min(MOST, int(model_bytes / num_stages / LEAST_BYTES))
+            chunks = self.chunks or _doubled(max(1, most_chunks))
             slacks = self.slacks or (0, *_doubled(2 * num_stages - 2))
             rules = [(False, slack) for slack in slacks if False in self.delayed]
             rules += [(True, 0)] * (True in self.delayed)

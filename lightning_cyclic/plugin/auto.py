@@ -10,12 +10,8 @@ decision, and who resumes from it does not choose again.
 
 from __future__ import annotations
 
-import json
 import os
-import socket
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import replace
 from math import inf
 from typing import Any, Final, final
@@ -24,7 +20,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
 
-from lightning_cyclic.errors import ConfigurationError, PeerError, PlanError
+from lightning_cyclic.errors import ConfigurationError, PlanError
 from lightning_cyclic.plan.presets import PLACEMENTS, PRESETS
 from lightning_cyclic.planner.candidates import (
     DEFAULT_BANDWIDTH,
@@ -34,16 +30,13 @@ from lightning_cyclic.planner.candidates import (
 )
 from lightning_cyclic.planner.profile import ModelProfile
 from lightning_cyclic.planner.ranked import RankedPlan
-from lightning_cyclic.planner.search import NothingFitsError, search
+from lightning_cyclic.planner.search import search
 from lightning_cyclic.planner.table import table, written
 from lightning_cyclic.plugin.checks import check_bytes
-from lightning_cyclic.plugin.first_batch import first_batch
 from lightning_cyclic.plugin.options import Options
 from lightning_cyclic.plugin.precision.sparse_state import SparseStatePrecision
-from lightning_cyclic.runtime.agreement import gather_texts
-from lightning_cyclic.runtime.failure_words import reason_of
-from lightning_cyclic.runtime.stages.profiling import measured
-from lightning_cyclic.runtime.values.split import size_of, split
+from lightning_cyclic.plugin.profiles import profiles_of
+from lightning_cyclic.plugin.told import told_by_rank_0
 from lightning_cyclic.simulate import Network, parse_bandwidth, parse_seconds
 from lightning_cyclic.simulate.units import show_bytes, show_seconds
 
@@ -61,7 +54,6 @@ _FIXED: Mapping[str, tuple[object, str]] = {
     "warmup_steps": (0, "pipedream_2bw"),
     "lr_annealing_steps": (0, "pipedream"),
 }
-_OF_ALL = (ConfigurationError, PlanError)  # which every rank raises
 _USED_SHARE = 0.9  # of a device's memory; the rest is the framework's
 
 Check = Callable[[Options], None]
@@ -102,13 +94,12 @@ def check_network(options: Options, given: Mapping[str, object]) -> None:
         ConfigurationError: with the argument.
     """
     name, value = next(((n, v) for n, v in given.items() if v is not None), ("", None))
-    asks_for_chunks = options.chunks == AUTO and options.plans_placement == "replicated"
-    if name and options.plans_placement != "pipelined" and not asks_for_chunks:
+    if name and options.plans_placement not in ("pipelined", "replicated"):
         raise ConfigurationError(
             f"{name}={value!r} is of no use with placement {options.plans_placement!r} (preset "
             f"{options.preset!r}), where nothing is chosen by it; allowed: {name}=None, a "
-            f'pipeline, whose stages are cut by it, "auto", or chunks="auto"; use '
-            f'CyclicStrategy("auto", {name}={value!r})'
+            "pipeline, whose stages are cut by it, workers that each have the whole model, or "
+            f'"auto"; use CyclicStrategy("auto", {name}={value!r})'
         )
 
 
@@ -142,6 +133,7 @@ class AutoPlan:
             weights=None,
             sharding=None,
             stages="auto",
+            slack=0 if isinstance(self._asked.slack, str) else self._asked.slack,
             num_micro=None,
             width=1,
             remat="never",
@@ -167,7 +159,7 @@ class AutoPlan:
         module, workers = trainer.lightning_module, trainer.world_size
         known = self._chosen is not None and self._module in (None, module)
         if not known or (self._chosen or {})["num_workers"] != workers:
-            self._chosen = self._agreed(trainer, check)
+            self._chosen = told_by_rank_0(trainer, lambda: self._choice(trainer, check))
             rank_zero_info(self._chosen["why"])
         self._module = module
         assert self._chosen is not None
@@ -184,27 +176,6 @@ class AutoPlan:
     def report(self) -> str | None:
         """Return the table of the plans that were looked at; None where this worker has not."""
         return None if self._problem is None else table(search(self._problem, most=10))
-
-    # ------------------------------------------------------------------ together
-
-    def _agreed(self, trainer: Trainer, check: Check) -> dict[str, Any]:
-        """Let rank 0 choose, and all others know."""
-        text, failure = "", None
-        if trainer.is_global_zero:
-            try:
-                text = json.dumps(["", self._choice(trainer, check)])
-            except Exception as error:  # the others wait for a word
-                text, failure = json.dumps([type(error).__name__, _said(error)]), error
-        if trainer.world_size > 1:
-            text = gather_texts(text)[0]
-        if failure is not None:
-            raise failure
-        kind, found = json.loads(text)
-        if kind:
-            errors = {e.__name__: e for e in _OF_ALL} | {NothingFitsError.__name__: PlanError}
-            raise errors.get(kind, PeerError)(found)
-        chosen: dict[str, Any] = found
-        return chosen
 
     # ------------------------------------------------------------------ on rank 0
 
@@ -256,7 +227,7 @@ class AutoPlan:
                 batch_size=width * batch_size,
                 presets=presets,
                 remats=(True,) if asked.remat == "always" else (False, True),
-                slack=asked.slack,
+                slack=0 if isinstance(asked.slack, str) else asked.slack,
                 widths=(width,),
                 micro_sizes=sizes,
                 sparsity=sparsity,
@@ -267,15 +238,7 @@ class AutoPlan:
         )
 
     def _profiles(self, trainer: Trainer) -> tuple[ModelProfile, ...]:
-        module = trainer.lightning_module
-        batch = first_batch(trainer)
-        found: dict[int, ModelProfile] = {}
-        with _quiet(module):
-            for num_micro in self._num_micros(size_of(batch), trainer.world_size):
-                part = split(batch, num_micro)[0].batch
-                profile = measured(module, _step(trainer, part), part)
-                found.setdefault(profile.micro_size, profile)
-        return tuple(found.values())
+        return profiles_of(trainer, lambda rows: self._num_micros(rows, trainer.world_size))
 
     def _num_micros(self, rows: int, num_workers: int) -> Iterator[int]:
         """Yield into how many micro-batches a replica may cut its batch."""
@@ -387,34 +350,3 @@ def _memory_bytes(trainer: Trainer) -> float:
         return _USED_SHARE * torch.cuda.mem_get_info(device)[1]
     host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return _USED_SHARE * host / max(1, trainer.num_devices)
-
-
-@contextmanager
-def _quiet(module: LightningModule) -> Iterator[None]:
-    """Keep nothing of what the module logs."""
-    for name in ("log", "log_dict"):
-        module.__dict__[name] = lambda *args, **kwargs: None
-    try:
-        yield
-    finally:
-        for name in ("log", "log_dict"):
-            del module.__dict__[name]
-
-
-def _step(trainer: Trainer, batch: Any) -> Callable[[], Any]:
-    """Return what runs the module's step as a fit does."""
-    arguments = trainer.fit_loop.epoch_loop._build_kwargs(OrderedDict(), batch, 0)
-
-    def step() -> Any:
-        with trainer.precision_plugin.train_step_context():
-            return trainer.lightning_module.training_step(*arguments.values())
-
-    return step
-
-
-def _said(error: Exception) -> str:
-    """Return what all ranks are told of an error on rank 0; of some, as if it were theirs."""
-    if isinstance(error, (*_OF_ALL, NothingFitsError)):
-        return str(error)
-    rank_0 = f"rank 0 on {socket.gethostname()}"
-    return f"{rank_0} could not choose a plan: {reason_of(error)}. Look at the log of rank 0."

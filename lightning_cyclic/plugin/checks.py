@@ -397,6 +397,27 @@ def check_timed(plan: Plan, stages: object) -> None:
         )
 
 
+def check_slack(plan: Plan, *, is_network_given: bool) -> None:
+    """Refuse to choose a slack where none is read, or where nothing says which is needed.
+
+    Raises:
+        ConfigurationError: with slack="auto".
+    """
+    has_slack = plan.placement == "replicated" and plan.weights == "freshest"
+    if not has_slack or plan.axes.sharding.gathers:
+        raise ConfigurationError(
+            f'slack="auto" with preset {plan.preset!r}, whose slack is not chosen; allowed: a '
+            'number, or preset "cyclic_dp"; use slack=0, or CyclicStrategy("cyclic_dp", '
+            'slack="auto", bandwidth="10Gbit/s", latency="50us")'
+        )
+    if not is_network_given:
+        raise ConfigurationError(
+            'slack="auto" without a network, by which it is chosen; allowed: with bandwidth, '
+            'latency or both; use CyclicStrategy("cyclic_dp", slack="auto", '
+            'bandwidth="10Gbit/s", latency="50us")'
+        )
+
+
 def check_predicts(plan: Plan, what: str, given: object, default: object) -> None:
     """Refuse a choice about predicted weights, if none are.
 

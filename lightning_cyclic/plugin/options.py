@@ -22,6 +22,7 @@ from lightning_cyclic.plugin.checks import (
     check_once,
     check_plan,
     check_predicts,
+    check_slack,
     check_switch,
     check_timed,
     check_used,
@@ -48,14 +49,14 @@ class Options:
     """Hold the arguments of CyclicStrategy that decide the plan, and make plans of them.
 
     Args:
-        preset: as in CyclicStrategy, as are all but the last six.
+        preset: as in CyclicStrategy, as are all but the last seven.
         schedule: overrides the preset's.
         placement: overrides the preset's.
         weights: overrides the preset's.
         sharding: overrides the preset's.
         stages: "auto", "measured", a number, or module paths.
         num_micro: micro-batches per update, of each replica.
-        slack: slots that messages are given to travel.
+        slack: slots that messages are given to travel; or "auto".
         chunks: messages in which a stage's sum of gradients, or its parameters, travel; or "auto".
         groups: of workers that run in the same slots. [each worker is one]
         clip: "stage", "global" or None.
@@ -81,6 +82,7 @@ class Options:
         late_updates: whether stages decide together about a step, as the Trainer's flags ask.
         norms: who is told the norms of all gradients, as these flags ask.
         network: the links between workers, by which stages are cut and "auto" chooses.
+        is_network_given: whether the user has said anything about it.
         recorder: writes the trace, in a fit that has one.
     """
 
@@ -91,7 +93,7 @@ class Options:
     sharding: str | None
     stages: int | str | Sequence[str]
     num_micro: int | None
-    slack: int
+    slack: int | str
     chunks: int | str
     groups: int | None
     clip: str | None
@@ -117,6 +119,7 @@ class Options:
     late_updates: bool = False
     norms: str = "none"
     network: Network = Network()
+    is_network_given: bool = False
     recorder: Recorder | None = None
 
     def check(self) -> None:
@@ -136,6 +139,9 @@ class Options:
             check_choice(self.chunks, ("auto",), "chunks")
         if self.groups is not None:
             check_number("groups", self.groups)
+        if isinstance(self.slack, str):
+            check_choice(self.slack, ("auto",), "slack")
+            check_slack(self._probe(), is_network_given=self.is_network_given)
         check_choice(self.remat, REMAT, "remat")
         check_choice(self.transport, get_args(Route), "transport")
         if self.wire_dtype is not None:
@@ -269,7 +275,7 @@ class Options:
             num_micro=num_micro,
             width=self.width,
             tied=tied,
-            slack=self.slack,
+            slack=0 if isinstance(self.slack, str) else self.slack,
             chunks=1 if isinstance(self.chunks, str) else self.chunks,
             groups=self.groups and (1 if is_probe else self.groups),
             relayed=relayed,
@@ -314,8 +320,8 @@ class Options:
         Args:
             module: whose parameters decide, where each worker runs whole micro-batches.
         """
-        if self._given_stages is not None:
-            return self._given_stages
+        if self.given_stages is not None:
+            return self.given_stages
         if self._placement == "single":
             return self.num_micro or 1
         assert self.num_workers is not None
@@ -330,13 +336,22 @@ class Options:
 
     def _probe(self) -> Plan:
         """Make a plan of plausible numbers, as the real ones may not be known yet."""
-        num_stages = self._given_stages or (2 if self.num_micro else 4)
+        num_stages = self.given_stages or (2 if self.num_micro else 4)
         numbers = {"single": 1, "replicated": self.num_micro or 2}
         workers = min(2, num_stages) * self.width
         return self.plan(num_stages, num_workers=numbers.get(self.plans_placement, workers))
 
+    def wire_bytes_per_byte(self, module: nn.Module) -> float:
+        """Return the bytes of a sum of gradients in a message, per byte of trained parameters."""
+        sums, sizes = self.sums(is_scaled=False), [0, 0]
+        for p in module.parameters():
+            if p.requires_grad:
+                sizes[0] += p.numel() * sums.of_sums(p.dtype).itemsize
+                sizes[1] += p.numel() * p.element_size()
+        return sizes[0] / sizes[1] if sizes[1] else 1.0
+
     @property
-    def _given_stages(self) -> int | None:
+    def given_stages(self) -> int | None:
         """Return how many stages the user asked for; None for "auto" and "measured"."""
         if isinstance(self.stages, str):
             return None

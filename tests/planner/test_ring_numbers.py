@@ -45,6 +45,7 @@ def test_no_more_stages_than_there_are_and_no_smaller_chunks_than_are_worth_it()
     assert {n.num_stages for n in found} == {1, 2, 3, 4, 6}
     assert {n.chunks for n in found if n.num_stages == 1} == {1, 2, 4, 8}
     assert {n.chunks for n in found if n.num_stages == 6} == {1, 2}
+    assert {n.chunks for n in RingChoices(most_stages=6).numbers(3, 1.0)} == {1}
     assert {n.slack for n in found if n.num_stages == 4} == {0, 1, 2, 4}
     assert {n.num_stages for n in RingChoices(most_stages=2).numbers(8, 1e6)} == {1, 2}
 

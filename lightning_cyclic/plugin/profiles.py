@@ -1,0 +1,65 @@
+"""Profiles of a fit's own step, on its own first batch, before anything has been trained."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+
+from lightning_cyclic.planner.profile import ModelProfile
+from lightning_cyclic.plugin.first_batch import first_batch
+from lightning_cyclic.runtime.stages.profiling import measured
+from lightning_cyclic.runtime.values.split import size_of, split
+
+
+def profiles_of(
+    trainer: Trainer, cuts: Callable[[int], Iterable[int]] = lambda rows: (1,)
+) -> tuple[ModelProfile, ...]:
+    """Measure the module's step on this rank.
+
+    Args:
+        trainer: whose module is on its device.
+        cuts: from the rows of the batch to numbers of parts to cut it into; the first of the parts
+            is measured. [the whole batch]
+
+    Returns:
+        One profile for each size.
+
+    Raises:
+        ConfigurationError: data that can be read once only, or none.
+    """
+    module = trainer.lightning_module
+    batch = first_batch(trainer)
+    found: dict[int, ModelProfile] = {}
+    with _quiet(module):
+        for num_parts in cuts(size_of(batch)):
+            part = split(batch, num_parts)[0].batch
+            profile = measured(module, _step(trainer, part), part)
+            found.setdefault(profile.micro_size, profile)
+    return tuple(found.values())
+
+
+@contextmanager
+def _quiet(module: LightningModule) -> Iterator[None]:
+    """Keep nothing of what the module logs."""
+    for name in ("log", "log_dict"):
+        module.__dict__[name] = lambda *args, **kwargs: None
+    try:
+        yield
+    finally:
+        for name in ("log", "log_dict"):
+            del module.__dict__[name]
+
+
+def _step(trainer: Trainer, batch: Any) -> Callable[[], Any]:
+    """Return what runs the module's step as a fit does."""
+    arguments = trainer.fit_loop.epoch_loop._build_kwargs(OrderedDict(), batch, 0)
+
+    def step() -> Any:
+        with trainer.precision_plugin.train_step_context():
+            return trainer.lightning_module.training_step(*arguments.values())
+
+    return step
