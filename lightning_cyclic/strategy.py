@@ -154,7 +154,8 @@ class CyclicStrategy(DDPStrategy):
             weights; "gpipe" and "1f1b" are pipelines with a flush, "cyclic_pipeline", "pipedream",
             "pipedream_2bw", "pipeoptim", "spectrain" and "xpipe" are pipelines without; under
             "cyclic_mp" workers take turns with the stages. "auto" is the fastest that fits into
-            memory, by the planner, chosen when a fit is set up.
+            memory, by the planner, chosen when a fit is set up; where that is lockstep data
+            parallelism, DistributedDataParallel runs it, as under strategy="ddp".
         schedule: overrides the preset's schedule.
         placement: overrides the preset's placement.
         weights: overrides the preset's weight rule.
@@ -398,7 +399,8 @@ class CyclicStrategy(DDPStrategy):
         found = None if self._training is None else self._training.stage_of
         if found is not None:
             return found
-        if self.lightning_module is not None and self._options.trains_plainly:
+        is_whole = self._options.trains_plainly or self._chosen.ddp_arguments is not None
+        if self.lightning_module is not None and is_whole:
             return {n: 0 for n, _ in self.lightning_module.named_parameters()}
         raise ConfigurationError(
             "strategy.stage_of was read before the first training step found the stages; "
@@ -629,6 +631,9 @@ class CyclicStrategy(DDPStrategy):
             with self.naming("to choose a plan"):
                 self._chosen = self._auto.choose(trainer, check)
             self._prepare(trainer, self._options, fitting=True)
+            if self._chosen.ddp_arguments is not None:
+                self._ddp_kwargs = dict(self._chosen.ddp_arguments)
+                super().configure_ddp()
         elif self._chosen.is_network_given:
             with self.naming("to predict a step"):
                 chosen = self._ring.choose(self.lightning_module.trainer, self._options)
@@ -716,7 +721,8 @@ class CyclicStrategy(DDPStrategy):
     @override
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        with nullcontext() if self._training is None else self._training.accumulating():
+        training, own = self._training, super().block_backward_sync
+        with own() if training is None else training.accumulating():
             yield
 
     # ------------------------------------------------------------------ all workers together
@@ -961,8 +967,11 @@ def _kind_of_training(
 ) -> type[SynchronousPipelineTraining | AsynchronousPipelineTraining | ReplicatedTraining] | None:
     """Return what is to be set up; None where Lightning's own step runs on whole weights.
 
-    That is also so behind a replicated fit, whose session still answers for checkpoints.
+    That is also so behind a replicated fit, whose session still answers for checkpoints, and where
+    DistributedDataParallel is what was chosen.
     """
+    if options.ddp_arguments is not None:
+        return None
     if options.is_cut:
         return (
             AsynchronousPipelineTraining

@@ -26,8 +26,26 @@ ALIKE: Final = 1.01  # predictions this close are alike: networks are not known 
 # what is changed at once on the way to a better neighbour: to be delayed is the largest slack
 _LADDERS = (("num_stages",), ("chunks",), ("is_delayed", "slack"), ("sharding",))
 
+_MOST_SIMULATED = 16  # plans: what comes after them gains little, and takes long for many workers
+
 Cut: TypeAlias = Callable[[int], Costs]
 """From a number of stages to what each of them costs."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RingStep:
+    """Hold the best plan around the ring.
+
+    Args:
+        numbers: of the plan.
+        step_s: seconds that a step is predicted to take.
+        num_simulated: how many plans were simulated to find it.
+    """
+
+    numbers: RingNumbers
+    step_s: float
+    num_simulated: int
 
 
 @final
@@ -36,29 +54,26 @@ class DataParallel:
     """Hold what was chosen, and what lockstep takes at its best.
 
     Args:
-        numbers: of the plan; None where lockstep is as fast, or faster.
-        step_s: seconds that a step is predicted to take.
+        ring: the best plan around the ring; None where lockstep is as fast, or faster.
         lockstep: the best that DistributedDataParallel can do.
-        ring_numbers: of the best plan around the ring, whether it is chosen or not.
-        ring_step_s: what that one takes.
-        num_simulated: how many plans were simulated.
     """
 
-    numbers: RingNumbers | None
-    step_s: float
+    ring: RingStep | None
     lockstep: Lockstep
-    ring_numbers: RingNumbers
-    ring_step_s: float
-    num_simulated: int
+
+    @property
+    def step_s(self) -> float:
+        """Return the seconds that a step is predicted to take."""
+        return self.lockstep.step_s if self.ring is None else self.ring.step_s
 
     @property
     def speed(self) -> float:
         """Return how many times as many steps per second it makes as lockstep: never below 1."""
-        return self.lockstep.step_s / self.step_s
+        return self.lockstep.step_s / self.step_s if self.step_s else 1.0
 
 
 def choose_data_parallel(
-    cut: Cut, network: Network, num_workers: int, allowed: RingChoices
+    cut: Cut, network: Network, num_workers: int, choices: RingChoices
 ) -> DataParallel:
     """Choose the numbers of a plan that is predicted to be fastest, or lockstep.
 
@@ -66,7 +81,7 @@ def choose_data_parallel(
         cut: what stages cost, by how many there are.
         network: the links between the workers.
         num_workers: N.
-        allowed: what is chosen from.
+        choices: what is chosen from.
 
     Returns:
         Of what was looked at and is within 1 % of the fastest, the simplest: lockstep, then fresh
@@ -80,27 +95,36 @@ def choose_data_parallel(
         ...     return Costs.even(num_stages, compute_s=0.1, model_bytes=25e6)
         >>> network = Network(latency_s=1e-3, bandwidth_bytes_per_s=1.25e9)
         >>> found = choose_data_parallel(cut, network, 8, RingChoices(most_stages=8))
-        >>> found.numbers.num_stages, found.numbers.slack, round(found.speed, 2)
+        >>> found.ring.numbers.num_stages, found.ring.numbers.slack, round(found.speed, 2)
         (8, 0, 1.15)
         >>> free = choose_data_parallel(cut, Network(), 8, RingChoices(most_stages=8))
-        >>> free.numbers is None, free.speed
+        >>> free.ring is None, free.speed
         (True, 1.0)
     """
     network.check(num_workers)
-    whole = cut(1)
-    reference = best_lockstep(cut(allowed.most_stages), network, num_workers)
-    every = list(allowed.numbers(num_workers, sum(whole.sent_param_bytes)))
-    search = _Search(cut, network, num_workers, every)
-    numbers, step_s = search.best()
-    wins = reference.step_s > ALIKE * step_s
-    return DataParallel(
-        numbers=numbers if wins else None,
-        step_s=step_s if wins else reference.step_s,
-        lockstep=reference,
-        ring_numbers=numbers,
-        ring_step_s=step_s,
-        num_simulated=len(search.step_s),
-    )
+    lockstep = best_lockstep(cut(choices.most_stages), network, num_workers)
+    limit_s = lockstep.step_s / ALIKE
+    ring = best_around_ring(cut, network, num_workers, choices, below_s=limit_s)
+    return DataParallel(ring=ring, lockstep=lockstep)
+
+
+def best_around_ring(
+    cut: Cut, network: Network, num_workers: int, choices: RingChoices, *, below_s: float = inf
+) -> RingStep | None:
+    """Return the simplest of the plans that are predicted to be within 1 % of the fastest.
+
+    Args:
+        cut: as of :func:`choose_data_parallel`, as are the next three.
+        network: the links between the workers.
+        num_workers: N.
+        choices: what is chosen from.
+        below_s: what a step has to take less than.
+
+    Returns:
+        The best plan; None if none takes less.
+    """
+    every = list(choices.numbers(num_workers, sum(cut(1).sent_param_bytes)))
+    return _Search(cut, network, num_workers, every).best(below_s)
 
 
 def predicted_step_s(plan: Plan, costs: Costs, network: Network) -> float:
@@ -128,18 +152,21 @@ class _Search:
         self._bound_s = {numbers: self._least_s(numbers) for numbers in every}
         self.step_s: dict[RingNumbers, float] = {}  # of those that were simulated
 
-    def best(self) -> tuple[RingNumbers, float]:
-        """Return the numbers, and the step time."""
+    def best(self, below_s: float) -> RingStep | None:
+        """Return the best plan; None if none takes less than a limit."""
         for start in self._starts():
-            limit_s = min(self.step_s.values(), default=inf) / ALIKE
+            limit_s = min([below_s, *(s / ALIKE for s in self.step_s.values())])
             if self._bound_s[start] < limit_s:
                 self._climb(start)
+        least_s = min(self.step_s.values(), default=inf)
+        if not least_s < below_s:
+            return None
         best = self._simplest(self.step_s)
-        limit_s = ALIKE * min(self.step_s.values())
+        limit_s = min(ALIKE * least_s, below_s)
         while (simpler := self._first(best, limit_s, simpler=True)) is not None:
             best = simpler
-        best = self._simplest(self.step_s)
-        return best, self.step_s[best]
+        best = self._simplest({n: s for n, s in self.step_s.items() if s <= limit_s})
+        return RingStep(numbers=best, step_s=self.step_s[best], num_simulated=len(self.step_s))
 
     def _starts(self) -> Iterator[RingNumbers]:
         """Yield what can be fastest, of all and of each kind of weights and sharding."""
@@ -159,8 +186,11 @@ class _Search:
     ) -> RingNumbers | None:
         """Return the first neighbour that takes no longer than a limit."""
         rank = best.rank(self._num_workers)
-        for numbers in self._neighbours(best):
-            if simpler and numbers.rank(self._num_workers) > rank:
+        # first what can gain most; of equal ones, more before less
+        for numbers in sorted(self._neighbours(best), key=lambda n: self._bound_s[n]):
+            if simpler and numbers.rank(self._num_workers) >= rank:
+                continue
+            if numbers not in self.step_s and len(self.step_s) >= _MOST_SIMULATED:
                 continue
             if self._bound_s[numbers] <= limit_s and self._simulate(numbers) <= limit_s:
                 return numbers

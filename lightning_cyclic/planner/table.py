@@ -8,6 +8,7 @@ from textwrap import wrap
 from typing import Any
 
 from lightning_cyclic.planner.ranked import RankedPlan
+from lightning_cyclic.planner.reference import reference
 from lightning_cyclic.planner.search import Ranking
 from lightning_cyclic.simulate.memory import Memory
 from lightning_cyclic.simulate.units import show_bytes, show_seconds
@@ -83,11 +84,23 @@ def _notes(ranking: Ranking) -> Iterator[str]:
         yield ">=: too long to simulate; no step with these stages can be faster"
     if ranking.num_left_out:
         yield f"{ranking.num_left_out} candidates with more micro-batches were not looked at"
+    yield from _beside(ranking)
     yield ""
     yield f"1: {written(ranking.plans[0])}"
     fullest = max(ranking.plans[0].fit.memory, key=lambda worker: worker.total)
     text = f"its fullest worker keeps {_parts(fullest)}"
     yield from wrap(text, _WIDTH - 1, initial_indent="   ", subsequent_indent="   ")
+
+
+def _beside(ranking: Ranking) -> Iterator[str]:
+    """Yield what DistributedDataParallel is predicted to do."""
+    ddp = reference(ranking.problem)
+    if ddp is not None:
+        yield (
+            f'strategy="ddp" ({ddp.step.all_reduce} all-reduce): '
+            f"{show_seconds(ddp.step.step_s)} per step, {ddp.samples_per_s:.4g} samples/s, "
+            f"{show_bytes(ddp.memory_bytes)} per worker"
+        )
 
 
 def _parts(memory: Memory) -> str:

@@ -11,7 +11,7 @@ decision, and who resumes from it does not choose again.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import inf
 from typing import Any, Final, final
@@ -28,14 +28,16 @@ from lightning_cyclic.planner.candidates import (
     DEFAULT_PRESETS,
     Problem,
 )
-from lightning_cyclic.planner.profile import ModelProfile
+from lightning_cyclic.planner.data_parallel import ALIKE
 from lightning_cyclic.planner.ranked import RankedPlan
+from lightning_cyclic.planner.reference import Reference, reference
 from lightning_cyclic.planner.search import search
 from lightning_cyclic.planner.table import table, written
 from lightning_cyclic.plugin.checks import check_bytes
+from lightning_cyclic.plugin.first_batch import first_batch
 from lightning_cyclic.plugin.options import Options
 from lightning_cyclic.plugin.precision.sparse_state import SparseStatePrecision
-from lightning_cyclic.plugin.profiles import profiles_of
+from lightning_cyclic.plugin.profiles import leaves_out_parameters, profiles_of
 from lightning_cyclic.plugin.told import told_by_rank_0
 from lightning_cyclic.simulate import Network, parse_bandwidth, parse_seconds
 from lightning_cyclic.simulate.units import show_bytes, show_seconds
@@ -54,6 +56,7 @@ _FIXED: Mapping[str, tuple[object, str]] = {
     "warmup_steps": (0, "pipedream_2bw"),
     "lr_annealing_steps": (0, "pipedream"),
 }
+_LOCKSTEP = "lockstep_dp"  # whose axes are those of DistributedDataParallel
 _USED_SHARE = 0.9  # of a device's memory; the rest is the framework's
 
 Check = Callable[[Options], None]
@@ -181,12 +184,23 @@ class AutoPlan:
 
     def _choice(self, trainer: Trainer, check: Check) -> dict[str, Any]:
         presets = self._checked_presets(trainer.world_size, check)
-        best, self._problem = _best(self._problems(trainer, presets))
-        return {
-            "options": _options(best),
-            "num_workers": trainer.world_size,
-            "why": _why(best, self._problem),
-        }
+        batch = first_batch(trainer)
+        problems = self._problems(trainer, batch, presets)
+        best, self._problem = _best(problems)
+        options, why = _options(best), _why(best, self._problem)
+        ddp = self._ddp(problems[-1], presets)
+        if ddp is not None and ddp.samples_per_s * ALIKE >= best.samples_per_s:
+            self._problem, why = problems[-1], _why_ddp(ddp, best)
+            unused = leaves_out_parameters(trainer, batch)
+            options = {"preset": _LOCKSTEP, "ddp_arguments": {"find_unused_parameters": unused}}
+        return {"options": options, "num_workers": trainer.world_size, "why": why}
+
+    def _ddp(self, problem: Problem, presets: Sequence[str]) -> Reference | None:
+        """Predict DistributedDataParallel, if it does what is asked for."""
+        asked = self._asked
+        is_asked = _LOCKSTEP in presets and asked.remat != "always"
+        is_wide = problem.num_workers > 1 and problem.widths == (problem.num_workers,)
+        return reference(problem) if is_asked and is_wide else None
 
     def _checked_presets(self, num_workers: int, check: Check) -> tuple[str, ...]:
         """Leave out what the Trainer cannot run so."""
@@ -208,13 +222,17 @@ class AutoPlan:
             raise refusals[0]
         return tuple(kept)
 
-    def _problems(self, trainer: Trainer, presets: tuple[str, ...]) -> tuple[Problem, ...]:
+    def _problems(
+        self, trainer: Trainer, batch: Any, presets: tuple[str, ...]
+    ) -> tuple[Problem, ...]:
         """Measure the module; return what is asked of the planner, for each number of replicas.
 
         A loader's batch is a replica's, so that more replicas train on more samples per update.
         """
         asked, num_workers = self._asked, trainer.world_size
-        profiles = self._profiles(trainer)
+        profiles = profiles_of(
+            trainer, batch, lambda rows: self._num_micros(rows, trainer.world_size)
+        )
         sizes = tuple(profile.micro_size for profile in profiles)
         batch_size = max(sizes) * (asked.num_micro or 1)
         sparsity, precision = _states(trainer)
@@ -236,9 +254,6 @@ class AutoPlan:
             for width in range(1, num_workers + 1)
             if num_workers % width == 0 and asked.width in (1, width)
         )
-
-    def _profiles(self, trainer: Trainer) -> tuple[ModelProfile, ...]:
-        return profiles_of(trainer, lambda rows: self._num_micros(rows, trainer.world_size))
 
     def _num_micros(self, rows: int, num_workers: int) -> Iterator[int]:
         """Yield into how many micro-batches a replica may cut its batch."""
@@ -328,6 +343,16 @@ def _why(plan: RankedPlan, problem: Problem) -> str:
         f"{problem.samples} samples ({plan.samples_per_s:.4g} per second), "
         f"{show_bytes(plan.fit.memory_bytes)} of {show_bytes(problem.memory_bytes)} per worker; "
         f"the weights that forwards read are {stale}"
+    )
+
+
+def _why_ddp(ddp: Reference, best: RankedPlan) -> str:
+    return (
+        f'lightning_cyclic chose what strategy="ddp" does: {show_seconds(ddp.step.step_s)} per '
+        f"update of {ddp.samples} samples ({ddp.samples_per_s:.4g} per second), predicted to be "
+        f"{ddp.samples_per_s / best.samples_per_s:.2f} times as fast as {written(best)}, the "
+        "fastest of the other plans; forwards read the newest weights; sums of gradients are "
+        "all-reduces, which do not add in the order of one process"
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import final, get_args
@@ -49,7 +49,7 @@ class Options:
     """Hold the arguments of CyclicStrategy that decide the plan, and make plans of them.
 
     Args:
-        preset: as in CyclicStrategy, as are all but the last seven.
+        preset: as in CyclicStrategy, as are all but the last eight.
         schedule: overrides the preset's.
         placement: overrides the preset's.
         weights: overrides the preset's.
@@ -82,6 +82,7 @@ class Options:
         late_updates: whether stages decide together about a step, as the Trainer's flags ask.
         norms: who is told the norms of all gradients, as these flags ask.
         network: the links between workers, by which stages are cut and "auto" chooses.
+        ddp_arguments: of DistributedDataParallel, where that is what runs; else None.
         is_network_given: whether the user has said anything about it.
         recorder: writes the trace, in a fit that has one.
     """
@@ -120,6 +121,7 @@ class Options:
     norms: str = "none"
     network: Network = Network()
     is_network_given: bool = False
+    ddp_arguments: Mapping[str, bool] | None = None
     recorder: Recorder | None = None
 
     def check(self) -> None:

@@ -10,29 +10,26 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 
 from lightning_cyclic.planner.profile import ModelProfile
-from lightning_cyclic.plugin.first_batch import first_batch
 from lightning_cyclic.runtime.stages.profiling import measured
+from lightning_cyclic.runtime.stages.untouched import untouched
 from lightning_cyclic.runtime.values.split import size_of, split
 
 
 def profiles_of(
-    trainer: Trainer, cuts: Callable[[int], Iterable[int]] = lambda rows: (1,)
+    trainer: Trainer, batch: Any, cuts: Callable[[int], Iterable[int]] = lambda rows: (1,)
 ) -> tuple[ModelProfile, ...]:
     """Measure the module's step on this rank.
 
     Args:
         trainer: whose module is on its device.
+        batch: as of :func:`first_batch`.
         cuts: from the rows of the batch to numbers of parts to cut it into; the first of the parts
             is measured. [the whole batch]
 
     Returns:
         One profile for each size.
-
-    Raises:
-        ConfigurationError: data that can be read once only, or none.
     """
     module = trainer.lightning_module
-    batch = first_batch(trainer)
     found: dict[int, ModelProfile] = {}
     with _quiet(module):
         for num_parts in cuts(size_of(batch)):
@@ -40,6 +37,18 @@ def profiles_of(
             profile = measured(module, _step(trainer, part), part)
             found.setdefault(profile.micro_size, profile)
     return tuple(found.values())
+
+
+def leaves_out_parameters(trainer: Trainer, batch: Any) -> bool:
+    """Say whether a step on this batch gives some trained parameter no gradient."""
+    module = trainer.lightning_module
+    with _quiet(module), untouched(module):
+        found = _step(trainer, batch)()
+        loss = found["loss"] if isinstance(found, dict) else found
+        loss.backward()
+        is_partial = any(p.grad is None for p in module.parameters() if p.requires_grad)
+    module.zero_grad(set_to_none=True)
+    return is_partial
 
 
 @contextmanager

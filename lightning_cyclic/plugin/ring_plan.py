@@ -19,13 +19,14 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_cyclic.planner.data_parallel import (
     ALIKE,
-    choose_data_parallel,
+    best_around_ring,
     predicted_step_s,
 )
 from lightning_cyclic.planner.partition import balance
 from lightning_cyclic.planner.profile import ModelProfile
 from lightning_cyclic.planner.ring_numbers import RingChoices, RingNumbers
 from lightning_cyclic.planner.stages import Stages
+from lightning_cyclic.plugin.first_batch import first_batch
 from lightning_cyclic.plugin.options import Options
 from lightning_cyclic.plugin.precision.sparse_state import SparseStatePrecision
 from lightning_cyclic.plugin.profiles import profiles_of
@@ -89,7 +90,7 @@ def _is_predicted(trainer: Trainer, options: Options) -> bool:
 def _comparison(trainer: Trainer, options: Options) -> dict[str, Any]:
     """Predict the plan as the user has it; nothing fails for that."""
     try:
-        (profile,) = profiles_of(trainer)
+        (profile,) = profiles_of(trainer, first_batch(trainer))
     except Exception as error:  # training says better what is wrong with a step, if it comes to it
         why = f"lightning_cyclic does not predict a step: {reason_of(error)}"
         return _decision(trainer, {}, why, warns=False)
@@ -100,20 +101,19 @@ def _comparison(trainer: Trainer, options: Options) -> dict[str, Any]:
     sums = options.wire_bytes_per_byte(module)
     costs = _cut(profile, num_stages).costs(sums=sums)
     step_s = predicted_step_s(plan, costs, options.network)
-    whole = _cut(profile, len(profile.units)).costs()
-    ddp_s = best_lockstep(whole, options.network, trainer.world_size).step_s
+    ddp_s = _ddp_step_s(profile, options)
     why = _words(options, profile, step_s, ddp_s)
     return _decision(trainer, {}, why, warns=step_s > ALIKE * ddp_s)
 
 
 def _choice(trainer: Trainer, options: Options) -> dict[str, Any]:
     """Choose slack, and what else the user leaves open."""
-    (profile,) = profiles_of(trainer)
+    (profile,) = profiles_of(trainer, first_batch(trainer))
     module = trainer.lightning_module
     sums, num_units = options.wire_bytes_per_byte(module), len(profile.units)
     plan = options.plan(1)
     stages, is_open = options.given_stages, options.chunks == "auto"
-    found = choose_data_parallel(
+    found = best_around_ring(
         lambda num_stages: _cut(profile, num_stages).costs(sums=sums),
         options.network,
         trainer.world_size,
@@ -124,7 +124,8 @@ def _choice(trainer: Trainer, options: Options) -> dict[str, Any]:
             shardings=(plan.sharding,),
         ),
     )
-    numbers, ddp_s = found.ring_numbers, found.lockstep.step_s
+    assert found is not None  # of any step time
+    numbers, ddp_s = found.numbers, _ddp_step_s(profile, options)
     chosen: dict[str, Any] = {"slack": _slack(numbers)}
     if is_open:
         chosen["chunks"] = numbers.chunks
@@ -134,9 +135,15 @@ def _choice(trainer: Trainer, options: Options) -> dict[str, Any]:
     given = ", ".join(f"{name}={value!r}" for name, value in chosen.items())
     why = (
         f'lightning_cyclic chose CyclicStrategy("{options.preset}", {given}). '
-        f"{_words(options, profile, found.ring_step_s, ddp_s)}"
+        f"{_words(options, profile, found.step_s, ddp_s)}"
     )
-    return _decision(trainer, chosen, why, warns=found.ring_step_s > ALIKE * ddp_s)
+    return _decision(trainer, chosen, why, warns=found.step_s > ALIKE * ddp_s)
+
+
+def _ddp_step_s(profile: ModelProfile, options: Options) -> float:
+    assert options.num_workers is not None
+    whole = _cut(profile, len(profile.units)).costs()
+    return best_lockstep(whole, options.network, options.num_workers).step_s
 
 
 def _slack(numbers: RingNumbers) -> int:

@@ -150,7 +150,6 @@ def _of_plan(
 
 
 def _of_lockstep(plan: Plan, costs: Costs, step: Lockstep, state_per_param: float) -> Figures:
-    params = sum(costs.param_bytes)
     return Figures(
         step_s=step.step_s,
         num_micro=_micro_per_worker(plan) * plan.num_workers,
@@ -160,14 +159,25 @@ def _of_lockstep(plan: Plan, costs: Costs, step: Lockstep, state_per_param: floa
         versions=1,
         activations=plan.num_stages,
         all_activations=plan.num_stages * plan.num_workers,
-        memory=Memory(
-            parameters=params,
-            versions=0.0,
-            gradients=params,
-            optimizer=state_per_param * params,
-            activations=sum(costs.activation_bytes),
-            inputs=costs.cut_bytes[0],
-            returns=0.0,
-            in_flight=params,  # buckets, as DistributedDataParallel has them by default
-        ),
+        memory=memory_of_lockstep(costs, state_per_param),
+    )
+
+
+def memory_of_lockstep(costs: Costs, state_per_param: float) -> Memory:
+    """Return what a worker of lockstep data parallelism keeps.
+
+    Args:
+        costs: of the model.
+        state_per_param: bytes of optimizer state per byte of parameters.
+    """
+    params = sum(costs.param_bytes)
+    return Memory(
+        parameters=params,
+        versions=0.0,
+        gradients=params,
+        optimizer=state_per_param * params,
+        activations=sum(costs.activation_bytes),
+        inputs=costs.cut_bytes[0],
+        returns=0.0,
+        in_flight=params,  # buckets, as DistributedDataParallel has them by default
     )

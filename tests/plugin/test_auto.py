@@ -10,6 +10,7 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch import Callback, Trainer, seed_everything
+from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
@@ -37,9 +38,11 @@ class Net(L.LightningModule):
             nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 2),
         )  # fmt: skip
         self.made_loaders = 0
+        self.has_unused = False
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+        net = self.net[:6] if self.has_unused else self.net
+        loss = nn.functional.cross_entropy(net(batch[0]), batch[1])
         self.log("loss", loss)
         return loss
 
@@ -78,7 +81,7 @@ def fit(
     seed_everything(7, verbose=False)
     trainer.fit(module, ckpt_path=ckpt_path)
     chosen = strategy._chosen
-    names = ("preset", "stages", "num_micro", "width", "remat")
+    names = ("preset", "stages", "num_micro", "width", "remat", "slack", "chunks")
     return {
         "weights": weights_of(module),
         "metrics": {name: float(x) for name, x in trainer.callback_metrics.items()},
@@ -114,8 +117,8 @@ def assert_same_runs(auto: list[dict[str, Any]], named: list[dict[str, Any]]) ->
     [
         (1, {}),
         (1, {"num_micro": 4, "weights": "sync"}),
-        (2, {}),
-        (2, {"placement": "replicated"}),
+        (2, {"latency": "20ms"}),  # for which lockstep waits more than once in a step
+        (2, {"latency": "20ms", "placement": "replicated"}),
         (2, {"weights": "sync", "placement": "pipelined", "latency": 1e-6}),
         (2, {"weights": "freshest", "placement": "pipelined", "remat": "always"}),
         (2, {"width": 2, "num_micro": 2}),
@@ -139,12 +142,59 @@ def test_a_run_is_the_one_of_the_plan_that_was_chosen(
     assert made == [2] + [1] * (num_ranks - 1)
 
 
+def fit_by_lightning(unused: bool, flags: dict[str, Any]) -> dict[str, Any]:
+    trainer, module = make_trainer(DDPStrategy(find_unused_parameters=unused), **flags), Net()
+    module.has_unused = unused
+    seed_everything(7, verbose=False)
+    trainer.fit(module)
+    metrics = {name: float(x) for name, x in trainer.callback_metrics.items()}
+    return {"weights": weights_of(module), "metrics": metrics, "step": trainer.global_step}
+
+
+def fit_lockstep(unused: bool, path: str, flags: dict[str, Any]) -> dict[str, Any]:
+    """Train by what "auto" chooses where messages cost nothing."""
+    strategy = CyclicStrategy("auto", placement="replicated", bandwidth=1e15, latency=0.0)
+    trainer, module = make_trainer(strategy, **flags), Net()
+    module.has_unused = unused
+    seed_everything(7, verbose=False)
+    trainer.fit(module)
+    trainer.save_checkpoint(path)
+    metrics = {name: float(x) for name, x in trainer.callback_metrics.items()}
+    return {
+        "weights": weights_of(module),
+        "metrics": metrics,
+        "step": trainer.global_step,
+        "why": (strategy._auto.state() or {})["why"] if strategy._auto else "",
+        "arguments": strategy._chosen.ddp_arguments,
+        "stages": set(strategy.stage_of.values()),
+    }
+
+
+@pytest.mark.parametrize(
+    ("unused", "flags"), [(False, {}), (True, {}), (False, {"accumulate_grad_batches": 3})]
+)
+@pytest.mark.multi
+def test_where_lockstep_is_as_fast_a_run_is_that_of_ddp(
+    unused: bool, flags: dict[str, Any], tmp_path: Path
+) -> None:
+    path = str(tmp_path / "a.ckpt")
+    auto = processes.run(fit_lockstep, 2, unused, path, flags)
+    ddp = processes.run(fit_by_lightning, 2, unused, flags)
+    for one, other in zip(auto, ddp, strict=True):
+        assert_same(one["weights"], other["weights"])
+        assert (one["metrics"], one["step"]) == (other["metrics"], other["step"])
+        assert one["arguments"] == {"find_unused_parameters": unused}
+        assert one["stages"] == {0}
+    assert 'chose what strategy="ddp" does' in auto[0]["why"]
+    assert_same(torch.load(path)["state_dict"], auto[0]["weights"])
+
+
 @pytest.mark.multi
 def test_a_checkpoint_keeps_the_choice(tmp_path: Path) -> None:
     path, asked = str(tmp_path / "a.ckpt"), {"preset": "auto", "placement": "pipelined"}
     first = processes.run(save, 2, asked, path)
     kept = torch.load(path, weights_only=False)["lightning_cyclic"]["auto"]
-    assert kept["options"] == first[0]["chosen"]
+    assert kept["options"].items() <= first[0]["chosen"].items()
     # a choice that no measurement would make now, of another shape of the same stages
     resumed = processes.run(fit, 2, asked | {"memory_limit_bytes": 1}, path)
     assert resumed[0]["chosen"] == first[0]["chosen"]
@@ -287,10 +337,11 @@ def test_arguments_that_do_not_go_with_auto(
         CyclicStrategy("auto", **arguments)
 
 
-def test_links_are_of_use_to_pipelines_and_auto_alone() -> None:
+def test_links_are_of_no_use_where_nothing_is_chosen_or_compared() -> None:
     CyclicStrategy("1f1b", bandwidth="1Gbit/s")
-    with pytest.raises(ConfigurationError, match="latency=0 is of no use with .* 'replicated'"):
-        CyclicStrategy("cyclic_dp", latency=0)
+    CyclicStrategy("cyclic_dp", latency=0)
+    with pytest.raises(ConfigurationError, match="latency=0 is of no use with .* 'shared'"):
+        CyclicStrategy("cyclic_mp", latency=0)
 
 
 def stages_of(**arguments: Any) -> list[str]:
