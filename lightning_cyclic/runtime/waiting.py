@@ -212,8 +212,7 @@ def _waited_in_vain(
     why = ""
     if words is None and not missing:
         missing, why = ([peer], "") if peer is not None else _not_there(crew, what, late=late)
-        if not (late and missing):  # somebody may have learned more by now
-            words = crew.failure()
+        words = crew.failure()  # others may have learned more, and the store ends with rank 0
     if words is not None:
         return PeerError(heard(words, names))
     them, todo = _all(names, missing), look_at(map(names.rank_of, missing))
