@@ -29,6 +29,7 @@ pytestmark = [
     pytest.mark.skipif(not Hosts.is_possible(), reason="needs root and iproute2, on Linux"),
 ]
 NUM_BATCHES, CUT_AT, LIMIT_S = 8, 3, 4.0
+MEETING_S = 8.0  # so that no step before it is late
 NAME = "lcn"
 _NETWORK = 0x40000000  # CLONE_NEWNET of Linux
 
@@ -77,7 +78,8 @@ def meet_in_vain(k: int, folder: Path) -> tuple[str, float]:
     """Return with what a rank ends at a meeting, to which all have come before the cut."""
     move_to_host(here().rank)
     module = Slow(folder / "never")
-    strategy = {"preset": "cyclic_dp", "stages": 4, "timeout": timedelta(seconds=LIMIT_S)}
+    # of which nothing is under way between steps
+    strategy = {"preset": "1f1b", "stages": 4, "timeout": timedelta(seconds=MEETING_S)}
     trainer = make_trainer(strategy, max_epochs=1)
 
     def on_train_epoch_end() -> None:
@@ -91,7 +93,7 @@ def meet_in_vain(k: int, folder: Path) -> tuple[str, float]:
 
     module.on_train_epoch_end = on_train_epoch_end  # type: ignore[method-assign]
     with pytest.raises(CyclicError) as caught:
-        trainer.fit(module, train_data(module, NUM_BATCHES))
+        trainer.fit(module, train_data(module, 2))
     return str(caught.value), time.monotonic()
 
 
@@ -169,12 +171,14 @@ def test_where_all_have_met_the_host_that_is_cut_off_is_named(
 ) -> None:
     with cutting(hosts, k, tmp_path / "reached", for_s=None) as cut:
         ends = processes.run(meet_in_vain, 4, k, tmp_path)
-    assert all(ended_at < cut[0] + LIMIT_S + 5 for _, ended_at in ends)
+    assert all(ended_at < cut[0] + MEETING_S + 5 for _, ended_at in ends)
     for rank, (text, _) in enumerate(ends):
         if rank == k == 0:
             expected = r"rank 1 on \S+ and rank 2 on \S+ and rank 3 on \S+ did not answer"
         elif k in (0, rank):
             expected = rf"rank 0 on \S+, through which .* cannot be reached from rank {rank} on"
         else:
-            expected = rf"waited 4 s for rank {k} on .* to dine, .* rank {k} on \S+ did not answer"
+            expected = (
+                rf"waited {MEETING_S:g} s for rank {k} on .* to dine, .* {k} on \S+ did not answer"
+            )
         assert re.search(expected, text.splitlines()[0]), (rank, text)
