@@ -480,7 +480,8 @@ class Plan:
         readers = []
         for j in range(self.num_stages):
             needs = [self._need(i, j) for i in range(self.num_micro // self.rounds)]
-            readers.append(tuple(i for i, need in enumerate(needs) if need == min(needs)))
+            least = min(needs)
+            readers.append(tuple(i for i, need in enumerate(needs) if need == least))
         return tuple(readers)
 
     @cached_property
