@@ -59,11 +59,13 @@ SENT_WHEN_REACHED = {
 # step time then -> now: ports serve messages in the timetable's order, and wait for each; they
 # served, of those that were ready, the first in the program
 IN_TURN = {
-    "cyclic_dp-s4-n4-relayed0_2": (1.014666666666666, 1.0),
-    "lockstep_dp-s3-n3": (1.4059999999999973, 1.306),
-    "lockstep_dp-s4-n4": (1.5866666666666647, 1.5243333333333333),
-    "lockstep_dp-s8-n3": (1.1184999999999998, 1.1851666666666667),
-    "lockstep_dp-s4-n4-relayed0_2": (1.5493333333333346, 1.5493333333333333),
+    "cyclic_dp-s4-n4-relayed0_2": (1.014666666666666, 1.0000000000000009),
+    "lockstep_dp-s2-n2": (1.3040000000000016, 1.4540000000000024),
+    "lockstep_dp-s8-n2": (1.0790000000000008, 1.341499999999998),
+    "lockstep_dp-s3-n3": (1.4059999999999973, 1.6008888888888873),
+    "lockstep_dp-s4-n4": (1.5866666666666647, 1.6076666666666652),
+    "lockstep_dp-s8-n3": (1.1184999999999998, 1.3414999999999981),
+    "lockstep_dp-s4-n4-relayed0_2": (1.5493333333333346, 1.632666666666669),
     "cyclic_zero-s3-n3": (0.9999999999999982, 1.408),
     "cyclic_zero-s4-n4": (1.0204166666666667, 1.387),
     "cyclic_pipeline-s2-n4-width2": (1.3280000000000023, 1.6546666666666667),
@@ -74,8 +76,6 @@ IN_TURN = {
     "pipeoptim-s2-n4-width2": (0.8140000000000001, 0.9906666666666667),
     "spectrain-s2-n4-width2": (0.8140000000000001, 0.9906666666666667),
     "xpipe-s2-n4-width2": (1.3280000000000023, 1.6546666666666667),
-    "cyclic_mp-s3-n6": (1.3519999999999979, 1.252),
-    "cyclic_mp-s3-n6-relayed0_1_2": (1.3519999999999979, 1.252),
 }
 OTHER_STEP_TIMES = PASSED_ON_EARLIER | SENT_WHEN_REACHED | IN_TURN
 

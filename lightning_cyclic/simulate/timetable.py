@@ -210,7 +210,8 @@ class Timetable:
         made = self._backward[-1, -1]
         before = self._backward[-1, self._shape[1] - 2] if self._shape[1] > 1 else made
         due = np.maximum(HALVES * (self._update + before - made + 1), HALVES * before + SUM)
-        return np.where(self.owner == self._shape[1] - 1, HALVES * before + SUM, due)
+        found: Ints = np.where(self.owner == self._shape[1] - 1, HALVES * before + SUM, due)
+        return found
 
     def _backwards(self, w: Ints, j: Ints) -> Ints:
         """Return the computes that are the last backwards of workers."""
