@@ -45,7 +45,10 @@ ONE_STEP_AFTER_THE_OTHER = {
 # step time and bubble then -> now: versions are passed on as soon as they come, as the runtime did
 # and the programs did not say; where buffers are relayed, parameters queue behind them
 PASSED_ON_EARLIER = {
+    "cyclic_dp-s4-n4-relayed0_2": (1.014666666666666, 1.0167499999999992),
     "cyclic_dp_v1-s8-n3": (1.0018333333333291, 1.0),
+    "lockstep_dp-s4-n4": (1.5866666666666647, 1.3829999999999991),
+    "lockstep_dp-s4-n4-relayed0_2": (1.5493333333333346, 1.3913333333333333),
     "cyclic_dp-s4-n4-slack2": (1.011416666666665, 1.0),
 }
 
@@ -54,30 +57,11 @@ PASSED_ON_EARLIER = {
 SENT_WHEN_REACHED = {
     "cyclic_zero-s2-n2": (1.0000000000000004, 1.1540000000000012),
     "cyclic_zero-s8-n2": (0.9999999999999996, 1.199833333333336),
+    "cyclic_zero-s3-n3": (0.9999999999999982, 1.3039999999999972),
+    "cyclic_zero-s4-n4": (1.0204166666666667, 1.3079999999999972),
     "cyclic_zero-s8-n3": (0.9999999999999984, 1.2726666666666682),
 }
-# step time then -> now: ports serve messages in the timetable's order, and wait for each; they
-# served, of those that were ready, the first in the program
-IN_TURN = {
-    "cyclic_dp-s4-n4-relayed0_2": (1.014666666666666, 1.0000000000000009),
-    "lockstep_dp-s2-n2": (1.3040000000000016, 1.4540000000000024),
-    "lockstep_dp-s8-n2": (1.0790000000000008, 1.341499999999998),
-    "lockstep_dp-s3-n3": (1.4059999999999973, 1.6008888888888873),
-    "lockstep_dp-s4-n4": (1.5866666666666647, 1.6076666666666652),
-    "lockstep_dp-s8-n3": (1.1184999999999998, 1.3414999999999981),
-    "lockstep_dp-s4-n4-relayed0_2": (1.5493333333333346, 1.632666666666669),
-    "cyclic_zero-s3-n3": (0.9999999999999982, 1.408),
-    "cyclic_zero-s4-n4": (1.0204166666666667, 1.387),
-    "cyclic_pipeline-s2-n4-width2": (1.3280000000000023, 1.6546666666666667),
-    "gpipe-s2-n4-width2": (1.8380000000000023, 1.9486666666666667),
-    "1f1b-s2-n4-width2": (1.9753333333333387, 1.828),
-    "pipedream-s2-n4-width2": (0.8140000000000001, 0.9906666666666667),
-    "pipedream_2bw-s2-n4-width2": (1.1473333333333346, 1.174),
-    "pipeoptim-s2-n4-width2": (0.8140000000000001, 0.9906666666666667),
-    "spectrain-s2-n4-width2": (0.8140000000000001, 0.9906666666666667),
-    "xpipe-s2-n4-width2": (1.3280000000000023, 1.6546666666666667),
-}
-OTHER_STEP_TIMES = PASSED_ON_EARLIER | SENT_WHEN_REACHED | IN_TURN
+OTHER_STEP_TIMES = PASSED_ON_EARLIER | SENT_WHEN_REACHED
 
 
 def pinned(program: Program) -> list[Action]:

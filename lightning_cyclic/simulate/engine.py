@@ -1,11 +1,10 @@
-"""The simulation: when each action of the programs starts and ends.
+"""The clock of the simulation: a queue of moments, and lanes that serve what is ready.
 
-A node may start when the last node that it waits for has ended; a RECV when the first byte of its
-message arrives, one latency after its SEND began. What waits for what is known before any of them
-runs (graph.py, turns.py), so that when a node starts is the length of a longest path.
+A node becomes ready when the last node that it waits for has ended; a RECV when the first byte of
+its message arrives, one latency after its SEND began. A lane that is free serves, of its ready
+nodes, the one that the timetable has first. Nothing is preempted.
 
 Workers may share cores: as many as there are compute at once at full speed, more get equal shares.
-How long something takes depends on what else runs then, so a clock moves from moment to moment.
 
     two workers, one core       w0  F F . .   each alone takes 2 s;
                                 w1  . F F .   while both compute, each is half as fast
@@ -26,10 +25,9 @@ from lightning_cyclic.simulate.costs import Costs, Network
 from lightning_cyclic.simulate.graph import Graph, Lane, build
 from lightning_cyclic.simulate.jitter import Jitter
 from lightning_cyclic.simulate.result import Event, Result, summarise
-from lightning_cyclic.simulate.turns import in_turn, take_turns
 
-# Work this close (relative) is done at one moment: of nodes that share cores, as sums of floats
-# differ in their last digits.
+# Moments this close (relative) are one moment: sums of floats differ in their last digits, and
+# which of two ready messages goes first must not depend on that.
 _SAME_MOMENT = 1e-9
 
 
@@ -77,54 +75,57 @@ def simulate(
     jitter = jitter or Jitter()
     num_chunks = 1 if plan is None else plan.chunks
     seconds = _seconds_of_nodes(graph, costs, network, num_chunks, jitter)
-    order = in_turn(graph)
-    if len(order) < len(graph.actions):
-        raise _waits_for_ever(graph, min(set(range(len(graph.actions))) - set(order)))
-    take_turns(graph, order, seconds)
-    run = _Run(graph, seconds, network, jitter)
-    if cores is None:
-        for node in order:
-            run.start(node, run.ready_s[node])
-            run.end(node, run.ready_s[node] + seconds[node])
-    else:
-        _Clock(run, cores).run()
-    return summarise(run.events(), len(programs))
+    clock = _Clock(graph, len(programs), seconds, network, cores, jitter)
+    clock.run()
+    return summarise(clock.events(), len(programs))
 
 
 @final
-class _Run:
-    """Know when nodes may start, and when they have started and ended.
-
-    Args:
-        graph: of the programs, with turns.
-        seconds: that each node takes.
-        network: the links between the workers.
-        jitter: how unsteady links are.
-    """
+class _Clock:
+    """Advance from moment to moment until nothing is left to run."""
 
     def __init__(
-        self, graph: Graph, seconds: list[float], network: Network, jitter: Jitter
-    ) -> None:
+        self, graph: Graph, num_workers: int, seconds: list[float], network: Network,
+        cores: int | None, jitter: Jitter,
+    ) -> None:  # fmt: skip
         self.graph = graph
+        self.network = network
+        self.jitter = jitter
+        self.lanes = [
+            worker * len(Lane) + graph.lane(node) for node, worker in enumerate(graph.workers)
+        ]
         self.seconds = seconds
+        num_lanes = num_workers * len(Lane)
+        # heaps of (slot, node), per lane: what the timetable has first is served first
+        self.ready: list[list[tuple[int, int]]] = [[] for _ in range(num_lanes)]
+        self.busy = [False] * num_lanes
+        self.blockers = list(graph.blockers)
         self.ready_s = [0.0] * len(graph.actions)
-        self._network = network
-        self._jitter = jitter
-        self._start_s = [0.0] * len(graph.actions)
-        self._end_s = [0.0] * len(graph.actions)
+        self.start_s = [-1.0] * len(graph.actions)
+        self.end_s = [-1.0] * len(graph.actions)
+        # What happens when: (seconds, node) says that the node becomes ready, (seconds, ~lane)
+        # that the lane becomes free.
+        self.queue = [(0.0, node) for node, count in enumerate(self.blockers) if not count]
+        heapq.heapify(self.queue)
+        self.cores = _Cores(cores)
 
-    def start(self, node: int, start_s: float) -> Sequence[int]:
-        """Note that a node starts; return the nodes that waited for it."""
-        self._start_s[node] = start_s
-        receive = self.graph.feeds[node]
-        return self._later([receive], start_s, node, is_told=True) if receive >= 0 else ()
-
-    def end(self, node: int, end_s: float) -> Sequence[int]:
-        """Note that a node ends; return the nodes that waited for it."""
-        self._end_s[node] = end_s
-        after, told = self.graph.after[node], self.graph.told[node]
-        self._later(after, end_s, node)
-        return [*after, *self._later(told, end_s, node, is_told=True)] if told else after
+    def run(self) -> None:
+        """Serve all nodes."""
+        now_s = 0.0
+        while self.queue or self.cores.running:
+            before_s, now_s = (
+                now_s,
+                min(self.queue[0][0] if self.queue else inf, self.cores.next_end_s(now_s)),
+            )
+            ended = self.cores.advance(now_s - before_s)
+            for node in ended:
+                self.busy[self.lanes[node]] = False
+                self._end(node, now_s)
+            free = {self.lanes[node]: None for node in ended}
+            for lane in self._wake(now_s * (1 + _SAME_MOMENT)) | free:
+                self._serve(lane, now_s)
+        if -1.0 in self.start_s:
+            raise _waits_for_ever(self.graph, self.start_s.index(-1.0))
 
     def events(self) -> tuple[Event, ...]:
         """Return when each node ran."""
@@ -132,66 +133,59 @@ class _Run:
         return tuple(
             Event(worker, graph.lane(node), graph.actions[node], start_s, end_s)
             for node, (worker, start_s, end_s) in enumerate(
-                zip(graph.workers, self._start_s, self._end_s, strict=True)
+                zip(graph.workers, self.start_s, self.end_s, strict=True)
             )
         )
 
-    def _later(
-        self, nodes: Sequence[int], at_s: float, node: int, *, is_told: bool = False
-    ) -> Sequence[int]:
-        """Let nodes start no sooner than a moment, and one latency where they have to be told."""
-        for other in nodes:
-            until_s = at_s + self._latency_s(node, other) if is_told else at_s
-            self.ready_s[other] = max(self.ready_s[other], until_s)
-        return nodes
+    def _wake(self, until_s: float) -> dict[int, None]:
+        """Take what happens up to ``until_s``; return the lanes concerned, in order."""
+        lanes: dict[int, None] = {}
+        while self.queue and self.queue[0][0] <= until_s:
+            _, node = heapq.heappop(self.queue)
+            lane = self.lanes[node] if node >= 0 else ~node
+            if node >= 0:
+                heapq.heappush(self.ready[lane], (self.graph.actions[node].s, node))
+            else:
+                self.busy[lane] = False
+            lanes[lane] = None
+        return lanes
+
+    def _serve(self, lane: int, now_s: float) -> None:
+        """Start what a free lane can start: one node, and before it any that take no time."""
+        while self.ready[lane] and not self.busy[lane]:
+            _, node = heapq.heappop(self.ready[lane])
+            self.start_s[node] = now_s
+            seconds = self.seconds[node]
+            self.busy[lane] = seconds > 0
+            if self.graph.feeds[node] >= 0:
+                follower = self.graph.feeds[node]
+                self._unblock(follower, now_s + self._latency_s(node, follower))
+            if seconds > 0 and self.cores.are_shared and self.graph.lane(node) is Lane.COMPUTE:
+                self.cores.start(node, seconds)
+                continue
+            if seconds > 0:
+                heapq.heappush(self.queue, (now_s + seconds, ~lane))
+            self._end(node, now_s + seconds)
+
+    def _end(self, node: int, end_s: float) -> None:
+        """Note when a node ends, and let others wait for it until then."""
+        self.end_s[node] = end_s
+        for follower in self.graph.after[node]:
+            self._unblock(follower, end_s)
+        for follower in self.graph.told[node]:
+            self._unblock(follower, end_s + self._latency_s(node, follower))
 
     def _latency_s(self, node: int, follower: int) -> float:
         workers = self.graph.workers
-        latency_s = self._network.between(workers[node], workers[follower]).latency_s
-        return latency_s * self._jitter.of_message(workers[node], node)
+        latency_s = self.network.between(workers[node], workers[follower]).latency_s
+        return latency_s * self.jitter.of_message(workers[node], node)
 
-
-@final
-class _Clock:
-    """Advance from moment to moment until nothing is left to run, where workers share cores.
-
-    Args:
-        run: knows what waits for what.
-        cores: how many nodes compute at full speed at once.
-    """
-
-    def __init__(self, run: _Run, cores: int) -> None:
-        self._run = run
-        self._blockers = list(run.graph.blockers)
-        self._cores = _Cores(cores)
-        self._queue = [(0.0, node) for node, count in enumerate(self._blockers) if not count]
-        heapq.heapify(self._queue)  # when each node that waits for no other any more can start
-
-    def run(self) -> None:
-        """Serve all nodes."""
-        now_s = 0.0
-        while self._queue or self._cores.running:
-            next_s = self._queue[0][0] if self._queue else inf
-            before_s, now_s = now_s, min(next_s, self._cores.next_end_s(now_s))
-            for node in self._cores.advance(now_s - before_s):
-                self._unblock(self._run.end(node, now_s))
-            while self._queue and self._queue[0][0] <= now_s:
-                self._start(heapq.heappop(self._queue)[1], now_s)
-
-    def _start(self, node: int, now_s: float) -> None:
-        self._unblock(self._run.start(node, now_s))
-        seconds = self._run.seconds[node]
-        if seconds > 0 and self._run.graph.lane(node) is Lane.COMPUTE:
-            self._cores.start(node, seconds)
-        else:
-            self._unblock(self._run.end(node, now_s + seconds))
-
-    def _unblock(self, nodes: Iterable[int]) -> None:
-        """Note that one of the waits of each node has its end; queue it if that was the last."""
-        for node in nodes:
-            self._blockers[node] -= 1
-            if not self._blockers[node]:
-                heapq.heappush(self._queue, (self._run.ready_s[node], node))
+    def _unblock(self, node: int, at_s: float) -> None:
+        """Note that one of the node's waits ends at ``at_s``; queue it if that was the last."""
+        self.ready_s[node] = max(self.ready_s[node], at_s)
+        self.blockers[node] -= 1
+        if not self.blockers[node]:
+            heapq.heappush(self.queue, (self.ready_s[node], node))
 
 
 @final
@@ -202,12 +196,13 @@ class _Cores:
     from the beginning would have done, says of all of them when they end.
 
     Args:
-        count: how many nodes run at full speed at once.
+        count: how many nodes run at full speed at once; None for any number.
     """
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int | None) -> None:
+        self.are_shared = count is not None
         self.running: list[tuple[float, int]] = []  # heap of (work done at its end, node)
-        self._count = count
+        self._count = count or 0
         self._work_s = 0.0
 
     def start(self, node: int, seconds: float) -> None:

@@ -3,11 +3,11 @@
 Each worker has three lanes, which are busy independently of each other:
 
     compute   F, B, UPDATE, one after the other in program order
-    send      messages out, one after the other in turn (turns.py)
-    receive   messages in, in the same turn; receives count as posted ahead
+    send      messages out
+    receive   messages in; receives count as posted ahead
 
-An action waits for the data that it reads (plan/dataflow.py), and for its turn, so a late message
-delays the actions that need it, and a send never delays the compute of its worker.
+An action waits for the data that it reads (plan/dataflow.py) and for nothing else, so a late
+message delays the actions that need it, and a send never delays the compute of its worker.
 
 Not so parameters for one use (sharding "full", "ring"). Who computes sends them, when the program
 comes to it; and they leave when their receiver has room for them, which it has from its GATHER
@@ -28,6 +28,7 @@ from typing import final
 
 from lightning_cyclic.errors import PlanError
 from lightning_cyclic.plan.actions import Action, Kind, Payload
+from lightning_cyclic.plan.actions import Lane as ActionLane
 from lightning_cyclic.plan.dataflow import Dataflow, Datum, Item
 from lightning_cyclic.plan.passes.messages import is_for_one_use
 from lightning_cyclic.plan.plan import Plan
@@ -35,6 +36,7 @@ from lightning_cyclic.plan.plan import Plan
 _WITH_MANY_MAKERS = frozenset({Datum.SUM, Datum.TIED_GRADIENT, Datum.TIED, Datum.NORMS})
 _NOT_SIMULATED = frozenset({Payload.K, Payload.X, Payload.M, Payload.C})
 """What no steady step has: start signals, descriptions, metrics, copies at a flush."""
+_COMPUTE = (ActionLane.MAIN, False)  # the queue of what has no message
 
 
 class Lane(enum.IntEnum):
@@ -124,7 +126,7 @@ def _read_program(
 ) -> dict[int, int]:
     """Add the actions of a worker; return RECV -> GATHER, from which on there is room for it."""
     made = _Made(graph)
-    computed = -1  # the last node of the compute lane
+    previous: dict[object, int] = {}  # the last node of the compute lane and of each payload
     rooms: dict[int, int] = {}
     for action in program:
         if action.payload in _NOT_SIMULATED:
@@ -132,15 +134,16 @@ def _read_program(
         node, row = graph.add(worker, action), flow(action)
         for item in row.reads:
             made.wait(node, item, for_later=bool(action.lane))
-        if is_for_one_use(action) and computed >= 0:
-            if action.kind is Kind.SEND:
-                graph.wait(node, on=computed)
-            else:
-                rooms[node] = computed
-        if graph.lane(node) is Lane.COMPUTE:
-            if computed >= 0:
-                graph.wait(node, on=computed)
-            computed = node
+        if is_for_one_use(action):
+            if _COMPUTE in previous and action.kind is Kind.SEND:
+                graph.wait(node, on=previous[_COMPUTE])
+            elif _COMPUTE in previous:
+                rooms[node] = previous[_COMPUTE]
+        elif action.kind is not Kind.RECV:  # messages of one payload leave in program order
+            queue = action.lane, action.payload or action.kind is Kind.ADD
+            if queue in previous:
+                graph.wait(node, on=previous[queue])
+            previous[queue] = node
         for item in row.makes:
             made.add(node, item)
     return rooms

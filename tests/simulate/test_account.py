@@ -108,9 +108,9 @@ def test_weipipe_keeps_its_stages_and_the_one_in_use(num_workers, times):
 @pytest.mark.parametrize(
     ("preset", "seconds"),
     [
-        ("weipipe", [1.345, 1.537, 1.855]),
-        ("lockstep_dp", [1.012, 1.120, 1.508]),
-        ("cyclic_zero", [1.234, 1.262, 1.309]),
+        ("weipipe", [1.054, 1.272, 1.654]),
+        ("lockstep_dp", [1.009, 1.054, 1.247]),
+        ("cyclic_zero", [1.153, 1.198, 1.274]),
     ],
 )
 def test_steps_take_what_the_page_on_presets_says(preset, seconds):

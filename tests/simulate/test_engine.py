@@ -1,5 +1,3 @@
-from dataclasses import replace
-
 import pytest
 
 from lightning_cyclic.errors import PlanError
@@ -21,16 +19,10 @@ NETWORK = Network(latency_s=0.5, bandwidth_bytes_per_s=10.0)
 TIED = make_plan("1f1b", num_stages=2, num_workers=2, tied=((0, 1),))
 
 
-def action(text):
-    """Return an action, and behind a slash its slot, if it is not 0."""
-    text, _, slot = text.partition("/")
-    return replace(parse(text), s=int(slot or 0))
-
-
 def run(*programs, network=NETWORK, plan=None):
     """Return the simulation of programs given as text, one action after the other."""
-    programs = [[action(text) for text in program.split()] for program in programs]
-    return simulate(programs, COSTS, network, plan)
+    return simulate([[parse(text) for text in program.split()] for program in programs],
+                    COSTS, network, plan)  # fmt: skip
 
 
 def times(result):
@@ -106,17 +98,17 @@ def test_an_owner_sends_what_is_for_one_use_when_it_has_computed_what_comes_befo
 
 
 def test_what_is_for_one_use_leaves_when_its_sender_has_heard_of_room_for_it():
-    busy = "1F1@0#0 1B1@0#0/1 0GATHER@0#0/2 0RECV_P1@0<0#0~weights/2 0F1@0#0/2"
+    busy = "1F1@0#0 1B1@0#0 0GATHER@0#0 0RECV_P1@0<0#0~weights 0F1@0#0"
     free = "0GATHER@0#0 0RECV_P2@0<0#0~weights 0F2@0#0"
     result = times(run("0SEND_P1@0>1#0~weights 0SEND_P2@0>2#0~weights", busy, free))
     assert result[1, "0GATHER@0#0"] == (3.0, 3.0)
     assert result[0, "0SEND_P1@0>1#0~weights"] == (3.5, 4.5)
-    assert result[0, "0SEND_P2@0>2#0~weights"] == (0.5, 1.5)  # due before
+    assert result[0, "0SEND_P2@0>2#0~weights"] == (0.5, 1.5)  # which waits for no other
     assert result[1, "0F1@0#0"] == (5.0, 6.0)
 
 
 def test_only_the_reader_of_a_version_waits_for_it():
-    result = times(run("0B0@0#0/1 0SEND_S0>1#0/1 0SEND_P@1>1#0",
+    result = times(run("0B0@0#0 0SEND_S0>1#0 0SEND_P@1>1#0",
                        "0RECV_P@1<0#0 0F0@0#0 0F1@1#0 0RECV_S0<0#0"))  # fmt: skip
     assert result[1, "0F0@0#0"] == (0.0, 1.0)
     assert result[1, "0F1@1#0"] == (1.5, 2.5)
@@ -129,49 +121,39 @@ def test_an_update_waits_for_the_total():
     assert result[1, "0F0@1#1"] == (3.75, 4.75)
 
 
-def test_a_port_serves_messages_as_they_are_due_and_waits_for_each():
+def test_messages_of_one_payload_leave_in_program_order_and_others_pass_them():
     result = times(
-        run("0SEND_P@0>1#0 0B0@0#0/1 0SEND_S0>1#0/1 1SEND_S0>1#0/2 1SEND_P@0>1#0/3",
+        run("0SEND_P@0>1#0 0B0@0#0 0SEND_S0>1#0 1SEND_S0>1#0 1SEND_P@0>1#0",
             "0RECV_P@0<0#0 1RECV_P@0<0#0 0RECV_S0<0#0 1RECV_S0<0#0")
     )  # fmt: skip
     assert result[0, "0SEND_P@0>1#0"] == (0.0, 1.0)
+    assert result[0, "1SEND_P@0>1#0"] == (1.0, 2.0)  # passes the sums
     assert result[0, "0SEND_S0>1#0"] == (2.0, 3.0)
     assert result[0, "1SEND_S0>1#0"] == (3.0, 4.0)  # had nothing to wait for but its turn
-    assert result[0, "1SEND_P@0>1#0"] == (4.0, 5.0)  # the same
 
 
-def test_what_is_due_first_goes_first_wherever_the_program_has_it():
-    """A total for an update in slot 3, and activations for a forward in slot 3 or 5."""
-    for sends in ("1SEND_A0>1#0 0SEND_T>1#0", "0SEND_T>1#0 1SEND_A0>1#0"):
-        for slot, first in ((3, "1SEND_A0>1#0"), (5, "0SEND_T>1#0")):
-            reads = f"0RECV_T<0#0 0UPDATE@1#0/3 1RECV_A0<0#0 1F0@0#0/{slot}"
-            assert times(run(sends, reads))[0, first] == (0.0, 1.0)
-
-
-def test_a_sum_lets_those_parameters_pass_that_its_sender_has_a_slot_later():
-    receives = "0RECV_S0<0#0~sums 1RECV_P@0<0#0"
-    for slot, start_s in ((0, 1.0), (1, 1.0), (2, 0.0)):
-        result = times(run(f"0SEND_S0>1#0~sums 1SEND_P@0>1#0/{slot}", receives))
-        assert result[0, "0SEND_S0>1#0~sums"] == (start_s, start_s + 1)
-
-
-def test_what_has_no_bytes_holds_nothing_up_and_waits_for_no_port():
+def test_a_free_port_serves_first_what_the_program_lists_first():
     result = times(
         run(
-            "0F0@0#0 0SEND_S0>1#0 1SEND_S0>1#0 0SEND_L>1#0/1",
-            "0RECV_S0<0#0 1RECV_S0<0#0 0RECV_L<0#0",
+            "0SEND_P@0>1#0 0F0@0#0 1SEND_A0>1#0 1SEND_T>1#0",
+            "0RECV_P@0<0#0 1RECV_T<0#0 1RECV_A0<0#0",
         )
     )
-    assert result[0, "1SEND_S0>1#0"] == (1.0, 2.0)
-    assert result[0, "0SEND_L>1#0"] == (1.0, 1.0)
-    assert result[1, "0RECV_L<0#0"] == (1.5, 1.5)
+    assert result[0, "0SEND_P@0>1#0"] == (0.0, 1.0)
+    assert result[0, "1SEND_A0>1#0"] == (1.0, 2.0)  # just in time
+    assert result[0, "1SEND_T>1#0"] == (2.0, 3.0)  # has been ready since the start
+
+
+def test_a_free_port_does_not_wait_for_what_the_program_lists_first():
+    result = times(run("0F0@0#0 1SEND_A0>1#0 1SEND_T>1#0", "1RECV_T<0#0 1RECV_A0<0#0"))
+    assert result[0, "1SEND_T>1#0"] == (0.0, 1.0)
 
 
 def test_a_port_receives_one_message_at_a_time():
     result = times(run("0SEND_S0>2#0", "1SEND_S0>2#0", "1RECV_S0<1#0 0RECV_S0<0#0"))
     assert result[0, "0SEND_S0>2#0"] == result[1, "1SEND_S0>2#0"] == (0.0, 1.0)
-    assert result[2, "0RECV_S0<0#0"] == (0.5, 1.5)
-    assert result[2, "1RECV_S0<1#0"] == (1.5, 2.5)
+    assert result[2, "1RECV_S0<1#0"] == (0.5, 1.5)
+    assert result[2, "0RECV_S0<0#0"] == (1.5, 2.5)
 
 
 def test_relayed_buffers_hold_up_the_forward_that_reads_them():
