@@ -48,6 +48,7 @@ _AXES = ("schedule", "placement", "weights", "sharding")
 # what belongs to a preset by name -> its default, and a preset that has it
 _FIXED: Mapping[str, tuple[object, str]] = {
     "stages": ("auto", "1f1b"),
+    "groups": (None, "cyclic_dp"),
     "clip": (None, "1f1b"),
     "backward_weights": ("current", "pipeoptim"),
     "horizon": ("linear", "pipeoptim"),

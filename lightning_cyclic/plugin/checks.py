@@ -403,6 +403,11 @@ def check_slack(plan: Plan, *, is_network_given: bool) -> None:
     Raises:
         ConfigurationError: with slack="auto".
     """
+    if plan.num_groups < plan.num_workers:
+        raise ConfigurationError(
+            'slack="auto" with groups, whose links to each other are not known; allowed: a '
+            "number, or groups=None; use slack=0, or leave groups out"
+        )
     has_slack = plan.placement == "replicated" and plan.weights == "freshest"
     if not has_slack or plan.axes.sharding.gathers:
         raise ConfigurationError(

@@ -81,7 +81,9 @@ def _is_predicted(trainer: Trainer, options: Options) -> bool:
     is_ring = options.plans_placement == "replicated" and trainer.world_size > 1
     # of which DDP has no like: it sends all elements, also those that are pruned
     is_sparse = isinstance(trainer.precision_plugin, SparseStatePrecision)
-    return is_ring and options.is_network_given and not is_sparse
+    # the network that is given is that between groups; within them nobody knows
+    is_known = options.is_network_given and options.groups is None
+    return is_ring and is_known and not is_sparse
 
 
 # ---------------------------------------------------------------------- on rank 0
