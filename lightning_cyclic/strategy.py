@@ -547,8 +547,8 @@ class CyclicStrategy(DDPStrategy):
         self.set_world_ranks()
         order, num_local = self._chosen.wanted_order, self.num_processes
         with (
-            naming_shared_gpus(),
             naming_start(self.global_rank, self.world_size, limit_s),
+            naming_shared_gpus(),  # inside, or their error is taken for ranks that do not come
             listening_on_one_address(first=first, host=host, port=port),
             apart_from_earlier_attempts(),
             numbered(self.cluster_environment, order, num_local, limit_s),

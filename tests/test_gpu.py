@@ -5,6 +5,7 @@ One GPU is enough here. What takes two is `lightning-cyclic selftest`.
 
 from __future__ import annotations
 
+import copy
 import os
 import random
 import time
@@ -12,6 +13,7 @@ import warnings
 import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +27,12 @@ from torch.utils.data import DataLoader
 
 from lightning_cyclic.cli.trial import Came, Trial, train
 from lightning_cyclic.plan import PRESETS, make_plan
+from lightning_cyclic.plugin.precision.sparse_state import SparseStatePrecision
 from lightning_cyclic.runtime.messages import Message
 from lightning_cyclic.runtime.transport import HostStagedTransport, LocalTransport, PostOffice
 from lightning_cyclic.strategy import CyclicStrategy
-from tests import processes
+from tests import processes, pruned
+from tests.corpus import assert_same
 from tests.processes import here
 from tests.runtime.partial_step.crews import Crew, compare
 
@@ -79,6 +83,52 @@ def test_workers_that_share_a_device_have_the_bits_of_one(
     both = processes.run(tried, 2, trial(preset, device, 2, **shared), str(tmp_path / "two"))
     for came in both:
         assert came == one._replace(route="host_staged")
+
+
+@pytest.mark.multi
+@DEVICES
+@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
+@pytest.mark.parametrize("preset", ["cyclic_zero", "pipedream_2bw"])
+def test_mixed_precision_of_workers_that_share_a_device(
+    preset: str, precision: Any, device: str, tmp_path: Path
+) -> None:
+    one, two = trial(preset, device), trial(preset, device, 2, backend="gloo")
+    (expected,), *both = (
+        processes.run(tried, x.num_workers, replace(x, precision=precision), str(tmp_path))
+        for x in (one, two)
+    )
+    for came in both[0]:
+        assert came.weights == expected.weights
+        assert came.steps == expected.steps
+
+
+def pruned_and_dense(device: str, compute: Any) -> list[Any]:
+    """Return weights that are trained with masks: kept compressed, and dense."""
+    if device == "cuda":
+        torch.backends.cuda.matmul.allow_tf32 = False
+    given, module = pruned.batches(10), pruned.Regression(pruned.mlp())
+    masks = pruned.random_masks(module)  # on the host, where masks are mostly made
+    there = {name: mask.to(device) for name, mask in masks.items()}
+    dense = copy.deepcopy(module).to(device)
+    moved = [batch.to(device) for batch in given]
+    expected, _ = pruned.dense_run(dense, there, pruned.DTYPES[compute], moved)
+    trainer = pruned.trainer(
+        SparseStatePrecision(mask=masks, compute=compute),
+        accelerator="gpu" if device == "cuda" else "cpu",
+        strategy=CyclicStrategy("lockstep_dp", num_micro=1, stages=2),
+        use_distributed_sampler=False,  # which shuffles
+    )
+    trainer.fit(module, pruned.loader(given))
+    found = {name: p.detach() for name, p in module.named_parameters()}
+    return [{name: x.cpu() for name, x in each.items()} for each in (found, expected)]
+
+
+@pytest.mark.multi
+@DEVICES
+@pytest.mark.parametrize("compute", pruned.DTYPES)
+def test_states_of_pruned_networks_on_a_device(compute: str, device: str) -> None:
+    ((found, expected),) = processes.run(pruned_and_dense, 1, device, compute)
+    assert_same(found, expected)
 
 
 @pytest.mark.multi

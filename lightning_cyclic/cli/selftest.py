@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from lightning_cyclic.cli.trial import Trial
 
 _ROUTES = ("auto", "named", "edges", "host_staged")
+_PRECISIONS = ("32-true", "bf16-mixed", "16-mixed")
 _SAID = {
     "": "none",
     "named": "by name",
@@ -72,6 +73,8 @@ def add_selftest(commands: Any) -> None:
         "be repeated (default: all)")  # fmt: skip
     add("--transport", choices=_ROUTES, default="auto", help="how messages travel (default: what "
         "strategies choose)")  # fmt: skip
+    add("--precision", choices=_PRECISIONS, default=_PRECISIONS[0],
+        help="of the Trainer (default: 32-true)")  # fmt: skip
     add("--limit-s", type=float, default=120.0, metavar="S", help="when it has passed a trial is "
         "ended, in seconds (default: 120)")  # fmt: skip
     parser.set_defaults(run=_run)
@@ -87,7 +90,10 @@ def _run(arguments: argparse.Namespace) -> tuple[str, int]:
     print(_ROW.format(*columns), flush=True)
     folder, bad = Path(tempfile.mkdtemp(prefix="lightning_cyclic-")), 0
     ended: dict[Trial, Ended] = {}
-    for given, expected in _trials(presets, place, arguments.transport):
+    trials = _trials(presets, place, arguments.transport)
+    for given, expected in (
+        (replace(x, precision=arguments.precision) for x in pair) for pair in trials
+    ):
         for trial in (expected, given):
             if trial not in ended:
                 logs = folder / f"{len(ended)}-{trial.preset or 'lightning'}-{trial.num_workers}"

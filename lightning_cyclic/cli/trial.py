@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, final
+from typing import Any, Literal, NamedTuple, final
 
 import torch
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
@@ -46,6 +46,8 @@ class Trial:
         devices: the GPU of each worker.
         backend: of the process group. [Lightning's choice]
         route: how messages travel.
+        precision: of all trials that are compared, whose bits are the same for any number of
+            workers.
     """
 
     preset: str
@@ -56,6 +58,7 @@ class Trial:
     devices: Sequence[int] = ()
     backend: str | None = None
     route: Route = "auto"
+    precision: Literal["32-true", "bf16-mixed", "16-mixed"] = "32-true"
 
     @property
     def num_micro(self) -> int:
@@ -150,7 +153,8 @@ def _trainer(trial: Trial, rank: int, folder: str) -> Trainer:
     return Trainer(
         # as on nodes with a device each, so that several workers may share one
         accelerator=trial.accelerator, devices=list(each) or 1, num_nodes=trial.num_workers,
-        strategy=strategy, accumulate_grad_batches=trial.num_micro if alone else 1,
+        strategy=strategy, precision=trial.precision,
+        accumulate_grad_batches=trial.num_micro if alone else 1,
         max_epochs=_EPOCHS, val_check_interval=trial.num_micro * 2 if alone else 2,
         callbacks=[ModelCheckpoint(folder, every_n_train_steps=3, save_top_k=1)],
         num_sanity_val_steps=0, use_distributed_sampler=False, logger=False,

@@ -46,7 +46,7 @@ class ParameterState:
     ) -> None:
         self.name = name
         self.weight = weight
-        self.layout = layout
+        self.layout = layout = layout.to(weight.device)  # masks may have been given on another
         self._keeps_master = dtype != torch.float32
         self._is_shown = self._is_away = False
         self._sum: Tensor | None = None  # of gradients, while the optimizer sees them as float32

@@ -145,8 +145,12 @@ class Collectives:
 def _peers(width: int, size: int) -> Any:
     """Return the process group of the workers with this one's place in their replicas."""
     rank, mine = dist.get_rank(), None
-    for place in range(size):  # every rank takes part in making every group
+    # Over NCCL every rank takes part in making every group. Over gloo torch fails on the ranks
+    # outside, where the default group knows its GPU, as Lightning's do.
+    by_members = dist.get_backend() == "gloo"
+    for place in range(size):
         ranks = [replica * size + place for replica in range(width)]
-        made = dist.new_group(ranks)
-        mine = made if rank in ranks else mine
+        if rank in ranks or not by_members:
+            made = dist.new_group(ranks, use_local_synchronization=by_members)
+            mine = made if rank in ranks else mine
     return mine

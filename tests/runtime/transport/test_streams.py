@@ -197,6 +197,8 @@ def test_error_handling_is_ours_for_the_groups_made_inside(
 def test_channels_run_beside_each_other_and_beside_compute() -> None:
     made = ChannelStreams((THERE, SUMS), DEVICE, Limit(20.0), lambda: None, lambda: None)
     data = room(1 << 20).to(DEVICE)
+    torch.cuda._sleep(1)  # what has not run before is loaded, for which the GPU must be idle
+    data.fill_(0)
     torch.cuda.synchronize()
 
     def start() -> Any:

@@ -1,0 +1,27 @@
+"""What workers of several replicas do together."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_cyclic.runtime.partial_step.collectives import Collectives
+from tests import processes
+from tests.processes import here
+from tests.runtime.transport.rings import join
+
+
+def reduced(width: int, size: int) -> float:
+    """Return the sum of what replicas have, where the default group is bound to a GPU."""
+    join()
+    # as Lightning's DDPStrategy leaves it, with accelerator="gpu" over gloo, too
+    dist.distributed_c10d._get_default_group().bound_device_id = torch.device("cuda:0")
+    made = Collectives(nn.Linear(1, 1), width, size, dist.group.WORLD)
+    return float(made.reduce(torch.tensor(10.0 ** here().rank), "sum"))
+
+
+@pytest.mark.multi
+def test_replicas_that_share_a_gpu_reduce() -> None:
+    assert processes.run(reduced, 4, 2, 2) == [101.0, 1010.0, 101.0, 1010.0]
