@@ -24,6 +24,9 @@ def test_a_buffer_is_written_only_when_it_is_free() -> None:
     host, copied = copies.to_host(data)
     copied.synchronize()
     assert host.is_pinned()
+    torch.cuda._sleep(1)
+    _ = data + 1  # what has not run before is loaded, for which the GPU must be idle
+    torch.cuda.synchronize()
     torch.cuda._sleep(int(1e9))
     read = data + 1  # enqueued, and still to run
     free = copies.now()
