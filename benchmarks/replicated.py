@@ -6,6 +6,8 @@
     python benchmarks/replicated.py --case chunks            8 workers there, few stages in chunks
     python benchmarks/replicated.py --case groups            8-32 workers there, those of a group
                                                              joined by faster links
+    python benchmarks/replicated.py --case unsteady          8 workers there, whose steps take now
+                                                             longer, now shorter
 
 Every case starts its workers once; each worker trains the same module with one strategy after
 the other, round after round, so that a drift of the machine's speed meets all of them alike.
@@ -56,6 +58,9 @@ class Case:
         rounds: how often every strategy trains.
         strategies: which of them.
         close: neighbours that faster links join.
+        jitter: standard deviation of the logarithm of a worker's seconds per step, drawn as the
+            simulator draws them, so that all strategies meet the same slow steps.
+        slow: how many times as long the second worker computes for a third of the steps.
     """
 
     name: str
@@ -69,6 +74,8 @@ class Case:
     rounds: int
     strategies: Sequence[str] = STRATEGIES
     close: int = 1
+    jitter: float = 0.0
+    slow: float = 1.0
 
 
 LOOPBACK = [
@@ -155,7 +162,30 @@ GROUPS = [
         (32, 4, "100mbit", 1.2, 200),
     ]
 ]  # fmt: skip
-CASES = {"loopback": LOOPBACK, "net": NETWORK, "chunks": CHUNKS, "groups": GROUPS}
+UNSTEADY = [
+    Case(
+        name=f"8 workers, 1gbit, 200 ms, {what}",
+        num_workers=8,
+        step_s=0.2,
+        width=640,
+        depth=8,
+        batch=8,
+        rate="1gbit",
+        num_steps=38,
+        rounds=3,
+        strategies=("alone", "ddp", "cyclic_dp:8:1", "cyclic_dp:4:4"),
+        jitter=jitter,
+        slow=slow,
+    )
+    for what, jitter, slow in [
+        ("steady", 0.0, 1.0),
+        ("all of them unsteady by 20 %", 0.2, 1.0),
+        ("one 1.3 times as slow for a third of the steps", 0.0, 1.3),
+    ]
+]
+CASES = {
+    "loopback": LOOPBACK, "net": NETWORK, "chunks": CHUNKS, "groups": GROUPS, "unsteady": UNSTEADY,
+}  # fmt: skip
 
 
 # ---------------------------------------------------------------------- one worker
@@ -183,6 +213,8 @@ def make_module(case: Case) -> Any:
             return grad, None
 
     class Block(nn.Module):
+        slower = 1.0
+
         def __init__(self) -> None:
             super().__init__()
             self.linear = nn.Linear(case.width, case.width)
@@ -190,7 +222,8 @@ def make_module(case: Case) -> Any:
         def forward(self, x: Any) -> Any:
             # sleep before the gradient of this layer is ready and before its weights are read
             x = self.linear(x)
-            return F.relu(Slept.apply(x, case.step_s / case.depth / 3) if case.step_s else x)
+            seconds = Block.slower * case.step_s / case.depth / 3
+            return F.relu(Slept.apply(x, seconds) if case.step_s else x)
 
     class Net(L.LightningModule):
         def __init__(self) -> None:
@@ -200,12 +233,22 @@ def make_module(case: Case) -> Any:
 
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             x, y = batch
+            Block.slower = slower(case, self.global_rank, batch_idx)
             return F.mse_loss(self.net(x), y)
 
         def configure_optimizers(self) -> Any:
             return torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9)
 
     return Net()
+
+
+def slower(case: Case, rank: int, step: int) -> float:
+    """Return how many times as long a worker computes in a step."""
+    from lightning_cyclic.simulate import Jitter
+
+    third = (case.num_steps - WARM_UP) // 3
+    is_slow = rank == 1 and third <= step - WARM_UP < 2 * third
+    return Jitter(compute=case.jitter).of_step(rank, step) * (case.slow if is_slow else 1.0)
 
 
 def make_strategy(name: str) -> Any:
@@ -395,10 +438,13 @@ def spread(values: list[float]) -> str:
 
 
 def predicted(case: Case, preset: str, compute_s: float) -> float:
-    """Ask the package's simulator for the same ratio, from the compute time measured alone."""
+    """Ask the package's simulator for the same ratio, from the compute time measured alone.
+
+    It knows of no worker that is slow for a while: there it says what it would be without.
+    """
     from lightning_cyclic import make_plan
     from lightning_cyclic.runtime.whole_step.session import auto_stages
-    from lightning_cyclic.simulate import Costs, Network, compare
+    from lightning_cyclic.simulate import Costs, Jitter, Network, compare
 
     num_bytes = 4 * case.depth * (case.width + 1) * case.width
     num_stages, num_chunks = min(auto_stages(case.num_workers, num_bytes), case.depth), 1
@@ -414,7 +460,7 @@ def predicted(case: Case, preset: str, compute_s: float) -> float:
         sharding=sharding or None,
         num_stages=num_stages,
         num_workers=case.num_workers,
-        num_steps=12,
+        num_steps=40 if case.jitter else 12,
         chunks=num_chunks,
         groups=next(iter(groups), None),
     )
@@ -427,11 +473,11 @@ def predicted(case: Case, preset: str, compute_s: float) -> float:
     if case.close > 1:
         hosts = tuple(w // case.close for w in range(case.num_workers))
         network = Network(**links[0], hosts=hosts, inside=Network(**links[1]))
-    default = compare(plan, costs, network, bucket_bytes=25 << 20)
+    jitter = Jitter(compute=case.jitter) if case.jitter else None
+    default = compare(plan, costs, network, bucket_bytes=25 << 20, jitter=jitter)
     if ddp_mib:
-        return compare(plan, costs, network, bucket_bytes=int(ddp_mib) << 20).lockstep.step_s / (
-            default.lockstep.step_s
-        )
+        other = compare(plan, costs, network, bucket_bytes=int(ddp_mib) << 20, jitter=jitter)
+        return other.lockstep.step_s / default.lockstep.step_s
     return default.plan.step_s / default.lockstep.step_s
 
 

@@ -21,12 +21,7 @@ from lightning.fabric.plugins.environments.cluster_environment import ClusterEnv
 from lightning.fabric.utilities.data import _auto_add_worker_init_fn
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.plugins import (
-    AsyncCheckpointIO,
-    CheckpointIO,
-    Precision,
-    TorchCheckpointIO,
-)
+from lightning.pytorch.plugins import CheckpointIO, Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities import rank_zero_warn
@@ -39,8 +34,8 @@ from lightning_cyclic.plugin import checkpoint as ckpt
 from lightning_cyclic.plugin import ring_plan, sealed_file
 from lightning_cyclic.plugin.asynchronous_pipeline import AsynchronousPipelineTraining
 from lightning_cyclic.plugin.auto import AUTO, SAVED, AutoPlan, check_network, network_of
-from lightning_cyclic.plugin.background import MOST_LEFT, Background, copied
 from lightning_cyclic.plugin.callbacks.drain import DrainCallback
+from lightning_cyclic.plugin.checkpoint_files import CheckpointFiles
 from lightning_cyclic.plugin.checkpoint_folder import (
     Apart,
     CheckpointFolder,
@@ -78,7 +73,6 @@ from lightning_cyclic.plugin.training import (
     random_as_on_rank_0,
     start_alike,
 )
-from lightning_cyclic.plugin.unwritten import Unwritten
 from lightning_cyclic.runtime.agreement import (
     Together,
     gather_texts,
@@ -102,7 +96,6 @@ from lightning_cyclic.runtime.transport.choice import (
 )
 
 _TO_WRITE = "to write a checkpoint"
-_REQUEUED = "hpc_ckpt_"  # begins the name of what Lightning saves before it requeues a job
 
 
 def _lending(hook: str) -> Any:
@@ -351,8 +344,7 @@ class CyclicStrategy(DDPStrategy):
         self._training: AbstractTraining | None = None  # Lightning itself answers
         self._tracing: Tracing | None = None
         self._reductions = HeldReductions()
-        self._unwritten = Unwritten()
-        self._background = Background()  # of AsyncCheckpointIO
+        self._files = CheckpointFiles(self._get_checkpoint_io, self._is_fitting)
         self._meetings: Meetings | None = None  # from the start of the process group on
         self._saved: Mapping[str, Any] | None = None
         self._folder: CheckpointFolder | None = None  # from which a run goes on
@@ -784,45 +776,20 @@ class CyclicStrategy(DDPStrategy):
             return
         new = in_memory if self._training is None else self._training.new
         self._add_delayed(checkpoint, partial(put_together, new=new))
-        if not self._is_file(filepath) or storage_options is not None:
+        if not self._files.has(filepath) or storage_options is not None:
             super().save_checkpoint(checkpoint, filepath, storage_options)
         elif self.is_global_zero:
-            self._save_file(checkpoint, Path(filepath))
-
-    def _save_file(self, checkpoint: dict[str, Any], path: Path) -> None:
-        """Write a file, or have it written while training goes on."""
-        write = partial(self._write_file, path=path, trains=self._is_fitting)
-        # there is no room for a copy, or Lightning requeues the job as soon as this is saved
-        is_larger = self._training is not None and self._training.is_larger_than_memory
-        if self._is_behind(path) and not is_larger and not path.name.startswith(_REQUEUED):
-            self._background.wait(MOST_LEFT)
-            self._background.add(partial(write, copied(checkpoint)))
-        else:
-            self._background.wait()
-            write(checkpoint)
-
-    def _write_file(self, checkpoint: dict[str, Any], path: Path, *, trains: bool) -> None:
-        with self._unwritten.warning(path, trains=trains):
-            sealed_file.write(checkpoint, path)
+            is_larger = self._training is not None and self._training.is_larger_than_memory
+            self._files.save(checkpoint, Path(filepath), has_room=not is_larger)
 
     @override
     def remove_checkpoint(self, filepath: Any) -> None:
         """Remove a checkpoint, but for one that the last should have replaced and could not."""
-        if self._is_behind(filepath) and self.is_global_zero:  # behind that one
-            self._background.add(partial(self._remove_file, filepath))
-        else:
-            self._remove_file(filepath)
+        self._files.remove(filepath, super().remove_checkpoint, writes=self.is_global_zero)
 
-    def _remove_file(self, path: Any) -> None:
-        if not self._unwritten.keeps_all:
-            super().remove_checkpoint(path)
+    def _get_checkpoint_io(self) -> CheckpointIO:
+        return self.checkpoint_io  # by a method, as a Trainer may be pickled
 
-    def _is_behind(self, path: Any) -> bool:
-        """Say whether a thread writes a file, and removes it, while training goes on."""
-        is_asked_for = type(self.checkpoint_io) is AsyncCheckpointIO and self._is_file(path)
-        return is_asked_for and self._is_fitting
-
-    @property
     def _is_fitting(self) -> bool:
         state = self.lightning_module.trainer.state if self.lightning_module is not None else None
         return state is not None and (state.fn, state.status) == (
@@ -857,26 +824,16 @@ class CyclicStrategy(DDPStrategy):
         checkpoint["optimizer_states"] = list(map(named, states, self.optimizers))
         group = None if training is None else training.group
         folder = Path(self.broadcast(path))
-        trains = self._is_fitting
-        with self._unwritten.warning(folder, trains=trains), self.naming(_TO_WRITE):
+        with self._files.warning(folder), self.naming(_TO_WRITE):
             write_folder(checkpoint, folder, apart.tensors, group)
-
-    def _is_file(self, path: Any) -> bool:
-        """Say whether a checkpoint is of this host's files, and no plugin has its own way there.
-
-        What AsyncCheckpointIO is asked for is done here: files that are whole, sealed, in order.
-        """
-        io = self.checkpoint_io
-        writer = io.checkpoint_io if type(io) is AsyncCheckpointIO else io
-        return type(writer) is TorchCheckpointIO and ckpt.is_local(path)
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> Any:
         """Read a checkpoint, and keep what is delayed for the training."""
-        if self._is_behind(checkpoint_path):  # it may be on its way
-            self._background.wait()
+        if self._files.is_behind(checkpoint_path):  # it may be on its way
+            self._files.wait()
             self.barrier("load_checkpoint")
-        is_file, self._folder = self._is_file(checkpoint_path), None
+        is_file, self._folder = self._files.has(checkpoint_path), None
         if is_file:
             with self.naming("to check a checkpoint"):
                 sealed_file.check(checkpoint_path, together=True)
@@ -943,7 +900,7 @@ class CyclicStrategy(DDPStrategy):
     @override
     def teardown(self) -> None:
         """Take everything off the module again, and finish what a thread writes."""
-        with closing(self._background):  # last, as nobody waits for its files
+        with closing(self._files):  # last, as nobody waits for its files
             self._take_off()
 
     def _take_off(self) -> None:

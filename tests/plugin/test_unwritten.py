@@ -82,7 +82,7 @@ def fit(
 
     class Look(Callback):
         def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-            trainer.strategy._background.wait()
+            trainer.strategy._files.wait()
             files.append(sorted(p.name for p in Path(disk).glob("*.ckpt*")))
 
     saving = ModelCheckpoint(disk, every_n_train_steps=2, filename="{step}")
