@@ -15,12 +15,11 @@ from dataclasses import dataclass
 from math import inf
 from typing import Final, TypeAlias, final
 
-from lightning_cyclic.plan import Plan
 from lightning_cyclic.planner.ring_bound import ring_bound_s
 from lightning_cyclic.planner.ring_numbers import RingChoices, RingNumbers
 from lightning_cyclic.simulate.costs import Costs, Network
-from lightning_cyclic.simulate.engine import simulate
 from lightning_cyclic.simulate.lockstep import Lockstep, best_lockstep
+from lightning_cyclic.simulate.steady import steady_step_s
 
 ALIKE: Final = 1.01  # predictions this close are alike: networks are not known better
 # what is changed at once on the way to a better neighbour: to be delayed is the largest slack
@@ -127,11 +126,6 @@ def best_around_ring(
     return _Search(cut, network, num_workers, every).best(below_s)
 
 
-def predicted_step_s(plan: Plan, costs: Costs, network: Network) -> float:
-    """Return the seconds of a steady step."""
-    return simulate(plan.programs, costs, network, plan).step_s
-
-
 @final
 class _Search:
     """Go from the plan that can be fastest to better neighbours.
@@ -216,7 +210,7 @@ class _Search:
     def _simulate(self, numbers: RingNumbers) -> float:
         if numbers not in self.step_s:
             plan, costs = numbers.plan(self._num_workers), self._costs[numbers.num_stages]
-            self.step_s[numbers] = predicted_step_s(plan, costs, self._network)
+            self.step_s[numbers] = steady_step_s(plan, costs, self._network)
         return self.step_s[numbers]
 
     def _least_s(self, numbers: RingNumbers) -> float:

@@ -20,7 +20,6 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning_cyclic.planner.data_parallel import (
     ALIKE,
     best_around_ring,
-    predicted_step_s,
 )
 from lightning_cyclic.planner.partition import balance
 from lightning_cyclic.planner.profile import ModelProfile
@@ -32,7 +31,7 @@ from lightning_cyclic.plugin.precision.sparse_state import SparseStatePrecision
 from lightning_cyclic.plugin.profiles import profiles_of
 from lightning_cyclic.plugin.told import told_by_rank_0
 from lightning_cyclic.runtime.failure_words import reason_of
-from lightning_cyclic.simulate import best_lockstep, show_bytes, show_seconds
+from lightning_cyclic.simulate import best_lockstep, show_bytes, show_seconds, steady_step_s
 
 SAVED: Final = "ring"  # a choice's place in a checkpoint's key
 _NUM_STEPS = 10  # to be steady
@@ -102,7 +101,7 @@ def _comparison(trainer: Trainer, options: Options) -> dict[str, Any]:
     plan = replace(options.plan(num_stages), num_steps=_NUM_STEPS)
     sums = options.wire_bytes_per_byte(module)
     costs = _cut(profile, num_stages).costs(sums=sums)
-    step_s = predicted_step_s(plan, costs, options.network)
+    step_s = steady_step_s(plan, costs, options.network)
     ddp_s = _ddp_step_s(profile, options)
     why = _words(options, profile, step_s, ddp_s)
     return _decision(trainer, {}, why, warns=step_s > ALIKE * ddp_s)

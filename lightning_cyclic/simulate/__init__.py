@@ -10,6 +10,7 @@ from lightning_cyclic.simulate.jitter import Jitter
 from lightning_cyclic.simulate.lockstep import Lockstep, best_lockstep, lockstep
 from lightning_cyclic.simulate.memory import Memory, memory
 from lightning_cyclic.simulate.result import Event, Result
+from lightning_cyclic.simulate.steady import steady_step_s
 from lightning_cyclic.simulate.table import table
 from lightning_cyclic.simulate.units import (
     parse_bandwidth,
@@ -44,5 +45,6 @@ __all__ = [
     "show_bytes",
     "show_seconds",
     "simulate",
+    "steady_step_s",
     "table",
 ]

@@ -25,6 +25,7 @@ from lightning_cyclic.simulate.costs import Costs, Network
 from lightning_cyclic.simulate.graph import Graph, Lane, build
 from lightning_cyclic.simulate.jitter import Jitter
 from lightning_cyclic.simulate.result import Event, Result, summarise
+from lightning_cyclic.simulate.turns import take_turns
 
 # Moments this close (relative) are one moment: sums of floats differ in their last digits, and
 # which of two ready messages goes first must not depend on that.
@@ -39,6 +40,7 @@ def simulate(
     *,
     cores: int | None = None,
     jitter: Jitter | None = None,
+    in_turn: bool = False,
 ) -> Result:
     """Run the programs of all workers against a clock.
 
@@ -51,6 +53,7 @@ def simulate(
         cores: how many workers can compute at once at full speed. [all]
         jitter: how unsteady workers and links are; of some steps, so that a mean says something.
             [they are steady]
+        in_turn: whether ports serve their messages in a fixed order (turns.py), and wait for each.
 
     Returns:
         When everything happened, the steady step time and the idle times.
@@ -71,12 +74,20 @@ def simulate(
         raise PlanError(f"cores={cores}; allowed: whole numbers from 1 on; use cores=1 or more")
     network = network or Network()
     network.check(len(programs))
-    graph = build(programs, plan)
+    if in_turn and (plan is None or cores is not None):
+        raise PlanError(
+            "in_turn=True; allowed: with the plan, and without cores; leave in_turn out"
+        )
+    graph = build(programs, plan, in_order=not in_turn)
     jitter = jitter or Jitter()
     num_chunks = 1 if plan is None else plan.chunks
     seconds = _seconds_of_nodes(graph, costs, network, num_chunks, jitter)
+    order = take_turns(graph, plan, seconds) if in_turn and plan is not None else []
     clock = _Clock(graph, len(programs), seconds, network, cores, jitter)
-    clock.run()
+    if in_turn:
+        clock.run_in(order)
+    else:
+        clock.run()
     return summarise(clock.events(), len(programs))
 
 
@@ -126,6 +137,17 @@ class _Clock:
                 self._serve(lane, now_s)
         if -1.0 in self.start_s:
             raise _waits_for_ever(self.graph, self.start_s.index(-1.0))
+
+    def run_in(self, order: Sequence[int]) -> None:
+        """Serve all nodes, each as soon as what it waits for has ended: no two want one lane."""
+        for node in order:
+            start_s = self.start_s[node] = self.ready_s[node]
+            self.end_s[node] = end_s = start_s + self.seconds[node]
+            follower = self.graph.feeds[node]
+            if follower >= 0:
+                self._delay(follower, start_s + self._latency_s(node, follower))
+            for follower in self.graph.after[node]:
+                self._delay(follower, end_s)
 
     def events(self) -> tuple[Event, ...]:
         """Return when each node ran."""
@@ -180,9 +202,12 @@ class _Clock:
         latency_s = self.network.between(workers[node], workers[follower]).latency_s
         return latency_s * self.jitter.of_message(workers[node], node)
 
+    def _delay(self, node: int, at_s: float) -> None:
+        self.ready_s[node] = max(self.ready_s[node], at_s)
+
     def _unblock(self, node: int, at_s: float) -> None:
         """Note that one of the node's waits ends at ``at_s``; queue it if that was the last."""
-        self.ready_s[node] = max(self.ready_s[node], at_s)
+        self._delay(node, at_s)
         self.blockers[node] -= 1
         if not self.blockers[node]:
             heapq.heappush(self.queue, (self.ready_s[node], node))

@@ -100,12 +100,15 @@ def lane_of(action: Action) -> Lane:
     return Lane.RECEIVE if action.kind is Kind.RECV else Lane.COMPUTE
 
 
-def build(programs: Sequence[Iterable[Action]], plan: Plan | None = None) -> Graph:
+def build(
+    programs: Sequence[Iterable[Action]], plan: Plan | None = None, *, in_order: bool = True
+) -> Graph:
     """Connect the actions of all workers by the data and the order that they wait for.
 
     Args:
         programs: actions of each worker, in program order.
         plan: of the programs, where stages share parameters. [they share none]
+        in_order: whether messages of one payload leave in program order.
 
     Returns:
         The graph; its nodes are numbered worker by worker, in program order.
@@ -116,13 +119,13 @@ def build(programs: Sequence[Iterable[Action]], plan: Plan | None = None) -> Gra
     graph, flow = Graph(), Dataflow(plan)
     rooms: dict[int, int] = {}
     for worker, program in enumerate(programs):
-        rooms |= _read_program(graph, flow, worker, program)
+        rooms |= _read_program(graph, flow, worker, program, in_order)
     _pair_messages(graph, rooms)
     return graph
 
 
 def _read_program(
-    graph: Graph, flow: Dataflow, worker: int, program: Iterable[Action]
+    graph: Graph, flow: Dataflow, worker: int, program: Iterable[Action], in_order: bool
 ) -> dict[int, int]:
     """Add the actions of a worker; return RECV -> GATHER, from which on there is room for it."""
     made = _Made(graph)
@@ -139,7 +142,8 @@ def _read_program(
                 graph.wait(node, on=previous[_COMPUTE])
             elif _COMPUTE in previous:
                 rooms[node] = previous[_COMPUTE]
-        elif action.kind is not Kind.RECV:  # messages of one payload leave in program order
+        elif action.kind is not Kind.RECV and (in_order or graph.lane(node) is Lane.COMPUTE):
+            # messages of one payload leave in program order
             queue = action.lane, action.payload or action.kind is Kind.ADD
             if queue in previous:
                 graph.wait(node, on=previous[queue])

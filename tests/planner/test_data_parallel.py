@@ -7,10 +7,9 @@ from lightning_cyclic.planner.data_parallel import (
     ALIKE,
     best_around_ring,
     choose_data_parallel,
-    predicted_step_s,
 )
 from lightning_cyclic.planner.ring_numbers import RingChoices, RingNumbers
-from lightning_cyclic.simulate import Costs, Network, best_lockstep
+from lightning_cyclic.simulate import Costs, Network, best_lockstep, steady_step_s
 
 MORE = pytest.mark.exhaustive
 BANDWIDTH = 1.25e8
@@ -44,7 +43,7 @@ def test_never_worse_than_the_best_lockstep(num_workers):
             won += 1
             numbers = found.ring.numbers
             costs = cut(numbers.num_stages)
-            assert found.step_s == predicted_step_s(numbers.plan(num_workers), costs, network)
+            assert found.step_s == steady_step_s(numbers.plan(num_workers), costs, network)
             assert found.lockstep.step_s / ALIKE > found.step_s
     assert lost > 0
     assert (won > 0) == (num_workers > 1)
@@ -56,7 +55,7 @@ def test_hardly_any_other_plan_is_faster(num_workers):
         cut = cut_of(model_bytes)
         found = best_around_ring(cut, network, num_workers, SMALL)
         every = [
-            predicted_step_s(n.plan(num_workers), cut(n.num_stages), network)
+            steady_step_s(n.plan(num_workers), cut(n.num_stages), network)
             for n in SMALL.numbers(num_workers, model_bytes)
         ]
         assert found.num_simulated < len(every) / 3
