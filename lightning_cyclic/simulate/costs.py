@@ -25,11 +25,14 @@ _NONE_BY_DEFAULT = ("update_s", "cut_bytes", "buffer_bytes", "tied_bytes", "acti
 class Network:
     """Hold what a message costs; every worker has one sending and one receiving port.
 
+    Where hosts have several workers, a worker has two ports more, for those of its host: what
+    stays there neither waits for the network nor holds it up.
+
     Args:
         latency_s: seconds from the start of sending to the start of receiving.
         bandwidth_bytes_per_s: bytes per second of each port and direction.
         hosts: of each worker, where messages inside a host cost less. [each has its own]
-        inside: what they cost then; a port is that of one worker, also here.
+        inside: what they cost then.
 
     Example:
         >>> network = Network(latency_s=1.0, hosts=(0, 0, 1, 1), inside=Network(latency_s=0.1))
@@ -63,6 +66,10 @@ class Network:
         if self.inside is None or other is None or self.hosts[worker] != self.hosts[other]:
             return self
         return self.inside
+
+    def is_inside(self, worker: int, other: int | None) -> bool:
+        """Say whether a message from a worker to another one stays on their host."""
+        return self.between(worker, other) is not self
 
     @property
     def slowest(self) -> Network:

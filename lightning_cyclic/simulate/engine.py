@@ -78,11 +78,11 @@ def simulate(
         raise PlanError(
             "in_turn=True; allowed: with the plan, and without cores; leave in_turn out"
         )
-    graph = build(programs, plan, in_order=not in_turn)
+    graph = build(programs, plan, network, in_order=not in_turn)
     jitter = jitter or Jitter()
     num_chunks = 1 if plan is None else plan.chunks
     seconds = _seconds_of_nodes(graph, costs, network, num_chunks, jitter)
-    order = take_turns(graph, plan, seconds) if in_turn and plan is not None else []
+    order = take_turns(graph, plan, network, seconds) if in_turn and plan is not None else []
     clock = _Clock(graph, len(programs), seconds, network, cores, jitter)
     if in_turn:
         clock.run_in(order)
@@ -103,10 +103,12 @@ class _Clock:
         self.network = network
         self.jitter = jitter
         self.lanes = [
-            worker * len(Lane) + graph.lane(node) for node, worker in enumerate(graph.workers)
+            (2 * worker + network.is_inside(worker, graph.actions[node].peer)) * len(Lane)
+            + graph.lane(node)
+            for node, worker in enumerate(graph.workers)
         ]
         self.seconds = seconds
-        num_lanes = num_workers * len(Lane)
+        num_lanes = 2 * num_workers * len(Lane)
         # heaps of (slot, node), per lane: what the timetable has first is served first
         self.ready: list[list[tuple[int, int]]] = [[] for _ in range(num_lanes)]
         self.busy = [False] * num_lanes

@@ -22,8 +22,9 @@ from __future__ import annotations
 
 import enum
 from collections import defaultdict, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import final
 
 from lightning_cyclic.errors import PlanError
@@ -32,11 +33,12 @@ from lightning_cyclic.plan.actions import Lane as ActionLane
 from lightning_cyclic.plan.dataflow import Dataflow, Datum, Item
 from lightning_cyclic.plan.passes.messages import is_for_one_use
 from lightning_cyclic.plan.plan import Plan
+from lightning_cyclic.simulate.costs import Network
 
 _WITH_MANY_MAKERS = frozenset({Datum.SUM, Datum.TIED_GRADIENT, Datum.TIED, Datum.NORMS})
 _NOT_SIMULATED = frozenset({Payload.K, Payload.X, Payload.M, Payload.C})
 """What no steady step has: start signals, descriptions, metrics, copies at a flush."""
-_COMPUTE = (ActionLane.MAIN, False)  # the queue of what has no message
+_COMPUTE = (ActionLane.MAIN, False, False)  # the queue of what has no message
 
 
 class Lane(enum.IntEnum):
@@ -101,14 +103,16 @@ def lane_of(action: Action) -> Lane:
 
 
 def build(
-    programs: Sequence[Iterable[Action]], plan: Plan | None = None, *, in_order: bool = True
-) -> Graph:
+    programs: Sequence[Iterable[Action]], plan: Plan | None = None,
+    network: Network | None = None, *, in_order: bool = True,
+) -> Graph:  # fmt: skip
     """Connect the actions of all workers by the data and the order that they wait for.
 
     Args:
         programs: actions of each worker, in program order.
         plan: of the programs, where stages share parameters. [they share none]
-        in_order: whether messages of one payload leave in program order.
+        network: the links, where hosts have several workers. [each has its own]
+        in_order: whether messages of one payload leave a port in program order.
 
     Returns:
         The graph; its nodes are numbered worker by worker, in program order.
@@ -119,15 +123,25 @@ def build(
     graph, flow = Graph(), Dataflow(plan)
     rooms: dict[int, int] = {}
     for worker, program in enumerate(programs):
-        rooms |= _read_program(graph, flow, worker, program, in_order)
+        inside = partial((network or Network()).is_inside, worker)
+        rooms |= _read_program(graph, flow, worker, program, inside if in_order else None)
     _pair_messages(graph, rooms)
     return graph
 
 
 def _read_program(
-    graph: Graph, flow: Dataflow, worker: int, program: Iterable[Action], in_order: bool
-) -> dict[int, int]:
-    """Add the actions of a worker; return RECV -> GATHER, from which on there is room for it."""
+    graph: Graph, flow: Dataflow, worker: int, program: Iterable[Action],
+    inside: Callable[[int | None], bool] | None,
+) -> dict[int, int]:  # fmt: skip
+    """Add the actions of a worker; return RECV -> GATHER, from which on there is room for it.
+
+    Args:
+        graph: gets them.
+        flow: says what each reads and makes.
+        worker: whose actions they are.
+        program: gives them.
+        inside: whether another worker is on its host; None where messages have no order.
+    """
     made = _Made(graph)
     previous: dict[object, int] = {}  # the last node of the compute lane and of each payload
     rooms: dict[int, int] = {}
@@ -142,9 +156,10 @@ def _read_program(
                 graph.wait(node, on=previous[_COMPUTE])
             elif _COMPUTE in previous:
                 rooms[node] = previous[_COMPUTE]
-        elif action.kind is not Kind.RECV and (in_order or graph.lane(node) is Lane.COMPUTE):
-            # messages of one payload leave in program order
-            queue = action.lane, action.payload or action.kind is Kind.ADD
+        elif action.kind is not Kind.RECV and (inside or graph.lane(node) is Lane.COMPUTE):
+            # messages of one payload leave a port in program order
+            is_near = inside is not None and inside(action.peer)
+            queue = action.lane, action.payload or action.kind is Kind.ADD, is_near
             if queue in previous:
                 graph.wait(node, on=previous[queue])
             previous[queue] = node

@@ -13,7 +13,7 @@ import numpy as np
 from lightning_cyclic.plan.actions import Kind
 from lightning_cyclic.plan.plan import Plan
 from lightning_cyclic.simulate.costs import Costs, Network
-from lightning_cyclic.simulate.timetable import KINDS, NONE, Ints, Timetable, is_regular
+from lightning_cyclic.simulate.timetable import KINDS, NONE, Flags, Ints, Timetable, is_regular
 from lightning_cyclic.simulate.window import Waits, waves, window
 
 Floats: TypeAlias = "np.ndarray[Any, np.dtype[np.float64]]"
@@ -60,7 +60,7 @@ class _Run:
         seconds, latency_s = _costs(timetable, costs, network, plan.chunks)
         num_computes = len(timetable.computes.j)
         messages = seconds[num_computes :: plan.chunks]
-        found = window(timetable, messages > 0, plan.chunks)
+        found = window(timetable, messages > 0, _inside(timetable, network), plan.chunks)
         wave = waves(found)
         is_message = np.arange(len(wave)) >= num_computes
         order = np.lexsort((is_message, wave))
@@ -152,8 +152,9 @@ def _costs(
     if num_chunks > 1:
         num_bytes = num_bytes / num_chunks
     num_bytes = num_bytes[messages.is_sum.astype(int), messages.j]
-    bandwidth = _of_link(network, "bandwidth_bytes_per_s", messages.source, messages.target)
-    latency_s = _of_link(network, "latency_s", messages.source, messages.target)
+    inside = _inside(timetable, network)
+    bandwidth = _of_link(network, "bandwidth_bytes_per_s", inside)
+    latency_s = _of_link(network, "latency_s", inside)
     sent_s = np.where(messages.source == messages.target, 0.0, num_bytes / bandwidth)
     return (
         np.concatenate([seconds, np.repeat(sent_s, num_chunks)]),
@@ -161,10 +162,19 @@ def _costs(
     )
 
 
-def _of_link(network: Network, name: str, source: Ints, target: Ints) -> Floats:
+def _of_link(network: Network, name: str, inside: Flags) -> Floats:
     """Return a number of the link that each message takes."""
-    found = np.full(len(source), float(getattr(network, name)))
+    found = np.full(len(inside), float(getattr(network, name)))
     if network.inside is not None:
-        hosts = np.array(network.hosts)
-        found[hosts[source] == hosts[target]] = getattr(network.inside, name)
+        found[inside] = getattr(network.inside, name)
+    return found
+
+
+def _inside(timetable: Timetable, network: Network) -> Flags:
+    """Say which messages stay on their host."""
+    messages = timetable.messages
+    if network.inside is None:
+        return np.full(len(messages.j), False)
+    hosts = np.array(network.hosts)
+    found: Flags = hosts[messages.source] == hosts[messages.target]
     return found

@@ -18,10 +18,11 @@ from collections.abc import Sequence
 from lightning_cyclic.errors import PlanError
 from lightning_cyclic.plan.actions import Kind, Payload
 from lightning_cyclic.plan.plan import Plan
+from lightning_cyclic.simulate.costs import Network
 from lightning_cyclic.simulate.graph import Graph, Lane
 
 
-def take_turns(graph: Graph, plan: Plan, seconds: Sequence[float]) -> list[int]:
+def take_turns(graph: Graph, plan: Plan, network: Network, seconds: Sequence[float]) -> list[int]:
     """Let each message wait for the one before it on its port.
 
     What has no bytes holds nothing up, and waits for no port.
@@ -29,6 +30,7 @@ def take_turns(graph: Graph, plan: Plan, seconds: Sequence[float]) -> list[int]:
     Args:
         graph: of the plan's programs, without an order of messages.
         plan: one whose messages have turns.
+        network: the links between its workers.
         seconds: for which each node keeps its port busy.
 
     Returns:
@@ -38,11 +40,12 @@ def take_turns(graph: Graph, plan: Plan, seconds: Sequence[float]) -> list[int]:
         PlanError: the plan's messages have no turns.
     """
     order = _in_turn(graph, _turns(graph, plan))
-    last: dict[tuple[int, Lane], int] = {}  # of each port
+    last: dict[tuple[int, Lane, bool], int] = {}  # of each port
     for node in order:
-        if graph.actions[node].payload is None or seconds[node] == 0:
+        worker, action = graph.workers[node], graph.actions[node]
+        if action.payload is None or seconds[node] == 0:
             continue
-        port = graph.workers[node], graph.lane(node)
+        port = worker, graph.lane(node), network.is_inside(worker, action.peer)
         if port in last:
             graph.wait(node, on=last[port])
         last[port] = node

@@ -62,12 +62,13 @@ class Window:
         return self.lane, self.inlet, self.made_by, self.carried_by
 
 
-def window(timetable: Timetable, holds: Flags, num_chunks: int) -> Window:
+def window(timetable: Timetable, holds: Flags, inside: Flags, num_chunks: int) -> Window:
     """Lay out a window.
 
     Args:
         timetable: of the plan, which keeps its own order.
         holds: which messages hold ports, as they have bytes.
+        inside: which stay on their host, whose ports are others.
         num_chunks: in which each travels.
     """
     computes, messages, k = timetable.computes, timetable.messages, num_chunks
@@ -77,7 +78,7 @@ def window(timetable: Timetable, holds: Flags, num_chunks: int) -> Window:
     size = len(late)
     outlet, inlet = (
         _in_pieces(_one_by_one(who, keys, holds), k, size)
-        for who in (messages.source, messages.target)
+        for who in (2 * messages.source + inside, 2 * messages.target + inside)
     )
     every = np.full(size, True)
     lanes = _one_by_one(computes.worker, (time, computes.kind > 0, computes.j), every)

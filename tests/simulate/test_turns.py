@@ -22,7 +22,7 @@ def served(preset, numbers, seconds=lambda action: 1.0):
     plan = make_plan(preset, num_steps=4, **numbers)
     graph = build(plan.programs, plan, in_order=False)
     before = list(graph.blockers)
-    return graph, before, take_turns(graph, plan, [seconds(a) for a in graph.actions])
+    return graph, before, take_turns(graph, plan, Network(), [seconds(a) for a in graph.actions])
 
 
 @pytest.mark.parametrize(("preset", "numbers"), PLANS)
