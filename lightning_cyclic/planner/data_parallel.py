@@ -19,7 +19,7 @@ from lightning_cyclic.planner.ring_bound import ring_bound_s
 from lightning_cyclic.planner.ring_numbers import RingChoices, RingNumbers
 from lightning_cyclic.simulate.costs import Costs, Network
 from lightning_cyclic.simulate.lockstep import Lockstep, best_lockstep
-from lightning_cyclic.simulate.steady import steady_step_s
+from lightning_cyclic.simulate.steady import is_quick, steady_step_s
 
 ALIKE: Final = 1.01  # predictions this close are alike: networks are not known better
 # what is changed at once on the way to a better neighbour: to be delayed is the largest slack
@@ -171,7 +171,8 @@ class _Search:
 
     def _climb(self, best: RingNumbers) -> None:
         """Go on to what takes clearly less, as long as there is a neighbour that does."""
-        self._simulate(best)
+        if self._simulate(best) == inf:
+            return
         while (better := self._first(best, self.step_s[best] / ALIKE)) is not None:
             best = better
 
@@ -210,7 +211,10 @@ class _Search:
     def _simulate(self, numbers: RingNumbers) -> float:
         if numbers not in self.step_s:
             plan, costs = numbers.plan(self._num_workers), self._costs[numbers.num_stages]
-            self.step_s[numbers] = steady_step_s(plan, costs, self._network)
+            # hundreds of workers whose messages have no turns would take minutes
+            self.step_s[numbers] = (
+                steady_step_s(plan, costs, self._network) if is_quick(plan) else inf
+            )
         return self.step_s[numbers]
 
     def _least_s(self, numbers: RingNumbers) -> float:

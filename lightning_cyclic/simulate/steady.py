@@ -9,7 +9,7 @@ from lightning_cyclic.simulate.costs import Costs, Network
 from lightning_cyclic.simulate.engine import simulate
 from lightning_cyclic.simulate.result import steady_step, steady_window
 
-MOST_WALKED: Final = 4096  # messages of a step, of a kind: so many are simulated in seconds
+MOST_WALKED: Final = 1024  # messages of a step, of a kind: so many are simulated in a second
 
 
 def steady_step_s(plan: Plan, costs: Costs, network: Network | None = None) -> float:
@@ -44,10 +44,27 @@ def steady_step_s(plan: Plan, costs: Costs, network: Network | None = None) -> f
     network.check(plan.num_workers)
     first, last = steady_window(plan.num_steps)
     overlaps_end = last == plan.num_steps - 1  # beside the last step there is less traffic
-    if plan.num_workers * plan.num_stages * plan.chunks > MOST_WALKED and not overlaps_end:
+    if _num_messages(plan) > MOST_WALKED and not overlaps_end:
         from lightning_cyclic.simulate.longest_path import ends_of_steps  # noqa: PLC0415  (numpy)
 
         ends = ends_of_steps(plan, costs, network, last)
         if ends is not None:
             return steady_step(ends, first, last)
     return simulate(plan.programs, costs, network, plan).step_s
+
+
+def is_quick(plan: Plan) -> bool:
+    """Say whether the steady step of a plan is found in seconds: it is small, or needs no program.
+
+    Args:
+        plan: of ten steps or so.
+    """
+    if _num_messages(plan) <= MOST_WALKED:
+        return True
+    from lightning_cyclic.simulate.timetable import Timetable, is_regular  # noqa: PLC0415  (numpy)
+
+    return is_regular(plan) and Timetable(plan).keeps_order
+
+
+def _num_messages(plan: Plan) -> int:
+    return plan.num_workers * plan.num_stages * plan.chunks

@@ -1,3 +1,4 @@
+from functools import partial
 from itertools import product
 
 import pytest
@@ -92,3 +93,13 @@ def test_hosts_of_other_workers_are_refused():
     network = Network(latency_s=1e-3, hosts=(0, 0), inside=Network())
     with pytest.raises(PlanError, match="of 4 workers"):
         choose_data_parallel(cut_of(1e6), network, 4, SMALL)
+
+
+def test_hundreds_of_workers_are_chosen_for_in_seconds():
+    """Plans whose step would have to be walked for minutes are passed by."""
+    network = Network(latency_s=1e-3, bandwidth_bytes_per_s=1.25e9)
+    choices = RingChoices(most_stages=32)
+    cut = partial(Costs.even, compute_s=0.1, model_bytes=1e8)
+    found = choose_data_parallel(cut, network, 256, choices)
+    assert found.ring is not None
+    assert found.step_s < found.lockstep.step_s

@@ -11,6 +11,7 @@ from lightning_cyclic.plan import make_plan
 from lightning_cyclic.simulate import Costs, Network, simulate, steady_step_s
 from lightning_cyclic.simulate.longest_path import ends_of_steps
 from lightning_cyclic.simulate.result import steady_step, steady_window
+from lightning_cyclic.simulate.steady import is_quick
 from lightning_cyclic.simulate.timetable import Timetable, is_regular
 
 INSIDE = Network(latency_s=0.001, bandwidth_bytes_per_s=17.0)
@@ -165,3 +166,12 @@ def test_hosts_of_other_workers_are_refused():
     network = Network(hosts=(0, 1, 1), inside=INSIDE)
     with pytest.raises(PlanError, match="of 2 workers; allowed: 2 numbers"):
         steady_step_s(plan, Costs.even(2), network)
+
+
+def test_a_step_is_found_in_seconds_where_plans_are_small_or_need_no_program():
+    numbers = {"num_stages": 8, "chunks": 4, "num_steps": 8, "proved": False}
+    small, large, without_turns = (
+        make_plan("cyclic_dp", num_workers=n, sharding=sharding, **numbers)
+        for n, sharding in ((8, "none"), (256, "optimizer"), (256, "none"))
+    )
+    assert [is_quick(plan) for plan in (small, large, without_turns)] == [True, True, False]
