@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -85,10 +86,17 @@ def test_workers_that_share_a_device_have_the_bits_of_one(
         assert came == one._replace(route="host_staged")
 
 
+MIXED = list(product(["cyclic_zero", "pipedream_2bw"], ["bf16-mixed", "16-mixed"]))
+
+
 @pytest.mark.multi
-@DEVICES
-@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
-@pytest.mark.parametrize("preset", ["cyclic_zero", "pipedream_2bw"])
+@pytest.mark.parametrize(
+    ("preset", "precision", "device"),
+    [
+        *((*row, "cpu") for row in MIXED[::3]),
+        *(pytest.param(*row, "cuda", marks=pytest.mark.gpu) for row in MIXED),
+    ],
+)
 def test_mixed_precision_of_workers_that_share_a_device(
     preset: str, precision: Any, device: str, tmp_path: Path
 ) -> None:
