@@ -203,7 +203,7 @@ class Costs:
             return 0.0
         if action.payload in (Payload.W, Payload.V):
             return self.tied_bytes[action.j]
-        if action.payload in (Payload.S, Payload.T):
+        if action.payload in (Payload.S, Payload.T, Payload.H):
             return self.sent_sum_bytes[action.j]
         by_stage = self.buffer_bytes if action.payload is Payload.R else self.sent_param_bytes
         return by_stage[action.j]

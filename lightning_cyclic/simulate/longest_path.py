@@ -67,7 +67,8 @@ class _Run:
         self._place = np.argsort(order)
         self._shift = found.shift[order]
         self._seconds, self._latency_s = seconds[order], latency_s[order]
-        self._size, self._past = len(order), max(int(w.back.max()) for w in found.waits)
+        backs = [waits.back.max(initial=0) for waits in (*found.waits, found.adds)]
+        self._size, self._past = len(order), int(max(backs))
         self._lane, self._inlet, self._made, self._carried = (
             self._looked_up(waits, order) for waits in found.waits
         )
@@ -77,7 +78,12 @@ class _Run:
         ]
         counts = np.bincount(2 * wave + is_message, minlength=2 * (1 + wave.max()))
         bounds = np.concatenate([[0], np.cumsum(counts)]).tolist()
-        self._waves = list(zip(bounds[:-2:2], bounds[1:-1:2], bounds[2::2], strict=True))
+        adding = np.argsort(self._place[found.adding])
+        self._adding = self._place[found.adding][adding]
+        self._adds = (found.adds.back * self._size + self._place[found.adds.node])[adding]
+        added = np.searchsorted(self._adding, bounds).tolist()
+        both = list(zip(bounds, added, strict=True))
+        self._waves = list(zip(both[:-2:2], both[1:-1:2], both[2::2], strict=True))
         nothing = (1 + self._past) * self._size
         self._sent, self._done = np.zeros(nothing + 1), np.zeros(nothing + 1)
         self._sent[-1] = self._done[-1] = -np.inf
@@ -111,17 +117,30 @@ class _Run:
             kept[size:-1] = kept[: -1 - size].copy()
         lane, inlet = self._lane, self._inlet
         made, carried, seconds, latency_s = self._there(n)
-        for begin, middle, end in self._waves:
+        for (begin, first), (middle, then), (end, behind) in self._waves:
             if begin < middle:
                 start = np.maximum(done[lane[begin:middle]], done[made[begin:middle]])
+                self._add(n, start, begin, first, then)
                 np.add(start, seconds[begin:middle], out=done[begin:middle])
             if middle < end:
                 start = np.maximum(sent[lane[middle:end]], done[made[middle:end]])
                 np.maximum(start, done[carried[middle:end]], out=start)
+                self._add(n, start, middle, then, behind)
                 np.add(start, seconds[middle:end], out=sent[middle:end])
                 start += latency_s[middle:end]
                 np.maximum(start, done[inlet[middle:end]], out=start)
                 np.add(start, seconds[middle:end], out=done[middle:end])
+
+    def _add(self, n: int, start: Floats, begin: int, first: int, last: int) -> None:
+        """Let those of a slice that add gradients of their group wait for these."""
+        if first == last:
+            return
+        nodes = self._adding[first:last]
+        steps = n - self._shift[nodes]
+        x = (steps >= 0) & (steps < self._num_steps)
+        nodes = nodes[x] - begin
+        added = self._done[self._adds[first:last][x]].max(axis=1)
+        start[nodes] = np.maximum(start[nodes], added)
 
     def _there(self, n: int) -> tuple[Ints, Ints, Floats, Floats]:
         """Return data, seconds and latencies; what is of no step only passes the time on."""

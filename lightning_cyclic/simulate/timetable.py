@@ -6,12 +6,16 @@ exchange a hundred million messages. One step stands for all, as each is the one
     sums         S  worker 0 -> 1 -> ... -> N-1, and T, the total, from there to the owner
     parameters   P  owner -> ... along the chain of their readers
 
+In groups that is so between their leads. The others send theirs, H, gradients, to their lead, and
+get parameters from it. A worker alone leads a group of its own.
+
 Numbers are those of step 0, of the version that it makes, and of who reads that version.
 
 Messages are *due*, in ticks (plan/clock.py), which are exact where slots are rounded:
 
     a sum        where the next worker's backward of the stage ends, to which it is added
     a total      where it is made, as the last worker's backward ends
+    a gradient   where it is made, too, as its lead's backward ends with its own
     parameters   where the worker that they go to reads them first, but not before the update, nor
                  before the worker that hands them on has them
 """
@@ -50,7 +54,6 @@ def is_regular(plan: Plan) -> bool:
         and plan.norms == "none"
         and plan.schedule == "cyclic"
         and plan.weights in ("freshest", "delayed")
-        and plan.group_size == 1
         and schedule.period % schedule.unit == 0
     )
 
@@ -67,6 +70,7 @@ class Computes:
         time: slots in which they begin, in ticks.
         reads: messages that they wait for; NONE for none.
         older: by how many steps these are older.
+        adds: gradients of the own group that they wait for, too; a row of NONE for none.
     """
 
     kind: Ints
@@ -75,6 +79,7 @@ class Computes:
     time: Ints
     reads: Ints
     older: Ints
+    adds: Ints
 
 
 @final
@@ -88,9 +93,10 @@ class Messages:
         source: workers that send.
         target: workers that receive.
         due: ticks at which they are due.
-        hops: how often they have been handed on before.
+        rank: which goes first of those that are due at once: the least.
         made_by: computes that they wait for; NONE for none.
         carried_by: messages that they wait for, of the same step; NONE for none.
+        adds: gradients of a group that its sum waits for, too; a row of NONE for none.
     """
 
     is_sum: Flags
@@ -98,9 +104,10 @@ class Messages:
     source: Ints
     target: Ints
     due: Ints
-    hops: Ints
+    rank: Ints
     made_by: Ints
     carried_by: Ints
+    adds: Ints
 
 
 @final
@@ -116,9 +123,12 @@ class Timetable:
         self._plan = plan
         self._unit, self.period = schedule.unit, schedule.period
         self._shape = plan.rounds, plan.num_workers, plan.num_stages
+        self._groups = plan.num_groups, plan.group_size
         self._forward, self._backward = map(self._ticks, (schedule.forward, schedule.backward))
         self.owner = np.array([plan.owner(k) for k in j])
+        self._leads = np.array([[plan.lead(x, k) for x in w[:: plan.group_size]] for k in j])
         self._chain = np.array([plan.chain(k) for k in j])
+        self._place = np.argsort(self._chain // plan.group_size, axis=1)  # of groups, in chains
         t = plan.late_step
         self._lag = t - np.array([[plan.reads(t, i, k) for k in j] for i in w])
         self._first_read = self._forward[0] + self.period * (1 + self._lag)
@@ -157,19 +167,25 @@ class Timetable:
             np.all(due[x] <= computes.time[x])
             and np.all(messages.due[before][y] <= messages.due[y])
             and np.all(computes.time[made][z] <= messages.due[z])
-        )
+            and all(
+                np.all((added == NONE) | (messages.due[added] <= limit[:, None]))
+                for added, limit in (
+                    (computes.adds, computes.time), (messages.adds, messages.due),
+                )
+            )
+        )  # fmt: skip
 
     @cached_property
     def computes(self) -> Computes:
         """All computes of a step: updates, forwards, backwards."""
-        rounds, num_workers, num_stages = self._shape
         number, w, j = (x.ravel() for x in np.indices(self._shape))
-        stages = self.updates
-        place = np.argsort(self._chain, axis=1)  # of each worker in each chain
-        waits = (number == 0) & (place[j, w] > 0)
-        reads = np.where(waits, self._hop(j, place[j, w] - 1), NONE)
-        last = num_workers - 1 if num_workers > 1 else NONE
-        total = np.where(self.owner == last, last - 1, last)
+        stages, last = self.updates, self._leads[:, -1]
+        waits = (number == 0) & (w != self.owner[j])
+        reads = np.where(waits, self._brings(w, j), NONE)
+        total, before = (self._sum_of(x, stages) for x in (last, self._leads[:, -2:][:, 0]))
+        total = np.where(self.owner == last, before, total)
+        is_alone = self._groups[0] == 1
+        adds = np.where((self.owner == last)[:, None], self._added(last, stages), NONE)
         none = np.full_like(j, NONE)
         return Computes(
             kind=np.repeat([0, 1, 2], [len(stages), len(j), len(j)]),
@@ -181,10 +197,9 @@ class Timetable:
                     *(self._on_time(x).ravel() for x in (self._forward, self._backward)),
                 ]
             ),
-            reads=np.concatenate(
-                [stages * num_workers + total if last > 0 else none[: len(stages)], reads, none]
-            ),
+            reads=np.concatenate([none[: len(stages)] if is_alone else total, reads, none]),
             older=np.concatenate([0 * stages, 1 + self._lag[w, j], 0 * j]),
+            adds=np.concatenate([adds, np.full((2 * len(j), adds.shape[1]), NONE)]),
         )
 
     @cached_property
@@ -220,42 +235,72 @@ class Timetable:
         found: Ints = before + ((rounds - 1) * num_workers + w) * num_stages + j
         return found
 
-    def _hop(self, j: Ints, hops: Ints) -> Ints:
-        """Return the messages that are hops of parameters."""
-        _, num_workers, num_stages = self._shape
+    def _sum_of(self, w: Ints, j: Ints) -> Ints:
+        """Return the messages in which workers send sums or gradients of stages."""
+        return j * self._shape[1] + w
+
+    def _added(self, lead: Ints, j: Ints) -> Ints:
+        """Return the gradients that leads get from their groups: a row for each."""
+        size = self._groups[1]
+        others = np.arange(size - 1)[None, :]
+        others = others + (others >= (lead % size)[:, None])
+        return self._sum_of((lead - lead % size)[:, None] + others, j[:, None])
+
+    def _brings(self, w: Ints, j: Ints) -> Ints:
+        """Return the messages that bring parameters to workers who are not the owner."""
+        (num_groups, size), (_, num_workers, num_stages) = self._groups, self._shape
+        lead, group = self._leads[j, w // size], w // size
+        number = w % size - (w > lead)  # in the group, without its lead
+        behind = num_groups - 1 + group * (size - 1) + number
+        hops = np.where(w == lead, self._place[j, group] - 1, behind)
         found: Ints = num_stages * num_workers + j * (num_workers - 1) + hops
         return found
 
     def _sums(self) -> dict[str, Ints]:
-        _, num_workers, num_stages = self._shape
+        (num_groups, size), (_, num_workers, num_stages) = self._groups, self._shape
         j, w = (x.ravel() for x in np.indices((num_stages, num_workers)))
-        is_total = w == num_workers - 1
-        target = np.where(is_total, self.owner[j], w + 1)
-        adds = np.minimum(w + 1, num_workers - 1)
+        group = w // size
+        lead, is_last = self._leads[j, group], group == num_groups - 1
+        adds_next = self._leads[j, np.minimum(group + 1, num_groups - 1)]
+        leads = w == lead
+        target = np.where(leads, np.where(is_last, self.owner[j], adds_next), lead)
+        before = self._sum_of(self._leads[j, np.maximum(group - 1, 0)], j)
         return {
             "is_sum": np.full(len(j), True),
             "j": j,
             "source": w,
             "target": target,
-            "due": self._backward[-1, adds, j] + self._unit,
-            "hops": w,
+            "due": self._backward[-1, np.where(leads, adds_next, w), j] + self._unit,
+            "rank": np.where(leads, size + group, w % size),
             "made_by": self._backwards(w, j),
-            "carried_by": np.where(w > 0, np.arange(len(j)) - 1, NONE),
+            "carried_by": np.where(leads & (group > 0), before, NONE),
+            "adds": np.where(leads[:, None], self._added(w, j), NONE),
         }
 
     def _parameters(self) -> dict[str, Ints]:
-        _, num_workers, num_stages = self._shape
-        j, hops = (x.ravel() for x in np.indices((num_stages, num_workers - 1)))
-        source, target = self._chain[j, hops], self._chain[j, hops + 1]
-        due = np.maximum(self._update[j], self._first_read[target, j])
-        due = np.maximum.accumulate(due.reshape(num_stages, -1), axis=1).ravel()
+        (num_groups, size), (_, num_workers, num_stages) = self._groups, self._shape
+        j, hops = (x.ravel() for x in np.indices((num_stages, num_groups - 1)))
+        due = np.maximum(self._update[j], self._first_read[self._chain[j, hops + 1], j])
+        due = np.maximum.accumulate(due.reshape(num_stages, -1), axis=1)
+        at_lead = np.concatenate([self._update[:, None], due], axis=1)  # by place in the chain
+
+        j, w = (x.ravel() for x in np.indices((num_stages, num_workers)))
+        j, w = (x[w != self.owner[j]] for x in (j, w))
+        order = np.argsort(self._brings(w, j))
+        j, w = j[order], w[order]
+        lead, place = self._leads[j, w // size], self._place[j, w // size]
+        leads = w == lead
+        source_place = np.where(leads, place - 1, place)
+        source = np.where(leads, self._chain[j, place - 1], lead)
+        first = np.maximum(at_lead[j, place], self._first_read[w, j])
         return {
             "is_sum": np.full(len(j), False),
             "j": j,
             "source": source,
-            "target": target,
-            "due": due,
-            "hops": hops,
-            "made_by": np.where(hops == 0, j, NONE),
-            "carried_by": np.where(hops == 0, NONE, self._hop(j, hops - 1)),
+            "target": w,
+            "due": np.where(leads, at_lead[j, place], first),
+            "rank": size * source_place + np.where(leads, 0, 1 + w % size),
+            "made_by": np.where(source_place == 0, j, NONE),
+            "carried_by": np.where(source_place == 0, NONE, self._brings(source, j)),
+            "adds": np.full((len(j), size - 1), NONE),
         }

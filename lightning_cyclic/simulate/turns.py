@@ -60,20 +60,20 @@ def _turns(graph: Graph, plan: Plan) -> dict[int, tuple[int, ...]]:
     if timetable is None or not timetable.keeps_order:
         raise PlanError(
             f"in_turn=True for {plan.preset!r}, whose messages have no fixed order; allowed: "
-            "cyclic_dp and cyclic_dp_v1 without groups, ties or buffers that travel; leave "
+            "cyclic_dp and cyclic_dp_v1 without ties or buffers that travel; leave "
             "in_turn out"
         )
     x, turns = timetable.messages, dict[int, tuple[int, ...]]()
-    columns = x.is_sum.tolist(), x.j.tolist(), x.source.tolist()
+    columns = (column.tolist() for column in (x.is_sum, x.j, x.source, x.target))
     at = {key: n for n, key in enumerate(zip(*columns, strict=True))}
     for node, a in enumerate(graph.actions):
         if a.kind is not Kind.SEND:
             continue
         is_sum = a.payload is not Payload.P
         step = a.t if is_sum or a.v is None else a.v - 1  # that makes the version
-        n = at[is_sum, a.j, graph.workers[node]]
+        n = at[is_sum, a.j, graph.workers[node], a.peer]
         due = int(x.due[n]) + step * timetable.period
-        turns[node] = due, not is_sum, int(x.hops[n]), a.j, a.c or 0
+        turns[node] = due, not is_sum, int(x.rank[n]), a.j, a.c or 0
     return turns
 
 

@@ -48,6 +48,8 @@ class Window:
         inlet: of messages, what each waits for on the port through which it comes in.
         made_by: the data that each waits for: what a compute reads, what has made a message.
         carried_by: the message that a message is handed on from.
+        adding: nodes that wait for all gradients of a group, too.
+        adds: which these are: a row for each.
     """
 
     shift: Ints
@@ -55,6 +57,8 @@ class Window:
     inlet: Waits
     made_by: Waits
     carried_by: Waits
+    adding: Ints
+    adds: Waits
 
     @property
     def waits(self) -> tuple[Waits, ...]:
@@ -74,7 +78,7 @@ def window(timetable: Timetable, holds: Flags, inside: Flags, num_chunks: int) -
     computes, messages, k = timetable.computes, timetable.messages, num_chunks
     shift, turn = np.divmod(messages.due, timetable.period)
     late, time = np.divmod(computes.time, timetable.period)
-    keys = turn, ~messages.is_sum, messages.hops, messages.j
+    keys = turn, ~messages.is_sum, messages.rank, messages.j
     size = len(late)
     outlet, inlet = (
         _in_pieces(_one_by_one(who, keys, holds), k, size)
@@ -95,12 +99,36 @@ def window(timetable: Timetable, holds: Flags, inside: Flags, num_chunks: int) -
         node=np.where(carried == NONE, NONE, size + carried * k + _numbers(len(shift), k)),
         back=np.repeat(shift - shift[messages.carried_by], k),
     )
+    adding, adds = _added(timetable, late, shift, k)
     return Window(
         shift=np.concatenate([late, np.repeat(shift, k)]),
         lane=_joined(lanes, outlet),
         inlet=_joined(nothing, inlet),
         made_by=_joined(reads, made_by),
         carried_by=_joined(nothing, carried_by),
+        adding=adding,
+        adds=adds,
+    )
+
+
+def _added(timetable: Timetable, late: Ints, shift: Ints, k: int) -> tuple[Ints, Waits]:
+    """Return the nodes that add gradients of a group, and these: computes, chunks of messages."""
+    computes, messages, size = timetable.computes, timetable.messages, len(late)
+    updates, sums = (np.flatnonzero((x.adds != NONE).any(axis=1)) for x in (computes, messages))
+    whole, pieces = computes.adds[updates], np.repeat(messages.adds[sums], k, axis=0)
+    return np.concatenate([updates, (size + sums[:, None] * k + np.arange(k)).ravel()]), Waits(
+        node=np.concatenate(
+            [
+                size + whole * k + k - 1,
+                size + pieces * k + _numbers(len(sums), k)[:, None],
+            ]
+        ),
+        back=np.concatenate(
+            [
+                late[updates][:, None] - shift[whole],
+                np.repeat(shift[sums], k)[:, None] - shift[pieces],
+            ]
+        ),
     )
 
 
@@ -108,8 +136,11 @@ def waves(found: Window) -> Ints:
     """Return in which wave each node is: behind the waves of all that it waits for."""
     size = len(found.shift)
     now = [(waits.node != NONE) & (waits.back == 0) for waits in found.waits]
-    after = np.concatenate([np.flatnonzero(x) for x in now])
-    on = np.concatenate([w.node[x] for w, x in zip(found.waits, now, strict=True)])
+    added = found.adds.back == 0
+    rows = np.broadcast_to(found.adding[:, None], added.shape)
+    after = np.concatenate([*map(np.flatnonzero, now), rows[added]])
+    firsts = [w.node[x] for w, x in zip(found.waits, now, strict=True)]
+    on = np.concatenate([*firsts, found.adds.node[added]])
     blockers = np.bincount(after, minlength=size)
     after = after[np.argsort(on, kind="stable")]
     begins = np.concatenate([[0], np.cumsum(np.bincount(on, minlength=size))])

@@ -23,7 +23,7 @@ NETWORKS = [
 ]
 PRESETS = "cyclic_dp", "cyclic_dp_v1"
 MORE = pytest.mark.exhaustive
-FEW = (1, 2, 3, 5), (1, 2, 4)
+FEW = (1, 2, 3, 4, 6), (1, 2, 4)
 ALL = (1, 2, 3, 4, 6, 8, 16), tuple(range(1, 9))
 
 
@@ -63,9 +63,10 @@ def test_to_the_last_digit(preset, workers, stages, most):
     draws = random.Random(f"{preset} {workers}")
     numbers = list(product(workers, stages, (1, 3), (0, 2), (1, 2)))
     for n, s, k, slack, rounds in draws.sample(numbers, min(len(numbers), most)):
+        groups = draws.choice([x for x in range(1, 1 + n) if n % x == 0])
         plan = make_plan(
             preset, num_workers=n, num_stages=s, chunks=k, slack=slack, num_micro=rounds * n,
-            num_steps=draws.choice((4, 5, 6)), proved=False,
+            num_steps=draws.choice((4, 5, 6)), groups=groups, proved=False,
         )  # fmt: skip
         costs = costs_of(s, draws)
         for each in draws.sample(NETWORKS, 2):
@@ -83,6 +84,10 @@ def test_to_the_last_digit(preset, workers, stages, most):
         ("cyclic_dp", {"slack": 7}),
         ("cyclic_dp", {"num_workers": 24, "num_stages": 2}),
         ("cyclic_dp", {"num_workers": 13, "num_stages": 1, "slack": 1}),
+        ("cyclic_dp", {"num_workers": 6, "groups": 2, "slack": 3}),  # others lead in each stage
+        ("cyclic_dp", {"num_workers": 6, "groups": 2, "sharding": "none", "slack": 9}),
+        ("cyclic_dp_v1", {"num_workers": 8, "groups": 4}),
+        ("cyclic_dp", {"num_workers": 4, "groups": 1}),
     ],
 )
 def test_of_other_owners_and_more_workers_than_slots(preset, numbers):
@@ -99,7 +104,6 @@ def test_of_other_owners_and_more_workers_than_slots(preset, numbers):
     [
         ("1f1b", {}),
         ("lockstep_dp", {}),
-        ("cyclic_dp", {"groups": 2}),
         ("cyclic_zero", {}),
         ("weipipe", {}),
         ("cyclic_dp", {"relayed": (1,)}),
@@ -134,16 +138,23 @@ def test_turns_are_those_of_the_timetable_however_many_workers_there_are(slack):
     for n, s in product((1, 2, 3, 5, 8, 13, 24, 64), (1, 2, 3, 4, 7, 8, 16)):
         for preset in PRESETS:
             numbers = {"slack": slack} if preset == "cyclic_dp" else {}
-            plan = make_plan(preset, num_workers=n, num_stages=s, proved=False, **numbers)
-            assert not is_regular(plan) or Timetable(plan).keeps_order, plan
+            for groups in (n, 1, n // 2, n // 8):
+                if groups and n % groups == 0:
+                    plan = make_plan(
+                        preset, num_workers=n, num_stages=s, groups=groups, proved=False, **numbers
+                    )
+                    assert not is_regular(plan) or Timetable(plan).keeps_order, plan
 
 
-def test_a_timetable_has_what_programs_have():
-    plan = make_plan("cyclic_dp", num_workers=3, num_stages=4, num_steps=12, slack=1)
+@pytest.mark.parametrize(("workers", "groups"), [(3, 3), (4, 2), (6, 2), (6, 3), (3, 1)])
+def test_a_timetable_has_what_programs_have(workers, groups):
+    plan = make_plan(
+        "cyclic_dp", num_workers=workers, groups=groups, num_stages=4, num_steps=12, slack=1
+    )
     assert is_regular(plan)
     t, table = 6, Timetable(plan)
     messages = table.messages
-    found = {
+    found = sorted(
         (x, j, source, target)
         for x, j, source, target in zip(
             ("S" if is_sum else "P" for is_sum in messages.is_sum),
@@ -151,13 +162,13 @@ def test_a_timetable_has_what_programs_have():
             strict=True,
         )
         if source != target
-    }
-    expected = {
+    )
+    expected = sorted(
         ("P" if a.payload == "P" else "S", a.j, w, a.peer)
         for w, program in enumerate(plan.programs)
         for a in program
         if a.kind == "SEND" and (a.v - 1 if a.payload == "P" else a.t) == t and a.payload != "K"
-    }
+    )
     assert found == expected
 
 
