@@ -159,8 +159,8 @@ class CyclicStrategy(DDPStrategy):
         num_micro: micro-batches per update; with replicated placement one per worker.
         slack: slots that messages are given to travel before a version counts as fresh. "auto",
             of "cyclic_dp" with bandwidth or latency, is what is predicted to be fastest, by the
-            step that rank 0 measures when a fit is set up; chosen together with stages="auto" and
-            chunks="auto". Checkpoints keep it.
+            step that rank 0 measures when a fit is set up; chosen together with stages="auto",
+            chunks="auto" and groups="auto". Checkpoints keep it.
         chunks: messages in which a stage's sum of gradients, and its parameters, travel between
             workers that have all stages: each is added to and passed on while the next comes, so
             that many workers or a slow network hold a step up less. Changes no bit. "auto" is what
@@ -170,7 +170,8 @@ class CyclicStrategy(DDPStrategy):
             staggered as single workers would be. A sum visits as many places as there are groups,
             and crosses hosts as often, so that many workers hold a step up less; weights are as
             late as with so many workers. One group is plain data parallelism, its sums added in
-            the order of workers. [None: each worker is a group]
+            the order of workers. "auto" is what is predicted to be fastest, as of slack, of
+            groups that are each on one host. [None: each worker is a group]
         clip: what gradient_clip_val (norm) looks at: "stage", "global", or None for the default:
             "stage" for freshest weights (said once), "global" otherwise.
         relay_buffers: "auto" relays the buffers that the first step changed (BatchNorm
@@ -258,7 +259,7 @@ class CyclicStrategy(DDPStrategy):
         num_micro: int | None = None,
         slack: int | Literal["auto"] = 0,
         chunks: int | Literal["auto"] = 1,
-        groups: int | None = None,
+        groups: int | Literal["auto"] | None = None,
         clip: str | None = None,
         relay_buffers: str = "auto",
         width: int = 1,
@@ -628,7 +629,8 @@ class CyclicStrategy(DDPStrategy):
                 super().configure_ddp()
         elif self._chosen.is_network_given:
             with self.naming("to predict a step"):
-                chosen = self._ring.choose(self.lightning_module.trainer, self._options)
+                hosts = [] if self._meetings is None else self._meetings.names.hosts
+                chosen = self._ring.choose(self.lightning_module.trainer, self._options, hosts)
             self._chosen = replace(chosen, num_workers=self._chosen.num_workers)
 
     def _start_alike(self) -> None:

@@ -27,6 +27,7 @@ from lightning_cyclic.cli.planning import add_plan
 from lightning_cyclic.cli.selftest import add_selftest
 from lightning_cyclic.errors import PlanError
 from lightning_cyclic.plan import PRESETS, Plan, make_plan
+from lightning_cyclic.planner.candidates import INSIDE_BANDWIDTH, INSIDE_LATENCY
 from lightning_cyclic.simulate import (
     Costs,
     Jitter,
@@ -41,7 +42,6 @@ from lightning_cyclic.viz import draw, save_picture
 
 USAGE_ERROR = 2  # exit status of a command that was not understood, as shells and argparse have it
 _CLOSED_PIPE = 141  # exit status of a command whose reader has left: 128 + SIGPIPE
-_INSIDE_LATENCY, _INSIDE_BANDWIDTH = "5us", "100Gbit/s"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -171,8 +171,8 @@ def _add_hosts(parser: argparse.ArgumentParser) -> None:
         help="with faster links inside of it (default: 1)",
     )  # fmt: skip
     inside: list[tuple[str, Callable[[str], float], str]] = [
-        ("--inside-latency-s", parse_seconds, _INSIDE_LATENCY),
-        ("--inside-bandwidth", parse_bandwidth, _INSIDE_BANDWIDTH),
+        ("--inside-latency-s", parse_seconds, INSIDE_LATENCY),
+        ("--inside-bandwidth", parse_bandwidth, INSIDE_BANDWIDTH),
     ]
     for option, parse, default in inside:
         parser.add_argument(
@@ -267,8 +267,8 @@ def _network(arguments: argparse.Namespace) -> Network:
             )
         return network
     inside = Network(
-        latency_s=parse_seconds(_INSIDE_LATENCY) if latency_s is None else latency_s,
-        bandwidth_bytes_per_s=parse_bandwidth(_INSIDE_BANDWIDTH)
+        latency_s=parse_seconds(INSIDE_LATENCY) if latency_s is None else latency_s,
+        bandwidth_bytes_per_s=parse_bandwidth(INSIDE_BANDWIDTH)
         if bandwidth is None
         else bandwidth,
     )

@@ -17,6 +17,8 @@ from lightning_cyclic.simulate.costs import Network
 _FINENESS = (1, 2, 4)  # stages per worker that runs whole micro-batches: finer ones overlap better
 DEFAULT_BANDWIDTH: Final = "10Gbit/s"  # of each worker, in each direction
 DEFAULT_LATENCY: Final = "50us"  # of a message
+INSIDE_BANDWIDTH: Final = "100Gbit/s"  # the same between workers of a host
+INSIDE_LATENCY: Final = "5us"
 _DOUBLINGS = 2  # of a single profile's micro-batch
 
 

@@ -10,6 +10,7 @@ simulation. It is a function of its arguments alone, the same on each machine.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import inf
@@ -23,9 +24,11 @@ from lightning_cyclic.simulate.steady import is_quick, steady_step_s
 
 ALIKE: Final = 1.01  # predictions this close are alike: networks are not known better
 # what is changed at once on the way to a better neighbour: to be delayed is the largest slack
-_LADDERS = (("num_stages",), ("chunks",), ("is_delayed", "slack"), ("sharding",))
+_LADDERS = (
+    ("num_stages",), ("chunks",), ("is_delayed", "slack"), ("sharding",), ("group_size",),
+)  # fmt: skip
 
-_MOST_SIMULATED = 16  # plans: what comes after them gains little, and takes long for many workers
+_MOST_SIMULATED = 24  # plans: what comes after them gains little, and takes long for many workers
 
 Cut: TypeAlias = Callable[[int], Costs]
 """From a number of stages to what each of them costs."""
@@ -122,7 +125,7 @@ def best_around_ring(
     Returns:
         The best plan; None if none takes less.
     """
-    every = list(choices.numbers(num_workers, sum(cut(1).sent_param_bytes)))
+    every = list(choices.numbers(num_workers, sum(cut(1).sent_param_bytes), network))
     return _Search(cut, network, num_workers, every).best(below_s)
 
 
@@ -148,7 +151,7 @@ class _Search:
 
     def best(self, below_s: float) -> RingStep | None:
         """Return the best plan; None if none takes less than a limit."""
-        for start in self._starts():
+        for start in sorted(self._starts(), key=lambda n: self._bound_s[n]):
             limit_s = min([below_s, *(s / ALIKE for s in self.step_s.values())])
             if self._bound_s[start] < limit_s:
                 self._climb(start)
@@ -163,11 +166,12 @@ class _Search:
         return RingStep(numbers=best, step_s=self.step_s[best], num_simulated=len(self.step_s))
 
     def _starts(self) -> Iterator[RingNumbers]:
-        """Yield what can be fastest, of all and of each kind of weights and sharding."""
+        """Yield what can be fastest, of all and of each kind of weights, sharding and groups."""
         yield self._simplest(self._bound_s)
-        for kind in sorted({(n.is_delayed, n.sharding) for n in self._bound_s}):
-            alike = {n: s for n, s in self._bound_s.items() if (n.is_delayed, n.sharding) == kind}
-            yield self._simplest(alike)
+        kinds: defaultdict[tuple[object, ...], dict[RingNumbers, float]] = defaultdict(dict)
+        for numbers, bound_s in self._bound_s.items():
+            kinds[numbers.is_delayed, numbers.sharding, numbers.group_size][numbers] = bound_s
+        yield from (self._simplest(alike) for _, alike in sorted(kinds.items()))
 
     def _climb(self, best: RingNumbers) -> None:
         """Go on to what takes clearly less, as long as there is a neighbour that does."""
@@ -226,6 +230,7 @@ class _Search:
             slack=slack,
             chunks=numbers.chunks,
             sharding=numbers.sharding,
+            group_size=numbers.group_size,
         )
 
 

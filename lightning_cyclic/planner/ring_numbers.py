@@ -12,6 +12,7 @@ from lightning_cyclic.errors import PlanError
 from lightning_cyclic.plan import Plan, make_plan
 from lightning_cyclic.planner.ring_bound import fresh_readers
 from lightning_cyclic.simulate.best_chunks import LEAST_BYTES, MOST
+from lightning_cyclic.simulate.costs import Network
 
 _STEPS = 10  # to be steady, and to see it for some
 _DEFAULT_SHARDINGS = ("optimizer", "none")
@@ -26,6 +27,7 @@ class RingNumbers(NamedTuple):
         num_stages: S.
         chunks: in which a stage travels.
         sharding: "optimizer", or "none": the last worker owns all stages.
+        group_size: workers that run in the same slots.
     """
 
     is_delayed: bool
@@ -33,6 +35,7 @@ class RingNumbers(NamedTuple):
     num_stages: int
     chunks: int
     sharding: str
+    group_size: int = 1
 
     @property
     def preset(self) -> str:
@@ -49,6 +52,7 @@ class RingNumbers(NamedTuple):
             slack=self.slack,
             sharding=self.sharding,
             chunks=self.chunks,
+            groups=num_workers // self.group_size if self.group_size > 1 else None,
             proved=False,
         )
 
@@ -59,11 +63,12 @@ class RingNumbers(NamedTuple):
             >>> str(RingNumbers(False, 0, 8, 1, "optimizer").behind(8))
             '7/16'
         """
+        num_groups = num_workers // self.group_size
         if self.is_delayed:
-            return Fraction(num_workers > 1)
+            return Fraction(num_groups > 1)
         stages = range(self.num_stages)
-        fresh = sum(fresh_readers(j, self.num_stages, num_workers, self.slack) for j in stages)
-        return 1 - Fraction(fresh, self.num_stages * num_workers)
+        fresh = sum(fresh_readers(j, self.num_stages, num_groups, self.slack) for j in stages)
+        return 1 - Fraction(fresh, self.num_stages * num_groups)
 
     def rank(self, num_workers: int) -> tuple[object, ...]:
         """Return what sorts simpler numbers first: less old weights, in tenths, then less of all.
@@ -72,7 +77,9 @@ class RingNumbers(NamedTuple):
         """
         has_default = self.sharding == ("none" if self.is_delayed else "optimizer")
         tenths = round(10 * self.behind(num_workers))
-        return tenths, self.num_stages, self.chunks, self.slack, not has_default
+        return (
+            tenths, self.group_size, self.num_stages, self.chunks, self.slack, not has_default,
+        )  # fmt: skip
 
 
 @final
@@ -88,6 +95,8 @@ class RingChoices:
         delayed: whether forwards may all read the version before the newest, and whether all
             have to. [both]
         shardings: values of that axis, of "optimizer" and "none". [both]
+        group_sizes: numbers of workers that run in the same slots, of those that are on one host
+            and divide N. [all]
 
     Raises:
         PlanError: nothing is left to choose from.
@@ -99,9 +108,10 @@ class RingChoices:
     slacks: tuple[int, ...] | None = None
     delayed: tuple[bool, ...] = (False, True)
     shardings: tuple[str, ...] = _DEFAULT_SHARDINGS
+    group_sizes: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("stages", "chunks", "slacks", "delayed", "shardings"):
+        for name in ("stages", "chunks", "slacks", "delayed", "shardings", "group_sizes"):
             if getattr(self, name) == ():
                 raise PlanError(f"{name}=() leaves nothing to choose; allowed: one or more; "
                                 "leave it out for those that are tried by default")  # fmt: skip
@@ -111,22 +121,64 @@ class RingChoices:
                 "where a stage of the module can begin"
             )
 
-    def numbers(self, num_workers: int, model_bytes: float) -> Iterator[RingNumbers]:
-        """Yield all."""
+    def numbers(
+        self, num_workers: int, model_bytes: float, network: Network
+    ) -> Iterator[RingNumbers]:
+        """Yield all.
+
+        Raises:
+            PlanError: no size of a group that is allowed fits the workers of hosts.
+        """
+        sizes = self._group_sizes(num_workers, network)
         for num_stages in self._stages(num_workers):
             most_chunks = min(MOST, int(model_bytes / num_stages / LEAST_BYTES))
             chunks = self.chunks or _doubled(max(1, most_chunks))
             slacks = self.slacks or (0, *_doubled(2 * num_stages - 2))
             rules = [(False, slack) for slack in slacks if False in self.delayed]
             rules += [(True, 0)] * (True in self.delayed)
-            for (is_delayed, slack), k, name in product(rules, chunks, self.shardings):
-                yield RingNumbers(is_delayed, slack, num_stages, k, name)
+            for (is_delayed, slack), k, name, size in product(
+                rules, chunks, self.shardings, sizes
+            ):
+                yield RingNumbers(is_delayed, slack, num_stages, k, name, size)
+
+    def _group_sizes(self, num_workers: int, network: Network) -> Sequence[int]:
+        found = sizes_of_groups(num_workers, network.hosts)
+        if self.group_sizes is not None:  # with hosts that are not known, nobody knows better
+            all_sizes = [size for size in range(1, 1 + num_workers) if num_workers % size == 0]
+            found = all_sizes if not network.hosts else found
+        kept = [size for size in found if self.group_sizes is None or size in self.group_sizes]
+        if not kept:
+            raise PlanError(
+                f"group_sizes={self.group_sizes} of {num_workers} workers; allowed: "
+                f"{', '.join(map(str, found))}, whose groups are each on one host; use one of them"
+            )
+        return kept
 
     def _stages(self, num_workers: int) -> Sequence[int]:
         if self.stages is not None:
             return sorted({min(s, self.most_stages) for s in self.stages})
         multiples = (num_workers * k for k in _doubled(self.most_stages // num_workers))
         return sorted({*_doubled(self.most_stages), *multiples})
+
+
+def sizes_of_groups(num_workers: int, hosts: Sequence[object]) -> list[int]:
+    """Return how many neighbours can be a group, each on one host, of two or more groups.
+
+    Args:
+        num_workers: N.
+        hosts: of each worker; empty where each has its own.
+
+    Example:
+        >>> sizes_of_groups(8, "aaaabbbb"), sizes_of_groups(8, "aaaaaaaa"), sizes_of_groups(8, "")
+        ([1, 2, 4], [1, 2, 4], [1])
+    """
+    hosts = hosts or range(num_workers)
+    blocks = {
+        size: [set(hosts[w : w + size]) for w in range(0, num_workers, size)]
+        for size in range(1, 1 + num_workers // 2)
+        if num_workers % size == 0
+    }
+    return [size for size, found in blocks.items() if all(len(x) == 1 for x in found)] or [1]
 
 
 def _doubled(most: int) -> Iterable[int]:

@@ -26,6 +26,8 @@ from lightning_cyclic.planner.candidates import (
     DEFAULT_BANDWIDTH,
     DEFAULT_LATENCY,
     DEFAULT_PRESETS,
+    INSIDE_BANDWIDTH,
+    INSIDE_LATENCY,
     Problem,
 )
 from lightning_cyclic.planner.data_parallel import ALIKE
@@ -79,6 +81,25 @@ def network_of(bandwidth: str | float | None, latency: str | float | None) -> Ne
             DEFAULT_BANDWIDTH if bandwidth is None else bandwidth, parse_bandwidth
         ),
     )
+
+
+def on_hosts(network: Network, hosts: Sequence[str]) -> Network:
+    """Return the links of workers of which several share a host.
+
+    Args:
+        network: the links between hosts; between all workers where there is one host.
+        hosts: of each worker.
+    """
+    if len(set(hosts)) in (1, len(hosts)):
+        return network
+    numbers = {host: number for number, host in enumerate(dict.fromkeys(hosts))}
+    inside = Network(
+        latency_s=min(network.latency_s, parse_seconds(INSIDE_LATENCY)),
+        bandwidth_bytes_per_s=max(
+            network.bandwidth_bytes_per_s, parse_bandwidth(INSIDE_BANDWIDTH)
+        ),
+    )
+    return replace(network, hosts=tuple(numbers[host] for host in hosts), inside=inside)
 
 
 def _number(given: object, parse: Callable[[str], float]) -> float:

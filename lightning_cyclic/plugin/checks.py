@@ -397,28 +397,31 @@ def check_timed(plan: Plan, stages: object) -> None:
         )
 
 
-def check_slack(plan: Plan, *, is_network_given: bool) -> None:
-    """Refuse to choose a slack where none is read, or where nothing says which is needed.
+def check_is_chosen(plan: Plan, name: str, *, is_network_given: bool) -> None:
+    """Refuse to choose where nothing is chosen, or where nothing says what is needed.
+
+    Args:
+        plan: of the preset.
+        name: "slack" or "groups", which is "auto".
+        is_network_given: whether the user has said anything about it.
 
     Raises:
-        ConfigurationError: with slack="auto".
+        ConfigurationError: with the argument.
     """
-    if plan.num_groups < plan.num_workers:
+    rules = {"slack": ("freshest",), "groups": ("freshest", "delayed")}[name]
+    presets = " or ".join(f'"{preset}"' for preset in ("cyclic_dp", "cyclic_dp_v1")[: len(rules)])
+    is_ring = plan.placement == "replicated" and not plan.axes.sharding.gathers
+    if not is_ring or plan.weights not in rules:
+        number = 0 if name == "slack" else 2
         raise ConfigurationError(
-            'slack="auto" with groups, whose links to each other are not known; allowed: a '
-            "number, or groups=None; use slack=0, or leave groups out"
-        )
-    has_slack = plan.placement == "replicated" and plan.weights == "freshest"
-    if not has_slack or plan.axes.sharding.gathers:
-        raise ConfigurationError(
-            f'slack="auto" with preset {plan.preset!r}, whose slack is not chosen; allowed: a '
-            'number, or preset "cyclic_dp"; use slack=0, or CyclicStrategy("cyclic_dp", '
-            'slack="auto", bandwidth="10Gbit/s", latency="50us")'
+            f'{name}="auto" with preset {plan.preset!r}, whose {name} is not chosen; allowed: a '
+            f"number, or preset {presets}; use {name}={number}, or "
+            f'CyclicStrategy("cyclic_dp", {name}="auto", bandwidth="10Gbit/s", latency="50us")'
         )
     if not is_network_given:
         raise ConfigurationError(
-            'slack="auto" without a network, by which it is chosen; allowed: with bandwidth, '
-            'latency or both; use CyclicStrategy("cyclic_dp", slack="auto", '
+            f'{name}="auto" without a network, by which it is chosen; allowed: with bandwidth, '
+            f'latency or both; use CyclicStrategy("{plan.preset}", {name}="auto", '
             'bandwidth="10Gbit/s", latency="50us")'
         )
 

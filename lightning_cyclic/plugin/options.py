@@ -19,10 +19,10 @@ from lightning_cyclic.plugin.checks import (
     check_bytes,
     check_choice,
     check_delayed,
+    check_is_chosen,
     check_once,
     check_plan,
     check_predicts,
-    check_slack,
     check_switch,
     check_timed,
     check_used,
@@ -58,7 +58,7 @@ class Options:
         num_micro: micro-batches per update, of each replica.
         slack: slots that messages are given to travel; or "auto".
         chunks: messages in which a stage's sum of gradients, or its parameters, travel; or "auto".
-        groups: of workers that run in the same slots. [each worker is one]
+        groups: of workers that run in the same slots; or "auto". [each worker is one]
         clip: "stage", "global" or None.
         relay_buffers: "auto" or "all".
         width: replicas of a pipeline.
@@ -96,7 +96,7 @@ class Options:
     num_micro: int | None
     slack: int | str
     chunks: int | str
-    groups: int | None
+    groups: int | str | None
     clip: str | None
     relay_buffers: str
     width: int
@@ -139,11 +139,14 @@ class Options:
             check_choice(self.clip, CLIPPING, "clip")
         if isinstance(self.chunks, str):
             check_choice(self.chunks, ("auto",), "chunks")
-        if self.groups is not None:
+        if isinstance(self.groups, str):
+            check_choice(self.groups, ("auto",), "groups")
+        elif self.groups is not None:
             check_number("groups", self.groups)
         if isinstance(self.slack, str):
             check_choice(self.slack, ("auto",), "slack")
-            check_slack(self._probe(), is_network_given=self.is_network_given)
+        for name in self.left_open:
+            check_is_chosen(self._probe(), name, is_network_given=self.is_network_given)
         check_choice(self.remat, REMAT, "remat")
         check_choice(self.transport, get_args(Route), "transport")
         if self.wire_dtype is not None:
@@ -208,6 +211,11 @@ class Options:
     def trains_plainly(self) -> bool:
         """Say whether this is one worker whose plan always reads the newest weights."""
         return self.num_workers == 1 and self.plan(1).delay(0) == 0
+
+    @property
+    def left_open(self) -> tuple[str, ...]:
+        """Return what the user leaves to a prediction."""
+        return tuple(name for name in ("slack", "groups") if getattr(self, name) == "auto")
 
     @property
     def wanted_order(self) -> str | Sequence[str]:
@@ -279,7 +287,7 @@ class Options:
             tied=tied,
             slack=0 if isinstance(self.slack, str) else self.slack,
             chunks=1 if isinstance(self.chunks, str) else self.chunks,
-            groups=self.groups and (1 if is_probe else self.groups),
+            groups=None if not isinstance(self.groups, int) else 1 if is_probe else self.groups,
             relayed=relayed,
             relayed_until=relayed_until,
             schedule=self.schedule,

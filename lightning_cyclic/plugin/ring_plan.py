@@ -3,35 +3,44 @@
     rank 0      one batch  ->  profile  ->  prediction  ->  what it says, and numbers if asked
     all ranks   the same, as text
 
-What is predicted is said once: the step, and that of DDP at its best. With slack="auto" the
-numbers are chosen by it, too. Measured times differ from run to run; so a checkpoint keeps what
-was chosen, and who resumes from it does not choose again.
+What is predicted is said once: the step, and that of DDP at its best. With slack="auto" or
+groups="auto" the numbers are chosen by it, too. Measured times differ from run to run; so a
+checkpoint keeps what was chosen, and who resumes from it does not choose again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final, final
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
+from lightning_cyclic.plan import Plan
 from lightning_cyclic.planner.data_parallel import (
     ALIKE,
     best_around_ring,
 )
 from lightning_cyclic.planner.partition import balance
 from lightning_cyclic.planner.profile import ModelProfile
-from lightning_cyclic.planner.ring_numbers import RingChoices, RingNumbers
+from lightning_cyclic.planner.ring_numbers import RingChoices, RingNumbers, sizes_of_groups
 from lightning_cyclic.planner.stages import Stages
+from lightning_cyclic.plugin.auto import on_hosts
+from lightning_cyclic.plugin.checks import check_hosts_of_groups
 from lightning_cyclic.plugin.first_batch import first_batch
 from lightning_cyclic.plugin.options import Options
 from lightning_cyclic.plugin.precision.sparse_state import SparseStatePrecision
 from lightning_cyclic.plugin.profiles import profiles_of
 from lightning_cyclic.plugin.told import told_by_rank_0
 from lightning_cyclic.runtime.failure_words import reason_of
-from lightning_cyclic.simulate import best_lockstep, show_bytes, show_seconds, steady_step_s
+from lightning_cyclic.simulate import (
+    Network,
+    best_lockstep,
+    show_bytes,
+    show_seconds,
+    steady_step_s,
+)
 
 SAVED: Final = "ring"  # a choice's place in a checkpoint's key
 _NUM_STEPS = 10  # to be steady
@@ -45,23 +54,29 @@ class RingPlan:
         self._chosen: dict[str, Any] | None = None
         self._module: LightningModule | None = None  # that it was chosen for
 
-    def choose(self, trainer: Trainer, options: Options) -> Options:
+    def choose(self, trainer: Trainer, options: Options, hosts: Sequence[str]) -> Options:
         """Return the options of this run; all workers must call it.
 
         Args:
             trainer: whose module is on its device.
             options: with the number of workers.
+            hosts: of each rank.
 
         Raises:
-            ConfigurationError: slack="auto" with data that can be read once only; on every worker.
+            ConfigurationError: "auto" with data that can be read once only; on every worker.
         """
         module, workers = trainer.lightning_module, trainer.world_size
+        check_hosts_of_groups(options.plan(1), hosts)
         if not _is_predicted(trainer, options):
-            return replace(options, slack=0 if options.slack == "auto" else options.slack)
+            return replace(
+                options,
+                slack=0 if options.slack == "auto" else options.slack,
+                groups=None if options.groups == "auto" else options.groups,
+            )
         known = self._chosen is not None and self._module in (None, module)
         if not known or (self._chosen or {})["num_workers"] != workers:
-            decide = _choice if options.slack == "auto" else _comparison
-            self._chosen = told_by_rank_0(trainer, lambda: decide(trainer, options))
+            decide = _choice if options.left_open else _comparison
+            self._chosen = told_by_rank_0(trainer, lambda: decide(trainer, options, hosts))
             (rank_zero_warn if self._chosen["warns"] else rank_zero_info)(self._chosen["why"])
         self._module = module
         assert self._chosen is not None
@@ -80,15 +95,13 @@ def _is_predicted(trainer: Trainer, options: Options) -> bool:
     is_ring = options.plans_placement == "replicated" and trainer.world_size > 1
     # of which DDP has no like: it sends all elements, also those that are pruned
     is_sparse = isinstance(trainer.precision_plugin, SparseStatePrecision)
-    # the network that is given is that between groups; within them nobody knows
-    is_known = options.is_network_given and options.groups is None
-    return is_ring and is_known and not is_sparse
+    return is_ring and options.is_network_given and not is_sparse
 
 
 # ---------------------------------------------------------------------- on rank 0
 
 
-def _comparison(trainer: Trainer, options: Options) -> dict[str, Any]:
+def _comparison(trainer: Trainer, options: Options, hosts: Sequence[str]) -> dict[str, Any]:
     """Predict the plan as the user has it; nothing fails for that."""
     try:
         (profile,) = profiles_of(trainer, first_batch(trainer))
@@ -101,33 +114,44 @@ def _comparison(trainer: Trainer, options: Options) -> dict[str, Any]:
     plan = replace(options.plan(num_stages), num_steps=_NUM_STEPS)
     sums = options.wire_bytes_per_byte(module)
     costs = _cut(profile, num_stages).costs(sums=sums)
-    step_s = steady_step_s(plan, costs, options.network)
-    ddp_s = _ddp_step_s(profile, options)
+    network = on_hosts(options.network, hosts)
+    step_s = steady_step_s(plan, costs, network)
+    ddp_s = _ddp_step_s(profile, network, trainer.world_size)
     why = _words(options, profile, step_s, ddp_s)
     return _decision(trainer, {}, why, warns=step_s > ALIKE * ddp_s)
 
 
-def _choice(trainer: Trainer, options: Options) -> dict[str, Any]:
-    """Choose slack, and what else the user leaves open."""
+def _choice(trainer: Trainer, options: Options, hosts: Sequence[str]) -> dict[str, Any]:
+    """Choose what the user leaves open."""
     (profile,) = profiles_of(trainer, first_batch(trainer))
     module = trainer.lightning_module
     sums, num_units = options.wire_bytes_per_byte(module), len(profile.units)
-    plan = options.plan(1)
+    plan, workers = options.plan(1), trainer.world_size
     stages, is_open = options.given_stages, options.chunks == "auto"
+    network, is_delayed = on_hosts(options.network, hosts), plan.weights == "delayed"
+    # of slack, a large one delays all
+    delayed = (False, True) if options.slack == "auto" else (is_delayed,)
     found = best_around_ring(
         lambda num_stages: _cut(profile, num_stages).costs(sums=sums),
-        options.network,
-        trainer.world_size,
+        network,
+        workers,
         RingChoices(
             most_stages=num_units,
             stages=None if stages is None else (stages,),
             chunks=None if is_open else (plan.chunks,),
+            slacks=None if options.slack == "auto" else (plan.slack,),
+            delayed=delayed,
             shardings=(plan.sharding,),
+            group_sizes=_group_sizes(trainer, options, plan, hosts),
         ),
     )
     assert found is not None  # of any step time
-    numbers, ddp_s = found.numbers, _ddp_step_s(profile, options)
-    chosen: dict[str, Any] = {"slack": _slack(numbers)}
+    numbers, ddp_s = found.numbers, _ddp_step_s(profile, network, workers)
+    chosen: dict[str, Any] = {}
+    if options.slack == "auto":
+        chosen["slack"] = _slack(numbers)
+    if options.groups == "auto":
+        chosen["groups"] = workers // numbers.group_size if numbers.group_size > 1 else None
     if is_open:
         chosen["chunks"] = numbers.chunks
     if stages is None:
@@ -141,10 +165,22 @@ def _choice(trainer: Trainer, options: Options) -> dict[str, Any]:
     return _decision(trainer, chosen, why, warns=found.step_s > ALIKE * ddp_s)
 
 
-def _ddp_step_s(profile: ModelProfile, options: Options) -> float:
-    assert options.num_workers is not None
+def _group_sizes(
+    trainer: Trainer, options: Options, plan: Plan, hosts: Sequence[str]
+) -> tuple[int, ...]:
+    """Return how many workers may be a group."""
+    if options.groups != "auto":
+        return (plan.group_size,)
+    # their buffers go from one worker to the next, of all batches of a step
+    is_handed_on = any(True for _ in trainer.lightning_module.buffers())
+    if is_handed_on and trainer.accumulate_grad_batches > 1:
+        return (1,)
+    return tuple(sizes_of_groups(len(hosts), hosts))
+
+
+def _ddp_step_s(profile: ModelProfile, network: Network, num_workers: int) -> float:
     whole = _cut(profile, len(profile.units)).costs()
-    return best_lockstep(whole, options.network, options.num_workers).step_s
+    return best_lockstep(whole, network, num_workers).step_s
 
 
 def _slack(numbers: RingNumbers) -> int:

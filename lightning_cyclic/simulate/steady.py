@@ -9,7 +9,7 @@ from lightning_cyclic.simulate.costs import Costs, Network
 from lightning_cyclic.simulate.engine import simulate
 from lightning_cyclic.simulate.result import steady_step, steady_window
 
-MOST_WALKED: Final = 1024  # messages of a step, of a kind: so many are simulated in a second
+MOST_WALKED: Final = 512  # messages of a step, of a kind: so many are simulated in half a second
 
 
 def steady_step_s(plan: Plan, costs: Costs, network: Network | None = None) -> float:

@@ -1,3 +1,4 @@
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -13,10 +14,15 @@ NETWORKS = [  # of powers of two, so that no sum of times is rounded
 ]
 
 
-def plan_of(num_workers, num_stages, slack=0, chunks=1, sharding="optimizer", num_steps=8):
+INSIDE = Network(latency_s=2.0**-6, bandwidth_bytes_per_s=32.0)
+
+
+def plan_of(
+    num_workers, num_stages, slack=0, chunks=1, sharding="optimizer", num_steps=8, groups=None
+):
     return make_plan(
         "cyclic_dp", num_workers=num_workers, num_stages=num_stages, slack=slack, chunks=chunks,
-        sharding=sharding, num_steps=num_steps, proved=False,
+        sharding=sharding, num_steps=num_steps, groups=groups, proved=False,
     )  # fmt: skip
 
 
@@ -53,6 +59,26 @@ def test_no_simulated_step_is_faster(num_workers, num_stages):
             assert step_s >= bound_s, (network, slack, chunks, sharding)
             close += step_s < 1.1 * bound_s
     assert close > 10  # of 36: the bound says something
+
+
+@pytest.mark.parametrize(
+    ("num_workers", "size", "per_host"),
+    [(4, 1, 2), (4, 2, 2), (4, 2, 4), (6, 3, 3), (6, 2, 0), (8, 2, 4)],
+)
+def test_nor_of_groups_and_on_hosts(num_workers, size, per_host):
+    hosts = tuple(w // per_host for w in range(num_workers)) if per_host else ()
+    costs, close = replace(even(3), sent_sum_bytes=(0.5, 0.5, 2.0)), 0
+    for link, chunks, slack in product(NETWORKS, (1, 2), (0, 2, 6)):
+        network = replace(link, hosts=hosts, inside=INSIDE if hosts else None)
+        groups = num_workers // size
+        plan = plan_of(num_workers, 3, slack, chunks, num_steps=16, groups=groups)
+        step_s = simulate(plan.programs, costs, network, plan).step_s
+        bound_s = ring_bound_s(
+            costs, network, num_workers, slack=slack, chunks=chunks, group_size=size
+        )
+        assert step_s >= bound_s, (network, slack, chunks)
+        close += step_s < 1.2 * bound_s
+    assert close > 5  # of 18
 
 
 @pytest.mark.parametrize("sharding", ["optimizer", "none"])

@@ -6,6 +6,7 @@ import pytest
 from lightning_cyclic.errors import PlanError
 from lightning_cyclic.plan import make_plan
 from lightning_cyclic.planner.ring_numbers import RingChoices, RingNumbers
+from lightning_cyclic.simulate import Network
 
 
 @pytest.mark.parametrize(("num_workers", "num_stages"), [(1, 1), (2, 3), (4, 4), (3, 5)])
@@ -41,13 +42,13 @@ def test_nothing_to_choose_from(given, message):
 
 
 def test_no_more_stages_than_there_are_and_no_smaller_chunks_than_are_worth_it():
-    found = list(RingChoices(most_stages=6).numbers(3, 1e6))
+    found = list(RingChoices(most_stages=6).numbers(3, 1e6, Network()))
     assert {n.num_stages for n in found} == {1, 2, 3, 4, 6}
     assert {n.chunks for n in found if n.num_stages == 1} == {1, 2, 4, 8}
     assert {n.chunks for n in found if n.num_stages == 6} == {1, 2}
-    assert {n.chunks for n in RingChoices(most_stages=6).numbers(3, 1.0)} == {1}
+    assert {n.chunks for n in RingChoices(most_stages=6).numbers(3, 1.0, Network())} == {1}
     assert {n.slack for n in found if n.num_stages == 4} == {0, 1, 2, 4}
-    assert {n.num_stages for n in RingChoices(most_stages=2).numbers(8, 1e6)} == {1, 2}
+    assert {n.num_stages for n in RingChoices(most_stages=2).numbers(8, 1e6, Network())} == {1, 2}
 
 
 def test_simpler_is_less_old_then_less_of_all():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
@@ -14,12 +15,17 @@ from lightning.pytorch import Trainer, seed_everything
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_cyclic.errors import ConfigurationError
+from lightning_cyclic.plan import make_plan
+from lightning_cyclic.plugin.auto import network_of, on_hosts
+from lightning_cyclic.plugin.ring_plan import _group_sizes
+from lightning_cyclic.simulate import Network
 from lightning_cyclic.strategy import CyclicStrategy
 from tests import processes
 from tests.corpus import assert_same, weights_of
 from tests.plugin.test_auto import Net, make_trainer
 from tests.processes import RanksFailedError
 
+NUMBERS = "stages", "slack", "chunks", "groups"
 FAR = {"bandwidth": "10Gbit/s", "latency": "20ms"}  # which lockstep waits for in each step
 # where bytes take all the time lockstep sends less: to three workers 4/3 of the model's
 NARROW = {"bandwidth": 1e4, "latency": 0.0}
@@ -45,7 +51,7 @@ def fit(arguments: dict[str, Any], ckpt_path: str | None = None, **flags: Any) -
         "random": (torch.rand(2), module.made_loaders),
         "said": [text for text in said if "predict" in text],
         "warned": [str(w.message) for w in caught if "predict" in str(w.message)],
-        "chosen": {name: getattr(chosen, name) for name in ("stages", "slack", "chunks")},
+        "chosen": {name: getattr(chosen, name) for name in NUMBERS},
         "plan": strategy.plan,
     }
 
@@ -164,6 +170,10 @@ def test_one_worker_has_nothing_to_choose() -> None:
             "slack 'much' is unknown; allowed: auto",
         ),
         ({"preset": "cyclic_dp_v1", "slack": "auto", **FAR}, "whose slack is not chosen"),
+        ({"preset": "cyclic_dp", "groups": "auto"}, 'groups="auto" without a network'),
+        ({"preset": "cyclic_dp", "groups": "many", **FAR}, "groups 'many' is unknown"),
+        ({"preset": "cyclic_zero", "groups": "auto", **FAR}, "whose groups is not chosen"),
+        ({"preset": "lockstep_dp", "groups": "auto", **FAR}, "cyclic_dp_v1"),
         ({"preset": "1f1b", "slack": "auto", **FAR}, "whose slack is not chosen"),
         ({"preset": "cyclic_mp", "latency": 1e-3}, "is of no use with placement 'shared'"),
     ],
@@ -171,3 +181,52 @@ def test_one_worker_has_nothing_to_choose() -> None:
 def test_what_is_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         CyclicStrategy(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("asked", "groups"),
+    [
+        ({"preset": "cyclic_dp", "slack": "auto", "groups": "auto"}, 2),
+        ({"preset": "cyclic_dp", "slack": "auto", "groups": 2}, 2),
+        # where all weights are old, leads wait for their group as long as for another worker
+        ({"preset": "cyclic_dp_v1", "groups": "auto", "chunks": "auto"}, None),
+    ],
+)
+@pytest.mark.multi
+def test_groups_are_chosen_and_are_those_of_a_run_with_the_numbers(
+    asked: dict[str, Any], groups: int | None
+) -> None:
+    """Ranks of a host between which messages take long: two groups have fewer to wait for."""
+    auto = processes.run(fit, 4, {**asked, **FAR})
+    chosen = auto[0]["chosen"]
+    assert [rank["chosen"] for rank in auto] == [chosen] * 4
+    assert chosen["groups"] == groups
+    assert auto[0]["plan"].num_groups == (groups or 4)
+    named = processes.run(fit, 4, {"preset": asked["preset"], **chosen})
+    for one, other in zip(auto, named, strict=True):
+        assert_same(one["weights"], other["weights"])
+
+
+def test_workers_of_a_group_are_on_one_host_and_hand_no_buffers_on_within_a_step() -> None:
+    options = CyclicStrategy("cyclic_dp", groups="auto", **FAR)._chosen
+    hosts, plan = list("aaaabbbb"), make_plan("cyclic_dp", num_stages=1, num_workers=8)
+    for module, batches, expected in (
+        (torch.nn.Linear(1, 1), 2, (1, 2, 4)),
+        (torch.nn.BatchNorm1d(1), 1, (1, 2, 4)),
+        (torch.nn.BatchNorm1d(1), 2, (1,)),
+    ):
+        trainer: Any = SimpleNamespace(lightning_module=module, accumulate_grad_batches=batches)
+        assert _group_sizes(trainer, options, plan, hosts) == expected
+    fixed = CyclicStrategy("cyclic_dp", groups=4, **FAR)._chosen
+    in_four = make_plan("cyclic_dp", num_stages=1, num_workers=8, groups=4)
+    assert _group_sizes(trainer, fixed, in_four, hosts) == (2,)
+
+
+def test_links_inside_hosts_are_no_slower_than_those_between_them() -> None:
+    network = network_of("1Gbit/s", "1ms")
+    assert on_hosts(network, list("aaaa")) == on_hosts(network, list("abcd")) == network
+    both = on_hosts(network, list("bbaa"))
+    assert (both.hosts, both.latency_s) == ((0, 0, 1, 1), 1e-3)
+    assert both.inside == Network(latency_s=5e-6, bandwidth_bytes_per_s=1.25e10)
+    quick = network_of("1Tbit/s", "1us")
+    assert on_hosts(quick, list("aabb")).inside == quick
