@@ -618,18 +618,18 @@ class CyclicStrategy(DDPStrategy):
         """Make all workers start from worker 0's module, without wrapping it; choose the plan."""
         assert self.lightning_module is not None
         self._start_alike()
+        hosts = [] if self._meetings is None else self._meetings.names.hosts
         if self._auto is not None:  # here, as the module is on its device, and no data are read
             trainer = self.lightning_module.trainer
             check = partial(self._check, trainer, fitting=True)
             with self.naming("to choose a plan"):
-                self._chosen = self._auto.choose(trainer, check)
+                self._chosen = self._auto.choose(trainer, check, hosts)
             self._prepare(trainer, self._options, fitting=True)
             if self._chosen.ddp_arguments is not None:
                 self._ddp_kwargs = dict(self._chosen.ddp_arguments)
                 super().configure_ddp()
         elif self._chosen.is_network_given:
             with self.naming("to predict a step"):
-                hosts = [] if self._meetings is None else self._meetings.names.hosts
                 chosen = self._ring.choose(self.lightning_module.trainer, self._options, hosts)
             self._chosen = replace(chosen, num_workers=self._chosen.num_workers)
 

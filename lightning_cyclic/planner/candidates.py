@@ -9,8 +9,11 @@ from typing import Final, final
 
 from lightning_cyclic.errors import PlanError, one_of
 from lightning_cyclic.plan import Plan, make_plan
-from lightning_cyclic.plan.presets import PLACEMENTS, PRESETS, Preset
+from lightning_cyclic.plan.presets import PLACEMENTS, PRESETS, SHARDINGS, Preset
+from lightning_cyclic.planner.data_parallel import best_around_ring
 from lightning_cyclic.planner.profile import ModelProfile
+from lightning_cyclic.planner.ring_numbers import RingChoices, RingNumbers
+from lightning_cyclic.planner.stages import Stages
 from lightning_cyclic.planner.states import StatesPerParam
 from lightning_cyclic.simulate.costs import Network
 
@@ -54,12 +57,17 @@ class Problem:
         remats: whether to look at plans without and with rematerialisation.
         state_per_param: bytes of optimizer state per byte of parameters in float32. [2: Adam's
             moments]
-        slack: slots that a new version needs to travel, for the ``freshest`` rule. [0]
+        slack: slots that a new version needs to travel, for the ``freshest`` rule. [0; around a
+            ring of workers the planner may choose more]
         widths: numbers of replicas to look at; workers that run whole micro-batches are as many
             replicas. [all]
         micro_sizes: sizes of a pipeline's micro-batches to look at. [as of the profiles]
         sparsity: pruned fraction of the parameters, from 0 to below 1, of which no gradient,
             master weight and optimizer state is kept or sent (SAMO). [None: dense]
+        chunks: in which what workers around a ring exchange travels. [the planner's choice]
+        host_network: the links of workers that run whole micro-batches, where hosts have several.
+            [network]
+        group_sizes: how many of these may run in the same slots. [each alone]
         precision: in which the profiles' bytes are; in "bf16-true" and "16-true" the optimizer
             has master weights and gradients in float32 besides. ["32-true"]
 
@@ -81,6 +89,9 @@ class Problem:
     micro_sizes: tuple[int, ...] | None = None
     sparsity: float | None = None
     precision: str = "32-true"
+    chunks: int | None = None
+    host_network: Network | None = None
+    group_sizes: tuple[int, ...] = (1,)
 
     def __post_init__(self) -> None:
         for preset in self.presets:
@@ -108,6 +119,11 @@ class Problem:
     def states(self) -> StatesPerParam:
         """Return what is kept and sent of each byte of the parameters."""
         return StatesPerParam.of(self.precision, self.sparsity, self.state_per_param)
+
+    @property
+    def ring_network(self) -> Network:
+        """Return the links of workers that run whole micro-batches."""
+        return self.host_network or self.network
 
     @property
     def samples(self) -> int:
@@ -160,6 +176,8 @@ class Candidate:
         num_micro: micro-batches per update, of all replicas together.
         micro_size: samples of each.
         remat: backwards run their forward again.
+        ring: numbers of workers around a ring that were chosen for their network. [no chunks, no
+            groups, and the problem's slack]
     """
 
     preset: str
@@ -168,6 +186,7 @@ class Candidate:
     num_micro: int
     micro_size: int
     remat: bool
+    ring: RingNumbers | None = None
 
     @property
     def runs_whole_micro(self) -> bool:
@@ -198,7 +217,9 @@ class Candidate:
             num_workers=problem.num_workers,
             num_micro=self.num_micro,
             num_steps=num_steps,
-            slack=problem.slack,
+            slack=problem.slack if self.ring is None else self.ring.slack,
+            chunks=1 if self.ring is None else self.ring.chunks,
+            groups=None if self.ring is None else self.ring.num_groups(problem.num_workers),
             width=self.width,
             tied=tied,
             proved=False,
@@ -210,8 +231,9 @@ def candidates(problem: Problem) -> Iterator[Candidate]:
 
     Of pipelines: each width and depth whose product is the number of workers, each size of a
     micro-batch that divides the batch, with and without rematerialisation. Of workers that run
-    whole micro-batches: one, two and four stages per worker, one micro-batch for each. Whether
-    axes and numbers fit together is not asked here.
+    whole micro-batches: one, two and four stages per worker, one micro-batch for each, and around
+    a ring the numbers that are predicted to be fastest. Whether axes and numbers fit together is
+    not asked here.
 
     Source: the search space of PipeDream-2BW's planner, section 4,
         https://arxiv.org/abs/2006.09503; presets are added.
@@ -232,8 +254,12 @@ def candidates(problem: Problem) -> Iterator[Candidate]:
 
 def _replicated(problem: Problem, preset: str) -> Iterator[Candidate]:
     micro_size, rest = divmod(problem.samples, problem.num_workers)
+    if not micro_size or rest:
+        return
     counts = {min(k * problem.num_workers, problem.num_units) for k in _FINENESS}
-    for num_stages in sorted(counts) if micro_size and not rest else ():
+    ring = _around_ring(problem, preset, micro_size)
+    numbers = [(num_stages, None) for num_stages in sorted(counts)]
+    for num_stages, found in [*numbers, *([] if ring is None else [(ring.num_stages, ring)])]:
         yield Candidate(
             preset=preset,
             width=1,
@@ -241,7 +267,34 @@ def _replicated(problem: Problem, preset: str) -> Iterator[Candidate]:
             num_micro=problem.num_workers,
             micro_size=micro_size,
             remat=False,
+            ring=found,
         )
+
+
+def _around_ring(problem: Problem, preset: str, micro_size: int) -> RingNumbers | None:
+    """Choose stages, chunks, slack and groups for a preset's rule; None where it has no ring."""
+    axes = PRESETS[preset]
+    is_delayed = axes.weights == "delayed"
+    has_ring = axes.placement == "replicated" and not SHARDINGS[axes.sharding].gathers
+    if problem.num_workers == 1 or not has_ring or not (is_delayed or axes.weights == "freshest"):
+        return None
+    profile, states = problem.profile(micro_size), problem.states
+    found = best_around_ring(
+        lambda num_stages: Stages.even(profile, num_stages, together=True).costs(
+            kept=states.kept, sums=states.sums
+        ),
+        problem.ring_network,
+        problem.num_workers,
+        RingChoices(
+            most_stages=problem.num_units,
+            slacks=(problem.slack,) if problem.slack else None,
+            chunks=None if problem.chunks is None else (problem.chunks,),
+            delayed=(is_delayed,),
+            shardings=(axes.sharding,),
+            group_sizes=problem.group_sizes,
+        ),
+    )
+    return None if found is None else found.numbers
 
 
 def _pipelines(problem: Problem, preset: str, width: int, depth: int) -> Iterator[Candidate]:

@@ -112,7 +112,10 @@ class Fitter:
 
     def _plan(self, candidate: Candidate, tied: tuple[tuple[int, ...], ...] = ()) -> Plan:
         num_steps = steps_to_count(candidate.num_stages, candidate.of_each)
-        key = candidate.preset, candidate.width, candidate.num_stages, candidate.num_micro, tied
+        key = (
+            candidate.preset, candidate.width, candidate.num_stages, candidate.num_micro,
+            candidate.ring, tied,
+        )  # fmt: skip
         if key not in self._plans:
             self._plans[key] = candidate.plan(self._problem, num_steps=num_steps, tied=tied)
         return self._plans[key]
@@ -172,6 +175,8 @@ class Fitter:
 
 
 def _has_one_stage_per_worker(plan: Plan) -> bool:
+    if plan.axes.placement.runs_whole_micro:
+        return False
     homes = [w for j in range(plan.num_stages) for w in plan.axes.placement.workers_of(j)]
     return len(homes) == len(set(homes))
 

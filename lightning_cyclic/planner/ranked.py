@@ -6,7 +6,7 @@ that no run of these stages can beat, which the search also uses to rule plans o
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from typing import final
@@ -14,8 +14,10 @@ from typing import final
 from lightning_cyclic.planner.candidates import Problem
 from lightning_cyclic.planner.fit import Fit, paces_s
 from lightning_cyclic.simulate.engine import simulate
+from lightning_cyclic.simulate.steady import is_quick, steady_step_s
 
 _MOST_CELLS = 20_000  # (micro-batch, stage, step) cells to simulate: some two seconds
+_FEW_STEPS = 10  # to be steady, where workers run whole micro-batches
 
 
 @final
@@ -58,14 +60,20 @@ class RankedPlan:
 
 def timed(fit: Fit, problem: Problem) -> RankedPlan:
     """Simulate a plan, or compute its closed form where that would take too long."""
-    if fit.plan.num_micro * fit.plan.num_stages * fit.plan.num_steps > _MOST_CELLS:
-        step_s, bubble, is_simulated = _closed_form(fit, problem)
-    else:
-        costs = fit.stages.costs(
-            remat=fit.candidate.remat, kept=problem.states.kept, sums=problem.states.sums
-        )
-        result = simulate(fit.plan.programs, costs, problem.network, fit.plan)
+    costs = fit.stages.costs(
+        remat=fit.candidate.remat, kept=problem.states.kept, sums=problem.states.sums
+    )
+    plan, runs_whole = fit.plan, fit.candidate.runs_whole_micro
+    short = replace(plan, num_steps=_FEW_STEPS)
+    if plan.num_micro * plan.num_stages * plan.num_steps * plan.chunks <= _MOST_CELLS:
+        network = problem.ring_network if runs_whole else problem.network
+        result = simulate(plan.programs, costs, network, plan)
         step_s, bubble, is_simulated = result.step_s, max(result.bubble), True
+    elif runs_whole and is_quick(short):
+        step_s = steady_step_s(short, costs, problem.ring_network)
+        bubble, is_simulated = 1 - sum(_compute_s(fit)) / step_s if step_s else 0.0, True
+    else:
+        step_s, bubble, is_simulated = _closed_form(fit, problem)
     return RankedPlan(
         fit=fit,
         samples=problem.samples,

@@ -50,5 +50,5 @@ def reference(problem: Problem) -> Reference | None:
     memory = memory_of_lockstep(costs, problem.states.optimizer)
     if memory.total > problem.memory_bytes:
         return None
-    step = best_lockstep(costs, problem.network, problem.num_workers)
+    step = best_lockstep(costs, problem.ring_network, problem.num_workers)
     return Reference(step=step, samples=problem.samples, memory_bytes=memory.total)

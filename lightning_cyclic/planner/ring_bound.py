@@ -56,7 +56,7 @@ def ring_bound_s(
     if num_workers == 1:
         return compute_s
     if group_size == 1:
-        port_s = _quickest(network).transfer_s(_most_bytes(costs, num_workers, slack, sharding))
+        port_s = quickest(network).transfer_s(_most_bytes(costs, num_workers, slack, sharding))
     else:
         port_s = _port_of_groups_s(costs, network, num_workers, group_size)
     ring = _Ring(network, num_workers, group_size, chunks)
@@ -123,7 +123,7 @@ class _Ring:
     def __init__(self, network: Network, num_workers: int, group_size: int, chunks: int) -> None:
         self.num_groups = num_workers // group_size
         self.is_grouped = group_size > 1
-        self._far, self._near, self._chunks = network, _quickest(network), chunks
+        self._far, self._near, self._chunks = network, quickest(network), chunks
         # of so many hops in a row one leaves a host, if there are several
         most = max(Counter(network.hosts[::group_size]).values(), default=1)
         self._run = most if most < self.num_groups else 0
@@ -174,7 +174,7 @@ def fresh_readers(j: int, num_stages: int, num_workers: int, slack: int) -> int:
     return 0 if spare < 0 else min(num_workers, 1 + spare * num_workers // (2 * num_stages))
 
 
-def _quickest(network: Network) -> Network:
+def quickest(network: Network) -> Network:
     """Return a link that none is faster than."""
     if network.inside is None:
         return network

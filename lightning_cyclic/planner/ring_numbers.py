@@ -52,9 +52,13 @@ class RingNumbers(NamedTuple):
             slack=self.slack,
             sharding=self.sharding,
             chunks=self.chunks,
-            groups=num_workers // self.group_size if self.group_size > 1 else None,
+            groups=self.num_groups(num_workers),
             proved=False,
         )
+
+    def num_groups(self, num_workers: int) -> int | None:
+        """Return how many groups there are; None where each worker is one."""
+        return num_workers // self.group_size if self.group_size > 1 else None
 
     def behind(self, num_workers: int) -> Fraction:
         """Return by how many updates forwards are behind, on average.
@@ -63,7 +67,7 @@ class RingNumbers(NamedTuple):
             >>> str(RingNumbers(False, 0, 8, 1, "optimizer").behind(8))
             '7/16'
         """
-        num_groups = num_workers // self.group_size
+        num_groups = self.num_groups(num_workers) or num_workers
         if self.is_delayed:
             return Fraction(num_groups > 1)
         stages = range(self.num_stages)

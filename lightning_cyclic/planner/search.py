@@ -23,6 +23,7 @@ from lightning_cyclic.plan.plan import Plan
 from lightning_cyclic.planner.candidates import Candidate, Problem, candidates
 from lightning_cyclic.planner.fit import Fit, Fitter, pace_s
 from lightning_cyclic.planner.ranked import RankedPlan, least_step_s, staleness, timed
+from lightning_cyclic.planner.ring_bound import quickest
 from lightning_cyclic.simulate.units import show_bytes
 
 _MOST_CELLS = 100_000  # (micro-batch, stage, step) cells to count memory on: some ten seconds
@@ -96,7 +97,7 @@ def _distinct(plans: Iterator[RankedPlan]) -> Iterator[RankedPlan]:
     shown: dict[Candidate, list[RankedPlan]] = {}
     for plan in plans:
         candidate = plan.fit.candidate
-        others = shown.setdefault(replace(candidate, preset="", num_stages=0), [])
+        others = shown.setdefault(replace(candidate, preset="", num_stages=0, ring=None), [])
         if not any(_is_alike(plan, other) for other in others):
             others.append(plan)
             yield plan
@@ -215,6 +216,8 @@ class _Search:
         """Return a step time that no cut of a candidate can beat."""
         profile = self._problem.profile(candidate.micro_size)
         through_s = sum(u.forward_s * (1 + candidate.remat) + u.backward_s for u in profile.units)
+        if candidate.ring is not None and candidate.ring.group_size > 1:
+            return through_s  # groups have ports of two kinds
         if candidate.runs_whole_micro:
             return max(through_s, self._exchange_s())
         key = candidate.micro_size, candidate.num_stages, candidate.remat
@@ -232,7 +235,7 @@ class _Search:
         tied = sum(tie.bytes * (len(tie.units) - 1) for tie in problem.profiles[0].ties)
         size = sum(unit.param_bytes for unit in problem.profiles[0].units) - tied
         share = 2 * (problem.num_workers - 1) / problem.num_workers
-        return problem.network.transfer_s(share * size * problem.states.kept)
+        return quickest(problem.ring_network).transfer_s(share * size * problem.states.kept)
 
     def _fit(self, candidate: Candidate, time_s: float) -> None:
         try:

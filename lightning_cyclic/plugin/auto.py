@@ -33,6 +33,7 @@ from lightning_cyclic.planner.candidates import (
 from lightning_cyclic.planner.data_parallel import ALIKE
 from lightning_cyclic.planner.ranked import RankedPlan
 from lightning_cyclic.planner.reference import Reference, reference
+from lightning_cyclic.planner.ring_numbers import sizes_of_groups
 from lightning_cyclic.planner.search import search
 from lightning_cyclic.planner.table import table, written
 from lightning_cyclic.plugin.checks import check_bytes
@@ -100,6 +101,15 @@ def on_hosts(network: Network, hosts: Sequence[str]) -> Network:
         ),
     )
     return replace(network, hosts=tuple(numbers[host] for host in hosts), inside=inside)
+
+
+def sizes_of_groups_of(trainer: Trainer, hosts: Sequence[str]) -> tuple[int, ...]:
+    """Return how many workers may be a group: those of one host, if nothing forbids it."""
+    # buffers go from one worker to the next, of all batches of a step
+    has_buffers = any(True for _ in trainer.lightning_module.buffers())
+    if has_buffers and trainer.accumulate_grad_batches > 1:
+        return (1,)
+    return tuple(sizes_of_groups(len(hosts), hosts)) if hosts else (1,)
 
 
 def _number(given: object, parse: Callable[[str], float]) -> float:
@@ -170,12 +180,13 @@ class AutoPlan:
         """Say whether a plan has been chosen."""
         return self._chosen is not None
 
-    def choose(self, trainer: Trainer, check: Check) -> Options:
+    def choose(self, trainer: Trainer, check: Check, hosts: Sequence[str]) -> Options:
         """Return the options of this run; all workers must call it.
 
         Args:
             trainer: whose module is on its device.
             check: refuses options that do not fit the Trainer.
+            hosts: of each rank.
 
         Raises:
             PlanError: no plan fits; on every worker.
@@ -184,7 +195,7 @@ class AutoPlan:
         module, workers = trainer.lightning_module, trainer.world_size
         known = self._chosen is not None and self._module in (None, module)
         if not known or (self._chosen or {})["num_workers"] != workers:
-            self._chosen = told_by_rank_0(trainer, lambda: self._choice(trainer, check))
+            self._chosen = told_by_rank_0(trainer, lambda: self._choice(trainer, check, hosts))
             rank_zero_info(self._chosen["why"])
         self._module = module
         assert self._chosen is not None
@@ -204,10 +215,10 @@ class AutoPlan:
 
     # ------------------------------------------------------------------ on rank 0
 
-    def _choice(self, trainer: Trainer, check: Check) -> dict[str, Any]:
+    def _choice(self, trainer: Trainer, check: Check, hosts: Sequence[str]) -> dict[str, Any]:
         presets = self._checked_presets(trainer.world_size, check)
         batch = first_batch(trainer)
-        problems = self._problems(trainer, batch, presets)
+        problems = self._problems(trainer, batch, presets, hosts)
         best, self._problem = _best(problems)
         options, why = _options(best), _why(best, self._problem)
         ddp = self._ddp(problems[-1], presets)
@@ -245,7 +256,7 @@ class AutoPlan:
         return tuple(kept)
 
     def _problems(
-        self, trainer: Trainer, batch: Any, presets: tuple[str, ...]
+        self, trainer: Trainer, batch: Any, presets: tuple[str, ...], hosts: Sequence[str]
     ) -> tuple[Problem, ...]:
         """Measure the module; return what is asked of the planner, for each number of replicas.
 
@@ -272,6 +283,11 @@ class AutoPlan:
                 micro_sizes=sizes,
                 sparsity=sparsity,
                 precision=precision,
+                chunks=asked.chunks
+                if isinstance(asked.chunks, int) and asked.chunks > 1
+                else None,
+                host_network=on_hosts(asked.network, hosts),
+                group_sizes=sizes_of_groups_of(trainer, hosts),
             )
             for width in range(1, num_workers + 1)
             if num_workers % width == 0 and asked.width in (1, width)
@@ -348,7 +364,12 @@ def _best(problems: tuple[Problem, ...]) -> tuple[RankedPlan, Problem]:
 def _options(plan: RankedPlan) -> dict[str, Any]:
     """Return the options of a plan, as plain data."""
     candidate, names = plan.fit.candidate, plan.fit.stages.names[1:]
+    ring, num_workers = candidate.ring, plan.fit.plan.num_workers
+    of_ring = {} if ring is None else {
+        "slack": ring.slack, "chunks": ring.chunks, "groups": ring.num_groups(num_workers),
+    }  # fmt: skip
     return {
+        **of_ring,
         "preset": candidate.preset,
         "stages": list(names) if names else 1,
         "num_micro": None if candidate.runs_whole_micro else candidate.of_each,

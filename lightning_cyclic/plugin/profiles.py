@@ -27,14 +27,19 @@ def profiles_of(
             is measured. [the whole batch]
 
     Returns:
-        One profile for each size.
+        One profile for each size, up to the number of parts that the step cannot do with.
     """
     module = trainer.lightning_module
     found: dict[int, ModelProfile] = {}
     with _quiet(module):
         for num_parts in cuts(size_of(batch)):
             part = split(batch, num_parts)[0].batch
-            profile = measured(module, _step(trainer, part), part)
+            try:
+                profile = measured(module, _step(trainer, part), part)
+            except Exception:
+                if not found:
+                    raise
+                break  # too few rows, as one for BatchNorm; more parts have no more
             found.setdefault(profile.micro_size, profile)
     return tuple(found.values())
 

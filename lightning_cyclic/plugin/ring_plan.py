@@ -24,9 +24,9 @@ from lightning_cyclic.planner.data_parallel import (
 )
 from lightning_cyclic.planner.partition import balance
 from lightning_cyclic.planner.profile import ModelProfile
-from lightning_cyclic.planner.ring_numbers import RingChoices, RingNumbers, sizes_of_groups
+from lightning_cyclic.planner.ring_numbers import RingChoices, RingNumbers
 from lightning_cyclic.planner.stages import Stages
-from lightning_cyclic.plugin.auto import on_hosts
+from lightning_cyclic.plugin.auto import on_hosts, sizes_of_groups_of
 from lightning_cyclic.plugin.checks import check_hosts_of_groups
 from lightning_cyclic.plugin.first_batch import first_batch
 from lightning_cyclic.plugin.options import Options
@@ -171,11 +171,7 @@ def _group_sizes(
     """Return how many workers may be a group."""
     if options.groups != "auto":
         return (plan.group_size,)
-    # their buffers go from one worker to the next, of all batches of a step
-    is_handed_on = any(True for _ in trainer.lightning_module.buffers())
-    if is_handed_on and trainer.accumulate_grad_batches > 1:
-        return (1,)
-    return tuple(sizes_of_groups(len(hosts), hosts))
+    return sizes_of_groups_of(trainer, hosts)
 
 
 def _ddp_step_s(profile: ModelProfile, network: Network, num_workers: int) -> float:

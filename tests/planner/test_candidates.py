@@ -5,6 +5,10 @@ import pytest
 from lightning_cyclic.errors import PlanError
 from lightning_cyclic.planner import DEFAULT_PRESETS, ModelProfile, Problem, UnitProfile
 from lightning_cyclic.planner.candidates import candidates
+from lightning_cyclic.planner.data_parallel import best_around_ring
+from lightning_cyclic.planner.ring_numbers import RingChoices
+from lightning_cyclic.planner.stages import Stages
+from lightning_cyclic.simulate import Network
 
 
 def profile(count=8, micro_size=4):
@@ -42,11 +46,39 @@ def test_no_more_stages_than_units():
 
 
 def test_workers_that_run_whole_micro_batches_have_finer_and_finer_stages():
-    assert found(presets=("cyclic_dp",), num_workers=2) == [
+    assert found(presets=("lockstep_dp",), num_workers=2) == [
         (1, num_stages, 2, 4, False) for num_stages in (2, 4, 8)
     ]
-    assert [case[1] for case in found(presets=("cyclic_dp",))] == [4, 8]  # no more than units
-    assert found(presets=("cyclic_dp",), batch_size=6) == []
+    assert [case[1] for case in found(presets=("lockstep_dp",))] == [4, 8]  # no more than units
+    assert found(presets=("lockstep_dp",), batch_size=6) == []
+
+
+@pytest.mark.parametrize("slack", [0, 3])
+def test_around_a_ring_numbers_are_those_that_the_network_asks_for(slack):
+    far = Network(latency_s=0.02, bandwidth_bytes_per_s=1e3)
+    hosts = replace(far, hosts=(0, 0, 1, 1), inside=Network())
+    given = problem(
+        presets=("cyclic_dp", "cyclic_dp_v1", "cyclic_zero"), network=Network(),
+        host_network=hosts, group_sizes=(1, 2), slack=slack,
+    )  # fmt: skip
+    rings = {c.preset: c for c in candidates(given) if c.ring is not None}
+    assert set(rings) == {"cyclic_dp", "cyclic_dp_v1"}
+    for preset, candidate in rings.items():
+        expected = best_around_ring(
+            lambda num: Stages.even(given.profiles[0], num, together=True).costs(), hosts, 4,
+            RingChoices(
+                most_stages=8, delayed=(preset == "cyclic_dp_v1",), group_sizes=(1, 2),
+                slacks=(slack,) if slack else None,
+                shardings=("none" if preset == "cyclic_dp_v1" else "optimizer",),
+            ),
+        )  # fmt: skip
+        assert candidate.ring == expected.numbers
+        plan = candidate.plan(given, num_steps=6)
+        assert candidate.num_stages == plan.num_stages == expected.numbers.num_stages
+        assert (plan.slack, plan.chunks) == (candidate.ring.slack, candidate.ring.chunks)
+        assert (plan.group_size, plan.preset) == (candidate.ring.group_size, preset)
+    assert rings["cyclic_dp"].ring.group_size == 2
+    assert not any(c.ring for c in candidates(replace(given, num_workers=1)))
 
 
 def test_shared_places():

@@ -55,10 +55,9 @@ def everything(given_):
             plans.append(timed(fit, given_))
     distinct = []
     for plan in sorted(plans, key=key):
-        numbers = replace(plan.fit.candidate, preset="", num_stages=0)
-        alike = [
-            p for p in distinct if replace(p.fit.candidate, preset="", num_stages=0) == numbers
-        ]
+        unnamed = {"preset": "", "num_stages": 0, "ring": None}
+        numbers = replace(plan.fit.candidate, **unnamed)
+        alike = [p for p in distinct if replace(p.fit.candidate, **unnamed) == numbers]
         presets = {p.fit.candidate.preset for p in alike}
         programs = [p.fit.plan.programs for p in alike]
         if plan.fit.candidate.preset not in presets and plan.fit.plan.programs not in programs:

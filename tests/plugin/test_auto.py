@@ -81,7 +81,7 @@ def fit(
     seed_everything(7, verbose=False)
     trainer.fit(module, ckpt_path=ckpt_path)
     chosen = strategy._chosen
-    names = ("preset", "stages", "num_micro", "width", "remat", "slack", "chunks")
+    names = ("preset", "stages", "num_micro", "width", "remat", "slack", "chunks", "groups")
     return {
         "weights": weights_of(module),
         "metrics": {name: float(x) for name, x in trainer.callback_metrics.items()},
@@ -124,6 +124,7 @@ def assert_same_runs(auto: list[dict[str, Any]], named: list[dict[str, Any]]) ->
         (2, {"width": 2, "num_micro": 2}),
         (2, {"sharding": "full"}),
         (2, {"placement": "shared"}),
+        (4, {"latency": "20ms", "weights": "freshest", "placement": "replicated"}),
     ],
 )
 @pytest.mark.multi
@@ -136,6 +137,7 @@ def test_a_run_is_the_one_of_the_plan_that_was_chosen(
     assert {rank["plan"] for rank in auto} == {chosen["preset"]}
     for name in ("num_micro", "width", "remat"):
         assert chosen[name] == asked.get(name, chosen[name])
+    assert (chosen["groups"] == 2) == (num_ranks == 4)  # fewer to wait for
     named = processes.run(fit, num_ranks, chosen)
     assert_same_runs(auto, named)
     made = [rank["random"][1] for rank in auto]  # rank 0 asks for the data once more
