@@ -87,7 +87,7 @@ def sequential(job: Job, rule: str, stage_of: dict[str, int], max_norm: float | 
         more("cyclic_pipeline", 2, "vit", False, {}),
         ("cyclic_pipeline", 4, "vit", False, {}),
         ("cyclic_pipeline", 2, "vit", True, BY_STAGE),
-        ("cyclic_mp", 1, "vit", False, {}),
+        more("cyclic_mp", 1, "vit", False, {}),
         pytest.param("cyclic_mp", 2, "vit", False, {}, marks=pytest.mark.exhaustive),
         pytest.param("cyclic_mp", 4, "vit", True, BY_STAGE, marks=pytest.mark.exhaustive),
         ("cyclic_mp", 4, "resnet", False, {}),  # with a schedule, and buffers that change
@@ -124,7 +124,7 @@ def test_scales_and_skipped_updates_follow_the_rule(
 @pytest.mark.parametrize(
     "strategy",
     [
-        {"preset": "pipedream_2bw"},
+        more({"preset": "pipedream_2bw"}),
         {"preset": "pipeoptim"},
         more({"preset": "cyclic_mp"}),
         {"preset": "cyclic_mp", "warmup_steps": 2, **DELAYED},

@@ -105,7 +105,7 @@ class ThawsByEpoch(Plain):
 @pytest.mark.parametrize(
     "strategy",
     [
-        {"preset": "cyclic_dp", "stages": ["net.2"]},
+        more({"preset": "cyclic_dp", "stages": ["net.2"]}),
         {"preset": "cyclic_zero", "stages": ["net.2"]},
         more({"preset": "weipipe", "stages": ["net.2"]}),
         more({"preset": "cyclic_dp_v1", "stages": ["net.2"]}),

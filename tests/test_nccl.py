@@ -65,7 +65,7 @@ def trained(job: Job, strategy: Any, folder: str) -> Any:
 
 
 PIPELINES = [
-    ("gpipe", "resnet", 2, {}),
+    more("gpipe", "resnet", 2, {}),
     pytest.param("1f1b", "resnet", 4, {}, marks=pytest.mark.exhaustive),
     pytest.param("1f1b", "gpt2", 4, {}, marks=pytest.mark.exhaustive),
     ("1f1b", "resnet", 4, {"width": 2}), ("cyclic_pipeline", "gpt2", 4, {}),

@@ -33,6 +33,7 @@ REPRESENTATIVE = ["resnet", "unet", "gru", "gpt2", "t5"]
 DROPS = [name for name in CASES if name != "mamba"]  # which has no dropout
 DROPS_ALIKE = {
     "unet", "inception", "siamese", "frozen", "bert", "gpt2", "llama", "vit", "whisper", "mixtral",
+    "lstm", "resnet",
 }  # fmt: skip
 GPIPE, F1B = "gpipe", "1f1b"
 EXHAUSTIVE = pytest.mark.exhaustive
@@ -209,7 +210,9 @@ def test_rematerialisation_in_four_processes(name: str, preset: str, remat: str)
 # ---------------------------------------------------------------------- replicas
 
 
-@pytest.mark.parametrize(("name", "preset"), alternating(REPRESENTATIVE, alike=["unet", "gru"]))
+@pytest.mark.parametrize(
+    ("name", "preset"), alternating(REPRESENTATIVE, alike=["unet", "gru", "t5"])
+)
 def test_two_replicas_of_two_stages(name: str, preset: str) -> None:
     job = Job(case=name)
     ranks = pipelines(job, 4, preset=preset, stages=2, width=2)
@@ -246,7 +249,7 @@ def test_dropout_in_four_processes_and_under_the_other_schedule() -> None:
     assert_equal_runs(pipelines(job, 2, preset=F1B, stages=4), one)
 
 
-@pytest.mark.parametrize("name", ["resnet", "vae", more("gpt2")])
+@pytest.mark.parametrize("name", ["resnet", more("vae"), more("gpt2")])
 def test_rematerialisation_draws_the_same_numbers(name: str) -> None:
     job = Job(case=name, dropout=0.2)
     kept = pipelines(job, 1, preset=F1B, stages=4)[0]

@@ -257,6 +257,7 @@ def test_no_task_outlives_one_that_dies(cluster: Cluster, clone: Path) -> None:
     until(lambda: not cluster.processes(), 20, "all tasks have ended")
 
 
+@MORE  # a job that is asked to requeue goes on the same way
 def test_a_job_goes_on_from_its_newest_checkpoint_when_a_node_fails(
     cluster: Cluster, clone: Path, expected: Weights
 ) -> None:

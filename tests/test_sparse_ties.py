@@ -46,7 +46,7 @@ SHARED = replace(GPT, module=SharedLayers)
     ("preset", "num_ranks", "job", "compute", "clip", "dense", "more"),
     [
         more("1f1b", 2, GPT, "bf16-true", 0.1, EMBEDDING, {"stages": 2}),
-        ("1f1b", 4, SHARED, "bf16-true", 0.1, "", {}),
+        more("1f1b", 4, SHARED, "bf16-true", 0.1, "", {}),
         more("1f1b", 2, SHARED, "32-true", None, EMBEDDING, {}),
         more("1f1b", 4, GPT, "bf16-true", 0.1, "", {"width": 2, "stages": 2}),
         more("gpipe", 2, SHARED, "16-true", None, "", {"remat": "always"}),

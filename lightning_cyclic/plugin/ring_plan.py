@@ -66,13 +66,13 @@ class RingPlan:
             ConfigurationError: "auto" with data that can be read once only; on every worker.
         """
         module, workers = trainer.lightning_module, trainer.world_size
-        check_hosts_of_groups(options.plan(1), hosts)
         if not _is_predicted(trainer, options):
             return replace(
                 options,
                 slack=0 if options.slack == "auto" else options.slack,
                 groups=None if options.groups == "auto" else options.groups,
             )
+        check_hosts_of_groups(options.plan(1), hosts)
         known = self._chosen is not None and self._module in (None, module)
         if not known or (self._chosen or {})["num_workers"] != workers:
             decide = _choice if options.left_open else _comparison

@@ -20,7 +20,6 @@ ALWAYS = {  # what has gone wrong before, or nearly did; the others with -m exha
     "metrics": ["cyclic_zero"],
     "statistics": ["cyclic_zero"],
     "thawing": ["cyclic_zero"],
-    "gpt2": ["pipedream_2bw"],
     "validated in mid epoch": ["cyclic_zero", "cyclic_mp"],
 }
 

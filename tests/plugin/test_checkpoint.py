@@ -73,7 +73,7 @@ def load(path: Path) -> dict[str, Any]:
     ("n", "net", "optimizer", "preset", "slack", "stages"),
     [
         (2, "batchnorm_mlp", "sgd", "cyclic_dp", 0, 4),
-        (2, "batchnorm_mlp", "adamw", "cyclic_dp_v1", 0, 4),
+        pytest.param(2, "batchnorm_mlp", "adamw", "cyclic_dp_v1", 0, 4, marks=ONE_MORE),
         pytest.param(2, "mlp", "adamw", "cyclic_dp", 2, 8, marks=ONE_MORE),
         pytest.param(4, "resnet", "sgd", "cyclic_dp", 0, 4, marks=ONE_MORE),
         pytest.param(4, "batchnorm_mlp", "adamw", "cyclic_dp", 2, 8, marks=ONE_MORE),

@@ -163,9 +163,10 @@ def reads(strategy: dict[str, Any], num_ranks: int) -> list[int]:
 
 
 ROWS_OF_TESTS = [
-    more(PIPELINE, 2, "plain"), (REPLICAS, 2, "plain"), (PIPELINE, 2, "plain workers"),
+    more(PIPELINE, 2, "plain"), (REPLICAS, 2, "plain"), more(PIPELINE, 2, "plain workers"),
     more(REPLICAS, 2, "plain workers"), (WIDE, 4, "plain"), (PIPELINE, 2, "generator"),
-    more(REPLICAS, 2, "generator"), (PIPELINE, 2, "stateful"), (REPLICAS, 2, "stateful workers"),
+    more(REPLICAS, 2, "generator"), more(PIPELINE, 2, "stateful"),
+    (REPLICAS, 2, "stateful workers"),
 ]  # fmt: skip
 
 
@@ -216,7 +217,7 @@ def test_orders_that_lightning_deals_are_those_of_their_epoch(start: int, tmp_pa
 @pytest.mark.parametrize(
     ("kind", "text"),
     [
-        ("stream", r"an IterableDataset without state (Stream)"),
+        more("stream", r"an IterableDataset without state (Stream)"),
         ("sampler", "a sampler without state (Backwards)"),
         ("iterable", "no state (Batches is no DataLoader)"),
         ("persistent", "persistent_workers=True"),

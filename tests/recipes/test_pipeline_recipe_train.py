@@ -105,7 +105,7 @@ TWO = {  # with the stages by name: those of a number are measured, and differ f
 @pytest.mark.multi
 @pytest.mark.parametrize(
     "experiment",
-    chosen(TWO, ["pipeoptim_translation", "2bw_gpt"]),
+    chosen(TWO, ["2bw_gpt"]),
 )
 def test_two_processes_end_with_the_checkpoint_of_one(experiment, compose_recipe, tmp_path):
     cfg = compose_recipe(
