@@ -141,7 +141,8 @@ def test_processes_may_share_a_device(device: str) -> None:
 def test_the_copy_waits_for_what_computes_and_the_host_does_not() -> None:
     sender, receiver = pair()
     data, there = room(1 << 20).cuda(), room(1 << 20).cuda()
-    for _ in range(2):  # pinned memory, once made, is used again: making it may stop the GPU
+    for _ in range(2):  # pinned memory and kernels, once made, are used again: that stops the GPU
+        data.fill_(4)
         first = receiver.irecv(ring(), there)
         sender.isend(ring(), data).wait()
         first.wait()
