@@ -2,10 +2,13 @@
 
     python benchmarks/when_faster.py --out when_faster.csv
     python benchmarks/when_faster.py --from when_faster.csv --pictures docs/images
+    python benchmarks/when_faster.py --out hosts.csv --per-host 8 --workers 16 64 256
 
 For each number of workers, latency, bandwidth, size of the model and step time the planner
-chooses stages, chunks, slack and sharding, or lockstep, whose all-reduce and buckets are the best
-there are. Predictions of the simulator; what it leaves out stands in docs/simulator.md.
+chooses stages, chunks, slack, sharding and, on hosts of several workers, groups; or lockstep,
+whose all-reduce and buckets are the best there are. Inside hosts links are those that
+`lightning-cyclic simulate` takes. Predictions of the simulator; what it leaves out stands in
+docs/simulator.md.
 """
 
 from __future__ import annotations
@@ -13,13 +16,22 @@ from __future__ import annotations
 import argparse
 import csv
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 from lightning_cyclic.planner import RingChoices, choose_data_parallel
-from lightning_cyclic.simulate import Costs, Network, show_bytes, show_seconds
+from lightning_cyclic.planner.candidates import INSIDE_BANDWIDTH, INSIDE_LATENCY
+from lightning_cyclic.simulate import (
+    Costs,
+    Network,
+    parse_bandwidth,
+    parse_seconds,
+    show_bytes,
+    show_seconds,
+)
 
 WORKERS = (8, 16, 64, 256, 1024)
 BANDWIDTHS = (1.25e8, 1.25e9, 1.25e10)  # 1, 10, 100 Gbit/s
@@ -27,6 +39,10 @@ LATENCIES_S = (5e-6, 50e-6, 1e-3, 1e-2)
 MODEL_BYTES = (1e7, 1e8, 1e9, 1e10)
 MOST_STAGES = 64  # that a module can be cut into: of a transformer, two per block
 CLEARLY = 1.2
+INSIDE = Network(
+    latency_s=parse_seconds(INSIDE_LATENCY),
+    bandwidth_bytes_per_s=parse_bandwidth(INSIDE_BANDWIDTH),
+)
 
 
 def main() -> None:
@@ -36,10 +52,15 @@ def main() -> None:
     parser.add_argument("--from", dest="source", type=Path, help="file to read a map from")
     parser.add_argument("--pictures", type=Path, help="folder for pictures of it")
     parser.add_argument("--workers", type=int, nargs="+", default=WORKERS)
+    parser.add_argument("--sizes", type=float, nargs="+", default=MODEL_BYTES)
+    parser.add_argument("--per-host", type=int, default=1, help="workers of a host")
     parser.add_argument("--step-s", type=float, nargs="+", default=[0.1])
     arguments = parser.parse_args()
     if arguments.out is not None:
-        write(arguments.out, arguments.workers, arguments.step_s)
+        places = product(
+            arguments.step_s, arguments.workers, arguments.sizes, BANDWIDTHS, LATENCIES_S
+        )
+        write(arguments.out, places, arguments.per_host)
     source = arguments.source or arguments.out
     rows = read(source)
     print("\n".join(summary(rows)))
@@ -48,13 +69,15 @@ def main() -> None:
             draw([r for r in rows if r["step_s"] == step_s], step_s, arguments.pictures)
 
 
-def write(path: Path, workers: list[int], steps_s: list[float]) -> None:
+def write(path: Path, places: Iterator[tuple[Any, ...]], per_host: int) -> None:
     """Write a row for each place of the map, as soon as it is known."""
     with path.open("w", newline="") as file:
         writer: csv.DictWriter[str] | None = None
-        places = product(steps_s, workers, MODEL_BYTES, BANDWIDTHS, LATENCIES_S)
         for step_s, num_workers, model_bytes, bandwidth, latency_s in places:
             network = Network(latency_s=latency_s, bandwidth_bytes_per_s=bandwidth)
+            if per_host > 1:
+                hosts = tuple(w // per_host for w in range(num_workers))
+                network = replace(network, hosts=hosts, inside=INSIDE)
             found = row(step_s, num_workers, model_bytes, network)
             if writer is None:
                 writer = csv.DictWriter(file, list(found))
@@ -84,12 +107,13 @@ def row(step_s: float, num_workers: int, model_bytes: float, network: Network) -
         "chunks": "" if numbers is None else numbers.chunks,
         "slack": "" if numbers is None else numbers.slack,
         "sharding": "" if numbers is None else numbers.sharding,
+        "groups": "" if numbers is None else num_workers // numbers.group_size,
     }
 
 
 def read(path: Path) -> list[dict[str, Any]]:
     """Return the rows of a map."""
-    words = {"all_reduce", "preset", "stages", "chunks", "slack", "sharding"}
+    words = {"all_reduce", "preset", "stages", "chunks", "slack", "sharding", "groups"}
     with path.open(newline="") as file:
         return [
             {name: value if name in words else float(value) for name, value in found.items()}

@@ -148,6 +148,10 @@ class _Search:
         self._costs = {n: cut(n) for n in {numbers.num_stages for numbers in every}}
         self._bound_s = {numbers: self._least_s(numbers) for numbers in every}
         self.step_s: dict[RingNumbers, float] = {}  # of those that were simulated
+        self._ladders: defaultdict[object, list[RingNumbers]] = defaultdict(list)
+        for numbers in sorted(self._bound_s):
+            for names in _LADDERS:
+                self._ladders[names, _without(numbers, names)].append(numbers)
 
     def best(self, below_s: float) -> RingStep | None:
         """Return the best plan; None if none takes less than a limit."""
@@ -199,8 +203,7 @@ class _Search:
         """Yield the numbers that differ in one thing, by one place; more before less."""
         for step in (1, -1):
             for names in _LADDERS:
-                fixed = [n for n in self._bound_s if _without(n, names) == _without(best, names)]
-                ladder = sorted(fixed)
+                ladder = self._ladders[names, _without(best, names)]
                 place = ladder.index(best) + step
                 if 0 <= place < len(ladder):
                     yield ladder[place]

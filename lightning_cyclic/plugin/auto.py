@@ -103,7 +103,7 @@ def on_hosts(network: Network, hosts: Sequence[str]) -> Network:
     return replace(network, hosts=tuple(numbers[host] for host in hosts), inside=inside)
 
 
-def sizes_of_groups_of(trainer: Trainer, hosts: Sequence[str]) -> tuple[int, ...]:
+def possible_group_sizes(trainer: Trainer, hosts: Sequence[str]) -> tuple[int, ...]:
     """Return how many workers may be a group: those of one host, if nothing forbids it."""
     # buffers go from one worker to the next, of all batches of a step
     has_buffers = any(True for _ in trainer.lightning_module.buffers())
@@ -287,7 +287,7 @@ class AutoPlan:
                 if isinstance(asked.chunks, int) and asked.chunks > 1
                 else None,
                 host_network=on_hosts(asked.network, hosts),
-                group_sizes=sizes_of_groups_of(trainer, hosts),
+                group_sizes=possible_group_sizes(trainer, hosts),
             )
             for width in range(1, num_workers + 1)
             if num_workers % width == 0 and asked.width in (1, width)

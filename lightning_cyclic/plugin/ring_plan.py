@@ -26,7 +26,7 @@ from lightning_cyclic.planner.partition import balance
 from lightning_cyclic.planner.profile import ModelProfile
 from lightning_cyclic.planner.ring_numbers import RingChoices, RingNumbers
 from lightning_cyclic.planner.stages import Stages
-from lightning_cyclic.plugin.auto import on_hosts, sizes_of_groups_of
+from lightning_cyclic.plugin.auto import on_hosts, possible_group_sizes
 from lightning_cyclic.plugin.checks import check_hosts_of_groups
 from lightning_cyclic.plugin.first_batch import first_batch
 from lightning_cyclic.plugin.options import Options
@@ -171,7 +171,7 @@ def _group_sizes(
     """Return how many workers may be a group."""
     if options.groups != "auto":
         return (plan.group_size,)
-    return sizes_of_groups_of(trainer, hosts)
+    return possible_group_sizes(trainer, hosts)
 
 
 def _ddp_step_s(profile: ModelProfile, network: Network, num_workers: int) -> float:
