@@ -25,6 +25,7 @@ from torch._C import (
 )
 
 from lightning_cyclic.runtime.absent import AbsentBuffer, AbsentParameter
+from lightning_cyclic.runtime.partial_step.batch_reads import BatchReads
 from lightning_cyclic.runtime.partial_step.call_router import CallRouter, Unit
 from lightning_cyclic.runtime.partial_step.ghosts import Ghost, Handle, ask, real, tensors_in
 from lightning_cyclic.runtime.partial_step.record import MARK, Delivery, Record
@@ -62,6 +63,7 @@ class Run:
         take: waits for what crossed, when the stage begins; None if that does not fit the
             replays.
         randomness: that of this step and micro-batch.
+        reads: what Python has read of the micro-batch; None where that takes no time.
     """
 
     region = 0
@@ -70,6 +72,7 @@ class Run:
     _replay: Replay | None = None  # of the region, before the stage itself
     _is_watching = False
     _draws = False  # in this region, what depends on nothing
+    _num_reads = 0  # in this region, of the batch
     _done = False
     _failure: Exception | None = None
 
@@ -80,6 +83,7 @@ class Run:
         replays: Sequence[Replay],
         take: Callable[[], Delivery | None],
         randomness: Randomness,
+        reads: BatchReads | None = None,
     ) -> None:
         self.router = router
         self.target = target
@@ -93,6 +97,7 @@ class Run:
         self._came: Mapping[Handle, Tensor] = {}
         self._changed: dict[Handle, Tensor] = {}  # tensors of the batch that an event changed
         self._randomness = randomness
+        self._reads = reads
         self._modes = (
             torch.is_grad_enabled(),
             torch.is_inference_mode_enabled(),
@@ -189,10 +194,7 @@ class Run:
             if (type(x) is not Tensor or hasattr(x, MARK)) and self._depends(x):
                 break
         else:  # also what leaves contexts behind the end
-            if not about.is_random:
-                return func(*args, **kwargs)
-            self._draws = True
-            return self._call(func, args, kwargs)
+            return self._of_batch(about, func, args, kwargs)
         if self._replay is not None:
             if not (_GHOSTS.issuperset(types) and _is_dispatched(about, types, args)):
                 self._replay.note_unseen()
@@ -208,6 +210,18 @@ class Run:
             return result
         changes_batch = about.changes_first and inputs and not self._depends(inputs[0])
         return self.record.write(about.name, result, inputs, (0,) if changes_batch else ())
+
+    def _of_batch(self, about: Known, func: Any, args: Any, kwargs: Any) -> Any:
+        """Answer a call of a torch function on what depends on the batch alone."""
+        if about.reads_value and self._reads is not None:
+            if self._replay is not None:
+                self._replay.note_unseen()  # so that the next run is watched here, too
+            number, self._num_reads = self._num_reads, self._num_reads + 1
+            return self._reads.read(self.region, number, about.name, lambda: func(*args, **kwargs))
+        if not about.is_random:
+            return func(*args, **kwargs)
+        self._draws = True
+        return self._call(func, args, kwargs)
 
     def pretend(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Answer a call of a torch function on ghosts that have no values yet."""
@@ -267,7 +281,7 @@ class Run:
         self._enter(stage)
 
     def _enter(self, region: int) -> None:
-        self.region = region
+        self.region, self._num_reads = region, 0
         if region == self.target:
             self._enter_stage()
             return

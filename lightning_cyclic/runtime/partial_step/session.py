@@ -34,6 +34,7 @@ from lightning_cyclic.runtime.gradient_store import GradientStore
 from lightning_cyclic.runtime.late_values import LateValues
 from lightning_cyclic.runtime.messages import Message, Messages
 from lightning_cyclic.runtime.norms import Norms
+from lightning_cyclic.runtime.partial_step.batch_reads import BatchReads
 from lightning_cyclic.runtime.partial_step.call_router import CallRouter
 from lightning_cyclic.runtime.partial_step.collectives import Collectives
 from lightning_cyclic.runtime.partial_step.config import StagewiseConfig, Summarise
@@ -708,12 +709,14 @@ class StagewiseSession:
     ) -> dict[int, Micro]:
         """Return the micro-batches of this worker's replica by their numbers among all."""
         width, q = self.config.width, self.worker // self._size
+        waits = self.device.type != "cpu"  # who reads a value, for what computes it
         return {
             i * width + q: Micro(
                 part.batch,
                 weight,
                 f"{kind} {signature(part.batch)}",
                 f"{kind} {family(part.batch)}",
+                BatchReads() if waits else None,
             )
             for i, (part, weight) in enumerate(zip(parts, shares, strict=True))
         }

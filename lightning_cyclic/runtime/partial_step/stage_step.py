@@ -28,6 +28,7 @@ from torch.autograd.graph import (
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.plan.actions import Action, Kind
 from lightning_cyclic.runtime.cast_copies import CastCopies
+from lightning_cyclic.runtime.partial_step.batch_reads import BatchReads
 from lightning_cyclic.runtime.partial_step.call_router import CallRouter
 from lightning_cyclic.runtime.partial_step.entry import Entry
 from lightning_cyclic.runtime.partial_step.ghosts import Handle
@@ -53,12 +54,14 @@ class Micro(NamedTuple):
         weight: its share of the step's loss, as a function of a tensor of ones.
         kind: what its tensors look like, sizes included.
         family: the same without sizes.
+        reads: what Python has read of it; None where that takes no time.
     """
 
     batch: Any
     weight: Callable[[Tensor], Tensor]
     kind: str
     family: str
+    reads: BatchReads | None = None
 
 
 class Outcome(NamedTuple):
@@ -221,7 +224,7 @@ class StageStep:
         kind, habits = micro.kind, self._habits
         habit = habits.get(kind, a.j) or habits.begin(kind, a.j, passage.packet.tapes)
         while True:
-            run = self._new_run(a, habit, partial(passage.deliver, habit))
+            run = self._new_run(a, habit, partial(passage.deliver, habit), micro.reads)
             try:
                 with self._effects.state.noting(training=self._training, region=run.stage):
                     output = run(self._step(a, micro))
@@ -234,10 +237,13 @@ class StageStep:
             self._effects.state.begin_anew(visit)
             habit = habits.begin(kind, a.j, passage.packet.tapes)
 
-    def _new_run(self, a: Action, habit: Habit, take: Callable[[], Delivery | None]) -> Run:
+    def _new_run(
+        self, a: Action, habit: Habit, take: Callable[[], Delivery | None],
+        reads: BatchReads | None,
+    ) -> Run:  # fmt: skip
         assert a.i is not None
         randomness = Randomness(self._seed, a.t, a.i, self._router.device)
-        return Run(self._router, a.j, habit.replays, take, randomness)
+        return Run(self._router, a.j, habit.replays, take, randomness, reads)
 
     def _step(self, a: Action, micro: Micro) -> Callable[[], Any]:
         """Return the user's step on a batch that its code may change: it is run once a stage."""
@@ -371,7 +377,7 @@ class StageStep:
         entry = Entry(packet.tensors, packet.with_grad, copied=False)
         sharing = Sharing.of(packet.shared, packet.stale)
         delivery = Delivery(entry.values, captured, None, habit.likely(None), sharing)
-        run = self._new_run(a, habit, lambda: delivery)
+        run = self._new_run(a, habit, lambda: delivery, self._of(a).reads)
         assert cell.found is not None
         found = self._effects.state.again(cell.found)
         with torch.enable_grad(), self._showing(a, cell), found:

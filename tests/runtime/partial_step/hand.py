@@ -42,7 +42,7 @@ def router_of(model: nn.Module, *starts: str, **more) -> CallRouter:
 
 def run_stage(
     router: CallRouter, step, target: int, before=(), *, received=None, chance=None, wanted=None,
-    path=None, likely=(), replays=None,
+    path=None, likely=(), replays=None, reads=None,
 ):  # fmt: skip
     """Run one stage behind the runs of the stages before.
 
@@ -54,7 +54,8 @@ def run_stage(
     if replays is None:
         replays = replays_of(router, before)
     delivery = Delivery(received, wanted, path, likely, Sharing({}, {}))
-    run = Run(router, target, replays, lambda: delivery, chance or Randomness(0, 0, 0, CPU))
+    chance = chance or Randomness(0, 0, 0, CPU)
+    run = Run(router, target, replays, lambda: delivery, chance, reads)
     with router.open():
         return run, run(step)
 
