@@ -7,7 +7,8 @@ step asks once; run stage by stage, the code before a stage asks again in each:
     stage 1   mask.any() -> True, known
     stage 2   mask.any() -> True, known
 
-The same code asks the same of the same batch, so answers are known by their region and number.
+The same code asks the same of the same batch, so answers are known by their region and number;
+but not of a run that ghosts of another batch have misled, which may have gone another way.
 """
 
 from __future__ import annotations
@@ -39,3 +40,7 @@ class BatchReads:
         if isinstance(answer, bool | int | float | complex):  # lists and arrays can be changed
             self._found[region, number] = name, answer
         return answer
+
+    def forget(self) -> None:
+        """Forget all, as a run was misled."""
+        self._found.clear()

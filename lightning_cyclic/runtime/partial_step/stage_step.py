@@ -235,6 +235,8 @@ class StageStep:
                 if not run.was_misled:
                     return run, output
             self._effects.state.begin_anew(visit)
+            if micro.reads is not None:
+                micro.reads.forget()
             habit = habits.begin(kind, a.j, passage.packet.tapes)
 
     def _new_run(

@@ -5,8 +5,10 @@ from __future__ import annotations
 from functools import partial
 from itertools import count
 
+import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import DataLoader
 
 from lightning_cyclic.runtime.partial_step.batch_reads import BatchReads
 from tests import processes
@@ -96,7 +98,28 @@ class Reading(Net):
         return super().training_step(batch, batch_idx)
 
 
-def fit(remembers):
+class Masking(Net):
+    """Ask another question where more rows are left, of which ghosts of another batch mislead."""
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        kept = x[:, 0] > 0
+        h = self.net[0](x)[kept]
+        if h.shape[0] > 1:
+            scale = 2.0 if bool((x > 9).any()) else 1.0
+        else:
+            scale = 1.0 if bool((x < 9).any()) else 3.0
+        return self.net[1:](torch.cat([h, h, -h])).square().mean() * scale
+
+
+def rows():
+    """Give micro-batches of which one or both rows are kept, in turn."""
+    x = torch.randn(24, 8, 6, generator=torch.Generator().manual_seed(1))
+    x[:, :, 0] = torch.tensor([1.0, 1, 1, -1, 1, 1, -1, 1])
+    return DataLoader([(each, torch.zeros(8)) for each in x], batch_size=None)
+
+
+def fit(remembers, module, loader):
     """Train on one device as on one where reading takes time."""
     made = count()
     if remembers:
@@ -109,13 +132,19 @@ def fit(remembers):
             return usual(*args[:4], BatchReads())
 
         session.Micro = micro  # type: ignore[assignment,misc]
-    module = Reading()
+    module = module()
     trainer = make_trainer({"preset": "1f1b", "stages": 3, "num_micro": 4}, max_epochs=1)
-    trainer.fit(module, data())
+    trainer.fit(module, loader())
     return weights_of(module), next(made)
 
 
-def test_it_changes_no_bit():
-    ((plain, none),), ((told, some),) = (processes.run(fit, 1, x) for x in (False, True))
-    assert none == 0 < some
-    assert_same(plain, told)
+@pytest.mark.multi
+@pytest.mark.parametrize(("module", "loader"), [(Reading, data), (Masking, rows)])
+def test_it_changes_no_bit(module, loader):
+    for num_ranks in (1, 2):  # the second comes to a region first with what it has seen before
+        every, once = (
+            processes.run(fit, num_ranks, remembers, module, loader) for remembers in (False, True)
+        )
+        for (plain, none), (told, some) in zip(every, once, strict=True):
+            assert none == 0 < some
+            assert_same(plain, told)
