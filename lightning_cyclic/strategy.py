@@ -855,7 +855,7 @@ class CyclicStrategy(DDPStrategy):
         if chosen is not None and self._auto is not None:
             self._auto.load(chosen)
         numbers = saved.pop(ring_plan.SAVED, None)
-        if numbers is not None and self._chosen.slack == AUTO:
+        if numbers is not None and self._chosen.left_open:
             self._ring.load(numbers)
         self._saved = saved or None
         return loaded

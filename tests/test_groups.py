@@ -76,7 +76,7 @@ OTHERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "slack": ({"slack": 2}, {}),
     "no names": ({"transport": "edges"}, {}),
 }
-OTHERS_ALWAYS = {"rounds", "no names"}
+OTHERS_ALWAYS = {"rounds", "clipped together", "no names"}
 
 
 @pytest.mark.parametrize("name", chosen(list(OTHERS), OTHERS_ALWAYS))

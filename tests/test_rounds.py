@@ -100,7 +100,7 @@ def test_weights_that_go_round_end_as_those_of_lockstep_dp(
         ("cyclic_zero", 2, "batchnorm_mlp", 2, 2),  # updates meet at the begin of a step
         pytest.param("cyclic_zero", 3, "mlp", 2, 2, marks=pytest.mark.exhaustive),
         more("cyclic_zero", 4, "batchnorm_mlp", 4, 2),
-        more("weipipe", 3, "batchnorm_mlp", 4, 2),
+        ("weipipe", 3, "batchnorm_mlp", 4, 2),
     ],
 )
 def test_gradients_that_are_clipped_by_the_norm_of_all_stages(

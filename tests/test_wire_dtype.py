@@ -38,7 +38,7 @@ WHOLE = [
 ]
 ALWAYS = {
     ("cyclic_zero", None, "32-true", "bf16"), ("weipipe", None, "bf16-true", None),
-    ("cyclic_dp", 2, "32-true", "bf16"),
+    ("cyclic_dp", 2, "32-true", "bf16"), ("cyclic_dp", 2, "bf16-true", None),
 }  # fmt: skip
 
 

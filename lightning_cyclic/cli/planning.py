@@ -74,7 +74,8 @@ def add_plan(commands: Any, has_colours: Callable[[], bool]) -> None:
     add("--precision", choices=tuple(PRECISIONS), default="32-true", help="in which the profile's "
         "bytes are; low ones have float32 master weights besides (default: 32-true)")  # fmt: skip
     add("--slack", type=_number(int, 0), default=0, metavar="C", help="slots for messages "
-        "(default: 0)")  # fmt: skip
+        "(default: 0; where workers have the whole model, what is predicted to be fastest, "
+        "too)")  # fmt: skip
     add("--rows", type=_number(int, 1), default=10, metavar="R", help="plans to print "
         "(default: 10)")  # fmt: skip
     add("--json", action="store_true", help="print JSON in place of a table")

@@ -279,6 +279,7 @@ def _around_ring(problem: Problem, preset: str, micro_size: int) -> RingNumbers 
     if problem.num_workers == 1 or not has_ring or not (is_delayed or axes.weights == "freshest"):
         return None
     profile, states = problem.profile(micro_size), problem.states
+    num_chunks = problem.chunks if problem.sparsity is None else 1  # compressed sums travel whole
     found = best_around_ring(
         lambda num_stages: Stages.even(profile, num_stages, together=True).costs(
             kept=states.kept, sums=states.sums
@@ -288,7 +289,7 @@ def _around_ring(problem: Problem, preset: str, micro_size: int) -> RingNumbers 
         RingChoices(
             most_stages=problem.num_units,
             slacks=(problem.slack,) if problem.slack else None,
-            chunks=None if problem.chunks is None else (problem.chunks,),
+            chunks=None if num_chunks is None else (num_chunks,),
             delayed=(is_delayed,),
             shardings=(axes.sharding,),
             group_sizes=problem.group_sizes,

@@ -99,8 +99,8 @@ class RingChoices:
         delayed: whether forwards may all read the version before the newest, and whether all
             have to. [both]
         shardings: values of that axis, of "optimizer" and "none". [both]
-        group_sizes: numbers of workers that run in the same slots, of those that are on one host
-            and divide N. [all]
+        group_sizes: numbers of workers that run in the same slots: those of a group are on one
+            host. [all that can be where hosts are known, else 1]
 
     Raises:
         PlanError: nothing is left to choose from.

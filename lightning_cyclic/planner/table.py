@@ -134,6 +134,7 @@ def as_data(ranking: Ranking) -> list[dict[str, Any]]:
     return [
         asdict(plan.fit.candidate)
         | {
+            "ring": None if (ring := plan.fit.candidate.ring) is None else ring._asdict(),
             "stages": list(plan.fit.stages.names),
             "step_s": plan.step_s,
             "is_simulated": plan.is_simulated,

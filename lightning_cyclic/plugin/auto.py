@@ -112,6 +112,11 @@ def possible_group_sizes(trainer: Trainer, hosts: Sequence[str]) -> tuple[int, .
     return tuple(sizes_of_groups(len(hosts), hosts)) if hosts else (1,)
 
 
+def lies_on_hosts(groups: int | None, hosts: Sequence[str]) -> bool:
+    """Say whether groups that were chosen, maybe by a run on other hosts, are each on one."""
+    return groups is None or len(hosts) // groups in sizes_of_groups(len(hosts), hosts)
+
+
 def _number(given: object, parse: Callable[[str], float]) -> float:
     """Return a number that is given as it is, or as text with a unit."""
     is_number = isinstance(given, int | float) and not isinstance(given, bool)
@@ -193,8 +198,12 @@ class AutoPlan:
             ConfigurationError: what the Trainer or its data cannot do; on every worker.
         """
         module, workers = trainer.lightning_module, trainer.world_size
-        known = self._chosen is not None and self._module in (None, module)
-        if not known or (self._chosen or {})["num_workers"] != workers:
+        found = self._chosen if self._module in (None, module) else None
+        if (
+            found is None
+            or found["num_workers"] != workers
+            or not lies_on_hosts(found["options"].get("groups"), hosts)
+        ):
             self._chosen = told_by_rank_0(trainer, lambda: self._choice(trainer, check, hosts))
             rank_zero_info(self._chosen["why"])
         self._module = module

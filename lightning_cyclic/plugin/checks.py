@@ -414,7 +414,7 @@ def check_is_chosen(plan: Plan, name: str, *, is_network_given: bool) -> None:
     if not is_ring or plan.weights not in rules:
         number = 0 if name == "slack" else 2
         raise ConfigurationError(
-            f'{name}="auto" with preset {plan.preset!r}, whose {name} is not chosen; allowed: a '
+            f'{name}="auto" with preset {plan.preset!r}, for which it is not chosen; allowed: a '
             f"number, or preset {presets}; use {name}={number}, or "
             f'CyclicStrategy("cyclic_dp", {name}="auto", bandwidth="10Gbit/s", latency="50us")'
         )

@@ -215,7 +215,11 @@ class Options:
     @property
     def left_open(self) -> tuple[str, ...]:
         """Return what the user leaves to a prediction."""
-        return tuple(name for name in ("slack", "groups") if getattr(self, name) == "auto")
+        return tuple(name for name in ("slack", "groups") if self.is_open(name))
+
+    def is_open(self, name: str) -> bool:
+        """Say whether the user leaves a number to a prediction, or to the sizes of stages."""
+        return isinstance(getattr(self, name), str) and getattr(self, name) == "auto"
 
     @property
     def wanted_order(self) -> str | Sequence[str]:

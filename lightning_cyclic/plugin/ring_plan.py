@@ -26,7 +26,7 @@ from lightning_cyclic.planner.partition import balance
 from lightning_cyclic.planner.profile import ModelProfile
 from lightning_cyclic.planner.ring_numbers import RingChoices, RingNumbers
 from lightning_cyclic.planner.stages import Stages
-from lightning_cyclic.plugin.auto import on_hosts, possible_group_sizes
+from lightning_cyclic.plugin.auto import lies_on_hosts, on_hosts, possible_group_sizes
 from lightning_cyclic.plugin.checks import check_hosts_of_groups
 from lightning_cyclic.plugin.first_batch import first_batch
 from lightning_cyclic.plugin.options import Options
@@ -73,14 +73,20 @@ class RingPlan:
                 groups=None if options.groups == "auto" else options.groups,
             )
         check_hosts_of_groups(options.plan(1), hosts)
-        known = self._chosen is not None and self._module in (None, module)
-        if not known or (self._chosen or {})["num_workers"] != workers:
+        found = self._chosen if self._module in (None, module) else None
+        if (
+            found is None
+            or found["num_workers"] != workers
+            or not found["options"].keys() >= {*options.left_open}
+            or not lies_on_hosts(found["options"].get("groups"), hosts)
+        ):
             decide = _choice if options.left_open else _comparison
             self._chosen = told_by_rank_0(trainer, lambda: decide(trainer, options, hosts))
             (rank_zero_warn if self._chosen["warns"] else rank_zero_info)(self._chosen["why"])
         self._module = module
         assert self._chosen is not None
-        return replace(options, **self._chosen["options"])
+        chosen = self._chosen["options"]  # of a checkpoint, maybe of a run that left more open
+        return replace(options, **{k: v for k, v in chosen.items() if options.is_open(k)})
 
     def state(self) -> dict[str, Any] | None:
         """Return the choice for a checkpoint; None where nothing was chosen."""
@@ -127,7 +133,7 @@ def _choice(trainer: Trainer, options: Options, hosts: Sequence[str]) -> dict[st
     module = trainer.lightning_module
     sums, num_units = options.wire_bytes_per_byte(module), len(profile.units)
     plan, workers = options.plan(1), trainer.world_size
-    stages, is_open = options.given_stages, options.chunks == "auto"
+    stages, is_open = options.given_stages, options.is_open("chunks")
     network, is_delayed = on_hosts(options.network, hosts), plan.weights == "delayed"
     # of slack, a large one delays all
     delayed = (False, True) if options.slack == "auto" else (is_delayed,)

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -120,6 +122,17 @@ def test_the_step_of_large_plans_around_a_ring_is_found_without_their_programs(m
     assert plan.step_s == pytest.approx(simulated.step_s)
     assert plan.step_s > sum(fit.stages.forward_s + fit.stages.backward_s)
     assert plan.bubble == pytest.approx(simulated.bubble)
+
+
+def test_workers_that_share_hosts_have_the_links_of_hosts():
+    far = Network(latency_s=50.0, bandwidth_bytes_per_s=1e3)
+    near = replace(far, hosts=(0, 0, 0, 0), inside=Network())
+    for preset, is_near in (("cyclic_dp", True), ("gpipe", False)):
+        given_ = replace(problem(network=far), host_network=near)
+        fit = fitted(given_, preset, num_micro=4)
+        seconds = [timed(fit, x).step_s for x in (given_, problem(network=far), problem())]
+        assert seconds[0] == seconds[2 if is_near else 1]
+        assert seconds[1] > seconds[2]
 
 
 def test_samples_per_second():

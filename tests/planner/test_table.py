@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -84,9 +85,23 @@ def test_predictions_and_bounds_are_marked(monkeypatch):
     assert ">=: too long to simulate" in text
 
 
+def test_numbers_around_a_ring_are_written_and_in_the_json():
+    far = Network(latency_s=0.05, bandwidth_bytes_per_s=1e6)
+    found = ranking(
+        presets=("cyclic_dp",), num_workers=4, network=far, group_sizes=(1, 2),
+        host_network=replace(far, hosts=(0, 0, 1, 1), inside=Network()),
+    )  # fmt: skip
+    candidate = found.plans[0].fit.candidate
+    assert candidate.ring.group_size == 2
+    assert "groups=2)" in written(found.plans[0])
+    (first, *_) = json.loads(json.dumps(as_data(found)))
+    assert first["ring"] == candidate.ring._asdict()
+
+
 def test_json():
     (first, *_) = json.loads(json.dumps(as_data(ranking())))
     assert first["preset"] == "cyclic_pipeline"
+    assert first["ring"] is None
     assert len(first["stages"]) == 3
     assert first["staleness"] == {"mean": 0.125, "most": 1}
     assert [set(worker) for worker in first["memory"]] == [

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_cyclic.errors import ConfigurationError
 from lightning_cyclic.plan import make_plan
-from lightning_cyclic.plugin.auto import network_of, on_hosts
+from lightning_cyclic.plugin.auto import lies_on_hosts, network_of, on_hosts
 from lightning_cyclic.plugin.ring_plan import _group_sizes
 from lightning_cyclic.simulate import Network
 from lightning_cyclic.strategy import CyclicStrategy
@@ -26,6 +26,7 @@ from tests.plugin.test_auto import Net, make_trainer
 from tests.processes import RanksFailedError
 
 NUMBERS = "stages", "slack", "chunks", "groups"
+NOT_CHOSEN = '="auto" with preset .*, for which it is not chosen'
 FAR = {"bandwidth": "10Gbit/s", "latency": "20ms"}  # which lockstep waits for in each step
 # where bytes take all the time lockstep sends less: to three workers 4/3 of the model's
 NARROW = {"bandwidth": 1e4, "latency": 0.0}
@@ -139,12 +140,13 @@ def test_a_run_is_the_one_of_the_numbers_that_were_chosen(fixed: dict[str, Any])
         assert torch.equal(one["random"][0], other["random"][0])
 
 
+@pytest.mark.parametrize("name", ["slack", "groups"])
 @pytest.mark.multi
-def test_a_checkpoint_keeps_the_numbers(tmp_path: Path) -> None:
-    path, asked = str(tmp_path / "a.ckpt"), {"preset": "cyclic_dp", "slack": "auto", **FAR}
+def test_a_checkpoint_keeps_the_numbers(name: str, tmp_path: Path) -> None:
+    path, asked = str(tmp_path / "a.ckpt"), {"preset": "cyclic_dp", name: "auto", **FAR}
     first = processes.run(save, 2, asked, path)
     kept = torch.load(path, weights_only=False)["lightning_cyclic"]["ring"]
-    assert kept["options"]["slack"] == first[0]["chosen"]["slack"]
+    assert kept["options"][name] == first[0]["chosen"][name]
     resumed = processes.run(fit, 2, asked, path)
     assert resumed[0]["chosen"] == first[0]["chosen"]
     assert [rank["random"][1] for rank in resumed] == [1, 1]  # nobody measured
@@ -169,12 +171,12 @@ def test_one_worker_has_nothing_to_choose() -> None:
             {"preset": "cyclic_dp", "slack": "much", **FAR},
             "slack 'much' is unknown; allowed: auto",
         ),
-        ({"preset": "cyclic_dp_v1", "slack": "auto", **FAR}, "whose slack is not chosen"),
+        ({"preset": "cyclic_dp_v1", "slack": "auto", **FAR}, NOT_CHOSEN),
         ({"preset": "cyclic_dp", "groups": "auto"}, 'groups="auto" without a network'),
         ({"preset": "cyclic_dp", "groups": "many", **FAR}, "groups 'many' is unknown"),
-        ({"preset": "cyclic_zero", "groups": "auto", **FAR}, "whose groups is not chosen"),
+        ({"preset": "cyclic_zero", "groups": "auto", **FAR}, NOT_CHOSEN),
         ({"preset": "lockstep_dp", "groups": "auto", **FAR}, "cyclic_dp_v1"),
-        ({"preset": "1f1b", "slack": "auto", **FAR}, "whose slack is not chosen"),
+        ({"preset": "1f1b", "slack": "auto", **FAR}, NOT_CHOSEN),
         ({"preset": "cyclic_mp", "latency": 1e-3}, "is of no use with placement 'shared'"),
     ],
 )
@@ -230,3 +232,26 @@ def test_links_inside_hosts_are_no_slower_than_those_between_them() -> None:
     assert both.inside == Network(latency_s=5e-6, bandwidth_bytes_per_s=1.25e10)
     quick = network_of("1Tbit/s", "1us")
     assert on_hosts(quick, list("aabb")).inside == quick
+
+
+@pytest.mark.multi
+def test_what_is_given_by_number_is_not_taken_from_a_checkpoint(tmp_path: Path) -> None:
+    path = str(tmp_path / "a.ckpt")
+    both = {"preset": "cyclic_dp", "slack": "auto", "groups": "auto", **FAR}
+    first = processes.run(save, 2, both, path)
+    slack = first[0]["chosen"]["slack"] + 2
+    resumed = processes.run(fit, 2, {**both, "slack": slack}, path)
+    assert resumed[0]["chosen"] == first[0]["chosen"] | {"slack": slack}
+    assert resumed[0]["plan"].slack == slack
+    assert [rank["random"][1] for rank in resumed] == [1, 1]  # nobody measured
+    more = {**both, "stages": 1}  # saved without a choice of groups, which is made now
+    processes.run(save, 2, {**more, "groups": None}, path)
+    resumed = processes.run(fit, 2, more, path)
+    assert [rank["random"][1] for rank in resumed] == [2, 1]
+
+
+def test_groups_of_other_hosts_are_chosen_anew() -> None:
+    assert lies_on_hosts(None, [])
+    assert lies_on_hosts(2, list("aabb"))
+    assert not lies_on_hosts(2, list("abcd"))
+    assert not lies_on_hosts(2, list("aaab"))
