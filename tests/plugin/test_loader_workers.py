@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from typing import Any
 
 import pytest
@@ -57,10 +58,13 @@ def test_a_worker_that_is_asked_twice_ends() -> None:
     rows = iter(made)
     pid = next(rows)[0, 1].item()
     os.kill(pid, signal.SIGTERM)
-    next(rows)
+    for _ in range(4):  # more than wait already: the worker has seen the signal behind them
+        next(rows)
     os.kill(pid, signal.SIGTERM)
     with pytest.raises(RuntimeError, match=rf"DataLoader worker \(pid.* {pid}\)"):
-        list(rows)
+        # the loader says so from a handler of SIGCHLD; who reads rows until then may be told by
+        # a closed pipe first
+        time.sleep(10)
 
 
 def test_what_a_user_begins_workers_with_is_kept() -> None:
