@@ -99,7 +99,7 @@ def compare(case: Case, before: Path, rounds: int) -> None:
         for checkout in checkouts if k % 2 else reversed(checkouts):
             os.environ["PYTHONPATH"] = str(checkout)
             for s, each in run(case).items():
-                seconds[checkout].setdefault(s, []).append(min(x for x, _ in each))
+                seconds[checkout].setdefault(s, []).append(min(taken.step_s for taken in each))
     old, new = (seconds[c] for c in checkouts)
     print(f"\n{case.name}: cyclic_dp {1000 * median(new['cyclic_dp']):.1f} ms per step")
     for s in STRATEGIES:

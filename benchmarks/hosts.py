@@ -19,6 +19,8 @@ class Hosts:
     Args:
         num_hosts: how many.
         rate: of what each host sends, as tc has it, like "1gbit". [no limit]
+        burst: bytes that a host sends at once behind a pause, as tc has it; small beside the
+            messages that are to meet the rate.
         name: begins the names of the namespaces, so that several networks can be up at once; of at
             most six letters.
         close: neighbours that a switch of their own joins, without a rate, as the workers of a
@@ -26,12 +28,18 @@ class Hosts:
     """
 
     def __init__(
-        self, num_hosts: int, rate: str | None = None, name: str = "lc", close: int = 1
+        self,
+        num_hosts: int,
+        rate: str | None = None,
+        name: str = "lc",
+        close: int = 1,
+        burst: str = "128kb",
     ) -> None:
         self._name = name
         self._names = [f"{name}{k}" for k in range(num_hosts)]
         self._rate = rate
         self._close = close
+        self._burst = burst
 
     def up(self) -> tuple[str, list[list[str]]]:
         """Bring it up; return the first host's address and each host's command prefix."""
@@ -48,7 +56,7 @@ class Hosts:
             self._ip(f"-n {name} addr add {self.address(k)}/24 dev eth0")
             self._ip(f"-n {name} link set eth0 up")
             if self._rate is not None:
-                limit = f"rate {self._rate} burst 128kb latency 100ms"
+                limit = f"rate {self._rate} burst {self._burst} latency 100ms"
                 command = f"tc -n {name} qdisc add dev eth0 root tbf {limit}"
                 subprocess.run(command.split(), check=True)
         for first in range(0, len(self._names), self._close) if self._close > 1 else ():

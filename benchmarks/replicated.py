@@ -8,12 +8,15 @@
                                                              joined by faster links
     python benchmarks/replicated.py --case unsteady          8 workers there, whose steps take now
                                                              longer, now shorter
+    python benchmarks/replicated.py --case groups --slower 5 compute and links so slow that the
+                                                             host's own work is small beside them
 
 Every case starts its workers once; each worker trains the same module with one strategy after
 the other, round after round, so that a drift of the machine's speed meets all of them alike.
 Figures are seconds per step from the end of the warm-up to the end of the last step everywhere
 (flush and barrier included), as ratios to DDP of the same round: median (lowest - highest).
-Beside them stands what the package's own simulator says for the measured step time.
+Beside them stands what the package's own simulator says for the measured step time, and what a
+steady step took, without the meetings at both ends, by what is simulated.
 """
 
 from __future__ import annotations
@@ -27,9 +30,9 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, NamedTuple
 
 from hosts import Hosts
 
@@ -39,7 +42,11 @@ from hosts import Hosts
 STRATEGIES = ("alone", "ddp", "ddp/2", "cyclic_dp", "cyclic_dp_v1", "cyclic_dp_v1/optimizer")
 WARM_UP = 8
 LATENCY_S = 2e-4  # gloo, per message, measured
-BYTES_PER_S = {"": 1.5e9, "1gbit": 1.2e8, "100mbit": 1.2e7}  # behind headers; loopback: gloo's own
+BYTES_PER_S = 1.5e9  # of gloo on loopback
+SHARE_OF_RATE = 0.96  # behind headers
+# all workers meet at the end of the warm-up, to measure time: it takes them some steps to be as
+# far from each other again as they are in the long run
+STEADY_FROM = WARM_UP + 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +60,7 @@ class Case:
         width: features of every layer of the module.
         depth: how many layers.
         batch: samples per worker and step.
-        rate: token-bucket limit of every link ("1gbit"), or "" for loopback.
+        rate: token-bucket limit of every link ("1gbit", "100mbit"), or "" for loopback.
         num_steps: steps per fit.
         rounds: how often every strategy trains.
         strategies: which of them.
@@ -76,6 +83,40 @@ class Case:
     close: int = 1
     jitter: float = 0.0
     slow: float = 1.0
+
+    @property
+    def model_bytes(self) -> int:
+        """Return the bytes of all parameters."""
+        return 4 * self.depth * (self.width + 1) * self.width
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Return what a link carries."""
+        if not self.rate:
+            return BYTES_PER_S
+        number, unit = self.rate[:-4], self.rate[-4:]
+        return SHARE_OF_RATE * float(number) * {"gbit": 1e9, "mbit": 1e6}[unit] / 8
+
+    def slowed(self, by: float) -> Case:
+        """Return the same with compute and links that are so many times as slow."""
+        rate = f"{self.bytes_per_s / SHARE_OF_RATE / by * 8 / 1e6:g}mbit" if self.rate else ""
+        return replace(
+            self, name=f"{self.name}, {by:g} times slower", step_s=by * self.step_s, rate=rate
+        )
+
+
+class Taken(NamedTuple):
+    """Hold what a fit took.
+
+    Args:
+        step_s: seconds per step behind the warm-up, to the end of the last one everywhere.
+        cpu_s: CPU seconds of this worker per step.
+        steady_s: seconds between the starts of two of this worker's steps, far from both ends.
+    """
+
+    step_s: float
+    cpu_s: float
+    steady_s: float
 
 
 LOOPBACK = [
@@ -271,8 +312,8 @@ def make_strategy(name: str) -> Any:
     return CyclicStrategy(preset, sharding=sharding) if sharding else name
 
 
-def train(case: Case, strategy: str) -> tuple[float, float]:
-    """Train once; return seconds and worker 0's CPU seconds per step, behind the warm-up."""
+def train(case: Case, strategy: str) -> Taken:
+    """Train once."""
     shards = 1 if strategy == "alone" else case.num_workers
     return timed(case, make_strategy(strategy), make_module(case), shards=shards)
 
@@ -285,8 +326,8 @@ def timed(
     shards: int,
     callbacks: Sequence[Any] = (),
     **flags: Any,
-) -> tuple[float, float]:
-    """Fit a module; return seconds and this worker's CPU seconds per step, behind the warm-up.
+) -> Taken:
+    """Fit a module.
 
     Args:
         case: what the data and the steps are.
@@ -306,11 +347,13 @@ def timed(
             if k == WARM_UP:
                 dist.barrier()
                 self.began, self.cpu_began = time.perf_counter(), time.process_time()
+            starts.append(time.perf_counter())
 
         def on_train_end(self, trainer: Any, module: Any) -> None:
             dist.barrier()
             self.ended, self.cpu_ended = time.perf_counter(), time.process_time()
 
+    starts: list[float] = []
     total = case.batch * case.num_steps * shards
     one = torch.randn(case.batch, case.width)
     data = TensorDataset(one.repeat(total // case.batch, 1), one.repeat(total // case.batch, 1))
@@ -330,7 +373,12 @@ def timed(
     )
     trainer.fit(module, DataLoader(_Batches(data, case.batch), batch_size=None))
     num_steps = case.num_steps - WARM_UP
-    return (clock.ended - clock.began) / num_steps, (clock.cpu_ended - clock.cpu_began) / num_steps
+    steady = starts[min(STEADY_FROM, case.num_steps - 2) :]
+    return Taken(
+        (clock.ended - clock.began) / num_steps,
+        (clock.cpu_ended - clock.cpu_began) / num_steps,
+        (steady[-1] - steady[0]) / (len(steady) - 1),
+    )
 
 
 class _Batches:
@@ -357,25 +405,38 @@ def work(case: Case) -> None:
 
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     torch.set_num_threads(1)
-    seconds: dict[str, list[tuple[float, float]]] = {s: [] for s in case.strategies}
+    found = in_turn(case, train)
+    if os.environ["NODE_RANK"] == "0":
+        print("RESULT " + json.dumps(found), flush=True)
+
+
+def in_turn(case: Case, fit: Callable[[Case, str], Taken]) -> dict[str, list[Taken]]:
+    """Train with all strategies, round after round; return what each fit of each took."""
+    found: dict[str, list[Taken]] = {s: [] for s in case.strategies}
     first, *others = case.strategies
+    brief = replace(case, num_steps=WARM_UP + 2)
     for k in range(case.rounds + 1):
         for s in (*others, first):  # none that runs alone first: another makes the process group
-            taken = train(case, s)
+            taken = fit(case if k else brief, s)
+            if os.environ["NODE_RANK"] == "0":  # seen with SHOW_ERRORS=1
+                print(f"round {k}, {s}: {taken.steady_s:.3f} s", file=sys.stderr, flush=True)
             if k > 0:  # the first round warms caches and the allocator
-                seconds[s].append(taken)
-    if os.environ["NODE_RANK"] == "0":
-        print("RESULT " + json.dumps(seconds), flush=True)
+                found[s].append(taken)
+    return found
 
 
 # ---------------------------------------------------------------------- all workers of a case
 
 
-def run(case: Case) -> dict[str, list[tuple[float, float]]]:
-    """Start a case's workers; return (seconds, CPU seconds) per step by strategy and round."""
-    network = Hosts(case.num_workers, case.rate, close=case.close) if case.rate else None
+def run(case: Case) -> dict[str, list[Taken]]:
+    """Start a case's workers; return what fits took by strategy and round."""
+    network = None
+    if case.rate:
+        burst = max(16_000, int(case.bytes_per_s / 1000))  # a millisecond's
+        network = Hosts(case.num_workers, case.rate, close=case.close, burst=f"{burst}b")
     arguments = ["--worker", json.dumps(asdict(case))]
-    return start(__file__, arguments, case.num_workers, network)[0]
+    (found,) = start(__file__, arguments, case.num_workers, network)
+    return {s: [Taken(*each) for each in fits] for s, fits in found.items()}
 
 
 def start(
@@ -437,8 +498,8 @@ def spread(values: list[float]) -> str:
     return f"{statistics.median(values):.3f} ({min(values):.3f} - {max(values):.3f})"
 
 
-def predicted(case: Case, preset: str, compute_s: float) -> float:
-    """Ask the package's simulator for the same ratio, from the compute time measured alone.
+def predicted_s(case: Case, preset: str, compute_s: float) -> float:
+    """Ask the package's simulator for seconds per step, from the compute time measured alone.
 
     It knows of no worker that is slow for a while: there it says what it would be without.
     """
@@ -446,39 +507,32 @@ def predicted(case: Case, preset: str, compute_s: float) -> float:
     from lightning_cyclic.runtime.whole_step.session import auto_stages
     from lightning_cyclic.simulate import Costs, Jitter, Network, compare
 
-    num_bytes = 4 * case.depth * (case.width + 1) * case.width
-    num_stages, num_chunks = min(auto_stages(case.num_workers, num_bytes), case.depth), 1
+    num_stages, num_chunks = min(auto_stages(case.num_workers, case.model_bytes), case.depth), 1
     groups: list[int] = []
     if ":" in preset:
         preset, *numbers = preset.split(":")
         num_stages, num_chunks, *groups = map(int, numbers)
     preset, _, sharding = preset.partition("/")
-    ddp_mib, preset = (sharding, "cyclic_dp") if preset == "ddp" else ("", preset)
-    sharding = "" if ddp_mib else sharding
+    is_ddp = preset == "ddp"
     plan = make_plan(
-        preset,
-        sharding=sharding or None,
+        "cyclic_dp" if is_ddp else preset,
+        sharding=None if is_ddp else sharding or None,
         num_stages=num_stages,
         num_workers=case.num_workers,
         num_steps=40 if case.jitter else 12,
         chunks=num_chunks,
         groups=next(iter(groups), None),
     )
-    costs = Costs.even(num_stages, compute_s=compute_s, model_bytes=num_bytes)
-    links = [
-        {"latency_s": LATENCY_S, "bandwidth_bytes_per_s": BYTES_PER_S[rate]}
-        for rate in (case.rate, "")
-    ]
-    network = Network(**links[0])
+    costs = Costs.even(num_stages, compute_s=compute_s, model_bytes=case.model_bytes)
+    network = Network(latency_s=LATENCY_S, bandwidth_bytes_per_s=case.bytes_per_s)
     if case.close > 1:
         hosts = tuple(w // case.close for w in range(case.num_workers))
-        network = Network(**links[0], hosts=hosts, inside=Network(**links[1]))
+        inside = Network(latency_s=LATENCY_S, bandwidth_bytes_per_s=BYTES_PER_S)
+        network = replace(network, hosts=hosts, inside=inside)
     jitter = Jitter(compute=case.jitter) if case.jitter else None
-    default = compare(plan, costs, network, bucket_bytes=25 << 20, jitter=jitter)
-    if ddp_mib:
-        other = compare(plan, costs, network, bucket_bytes=int(ddp_mib) << 20, jitter=jitter)
-        return other.lockstep.step_s / default.lockstep.step_s
-    return default.plan.step_s / default.lockstep.step_s
+    bucket_bytes = (int(sharding) if is_ddp and sharding else 25) << 20
+    found = compare(plan, costs, network, bucket_bytes=bucket_bytes, jitter=jitter)
+    return found.lockstep.step_s if is_ddp else found.plan.step_s
 
 
 def main() -> None:
@@ -486,24 +540,46 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--case", choices=list(CASES), default="loopback")
     parser.add_argument("--only", default="", help="run the cases whose name contains this")
+    parser.add_argument("--rounds", type=int, help="how often every strategy trains")
+    parser.add_argument("--num-steps", type=int, help=f"of a fit, {WARM_UP} of them to warm up")
+    parser.add_argument("--strategies", nargs="+", help="with alone and ddp first")
+    parser.add_argument(
+        "--slower", type=float, default=1, help="how many times longer compute and links take"
+    )
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
         work(Case(**json.loads(args.worker)))
         return
-    cases = [c for c in CASES[args.case] if args.only in c.name]
-    for case in cases:
-        seconds = run(case)
-        wall, cpu = ({s: [x[k] for x in seconds[s]] for s in case.strategies} for k in (0, 1))
-        print(f"\n{case.name}: DDP {1000 * statistics.median(wall['ddp']):.1f} ms per step")
-        for s in case.strategies[2:]:
-            each = [
-                spread([a / b for a, b in zip(x[s], x["ddp"], strict=True)]) for x in (wall, cpu)
-            ]
-            print(
-                f"  {s:22} {each[0]} of DDP's time, {each[1]} of its CPU time; "
-                f"simulated {predicted(case, s, statistics.median(wall['alone'])):.3f}"
-            )
+    changes = {k: v for k in ("rounds", "num_steps", "strategies") if (v := vars(args)[k])}
+    for case in CASES[args.case]:
+        if args.only in case.name:
+            changed = replace(case, **changes)
+            report(changed if args.slower == 1 else changed.slowed(args.slower))
+
+
+def report(case: Case) -> None:
+    """Run a case, and print a row for each strategy."""
+    found = run(case)
+    compute_s = statistics.median(taken.steady_s for taken in found.pop("alone"))
+    expected_s = {s: predicted_s(case, s, compute_s) for s in found}
+    ddp = found["ddp"]
+    print(
+        f"\n{case.name}: DDP {1000 * statistics.median(x.step_s for x in ddp):.1f} ms per step, "
+        f"{1000 * compute_s:.1f} ms alone; load average {os.getloadavg()[0]:.1f}"
+    )
+    for s, fits in found.items():
+        wall, cpu = (
+            spread([a[k] / b[k] for a, b in zip(fits, ddp, strict=True)])
+            for k in (Taken._fields.index("step_s"), Taken._fields.index("cpu_s"))
+        )
+        steady = spread([x.steady_s / expected_s[s] for x in fits])
+        print(
+            f"  {s:22} {wall} of DDP's time, {cpu} of its CPU time; "
+            f"simulated {expected_s[s] / expected_s['ddp']:.3f}; a steady step "
+            f"{1000 * statistics.median(x.steady_s for x in fits):.0f} ms, {steady} of simulated",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

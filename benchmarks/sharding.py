@@ -39,7 +39,18 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from late_links import LateLinks
-from replicated import LATENCY_S, WARM_UP, Case, make_module, spread, start, timed
+from replicated import (
+    LATENCY_S,
+    STEADY_FROM,
+    WARM_UP,
+    Case,
+    Taken,
+    in_turn,
+    make_module,
+    spread,
+    start,
+    timed,
+)  # fmt: skip
 
 # behind a slash: the number of stages, or what FSDP2 is told to do
 STRATEGIES = (
@@ -56,9 +67,6 @@ LOOPBACK = [
         num_steps=60,
     ),
 ]  # fmt: skip
-# all workers meet at the end of the warm-up, to measure time: workers that are ahead stand still
-# there, and what was sent to them waits, which steps do that nobody measures
-STEADY_FROM = WARM_UP + 4
 LATE_BYTES_PER_S = 1.25e8  # 1 Gbit/s
 LATE_S = {
     f"{n} workers, 1 Gbit/s, {1000 * latency_s:g} ms": (n, latency_s)
@@ -176,34 +184,10 @@ def weigh(case: Case, name: str) -> dict[str, int]:
     return found
 
 
-def clock(case: Case) -> dict[str, list[tuple[float, float]]]:
-    """Train with all strategies, round after round; return what each fit took (_clocked)."""
-    seconds: dict[str, list[tuple[float, float]]] = {s: [] for s in case.strategies}
-    first, *others = case.strategies
-    brief = replace(case, num_steps=WARM_UP + 2)
-    for k in range(case.rounds + 1):
-        for s in (*others, first):  # none that runs alone first: another makes the process group
-            taken = _clocked(case if k else brief, s)
-            if k > 0:  # the first round warms caches and the allocator
-                seconds[s].append(taken)
-    return seconds
-
-
-def _clocked(case: Case, name: str) -> tuple[float, float]:
-    """Train once; return the seconds per step, and per steady one."""
-    import lightning as L
-
-    begun_s: list[float] = []
-
-    class Starts(L.Callback):
-        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, k: int) -> None:
-            begun_s.append(time.perf_counter())
-
+def train(case: Case, name: str) -> Taken:
+    """Train once."""
     shards = 1 if name == "alone" else case.num_workers
-    strategy, module = make_strategy(name, case), make(name, case)
-    wall_s, _ = timed(case, strategy, module, shards=shards, callbacks=[Starts()])
-    steady_s = begun_s[min(STEADY_FROM, case.num_steps - 2) :]
-    return wall_s, (steady_s[-1] - steady_s[0]) / (len(steady_s) - 1)
+    return timed(case, make_strategy(name, case), make(name, case), shards=shards)
 
 
 def work(case: Case, weighed: str) -> None:
@@ -217,7 +201,7 @@ def work(case: Case, weighed: str) -> None:
 
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     torch.set_num_threads(1)
-    found: Any = weigh(case, weighed) if weighed else clock(case)
+    found: Any = weigh(case, weighed) if weighed else in_turn(case, train)
     if weighed or os.environ["NODE_RANK"] == "0":
         print("RESULT " + json.dumps(found), flush=True)
 
@@ -246,7 +230,7 @@ def predicted_s(case: Case, name: str, compute_s: float, link: Link | None) -> f
 
     from lightning_cyclic.simulate import Costs, Network, lockstep, simulate
 
-    n, num_bytes = case.num_workers, model_bytes(case)
+    n, num_bytes = case.num_workers, case.model_bytes
     latency_s, bytes_per_s = link or Link(0.0, 1.5e9)
     network = Network(latency_s=LATENCY_S + latency_s, bandwidth_bytes_per_s=bytes_per_s)
     blocks = Costs.even(case.depth, compute_s=compute_s, model_bytes=num_bytes)
@@ -267,7 +251,7 @@ def accounted_bytes(case: Case, name: str) -> float | None:
     if name == "ddp" or name.startswith("fsdp2"):
         return None
     plan = plan_of(case, name)
-    costs = Costs.even(plan.num_stages, model_bytes=model_bytes(case))
+    costs = Costs.even(plan.num_stages, model_bytes=case.model_bytes)
     return max(found.total for found in memory(plan, costs, state_per_param=1))  # momentum
 
 
@@ -277,14 +261,9 @@ def plan_of(case: Case, name: str) -> Any:
     from lightning_cyclic.runtime.whole_step.session import auto_stages
 
     preset, _, stages = name.partition("/")
-    n, num_bytes = case.num_workers, model_bytes(case)
+    n, num_bytes = case.num_workers, case.model_bytes
     num_stages = int(stages) if stages else min(auto_stages(n, num_bytes), case.depth)
     return make_plan(preset, num_stages=num_stages, num_workers=n, num_steps=12)
-
-
-def model_bytes(case: Case) -> int:
-    """Return the bytes of all parameters."""
-    return 4 * case.depth * (case.width + 1) * case.width
 
 
 # ---------------------------------------------------------------------- tables
@@ -296,13 +275,15 @@ def report_times(case: Case, slower: float) -> None:
     case = replace(case, step_s=slower * case.step_s)
     links = LateLinks(case.num_workers, *link) if link else None
     (found,) = start(__file__, ["--worker", json.dumps(asdict(case))], case.num_workers, links)
-    wall, steady = ({s: [x[n] for x in found[s]] for s in found} for n in (0, 1))
+    fits = {s: [Taken(*each) for each in found[s]] for s in found}
+    wall = {s: [x.step_s for x in fits[s]] for s in fits}
+    steady = {s: [x.steady_s for x in fits[s]] for s in fits}
     compute_s = median(steady["alone"])
     expected = {s: predicted_s(case, s, compute_s, link) for s in wall if s != "alone"}
     references = [s for s in ("fsdp2", "ddp") if s in wall]
     per_step = ", ".join(f"{s} {1000 * median(wall[s]):.0f}" for s in ("alone", *references))
     name = case.name if slower == 1 else f"{case.name}, {slower:g} times slower"
-    print(f"\n{name}, {_mb(model_bytes(case))} of parameters; {_load()}")
+    print(f"\n{name}, {_mb(case.model_bytes)} of parameters; {_load()}")
     print(f"  ms per step: {per_step}")
     for s, expected_s in expected.items():
         columns = []
@@ -334,7 +315,7 @@ def report_memory(case: Case) -> None:
         s: {what: [max(rank[what] for rank in ranks) for ranks in rounds] for what in rounds[0][0]}
         for s, rounds in found.items()
     }
-    print(f"\n{case.name}, {_mb(model_bytes(case))} of parameters; {_load()}")
+    print(f"\n{case.name}, {_mb(case.model_bytes)} of parameters; {_load()}")
     for s, peaks in most.items():
         columns = []
         for what in ("steps", "fit"):

@@ -79,7 +79,7 @@ OTHERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 OTHERS_ALWAYS = {
     (name, "resnet")
     for name in (
-        "sharded", "handed on", "half, sharded", "clipped together"
+        "sharded", "handed on", "half, sharded"  # clipped together: test_groups.py
     )
 }  # fmt: skip
 

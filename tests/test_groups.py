@@ -49,7 +49,7 @@ ALL = [
 ]
 ALWAYS = {
     (2, 1, "resnet", "cyclic_dp", 4, 3), (4, 2, "gpt2", "cyclic_dp", 4, 1),
-    (4, 2, "resnet", "cyclic_dp", 8, 16), (4, 2, "gpt2", "cyclic_dp_v1", 2, 3),
+    (4, 2, "resnet", "cyclic_dp", 4, 16), (4, 2, "gpt2", "cyclic_dp_v1", 2, 3),
     (4, 2, "resnet", "cyclic_zero", 4, 1), (4, 2, "gpt2", "cyclic_zero", 4, 3),
     (4, 1, "mlp", "lockstep_dp", 2, 1),
 }  # fmt: skip

@@ -1,6 +1,7 @@
 """The order of workers on the ring, timed: hosts one after the other, and dealt in turn."""
 
 from dataclasses import replace
+from functools import cache
 
 import pytest
 
@@ -12,9 +13,15 @@ SLOW = Network(latency_s=0.002, bandwidth_bytes_per_s=2.0)  # half of a step to 
 FAST = Network(latency_s=0.0002, bandwidth_bytes_per_s=20.0)
 
 
+@cache
+def plan_of(preset, num_workers, **numbers):
+    """Make a plan once: what is timed is its order of messages, on several networks."""
+    return make_plan(preset, num_workers=num_workers, num_steps=12, proved=False, **numbers)
+
+
 def step_s(preset, hosts, network, **numbers):
     """Return the steady step, one micro-batch being 1 s of compute and the model 1 byte."""
-    plan = make_plan(preset, num_workers=len(hosts), num_steps=12, **numbers)
+    plan = plan_of(preset, len(hosts), **numbers)
     costs = Costs.even(plan.num_stages, model_bytes=1.0, cut_bytes=0.2)
     network = replace(network, hosts=tuple(hosts), inside=FAST)
     return simulate(plan.programs, costs, network, plan).step_s

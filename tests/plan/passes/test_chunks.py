@@ -55,7 +55,8 @@ def test_each_channel_has_its_messages_in_the_same_order(
     preset: str, more: dict[str, Any], count: int
 ) -> None:
     numbers = {"num_stages": 6, "num_workers": 4} | more
-    whole, plan = (make_plan(preset, chunks=k, **numbers) for k in (1, count))
+    # other tests prove whole messages, and a plan of more chunks is proved on few
+    whole, plan = (make_plan(preset, chunks=k, proved=k == 2, **numbers) for k in (1, count))
     for w, (before, program) in enumerate(zip(whole.programs, plan.programs, strict=True)):
         compute = (Kind.F, Kind.B, Kind.UPDATE, Kind.TELL, Kind.GATHER, Kind.FREE)
         assert [a for a in program if a.kind in compute] == [

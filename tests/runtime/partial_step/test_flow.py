@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from functools import cache
 from typing import Any
 
 import pytest
@@ -68,6 +69,7 @@ def compare(crew: Crew) -> None:
         assert told == losses
 
 
+@cache
 def plan_of(preset: str, num_stages: int, num_workers: int, num_micro: int) -> Plan:
     return make_plan(
         preset, num_stages=num_stages, num_workers=num_workers, num_micro=num_micro, relayed=()

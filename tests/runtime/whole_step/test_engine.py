@@ -20,7 +20,7 @@ from lightning_cyclic.runtime.stages.profile import Recorder
 from lightning_cyclic.runtime.stages.stage_map import StageMap, make_stages
 from lightning_cyclic.runtime.transport import CountingTransport, LocalTransport, PostOffice
 from lightning_cyclic.runtime.whole_step.engine import Engine, up_to_updates
-from tests.rows import more
+from tests.rows import chosen, more
 from tests.sequential import train
 
 PRESETS = {"cyclic_dp": "freshest", "cyclic_dp_v1": "delayed", "lockstep_dp": "sync",
@@ -264,7 +264,7 @@ def test_every_worker_ends_with_the_bits_of_the_sequential_run(
     ("preset", "slack"),
     [("cyclic_dp", 0), ("cyclic_dp", 3), ("cyclic_dp_v1", 0), ("cyclic_dp_v1/optimizer", 0)],
 )
-@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize("n", [more(2), 4])
 def test_a_flush_changes_nothing(n: int, preset: str, slack: int) -> None:
     workers = run_workers(mlp(), preset, n, 8, slack, adamw, 12, flush_at=(0, 1, 4, 5, 8))
     expected = reference(mlp(), preset, n, 8, slack, adamw, 12).state_dict()
@@ -291,15 +291,13 @@ CHUNKED = [
     for n in (2, 4, 8)
     for chunks in (3, 16)
 ]  # fmt: skip
+CHUNKED_ALWAYS = [
+    ("cyclic_dp", 0, 2, 16), ("cyclic_dp", 2, 4, 3), ("cyclic_dp_v1", 0, 2, 16),
+    ("cyclic_zero", 0, 4, 3), ("cyclic_zero", 2, 2, 16),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("preset", "slack", "n", "chunks"),
-    [
-        pytest.param(*row, marks=() if row[2:] in ((2, 16), (4, 3)) else pytest.mark.exhaustive)
-        for row in CHUNKED
-    ],
-)
+@pytest.mark.parametrize(("preset", "slack", "n", "chunks"), chosen(CHUNKED, CHUNKED_ALWAYS))
 def test_chunks_change_no_bit(preset: str, slack: int, n: int, chunks: int) -> None:
     is_lean = (
         preset == "cyclic_zero" and slack == 0
@@ -314,7 +312,7 @@ def test_chunks_change_no_bit(preset: str, slack: int, n: int, chunks: int) -> N
             assert torch.equal(value, expected[name]), (worker.transport.worker, name)
 
 
-@pytest.mark.parametrize(("n", "chunks"), [(2, 1), (3, 1), (4, 1), (2, 16), (3, 5)])
+@pytest.mark.parametrize(("n", "chunks"), [more(2, 1), (3, 1), more(4, 1), more(2, 16), (3, 5)])
 @pytest.mark.parametrize("preset", list(PRESETS))
 def test_messages_and_bytes_are_those_of_the_program(n: int, preset: str, chunks: int) -> None:
     num_steps, s = 6, 4
