@@ -418,7 +418,7 @@ def in_turn(case: Case, fit: Callable[[Case, str], Taken]) -> dict[str, list[Tak
     for k in range(case.rounds + 1):
         for s in (*others, first):  # none that runs alone first: another makes the process group
             taken = fit(case if k else brief, s)
-            if os.environ["NODE_RANK"] == "0":  # seen with SHOW_ERRORS=1
+            if os.environ.get("NODE_RANK") == "0":  # seen with SHOW_ERRORS=1
                 print(f"round {k}, {s}: {taken.steady_s:.3f} s", file=sys.stderr, flush=True)
             if k > 0:  # the first round warms caches and the allocator
                 found[s].append(taken)

@@ -17,7 +17,8 @@ from tests.commands import Command, Commands, asked_for
 from tests.corpus import assert_same
 from tests.rows import more
 
-pytestmark = [pytest.mark.multi, pytest.mark.slow]
+# four launches start at once, of several interpreters each, beside other tests
+pytestmark = [pytest.mark.multi, pytest.mark.slow, pytest.mark.timeout(240)]
 
 Weights = dict[str, Tensor]
 SCRIPT = [sys.executable, launched.__file__]
@@ -62,7 +63,7 @@ def weights_of(
         script, arguments = LAUNCHES[name]
         arguments = [text.format(config=config) for text in arguments]
         env = {"GLOO_SOCKET_IFNAME": "lo"}
-        return Command(arguments=[*script, str(folder / name), *arguments], env=env)
+        return Command(arguments=[*script, str(folder / name), *arguments], env=env, limit_s=200)
 
     names = asked_for(request, "launch")
     with Commands({name: command(name) for name in names}) as commands:

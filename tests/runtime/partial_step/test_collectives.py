@@ -17,9 +17,13 @@ def reduced(width: int, size: int) -> float:
     """Return the sum of what replicas have, where the default group is bound to a GPU."""
     join()
     # as Lightning's DDPStrategy leaves it, with accelerator="gpu" over gloo, too
-    dist.distributed_c10d._get_default_group().bound_device_id = torch.device("cuda:0")
+    group = dist.distributed_c10d._get_default_group()
+    group.bound_device_id = torch.device("cuda:0")
     made = Collectives(nn.Linear(1, 1), width, size, dist.group.WORLD)
-    return float(made.reduce(torch.tensor(10.0 ** here().rank), "sum"))
+    found = float(made.reduce(torch.tensor(10.0 ** here().rank), "sum"))
+    group.bound_device_id = None
+    dist.barrier()  # rank 0 has the store by which the others may still be meeting
+    return found
 
 
 @pytest.mark.multi
