@@ -551,6 +551,10 @@ def main() -> None:
     if args.worker:
         work(Case(**json.loads(args.worker)))
         return
+    if args.slower <= 0:
+        parser.error(f"--slower {args.slower:g}; allowed: numbers above 0, as 10")
+    if args.num_steps is not None and args.num_steps < WARM_UP + 2:
+        parser.error(f"--num-steps {args.num_steps}; allowed: from {WARM_UP + 2} on")
     changes = {k: v for k in ("rounds", "num_steps", "strategies") if (v := vars(args)[k])}
     for case in CASES[args.case]:
         if args.only in case.name:
