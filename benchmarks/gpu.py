@@ -181,9 +181,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(f"{name}, torch {torch.__version__}: GPT-2 of {args.layers} layers of {args.width}, "
           f"{args.micro} x {args.rows} samples of {args.length} tokens, bfloat16")  # fmt: skip
     found = {way: Seen() for way in WAYS}
-    for _ in range(args.rounds):
+    for k in range(args.rounds):
         for way, seen in found.items():
             train(way, args, seen)
+            print(f"round {k + 1}, {way}: {1e3 * seen.medians_s[-1]:.1f} ms", flush=True)
     print("\n".join(table(found, args)))
 
 
