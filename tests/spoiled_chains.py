@@ -74,6 +74,18 @@ class HasSparseGradients(Chain):
         return super().training_step([batch[0] @ rows, *batch[1:]], batch_idx)
 
 
+class LimitsRows(Chain):
+    """Scales rows down as it looks them up in its first stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(6, 6, max_norm=0.5)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        rows = self.embedding(torch.arange(6, device=batch[0].device))
+        return super().training_step([batch[0] @ rows, *batch[1:]], batch_idx)
+
+
 # ---------------------------------------------------------------------- what crosses a cut
 
 

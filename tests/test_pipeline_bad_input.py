@@ -41,6 +41,7 @@ from tests.spoiled_chains import (
     FailsInFirstStage,
     FailsInLastStage,
     HasSparseGradients,
+    LimitsRows,
     Nested,
     NoGraph,
     NotFinite,
@@ -251,6 +252,13 @@ def test_sparse_gradients_stay_where_they_are_made() -> None:
     assert_right(ends_of(HasSparseGradients, stages=["layers.1"]), HasSparseGradients)
     ends = ends_of(HasSparseGradients, 4, stages=["layers.1"], width=2)
     assert_refused(ends, {"StepError"}, "stage 0 has a sparse gradient", "allowed:")
+
+
+@pytest.mark.multi
+def test_rows_that_are_scaled_down_in_each_replica_apart_are_refused() -> None:
+    assert_right(ends_of(LimitsRows, stages=["layers.1"], preset="1f1b"), LimitsRows)
+    ends = ends_of(LimitsRows, 2, stages=1, width=2, preset="1f1b")
+    assert_refused(ends, {"PlanError"}, "'embedding.weight'", "allowed:")
 
 
 @pytest.mark.multi

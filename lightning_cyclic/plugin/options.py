@@ -200,7 +200,8 @@ class Options:
     @property
     def keeps_order(self) -> bool:
         """Say whether each forward is run once, with the newest weights, as on one device."""
-        return self._probe().weights == "sync" and self.remat == "never"
+        is_alone = self.width == 1  # else each replica would change a copy of its own
+        return is_alone and self._probe().weights == "sync" and self.remat == "never"
 
     @property
     def predicts(self) -> bool:
