@@ -31,8 +31,12 @@ class Chain(torch.optim.Optimizer):
             rate = self.rate(group)
             for p in group["params"]:
                 if p.grad is not None:
-                    p.add_(p.grad, alpha=-rate)
+                    self.change(p, rate)
         return loss
+
+    def change(self, p: nn.Parameter, rate: Any) -> None:
+        """Take a step of one parameter."""
+        p.add_(p.grad, alpha=-rate)
 
     def begin(self) -> None:
         """Look at all gradients."""
@@ -43,6 +47,13 @@ class Chain(torch.optim.Optimizer):
     def grads(self) -> Iterator[Tensor]:
         for group in self.param_groups:
             yield from (p.grad for p in group["params"] if p.grad is not None)
+
+
+class Assigning(Chain):
+    """Gives parameters other memory, as hand-written ones do."""
+
+    def change(self, p: nn.Parameter, rate: Any) -> None:
+        p.data = p.data - rate * p.grad
 
 
 class Counting(Chain):

@@ -6,10 +6,12 @@ given ten seconds, and an error that needs it would be no clear one.
 
 from __future__ import annotations
 
+import copy
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
@@ -25,7 +27,7 @@ from lightning_cyclic.plugin.checks import check_trainer
 from lightning_cyclic.strategy import CyclicStrategy
 from tests import processes
 from tests.corpus import make_trainer
-from tests.rows import more
+from tests.rows import in_turn, more
 from tests.test_failures import assert_stopped
 
 TIMEOUT_S = 10.0
@@ -277,6 +279,32 @@ class RaisesLaterOnOther(Raises):
     at, rank = 3, 1
 
 
+class ChangesWithin(Net):
+    """Changes weights in a hook that is called while a step is under way, behind the first one.
+
+    Args:
+        hook: its name.
+        whose: "teacher", a frozen copy that follows, or "own", through ``.data``.
+    """
+
+    def __init__(self, hook: str, whose: str) -> None:
+        super().__init__()
+        self.teacher = copy.deepcopy(self.layers).requires_grad_(False)
+        self.whose = whose
+        setattr(self, hook, self.change)
+
+    def change(self, *_: Any) -> None:
+        if self.trainer.global_step == 0:
+            return
+        if self.whose == "own":
+            for p in self.layers.parameters():
+                p.data.clamp_(-0.2, 0.2)
+            return
+        with torch.no_grad():
+            for mine, its in zip(self.layers.parameters(), self.teacher.parameters(), strict=True):
+                its.lerp_(mine, 0.1)
+
+
 class Vectors(Dataset[Any]):
     def __init__(self, num: int = 8) -> None:
         self._num = num
@@ -309,7 +337,7 @@ def data_of(kind: str) -> Any:
 
 
 def attempt(
-    module: type[Net], data: str, strategy: dict[str, Any], flags: dict[str, Any]
+    module: Callable[[], Net], data: str, strategy: dict[str, Any], flags: dict[str, Any]
 ) -> tuple[str, str, float]:
     """Return the error that training ends with on this rank: its type, text, and after when."""
     start = time.monotonic()
@@ -325,7 +353,7 @@ def attempt(
 
 
 def errors_of(
-    module: type[Net], data: str = "", strategy: dict[str, Any] | None = None, **flags: Any
+    module: Callable[[], Net], data: str = "", strategy: dict[str, Any] | None = None, **flags: Any
 ) -> list[tuple[str, str, float]]:
     return processes.run(
         attempt, 2, module, data, strategy or {}, flags, time_limit_s=40, after_failure_s=20
@@ -456,6 +484,36 @@ def test_the_others_name_the_reason_of_the_one_that_fails(
     assert_everywhere([errors[culprit]], kind, reason)
     assert_everywhere([errors[1 - culprit]], "PeerError", reason, "in step ")
     assert_stopped(errors[1 - culprit][1], 1 - culprit, culprit)
+
+
+# cyclic_dp_v1 makes the updates of all stages on one rank, in whose hook weights may change
+HOOKS = ["on_before_zero_grad", "on_before_backward", "on_after_backward"]
+OF_UPDATE = [
+    ("on_before_optimizer_step", "teacher", "cyclic_dp_v1"),
+    more("on_before_optimizer_step", "own", "cyclic_dp"),
+]
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize(
+    ("hook", "whose", "preset"),
+    [
+        *in_turn(HOOKS, ["own", "teacher"], ["cyclic_dp", "cyclic_dp_v1", "lockstep_dp"]),
+        *OF_UPDATE,
+    ],
+)
+def test_weights_that_a_hook_changes_within_a_step_are_refused(
+    hook: str, whose: str, preset: str
+) -> None:
+    module = partial(ChangesWithin, hook, whose)
+    errors = errors_of(module, strategy={"preset": preset})
+    assert "StepError" in {kind for kind, _, _ in errors}
+    for kind, text, seconds in errors:
+        assert kind in ("StepError", "PeerError"), text
+        assert f"parameter '{'layers' if whose == 'own' else 'teacher'}." in text
+        assert "while step" in text
+        assert "but ranks have several versions or copies of it" in text
+        assert seconds < 8.0
 
 
 @pytest.mark.multi

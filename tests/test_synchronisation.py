@@ -57,6 +57,7 @@ ALLOWED = {
     "a GPU for, to keep them on the module",
     "runtime.prediction.directions:Case.has_moved __float__": COUNTERS,
     "runtime.prediction.directions:Case.updates __float__": COUNTERS,
+    "runtime.weight_watch:WeightWatch._check_seen tolist": "once in each of steps 0, 1, 2, 4, ...",
 }
 """Who may ask, and why no GPU is waited for, or why it would be without the package, too."""
 

@@ -22,7 +22,7 @@ from tests.stagewise_modules import CASES as NETWORKS
 
 TIED = r"'shared' does not fit tied="
 MANUAL = r"automatic_optimization is False"
-CHANGES = r"in its forward, but ranks have several versions or copies"
+CHANGES = r"but ranks have several versions or copies"
 NO_CHANGE = r"was changed between two steps"
 GONE = r"is read on rank|its parameters are gone|reaches over the place"
 GRADIENTS = [name for name in PRESETS if name != "cyclic_dp_v1"]  # whose updates are whole
@@ -164,6 +164,8 @@ CASES: dict[str, Case] = {
     ),
     "changed weights": row(m.ChangesWeights, refused=refused(CHANGES)),
     "moving teacher": row(m.MovingTeacher, refused=refused(CHANGES)),
+    "changed weights, later": row(m.LateChanges, refused=refused(CHANGES)),
+    "moving teacher, later": row(m.LateTeacher, refused=refused(f"{CHANGES}|is read on rank")),
     "sparse embedding": row(
         m.ReallySparse, data=m.words, stages=["rnn"], refused=refused("sparse", REPLICATED)
     ),
@@ -200,6 +202,7 @@ CASES: dict[str, Case] = {
         refused=refused("exchanges the weights", REPLICATED, FLOWS),
     ),
     "counted steps": row(partial(m.With, "Counting")),
+    "assigned weights": row(partial(m.With, "Assigning")),
     "norm of all, in the optimizer": row(
         partial(m.With, "Clipping"), refused=refused("where it is called for some", GRADIENTS),
     ),

@@ -268,6 +268,15 @@ class MovingTeacher(Teacher):
         return super().training_step(batch, batch_idx)
 
 
+class LateTeacher(MovingTeacher):
+    """Has a teacher that begins to follow it behind the first steps."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        begins = self.trainer.global_step > 0
+        step = MovingTeacher if begins else Teacher
+        return step.training_step(self, batch, batch_idx)
+
+
 class ChangesWeights(Plain):
     """Scales a layer's weights down when it is called, where no count of changes shows it."""
 
@@ -277,6 +286,14 @@ class ChangesWeights(Plain):
 
     def _shrink(self, layer: nn.Module, _: Any) -> None:
         layer.weight.data.mul_(0.9)
+
+
+class LateChanges(ChangesWeights):
+    """Begins with it behind the first step."""
+
+    def _shrink(self, layer: nn.Module, given: Any) -> None:
+        if self.trainer.global_step > 0:
+            super()._shrink(layer, given)
 
 
 class ReversedValidation(Plain):

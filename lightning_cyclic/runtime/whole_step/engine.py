@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import takewhile
 from typing import final
 
@@ -37,6 +38,7 @@ from lightning_cyclic.runtime.sum_dtypes import AS_MADE, SumDtypes
 from lightning_cyclic.runtime.transport import AbstractTransport
 from lightning_cyclic.runtime.waiting import Waiter
 from lightning_cyclic.runtime.weight_forms import ALL, WeightForms
+from lightning_cyclic.runtime.weight_watch import WeightWatch
 from lightning_cyclic.runtime.whole_step.entrances import Entrances
 from lightning_cyclic.runtime.whole_step.exchange import Exchange
 from lightning_cyclic.runtime.whole_step.gradients import GradientCollector
@@ -83,6 +85,7 @@ class Engine:
         aside: lets the body do, in the middle of the step, what is not of the step.
         forms: what of weights is trained, and travels. [all]
         sums: dtypes of sums of gradients.
+        watch: of weights by stages, while steps are under way.
     """
 
     _outcomes: Outcomes | None = None  # where updates may be skipped
@@ -100,6 +103,7 @@ class Engine:
         aside: Callable[[], AbstractContextManager[None]] = nullcontext,
         forms: WeightForms = ALL,
         sums: SumDtypes = AS_MADE,
+        watch: WeightWatch | None = None,
     ) -> None:
         self.plan = plan
         self.stages = stages
@@ -107,7 +111,7 @@ class Engine:
         self.t = state.t if state else 0
         self._w = transport.worker
         self._update = update
-        self._paced, self._aside = paced, aside
+        self._paced, self._aside, self._watch = paced, aside, watch or WeightWatch(self._w)
         self._words = Words()
         self._flushed_at = self._starts_at = self.t
         self._ended = self.t - 1  # the last step that a flush has ended
@@ -134,10 +138,11 @@ class Engine:
         keeps = not plan.axes.sharding.gathers
         self.stores = [
             VersionStore(
-                ps, self.t, self._messages, keeps=keeps, is_here=not any(map(is_absent, ps))
+                ps, self.t, self._messages, keeps=keeps, is_here=not any(map(is_absent, ps)),
+                changing=partial(self._watch.changing, [j]),
             )
-            for ps in ([named[n] for n in s.parameters] for s in stages.stages)
-        ]
+            for j, ps in enumerate([named[n] for n in s.parameters] for s in stages.stages)
+        ]  # fmt: skip
         # at a flush: whether this worker has the parameters of all stages
         self._is_whole = all(store.versions for store in self.stores)
         if state is not None:
@@ -428,8 +433,11 @@ class Engine:
         self._worker.run(a for a in due if a.kind is Kind.RECV)
         updates = [a for a in due if a.kind is Kind.UPDATE]
         stages = [a.j for a in updates]
-        totals = {j: self._advance(t + 1, j) for j in stages}
-        skipped = self._update(t, stages) or ()
+        with self._watch.changing(stages):
+            totals = {j: self._advance(t + 1, j) for j in stages}
+            skipped = self._update(t, stages) or ()
+            for j in stages:
+                self.stores[j].end_update(t + 1)
         self._tell_norms()
         self.flight.note(updates)
         for j, total in totals.items():

@@ -8,7 +8,8 @@ of versions that no later forward reads are used again for the next one to arriv
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import final
 
 import torch
@@ -28,6 +29,7 @@ class VersionStore:
         messages: whose buffers versions lie in.
         keeps: whether their memory waits for the next version, or goes.
         is_here: whether the parameters have values; else there is no version yet.
+        changing: is entered while the parameters change, for who watches them.
     """
 
     def __init__(
@@ -38,8 +40,10 @@ class VersionStore:
         *,
         keeps: bool = True,
         is_here: bool = True,
+        changing: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self.parameters = parameters
+        self.changing = changing
         # what has no memory yet is to come as its owner has it: contiguous
         self._laid = (
             parameters
@@ -94,8 +98,9 @@ class VersionStore:
         """Point the parameters at version ``v``."""
         buffer = self._versions[v]
         if buffer is not self._shown:
-            for parameter, view in zip(self.parameters, buffer.tensors, strict=True):
-                parameter.data = view
+            with self.changing():
+                for parameter, view in zip(self.parameters, buffer.tensors, strict=True):
+                    parameter.data = view
             self._shown = buffer
 
     def release(self) -> None:
@@ -174,6 +179,13 @@ class VersionStore:
                 self._versions[v] = self._versions.pop(v - 1)
                 self.words[v] = self.words.pop(v - 1)
         self.show(v)
+
+    def end_update(self, v: int) -> None:
+        """Take into version ``v`` what parameters were given as another ``.data``."""
+        for p, view in zip(self.parameters, self._versions[v].tensors, strict=True):
+            if p.data_ptr() != view.data_ptr():
+                view.copy_(p.detach())
+                p.data = view
 
     def write(self, v: int, values: Sequence[torch.Tensor]) -> None:
         """Keep a copy of ``values`` as version ``v``."""
