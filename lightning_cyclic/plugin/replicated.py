@@ -172,8 +172,9 @@ class ReplicatedTraining(AbstractTraining):
         if self._skips_backward():
             return own(*args, **kwargs)
         self._plan_batches()
-        self._guard.check()
         session = self._session
+        if session.is_between_steps:
+            self._guard.check()
         self._follow_freezing()
         if session.is_apart and session.engine is None:
             args, kwargs = self._find_stages(own, StepArguments(args, kwargs)), {}
@@ -273,7 +274,6 @@ class ReplicatedTraining(AbstractTraining):
     def post_backward(self, own: Own, closure_loss: Tensor) -> None:
         """Hand over the gradients of stages that the backward did not complete."""
         self._backward.close()
-        self._guard.note(watch=False)
 
     @override
     def optimizer_step(
@@ -281,7 +281,6 @@ class ReplicatedTraining(AbstractTraining):
     ) -> Any:
         """Run the closure and leave the update to the program."""
         output = closure()
-        self._guard.check()
         self._keep_owned_state()
         self._updates.remember(self._session.t, self._trainer.optimizers[0], kwargs)
         self._session.end_step()

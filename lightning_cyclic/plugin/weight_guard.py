@@ -44,17 +44,12 @@ class WeightGuard:
         self._watching: list[nn.Parameter] = []  # whose ``.data`` is looked for
         self._looked: dict[nn.Parameter, tuple[int, Tensor]] = {}  # address and bits before
 
-    def note(self, *, watch: bool = True) -> None:
-        """Note what the parameters are behind a part of a step.
-
-        Args:
-            watch: whether changes through ``.data`` are noticed, too, at 0.5 us a parameter.
-        """
+    def note(self) -> None:
+        """Note what the parameters are behind a step, at 0.5 us each."""
         self._named = self._named or dict(self._read())
         self._versions = list(map(_version, self._named.values()))
         self._totals = None
-        if watch:
-            self._watch()
+        self._watch()
 
     @contextmanager
     def ending(self) -> Iterator[None]:

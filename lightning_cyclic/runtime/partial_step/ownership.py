@@ -57,6 +57,11 @@ class Ownership:
         """Return the parameters that this worker updates, by name."""
         return {n: p for n, p in self._named.items() if self._stage_of.get(n) in self.stages}
 
+    def here(self) -> dict[str, nn.Parameter]:
+        """Return all parameters that have their values here, by name: tied ones, too."""
+        foreign = set(self.foreign)
+        return {n: p for n, p in self._named.items() if n not in foreign}
+
     @property
     def num_stages(self) -> int:
         """Return how many stages there are."""

@@ -59,6 +59,7 @@ from lightning_cyclic.runtime.values.batches import refuse_iterators, tensors_of
 from lightning_cyclic.runtime.values.split import MicroBatch, can_be_cut, family, signature, split
 from lightning_cyclic.runtime.values.trees import map_tensors
 from lightning_cyclic.runtime.waiting import Waiter, naming_peers
+from lightning_cyclic.runtime.weight_watch import WeightWatch
 from lightning_cyclic.runtime.worker import Worker
 
 _NEW_VERSIONS = frozenset({Kind.UPDATE, Payload.P, Payload.V})
@@ -117,6 +118,10 @@ class StagewiseSession:
         self._rest: list[Action] = []  # of a step whose update is made outside
         self._summarise: dict[int, Summarise] = {}
         self._concluded: dict[int, Message] = {}  # what is told of steps
+        self._watch = WeightWatch(rank_of(worker, self._size))
+        self._weights: dict[
+            str, nn.Parameter
+        ] = {}  # that nothing changes while gradients are made
         self._put_off: dict[tuple[int, int], list[Action]] = {}  # forwards, by update
         self._modes: list[tuple[nn.Module, bool]] = []  # of the last step that has begun
         self._collectives = Collectives(module, config.width, self._size, group)
@@ -231,13 +236,7 @@ class StagewiseSession:
             self.config.say, repeated,
         )  # fmt: skip
         self._grads = GradientStore(self.trained_of, self.config.sums)
-        self._step = StageStep(
-            self.router, plan, ownership, SideEffects(self.module, cuts, self._state),
-            self.config.seed, self.config.remat, self.versions, self.config.is_one_stage,
-        )  # fmt: skip
-        overwrites = self.versions is not None and self.versions.overwrites
-        if self.config.is_under_autocast and not overwrites:  # whose copies have no one value
-            self._step.casts = CastCopies()
+        self._step = self._make_step(cuts, plan)
         parameters = [self.trained_of(j) for j in range(plan.num_stages)]
         self.norms = Norms(plan, self.worker, parameters, self._fetch)
         self._exchange = Exchange(
@@ -275,6 +274,23 @@ class StagewiseSession:
         for home in before.values():
             if isinstance(home, ForeignWeights):
                 home.close()
+
+    def _make_step(self, cuts: Cuts, plan: Plan) -> StageStep:
+        """Return what runs F and B; note which weights nothing else may change meanwhile."""
+        assert self.router is not None
+        config, versions, ownership = self.config, self.versions, self.ownership
+        step = StageStep(
+            self.router, plan, ownership, SideEffects(self.module, cuts, self._state),
+            config.seed, config.remat, versions, config.is_one_stage,
+        )  # fmt: skip
+        if config.is_under_autocast and not (versions is not None and versions.overwrites):
+            step.casts = CastCopies()  # else copies have no one value
+        if versions is not None:
+            step.watch = self._watch
+        elif not config.is_one_stage or config.remat != "never":  # else it is as one device
+            here = ownership.here().items()
+            self._weights = {n: p for n, p in here if n not in cuts.written}
+        return step
 
     def _make_foreign(self, cuts: Cuts, plan: Plan, ownership: Ownership) -> ForeignWeights:
         foreign = ForeignWeights(
@@ -466,7 +482,9 @@ class StagewiseSession:
         self._rest = actions[len(begun) :]
         for j in self.ownership.stages:
             self._grads.hide(self.t, j)
+        self._watch.begin(self.t, [self._weights])
         self._run(begun)
+        self._watch.end()
         if not is_last:
             self._worker.settle()
             self.foreign.settle(self.t)

@@ -44,6 +44,7 @@ from lightning_cyclic.runtime.partial_step.side_effects import SideEffects
 from lightning_cyclic.runtime.partial_step.versions import Version, Versions
 from lightning_cyclic.runtime.randomness import Randomness
 from lightning_cyclic.runtime.values.trees import map_tensors
+from lightning_cyclic.runtime.weight_watch import WeightWatch
 
 
 class Micro(NamedTuple):
@@ -117,6 +118,7 @@ class StageStep:
     """
 
     casts: CastCopies | None = None  # where the step runs under autocast
+    watch: WeightWatch | None = None  # of weights that have versions, whenever the step runs
 
     def __init__(
         self,
@@ -146,6 +148,7 @@ class StageStep:
         self._cells: dict[tuple[int, int, int], _Cell] = {}  # by step, micro-batch, stage
         self._habits = Habits(router)
         self._other_habits = {id(router): self._habits}
+        self._here = ownership.here()
         self._borrowing = {j for j in range(plan.num_stages) if ownership.borrowed(j)}
 
     # ------------------------------------------------------------------ micro-batches
@@ -268,7 +271,11 @@ class StageStep:
         else:
             showing = versions.shown_again(a, cell.versions)
         with showing as cell.versions:
+            if self.watch is not None:
+                self.watch.begin(a.t, [*cell.versions, self._here])
             yield
+            if self.watch is not None:
+                self.watch.end()
 
     def _finish_forward(
         self, a: Action, run: Run, cell: _Cell, passage: Passage, output: Any, visit: Visit

@@ -36,6 +36,7 @@ class Cuts:
         repeated: those of them that code between modules uses, which all workers run up to their
             stage.
         metrics: path of each metric -> the stage that updates it; the last if none was seen to.
+        written: names of the parameters that the step itself changed, and may.
     """
 
     starts: tuple[str, ...]
@@ -46,6 +47,7 @@ class Cuts:
     changed: frozenset[str]
     metrics: dict[str, int]
     repeated: frozenset[str] = frozenset()
+    written: frozenset[str] = frozenset()
 
     @property
     def num_stages(self) -> int:
@@ -86,6 +88,7 @@ class Cuts:
             "changed": sorted(self.changed),
             "metrics": dict(self.metrics),
             "repeated": sorted(self.repeated),
+            "written": sorted(self.written),
         }
 
     @classmethod
@@ -99,7 +102,8 @@ class Cuts:
             buffers=tuple(tuple(names) for names in data["buffers"]),
             changed=frozenset(data["changed"]),
             metrics=dict(data["metrics"]),
-            repeated=frozenset(data.get("repeated", ())),  # older checkpoints lack it
+            repeated=frozenset(data.get("repeated", ())),  # older checkpoints lack these
+            written=frozenset(data.get("written", ())),
         )
 
 
@@ -188,6 +192,7 @@ def _cuts(survey: Survey, places: Sequence[Place]) -> Cuts:
             for path, updates in survey.metrics.items()
         },
         repeated=frozenset(n for n in survey.changed if not _is_inside(n, skipped)),
+        written=frozenset(w.name for w in survey.written),
     )
 
 

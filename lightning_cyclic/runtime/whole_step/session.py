@@ -23,7 +23,6 @@ from lightning_cyclic.errors import StepError
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.runtime.absent import home_of, is_absent, make_present
 from lightning_cyclic.runtime.agreement import Together, put_together, sent_to_rank_0
-from lightning_cyclic.runtime.bits import sum_of_bits
 from lightning_cyclic.runtime.failure_words import words_of
 from lightning_cyclic.runtime.flight_recorder import FlightRecorder
 from lightning_cyclic.runtime.foreign_weights import ForeignWeights
@@ -42,6 +41,7 @@ from lightning_cyclic.runtime.transport.choice import Route, link
 from lightning_cyclic.runtime.transport.limit import Limit
 from lightning_cyclic.runtime.waiting import naming_peers
 from lightning_cyclic.runtime.weight_forms import ALL, WeightForms
+from lightning_cyclic.runtime.weight_watch import Weights, WeightWatch, changed_within
 from lightning_cyclic.runtime.whole_step.bootstrap import FirstStep
 from lightning_cyclic.runtime.whole_step.draws import KeyedDraws
 from lightning_cyclic.runtime.whole_step.engine import Engine, EngineState, Update
@@ -131,6 +131,7 @@ class Session:
         self._module = module
         self._trained = dict(parameters)
         self._config = config
+        self._probe = config.make_plan(1, (), (), 1)  # what does not depend on the stages
         self._worker = worker
         self._device = device
         self._update = update
@@ -141,6 +142,8 @@ class Session:
         self.failed = False
         self._losses = LateValues()
         self._watched: list[tuple[str, Tensor, int]] = []
+        self._watch = WeightWatch(worker)
+        self._weights: Sequence[Weights] = ()  # by stage, when they are known, and the rest
         self.engine: Engine | None = None
         self.stages: StageMap | None = None
         self._transports: list[CountingTransport] = []  # the last is that of the engine
@@ -154,7 +157,7 @@ class Session:
         self._has_first_draws = True
         # workers that make their own stages alone never have the whole module
         self.is_apart = any(map(is_absent, module.parameters()))
-        if self.is_apart and not config.make_plan(1, (), (), 1).axes.sharding.gathers:
+        if self.is_apart and not self._probe.axes.sharding.gathers:
             make_present(*module.parameters())  # as replicas are
             self.is_apart = False
         self.foreign: ForeignWeights | None = None  # if so
@@ -243,8 +246,8 @@ class Session:
         draws = self._draws.keyed(self._seed, self.t, self._worker)
         with draws, lending(self._module):
             seen = survey(self._module, noted)  # which puts back what the step changes
-        if seen.written and self._config.make_plan(1, (), (), 1).num_workers > 1:
-            raise self._changed_within(seen.written[0].name)
+        if seen.written and self._probe.num_workers > 1:
+            raise changed_within(seen.written[0].name, self._worker, self.t)
         self._start(self._find(), None)
         self._first = None
 
@@ -277,6 +280,8 @@ class Session:
         self._batches = 0 if last else self._batches + 1
         if first and self.foreign is not None and self.is_flushed:  # else nothing is offered
             self.foreign.withdraw()
+        if first:
+            self._begin_watch()
         with self._draws.keyed(self._seed, self.t, key):
             if self.engine is not None:
                 with self.engine.forward(first=first, last=last), self._recorder.running():
@@ -300,7 +305,7 @@ class Session:
         """
         self._check_loss(loss)
         if self.engine is None:  # accumulating in the very first step: gradients stay in p.grad
-            num_micro = self._config.make_plan(1, (), (), 1).num_micro
+            num_micro = self._probe.num_micro
             _scale_gradient(loss, num_micro)
             yield
             return
@@ -312,6 +317,7 @@ class Session:
         """Count the step."""
         assert self.engine is not None
         self.engine.end_step()
+        self._watch.end()
         if self._has_first_draws:
             self._draw_by_stages()
 
@@ -326,7 +332,10 @@ class Session:
         if self.engine is not None and not self.failed:
             self._losses.settle()
             is_flushed = self.engine.is_flushed
+            if not is_flushed:
+                self._begin_watch()
             self.engine.flush(whole=whole and not self.is_apart)
+            self._watch.end()
             if self.foreign is not None and not is_flushed:
                 self.foreign.offer(self.t)
 
@@ -453,49 +462,29 @@ class Session:
         if first:
             with self.naming_peers("to send the buffers of the module", self._worker - 1):
                 self._first.receive()
-        # outermost: what it reads of parameters is no use of them by the step
-        finding = self._recorder.finding()
-        with self._unchanged(), finding, self._first.forward(batch, first=first):
+        with self._recorder.finding(), self._first.forward(batch, first=first):
             yield
         if last:
             with self.naming_peers("to take the buffers of the module", self._worker + 1):
                 self._first.send()
 
-    @contextmanager
-    def _unchanged(self) -> Iterator[None]:
-        """Refuse that the body, a forward, changes weights of which others have versions.
-
-        Raises:
-            StepError: with the parameter.
-        """
-        has_versions = self._config.make_plan(1, (), (), 1).num_workers > 1
-        watched = self.named()
-        # absent ones have no bits here: what changes them in place is counted
-        before = {n: _mark(p) for n, p in watched.items() if has_versions and not is_lazy(p)}
-        yield
-        for name, (count, bits) in before.items():
-            p = watched[name]
-            now = _mark(p)
-            if count != now[0] or not (
-                bits is None or now[1] is None or torch.equal(bits, now[1])
-            ):
-                raise self._changed_within(name)
-
-    def _changed_within(self, name: str) -> StepError:
-        return StepError(
-            f"training_step of rank {self._worker} changed parameter {name!r} in its forward, but "
-            "ranks have several versions or copies of it, which the change does not reach; "
-            "allowed: weights that the optimizer alone changes; change them in the optimizer's "
-            "step(), keep what moves in a buffer, or use strategy='ddp'"
-        )
+    def _begin_watch(self) -> None:
+        """Notice what changes weights of which others have copies or versions."""
+        if self._probe.num_workers == 1:
+            return
+        here = {} if self._weights else self.named()
+        groups = self._weights or [{n: p for n, p in here.items() if not is_lazy(p)}]
+        self._watch.begin(self.t, groups)
 
     def naming_peers(self, what: str, peer: int | None = None) -> AbstractContextManager[None]:
         """Name the ranks that do not come while the body waits for them: one, or all."""
         return naming_peers(self.transport, self.when, what, peer)
 
     def _begin(self) -> None:
+        self._watch.end()  # before others are waited for
         self._start(self._find(), None)
         assert self.engine is not None
+        self._begin_watch()
         self.engine.adopt_forward()
         self._first = None
         self._draw_by_stages()
@@ -515,7 +504,7 @@ class Session:
         self._draws = KeyedDraws(self._module, self.starts or (), self._device)
 
     def _make_stages(self, profile: Profile) -> StageMap:
-        plan, stages = self._config.make_plan(1, (), (), 1), self._config.stages
+        plan, stages = self._probe, self._config.stages
         held: Mapping[str, nn.Parameter] = self._trained
         if plan.axes.sharding.gathers:  # what is frozen takes as much room
             held, profile = self.named(), profile.as_trained()
@@ -534,7 +523,7 @@ class Session:
     def _start(self, stages: StageMap, state: EngineState | None) -> None:
         if self.engine is not None:  # receives posted for the old engine must not match new sends
             self.transport = self._new_transport()
-        if self._config.make_plan(1, (), (), 1).axes.sharding.gathers:
+        if self._probe.axes.sharding.gathers:
             named = self.named()  # each owner has what is frozen of its stages, too
             trained = {n for n in self._trained if named[n].requires_grad}
             stages = stages.holding(named, trained)
@@ -558,7 +547,11 @@ class Session:
             aside=self._aside,
             forms=self._config.forms,
             sums=self._config.sums,
+            watch=self._watch,
         )
+        named = self.named()
+        rest = {n: p for n, p in named.items() if n not in stages.stage_of}
+        self._weights = [{n: named[n] for n in s.parameters} for s in stages.stages] + [rest]
         if self._config.outcomes is not None:
             self.engine.note_outcomes(self._config.outcomes)
         if self.is_apart:
@@ -685,11 +678,6 @@ class Session:
                     "that change from the first step on; or relay every buffer, "
                     'CyclicStrategy(relay_buffers="all")'
                 )
-
-
-def _mark(p: nn.Parameter) -> tuple[int, Tensor | None]:
-    """Return how often a parameter was changed in place, and its bits, if it is here."""
-    return p._version, None if is_absent(p) else sum_of_bits(p)
 
 
 def _scale_gradient(loss: Tensor, num_micro: int) -> None:

@@ -197,11 +197,13 @@ class Shards(Replica):
     def _hide(self, j: int) -> None:
         if self._shown.pop(j, None) is None:
             return
-        for p, name in zip(self._stores[j].parameters, self._names[j], strict=True):
-            if id(p) in self._shared:
-                p.data = p.data.clone()
-            else:
-                _leave(p, name, self)
+        store = self._stores[j]
+        with store.changing():
+            for p, name in zip(store.parameters, self._names[j], strict=True):
+                if id(p) in self._shared:
+                    p.data = p.data.clone()
+                else:
+                    _leave(p, name, self)
 
     @override
     def stay(self) -> None:
