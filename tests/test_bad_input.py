@@ -305,6 +305,20 @@ class ChangesWithin(Net):
                 its.lerp_(mine, 0.1)
 
 
+class UpdatesInBackward(Net):
+    """Updates each parameter as soon as its gradient is there, in a hook."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for p in self.parameters():
+            p.register_post_accumulate_grad_hook(self.update)
+
+    def update(self, p: Tensor) -> None:
+        with torch.no_grad():
+            p.add_(p.grad, alpha=-0.1)
+        p.grad = None
+
+
 class Vectors(Dataset[Any]):
     def __init__(self, num: int = 8) -> None:
         self._num = num
@@ -514,6 +528,24 @@ def test_weights_that_a_hook_changes_within_a_step_are_refused(
         assert "while step" in text
         assert "but ranks have several versions or copies of it" in text
         assert seconds < 8.0
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        {"preset": "cyclic_dp"},
+        more({"preset": "cyclic_zero"}),
+        {"preset": "1f1b", "stages": ["layers.2"], "num_micro": 3},
+        {"preset": "cyclic_pipeline", "stages": ["layers.2"], "num_micro": 3},
+    ],
+)
+def test_updates_within_a_backward_are_refused(strategy: dict[str, Any]) -> None:
+    errors = errors_of(UpdatesInBackward, strategy=strategy)
+    assert "StepError" in {kind for kind, _, _ in errors}
+    for kind, text, _ in errors:
+        assert kind in ("StepError", "PeerError"), text
+        assert "while step 0 was under way" in text
 
 
 @pytest.mark.multi

@@ -122,9 +122,10 @@ class DeferredUpdates:
             if skips:
                 return
             written = self._watch.begin(optimizer, updated)
-            with trainer.profiler.profile(  # type: ignore[attr-defined]
+            profiled = trainer.profiler.profile(  # type: ignore[attr-defined]
                 "[Strategy]CyclicStrategy.deferred_optimizer_step"
-            ):
+            )
+            with profiled, _holding(optimizer, updated):
                 optimizer.step(**kwargs)
             found = written.find()
         self._count(t, optimizer, found)
@@ -216,6 +217,20 @@ def _hyper_parameters(
                 del group[key]
             group.update(values)
         optimizer.param_groups = everything
+
+
+@contextmanager
+def _holding(optimizer: Optimizer, updated: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Let the optimizer hold what it updates alone: it, or its hooks, may change all they see."""
+    ids = set(map(id, updated))
+    before = [group["params"] for group in optimizer.param_groups]
+    for group, held in zip(optimizer.param_groups, before, strict=True):
+        group["params"] = [p for p in held if id(p) in ids]
+    try:
+        yield
+    finally:
+        for group, held in zip(optimizer.param_groups, before, strict=True):
+            group["params"] = held
 
 
 @contextmanager

@@ -70,6 +70,27 @@ class WeightWatch:
         self._is_on = True
 
     @contextmanager
+    def watching(self, t: int, groups: Sequence[Weights]) -> Iterator[None]:
+        """Run the body, in which no weight may change.
+
+        Args:
+            t: the step.
+            groups: weights by name.
+
+        Raises:
+            StepError: one has changed.
+        """
+        self.begin(t, groups)
+        try:
+            yield
+        except RuntimeError:  # autograd says that something has changed, but not what
+            self._looks, self._is_on = False, False
+            for k in range(len(groups)):
+                self._check(k)
+            raise
+        self.end()
+
+    @contextmanager
     def changing(self, groups: Collection[int]) -> Iterator[None]:
         """Run the body, in which the package changes what weights of some groups are.
 

@@ -22,6 +22,7 @@ from tests.stagewise_modules import CASES as NETWORKS
 
 TIED = r"'shared' does not fit tied="
 MANUAL = r"automatic_optimization is False"
+LATE = r"in the middle of a step|is read on rank"
 CHANGES = r"but ranks have several versions or copies"
 NO_CHANGE = r"was changed between two steps"
 GONE = r"is read on rank|its parameters are gone|reaches over the place"
@@ -165,7 +166,7 @@ CASES: dict[str, Case] = {
     "changed weights": row(m.ChangesWeights, refused=refused(CHANGES)),
     "moving teacher": row(m.MovingTeacher, refused=refused(CHANGES)),
     "changed weights, later": row(m.LateChanges, refused=refused(CHANGES)),
-    "moving teacher, later": row(m.LateTeacher, refused=refused(f"{CHANGES}|is read on rank")),
+    "moving teacher, later": row(m.LateTeacher, refused=refused(f"{CHANGES}|{LATE}|{TIED}")),
     "sparse embedding": row(
         m.ReallySparse, data=m.words, stages=["rnn"], refused=refused("sparse", REPLICATED)
     ),
@@ -182,6 +183,14 @@ CASES: dict[str, Case] = {
     ),
     "clipped weights": row(m.ClippedWeights, refused=refused(NO_CHANGE, REPLICATED, FLOWS) | AWAY),
     "own clipping": row(m.OwnClipping),
+    "gradient hooks": row(m.GradientHooks),
+    "backward hooks": row(m.BackwardHooks, refused=refused("has a backward hook", PIPELINES)),
+    "gradient penalty": row(
+        m.GradientPenalty, refused=refused("takes gradients itself", PIPELINES) | AWAY
+    ),
+    "functional call": row(m.FunctionalCall),
+    "gradient reversal": row(m.GradientReversal),
+    "step hooks": row(m.StepHooks, refused=refused(LATE, "gpipe", "1f1b")),
     "own scheduling": row(m.OwnScheduling, num_epochs=2),
     "plateau": row(m.Plateau, validates=True, num_epochs=3),
     "own optimizer_step": row(m.OwnOptimizerStep),

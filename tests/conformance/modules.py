@@ -922,3 +922,74 @@ class Generating(LanguageModel):
         tokens = self.model.generate(start, max_new_tokens=3, do_sample=False)
         if not self.trainer.sanity_checking:
             self.seen.append(tokens.tolist())
+
+
+# ---------------------------------------------------------------------- hooks of torch
+
+
+class GradientHooks(Plain):
+    """Halves the gradients of parameters in hooks on them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for p in self.parameters():
+            p.register_hook(lambda grad: grad / 2)  # type: ignore[no-untyped-call]
+
+
+class BackwardHooks(Plain):
+    """Has a layer whose hook halves what its backward returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[2].register_full_backward_hook(lambda _, grads, __: (grads[0] / 2,))
+
+
+class GradientPenalty(Plain):
+    """Penalises the gradient of its scores by its input."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x = batch[0].clone().requires_grad_()
+        scores = self(x)
+        (grad,) = torch.autograd.grad(scores.sum(), x, create_graph=True)
+        return F.cross_entropy(scores, batch[1]) + grad.pow(2).mean()
+
+
+class FunctionalCall(Plain):
+    """Calls its layers with their parameters as arguments."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.func.functional_call(self.net, dict(self.net.named_parameters()), x)
+
+
+class Reversed(torch.autograd.Function):
+    """Turn a gradient round."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return -grad
+
+
+class GradientReversal(Plain):
+    """Turns a gradient round between its layers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = Reversed.apply(self.net[:2](x))
+        return self.net[2:](x)
+
+
+class StepHooks(Plain):
+    """Clips weights in a hook of its optimizer."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        optimizer.register_step_post_hook(self._clip)
+        return optimizer
+
+    @torch.no_grad()
+    def _clip(self, optimizer: Any, *_: Any) -> None:
+        for p in optimizer.param_groups[0]["params"]:
+            p.clamp_(-0.3, 0.3)

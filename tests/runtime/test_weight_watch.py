@@ -115,3 +115,21 @@ def test_absent_weights_have_no_bits_until_they_come() -> None:
     with watch.changing([0]):
         leave(p, "0.weight", None)  # type: ignore[arg-type]
     watch.end()
+
+
+def test_an_error_of_autograd_that_comes_of_a_change_names_what_has_changed() -> None:
+    module, watch, groups = watched()
+    loss = module[2](module[0](torch.ones(1, 2))).sum()
+    with (
+        pytest.raises(StepError, match=r"'2\.weight'") as caught,
+        watch.watching(0, groups),
+    ):
+        scale(module[2].weight)
+        loss.backward()
+    assert "inplace operation" in str(caught.value.__context__)
+
+
+def test_an_error_of_another_kind_stays_as_it_is() -> None:
+    _, watch, groups = watched()
+    with pytest.raises(RuntimeError, match="another"), watch.watching(0, groups):
+        raise RuntimeError("another")

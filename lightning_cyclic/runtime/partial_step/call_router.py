@@ -100,6 +100,8 @@ class CallRouter:
 
     def _route(self) -> Iterator[Method]:
         for path, m in named_modules(self.module):
+            if self.num_stages > 1:
+                _refuse_backward_hooks(path, m)
             has_parameters = next(m.parameters(), None) is not None
             metric = is_metric(m)
             if not path or not (has_parameters or metric or path in self._begins):
@@ -130,6 +132,21 @@ class CallRouter:
             return run.call(unit, original, args, kwargs)
 
         return call
+
+
+def _refuse_backward_hooks(path: str, m: nn.Module) -> None:
+    """Refuse hooks on the gradients of a module's inputs, which may lie in another stage.
+
+    Raises:
+        ConfigurationError: with the module.
+    """
+    if m._backward_hooks or m._backward_pre_hooks:
+        raise ConfigurationError(
+            f"{path or 'the module'!r} has a backward hook (register_full_backward_hook), which "
+            "torch sets up around its call, also on ranks that leave the call out; allowed: hooks "
+            "of parameters and tensors; use tensor.register_hook within its forward, or a "
+            "strategy whose ranks run whole steps, such as 'cyclic_dp'"
+        )
 
 
 def _stages_of_units(module: nn.Module, cuts: Cuts) -> dict[str, tuple[int, ...]]:

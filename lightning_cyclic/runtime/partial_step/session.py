@@ -482,9 +482,8 @@ class StagewiseSession:
         self._rest = actions[len(begun) :]
         for j in self.ownership.stages:
             self._grads.hide(self.t, j)
-        self._watch.begin(self.t, [self._weights])
-        self._run(begun)
-        self._watch.end()
+        with self._watch.watching(self.t, [self._weights]):
+            self._run(begun)
         if not is_last:
             self._worker.settle()
             self.foreign.settle(self.t)

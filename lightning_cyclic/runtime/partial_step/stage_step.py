@@ -270,12 +270,14 @@ class StageStep:
             showing = versions.shown(a, sorted({a.j, *self._ownership.lenders(a.j)}))
         else:
             showing = versions.shown_again(a, cell.versions)
-        with showing as cell.versions:
-            if self.watch is not None:
-                self.watch.begin(a.t, [*cell.versions, self._here])
+        with showing as cell.versions, self._watching(a, cell):
             yield
-            if self.watch is not None:
-                self.watch.end()
+
+    def _watching(self, a: Action, cell: _Cell) -> AbstractContextManager[None]:
+        """Refuse that the user's code changes weights."""
+        if self.watch is None:
+            return _NOTHING
+        return self.watch.watching(a.t, [*cell.versions, self._here])
 
     def _finish_forward(
         self, a: Action, run: Run, cell: _Cell, passage: Passage, output: Any, visit: Visit
@@ -366,18 +368,18 @@ class StageStep:
         for p, grad in self._tied_roots(a.j, cell, came.tied) if came.tied else ():
             roots.append(get_gradient_edge(p))
             root_grads.append(grad)
-        taken = self._accumulated(a.j, cell, tuple(roots), tuple(root_grads)) if roots else {}
+        taken = self._accumulated(a, cell, tuple(roots), tuple(root_grads)) if roots else {}
         assert cell.entry is not None
         return Gradients(cell.entry.grads, taken)
 
     def _accumulated(
-        self, j: int, cell: _Cell, roots: tuple[Any, ...], grads: tuple[Tensor, ...]
+        self, a: Action, cell: _Cell, roots: tuple[Any, ...], grads: tuple[Tensor, ...]
     ) -> Mapping[str, Tensor]:
         """Run the backward; return the gradients of borrowed parameters, which are kept apart."""
-        if self._versions is None and j not in self._borrowing:  # no context costs nothing
+        if self._versions is None and a.j not in self._borrowing:  # no context costs nothing
             _run_backward(roots, grads)
             return {}
-        with self._apart(j) as taken, self._accumulating(cell):
+        with self._apart(a.j) as taken, self._accumulating(cell), self._watching(a, cell):
             _run_backward(roots, grads)
         return taken
 

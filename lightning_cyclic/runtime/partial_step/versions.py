@@ -194,6 +194,7 @@ class Versions:
         pairs = [(self._own[n], q) for version in versions for n, q in version.items()]
         for p, q in pairs:
             q.grad, p.grad = p.grad, None
+            _share_hooks(p, q)
         try:
             with self._in_place(versions):
                 yield
@@ -310,6 +311,14 @@ class Versions:
                 p = self._own[n]
                 for owner, name in self._rnns.get(id(p), ()):
                     setattr(owner, name, chosen(q, p))
+
+
+def _share_hooks(p: Any, q: Any) -> None:
+    """Let the hooks of a parameter see the gradients that its stand-in gets."""
+    if p._backward_hooks is not None and q._backward_hooks is not p._backward_hooks:
+        q._backward_hooks = p._backward_hooks
+    if p._post_accumulate_grad_hooks is not None and q._post_accumulate_grad_hooks is None:
+        q._post_accumulate_grad_hooks = p._post_accumulate_grad_hooks
 
 
 def _places_of(module: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:

@@ -24,6 +24,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from lightning_cyclic.errors import PlanError
 from lightning_cyclic.runtime.compiled import is_compiled, uncompiled
 from lightning_cyclic.runtime.partial_step.ghosts import reads_metadata
 from lightning_cyclic.runtime.stages.clocks import AbstractClock, CountedClock, MeasuredClock
@@ -124,6 +125,7 @@ class _Checkpoint:
 
 
 _CHECKPOINTS = ("checkpoint",)
+_TAKES_GRADIENTS = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
 
 
 @final
@@ -279,6 +281,8 @@ class _Surveyor:
         if reads_metadata(func):
             self._clock.resume()
             return func(*args, **kwargs)
+        if func in _TAKES_GRADIENTS:
+            raise _takes_gradients(func)
         name = func.__name__
         inputs = list(arguments((args, kwargs)))
         replaced = inputs[:1] if func == _SETS_DATA and is_the_users() else []
@@ -438,6 +442,14 @@ def _aliases(module: nn.Module) -> dict[str, str]:
     first = {m: path for path, m in module.named_modules()}
     every = module.named_modules(remove_duplicate=False)
     return {path: first[m] for path, m in every if first[m] != path}
+
+
+def _takes_gradients(func: Any) -> PlanError:
+    return PlanError(
+        f"training_step takes gradients itself, by {func.__name__}() ({user_line()}), through "
+        "calls of which each rank runs a part; allowed: the backward of the loss that it returns; "
+        "use a strategy whose ranks run whole steps, such as 'cyclic_dp'"
+    )
 
 
 def _owner(name: str) -> str:
