@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -120,13 +122,15 @@ def test_absent_weights_have_no_bits_until_they_come() -> None:
 def test_an_error_of_autograd_that_comes_of_a_change_names_what_has_changed() -> None:
     module, watch, groups = watched()
     loss = module[2](module[0](torch.ones(1, 2))).sum()
-    with (
-        pytest.raises(StepError, match=r"'2\.weight'") as caught,
-        watch.watching(0, groups),
-    ):
-        scale(module[2].weight)
-        loss.backward()
+    with pytest.raises(StepError, match=r"'2\.weight'") as caught:
+        _change_and_go_back(watch, groups, module[2].weight, loss)
     assert "inplace operation" in str(caught.value.__context__)
+
+
+def _change_and_go_back(watch: WeightWatch, groups: Any, p: nn.Parameter, loss: Any) -> None:
+    with watch.watching(0, groups):
+        scale(p)
+        loss.backward()
 
 
 def test_an_error_of_another_kind_stays_as_it_is() -> None:
