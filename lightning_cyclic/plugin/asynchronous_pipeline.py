@@ -151,6 +151,7 @@ class AsynchronousPipelineTraining(PipelineTraining):
     def training_step(self, own: Own, *args: Any, **kwargs: Any) -> Any:
         """Do what the program has for this batch; return a stand-in of the newest known loss."""
         self._guard.check()
+        self._updates.require(self._session.t)
         self._follow_freezing()
         session, given = self._session, StepArguments(args, kwargs)
         if self._stop is not None:
@@ -205,7 +206,8 @@ class AsynchronousPipelineTraining(PipelineTraining):
         self._updates.remember(self._session.t, self._trainer.optimizers[0], kwargs)
         if self._outlook is not None:
             self._outlook.remember(self._session.t)
-        return closure()
+        with self._updates.unchanged():
+            return closure()
 
     def _apply(self, t: int, j: int) -> None:
         if not self._owned_is_kept:  # a whole checkpoint may have been loaded

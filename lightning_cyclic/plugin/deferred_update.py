@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 import torch
 from lightning.pytorch.trainer import call
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_cyclic.errors import StepError
+from lightning_cyclic.errors import ConfigurationError, StepError
 from lightning_cyclic.plugin.group_values import Values, copied, put_values, values_of
 from lightning_cyclic.plugin.hidden_gradients import HiddenGradients
 from lightning_cyclic.plugin.optimizer_watch import OptimizerWatch
@@ -53,14 +53,16 @@ class DeferredUpdates:
     ) -> None:
         self._trainer = trainer
         self.updated: list[nn.Parameter] = []  # whose whole gradients hooks see
+        self._preset = preset
         self._gradients = HiddenGradients(trainer, preset)
         self._gradients.hide_behind_backward()
         self._reductions = reductions
         self._clip = clip
         self._watch = OptimizerWatch(preset)
-        self._remembered: dict[int, tuple[Values, dict[str, Any]]] = {}
+        self._remembered: dict[int, _Remembered] = {}
         self._newest = -1  # step of an update whose counts of steps the groups have
         self._added: set[str] = set()  # keys that the first update brought
+        self._counted: set[str] = set()  # keys that updates change
         self._lag = lag
         self._parameters_of = parameters_of
         self._total_norm = total_norm
@@ -70,19 +72,53 @@ class DeferredUpdates:
 
     def remember(self, t: int, optimizer: Optimizer, kwargs: dict[str, Any]) -> None:
         """Keep the hyper-parameters of step ``t``, before a scheduler moves on."""
-        self._remembered[t] = (values_of(optimizer), kwargs)
+        now = self._trainer.global_step
+        self._remembered[t] = _Remembered(values_of(optimizer), kwargs, now)
         for old in [k for k in self._remembered if k < t - self._lag]:
             del self._remembered[old]
         # schedulers warn when they step before the optimizer; its step is only later
         optimizer._opt_called = True  # type: ignore[attr-defined]
 
+    @contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """Run the body, the user's step or hooks of an update, for which it is too late or early.
+
+        Raises:
+            ConfigurationError: it has changed a hyper-parameter, besides what updates count.
+        """
+        groups = self._optimizer.param_groups
+        before = [{k: (v, _changes_of(v)) for k, v in group.items()} for group in groups]
+        yield
+        for group, known in zip(groups, before, strict=True):
+            for key in known.keys() - self._counted - {"params"}:
+                (was, changes), now = known[key], group.get(key)
+                same = now is was if isinstance(was, Tensor) else now == was
+                if not same or _changes_of(now) != changes:
+                    raise ConfigurationError(
+                        f"{key!r} of a parameter group of the optimizer was changed from {was} "
+                        f"to {now} within a step, by training_step or a hook of its backward or "
+                        f"update, but under preset {self._preset!r} ranks run steps at other "
+                        "times than they update; allowed: hyper-parameters that change between "
+                        "steps; use a scheduler, on_train_batch_start or the module's "
+                        "optimizer_step, or strategy='1f1b'"
+                    )
+
     def put_groups(self, t: int, groups: Values) -> None:
         """Take the hyper-parameters of step ``t`` from a checkpoint."""
-        self._remembered[t] = (groups, {})
+        self._remembered[t] = _Remembered(groups, {}, self._trainer.global_step)
 
     def groups_of(self, t: int) -> Values:
         """Return the hyper-parameters of step ``t``, by parameter group."""
-        return self._remembered[t][0]
+        return self._remembered[t].groups
+
+    def require(self, t: int) -> None:
+        """Refuse that step ``t`` is run without an update.
+
+        Raises:
+            StepError: nothing is remembered of it.
+        """
+        if t not in self._remembered:
+            raise no_update(self._preset, t)
 
     def apply(
         self,
@@ -101,11 +137,12 @@ class DeferredUpdates:
             skips: leave the optimizer out, as a gradient scaler does that finds an overflow.
         """
         trainer, optimizer = self._trainer, self._optimizer
-        remembered, kwargs = self._remembered[t]
-        groups = remembered if groups is None else groups
+        remembered = self._remembered[t]
+        groups = remembered.groups if groups is None else groups
         updated = [p for j in stages for p in self._parameters_of(j)]
         with (
             _hyper_parameters(optimizer, groups, self._added),
+            _counting(trainer, remembered.global_step),
             self._forms.updating(updated),
             self._reductions.refused(),
         ):
@@ -113,11 +150,14 @@ class DeferredUpdates:
             if self._is_scaled:
                 grads = ((p, p.grad) for p in updated)
                 self._measured = [(p, g, -1 if g is None else g._version) for p, g in grads]
-            with self._gradients.in_hook("on_before_optimizer_step", self.updated):
-                call._call_callback_hooks(trainer, "on_before_optimizer_step", optimizer)
-                call._call_lightning_module_hook(trainer, "on_before_optimizer_step", optimizer)
-            self.updated = []
-            self._clip_gradients(t, stages)
+            with self.unchanged():
+                with self._gradients.in_hook("on_before_optimizer_step", self.updated):
+                    call._call_callback_hooks(trainer, "on_before_optimizer_step", optimizer)
+                    call._call_lightning_module_hook(
+                        trainer, "on_before_optimizer_step", optimizer
+                    )
+                self.updated = []
+                self._clip_gradients(t, stages)
             self._measured = []  # which would keep their memory
             if skips:
                 return
@@ -126,7 +166,7 @@ class DeferredUpdates:
                 "[Strategy]CyclicStrategy.deferred_optimizer_step"
             )
             with profiled, _holding(optimizer, updated):
-                optimizer.step(**kwargs)
+                optimizer.step(**remembered.kwargs)
             found = written.find()
         self._count(t, optimizer, found)
 
@@ -138,7 +178,8 @@ class DeferredUpdates:
         """
         if not any(found):
             return
-        following = self._remembered[t + 1][0] if t + 1 in self._remembered else []
+        following = self._remembered[t + 1].groups if t + 1 in self._remembered else []
+        self._counted.update(*found)
         for values, new in zip(following, found, strict=False):
             values.update({k: copied(v) for k, v in new.items()})
         if t >= self._newest:
@@ -195,6 +236,40 @@ class DeferredUpdates:
             gradient_clip_val=self._trainer.gradient_clip_val,
             gradient_clip_algorithm=self._trainer.gradient_clip_algorithm,
         )
+
+
+class _Remembered(NamedTuple):
+    """Hold what an update needs of its step: values by group, arguments, and the step's number."""
+
+    groups: Values
+    kwargs: dict[str, Any]
+    global_step: int
+
+
+def no_update(preset: str, t: int) -> StepError:
+    """Make the error of a step whose gradients nobody applies."""
+    return StepError(
+        f"the module's optimizer_step did not call optimizer.step(closure) in step {t}, but under "
+        f"preset {preset!r} other ranks wait for each update; allowed: an update in every step; "
+        "set the learning rate to 0 where one is to be left out, or use strategy='1f1b' or 'ddp'"
+    )
+
+
+@contextmanager
+def _counting(trainer: pl.Trainer, global_step: int) -> Iterator[None]:
+    """Let ``trainer.global_step`` be the number of the step whose update is made."""
+    loop = trainer.fit_loop.epoch_loop.automatic_optimization
+    steps = loop.optim_progress.optimizer.step.total
+    now, steps.completed = steps.completed, global_step
+    try:
+        yield
+    finally:
+        steps.completed = now
+
+
+def _changes_of(value: Any) -> int:
+    """Return how often a rate that is a tensor was changed in place; 0 for numbers."""
+    return value._version if isinstance(value, Tensor) else 0
 
 
 @contextmanager

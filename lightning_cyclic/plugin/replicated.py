@@ -39,7 +39,7 @@ from lightning_cyclic.plugin.checks import (
     trained_parameters,
 )
 from lightning_cyclic.plugin.clipping import clip_mode, may_clip_by_norm
-from lightning_cyclic.plugin.deferred_update import DeferredUpdates
+from lightning_cyclic.plugin.deferred_update import DeferredUpdates, no_update
 from lightning_cyclic.plugin.options import Options
 from lightning_cyclic.plugin.records import Recorder
 from lightning_cyclic.plugin.reductions import HeldReductions
@@ -84,6 +84,7 @@ class ReplicatedTraining(AbstractTraining):
             check_is_apart(self._module, options.memory_limit_bytes)
         self._backward = ExitStack()  # open while a backward runs
         self._owned_is_kept = False
+        self._owes_update = False  # for the step whose backward is over
         self._guard = WeightGuard(self._of_module, plan.preset)
         check_no_exchange(trainer.optimizers[0], plan.preset)
         clip, scaler = clip_mode(trainer, plan, options.clip), scaler_of(trainer)
@@ -174,6 +175,7 @@ class ReplicatedTraining(AbstractTraining):
         self._plan_batches()
         session = self._session
         if session.is_between_steps:
+            self._require_update()
             self._guard.check()
         self._follow_freezing()
         if session.is_apart and session.engine is None:
@@ -274,6 +276,7 @@ class ReplicatedTraining(AbstractTraining):
     def post_backward(self, own: Own, closure_loss: Tensor) -> None:
         """Hand over the gradients of stages that the backward did not complete."""
         self._backward.close()
+        self._owes_update = not self._accumulating
 
     @override
     def optimizer_step(
@@ -284,10 +287,20 @@ class ReplicatedTraining(AbstractTraining):
         self._keep_owned_state()
         self._updates.remember(self._session.t, self._trainer.optimizers[0], kwargs)
         self._session.end_step()
+        self._owes_update = False
         if self._plan.axes.sharding.gathers:  # others wait for parameters until this step is over
             self._reductions.run(self._trainer.strategy.reduce)
         self._guard.note()
         return output
+
+    def _require_update(self) -> None:
+        """Refuse that a step is left without an update, for which other ranks wait.
+
+        Raises:
+            StepError: with the step.
+        """
+        if self._owes_update and not self._session.failed:
+            raise no_update(self._plan.preset, self._session.t)
 
     def _apply(self, t: int, stages: Sequence[int]) -> Collection[int]:
         plan, engine, skipped = self.plan, self._session.engine, set[int]()
@@ -347,6 +360,7 @@ class ReplicatedTraining(AbstractTraining):
     @override
     def flush(self) -> None:
         self._check_between_steps()
+        self._require_update()
         is_flushed = self._session.is_flushed
         with self._guard.ending() if self._has_stages else nullcontext():
             super().flush()

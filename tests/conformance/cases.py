@@ -22,6 +22,7 @@ from tests.stagewise_modules import CASES as NETWORKS
 
 TIED = r"'shared' does not fit tied="
 MANUAL = r"automatic_optimization is False"
+RATE = r"within a step, by training_step"
 LATE = r"in the middle of a step|is read on rank"
 CHANGES = r"but ranks have several versions or copies"
 NO_CHANGE = r"was changed between two steps"
@@ -194,6 +195,14 @@ CASES: dict[str, Case] = {
     "own scheduling": row(m.OwnScheduling, num_epochs=2),
     "plateau": row(m.Plateau, validates=True, num_epochs=3),
     "own optimizer_step": row(m.OwnOptimizerStep),
+    "rate in the step": row(m.RateInStep, refused=refused(RATE, FLOWS)),
+    "rate in a hook": row(
+        m.RateInHook, refused=refused(RATE, REPLICATED, FLOWS)
+    ),
+    "gradients by step": row(m.ScaledByStep),
+    "updates left out": row(
+        m.LeavesUpdatesOut, refused=refused("did not call optimizer.step", REPLICATED, FLOWS)
+    ),
     "own zero_grad": row(m.OwnZeroGrad),
     "own backward": row(m.OwnBackward, refused=refused("runs backwards stage by stage", FLOWS)),
     "made in setup": row(m.MadeInSetup),

@@ -694,6 +694,51 @@ class OwnOptimizerStep(Plain):
         optimizer.step(closure=closure)
 
 
+class RateInStep(Plain):
+    """Sets its learning rate in training_step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        for group in self.trainer.optimizers[0].param_groups:
+            group["lr"] = 0.1 / (1 + self.trainer.global_step)
+        return super().training_step(batch, batch_idx)
+
+
+class RateInHook(Plain):
+    """Sets its learning rate before each update, in a hook."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for group in optimizer.param_groups:
+            group["lr"] = 0.1 / (1 + self.trainer.global_step)
+
+
+class ScaledByStep(Plain):
+    """Makes gradients smaller from step to step, in a hook, and clips them by smaller values."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        updated = getattr(self.trainer.strategy, "updated_parameters", self.parameters())
+        for p in updated:
+            p.grad /= 1 + self.trainer.global_step
+
+    def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        bound = 0.01 / (1 + self.trainer.global_step)
+        self.clip_gradients(optimizer, gradient_clip_val=bound, gradient_clip_algorithm="value")
+
+
+class LeavesUpdatesOut(Plain):
+    """Leaves its second update out, and calls the closure alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.has_left_one_out = False
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, closure: Any) -> None:
+        if self.trainer.global_step == 1 and not self.has_left_one_out:
+            self.has_left_one_out = True
+            closure()
+        else:
+            optimizer.step(closure=closure)
+
+
 class OwnZeroGrad(Plain):
     """Zeroes its gradients in its own hook."""
 

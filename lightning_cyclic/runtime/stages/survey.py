@@ -281,7 +281,7 @@ class _Surveyor:
         if reads_metadata(func):
             self._clock.resume()
             return func(*args, **kwargs)
-        if func in _TAKES_GRADIENTS:
+        if func in _TAKES_GRADIENTS and not torch.is_grad_enabled():
             raise _takes_gradients(func)
         name = func.__name__
         inputs = list(arguments((args, kwargs)))
