@@ -76,7 +76,7 @@ class AsynchronousPipelineTraining(PipelineTraining):
         self._latest: StepOutcome | None = None
         self._stops_at: int | None = None  # step before which all workers stop
         self._owned_is_kept = False
-        self._guard = WeightGuard(self._of_stages, plan.preset)
+        self._guard = WeightGuard(self._of_stages, plan.preset, lambda: trainer.optimizers[0])
         super().__init__(trainer, options, plan, reductions)
         self._updates = DeferredUpdates(
             trainer,

@@ -85,7 +85,9 @@ class ReplicatedTraining(AbstractTraining):
         self._backward = ExitStack()  # open while a backward runs
         self._owned_is_kept = False
         self._owes_update = False  # for the step whose backward is over
-        self._guard = WeightGuard(self._of_module, plan.preset)
+        is_late = plan.weights == "freshest"  # whose updates are not over when a step is
+        optimizer = (lambda: trainer.optimizers[0]) if is_late else None
+        self._guard = WeightGuard(self._of_module, plan.preset, optimizer)
         check_no_exchange(trainer.optimizers[0], plan.preset)
         clip, scaler = clip_mode(trainer, plan, options.clip), scaler_of(trainer)
         self._updates = DeferredUpdates(

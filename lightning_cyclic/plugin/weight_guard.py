@@ -14,6 +14,7 @@ from typing import Any, NoReturn, final
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from lightning_cyclic.errors import ConfigurationError
 from lightning_cyclic.runtime.bits import sum_of_bits
@@ -32,11 +33,20 @@ class WeightGuard:
     Args:
         named: returns the parameters that this worker has, by name.
         preset: name of the plan, for errors.
+        optimizer: returns the optimizer, whose state is compared as well, where updates of steps
+            may be on their way. [none is]
     """
 
-    def __init__(self, named: Callable[[], Mapping[str, nn.Parameter]], preset: str) -> None:
+    def __init__(
+        self,
+        named: Callable[[], Mapping[str, nn.Parameter]],
+        preset: str,
+        optimizer: Callable[[], Optimizer] | None = None,
+    ) -> None:
         self._read = named
         self._preset = preset
+        self._optimizer = optimizer
+        self._state: list[Any] | None = None  # what it was; None where nothing is on its way
         self._named: dict[str, nn.Parameter] = {}
         self._versions: list[int] = []  # how often each was changed in place
         self._totals: list[Tensor] | None = None  # of the bits of each, where steps are at an end
@@ -49,6 +59,7 @@ class WeightGuard:
         self._named = self._named or dict(self._read())
         self._versions = list(map(_version, self._named.values()))
         self._totals = None
+        self._state = None if self._optimizer is None else _marks(self._optimizer())
         self._watch()
 
     @contextmanager
@@ -69,13 +80,13 @@ class WeightGuard:
         yield
         self._named = dict(self._read())
         self.note()
-        self._totals = list(map(sum_of_bits, self._named.values()))
+        self._totals, self._state = list(map(sum_of_bits, self._named.values())), None
 
     def forget(self) -> None:
         """Take the parameters as they will be: they are about to be loaded."""
         self._unwatch()
         self._looked.clear()
-        self._named, self._versions, self._totals = {}, [], None
+        self._named, self._versions, self._totals, self._state = {}, [], None, None
 
     def check(self) -> None:
         """Refuse what has changed since.
@@ -84,6 +95,8 @@ class WeightGuard:
             ConfigurationError: with the parameter.
         """
         self._unwatch()
+        if self._optimizer is not None and self._state not in (None, _marks(self._optimizer())):
+            self._refuse_state()
         if self._totals is not None:
             self._check_names(dict(self._read()))
         if list(map(_version, self._named.values())) != self._versions:
@@ -133,6 +146,14 @@ class WeightGuard:
             if self._totals is None or not torch.equal(sum_of_bits(p), self._totals[k]):
                 self._refuse_change(name)
 
+    def _refuse_state(self) -> NoReturn:
+        raise ConfigurationError(
+            "the state of the optimizer was changed between two steps by a hook or a callback, "
+            f"but under preset {self._preset!r} updates of the steps before are still to be made; "
+            "allowed: changes in validation, where an epoch ends, and before fit; make them "
+            "there, in the optimizer's step(), or use strategy='1f1b' or 'ddp'"
+        )
+
     def _refuse_change(self, name: str) -> NoReturn:
         raise ConfigurationError(
             f"parameter {name!r} was changed between two steps by a hook or a callback, but under "
@@ -166,5 +187,7 @@ def _watched(look: Callable[[nn.Parameter], None]) -> type[nn.Parameter]:
     return WatchedParameter
 
 
-def _become(p: Any, kind: type[nn.Parameter]) -> None:
-    p.__class__ = kind
+def _marks(optimizer: Optimizer) -> list[Any]:
+    """Return what changes when somebody changes the state of an optimizer."""
+    values = (v for state in optimizer.state.values() for v in state.values())
+    return [(id(v), v._version) if isinstance(v, Tensor) else id(v) for v in values]

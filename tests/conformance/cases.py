@@ -200,6 +200,10 @@ CASES: dict[str, Case] = {
         m.RateInHook, refused=refused(RATE, REPLICATED, FLOWS)
     ),
     "gradients by step": row(m.ScaledByStep),
+    "forgotten momentum": row(
+        m.ForgetsMomentum,
+        refused=refused("state of the optimizer was changed", "cyclic_dp", "cyclic_zero", FLOWS),
+    ),
     "updates left out": row(
         m.LeavesUpdatesOut, refused=refused("did not call optimizer.step", REPLICATED, FLOWS)
     ),

@@ -724,6 +724,15 @@ class ScaledByStep(Plain):
         self.clip_gradients(optimizer, gradient_clip_val=bound, gradient_clip_algorithm="value")
 
 
+class ForgetsMomentum(Plain):
+    """Sets its momentum to zero between two steps."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.trainer.global_step == 2:
+            for state in self.trainer.optimizers[0].state.values():
+                state["momentum_buffer"].zero_()
+
+
 class LeavesUpdatesOut(Plain):
     """Leaves its second update out, and calls the closure alone."""
 

@@ -144,3 +144,38 @@ def test_copies_are_plain_and_nothing_stays_behind() -> None:
         assert all(type(p) is nn.Parameter for p in made.parameters())
     guard.forget()
     assert all(type(p) is nn.Parameter for p in module.parameters())
+
+
+def forget_momentum(optimizer: torch.optim.Optimizer) -> None:
+    for state in optimizer.state.values():
+        state["momentum_buffer"].zero_()
+
+
+def replace_momentum(optimizer: torch.optim.Optimizer) -> None:
+    for state in optimizer.state.values():
+        state["momentum_buffer"] = state["momentum_buffer"].clone()
+
+
+def forget_all(optimizer: torch.optim.Optimizer) -> None:
+    optimizer.state.clear()
+
+
+@pytest.mark.parametrize("change", [forget_momentum, replace_momentum, forget_all])
+def test_a_changed_state_of_the_optimizer_is_refused_while_updates_are_on_their_way(
+    change: Callable[[torch.optim.Optimizer], None],
+) -> None:
+    module = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(module.parameters(), 0.1, momentum=0.9)
+    guard = WeightGuard(lambda: dict(module.named_parameters()), "cyclic_dp", lambda: optimizer)
+    module(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    guard.note()
+    guard.check()
+    change(optimizer)
+    with pytest.raises(ConfigurationError, match="state of the optimizer was changed between"):
+        guard.check()
+    guard.note()
+    with guard.ending():
+        optimizer.step()
+    change(optimizer)
+    guard.check()
