@@ -27,6 +27,7 @@ from lightning_cyclic.runtime.absent import is_absent
 from lightning_cyclic.runtime.bits import sum_of_bits
 
 _count = attrgetter("_version")
+_is_trained = attrgetter("requires_grad")
 
 Weights = Mapping[str, nn.Parameter]
 
@@ -36,6 +37,7 @@ class _Noted(NamedTuple):
 
     counts: list[int]
     bits: list[Tensor | None] | None
+    trained: list[bool]  # where freezing is noticed
 
 
 @final
@@ -44,10 +46,12 @@ class WeightWatch:
 
     Args:
         rank: of this process, for errors.
+        may_freeze: whether weights may be frozen and unfrozen within a step.
     """
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, *, may_freeze: bool = True) -> None:
         self._rank = rank
+        self._may_freeze = may_freeze
         self._first: int | None = None
         self._t = 0
         self._looks = self._is_on = False
@@ -122,7 +126,8 @@ class WeightWatch:
 
     def _note(self, group: Weights) -> _Noted:
         weights = group.values()
-        return _Noted(list(map(_count, weights)), self._bits(group) if self._looks else None)
+        counts, bits = list(map(_count, weights)), self._bits(group) if self._looks else None
+        return _Noted(counts, bits, [] if self._may_freeze else list(map(_is_trained, weights)))
 
     def _bits(self, group: Weights) -> list[Tensor | None]:
         return [None if is_absent(p) else sum_of_bits(p) for p in group.values()]
@@ -134,6 +139,14 @@ class WeightWatch:
             both = zip(group, counts, before.counts, strict=True)
             name = next(name for name, now, was in both if now != was)
             raise changed_within(name, self._rank, self._t)
+        if before.trained and before.trained != list(map(_is_trained, group.values())):
+            flags = zip(group, map(_is_trained, group.values()), before.trained, strict=True)
+            name = next(name for name, now, was in flags if now != was)
+            raise StepError(
+                f"parameter {name!r} was frozen or unfrozen on rank {self._rank} while step "
+                f"{self._t} was under way, but ranks run its stages at different times; allowed: "
+                "between steps; do it in on_train_batch_start, or use strategy='1f1b'"
+            )
         if before.bits is not None:
             each = zip(group, before.bits, self._bits(group), strict=True)
             self._seen += [(n, a, b) for n, a, b in each if a is not None and b is not None]

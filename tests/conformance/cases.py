@@ -200,6 +200,12 @@ CASES: dict[str, Case] = {
         m.RateInHook, refused=refused(RATE, REPLICATED, FLOWS)
     ),
     "gradients by step": row(m.ScaledByStep),
+    "frozen in the step": row(
+        m.FreezesInStep,
+        refused=refused("was frozen or unfrozen on rank", FLOWS)
+        | refused(f"{GONE}|ran its stages in the order", *SHARDED),
+    ),
+    "gradient hooks on tensors": row(m.TensorHooks),
     "forgotten momentum": row(
         m.ForgetsMomentum,
         refused=refused("state of the optimizer was changed", "cyclic_dp", "cyclic_zero", FLOWS),

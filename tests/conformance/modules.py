@@ -733,6 +733,14 @@ class ForgetsMomentum(Plain):
                 state["momentum_buffer"].zero_()
 
 
+class FreezesInStep(Plain):
+    """Freezes its first layer in training_step, and unfreezes it behind some steps."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.net[0].requires_grad_(self.trainer.global_step > 1)
+        return super().training_step(batch, batch_idx)
+
+
 class LeavesUpdatesOut(Plain):
     """Leaves its second update out, and calls the closure alone."""
 
@@ -988,6 +996,16 @@ class GradientHooks(Plain):
         super().__init__()
         for p in self.parameters():
             p.register_hook(lambda grad: grad / 2)  # type: ignore[no-untyped-call]
+
+
+class TensorHooks(Plain):
+    """Triples a gradient within its second half, in a hook of a tensor."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.net[:3](x)
+        if x.requires_grad:
+            x.register_hook(lambda grad: 3 * grad)  # type: ignore[no-untyped-call]
+        return self.net[3:](x)
 
 
 class BackwardHooks(Plain):

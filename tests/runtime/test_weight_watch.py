@@ -137,3 +137,18 @@ def test_an_error_of_another_kind_stays_as_it_is() -> None:
     _, watch, groups = watched()
     with pytest.raises(RuntimeError, match="another"), watch.watching(0, groups):
         raise RuntimeError("another")
+
+
+@pytest.mark.parametrize("may_freeze", [True, False])
+def test_what_is_frozen_within_a_step_is_refused_where_stages_run_at_different_times(
+    may_freeze: bool,
+) -> None:
+    module, _, groups = watched()
+    watch = WeightWatch(2, may_freeze=may_freeze)
+    watch.begin(4, groups)
+    module[1].bias.requires_grad_(False)
+    if may_freeze:
+        watch.end()
+        return
+    with pytest.raises(StepError, match=r"'1.bias' was frozen or unfrozen on rank 2 while step 4"):
+        watch.end()

@@ -118,7 +118,7 @@ class StagewiseSession:
         self._rest: list[Action] = []  # of a step whose update is made outside
         self._summarise: dict[int, Summarise] = {}
         self._concluded: dict[int, Message] = {}  # what is told of steps
-        self._watch = WeightWatch(rank_of(worker, self._size))
+        self._watch = WeightWatch(self.rank)
         self._weights: dict[
             str, nn.Parameter
         ] = {}  # that nothing changes while gradients are made
@@ -286,7 +286,7 @@ class StagewiseSession:
         if config.is_under_autocast and not (versions is not None and versions.overwrites):
             step.casts = CastCopies()  # else copies have no one value
         if versions is not None:
-            step.watch = self._watch
+            step.watch = WeightWatch(self.rank, may_freeze=False)
         elif not config.is_one_stage or config.remat != "never":  # else it is as one device
             here = ownership.here().items()
             self._weights = {n: p for n, p in here if n not in cuts.written}
