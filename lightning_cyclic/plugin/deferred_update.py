@@ -12,7 +12,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_cyclic.errors import ConfigurationError, StepError
-from lightning_cyclic.plugin.group_values import Values, copied, put_values, values_of
+from lightning_cyclic.plugin.group_values import (
+    Values,
+    changed_values,
+    copied,
+    noted_values,
+    put_values,
+    values_of,
+)
 from lightning_cyclic.plugin.hidden_gradients import HiddenGradients
 from lightning_cyclic.plugin.optimizer_watch import OptimizerWatch
 from lightning_cyclic.plugin.reductions import HeldReductions
@@ -86,22 +93,20 @@ class DeferredUpdates:
         Raises:
             ConfigurationError: it has changed a hyper-parameter, besides what updates count.
         """
-        groups = self._optimizer.param_groups
-        before = [{k: (v, _changes_of(v)) for k, v in group.items()} for group in groups]
+        optimizer = self._optimizer
+        before = noted_values(optimizer)
         yield
-        for group, known in zip(groups, before, strict=True):
-            for key in known.keys() - self._counted - {"params"}:
-                (was, changes), now = known[key], group.get(key)
-                same = now is was if isinstance(was, Tensor) else now == was
-                if not same or _changes_of(now) != changes:
-                    raise ConfigurationError(
-                        f"{key!r} of a parameter group of the optimizer was changed from {was} "
-                        f"to {now} within a step, by training_step or a hook of its backward or "
-                        f"update, but under preset {self._preset!r} ranks run steps at other "
-                        "times than they update; allowed: hyper-parameters that change between "
-                        "steps; use a scheduler, on_train_batch_start or the module's "
-                        "optimizer_step, or strategy='1f1b'"
-                    )
+        for values, noted in zip(changed_values(optimizer, before), before, strict=True):
+            key = next((k for k in values if k in noted and k not in self._counted), None)
+            if key is not None:
+                raise ConfigurationError(
+                    f"{key!r} of a parameter group of the optimizer was changed from "
+                    f"{noted[key][0]} to {values[key]} within a step, by training_step or a hook "
+                    f"of its backward or update, but under preset {self._preset!r} ranks run "
+                    "steps at other times than they update; allowed: hyper-parameters that change "
+                    "between steps; use a scheduler, on_train_batch_start or the module's "
+                    "optimizer_step, or strategy='1f1b'"
+                )
 
     def put_groups(self, t: int, groups: Values) -> None:
         """Take the hyper-parameters of step ``t`` from a checkpoint."""
@@ -267,11 +272,6 @@ def _counting(trainer: pl.Trainer, global_step: int) -> Iterator[None]:
         steps.completed = now
 
 
-def _changes_of(value: Any) -> int:
-    """Return how often a rate that is a tensor was changed in place; 0 for numbers."""
-    return value._version if isinstance(value, Tensor) else 0
-
-
 @contextmanager
 def _hyper_parameters(
     optimizer: Optimizer, groups: Values, added: Collection[str]
@@ -287,7 +287,7 @@ def _hyper_parameters(
     try:
         yield
     finally:
-        for group, values in zip(then, today, strict=True):
+        for group, values in zip(then, today, strict=False):  # one may have been added
             for key in group.keys() - values.keys() - {"params"}:
                 del group[key]
             group.update(values)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_cyclic.errors import ConfigurationError
-from lightning_cyclic.plugin.group_values import Values, copied
+from lightning_cyclic.plugin.group_values import Values, changed_values, copied, noted_values
 from lightning_cyclic.plugin.optimizer_trial import may_be_parted
 
 _NO_ESTIMATE = (int, bool, str, type(None))
@@ -91,9 +91,7 @@ class Written:
         self._optimizer = optimizer
         self._updated = updated
         self._watch = watch
-        self._before = [
-            {k: (v, _version(v)) for k, v in group.items()} for group in optimizer.param_groups
-        ]
+        self._before = noted_values(optimizer)
 
     def find(self) -> Values:
         """Return copies of what is new or has changed since, by group.
@@ -101,14 +99,8 @@ class Written:
         Raises:
             ConfigurationError: what may depend on gradients that the call did not have.
         """
-        found = [
-            {
-                k: copied(v)
-                for k, v in group.items()
-                if k != "params" and _differs(v, before.get(k))
-            }
-            for group, before in zip(self._optimizer.param_groups, self._before, strict=True)
-        ]
+        changed = changed_values(self._optimizer, self._before)
+        found = [{k: copied(v) for k, v in values.items()} for values in changed]
         self._watch.check(self._optimizer, self._updated, found)
         return found
 
@@ -117,19 +109,6 @@ def _is_part(optimizer: Optimizer, updated: Sequence[nn.Parameter]) -> bool:
     known = {id(p) for p in updated}
     held = (p for group in optimizer.param_groups for p in group["params"] if p.requires_grad)
     return not all(id(p) in known for p in held)
-
-
-def _version(value: Any) -> int:
-    return value._version if isinstance(value, Tensor) else 0
-
-
-def _differs(value: Any, before: tuple[Any, int] | None) -> bool:
-    if before is None:
-        return True
-    then, version = before
-    if isinstance(value, Tensor):  # whose values, on a GPU, would have to be waited for
-        return value is not then or value._version != version
-    return value is not then and bool(value != then)
 
 
 def _may_estimate(value: Any) -> bool:

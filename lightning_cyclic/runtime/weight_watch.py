@@ -14,7 +14,7 @@ begins to change weights in step t is found by step 2t.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
 from typing import NamedTuple, final
@@ -88,9 +88,9 @@ class WeightWatch:
         try:
             yield
         except RuntimeError:  # autograd says that something has changed, but not what
-            self._looks, self._is_on = False, False
+            self._is_on = False
             for k in range(len(groups)):
-                self._check(k)
+                self._check_counts(k)  # bits would take memory, of which there may be none
             raise
         self.end()
 
@@ -133,23 +133,25 @@ class WeightWatch:
         return [None if is_absent(p) else sum_of_bits(p) for p in group.values()]
 
     def _check(self, k: int) -> None:
+        self._check_counts(k)
+        group, bits = self._groups[k], self._noted[k].bits
+        if bits is not None:
+            each = zip(group, bits, self._bits(group), strict=True)
+            self._seen += [(n, a, b) for n, a, b in each if a is not None and b is not None]
+
+    def _check_counts(self, k: int) -> None:
         group, before = self._groups[k], self._noted[k]
         counts = list(map(_count, group.values()))
         if counts != before.counts:
-            both = zip(group, counts, before.counts, strict=True)
-            name = next(name for name, now, was in both if now != was)
-            raise changed_within(name, self._rank, self._t)
-        if before.trained and before.trained != list(map(_is_trained, group.values())):
-            flags = zip(group, map(_is_trained, group.values()), before.trained, strict=True)
-            name = next(name for name, now, was in flags if now != was)
+            raise changed_within(_differing(group, counts, before.counts), self._rank, self._t)
+        trained = list(map(_is_trained, group.values())) if before.trained else []
+        if trained != before.trained:
             raise StepError(
-                f"parameter {name!r} was frozen or unfrozen on rank {self._rank} while step "
-                f"{self._t} was under way, but ranks run its stages at different times; allowed: "
-                "between steps; do it in on_train_batch_start, or use strategy='1f1b'"
+                f"parameter {_differing(group, trained, before.trained)!r} was frozen or unfrozen "
+                f"on rank {self._rank} while step {self._t} was under way, but ranks run its "
+                "stages at different times; allowed: between steps; do it in "
+                "on_train_batch_start, or use strategy='1f1b'"
             )
-        if before.bits is not None:
-            each = zip(group, before.bits, self._bits(group), strict=True)
-            self._seen += [(n, a, b) for n, a, b in each if a is not None and b is not None]
 
     def _check_seen(self) -> None:
         """Compare all bits at once: a GPU is waited for once, in few steps."""
@@ -171,3 +173,8 @@ def changed_within(name: str, rank: int, t: int) -> StepError:
         "optimizer alone changes; change them in the optimizer's step(), keep what moves in a "
         "buffer, or use strategy='ddp'"
     )
+
+
+def _differing(names: Iterable[str], now: Sequence[int], before: Sequence[int]) -> str:
+    """Return the first name whose values differ."""
+    return next(n for n, a, b in zip(names, now, before, strict=True) if a != b)

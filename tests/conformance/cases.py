@@ -210,6 +210,9 @@ CASES: dict[str, Case] = {
         m.ForgetsMomentum,
         refused=refused("state of the optimizer was changed", "cyclic_dp", "cyclic_zero", FLOWS),
     ),
+    "group in a hook": row(
+        m.AddsGroup, refused=refused("optimizer was added within a step")
+    ),
     "updates left out": row(
         m.LeavesUpdatesOut, refused=refused("did not call optimizer.step", REPLICATED, FLOWS)
     ),

@@ -269,7 +269,7 @@ class MovingTeacher(Teacher):
 
 
 class LateTeacher(MovingTeacher):
-    """Has a teacher that begins to follow it behind the first steps."""
+    """Has a teacher that follows it, but not in its first step."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         begins = self.trainer.global_step > 0
@@ -289,7 +289,7 @@ class ChangesWeights(Plain):
 
 
 class LateChanges(ChangesWeights):
-    """Begins with it behind the first step."""
+    """Scales a layer's weights down when it is called, but not in its first step."""
 
     def _shrink(self, layer: nn.Module, given: Any) -> None:
         if self.trainer.global_step > 0:
@@ -739,6 +739,24 @@ class FreezesInStep(Plain):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.net[0].requires_grad_(self.trainer.global_step > 1)
         return super().training_step(batch, batch_idx)
+
+
+class AddsGroup(Plain):
+    """Gives its optimizer another parameter group before its second update, in a hook."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x) * self.factor
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        if self.trainer.global_step == 1 and len(optimizer.param_groups) == 1:
+            optimizer.add_param_group({"params": [self.factor]})
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.net.parameters(), lr=0.1)
 
 
 class LeavesUpdatesOut(Plain):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from lightning_cyclic.errors import StepError
 from lightning_cyclic.runtime.absent import come_back, leave
 from lightning_cyclic.runtime.weight_watch import WeightWatch
 
+Change: TypeAlias = Callable[[nn.Parameter], None]
 BITS = (0, 1, 2, 4, 8)  # steps, from the first on, in which they are compared
 
 
@@ -41,7 +43,7 @@ def replace_data(p: nn.Parameter) -> None:
 
 @pytest.mark.parametrize("change", [scale, scale_unseen, replace_data])
 @pytest.mark.parametrize("k", [0, 1, 2])
-def test_a_change_is_refused_by_name(change, k) -> None:
+def test_a_change_is_refused_by_name(change: Change, k: int) -> None:
     module, watch, groups = watched()
     watch.begin(7, groups)
     change(module[k].weight)
@@ -67,7 +69,7 @@ def test_a_change_that_is_counted_is_seen_in_every_step_and_others_in_some() -> 
 
 
 @pytest.mark.parametrize("change", [scale, scale_unseen, replace_data])
-def test_what_the_package_changes_is_no_change(change) -> None:
+def test_what_the_package_changes_is_no_change(change: Change) -> None:
     module, watch, groups = watched()
     watch.begin(0, groups)
     with watch.changing([0, 1]), watch.changing([1]):
@@ -79,7 +81,7 @@ def test_what_the_package_changes_is_no_change(change) -> None:
 
 
 @pytest.mark.parametrize("change", [scale, scale_unseen])
-def test_a_change_before_one_of_the_package_is_not_hidden_by_it(change) -> None:
+def test_a_change_before_one_of_the_package_is_not_hidden_by_it(change: Change) -> None:
     module, watch, groups = watched()
     watch.begin(0, groups)
     change(module[0].weight)

@@ -472,8 +472,9 @@ class Session:
         """Notice what changes weights of which others have copies or versions."""
         if self._probe.num_workers == 1:
             return
-        here = {} if self._weights else self.named()
-        groups = self._weights or [{n: p for n, p in here.items() if not is_lazy(p)}]
+        groups = self._weights
+        if not groups:  # the stages are not known yet
+            groups = [{n: p for n, p in self.named().items() if not is_lazy(p)}]
         self._watch.begin(self.t, groups)
 
     def naming_peers(self, what: str, peer: int | None = None) -> AbstractContextManager[None]:
