@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Self
 
 from torch import nn
@@ -103,7 +104,7 @@ class Cuts:
             changed=frozenset(data["changed"]),
             metrics=dict(data["metrics"]),
             repeated=frozenset(data.get("repeated", ())),  # older checkpoints lack these
-            written=frozenset(data.get("written", ())),
+            written=frozenset(data.get("written", chain(*data["parameters"]))),  # any may be
         )
 
 
