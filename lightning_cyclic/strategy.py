@@ -61,6 +61,7 @@ from lightning_cyclic.plugin.options import (
     Options,
     checked_rank_order,
     checked_stages,
+    checked_verify,
 )
 from lightning_cyclic.plugin.precision.sparse_state import SparseStatePrecision
 from lightning_cyclic.plugin.reductions import HeldReductions
@@ -222,6 +223,10 @@ class CyclicStrategy(DDPStrategy):
             file, for which rank 0 puts them together. [a file]
         resume: "auto": a fit goes on from the newest whole checkpoint of this run, if it was
             started before (docs/start.md), else from what fit(ckpt_path=...) names.
+        verify: where a step is run in stages: whether the first step of a fit is compared, bit by
+            bit, with training_step on the whole module, which rank 0 runs before it; a number
+            compares as many steps, where one version of the weights is read; False compares none
+            (docs/is_it_right.md).
         accelerator: as in DDPStrategy.
         parallel_devices: as in DDPStrategy.
         cluster_environment: as in DDPStrategy.
@@ -279,6 +284,7 @@ class CyclicStrategy(DDPStrategy):
         trace: str | Path | None = None,
         save_distributed_checkpoint: bool = False,
         resume: Literal["auto"] | None = None,
+        verify: Literal["first_step"] | int = "first_step",
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -330,6 +336,7 @@ class CyclicStrategy(DDPStrategy):
             trace=checked_trace(trace),
             save_distributed_checkpoint=save_distributed_checkpoint,
             resume=resume,
+            verify=checked_verify(verify),
             network=network_of(bandwidth, latency),
             is_network_given=bandwidth is not None or latency is not None,
         )

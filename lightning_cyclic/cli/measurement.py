@@ -11,8 +11,8 @@ from lightning.pytorch import LightningDataModule, LightningModule
 from lightning_cyclic.cli.load_module import _arguments, _detached, _find, _make, _step
 from lightning_cyclic.errors import CyclicError, PlanError
 from lightning_cyclic.planner.profile import ModelProfile
+from lightning_cyclic.runtime.snapshot import untouched
 from lightning_cyclic.runtime.stages.profiling import measured
-from lightning_cyclic.runtime.stages.untouched import untouched
 
 
 def measure(

@@ -166,10 +166,14 @@ class AsynchronousPipelineTraining(PipelineTraining):
         with self._summaries.held():
             session.find_stages(given.batch, call)
             self._tell_stages()
-            session.train(given.batch, call, summarise)
-            if self._latest is None or epoch_ends(self._trainer):
+            session.train(given.batch, call, summarise, expect=self._summaries.expect)
+            is_compared = session.verifier.is_comparing
+            if self._latest is None or epoch_ends(self._trainer) or is_compared:
                 self._finish()  # so that every worker knows a loss
         self._read()
+        if is_compared:
+            assert self._latest is not None
+            session.verifier.finish(self._summaries.prints(self._latest))
         self._guard.note()
         assert self._latest is not None
         assert self._latest.loss is not None  # a step without one is refused where steps flow

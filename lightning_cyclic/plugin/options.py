@@ -77,6 +77,7 @@ class Options:
         starting_s: limit before it, and where code may be compiled, in seconds.
         trace: folder of the trace of a fit; None for none.
         save_distributed_checkpoint: whether checkpoints are folders, of which ranks write parts.
+        verify: how many of the first steps are compared with the plain one.
         resume: "auto", or None where fit alone names the checkpoint.
         num_workers: how many there are; None while it is not known.
         late_updates: whether stages decide together about a step, as the Trainer's flags ask.
@@ -115,6 +116,7 @@ class Options:
     starting_s: float
     trace: Path | None = None
     save_distributed_checkpoint: bool = False
+    verify: int = 0
     resume: str | None = None
     num_workers: int | None = None
     late_updates: bool = False
@@ -411,6 +413,24 @@ def checked_stages(stages: object) -> int | str | list[str]:
     raise ConfigurationError(
         f'stages={stages!r} is not understood; allowed: "auto", "measured" (by times), a number '
         'from 1, or a list of module paths; use CyclicStrategy(stages=["layer2", "layer3"])'
+    )
+
+
+def checked_verify(verify: object) -> int:
+    """Return how many first steps are compared.
+
+    Raises:
+        ConfigurationError: neither "first_step", nor a whole number, nor False.
+    """
+    if isinstance(verify, str) and verify == "first_step":
+        return 1
+    if verify is False:
+        return 0
+    if isinstance(verify, int) and verify is not True and verify >= 0:
+        return verify
+    raise ConfigurationError(
+        f'verify={verify!r} is not understood; allowed: "first_step", the number of first steps '
+        'that are compared with the plain ones, or False; use CyclicStrategy(verify="first_step")'
     )
 
 

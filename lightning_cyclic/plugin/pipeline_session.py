@@ -8,6 +8,7 @@ from typing import Any, final
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 from torch.optim import Optimizer
@@ -170,6 +171,7 @@ def make_session(
         not_state=frozenset({*vars(LightningModule()), "log"}),
         is_delayed=plan.weights != "sync",
         recorder=options.recorder,
+        verify=options.verify if trainer.state.fn == TrainerFn.FITTING else 0,
         sums=options.sums(is_scaled=scaler_of(trainer) is not None),
     )
     worker = rank_of(trainer.global_rank, trainer.world_size // options.width)

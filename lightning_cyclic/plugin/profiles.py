@@ -10,8 +10,8 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 
 from lightning_cyclic.planner.profile import ModelProfile
+from lightning_cyclic.runtime.snapshot import untouched
 from lightning_cyclic.runtime.stages.profiling import measured
-from lightning_cyclic.runtime.stages.untouched import untouched
 from lightning_cyclic.runtime.values.split import size_of, split
 
 

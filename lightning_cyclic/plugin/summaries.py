@@ -20,10 +20,13 @@ from lightning_cyclic.plugin.outputs import further_outputs, weighted_mean
 from lightning_cyclic.plugin.records import Log, Record, Recorder, from_summary, to_summary
 from lightning_cyclic.plugin.reductions import HeldReductions
 from lightning_cyclic.runtime.messages import Message
+from lightning_cyclic.runtime.partial_step.evidence import log_print
 from lightning_cyclic.runtime.partial_step.losses import loss_of
 from lightning_cyclic.runtime.partial_step.session import StagewiseSession
 from lightning_cyclic.runtime.partial_step.stage_step import Outcome
+from lightning_cyclic.runtime.snapshot import Print, print_of
 from lightning_cyclic.runtime.values.plain import decode, encode
+from lightning_cyclic.runtime.values.trees import flatten
 
 
 class StepOutcome(NamedTuple):
@@ -85,20 +88,39 @@ class Summaries:
         Raises:
             StepError: a loss that is not finite, or a value that cannot be sent.
         """
+        loss, returned, records, _ = self._together(outcomes, sizes)
+        mean = [] if loss is None else [loss]
+        if self.refuses_overflow and mean:
+            self._session.losses.put(mean[0], partial(self._check_finite, self._session.t))
+        further, structure = encode(returned, "what training_step returned")
+        logged, logs = to_summary(records)
+        return Message(
+            [*mean, *further, *logged], [len(mean), len(further), structure, logs, stops]
+        )
+
+    def _together(self, outcomes: Sequence[Outcome], sizes: Sequence[int]) -> StepOutcome:
+        """Put together what micro-batches gave."""
         given = [(x.output, n) for x, n in zip(outcomes, sizes, strict=True)]
         given = [(output, n) for output, n in given if output is not None]  # None: skipped
         outputs, of_given = [output for output, _ in given], [n for _, n in given]
         losses = [loss_of(output).detach().reshape(()) for output in outputs]
-        mean = [weighted_mean(losses, of_given)] if losses else []
-        if self.refuses_overflow and mean:
-            self._session.losses.put(mean[0], partial(self._check_finite, self._session.t))
-        further, structure = encode(
-            further_outputs(outputs, of_given), "what training_step returned"
-        )
-        logged, logs = to_summary(self._recorder.combine([x.logs for x in outcomes], sizes))
-        return Message(
-            [*mean, *further, *logged], [len(mean), len(further), structure, logs, stops]
-        )
+        mean = weighted_mean(losses, of_given) if losses else None
+        records = self._recorder.combine([x.logs for x in outcomes], sizes)
+        return StepOutcome(mean, further_outputs(outputs, of_given), records, 0)
+
+    def expect(self, outcomes: Sequence[Outcome], sizes: Sequence[int]) -> dict[str, Print]:
+        """Return what is to be told of the plain step, as :meth:`prints` gives it."""
+        return self.prints(self._together(outcomes, sizes))
+
+    @staticmethod
+    def prints(told: StepOutcome) -> dict[str, Print]:
+        """Return what was told of a step, to be compared by name."""
+        found = {} if told.loss is None else {"the loss": print_of(told.loss)}
+        for k, x in enumerate(flatten(told.returned)[0]):
+            found[f"output {k} of training_step"] = print_of(x)
+        for record in told.records:
+            found[f"self.log({record.name!r})"] = log_print(record.value, record.arguments)
+        return found
 
     def read_step(self, summary: Message) -> StepOutcome:
         """Read what :meth:`of_step` wrote."""

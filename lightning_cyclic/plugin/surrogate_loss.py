@@ -45,14 +45,14 @@ class Surrogates:
     def collecting(self, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
         """Take what the body adds to ``p.grad`` for the gradients of a batch."""
         # those of the last step, which nobody looks at any more, would be there twice
-        drops = self._starts and not self._may_be_seen
+        drops = self.starts and not self._may_be_seen
         before = [None if drops else p.grad for p in parameters]
-        if self._starts:  # Lightning zeroes gradients only behind this
+        if self.starts:  # Lightning zeroes gradients only behind this
             for p in parameters:
                 p.grad = None
         yield
         self._totals = [(p, p.grad, b) for p, b in zip(parameters, before, strict=True)]
-        if self._starts:
+        if self.starts:
             for p, b in zip(parameters, before, strict=True):
                 p.grad = b
 
@@ -63,7 +63,7 @@ class Surrogates:
         return surrogate
 
     @property
-    def _starts(self) -> bool:
+    def starts(self) -> bool:
         """Say whether the batch under way is the first of its window."""
         return self._trainer.fit_loop.epoch_loop.batch_idx % self.batches_per_update == 0
 
@@ -79,7 +79,7 @@ class Surrogates:
         # compared as it was rounded: 1/3 three times is not 1
         scaled = torch.where(grad == expected / batches, one, grad * batches / expected)
         factor = float(scaled) if grad.is_cpu else scaled  # a GPU would be waited for to say so
-        starts = self._starts
+        starts = self.starts
         for p, total, before in self._totals:
             if total is None or (isinstance(factor, float) and factor == 1.0):
                 p.grad = total

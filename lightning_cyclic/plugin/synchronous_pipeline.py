@@ -91,9 +91,12 @@ class SynchronousPipelineTraining(PipelineTraining):
                 summarise,
                 accumulate=self._surrogates.batches_per_update,
                 is_last=not self._accumulating,
+                is_first=self._surrogates.starts,
+                expect=self._summaries.expect,
             )
         ((_, summary),) = session.take_arrived()
         told = self._summaries.read_step(summary)
+        session.verifier.finish(self._summaries.prints(told))
         if told.loss is None:
             self._summaries.log(told.records)
             return None

@@ -1,20 +1,58 @@
-"""Bits: notice that a tensor has changed, by whatever way, without a copy of it."""
+"""Bits: notice that a tensor has changed, or differs from another, without a copy of it."""
 
 from __future__ import annotations
+
+import functools
 
 import torch
 from torch import Tensor
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 _AT_ONCE = 1 << 18
+_ODD = 0x5851F42D4C957F2D  # spreads places over 64 bits
 
 
 def sum_of_bits(x: Tensor) -> Tensor:
     """Return the sum of a tensor's elements, whose bits are read as integers, shape ()."""
-    numbers = torch.view_as_real(x.detach()) if x.is_complex() else x.detach()
-    integers = numbers.view(_INTEGERS[numbers.element_size()])
+    integers = _integers(x.detach())
     if not integers.is_cpu or integers.numel() <= _AT_ONCE or not integers.is_contiguous():
         return integers.sum(dtype=torch.int64)
     # on the host all that is added at once is there as 64 bits first
     parts = [part.sum(dtype=torch.int64) for part in torch.split(integers.view(-1), _AT_ONCE)]
     return torch.stack(parts).sum()
+
+
+def digest(x: Tensor) -> Tensor:
+    """Return 64 bits that say whether two tensors have the same elements in the same order.
+
+    Each element is multiplied by an odd number of its place, modulo 2**64, so that no single
+    change goes unseen, and several with a probability of about 2**-60. 0.0 and -0.0 are the same.
+
+    Args:
+        x: of any shape, dense, on any device.
+
+    Returns:
+        int64, shape (), where the tensor is: nothing waits for a GPU.
+    """
+    x = x.detach()
+    if x.is_floating_point() or x.is_complex():
+        x = x + 0  # -0.0 becomes 0.0
+    flat = _integers(x.contiguous()).view(-1)
+    total = torch.zeros((), dtype=torch.int64, device=x.device)
+    for number, part in enumerate(torch.split(flat, _AT_ONCE)):
+        places = _places(x.device)[: part.numel()]
+        total = total * _ODD + (part * places).sum() + number
+    return total
+
+
+@functools.lru_cache(maxsize=8)
+def _places(device: torch.device) -> Tensor:
+    numbers = torch.arange(1, _AT_ONCE + 1, dtype=torch.int64, device=device)
+    numbers = numbers * _ODD
+    return (numbers ^ (numbers >> 29)) | 1
+
+
+def _integers(x: Tensor) -> Tensor:
+    """Return a tensor whose elements' bits are read as integers."""
+    numbers = torch.view_as_real(x) if x.is_complex() else x
+    return numbers.view(_INTEGERS[numbers.element_size()])

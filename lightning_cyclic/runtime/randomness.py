@@ -10,13 +10,18 @@ import hashlib
 import random
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, final
 
 import torch
 
 from lightning_cyclic.runtime.generator_state import GeneratorState, Look
+from lightning_cyclic.runtime.snapshot import (
+    put_generator,
+    seed_generator,
+    state_of_generator,
+)
 
 DRAWS = frozenset(
     {"rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "normal"}
@@ -38,6 +43,9 @@ def is_random(func: Any) -> bool:
     return func.__name__ in DRAWS
 
 
+_NONE: Mapping[str, Any] = {}
+
+
 @final
 class Randomness:
     """Seed what one micro-batch of one step draws.
@@ -47,24 +55,40 @@ class Randomness:
         t: training step.
         i: micro-batch.
         device: of this worker.
+        held: generators that the module keeps, by name.
     """
 
-    def __init__(self, seed: int, t: int, i: int, device: torch.device) -> None:
+    def __init__(
+        self, seed: int, t: int, i: int, device: torch.device, held: Mapping[str, Any] = _NONE
+    ) -> None:
         self._key = hashlib.blake2b(f"{seed},{t},{i},".encode(), digest_size=8)
         self._on_cuda = device.type == "cuda"
         self._device = device
         self._draws = 0
+        self._held = held
+
+    @property
+    def num_draws(self) -> int:
+        """Return how many draws between units there have been."""
+        return self._draws
+
+    @property
+    def has_held(self) -> bool:
+        """Say whether the module keeps generators of its own."""
+        return bool(self._held)
 
     def begin_stage(self, j: int) -> None:
         """Begin the stream of stage ``j``."""
         self._seed(f"stage {j}")
 
     def begin_region(self, j: int) -> None:
-        """Begin what Python's and numpy's own generators draw in the code of stage ``j``.
+        """Begin what generators outside of torch, and the module's own, draw in stage ``j``.
 
         That code is run by the workers of later stages, too, who are to draw the same.
         """
         _PLAIN.seed(self, self._value(f"region {j}"))
+        for name, generator in self._held.items():
+            seed_generator(generator, self._value(f"region {j} {name}"))
 
     def has_drawn_plainly(self, *, likely: bool) -> bool:
         """Say, at the end of a region, whether anything has drawn from these generators in it.
@@ -178,14 +202,22 @@ _PLAIN = _PlainGenerators()
 
 
 @contextmanager
-def undisturbed(device: torch.device) -> Iterator[None]:
-    """Run the body; leave all generators of random numbers behind it as they were."""
+def undisturbed(device: torch.device, held: Mapping[str, Any] = _NONE) -> Iterator[None]:
+    """Run the body; leave all generators of random numbers behind it as they were.
+
+    Args:
+        device: of this worker.
+        held: generators that the module keeps, by name.
+    """
     state, plain_state = torch.get_rng_state(), _PLAIN.state()
+    states = [(x, state_of_generator(x)) for x in held.values()]
     on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
     try:
         yield
     finally:
         torch.set_rng_state(state)
         _PLAIN.restore(plain_state)
+        for x, held_state in states:
+            put_generator(x, held_state)
         if on_device is not None:
             torch.cuda.set_rng_state(on_device, device)

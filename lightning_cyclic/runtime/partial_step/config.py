@@ -51,6 +51,7 @@ class StagewiseConfig:
         is_delayed: whether the plan reads versions older than the newest.
         forms: what of weights is trained, and travels. [all]
         sums: dtypes of sums of gradients.
+        verify: how many of the first steps are compared with the plain one.
         recorder: notes what this worker does, and when. [nobody does]
         is_one_stage: whether one worker has all of the module, so that nobody waits for it: a step
             may return no loss then, and a batch that cannot be cut is one micro-batch.
@@ -81,3 +82,4 @@ class StagewiseConfig:
     forms: WeightForms = ALL
     sums: SumDtypes = AS_MADE
     recorder: Recorder | None = None
+    verify: int = 0

@@ -42,6 +42,7 @@ class Ownership:
         self.foreign = tuple(n for n in self._named if not users.get(n, held) & held)
         self._is_freed = False
         self._home: Home | None = None
+        self.kept: dict[str, Tensor] | None = None  # what others hold, as it was given up
         away = [(j, n) for j, names in enumerate(cuts.buffers) if j not in held for n in names]
         self.stale = tuple(
             n for j, n in away if n in cuts.changed and not (n in cuts.repeated and max(held) > j)
@@ -155,6 +156,8 @@ class Ownership:
             return
         for n in self.foreign:
             p = self._named[n]
+            if self.kept is not None:
+                self.kept[n] = p.data
             p.data = torch.zeros((), dtype=p.dtype, device=p.device).expand(p.shape)
             p.grad = None
         self._is_freed, self._home = True, home
@@ -179,6 +182,23 @@ class Ownership:
             p = self._named[n]
             p.data = torch.empty(p.shape, dtype=p.dtype, device=p.device)
         self._is_freed = False
+
+    @contextmanager
+    def whole_as_kept(self) -> Iterator[None]:
+        """Let the body find what others hold as it was given up last."""
+        if not self._is_freed:
+            yield
+            return
+        assert self.kept is not None
+        for _, x in self._away():
+            come_back(x)
+        for n in self.foreign:
+            self._named[n].data = self.kept[n]
+        self._is_freed = False
+        try:
+            yield
+        finally:
+            self.free_foreign(self._home)
 
     @contextmanager
     def whole(self) -> Iterator[None]:

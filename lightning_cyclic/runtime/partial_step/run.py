@@ -27,6 +27,7 @@ from torch._C import (
 from lightning_cyclic.runtime.absent import AbsentBuffer, AbsentParameter
 from lightning_cyclic.runtime.partial_step.batch_reads import BatchReads
 from lightning_cyclic.runtime.partial_step.call_router import CallRouter, Unit
+from lightning_cyclic.runtime.partial_step.evidence import Notes
 from lightning_cyclic.runtime.partial_step.ghosts import Ghost, Handle, ask, real, tensors_in
 from lightning_cyclic.runtime.partial_step.record import MARK, Delivery, Record
 from lightning_cyclic.runtime.partial_step.refusals import (
@@ -40,7 +41,8 @@ from lightning_cyclic.runtime.partial_step.replay import Replay
 from lightning_cyclic.runtime.partial_step.sharing import NO_SHARING
 from lightning_cyclic.runtime.partial_step.watch import Known, known
 from lightning_cyclic.runtime.randomness import Randomness
-from lightning_cyclic.runtime.values.trees import flatten, unflatten
+from lightning_cyclic.runtime.snapshot import tensor_print
+from lightning_cyclic.runtime.values.trees import flatten, tensors, unflatten
 
 _run_numbers = itertools.count(1)
 _GHOSTS = frozenset({Ghost, AbsentParameter, AbsentBuffer})  # absent tensors let ghosts answer
@@ -75,6 +77,8 @@ class Run:
     _num_reads = 0  # in this region, of the batch
     _done = False
     _failure: Exception | None = None
+    notes: Notes | None = None  # of a step that is compared with the plain one
+    i = 0  # the micro-batch, for these
 
     def __init__(
         self,
@@ -166,6 +170,7 @@ class Run:
         if is_top:
             _pop_torch_function_stack()
         router.looking = None
+        given = None if self.notes is None else [tensor_print(x) for x in inputs]
         try:
             before = list(map(_version_of, inputs))
             result = original(*args, **kwargs)
@@ -175,6 +180,9 @@ class Run:
                 mutated = [k for k, (x, v) in pairs if x._version != v and not self._depends(x)]
             if self.sharing.groups:
                 self._look()
+            if self.notes is not None:
+                with torch._C.DisableTorchFunction():
+                    self.notes.call(self.i, self.target, unit.event, given or (), tensors(result))
             return self.record.write(unit.event, result, inputs, mutated)
         finally:
             router.looking, self.depth = self, 0
@@ -289,11 +297,15 @@ class Run:
         replay.begin()
         if replay.needs_watch:
             self._watch()
-        if replay.draws_plainly:  # to seed costs more than all else that a replay does
+        if (
+            replay.draws_plainly or self._randomness.has_held
+        ):  # to seed costs more than all else that a replay does
             self._randomness.begin_region(region)
 
     def _enter_stage(self) -> None:
         self._receive()
+        if self.notes is not None:
+            self.notes.begin(self.i, self.target)
         self._replay, self._draws = None, False
         self._watch()
         self._randomness.begin_region(self.target)
@@ -342,6 +354,7 @@ class Run:
         self.sharing.begin(self._came)
 
     def _end(self) -> NoReturn:
+        self._note_end()
         plainly = self._randomness.has_drawn_plainly(likely=self.record.likely_draws_plainly)
         is_known = self.record.end(self._came, draws=self._draws, draws_plainly=plainly)
         captured = self.record.captured
@@ -361,9 +374,14 @@ class Run:
         if self.region < self.router.num_stages - 1:
             starts = self.router.cuts.starts
             refuse_end(starts, self.region, self.target, gave_nothing=output is None)
+        self._note_end()
         self._look()
         leaves, structure = flatten(output)
         return unflatten(structure, [self.filled(x) for x in leaves])
+
+    def _note_end(self) -> None:
+        if self.notes is not None:
+            self.notes.end(self.i, self.target, self._randomness.num_draws)
 
     # ------------------------------------------------------------------ small things
 

@@ -30,7 +30,7 @@ from lightning_cyclic.runtime.cast_copies import CastCopies
 from lightning_cyclic.runtime.failure_words import words_of
 from lightning_cyclic.runtime.flight_recorder import FlightRecorder
 from lightning_cyclic.runtime.foreign_weights import ForeignWeights
-from lightning_cyclic.runtime.gradient_store import GradientStore
+from lightning_cyclic.runtime.gradient_store import Gradients, GradientStore
 from lightning_cyclic.runtime.late_values import LateValues
 from lightning_cyclic.runtime.messages import Message, Messages
 from lightning_cyclic.runtime.norms import Norms
@@ -46,6 +46,8 @@ from lightning_cyclic.runtime.partial_step.plans import Plans
 from lightning_cyclic.runtime.partial_step.ranks import rank_of
 from lightning_cyclic.runtime.partial_step.side_effects import SideEffects
 from lightning_cyclic.runtime.partial_step.stage_step import Micro, StageStep
+from lightning_cyclic.runtime.partial_step.verification import PlainStep
+from lightning_cyclic.runtime.partial_step.verifier import Expect, Verifier
 from lightning_cyclic.runtime.partial_step.versions import Versions
 from lightning_cyclic.runtime.partial_step.ways import Ways
 from lightning_cyclic.runtime.partial_step.weighting import shares_of, whole_share
@@ -53,6 +55,7 @@ from lightning_cyclic.runtime.prediction.foresight import Foresight
 from lightning_cyclic.runtime.randomness import undisturbed
 from lightning_cyclic.runtime.recorder import add_updates
 from lightning_cyclic.runtime.shelf import New
+from lightning_cyclic.runtime.snapshot import generators_of
 from lightning_cyclic.runtime.stages.cuts import Cuts
 from lightning_cyclic.runtime.transport import AbstractTransport
 from lightning_cyclic.runtime.values.batches import refuse_iterators, tensors_of, with_tensors
@@ -123,6 +126,7 @@ class StagewiseSession:
             str, nn.Parameter
         ] = {}  # that nothing changes while gradients are made
         self._put_off: dict[tuple[int, int], list[Action]] = {}  # forwards, by update
+        self._held: dict[str, Any] = {}  # generators that the module keeps
         self._modes: list[tuple[nn.Module, bool]] = []  # of the last step that has begun
         self._collectives = Collectives(module, config.width, self._size, group)
         self.ways = Ways(module, self._collectives, self.naming_peers, config.say)
@@ -261,6 +265,7 @@ class StagewiseSession:
         self._modes = [(m, m.training) for m in self.module.modules()]
         self.foreign = self._make_foreign(cuts, plan, ownership)
         self.foreign.settle(self.t)
+        self.verifier = Verifier(self, self._make_plain_step(cuts), self._held)
         self._take_over(ownership)
         self.config.forms.leave(self.with_state)
 
@@ -283,6 +288,7 @@ class StagewiseSession:
             self.router, plan, ownership, SideEffects(self.module, cuts, self._state),
             config.seed, config.remat, versions, config.is_one_stage,
         )  # fmt: skip
+        step.held = self._held = generators_of(self.module, config.not_state)
         if config.is_under_autocast and not (versions is not None and versions.overwrites):
             step.casts = CastCopies()  # else copies have no one value
         if versions is not None:
@@ -291,6 +297,17 @@ class StagewiseSession:
             here = ownership.here().items()
             self._weights = {n: p for n, p in here if n not in cuts.written}
         return step
+
+    def _make_plain_step(self, cuts: Cuts) -> PlainStep:
+        assert self.router is not None
+        config = self.config
+        named = (cuts.parameters, cuts.buffers)
+        stage_of = {n: j for each in named for j, names in enumerate(each) for n in names}
+        return PlainStep(
+            self.module, self.router, stage_of, self.device, config.seed, self._held,
+            config.not_state, config.forms, config.sums,
+            frozenset(stage_of if config.is_one_stage else cuts.written),
+        )  # fmt: skip
 
     def _make_foreign(self, cuts: Cuts, plan: Plan, ownership: Ownership) -> ForeignWeights:
         foreign = ForeignWeights(
@@ -382,6 +399,15 @@ class StagewiseSession:
         return tuple(range(first, first + self._size))
 
     @property
+    def stage_step(self) -> StageStep:
+        """Return what runs stages."""
+        return self._step
+
+    def agree(self, find: Callable[[], Any]) -> Any:
+        """Return on every worker what rank 0 finds; all must call it."""
+        return self._collectives.agree(find, self.naming_peers("to compare a step"))
+
+    @property
     def flows(self) -> bool:
         """Say whether steps begin before those ahead of them have ended, in training."""
         return self._plans.usual.flows and self.config.apply is not None
@@ -441,7 +467,8 @@ class StagewiseSession:
 
     def train(
         self, batch: Any, call: Callable[[Any], Any], summarise: Callable[[list[int]], Summarise],
-        *, accumulate: int = 1, is_last: bool = True,
+        *, accumulate: int = 1, is_last: bool = True, is_first: bool = True,
+        expect: Expect | None = None,
     ) -> None:  # fmt: skip
         """Do what this worker does with the batch of a step, up to updates that others make.
 
@@ -454,7 +481,10 @@ class StagewiseSession:
             summarise: sizes of micro-batches -> what of the outcomes all workers are told.
             accumulate: batches per update.
             is_last: whether it is the last of these.
+            is_first: whether it is the first.
+            expect: what of the outcomes all workers are to be told; see :class:`Verifier`.
         """
+        self.verifier.prepare(batch, is_first=is_first)
         self.foreign.begin_batch()
         self.was_finite = None
         usual = self.program.step(self.worker, self.t, ended=self._ended)
@@ -464,6 +494,8 @@ class StagewiseSession:
         if self.config.scaled is not None:
             shares = [self.config.scaled(self.t, share) for share in shares]
         self._summarise[self.t] = summarise([part.size for part in parts])
+        if expect is not None:
+            self.verifier.begin(parts, accumulate, call, expect)
         self._step.prepare(self.t, self._micro(parts, shares, "train"), call, training=True)
         self._modes = [(m, m.training) for m in self.module.modules()]
         program = self._plans.of(len(parts)).program
@@ -491,7 +523,13 @@ class StagewiseSession:
             self._worker.fetch((Datum.TOTAL, self.t, j))
         for j in self.ownership.stages:
             self._grads.show(self.t, j)
+        for j in self._owned:
+            self._note_gradients(j, [p.grad for p in self.trained_of(j)])
         self._forget(self.t)
+
+    def _note_gradients(self, j: int, grads: Gradients) -> None:
+        assert self.cuts is not None
+        self.verifier.note_gradients(j, self.cuts.parameters[j], grads)
 
     def take_arrived(self) -> list[tuple[int, Message]]:
         """Return the steps whose outcomes have come since the last call, with these."""
@@ -623,6 +661,8 @@ class StagewiseSession:
         self.foreign.begin_update()
         self._begin_version(a)
         self._grads.show(a.t, a.j)
+        if self.config.unscale is None:
+            self._note_gradients(a.j, [p.grad for p in self.trained_of(a.j)])
         self.config.apply(a.t, a.j)
         for p in self.trained_of(a.j):
             p.grad = None
@@ -658,6 +698,7 @@ class StagewiseSession:
         """Note the norms of gradients that are whole, and that are scaled as the loss was."""
         grads = self._grads.of(t, j)
         if self.config.unscale is not None:
+            self._note_gradients(j, grads)
             self.config.unscale(t, grads)
         self.norms.note(t, j, grads)
 
@@ -672,7 +713,8 @@ class StagewiseSession:
 
     def _run(self, actions: Sequence[Action]) -> None:
         assert self.router is not None
-        with undisturbed(self.device), self.foreign.running(), self.router.open():
+        undone = undisturbed(self.device, self._held)
+        with undone, self.foreign.running(), self.router.open():
             self._worker.run(actions)
 
     def _share_batch(

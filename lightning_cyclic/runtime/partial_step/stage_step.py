@@ -31,6 +31,7 @@ from lightning_cyclic.runtime.cast_copies import CastCopies
 from lightning_cyclic.runtime.partial_step.batch_reads import BatchReads
 from lightning_cyclic.runtime.partial_step.call_router import CallRouter
 from lightning_cyclic.runtime.partial_step.entry import Entry
+from lightning_cyclic.runtime.partial_step.evidence import Notes
 from lightning_cyclic.runtime.partial_step.ghosts import Handle
 from lightning_cyclic.runtime.partial_step.losses import check_loss, loss_of
 from lightning_cyclic.runtime.partial_step.module_state import Change, Found, Visit
@@ -119,6 +120,11 @@ class StageStep:
 
     casts: CastCopies | None = None  # where the step runs under autocast
     watch: WeightWatch | None = None  # of weights that have versions, whenever the step runs
+    held: Mapping[str, Any] = {}  # generators that the module keeps
+    noted = -1  # the step whose runs are noted
+    notes: Notes | None = None  # of its forwards
+    notes_again: Notes | None = None  # of stages that are run again for their backward
+    runs_again = False  # whether all are
 
     def __init__(
         self,
@@ -247,8 +253,11 @@ class StageStep:
         reads: BatchReads | None,
     ) -> Run:  # fmt: skip
         assert a.i is not None
-        randomness = Randomness(self._seed, a.t, a.i, self._router.device)
-        return Run(self._router, a.j, habit.replays, take, randomness, reads)
+        randomness = Randomness(self._seed, a.t, a.i, self._router.device, self.held)
+        run = Run(self._router, a.j, habit.replays, take, randomness, reads)
+        if a.t == self.noted and self._training:
+            run.i, run.notes = a.i, self.notes if a.kind is Kind.F else self.notes_again
+        return run
 
     def _step(self, a: Action, micro: Micro) -> Callable[[], Any]:
         """Return the user's step on a batch that its code may change: it is run once a stage."""
@@ -319,6 +328,8 @@ class StageStep:
         logs = [(name, _detached(run.filled(value)), kw) for name, value, kw in run.logs]
         run.logs = []  # they hold graphs
         self._outcomes[a.t, a.i] = Outcome(_without_graph(output), logs, changes)
+        if a.t == self.noted and self._training and self.notes is not None:
+            self.notes.outcome(a.i, self._outcomes[a.t, a.i])
         if passage.lesson is None:
             family, packet = self._of(a).family, passage.packet
             used = passage.used(run)
@@ -328,9 +339,9 @@ class StageStep:
         assert a.i is not None
         if self._versions is not None and self._versions.recomputes(a):
             return True
-        if self._remat == "except_last":
+        if self._remat == "except_last" and not (self.runs_again and a.t == self.noted):
             return a.i < self._plan.num_micro - self._plan.width
-        return self._remat == "always"
+        return self._remat == "always" or (self.runs_again and a.t == self.noted)
 
     # ------------------------------------------------------------------ backward
 

@@ -27,6 +27,7 @@ from torch.overrides import TorchFunctionMode
 from lightning_cyclic.errors import PlanError
 from lightning_cyclic.runtime.compiled import is_compiled, uncompiled
 from lightning_cyclic.runtime.partial_step.ghosts import reads_metadata
+from lightning_cyclic.runtime.snapshot import Snapshot, untouched
 from lightning_cyclic.runtime.stages.clocks import AbstractClock, CountedClock, MeasuredClock
 from lightning_cyclic.runtime.stages.evidence import (
     NO_LINE,
@@ -50,7 +51,6 @@ from lightning_cyclic.runtime.stages.ledger import (
     user_line,
     version,
 )
-from lightning_cyclic.runtime.stages.untouched import Keeper, untouched
 from lightning_cyclic.runtime.values.trees import tensors
 
 _SETS_DATA: Any = Tensor.data.__set__  # type: ignore[attr-defined]
@@ -143,7 +143,7 @@ class _Surveyor:
         self,
         module: nn.Module,
         parameters: dict[str, Tensor],
-        keeper: Keeper,
+        keeper: Snapshot,
         clock: AbstractClock,
     ) -> None:
         self._module = module

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lightning_cyclic.runtime.stages.survey import survey
-from lightning_cyclic.runtime.stages.untouched import untouched
+from lightning_cyclic.runtime.snapshot import untouched
 
 
 class Busy(nn.Module):

@@ -1,0 +1,402 @@
+"""Verification: the first steps of a fit are compared, bit by bit, with the user's own step.
+
+    rank 0        runs the plain step, micro-batch by micro-batch, before the step; undoes it
+    all workers   run the step in stages, and note what they do
+    all workers   send what they have noted, as digests; rank 0 compares; all hear of it
+
+Nothing has been trained by then. Weights are those of the step on all workers, whatever the weight
+rule, as there is one version of them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import Tensor, nn
+
+from lightning_cyclic.errors import StepError
+from lightning_cyclic.runtime.partial_step.call_router import CallRouter
+from lightning_cyclic.runtime.partial_step.evidence import NOTHING, Evidence, Item, Notes
+from lightning_cyclic.runtime.partial_step.losses import loss_of
+from lightning_cyclic.runtime.partial_step.plain_run import PlainRun
+from lightning_cyclic.runtime.partial_step.stage_step import Outcome
+from lightning_cyclic.runtime.randomness import Randomness, undisturbed
+from lightning_cyclic.runtime.snapshot import Print, Snapshot, prints, tensor_print
+from lightning_cyclic.runtime.sum_dtypes import SumDtypes
+from lightning_cyclic.runtime.unseen_changes import unseen
+from lightning_cyclic.runtime.values.trees import map_tensors
+from lightning_cyclic.runtime.weight_forms import WeightForms
+
+MOST_KINDS = 8  # of batches that look otherwise than those before, that are compared
+_MOST_SHOWN = 5
+
+
+class Part(NamedTuple):
+    """Hold one micro-batch of the plain step.
+
+    Args:
+        i: its number among those of all replicas.
+        batch: what the step is given.
+        weight: its share of the step's loss, as a function of a tensor of ones.
+    """
+
+    i: int
+    batch: Any
+    weight: Callable[[Tensor], Tensor]
+
+
+class Plain(NamedTuple):
+    """Hold what the plain step did.
+
+    Args:
+        evidence: of it.
+        expected: what the caller made of its outcomes, by name.
+        again: runs it once more.
+    """
+
+    evidence: Evidence
+    expected: Mapping[str, Print]
+    again: Callable[[], Plain]
+
+
+@final
+class PlainStep:
+    """Run the plain step on one process, and leave the module as it was.
+
+    Args:
+        module: the whole module.
+        router: of its calls.
+        stage_of: name -> stage, of parameters and buffers.
+        device: of this worker.
+        seed: of the randomness.
+        held: generators that the module keeps, by name.
+        not_state: attributes of the module that are not the user's.
+        forms: of weights.
+        sums: dtypes of sums of gradients.
+        written: names of parameters that the step itself may change.
+    """
+
+    def __init__(  # noqa: PLR0913, PLR0917
+        self,
+        module: nn.Module,
+        router: CallRouter,
+        stage_of: Mapping[str, int],
+        device: torch.device,
+        seed: int,
+        held: Mapping[str, Any],
+        not_state: frozenset[str],
+        forms: WeightForms,
+        sums: SumDtypes,
+        written: frozenset[str],
+    ) -> None:
+        self._module = module
+        self._router = router
+        self._stage_of = stage_of
+        self._device = device
+        self._seed = seed
+        self._held = held
+        self._not_state = not_state
+        self._forms = forms
+        self._sums = sums
+        self._written = [p for n, p in module.named_parameters() if n in written]
+
+    def run(
+        self, t: int, parts: Sequence[Part], call: Callable[[Any], Any],
+        expect: Callable[[list[Outcome]], Mapping[str, Print]],
+    ) -> Plain:  # fmt: skip
+        """Run the step for each micro-batch in order; leave everything as it was.
+
+        Args:
+            t: number of the step.
+            parts: of its batch.
+            call: runs the user's step on one of them.
+            expect: makes of their outcomes what all workers are to be told.
+        """
+        before = Snapshot(self._module, self._not_state)
+        evidence, expected = self._run(before, t, parts, call, expect)
+
+        def again() -> Plain:
+            now = Snapshot(self._module, self._not_state)
+            before.restore()
+            try:
+                return Plain(*self._run(before, t, parts, call, expect), again)
+            finally:
+                now.restore()
+
+        return Plain(evidence, expected, again)
+
+    def _run(
+        self, before: Snapshot, t: int, parts: Sequence[Part], call: Callable[[Any], Any],
+        expect: Callable[[list[Outcome]], Mapping[str, Print]],
+    ) -> tuple[Evidence, Mapping[str, Print]]:  # fmt: skip
+        notes = Notes(self._held, self._device)
+        undone = undisturbed(self._device, self._held)
+        try:
+            with undone, self._router.open(), self._gradients_apart(), self._weights_kept():
+                outcomes: list[Outcome] = []
+                totals: dict[int, Tensor] = {}
+                for part in parts:
+                    outcomes.append(self._run_part(t, part, call, notes))
+                    notes.outcome(part.i, outcomes[-1])
+                    self._fold(totals)
+                evidence = notes.evidence() | self._gradients(totals)
+                evidence |= state_evidence(self._module, self._not_state, self._stage_of)
+                return evidence, expect(outcomes)
+        finally:
+            before.restore()
+
+    def _run_part(self, t: int, part: Part, call: Callable[[Any], Any], notes: Notes) -> Outcome:
+        randomness = Randomness(self._seed, t, part.i, self._device, self._held)
+        run = PlainRun(self._router, part.i, randomness, notes)
+        output = run(partial(call, map_tensors(torch.clone, part.batch)))
+        if output is not None:
+            loss = loss_of(output, t)
+            if loss.requires_grad:
+                torch.autograd.backward(loss, part.weight(torch.ones_like(loss)))
+        logs = [(name, map_tensors(Tensor.detach, value), kw) for name, value, kw in run.logs]
+        return Outcome(map_tensors(Tensor.detach, output), logs, [])
+
+    @contextmanager
+    def _gradients_apart(self) -> Iterator[None]:
+        """Let parameters have no gradients when the body begins, and their own behind it."""
+        weights = list(self._module.parameters())
+        holders = [*weights, *map(self._forms.trained, weights)]
+        before = [p.grad for p in holders]
+        for p in holders:
+            p.grad = None
+        try:
+            yield
+        finally:
+            for p, grad in zip(holders, before, strict=True):
+                p.grad = grad
+
+    @contextmanager
+    def _weights_kept(self) -> Iterator[None]:
+        """Undo what the step does to weights, where stages allow that it does anything."""
+        before = [p.detach().clone() for p in self._written]
+        try:
+            yield
+        finally:
+            with torch.no_grad(), unseen(self._written):
+                for p, x in zip(self._written, before, strict=True):
+                    p.copy_(x)
+
+    def _fold(self, totals: dict[int, Tensor]) -> None:
+        """Add gradients as sums are: in a wider dtype than autograd would, where they say so."""
+        for p in self._module.parameters():
+            grad = p.grad
+            if grad is None or self._sums.of_addition(grad.dtype, grad.dtype) == grad.dtype:
+                continue
+            total = totals.get(id(p))
+            wide = self._sums.of_addition(grad.dtype, grad.dtype)
+            totals[id(p)] = grad if total is None else total.to(wide) + grad
+            p.grad = None
+
+    def _gradients(self, totals: Mapping[int, Tensor]) -> Evidence:
+        found: Evidence = {}
+        for name, p in self._module.named_parameters():
+            grad = totals.get(id(p), p.grad)
+            if grad is not None:
+                grad = self._forms.compress(p, grad.detach().to(p.dtype))
+            else:
+                grad = self._forms.trained(p).grad
+            item = Item("gradient", -1, self._stage_of.get(name, -1), 0, name)
+            found[item] = NOTHING if grad is None else tensor_print(grad)
+        return found
+
+
+# ---------------------------------------------------------------------- what is noted of a step
+
+
+def gradient_evidence(j: int, names: Sequence[str], grads: Sequence[Tensor | None]) -> Evidence:
+    """Return the sums of gradients of a stage.
+
+    Args:
+        j: the stage.
+        names: of its parameters.
+        grads: of these.
+    """
+    return {
+        Item("gradient", -1, j, 0, name): NOTHING if grad is None else tensor_print(grad)
+        for name, grad in zip(names, grads, strict=True)
+    }
+
+
+def state_evidence(
+    module: nn.Module, not_state: frozenset[str], stage_of: Mapping[str, int]
+) -> Evidence:
+    """Return what the module keeps beside its weights.
+
+    Generators of random numbers are compared where stages end (Notes.end).
+    """
+    buffers = {name for name, _ in module.named_buffers()}
+    return {
+        Item(
+            "buffer" if name in buffers else "attribute", -1, stage_of.get(name, -1), 0, name
+        ): found
+        for name, found in prints(module, not_state).items()
+    }
+
+
+def as_text(evidence: Evidence) -> str:
+    """Write evidence down, to be sent."""
+    return json.dumps([[*item, *found] for item, found in evidence.items()])
+
+
+def from_text(text: str) -> Evidence:
+    """Read what :func:`as_text` wrote."""
+    num = len(Item._fields)
+    return {Item(*row[:num]): Print(*row[num:]) for row in json.loads(text)}
+
+
+# ---------------------------------------------------------------------- comparing
+
+
+class Difference(NamedTuple):
+    """Hold one item that is another in the step in stages than in the plain one."""
+
+    item: Item
+    plain: Print
+    staged: Print
+
+
+def differences(
+    plain: Evidence, by_rank: Sequence[Evidence], *, replicas: int
+) -> list[Difference]:
+    """Compare, in the order in which things happen.
+
+    What stages, losses and gradients are is asked of the worker that has them. What a module keeps
+    is to be right on a worker whose code has changed it; its own attributes, which hooks look at,
+    and buffers, on rank 0, too. Replicas see batches of their own, and keep what they like.
+
+    Args:
+        plain: of the plain step.
+        by_rank: of all workers, in the order of ranks.
+        replicas: how many there are.
+    """
+    found = []
+    items = dict.fromkeys([*plain, *(item for e in by_rank for item in e)])
+    for item in sorted(items, key=_order):
+        if item.kind == "attribute" and replicas > 1:
+            continue
+        wanted = plain.get(item, NOTHING)
+        given = [e[item] for e in by_rank if item in e] or [NOTHING]
+        if item.kind == "attribute":
+            seen = next((x for x in given if x.bits == wanted.bits), given[0])
+        else:
+            seen = next((x for x in given if x.bits != wanted.bits), given[0])
+        if seen.bits != wanted.bits:
+            found.append(Difference(item, wanted, seen))
+    return found
+
+
+_KINDS = ("call", "draws", "loss", "output", "log", "gradient", "buffer", "attribute", "told")
+
+
+def _order(item: Item) -> tuple[int, ...]:
+    """Return what items are sorted by: gradients are made from the last stage to the first."""
+    kind = _KINDS.index(item.kind)
+    group = 0 if item.kind in ("call", "draws") else kind
+    return group, item.i, -item.j if item.kind == "gradient" else item.j, kind, item.n
+
+
+def words(found: Sequence[Difference], num_micro: int, t: int, *, starts: Sequence[str]) -> str:
+    """Say what differs first, where it is made, both values, and what to do."""
+    first = found[0]
+    also = [_name_of(d.item, num_micro) for d in found[1 : _MOST_SHOWN + 1]]
+    more = len(found) - 1 - len(also)
+    rest = f"; besides: {', '.join(also)}" if also else ""
+    rest += f" and {more} more" if more > 0 else ""
+    return (
+        f"step {t}: {_name_of(first.item, num_micro)} is {first.staged.text} where the step is "
+        f"run in stages, but {first.plain.text} where training_step is run on the whole module"
+        f"{_bits_remark(first)}{rest}; allowed: steps that come out alike, bit by bit; "
+        f"{_todo(first, starts)}, or leave the comparison out with "
+        "CyclicStrategy(verify=False), if you know why they differ"
+    )
+
+
+def _bits_remark(d: Difference) -> str:
+    if d.plain.text != d.staged.text:
+        return ""
+    return f" (bits {d.staged.bits[-16:]} and {d.plain.bits[-16:]})"
+
+
+_NAMES = {
+    "call": "{what} of {name}{stage}{micro}",
+    "draws": "how far {name} has drawn{stage}{micro}",
+    "log": "the value of self.log({name!r}){micro}",
+    "loss": "the loss{micro}",
+    "output": "what training_step returned ({name}){micro}",
+    "told": "{name} of the whole batch",
+    "gradient": "the gradient of {name!r}{stage}",
+    "buffer": "the buffer self.{name}{stage}",
+    "attribute": "self.{name}{stage}",
+}
+
+
+def _name_of(item: Item, num_micro: int) -> str:
+    micro = f" in micro-batch {item.i + 1} of {num_micro}" if item.i >= 0 else ""
+    stage = f" (stage {item.j})" if item.j >= 0 else ""
+    return _NAMES[item.kind].format(name=item.name, what=item.what, stage=stage, micro=micro)
+
+
+def _todo(d: Difference, starts: Sequence[str]) -> str:
+    item = d.item
+    if item.kind in ("attribute", "buffer"):
+        return (
+            f"let one stage have all code that uses self.{item.name}, "
+            "CyclicStrategy(stages=[...]), or change it in a hook between steps"
+        )
+    if item.kind == "draws":
+        return "draw by functions of torch, random or numpy.random, or let the DataLoader draw"
+    if not starts:
+        return "use num_micro=1"
+    return (
+        f"let stages begin elsewhere than at {', '.join(map(repr, starts))}, "
+        "CyclicStrategy(stages=[...]), so that the code around it is in one of them"
+    )
+
+
+def told_differences(expected: Mapping[str, Print], told: Mapping[str, Print]) -> list[Difference]:
+    """Compare what a step was told to be with what was to be told."""
+    names = dict.fromkeys([*expected, *told])
+    pairs = ((n, expected.get(n, NOTHING), told.get(n, NOTHING)) for n in names)
+    return [
+        Difference(Item("told", -1, -1, k, name), x, y)
+        for k, (name, x, y) in enumerate(pairs)
+        if x.bits != y.bits
+    ]
+
+
+def judge(
+    found: Sequence[Difference], again: Callable[[], Sequence[Item]], say: Callable[[str], None],
+    text: Callable[[Sequence[Difference]], str],
+) -> None:  # fmt: skip
+    """Refuse what differs, unless the plain step differs from itself by as much.
+
+    Args:
+        found: differences.
+        again: runs the plain step once more; returns the items that differ from its first run.
+        say: tells the user, once.
+        text: makes a message of differences.
+
+    Raises:
+        StepError: with the first difference.
+    """
+    if not found:
+        return
+    by_itself = set(again())
+    rest = [d for d in found if d.item not in by_itself]
+    if rest:
+        raise StepError(text(rest))
+    say(
+        "training_step on the whole module does not come out alike when it is run twice: "
+        f"{_name_of(found[0].item, 0)} differs. What is trained in stages may differ by as much "
+        "from the plain step; threads, and atomic additions on a GPU, do that."
+    )
