@@ -268,7 +268,7 @@ def fit_watched(strategy: dict[str, Any], sparse: bool) -> tuple[list[int], list
                                  ("cyclic_pipeline", [1, 2])]
 )  # fmt: skip
 def test_one_gradient_at_most_is_dense(preset: str, num_versions: list[int]) -> None:
-    strategy = {"preset": preset, "stages": 2}
+    strategy = {"preset": preset, "stages": 2, "verify": False}
     for rank, (during, _) in enumerate(processes.run(fit_watched, 2, strategy, True)):
         assert set(during) == {4 * num_versions[rank] + 1}  # layers of a stage, and a gradient
     for during, behind in processes.run(fit_watched, 2, strategy, False):

@@ -112,13 +112,16 @@ class Summaries:
         """Return what is to be told of the plain step, as :meth:`prints` gives it."""
         return self.prints(self._together(outcomes, sizes))
 
-    @staticmethod
-    def prints(told: StepOutcome) -> dict[str, Print]:
-        """Return what was told of a step, to be compared by name."""
+    def prints(self, told: StepOutcome) -> dict[str, Print]:
+        """Return what was told of a step, to be compared by name.
+
+        Replicas have metrics of their own, which see their own micro-batches alone.
+        """
         found = {} if told.loss is None else {"the loss": print_of(told.loss)}
         for k, x in enumerate(flatten(told.returned)[0]):
             found[f"output {k} of training_step"] = print_of(x)
-        for record in told.records:
+        is_alone = self._session.config.width == 1
+        for record in (r for r in told.records if is_alone or r.metric is None):
             found[f"self.log({record.name!r})"] = log_print(record.value, record.arguments)
         return found
 

@@ -234,12 +234,12 @@ class GradientStore:
         if self._fits(j, found):
             return found
         pairs = zip(self.parameters_of(j), found.grads, strict=True)
-        grads = [x if x is None or _takes(p, x) else x.to(p.dtype) for p, x in pairs]
+        grads = [x if x is None or takes(p, x) else x.to(p.dtype) for p, x in pairs]
         return found._replace(grads=grads)
 
     def _fits(self, j: int, found: Sum) -> bool:
         pairs = zip(self.parameters_of(j), found.grads, strict=True)
-        return all(x is None or _takes(p, x) for p, x in pairs)
+        return all(x is None or takes(p, x) for p, x in pairs)
 
     def _added(self, total: Sum, found: Sum) -> Sum:
         return Addition(total, found, self.dtypes).add()
@@ -258,7 +258,7 @@ def refuse_sparse(j: int, *grads: Tensor | None) -> None:
         )
 
 
-def _takes(p: nn.Parameter, grad: Tensor) -> bool:
+def takes(p: nn.Parameter, grad: Tensor) -> bool:
     """Say whether a parameter takes a gradient as it is: of its dtype, or of a narrower one."""
     if grad.dtype == p.dtype:
         return True

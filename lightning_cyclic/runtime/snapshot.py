@@ -39,7 +39,12 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _OF_TORCH = frozenset(vars(nn.Module())) - {"training", "_buffers", *_HOOKS}
 _MOST_ITEMS = 10_000  # of a container, that are searched for others
 _MOST_BYTES = 1 << 30  # of tensors and arrays that are no buffers, that are copied
-_REWOUND = (type(iter([])), type(iter(())), type(iter(range(0))), itertools.count)
+_REWOUND: tuple[type, ...] = (
+    type(iter([])),
+    type(iter(())),
+    type(iter(range(0))),
+    itertools.count,
+)
 _MOST = 200_000  # objects, that are looked at
 _LONGEST = 60  # characters of a value, as it is shown
 
@@ -148,8 +153,8 @@ class Snapshot:
                     tensor.detach().copy_(before)
         for put, state in self._puts:
             put(state)
-        for name, x, before in self._streams:
-            if _stream_print(x) != before:
+        for name, x, seen in self._streams:
+            if _stream_print(x) != seen:
                 raise _once(name, f"an iterator ({type(x).__name__}), which the step has advanced")
         for name, x, version in self._counted:
             if x._version != version:

@@ -20,6 +20,7 @@ from lightning_cyclic.runtime.compiled import IN_PLACE, is_compiled_in_place, na
 from lightning_cyclic.runtime.partial_step.watch import Watch
 
 if TYPE_CHECKING:
+    from lightning_cyclic.runtime.partial_step.plain_run import PlainRun
     from lightning_cyclic.runtime.partial_step.run import Run
     from lightning_cyclic.runtime.stages.cuts import Cuts
 from lightning_cyclic.runtime.stages.evidence import is_metric
@@ -68,8 +69,10 @@ class CallRouter:
         self.module = module
         self.cuts = cuts
         self.device = device
-        self.run: Run | None = None  # that is under way
-        self.looking: Run | None = None  # the same, while it looks at calls: outside units
+        self.run: Run | PlainRun | None = None  # that is under way
+        self.looking: Run | PlainRun | None = (
+            None  # the same, while it looks at calls: outside units
+        )
         self.watch = Watch(self)
         self.num_stages = len(cuts.starts) + 1
         self._begins = {path: j for j, path in enumerate(cuts.starts, start=1)}

@@ -33,7 +33,7 @@ class Entry:
     ) -> None:
         self.handles = [h for h in tensors if h in with_grad]
         self.grads: dict[Handle, Tensor] = {}
-        self.values = {h: x.clone() if copied else _alias(x) for h, x in tensors.items()}
+        self.values = {h: _copy(x) if copied else _alias(x) for h, x in tensors.items()}
         if self.handles and torch.is_grad_enabled():
             made = _begin(_ANCHOR, self, [self.values[h] for h in self.handles])
             self.values.update(zip(self.handles, made, strict=True))
@@ -74,6 +74,14 @@ class _Begin(torch.autograd.Function):
 
 # what apply() does beside this is for functorch, and for functions that need no ctx in forward
 _begin: Any = super(torch.autograd.Function, _Begin).apply
+
+
+def _copy(x: Tensor) -> Tensor:
+    """Copy a tensor, gaps in its memory included: kernels add in another order without."""
+    made = x.clone()
+    if made.stride() == x.stride() or 0 in x.stride():
+        return made
+    return torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device=x.device).copy_(x)
 
 
 def _alias(x: Tensor) -> Tensor:

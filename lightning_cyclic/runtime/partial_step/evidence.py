@@ -106,7 +106,7 @@ def _global_generators(device: torch.device) -> Iterator[tuple[str, Any]]:
     yield "torch", torch.default_generator
     if device.type == "cuda":
         yield "torch.cuda", torch.cuda.default_generators[device.index or 0]
-    yield "random", random._inst  # type: ignore[attr-defined]
+    yield "random", random._inst
     if (numpy := sys.modules.get("numpy")) is not None:
         yield "numpy.random", numpy.random.mtrand._rand
 

@@ -184,9 +184,10 @@ class Exchange:
         packet = self._packets.pop((a.t, a.i, a.j))
         key = self._step.kind_of(a)
         known = self._facts.get((key, a.j))
+        packet.note_spread()
         tag = (
             tuple(packet.tensors), packet.with_grad, packet.tapes, packet.used, packet.learning,
-            packet.shared, packet.stale,
+            packet.shared, packet.stale, packet.spread,
         )  # fmt: skip
         if known is None or known[0] != tag:
             _keep_few(self._facts)

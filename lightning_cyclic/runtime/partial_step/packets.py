@@ -11,8 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
+from lightning_cyclic.runtime.buffers import sent_spec
 from lightning_cyclic.runtime.partial_step.ghosts import Handle
 from lightning_cyclic.runtime.partial_step.tape import Tape, names, tape_from_data, tape_to_data
 
@@ -29,6 +31,7 @@ class Packet:
         learning: whether everything alive is sent.
         shared: numbers of the groups of tensors that share memory in the stages that made them.
         stale: tensors of which another view was changed in place since -> where.
+        spread: strides of tensors that travel without the gaps in their memory.
     """
 
     tensors: dict[Handle, Tensor] = field(default_factory=dict)
@@ -38,6 +41,12 @@ class Packet:
     learning: bool = False
     shared: dict[Handle, int] = field(default_factory=dict)
     stale: dict[Handle, str] = field(default_factory=dict)
+    spread: tuple[tuple[Handle, tuple[int, ...]], ...] = ()
+
+    def note_spread(self) -> None:
+        """Note how tensors lie: kernels add in another order where memory has no gaps."""
+        loose = ((h, x) for h, x in self.tensors.items() if not x.is_contiguous())
+        self.spread = tuple((h, x.stride()) for h, x in loose if sent_spec(x).stride != x.stride())
 
     def facts(self) -> Any:
         """Return what is to be said beside the tensors, in terms of JSON."""
@@ -49,15 +58,21 @@ class Packet:
             self.learning,
             [[list(h), n] for h, n in self.shared.items()],
             [[list(h), line] for h, line in self.stale.items()],
+            [[list(h), list(stride)] for h, stride in self.spread],
         ]
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor], facts: Any, tapes: tuple[Tape, ...] | None) -> Packet:
         """Make a packet of what came; ``tapes`` if they are known already."""
-        handles, with_grad, tape_data, used, learning, shared, stale = facts
+        handles, with_grad, tape_data, used, learning, shared, stale, spread = facts
         keys: list[Handle] = [(h[0], h[1], h[2]) for h in handles]
+        came = dict(zip(keys, tensors, strict=True))
+        for h, stride in spread:
+            x = came[h[0], h[1], h[2]]
+            made = torch.empty_strided(x.size(), stride, dtype=x.dtype, device=x.device)
+            came[h[0], h[1], h[2]] = made.copy_(x)
         return cls(
-            tensors=dict(zip(keys, tensors, strict=True)),
+            tensors=came,
             with_grad=frozenset(h for h, yes in zip(keys, with_grad, strict=True) if yes),
             tapes=tapes or tuple(tape_from_data(data) for data in tape_data),
             used={(h[0], h[1], h[2]): j for h, j in used},

@@ -403,6 +403,10 @@ class StagewiseSession:
         """Return what runs stages."""
         return self._step
 
+    def plan_of(self, num_micro: int) -> Plan:
+        """Return the plan of a step whose replicas have ``num_micro`` micro-batches each."""
+        return self._plans.of(num_micro)
+
     def agree(self, find: Callable[[], Any]) -> Any:
         """Return on every worker what rank 0 finds; all must call it."""
         return self._collectives.agree(find, self.naming_peers("to compare a step"))
@@ -663,6 +667,7 @@ class StagewiseSession:
         self._grads.show(a.t, a.j)
         if self.config.unscale is None:
             self._note_gradients(a.j, [p.grad for p in self.trained_of(a.j)])
+        self.verifier.note_state()
         self.config.apply(a.t, a.j)
         for p in self.trained_of(a.j):
             p.grad = None

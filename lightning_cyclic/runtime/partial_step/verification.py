@@ -19,7 +19,10 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor, nn
 
-from lightning_cyclic.errors import StepError
+from lightning_cyclic.plan import Plan
+from lightning_cyclic.plan.actions import Action, Kind
+from lightning_cyclic.plan.passes.sums import source_of_sum
+from lightning_cyclic.runtime.gradient_store import takes
 from lightning_cyclic.runtime.partial_step.call_router import CallRouter
 from lightning_cyclic.runtime.partial_step.evidence import NOTHING, Evidence, Item, Notes
 from lightning_cyclic.runtime.partial_step.losses import loss_of
@@ -102,49 +105,54 @@ class PlainStep:
         self._held = held
         self._not_state = not_state
         self._forms = forms
-        self._sums = sums
+        self._dtypes = sums
+        stages = [stage_of.get(n, 0) for n, _ in module.named_parameters()]
+        weights = list(zip(stages, module.parameters(), strict=True))
+        self._holders = [*weights, *((j, forms.trained(p)) for j, p in weights)]
         self._written = [p for n, p in module.named_parameters() if n in written]
 
     def run(
-        self, t: int, parts: Sequence[Part], call: Callable[[Any], Any],
+        self, plan: Plan, t: int, parts: Sequence[Part], call: Callable[[Any], Any],
         expect: Callable[[list[Outcome]], Mapping[str, Print]],
     ) -> Plain:  # fmt: skip
         """Run the step for each micro-batch in order; leave everything as it was.
 
         Args:
+            plan: in whose order gradients are added.
             t: number of the step.
             parts: of its batch.
             call: runs the user's step on one of them.
             expect: makes of their outcomes what all workers are to be told.
         """
         before = Snapshot(self._module, self._not_state)
-        evidence, expected = self._run(before, t, parts, call, expect)
+        parts = [part._replace(batch=map_tensors(torch.clone, part.batch)) for part in parts]
+        evidence, expected = self._run(before, plan, t, parts, call, expect)
 
         def again() -> Plain:
             now = Snapshot(self._module, self._not_state)
             before.restore()
             try:
-                return Plain(*self._run(before, t, parts, call, expect), again)
+                return Plain(*self._run(before, plan, t, parts, call, expect), again)
             finally:
                 now.restore()
 
         return Plain(evidence, expected, again)
 
     def _run(
-        self, before: Snapshot, t: int, parts: Sequence[Part], call: Callable[[Any], Any],
-        expect: Callable[[list[Outcome]], Mapping[str, Print]],
+        self, before: Snapshot, plan: Plan, t: int, parts: Sequence[Part],
+        call: Callable[[Any], Any], expect: Callable[[list[Outcome]], Mapping[str, Print]],
     ) -> tuple[Evidence, Mapping[str, Print]]:  # fmt: skip
         notes = Notes(self._held, self._device)
         undone = undisturbed(self._device, self._held)
         try:
             with undone, self._router.open(), self._gradients_apart(), self._weights_kept():
                 outcomes: list[Outcome] = []
-                totals: dict[int, Tensor] = {}
+                sums = PlainSums(plan, t, self._holders, self._dtypes)
                 for part in parts:
-                    outcomes.append(self._run_part(t, part, call, notes))
+                    with sums.adding(part.i):
+                        outcomes.append(self._run_part(t, part, call, notes))
                     notes.outcome(part.i, outcomes[-1])
-                    self._fold(totals)
-                evidence = notes.evidence() | self._gradients(totals)
+                evidence = notes.evidence() | self._gradient_evidence(sums.totals())
                 evidence |= state_evidence(self._module, self._not_state, self._stage_of)
                 return evidence, expect(outcomes)
         finally:
@@ -163,16 +171,12 @@ class PlainStep:
 
     @contextmanager
     def _gradients_apart(self) -> Iterator[None]:
-        """Let parameters have no gradients when the body begins, and their own behind it."""
-        weights = list(self._module.parameters())
-        holders = [*weights, *map(self._forms.trained, weights)]
-        before = [p.grad for p in holders]
-        for p in holders:
-            p.grad = None
+        """Let parameters have their own gradients again behind the body."""
+        before = [(p, p.grad) for _, p in self._holders]
         try:
             yield
         finally:
-            for p, grad in zip(holders, before, strict=True):
+            for p, grad in before:
                 p.grad = grad
 
     @contextmanager
@@ -186,28 +190,81 @@ class PlainStep:
                 for p, x in zip(self._written, before, strict=True):
                     p.copy_(x)
 
-    def _fold(self, totals: dict[int, Tensor]) -> None:
-        """Add gradients as sums are: in a wider dtype than autograd would, where they say so."""
-        for p in self._module.parameters():
-            grad = p.grad
-            if grad is None or self._sums.of_addition(grad.dtype, grad.dtype) == grad.dtype:
-                continue
-            total = totals.get(id(p))
-            wide = self._sums.of_addition(grad.dtype, grad.dtype)
-            totals[id(p)] = grad if total is None else total.to(wide) + grad
-            p.grad = None
-
-    def _gradients(self, totals: Mapping[int, Tensor]) -> Evidence:
+    def _gradient_evidence(self, totals: Sequence[Tensor | None]) -> Evidence:
         found: Evidence = {}
-        for name, p in self._module.named_parameters():
-            grad = totals.get(id(p), p.grad)
-            if grad is not None:
-                grad = self._forms.compress(p, grad.detach().to(p.dtype))
-            else:
-                grad = self._forms.trained(p).grad
-            item = Item("gradient", -1, self._stage_of.get(name, -1), 0, name)
+        num = len(totals) // 2
+        named = enumerate(self._module.named_parameters())
+        for (k, (name, p)), (j, _) in zip(named, self._holders, strict=False):
+            # of what is compressed, the first has none where this worker updates it
+            grad, trained = totals[num + k], self._forms.trained(p)
+            if totals[k] is not None and (trained is p or grad is None):
+                grad = self._forms.compress(p, totals[k])
+            if grad is not None and not takes(trained, grad):
+                grad = grad.to(trained.dtype)
+            item = Item("gradient", -1, j, 0, name)
             found[item] = NOTHING if grad is None else tensor_print(grad)
         return found
+
+
+@final
+class PlainSums:
+    """Add gradients of micro-batches as workers would: each its own, and to what comes.
+
+    Args:
+        plan: says which worker runs what, and where sums go.
+        t: number of the step.
+        holders: stages, and parameters of them.
+        dtypes: of sums.
+    """
+
+    def __init__(
+        self, plan: Plan, t: int, holders: Sequence[tuple[int, nn.Parameter]], dtypes: SumDtypes
+    ) -> None:
+        self._plan = plan
+        self._t = t
+        self._holders = holders
+        self._dtypes = dtypes
+        self._sums: dict[tuple[int, int], Tensor | None] = {}  # by worker and holder
+
+    @contextmanager
+    def adding(self, i: int) -> Iterator[None]:
+        """Let the body, the backward of a micro-batch, add to the sums."""
+        workers = [self._plan.worker_of(i, j, self._t) for j, _ in self._holders]
+        aside: dict[int, Tensor] = {}
+        for k, (_, p) in enumerate(self._holders):
+            grad = self._sums.get((workers[k], k))
+            if grad is not None and not takes(p, grad):
+                aside[k], grad = grad, None
+            p.grad = grad
+        yield
+        for k, (j, p) in enumerate(self._holders):
+            w, grad = workers[k], self._added(aside.get(k), p.grad)
+            before = source_of_sum(self._plan, self._action(i, j), w)
+            if before is not None:
+                came = self._sums.pop((before, k), None)
+                sent = None if came is None else self._dtypes.narrowed(came)
+                grad = self._added(sent, grad)
+            self._sums[w, k] = grad
+
+    def totals(self) -> list[Tensor | None]:
+        """Return the sums of the last micro-batch, of the holders, where owners have them."""
+        found: list[Tensor | None] = []
+        last = self._plan.num_micro - 1
+        for k, (j, _) in enumerate(self._holders):
+            w = self._plan.worker_of(last, j, self._t)
+            grad = self._sums.get((w, k))
+            travels = grad is not None and self._plan.owner(j) != w
+            found.append(self._dtypes.narrowed(grad) if travels and grad is not None else grad)
+        return found
+
+    def _action(self, i: int, j: int) -> Action:
+        return Action(kind=Kind.B, t=self._t, i=i, j=j)
+
+    def _added(self, total: Tensor | None, own: Tensor | None) -> Tensor | None:
+        if total is None or own is None:
+            return own if total is None else total
+        dtype = self._dtypes.of_addition(total.dtype, own.dtype)
+        return total.to(dtype) + own
 
 
 # ---------------------------------------------------------------------- what is noted of a step
@@ -271,8 +328,8 @@ def differences(
     """Compare, in the order in which things happen.
 
     What stages, losses and gradients are is asked of the worker that has them. What a module keeps
-    is to be right on a worker whose code has changed it; its own attributes, which hooks look at,
-    and buffers, on rank 0, too. Replicas see batches of their own, and keep what they like.
+    is to be right on a worker whose code has changed it; buffers on all that have them. Replicas
+    see batches of their own, and keep what they like; the last of them has the buffers.
 
     Args:
         plain: of the plain step.
@@ -286,7 +343,8 @@ def differences(
             continue
         wanted = plain.get(item, NOTHING)
         given = [e[item] for e in by_rank if item in e] or [NOTHING]
-        if item.kind == "attribute":
+        if item.kind == "attribute" or (item.kind == "buffer" and replicas > 1):
+            given += [NOTHING] * (len(given) < len(by_rank))
             seen = next((x for x in given if x.bits == wanted.bits), given[0])
         else:
             seen = next((x for x in given if x.bits != wanted.bits), given[0])
@@ -374,29 +432,10 @@ def told_differences(expected: Mapping[str, Print], told: Mapping[str, Print]) -
     ]
 
 
-def judge(
-    found: Sequence[Difference], again: Callable[[], Sequence[Item]], say: Callable[[str], None],
-    text: Callable[[Sequence[Difference]], str],
-) -> None:  # fmt: skip
-    """Refuse what differs, unless the plain step differs from itself by as much.
-
-    Args:
-        found: differences.
-        again: runs the plain step once more; returns the items that differ from its first run.
-        say: tells the user, once.
-        text: makes a message of differences.
-
-    Raises:
-        StepError: with the first difference.
-    """
-    if not found:
-        return
-    by_itself = set(again())
-    rest = [d for d in found if d.item not in by_itself]
-    if rest:
-        raise StepError(text(rest))
-    say(
+def unlike_itself(d: Difference, num_micro: int) -> str:
+    """Say that the plain step does not come out alike when it is run twice."""
+    return (
         "training_step on the whole module does not come out alike when it is run twice: "
-        f"{_name_of(found[0].item, 0)} differs. What is trained in stages may differ by as much "
+        f"{_name_of(d.item, num_micro)} differs. What is trained in stages may differ by as much "
         "from the plain step; threads, and atomic additions on a GPU, do that."
     )

@@ -29,9 +29,9 @@ from lightning_cyclic.runtime.partial_step.verification import (
     differences,
     from_text,
     gradient_evidence,
-    judge,
     state_evidence,
     told_differences,
+    unlike_itself,
     words,
 )
 from lightning_cyclic.runtime.partial_step.weighting import shares_of
@@ -69,9 +69,11 @@ class Verifier:
         self._notes: Notes | None = None  # of the step under way, if it is compared
         self._again: Notes | None = None
         self._gradients: Evidence = {}
+        self._state: Evidence = {}
         self._plain: Plain | None = None
         self._own: list[tuple[nn.Parameter, Tensor]] = []  # as they were before the step
         self._num_micro = 0
+        self._t = 0  # of the step that is compared
         if self.runs_plainly and self._may_compare:
             session.ownership.kept = {}
 
@@ -133,7 +135,7 @@ class Verifier:
         session = self._session
         self._notes = Notes(self._held, session.device)
         self._again = Notes(self._held, session.device)
-        self._gradients = {}
+        self._gradients, self._state = {}, {}
         if self.runs_plainly and session.ownership.is_freed and not session.ownership.kept:
             session.ownership.kept = {}
             session.foreign.fetch(quietly=True)
@@ -153,7 +155,7 @@ class Verifier:
         session = self._session
         step = session.stage_step
         step.notes, step.notes_again = self._notes, self._again
-        step.noted = session.t if self.is_comparing else -1
+        step.noted = self._t = session.t if self.is_comparing else -1
         step.runs_again = self.is_comparing and not self._fits
         if not self.is_comparing:
             return
@@ -172,9 +174,11 @@ class Verifier:
             def expected(outcomes: list[Outcome]) -> Mapping[str, Print]:
                 return expect(outcomes[:: session.config.width], sizes)
 
+            plan = session.plan_of(len(parts)) if not session.flows else session.plan
+            assert plan is not None
             whole = session.ownership.whole_as_kept
             with whole() if session.ownership.foreign else nullcontext():
-                self._plain = self._plain_step.run(session.t, everyone, call, expected)
+                self._plain = self._plain_step.run(plan, session.t, everyone, call, expected)
             if session.flows:  # by the time that anything is compared, it has been trained
                 self._own = [(p, p.detach().clone()) for p in session.ownership.own]
 
@@ -208,7 +212,8 @@ class Verifier:
                     mine[f"{k:06}"] = [list(tensors), json.dumps(facts), part.size]
             except StepError as error:
                 mine = {"error": str(error)}
-        came = [dict(one) for one in gathered(mine, session.group) or () if one]
+        with session.naming_peers("to compare a step"):
+            came = [dict(one) for one in gathered(mine, session.group) or () if one]
         failed = next((one["error"] for one in came if "error" in one), None)
         if failed is not None:
             self._say_once(f"The first step is not compared with the plain one: {failed}")
@@ -225,6 +230,13 @@ class Verifier:
         if self.is_comparing:
             self._gradients |= gradient_evidence(j, names, grads)
 
+    def note_state(self) -> None:
+        """Note what the module keeps, before hooks of an update change that."""
+        if self.is_comparing and not self._state:
+            session = self._session
+            not_state = session.config.not_state
+            self._state = state_evidence(session.module, not_state, self._stage_of)
+
     # ------------------------------------------------------------------ behind a step
 
     def finish(self, told: Mapping[str, Print]) -> None:
@@ -239,18 +251,17 @@ class Verifier:
         notes, again, session = self._notes, self._again, self._session
         if notes is None or again is None:
             return
+        self.note_state()
         self._notes = self._again = None
         session.stage_step.notes = session.stage_step.notes_again = None
         session.stage_step.noted = -1
         mine = notes.evidence()
         found = _of_reruns(mine, again.evidence())
-        mine |= self._gradients
-        mine |= state_evidence(session.module, session.config.not_state, self._stage_of)
-        texts = (
-            [as_text(mine)]
-            if session.group is None
-            else gather_texts(as_text(mine), session.group)
-        )
+        mine |= self._gradients | self._state
+        texts = [as_text(mine)]
+        if session.group is not None:
+            with session.naming_peers("to compare a step"):
+                texts = gather_texts(texts[0], session.group)
         plain, self._plain = self._plain, None
         try:
             session.agree(lambda: self._check(plain, texts, told, found))
@@ -261,13 +272,18 @@ class Verifier:
         self, plain: Plain | None, texts: Sequence[str], told: Mapping[str, Print],
         found: Sequence[Difference],
     ) -> None:  # fmt: skip
-        if plain is None:
-            judge(found, list, self._say_once, self._words)
+        """Refuse what differs, unless the plain step differs from itself by as much."""
+        if plain is not None:
+            by_rank = [from_text(text) for text in texts]
+            found = [*found, *self._differences(plain.evidence, by_rank)]
+            found += told_differences(plain.expected, told)
+        if not found:
             return
-        by_rank = [from_text(text) for text in texts]
-        found = [*found, *self._differences(plain.evidence, by_rank)]
-        found += told_differences(plain.expected, told)
-        judge(found, lambda: self._by_itself(plain), self._say_once, self._words)
+        by_itself = set() if plain is None else set(self._by_itself(plain))
+        rest = [d for d in found if d.item not in by_itself]
+        if rest:
+            raise StepError(self._words(rest))
+        self._say_once(unlike_itself(found[0], self._num_micro))
 
     def _differences(self, plain: Evidence, by_rank: Sequence[Evidence]) -> list[Difference]:
         width = self._session.config.width
@@ -289,7 +305,7 @@ class Verifier:
 
     def _words(self, found: Sequence[Difference]) -> str:
         session = self._session
-        return words(found, self._num_micro, session.t, starts=session.starts or ())
+        return words(found, self._num_micro, self._t, starts=session.starts or ())
 
     @property
     def _stage_of(self) -> Mapping[str, int]:
