@@ -116,7 +116,7 @@ class Ghost(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Put real tensors in the place of filled ghosts; called where nobody watches."""
         ghost = args[0] if args and type(args[0]) is Ghost else _first_ghost(args, kwargs)
-        run = None if ghost is None or ghost.router is None else ghost.router.looking
+        run: Any = None if ghost is None or ghost.router is None else ghost.router.looking
         if run is not None and run.is_unwatched:
             return run.pretend(func, args, kwargs or {})
         if reads_metadata(func) and not _is_filled(args[0]):

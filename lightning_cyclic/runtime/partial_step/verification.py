@@ -196,9 +196,9 @@ class PlainStep:
         named = enumerate(self._module.named_parameters())
         for (k, (name, p)), (j, _) in zip(named, self._holders, strict=False):
             # of what is compressed, the first has none where this worker updates it
-            grad, trained = totals[num + k], self._forms.trained(p)
-            if totals[k] is not None and (trained is p or grad is None):
-                grad = self._forms.compress(p, totals[k])
+            weight, grad, trained = totals[k], totals[num + k], self._forms.trained(p)
+            if weight is not None and (trained is p or grad is None):
+                grad = self._forms.compress(p, weight)
             if grad is not None and not takes(trained, grad):
                 grad = grad.to(trained.dtype)
             item = Item("gradient", -1, j, 0, name)
