@@ -6,6 +6,7 @@ CyclicError                         every error that the package raises on purpo
 ├── ActionSyntaxError (ValueError)  text that is not an action
 ├── ConfigurationError (ValueError) a Trainer flag, module or optimizer that cannot be trained so
 ├── StepError (RuntimeError)        a training step that broke the contract (no loss, NaN, order)
+│   └── VerificationError           a step in stages that is another than the plain one
 ├── PeerError (RuntimeError)        another rank failed or left; one line, the culprit first
 └── WaitTimeoutError (TimeoutError) a wait at its limit: who waited for whom, and for what
 """
@@ -35,6 +36,10 @@ class ConfigurationError(CyclicError, ValueError):
 
 class StepError(CyclicError, RuntimeError):
     """Say how a training step broke the contract that the plan needs."""
+
+
+class VerificationError(StepError):
+    """Say what differs between a step that is run in stages and the plain one."""
 
 
 class PeerError(CyclicError, RuntimeError):

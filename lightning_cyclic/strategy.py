@@ -454,6 +454,11 @@ class CyclicStrategy(DDPStrategy):
         return report
 
     @property
+    def steps_compared(self) -> int:
+        """Return how many steps of this fit have been found equal to the plain ones."""
+        return 0 if self._training is None else self._training.steps_compared
+
+    @property
     def route(self) -> str:
         """Return how messages travel: "named", "edges" or "host_staged"; "" where none do."""
         transport = None if self._training is None else self._training.transport

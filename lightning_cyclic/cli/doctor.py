@@ -10,8 +10,10 @@ itself is in :mod:`lightning_cyclic.cli.load_module`.
 from __future__ import annotations
 
 import argparse
+import time
 from typing import Any
 
+from lightning_cyclic.cli.selftest import presets_of
 from lightning_cyclic.errors import PlanError
 from lightning_cyclic.simulate import parse_bytes
 
@@ -32,8 +34,8 @@ def add_doctor(commands: Any) -> None:
     add("module", metavar="PATH:CLASS", help="a LightningModule: a file or a dotted module")
     add("--stages", type=_stages, metavar="N", help="number of stages, or paths of modules that "
         "begin stages 1, 2, ..., with commas (default: 2 where that is possible)")  # fmt: skip
-    add("--num-micro", type=int, default=1, metavar="M", help="micro-batches that a batch is cut "
-        "into (default: 1)")  # fmt: skip
+    add("--num-micro", type=int, metavar="M", help="micro-batches that a batch is cut "
+        "into (default: 1; of --verify 4)")  # fmt: skip
     add("--data", metavar="PATH:CLASS", help="a LightningDataModule (default: the module's own "
         "train_dataloader, else its example_input_array)")  # fmt: skip
     add("--arg", action="append", default=[], metavar="NAME=VALUE", help="an argument of the "
@@ -45,15 +47,30 @@ def add_doctor(commands: Any) -> None:
     add("--milp", action="store_true", help="where the calls of a module branch in more orders "
         "than can be tried one by one, look for the best by integer programming: up to a minute, "
         "by SciPy (extra milp)")  # fmt: skip
+    add("--verify", action="store_true", help="train a few steps by every preset, and compare "
+        "them, bit by bit, with the module's own step; exit status 1 unless all are "
+        "equal")  # fmt: skip
+    add("--steps", type=int, metavar="K", help="steps that --verify compares (default: 2)")
+    add("--preset", action="append", default=[], metavar="PRESET", help="of --verify: try this "
+        "one only; may be repeated (default: all)")  # fmt: skip
     parser.set_defaults(run=_run)
 
 
-def _run(arguments: argparse.Namespace) -> str:
+def _run(arguments: argparse.Namespace) -> str | tuple[str, int]:
+    if arguments.verify:
+        return _verify(arguments)
+    for name in ("steps", "preset"):
+        if getattr(arguments, name):
+            raise PlanError(
+                f"--{name} was given without --verify, whose steps and presets it names; allowed: "
+                "both, or none; add --verify"
+            )
     from lightning_cyclic.cli.load_module import examine  # noqa: PLC0415
 
-    if arguments.num_micro < 1:
+    num_micro = 1 if arguments.num_micro is None else arguments.num_micro
+    if num_micro < 1:
         raise PlanError(
-            f"--num-micro {arguments.num_micro} is no number of micro-batches; allowed: whole "
+            f"--num-micro {num_micro} is no number of micro-batches; allowed: whole "
             "numbers from 1 on; leave it out for whole batches"
         )
     limit = arguments.memory_limit
@@ -62,11 +79,37 @@ def _run(arguments: argparse.Namespace) -> str:
         data=arguments.data,
         texts=arguments.arg,
         stages=arguments.stages,
-        num_micro=arguments.num_micro,
+        num_micro=num_micro,
         memory_limit_bytes=None if limit is None else int(parse_bytes(limit)),
         milp=arguments.milp,
         clock="measured" if arguments.measured else "counted",
     )
+
+
+def _verify(arguments: argparse.Namespace) -> tuple[str, int]:
+    from lightning_cyclic.cli.verify import NUM_MICRO, verify  # noqa: PLC0415
+
+    num_steps = 2 if arguments.steps is None else arguments.steps
+    if num_steps < 1:
+        raise PlanError(
+            f"--steps {num_steps} compares nothing; allowed: whole numbers from 1 on; leave it out"
+        )
+    bad, begun = 0, time.perf_counter()
+    for line, is_equal in verify(
+        arguments.module,
+        data=arguments.data,
+        texts=arguments.arg,
+        stages=2 if arguments.stages is None else arguments.stages,
+        num_micro=NUM_MICRO if arguments.num_micro is None else arguments.num_micro,
+        num_steps=num_steps,
+        presets=presets_of(arguments.preset),
+    ):
+        print(line, flush=True)
+        bad += not is_equal
+            f" {word} " in line.partition("\n")[0] for word in ("different", "refused", "failed")
+        )
+    seconds = f"{time.perf_counter() - begun:.0f} s"
+    return (f"{bad} not equal, {seconds}", 1) if bad else (f"all equal, {seconds}", 0)
 
 
 def _stages(text: str) -> int | list[str]:

@@ -83,7 +83,7 @@ def add_selftest(commands: Any) -> None:
 def _run(arguments: argparse.Namespace) -> tuple[str, int]:
     from lightning_cyclic.cli.crew import run  # noqa: PLC0415
 
-    presets = _presets(arguments.preset)
+    presets = presets_of(arguments.preset)
     place = _place(arguments.accelerator, arguments.devices)
     print(_headline(place), flush=True)
     columns = ("preset", "workers", "messages", "steps", "compared with", "weights", "seconds")
@@ -110,7 +110,12 @@ def _run(arguments: argparse.Namespace) -> tuple[str, int]:
     return "all equal", 0
 
 
-def _presets(given: Sequence[str]) -> list[str]:
+def presets_of(given: Sequence[str]) -> list[str]:
+    """Return the presets that are tried: those that were named, or all.
+
+    Raises:
+        PlanError: a name that is none.
+    """
     for name in given:
         if name not in PRESETS:
             raise PlanError(one_of(name, list(PRESETS), "--preset", "leave it out to try all"))

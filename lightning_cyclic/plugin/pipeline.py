@@ -117,6 +117,11 @@ class PipelineTraining(AbstractTraining):
     def own_stages(self) -> tuple[int, ...] | None:
         return self._session.ownership.stages if self._is_apart else None
 
+    @property
+    @override
+    def steps_compared(self) -> int:
+        return 0 if self._session.cuts is None else self._session.verifier.num_compared
+
     @override
     def summon(self) -> None:
         if self._is_apart:

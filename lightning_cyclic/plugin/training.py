@@ -232,6 +232,11 @@ class AbstractTraining(ABC):
         """Return those whose whole gradients on_before_optimizer_step sees."""
         return list(self._session.named().values())
 
+    @property
+    def steps_compared(self) -> int:
+        """Return how many steps have been found equal to the plain ones."""
+        return 0
+
     def summon(self) -> None:  # noqa: B027  # of replicated workers it is
         """Make the module whole on this worker until the next step, if it is not."""
 

@@ -11,13 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_cyclic.errors import CyclicError, PlanError, StepError
+from lightning_cyclic.errors import CyclicError, PlanError, StepError, VerificationError
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.runtime.agreement import device_for, gather_texts, sent_to_rank_0
 from lightning_cyclic.runtime.partial_step.ranks import rank_of
 from lightning_cyclic.runtime.shelf import New
 from lightning_cyclic.runtime.stages.cuts import Cuts
 
+_RAISED = {kind.__name__: kind for kind in (StepError, VerificationError)}
 _OPERATIONS = {
     "max": dist.ReduceOp.MAX,
     "min": dist.ReduceOp.MIN,
@@ -75,7 +76,7 @@ class Collectives:
             text = gather_texts(text, self._group)[0]
         kind, data = json.loads(text)
         if kind != "found":
-            raise (StepError if kind == "StepError" else PlanError)(data)
+            raise _RAISED.get(kind, PlanError)(data)
         return data
 
     def gather(self, cuts: Cuts, plan: Plan) -> dict[str, Tensor]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, final
 
 from torch import Tensor, nn
 
-from lightning_cyclic.errors import StepError
+from lightning_cyclic.errors import StepError, VerificationError
 from lightning_cyclic.runtime.agreement import gather_texts, gathered
 from lightning_cyclic.runtime.gradient_store import Gradients
 from lightning_cyclic.runtime.partial_step.evidence import Evidence, Item, Notes
@@ -62,6 +62,7 @@ class Verifier:
         self._session = session
         self._plain_step = plain
         self._held = held
+        self.num_compared = 0
         self._left = session.config.verify  # steps
         self._kinds: set[str] = set()
         self._num_kinds = 0
@@ -246,7 +247,7 @@ class Verifier:
             told: what this worker was told of the step.
 
         Raises:
-            StepError: on every worker, with what differs first.
+            VerificationError: on every worker, with what differs first.
         """
         notes, again, session = self._notes, self._again, self._session
         if notes is None or again is None:
@@ -264,26 +265,31 @@ class Verifier:
                 texts = gather_texts(texts[0], session.group)
         plain, self._plain = self._plain, None
         try:
-            session.agree(lambda: self._check(plain, texts, told, found))
+            self.num_compared += session.agree(lambda: self._check(plain, texts, told, found))
         finally:
             session.ownership.kept, self._own = None, []
 
     def _check(
         self, plain: Plain | None, texts: Sequence[str], told: Mapping[str, Print],
         found: Sequence[Difference],
-    ) -> None:  # fmt: skip
-        """Refuse what differs, unless the plain step differs from itself by as much."""
+    ) -> bool:  # fmt: skip
+        """Refuse what differs, unless the plain step differs from itself by as much.
+
+        Returns:
+            Whether there was a plain step.
+        """
         if plain is not None:
             by_rank = [from_text(text) for text in texts]
             found = [*found, *self._differences(plain.evidence, by_rank)]
             found += told_differences(plain.expected, told)
         if not found:
-            return
+            return plain is not None
         by_itself = set() if plain is None else set(self._by_itself(plain))
         rest = [d for d in found if d.item not in by_itself]
         if rest:
-            raise StepError(self._words(rest))
+            raise VerificationError(self._words(rest))
         self._say_once(unlike_itself(found[0], self._num_micro))
+        return True
 
     def _differences(self, plain: Evidence, by_rank: Sequence[Evidence]) -> list[Difference]:
         width = self._session.config.width

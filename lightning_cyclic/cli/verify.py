@@ -1,0 +1,156 @@
+"""The doctor's test: whether a module's own step comes out alike in stages, preset by preset.
+
+    lightning-cyclic doctor model.py:Model --verify
+    lightning-cyclic doctor model.py:Model --verify --steps 4 --preset 1f1b
+
+Each preset trains the module for a few steps on this process, which runs all of its stages, and
+compares them with the plain steps (docs/is_it_right.md).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch.utils.data import DataLoader
+
+from lightning_cyclic.cli.load_module import _arguments, _find, _make
+from lightning_cyclic.errors import CyclicError, PlanError, VerificationError
+from lightning_cyclic.plan import PRESETS
+from lightning_cyclic.strategy import CyclicStrategy
+
+NUM_MICRO = 4
+_ROW = "{:<16}{:<11}{:>16}{:>9}   {}"
+_STEP_BY_STEP = frozenset(
+    name for name, preset in PRESETS.items() if preset.weights in ("stashed", "predicted")
+)
+
+
+class Verdict(NamedTuple):
+    """Say what came of one preset.
+
+    Args:
+        word: "equal", "different", "refused" or "failed".
+        num_compared: steps.
+        seconds: of the fit.
+        text: why, or what differs first; "" where all is equal.
+    """
+
+    word: str
+    num_compared: int
+    seconds: float
+    text: str
+
+
+def verify(
+    where: str,
+    *,
+    data: str | None,
+    texts: Sequence[str],
+    stages: int | Sequence[str],
+    num_micro: int,
+    num_steps: int,
+    presets: Sequence[str],
+) -> Iterator[tuple[str, bool]]:
+    """Yield a row for each preset, and whether all is equal there; first the heads of columns.
+
+    Args:
+        where: of the module's class, "PATH:CLASS".
+        data: of a LightningDataModule's class. [the module's own data]
+        texts: arguments, "name=value".
+        stages: how many, or paths.
+        num_micro: micro-batches that a batch is cut into.
+        num_steps: that are compared; one where later ones read several versions of the weights.
+        presets: that are tried.
+
+    Raises:
+        PlanError: what was given is wrong.
+    """
+    mine, its_data = _arguments(texts)
+    kind = _find(where, LightningModule)
+    feed = None if data is None else _find(data, LightningDataModule)
+    yield _ROW.format("preset", "verdict", "steps compared", "seconds", "").rstrip(), True
+    for preset in presets:
+        module = _make(kind, mine)
+        source = None if feed is None else _make(feed, its_data)
+        strategy = CyclicStrategy(
+            preset,
+            stages=stages if isinstance(stages, int) else list(stages),
+            num_micro=1 if preset in _STEP_BY_STEP else num_micro,
+            verify=num_steps,
+        )
+        verdict = _verdict(module, source, strategy, num_steps)
+        yield _row(preset, verdict), verdict.word == "equal"
+
+
+def _row(preset: str, verdict: Verdict) -> str:
+    word, num, seconds, text = verdict
+    row = _ROW.format(preset, word, num, f"{seconds:.1f}", "").rstrip()
+    return f"{row}\n    {text}" if text else row
+
+
+def _verdict(
+    module: LightningModule,
+    data: LightningDataModule | None,
+    strategy: CyclicStrategy,
+    num_steps: int,
+) -> Verdict:
+    begin, word, text = time.perf_counter(), "equal", ""
+    try:
+        with _quiet():
+            trainer = Trainer(
+                accelerator="cpu", devices=1, strategy=strategy, max_steps=num_steps,
+                limit_val_batches=0, num_sanity_val_steps=0, logger=False,
+                enable_checkpointing=False, enable_progress_bar=False,
+                enable_model_summary=False,
+            )  # fmt: skip
+            trainer.fit(module, **_batches(module, data, num_steps))
+    except VerificationError as error:
+        word, text = "different", str(error)
+    except CyclicError as error:
+        word, text = "refused", str(error)
+    except Exception as error:
+        word, text = "failed", f"{type(error).__name__}: {' '.join(str(error).split())}"
+    if word == "equal" and strategy.steps_compared == 0:
+        word, text = "refused", "one worker runs Lightning's own step: there is nothing to compare"
+    return Verdict(word, strategy.steps_compared, time.perf_counter() - begin, text)
+
+
+def _batches(
+    module: LightningModule, data: LightningDataModule | None, num_steps: int
+) -> dict[str, Any]:
+    if data is not None:
+        return {"datamodule": data}
+    if is_overridden("train_dataloader", module):
+        return {}
+    example = module.example_input_array
+    if example is None:
+        raise PlanError(
+            f"{type(module).__name__} comes without data; allowed: --data PATH:CLASS, a "
+            "train_dataloader or an example_input_array of the module; give one of them"
+        )
+    rows: Any = [example] * num_steps
+    return {"train_dataloaders": DataLoader(rows, batch_size=None)}
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep what Lightning says of each fit out of the table."""
+    loggers = [logging.getLogger(n) for n in ("lightning.pytorch", "lightning.fabric")]
+    loggers.append(logging.getLogger("lightning.pytorch.utilities.rank_zero"))
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
