@@ -41,6 +41,8 @@ def _register(strategies: ModuleType) -> None:
     own = strategies.__name__ == _AWAITED[0]
     make = registration.make_strategy if own else registration.refuse_strategy
     registration.register(strategies.StrategyRegistry, make)
+    if not own:
+        registration.refuse_instances(strategies.Strategy)
 
 
 class _Waiter(MetaPathFinder):

@@ -28,9 +28,28 @@ def refuse_strategy(*, preset: str, **kwargs: Any) -> NoReturn:
     Raises:
         ConfigurationError: always.
     """
-    raise ConfigurationError(
-        f"strategy {preset!r} was asked of a Trainer of `pytorch_lightning`, a second copy of "
-        "Lightning with classes of its own; allowed: the Trainer of `lightning`; use "
+    raise _of_other_copy(f"strategy {preset!r}")
+
+
+def refuse_instances(kind: Any) -> None:
+    """Let the other package's check of what is a strategy say which package is meant.
+
+    Args:
+        kind: its ``Strategy``, an abstract base class, whose hook for that is free.
+    """
+
+    def refuse(cls: type, given: type) -> Any:
+        if given.__module__.startswith("lightning_cyclic."):
+            raise _of_other_copy(f"{given.__name__}(...)")
+        return NotImplemented
+
+    kind.__subclasshook__ = classmethod(refuse)
+
+
+def _of_other_copy(what: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"{what} was asked of a Trainer of `pytorch_lightning`, a second copy of Lightning with "
+        "classes of its own; allowed: the Trainer of `lightning`; use "
         "`from lightning.pytorch import Trainer, LightningModule`"
     )
 

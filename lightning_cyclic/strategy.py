@@ -74,6 +74,7 @@ from lightning_cyclic.plugin.training import (
     random_as_on_rank_0,
     start_alike,
 )
+from lightning_cyclic.plugin.unwritten import none_on_exception
 from lightning_cyclic.runtime.agreement import (
     Together,
     gather_texts,
@@ -763,6 +764,8 @@ class CyclicStrategy(DDPStrategy):
         """Tell the other ranks why this one ends."""
         if self._training is not None:
             self._training.fail(error)
+            assert self.lightning_module is not None
+            self._undo.enter_context(none_on_exception(self.lightning_module.trainer))
         elif self._meetings is not None:
             self._meetings.fail(error)
 

@@ -79,6 +79,8 @@ EXPECTED_WARNINGS = [
     r"`is_gradient_checkpointing` is deprecated",
     r"Couldn't infer the batch indices fetched from your dataloader",
     r"`training_step` returned `None`",
+    r"`.fit\(ckpt_path=None\)` was called without a model",  # with OnExceptionCheckpoint
+    r".fit\(ckpt_path=\"last\"\) is set",
     r"(You are using the|Found) `dataloader_iter`",
     r"The checkpoint was written behind batch \d+ of an epoch, by \d+ ranks with loaders",
     r"'set_vital' is deprecated",  # which torchdata calls

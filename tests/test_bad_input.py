@@ -425,7 +425,7 @@ def test_every_worker_refuses(
     ("module", "part"),
     [
         (Gathers, "all_gather waits for all workers, but was called in training_step"),
-        (ReducesInUpdate, "sync_dist=True, say) waits for all workers, but was called in a hook"),
+        (ReducesInUpdate, "self.log('norm', ...) was called in on_before_optimizer_step"),
     ],
 )
 def test_a_meeting_of_workers_that_pass_at_other_times_is_refused(

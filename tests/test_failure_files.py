@@ -109,8 +109,8 @@ def test_a_folder_that_cannot_be_written_changes_no_error(tmp_path: Path) -> Non
     assert own == "ZeroDivisionError: the batch is broken\n"
     assert re.fullmatch(
         r"lightning_cyclic\.errors\.PeerError: rank 1 on \S+ .*failed in step 3: "
-        r"ZeroDivisionError: the batch is broken; this rank \(0\) stopped because of it\. Look at "
-        r"the log of rank 1\.\n",
+        r"ZeroDivisionError: the batch is broken \(test_failures.py:\d+\); this rank \(0\) "
+        r"stopped because of it\. Look at the log of rank 1\.\n",
         other,
     )
     assert (tmp_path / FOLDER).read_bytes() == b""

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 
@@ -253,7 +254,8 @@ def test_a_worker_that_fails_and_lives_on_holds_up_nobody(
     for w in (0, 2, 3):
         text, ended_at = ends[w]
         reason = (
-            rf"rank 1 on \S+ failed in step {bad_batch}: ZeroDivisionError: the batch is broken;"
+            rf"rank 1 on \S+ failed in step {bad_batch}: ZeroDivisionError: the batch is broken "
+            r"\(test_failures.py:\d+\);"
         )
         assert re.match(reason, text), text
         assert_stopped(text, w, 1)
@@ -296,6 +298,63 @@ def test_all_stop_at_the_same_step_soon_after_one_is_asked_to(
         assert ended_at < asked_at + TIMEOUT_S / 2
         assert_same(weights, ends[0][1])
         assert all(bool(torch.isfinite(x.float()).all()) for x in weights.values())
+
+
+def fit_and_save(
+    trouble: Callable[[], None], culprit: int, strategy: dict[str, Any], folder: Path
+) -> tuple[str, list[str], dict[str, Tensor], list[str]]:
+    """Return with what a fit ends, the files it wrote, its weights, and its log."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    module, said = Troubled(trouble, culprit), Said()
+    callbacks = [
+        ModelCheckpoint(folder, "{step}", every_n_train_steps=100, save_on_exception=True),
+        OnExceptionCheckpoint(folder, "last"),
+    ]
+    limit = timedelta(seconds=TIMEOUT_S)
+    trainer = make_trainer(
+        {**strategy, "timeout": limit},
+        max_epochs=1,
+        callbacks=callbacks,
+        enable_checkpointing=True,
+    )
+    with pytest.raises(BaseException) as ended:  # noqa: PT011  (each rank has its own)
+        trainer.fit(module, loader(MicroBatches(module.kind, 20 * trainer.world_size)))
+    assert trainer.save_checkpoint.__self__ is trainer  # its own again
+    files = sorted(path.name for path in folder.iterdir())
+    return ended.type.__name__, files, weights_of(module), said.lines
+
+
+@pytest.mark.parametrize(
+    ("trouble", "culprit", "preset", "num_ranks"),
+    [
+        (fail, 0, "cyclic_dp", 2), (fail, 1, "cyclic_dp", 2), (fail, 1, "cyclic_zero", 2),
+        (fail, 0, "cyclic_pipeline", 2), (fail, 0, "1f1b", 2), (be_interrupted, 0, "cyclic_dp", 1),
+    ],
+)  # fmt: skip
+def test_no_checkpoint_is_written_where_a_step_fails(
+    trouble: Any, culprit: int, preset: str, num_ranks: int, tmp_path: Path
+) -> None:
+    strategy = {"preset": preset, "num_micro": 2}
+    ends = processes.run(fit_and_save, num_ranks, trouble, culprit, strategy, tmp_path)
+    names = {fail: "ZeroDivisionError", be_interrupted: "SystemExit"}
+    for rank, (ended, files, _, said) in enumerate(ends):
+        assert ended == (names[trouble] if rank == culprit else "PeerError")
+        assert files == []
+        told = [line for line in said if line.startswith("No checkpoint is written on this exc")]
+        assert bool(told) == (rank == 0)
+
+
+def test_where_all_stop_together_checkpoints_have_weights_and_counters_of_one_step(
+    tmp_path: Path,
+) -> None:
+    strategy = {"preset": "cyclic_dp"}
+    ends = processes.run(fit_and_save, 2, be_interrupted, 1, strategy, tmp_path)
+    for ended, files, weights, _ in ends:
+        assert (ended, len(files)) == ("SystemExit", 2)
+        saved = [torch.load(tmp_path / name, weights_only=False) for name in files]
+        assert {f"step={x['global_step']}.ckpt" for x in saved} == set(files) - {"last.ckpt"}
+        for x in saved:
+            assert_same(x["state_dict"], weights)
 
 
 class DiesWhileSaving(Callback):

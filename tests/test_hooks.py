@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import time
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -19,6 +19,8 @@ from lightning_cyclic.errors import CyclicError
 from lightning_cyclic.strategy import CyclicStrategy
 from tests import processes
 from tests.corpus import gpt2, make_trainer
+from tests.delayed_chain import Chain
+from tests.delayed_chain import fit as fit_chain
 from tests.rows import chosen, in_turn, more
 
 pytestmark = pytest.mark.multi
@@ -561,3 +563,41 @@ def test_loaders_of_other_lengths_are_refused_before_their_first_batch(kind: str
             f"ranks have different numbers of {kind} batches (rank 0: {numbers[0]}, rank 1: "
             f"{numbers[1]}); allowed: the same everywhere"
         )
+
+
+# ---------------------------------------------------------------------- how often
+
+
+class Counts(Chain):
+    """Counts the calls of its training_step where nobody takes care of it."""
+
+    calls: ClassVar[list[int]] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.calls.append(batch_idx)
+        return super().training_step(batch, batch_idx)
+
+
+def calls(strategy: dict[str, Any]) -> list[int]:
+    """Return how often training_step is called for each of three batches."""
+    Counts.calls.clear()
+    fit_chain(Counts, strategy, 3)
+    return [Counts.calls.count(k) for k in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("preset", "num_ranks", "num_micro", "num"),
+    [
+        ("cyclic_dp", 2, 2, 1),
+        ("cyclic_zero", 2, 2, 1),
+        ("1f1b", 2, 3, 3 * 2),
+        ("cyclic_pipeline", 2, 3, 3 * 2),
+        ("cyclic_dp", 1, 3, 3 * 4),
+    ],
+)
+def test_training_step_is_called_as_often_as_the_page_says(
+    preset: str, num_ranks: int, num_micro: int, num: int
+) -> None:
+    ranks = processes.run(calls, num_ranks, {"preset": preset, "num_micro": num_micro})
+    once_more = int(num > 1)  # in the first step, to find the stages, on rank 0
+    assert ranks == [[num + (once_more if r == 0 else 0), num, num] for r in range(num_ranks)]

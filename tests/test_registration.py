@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import sys
+from abc import ABC
 from collections.abc import Iterator
 
 import pytest
 
 import lightning_cyclic
+from lightning_cyclic import registration
+from lightning_cyclic.errors import ConfigurationError
 from lightning_cyclic.plan import PRESETS
 from lightning_cyclic.registration import register
 from tests.commands import Command, Commands, asked_for
@@ -37,10 +40,12 @@ assert not {'torch', 'lightning', 'numpy'} & set(sys.modules)
 """
 OTHER_COPY = f"""
 import pytorch_lightning
-try:
-    pytorch_lightning.Trainer(strategy='cyclic_dp', {QUIET})
-except ValueError as error:
-    print(error)
+from lightning_cyclic import CyclicStrategy
+for strategy in ('cyclic_dp', CyclicStrategy()):
+    try:
+        pytorch_lightning.Trainer(strategy=strategy, {QUIET})
+    except ValueError as error:
+        print(error)
 """
 BY_ITSELF, BY_IMPORT = "1", "0"  # whether torch finds the entry point
 CODES = {  # name -> code for a fresh interpreter, and which of the two
@@ -161,4 +166,19 @@ def test_the_other_copy_of_lightning_says_which_one_is_meant(code: str, fresh: C
     pytest.importorskip("pytorch_lightning")
     out = fresh.output(code)
     assert "strategy 'cyclic_dp' was asked of a Trainer of `pytorch_lightning`" in out
+    assert "CyclicStrategy(...) was asked of a Trainer of `pytorch_lightning`" in out
     assert "use `from lightning.pytorch import Trainer" in out
+
+
+def test_the_other_copy_is_refused_where_it_asks_whether_it_is_a_strategy() -> None:
+    class Other(ABC):  # noqa: B024  (as Lightning's)
+        """Be a base class of strategies, of another package."""
+
+    class OfOther(Other):
+        """Be one of them."""
+
+    registration.refuse_instances(Other)
+    assert isinstance(OfOther(), Other)
+    assert not isinstance("ddp", Other)
+    with pytest.raises(ConfigurationError, match="CyclicStrategy.* `from lightning.pytorch impor"):
+        isinstance(lightning_cyclic.CyclicStrategy(), Other)

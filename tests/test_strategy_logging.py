@@ -18,6 +18,7 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 
+from lightning_cyclic.errors import CyclicError
 from tests import processes
 from tests.corpus import (
     Batch,
@@ -28,6 +29,8 @@ from tests.corpus import (
     train_data,
     valid_data,
 )
+from tests.delayed_chain import Chain
+from tests.delayed_chain import loader as steps
 from tests.rows import chosen, in_turn
 
 pytestmark = pytest.mark.multi
@@ -112,6 +115,83 @@ def test_logged_values_while_gradients_accumulate(preset: str) -> None:
         for e, seen in enumerate(rank["epochs"]):
             assert seen["epoch_mean"] == ranks[0]["epochs"][e]["epoch_mean"]
             assert seen["epoch_mean"] == pytest.approx(float(losses[:, 5 * e : 5 * e + 5].mean()))
+
+
+class InHook(Chain):
+    """Logs how often one of the optimizer's hooks has run.
+
+    Args:
+        hook: its name; "callback" is on_before_optimizer_step of a callback.
+    """
+
+    def __init__(self, hook: str) -> None:
+        super().__init__()
+        self.hook, self.count = hook, 0
+
+    def note(self, hook: str, log: Any = None) -> None:
+        if hook == self.hook:
+            self.count += 1
+            (log or self.log)("n", float(self.count), on_step=True, on_epoch=True)
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        self.note("on_before_zero_grad")
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.note("on_before_optimizer_step")
+
+    def configure_gradient_clipping(self, *args: Any, **kwargs: Any) -> None:
+        self.note("configure_gradient_clipping")
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, closure: Any) -> None:  # type: ignore[override]
+        optimizer.step(closure)
+        self.note("optimizer_step")
+
+
+class LogsItself(Callback):
+    """Logs by a callback's own ``self.log``."""
+
+    def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+        module.note("callback", self.log)
+
+
+def fit_logging_in(hook: str, strategy: dict[str, Any]) -> tuple[list[Any], str]:
+    """Return what metrics were behind each step and at the end, and with what the fit failed."""
+    reading, module = Reading(), InHook(hook)
+    trainer = make_trainer(strategy, max_epochs=1, callbacks=[reading, LogsItself()])
+    try:
+        trainer.fit(module, steps(2, 3))
+    except CyclicError as error:
+        return [], str(error)
+    return [*(x.get("n_step") for x in reading.steps), _numbers(trainer.callback_metrics)["n"]], ""
+
+
+HOOKS = ["on_before_optimizer_step", "configure_gradient_clipping", "callback"]
+
+
+@pytest.mark.parametrize(
+    ("hook", "preset"),
+    [("on_before_zero_grad", "cyclic_pipeline"), ("optimizer_step", "cyclic_zero"),
+     ("optimizer_step", "cyclic_pipeline"), ("on_before_optimizer_step", "lockstep_dp"),
+     ("configure_gradient_clipping", "1f1b")],
+)  # fmt: skip
+def test_what_hooks_of_the_optimizer_log_is_of_its_step(hook: str, preset: str) -> None:
+    for seen, error in processes.run(fit_logging_in, 2, hook, {"preset": preset}):
+        assert (seen, error) == ([1.0, 2.0, 3.0, 2.0], "")
+
+
+@pytest.mark.parametrize(
+    ("hook", "strategy"),
+    [
+        *in_turn(HOOKS, [{"preset": p} for p in ("cyclic_dp", "cyclic_zero", "cyclic_pipeline")]),
+        (HOOKS[0], {"preset": "cyclic_dp_v1"}),
+        (HOOKS[0], {"preset": "lockstep_dp", "stages": 1}),  # which one rank updates alone
+    ],
+)
+def test_what_hooks_of_a_late_update_log_is_refused(hook: str, strategy: dict[str, Any]) -> None:
+    name = HOOKS[0] if hook == "callback" else hook
+    for seen, error in processes.run(fit_logging_in, 2, hook, strategy):
+        assert seen == []
+        assert f"self.log('n', ...) was called in {name}, which runs when an update" in error
 
 
 def fit_with_checkpoints(preset: str, folder: Path) -> dict[str, Any]:

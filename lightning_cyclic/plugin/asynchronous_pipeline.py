@@ -26,6 +26,7 @@ from lightning_cyclic.plan import Plan
 from lightning_cyclic.plugin import checkpoint as ckpt
 from lightning_cyclic.plugin.checks import check_flow, check_no_exchange, scaler_of
 from lightning_cyclic.plugin.clipping import clip_mode, decides_together, may_clip_by_norm
+from lightning_cyclic.plugin.decisions import check_monitors, require_same_stop, stopping
 from lightning_cyclic.plugin.deferred_update import DeferredUpdates
 from lightning_cyclic.plugin.future_rates import Outlook
 from lightning_cyclic.plugin.options import Options
@@ -244,6 +245,27 @@ class AsynchronousPipelineTraining(PipelineTraining):
         return [[group["lr"] for group in groups] for groups in each]
 
     # ------------------------------------------------------------------ between steps
+
+    @override
+    def end_batch(self) -> None:
+        super().end_batch()
+        if self._session.group is not None:
+            check_monitors(self._trainer, self._the_plan.preset, validates=False)
+
+    @override
+    def agree_to_stop(self) -> None:
+        session, trainer = self._session, self._trainer
+        if session.group is None or session.failed:
+            return
+        what = "to go on or to stop together"
+        if not epoch_ends(trainer):
+            if trainer.validating and session.plan is not None:
+                check_monitors(trainer, session.plan.preset, validates=True)
+            if trainer.should_stop:  # others may go on, and never come
+                self._limit.end()
+                what = stopping(trainer)
+        with session.naming_peers(what):
+            require_same_stop(trainer, session.group)
 
     @override
     def flush(self) -> None:

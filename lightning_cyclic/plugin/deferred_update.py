@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 import torch
@@ -21,7 +21,8 @@ from lightning_cyclic.plugin.group_values import (
     values_of,
 )
 from lightning_cyclic.plugin.hidden_gradients import HiddenGradients
-from lightning_cyclic.plugin.optimizer_watch import OptimizerWatch
+from lightning_cyclic.plugin.optimizer_watch import OptimizerWatch, without_closure
+from lightning_cyclic.plugin.records import refused_in_update
 from lightning_cyclic.plugin.reductions import HeldReductions
 from lightning_cyclic.runtime.weight_forms import ALL, WeightForms
 
@@ -43,6 +44,7 @@ class DeferredUpdates:
         lag: steps by which an update, or what reads its hyper-parameters, is late at most.
         is_scaled: whether norms are taken before hooks run, to look for overflows.
         forms: which weights the parameters stand for, and what an update does besides.
+        may_log: whether all ranks run the hooks of an update in its own step, and once.
     """
 
     def __init__(  # noqa: PLR0913  (whose updates, of what, how clipped and how late)
@@ -57,7 +59,9 @@ class DeferredUpdates:
         *,
         is_scaled: bool = False,
         forms: WeightForms = ALL,
+        may_log: Callable[[], bool] = lambda: False,
     ) -> None:
+        self._may_log = may_log
         self._trainer = trainer
         self.updated: list[nn.Parameter] = []  # whose whole gradients hooks see
         self._preset = preset
@@ -150,6 +154,7 @@ class DeferredUpdates:
             _counting(trainer, remembered.global_step),
             self._forms.updating(updated),
             self._reductions.refused(),
+            nullcontext() if self._may_log() else refused_in_update(trainer, self._preset),
         ):
             self.updated = list(map(self._forms.weight, updated))
             if self._is_scaled:
@@ -170,7 +175,8 @@ class DeferredUpdates:
             profiled = trainer.profiler.profile(  # type: ignore[attr-defined]
                 "[Strategy]CyclicStrategy.deferred_optimizer_step"
             )
-            with profiled, _holding(optimizer, updated):
+            alone = without_closure(optimizer, self._preset)
+            with profiled, _holding(optimizer, updated), alone:
                 optimizer.step(**remembered.kwargs)
             found = written.find()
         self._count(t, optimizer, found)

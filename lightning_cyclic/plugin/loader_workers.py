@@ -7,14 +7,19 @@ with it, so that its rank fails in the middle of a step, before all ranks could 
 
 from __future__ import annotations
 
+import atexit
+import multiprocessing
 import os
 import signal
+import time
 from collections.abc import Callable
+from functools import cache
 from typing import Any, final
 
 from torch.utils.data import DataLoader
 
 _heard: set[int] = set()  # by a worker
+_LEAVING_S = 1.0
 
 
 @final
@@ -47,8 +52,25 @@ def shelter(loader: object, signals: frozenset[int]) -> None:
     """
     if not isinstance(loader, DataLoader) or not loader.num_workers:
         return
+    _end_workers_at_exit()
     if not isinstance(loader.worker_init_fn, Sheltered):
         loader.worker_init_fn = Sheltered(loader.worker_init_fn, signals)
+
+
+@cache
+def _end_workers_at_exit() -> None:
+    """Let a rank end that an error ends while its loaders still have workers."""
+    atexit.register(_end_workers)
+
+
+def _end_workers() -> None:
+    # Python sends SIGTERM, which they leave to the rank the first time, and waits without limit
+    left = [child for child in multiprocessing.active_children() if child.daemon]
+    for child in left:
+        child.terminate()
+    until = time.monotonic() + _LEAVING_S  # signals that come at once are one
+    for child in left:
+        child.join(max(0.0, until - time.monotonic()))
 
 
 def _leave_to_rank(number: int, frame: Any) -> None:

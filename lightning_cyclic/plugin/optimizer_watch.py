@@ -6,7 +6,9 @@ stages are updated apart, each call has to begin with what the step before has l
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, final
 
 from torch import Tensor, nn
@@ -103,6 +105,32 @@ class Written:
         found = [{k: copied(v) for k, v in values.items()} for values in changed]
         self._watch.check(self._optimizer, self._updated, found)
         return found
+
+
+def closure_called(optimizer: Optimizer, preset: str) -> ConfigurationError:
+    """Make the error of an optimizer that computes gradients again, at weights of its own."""
+    return ConfigurationError(
+        f"{type(optimizer).__name__}.step() calls its closure, to compute gradients itself, but "
+        f"under preset {preset!r} these are of steps and weights that are over when it is called; "
+        "allowed: optimizers that need no closure; use torch.optim.AdamW(self.parameters()), or "
+        "strategy='1f1b' or 'ddp'"
+    )
+
+
+@contextmanager
+def without_closure(optimizer: Optimizer, preset: str) -> Iterator[None]:
+    """Run the body, which calls step() without a closure.
+
+    Raises:
+        ConfigurationError: it failed where the optimizer calls its closure, or asks for it.
+    """
+    try:
+        yield
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)[1:]
+        if any("closure" in text for text in (str(error), *(f.line or "" for f in frames))):
+            raise closure_called(optimizer, preset) from error
+        raise
 
 
 def _is_part(optimizer: Optimizer, updated: Sequence[nn.Parameter]) -> bool:

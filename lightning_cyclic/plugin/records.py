@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple, final
 
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 
 from lightning_cyclic.errors import StepError
@@ -66,11 +66,8 @@ class Recorder:
             del bound["self"]
             note(bound.pop("name"), bound.pop("value"), bound)
 
-        self._module.__dict__["log"] = log
-        try:
+        with _put(self._module, "log", log):
             yield
-        finally:
-            del self._module.__dict__["log"]
 
     def combine(self, logs: Sequence[Sequence[Log]], sizes: Sequence[int]) -> list[Record]:
         """Put together what each micro-batch logged.
@@ -124,6 +121,48 @@ class Recorder:
         if arguments.get("batch_size"):
             arguments = arguments | {"batch_size": sum(sizes)}
         return Record(name, _reduce(name, values, sizes, arguments), None, arguments)
+
+
+@contextmanager
+def refused_in_update(trainer: Trainer, preset: str) -> Iterator[None]:
+    """Refuse what the body logs: hooks of an update, called apart from the step that it is of.
+
+    Raises:
+        StepError: with the name of the value, and that of the hook.
+    """
+    module, results = trainer.lightning_module, trainer._results
+
+    def log(hook: str | None, name: str, *args: Any, **kwargs: Any) -> None:
+        raise StepError(
+            f"self.log({name!r}, ...) was called in {hook}, which runs when an update is made: "
+            f"under preset {preset!r} that may be in a later step, once for each stage, and on "
+            "the rank alone that makes it; allowed: logging in training_step, optimizer_step, and "
+            "hooks of a batch or an epoch; log it in on_train_batch_end, norms of gradients with "
+            "Trainer(callbacks=[lightning_cyclic.GradientNorms()]), or use strategy='1f1b' or "
+            "'ddp'"
+        )
+
+    def log_of_module(name: str, *args: Any, **kwargs: Any) -> None:
+        log(module._current_fx_name, name)
+
+    with ExitStack() as changed:
+        changed.enter_context(_put(module, "log", log_of_module))  # where a step's is held back
+        if results is not None:  # callbacks have the module's own
+            changed.enter_context(_put(results, "log", log))
+        yield
+
+
+@contextmanager
+def _put(holder: object, name: str, value: object) -> Iterator[None]:
+    """Let an object have an attribute of its own while the body runs."""
+    attributes = vars(holder)
+    before = {name: attributes[name]} if name in attributes else {}
+    attributes[name] = value
+    try:
+        yield
+    finally:
+        del attributes[name]
+        attributes.update(before)
 
 
 def to_summary(records: Sequence[Record]) -> tuple[list[Tensor], Any]:

@@ -99,6 +99,7 @@ class ReplicatedTraining(AbstractTraining):
             self._total_norm,
             is_scaled=scaler is not None,
             forms=self._forms,
+            may_log=self._update_together,
         )
         together = clip == "global" or plan.weights != "freshest"
         self._scaling = ScaledUpdates(scaler, together=together) if scaler else None
@@ -303,6 +304,13 @@ class ReplicatedTraining(AbstractTraining):
         """
         if self._owes_update and not self._session.failed:
             raise no_update(self._plan.preset, self._session.t)
+
+    def _update_together(self) -> bool:
+        """Say whether every rank makes updates, of some stages, at the end of each step."""
+        plan = self.plan
+        assert plan is not None
+        owners = {plan.owner(j) for j in range(plan.num_stages)}
+        return plan.weights == "sync" and len(owners) == plan.num_workers
 
     def _apply(self, t: int, stages: Sequence[int]) -> Collection[int]:
         plan, engine, skipped = self.plan, self._session.engine, set[int]()

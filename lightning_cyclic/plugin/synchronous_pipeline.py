@@ -23,7 +23,7 @@ from typing_extensions import override
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.plugin.checks import scaler_of
 from lightning_cyclic.plugin.clipping import clip_mode, clip_stages, may_clip_by_norm
-from lightning_cyclic.plugin.optimizer_watch import OptimizerWatch, Written
+from lightning_cyclic.plugin.optimizer_watch import OptimizerWatch, Written, closure_called
 from lightning_cyclic.plugin.options import Options
 from lightning_cyclic.plugin.pipeline import PipelineTraining
 from lightning_cyclic.plugin.reductions import HeldReductions
@@ -129,6 +129,8 @@ class SynchronousPipelineTraining(PipelineTraining):
         written: list[Written] = []
 
         def closed() -> Any:
+            if written and self._plan.weights != "sync":
+                raise closure_called(self._trainer.optimizers[0], self._plan.preset)
             output = closure()
             self._session.begin_update()  # behind it the next version may be made in place
             late.enter_context(self._corrected())

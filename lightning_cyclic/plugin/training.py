@@ -305,6 +305,9 @@ class AbstractTraining(ABC):
         """Finish updates in flight, so that the module holds the newest weights."""
         self._session.flush()
 
+    def agree_to_stop(self) -> None:  # noqa: B027  # only where ranks learn metrics late
+        """Before a flush, see that all ranks go on, or that all stop."""
+
     def begin_epoch(self) -> None:
         """Check that every worker has the same number of batches.
 

@@ -1,17 +1,22 @@
-"""Unwritten: what becomes of a run whose disk takes no checkpoint."""
+"""Unwritten: where no checkpoint is written, as the disk takes none, or a step has failed."""
 
 from __future__ import annotations
 
 import errno
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import final
+from typing import Any, final
 
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_cyclic.errors import ConfigurationError
 
+# below Lightning's, which is printed
+_log = logging.getLogger("lightning.pytorch.lightning_cyclic")
 _OF_THE_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EACCES}
 
 
@@ -23,6 +28,39 @@ def refusal(errors: Mapping[int, BaseException]) -> OSError | None:
         return None
     each = "; ".join(f"rank {r}: {x.strerror}" for r, x in sorted(found.items()))
     return OSError(numbers[0], each)
+
+
+@contextmanager
+def none_on_exception(trainer: Trainer) -> Iterator[None]:
+    """Let callbacks write no checkpoint while the body runs: updates of a step were under way.
+
+    Ranks have weights of several steps then, or parts of them, and nobody may wait for others.
+    """
+    savers = [
+        vars(callback)
+        for callback in trainer.callbacks  # type: ignore[attr-defined]
+        if isinstance(callback, ModelCheckpoint) and getattr(callback, "save_on_exception", False)
+    ]
+
+    def say(*args: Any, **kwargs: Any) -> None:
+        if not trainer.is_global_zero:
+            return
+        _log.warning(  # a warning may be an error, and hide this one
+            "No checkpoint is written on this exception: updates were under way, so that weights "
+            "and counters would be of different steps. Go on from the newest checkpoint; for "
+            "newer ones set ModelCheckpoint(every_n_train_steps=...). Several ranks end behind "
+            "the same step by one Ctrl-C, or SIGTERM, where such a checkpoint is written."
+        )
+
+    vars(trainer)["save_checkpoint"] = say
+    for attributes in savers:
+        attributes["on_exception"] = say  # which would say that it has saved
+    try:
+        yield
+    finally:
+        for attributes in savers:
+            attributes.pop("on_exception", None)
+        vars(trainer).pop("save_checkpoint", None)
 
 
 @final

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from typing import Any
 
@@ -49,6 +51,27 @@ def test_workers_go_on_behind_signals(context: str) -> None:
         if k < len(SIGNALS):
             os.kill(pid, sorted(SIGNALS)[k])
     assert found == list(range(12))
+
+
+FAILS = """
+import signal
+from torch.utils.data import DataLoader
+from lightning_cyclic.plugin.loader_workers import shelter
+made = DataLoader(range(8), num_workers=2)
+shelter(made, frozenset({signal.SIGTERM}))
+rows = iter(made)
+next(rows)
+raise ZeroDivisionError("the batch is broken")
+"""
+
+
+@pytest.mark.multi
+def test_a_rank_ends_that_fails_while_its_loader_has_workers() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", FAILS], capture_output=True, text=True, check=False, timeout=50
+    )
+    assert ended.returncode == 1
+    assert ended.stderr.rstrip().endswith("ZeroDivisionError: the batch is broken")
 
 
 @pytest.mark.multi

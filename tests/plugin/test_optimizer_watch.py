@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from lightning_cyclic.errors import ConfigurationError
-from lightning_cyclic.plugin.optimizer_watch import OptimizerWatch
+from lightning_cyclic.errors import ConfigurationError, CyclicError
+from lightning_cyclic.plugin.optimizer_watch import OptimizerWatch, without_closure
 from tests import asynchronous, processes
 from tests import optimizers as o
 from tests.corpus import assert_same, make_trainer, weights_of
@@ -72,14 +72,60 @@ def test_an_estimate_is_refused_where_no_trial_tells() -> None:
         written.find()
 
 
+# ---------------------------------------------------------------------- closures
+
+
+class Calls(torch.optim.SGD):
+    """Computes gradients again at other weights, as SAM does."""
+
+    def step(self, closure: Any = None) -> Any:
+        with torch.enable_grad():
+            closure()
+            return closure()
+
+
+class Asks(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        assert closure is not None
+
+
+class Requires(torch.optim.SGD):
+    def step(self, closure: Any) -> Any:  # type: ignore[override]
+        return closure()
+
+
+class Breaks(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        raise ZeroDivisionError("no weights")
+
+
+@pytest.mark.parametrize("kind", [Calls, Asks, Requires])
+def test_an_optimizer_that_needs_its_closure_is_refused_by_name(kind: Any) -> None:
+    optimizer = kind(parameters(), 0.1)
+    said = f"{kind.__name__}.step.. calls its closure, .*'cyclic_dp'.*; use .*strategy='1f1b'"
+    with pytest.raises(ConfigurationError, match=said), without_closure(optimizer, "cyclic_dp"):
+        optimizer.step()
+
+
+def test_any_other_error_of_an_optimizer_stays_what_it_is() -> None:
+    optimizer = Breaks(parameters(), 0.1)
+    with pytest.raises(ZeroDivisionError, match="no w"), without_closure(optimizer, "cyclic_dp"):
+        optimizer.step()
+
+
 # ---------------------------------------------------------------------- several steps under way
 
 
 class Net(LightningModule):
-    """Four layers, trained by an optimizer that counts its steps."""
+    """Four layers, trained by an optimizer that counts its steps.
 
-    def __init__(self) -> None:
+    Args:
+        optimizer: or by another one.
+    """
+
+    def __init__(self, optimizer: Any = o.Counting) -> None:
         super().__init__()
+        self.kind = optimizer
         torch.manual_seed(0)
         self.layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
 
@@ -87,7 +133,7 @@ class Net(LightningModule):
         return F.mse_loss(self.layers(batch), batch)
 
     def configure_optimizers(self) -> Any:
-        return o.Counting(self.parameters(), 0.5)
+        return self.kind(self.parameters(), 0.5)
 
 
 def batches() -> list[Tensor]:
@@ -102,6 +148,31 @@ def fit() -> dict[str, Any]:
     trainer.fit(module, DataLoader(batches(), batch_size=None))  # type: ignore[arg-type]
     (group,) = trainer.optimizers[0].param_groups
     return {"weights": weights_of(module), "step": group["step"]}
+
+
+def fit_with_closure(strategy: dict[str, Any]) -> str:
+    try:
+        trainer = make_trainer(strategy, max_epochs=1)
+        trainer.fit(Net(Calls), DataLoader(batches(), batch_size=None))  # type: ignore[arg-type]
+    except CyclicError as error:
+        return str(error)
+    return "trained"
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize(
+    ("preset", "num_micro", "num_ranks"),
+    [("cyclic_dp", 3, 1), ("cyclic_dp", None, 2), ("cyclic_pipeline", 3, 2), ("1f1b", 3, 2)],
+)
+def test_a_closure_is_for_presets_that_update_within_a_step(
+    preset: str, num_micro: int | None, num_ranks: int
+) -> None:
+    strategy = {"preset": preset, "num_micro": num_micro}
+    for text in processes.run(fit_with_closure, num_ranks, strategy):
+        if preset == "1f1b":
+            assert text == "trained"
+        else:
+            assert "Calls.step() calls its closure" in text
 
 
 @pytest.mark.multi

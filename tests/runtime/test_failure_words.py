@@ -1,5 +1,11 @@
 from __future__ import annotations
 
+import json
+from typing import Any
+
+import pytest
+from torch.utils.data import DataLoader
+
 from lightning_cyclic.errors import PeerError, StepError, WaitTimeoutError
 from lightning_cyclic.runtime.failure_words import heard, reason_of, words_of
 from lightning_cyclic.runtime.transport.names import Names
@@ -18,6 +24,28 @@ def test_of_other_errors_the_first_line_is_told() -> None:
     )
     assert len(reason_of(ValueError("x" * 5000))) < 500
     assert reason_of(KeyboardInterrupt()) == "KeyboardInterrupt"
+
+
+class Broken:
+    """Has one sample, which fails as a library does that it calls."""
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, k: int) -> None:
+        json.loads("no JSON")
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_of_other_errors_the_innermost_line_that_is_the_users_is_told(num_workers: int) -> None:
+    data: Any = Broken()
+    with pytest.raises((ValueError, RuntimeError), match="Expecting value") as caught:
+        next(iter(DataLoader(data, num_workers=num_workers)))
+    line = Broken.__getitem__.__code__.co_firstlineno + 1
+    assert reason_of(caught.value) == (
+        "JSONDecodeError: Expecting value: line 1 column 1 (char 0) "
+        f"(test_failure_words.py:{line})"
+    )
 
 
 def test_a_failure_names_the_culprit_first_with_host_and_stages() -> None:

@@ -43,6 +43,9 @@ class Drained(Protocol):
     def end_batch(self) -> None:
         """Count a batch of training."""
 
+    def agree_to_stop(self) -> None:
+        """Before a flush, see that all ranks go on, or that all stop."""
+
     def begin_epoch(self) -> None:
         """Check what may have changed between epochs."""
 
@@ -120,8 +123,10 @@ class DrainCallback(Callback):
     @override
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         if drained := self._drained():
-            drained.flush()
             sanity = trainer.sanity_checking
+            if not sanity:
+                drained.agree_to_stop()
+            drained.flush()
             numbers = trainer.num_sanity_val_batches if sanity else trainer.num_val_batches
             drained.begin_evaluation("validation", numbers)
 
@@ -138,6 +143,7 @@ class DrainCallback(Callback):
     @override
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         if drained := self._drained():
+            drained.agree_to_stop()
             drained.end_epoch()
 
     @override

@@ -38,6 +38,11 @@ class Limit:
         self._left = max(self._left, FIRST_STEPS)
         self._tell()
 
+    def end(self) -> None:
+        """Wait as in training from now on."""
+        self._left = 0
+        self._tell()
+
     def end_step(self) -> None:
         """Count a step."""
         if self._left:

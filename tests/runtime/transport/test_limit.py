@@ -19,6 +19,9 @@ def test_the_first_steps_and_those_behind_a_first_evaluation_have_longer() -> No
     assert seconds(limit, 4) == [1800.0, 1800.0, 300.0, 300.0]
     limit.begin()
     assert seconds(limit, FIRST_STEPS + 1) == [1800.0] * FIRST_STEPS + [300.0]
+    limit.begin()
+    limit.end()
+    assert limit.seconds == 300.0
 
 
 def test_the_limit_of_training_is_never_the_longer_one() -> None:
