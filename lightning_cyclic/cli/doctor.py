@@ -106,8 +106,6 @@ def _verify(arguments: argparse.Namespace) -> tuple[str, int]:
     ):
         print(line, flush=True)
         bad += not is_equal
-            f" {word} " in line.partition("\n")[0] for word in ("different", "refused", "failed")
-        )
     seconds = f"{time.perf_counter() - begun:.0f} s"
     return (f"{bad} not equal, {seconds}", 1) if bad else (f"all equal, {seconds}", 0)
 

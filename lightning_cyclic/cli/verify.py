@@ -85,7 +85,8 @@ def verify(
             num_micro=1 if preset in _STEP_BY_STEP else num_micro,
             verify=num_steps,
         )
-        verdict = _verdict(module, source, strategy, num_steps)
+        batches = _batches(module, source, num_steps)
+        verdict = _verdict(module, batches, strategy, num_steps)
         yield _row(preset, verdict), verdict.word == "equal"
 
 
@@ -96,10 +97,7 @@ def _row(preset: str, verdict: Verdict) -> str:
 
 
 def _verdict(
-    module: LightningModule,
-    data: LightningDataModule | None,
-    strategy: CyclicStrategy,
-    num_steps: int,
+    module: LightningModule, batches: dict[str, Any], strategy: CyclicStrategy, num_steps: int
 ) -> Verdict:
     begin, word, text = time.perf_counter(), "equal", ""
     try:
@@ -110,7 +108,7 @@ def _verdict(
                 enable_checkpointing=False, enable_progress_bar=False,
                 enable_model_summary=False,
             )  # fmt: skip
-            trainer.fit(module, **_batches(module, data, num_steps))
+            trainer.fit(module, **batches)
     except VerificationError as error:
         word, text = "different", str(error)
     except CyclicError as error:
