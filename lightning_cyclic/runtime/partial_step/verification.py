@@ -36,7 +36,7 @@ from lightning_cyclic.runtime.values.trees import map_tensors
 from lightning_cyclic.runtime.weight_forms import WeightForms
 
 MOST_KINDS = 8  # of batches that look otherwise than those before, that are compared
-_MOST_SHOWN = 5
+_MOST_SHOWN = 2
 
 
 class Part(NamedTuple):
@@ -413,6 +413,11 @@ def _todo(d: Difference, starts: Sequence[str]) -> str:
         )
     if item.kind == "draws":
         return "draw by functions of torch, random or numpy.random, or let the DataLoader draw"
+    if item.kind == "call" and item.what.startswith("input") and item.j == 0:
+        return (
+            "let what the step computes with come with the batch: what it reads elsewhere (a "
+            "global, an iterator, a file) is read once more here, and once for each stage"
+        )
     if not starts:
         return "use num_micro=1"
     return (
