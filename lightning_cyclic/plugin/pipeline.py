@@ -110,7 +110,8 @@ class PipelineTraining(AbstractTraining):
 
     @override
     def report(self) -> str | None:
-        return self._finder.report(self._session.cuts)
+        found = self._finder.report(self._session.cuts), self._session.how_cut()
+        return "\n\n".join(filter(None, found)) or None
 
     @property
     @override
