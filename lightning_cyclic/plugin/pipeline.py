@@ -110,8 +110,10 @@ class PipelineTraining(AbstractTraining):
 
     @override
     def report(self) -> str | None:
-        found = self._finder.report(self._session.cuts), self._session.how_cut()
-        return "\n\n".join(filter(None, found)) or None
+        found, cut = self._finder.report(self._session.cuts), self._session.how_cut()
+        if found is None and not self._options.is_one_stage:
+            return None
+        return "\n\n".join(filter(None, (found, cut))) or None
 
     @property
     @override

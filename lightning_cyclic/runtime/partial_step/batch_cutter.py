@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any, final
 
 from lightning_cyclic.errors import StepError
-from lightning_cyclic.runtime.values.reading import Mark, has_tensor, names, read
+from lightning_cyclic.runtime.values.reading import Mark, Reading, has_tensor, names, read
 from lightning_cyclic.runtime.values.split import MicroBatch, read_to_cut, split
 
 SplitBatch = Callable[[Any, int], Any]  # (batch, number of micro-batches) -> parts
@@ -63,7 +63,7 @@ class BatchCutter:
             num = 1
         if num == 1:
             return split(batch, 1)
-        reading = read_to_cut(batch, num)
+        reading = self._as_before(read_to_cut(batch, num))
         if reading.mark not in self._makes and len(self._makes) < _MOST_MAKES:
             cut, whole = names(batch, reading)
             told = f"cut: {', '.join(cut)}" + (f"; whole: {', '.join(whole)}" if whole else "")
@@ -73,6 +73,13 @@ class BatchCutter:
                 is_plain=not whole and "items" not in _kinds(reading.mark),
             )
         return split(batch, num, reading)
+
+    def _as_before(self, reading: Reading) -> Reading:
+        """Keep whole what was whole, if it happens to have as many rows as there are samples."""
+        for make in self._makes:
+            if make is not None and _may_be(reading.mark, make):
+                return reading._replace(mark=make)
+        return reading
 
     def report(self) -> str | None:
         """Return how batches have been cut; None before any has been."""
@@ -115,6 +122,12 @@ class BatchCutter:
 
 def _is_sized(part: Any) -> bool:
     return type(part) is tuple and len(part) == 2 and type(part[1]) is int and part[1] > 0
+
+
+def _may_be(mark: Mark, make: Mark) -> bool:
+    is_so = mark.how == make.how or (mark.how, make.how) == ("rows", "whole")
+    alike = is_so and len(mark.parts) == len(make.parts)
+    return alike and all(map(_may_be, mark.parts, make.parts))
 
 
 def _kinds(mark: Mark) -> set[str]:
