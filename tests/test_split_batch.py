@@ -104,7 +104,7 @@ class TimeMajor(Example):
 
     @staticmethod
     def batch(g: torch.Generator) -> Any:
-        return torch.randn(7, 4, 3, generator=g), torch.randint(0, 2, (7, 4), generator=g)
+        return torch.randn(6, 4, 3, generator=g), torch.randint(0, 2, (6, 4), generator=g)
 
 
 class Padded(Example):
@@ -225,7 +225,7 @@ def test_graphs_are_refused_without_the_hook() -> None:
 def test_layers_that_would_take_samples_for_time_steps_are_refused(
     num_ranks: int, stages: int
 ) -> None:
-    said = "rnn, GRU without batch_first, was given [4, 4, 3] for a micro-batch of 4 samples"
+    said = "rnn, GRU without batch_first, was given [3, 4, 3] for a micro-batch of 3 samples"
     texts = processes.run(refusal, num_ranks, TimeMajor, stages)
     assert all(text.startswith(said) for text in texts)
     assert len(texts) == num_ranks

@@ -444,7 +444,7 @@ class StagewiseSession:
         sizes = {part.size for part in parts}
         if self.config.num_micro == 1 or self.config.split_batch is not None or len(sizes) > 1:
             return call
-        return partial(refusing_time_major, self.module, *sizes, call)
+        return partial(refusing_time_major, self.module, sizes.pop(), call)
 
     def how_cut(self) -> str | None:
         """Return how batches have been cut; None before any has been."""

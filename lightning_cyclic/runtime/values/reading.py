@@ -11,7 +11,7 @@ so is one that two explain, as a tuple of 16 sounds of 100 values beside a tuple
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
@@ -170,7 +170,7 @@ def _readings(batch: Any) -> list[Reading]:
     return decided or found
 
 
-def _explains(marked: list[tuple[Any, str]]) -> bool:
+def _explains(marked: Sequence[tuple[Any, str]]) -> bool:
     """Say whether all tensors that are copied whole have sizes of later dims of those cut."""
     later = {1}.union(*(x.shape[1:] for x, how in marked if how == "rows" and _has_dims(x)))
     wholes = [x for x, how in marked if how == "whole"]
