@@ -440,8 +440,9 @@ class CyclicStrategy(DDPStrategy):
     def report(self) -> str:
         """Return the profile of a pipelined module, where stages could begin and where they do.
 
-        The last lines name the stages, to paste; of replicated workers there is no more. With
-        preset "auto", on rank 0, it is the table of the plans that were looked at.
+        The last lines name the stages, to paste, and how batches are cut; of replicated workers
+        there is no more. With preset "auto", on rank 0, it is the table of the plans that were
+        looked at.
         """
         report = self._auto.report() if self._auto is not None else None
         if report is None and self._training is not None:

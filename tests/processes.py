@@ -84,6 +84,7 @@ EXPECTED_WARNINGS = [
     r"(You are using the|Found) `dataloader_iter`",
     r"The checkpoint was written behind batch \d+ of an epoch, by \d+ ranks with loaders",
     r"'set_vital' is deprecated",  # which torchdata calls
+    r"`torch.jit.script` is deprecated",  # which torch_geometric calls
     r"The \.grad attribute of a Tensor that is not a leaf",  # torch.compile, of its inputs
 ]
 

@@ -18,6 +18,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
 from lightning_cyclic.errors import CyclicError, PlanError
+from lightning_cyclic.plugin.split_hook import first_part
 from lightning_cyclic.runtime.stages.best_places import most_stages
 from lightning_cyclic.runtime.stages.branches import faster_order
 from lightning_cyclic.runtime.stages.cuts import choose_cuts
@@ -209,7 +210,7 @@ def _step(
     source = data if data is not None else module
     if is_overridden("train_dataloader", source) and is_overridden("training_step", module):
         batch = _transferred(_first_batch(source), module, data)
-        return _training_step(module, split(batch, num_micro)[0].batch)
+        return _training_step(module, first_part(batch, num_micro, module, data))
     example = module.example_input_array
     if example is None:
         raise PlanError(

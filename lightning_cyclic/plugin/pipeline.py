@@ -110,7 +110,10 @@ class PipelineTraining(AbstractTraining):
 
     @override
     def report(self) -> str | None:
-        return self._finder.report(self._session.cuts)
+        found, cut = self._finder.report(self._session.cuts), self._session.how_cut()
+        if found is None and not self._options.is_one_stage:
+            return None
+        return "\n\n".join(filter(None, (found, cut))) or None
 
     @property
     @override

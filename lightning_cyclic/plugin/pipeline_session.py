@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.plugin.checks import scaler_of
 from lightning_cyclic.plugin.options import Options
+from lightning_cyclic.plugin.split_hook import split_hook
 from lightning_cyclic.plugin.training import agreed_seed
 from lightning_cyclic.runtime.lending import lending
 from lightning_cyclic.runtime.partial_step.config import StagewiseConfig
@@ -161,6 +162,7 @@ def make_session(
         find_cuts=finder.find,
         num_micro=plan.num_micro // options.width,
         width=options.width,
+        split_batch=split_hook(trainer.lightning_module, trainer.datamodule),  # type: ignore[attr-defined]
         remat=options.remat,
         seed=agreed_seed(),
         is_one_stage=options.is_one_stage and plan.weights == "sync",

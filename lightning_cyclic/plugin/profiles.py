@@ -10,9 +10,10 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 
 from lightning_cyclic.planner.profile import ModelProfile
+from lightning_cyclic.plugin.split_hook import first_part
 from lightning_cyclic.runtime.snapshot import untouched
 from lightning_cyclic.runtime.stages.profiling import measured
-from lightning_cyclic.runtime.values.split import size_of, split
+from lightning_cyclic.runtime.values.reading import size_of
 
 
 def profiles_of(
@@ -33,7 +34,7 @@ def profiles_of(
     found: dict[int, ModelProfile] = {}
     with _quiet(module):
         for num_parts in cuts(size_of(batch)):
-            part = split(batch, num_parts)[0].batch
+            part = first_part(batch, num_parts, module, trainer.datamodule)  # type: ignore[attr-defined]
             try:
                 profile = measured(module, _step(trainer, part), part)
             except Exception:

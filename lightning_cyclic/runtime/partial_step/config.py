@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.runtime.gradient_store import Gradients
 from lightning_cyclic.runtime.messages import Message
+from lightning_cyclic.runtime.partial_step.batch_cutter import SplitBatch
 from lightning_cyclic.runtime.partial_step.exchange import ReadState, WriteState
 from lightning_cyclic.runtime.partial_step.stage_step import Outcome
 from lightning_cyclic.runtime.prediction.foresight import BackwardWeights, Guess
@@ -35,6 +36,7 @@ class StagewiseConfig:
         find_cuts: (module, step) -> where the stages begin; run on worker 0 alone.
         num_micro: into how many micro-batches each replica cuts its batch.
         width: number of replicas.
+        split_batch: cuts a batch in the place of what its tensors say. [none]
         remat: "never", "always" or "except_last".
         seed: of the randomness inside steps.
         apply: makes a new version of a stage, where steps flow into each other.
@@ -66,6 +68,7 @@ class StagewiseConfig:
     remat: str
     seed: int
     apply: Apply | None = None
+    split_batch: SplitBatch | None = None
     unscale: Callable[[int, Gradients], None] | None = None
     scaled: Scaled | None = None
     guess: Guess | None = None

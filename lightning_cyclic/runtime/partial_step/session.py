@@ -34,11 +34,13 @@ from lightning_cyclic.runtime.gradient_store import Gradients, GradientStore
 from lightning_cyclic.runtime.late_values import LateValues
 from lightning_cyclic.runtime.messages import Message, Messages
 from lightning_cyclic.runtime.norms import Norms
+from lightning_cyclic.runtime.partial_step.batch_cutter import BatchCutter
 from lightning_cyclic.runtime.partial_step.batch_reads import BatchReads
 from lightning_cyclic.runtime.partial_step.call_router import CallRouter
 from lightning_cyclic.runtime.partial_step.collectives import Collectives
 from lightning_cyclic.runtime.partial_step.config import StagewiseConfig, Summarise
 from lightning_cyclic.runtime.partial_step.exchange import Callbacks, Exchange, stages_of
+from lightning_cyclic.runtime.partial_step.micro_errors import noted, words_for
 from lightning_cyclic.runtime.partial_step.module_state import ModuleState, packed
 from lightning_cyclic.runtime.partial_step.ownership import Ownership
 from lightning_cyclic.runtime.partial_step.packets import Lesson
@@ -46,6 +48,7 @@ from lightning_cyclic.runtime.partial_step.plans import Plans
 from lightning_cyclic.runtime.partial_step.ranks import rank_of
 from lightning_cyclic.runtime.partial_step.side_effects import SideEffects
 from lightning_cyclic.runtime.partial_step.stage_step import Micro, StageStep
+from lightning_cyclic.runtime.partial_step.time_major import refusing_time_major
 from lightning_cyclic.runtime.partial_step.verification import PlainStep
 from lightning_cyclic.runtime.partial_step.verifier import Expect, Verifier
 from lightning_cyclic.runtime.partial_step.versions import Versions
@@ -59,7 +62,7 @@ from lightning_cyclic.runtime.snapshot import generators_of
 from lightning_cyclic.runtime.stages.cuts import Cuts
 from lightning_cyclic.runtime.transport import AbstractTransport
 from lightning_cyclic.runtime.values.batches import refuse_iterators, tensors_of, with_tensors
-from lightning_cyclic.runtime.values.split import MicroBatch, can_be_cut, family, signature, split
+from lightning_cyclic.runtime.values.split import MicroBatch, family, signature
 from lightning_cyclic.runtime.values.trees import map_tensors
 from lightning_cyclic.runtime.waiting import Waiter, naming_peers
 from lightning_cyclic.runtime.weight_watch import WeightWatch
@@ -112,7 +115,6 @@ class StagewiseSession:
         self.foreign: ForeignWeights
         self.norms: Norms
         self._size = num_workers // config.width
-        self._has_said_uncut = False
         self._evaluations = 0
         self._evaluated = ""  # the kind of the step of evaluation under way
         self._ended = -1  # the last step that a flush has ended
@@ -128,6 +130,9 @@ class StagewiseSession:
         self._put_off: dict[tuple[int, int], list[Action]] = {}  # forwards, by update
         self._held: dict[str, Any] = {}  # generators that the module keeps
         self._modes: list[tuple[nn.Module, bool]] = []  # of the last step that has begun
+        self._cutter = BatchCutter(
+            config.num_micro, config.split_batch, config.say, may_leave=config.is_one_stage
+        )
         self._collectives = Collectives(module, config.width, self._size, group)
         self.ways = Ways(module, self._collectives, self.naming_peers, config.say)
 
@@ -175,9 +180,11 @@ class StagewiseSession:
         if self.cuts is None:
             # its code may change what it is given; made before the run, it is no activation
             copied = map_tensors(torch.clone, batch)
-            part = copied if kind else self.cut(copied)[0].batch
+            parts = [MicroBatch(copied, 1)] if kind else self.cut(copied)
+            where = "" if kind else f"{words_for(0, [p.size for p in parts])}, to find the stages"
+            step = partial(noted, where, self._along_samples(parts[:1], call), parts[0].batch)
 
-            find = partial(self.config.find_cuts, self.module, partial(call, part))
+            find = partial(self.config.find_cuts, self.module, step)
             waiting = self.naming_peers("to agree on the stages")
             data = self._collectives.agree(lambda: find().as_data(), waiting)
             self.begin(Cuts.from_data(data))
@@ -458,16 +465,20 @@ class StagewiseSession:
 
     def cut(self, batch: Any) -> list[MicroBatch]:
         """Cut a replica's batch into micro-batches; nobody minds one alone where nobody waits."""
-        num = self.config.num_micro
-        if self.config.is_one_stage and num > 1 and not can_be_cut(batch):
-            if not self._has_said_uncut:
-                self._has_said_uncut = True
-                self.config.say(
-                    f"A batch of type {type(batch).__name__} holds no tensor with a dim, so that "
-                    f"it is not cut into {num} micro-batches: the step runs once, on all of it."
-                )
-            num = 1
-        return split(batch, num)
+        return self._cutter.cut(batch)
+
+    def _along_samples(
+        self, parts: Sequence[MicroBatch], call: Callable[[Any], Any]
+    ) -> Callable[[Any], Any]:
+        """Let the user's step refuse to take the samples of these parts for time."""
+        sizes = {part.size for part in parts}
+        if self.config.num_micro == 1 or self.config.split_batch is not None or len(sizes) > 1:
+            return call
+        return partial(refusing_time_major, self.module, sizes.pop(), call)
+
+    def how_cut(self) -> str | None:
+        """Return how batches have been cut; None before any has been."""
+        return self._cutter.report()
 
     def train(
         self, batch: Any, call: Callable[[Any], Any], summarise: Callable[[list[int]], Summarise],
@@ -497,6 +508,8 @@ class StagewiseSession:
         shares = shares_of([p.size for p in parts], self.config.width * accumulate)
         if self.config.scaled is not None:
             shares = [self.config.scaled(self.t, share) for share in shares]
+        if self.config.is_one_stage and self.t == 0:  # else it is looked at to find the stages
+            call = self._along_samples(parts, call)
         self._summarise[self.t] = summarise([part.size for part in parts])
         if expect is not None:
             self.verifier.begin(parts, accumulate, call, expect)
@@ -774,6 +787,7 @@ class StagewiseSession:
         """Return the micro-batches of this worker's replica by their numbers among all."""
         width, q = self.config.width, self.worker // self._size
         waits = self.device.type != "cpu"  # who reads a value, for what computes it
+        sizes = [part.size for part in parts] if kind == "train" else []
         return {
             i * width + q: Micro(
                 part.batch,
@@ -781,6 +795,7 @@ class StagewiseSession:
                 f"{kind} {signature(part.batch)}",
                 f"{kind} {family(part.batch)}",
                 BatchReads() if waits else None,
+                words_for(i, sizes) if sizes else "",
             )
             for i, (part, weight) in enumerate(zip(parts, shares, strict=True))
         }

@@ -34,6 +34,7 @@ from lightning_cyclic.runtime.partial_step.entry import Entry
 from lightning_cyclic.runtime.partial_step.evidence import Notes
 from lightning_cyclic.runtime.partial_step.ghosts import Handle
 from lightning_cyclic.runtime.partial_step.losses import check_loss, loss_of
+from lightning_cyclic.runtime.partial_step.micro_errors import noted, noting
 from lightning_cyclic.runtime.partial_step.module_state import Change, Found, Visit
 from lightning_cyclic.runtime.partial_step.ownership import Ownership
 from lightning_cyclic.runtime.partial_step.packets import Gradients, Lesson, Packet
@@ -57,6 +58,7 @@ class Micro(NamedTuple):
         kind: what its tensors look like, sizes included.
         family: the same without sizes.
         reads: what Python has read of it; None where that takes no time.
+        where: names it for errors in it; empty for evaluation.
     """
 
     batch: Any
@@ -64,6 +66,7 @@ class Micro(NamedTuple):
     kind: str
     family: str
     reads: BatchReads | None = None
+    where: str = ""
 
 
 class Outcome(NamedTuple):
@@ -261,7 +264,8 @@ class StageStep:
 
     def _step(self, a: Action, micro: Micro) -> Callable[[], Any]:
         """Return the user's step on a batch that its code may change: it is run once a stage."""
-        return partial(self._calls[a.t], map_tensors(torch.clone, micro.batch))
+        batch = map_tensors(torch.clone, micro.batch)
+        return partial(noted, _place(a, micro), self._calls[a.t], batch)
 
     def _of(self, a: Action) -> Micro:
         assert a.i is not None
@@ -379,7 +383,8 @@ class StageStep:
         for p, grad in self._tied_roots(a.j, cell, came.tied) if came.tied else ():
             roots.append(get_gradient_edge(p))
             root_grads.append(grad)
-        taken = self._accumulated(a, cell, tuple(roots), tuple(root_grads)) if roots else {}
+        with noting(_place(a, self._of(a))):
+            taken = self._accumulated(a, cell, tuple(roots), tuple(root_grads)) if roots else {}
         assert cell.entry is not None
         return Gradients(cell.entry.grads, taken)
 
@@ -440,6 +445,12 @@ def _run_backward(roots: tuple[Any, ...], grads: tuple[Tensor, ...]) -> None:
     _engine_run_backward(
         roots, grads, False, False, (), allow_unreachable=True, accumulate_grad=True
     )
+
+
+def _place(a: Action, micro: Micro) -> str:
+    """Say where an action runs the user's code."""
+    what = "forward" if a.kind is Kind.F else "backward"
+    return f"{micro.where}, stage {a.j}, {what}" if micro.where else ""
 
 
 def _is_over(step: int, t: int) -> bool:

@@ -23,7 +23,8 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from lightning_cyclic.errors import StepError
 from lightning_cyclic.runtime.values.plain import decode_leaf, encode_leaf
-from lightning_cyclic.runtime.values.split import MicroBatch, signature, size_of, split
+from lightning_cyclic.runtime.values.reading import names, read, size_of
+from lightning_cyclic.runtime.values.split import MicroBatch, signature, split
 from lightning_cyclic.runtime.values.trees import flatten, map_tensors, unflatten
 
 
@@ -110,7 +111,7 @@ def test_one_micro_batch_is_the_batch_itself() -> None:
 
 def test_what_has_other_sizes_goes_everywhere() -> None:
     mask, temperature, note = torch.ones(3, 3), torch.tensor(0.5), object()
-    batch = {"x": rows(4), "mask": mask, "t": temperature, "k": 7, "s": "text", "note": note}
+    batch = {"x": rows(4, 3), "mask": mask, "t": temperature, "k": 7, "s": "text", "note": note}
     for part in parts_of(batch, 2):
         assert part["mask"] is mask
         assert part["t"] is temperature
@@ -150,7 +151,7 @@ def test_lists_with_one_item_per_sample_are_sliced(items: Any) -> None:
         (rows(4), "train", None, 3),
         [[1, 2, 3, 4], rows(4), rows(4), rows(4)],
         [list("abcd"), list("efgh"), list("ijkl"), list("mnop")],
-        [{"a": rows(4)}, {"b": rows(4), "mask": torch.ones(9)}, {"c": rows(4)}, {"d": rows(4)}],
+        [{"a": rows(4)}, {"b": rows(4, 9), "mask": torch.ones(9)}, {"c": rows(4)}, {"d": rows(4)}],
     ],
     ids=["tensors", "mixed", "list and tensors", "lists", "dicts"],
 )
@@ -162,9 +163,9 @@ def test_a_list_of_batched_values_is_a_container(items: Any) -> None:
 
 
 def test_the_outermost_list_is_a_container_even_where_its_length_is_the_batch() -> None:
-    weights, names = torch.ones(7), ["a", "b"]
-    first, second = parts_of((rows(2, 3), weights), 2)
-    assert (first[0].tolist(), first[1] is weights) == ([[0, 1, 2]], True)
+    mask, names = torch.ones(3, 3), ["a", "b"]
+    first, second = parts_of((rows(2, 3), mask), 2)
+    assert (first[0].tolist(), first[1] is mask) == ([[0, 1, 2]], True)
     first, second = parts_of([names, {"x": rows(2, 3)}], 2)
     assert (second[0], second[1]["x"].tolist()) == (["b"], [[3, 4, 5]])
 
@@ -216,9 +217,99 @@ def test_packed_sequences_are_cut_by_sequence(
             assert (a is None and b is None) or (torch.equal(a, b) and a.dtype == b.dtype)
 
 
-def test_a_packed_sequence_of_another_number_of_sequences_goes_everywhere() -> None:
+def test_a_packed_sequence_of_another_number_of_sequences_is_refused() -> None:
     packed = pack_sequence([rows(3), rows(1)])  # of as many elements as there are samples
-    assert all(part[1] is packed for part in parts_of((rows(4), packed), 2))
+    with pytest.raises(
+        StepError, match=r"batch\[0\] int64\[4\], batch\[1\] a PackedSequence of 2"
+    ):
+        split((rows(4), packed), 2)
+
+
+# ---------------------------------------------------------------------- what tensors say together
+
+
+def ragged(*sizes: int) -> list[Tensor]:
+    return [rows(size, 3) for size in sizes]
+
+
+def targets(*sizes: int) -> list[Any]:
+    return [{"boxes": rows(size, 4), "labels": rows(size)} for size in sizes]
+
+
+@pytest.mark.parametrize(
+    ("batch", "size", "cut", "whole"),
+    [
+        ((ragged(5, 8, 9, 8), rows(4)), 4, ["batch[0]", "batch[1]"], []),
+        ((rows(4), ragged(5, 8, 9, 8)), 4, ["batch[0]", "batch[1]"], []),
+        ({"mask": rows(5, 5), "x": rows(8, 5, 3)}, 8, ["x"], ["mask"]),
+        ({"x": rows(8, 5), "y": rows(8), "place": rows(5)}, 8, ["x", "y"], ["place"]),
+        ({"x": rows(1, 5), "mask": rows(5, 5)}, 1, ["x"], ["mask"]),
+        ({"x": rows(8, 5), "t": rows(1)}, 8, ["x"], ["t"]),
+        ((tuple(ragged(4, 5, 6)), ("a", "b", "c")), 3, ["batch[0]", "batch[1]"], []),
+        (
+            (tuple([rows(3, 6, 6)] * 4), tuple(targets(1, 2, 0, 5))),
+            4,
+            ["batch[0]", "batch[1]"],
+            [],
+        ),
+        (
+            (tuple([rows(3, 6, 6)] * 4), tuple(targets(3, 3, 3, 3))),
+            4,
+            ["batch[0]", "batch[1]"],
+            [],
+        ),
+        ((rows(2, 3, 6, 6), targets(2, 2)), 2, ["batch[0]", "batch[1]"], []),
+        ({"x": rows(8, 3), "size": (224, 224)}, 8, ["x"], []),
+    ],
+    ids=str,
+)
+def test_all_tensors_tell_the_number_of_samples(
+    batch: Any, size: int, cut: list[str], whole: list[str]
+) -> None:
+    reading = read(batch)
+    assert (reading.size, *names(batch, reading)) == (size, cut, whole)
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        [[rows(2, 3), rows(2, 3)], rows(2)],  # two views of two samples
+        {"left": [rows(8, 3), rows(8, 3)], "right": [rows(8, 3), rows(8, 3)]},
+        [{"x": rows(8, 3)}, {"x": rows(8, 3)}],  # of two loaders
+    ],
+    ids=["views", "pairs of views", "loaders"],
+)
+def test_lists_of_batched_tensors_are_cut_inside(batch: Any) -> None:
+    first, second = parts_of(batch, 2)
+    sizes = [[len(x) for x in flatten(part)[0]] for part in (first, second)]
+    assert sizes == [[len(x) // 2 for x in flatten(batch)[0]]] * 2
+
+
+@pytest.mark.parametrize(
+    ("batch", "said"),
+    [
+        ({"boxes": rows(2, 4), "img": rows(8, 8)}, r"boxes int64\[2, 4\], img int64\[8, 8\]"),
+        ({"boxes": rows(0, 4), "img": rows(8, 8)}, r"boxes int64\[0, 4\], img"),
+        ({"x": rows(8, 5, 3), "target": rows(31), "lens": rows(8)}, r"do not agree .* target"),
+        ((rows(12, 8), rows(9, 8)), "dim 1 is 8 in all, so that it may be the batch"),
+        ((rows(12, 8, 4), rows(8)), r"12 \(rows of batch\[0\]\) or 8 \(dim 1\) samples"),
+        (ragged(4, 5, 6), "do not agree"),
+        (
+            (tuple([rows(9)] * 3), ("a", "b", "c")),
+            r"9 \(rows of .*\) or 3 \(items of batch\[0\]\)",
+        ),
+        ((tuple([rows(9)] * 3), tuple([rows(1)[0]] * 3)), r"9 \(.*\) or 3 \("),
+        ((tuple([rows(9)] * 3), tuple([rows(9)] * 3)), r"9 \(.*\) or 3 \(items of tuples\)"),
+        ([(rows(3, 6, 6), 1)] * 8, r"3 \(.*\) or 8 \(its items\)"),
+        ([{"x": rows(3, 6), "y": rows(1)[0]}] * 8, r"3 \(.*\) or 8 \(its items\)"),
+        ({"few": [rows(8, 3), rows(8)], "many": [rows(24, 3), rows(24)]}, "do not agree"),
+    ],
+    ids=str,
+)
+def test_what_tensors_do_not_say_together_is_refused(batch: Any, said: str) -> None:
+    with pytest.raises(StepError, match=f"{said}.*; allowed: .* split_batch"):
+        split(batch, 2)
+    assert split(batch, 1)[0].batch is batch
 
 
 def test_hugging_face_batches_keep_their_type() -> None:
