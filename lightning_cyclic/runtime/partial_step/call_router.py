@@ -17,6 +17,7 @@ from torch import nn
 
 from lightning_cyclic.errors import ConfigurationError
 from lightning_cyclic.runtime.compiled import IN_PLACE, is_compiled_in_place, named_modules
+from lightning_cyclic.runtime.partial_step.record import MARK, OWNED
 from lightning_cyclic.runtime.partial_step.watch import Watch
 
 if TYPE_CHECKING:
@@ -44,7 +45,8 @@ class Unit:
         event: name of the event that a call is.
         begins: the stage that begins with it; 0 for none.
         is_split: whether stages begin within it.
-        stages: in which it may be called, since its parameters belong to them; None for any.
+        stages: in which it may be called, since its parameters belong to them, or the buffers
+            that it changes; None for any.
     """
 
     path: str
@@ -73,6 +75,8 @@ class CallRouter:
         self.watch = Watch(self)
         self.num_stages = len(cuts.starts) + 1
         self._begins = {path: j for j, path in enumerate(cuts.starts, start=1)}
+        self._stateful = dict.fromkeys(cuts.stateful)
+        self._exposed = sorted(cuts.exposed)
         self._stages_of_unit = _stages_of_units(module, cuts)
         self._methods = list(self._route())
         self._own = self._own_methods()
@@ -85,9 +89,14 @@ class CallRouter:
             self._own = self._own_methods()
         for owner, name, routed in self._methods:
             owner.__dict__[name] = routed
+        exposed = list(map(self.module.get_buffer, self._exposed))
+        for x in exposed:
+            setattr(x, MARK, (OWNED, None))
         try:
             yield
         finally:
+            for x in exposed:
+                delattr(x, MARK)
             for (owner, name, _), method in zip(self._methods, self._own, strict=True):
                 if method is None:
                     owner.__dict__.pop(name, None)
@@ -104,7 +113,8 @@ class CallRouter:
                 _refuse_backward_hooks(path, m)
             has_parameters = next(m.parameters(), None) is not None
             metric = is_metric(m)
-            if not path or not (has_parameters or metric or path in self._begins):
+            is_unit = has_parameters or metric or path in self._begins | self._stateful
+            if not (path and is_unit):
                 continue
             if isinstance(m, torch.jit.ScriptModule):
                 raise ConfigurationError(
@@ -161,4 +171,8 @@ def _stages_of_units(module: nn.Module, cuts: Cuts) -> dict[str, tuple[int, ...]
         for p in m.parameters():
             common &= by_id.get(id(p), everywhere)
         found[path] = tuple(sorted(common))
+    stage_of = cuts.changing
+    for path in cuts.stateful:
+        stages = {j for n, j in stage_of.items() if n.startswith(f"{path}.")}
+        found[path] = tuple(sorted(stages)) or found[path]
     return found

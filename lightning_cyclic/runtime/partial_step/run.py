@@ -28,7 +28,7 @@ from lightning_cyclic.runtime.absent import AbsentBuffer, AbsentParameter
 from lightning_cyclic.runtime.partial_step.batch_reads import BatchReads
 from lightning_cyclic.runtime.partial_step.call_router import CallRouter, Unit
 from lightning_cyclic.runtime.partial_step.ghosts import Ghost, Handle, ask, real, tensors_in
-from lightning_cyclic.runtime.partial_step.record import MARK, Delivery, Record
+from lightning_cyclic.runtime.partial_step.record import MARK, OWNED, Delivery, Record
 from lightning_cyclic.runtime.partial_step.refusals import (
     refuse_begin,
     refuse_end,
@@ -373,7 +373,7 @@ class Run:
         if kind is Ghost or kind is nn.Parameter:
             return True
         mark = getattr(x, MARK, None)
-        if mark is not None and mark[0] == self._number:
+        if mark is not None and mark[0] in (self._number, OWNED):
             return True
         return kind is not Tensor and isinstance(x, nn.Parameter)
 

@@ -88,6 +88,7 @@ class _Cell:
     loss: Tensor | None = None
     versions: tuple[Version, ...] = ()  # whose stand-ins the graph holds
     found: Found | None = None  # of what the module keeps
+    buffers: list[Tensor] = field(default_factory=list)  # before it, if it is run again
     again: _Again | None = None  # if it is run again
 
 
@@ -210,6 +211,7 @@ class StageStep:
         again = self._training and self._is_run_again(a)
         passage = Passage(take_packet, self._lessons.get(micro.family), copied=again)
         visit = self._effects.state.begin(a.j)
+        cell.buffers = self._effects.buffers(a.j) if again else []
         if not again and self._versions is None and self.casts is None:  # which costs nothing
             run, output = self._pass(a, micro, passage, visit)
         else:
@@ -350,7 +352,7 @@ class StageStep:
         cell = self._cells.pop((a.t, a.i, a.j))
         if cell.again is None:
             return self._backward_of(a, cell, take_gradients())
-        with self._effects.undone(a.j):  # behind the backward, which may look at buffers
+        with self._effects.undone(a.j, cell.buffers):  # behind the backward, which may look at buffers
             self._run_again(a, cell, cell.again)
             return self._backward_of(a, cell, take_gradients())
 

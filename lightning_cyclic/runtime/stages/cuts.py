@@ -29,13 +29,16 @@ class Cuts:
     Args:
         starts: paths of the modules whose first calls begin stages 1, 2, ...
         split: paths of the modules within whose calls stages begin.
-        parameters: by stage of first use, in order of use; stage 0 has the unused ones too.
+        parameters: by stage of first use, in order of use; those that are not used are where the
+            ones beside them are.
         tied: names of parameters that several stages use -> these stages.
-        buffers: names of all buffers, by the stage in which their module is first called; stage
-            0 has those of modules that are not called.
+        buffers: names of all buffers, by the stage in which they are first used; stage 0 has
+            those that are not.
         changed: names of the buffers that the step changed.
-        repeated: those of them that code between modules uses, which all workers run up to their
-            stage.
+        repeated: those of them that code between modules changes by the batch alone, which all
+            workers run up to their stage.
+        exposed: those that code between modules uses, and that their own stage alone changes.
+        stateful: paths of the modules that are units for their buffers alone (evidence.py).
         metrics: path of each metric -> the stage that updates it; the last if none was seen to.
         written: names of the parameters that the step itself changed, and may.
     """
@@ -49,6 +52,8 @@ class Cuts:
     metrics: dict[str, int]
     repeated: frozenset[str] = frozenset()
     written: frozenset[str] = frozenset()
+    exposed: frozenset[str] = frozenset()
+    stateful: frozenset[str] = frozenset()
 
     @property
     def num_stages(self) -> int:
@@ -90,6 +95,8 @@ class Cuts:
             "metrics": dict(self.metrics),
             "repeated": sorted(self.repeated),
             "written": sorted(self.written),
+            "exposed": sorted(self.exposed),
+            "stateful": sorted(self.stateful),
         }
 
     @classmethod
@@ -105,6 +112,8 @@ class Cuts:
             metrics=dict(data["metrics"]),
             repeated=frozenset(data.get("repeated", ())),  # older checkpoints lack these
             written=frozenset(data.get("written", chain(*data["parameters"]))),  # any may be
+            exposed=frozenset(data.get("exposed", ())),
+            stateful=frozenset(data.get("stateful", ())),
         )
 
 
@@ -177,10 +186,12 @@ def _cuts(survey: Survey, places: Sequence[Place]) -> Cuts:
         if len(users) > 1:
             tied[name] = tuple(users)
     buffers: list[list[str]] = [[] for _ in range(count)]
-    for name, called in survey.buffers.items():
-        buffers[0 if called is None else stage_of(called)].append(name)
+    for name, tick in survey.buffers.items():
+        buffers[0 if tick is None else stage_of(tick)].append(name)
     split = split_by(places)
     skipped = {c.path for c in survey.calls if c.is_unit} - split  # by workers of later stages
+    glue = {n: m for n, m in survey.changed.items() if not _is_inside(m.within, skipped)}
+    repeated = {n for n, m in glue.items() if m.units <= split and not m.by_derived}
     return Cuts(
         starts=tuple(p.path for p in places),
         split=split,
@@ -192,15 +203,17 @@ def _cuts(survey: Survey, places: Sequence[Place]) -> Cuts:
             path: stage_of(updates[-1]) if updates else count - 1
             for path, updates in survey.metrics.items()
         },
-        repeated=frozenset(n for n in survey.changed if not _is_inside(n, skipped)),
+        repeated=frozenset(repeated),
         written=frozenset(w.name for w in survey.written),
+        exposed=frozenset(glue.keys() - repeated),
+        stateful=survey.stateful,
     )
 
 
-def _is_inside(name: str, paths: Collection[str]) -> bool:
-    """Say whether a buffer is of a module with one of the paths, or of a module inside."""
-    parts = name.split(".")
-    return any(".".join(parts[:k]) in paths for k in range(1, len(parts)))
+def _is_inside(path: str, paths: Collection[str]) -> bool:
+    """Say whether a module is one of some, or inside."""
+    parts = path.split(".")
+    return any(".".join(parts[:k]) in paths for k in range(1, len(parts) + 1))
 
 
 def _first(uses: tuple[Use, ...]) -> float:

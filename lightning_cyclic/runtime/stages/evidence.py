@@ -57,7 +57,8 @@ class Call:
         end: its last tick.
         begin_ns: time since the step began, by the survey's clock.
         end_ns: the same, of its end.
-        is_unit: it has parameters, or is a metric: other stages' workers skip it whole.
+        is_unit: it has parameters, or is a metric, or has buffers that the step changes: other
+            stages' workers skip it whole.
         outputs: numbers of the tensors that a unit call returned.
     """
 
@@ -130,6 +131,28 @@ class Edit(NamedTuple):
     at: Use
 
 
+class Moved(NamedTuple):
+    """Say how the step changed a buffer.
+
+    Args:
+        first: its first use.
+        last: its last use.
+        within: path of the innermost module within whose calls all uses are; "": the root.
+        is_leaf: whether these calls make no others.
+        by_derived: whether by values that depend on parameters, or nobody knows by which.
+        units: paths of the unit calls within which it, or what it was changed by, was made.
+        anew: where another tensor was put into its place; None: it was changed in place.
+    """
+
+    first: Use
+    last: Use
+    within: str
+    is_leaf: bool
+    by_derived: bool
+    units: frozenset[str]
+    anew: Use | None
+
+
 class Written(NamedTuple):
     """Say that the step changed a parameter; ``itself``: not by ``.data``, nor by a view."""
 
@@ -167,8 +190,9 @@ class Survey:
         reads: of values that depend on parameters or were made within units.
         changes: in place, of storages that did not depend on parameters.
         parameters: by name, all of them.
-        buffers: name of every buffer -> tick of its module's first call; None: not called.
-        changed: name of every buffer that the step changed -> its first and last use.
+        buffers: name of every buffer -> tick of its first use; of its module's first call, where
+            none was seen; None: not called.
+        changed: name of every buffer that the step changed -> how.
         metrics: path of every metric -> ticks of its updates.
         end: the last tick.
         duration_ns: of the step, by the survey's clock.
@@ -177,6 +201,7 @@ class Survey:
         closed: what stages cannot begin within.
         aliases: further names of modules -> the first, which is among ``modules``.
         clock: whose times they are (clocks.py).
+        stateful: paths of the modules that are units for their buffers alone.
     """
 
     title: str
@@ -188,7 +213,7 @@ class Survey:
     changes: tuple[Change, ...]
     parameters: Mapping[str, Held]
     buffers: Mapping[str, int | None]
-    changed: Mapping[str, tuple[Use, Use]]
+    changed: Mapping[str, Moved]
     metrics: Mapping[str, tuple[int, ...]]
     end: int
     duration_ns: int
@@ -197,6 +222,7 @@ class Survey:
     closed: tuple[Closed, ...] = ()
     aliases: Mapping[str, str] = field(default_factory=dict)
     clock: ClockName = "counted"
+    stateful: frozenset[str] = frozenset()
 
     def is_derived(self, value: int, tick: int) -> bool:
         """Say whether a value depends on parameters at a tick."""
