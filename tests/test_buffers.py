@@ -110,11 +110,11 @@ class Reads(Callback):
         self.on_train_batch_end(trainer, module)
 
 
-def fit(strategy: Any) -> dict[str, Any]:
+def fit(strategy: Any, make: Any = Stateful) -> dict[str, Any]:
     torch.set_num_threads(1)
     g = torch.Generator().manual_seed(1)
     data = torch.randn(NUM_STEPS * NUM_MICRO * 3, 4, generator=g)
-    module, reads = Stateful(), Reads()
+    module, reads = make(), Reads()
     flags = {"accumulate_grad_batches": NUM_MICRO} if strategy == "auto" else {}
     rows = 3 if flags else 3 * NUM_MICRO
     trainer = make_trainer(
@@ -149,3 +149,41 @@ def test_buffers_are_those_of_one_device(num_ranks: int, strategy: dict[str, Any
         assert_same(rank["weights"], expected["weights"])
         assert rank["seen"] == expected["seen"]
         assert rank["val"] == expected["val"]
+
+
+# ---------------------------------------------------------------------- refused by name
+
+
+class Anew(Stateful):
+    def forward(self, batch: Tensor) -> Tensor:
+        x = self.b(self.a(batch))
+        self.level = 0.9 * self.level + x.detach().mean(0)
+        return self.d(self.c(x - self.level))
+
+
+class Late(Stateful):
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        if batch_idx:
+            self.level.add_(1)
+        return self.d(self.b(batch) + self.level).square().mean()
+
+
+def refused(num_ranks: int, module: Any, **strategy: Any) -> str:
+    with pytest.raises(processes.RanksFailedError) as caught:
+        processes.run(fit, num_ranks, {"num_micro": NUM_MICRO, **strategy}, module)
+    return str(caught.value)
+
+
+def test_code_between_modules_changes_buffers_in_place() -> None:
+    error = refused(1, Anew, preset="1f1b", stages=["c"])
+    assert "buffer 'level' is assigned anew by code that later stages repeat" in error
+    assert "self.level.copy_(...)" in error
+    assert 'use CyclicStrategy(stages=["b"])' in error
+    (rank,) = processes.run(fit, 1, {"preset": "1f1b", "num_micro": 4, "stages": ["b"]}, Anew)
+    assert_same(rank["weights"], processes.run(fit, 1, "auto", Anew)[0]["weights"])
+
+
+@pytest.mark.parametrize("preset", ["1f1b", "cyclic_pipeline"])
+def test_buffers_that_begin_to_change_later_are_named(preset: str) -> None:
+    error = refused(2, Late, preset=preset, stages=["d"])
+    assert "buffer 'level' was changed in step 1 by code that several stages run" in error

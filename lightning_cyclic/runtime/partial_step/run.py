@@ -142,8 +142,7 @@ class Run:
 
     def call(self, unit: Unit, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Answer a call of a module with parameters, or of a metric."""
-        if unit.begins > self.region and not self._done:
-            self._begin(unit)
+        self.reach(unit.path, unit.begins)
         replay = self._replay
         if replay is not None and not unit.is_split:
             ghost = replay.ghost(unit.event)
@@ -153,7 +152,7 @@ class Run:
         if unit.is_split:
             return original(*args, **kwargs)
         if unit.stages is not None and self.region not in unit.stages:
-            refuse_home(unit.path, unit.stages, self.region)
+            refuse_home(unit.path, unit.stages, self.region, unit.beside)
         return self._call_unit(unit, original, args, kwargs)
 
     def _call_unit(self, unit: Unit, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -269,10 +268,13 @@ class Run:
 
     # ------------------------------------------------------------------ from stage to stage
 
-    def _begin(self, unit: Unit) -> None:
-        stage, replay = unit.begins, self._replay
+    def reach(self, path: str, stage: int) -> None:
+        """Begin a stage with the call of a module, unless it has begun."""
+        if stage <= self.region or self._done:
+            return
+        replay = self._replay
         if stage != self.region + 1:
-            refuse_begin(unit.path, stage, self.region)
+            refuse_begin(path, stage, self.region)
         if replay is None:
             self._end()
         if not replay.end():

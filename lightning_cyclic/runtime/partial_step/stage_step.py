@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple, final
 
 import torch
@@ -120,6 +121,7 @@ class StageStep:
 
     casts: CastCopies | None = None  # where the step runs under autocast
     watch: WeightWatch | None = None  # of weights that have versions, whenever the step runs
+    still: Mapping[str, Tensor] = MappingProxyType({})  # buffers that it watches, too
 
     def __init__(
         self,
@@ -279,7 +281,7 @@ class StageStep:
         """Refuse that the user's code changes weights."""
         if self.watch is None:
             return _NOTHING
-        return self.watch.watching(a.t, [*cell.versions, self._here])
+        return self.watch.watching(a.t, [*cell.versions, self._here, self.still])
 
     def _finish_forward(
         self, a: Action, run: Run, cell: _Cell, passage: Passage, output: Any, visit: Visit
@@ -352,7 +354,9 @@ class StageStep:
         cell = self._cells.pop((a.t, a.i, a.j))
         if cell.again is None:
             return self._backward_of(a, cell, take_gradients())
-        with self._effects.undone(a.j, cell.buffers):  # behind the backward, which may look at buffers
+        with self._effects.undone(
+            a.j, cell.buffers
+        ):  # behind the backward, which may look at buffers
             self._run_again(a, cell, cell.again)
             return self._backward_of(a, cell, take_gradients())
 

@@ -9,7 +9,7 @@ Everything has its *tick*: the number of calls, ends of calls and torch function
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Literal, NamedTuple, TypeAlias
@@ -229,6 +229,32 @@ class Survey:
         since = self.storages[self.values[value].storage].derived_from
         return self.values[value].derived or (since is not None and since <= tick)
 
+    def beside(self, name: str) -> str | None:
+        """Return the used parameter that is nearest to an unused one, or to a buffer.
+
+        It is of the same module, or of the innermost one around it that has any; of these, the
+        one that is defined before it, else behind it. None if the step uses none.
+
+        Args:
+            name: with its path.
+        """
+        names = list(self.parameters)
+        at = names.index(name) if name in self.parameters else len(names)
+        nearest = [n for n in (*reversed(names[:at]), *names[at:]) if self.parameters[n].uses]
+        path = name
+        while path:
+            path = path.rpartition(".")[0]
+            for n in nearest:
+                if n.startswith(f"{path}." if path else ""):
+                    return n
+        return None
+
+    def uses_beside(self, name: str) -> tuple[Use, ...]:
+        """Return the uses of a parameter; of one that was not used, the first of one beside it."""
+        uses = self.parameters[name].uses if name in self.parameters else ()
+        near = None if uses else self.beside(name)
+        return uses if near is None else self.parameters[near].uses[:1]
+
     def in_metric(self, path: str) -> bool:
         """Say whether a call's path is that of a metric, of its update or of what it holds."""
         return any(path == metric or path.startswith(f"{metric}.") for metric in self.metrics)
@@ -268,6 +294,17 @@ def _times(run: Survey) -> dict[int, int]:
 
 def _order(run: Survey) -> list[tuple[str, int, int]]:
     return [(c.path, c.begin, c.end) for c in run.calls]
+
+
+def is_inside(path: str, paths: Collection[str]) -> bool:
+    """Say whether what has a path is one of some modules, or inside.
+
+    Example:
+        >>> is_inside("net.3.mean", {"net.3"}), is_inside("net.30.mean", {"net.3"})
+        (True, False)
+    """
+    parts = path.split(".")
+    return any(".".join(parts[:k]) in paths for k in range(1, len(parts) + 1))
 
 
 def is_metric(module: object) -> bool:

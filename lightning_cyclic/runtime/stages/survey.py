@@ -124,7 +124,9 @@ class _State(NamedTuple):
         return _State(
             self.units | {m.within for m in seen.changed.values()} - units - {""},
             self.derived
-            | {n for n, m in seen.changed.items() if m.by_derived and m.within not in shut & units},
+            | {
+                n for n, m in seen.changed.items() if m.by_derived and m.within not in shut & units
+            },
         )
 
 
@@ -322,7 +324,7 @@ class _Surveyor:
             raise _takes_gradients(func)
         name = func.__name__
         inputs = list(arguments((args, kwargs)))
-        replaced = inputs[:1] if func == _SETS_DATA and is_the_users() else []
+        replaced = inputs[:1] if func == _SETS_DATA and _replaces(inputs) else []
         for x in replaced or about_to_change(name, args, kwargs):
             if (given := self._ledger.given(x)) is not None:
                 self._keeper.keep(given)
@@ -480,6 +482,11 @@ class _Watch(TorchFunctionMode):
 def _closed(x: _Checkpoint) -> Closed:
     what = "is checkpointed, and runs again in the backward"
     return Closed(x.begin, x.end, what, x.line)
+
+
+def _replaces(inputs: Sequence[Tensor]) -> bool:
+    """Say whether the user's code gives a tensor other data: Module.to may give it its own."""
+    return is_the_users() and not all(x.is_set_to(inputs[0]) for x in inputs)
 
 
 def _tick(use: Use) -> int:
