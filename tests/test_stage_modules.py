@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from functools import cache
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.utils import parametrizations, prune, weight_norm
+from torch.nn.utils import parametrizations, prune, spectral_norm, weight_norm
 from torch.utils.data import DataLoader
 
 from tests import processes
@@ -40,7 +41,7 @@ class Heads(Base):
         self.net = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
         norm = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 9))
         self.heads = nn.ModuleList([nn.Linear(4, 9), norm])
-        self.loss = nn.AdaptiveLogSoftmaxWithLoss(4, 9, [2, 5])
+        self.loss = nn.AdaptiveLogSoftmaxWithLoss(4, 9, [2, 5], div_value=1.0)
 
     def forward(self, x: Tensor, task: int) -> Tensor:
         x = self.net(x)
@@ -83,7 +84,10 @@ class Hooked(Base):
         layers = [nn.Linear(4, 4) for _ in range(4)]
         for layer in layers[1:3]:
             prune.l1_unstructured(layer, "weight", 0.5)  # type: ignore[no-untyped-call]
-        self.net = nn.Sequential(*layers, weight_norm(nn.Linear(4, 4)))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            self.net = nn.Sequential(*layers, weight_norm(nn.Linear(4, 4)))
+        self.net.append(spectral_norm(nn.Linear(4, 4)))  # changes buffers, too
         self.last = parametrizations.weight_norm(nn.Linear(4, 9))
 
     def forward(self, x: Tensor, task: int) -> Tensor:
@@ -110,6 +114,28 @@ class Moving(Base):
 
     def forward(self, x: Tensor, task: int) -> Tensor:
         return self.last(self.second(self.router(self.first(x))))
+
+
+class Short(Base):
+    """Has two places for stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.head = nn.LSTM(4, 4, batch_first=True), nn.Linear(4, 9)
+
+    def forward(self, x: Tensor, task: int) -> Tensor:
+        return self.head(self.cell(x[:, None])[0][:, 0])
+
+
+class Shortest(Short):
+    """Has one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.cell
+
+    def forward(self, x: Tensor, task: int) -> Tensor:
+        return self.head(x)
 
 
 def micro_batches() -> list[dict[str, Any]]:
@@ -152,6 +178,8 @@ def plain(make: Any) -> dict[str, Tensor]:
         (Hooked, 1, {"preset": "1f1b", "stages": ["net.2", "net.4", "last"], "remat": "always"}),
         (Moving, 2, {"preset": "1f1b"}),
         (Moving, 1, {"preset": "gpipe", "stages": 3}),
+        (Short, 1, {"preset": "lockstep_dp"}),
+        (Shortest, 1, {"preset": "gpipe"}),
     ],
     ids=str,
 )
@@ -170,3 +198,20 @@ def test_what_later_steps_use_elsewhere_is_named() -> None:
     assert "it was not used in the first micro-batch" in text
     assert "it went with 'b.bias', which is defined beside it" in text
     assert "begin stage 1 at 'b' or before" in text  # as the test above does, and as Behind
+
+
+def test_one_device_has_as_many_stages_as_there_are_places() -> None:
+    def fitted(make: Any, **given: Any) -> dict[str, Tensor]:
+        return processes.run(fit, 1, make, {"preset": "cyclic_dp", **given})[0]
+
+    assert_same(fitted(Short), fitted(Short, stages=2))
+    assert_same(fitted(Shortest), fitted(Shortest, stages=1))
+
+
+def test_too_many_processes_for_the_places_are_refused_once_and_for_all() -> None:
+    with pytest.raises(processes.RanksFailedError) as caught:
+        processes.run(fit, 2, Shortest, {"preset": "1f1b", "stages": 2})
+    assert (
+        "2 processes with preset '1f1b' need 2 stages, but Shortest can be cut into one stage at "
+        "most; allowed: no more processes than stages; use Trainer(devices=1)"
+    ) in str(caught.value)

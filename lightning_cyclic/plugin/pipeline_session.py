@@ -9,7 +9,7 @@ from typing import Any, final
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins import MixedPrecision
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 from torch.optim import Optimizer
 
@@ -67,8 +67,8 @@ class CutFinder:
             balance="activations" if options.plans_placement == "single" else "time",
             demands=self._demands(stages) if isinstance(stages, int) else None,
         )
-        if options.plans_placement != "single":
-            _warn_of_idle(self._survey, cuts)
+        if options.num_workers != 1:
+            _tell_of_idle(self._survey, cuts)
         return cuts
 
     def _stages(self, survey: Survey, module: nn.Module) -> int | Sequence[str]:
@@ -136,13 +136,13 @@ class CutFinder:
         )
 
 
-def _warn_of_idle(survey: Survey, cuts: Cuts) -> None:
-    """Warn of a stage that has hardly anything to do, for which its workers wait."""
+def _tell_of_idle(survey: Survey, cuts: Cuts) -> None:
+    """Tell of a stage that has hardly anything to do, so that its workers wait."""
     times = [load.compute_ns for load in loads(survey, cuts)]
     least = min(times)
     if least * cuts.num_stages * 10 < sum(times):
         j = times.index(least)
-        rank_zero_warn(
+        rank_zero_info(
             f"Stage {j} of {cuts.num_stages} has {least / sum(times):.1%} of a step's time, so "
             "that its workers wait for the others. Let stages begin elsewhere, "
             "CyclicStrategy(stages=[...]): `lightning-cyclic doctor` lists the places; or use "

@@ -33,8 +33,9 @@ class Cuts:
             ones beside them are.
         tied: names of parameters that several stages use -> these stages.
         buffers: names of all buffers, by the stage in which they are first used; stage 0 has
-            those that are not.
-        changed: names of the buffers that the step changed.
+            those that are not, but those of modules with parameters are where these are.
+        changed: names of the buffers that the step changed, or later ones may, as they call
+            modules that it did not.
         repeated: those of them that code between modules changes by the batch alone, which all
             workers run up to their stage.
         exposed: those that code between modules uses, and that their own stage alone changes.
@@ -190,8 +191,10 @@ def _cuts(survey: Survey, places: Sequence[Place]) -> Cuts:
         if len(users) > 1:
             tied[name] = tuple(users)
     buffers: list[list[str]] = [[] for _ in range(count)]
+    later = _may_change(survey)
     for name, first in survey.buffers.items():
-        buffers[stage_of(_tick_beside(survey, name) if first is None else first)].append(name)
+        tick = _tick_beside(survey, name) if name in later else first or 0
+        buffers[stage_of(tick)].append(name)
     split = split_by(places)
     skipped = {c.path for c in survey.calls if c.is_unit} - split  # by workers of later stages
     glue = {n: m for n, m in survey.changed.items() if not is_inside(m.within, skipped)}
@@ -202,7 +205,7 @@ def _cuts(survey: Survey, places: Sequence[Place]) -> Cuts:
         parameters=tuple(map(tuple, parameters)),
         tied=tied,
         buffers=tuple(map(tuple, buffers)),
-        changed=frozenset(survey.changed) | _may_change(survey),
+        changed=later | survey.changed.keys(),
         metrics={
             path: stage_of(updates[-1]) if updates else count - 1
             for path, updates in survey.metrics.items()
