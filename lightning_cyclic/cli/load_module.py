@@ -67,12 +67,17 @@ def examine(
         with _detached(module, feed):
             step = _step(module, feed, num_micro)
             seen = survey(module, step, clock=clock)
-        if stages is None:
-            stages = min(2, most_stages(CutPoints(seen)))
+        most, asked = most_stages(CutPoints(seen)), stages
+        if stages is None or isinstance(stages, int):
+            stages = min(2 if stages is None else stages, most)
         cuts = choose_cuts(seen, stages, memory_limit_bytes=memory_limit_bytes)
         remark = None
         if isinstance(stages, int):
             remark = faster_order(seen, cuts, memory_limit_bytes=memory_limit_bytes, milp=milp)
+        if isinstance(asked, int) and asked > most:
+            more = f"{asked} stages were asked for, {most} are the most: see above what stands " \
+                "against others"  # fmt: skip
+            remark = more if remark is None else f"{more}\n{remark}"
         return report(seen, cuts, remark=remark)
     except PlanError:
         raise

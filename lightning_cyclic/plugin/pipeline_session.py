@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, final
 
 import torch
@@ -13,6 +14,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_cyclic.errors import PlanError
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.plugin.checks import scaler_of
 from lightning_cyclic.plugin.options import Options
@@ -22,11 +24,13 @@ from lightning_cyclic.runtime.lending import lending
 from lightning_cyclic.runtime.partial_step.config import StagewiseConfig
 from lightning_cyclic.runtime.partial_step.ranks import rank_of
 from lightning_cyclic.runtime.partial_step.session import StagewiseSession
+from lightning_cyclic.runtime.stages.best_places import most_stages
 from lightning_cyclic.runtime.stages.branches import faster_order
 from lightning_cyclic.runtime.stages.cuts import Cuts, choose_cuts, whole
 from lightning_cyclic.runtime.stages.demands import Demands
 from lightning_cyclic.runtime.stages.evidence import Survey
-from lightning_cyclic.runtime.stages.report import report
+from lightning_cyclic.runtime.stages.places import CutPoints
+from lightning_cyclic.runtime.stages.report import loads, report
 from lightning_cyclic.runtime.stages.survey import survey
 from lightning_cyclic.runtime.stages.written import refuse_written
 from lightning_cyclic.runtime.transport import CountingTransport
@@ -55,11 +59,9 @@ class CutFinder:
             return whole(module)  # without a run that users would see in their hooks and counts
         with lending(module):
             self._survey = survey(module, step, clock=options.clock)
-        stages = options.stages
-        if isinstance(stages, str):
-            stages = options.expected_stages(module)
         refuse_written(self._survey, keeps_order=options.keeps_order)
-        return choose_cuts(
+        stages = self._stages(self._survey, module)
+        cuts = choose_cuts(
             self._survey,
             stages,
             memory_limit_bytes=options.memory_limit_bytes,
@@ -67,6 +69,39 @@ class CutFinder:
             balance="activations" if options.plans_placement == "single" else "time",
             demands=self._demands(stages) if isinstance(stages, int) else None,
         )
+        if options.num_workers != 1:
+            _tell_of_idle(self._survey, cuts)
+        return cuts
+
+    def _stages(self, survey: Survey, module: nn.Module) -> int | Sequence[str]:
+        """Return how many stages, or which: as many as there can be where none are asked for.
+
+        Raises:
+            PlanError: fewer than the processes need.
+        """
+        options = self._options
+        if not isinstance(options.stages, int | str):
+            return options.stages
+        wanted = options.expected_stages(module)
+        if (most := most_stages(CutPoints(survey))) >= wanted:
+            return wanted
+        if options.plans_placement == "single" and isinstance(options.stages, str):
+            rank_zero_info(
+                f"{survey.title} can be cut into {_counted(most)} at most, and num_micro={wanted} "
+                "would want as many: `lightning-cyclic doctor` says what stands against more."
+            )
+            return most
+        least = replace(options, stages="auto").expected_stages(module)
+        if most < least and options.plans_placement != "single":
+            fits = f"Trainer(devices={most * options.width})"
+            more = fits if options.plans_placement == "pipelined" else "fewer processes"
+            raise PlanError(
+                f"{options.num_workers} processes with preset {options.preset!r} need {least} "
+                f"stages, but {survey.title} can be cut into {_counted(most)} at most; allowed: "
+                f"no more processes than stages; use {more}, or strategy='cyclic_dp', whose ranks "
+                "run whole steps; `lightning-cyclic doctor` says what stands against more"
+            )
+        return wanted
 
     def _demands(self, num_stages: int) -> Demands | None:
         """Return what the plan asks of the worker of each stage, where each has one in training.
@@ -101,6 +136,24 @@ class CutFinder:
             memory_limit_bytes=options.memory_limit_bytes,
             demands=self._demands(cuts.num_stages),
         )
+
+
+def _tell_of_idle(survey: Survey, cuts: Cuts) -> None:
+    """Tell of a stage that has hardly anything to do, so that its workers wait."""
+    times = [load.compute_ns for load in loads(survey, cuts)]
+    least = min(times)
+    if least * cuts.num_stages * 10 < sum(times):
+        j = times.index(least)
+        rank_zero_info(
+            f"Stage {j} of {cuts.num_stages} has {least / sum(times):.1%} of a step's time, so "
+            "that its workers wait for the others. Let stages begin elsewhere, "
+            "CyclicStrategy(stages=[...]): `lightning-cyclic doctor` lists the places; or use "
+            "strategy='cyclic_dp', whose ranks run whole steps."
+        )
+
+
+def _counted(num_stages: int) -> str:
+    return "one stage" if num_stages == 1 else f"{num_stages} stages"
 
 
 def state_per_param(optimizers: Sequence[Optimizer]) -> float:

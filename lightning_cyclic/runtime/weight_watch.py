@@ -29,7 +29,8 @@ from lightning_cyclic.runtime.bits import sum_of_bits
 _count = attrgetter("_version")
 _is_trained = attrgetter("requires_grad")
 
-Weights = Mapping[str, nn.Parameter]
+Weights = Mapping[str, Tensor]
+"""By name; also buffers that may not change."""
 
 
 class _Noted(NamedTuple):
@@ -121,8 +122,8 @@ class WeightWatch:
         self._is_on = False
         for k in range(len(self._groups)):
             self._check(k)
-        self._noted, self._groups = [], ()
         self._check_seen()
+        self._noted, self._groups = [], ()
 
     def _note(self, group: Weights) -> _Noted:
         weights = group.values()
@@ -143,7 +144,7 @@ class WeightWatch:
         group, before = self._groups[k], self._noted[k]
         counts = list(map(_count, group.values()))
         if counts != before.counts:
-            raise changed_within(_differing(group, counts, before.counts), self._rank, self._t)
+            raise self._changed(_differing(group, counts, before.counts))
         trained = list(map(_is_trained, group.values())) if before.trained else []
         if trained != before.trained:
             raise StepError(
@@ -161,7 +162,16 @@ class WeightWatch:
         names, before, behind = zip(*seen, strict=True)
         differ = torch.stack(before).ne(torch.stack(behind)).tolist()
         if True in differ:
-            raise changed_within(names[differ.index(True)], self._rank, self._t)
+            raise self._changed(names[differ.index(True)])
+
+    def _changed(self, name: str) -> StepError:
+        if any(name in w and isinstance(w[name], nn.Parameter) for w in self._groups):
+            return changed_within(name, self._rank, self._t)
+        return StepError(
+            f"buffer {name!r} was changed in step {self._t} by code that several stages run, but "
+            "not in the first micro-batch, which decides which stage has it; allowed: buffers "
+            "that change from the first step on; change it in the first one, too"
+        )
 
 
 def changed_within(name: str, rank: int, t: int) -> StepError:

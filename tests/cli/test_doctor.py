@@ -178,6 +178,14 @@ def test_a_file_that_is_called_like_another_module(doctor, name):
     assert importlib.import_module(name).__file__ != str(Path(f"{name}.py").resolve())
 
 
+def test_more_stages_than_there_are_places_have_a_table_too(doctor):
+    status, out, _ = doctor("Model", "--stages", "4")
+    assert status == 0
+    assert 'CyclicStrategy(stages=["middle", "last"])' in out
+    said = "4 stages were asked for, 3 are the most: see above what stands against others"
+    assert out.endswith(f"{said}\n")
+
+
 def test_named_stages_and_a_memory_limit(doctor):
     assert 'stages=["middle"]' in doctor("Model", "--stages", "middle")[1]
     assert 'stages=["middle", "last"]' in doctor("Model", "--stages", "middle, last")[1]
@@ -238,7 +246,7 @@ def test_an_integer_programme_of_many_branches(doctor, monkeypatch):
         (["WithoutData"], "WithoutData comes without data; allowed: --data PATH:CLASS"),
         (["Empty"], "the train_dataloader of Empty yields no batch"),
         (["Manual"], "Manual optimizes by itself (automatic_optimization=False)"),
-        (["Model", "--stages", "4"], "Model can be cut into at most 3; allowed: 1 to 3"),
+        (["Model", "--stages", "0"], "Model can be cut into at most 3; allowed: 1 to 3"),
         (["Model", "--num-micro", "0"], "--num-micro 0 is no number of micro-batches"),
         (["Model", "--data", "Data"], "'Data' does not say which class"),
         (["Model", "--data", "no.such.thing:Data"], "there is no module 'no.such.thing'"),

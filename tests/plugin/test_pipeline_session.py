@@ -97,3 +97,31 @@ def test_stages_that_were_named_are_the_users(monkeypatch: pytest.MonkeyPatch) -
 def test_one_device_balances_memory_and_no_times(monkeypatch: pytest.MonkeyPatch) -> None:
     text = reported(monkeypatch, "cyclic_dp", workers=1, stages=3, num_micro=3)
     assert "another order" not in text
+
+
+class Widths(nn.Module):
+    """Multiplies matrices of some sizes, in turn."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Linear(n, n) for n in sizes)
+
+    def forward(self) -> torch.Tensor:
+        each = [part(torch.ones(8, part.in_features)).sum() for part in self.parts]
+        return torch.stack(each).sum()
+
+
+@pytest.mark.parametrize(
+    ("workers", "widths", "said"),
+    [(2, (4, 256), "Stage 0 of 2 has "), (2, (256, 256), ""), (1, (4, 256), "")],
+)
+def test_a_stage_with_hardly_anything_to_do_is_told_of(
+    monkeypatch: pytest.MonkeyPatch, workers: int, widths: tuple[int, ...], said: str
+) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(pipeline_session, "rank_zero_info", told.append)
+    options = replace(CyclicStrategy("1f1b", stages=["parts.1"])._options, num_workers=workers)
+    module = Widths(*widths)
+    CutFinder(options, state_per_param=2.0).find(module, module)
+    assert len(told) == bool(said)
+    assert said in "".join(told)

@@ -13,19 +13,21 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_cyclic.errors import ConfigurationError
 from lightning_cyclic.runtime.compiled import IN_PLACE, is_compiled_in_place, named_modules
+from lightning_cyclic.runtime.partial_step.record import MARK, OWNED
 from lightning_cyclic.runtime.partial_step.watch import Watch
 
 if TYPE_CHECKING:
     from lightning_cyclic.runtime.partial_step.plain_run import PlainRun
     from lightning_cyclic.runtime.partial_step.run import Run
     from lightning_cyclic.runtime.stages.cuts import Cuts
-from lightning_cyclic.runtime.stages.evidence import is_metric
+from lightning_cyclic.runtime.stages.evidence import is_inside, is_metric
 
 _CALL = "forward"  # inside hooks, which run whether the forward is skipped or not
+_WITH_HOOKS = "_call_impl"
 
 
 class Method(NamedTuple):
@@ -45,7 +47,10 @@ class Unit:
         event: name of the event that a call is.
         begins: the stage that begins with it; 0 for none.
         is_split: whether stages begin within it.
-        stages: in which it may be called, since its parameters belong to them; None for any.
+        stages: in which it may be called, since its parameters belong to them, or the buffers
+            that it changes; None for any.
+        beside: name of the parameter with which those went that were not used when the stages
+            were found; "": all were used.
     """
 
     path: str
@@ -53,6 +58,7 @@ class Unit:
     begins: int
     is_split: bool
     stages: tuple[int, ...] | None
+    beside: str
 
 
 @final
@@ -76,7 +82,10 @@ class CallRouter:
         self.watch = Watch(self)
         self.num_stages = len(cuts.starts) + 1
         self._begins = {path: j for j, path in enumerate(cuts.starts, start=1)}
+        self._stateful = dict.fromkeys(cuts.stateful)
+        self._exposed = sorted(cuts.exposed)
         self._stages_of_unit = _stages_of_units(module, cuts)
+        self._units: set[str] = set()
         self._methods = list(self._route())
         self._own = self._own_methods()
 
@@ -88,14 +97,28 @@ class CallRouter:
             self._own = self._own_methods()
         for owner, name, routed in self._methods:
             owner.__dict__[name] = routed
+        exposed = list(map(self.module.get_buffer, self._exposed))
+        for x in exposed:
+            setattr(x, MARK, (OWNED, None))
         try:
             yield
         finally:
+            for x in exposed:
+                delattr(x, MARK)
             for (owner, name, _), method in zip(self._methods, self._own, strict=True):
                 if method is None:
                     owner.__dict__.pop(name, None)
                 else:
                     owner.__dict__[name] = method
+
+    def still_buffers(self) -> dict[str, Tensor]:
+        """Return the buffers outside of units that the step was not seen to change, by name."""
+        shut = {path for path in self._units if path not in self.cuts.split}
+        return {
+            name: x
+            for name, x in self.module.named_buffers()
+            if name not in self.cuts.changed and not is_inside(name, shut)
+        }
 
     def _own_methods(self) -> list[Any]:
         """Return, for each method, what its module has by that name beside its class."""
@@ -107,17 +130,31 @@ class CallRouter:
                 _refuse_backward_hooks(path, m)
             has_parameters = next(m.parameters(), None) is not None
             metric = is_metric(m)
-            if not path or not (has_parameters or metric or path in self._begins):
+            is_unit = has_parameters or metric or path in self._begins | self._stateful
+            if not (path and is_unit):
                 continue
+            self._units.add(path)
             if isinstance(m, torch.jit.ScriptModule):
                 raise ConfigurationError(
                     f"{path!r} is a TorchScript module, whose calls cannot be followed; allowed: "
                     "modules of Python code; use the module that it was scripted from"
                 )
             name = IN_PLACE if is_compiled_in_place(m) else _CALL
+            if path in self._begins and name == _CALL:
+                yield Method(m, _WITH_HOOKS, self._beginning(path, m._call_impl))
             yield Method(m, name, self._routed(path, getattr(m, name)))
             for name in ("update", "compute") if metric else ():
                 yield Method(m, name, self._routed(f"{path}.{name}", getattr(m, name)))
+
+    def _beginning(self, path: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Let a stage begin before the hooks of its first module, which may make its weights."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if self.looking is not None:
+                self.looking.reach(path, self._begins[path])
+            return original(*args, **kwargs)
+
+        return call
 
     def _routed(self, path: str, original: Callable[..., Any]) -> Callable[..., Any]:
         unit = Unit(
@@ -126,6 +163,7 @@ class CallRouter:
             begins=self._begins.get(path, 0),
             is_split=path in self.cuts.split,
             stages=self._stages_of_unit.get(path),
+            beside=_beside(path, self.cuts),
         )
 
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -152,6 +190,13 @@ def _refuse_backward_hooks(path: str, m: nn.Module) -> None:
         )
 
 
+def _beside(path: str, cuts: Cuts) -> str:
+    """Return the parameter with which those of a module went; "" if any of them was used."""
+    all_names = (n for names in cuts.parameters for n in names) if cuts.unused else ()
+    names = [n for n in all_names if n.startswith(f"{path}.")]
+    return cuts.unused[names[0]] if names and cuts.unused.keys() >= {*names} else ""
+
+
 def _stages_of_units(module: nn.Module, cuts: Cuts) -> dict[str, tuple[int, ...]]:
     homes = {name: {j} for j, names in enumerate(cuts.parameters) for name in names}
     for name, stages in cuts.tied.items():
@@ -164,4 +209,8 @@ def _stages_of_units(module: nn.Module, cuts: Cuts) -> dict[str, tuple[int, ...]
         for p in m.parameters():
             common &= by_id.get(id(p), everywhere)
         found[path] = tuple(sorted(common))
+    stage_of = cuts.changing
+    for path in cuts.stateful:
+        stages = {j for n, j in stage_of.items() if n.startswith(f"{path}.")}
+        found[path] = tuple(sorted(stages)) or found[path]
     return found

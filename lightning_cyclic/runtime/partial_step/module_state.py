@@ -347,7 +347,8 @@ class ModuleState:
             return
         with torch.no_grad():
             for name, value in zip(self._buffers, values, strict=True):
-                self._module.get_buffer(name).copy_(value)
+                if not torch.equal(buffer := self._module.get_buffer(name), value):
+                    buffer.copy_(value)  # else graphs that hold it would notice
 
     # ------------------------------------------------------------------ attributes
 

@@ -25,6 +25,7 @@ from lightning_cyclic.runtime.values.specs import TensorSpec
 from lightning_cyclic.runtime.values.trees import LEAF, tensors
 
 MARK = "_cyclic_made"  # on a tensor: (number of the run, handle)
+OWNED = 0  # in place of a number: a buffer of one stage, which others may not look at
 _UNNAMED: Handle = (-1, -1, -1)  # of tensors of the last stage, which nobody asks for
 
 

@@ -18,10 +18,20 @@ def refuse_begin(path: str, stage: int, region: int) -> NoReturn:
     )
 
 
-def refuse_home(path: str, stages: Sequence[int], region: int) -> NoReturn:
+def refuse_home(path: str, stages: Sequence[int], region: int, beside: str) -> NoReturn:
     """Refuse a call of a module in a stage that does not have it."""
+    what = f"module {path!r}, whose parameters or buffers belong to stage {list(stages)}"
+    if beside:
+        near = beside.rpartition(".")[0]
+        raise StepError(
+            f"{what}, is called in stage {region} at {user_line()}; it was not used in the first "
+            f"micro-batch, so that it went with {beside!r}, which is defined beside it; allowed: "
+            f"one stage for both; begin stage {region} at {near!r} or before, "
+            "CyclicStrategy(stages=[...]), or let __init__ define it behind a module of stage "
+            f"{region}"
+        )
     raise StepError(
-        f"module {path!r}, whose parameters belong to stage {list(stages)}, is called in stage "
+        f"{what}, is called in stage "
         f"{region} at {user_line()}; allowed: calls in the order in which the stages were found; "
         "keep all its calls in one stage, CyclicStrategy(stages=[...])"
     )

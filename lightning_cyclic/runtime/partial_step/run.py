@@ -29,7 +29,7 @@ from lightning_cyclic.runtime.partial_step.batch_reads import BatchReads
 from lightning_cyclic.runtime.partial_step.call_router import CallRouter, Unit
 from lightning_cyclic.runtime.partial_step.evidence import Notes
 from lightning_cyclic.runtime.partial_step.ghosts import Ghost, Handle, ask, real, tensors_in
-from lightning_cyclic.runtime.partial_step.record import MARK, Delivery, Record
+from lightning_cyclic.runtime.partial_step.record import MARK, OWNED, Delivery, Record
 from lightning_cyclic.runtime.partial_step.refusals import (
     refuse_begin,
     refuse_end,
@@ -146,8 +146,7 @@ class Run:
 
     def call(self, unit: Unit, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Answer a call of a module with parameters, or of a metric."""
-        if unit.begins > self.region and not self._done:
-            self._begin(unit)
+        self.reach(unit.path, unit.begins)
         replay = self._replay
         if replay is not None and not unit.is_split:
             ghost = replay.ghost(unit.event)
@@ -157,7 +156,7 @@ class Run:
         if unit.is_split:
             return original(*args, **kwargs)
         if unit.stages is not None and self.region not in unit.stages:
-            refuse_home(unit.path, unit.stages, self.region)
+            refuse_home(unit.path, unit.stages, self.region, unit.beside)
         return self._call_unit(unit, original, args, kwargs)
 
     def _call_unit(self, unit: Unit, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -277,10 +276,13 @@ class Run:
 
     # ------------------------------------------------------------------ from stage to stage
 
-    def _begin(self, unit: Unit) -> None:
-        stage, replay = unit.begins, self._replay
+    def reach(self, path: str, stage: int) -> None:
+        """Begin a stage with the call of a module, unless it has begun."""
+        if stage <= self.region or self._done:
+            return
+        replay = self._replay
         if stage != self.region + 1:
-            refuse_begin(unit.path, stage, self.region)
+            refuse_begin(path, stage, self.region)
         if replay is None:
             self._end()
         if not replay.end():
@@ -391,7 +393,7 @@ class Run:
         if kind is Ghost or kind is nn.Parameter:
             return True
         mark = getattr(x, MARK, None)
-        if mark is not None and mark[0] == self._number:
+        if mark is not None and mark[0] in (self._number, OWNED):
             return True
         return kind is not Tensor and isinstance(x, nn.Parameter)
 

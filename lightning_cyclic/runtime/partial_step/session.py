@@ -124,9 +124,7 @@ class StagewiseSession:
         self._summarise: dict[int, Summarise] = {}
         self._concluded: dict[int, Message] = {}  # what is told of steps
         self._watch = WeightWatch(self.rank)
-        self._weights: dict[
-            str, nn.Parameter
-        ] = {}  # that nothing changes while gradients are made
+        self._weights: dict[str, Tensor] = {}  # that nothing changes while gradients are made
         self._put_off: dict[tuple[int, int], list[Action]] = {}  # forwards, by update
         self._held: dict[str, Any] = {}  # generators that the module keeps
         self._modes: list[tuple[nn.Module, bool]] = []  # of the last step that has begun
@@ -298,11 +296,13 @@ class StagewiseSession:
         step.held = self._held = generators_of(self.module, config.not_state)
         if config.is_under_autocast and not (versions is not None and versions.overwrites):
             step.casts = CastCopies()  # else copies have no one value
+        still = {n: b for n, b in self.router.still_buffers().items() if b.layout == torch.strided}
         if versions is not None:
             step.watch = WeightWatch(self.rank, may_freeze=False)
+            step.still = still
         elif not config.is_one_stage or config.remat != "never":  # else it is as one device
             here = ownership.here().items()
-            self._weights = {n: p for n, p in here if n not in cuts.written}
+            self._weights = {**{n: p for n, p in here if n not in cuts.written}, **still}
         return step
 
     def _make_plain_step(self, cuts: Cuts) -> PlainStep:

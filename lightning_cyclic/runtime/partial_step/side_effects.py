@@ -5,7 +5,7 @@ A stage that is run again for its backward must not count its batch twice.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, final
 
@@ -34,12 +34,26 @@ class SideEffects:
         self._module = module
         self._cuts = cuts
 
+    def buffers(self, j: int) -> list[Tensor]:
+        """Return copies of the buffers of stage ``j`` that the step changes."""
+        return [self._module.get_buffer(n).detach().clone() for n in self._changing(j)]
+
+    def _changing(self, j: int) -> list[str]:
+        return [n for n in self._cuts.buffers[j] if n in self._cuts.changed]
+
     @contextmanager
-    def undone(self, j: int) -> Iterator[None]:
-        """Run the body, and leave stage ``j`` as it was but for gradients."""
-        names = [n for n in self._cuts.buffers[j] if n in self._cuts.changed]
+    def undone(self, j: int, found: Sequence[Tensor] = ()) -> Iterator[None]:
+        """Run the body, and leave stage ``j`` as it was but for gradients.
+
+        Args:
+            j: the stage.
+            found: what the body is to find in its buffers. [what they are]
+        """
+        names, values = self._changing(j), self.buffers(j)
         buffers = [self._module.get_buffer(n) for n in names]
-        values = [b.detach().clone() for b in buffers]
+        with torch.no_grad(), unseen(buffers):
+            for b, value in zip(buffers, found, strict=False):
+                b.copy_(value)
         metrics = [
             self._module.get_submodule(p) for p, at in self._cuts.metrics.items() if at == j
         ]

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple, final
 
 import torch
@@ -92,6 +93,7 @@ class _Cell:
     loss: Tensor | None = None
     versions: tuple[Version, ...] = ()  # whose stand-ins the graph holds
     found: Found | None = None  # of what the module keeps
+    buffers: list[Tensor] = field(default_factory=list)  # before it, if it is run again
     again: _Again | None = None  # if it is run again
 
 
@@ -123,11 +125,12 @@ class StageStep:
 
     casts: CastCopies | None = None  # where the step runs under autocast
     watch: WeightWatch | None = None  # of weights that have versions, whenever the step runs
-    held: Mapping[str, Any] = {}  # generators that the module keeps
+    held: Mapping[str, Any] = MappingProxyType({})  # generators that the module keeps
     noted = -1  # the step whose runs are noted
     notes: Notes | None = None  # of its forwards
     notes_again: Notes | None = None  # of stages that are run again for their backward
     runs_again = False  # whether all are
+    still: Mapping[str, Tensor] = MappingProxyType({})  # buffers that it watches, too
 
     def __init__(
         self,
@@ -219,6 +222,7 @@ class StageStep:
         again = self._training and self._is_run_again(a)
         passage = Passage(take_packet, self._lessons.get(micro.family), copied=again)
         visit = self._effects.state.begin(a.j)
+        cell.buffers = self._effects.buffers(a.j) if again else []
         if not again and self._versions is None and self.casts is None:  # which costs nothing
             run, output = self._pass(a, micro, passage, visit)
         else:
@@ -290,7 +294,7 @@ class StageStep:
         """Refuse that the user's code changes weights."""
         if self.watch is None:
             return _NOTHING
-        return self.watch.watching(a.t, [*cell.versions, self._here])
+        return self.watch.watching(a.t, [*cell.versions, self._here, self.still])
 
     def _finish_forward(
         self, a: Action, run: Run, cell: _Cell, passage: Passage, output: Any, visit: Visit
@@ -365,7 +369,9 @@ class StageStep:
         cell = self._cells.pop((a.t, a.i, a.j))
         if cell.again is None:
             return self._backward_of(a, cell, take_gradients())
-        with self._effects.undone(a.j):  # behind the backward, which may look at buffers
+        with self._effects.undone(
+            a.j, cell.buffers
+        ):  # behind the backward, which may look at buffers
             self._run_again(a, cell, cell.again)
             return self._backward_of(a, cell, take_gradients())
 

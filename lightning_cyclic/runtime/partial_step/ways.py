@@ -83,7 +83,9 @@ class Ways:
 
             def find() -> Any:
                 with foreign.present():
-                    return _data(survey(self._module, step), router.cuts)
+                    return _data(
+                        survey(self._module, step, stateful=router.cuts.stateful), router.cuts
+                    )
 
             data = self._collectives.agree(find, self._waiting(f"to begin {kind}"))
             self._take(kind, data, router, foreign)

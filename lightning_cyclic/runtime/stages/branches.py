@@ -150,10 +150,10 @@ class StepPieces:
         """Return whether the worker of a stage has memory for some pieces."""
         crossing_bytes = cache(graph.crossing_bytes)
         made = [self._points.load(a, b).activation_bytes for a, b in self._bounds]
-        unused = self._points.parameter_bytes(0, 0)
+        unused, uses_beside = self._points.parameter_bytes(0, 0), self._survey.uses_beside
         held = [
-            (h.num_bytes, sum(1 << v for v in {self.number(u.tick) for u in h.uses}))
-            for h in self._survey.parameters.values()
+            (h.num_bytes, sum(1 << v for v in {self.number(u.tick) for u in uses_beside(n)}))
+            for n, h in self._survey.parameters.items()
         ]
 
         def fits(j: int, smaller: int, larger: int) -> bool:

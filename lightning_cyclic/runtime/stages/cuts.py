@@ -7,8 +7,8 @@ seconds    3 . 1 . 1 . 2 . 5        dots: places where a stage can begin
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Self
 
@@ -17,7 +17,7 @@ from torch import nn
 from lightning_cyclic.errors import PlanError
 from lightning_cyclic.runtime.stages.best_places import best_places
 from lightning_cyclic.runtime.stages.demands import Demands
-from lightning_cyclic.runtime.stages.evidence import Survey, Use, is_metric
+from lightning_cyclic.runtime.stages.evidence import Survey, Use, is_inside, is_metric
 from lightning_cyclic.runtime.stages.named_places import named_places
 from lightning_cyclic.runtime.stages.places import Balance, CutPoints, Place, split_by
 
@@ -29,13 +29,18 @@ class Cuts:
     Args:
         starts: paths of the modules whose first calls begin stages 1, 2, ...
         split: paths of the modules within whose calls stages begin.
-        parameters: by stage of first use, in order of use; stage 0 has the unused ones too.
+        parameters: by stage of first use, in order of use; those that are not used are where the
+            ones beside them are.
         tied: names of parameters that several stages use -> these stages.
-        buffers: names of all buffers, by the stage in which their module is first called; stage
-            0 has those of modules that are not called.
-        changed: names of the buffers that the step changed.
-        repeated: those of them that code between modules uses, which all workers run up to their
-            stage.
+        buffers: names of all buffers, by the stage in which they are first used; stage 0 has
+            those that are not, but those of modules with parameters are where these are.
+        changed: names of the buffers that the step changed, or later ones may, as they call
+            modules that it did not.
+        repeated: those of them that code between modules changes by the batch alone, which all
+            workers run up to their stage.
+        exposed: those that code between modules uses, and that their own stage alone changes.
+        stateful: paths of the modules that are units for their buffers alone (evidence.py).
+        unused: names of the parameters that the step did not use -> the ones beside them.
         metrics: path of each metric -> the stage that updates it; the last if none was seen to.
         written: names of the parameters that the step itself changed, and may.
     """
@@ -49,6 +54,9 @@ class Cuts:
     metrics: dict[str, int]
     repeated: frozenset[str] = frozenset()
     written: frozenset[str] = frozenset()
+    exposed: frozenset[str] = frozenset()
+    stateful: frozenset[str] = frozenset()
+    unused: dict[str, str] = field(default_factory=dict)
 
     @property
     def num_stages(self) -> int:
@@ -90,6 +98,9 @@ class Cuts:
             "metrics": dict(self.metrics),
             "repeated": sorted(self.repeated),
             "written": sorted(self.written),
+            "exposed": sorted(self.exposed),
+            "stateful": sorted(self.stateful),
+            "unused": dict(self.unused),
         }
 
     @classmethod
@@ -105,6 +116,9 @@ class Cuts:
             metrics=dict(data["metrics"]),
             repeated=frozenset(data.get("repeated", ())),  # older checkpoints lack these
             written=frozenset(data.get("written", chain(*data["parameters"]))),  # any may be
+            exposed=frozenset(data.get("exposed", ())),
+            stateful=frozenset(data.get("stateful", ())),
+            unused=dict(data.get("unused", {})),
         )
 
 
@@ -173,34 +187,51 @@ def _cuts(survey: Survey, places: Sequence[Place]) -> Cuts:
     in_order = sorted(survey.parameters, key=lambda name: _first(survey.parameters[name].uses))
     for name in in_order:
         users = sorted({stage_of(u.tick) for u in survey.parameters[name].uses})
-        parameters[users[0] if users else 0].append(name)
+        parameters[users[0] if users else stage_of(_tick_beside(survey, name))].append(name)
         if len(users) > 1:
             tied[name] = tuple(users)
     buffers: list[list[str]] = [[] for _ in range(count)]
-    for name, called in survey.buffers.items():
-        buffers[0 if called is None else stage_of(called)].append(name)
+    later = _may_change(survey)
+    for name, first in survey.buffers.items():
+        tick = _tick_beside(survey, name) if name in later else first or 0
+        buffers[stage_of(tick)].append(name)
     split = split_by(places)
     skipped = {c.path for c in survey.calls if c.is_unit} - split  # by workers of later stages
+    glue = {n: m for n, m in survey.changed.items() if not is_inside(m.within, skipped)}
+    repeated = {n for n, m in glue.items() if m.units <= split and not m.by_derived}
     return Cuts(
         starts=tuple(p.path for p in places),
         split=split,
         parameters=tuple(map(tuple, parameters)),
         tied=tied,
         buffers=tuple(map(tuple, buffers)),
-        changed=frozenset(survey.changed),
+        changed=later | survey.changed.keys(),
         metrics={
             path: stage_of(updates[-1]) if updates else count - 1
             for path, updates in survey.metrics.items()
         },
-        repeated=frozenset(n for n in survey.changed if not _is_inside(n, skipped)),
+        repeated=frozenset(repeated),
         written=frozenset(w.name for w in survey.written),
+        exposed=frozenset(glue.keys() - repeated),
+        stateful=survey.stateful,
+        unused={n: survey.beside(n) or "" for n, h in survey.parameters.items() if not h.uses},
     )
 
 
-def _is_inside(name: str, paths: Collection[str]) -> bool:
-    """Say whether a buffer is of a module with one of the paths, or of a module inside."""
-    parts = name.split(".")
-    return any(".".join(parts[:k]) in paths for k in range(1, len(parts)))
+def _tick_beside(survey: Survey, name: str) -> int:
+    """Return when what is defined beside an unused parameter or buffer is used; 0: nothing is."""
+    uses = survey.uses_beside(name)
+    return uses[0].tick if uses else 0
+
+
+def _may_change(survey: Survey) -> frozenset[str]:
+    """Return the names of the buffers of modules with parameters that the step did not call."""
+    parts = (n.split(".") for n in survey.parameters)
+    having = {".".join(p[:k]) for p in parts for k in range(1, len(p))}
+    uncalled = having - {c.path for c in survey.calls}
+    return frozenset(
+        n for n, tick in survey.buffers.items() if tick is None and is_inside(n, uncalled)
+    )
 
 
 def _first(uses: tuple[Use, ...]) -> float:

@@ -9,7 +9,7 @@ Everything has its *tick*: the number of calls, ends of calls and torch function
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Literal, NamedTuple, TypeAlias
@@ -57,7 +57,8 @@ class Call:
         end: its last tick.
         begin_ns: time since the step began, by the survey's clock.
         end_ns: the same, of its end.
-        is_unit: it has parameters, or is a metric: other stages' workers skip it whole.
+        is_unit: it has parameters, or is a metric, or has buffers that the step changes: other
+            stages' workers skip it whole.
         outputs: numbers of the tensors that a unit call returned.
     """
 
@@ -130,6 +131,28 @@ class Edit(NamedTuple):
     at: Use
 
 
+class Moved(NamedTuple):
+    """Say how the step changed a buffer.
+
+    Args:
+        first: its first use.
+        last: its last use.
+        within: path of the innermost module within whose calls all uses are; "": the root.
+        is_leaf: whether these calls make no others.
+        by_derived: whether by values that depend on parameters, or nobody knows by which.
+        units: paths of the unit calls within which it, or what it was changed by, was made.
+        anew: where another tensor was put into its place; None: it was changed in place.
+    """
+
+    first: Use
+    last: Use
+    within: str
+    is_leaf: bool
+    by_derived: bool
+    units: frozenset[str]
+    anew: Use | None
+
+
 class Written(NamedTuple):
     """Say that the step changed a parameter; ``itself``: not by ``.data``, nor by a view."""
 
@@ -167,8 +190,9 @@ class Survey:
         reads: of values that depend on parameters or were made within units.
         changes: in place, of storages that did not depend on parameters.
         parameters: by name, all of them.
-        buffers: name of every buffer -> tick of its module's first call; None: not called.
-        changed: name of every buffer that the step changed -> its first and last use.
+        buffers: name of every buffer -> tick of its first use; of its module's first call, where
+            none was seen; None: not called.
+        changed: name of every buffer that the step changed -> how.
         metrics: path of every metric -> ticks of its updates.
         end: the last tick.
         duration_ns: of the step, by the survey's clock.
@@ -177,6 +201,7 @@ class Survey:
         closed: what stages cannot begin within.
         aliases: further names of modules -> the first, which is among ``modules``.
         clock: whose times they are (clocks.py).
+        stateful: paths of the modules that are units for their buffers alone.
     """
 
     title: str
@@ -188,7 +213,7 @@ class Survey:
     changes: tuple[Change, ...]
     parameters: Mapping[str, Held]
     buffers: Mapping[str, int | None]
-    changed: Mapping[str, tuple[Use, Use]]
+    changed: Mapping[str, Moved]
     metrics: Mapping[str, tuple[int, ...]]
     end: int
     duration_ns: int
@@ -197,11 +222,38 @@ class Survey:
     closed: tuple[Closed, ...] = ()
     aliases: Mapping[str, str] = field(default_factory=dict)
     clock: ClockName = "counted"
+    stateful: frozenset[str] = frozenset()
 
     def is_derived(self, value: int, tick: int) -> bool:
         """Say whether a value depends on parameters at a tick."""
         since = self.storages[self.values[value].storage].derived_from
         return self.values[value].derived or (since is not None and since <= tick)
+
+    def beside(self, name: str) -> str | None:
+        """Return the used parameter that is nearest to an unused one, or to a buffer.
+
+        It is of the same module, or of the innermost one around it that has any; of these, the
+        one that is defined before it, else behind it. None if the step uses none.
+
+        Args:
+            name: with its path.
+        """
+        names = list(self.parameters)
+        at = names.index(name) if name in self.parameters else len(names)
+        nearest = [n for n in (*reversed(names[:at]), *names[at:]) if self.parameters[n].uses]
+        path = name
+        while path:
+            path = path.rpartition(".")[0]
+            for n in nearest:
+                if n.startswith(f"{path}." if path else ""):
+                    return n
+        return None
+
+    def uses_beside(self, name: str) -> tuple[Use, ...]:
+        """Return the uses of a parameter; of one that was not used, the first of one beside it."""
+        uses = self.parameters[name].uses if name in self.parameters else ()
+        near = None if uses else self.beside(name)
+        return uses if near is None else self.parameters[near].uses[:1]
 
     def in_metric(self, path: str) -> bool:
         """Say whether a call's path is that of a metric, of its update or of what it holds."""
@@ -242,6 +294,17 @@ def _times(run: Survey) -> dict[int, int]:
 
 def _order(run: Survey) -> list[tuple[str, int, int]]:
     return [(c.path, c.begin, c.end) for c in run.calls]
+
+
+def is_inside(path: str, paths: Collection[str]) -> bool:
+    """Say whether what has a path is one of some modules, or inside.
+
+    Example:
+        >>> is_inside("net.3.mean", {"net.3"}), is_inside("net.30.mean", {"net.3"})
+        (True, False)
+    """
+    parts = path.split(".")
+    return any(".".join(parts[:k]) in paths for k in range(1, len(parts) + 1))
 
 
 def is_metric(module: object) -> bool:

@@ -49,18 +49,27 @@ class _Entry:
     uses: list[Use] = field(default_factory=list)
 
 
+@dataclass(slots=True)
+class _Moves:
+    """Hold what has changed a buffer in place."""
+
+    is_known: bool = False
+    derived: bool = False
+    units: set[int] = field(default_factory=set)
+
+
 @final
 class Ledger:
     """Keep the records."""
 
     def __init__(self) -> None:
-        self.reads: list[Read] = []
+        self._reads: list[Read] = []
         self.changes: list[Change] = []
         self.edits: list[Edit] = []
         self.writes: list[tuple[int, Use, bool]] = []  # parameter, where, whether to itself
         self._entries: list[_Entry] = []
         self._storages: list[Storage] = []
-        self._state: set[int] = set()  # storages whose changes are no concern of the step's
+        self._state: dict[int, _Moves] = {}  # storages of buffers -> what has changed them
         self._of_parameters: dict[int, tuple[Tensor, int]] = {}  # storage -> it and its number
         self._numbers: dict[int, tuple[weakref.ref[Tensor], int]] = {}
 
@@ -80,11 +89,22 @@ class Ledger:
         self._of_parameters[self._entries[number].storage] = x, number
         return number
 
-    def buffer(self, x: Tensor) -> int:
-        """Enter a buffer: changes of its values are compared, not followed."""
-        number = self.number(x)
-        self._state.add(self._entries[number].storage)
+    def buffer(self, x: Tensor, *, derived: bool) -> int:
+        """Enter a buffer, which is derived if earlier steps have changed it by derived values."""
+        number = self._enter(x, derived=derived) if self.known(x) is None else self.number(x)
+        self._state.setdefault(self._entries[number].storage, _Moves())
         return number
+
+    def moved_by(self, number: int) -> tuple[bool, frozenset[int]]:
+        """Return by what a buffer was changed, or made: whether that is derived, and its units.
+
+        Kernels that change what they are given need not say so: then nobody knows.
+        """
+        entry = self._entries[number]
+        moves = self._state.get(entry.storage)
+        if moves is None:
+            return entry.derived, entry.units
+        return moves.derived or not moves.is_known, frozenset(moves.units)
 
     def unseen(self, x: Tensor, use: Use, unit: int) -> int:
         """Enter what a unit returns and no torch function made: a kernel unseen by Python did."""
@@ -103,6 +123,10 @@ class Ledger:
     def uses(self, number: int) -> list[Use]:
         """Return the uses of a tensor so far."""
         return self._entries[number].uses
+
+    def made(self, number: int) -> Use | None:
+        """Return where a tensor was made; None for what was given to the step."""
+        return self._entries[number].made
 
     def num_bytes(self, number: int) -> int:
         """Return the bytes of a tensor."""
@@ -130,11 +154,13 @@ class Ledger:
         derived = any(map(self._is_derived, numbers))
         units = frozenset[int]().union(*(self._entries[k].units for k in numbers))
         if name in READS_VALUE:
-            followed = [k for k in numbers if self._is_derived(k) or self._entries[k].units]
-            self.reads += [Read(k, use, name) for k in followed]
+            self._reads += [Read(k, use, name) for k in numbers]
+        units = units if unit is None else units | {unit}
         for x in changed:
             self._change(self.number(x), use, unit, derived)
-        units = units if unit is None else units | {unit}
+            if (moves := self._state.get(self._entries[self.number(x)].storage)) is not None:
+                moves.is_known, moves.derived = True, moves.derived or derived
+                moves.units |= units
         for x in outputs:
             if self.known(x) is None:
                 self._enter(x, derived=derived, made=use, home=unit, units=units, among=inputs)
@@ -147,15 +173,24 @@ class Ledger:
                 num_bytes=e.num_bytes,
                 derived=e.derived,
                 made=e.made,
-                units=e.units,
+                units=e.units | self._units_of_state(e.storage),
                 uses=tuple(e.uses),
             )
             for e in self._entries
         )
 
+    def reads(self) -> tuple[Read, ...]:
+        """Return what Python read of values that depend on parameters or were made in units."""
+        values = self.values()
+        return tuple(r for r in self._reads if self._is_derived(r.value) or values[r.value].units)
+
     def storages(self) -> tuple[Storage, ...]:
         """Return the records of what views share."""
         return tuple(self._storages)
+
+    def _units_of_state(self, storage: int) -> frozenset[int]:
+        moves = self._state.get(storage)
+        return frozenset() if moves is None else frozenset(moves.units)
 
     def _is_derived(self, k: int) -> bool:
         entry = self._entries[k]

@@ -8,7 +8,7 @@ around them. So glue must not need what only a unit knows:
     stash     glue uses a tensor that a unit made but did not return
     in_place  a tensor that every worker has is changed by what only one computes
     views     of two views of a tensor of an earlier stage, which travel apart, one is changed
-    buffer    a buffer that training changes is used on both sides
+    buffer    a buffer that training changes is used on both sides, or assigned anew by glue
     closed    activation checkpointing or torch.compile has both sides in one piece of code
     shared    (soft) a module uses a parameter on both sides: possible, but costs messages
 """
@@ -20,7 +20,14 @@ from dataclasses import dataclass
 from itertools import dropwhile, groupby
 from typing import final
 
-from lightning_cyclic.runtime.stages.evidence import Closed, Line, Read, Survey, Use
+from lightning_cyclic.runtime.stages.evidence import (
+    Closed,
+    Line,
+    Moved,
+    Read,
+    Survey,
+    Use,
+)
 
 Split = frozenset[str]
 """Paths of the modules within whose calls stages begin."""
@@ -83,7 +90,7 @@ class Obstacles:
         ]
         self.depend_on_other_cuts = any(
             h.obstacle.kind in ("read", "stash", "in_place", "views") for h in self._hazards
-        )
+        ) or any(m.anew is not None for m in survey.changed.values())
 
     def against(self, tick: int, split: Split) -> tuple[Obstacle, ...]:
         """Return what stands against a cut, hard ones first.
@@ -250,13 +257,30 @@ class Obstacles:
         return strikes
 
     def _of_buffers(self) -> Iterator[_Hazard]:
-        for name, (first, last) in self._survey.changed.items():
-            owner = name.rpartition(".")[0]
+        for name, moved in self._survey.changed.items():
+            owner, _, short = name.rpartition(".")
             what = f"{owner!r} has buffers" if owner else f"{name!r} is a buffer"
             reason = f"{what} that training changes, used on both sides"
             yield _Hazard(
-                Obstacle(kind="buffer", reason=reason, line=last.line), _between(first, last)
+                Obstacle(kind="buffer", reason=reason, line=moved.last.line),
+                _between(moved.first, moved.last),
             )
+            if moved.anew is not None:
+                reason = (
+                    f"buffer {name!r} is assigned anew by code that later stages repeat, and of "
+                    f"what an earlier one computes; change it in place, self.{short}.copy_(...)"
+                )
+                yield _Hazard(
+                    Obstacle(kind="buffer", reason=reason, line=moved.anew.line),
+                    self._anew_strikes(moved, moved.anew),
+                )
+
+    def _anew_strikes(self, moved: Moved, anew: Use) -> Callable[[int, Split], bool]:
+        def strikes(tick: int, split: Split) -> bool:
+            is_ghost = moved.by_derived or not moved.units <= split
+            return tick > anew.tick and is_ghost and self._repeated(anew.call, split)
+
+        return strikes
 
     def _of_closed(self) -> Iterator[_Hazard]:
         for closed in self._survey.closed:

@@ -94,8 +94,10 @@ class CutPoints:
         held = survey.parameters.values()
         self._first_uses = sorted(h.uses[0].tick for h in held if h.uses)
         self._last_use = max((h.uses[-1].tick for h in held if h.uses), default=0)
-        self._uses = [(h.num_bytes, [u.tick for u in h.uses]) for h in held if h.uses]
-        self._unused_bytes = sum(h.num_bytes for h in held if not h.uses)
+        self._uses = [
+            (h.num_bytes, [u.tick for u in survey.uses_beside(name)])
+            for name, h in survey.parameters.items()
+        ]
         self._made_ticks, self._made_bytes = self._made()
         self._alive = sorted(
             (v.made.tick, v.uses[-1].tick, k)
@@ -174,13 +176,12 @@ class CutPoints:
         return calls[k].begin_ns if k < len(calls) else self.survey.duration_ns
 
     def parameter_bytes(self, begin: int, end: int) -> int:
-        """Return the bytes of the parameters used; those never used count at the beginning."""
-        used = sum(
+        """Return the bytes of the parameters used; the unused are where those beside them are."""
+        return sum(
             size
             for size, ticks in self._uses
-            if bisect_left(ticks, end) > bisect_left(ticks, begin)
+            if bisect_left(ticks, end) > bisect_left(ticks, begin) or (begin <= 0 and not ticks)
         )
-        return used + (self._unused_bytes if begin <= 0 else 0)
 
     def _activation_bytes(self, begin: int, end: int) -> int:
         a, b = bisect_left(self._made_ticks, begin), bisect_left(self._made_ticks, end)

@@ -13,11 +13,11 @@ from __future__ import annotations
 import gc
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import FrameType
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 import torch.utils.checkpoint
@@ -36,6 +36,7 @@ from lightning_cyclic.runtime.stages.evidence import (
     Closed,
     Held,
     Line,
+    Moved,
     Survey,
     Use,
     Written,
@@ -63,8 +64,12 @@ def survey(
     parameters: Mapping[str, Tensor] | None = None,
     *,
     clock: ClockName = "counted",
+    stateful: Collection[str] = (),
 ) -> Survey:
     """Run a step once, whole, and say what it did; leave everything as it was.
+
+    Where the step changes buffers of modules without parameters, it is run once more: with these
+    modules as units, and with what it writes into buffers as what the next step finds there.
 
     Random states, buffers, metrics, the ``training`` flags, plain attributes and tensors changed
     in place are restored, also when the step raises. The caller silences ``self.log``.
@@ -76,26 +81,53 @@ def survey(
         clock: what times are: "counted", the same in every run, or "measured", for which the step
             is run several times: each stretch between two calls counts with its shortest, so
             that neither warm-up nor other processes disturb them.
+        stateful: paths of modules that are units, whether the step changes their buffers or not.
 
     Returns:
         The evidence, plain data.
     """
     named = dict[str, Tensor](module.named_parameters() if parameters is None else parameters)
-    if clock == "counted":
-        return _survey_once(module, step, named, CountedClock())
     on_cuda = any(p.is_cuda for p in named.values())
+
+    def run(state: _State, clock: AbstractClock) -> Survey:
+        with untouched(module) as keeper:
+            surveyor = _Surveyor(module, named, keeper, clock, state)
+            surveyor.run(step)
+            return surveyor.result()
+
+    state = _State(frozenset(stateful))
+    seen = run(state, CountedClock())
+    while (more := state.with_changes_of(seen)) != state:
+        state = more
+        seen = run(state, CountedClock())
+    if clock == "counted":
+        return seen
     clocks = (MeasuredClock(on_cuda=on_cuda) for _ in range(_RUNS))
-    measured = quietest([_survey_once(module, step, named, each) for each in clocks])
-    return replace(measured, clock=clock)
+    return replace(quietest([run(state, each) for each in clocks]), clock=clock)
 
 
-def _survey_once(
-    module: nn.Module, step: Callable[[], Any], parameters: dict[str, Tensor], clock: AbstractClock
-) -> Survey:
-    with untouched(module) as keeper:
-        surveyor = _Surveyor(module, parameters, keeper, clock)
-        surveyor.run(step)
-        return surveyor.result()
+class _State(NamedTuple):
+    """Hold what a survey has to know of buffers before it begins.
+
+    Args:
+        units: paths of the modules without parameters whose buffers the step changes.
+        derived: names of buffers, used outside of such calls, that derived values change.
+    """
+
+    units: frozenset[str]
+    derived: frozenset[str] = frozenset()
+
+    def with_changes_of(self, seen: Survey) -> _State:
+        """Add what a run of the step has shown."""
+        units = {c.path for c in seen.calls if c.is_unit}
+        shut = {m.within for m in seen.changed.values() if m.is_leaf}
+        return _State(
+            self.units | {m.within for m in seen.changed.values()} - units - {""},
+            self.derived
+            | {
+                n for n, m in seen.changed.items() if m.by_derived and m.within not in shut & units
+            },
+        )
 
 
 @dataclass(slots=True)
@@ -137,6 +169,7 @@ class _Surveyor:
         parameters: name -> tensor.
         keeper: told of what is about to change.
         clock: tells the times.
+        state: what is known of buffers.
     """
 
     def __init__(
@@ -145,6 +178,7 @@ class _Surveyor:
         parameters: dict[str, Tensor],
         keeper: Snapshot,
         clock: AbstractClock,
+        state: _State,
     ) -> None:
         self._module = module
         self._keeper = keeper
@@ -157,7 +191,11 @@ class _Surveyor:
         self._metrics: dict[str, list[int]] = {}
         self._ledger = Ledger()
         self._parameters = {name: self._ledger.parameter(p) for name, p in parameters.items()}
-        self._buffers = {name: self._ledger.buffer(b) for name, b in module.named_buffers()}
+        self._state = state
+        self._buffers = {
+            name: self._ledger.buffer(b, derived=name in state.derived)
+            for name, b in module.named_buffers()
+        }
         self._checkpoints: list[_Checkpoint] = []  # under way
         self._reruns: list[Closed] = []
 
@@ -192,7 +230,8 @@ class _Surveyor:
             if isinstance(m, torch.jit.ScriptModule):
                 continue
             metric = is_metric(m)
-            is_unit = path != "" and (metric or next(m.parameters(), None) is not None)
+            has_state = metric or path in self._state.units
+            is_unit = path != "" and (has_state or next(m.parameters(), None) is not None)
             yield m, "_call_impl", self._wrapper(path, m._call_impl, is_unit)
             yield m, "forward", self._direct(path, m.forward, is_unit)
             if metric:
@@ -285,7 +324,7 @@ class _Surveyor:
             raise _takes_gradients(func)
         name = func.__name__
         inputs = list(arguments((args, kwargs)))
-        replaced = inputs[:1] if func == _SETS_DATA and is_the_users() else []
+        replaced = inputs[:1] if func == _SETS_DATA and _replaces(inputs) else []
         for x in replaced or about_to_change(name, args, kwargs):
             if (given := self._ledger.given(x)) is not None:
                 self._keeper.keep(given)
@@ -338,6 +377,7 @@ class _Surveyor:
         first_calls: dict[str, int] = {}
         for call in reversed(self._calls):
             first_calls[call.path] = call.begin
+        calling = {self._calls[c.parent].path for c in self._calls if c.parent is not None}
         return Survey(
             title=type(self._module).__name__,
             modules=tuple(path for path, _ in self._module.named_modules()),
@@ -351,17 +391,21 @@ class _Surveyor:
             ),
             values=self._ledger.values(),
             storages=self._ledger.storages(),
-            reads=tuple(self._ledger.reads),
+            reads=self._ledger.reads(),
             changes=tuple(self._ledger.changes),
             edits=tuple(self._ledger.edits),
             written=tuple(self._written()),
             closed=tuple(self._closed()),
             parameters={name: self._held(name, k) for name, k in self._parameters.items()},
-            buffers={name: first_calls.get(_owner(name)) for name in self._buffers},
-            changed={name: self._span(name) for name in self._keeper.changed_buffers()},
+            buffers={
+                name: next((u.tick for u in self._ledger.uses(k)), first_calls.get(_owner(name)))
+                for name, k in self._buffers.items()
+            },
+            changed={name: self._moved(name, calling) for name in self._keeper.changed_buffers()},
             metrics={path: tuple(ticks) for path, ticks in self._metrics.items()},
             end=self._tick,
             duration_ns=self._end_ns,
+            stateful=self._state.units,
         )  # fmt: skip
 
     def _written(self) -> Iterator[Written]:
@@ -384,14 +428,40 @@ class _Surveyor:
             uses = tuple(Use(self._calls[n].begin, n, Line("", 0)) for n in calls if _owner(name))
         return Held(self._ledger.num_bytes(k), uses)
 
-    def _span(self, buffer: str) -> tuple[Use, Use]:
-        """Return when a buffer that changed was first and last used."""
+    def _moved(self, buffer: str, calling: set[str]) -> Moved:
+        """Return how a buffer changed; of modules that call others, the paths are given."""
         now = dict(self._module.named_buffers()).get(buffer)
-        numbers = [self._buffers[buffer]] + ([] if now is None else [self._ledger.number(now)])
-        uses = [use for k in numbers for use in self._ledger.uses(k)]
+        before = self._buffers[buffer]
+        number = before if now is None else self._ledger.number(now)
+        anew = None if number == before else self._ledger.made(number)
+        uses = [use for k in {before, number} for use in self._ledger.uses(k)]
+        uses += [] if anew is None else [anew]
         uses = uses or [Use(c.begin, k, NO_LINE) for k, c in self._calls_of(_owner(buffer))]
         uses = uses or [Use(0, None, NO_LINE), Use(self._tick, None, NO_LINE)]
-        return min(uses, key=_tick), max(uses, key=_tick)
+        within = self._innermost(uses)
+        by_derived, units = self._ledger.moved_by(number)
+        return Moved(
+            first=min(uses, key=_tick),
+            last=max(uses, key=_tick),
+            within=within,
+            is_leaf=within not in calling,
+            by_derived=by_derived,
+            units=frozenset(self._calls[k].path for k in units),
+            anew=anew,
+        )
+
+    def _innermost(self, uses: Sequence[Use]) -> str:
+        """Return the path of the innermost module within whose calls all uses are."""
+        paths, *others = [self._paths_around(use.call) for use in uses]
+        return next((p for p in paths if all(p in other for other in others)), "")
+
+    def _paths_around(self, call: int | None) -> list[str]:
+        """Return the paths of the modules that are called, from the inside out."""
+        found = []
+        while call is not None:
+            found.append(self._calls[call].path)
+            call = self._calls[call].parent
+        return found
 
     def _calls_of(self, path: str) -> list[tuple[int, _Open]]:
         return [(k, c) for k, c in enumerate(self._calls) if path and c.path == path]
@@ -412,6 +482,11 @@ class _Watch(TorchFunctionMode):
 def _closed(x: _Checkpoint) -> Closed:
     what = "is checkpointed, and runs again in the backward"
     return Closed(x.begin, x.end, what, x.line)
+
+
+def _replaces(inputs: Sequence[Tensor]) -> bool:
+    """Say whether the user's code gives a tensor other data: Module.to may give it its own."""
+    return is_the_users() and not all(x.is_set_to(inputs[0]) for x in inputs)
 
 
 def _tick(use: Use) -> int:

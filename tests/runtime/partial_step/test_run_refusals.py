@@ -120,7 +120,11 @@ class Ordered(Row):
         ("acb", 0, r"stage 2 begins \('c', .*\) before stage 1"),
         ("a", 1, "stage 1 never began: 'b' was not called"),
         ("ab", 1, "stage 1 never ended: 'c' was not called"),
-        ("aba", 1, r"module 'a', whose parameters belong to stage \[0\], is called in stage 1"),
+        (
+            "aba",
+            1,
+            r"module 'a', whose parameters or buffers belong to stage \[0\], is called in stage 1",
+        ),
     ],
 )
 def test_another_order_than_the_stages_is_refused(order, target, text):

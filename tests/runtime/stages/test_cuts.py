@@ -124,15 +124,15 @@ def everything():
 def test_buffers_metrics_and_unused_parameters(everything):
     cuts = choose_cuts(everything, ["norm", "b"])
     assert cuts.parameters == (
-        ("a.weight", "a.bias", "unused.weight", "unused.bias", "idle.weight", "idle.bias"),
+        ("a.weight", "a.bias"),
         ("norm.weight", "norm.bias"),
-        ("b.weight", "b.bias"),
+        ("b.weight", "b.bias", "unused.weight", "unused.bias", "idle.weight", "idle.bias"),
     )
     statistics = ("running_mean", "running_var", "num_batches_tracked")
-    assert set(cuts.buffers[0]) == {"own", *(f"idle.{name}" for name in statistics)}
+    assert cuts.buffers[0] == ("own",)
     assert set(cuts.buffers[1]) == {f"norm.{name}" for name in statistics}
-    assert cuts.buffers[2] == ()
-    assert cuts.changed == {f"norm.{name}" for name in statistics}
+    assert set(cuts.buffers[2]) == {f"idle.{name}" for name in statistics}
+    assert cuts.changed == {f"{m}.{name}" for m in ("norm", "idle") for name in statistics}
     assert cuts.metrics == {"metric": 0, "never": 2}
     assert cuts.tied == {}
 

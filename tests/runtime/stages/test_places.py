@@ -24,13 +24,13 @@ def test_second_calls_and_what_comes_before_any_parameter_are_no_places():
     assert [p.path for p in points.places] == ["2"]
 
 
-def test_parameters_count_in_every_stage_that_uses_them_and_unused_ones_in_the_first():
+def test_parameters_count_in_every_stage_that_uses_them_and_unused_ones_beside_others():
     model = nn.ModuleDict({k: nn.Linear(2, 2, bias=False) for k in "abc"})
     seen = survey(model, lambda: model["a"](model["b"](model["a"](torch.ones(2, 2)))))
     points = CutPoints(seen)
     cut = points.at("b").tick
-    assert points.parameter_bytes(0, cut) == 16 + 16  # a and, unused, c
-    assert points.parameter_bytes(cut, seen.end + 1) == 16 + 16  # b and a
+    assert points.parameter_bytes(0, cut) == 16  # a
+    assert points.parameter_bytes(cut, seen.end + 1) == 16 + 16 + 16  # b, a and, unused, c
     assert points.at("c") is None
 
 
