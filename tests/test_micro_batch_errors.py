@@ -61,7 +61,7 @@ def notes_of(fails: str, remat: str) -> tuple[str, list[str]]:
 )
 def test_a_note_says_in_which_micro_batch(fails: str, kind: str, remat: str) -> None:
     ((found, notes),) = processes.run(notes_of, 1, fails, remat)
-    where = f"in micro-batch 1 (of 4, counted from 0; 2 of 8 samples), stage 1, {fails}"
+    where = f"in micro-batch 2 of 4 (2 of 8 samples), stage 1, {fails}"
     assert found == kind
     assert notes.count(where) == 1
 
@@ -81,7 +81,7 @@ def fit_normed(drop_last: bool, num_micro: int) -> list[str]:
 
 def test_a_micro_batch_too_small_for_batchnorm_says_what_to_do_and_that_helps() -> None:
     (notes,) = processes.run(fit_normed, 1, False, 4)
-    assert notes[0] == "in micro-batch 0 (of 4, counted from 0; 1 of 4 samples), stage 0, forward"
+    assert notes[0] == "in micro-batch 1 of 4 (1 of 4 samples), stage 0, forward"
     assert "use DataLoader(drop_last=True), larger batches, or a smaller num_micro" in notes[1]
     assert processes.run(fit_normed, 1, True, 4) == [["trained 2"]]
     assert processes.run(fit_normed, 1, False, 2) == [["trained 3"]]

@@ -16,10 +16,9 @@ def words_for(i: int, sizes: Sequence[int]) -> str:
 
     Example:
         >>> words_for(1, [2, 2, 2, 2])
-        'in micro-batch 1 (of 4, counted from 0; 2 of 8 samples)'
+        'in micro-batch 2 of 4 (2 of 8 samples)'
     """
-    many = f"of {len(sizes)}, counted from 0; {sizes[i]} of {sum(sizes)} samples"
-    return f"in micro-batch {i} ({many})"
+    return f"in micro-batch {i + 1} of {len(sizes)} ({sizes[i]} of {sum(sizes)} samples)"
 
 
 @contextmanager

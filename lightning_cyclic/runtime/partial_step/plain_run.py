@@ -68,9 +68,7 @@ class PlainRun:
 
     def call(self, unit: Unit, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Answer a call of a module with parameters, or of a metric."""
-        if unit.begins > self.region:
-            self._leave()
-            self._enter(unit.begins)
+        self.reach(unit.path, unit.begins)
         if unit.is_split:
             return original(*args, **kwargs)
         given = [tensor_print(x) for x in tensors_in(args, kwargs)]
@@ -94,6 +92,12 @@ class PlainRun:
             return func(*args, **kwargs)
         with self._randomness.of_glue():
             return func(*args, **kwargs)
+
+    def reach(self, path: str, stage: int) -> None:
+        """Begin a stage with the call of a module, unless it has begun."""
+        if stage > self.region:
+            self._leave()
+            self._enter(stage)
 
     def _enter(self, region: int) -> None:
         self.region = region
