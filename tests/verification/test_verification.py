@@ -99,7 +99,7 @@ def test_what_is_right_passes_on_two_ranks(run: str) -> None:
 def test_a_fault_is_caught_and_named(name: str, run: str) -> None:
     error = error_of(name, run)
     assert re.search(FAULTS[name].named, error), error or "nothing was said"
-    assert "StepError: step" in error
+    assert "VerificationError: step" in error
 
 
 def test_faults_are_many_and_few_are_unseen() -> None:
