@@ -211,6 +211,6 @@ def _stages_of_units(module: nn.Module, cuts: Cuts) -> dict[str, tuple[int, ...]
         found[path] = tuple(sorted(common))
     stage_of = cuts.changing
     for path in cuts.stateful:
-        stages = {j for n, j in stage_of.items() if n.startswith(f"{path}.")}
-        found[path] = tuple(sorted(stages)) or found[path]
+        own = {j for n, j in stage_of.items() if n.startswith(f"{path}.")}
+        found[path] = tuple(sorted(own)) or found[path]
     return found

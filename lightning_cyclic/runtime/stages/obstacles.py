@@ -1,8 +1,8 @@
 """Obstacles: what stands against a stage that begins at some module call.
 
 The worker of a later stage runs the step from its start, without the *units* of earlier stages:
-the outermost calls of modules with parameters that no stage begins within. It repeats the *glue*
-around them. So glue must not need what only a unit knows:
+the outermost calls of modules with parameters, or buffers that the step changes, that no stage
+begins within. It repeats the *glue* around them. So glue must not need what only a unit knows:
 
     read      Python reads a value that an earlier stage computes
     stash     glue uses a tensor that a unit made but did not return
