@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from torch.utils.data import DataLoader
@@ -57,6 +58,38 @@ class Deep(Thawing):
     def make_net(self) -> nn.Module:
         layers = [nn.Linear(SIZE, SIZE) for _ in range(4)]
         return nn.Sequential(*layers, nn.Linear(SIZE, 4))
+
+
+class Counting(Thawing):
+    """Counts process groups behind each batch."""
+
+    def on_train_start(self) -> None:
+        self.groups: list[int] = []
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.groups.append(len(dist.distributed_c10d._world.pg_map))
+
+
+def groups_of(strategy: Any) -> list[int]:
+    module = Counting()
+    data = batches(strategy)
+    make_trainer(strategy, max_epochs=NUM_EPOCHS).fit(module, data, data)
+    return module.groups
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        {"preset": "cyclic_dp", "stages": ["net.2"]},
+        {"preset": "cyclic_dp", "stages": ["net.2"], "transport": "edges"},
+        {"preset": "1f1b", **CUT},
+    ],
+    ids=["named", "edges", "pipeline"],
+)
+def test_unfreezing_leaves_no_process_groups_behind(strategy: Any) -> None:
+    for groups in processes.run(groups_of, 2, strategy):
+        assert len(groups) == NUM_EPOCHS * NUM_STEPS
+        assert len(set(groups[1:])) == 1, groups
 
 
 class InTheOptimizer(Thawing):

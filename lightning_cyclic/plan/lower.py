@@ -11,11 +11,12 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
+from typing import NoReturn
 
 from lightning_cyclic.errors import PlanError, ValidationError, one_of
 from lightning_cyclic.plan.actions import Action
 from lightning_cyclic.plan.actions import Program as Actions
-from lightning_cyclic.plan.check.fit import check_fit
+from lightning_cyclic.plan.check.fit import check_fit, groups_of_stages, relays
 from lightning_cyclic.plan.check.proof import prove
 from lightning_cyclic.plan.check.versions import check_timetable
 from lightning_cyclic.plan.passes.batches import batches
@@ -170,6 +171,7 @@ def make_plan(  # noqa: PLR0913  (one argument per axis and number is the public
     check_number("num_micro", num_micro)
     each = num_workers if PLACEMENTS[axes["placement"]].runs_whole_micro else num_micro
     group_size = 1 if groups is None else size_of_groups(groups, each)
+    relayed, relayed_until = relays(relayed, relayed_until, num_stages)
     plan = Plan(
         preset=preset,
         num_stages=num_stages,
@@ -178,14 +180,14 @@ def make_plan(  # noqa: PLR0913  (one argument per axis and number is the public
         num_steps=num_steps,
         slack=slack,
         **axes,
-        relayed=tuple(sorted(set(relayed))),
+        relayed=relayed,
         spacing=default_spacing(PRESETS[preset], axes, num_stages, each // group_size),
         width=width,
-        tied=tuple(sorted({tuple(stages) for stages in tied})),
+        tied=groups_of_stages(tied),
         warmup_steps=warmup_steps,
         late_updates=late_updates,
         norms=norms,
-        relayed_until=tuple(relayed_until),
+        relayed_until=relayed_until,
         updates_meet=False,
         chunks=chunks,
         group_size=group_size,
@@ -207,27 +209,44 @@ def _proved(plan: Plan) -> Plan:
     try:
         _ = plan.proof  # made when it is asked for
     except ValidationError as error:
-        if plan.norms != "owners":
-            raise
-        return _meeting(plan, error)
+        # An owner that updates where it first reads a new version keeps those waiting whose
+        # buffers come from it, and who may have to tell it their norms first.
+        meeting = replace(plan, updates_meet=True)
+        if plan.norms == "owners" and _can_run(meeting):
+            return meeting
+        if plan.norms == "owners" or plan.relayed:
+            _refuse_to_wait(plan, error)
+        raise
     return plan
 
 
-def _meeting(plan: Plan, error: ValidationError) -> Plan:
-    """Return the plan in which owners update at one point, if it can run.
+def _can_run(plan: Plan) -> bool:
+    try:
+        return bool(plan.proof)
+    except ValidationError:
+        return False
 
-    An owner that updates where it first reads a new version keeps those waiting whose buffers
-    come from it, and who may have to tell it their norms first.
+
+def _refuse_to_wait(plan: Plan, error: ValidationError) -> NoReturn:
+    """Name the buffers and norms for which workers wait in a circle.
+
+    Raises:
+        PlanError: always; what it advises has been proved, or is always possible.
     """
-    other = replace(plan, updates_meet=True)
-    with suppress(ValidationError):
-        _ = other.proof
-        return other
+    stages, until = list(plan.relayed), list(plan.relayed_until or plan.relayed)
+    given = f"preset {plan.preset!r} with sharding={plan.sharding!r}, {plan.num_stages} stages, "
+    given += f"{plan.num_workers} workers, {plan.rounds} micro-batches of each per step"
+    given += f", slack={plan.slack}" if plan.slack else ""
+    if stages:
+        given += f", and buffers of stages {stages} that travel between workers"
+        given += f" behind the forwards of stages {until}" if until != stages else ""
+    advice = "preset='lockstep_dp'"
+    if plan.norms == "owners":
+        given += ", and norms='owners' (clip='global': gradients clipped by their norm over all)"
+        without = replace(plan, norms="none", updates_meet=False)
+        advice = f"clip='stage', or {advice}" if _can_run(without) else advice
     raise PlanError(
-        f"norms='owners' (clip='global': gradients are clipped by their norm over all stages) "
-        f"with sharding={plan.sharding!r}, {plan.num_stages} stages, {plan.num_workers} workers, "
-        f"{plan.rounds} micro-batches of each per step, slack={plan.slack}, and buffers of "
-        f"stages {list(plan.relayed)} that travel between workers: each would wait for the "
-        "update of another for ever; allowed: what can be proved to run; use clip='stage', "
-        "slack=0, preset='cyclic_dp', or preset='lockstep_dp'"
+        f"{given}: some worker could end its step only when another has begun its next one, "
+        "which waits for this one; allowed: what can be proved to run, as where buffers change "
+        f"in their own stage only; use {advice}"
     ) from error

@@ -2,6 +2,7 @@
 
 The step time is the simulator's. Where that would take too long it is a closed form: the time
 that no run of these stages can beat, which the search also uses to rule plans out unsimulated.
+The two are never ranked against each other.
 """
 
 from __future__ import annotations
@@ -58,14 +59,21 @@ class RankedPlan:
         return max(plan.horizon(plan.late_step, i, j) for i, j in cells)
 
 
-def timed(fit: Fit, problem: Problem) -> RankedPlan:
-    """Simulate a plan, or compute its closed form where that would take too long."""
+def timed(fit: Fit, problem: Problem, *, at_any_cost: bool = False) -> RankedPlan:
+    """Simulate a plan, or compute its closed form where that would take too long.
+
+    Args:
+        fit: the candidate with its stages.
+        problem: what was asked.
+        at_any_cost: simulate it, however long that takes. [False]
+    """
     costs = fit.stages.costs(
         remat=fit.candidate.remat, kept=problem.states.kept, sums=problem.states.sums
     )
     plan, runs_whole = fit.plan, fit.candidate.runs_whole_micro
     short = replace(plan, num_steps=_FEW_STEPS)
-    if plan.num_micro * plan.num_stages * plan.num_steps * plan.chunks <= _MOST_CELLS:
+    num_cells = plan.num_micro * plan.num_stages * plan.num_steps * plan.chunks
+    if at_any_cost or num_cells <= _MOST_CELLS:
         network = problem.ring_network if runs_whole else problem.network
         result = simulate(plan.programs, costs, network, plan)
         step_s, bubble, is_simulated = result.step_s, max(result.bubble), True

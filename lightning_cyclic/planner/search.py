@@ -6,7 +6,8 @@
 The heap gives out what may be best: a candidate by the step time that no cut of it can beat, one
 that fits by the time that its own stages cannot beat, one that was simulated by its step time.
 What comes out simulated is better than all that is left. So few candidates are simulated, and the
-ranking is the same as if all had been.
+ranking is the same as if all had been that can be. A bound is no time: what would take too long
+to simulate is listed apart. Where that is all, that with the least bound is simulated after all.
 """
 
 from __future__ import annotations
@@ -38,12 +39,14 @@ class Ranking:
         problem: what was asked.
         plans: fastest first; of those whose times print alike the least stale, then the one with
             least memory.
+        bounds: what may be as fast, and would take too long to simulate; the least bound first.
         num_candidates: how many were looked at.
         num_left_out: how many more have too many micro-batches and stages to look at.
     """
 
     problem: Problem
     plans: tuple[RankedPlan, ...]
+    bounds: tuple[RankedPlan, ...]
     num_candidates: int
     num_left_out: int
 
@@ -70,7 +73,8 @@ def search(problem: Problem, *, most: int = 10) -> Ranking:
         most: plans to return.
 
     Returns:
-        The best plans; the same as if every candidate had been simulated.
+        The best plans, at least one, each simulated; the same as if every candidate had been that
+        can be in some seconds.
 
     Raises:
         PlanError: none fits: names the one that needs least memory, or why none can be made.
@@ -87,6 +91,7 @@ def search(problem: Problem, *, most: int = 10) -> Ranking:
     return Ranking(
         problem=problem,
         plans=plans,
+        bounds=tuple(islice(_distinct(run.bounds()), most)),
         num_candidates=len(chosen),
         num_left_out=len(every) - len(chosen),
     )
@@ -141,24 +146,40 @@ class _Search:
         self._paces: dict[tuple[int, int, bool], float] = {}
         self._refusals: list[tuple[int, PlanError]] = []  # with the candidate's width
         self._too_large: list[Candidate] = []
+        self._bounds: list[tuple[_Key, int, RankedPlan]] = []
         self._heap: list[tuple[_Key, int, Candidate | Fit | RankedPlan]] = []
         self._pushed = 0
 
     def best_first(self) -> Iterator[RankedPlan]:
-        """Yield plans, each better than all that follow."""
+        """Yield plans that were simulated, each better than all that follow; one at least."""
+        has_any = False
         for candidate in self._chosen:
             self._push((_shown(self._bound_s(candidate)), 0.0, 0.0), candidate)
         while self._heap:
             (time_s, _, _), _, item = heapq.heappop(self._heap)
             if isinstance(item, RankedPlan):
                 if self._can_run(item):
+                    has_any = True
                     yield item
             elif isinstance(item, Fit):
-                plan = timed(item, self._problem)
-                key = max(_shown(plan.step_s), time_s), plan.staleness[0], item.memory_bytes
-                self._push(key, plan)
+                self._time(item, time_s)
             else:
                 self._fit(item, time_s)
+        if not has_any and (first := next(self.bounds(), None)):
+            self._bounds = [bound for bound in self._bounds if bound[-1] is not first]
+            yield timed(first.fit, self._problem, at_any_cost=True)
+
+    def bounds(self) -> Iterator[RankedPlan]:
+        """Yield what was not simulated, the least bound first."""
+        return (plan for _, _, plan in sorted(self._bounds) if self._can_run(plan))
+
+    def _time(self, fit: Fit, time_s: float) -> None:
+        plan = timed(fit, self._problem)
+        key = max(_shown(plan.step_s), time_s), plan.staleness[0], fit.memory_bytes
+        if plan.is_simulated:
+            self._push(key, plan)
+        else:
+            self._bounds.append((key, len(self._bounds), plan))
 
     def _can_run(self, plan: RankedPlan) -> bool:
         """Prove a plan; only those that are shown, as that takes as long as to simulate it."""

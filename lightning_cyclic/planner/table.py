@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from textwrap import wrap
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning_cyclic.planner.ranked import RankedPlan
 from lightning_cyclic.planner.reference import reference
@@ -13,12 +13,18 @@ from lightning_cyclic.planner.search import Ranking
 from lightning_cyclic.simulate.memory import Memory
 from lightning_cyclic.simulate.units import show_bytes, show_seconds
 
+if TYPE_CHECKING:
+    from rich.table import Table
+
 _WIDTH = 100
+_BOUNDS = "too long to simulate; no step with these stages is faster, and it may be much slower"
 _COLUMNS = ("w x S", "micro", "remat", "step", "samples/s", "memory", "bubble", "stale")
 
 
 def table(ranking: Ranking, *, colour: bool = False) -> str:
     """Print the plans, and of the first what to write and what its fullest worker keeps.
+
+    Behind them those that would take too long to simulate, by their bounds.
 
     Args:
         ranking: the plans.
@@ -27,24 +33,32 @@ def table(ranking: Ranking, *, colour: bool = False) -> str:
     Returns:
         Lines of text.
     """
-    from rich.box import SIMPLE_HEAD  # noqa: PLC0415
     from rich.console import Console  # noqa: PLC0415
+
+    console = Console(width=_WIDTH, force_terminal=colour, no_color=not colour, highlight=False)
+    with console.capture() as capture:
+        numbers = map(str, range(1, len(ranking.plans) + 1))
+        console.print(_grid(_title(ranking), zip(numbers, ranking.plans, strict=True)))
+        for line in _notes(ranking):
+            console.print(line, markup=False, soft_wrap=True)
+        if ranking.bounds:
+            console.print()
+            console.print(_grid(_BOUNDS, (("", plan) for plan in ranking.bounds)))
+    return "\n".join(line.rstrip() for line in capture.get().rstrip().splitlines())
+
+
+def _grid(title: str, plans: Iterable[tuple[str, RankedPlan]]) -> Table:
+    from rich.box import SIMPLE_HEAD  # noqa: PLC0415
     from rich.table import Table  # noqa: PLC0415
 
-    grid = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), title_justify="left")
-    grid.title = _title(ranking)
+    grid = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), title=title, title_justify="left")
     grid.add_column("", justify="right", no_wrap=True)
     grid.add_column("preset", style="bold", no_wrap=True)
     for name in _COLUMNS:
         grid.add_column(name, justify="right", no_wrap=True)
-    for number, plan in enumerate(ranking.plans, start=1):
-        grid.add_row(str(number), *_row(plan), style="green" if number == 1 else "")
-    console = Console(width=_WIDTH, force_terminal=colour, no_color=not colour, highlight=False)
-    with console.capture() as capture:
-        console.print(grid)
-        for line in _notes(ranking):
-            console.print(line, markup=False, soft_wrap=True)
-    return "\n".join(line.rstrip() for line in capture.get().rstrip().splitlines())
+    for number, plan in plans:
+        grid.add_row(number, *_row(plan), style="green" if number == "1" else "")
+    return grid
 
 
 def _title(ranking: Ranking) -> str:
@@ -65,9 +79,9 @@ def _row(plan: RankedPlan) -> Iterator[str]:
     yield f"{candidate.num_micro} of {candidate.micro_size}"
     yield "yes" if candidate.remat else ""
     yield f"{'' if plan.is_simulated else '>='}{show_seconds(plan.step_s)}"
-    yield f"{plan.samples_per_s:.4g}"
+    yield f"{'' if plan.is_simulated else '<='}{plan.samples_per_s:.4g}"
     yield show_bytes(plan.fit.memory_bytes)
-    yield f"{plan.bubble:.1%}"
+    yield f"{'' if plan.is_simulated else '>='}{plan.bubble:.1%}"
     yield _staleness(plan)
 
 
@@ -78,10 +92,12 @@ def _staleness(plan: RankedPlan) -> str:
 
 def _notes(ranking: Ranking) -> Iterator[str]:
     yield "w: replicas, S: stages; micro: micro-batches per update, of so many samples"
-    predicted = "; p: and predict the rest" if any(plan.horizon for plan in ranking.plans) else ""
+    predicted = (
+        "; p: and predict the rest"
+        if any(plan.horizon for plan in (*ranking.plans, *ranking.bounds))
+        else ""
+    )
     yield f"stale: updates that forwards are behind, mean and most{predicted}"
-    if any(not plan.is_simulated for plan in ranking.plans):
-        yield ">=: too long to simulate; no step with these stages can be faster"
     if ranking.num_left_out:
         yield f"{ranking.num_left_out} candidates with more micro-batches were not looked at"
     yield from _beside(ranking)
@@ -130,7 +146,7 @@ def written(plan: RankedPlan) -> str:
 
 
 def as_data(ranking: Ranking) -> list[dict[str, Any]]:
-    """Return the plans as names and plain numbers, for JSON."""
+    """Return the plans as names and plain numbers, for JSON; bounds last."""
     return [
         asdict(plan.fit.candidate)
         | {
@@ -145,5 +161,5 @@ def as_data(ranking: Ranking) -> list[dict[str, Any]]:
             "memory": [asdict(worker) for worker in plan.fit.memory],
             "strategy": written(plan),
         }
-        for plan in ranking.plans
+        for plan in (*ranking.plans, *ranking.bounds)
     ]

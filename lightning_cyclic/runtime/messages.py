@@ -99,6 +99,10 @@ class _Forms:
         form = self._forms[key] = self._forms.pop(key)  # the most recent comes last
         return form
 
+    def is_still(self, key: Hashable, form: _Form) -> bool:
+        """Say whether a key has the form that it had, and let it be as old as it is."""
+        return self._forms.get(key, _NOTHING) is form
+
     def put(self, key: Hashable, form: _Form) -> None:
         self._forms.pop(key, None)
         self._forms[key] = form
@@ -483,7 +487,8 @@ class Messages:
 
     def _receive(self, x: Incoming) -> None:
         if x.buffer is None:
-            x.data = self._bytes(aligned(NUM_WORDS) + self._form(x).num_bytes, x.port.ring)
+            x.form = self._form(x)
+            x.data = self._bytes(aligned(NUM_WORDS) + x.form.num_bytes, x.port.ring)
             x.content = self._transport.irecv(x.port.ring, x.data, Part.CONTENT)
             return
         assert x.port.layout is not None
@@ -540,7 +545,13 @@ class Messages:
         text = torch.empty(length, dtype=torch.uint8, device=head.device)
         self._wait(transport.irecv(x.port.ring, text, Part.DESCRIPTION), x.action)
         form = _form_from(text.cpu().numpy().tobytes())
-        x.port.forms.put(x.key, form)
+        forms = x.port.forms
+        forms.put(x.key, form)
+        begun = (other for other in x.port.posted if other.content is not None)
+        assert all(forms.is_still(other.key, other.form) for other in begun), (
+            f"{x.action} has a new form, and a receive behind it was posted with the size of the "
+            "old one"
+        )
         return form
 
     def _bytes(self, count: int, ring: Ring) -> Tensor:

@@ -299,12 +299,26 @@ def test_a_single_worker_reads_the_versions_of_the_workers_it_stands_for():
         ({"placement": "single"}, r"use num_workers=1"),
         ({"placement": "shared", "num_workers": 4}, r"use num_workers=3 or fewer"),
         ({"relayed": [2]}, r"relayed=\(2,\); allowed: stages 0 to 1"),
+        ({"relayed": 1}, r"relayed=1; allowed: whole numbers of stages"),
+        ({"relayed": [0], "relayed_until": [0, 1]}, r"relayed_until=\(0, 1\) with .*for each of"),
+        ({"relayed": [1], "relayed_until": [0]}, r"allowed: .* between itself and stage 1"),
+        ({"relayed": [0, 0], "relayed_until": [0, 1]}, r"allowed: for each of these stages one"),
+        ({"tied": [5]}, r"tied=\[5\]; allowed: groups of two or more stages"),
+        ({"tied": [["a", "b"]]}, r"tied=\['a', 'b'\]; allowed: whole numbers of stages"),
     ],
 )
 def test_what_does_not_fit_is_refused(change, text):
     arguments = {"preset": "cyclic_dp", "num_stages": 2, "num_workers": 2} | change
     with pytest.raises(PlanError, match=text):
         make_plan(**arguments)
+
+
+def test_stages_whose_buffers_travel_keep_their_last_ones_in_any_order():
+    numbers = {"num_stages": 4, "num_workers": 2, "proved": False}
+    plan = make_plan("cyclic_dp", relayed=[3, 0], relayed_until=[3, 2], **numbers)
+    assert (plan.relayed, plan.relayed_until) == ((0, 3), (2, 3))
+    own = make_plan("cyclic_dp", relayed=[3, 0], relayed_until=[3, 0], **numbers)
+    assert own == make_plan("cyclic_dp", relayed=[0, 3], **numbers)
 
 
 def test_sync_on_cyclic_is_refused_with_an_arrow_at_the_first_read():

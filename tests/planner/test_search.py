@@ -197,7 +197,40 @@ def test_candidates_that_are_too_large(monkeypatch):
         monkeypatch.setattr(sys.modules[f"lightning_cyclic.planner.{module}"], "_MOST_CELLS", most)
     ranking = search(given_, most=every)
     assert 0 < ranking.num_left_out == every - ranking.num_candidates
-    assert {plan.is_simulated for plan in ranking.plans} == {True, False}
+    assert ranking.bounds
+    assert all(plan.is_simulated for plan in ranking.plans)
+    assert not any(plan.is_simulated for plan in ranking.bounds)
+    assert sorted(ranking.plans, key=key) == list(ranking.plans)
+    assert sorted(ranking.bounds, key=key) == list(ranking.bounds)
+
+
+def test_no_bound_comes_before_what_was_simulated(monkeypatch):
+    # with many micro-batches, whose messages the bound leaves out
+    slow = Network(latency_s=0.1, bandwidth_bytes_per_s=1e8)
+    given_ = problem(presets=("cyclic_pipeline",), batch_size=32, network=slow, remats=(False,))
+    by_time = [plan.fit.candidate for plan in search(given_).plans]
+    fine = max(by_time, key=lambda c: c.num_micro * c.num_stages)
+    assert fine != by_time[0]
+    most = 5 * fine.num_micro * fine.num_stages - 1
+    monkeypatch.setattr(sys.modules["lightning_cyclic.planner.ranked"], "_MOST_CELLS", most)
+    ranking = search(given_)
+    (bound,) = ranking.bounds
+    assert bound.fit.candidate == fine
+    assert bound.step_s < ranking.plans[0].step_s  # and it would be slower
+    assert [plan.fit.candidate for plan in ranking.plans] == [c for c in by_time if c != fine]
+
+
+def test_the_least_bound_is_simulated_where_all_would_take_too_long(monkeypatch):
+    given_ = problem(presets=("gpipe",))
+    every = search(given_, most=100).plans
+    monkeypatch.setattr(sys.modules["lightning_cyclic.planner.ranked"], "_MOST_CELLS", 0)
+    ranking = search(given_, most=100)
+    (best,) = ranking.plans
+    assert best.is_simulated
+    assert best in every
+    assert {plan.fit.candidate for plan in ranking.bounds} | {best.fit.candidate} == {
+        plan.fit.candidate for plan in every
+    }
 
 
 def test_a_single_worker():

@@ -78,11 +78,14 @@ def test_the_strategy_to_write(changes, text):
 
 def test_predictions_and_bounds_are_marked(monkeypatch):
     monkeypatch.setattr("lightning_cyclic.planner.ranked._MOST_CELLS", 0)
-    text = table(ranking(presets=("pipeoptim",), batch_size=4))
+    found = ranking(presets=("pipeoptim", "1f1b"), batch_size=8)
+    text = table(found)
     assert "1, 1 p" in text or "0.5, 1 p" in text
     assert "p: and predict the rest" in text
-    assert ">=" in text.splitlines()[4]
-    assert ">=: too long to simulate" in text
+    plans, _, bounds = text.partition("too long to simulate; no step with these stages is faster")
+    assert ">=" not in plans
+    assert bounds.count(">=") == 2 * len(found.bounds) > 0
+    assert [row["is_simulated"] for row in as_data(found)] == [True, *[False] * len(found.bounds)]
 
 
 def test_numbers_around_a_ring_are_written_and_in_the_json():

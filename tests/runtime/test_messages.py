@@ -223,6 +223,23 @@ def test_a_form_is_forgotten_alike_where_receives_are_posted_ahead():
             pair.post(later)
 
 
+def test_no_receive_that_was_posted_ahead_takes_a_size_that_has_changed():
+    pair = Pair()
+    pair.exchange(X)
+    for _ in range(2):  # of one size, ahead
+        pair.post(i=0)
+        pair.post(i=1)
+        for i in range(2):
+            pair.send(X + i, i=i)
+        assert [bits(pair.take(i=i).tensors[0]) for i in range(2)] == [bits(X), bits(X + 1)]
+    pair.post(i=0)
+    pair.post(i=1)
+    pair.send(X[:2], i=0)
+    pair.send(X[:2], i=1)
+    with pytest.raises(AssertionError, match="RECV_A0<0#0 has a new form"):
+        pair.take(i=0)
+
+
 def test_parcels_wait_in_their_order():
     pair = Pair()
     for i in range(3):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
 from lightning_cyclic.errors import PlanError, one_of
@@ -61,6 +61,66 @@ def check_fit(plan: Plan) -> None:
             f"relayed={plan.relayed}; allowed: stages 0 to {plan.num_stages - 1}; "
             "use relayed=() or some of these"
         )
+
+
+def relays(
+    relayed: Iterable[int], until: Iterable[int], num_stages: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Sort stages whose buffers travel, each with the last stage in which they change.
+
+    Args:
+        relayed: such stages.
+        until: those last stages, in the same order; empty where each is the stage itself.
+        num_stages: S.
+
+    Returns:
+        Both, in the order of stages; the second is empty where each is the stage itself.
+
+    Raises:
+        PlanError: they are no stages, not as many, or buffers change before they are used.
+    """
+    stages = stage_list("relayed", relayed)
+    ends = stage_list("relayed_until", until) or stages
+    pairs = sorted(set(zip(stages, ends, strict=False)))
+    is_right = len(stages) == len(ends) and len(pairs) == len(set(stages))
+    if not is_right or not all(j <= end < num_stages or j == end for j, end in pairs):
+        raise PlanError(
+            f"relayed_until={ends} with relayed={stages}; allowed: for each of these stages one, "
+            f"in the same order, between itself and stage {num_stages - 1}; use "
+            "relayed_until=() where buffers change in their own stage only"
+        )
+    in_order = tuple(j for j, _ in pairs)
+    last = tuple(end for _, end in pairs)
+    return in_order, () if last == in_order else last
+
+
+def groups_of_stages(tied: Iterable[Iterable[int]]) -> tuple[tuple[int, ...], ...]:
+    """Sort groups of stages.
+
+    Raises:
+        PlanError: they are no groups, or not of stages.
+    """
+    if isinstance(tied, Iterable) and all(isinstance(group, Iterable) for group in tied):
+        return tuple(sorted({stage_list("tied", group) for group in tied}))
+    raise PlanError(
+        f"tied={tied!r}; allowed: groups of two or more stages, ascending, such as ((0, 1),); "
+        "use tied=() or such groups"
+    )
+
+
+def stage_list(name: str, given: Iterable[int]) -> tuple[int, ...]:
+    """Return numbers of stages.
+
+    Raises:
+        PlanError: they are none.
+    """
+    found = tuple(given) if isinstance(given, Iterable) else (None,)
+    if all(isinstance(j, int) and not isinstance(j, bool) for j in found):
+        return tuple(j for j in found if j is not None)
+    raise PlanError(
+        f"{name}={given!r}; allowed: whole numbers of stages, such as [0, 1]; use {name}=() or "
+        "such a list"
+    )
 
 
 def _check_groups(plan: Plan) -> None:

@@ -10,10 +10,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from fractions import Fraction
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, Any, Final, NoReturn, final
 
+from lightning_cyclic.errors import PlanError
 from lightning_cyclic.plan.check.replay import Replay
 from lightning_cyclic.plan.check.validate import validate
 
@@ -21,6 +22,22 @@ if TYPE_CHECKING:
     from lightning_cyclic.plan.plan import Plan
 
 _MOST_CELLS = 2_000  # (micro-batch, stage, step) cells that a probe may have: about a second
+_TOO_MANY_CELLS = 200_000  # of plans that only they themselves can stand for: some minutes
+
+# What a smaller plan may have fewer of, and the lists of stages that it has fewer of with them.
+SMALLER: Final = frozenset(
+    {
+        "num_stages", "num_workers", "num_micro", "num_steps", "slack", "spacing", "width",
+        "warmup_steps", "chunks", "group_size", "relayed", "tied",
+    }
+)  # fmt: skip
+# What it has as the plan has it, as it says nothing about single stages or workers.
+KEPT: Final = frozenset(
+    {
+        "preset", "schedule", "placement", "weights", "sharding", "late_updates", "norms",
+        "updates_meet", "lowering", "proving",
+    }
+)  # fmt: skip
 
 
 @final
@@ -89,14 +106,45 @@ def probe(plan: Plan) -> Plan:
     each forward lags, never on how many workers or stages there are. So a few steps, until the
     program repeats, stand for all; and many workers may be reduced in proportion to stages and
     micro-batches, which keeps those relations. What does depend on the numbers themselves,
-    whether a version exists in time, is checked on the plan itself.
+    whether a version exists in time, is checked on the plan itself. So is all of a plan of which
+    a smaller one would leave something out.
+
+    Raises:
+        PlanError: nothing smaller stands for the plan, and to replay it would take too long.
     """
     few = replace(plan, warmup_steps=min(plan.warmup_steps, 2))  # all others are like these
     few = replace(few, num_steps=_enough_steps(few), chunks=min(plan.chunks, 3))  # alike, too
-    if plan.num_micro * plan.num_stages * few.num_steps <= _MOST_CELLS:
+    num_cells = plan.num_micro * plan.num_stages * few.num_steps
+    if num_cells <= _MOST_CELLS:
         return few
-    small = _reduced(few)
+    if left_out := _left_out(plan):
+        if num_cells > _TOO_MANY_CELLS:
+            _refuse_to_replay(plan, left_out)
+        return few
+    small = replace(few, **_fewer(few))
     return replace(small, num_steps=_enough_steps(small))
+
+
+def _left_out(plan: Plan) -> list[str]:
+    """Name what a smaller plan would not say as this one does.
+
+    Who waits for buffers inside a step, and is waited for by all owners there, differs from stage
+    to stage.
+    """
+    said = {f.name: getattr(plan, f.name) != f.default for f in fields(plan)}
+    found = [name for name in said if said[name] and name not in SMALLER | KEPT]
+    return found + ["relayed", "norms"] * (bool(plan.relayed) and plan.norms != "none")
+
+
+def _refuse_to_replay(plan: Plan, left_out: list[str]) -> NoReturn:
+    given = ", ".join(f"{name}={getattr(plan, name)!r}" for name in left_out)
+    raise PlanError(
+        f"{given} with num_stages={plan.num_stages}, num_workers={plan.num_workers} and "
+        f"num_micro={plan.num_micro}: no smaller plan stands for it, and to prove it itself would "
+        "take many minutes; allowed: fewer stages and workers, norms='none' (clip='stage') where "
+        "buffers change in their own stage only, or relayed=() (no buffers that training "
+        "changes); use fewer stages"
+    )
 
 
 def _enough_steps(plan: Plan) -> int:
@@ -104,12 +152,13 @@ def _enough_steps(plan: Plan) -> int:
     return 2 * (plan.warmup_steps + 1 + plan.steps_under_way)
 
 
-def _reduced(plan: Plan) -> Plan:
+def _fewer(plan: Plan) -> dict[str, Any]:
+    """Give what a smaller plan has fewer of."""
     width = min(plan.width, 3)  # first, last and one between: replicas differ in nothing else
     size = min(plan.group_size, 3)  # the same of groups
     of_each = plan.num_micro // plan.width // plan.rounds // plan.group_size
     scale = Fraction(8, max(plan.num_stages, of_each))
-    num_stages = max(1, round(plan.num_stages * scale))
+    num_stages = max(min(plan.num_stages, 2), round(plan.num_stages * scale))
     num_micro = min(of_each, max(num_stages, round(of_each * scale))) * width
     if plan.axes.weights.per_micro:
         num_micro = max(1, round(of_each * scale)) * width
@@ -123,19 +172,17 @@ def _reduced(plan: Plan) -> Plan:
             spacing = Fraction(2 * num_stages, num_groups)
     elif spacing * plan.num_micro == 2 * plan.num_stages:
         spacing = Fraction(2 * num_stages, num_micro)
-    return replace(
-        plan,
-        num_stages=num_stages,
-        num_workers=num_workers,
-        num_micro=num_micro,
-        spacing=spacing,
-        slack=round(plan.slack * scale),
-        relayed=_scaled(plan.relayed, plan.num_stages, num_stages),
-        width=width,
-        group_size=size,
-        relayed_until=(),
-        tied=_scaled_ties(plan, num_stages),
-    )
+    return {
+        "num_stages": num_stages,
+        "num_workers": num_workers,
+        "num_micro": num_micro,
+        "spacing": spacing,
+        "slack": max(round(plan.slack * scale), bool(plan.slack)),
+        "relayed": _scaled(plan.relayed, plan.num_stages, num_stages),
+        "width": width,
+        "group_size": size,
+        "tied": _scaled_ties(plan, num_stages),
+    }
 
 
 def _scaled(stages: tuple[int, ...], whole: int, part: int) -> tuple[int, ...]:
@@ -143,6 +190,11 @@ def _scaled(stages: tuple[int, ...], whole: int, part: int) -> tuple[int, ...]:
 
 
 def _scaled_ties(plan: Plan, num_stages: int) -> tuple[tuple[int, ...], ...]:
-    """Scale the stages of each group, and drop groups whose stages become one."""
+    """Scale the stages of each group; those that become one are neighbours."""
     groups = {_scaled(group, plan.num_stages, num_stages) for group in plan.tied}
-    return tuple(sorted(group for group in groups if len(group) > 1))
+    return tuple(sorted({g if len(g) > 1 else _neighbours(g[0], num_stages) for g in groups}))
+
+
+def _neighbours(j: int, num_stages: int) -> tuple[int, int]:
+    first = min(j, num_stages - 2)
+    return first, first + 1

@@ -26,7 +26,7 @@ class Limit:
         self._training_s = training_s
         self._starting_s = max(training_s, starting_s or 0.0)
         self._left = first_steps
-        self._groups: list[Any] = []
+        self._group: Any = None
 
     @property
     def seconds(self) -> float:
@@ -50,13 +50,12 @@ class Limit:
             self._tell()
 
     def govern(self, group: Any) -> None:
-        """Keep the limit of what is done together over a process group of gloo, too."""
-        self._groups.append(group)
+        """Keep the limit of what is done together over a group of gloo, in place of another."""
+        self._group = group
 
     def _tell(self) -> None:
-        if self._starting_s > self._training_s:
-            for group in self._groups:
-                set_timeout(timedelta(seconds=self.seconds), group)
+        if self._group is not None and self._starting_s > self._training_s:
+            set_timeout(timedelta(seconds=self.seconds), self._group)
 
 
 def set_timeout(limit: timedelta, group: Any) -> None:

@@ -200,8 +200,8 @@ class Exchange:
         """Let the messages of a ring have one form."""
 
     def hold(self, a: Action) -> None:
-        """Keep a version that a lane is about to hand on."""
-        if a.payload is Payload.P and a.kind is Kind.SEND:
+        """Keep a version that a lane is about to hand on, from its first chunk to its last."""
+        if a.payload is Payload.P and a.kind is Kind.SEND and not a.c:
             assert a.v is not None
             self._stores[a.j].hold(a.v)
 

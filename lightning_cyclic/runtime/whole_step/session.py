@@ -146,7 +146,6 @@ class Session:
         self._weights: Sequence[Weights] = ()  # by stage, when they are known, and the rest
         self.engine: Engine | None = None
         self.stages: StageMap | None = None
-        self._transports: list[CountingTransport] = []  # the last is that of the engine
         # made here, by all workers at once, so that a failure in the first step has a board
         self.transport = self._new_transport()
         self._recorder = StepRecorder(config.recorder) if config.recorder else Unrecorded()
@@ -450,9 +449,7 @@ class Session:
         else:
             self.transport.close()
         if not self.failed:
-            for transport in self._transports:
-                transport.disconnect()
-            self._transports.clear()
+            self.transport.disconnect()
 
     # ------------------------------------------------------------------ beginning
 
@@ -523,7 +520,7 @@ class Session:
 
     def _start(self, stages: StageMap, state: EngineState | None) -> None:
         if self.engine is not None:  # receives posted for the old engine must not match new sends
-            self.transport = self._new_transport()
+            self._replace_transport()
         if self._probe.axes.sharding.gathers:
             named = self.named()  # each owner has what is frozen of its stages, too
             trained = {n for n in self._trained if named[n].requires_grad}
@@ -658,8 +655,14 @@ class Session:
     def _new_transport(self) -> CountingTransport:
         links = link(self._config.route, self._device, self._config.limit)
         self.group = links.group
-        self._transports.append(links.transport)
         return links.transport
+
+    def _replace_transport(self) -> None:
+        """Take another transport, behind the making of which no worker needs the old one's."""
+        old, group = self.transport, self.group
+        self.transport = self._new_transport()
+        old.disconnect()
+        dist.destroy_process_group(group)
 
     def _watch_buffers(self, stages: StageMap) -> None:
         relayed = {name for stage in stages.stages for name in stage.buffers}

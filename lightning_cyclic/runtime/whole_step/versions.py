@@ -8,6 +8,7 @@ of versions that no later forward reads are used again for the next one to arriv
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import final
@@ -55,7 +56,7 @@ class VersionStore:
         self._messages = messages
         self._changing = threading.Lock()  # versions arrive on a lane, too
         self._versions: dict[int, Buffer] = {}
-        self._held: set[int] = set()  # which lanes are about to hand on
+        self._held: Counter[int] = Counter()  # by how many that lanes are about to send
         self._needed = v  # the oldest version that is read here
         self._shown: Buffer | None = None
         self.depth = 1
@@ -147,16 +148,17 @@ class VersionStore:
     def hold(self, v: int) -> None:
         """Keep a version, which may still be on its way, until it has been handed on."""
         with self._changing:
-            self._held.add(v)
+            self._held[v] += 1
 
     def let_go(self, v: int) -> None:
-        """Hold a version no longer."""
+        """Hold a version no longer for one of those who hold it."""
         with self._changing:
-            self._held.discard(v)
+            assert self._held[v] > 0, f"version {v} is let go more often than it was held"
+            self._held -= Counter([v])  # which keeps what is above zero
             self._drop()
 
     def _drop(self) -> None:
-        for old in [v for v in self._versions if v < self._needed and v not in self._held]:
+        for old in [v for v in self._versions if v < self._needed and not self._held[v]]:
             self._versions.pop(old).let_go()
             self.words.pop(old, None)
 

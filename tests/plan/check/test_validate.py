@@ -1,20 +1,21 @@
 """validate refuses every broken program, and points at what is wrong."""
 
 from collections import Counter
-from dataclasses import replace
+from dataclasses import MISSING, field, fields, make_dataclass, replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_cyclic.errors import ValidationError
+from lightning_cyclic.errors import PlanError, ValidationError
 from lightning_cyclic.plan import PRESETS, make_plan
 from lightning_cyclic.plan.actions import Kind, Lane, Payload, from_csv, parse, to_csv
-from lightning_cyclic.plan.check.proof import probe
+from lightning_cyclic.plan.check.proof import KEPT, probe
 from lightning_cyclic.plan.check.replay import Replay
 from lightning_cyclic.plan.check.validate import validate
 from lightning_cyclic.plan.passes.messages import ring_of
 from lightning_cyclic.plan.passes.sums import MOST_BEHIND
+from lightning_cyclic.plan.plan import Plan
 
 PLANS = {name: make_plan(name, num_stages=3, num_workers=3, relayed=[1]) for name in PRESETS} | {
     f"cyclic_zero, {len(relayed)} relayed in rounds": make_plan(
@@ -158,6 +159,73 @@ def test_probes_are_small_and_of_the_same_kind(name):
         plan.weights,
     )
     assert small.num_stages > 4
+
+
+LARGE = {"preset": "cyclic_dp", "num_stages": 64, "num_workers": 64, "proved": False}
+WITH = {  # a field of a plan that has a default -> what a large plan is made with to have another
+    "width": {"preset": "1f1b", "num_workers": 128, "width": 2},
+    "tied": {"preset": "1f1b", "tied": [(1, 2)]},
+    "warmup_steps": {"preset": "pipedream_2bw", "warmup_steps": 1},
+    "late_updates": {"preset": "pipedream_2bw", "late_updates": True},
+    "norms": {"norms": "owners", "slack": 0},
+    "relayed_until": {"relayed": [5], "relayed_until": [6]},
+    "updates_meet": {"norms": "owners", "slack": 0},
+    "chunks": {"chunks": 2},
+    "group_size": {"groups": 32},
+}
+
+
+def shape(plan):
+    return plan.num_stages, plan.num_workers, plan.num_micro
+
+
+@pytest.mark.parametrize("name", [f.name for f in fields(Plan)])
+def test_no_smaller_plan_leaves_out_what_a_plan_says(name):
+    unless = next(f.default for f in fields(Plan) if f.name == name)
+    if unless is MISSING:  # lists of stages and numbers that every plan has
+        unless = {"relayed": (), "slack": 0}.get(name)
+    plan = make_plan(**LARGE | {"relayed": [5], "slack": 1} | WITH.get(name, {}))
+    if name == "updates_meet":
+        plan = replace(plan, updates_meet=True)
+    small = probe(plan)
+    assert getattr(plan, name) != unless, "add the field to WITH"
+    assert getattr(small, name) != unless
+    if name in KEPT:
+        assert getattr(small, name) == getattr(plan, name)
+    elif name == "relayed_until":
+        assert shape(small) == shape(plan)
+
+
+def test_a_field_that_nobody_thought_of_has_the_plan_itself_replayed():
+    later = make_dataclass(
+        "Later", [("later", tuple[int, ...], field(default=()))], bases=(Plan,), frozen=True,
+        kw_only=True,
+    )  # fmt: skip
+    plan = make_plan(**LARGE)
+    given = {f.name: getattr(plan, f.name) for f in fields(plan)}
+    assert shape(probe(later(**given))) != shape(plan)
+    assert shape(probe(later(**given, later=(3,)))) == shape(plan)
+
+
+def test_what_waits_in_a_circle_is_refused_though_fewer_workers_would_not():
+    stages = range(16)
+    with pytest.raises(PlanError, match=r"buffers of stages \[0, 1.*only when another has begun"):
+        make_plan(
+            "cyclic_zero", num_stages=16, num_workers=16, relayed=stages, relayed_until=[15] * 16
+        )
+
+
+def test_owners_meet_where_they_must_though_fewer_workers_need_not():
+    plan = make_plan(
+        "cyclic_dp", num_stages=16, num_workers=16, norms="owners", relayed=[0], relayed_until=[15]
+    )
+    assert plan.updates_meet
+    assert not plan.proof.is_smaller
+
+
+def test_what_only_the_plan_itself_can_prove_is_refused_where_that_takes_too_long():
+    with pytest.raises(PlanError, match=r"relayed_until=\(2,\) .*; allowed: fewer stages and"):
+        make_plan("cyclic_dp", num_stages=512, num_workers=512, relayed=[1], relayed_until=[2])
 
 
 def test_a_sum_sent_on_before_the_one_before_has_come():

@@ -57,3 +57,16 @@ def test_parameters_of_others_get_no_memory() -> None:
     store.release()
     assert parameters[0].data_ptr() == before
     assert parameters[0].untyped_storage().nbytes() == 4
+
+
+def test_a_version_that_several_lanes_send_stays_until_all_have() -> None:
+    parameters = [nn.Parameter(torch.zeros(SIZE))]
+    store = VersionStore(parameters, 0, lean_messages(), keeps=False)
+    store.hold(0)
+    store.hold(0)
+    store.write(1, [torch.ones(SIZE)])
+    store.let_go(0)
+    store.leave_behind(1)
+    assert store.versions == [0, 1]
+    store.let_go(0)
+    assert store.versions == [1]
