@@ -18,6 +18,7 @@ from torch import nn
 from lightning_cyclic.errors import ConfigurationError
 from lightning_cyclic.runtime.compiled import IN_PLACE, is_compiled_in_place, named_modules
 from lightning_cyclic.runtime.partial_step.watch import Watch
+from lightning_cyclic.runtime.plain_copies import ours
 
 if TYPE_CHECKING:
     from lightning_cyclic.runtime.partial_step.run import Run
@@ -112,9 +113,13 @@ class CallRouter:
                     "modules of Python code; use the module that it was scripted from"
                 )
             name = IN_PLACE if is_compiled_in_place(m) else _CALL
-            yield Method(m, name, self._routed(path, getattr(m, name)))
+            yield self._method(m, name, path)
             for name in ("update", "compute") if metric else ():
-                yield Method(m, name, self._routed(f"{path}.{name}", getattr(m, name)))
+                yield self._method(m, name, f"{path}.{name}")
+
+    def _method(self, m: nn.Module, name: str, path: str) -> Method:
+        routed = self._routed(path, getattr(m, name))
+        return Method(m, name, ours(routed, vars(m).get(name), lambda: self.looking is not None))
 
     def _routed(self, path: str, original: Callable[..., Any]) -> Callable[..., Any]:
         unit = Unit(
