@@ -87,6 +87,7 @@ from lightning_cyclic.runtime.lending import lending
 from lightning_cyclic.runtime.listening import listening_on_one_address
 from lightning_cyclic.runtime.meetings import START, Meetings, naming_start
 from lightning_cyclic.runtime.orphans import end_with_agent
+from lightning_cyclic.runtime.plain_copies import plain_copies
 from lightning_cyclic.runtime.prediction.foresight import BackwardWeights
 from lightning_cyclic.runtime.prediction.prediction import Shape
 from lightning_cyclic.runtime.recorder import Recorder
@@ -589,6 +590,7 @@ class CyclicStrategy(DDPStrategy):
         if kind is not None:
             with self.naming("to set training up"):
                 super().barrier()  # who fails before it is noticed here, and not in new groups
+                self._undo.enter_context(plain_copies(trainer.lightning_module))
                 self._training = kind(trainer, options, self._plan, self._reductions)
             if self._meetings is not None:
                 self._meetings.heed(self._training)

@@ -11,6 +11,7 @@ from lightning.pytorch import LightningModule, Trainer
 
 from lightning_cyclic.planner.profile import ModelProfile
 from lightning_cyclic.plugin.split_hook import first_part
+from lightning_cyclic.runtime.plain_copies import ours
 from lightning_cyclic.runtime.snapshot import untouched
 from lightning_cyclic.runtime.stages.profiling import measured
 from lightning_cyclic.runtime.values.reading import size_of
@@ -61,7 +62,7 @@ def leaves_out_parameters(trainer: Trainer, batch: Any) -> bool:
 def _quiet(module: LightningModule) -> Iterator[None]:
     """Keep nothing of what the module logs."""
     for name in ("log", "log_dict"):
-        module.__dict__[name] = lambda *args, **kwargs: None
+        module.__dict__[name] = ours(lambda *args, **kwargs: None)
     try:
         yield
     finally:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from lightning_cyclic.errors import StepError
 from lightning_cyclic.plugin.outputs import weights_for
+from lightning_cyclic.runtime.plain_copies import ours
 from lightning_cyclic.runtime.stages.evidence import is_metric
 from lightning_cyclic.runtime.values.plain import decode_leaf, encode_leaf
 
@@ -66,7 +67,7 @@ class Recorder:
             del bound["self"]
             note(bound.pop("name"), bound.pop("value"), bound)
 
-        with _put(self._module, "log", log):
+        with _put(self._module, "log", ours(log, is_followed=lambda: True)):
             yield
 
     def combine(self, logs: Sequence[Sequence[Log]], sizes: Sequence[int]) -> list[Record]:

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from lightning_cyclic.errors import ConfigurationError
 from lightning_cyclic.runtime.bits import sum_of_bits
 
+_NAME = "data"
 _DATA: Any = Tensor.data
 _version = attrgetter("_version")
 
@@ -50,13 +51,13 @@ class WeightGuard:
         self._named: dict[str, nn.Parameter] = {}
         self._versions: list[int] = []  # how often each was changed in place
         self._totals: list[Tensor] | None = None  # of the bits of each, where steps are at an end
-        self._kind = _watched(self._look)
-        self._watching: list[nn.Parameter] = []  # whose ``.data`` is looked for
+        self._watched: dict[int, nn.Parameter] = {}  # by id: those whose ``.data`` is looked for
         self._looked: dict[nn.Parameter, tuple[int, Tensor]] = {}  # address and bits before
 
     def note(self) -> None:
         """Note what the parameters are behind a step, at 0.5 us each."""
-        self._named = self._named or dict(self._read())
+        if not self._named:
+            self._know()
         self._versions = list(map(_version, self._named.values()))
         self._totals = None
         self._state = None if self._optimizer is None else _marks(self._optimizer())
@@ -78,15 +79,20 @@ class WeightGuard:
             return
         self.check()
         yield
-        self._named = dict(self._read())
+        self._know()
         self.note()
         self._totals, self._state = list(map(sum_of_bits, self._named.values())), None
+
+    def _know(self) -> None:
+        self._named = dict(self._read())
+        self._watched = {id(p): p for p in self._named.values()}
 
     def forget(self) -> None:
         """Take the parameters as they will be: they are about to be loaded."""
         self._unwatch()
         self._looked.clear()
-        self._named, self._versions, self._totals, self._state = {}, [], None, None
+        self._named, self._watched = {}, {}
+        self._versions, self._totals, self._state = [], None, None
 
     def check(self) -> None:
         """Refuse what has changed since.
@@ -108,18 +114,14 @@ class WeightGuard:
 
     def _watch(self) -> None:
         """Notice who takes ``.data``, whose changes in place no version counts."""
-        self._watching = [p for p in self._named.values() if type(p) is nn.Parameter]
-        for p in self._watching:
-            p.__class__ = self._kind
+        _WatchedData.add(self, self._watched)
 
     def _unwatch(self) -> None:
-        for p in self._watching:
-            p.__class__ = nn.Parameter
-        self._watching = []
+        _WatchedData.remove(self)
 
-    def _look(self, p: nn.Parameter) -> None:
+    def look(self, p: nn.Parameter) -> None:
         """Keep what a parameter is before it may be changed."""
-        if p not in self._looked:
+        if type(p) is nn.Parameter and p not in self._looked:
             self._looked[p] = p.data_ptr(), sum_of_bits(p)
 
     def _check_looked(self) -> None:
@@ -163,28 +165,45 @@ class WeightGuard:
         )
 
 
-def _watched(look: Callable[[nn.Parameter], None]) -> type[nn.Parameter]:
-    """Make a kind of parameter that calls ``look`` before it gives or takes its ``.data``."""
+@final
+class _WatchedData:
+    """Be ``data`` of all parameters between steps, and tell guards that one of theirs is asked."""
 
-    class WatchedParameter(nn.Parameter):
-        @property
-        def data(self) -> Any:
-            look(self)
-            return _DATA.__get__(self)
+    def __init__(self) -> None:
+        self.guards: dict[WeightGuard, dict[int, nn.Parameter]] = {}  # which look now
 
-        @data.setter
-        def data(self, value: Tensor) -> None:
-            look(self)
-            _DATA.__set__(self, value)
+    @classmethod
+    def add(cls, guard: WeightGuard, parameters: dict[int, nn.Parameter]) -> None:
+        """Tell a guard from now on."""
+        found = vars(nn.Parameter).get(_NAME)
+        if not isinstance(found, cls):
+            found = cls()
+            setattr(nn.Parameter, _NAME, found)
+        found.guards[guard] = parameters
 
-        def __deepcopy__(self, memo: Any) -> Any:
-            self.__class__: type = nn.Parameter  # copies are plain
-            try:
-                return self.__deepcopy__(memo)
-            finally:
-                self.__class__ = WatchedParameter
+    @classmethod
+    def remove(cls, guard: WeightGuard) -> None:
+        """Tell it no longer; parameters have torch's own again, if no guard is left."""
+        found = vars(nn.Parameter).get(_NAME)
+        if isinstance(found, cls):
+            found.guards.pop(guard, None)
+            if not found.guards:
+                delattr(nn.Parameter, _NAME)
 
-    return WatchedParameter
+    def __get__(self, p: nn.Parameter | None, kind: type) -> Any:
+        if p is None:
+            return _DATA
+        self._tell(p)
+        return _DATA.__get__(p)
+
+    def __set__(self, p: nn.Parameter, value: Tensor) -> None:
+        self._tell(p)
+        _DATA.__set__(p, value)
+
+    def _tell(self, p: nn.Parameter) -> None:
+        for guard, watched in self.guards.items():
+            if id(p) in watched:
+                guard.look(p)
 
 
 def _marks(optimizer: Optimizer) -> list[Any]:

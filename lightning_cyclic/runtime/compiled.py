@@ -12,6 +12,8 @@ from typing import Any
 
 from torch import nn
 
+from lightning_cyclic.runtime.plain_copies import ours
+
 IN_PLACE = "_compiled_call_impl"
 
 
@@ -50,7 +52,7 @@ def before_calls(module: nn.Module, then: Callable[[nn.Module], None]) -> Callab
     """Call ``then`` before each call of a module; return what ends that."""
     if is_compiled_in_place(module):  # hooks would be compiled, too
         return _around_compiled(module, then, lambda: None)
-    return module.register_forward_pre_hook(lambda m, _: then(m), prepend=True).remove
+    return module.register_forward_pre_hook(ours(lambda m, _: then(m)), prepend=True).remove
 
 
 def around_forwards(
@@ -60,8 +62,8 @@ def around_forwards(
     if is_compiled_in_place(module):
         return _around_compiled(module, before, behind)
     handles = (
-        module.register_forward_pre_hook(lambda m, _: before(m)),
-        module.register_forward_hook(lambda *_: behind(), prepend=True, always_call=True),
+        module.register_forward_pre_hook(ours(lambda m, _: before(m))),
+        module.register_forward_hook(ours(lambda *_: behind()), prepend=True, always_call=True),
     )
 
     def end() -> None:
@@ -92,7 +94,7 @@ def _around_compiled(
         if module.__dict__.get(IN_PLACE) is routed:
             module.__dict__[IN_PLACE] = call
 
-    module.__dict__[IN_PLACE] = routed
+    module.__dict__[IN_PLACE] = ours(routed, call)
     return end
 
 

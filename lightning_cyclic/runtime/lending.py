@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any, Protocol, final, runtime_checkable
+from typing import Protocol, final, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
 from lightning_cyclic.runtime.absent import home_of
 from lightning_cyclic.runtime.freed_memory import FreedMemory
+from lightning_cyclic.runtime.plain_copies import ours
 
 
 @runtime_checkable
@@ -48,7 +49,7 @@ class Lending:
         self._kept: set[int] = set()  # of them, by graphs
         self._freed = FreedMemory()
         self._hooks = [
-            m.register_forward_hook(self._end_call, always_call=True)
+            m.register_forward_hook(ours(lambda m, *_: self._end_call(m)), always_call=True)
             for m in module.modules()
             if not isinstance(m, torch.jit.ScriptModule)
         ]
@@ -82,7 +83,7 @@ class Lending:
     def _num_bytes(self, keys: Collection[int]) -> int:
         return sum(num_bytes_of(self._lent[key][0]) for key in keys)
 
-    def _end_call(self, m: nn.Module, *_: Any) -> None:
+    def _end_call(self, m: nn.Module) -> None:
         for x in (*m._parameters.values(), *m._buffers.values()):
             self._take_back(id(x))
 

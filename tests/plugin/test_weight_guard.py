@@ -179,3 +179,11 @@ def test_a_changed_state_of_the_optimizer_is_refused_while_updates_are_on_their_
         optimizer.step()
     change(optimizer)
     guard.check()
+
+
+def test_parameters_keep_their_class_and_have_torchs_data_again() -> None:
+    module, guard = guarded()
+    guard.note()
+    assert all(type(p) is nn.Parameter for p in module.parameters())
+    guard.check()
+    assert "data" not in vars(nn.Parameter)

@@ -19,6 +19,7 @@ from lightning_cyclic.errors import ConfigurationError
 from lightning_cyclic.runtime.compiled import IN_PLACE, is_compiled_in_place, named_modules
 from lightning_cyclic.runtime.partial_step.record import MARK, OWNED
 from lightning_cyclic.runtime.partial_step.watch import Watch
+from lightning_cyclic.runtime.plain_copies import ours
 
 if TYPE_CHECKING:
     from lightning_cyclic.runtime.partial_step.plain_run import PlainRun
@@ -141,10 +142,16 @@ class CallRouter:
                 )
             name = IN_PLACE if is_compiled_in_place(m) else _CALL
             if path in self._begins and name == _CALL:
-                yield Method(m, _WITH_HOOKS, self._beginning(path, m._call_impl))
-            yield Method(m, name, self._routed(path, getattr(m, name)))
+                begin = self._beginning(path, m._call_impl)
+                own, follows = vars(m).get(_WITH_HOOKS), lambda: self.looking is not None
+                yield Method(m, _WITH_HOOKS, ours(begin, own, follows))
+            yield self._method(m, name, path)
             for name in ("update", "compute") if metric else ():
-                yield Method(m, name, self._routed(f"{path}.{name}", getattr(m, name)))
+                yield self._method(m, name, f"{path}.{name}")
+
+    def _method(self, m: nn.Module, name: str, path: str) -> Method:
+        routed = self._routed(path, getattr(m, name))
+        return Method(m, name, ours(routed, vars(m).get(name), lambda: self.looking is not None))
 
     def _beginning(self, path: str, original: Callable[..., Any]) -> Callable[..., Any]:
         """Let a stage begin before the hooks of its first module, which may make its weights."""

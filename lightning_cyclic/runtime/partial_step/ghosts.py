@@ -7,6 +7,8 @@ function that is given the ghost gets the real tensor in its place.
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import sys
 from itertools import compress
 from types import FrameType
@@ -213,7 +215,7 @@ def user_line() -> str:
 
 _OF_PACKAGES = (
     "lightning_cyclic/runtime", "lightning_cyclic/plugin",
-    "/torch/", "/lightning/fabric/", "/lightning/pytorch/",
+    "/torch/", "/lightning/fabric/", "/lightning/pytorch/", contextlib.__file__, copy.__file__,
 )  # fmt: skip
 _NOT_THE_USERS = (*_OF_PACKAGES, *(part.replace("/", "\\") for part in _OF_PACKAGES))
 

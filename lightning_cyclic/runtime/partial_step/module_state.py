@@ -30,6 +30,7 @@ from lightning_cyclic.runtime.partial_step.attributes import (
     made_of,
     restore,
 )
+from lightning_cyclic.runtime.plain_copies import ours
 from lightning_cyclic.runtime.values.plain import (
     decode_leaf,
     encode_leaf,
@@ -237,7 +238,7 @@ class ModuleState:
         }
         if not self._tells:
             names["__getattribute__"] = look
-        self._module.__class__ = type(kind.__name__, (kind,), names)
+        self._module.__class__ = ours(type(kind.__name__, (kind,), names), kind)
         try:
             yield
         finally:

@@ -27,6 +27,7 @@ from torch.overrides import TorchFunctionMode
 from lightning_cyclic.errors import PlanError
 from lightning_cyclic.runtime.compiled import is_compiled, uncompiled
 from lightning_cyclic.runtime.partial_step.ghosts import reads_metadata
+from lightning_cyclic.runtime.plain_copies import ours
 from lightning_cyclic.runtime.snapshot import Snapshot, untouched
 from lightning_cyclic.runtime.stages.clocks import AbstractClock, CountedClock, MeasuredClock
 from lightning_cyclic.runtime.stages.evidence import (
@@ -216,7 +217,7 @@ class _Surveyor:
         wrappers = list(self._wrappers())
         before = [(m, name, m.__dict__.get(name)) for m, name, _ in wrappers]
         for m, name, wrapper in wrappers:
-            m.__dict__[name] = wrapper
+            m.__dict__[name] = ours(wrapper, m.__dict__.get(name))
         try:
             yield
         finally:
