@@ -29,7 +29,7 @@ from lightning_cyclic.runtime.partial_step.losses import loss_of
 from lightning_cyclic.runtime.partial_step.plain_run import PlainRun
 from lightning_cyclic.runtime.partial_step.stage_step import Outcome
 from lightning_cyclic.runtime.randomness import Randomness, undisturbed
-from lightning_cyclic.runtime.snapshot import Print, Snapshot, prints, tensor_print
+from lightning_cyclic.runtime.snapshot import Print, Snapshot, print_of, prints, tensor_print
 from lightning_cyclic.runtime.sum_dtypes import SumDtypes
 from lightning_cyclic.runtime.unseen_changes import unseen
 from lightning_cyclic.runtime.values.trees import map_tensors
@@ -142,21 +142,29 @@ class PlainStep:
         self, before: Snapshot, plan: Plan, t: int, parts: Sequence[Part],
         call: Callable[[Any], Any], expect: Callable[[list[Outcome]], Mapping[str, Print]],
     ) -> tuple[Evidence, Mapping[str, Print]]:  # fmt: skip
-        notes = Notes(self._held, self._device)
-        undone = undisturbed(self._device, self._held)
         try:
-            with undone, self._router.open(), self._gradients_apart(), self._weights_kept():
-                outcomes: list[Outcome] = []
-                sums = PlainSums(plan, t, self._holders, self._dtypes)
-                for part in parts:
-                    with sums.adding(part.i):
-                        outcomes.append(self._run_part(t, part, call, notes))
-                    notes.outcome(part.i, outcomes[-1])
-                evidence = notes.evidence() | self._gradient_evidence(sums.totals())
-                evidence |= state_evidence(self._module, self._not_state, self._stage_of)
-                return evidence, expect(outcomes)
+            return self._run_parts(plan, t, parts, call, expect)
+        except Exception as error:  # which the step in stages will raise, too, with its place
+            return {Item("raised", -1, -1, 0, type(error).__name__): print_of(str(error))}, {}
         finally:
             before.restore()
+
+    def _run_parts(
+        self, plan: Plan, t: int, parts: Sequence[Part], call: Callable[[Any], Any],
+        expect: Callable[[list[Outcome]], Mapping[str, Print]],
+    ) -> tuple[Evidence, Mapping[str, Print]]:  # fmt: skip
+        notes = Notes(self._held, self._device)
+        undone = undisturbed(self._device, self._held)
+        with undone, self._router.open(), self._gradients_apart(), self._weights_kept():
+            outcomes: list[Outcome] = []
+            sums = PlainSums(plan, t, self._holders, self._dtypes)
+            for part in parts:
+                with sums.adding(part.i):
+                    outcomes.append(self._run_part(t, part, call, notes))
+                notes.outcome(part.i, outcomes[-1])
+            evidence = notes.evidence() | self._gradient_evidence(sums.totals())
+            evidence |= state_evidence(self._module, self._not_state, self._stage_of)
+            return evidence, expect(outcomes)
 
     def _run_part(self, t: int, part: Part, call: Callable[[Any], Any], notes: Notes) -> Outcome:
         randomness = Randomness(self._seed, t, part.i, self._device, self._held)
@@ -353,13 +361,24 @@ def differences(
     return found
 
 
-_KINDS = ("call", "draws", "loss", "output", "log", "gradient", "buffer", "attribute", "told")
+_KINDS = (
+    "raised",
+    "call",
+    "draws",
+    "loss",
+    "output",
+    "log",
+    "gradient",
+    "buffer",
+    "attribute",
+    "told",
+)
 
 
 def _order(item: Item) -> tuple[int, ...]:
     """Return what items are sorted by: gradients are made from the last stage to the first."""
     kind = _KINDS.index(item.kind)
-    group = 0 if item.kind in ("call", "draws") else kind
+    group = -1 if item.kind == "raised" else 0 if item.kind in ("call", "draws") else kind
     return group, item.i, -item.j if item.kind == "gradient" else item.j, kind, item.n
 
 
@@ -386,6 +405,7 @@ def _bits_remark(d: Difference) -> str:
 
 
 _NAMES = {
+    "raised": "the {name} of training_step",
     "call": "{what} of {name}{stage}{micro}",
     "draws": "how far {name} has drawn{stage}{micro}",
     "log": "the value of self.log({name!r}){micro}",
