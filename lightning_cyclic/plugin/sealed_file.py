@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import socket
 import struct
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
@@ -115,21 +116,25 @@ def check(path: str | Path, *, together: bool = False) -> None:
     Args:
         path: of what this package wrote, or any other writer of torch's archives, or of folders.
             A file that is no archive is left to who reads it.
-        together: whether all ranks call it, of which each then reads a part of a folder's files.
+        together: whether all ranks call it. Then each reads a part of a folder's files, and of a
+            file the first rank of each host reads all.
 
     Raises:
         FileNotFoundError: there is none.
-        ConfigurationError: with what to go on from instead, if there is something beside it; of a
-            folder that is checked together, on all ranks.
+        ConfigurationError: with what to go on from instead, if there is something beside it; on
+            all ranks, where they check together.
     """
     path = Path(path)
     if not path.exists():
         raise FileNotFoundError(f"Checkpoint file not found: {path}")
-    rank, num_ranks = 0, 1
-    if together and path.is_dir() and dist.is_initialized():
+    rank, num_ranks, reads = 0, 1, True
+    if together and dist.is_initialized() and dist.get_world_size() > 1:
         rank, num_ranks = dist.get_rank(), dist.get_world_size()
+        hosts = gather_texts(socket.gethostname())
+        reads = path.is_dir() or hosts.index(hosts[rank]) == rank
     told = gather_texts if num_ranks > 1 else lambda text: [text]
-    problem = next(filter(None, told(problem_of(path, rank, num_ranks) or "")), None)
+    found = problem_of(path, rank, num_ranks) if reads else None
+    problem = next(filter(None, told(found or "")), None)
     if problem is None:
         return
     todo, *_ = told(_instead_of(path) if rank == 0 else "")

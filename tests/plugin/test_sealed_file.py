@@ -6,6 +6,7 @@ import os
 import random
 import shutil
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ from lightning_cyclic.errors import ConfigurationError
 from lightning_cyclic.plugin import sealed_file
 from lightning_cyclic.plugin.checkpoint_folder import write_folder
 from tests import processes
+from tests.runtime.transport.rings import join
 
 NUM_DAMAGED = 700
 
@@ -243,6 +245,30 @@ def test_ranks_share_the_files_of_a_folder(folder: Path) -> None:
             f"has been changed since it was written, in {name}",
         ]
         (folder / name).write_bytes(whole)
+
+
+def check_together(path: str) -> tuple[int, str]:
+    """Return how often this rank opens a file to check it, and what it is told of it."""
+    join()
+    opened = []
+    sys.addaudithook(lambda event, given: opened.append(given[0]) if event == "open" else None)
+    try:
+        sealed_file.check(path, together=True)
+    except ConfigurationError as error:
+        return list(map(str, opened)).count(path), str(error)
+    return list(map(str, opened)).count(path), ""
+
+
+@pytest.mark.multi
+def test_one_rank_of_a_host_reads_a_file_and_tells_the_others(path: Path) -> None:
+    (first, said), (second, also) = processes.run(check_together, 2, str(path))
+    assert (first > 0, second, said, also) == (True, 0, "", "")
+    whole = path.read_bytes()
+    path.write_bytes(whole[:50] + bytes([whole[50] ^ 1]) + whole[51:])
+    (first, said), (second, also) = processes.run(check_together, 2, str(path))
+    assert (first > 0, second) == (True, 0)
+    assert said == also
+    assert "has been changed since it was written; allowed: files as they were" in said
 
 
 def test_folders_without_digests_are_checked_by_their_index(folder: Path) -> None:
