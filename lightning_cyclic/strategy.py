@@ -52,6 +52,7 @@ from lightning_cyclic.plugin.checks import (
     check_no_leftovers,
     check_plan,
 )
+from lightning_cyclic.plugin.collective_calls import refusing_collectives
 from lightning_cyclic.plugin.loader_workers import shelter
 from lightning_cyclic.plugin.newest import checkpoints_of, newest_whole
 from lightning_cyclic.plugin.numbering import numbered
@@ -577,6 +578,8 @@ class CyclicStrategy(DDPStrategy):
             with self.naming("to set training up"):
                 super().barrier()  # who fails before it is noticed here, and not in new groups
                 self._undo.enter_context(plain_copies(trainer.lightning_module))
+                if self.world_size > 1:
+                    self._undo.enter_context(refusing_collectives(self._reductions))
                 self._training = kind(trainer, options, self._plan, self._reductions)
             if self._meetings is not None:
                 self._meetings.heed(self._training)

@@ -212,6 +212,14 @@ class Session:
         return dict(self._module.named_parameters())
 
     @property
+    def runs_together(self) -> bool:
+        """Say whether all workers run a step's code at once, and none waits for another in it."""
+        plan = self.plan or self._probe
+        has_buffers = next(self._module.buffers(), None) is not None  # handed on in step 0
+        hands_on = has_buffers if self.plan is None else bool(plan.relayed)
+        return plan.weights == "sync" and not (plan.axes.sharding.gathers or hands_on)
+
+    @property
     def foreign_names(self) -> frozenset[str]:
         """Return the names of the parameters that are here only now and then, if any are so."""
         shards = None if self.engine is None else self.engine.shards
