@@ -67,6 +67,7 @@ from lightning_cyclic.plugin.precision.sparse_state import SparseStatePrecision
 from lightning_cyclic.plugin.reductions import HeldReductions
 from lightning_cyclic.plugin.replicated import ReplicatedTraining
 from lightning_cyclic.plugin.ring_plan import RingPlan
+from lightning_cyclic.plugin.samplers import check_samplers
 from lightning_cyclic.plugin.synchronous_pipeline import SynchronousPipelineTraining
 from lightning_cyclic.plugin.tracing import Tracing, checked_trace
 from lightning_cyclic.plugin.training import (
@@ -677,11 +678,13 @@ class CyclicStrategy(DDPStrategy):
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        """Let the workers of a loader live on when a signal asks this rank to stop."""
+        """Let the workers of a loader live on when a signal asks this rank to stop; check it."""
         _auto_add_worker_init_fn(dataloader, self.global_rank)  # which Lightning does behind this
         usual = getattr(signal, "SIGUSR1", signal.SIGTERM)  # there is none on Windows
         requeue = getattr(self.cluster_environment, "requeue_signal", None) or usual
         shelter(dataloader, frozenset({signal.SIGTERM, signal.SIGINT, requeue}))
+        if self._options.is_stagewise and self.world_size > 1:
+            check_samplers(dataloader, self.distributed_sampler_kwargs, self.preset)
         return super().process_dataloader(dataloader)
 
     @property
