@@ -17,6 +17,7 @@ from typing import Any, final
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 
 from lightning_cyclic.errors import StepError
@@ -417,7 +418,13 @@ class Session:
         self._trained |= trained
         self.engine.close()
         state = EngineState(t=saved["t"], previous=saved["previous"])
-        self._start(self.stages.training(trained), state)
+        self._start(self.stages.training(trained).relaying(self._normalising()), state)
+
+    def _normalising(self) -> Iterator[tuple[str, str]]:
+        """List the statistics of normalising modules that training changes from now on."""
+        for path, m in self._module.named_modules():
+            if isinstance(m, _NormBase) and m.training and m.track_running_stats:
+                yield from ((path, f"{path}.{name}") for name, _ in m.named_buffers())
 
     def _restart(self) -> None:
         """Take the parameters as they are now for the newest version (they were replaced)."""
