@@ -7,6 +7,7 @@ hooks      the training answers, given what Lightning itself would do (training.
 
 from __future__ import annotations
 
+import inspect
 import signal
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
@@ -292,7 +293,7 @@ class CyclicStrategy(DDPStrategy):
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         **kwargs: Any,
     ) -> None:
-        check_no_leftovers(kwargs)
+        check_no_leftovers(kwargs, inspect.signature(CyclicStrategy).parameters)
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -682,7 +683,8 @@ class CyclicStrategy(DDPStrategy):
         _auto_add_worker_init_fn(dataloader, self.global_rank)  # which Lightning does behind this
         usual = getattr(signal, "SIGUSR1", signal.SIGTERM)  # there is none on Windows
         requeue = getattr(self.cluster_environment, "requeue_signal", None) or usual
-        shelter(dataloader, frozenset({signal.SIGTERM, signal.SIGINT, requeue}))
+        signals = frozenset({signal.SIGTERM, signal.SIGINT, requeue})
+        self._undo.callback(shelter(dataloader, signals))
         if self._options.is_stagewise and self.world_size > 1:
             check_samplers(dataloader, self.distributed_sampler_kwargs, self.preset)
         return super().process_dataloader(dataloader)
