@@ -7,6 +7,7 @@ hooks      the training answers, given what Lightning itself would do (training.
 
 from __future__ import annotations
 
+import inspect
 import signal
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
@@ -52,6 +53,7 @@ from lightning_cyclic.plugin.checks import (
     check_no_leftovers,
     check_plan,
 )
+from lightning_cyclic.plugin.collective_calls import refusing_collectives
 from lightning_cyclic.plugin.loader_workers import shelter
 from lightning_cyclic.plugin.newest import checkpoints_of, newest_whole
 from lightning_cyclic.plugin.numbering import numbered
@@ -67,6 +69,7 @@ from lightning_cyclic.plugin.precision.sparse_state import SparseStatePrecision
 from lightning_cyclic.plugin.reductions import HeldReductions
 from lightning_cyclic.plugin.replicated import ReplicatedTraining
 from lightning_cyclic.plugin.ring_plan import RingPlan
+from lightning_cyclic.plugin.samplers import check_samplers
 from lightning_cyclic.plugin.synchronous_pipeline import SynchronousPipelineTraining
 from lightning_cyclic.plugin.tracing import Tracing, checked_trace
 from lightning_cyclic.plugin.training import (
@@ -297,7 +300,7 @@ class CyclicStrategy(DDPStrategy):
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         **kwargs: Any,
     ) -> None:
-        check_no_leftovers(kwargs)
+        check_no_leftovers(kwargs, inspect.signature(CyclicStrategy).parameters)
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -591,6 +594,8 @@ class CyclicStrategy(DDPStrategy):
             with self.naming("to set training up"):
                 super().barrier()  # who fails before it is noticed here, and not in new groups
                 self._undo.enter_context(plain_copies(trainer.lightning_module))
+                if self.world_size > 1:
+                    self._undo.enter_context(refusing_collectives(self._reductions))
                 self._training = kind(trainer, options, self._plan, self._reductions)
             if self._meetings is not None:
                 self._meetings.heed(self._training)
@@ -688,11 +693,14 @@ class CyclicStrategy(DDPStrategy):
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        """Let the workers of a loader live on when a signal asks this rank to stop."""
+        """Let the workers of a loader live on when a signal asks this rank to stop; check it."""
         _auto_add_worker_init_fn(dataloader, self.global_rank)  # which Lightning does behind this
         usual = getattr(signal, "SIGUSR1", signal.SIGTERM)  # there is none on Windows
         requeue = getattr(self.cluster_environment, "requeue_signal", None) or usual
-        shelter(dataloader, frozenset({signal.SIGTERM, signal.SIGINT, requeue}))
+        signals = frozenset({signal.SIGTERM, signal.SIGINT, requeue})
+        self._undo.callback(shelter(dataloader, signals))
+        if self._options.is_stagewise and self.world_size > 1:
+            check_samplers(dataloader, self.distributed_sampler_kwargs, self.preset)
         return super().process_dataloader(dataloader)
 
     @property

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import BaseFinetuning, ModelCheckpoint
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -156,6 +156,54 @@ def test_resumed_where_something_else_is_trained(strategy: Any, tmp_path: Path) 
     whole = processes.run(train, 2, ThawsByEpoch, strategy, str(tmp_path), None, 4)
     check(0)  # saved before the first layer was ever trained; it is, in the next step
     check(1)  # saved behind a step that trained it; it is not, in the next one
+
+
+class Backbone(BaseFinetuning):
+    """Freezes a backbone for an epoch, its statistics as well."""
+
+    def freeze_before_training(self, pl_module: Any) -> None:
+        self.freeze(pl_module.net[:2], train_bn=False)
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.net[:2], optimizer, lr=0.05)
+
+
+class FinetunesNorms(Plain):
+    def make_net(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(SIZE, SIZE), nn.BatchNorm1d(SIZE), nn.Linear(SIZE, 4))
+
+    def configure_callbacks(self) -> list[Any]:
+        return [Backbone()]
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], 0.05)
+
+
+def finetune(strategy: Any, num_ranks: int, epochs: int) -> dict[str, Any]:
+    module, r = FinetunesNorms(), processes.here().rank
+    groups = [[num_ranks * t + r] for t in range(2 * NUM_STEPS // num_ranks)]
+    flags = {"accumulate_grad_batches": 2 // num_ranks}
+    trainer = make_trainer(strategy, max_epochs=epochs, **flags)
+    trainer.fit(module, DataLoader(Batches(vectors, groups), batch_size=None))
+    return weights_of(module)
+
+
+def test_statistics_that_come_with_finetuning_are_those_of_one_process() -> None:
+    (plain,) = processes.run(finetune, 1, "auto", 1, 3)
+    assert plain["net.1.num_batches_tracked"] == 2 * 2 * NUM_STEPS
+    for weights in processes.run(
+        finetune, 2, {"preset": "lockstep_dp", "stages": ["net.1"]}, 2, 3
+    ):
+        assert_same(weights, plain)
+
+
+def test_statistics_that_come_with_finetuning_reach_all_ranks() -> None:
+    strategy = {"preset": "cyclic_dp", "stages": ["net.1"]}
+    found = processes.run(finetune, 2, strategy, 2, 3)
+    for weights in processes.run(finetune, 2, strategy | {"relay_buffers": "all"}, 2, 3):
+        assert_same(weights, found[0])
+    assert_same(found[1], found[0])
 
 
 # ---------------------------------------------------------------------- refused by name

@@ -15,9 +15,10 @@ from lightning.pytorch import Trainer
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
+from lightning_cyclic.errors import ConfigurationError
 from lightning_cyclic.strategy import CyclicStrategy
 from tests import stagewise_torch as own
-from tests.corpus import assert_same
+from tests.corpus import assert_same, make_trainer
 from tests.processes import here
 from tests.rows import in_turn, more
 from tests.stagewise_modules import CASES
@@ -217,3 +218,32 @@ def test_without_replicas_the_sampler_gives_every_row_to_all_stages() -> None:
     assert one["global_step"] == two[0]["global_step"] == two[1]["global_step"] == 16
     for rank in two:
         assert_same(rank["weights"], one["weights"])
+
+
+def fit_divided(job: Job, strategy: dict[str, Any], stage: str, advised: bool) -> Any:
+    """Let the user's code divide the rows by ranks, or as the error says."""
+    module, trainer = job.make(), make_trainer(strategy, max_epochs=1)
+
+    def rows(*args: Any) -> DataLoader[Any]:
+        numbers = trainer.distributed_sampler_kwargs if advised else {}
+        return DataLoader(Rows(), 6, sampler=DistributedSampler(Rows(), **numbers, shuffle=False))
+
+    whole = DataLoader(Rows(), 6)
+    module.train_dataloader = rows if stage == "train" else lambda: whole  # type: ignore[method-assign]
+    module.val_dataloader = rows if stage == "val" else lambda: whole  # type: ignore[method-assign]
+    module.validation_step = lambda batch, batch_idx: None  # type: ignore[method-assign]
+    try:
+        trainer.fit(module)
+    except ConfigurationError as error:
+        return str(error)
+    return trainer.global_step
+
+
+@pytest.mark.parametrize("stage", ["train", "val"])
+def test_a_sampler_of_the_users_that_divides_a_replica_s_rows_is_refused(stage: str) -> None:
+    job, strategy = Job(case="resnet"), {"preset": "gpipe", "stages": 2, "num_micro": 2}
+    for r, said in enumerate(pipelines(job, 2, stage, False, function=fit_divided, **strategy)):
+        assert f"DistributedSampler with num_replicas=2, rank={r}, but" in said
+        assert "allowed on this rank: num_replicas=1, rank=0" in said
+    steps = pipelines(job, 2, stage, True, function=fit_divided, **strategy)
+    assert steps == [16, 16]

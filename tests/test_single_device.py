@@ -28,6 +28,8 @@ from tests.corpus import (
     fit,
     make_trainer,
     outcome,
+    train_data,
+    weights_of,
 )
 from tests.rows import in_turn, more
 
@@ -90,6 +92,39 @@ def test_rematerialisation_reads_the_same_versions() -> None:
 
 def fit_remat() -> dict[str, Any]:
     return fit_single("cyclic_dp", "resnet", "sgd", remat="always", placement="single")
+
+
+class Backwards(nn.Module):
+    """Uses its parameters in another order than it registers them, as torch's Transformer does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.d, self.c, self.b, self.a = (nn.Linear(12, n) for n in (3, 12, 12, 12))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.d(torch.tanh(self.c(torch.tanh(self.b(torch.tanh(self.a(x)))))))
+
+
+class Clipped(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = Backwards()
+
+
+def fit_clipped(strategy: dict[str, Any]) -> dict[str, Tensor]:
+    module, n = Clipped(), processes.here().num_ranks
+    data = loader(module, num_micro=2) if n == 1 else train_data(module, NUM_STEPS)
+    trainer = make_trainer(strategy, max_epochs=1, gradient_clip_val=0.01)
+    trainer.fit(module, data)
+    return weights_of(module)
+
+
+def test_stages_are_clipped_by_the_same_norms_on_one_device_and_in_many_processes() -> None:
+    strategy = {"preset": "cyclic_dp", "stages": ["net.c"], "clip": "stage"}
+    (one,) = processes.run(fit_clipped, 1, strategy | {"num_micro": 2})
+    for weights in processes.run(fit_clipped, 2, strategy):
+        assert_same(weights, one)
 
 
 # ---------------------------------------------------------------------- randomness

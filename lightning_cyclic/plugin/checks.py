@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -499,18 +499,20 @@ def _no_use(plan: Plan, what: str, given: object, preset: str, old: str) -> Conf
     )
 
 
-def check_no_leftovers(kwargs: Mapping[str, Any]) -> None:
+def check_no_leftovers(kwargs: Mapping[str, Any], known: Iterable[str]) -> None:
     """Refuse arguments that only DDP knows.
+
+    Args:
+        kwargs: that were given beside those that are known.
+        known: names of all arguments; the last stands for others.
 
     Raises:
         ConfigurationError: with the names.
     """
     if kwargs:
         raise ConfigurationError(
-            f"CyclicStrategy does not know {', '.join(map(repr, kwargs))}; allowed: preset, "
-            "schedule, placement, weights, sharding, stages, num_micro, slack, chunks, groups, "
-            "clip, relay_buffers, timeout, start_method and the plugins that DDPStrategy takes; "
-            "remove it (unused parameters need no flag here)"
+            f"CyclicStrategy does not know {', '.join(map(repr, kwargs))}; allowed: "
+            f"{', '.join([*known][:-1])}; remove it (unused parameters need no flag here)"
         )
 
 

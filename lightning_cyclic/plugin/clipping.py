@@ -96,11 +96,12 @@ def clip_stages(
         by_stage: clip each stage by its own norm, as freshest weights do.
         overflowed: whether gradients of this worker were not finite, when hooks had not seen them.
     """
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if by_stage:
         for j in range(session.ownership.num_stages):
-            torch.nn.utils.clip_grad_norm_(session.trained_of(j), clip_val)
+            mine = set(map(id, session.trained_of(j)))  # in the order of the optimizer's
+            torch.nn.utils.clip_grad_norm_([p for p in parameters if id(p) in mine], clip_val)
         return
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if session.num_workers == 1:
         torch.nn.utils.clip_grad_norm_(parameters, clip_val)
         return

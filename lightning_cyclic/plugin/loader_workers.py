@@ -43,18 +43,29 @@ class Sheltered:
             self._own(worker)
 
 
-def shelter(loader: object, signals: frozenset[int]) -> None:
+def shelter(loader: object, signals: frozenset[int]) -> Callable[[], None]:
     """Let the workers that a loader starts from now on leave these signals to the rank.
 
     Args:
         loader: of any kind; only torch's have workers of this kind.
         signals: their numbers.
+
+    Returns:
+        What gives the loader back what it had.
     """
     if not isinstance(loader, DataLoader) or not loader.num_workers:
-        return
+        return lambda: None
     _end_workers_at_exit()
-    if not isinstance(loader.worker_init_fn, Sheltered):
-        loader.worker_init_fn = Sheltered(loader.worker_init_fn, signals)
+    if isinstance(loader.worker_init_fn, Sheltered):  # it is used twice
+        return lambda: None
+    own = loader.worker_init_fn
+    loader.worker_init_fn = sheltered = Sheltered(own, signals)
+
+    def restore() -> None:
+        if loader.worker_init_fn is sheltered:
+            loader.worker_init_fn = own
+
+    return restore
 
 
 @cache

@@ -197,7 +197,8 @@ class PipelineTraining(AbstractTraining):
         make_context = getattr(self._trainer.precision_plugin, context)
 
         def call(batch: Any) -> Any:
-            with make_context():
+            apart = self._reductions.holding  # else each worker runs it whole, all at once
+            with make_context(), self._reductions.running(together=not apart):
                 return step(*given.around(batch))
 
         return call

@@ -26,6 +26,7 @@ class HeldReductions:
 
     def __init__(self) -> None:
         self.holding = False
+        self._is_apart = False  # code of the user's, which workers run at different times
         self.updating = False
         self.adding = False  # between batches that are added up to one step
         self._held: list[tuple[Tensor, Any, Any]] = []
@@ -38,6 +39,28 @@ class HeldReductions:
             yield
         finally:
             self.holding = False
+
+    @contextmanager
+    def running(self, *, together: bool) -> Iterator[None]:
+        """Run the body, code of a step of the user's.
+
+        Args:
+            together: whether all workers run it at once, so that it may make them meet.
+        """
+        self._is_apart = not together
+        try:
+            yield
+        finally:
+            self._is_apart = False
+
+    def stop_refusing(self) -> None:
+        """Take what was under way for ended: it has failed."""
+        self.holding = self.updating = self.adding = self._is_apart = False
+
+    @property
+    def keeps_apart(self) -> bool:
+        """Say whether code of the user's is under way in which not all workers can meet."""
+        return self.updating or self._is_apart
 
     @contextmanager
     def refused(self) -> Iterator[None]:
@@ -64,14 +87,15 @@ class HeldReductions:
             )
         if self.updating:
             where = "a hook around an update, which only the owner of a stage runs"
-        elif self.holding:
+        elif self._is_apart:
             where = "training_step, where workers run one behind the other"
         else:
             return
         raise StepError(
             f"{what} waits for all workers, but was called in {where}; allowed: in validation, "
-            "in on_train_batch_end or at the end of an epoch; call it there, or log with "
-            "self.log(..., sync_dist=True) in training_step, which is reduced behind it"
+            "in on_train_batch_end or at the end of an epoch, and in training_step under "
+            "'lockstep_dp' where no buffers change; call it there, log with self.log(..., "
+            "sync_dist=True) in training_step, which is reduced behind it, or use strategy='ddp'"
         )
 
     def hold(self, tensor: Tensor, group: Any, reduce_op: Any) -> Tensor:

@@ -186,7 +186,8 @@ class ReplicatedTraining(AbstractTraining):
         batch, last = args[0] if args else kwargs, not self._accumulating
         self._check_planned(last=last)
         ends = epoch_ends(self._trainer)
-        with session.forward(batch, last=last, ends=ends), self._reductions.held():
+        running = self._reductions.running(together=session.runs_together)
+        with session.forward(batch, last=last, ends=ends), self._reductions.held(), running:
             output = own(*args, **kwargs)
             if output is None:
                 raise StepError(
@@ -238,7 +239,8 @@ class ReplicatedTraining(AbstractTraining):
         """Find the stages with a run of the step that logs nothing; return its arguments."""
         copied = given.around(map_tensors(torch.clone, given.batch))
         records = Recorder(self._module)
-        with records.holding(lambda *_: None), self._reductions.held():
+        running = self._reductions.running(together=False)
+        with records.holding(lambda *_: None), self._reductions.held(), running:
             self._session.find_stages(given.batch, lambda: own(*copied))
         return given.around(given.batch)
 
@@ -275,6 +277,8 @@ class ReplicatedTraining(AbstractTraining):
             self._scaling.begin_backward(self.plan, self._session.t)
         self._backward = ExitStack()  # an earlier one that failed stays as it was
         self._backward.enter_context(self._session.backward(closure_loss, last=last))
+        together = self._session.runs_together
+        self._backward.enter_context(self._reductions.running(together=together))
 
     def post_backward(self, own: Own, closure_loss: Tensor) -> None:
         """Hand over the gradients of stages that the backward did not complete."""

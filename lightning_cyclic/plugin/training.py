@@ -341,6 +341,7 @@ class AbstractTraining(ABC):
 
     def fail(self, error: BaseException) -> None:
         """Communicate no more; tell the other ranks why, and write down what was done last."""
+        self._reductions.stop_refusing()
         if self._session.failed:
             return
         lack, todo = lack_of_memory(error), ""

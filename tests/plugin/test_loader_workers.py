@@ -74,6 +74,16 @@ def test_a_rank_ends_that_fails_while_its_loader_has_workers() -> None:
     assert ended.stderr.rstrip().endswith("ZeroDivisionError: the batch is broken")
 
 
+def test_a_loader_has_what_it_had_again() -> None:
+    for own in (None, begin):
+        made = loader("fork", worker_init_fn=own)
+        ends = [shelter(made, SIGNALS) for _ in range(2)]  # of two fits, or of two uses in one
+        for end in reversed(ends):
+            assert isinstance(made.worker_init_fn, Sheltered)
+            end()
+        assert made.worker_init_fn is own
+
+
 @pytest.mark.multi
 def test_a_worker_that_is_asked_twice_ends() -> None:
     made = loader("fork")

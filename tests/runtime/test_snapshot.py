@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_cyclic.runtime.stages.survey import survey
 from lightning_cyclic.runtime.snapshot import untouched
+from lightning_cyclic.runtime.stages.survey import survey
 
 
 class Busy(nn.Module):

@@ -84,6 +84,21 @@ class StageMap:
             )
         return type(self)(tuple(_thawed(stage, asked) for stage in self.stages))
 
+    def relaying(self, buffers: Iterable[tuple[str, str]]) -> Self:
+        """Return the map with more buffers that travel; nobody knows where they change last.
+
+        Args:
+            buffers: path of a module, and name of a buffer of it.
+        """
+        known = {name for stage in self.stages for name in stage.buffers}
+        homes = {name.rpartition(".")[0]: j for name, j in self.stage_of.items()}
+        new = [(homes.get(path, 0), name) for path, name in buffers if name not in known]
+        last, stages = len(self.stages) - 1, list(self.stages)
+        for j, name in new:
+            others = stages[j].buffers
+            stages[j] = replace(stages[j], buffers=(*others, name), buffers_final_after=last)
+        return replace(self, stages=tuple(stages))
+
     def holding(self, names: Iterable[str], trained: Container[str]) -> Self:
         """Return the map with all parameters in stages, of which some are trained.
 

@@ -63,7 +63,7 @@ class FirstStep:
 
     def receive(self) -> None:
         """Take in all buffers as the worker before this one left them."""
-        if dist.get_rank() > 0:
+        if dist.get_rank() > 0 and self._buffers():
             buffer = self._layout.new()
             dist.recv(buffer.data, dist.get_rank() - 1, group=self._group)
             for own, view in zip(self._buffers(), buffer.tensors, strict=True):
@@ -71,7 +71,7 @@ class FirstStep:
 
     def send(self) -> None:
         """Hand all buffers to the worker behind this one."""
-        if dist.get_rank() < dist.get_world_size() - 1:
+        if dist.get_rank() < dist.get_world_size() - 1 and self._buffers():
             buffer = self._layout.new()
             buffer.write(self._buffers())
             dist.send(buffer.data, dist.get_rank() + 1, group=self._group)

@@ -17,6 +17,7 @@ from typing import Any, final
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 
 from lightning_cyclic.errors import StepError
@@ -209,6 +210,14 @@ class Session:
     def named(self) -> dict[str, nn.Parameter]:
         """Return all parameters by name."""
         return dict(self._module.named_parameters())
+
+    @property
+    def runs_together(self) -> bool:
+        """Say whether all workers run a step's code at once, and none waits for another in it."""
+        plan = self.plan or self._probe
+        has_buffers = next(self._module.buffers(), None) is not None  # handed on in step 0
+        hands_on = has_buffers if self.plan is None else bool(plan.relayed)
+        return plan.weights == "sync" and not (plan.axes.sharding.gathers or hands_on)
 
     @property
     def foreign_names(self) -> frozenset[str]:
@@ -408,7 +417,13 @@ class Session:
         self._trained |= trained
         self.engine.close()
         state = EngineState(t=saved["t"], previous=saved["previous"])
-        self._start(self.stages.training(trained), state)
+        self._start(self.stages.training(trained).relaying(self._normalising()), state)
+
+    def _normalising(self) -> Iterator[tuple[str, str]]:
+        """List the statistics of normalising modules that training changes from now on."""
+        for path, m in self._module.named_modules():
+            if isinstance(m, _NormBase) and m.training and m.track_running_stats:
+                yield from ((path, f"{path}.{name}") for name, _ in m.named_buffers())
 
     def _restart(self) -> None:
         """Take the parameters as they are now for the newest version (they were replaced)."""
@@ -505,7 +520,7 @@ class Session:
         plan, stages = self._probe, self._config.stages
         held: Mapping[str, nn.Parameter] = self._trained
         if plan.axes.sharding.gathers:  # what is frozen takes as much room
-            held, profile = self.named(), profile.as_trained()
+            held, profile = self.named(), profile.as_trained().without_returns()
         sizes = {n: p.numel() * p.element_size() for n, p in held.items()}
         if stages == "auto":
             num_workers = plan.num_workers
