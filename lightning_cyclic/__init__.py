@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         PlanError,
         StepError,
         ValidationError,
+        VerificationError,
         WaitTimeoutError,
     )
     from lightning_cyclic.plan import PRESETS, Plan, make_plan
@@ -45,6 +46,7 @@ __all__ = [
     "SparseStatePrecision",
     "StepError",
     "ValidationError",
+    "VerificationError",
     "WaitTimeoutError",
     "load_mask",
     "make_plan",
