@@ -29,7 +29,8 @@ class Cuts:
     Args:
         starts: paths of the modules whose first calls begin stages 1, 2, ...
         split: paths of the modules within whose calls stages begin.
-        parameters: by stage of first use, in order of use; stage 0 has the unused ones too.
+        parameters: by stage of first use, in order of use; unused ones where the module around
+            them is called, if no stage begins within that call, else in stage 0.
         tied: names of parameters that several stages use -> these stages.
         buffers: names of all buffers, by the stage in which their module is first called; stage
             0 has those of modules that are not called.
@@ -168,18 +169,19 @@ def _cuts(survey: Survey, places: Sequence[Place]) -> Cuts:
     def stage_of(tick: int) -> int:
         return bisect_right(ticks, tick)
 
+    split = split_by(places)
+    called = {c.path: stage_of(c.begin) for c in reversed(survey.calls)}
     parameters: list[list[str]] = [[] for _ in range(count)]
     tied = {}
     in_order = sorted(survey.parameters, key=lambda name: _first(survey.parameters[name].uses))
     for name in in_order:
         users = sorted({stage_of(u.tick) for u in survey.parameters[name].uses})
-        parameters[users[0] if users else 0].append(name)
+        parameters[users[0] if users else _home(name, called, split)].append(name)
         if len(users) > 1:
             tied[name] = tuple(users)
     buffers: list[list[str]] = [[] for _ in range(count)]
-    for name, called in survey.buffers.items():
-        buffers[0 if called is None else stage_of(called)].append(name)
-    split = split_by(places)
+    for name, tick in survey.buffers.items():
+        buffers[0 if tick is None else stage_of(tick)].append(name)
     skipped = {c.path for c in survey.calls if c.is_unit} - split  # by workers of later stages
     return Cuts(
         starts=tuple(p.path for p in places),
@@ -195,6 +197,14 @@ def _cuts(survey: Survey, places: Sequence[Place]) -> Cuts:
         repeated=frozenset(n for n in survey.changed if not _is_inside(n, skipped)),
         written=frozenset(w.name for w in survey.written),
     )
+
+
+def _home(name: str, called: Mapping[str, int], split: Collection[str]) -> int:
+    """Return the stage of an unused parameter: that of the module that another step may call."""
+    parts = name.split(".")[:-1]
+    around = (".".join(parts[:k]) for k in range(len(parts), 0, -1))
+    path = next((path for path in around if path in called), "")
+    return called[path] if path and path not in split else 0
 
 
 def _is_inside(name: str, paths: Collection[str]) -> bool:

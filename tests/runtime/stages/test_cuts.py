@@ -137,6 +137,25 @@ def test_buffers_metrics_and_unused_parameters(everything):
     assert cuts.tied == {}
 
 
+class Resting(nn.Module):
+    """Keep two layers, of which a step uses the first."""
+
+    def __init__(self):
+        super().__init__()
+        self.always, self.sometimes = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.always(x)
+
+
+def test_unused_parameters_are_where_the_module_around_them_is_called():
+    model, x = nn.Sequential(nn.Linear(4, 4), Resting(), nn.Linear(4, 1)), torch.ones(2, 4)
+    seen = survey(model, lambda: model(x).sum())
+    one, two = choose_cuts(seen, ["1"]), choose_cuts(seen, ["1", "2"])
+    assert {"1.sometimes.weight", "1.sometimes.bias"} <= set(one.parameters[1])
+    assert {"1.always.weight", "1.sometimes.weight"} <= set(two.parameters[1])
+
+
 def test_a_module_without_parameters_begins_a_stage_by_name_only(everything):
     assert choose_cuts(everything, ["act"]).starts == ("act",)
     assert choose_cuts(everything, "act").starts == ("act",)
