@@ -17,18 +17,18 @@ ALWAYS = ("causal llama", "images convnext", "masked camembert", "pairs mt5")
 EXHAUSTIVE = {
     "causal": (
         "bert-generation bigbird_pegasus blenderbot-small cohere cohere2 falcon flex_olmo "
-        "flint fuyu gemma3 gemma3_text gemma4 gemma4_unified_text gpt2 gpt_neox_japanese "
+        "flint fuyu gemma3 gemma3_text gemma4_unified_text gpt2 gpt_neox_japanese "
         "granite granite_swa hrm_text hy_v4 hyperclovax kolibri1 ministral3 mixtral moshi "
-        "nanochat olmo2 opt phi3 plbart qwen2 qwen3_next smollm3 whisper zaya "
+        "nanochat olmo2 opt phi3 plbart qwen2 smollm3 whisper zaya "
     ),
     "ctc": ("data2vec-audio hubert sew sew-d unispeech "),
     "images": (
-        "beit clip convnextv2 cvt data2vec-vision dinov2 dinov2_with_registers focalnet hiera "
-        "ijepa imagegpt metaclip_2 mobilenet_v1 mobilenet_v2 mobilevit poolformer vit "
+        "beit clip convnextv2 data2vec-vision dinov2 dinov2_with_registers focalnet hiera "
+        "ijepa imagegpt metaclip_2 mobilenet_v1 mobilevit poolformer vit "
     ),
     "masked": (
         "albert bart bert convbert data2vec-text deberta deberta-v2 distilbert electra ernie "
-        "esmc eurobert flaubert fnet funnel gte ibert jina_embeddings_v3 layoutlm longformer "
+        "esmc eurobert flaubert fnet gte ibert jina_embeddings_v3 layoutlm "
         "mbart megatron-bert mobilebert modernbert modernvbert mpnet mra mvp nomic_bert "
     ),
     "pairs": ("led longt5 m2m_100 nllb-moe pegasus_x seamless_m4t "),
@@ -43,15 +43,15 @@ NAMES = [
     ),
 ]
 STAGES = {"1f1b": 4, "cyclic_pipeline": 3}  # two micro-batches allow no more of the second
+FEWER = {"pairs pegasus_x": 2}
 
 
 def steps_compared(name: str, preset: str) -> int:
     torch.manual_seed(1)
-    module = Wrapped(name)
-    module.train()
-    strategy = CyclicStrategy(preset, num_micro=2, stages=STAGES[preset])
+    strategy = CyclicStrategy(preset, num_micro=2, stages=FEWER.get(name, STAGES[preset]))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        module = Wrapped(name).train()
         trainer = Trainer(
             accelerator="cpu", devices=1, strategy=strategy, max_steps=1, logger=False,
             enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
