@@ -72,9 +72,10 @@ def _given(module: LightningModule, step: Callable[[], Any]) -> Any:
     module.__dict__["training_step"] = training_step
     handle = module.register_forward_pre_hook(before_forward, with_kwargs=True)
     try:
-        with untouched(module), torch.no_grad():
+        with untouched(module), torch.no_grad():  # which forgets what hooks have kept
             step()
+            first = given[0]
     finally:
         del module.__dict__["training_step"]
         handle.remove()
-    return given[0]
+    return first

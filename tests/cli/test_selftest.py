@@ -118,7 +118,7 @@ def test_where_it_runs(
 
 
 def test_all_presets_that_run_are_tried_and_some_alone() -> None:
-    presets = selftest._presets([])
+    presets = selftest.presets_of([])
     assert set(presets) == set(RUNNABLE)
     place = selftest._place("cpu", 2)
     pairs = list(selftest._trials(presets, place, "auto"))
