@@ -19,12 +19,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
-from lightning_cyclic.errors import PlanError
 from lightning_cyclic.plan.actions import Payload
 from lightning_cyclic.runtime.buffers import Layout
 from tests import processes
 from tests.conformance.harness import Batches
-from tests.conformance.modules import SIZE, LowRankLayers, Plain, vectors
+from tests.conformance.modules import LowRankLayers, Plain, vectors
 from tests.corpus import Classifier, assert_same, make_trainer, train_data, valid_data, weights_of
 from tests.rows import in_turn, more
 
@@ -336,48 +335,6 @@ def test_what_needs_parameters_that_are_gone_is_refused(
     for text in texts:
         assert said in text, texts
     assert any(text.startswith(("StepError", "ConfigurationError")) for text in texts)
-
-
-# ---------------------------------------------------------------------- loops over layers
-
-
-class Loops(Plain):
-    """Runs one layer several times, with a module without parameters in between."""
-
-    def make_net(self) -> nn.Module:
-        return nn.ModuleDict(
-            {"first": nn.Linear(SIZE, SIZE), "again": nn.Linear(SIZE, SIZE),
-             "drop": nn.Dropout(0.5), "out": nn.Linear(SIZE, 40)}
-        )  # fmt: skip
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.net["first"](x)
-        for _ in range(3):
-            x = self.net["drop"](torch.relu(self.net["again"](x)))
-        return self.net["out"](x)
-
-
-def loop(strategy: dict[str, Any]) -> Any:
-    module, r = Loops(), processes.here().rank
-    data = DataLoader(Batches(vectors, [[2 * t + r] for t in range(3)]), batch_size=None)
-    trainer = make_trainer(strategy, max_epochs=1)
-    try:
-        trainer.fit(module, data)
-    except PlanError as error:
-        return str(error)
-    return weights_of(module), dict(trainer.strategy.stage_of)
-
-
-@pytest.mark.parametrize("preset", list(WITHOUT))
-def test_no_stage_begins_within_a_loop(preset: str) -> None:
-    expected = processes.run(loop, 2, {"preset": WITHOUT[preset], "stages": ["net.out"]})
-    for strategy in ({"preset": preset}, {"preset": preset, "stages": 2}):
-        for weights, stage_of in processes.run(loop, 2, strategy):
-            assert stage_of["net.again.weight"] == 0
-            assert stage_of["net.out.weight"] == 1
-            assert_same(weights, expected[0][0])
-    for text in processes.run(loop, 2, {"preset": preset, "stages": ["net.drop"]}):
-        assert "'net.drop', where no stage can begin; allowed: net.again, net.out; " in text, text
 
 
 # ---------------------------------------------------------------------- weights from elsewhere

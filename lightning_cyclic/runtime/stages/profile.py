@@ -31,14 +31,12 @@ class Unit:
         parameters: names of the trained parameters first used in it, in order of use.
         glue: those, trained or frozen, that code outside their own module used first.
         frozen: names of the parameters first used in it that are not trained, or not yet.
-        early: those of starts behind which parameters of earlier units are used again.
     """
 
     starts: tuple[str, ...]
     parameters: tuple[str, ...]
     glue: tuple[str, ...] = ()
     frozen: tuple[str, ...] = ()
-    early: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,15 +63,7 @@ class Profile:
         What is frozen goes with what is trained behind it.
         """
         trained = [k for k, unit in enumerate(self.units) if unit.parameters]
-        return [0, *(k + 1 for k in trained[:-1] if self.units[k + 1].starts)]
-
-    def without_returns(self) -> Self:
-        """Return the profile with those begins alone behind which no earlier stage is used."""
-        units = (
-            replace(unit, starts=tuple(s for s in unit.starts if s not in unit.early), early=())
-            for unit in self.units
-        )
-        return replace(self, units=tuple(units))
+        return [0, *(k + 1 for k in trained[:-1])]
 
     def as_trained(self) -> Self:
         """Return the profile as if what is frozen were trained, too."""
@@ -101,13 +91,11 @@ class Recorder:
             id(p): name for name, p in (*module.named_parameters(), *parameters.items())
         }
         self._seen: set[str] = set()
+        self._called: set[str] = set()
         self._units: list[tuple[list[str], list[str]]] = [([], [])]
         self._glue: set[str] = set()
         self._candidates: list[str] = []  # first calls since the last first use of a parameter
         self._calls: dict[str, tuple[int, int]] = {}  # path -> first and last unit of its calls
-        self._num_calls = 0
-        self._first_calls: dict[str, int] = {}  # path -> which call was its first
-        self._last_uses: dict[str, int] = {}  # parameter -> the call in which it was last used
         self._buffers_before = {name: b.detach().clone() for name, b in module.named_buffers()}
 
     @contextmanager
@@ -134,20 +122,15 @@ class Recorder:
             for name, before in self._buffers_before.items()
             if name in after and not _same(before, after[name])
         }
-        units = tuple(self._unit(k, starts, used) for k, (starts, used) in enumerate(self._units))
+        units = tuple(self._unit(starts, used) for starts, used in self._units)
         rest = [name for name in self._names.values() if name not in self._seen]
         unused, resting = self._apart(rest)
         return Profile(units=units, unused=unused, buffers=changed, resting=resting)
 
-    def _unit(self, k: int, starts: list[str], used: list[str]) -> Unit:
+    def _unit(self, starts: list[str], used: list[str]) -> Unit:
         trained, frozen = self._apart(used)
         glue = tuple(n for n in used if n in self._glue)
-        before = (self._last_uses[n] for _, names in self._units[:k] for n in names)
-        last = max(before, default=0)
-        early = tuple(path for path in starts if self._first_calls[path] < last)
-        return Unit(
-            starts=tuple(starts), parameters=trained, glue=glue, frozen=frozen, early=early
-        )
+        return Unit(starts=tuple(starts), parameters=trained, glue=glue, frozen=frozen)
 
     def _apart(self, names: list[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Return the names of what is trained, and of what is not."""
@@ -161,9 +144,8 @@ class Recorder:
 
     def _noter(self, path: str) -> Callable[[nn.Module], None]:
         def note_call(module: nn.Module) -> None:
-            self._num_calls += 1
-            if path not in self._first_calls:
-                self._first_calls[path] = self._num_calls
+            if path not in self._called:
+                self._called.add(path)
                 self._candidates.append(path)
             # a call behind a candidate belongs to the unit that will begin there
             upcoming = len(self._units) if self._starts_unit() else len(self._units) - 1
@@ -178,8 +160,6 @@ class Recorder:
 
     def _note(self, parameter: nn.Parameter, *, glue: bool) -> None:
         name = self._names.get(id(parameter))
-        if name is not None:
-            self._last_uses[name] = self._num_calls
         if name is None or name in self._seen:
             return
         self._seen.add(name)

@@ -520,7 +520,7 @@ class Session:
         plan, stages = self._probe, self._config.stages
         held: Mapping[str, nn.Parameter] = self._trained
         if plan.axes.sharding.gathers:  # what is frozen takes as much room
-            held, profile = self.named(), profile.as_trained().without_returns()
+            held, profile = self.named(), profile.as_trained()
         sizes = {n: p.numel() * p.element_size() for n, p in held.items()}
         if stages == "auto":
             num_workers = plan.num_workers

@@ -24,7 +24,6 @@ from lightning_cyclic.errors import StepError
 from lightning_cyclic.runtime.absent import Home, come_back, leave
 from lightning_cyclic.runtime.cast_copies import cast_of
 from lightning_cyclic.runtime.lending import without_memory
-from lightning_cyclic.runtime.partial_step.ghosts import user_line
 from lightning_cyclic.runtime.stages.stage_map import StageMap
 from lightning_cyclic.runtime.whole_step.versions import VersionStore
 
@@ -366,8 +365,8 @@ def refuse_return(worker: int, j: int) -> NoReturn:
         StepError: with the stage.
     """
     raise StepError(
-        f"rank {worker} calls a module of stage {j} again at {user_line()}, when a later stage "
-        "has begun and its parameters are gone; allowed: calls within one stage; let one have "
+        f"rank {worker} calls a module of stage {j} again, when a later stage has begun "
+        "and its parameters are gone; allowed: calls within one stage; let one stage have "
         f"all of them, CyclicStrategy(stages=[...]), or use {_WHOLE}"
     )
 
