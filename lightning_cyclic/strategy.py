@@ -29,6 +29,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 from typing_extensions import override
 
+from lightning_cyclic.compat import check_trainer
 from lightning_cyclic.errors import ConfigurationError
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.plugin import checkpoint as ckpt
@@ -531,6 +532,7 @@ class CyclicStrategy(DDPStrategy):
         super().setup_environment()
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
+        check_trainer(trainer)
         if self._chosen.resume is not None and trainer.state.fn == TrainerFn.FITTING:
             self._go_on_from_newest(trainer)
 

@@ -61,7 +61,7 @@ class LoaderPosition:
     """Note where the training loaders of this rank are, and bring them back there.
 
     Args:
-        trainer: of which five methods are wrapped, on its own objects, if it has them.
+        trainer: of which five methods are wrapped, on its own objects.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -80,7 +80,6 @@ class LoaderPosition:
             (fit, _LOAD, self._load), (fit, _SETUP, self._set_up), (fit, _ADVANCE, self._advance),
             (epoch, _BEGIN, self._begin), (epoch, _FETCH, self._fetch),
         ]  # fmt: skip
-        self._wrapped = [x for x in self._wrapped if hasattr(x[0], x[1])]
         self._own = {name: getattr(holder, name) for holder, name, _ in self._wrapped}
         for holder, name, method in self._wrapped:
             setattr(holder, name, method)

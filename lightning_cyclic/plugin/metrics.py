@@ -34,10 +34,9 @@ class SharedMetrics:
 
     def __init__(self, trainer: Trainer, module: nn.Module, session: StagewiseSession) -> None:
         self._session = session
-        loops: tuple[Any, ...] = (
+        self._loops: tuple[Any, ...] = (
             trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop,
         )  # fmt: skip
-        self._loops = [loop for loop in loops if hasattr(loop, _STORES_METRICS)]
         for loop in self._loops:
             setattr(loop, _STORES_METRICS, self._sharing_before(getattr(loop, _STORES_METRICS)))
         self._metrics: dict[str, Any] = {p: m for p, m in module.named_modules() if is_metric(m)}

@@ -2,7 +2,7 @@
 
 Lightning's broadcast makes worker 0 wait for all others once per batch: a barrier, which undoes
 the stagger. Here the request reaches every worker with the parameters, and all stop at the same
-step. Each attribute is replaced on one Trainer's objects only, and only where Lightning has it.
+step. Each attribute is replaced on one Trainer's objects only.
 
 The stages of a pipeline have no such sums between steps: :class:`StopBoard`.
 
@@ -27,7 +27,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_cyclic.errors import PeerError
 
-_ASKED_EVERY_BATCH = "_broadcast_sigterm_tensor"  # of the epoch loop, since Lightning 2.5.6
+_ASKED_EVERY_BATCH = "_broadcast_sigterm_tensor"  # of the epoch loop, since Lightning 2.5.2
 _SIGNAL_HANDLER = "_sigterm_notifier_fn"  # of the signal connector
 _REQUEUE_HANDLER = "_slurm_sigusr_handler_fn"  # of the same: saves, and calls scontrol
 _TERMINATED, _INTERRUPTED, _REQUEUED = range(3)  # why ranks stop
@@ -109,7 +109,7 @@ class StopSignals:
         self._trainer = trainer
         self._session = session
         self._has_agreed = has_agreed
-        self._save_and_requeue = getattr(trainer._signal_connector, _REQUEUE_HANDLER, None)
+        self._save_and_requeue = getattr(trainer._signal_connector, _REQUEUE_HANDLER)
         self._received = [0, 0, 0]  # by this rank: the numbers of the signals, by what they ask
         self._handled: Any = None  # what handled Ctrl-C before
         self._replaced: list[tuple[Any, str]] = []
@@ -121,9 +121,8 @@ class StopSignals:
             (self._trainer._signal_connector, _SIGNAL_HANDLER, self._terminate),
             (self._trainer._signal_connector, _REQUEUE_HANDLER, self._requeue),
         ):
-            if hasattr(holder, name):
-                setattr(holder, name, replacement)
-                self._replaced.append((holder, name))
+            setattr(holder, name, replacement)
+            self._replaced.append((holder, name))
 
     def hear_interrupts(self) -> None:
         """Handle Ctrl-C from here on; behind the point at which Lightning notes who handles what.
@@ -198,7 +197,6 @@ class StopSignals:
             names = ", ".join(signal.Signals(x).name for x in signums if x)
             _log.info(f"All ranks stop behind step {self._trainer.global_step} ({names})")
         if signums[_REQUEUED]:
-            assert self._save_and_requeue is not None
             self._save_and_requeue(signums[_REQUEUED], None)
         if signums[_INTERRUPTED]:
             raise AgreedInterrupt

@@ -35,8 +35,8 @@ def apart_from_earlier_attempts() -> Iterator[None]:
     Where no agent of torchrun shares its store, nothing is changed.
     """
     rendezvous = importlib.import_module("torch.distributed.rendezvous")  # not its function
-    make = getattr(rendezvous, _MAKES_STORE, None)
-    if make is None or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+    make = getattr(rendezvous, _MAKES_STORE)
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         yield
         return
 
