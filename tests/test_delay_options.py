@@ -151,16 +151,11 @@ def fit_replicas(
         saver = ModelCheckpoint(folder, "{step}", every_n_train_steps=step, save_top_k=-1)
         flags = {"callbacks": [saver], "enable_checkpointing": True, "max_steps": step + 2}
         module = make()
-        make_trainer(strategy, **flags).fit(module, train_data(module, NUM_STEPS, strategy))
+        make_trainer(strategy, **flags).fit(module, train_data(module, NUM_STEPS))
         path = f"{folder}/step={step}.ckpt"
     module = make()
     trainer = make_trainer(strategy, max_epochs=1, val_check_interval=4)
-    trainer.fit(
-        module,
-        train_data(module, NUM_STEPS, strategy),
-        valid_data(module, strategy=strategy),
-        ckpt_path=path,
-    )
+    trainer.fit(module, train_data(module, NUM_STEPS), valid_data(module), ckpt_path=path)
     return weights_of(module), dict(trainer.strategy.stage_of)
 
 

@@ -84,12 +84,7 @@ def train(
         strategy, max_epochs=NUM_EPOCHS, enable_checkpointing=folder is not None,
         callbacks=[saver] if folder is not None else [],
     )  # fmt: skip
-    trainer.fit(
-        module,
-        train_data(module, NUM_BATCHES, strategy),
-        valid_data(module, strategy=strategy),
-        ckpt_path=ckpt_path,
-    )
+    trainer.fit(module, train_data(module, NUM_BATCHES), valid_data(module), ckpt_path=ckpt_path)
     return outcome(trainer, module) | {"here": saver.here, "read": read}
 
 
@@ -268,7 +263,7 @@ def keep_the_best(strategy: Any, folder: Path) -> list[str]:
     saver = ModelCheckpoint(folder, "{step}", every_n_train_steps=2, save_top_k=1, monitor="step",
                             mode="max", save_last=True)  # fmt: skip
     trainer = make_trainer(strategy, max_epochs=2, enable_checkpointing=True, callbacks=[saver])
-    trainer.fit(module, train_data(module, 3, strategy), valid_data(module, strategy=strategy))
+    trainer.fit(module, train_data(module, 3), valid_data(module))
     for name in ("by hand", "a file before"):
         trainer.save_checkpoint(folder / name)
     trainer.save_checkpoint(folder / "by hand")  # once more
@@ -334,7 +329,7 @@ class Other(Classifier):
 def fit_other(strategy: Any, change: str, ckpt_path: Path) -> None:
     module = Other(change)
     trainer = make_trainer(strategy, max_epochs=NUM_EPOCHS)
-    trainer.fit(module, train_data(module, NUM_BATCHES, strategy), ckpt_path=ckpt_path)
+    trainer.fit(module, train_data(module, NUM_BATCHES), ckpt_path=ckpt_path)
 
 
 @pytest.mark.parametrize(
