@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from lightning_cyclic.plan import PRESETS
 from lightning_cyclic.strategy import CyclicStrategy
 from tests import sequential
 from tests.optimizers import Counting
@@ -127,13 +126,10 @@ class Resumable(DataLoader[Batch]):
         self._next = state["next"]
 
 
-def loader(data: Dataset[Any], strategy: Any = None) -> DataLoader[Any]:
-    """Give worker i of N elements i, N + i, 2 N + i, ...; a pipeline those of its first worker."""
+def loader(data: Dataset[Any]) -> DataLoader[Any]:
+    """Give worker i of N elements i, N + i, 2 N + i, ..."""
     rank, num = here().rank, here().num_ranks
-    sampler: Any = DistributedSampler(data, num, rank, shuffle=False) if num > 1 else None
-    preset = strategy.get("preset") if isinstance(strategy, dict) else strategy
-    if num > 1 and preset in PRESETS and PRESETS[preset].placement != "replicated":
-        sampler = range(rank, len(data), num)  # type: ignore[arg-type]
+    sampler = DistributedSampler(data, num, rank, shuffle=False) if num > 1 else None
     return Resumable(data, batch_size=None, sampler=sampler, shuffle=False)
 
 
@@ -243,14 +239,14 @@ def make_strategy(strategy: Any) -> Any:
     return CyclicStrategy(**strategy) if isinstance(strategy, dict) else strategy
 
 
-def train_data(module: Classifier, num_batches: int, strategy: Any = None) -> DataLoader[Any]:
+def train_data(module: Classifier, num_batches: int) -> DataLoader[Any]:
     """Return the loader of so many batches per worker."""
-    return loader(MicroBatches(module.kind, num_batches * here().num_ranks), strategy)
+    return loader(MicroBatches(module.kind, num_batches * here().num_ranks))
 
 
-def valid_data(module: Classifier, num_batches: int = 2, strategy: Any = None) -> DataLoader[Any]:
+def valid_data(module: Classifier, num_batches: int = 2) -> DataLoader[Any]:
     """Return the loader of so many other batches per worker."""
-    return loader(MicroBatches(module.kind, num_batches * here().num_ranks, seed=1), strategy)
+    return loader(MicroBatches(module.kind, num_batches * here().num_ranks, seed=1))
 
 
 def fit(
@@ -259,8 +255,7 @@ def fit(
     """Train on this rank and return what tests compare."""
     module = make_module()
     trainer = make_trainer(strategy, **({"max_epochs": 1} | flags))
-    batches = train_data(module, num_batches, strategy)
-    trainer.fit(module, batches, valid_data(module, strategy=strategy))
+    trainer.fit(module, train_data(module, num_batches), valid_data(module))
     return outcome(trainer, module)
 
 

@@ -87,14 +87,13 @@ def fit(
         callbacks=[saver, *([Terminate()] if end == "SIGTERM" else [])],
         plugins=[AsyncCheckpointIO()] if background else [],
     )  # fmt: skip
-    batches = train_data(module, NUM_BATCHES, STRATEGIES[preset])
     if slow is not None:
         slow.trainer = trainer
     if end == "SIGTERM":
         with pytest.raises(SIGTERMException):
-            trainer.fit(module, batches)
+            trainer.fit(module, train_data(module, NUM_BATCHES))
     else:
-        trainer.fit(module, batches)
+        trainer.fit(module, train_data(module, NUM_BATCHES))
     if slow is not None:
         slow.trainer, slow._write = None, None  # type: ignore[assignment]  # as it is pickled
     return weights_of(module), slow
@@ -154,7 +153,7 @@ def go_on(path: str) -> str:
     module = Classifier("batchnorm_mlp", "adamw")
     trainer = make_trainer(STRATEGIES["1f1b"], max_epochs=2, plugins=[AsyncCheckpointIO()])
     try:
-        trainer.fit(module, train_data(module, NUM_BATCHES, "1f1b"), ckpt_path=path)
+        trainer.fit(module, train_data(module, NUM_BATCHES), ckpt_path=path)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return ""
