@@ -856,6 +856,11 @@ class StagewiseSession:
             return self._collectives.gather_on_rank_0(self.cuts, self._plans.usual, new)
 
     @property
+    def was_whole(self) -> bool:
+        """Say whether this worker had the whole module when its stages were found."""
+        return self._was_whole
+
+    @property
     def is_larger_than_memory(self) -> bool:
         """Say whether no worker may ever have the whole module: none has had it."""
         return not (self._was_whole or self.foreign.fits)

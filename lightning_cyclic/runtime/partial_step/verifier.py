@@ -93,7 +93,7 @@ class Verifier:
     def _fits(self) -> bool:
         session = self._session
         is_bounded = session.config.memory_limit_bytes is not None
-        return not session.is_larger_than_memory and (not is_bounded or session.foreign.fits)
+        return session.was_whole and (not is_bounded or session.foreign.fits)
 
     @property
     def _may_compare(self) -> bool:
