@@ -27,6 +27,15 @@ _ASKED_FIRST = (
 )
 
 
+_OURS = "lightning_cyclic.runtime"
+_SEEN_THROUGH = (  # torch, and what is shown the functions that the user's code calls
+    "torch.",
+    *(f"{_OURS}.partial_step.{name}" for name in ("run", "watch", "plain_run", "ghosts")),
+    *(f"{_OURS}.{name}" for name in ("whole_step.draws", "whole_step.engine", "absent")),
+    *(f"{_OURS}.stages.{name}" for name in ("survey", "profile", "ledger")),
+)
+
+
 @contextmanager
 def refusing_collectives(reductions: HeldReductions) -> Iterator[None]:
     """Refuse collectives, while the body runs, in code of the user's that keeps ranks apart."""
@@ -58,7 +67,10 @@ class _Asked:
 
 def _is_ours(frame: FrameType | None) -> bool:
     """Say whether it is the package that calls torch.distributed: what it agrees on, it may."""
-    while frame is not None and str(frame.f_globals.get("__name__")).startswith("torch."):
+    while frame is not None and _name_of(frame).startswith(_SEEN_THROUGH):
         frame = frame.f_back
-    asking = "" if frame is None else str(frame.f_globals.get("__name__"))
-    return asking.startswith("lightning_cyclic.")
+    return frame is not None and _name_of(frame).startswith("lightning_cyclic.")
+
+
+def _name_of(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__"))
