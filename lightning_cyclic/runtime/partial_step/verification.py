@@ -331,7 +331,7 @@ class Difference(NamedTuple):
 
 
 def differences(
-    plain: Evidence, by_rank: Sequence[Evidence], *, replicas: int
+    plain: Evidence, by_rank: Sequence[Evidence], *, replicas: int, moves: bool
 ) -> list[Difference]:
     """Compare, in the order in which things happen.
 
@@ -343,6 +343,7 @@ def differences(
         plain: of the plain step.
         by_rank: of all workers, in the order of ranks.
         replicas: how many there are.
+        moves: whether buffers go from worker to worker, so that the last one has them.
     """
     found = []
     items = dict.fromkeys([*plain, *(item for e in by_rank for item in e)])
@@ -351,7 +352,7 @@ def differences(
             continue
         wanted = plain.get(item, NOTHING)
         given = [e[item] for e in by_rank if item in e] or [NOTHING]
-        if item.kind == "attribute" or (item.kind == "buffer" and replicas > 1):
+        if item.kind == "attribute" or (item.kind == "buffer" and moves):
             given += [NOTHING] * (len(given) < len(by_rank))
             seen = next((x for x in given if x.bits == wanted.bits), given[0])
         else:

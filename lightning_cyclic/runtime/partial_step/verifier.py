@@ -293,7 +293,9 @@ class Verifier:
 
     def _differences(self, plain: Evidence, by_rank: Sequence[Evidence]) -> list[Difference]:
         width = self._session.config.width
-        return differences(plain, by_rank, replicas=width)
+        plan = self._session.plan
+        moves = width > 1 or (plan is not None and plan.axes.placement.takes_turns)
+        return differences(plain, by_rank, replicas=width, moves=moves)
 
     def _by_itself(self, plain: Plain) -> list[Item]:
         now = [p.data for p, _ in self._own]
