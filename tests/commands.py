@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -13,7 +15,10 @@ from typing import Any
 
 import pytest
 
-NOT_INHERITED = ("LOCAL_RANK", "WORLD_SIZE")
+# they say where a process of another run is
+NOT_INHERITED = ("LOCAL_RANK", "WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
+ENDS_BEHIND_FAILURE_S = 5.0  # the ranks that the first one has started
+LATE = -1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +47,7 @@ class Commands:
 
     def __init__(self, commands: Mapping[str, Command]) -> None:
         self._pool = ThreadPoolExecutor(2)
-        self._running: set[subprocess.Popen[str]] = set()
+        self._running: set[subprocess.Popen[bytes]] = set()
         self._ends: dict[str, Future[tuple[int, str]]] = {
             name: self._pool.submit(self._run, command) for name, command in commands.items()
         }
@@ -63,19 +68,37 @@ class Commands:
 
     def _run(self, command: Command) -> tuple[int, str]:
         env = {k: v for k, v in os.environ.items() if k not in NOT_INHERITED} | dict(command.env)
-        process = subprocess.Popen(
-            command.arguments, cwd=command.folder, env=env, text=True, start_new_session=True,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        )  # fmt: skip
-        self._running.add(process)
-        try:
-            output, _ = process.communicate(timeout=command.limit_s)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            raise
-        finally:
-            self._running.discard(process)
-        return process.returncode, output
+        with tempfile.TemporaryFile("w+") as said:  # no pipe: children may hold it for ever
+            process = subprocess.Popen(
+                command.arguments, cwd=command.folder, env=env, start_new_session=True,
+                stdout=said, stderr=subprocess.STDOUT,
+            )  # fmt: skip
+            self._running.add(process)
+            until = time.monotonic() + command.limit_s
+            try:
+                status = process.wait(command.limit_s)
+                if status:
+                    until = min(until, time.monotonic() + ENDS_BEHIND_FAILURE_S)
+                while _is_left(process.pid) and time.monotonic() < until:
+                    time.sleep(0.05)
+            except subprocess.TimeoutExpired:
+                status = LATE
+            finally:
+                if _is_left(process.pid):
+                    status = status or LATE
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+                self._running.discard(process)
+            said.seek(0)
+            return status, said.read()
+
+
+def _is_left(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def asked_for(request: pytest.FixtureRequest, parameter: str) -> list[str]:

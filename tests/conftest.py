@@ -6,10 +6,13 @@ Properties of large plans are checked on a fifth of the examples of the profile.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 import pytest
 import torch
 from hypothesis import settings
+
+from tests.commands import NOT_INHERITED
 
 os.environ["OMP_NUM_THREADS"] = "1"
 settings.register_profile("thorough", max_examples=500)  # --hypothesis-profile=thorough
@@ -18,6 +21,19 @@ settings.register_profile("thorough", max_examples=500)  # --hypothesis-profile=
 @pytest.fixture(autouse=True)
 def _one_thread() -> None:
     torch.set_num_threads(1)  # before every test: Trainers and recipes set other numbers
+
+
+@pytest.fixture(autouse=True)
+def _no_run_before() -> Iterator[None]:
+    """Leave no address of a run behind: the next that is launched would meet at it."""
+    before = {name: os.environ.get(name) for name in NOT_INHERITED}
+    yield
+    for name, value in before.items():
+        os.environ.pop(name, None)
+        if value is not None:
+            os.environ[name] = value
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

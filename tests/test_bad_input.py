@@ -201,6 +201,8 @@ class ReturnsNoneOnOne(ReturnsNone):
 
 
 class NoGraph(ReturnsNone):
+    ranks = (0, 1)
+
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = Net.training_step(self, batch, batch_idx)
         bad = batch_idx == self.at and rank() in self.ranks

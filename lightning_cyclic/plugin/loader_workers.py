@@ -77,6 +77,9 @@ def _end_workers_at_exit() -> None:
 def _end_workers() -> None:
     # Python sends SIGTERM, which they leave to the rank the first time, and waits without limit
     left = [child for child in multiprocessing.active_children() if child.daemon]
+    if left and hasattr(signal, "SIGCHLD"):
+        # torch answers it with an error: a worker that had not yet begun ends by the first one
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for child in left:
         child.terminate()
     until = time.monotonic() + _LEAVING_S  # signals that come at once are one
