@@ -306,7 +306,7 @@ class AbstractTraining(ABC):
         self._session.flush()
 
     def agree_to_stop(self) -> None:  # noqa: B027  # only where ranks learn metrics late
-        """Before a flush, see that all ranks go on, or that all stop."""
+        """Behind a flush, see that all ranks go on, or that all stop."""
 
     def begin_epoch(self) -> None:
         """Check that every worker has the same number of batches.

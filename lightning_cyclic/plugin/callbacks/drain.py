@@ -124,9 +124,9 @@ class DrainCallback(Callback):
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         if drained := self._drained():
             sanity = trainer.sanity_checking
+            drained.flush()  # first: others may wait for what is sent by it
             if not sanity:
                 drained.agree_to_stop()
-            drained.flush()
             numbers = trainer.num_sanity_val_batches if sanity else trainer.num_val_batches
             drained.begin_evaluation("validation", numbers)
 
@@ -143,6 +143,7 @@ class DrainCallback(Callback):
     @override
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         if drained := self._drained():
+            drained.flush()
             drained.agree_to_stop()
             drained.end_epoch()
 
