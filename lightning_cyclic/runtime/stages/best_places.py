@@ -80,15 +80,20 @@ def _best(
         return []
     if stages == 1 or not points.obstacles.depend_on_other_cuts:
         return _best_of_row(points, places, stages, limit, demands)[0]
-    reach = _reaches(points, places)
     best: list[Place] | None = None
     least = inf
-    for last, end in enumerate(places):
-        usable = [p for p, r in zip(places[:last], reach, strict=False) if r >= end.tick]
-        found, largest = _best_of_row(points, [*usable, end], stages, limit, demands)
+    for row in _rows_by_end(points, places):
+        found, largest = _best_of_row(points, row, stages, limit, demands)
         if found and largest < least:
             best, least = found, largest
     return best
+
+
+def _rows_by_end(points: CutPoints, places: Sequence[Place]) -> Iterator[list[Place]]:
+    """Yield for each place that may be the last one those that can be used with it."""
+    reach = _reaches(points, places)
+    for last, end in enumerate(places):
+        yield [*(p for p, r in zip(places[:last], reach, strict=False) if r >= end.tick), end]
 
 
 def _best_of_row(
@@ -222,10 +227,8 @@ def most_stages(points: CutPoints) -> int:
     places = points.possible
     if not points.obstacles.depend_on_other_cuts:
         return _Row(points, places, None).most()
-    most = 1
-    while _best(points, places, most + 1, None) is not None:
-        most += 1
-    return most
+    rows = _rows_by_end(points, places)
+    return max((_Row(points, row, None).most() for row in rows), default=1)
 
 
 def _least_memory(
