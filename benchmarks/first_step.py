@@ -64,7 +64,7 @@ def _net(kind: str) -> nn.Module:
         return resnet50(channels=3, num_classes=10, stem="imagenet")
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    return GPT2LMHeadModel(GPT2Config(n_layer=24, n_embd=1024, n_head=16, use_cache=False))
+    return GPT2LMHeadModel(GPT2Config(n_layer=24, n_embd=512, n_head=8, use_cache=False))
 
 
 def _batch(kind: str) -> Any:
