@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from lightning_cyclic.errors import ConfigurationError
 from lightning_cyclic.runtime.compiled import IN_PLACE, is_compiled_in_place, named_modules
+from lightning_cyclic.runtime.partial_step.ghosts import Ghost
 from lightning_cyclic.runtime.partial_step.record import MARK, OWNED
 from lightning_cyclic.runtime.partial_step.watch import Watch
 from lightning_cyclic.runtime.plain_copies import ours
@@ -87,6 +88,7 @@ class CallRouter:
         self._exposed = sorted(cuts.exposed)
         self._stages_of_unit = _stages_of_units(module, cuts)
         self._units: set[str] = set()
+        self._set_by_hooks: dict[int, dict[str, Tensor]] = {}  # module -> what is real of it
         self._methods = list(self._route())
         self._own = self._own_methods()
 
@@ -150,7 +152,9 @@ class CallRouter:
                 yield self._method(m, name, f"{path}.{name}")
 
     def _method(self, m: nn.Module, name: str, path: str) -> Method:
-        routed = self._routed(path, getattr(m, name))
+        routed = self._routed(path, getattr(m, name), m)
+        if m._forward_pre_hooks:
+            self._without_ghosts(m)
         return Method(m, name, ours(routed, vars(m).get(name), lambda: self.looking is not None))
 
     def _beginning(self, path: str, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -163,7 +167,21 @@ class CallRouter:
 
         return call
 
-    def _routed(self, path: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _without_ghosts(self, m: nn.Module) -> None:
+        """Let what forward pre-hooks set, as torch.nn.utils.prune does, be what it was last.
+
+        They run where the forward is skipped, too, and make ghosts there.
+        """
+        real = self._set_by_hooks.setdefault(id(m), {})
+        for name, x in vars(m).items():
+            if type(x) is Ghost:
+                vars(m)[name] = real.get(name)  # of a name that is there
+            elif isinstance(x, Tensor):
+                real[name] = x
+
+    def _routed(
+        self, path: str, original: Callable[..., Any], m: nn.Module
+    ) -> Callable[..., Any]:
         unit = Unit(
             path=path,
             event=f"{path}()",
@@ -177,6 +195,8 @@ class CallRouter:
             run = self.looking
             if run is None:
                 return original(*args, **kwargs)
+            if m._forward_pre_hooks:
+                self._without_ghosts(m)
             return run.call(unit, original, args, kwargs)
 
         return call
