@@ -44,6 +44,7 @@ OF_TORCH: Final = (
     Private("torch._C._nn", "_parse_to", "moving what other stages have"),
     Private("torch._ops", "OpOverload", "counting the work of stages"),
     Private("torch.autograd.graph", "_engine_run_backward", "backwards of stages"),
+    Private("torch.autograd.profiler", "_is_profiler_enabled", "names of actions in profiles"),
     Private("torch.autograd.grad_mode", "_unsafe_preserve_version_counter", "unseen changes"),
     Private("torch.distributed", "_functional_collectives", "collectives within steps"),
     Private("torch.distributed.checkpoint._traverse", "set_element", "folders of checkpoints"),

@@ -25,7 +25,6 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import CheckpointIO, Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 from typing_extensions import override
 
@@ -55,6 +54,7 @@ from lightning_cyclic.plugin.checks import (
     check_plan,
 )
 from lightning_cyclic.plugin.collective_calls import refusing_collectives
+from lightning_cyclic.plugin.departed import refuse_departed
 from lightning_cyclic.plugin.loader_workers import shelter
 from lightning_cyclic.plugin.newest import checkpoints_of, newest_whole
 from lightning_cyclic.plugin.numbering import numbered
@@ -72,7 +72,6 @@ from lightning_cyclic.plugin.replicated import ReplicatedTraining
 from lightning_cyclic.plugin.ring_plan import RingPlan
 from lightning_cyclic.plugin.samplers import check_samplers
 from lightning_cyclic.plugin.synchronous_pipeline import SynchronousPipelineTraining
-from lightning_cyclic.plugin.tracing import Tracing, checked_trace
 from lightning_cyclic.plugin.training import (
     AbstractTraining,
     random_as_on_rank_0,
@@ -94,7 +93,6 @@ from lightning_cyclic.runtime.orphans import end_with_agent
 from lightning_cyclic.runtime.plain_copies import plain_copies
 from lightning_cyclic.runtime.prediction.foresight import BackwardWeights
 from lightning_cyclic.runtime.prediction.prediction import Shape
-from lightning_cyclic.runtime.recorder import Recorder
 from lightning_cyclic.runtime.shelf import in_memory
 from lightning_cyclic.runtime.transport.choice import (
     Route,
@@ -222,8 +220,6 @@ class CyclicStrategy(DDPStrategy):
             Each is rounded where it is sent, and the next gradient added in the wider of both
             dtypes. None is that of the gradients, and "fp32" where they have a lower precision
             (docs/precision.md).
-        trace: folder into which each rank of a fit writes what it does, and when, beside what was
-            planned: open its all.json in ui.perfetto.dev (docs/tracing.md). [no trace]
         save_distributed_checkpoint: whether a checkpoint is a folder, into which each rank writes
             the weights and optimizer state that it has, as under ModelParallelStrategy; else a
             file, for which rank 0 puts them together. [a file]
@@ -287,7 +283,6 @@ class CyclicStrategy(DDPStrategy):
         rank_order: str | list[str] = "auto",
         transport: Route = "auto",
         wire_dtype: Literal["fp32", "bf16", "fp16"] | None = None,
-        trace: str | Path | None = None,
         save_distributed_checkpoint: bool = False,
         resume: Literal["auto"] | None = None,
         verify: Literal["first_step"] | int = "first_step",
@@ -301,6 +296,7 @@ class CyclicStrategy(DDPStrategy):
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         **kwargs: Any,
     ) -> None:
+        refuse_departed({"preset": preset, "schedule": schedule, "sharding": sharding, **kwargs})
         check_no_leftovers(kwargs, inspect.signature(CyclicStrategy).parameters)
         super().__init__(
             accelerator=accelerator,
@@ -339,7 +335,6 @@ class CyclicStrategy(DDPStrategy):
             wire_dtype=wire_dtype,
             timeout_s=timeout.total_seconds() if timeout else TRAINING_S,
             starting_s=timeout.total_seconds() if timeout else STARTING_S,
-            trace=checked_trace(trace),
             save_distributed_checkpoint=save_distributed_checkpoint,
             resume=resume,
             verify=checked_verify(verify),
@@ -356,7 +351,6 @@ class CyclicStrategy(DDPStrategy):
             check_network(self._chosen, {"bandwidth": bandwidth, "latency": latency})
         self._plan: Plan | None = None
         self._training: AbstractTraining | None = None  # Lightning itself answers
-        self._tracing: Tracing | None = None
         self._reductions = HeldReductions()
         self._files = CheckpointFiles(self._get_checkpoint_io, self._is_fitting)
         self._meetings: Meetings | None = None  # from the start of the process group on
@@ -590,8 +584,6 @@ class CyclicStrategy(DDPStrategy):
         check_plan(self._plan)
         if self._meetings is not None:
             check_hosts_of_groups(self._plan, self._meetings.names.hosts)
-        if fitting and options.trace is not None:
-            options = replace(options, recorder=self._begin_trace(options, kind))
         if kind is not None:
             with self.naming("to set training up"):
                 super().barrier()  # who fails before it is noticed here, and not in new groups
@@ -605,18 +597,6 @@ class CyclicStrategy(DDPStrategy):
         elif self._saved is not None:  # Lightning itself trains, on the newest weights
             ckpt.warn_of_other_plan(self._saved, "sync")
             self._saved = None
-
-    def _begin_trace(self, options: Options, kind: object) -> Recorder | None:
-        assert options.trace is not None
-        if kind is None:
-            rank_zero_warn(
-                f"trace={str(options.trace)!r} stays empty: one worker runs Lightning's own step "
-                "on the newest weights, with no program of ours"
-            )
-            return None
-        rank = self.global_rank
-        self._tracing = Tracing(options.trace, rank, self.world_size, options.worker_of(rank))
-        return self._tracing.recorder
 
     def _prepare(self, trainer: Trainer, options: Options, *, fitting: bool) -> None:
         """Check the Trainer, and let workers that see the same batches have the whole loader."""
@@ -934,14 +914,9 @@ class CyclicStrategy(DDPStrategy):
             self._take_off()
 
     def _take_off(self) -> None:
-        tracing, self._tracing = self._tracing, None
-        if tracing is not None:
-            tracing.save()
         if self._training is not None:
             self._training.close()
         self._part()
-        if tracing is not None:  # all have saved theirs: they have met, unless a fit has failed
-            tracing.join(self._planned)
         self._undo.close()
         module = self.lightning_module
         if module is not None and any(p.is_meta for p in module.parameters()):

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from lightning_cyclic.plan import Plan, make_plan
-from lightning_cyclic.plan.actions import to_csv
 from lightning_cyclic.simulate import Costs, Network, account, simulate
+from tests.program_texts import to_text
 
 FOLDER = Path(__file__).parent / "golden"
 REPLICATED = ("cyclic_dp", "cyclic_dp_v1", "lockstep_dp", "cyclic_zero")
@@ -87,7 +87,7 @@ COLUMNS = ["plan", "step_s", "bubble", "sent_messages", "sent_bytes", "versions"
 
 def program_of(name: str) -> str:
     """Return the program of a plan of the grid as CSV."""
-    return to_csv(make_plan(**grid()[name], num_steps=3).programs)
+    return to_text(make_plan(**grid()[name], num_steps=3).programs)
 
 
 def figures_of(name: str) -> list[str]:

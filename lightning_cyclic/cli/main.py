@@ -108,7 +108,8 @@ def _add_draw(commands: argparse._SubParsersAction[_Parser]) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--out", metavar="FILE", help="draw all slots into a .svg, .png or .html file, with a "
-        "legend; needs matplotlib, pip install 'lightning-cyclic[viz]' (default: print text)",
+        "legend, which needs matplotlib (pip install 'lightning-cyclic[viz]'), or into a .json "
+        "file for ui.perfetto.dev (default: print text)",
     )  # fmt: skip
     parser.set_defaults(run=_draw)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
 from typing import final, get_args
 
 from torch import nn
@@ -32,7 +31,6 @@ from lightning_cyclic.plugin.clipping import CLIPPING
 from lightning_cyclic.runtime.partial_step.ranks import rank_of
 from lightning_cyclic.runtime.prediction.foresight import BackwardWeights
 from lightning_cyclic.runtime.prediction.prediction import Shape
-from lightning_cyclic.runtime.recorder import Recorder
 from lightning_cyclic.runtime.stages.evidence import ClockName
 from lightning_cyclic.runtime.sum_dtypes import WIRE_DTYPES, SumDtypes
 from lightning_cyclic.runtime.transport.choice import Route
@@ -75,7 +73,6 @@ class Options:
         wire_dtype: in which sums of gradients travel.
         timeout_s: limit of every wait for another rank in training, in seconds.
         starting_s: limit before it, and where code may be compiled, in seconds.
-        trace: folder of the trace of a fit; None for none.
         save_distributed_checkpoint: whether checkpoints are folders, of which ranks write parts.
         verify: how many of the first steps are compared with the plain one.
         resume: "auto", or None where fit alone names the checkpoint.
@@ -85,7 +82,6 @@ class Options:
         network: the links between workers, by which stages are cut and "auto" chooses.
         ddp_arguments: of DistributedDataParallel, where that is what runs; else None.
         is_network_given: whether the user has said anything about it.
-        recorder: writes the trace, in a fit that has one.
     """
 
     preset: str
@@ -114,7 +110,6 @@ class Options:
     wire_dtype: str | None
     timeout_s: float
     starting_s: float
-    trace: Path | None = None
     save_distributed_checkpoint: bool = False
     verify: int = 0
     resume: str | None = None
@@ -124,7 +119,6 @@ class Options:
     network: Network = Network()
     is_network_given: bool = False
     ddp_arguments: Mapping[str, bool] | None = None
-    recorder: Recorder | None = None
 
     def check(self) -> None:
         """Refuse early, before any process, what no number of workers would make right.
@@ -233,8 +227,7 @@ class Options:
     @property
     def lines(self) -> str:
         """Write down what all ranks must have alike, a line each."""
-        own = {"trace", "recorder"}  # of a rank's own file system
-        names = [field.name for field in fields(self) if field.name not in own]
+        names = [field.name for field in fields(self)]
         return "\n".join(f"{name}={getattr(self, name)!r}" for name in names)
 
     def sums(self, *, is_scaled: bool) -> SumDtypes:

@@ -120,7 +120,6 @@ class ReplicatedTraining(AbstractTraining):
             memory_limit_bytes=options.memory_limit_bytes,
             outcomes=self._scaling and self._scaling.outcomes,
             say=rank_zero_info,
-            recorder=options.recorder,
         )
         self._session: Session = Session(
             self._module,

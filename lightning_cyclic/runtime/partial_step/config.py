@@ -15,7 +15,6 @@ from lightning_cyclic.runtime.partial_step.batch_cutter import SplitBatch
 from lightning_cyclic.runtime.partial_step.exchange import ReadState, WriteState
 from lightning_cyclic.runtime.partial_step.stage_step import Outcome
 from lightning_cyclic.runtime.prediction.foresight import BackwardWeights, Guess
-from lightning_cyclic.runtime.recorder import Recorder
 from lightning_cyclic.runtime.stages.cuts import Cuts
 from lightning_cyclic.runtime.sum_dtypes import AS_MADE, SumDtypes
 from lightning_cyclic.runtime.weight_forms import ALL, WeightForms
@@ -54,7 +53,6 @@ class StagewiseConfig:
         forms: what of weights is trained, and travels. [all]
         sums: dtypes of sums of gradients.
         verify: how many of the first steps are compared with the plain one.
-        recorder: notes what this worker does, and when. [nobody does]
         is_one_stage: whether one worker has all of the module, so that nobody waits for it: a step
             may return no loss then, and a batch that cannot be cut is one micro-batch.
         is_under_autocast: whether the step computes with low-precision copies of the weights.
@@ -84,5 +82,4 @@ class StagewiseConfig:
     is_delayed: bool = False
     forms: WeightForms = ALL
     sums: SumDtypes = AS_MADE
-    recorder: Recorder | None = None
     verify: int = 0

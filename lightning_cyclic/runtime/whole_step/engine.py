@@ -48,7 +48,6 @@ from lightning_cyclic.runtime.whole_step.shards import (
     refuse_block,
     refuse_return,
 )
-from lightning_cyclic.runtime.whole_step.step_recorder import StepRecorder
 from lightning_cyclic.runtime.whole_step.versions import VersionStore
 from lightning_cyclic.runtime.whole_step.words import Word, Words
 from lightning_cyclic.runtime.worker import Worker
@@ -183,13 +182,6 @@ class Engine:
     def flight(self) -> FlightRecorder:
         """Return what keeps the last actions of this worker."""
         return self._worker.flight
-
-    def record(self, recorder: StepRecorder) -> None:
-        """Have recorded what is done from now on; before the first step."""
-        self._worker.record(recorder)
-        self._update = recorder.updating(self._update)
-        self._entrances.enter = recorder.interrupting(self._entrances.enter)
-        self._collector.hand_over = recorder.interrupting(self._collector.hand_over)
 
     def note_outcomes(self, outcomes: Outcomes) -> None:
         """Note from now on how updates came out, of all versions that are made or read here."""

@@ -9,13 +9,14 @@ from hypothesis import strategies as st
 
 from lightning_cyclic.errors import PlanError, ValidationError
 from lightning_cyclic.plan import PRESETS, make_plan
-from lightning_cyclic.plan.actions import Kind, Lane, Payload, from_csv, parse, to_csv
+from lightning_cyclic.plan.actions import Kind, Lane, Payload, parse
 from lightning_cyclic.plan.check.proof import KEPT, probe
 from lightning_cyclic.plan.check.replay import Replay
 from lightning_cyclic.plan.check.validate import validate
 from lightning_cyclic.plan.passes.messages import ring_of
 from lightning_cyclic.plan.passes.sums import MOST_BEHIND
 from lightning_cyclic.plan.plan import Plan
+from tests.program_texts import from_text, to_text
 
 PLANS = {name: make_plan(name, num_stages=3, num_workers=3, relayed=[1]) for name in PRESETS} | {
     f"cyclic_zero, {len(relayed)} relayed in rounds": make_plan(
@@ -33,7 +34,7 @@ def swapped(program, first, second):
 
 
 def with_worker(plan, w, program):
-    programs = from_csv(to_csv(plan.programs))
+    programs = from_text(to_text(plan.programs))
     return (*programs[:w], program(programs[w]), *programs[w + 1 :])
 
 
@@ -50,7 +51,7 @@ def refusal(plan, programs):
 
 @pytest.mark.parametrize("name", PLANS)
 def test_programs_survive_text(name):
-    validate(PLANS[name], from_csv(to_csv(PLANS[name].programs)))
+    validate(PLANS[name], from_text(to_text(PLANS[name].programs)))
 
 
 @given(name=st.sampled_from(sorted(PLANS)), data=st.data())
@@ -124,7 +125,7 @@ def test_a_round_before_the_one_whose_gradient_it_adds_to():
 
 def test_a_sum_that_leaves_before_the_last_round():
     plan = make_plan("cyclic_dp", num_stages=1, num_workers=2, num_micro=4, num_steps=1)
-    programs = from_csv(to_csv(plan.programs).replace("_S2", "_S0"))  # at both ends
+    programs = from_text(to_text(plan.programs).replace("_S2", "_S0"))  # at both ends
     assert "0SEND_S0>1#0" in refusal(plan, programs)
 
 
