@@ -91,8 +91,6 @@ from lightning_cyclic.runtime.listening import listening_on_one_address
 from lightning_cyclic.runtime.meetings import START, Meetings, naming_start
 from lightning_cyclic.runtime.orphans import end_with_agent
 from lightning_cyclic.runtime.plain_copies import plain_copies
-from lightning_cyclic.runtime.prediction.foresight import BackwardWeights
-from lightning_cyclic.runtime.prediction.prediction import Shape
 from lightning_cyclic.runtime.shelf import in_memory
 from lightning_cyclic.runtime.transport.choice import (
     Route,
@@ -189,20 +187,10 @@ class CyclicStrategy(DDPStrategy):
             under way. Of pipelines with a stage per worker, whose stages are cut so, and of
             "auto" [nine tenths of the device, or of the share of the host]; elsewhere of the
             parameters and one micro-batch's activations of a stage. [any number]
-        backward_weights: of presets that predict: what a backward finds in the place of the
-            weights that its forward predicted: the "current" ones, those "predicted", or
-            "recompute": the current ones, with which the stage is run again.
         error_feedback: where gradients are old, turn each update u_t into 2 * u_t - u_(t-1), for
             one more buffer of the size of the weights. Experimental.
-        lr_annealing_steps: divide the learning rate of each stage by the delay of its gradients,
-            in updates, less and less until this step; nothing changes where the delay is one
-            update or less (PipeMare, arXiv 1910.05124, technique 1). Experimental.
         warmup_steps: of pipelines without a flush: first steps that are synchronous; behind them
             the weight rule begins as if training began there (PipeMare, technique 3).
-        horizon: of presets that predict: "linear" repeats the optimizer's last direction;
-            "geometric" lets momentum fade, as if no gradient came any more (FTPipe).
-        lookahead_lrs: of presets that predict: use the learning rates that schedulers with
-            interval="step" will give, in place of the last one (FTPipe).
         bandwidth: of each worker, like "10Gbit/s" or bytes per second. Pipelines are cut by it,
             "auto" chooses by it. Where workers each have the whole model, rank 0 measures a step
             when a fit is set up, and says how long DDP would take. [10Gbit/s]
@@ -272,12 +260,8 @@ class CyclicStrategy(DDPStrategy):
         width: int = 1,
         remat: str = "never",
         memory_limit_bytes: int | None = None,
-        backward_weights: BackwardWeights = "current",
         error_feedback: bool = False,
-        lr_annealing_steps: int = 0,
         warmup_steps: int = 0,
-        horizon: Shape = "linear",
-        lookahead_lrs: bool = False,
         bandwidth: str | float | None = None,
         latency: str | float | None = None,
         rank_order: str | list[str] = "auto",
@@ -324,12 +308,8 @@ class CyclicStrategy(DDPStrategy):
             width=width,
             remat=remat,
             memory_limit_bytes=memory_limit_bytes,
-            backward_weights=backward_weights,
             error_feedback=error_feedback,
-            lr_annealing_steps=lr_annealing_steps,
             warmup_steps=warmup_steps,
-            horizon=horizon,
-            lookahead_lrs=lookahead_lrs,
             rank_order=checked_rank_order(rank_order),
             transport=transport,
             wire_dtype=wire_dtype,

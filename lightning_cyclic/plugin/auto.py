@@ -53,12 +53,8 @@ _FIXED: Mapping[str, tuple[object, str]] = {
     "stages": ("auto", "1f1b"),
     "groups": (None, "cyclic_dp"),
     "clip": (None, "1f1b"),
-    "backward_weights": ("current", "pipeoptim"),
-    "horizon": ("linear", "pipeoptim"),
-    "lookahead_lrs": (False, "pipeoptim"),
     "error_feedback": (False, "pipedream_2bw"),
     "warmup_steps": (0, "pipedream_2bw"),
-    "lr_annealing_steps": (0, "pipedream"),
 }
 _LOCKSTEP = "lockstep_dp"  # whose axes are those of DistributedDataParallel
 _USED_SHARE = 0.9  # of a device's memory; the rest is the framework's

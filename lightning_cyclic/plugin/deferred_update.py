@@ -133,7 +133,6 @@ class DeferredUpdates:
         self,
         t: int,
         stages: Sequence[int],
-        groups: Values | None = None,
         *,
         skips: bool = False,
     ) -> None:
@@ -142,15 +141,13 @@ class DeferredUpdates:
         Args:
             t: step.
             stages: whose gradients are in ``p.grad``.
-            groups: hyper-parameters in place of those of step ``t``.
             skips: leave the optimizer out, as a gradient scaler does that finds an overflow.
         """
         trainer, optimizer = self._trainer, self._optimizer
         remembered = self._remembered[t]
-        groups = remembered.groups if groups is None else groups
         updated = [p for j in stages for p in self._parameters_of(j)]
         with (
-            _hyper_parameters(optimizer, groups, self._added),
+            _hyper_parameters(optimizer, remembered.groups, self._added),
             _counting(trainer, remembered.global_step),
             self._forms.updating(updated),
             self._reductions.refused(),

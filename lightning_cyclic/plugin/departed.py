@@ -9,6 +9,12 @@ from lightning_cyclic.errors import ConfigurationError
 
 DEPARTED: Final[dict[str, str]] = {
     # an argument, or one value of an argument -> what to do instead
+    "backward_weights": "leave it out: backwards read what the preset's paper says, the newest "
+    "weights (pipeoptim) or a new guess (spectrain)",
+    "horizon": "leave it out: predictions repeat the optimizer's last direction",
+    "lookahead_lrs": "leave it out: predictions use the learning rate of the last update",
+    "lr_annealing_steps": "give parameter groups of early stages a lower learning rate, or begin "
+    "with warmup_steps=... synchronous steps",
     "trace": "profile with torch.profiler or Trainer(profiler='pytorch'), which show each action",
 }
 

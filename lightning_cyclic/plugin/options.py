@@ -21,7 +21,6 @@ from lightning_cyclic.plugin.checks import (
     check_is_chosen,
     check_once,
     check_plan,
-    check_predicts,
     check_switch,
     check_timed,
     check_used,
@@ -29,8 +28,6 @@ from lightning_cyclic.plugin.checks import (
 )
 from lightning_cyclic.plugin.clipping import CLIPPING
 from lightning_cyclic.runtime.partial_step.ranks import rank_of
-from lightning_cyclic.runtime.prediction.foresight import BackwardWeights
-from lightning_cyclic.runtime.prediction.prediction import Shape
 from lightning_cyclic.runtime.stages.evidence import ClockName
 from lightning_cyclic.runtime.sum_dtypes import WIRE_DTYPES, SumDtypes
 from lightning_cyclic.runtime.transport.choice import Route
@@ -62,12 +59,8 @@ class Options:
         width: replicas of a pipeline.
         remat: "never", "always" or "except_last".
         memory_limit_bytes: of a stage; None for any.
-        backward_weights: "current", "predicted" or "recompute".
-        error_feedback: as in CyclicStrategy, as are the next two.
-        lr_annealing_steps: in which learning rates of late stages rise to the scheduler's.
+        error_feedback: as in CyclicStrategy.
         warmup_steps: of a pipeline without a flush.
-        horizon: "linear" or "geometric", of presets that predict.
-        lookahead_lrs: whether predictions use the learning rates to come.
         rank_order: "auto", "launch", or names of hosts.
         transport: how messages travel.
         wire_dtype: in which sums of gradients travel.
@@ -99,12 +92,8 @@ class Options:
     width: int
     remat: str
     memory_limit_bytes: int | None
-    backward_weights: BackwardWeights
     error_feedback: bool
-    lr_annealing_steps: int
     warmup_steps: int
-    horizon: Shape
-    lookahead_lrs: bool
     rank_order: str | Sequence[str]
     transport: Route
     wire_dtype: str | None
@@ -147,7 +136,6 @@ class Options:
         check_choice(self.transport, get_args(Route), "transport")
         if self.wire_dtype is not None:
             check_choice(self.wire_dtype, tuple(WIRE_DTYPES), "wire_dtype")
-        check_choice(self.backward_weights, get_args(BackwardWeights), "backward_weights")
         check_bytes(self.memory_limit_bytes, "memory_limit_bytes")
         check_number("width", self.width)
         probe = self._probe()
@@ -155,12 +143,7 @@ class Options:
         check_used(probe, self.remat, self.memory_limit_bytes)
         check_timed(probe, self.stages)
         check_adds(probe, self.wire_dtype, self.width)
-        check_choice(self.horizon, get_args(Shape), "horizon")
-        check_switch(self.lookahead_lrs, "lookahead_lrs")
-        check_predicts(probe, "backward_weights", self.backward_weights, default="current")
-        check_predicts(probe, "horizon", self.horizon, default="linear")
-        check_predicts(probe, "lookahead_lrs", self.lookahead_lrs, default=False)
-        check_delayed(probe, self.error_feedback, self.lr_annealing_steps)
+        check_delayed(probe, self.error_feedback)
 
     # ------------------------------------------------------------------ which kind of training
 

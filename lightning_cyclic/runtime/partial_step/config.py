@@ -14,7 +14,7 @@ from lightning_cyclic.runtime.messages import Message
 from lightning_cyclic.runtime.partial_step.batch_cutter import SplitBatch
 from lightning_cyclic.runtime.partial_step.exchange import ReadState, WriteState
 from lightning_cyclic.runtime.partial_step.stage_step import Outcome
-from lightning_cyclic.runtime.prediction.foresight import BackwardWeights, Guess
+from lightning_cyclic.runtime.prediction.foresight import Guess
 from lightning_cyclic.runtime.stages.cuts import Cuts
 from lightning_cyclic.runtime.sum_dtypes import AS_MADE, SumDtypes
 from lightning_cyclic.runtime.weight_forms import ALL, WeightForms
@@ -42,7 +42,6 @@ class StagewiseConfig:
         unscale: takes the scale of a step out of gradients of a stage there: (step, gradients).
         scaled: multiplies the share of a micro-batch in the loss of a step there.
         guess: predicts the weights of a stage, for plans that read predicted ones.
-        backward_weights: what backwards read there.
         read_state: gives what an owner must tell replicas of a stage, so that they can guess.
         write_state: takes it.
         memory_limit_bytes: most bytes of parameters on a worker, also where a hook reads the
@@ -70,7 +69,6 @@ class StagewiseConfig:
     unscale: Callable[[int, Gradients], None] | None = None
     scaled: Scaled | None = None
     guess: Guess | None = None
-    backward_weights: BackwardWeights = "current"
     read_state: ReadState | None = None
     write_state: WriteState | None = None
     is_one_stage: bool = False

@@ -388,7 +388,7 @@ class StagewiseSession:
         if plan.axes.weights.looks_ahead:
             ownership.refuse_ties(plan.weights)
             assert self.config.guess is not None
-            foresight = Foresight(plan, stages, self.config.guess, self.config.backward_weights)
+            foresight = Foresight(plan, stages, self.config.guess)
         forms = self.config.forms
         return Versions(self.module, plan, stages, self.t, readers, foresight, forms)
 
