@@ -199,7 +199,7 @@ class SparseStatePrecision(Precision):
             self._names = {id(p): name for name, p in model.named_parameters()}
             for state in self._states:
                 state.to(state.weight.device)
-            optimizer = check_optimizer(optimizers, next(model.parameters()).device)
+            optimizer = check_optimizer(optimizers)
             self._trained = give_masters(optimizer, self._states)
             self._states = [s for s in self._states if s.is_compressed or s in self._trained]
             for state in self._trained:
