@@ -120,7 +120,6 @@ class Worker:
         host: has the optimizer.
         lanes: those whose actions wait for other workers, and so run in threads of their own.
         limit_s: returns that of waits of a lane for what the main thread does, in seconds.
-        most_behind: actions that a lane may be behind the main thread. [any number]
     """
 
     def __init__(
@@ -132,7 +131,6 @@ class Worker:
         host: AbstractHost,
         lanes: Iterable[Lane] = (),
         limit_s: Callable[[], float] = lambda: 60.0,
-        most_behind: int | None = None,
     ) -> None:
         self._flow = flow
         self._messages = messages
@@ -144,7 +142,6 @@ class Worker:
         # stage, chunk -> newest version that has been posted
         self._posted: dict[tuple[object, ...], int] = {}
         self._limit_s = limit_s
-        self._most_behind = most_behind
         # what lanes will have made: item -> lane, and which of its actions makes it
         self._promised: dict[Item, tuple[_LaneThread, int]] = {}
         self.flight = flight = FlightRecorder()  # what was done last, should the run fail
@@ -212,14 +209,7 @@ class Worker:
             self._stores.hold(a)
             for item in row.makes:
                 self._promised[item] = (lane, number)
-        if self._most_behind is None:
-            lane.put(rows)
-            return
-        for one in rows:  # what the lane waits for keeps memory meanwhile
-            done = lane.num_put + 1 - self._most_behind
-            if lane.num_over < done:
-                self._join(lane, done)
-            lane.put([one])
+        lane.put(rows)
 
     def _run_on_lane(self, row: tuple[Action, Flow]) -> None:
         a, (reads, _, _) = row

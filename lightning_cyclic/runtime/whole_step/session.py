@@ -27,7 +27,6 @@ from lightning_cyclic.runtime.agreement import Together, put_together, sent_to_r
 from lightning_cyclic.runtime.failure_words import words_of
 from lightning_cyclic.runtime.flight_recorder import FlightRecorder
 from lightning_cyclic.runtime.foreign_weights import ForeignWeights
-from lightning_cyclic.runtime.freed_memory import FreedMemory, keep_nothing_large
 from lightning_cyclic.runtime.late_values import LateValues
 from lightning_cyclic.runtime.lending import lending, num_bytes_of
 from lightning_cyclic.runtime.loss_scaling import Outcomes
@@ -542,7 +541,6 @@ class Session:
         if self.foreign is not None:
             self.foreign.withdraw()
         if self.is_apart:
-            keep_nothing_large()
             self._take_own(plan)
         self.engine = Engine(
             self._module,
@@ -563,7 +561,6 @@ class Session:
         if self._config.outcomes is not None:
             self.engine.note_outcomes(self._config.outcomes)
         if self.is_apart:
-            FreedMemory().give_back()  # the values that were made are where versions lie
             self._share_foreign(self.engine)
         if self.stop_requested:
             self.engine.request_stop()

@@ -9,12 +9,11 @@ from hypothesis import strategies as st
 
 from lightning_cyclic.errors import PlanError, ValidationError
 from lightning_cyclic.plan import PRESETS, make_plan
-from lightning_cyclic.plan.actions import Kind, Lane, Payload, parse
+from lightning_cyclic.plan.actions import Kind, parse
 from lightning_cyclic.plan.check.proof import KEPT, probe
 from lightning_cyclic.plan.check.replay import Replay
 from lightning_cyclic.plan.check.validate import validate
 from lightning_cyclic.plan.passes.messages import ring_of
-from lightning_cyclic.plan.passes.sums import MOST_BEHIND
 from lightning_cyclic.plan.plan import Plan
 from tests.program_texts import from_text, to_text
 
@@ -284,31 +283,3 @@ def test_no_step_ends_with_what_waits_for_the_next_steps_of_others(preset):
         replay.check_step_ended()
     replay.run([first, second[second.index(update) + 1 :]])
     replay.check_step_ended()
-
-
-@pytest.mark.parametrize(
-    ("preset", "num_early", "is_refused"),
-    [
-        ("cyclic_zero", MOST_BEHIND, False),
-        ("cyclic_zero", MOST_BEHIND + 1, True),
-        ("cyclic_dp", MOST_BEHIND + 1, False),  # sums go round, and no owner waits
-    ],
-)
-def test_an_owner_that_is_ahead_waits_where_too_many_additions_do(preset, num_early, is_refused):
-    """Additions wait for gradients of workers that wait for weights, which the owner sends."""
-    plan = make_plan(preset, num_stages=6, num_workers=6, num_steps=1)
-
-    def ahead(program):
-        of_sums = [
-            a for a in program
-            if a.lane is Lane.SUMS or (a.kind is Kind.RECV and a.payload is Payload.H)
-        ]  # fmt: skip
-        waiting = [n for n, a in enumerate(of_sums) if a.kind is not Kind.RECV]
-        early = of_sums[: waiting[num_early - 1] + 1]
-        return (*early, *(a for a in program if a not in early))
-
-    programs = with_worker(plan, plan.owner(0), ahead)
-    if is_refused:
-        assert "waits for ever for a message" in refusal(plan, programs)
-    else:
-        validate(plan, programs)
