@@ -55,14 +55,11 @@ from lightning_cyclic.plugin.checks import (
 )
 from lightning_cyclic.plugin.collective_calls import refusing_collectives
 from lightning_cyclic.plugin.departed import refuse_departed
-from lightning_cyclic.plugin.loader_workers import shelter
 from lightning_cyclic.plugin.newest import checkpoints_of, newest_whole
-from lightning_cyclic.plugin.numbering import numbered
 from lightning_cyclic.plugin.options import (
     STARTING_S,
     TRAINING_S,
     Options,
-    checked_rank_order,
     checked_stages,
     checked_verify,
 )
@@ -84,12 +81,14 @@ from lightning_cyclic.runtime.agreement import (
     put_together,
     require_same_lines,
 )
-from lightning_cyclic.runtime.attempts import apart_from_earlier_attempts
 from lightning_cyclic.runtime.deferred import Deferral
+from lightning_cyclic.runtime.launchers import (
+    apart_from_earlier_attempts,
+    end_with_agent,
+    shelter,
+)
 from lightning_cyclic.runtime.lending import lending
-from lightning_cyclic.runtime.listening import listening_on_one_address
 from lightning_cyclic.runtime.meetings import START, Meetings, naming_start
-from lightning_cyclic.runtime.orphans import end_with_agent
 from lightning_cyclic.runtime.plain_copies import plain_copies
 from lightning_cyclic.runtime.shelf import in_memory
 from lightning_cyclic.runtime.transport.choice import (
@@ -195,12 +194,6 @@ class CyclicStrategy(DDPStrategy):
             "auto" chooses by it. Where workers each have the whole model, rank 0 measures a step
             when a fit is set up, and says how long DDP would take. [10Gbit/s]
         latency: the same: of a message, like "50us" or seconds. [50us]
-        rank_order: which ranks are neighbours on the ring, or in a pipeline. "auto": those of one
-            host, and hosts behind one switch, as SLURM knows them; ranks get new numbers before
-            they meet, if fewer hops of the ring cross the network then than as launched (not so
-            under cyclic_zero, which has no ring). "launch": as launched. Or names of all hosts, in
-            the order of the ring. Rank 0 stays rank 0, local ranks and devices stay as they are
-            (docs/slurm.md).
         transport: how messages travel. "auto": on CPUs by name over gloo; on GPUs over NCCL,
             channel by channel; through the host's memory where workers share a GPU, or with
             process_group_backend="gloo". Or one of these: "named", "edges", "host_staged".
@@ -264,7 +257,6 @@ class CyclicStrategy(DDPStrategy):
         warmup_steps: int = 0,
         bandwidth: str | float | None = None,
         latency: str | float | None = None,
-        rank_order: str | list[str] = "auto",
         transport: Route = "auto",
         wire_dtype: Literal["fp32", "bf16", "fp16"] | None = None,
         save_distributed_checkpoint: bool = False,
@@ -310,7 +302,6 @@ class CyclicStrategy(DDPStrategy):
             memory_limit_bytes=memory_limit_bytes,
             error_feedback=error_feedback,
             warmup_steps=warmup_steps,
-            rank_order=checked_rank_order(rank_order),
             transport=transport,
             wire_dtype=wire_dtype,
             timeout_s=timeout.total_seconds() if timeout else TRAINING_S,
@@ -528,17 +519,11 @@ class CyclicStrategy(DDPStrategy):
         over_nccl = "nccl" in self._get_process_group_backend()
         refuse_shared_gpus(self.parallel_devices, has_nccl=over_nccl)
         limit_s = self._chosen.starting_s
-        assert self.cluster_environment is not None
-        host, port = self.cluster_environment.main_address, self.cluster_environment.main_port
-        first = self.node_rank == self.local_rank == 0  # ranks may have no numbers yet
         self.set_world_ranks()
-        order, num_local = self._chosen.wanted_order, self.num_processes
         with (
             naming_start(self.global_rank, self.world_size, limit_s),
             naming_shared_gpus(),  # inside, or their error is taken for ranks that do not come
-            listening_on_one_address(first=first, host=host, port=port),
             apart_from_earlier_attempts(),
-            numbered(self.cluster_environment, order, num_local, limit_s),
         ):
             super().setup_distributed()
         if self.world_size > 1:

@@ -86,7 +86,7 @@ def check_hosts_of_groups(plan: Plan, hosts: Sequence[str]) -> None:
             raise ConfigurationError(
                 f"groups={plan.num_groups} of {plan.num_workers} ranks, but the ranks of a group "
                 f"are on several hosts: {each}; allowed: groups that are each on one host, with "
-                "neighbouring ranks, as rank_order='auto' numbers them; use "
+                "neighbouring ranks, as srun --distribution=block numbers them; use "
                 f"groups={fitting[0]}, or groups=None"
             )
 

@@ -15,6 +15,7 @@ DEPARTED: Final[dict[str, str]] = {
     "lookahead_lrs": "leave it out: predictions use the learning rate of the last update",
     "lr_annealing_steps": "give parameter groups of early stages a lower learning rate, or begin "
     "with warmup_steps=... synchronous steps",
+    "rank_order": "launch neighbours on one host, as srun --distribution=block and torchrun do",
     "trace": "profile with torch.profiler or Trainer(profiler='pytorch'), which show each action",
 }
 

@@ -61,7 +61,6 @@ class Options:
         memory_limit_bytes: of a stage; None for any.
         error_feedback: as in CyclicStrategy.
         warmup_steps: of a pipeline without a flush.
-        rank_order: "auto", "launch", or names of hosts.
         transport: how messages travel.
         wire_dtype: in which sums of gradients travel.
         timeout_s: limit of every wait for another rank in training, in seconds.
@@ -94,7 +93,6 @@ class Options:
     memory_limit_bytes: int | None
     error_feedback: bool
     warmup_steps: int
-    rank_order: str | Sequence[str]
     transport: Route
     wire_dtype: str | None
     timeout_s: float
@@ -200,12 +198,6 @@ class Options:
     def is_open(self, name: str) -> bool:
         """Say whether the user leaves a number to a prediction, or to the sizes of stages."""
         return isinstance(getattr(self, name), str) and getattr(self, name) == "auto"
-
-    @property
-    def wanted_order(self) -> str | Sequence[str]:
-        """Return how ranks are numbered: where all send to owners, nobody has neighbours."""
-        has_ring = not self._probe().axes.sharding.adds_at_owner or self.groups is not None
-        return self.rank_order if has_ring or self.rank_order != "auto" else "launch"
 
     @property
     def lines(self) -> str:
@@ -407,22 +399,4 @@ def checked_verify(verify: object) -> int:
     raise ConfigurationError(
         f'verify={verify!r} is not understood; allowed: "first_step", the number of first steps '
         'that are compared with the plain ones, or False; use CyclicStrategy(verify="first_step")'
-    )
-
-
-def checked_rank_order(rank_order: object) -> str | list[str]:
-    """Return an order of ranks that is understood.
-
-    Raises:
-        ConfigurationError: neither "auto" nor "launch", nor names of hosts, each once.
-    """
-    if isinstance(rank_order, str) and rank_order in ("auto", "launch"):
-        return rank_order
-    if isinstance(rank_order, list | tuple) and rank_order:
-        hosts = [host for host in rank_order if isinstance(host, str) and host]
-        if len(set(hosts)) == len(rank_order):
-            return hosts
-    raise ConfigurationError(
-        f'rank_order={rank_order!r} is not understood; allowed: "auto", "launch", or a list of '
-        'names of hosts, each once; use CyclicStrategy(rank_order=["node3", "node1", "node2"])'
     )
