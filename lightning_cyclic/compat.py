@@ -50,7 +50,6 @@ OF_TORCH: Final = (
     Private("torch.distributed.checkpoint._traverse", "set_element", "folders of checkpoints"),
     Private("torch.distributed.distributed_c10d", "_get_default_store", _STORE),
     Private("torch.distributed.rendezvous", "_create_c10d_store", "a store for each attempt"),
-    Private("torch.nn.modules.batchnorm", "_BatchNorm", "networks that are pruned early"),
     Private("torch.nn.modules.batchnorm", "_NormBase", "statistics of norms that are unfrozen"),
     Private("torch.utils._python_dispatch", "TorchDispatchMode", "counting the work of stages"),
     Private("torch.utils._pytree", "tree_flatten", "walking through containers"),

@@ -413,7 +413,8 @@ def _states(trainer: Trainer) -> tuple[float | None, str]:
     if not isinstance(plugin, SparseStatePrecision):
         return None, Problem.precision
     num = sum(p.numel() for p in trainer.lightning_module.parameters())
-    return plugin.num_pruned / num, plugin.precision
+    num_pruned = sum(int((~mask).sum()) for mask in plugin.masks.values())
+    return num_pruned / num, plugin.precision
 
 
 def _memory_bytes(trainer: Trainer) -> float:

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelPruning
 from lightning.pytorch.strategies import SingleDeviceStrategy
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
 
 from lightning_cyclic.errors import ConfigurationError
 from lightning_cyclic.plugin.optimizers import SAID_BY, updates_each
-from lightning_cyclic.plugin.precision.compressed import SparseLayout
-
-# bytes of weights, gradients and Adam's state at the optimizer's step, of a pruned parameter: what
-# dense training has, what stays dense, what goes with the fraction that is kept
-_BYTES = {torch.bfloat16: (20, 2, 22), torch.float16: (20, 2, 22), torch.float32: (16, 4, 20)}
 
 
 def check_fit(trainer: Trainer, module: LightningModule) -> None:
@@ -113,18 +107,3 @@ def check_gradients(optimizer: Optimizer, names: Mapping[int, str], dtype: torch
                     "parameters that require gradients from the start; call requires_grad_() "
                     "before fit, or use SparseStatePrecision(compute='32-true')"
                 )
-
-
-def warn_below_break_even(layouts: Iterable[SparseLayout], dtype: torch.dtype) -> None:
-    """Warn where an index takes more memory than it saves."""
-    sizes = [(len(layout.index), layout.shape.numel()) for layout in layouts]
-    kept = sum(n for n, _ in sizes) / sum(total for _, total in sizes)
-    dense, fixed, scaled = _BYTES[dtype]
-    needed = 1 - (dense - fixed) / scaled
-    if 1 - kept < needed:
-        rank_zero_warn(
-            f"{1 - kept:.3f} of the elements of pruned parameters are pruned, with which "
-            f"SparseStatePrecision takes {fixed + scaled * kept:.1f} bytes for each of them at "
-            f"the optimizer's step, and dense training {dense} (with Adam); from "
-            f"{needed:.3f} on it saves memory; prune more, or leave it out."
-        )

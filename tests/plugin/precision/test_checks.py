@@ -112,13 +112,3 @@ def test_unfreezing_within_the_fit() -> None:
     module = t.Regression(t.mlp())
     module.net[2].requires_grad_(False)
     fit(module, flags={"callbacks": [Unfreeze()]}, compute="32-true")
-
-
-@pytest.mark.parametrize(
-    ("compute", "sparsity", "figure"),
-    [("bf16-true", 0.1, "takes 21.8 bytes .* dense training 20 .* from 0.182 on"),
-     ("32-true", 0.3, "takes 18.0 bytes .* dense training 16 .* from 0.400 on")],
-)  # fmt: skip
-def test_too_little_sparsity_to_save_memory(compute: Any, sparsity: float, figure: str) -> None:
-    with pytest.warns(UserWarning, match=figure):
-        fit(compute=compute, sparsity=sparsity)
