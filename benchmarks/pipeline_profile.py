@@ -232,7 +232,7 @@ def _for_weights_s(plan: Plan, j: int, times: StageTimes) -> tuple[float, float,
     """
     t, num_micro = plan.num_steps - 1, plan.num_micro
     forward = [plan.horizon(t, i, j) > 0 for i in range(num_micro)]
-    backward = plan.backward_horizon(t, j) > 0
+    backward = plan.backward_horizon(j) > 0
     replaced = num_micro if backward else sum(forward)
     guessed = forward[0] if plan.guesses_once_a_step else sum(forward)
     return (

@@ -188,8 +188,6 @@ class CyclicStrategy(DDPStrategy):
             parameters and one micro-batch's activations of a stage. [any number]
         error_feedback: where gradients are old, turn each update u_t into 2 * u_t - u_(t-1), for
             one more buffer of the size of the weights. Experimental.
-        warmup_steps: of pipelines without a flush: first steps that are synchronous; behind them
-            the weight rule begins as if training began there (PipeMare, technique 3).
         bandwidth: of each worker, like "10Gbit/s" or bytes per second. Pipelines are cut by it,
             "auto" chooses by it. Where workers each have the whole model, rank 0 measures a step
             when a fit is set up, and says how long DDP would take. [10Gbit/s]
@@ -254,7 +252,6 @@ class CyclicStrategy(DDPStrategy):
         remat: str = "never",
         memory_limit_bytes: int | None = None,
         error_feedback: bool = False,
-        warmup_steps: int = 0,
         bandwidth: str | float | None = None,
         latency: str | float | None = None,
         transport: Route = "auto",
@@ -301,7 +298,6 @@ class CyclicStrategy(DDPStrategy):
             remat=remat,
             memory_limit_bytes=memory_limit_bytes,
             error_feedback=error_feedback,
-            warmup_steps=warmup_steps,
             transport=transport,
             wire_dtype=wire_dtype,
             timeout_s=timeout.total_seconds() if timeout else TRAINING_S,

@@ -137,14 +137,14 @@ def fit(
 # ---------------------------------------------------------------------- by the rules
 
 
-def version_read(rule: str, t: int, i: int, j: int, m: int, warmup_steps: int) -> int:
+def version_read(rule: str, t: int, i: int, j: int, m: int, num_sync: int) -> int:
     """Return the version that micro-batch i of step t reads on stage j.
 
     In synchronous steps, the newest; behind them, as if training had begun there.
     """
-    k = t - warmup_steps
+    k = t - num_sync
     late = asynchronous.version_read(rule, k, i, j, m, NUM_STAGES) if k >= 0 else 0
-    return t if k < 0 else warmup_steps + late
+    return t if k < 0 else num_sync + late
 
 
 def delay(rule: str, j: int, m: int) -> float:
@@ -159,7 +159,7 @@ def sequential(
     num_micro: int,
     num_steps: int,
     *,
-    warmup_steps: int = 0,
+    num_sync: int = 0,
     error_feedback: bool = False,
 ) -> dict[str, Tensor]:
     """Train one micro-batch after the other; return the newest weights."""
@@ -175,12 +175,12 @@ def sequential(
         totals: list[list[Tensor | None]] = [[None] * len(stage) for stage in stages]
         for i in range(num_micro):
             for j, stage in enumerate(stages):
-                v = version_read(rule, t, i, j, num_micro, warmup_steps)
+                v = version_read(rule, t, i, j, num_micro, num_sync)
                 asynchronous.put(stage, versions[j][v])
             (chain.loss(batch_of(t * num_micro + i)) / num_micro).backward()
             for stage, total in zip(stages, totals, strict=True):
                 asynchronous.take_grads(stage, total)
-        is_late = t >= warmup_steps
+        is_late = t >= num_sync
         for j, stage in enumerate(stages):
             asynchronous.put(stage, versions[j][t])
             for p, total in zip(stage, totals[j], strict=True):
@@ -227,7 +227,6 @@ def predicted(  # noqa: C901  (all rules on one screen)
     num_micro: int,
     num_steps: int,
     *,
-    warmup_steps: int = 0,
     error_feedback: bool = False,
 ) -> dict[str, Tensor]:
     """Train one micro-batch after the other; return the newest weights."""
@@ -255,13 +254,8 @@ def predicted(  # noqa: C901  (all rules on one screen)
         for i in range(num_micro):
             ahead, back = [], []
             for j in range(NUM_STAGES):
-                k = t - warmup_steps
-                v, forward, backward = (
-                    asynchronous.horizons(preset, k, j, num_micro, NUM_STAGES)
-                    if k >= 0
-                    else (k, 0, 0)
-                )
-                ahead.append(guessed(warmup_steps + v, j, forward))
+                v, forward, backward = asynchronous.horizons(preset, t, j, num_micro, NUM_STAGES)
+                ahead.append(guessed(v, j, forward))
                 back.append(guessed(t, j, backward))
             x = batch_of(t * num_micro + i)
             grads = asynchronous._with_faces(ahead, back, x, num_micro)
@@ -274,7 +268,7 @@ def predicted(  # noqa: C901  (all rules on one screen)
                 p.grad = total
             optimizers[j].param_groups[0]["lr"] = base * factor(t)
             optimizers[j].step()
-            if error_feedback and t >= warmup_steps and j < NUM_STAGES - 1:
+            if error_feedback and j < NUM_STAGES - 1:
                 for n, (p, (old, _)) in enumerate(zip(stage, past[t][j], strict=True)):
                     update = old - p.detach()
                     p.data = p.data - (update - last[j][n])

@@ -50,7 +50,6 @@ def grid() -> dict[str, dict[str, Any]]:
     for stages, workers in ((2, 3), (3, 6), (4, 3)):
         add("cyclic_mp", stages, workers)
     add("cyclic_mp", 3, 6, relayed=(0, 1, 2))
-    add("cyclic_pipeline", 3, 3, warmup_steps=2)
     add("pipedream_2bw", 3, 3, late_updates=True)
     for preset in ("cyclic_dp", "cyclic_dp_v1", "1f1b"):
         add(preset, 3, 1, placement="single", num_micro=3)

@@ -195,48 +195,7 @@ def test_predictions_go_on_from_a_checkpoint(preset: str, num_ranks: int, tmp_pa
     assert_follows(preset, num_ranks, make, (str(tmp_path), 5))
 
 
-# ---------------------------------------------------------------------- warm-up
-
-
-@pytest.mark.parametrize(
-    ("preset", "num_ranks", "optimizer"),
-    [("pipedream_2bw", 1, "sgd"), more("pipedream_2bw", 4, "adamw"),
-     ("cyclic_pipeline", 2, "adamw"), more("pipedream", 1, "sgd"), ("pipedream", 2, "sgd"),
-     more("cyclic_mp", 2, "adamw"), ("cyclic_mp", 4, "sgd"), more("pipeoptim", 1, "sgd"),
-     ("pipeoptim", 4, "adamw"), ("spectrain", 2, "sgd"), ("xpipe", 2, "sgd")],
-)  # fmt: skip
-def test_synchronous_steps_first(preset: str, num_ranks: int, optimizer: str) -> None:
-    make = partial(Chain, optimizer, "sawtooth")
-    assert_follows(preset, num_ranks, make, warmup_steps=4)
-
-
-@pytest.mark.parametrize(
-    ("preset", "num_ranks", "step"),
-    [("pipedream_2bw", 2, 2), ("pipedream", 1, 4), ("pipeoptim", 2, 6), ("cyclic_mp", 3, 3)],
-)
-def test_a_warm_up_goes_on_from_a_checkpoint(
-    preset: str, num_ranks: int, step: int, tmp_path: Any
-) -> None:
-    make = partial(Chain, "sgd", "sawtooth")
-    assert_follows(preset, num_ranks, make, (str(tmp_path), step), warmup_steps=4)
-
-
-@pytest.mark.parametrize("preset", [more("pipedream_2bw"), "pipeoptim"])
-def test_validation_within_a_warm_up_changes_nothing(preset: str) -> None:
-    make = partial(Chain, "adamw", "sawtooth")
-    assert_follows(preset, 2, make, flags={"val_check_interval": 3}, warmup_steps=4)
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_warm_up_with_parameters_that_stages_share(num_ranks: int) -> None:
-    make = partial(Chain, "sgd", "sawtooth", tied=True)
-    assert_follows("cyclic_pipeline", num_ranks, make, warmup_steps=5)
-
-
-def test_warm_up_and_error_feedback_together() -> None:
-    make = partial(Chain, "adamw", "sawtooth")
-    assert_follows("pipedream_2bw", 2, make, warmup_steps=4, error_feedback=True)
-    assert_follows("pipeoptim", 2, make, warmup_steps=4, error_feedback=True)
+# ---------------------------------------------------------------------- from another plan
 
 
 def begun_by_another(
@@ -256,17 +215,27 @@ def begun_by_another(
 @pytest.mark.parametrize(
     ("preset", "num_ranks"), in_turn(["cyclic_pipeline", "pipedream_2bw"], [1, 2])
 )
-def test_a_checkpoint_of_another_plan_is_as_a_warm_up(
+def test_behind_a_checkpoint_of_another_plan_the_rule_begins_as_at_step_0(
     preset: str, num_ranks: int, tmp_path: Any
 ) -> None:
     make = partial(Chain, "adamw", "sawtooth")
     strategies = tuple({"preset": name, "num_micro": 4} for name in ("1f1b", preset))
     ranks = processes.run(begun_by_another, num_ranks, make, strategies, str(tmp_path))
-    follow = partial(delayed_chain.sequential, make, RULES[preset], 4, NUM_STEPS, warmup_steps=4)
+    follow = partial(delayed_chain.sequential, make, RULES[preset], 4, NUM_STEPS, num_sync=4)
     (expected,) = processes.run(follow, 1)
     for weights, _ in ranks:
         assert_same(weights, expected)
     assert [len(said) for _, said in ranks] == [1, 0][:num_ranks]
+
+
+def test_predictions_with_error_feedback() -> None:
+    assert_follows("pipeoptim", 2, partial(Chain, "adamw", "sawtooth"), error_feedback=True)
+
+
+@pytest.mark.parametrize("preset", [more("pipedream_2bw"), "pipeoptim"])
+def test_validation_within_an_epoch_changes_nothing(preset: str) -> None:
+    make = partial(Chain, "adamw", "sawtooth")
+    assert_follows(preset, 2, make, flags={"val_check_interval": 3})
 
 
 def test_predictions_begin_anew_from_a_checkpoint_of_another_plan(tmp_path: Any) -> None:
@@ -291,10 +260,6 @@ def test_predictions_begin_anew_from_a_checkpoint_of_another_plan(tmp_path: Any)
         ),
         ("gpipe", {"error_feedback": 1}, r"error_feedback=1; allowed: True or False"),
         ("lockstep_dp", {"error_feedback": True}, r"'sync' \(preset 'lockstep_dp'\)"),
-        ("1f1b", {"warmup_steps": 5}, "warmup_steps=5 does not fit weights 'sync'"),
-        ("cyclic_dp", {"warmup_steps": 5}, "warmup_steps=5 does not fit placement 'replicated'"),
-        ("pipedream", {"warmup_steps": -1}, "warmup_steps=-1; allowed: whole numbers from 0"),
-        ("pipedream", {"warmup_steps": 1.5}, "warmup_steps=1.5; allowed: whole numbers"),
     ],
 )
 def test_options_that_would_be_ignored_are_refused(

@@ -139,7 +139,7 @@ def test_a_learning_rate_of_0_changes_nothing(name: str, preset: str, num_ranks:
 
 def test_a_learning_rate_of_0_changes_nothing_under_any_option() -> None:
     make = partial(Edge, "momentum", lr=0.0)
-    weights, _ = train(make, 2, "pipeoptim", error_feedback=True, warmup_steps=2)
+    weights, _ = train(make, 2, "pipeoptim", error_feedback=True)
     assert_same(weights, Edge("momentum").weights())
 
 
@@ -165,7 +165,7 @@ def test_a_stage_may_be_frozen(preset: str, frozen: tuple[int, ...], num_ranks: 
 @pytest.mark.parametrize("preset", ["pipedream", "pipeoptim"])
 def test_a_frozen_stage_may_be_left_out_of_the_optimizer(preset: str) -> None:
     make = partial(Edge, "momentum", frozen=(0, 1), dropped=True)
-    options = {"error_feedback": True, "warmup_steps": 2}
+    options = {"error_feedback": True}
     one, _ = train(make, 1, preset, **options)
     two, _ = train(make, 2, preset, **options)
     assert_same(two, one)

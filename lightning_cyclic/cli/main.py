@@ -199,7 +199,6 @@ def _add_plan(parser: argparse.ArgumentParser, *, num_steps: int) -> None:
         "travels, of workers that have all stages (default: 1)")  # fmt: skip
     add("--groups", type=_count, metavar="G", help="groups of workers that run side by side, of "
         "workers that have all stages (default: each worker is one)")  # fmt: skip
-    add("--warmup-steps", type=_whole, metavar="K", default=0, help="synchronous (default: 0)")
     add("--steps", type=_count, metavar="T", default=num_steps, help=f"(default: {num_steps})")
 
 
@@ -214,7 +213,6 @@ def _plan(arguments: argparse.Namespace) -> Plan:
         chunks=arguments.chunks,
         groups=arguments.groups,
         width=arguments.width,
-        warmup_steps=arguments.warmup_steps,
     )
 
 

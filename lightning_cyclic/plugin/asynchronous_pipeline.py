@@ -213,7 +213,7 @@ class AsynchronousPipelineTraining(PipelineTraining):
         # a prediction repeats the optimizer's own update
         noting = self._predictor.noting(stage, self._groups_of(t))
         with (
-            self._feedback.corrected(self._the_plan, t, {j: stage}),
+            self._feedback.corrected(self._the_plan, {j: stage}),
             noting if self._options.predicts else nullcontext(),
         ):
             self._updates.apply(t, [j])

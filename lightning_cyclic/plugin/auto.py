@@ -54,7 +54,6 @@ _FIXED: Mapping[str, tuple[object, str]] = {
     "groups": (None, "cyclic_dp"),
     "clip": (None, "1f1b"),
     "error_feedback": (False, "pipedream_2bw"),
-    "warmup_steps": (0, "pipedream_2bw"),
 }
 _LOCKSTEP = "lockstep_dp"  # whose axes are those of DistributedDataParallel
 _USED_SHARE = 0.9  # of a device's memory; the rest is the framework's

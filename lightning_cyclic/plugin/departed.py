@@ -14,7 +14,9 @@ DEPARTED: Final[dict[str, str]] = {
     "horizon": "leave it out: predictions repeat the optimizer's last direction",
     "lookahead_lrs": "leave it out: predictions use the learning rate of the last update",
     "lr_annealing_steps": "give parameter groups of early stages a lower learning rate, or begin "
-    "with warmup_steps=... synchronous steps",
+    "under '1f1b' and go on from its checkpoint",
+    "warmup_steps": "train the first steps under '1f1b', and go on from its checkpoint; then "
+    "the rule begins as at step 0",
     "rank_order": "launch neighbours on one host, as srun --distribution=block and torchrun do",
     "trace": "profile with torch.profiler or Trainer(profiler='pytorch'), which show each action",
 }

@@ -24,8 +24,6 @@ from lightning_cyclic.plan import Plan
 class ErrorFeedback:
     """Correct the updates of stages whose gradients are old (``plan.delay(j) > 0``).
 
-    Synchronous steps at first are left as they are; behind them everything begins as if at step 0.
-
     Args:
         is_on: whether the user asked for it.
     """
@@ -36,7 +34,7 @@ class ErrorFeedback:
 
     @contextmanager
     def corrected(
-        self, plan: Plan, t: int, stages: Mapping[int, Sequence[nn.Parameter]]
+        self, plan: Plan, stages: Mapping[int, Sequence[nn.Parameter]]
     ) -> Iterator[None]:
         """Correct, behind the body, by how much the update before missed what it should have been.
 
@@ -44,10 +42,9 @@ class ErrorFeedback:
 
         Args:
             plan: says which stages have old gradients.
-            t: the step whose gradients the body applies.
             stages: stage -> its parameters, which the body changes in place.
         """
-        if not self._is_on or t < plan.warmup_steps:
+        if not self._is_on:
             yield
             return
         late = [p for j, ps in stages.items() if plan.delay(j) > 0 for p in ps]

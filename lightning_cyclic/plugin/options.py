@@ -60,7 +60,6 @@ class Options:
         remat: "never", "always" or "except_last".
         memory_limit_bytes: of a stage; None for any.
         error_feedback: as in CyclicStrategy.
-        warmup_steps: of a pipeline without a flush.
         transport: how messages travel.
         wire_dtype: in which sums of gradients travel.
         timeout_s: limit of every wait for another rank in training, in seconds.
@@ -92,7 +91,6 @@ class Options:
     remat: str
     memory_limit_bytes: int | None
     error_feedback: bool
-    warmup_steps: int
     transport: Route
     wire_dtype: str | None
     timeout_s: float
@@ -269,7 +267,6 @@ class Options:
             placement=self._placement,
             weights=self.weights,
             sharding=self.sharding,
-            warmup_steps=self.warmup_steps,
             late_updates=self.late_updates,
             norms=self.norms,
         )

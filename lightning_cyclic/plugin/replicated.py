@@ -327,7 +327,7 @@ class ReplicatedTraining(AbstractTraining):
         for p in (p for j in skipped for p in self._parameters_of(j)):
             p.grad = None
         updated = [j for j in stages if j not in skipped]
-        with self._feedback.corrected(plan, t, {j: self._parameters_of(j) for j in updated}):
+        with self._feedback.corrected(plan, {j: self._parameters_of(j) for j in updated}):
             self._updates.apply(t, updated)
         return skipped
 

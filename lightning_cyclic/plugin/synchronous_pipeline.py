@@ -155,7 +155,7 @@ class SynchronousPipelineTraining(PipelineTraining):
         plan, ownership = self.plan, self._session.ownership
         assert plan is not None
         stages = {j: self._session.trained_of(j) for j in ownership.stages}
-        return self._feedback.corrected(plan, self._session.t, stages)
+        return self._feedback.corrected(plan, stages)
 
     @override
     def _clip(self, optimizer: Optimizer, clip_val: float) -> None:

@@ -11,8 +11,8 @@ from lightning_cyclic.plugin.error_feedback import ErrorFeedback
 LATE, FRESH = 0, 2  # stages of three, whose gradients are two updates old, and new
 
 
-def plan_of(warmup_steps: int = 0) -> Plan:
-    return make_plan("pipedream", num_stages=3, num_workers=3, warmup_steps=warmup_steps)
+def plan_of() -> Plan:
+    return make_plan("pipedream", num_stages=3, num_workers=3)
 
 
 def weight(gradient: float | None = 1.0) -> nn.Parameter:
@@ -21,8 +21,8 @@ def weight(gradient: float | None = 1.0) -> nn.Parameter:
     return p
 
 
-def updated(made: ErrorFeedback, plan: Plan, t: int, j: int, p: nn.Parameter, by: float) -> float:
-    with made.corrected(plan, t, {j: [p]}):
+def updated(made: ErrorFeedback, plan: Plan, j: int, p: nn.Parameter, by: float) -> float:
+    with made.corrected(plan, {j: [p]}):
         p.data -= by
     return float(p.detach()[0])
 
@@ -30,29 +30,22 @@ def updated(made: ErrorFeedback, plan: Plan, t: int, j: int, p: nn.Parameter, by
 def test_late_stages_are_corrected_and_fresh_ones_are_not() -> None:
     made, plan, late, fresh = ErrorFeedback(is_on=True), plan_of(), weight(), weight()
     steps = [(late, LATE), (fresh, FRESH)]
-    assert [updated(made, plan, 0, j, p, 1.0) for p, j in steps] == [-2.0, -1.0]
-    assert [updated(made, plan, 1, j, p, 4.0) for p, j in steps] == [-9.0, -5.0]  # 8 - 1 more
+    assert [updated(made, plan, j, p, 1.0) for p, j in steps] == [-2.0, -1.0]
+    assert [updated(made, plan, j, p, 4.0) for p, j in steps] == [-9.0, -5.0]  # 8 - 1 more
     assert made.state({"late": late, "fresh": fresh}).keys() == {"late"}
-
-
-def test_synchronous_steps_are_neither_corrected_nor_remembered() -> None:
-    made, plan, p = ErrorFeedback(is_on=True), plan_of(2), weight()
-    assert updated(made, plan, 1, LATE, p, 1.0) == -1.0
-    assert made.state({"p": p}) == {}
-    assert updated(made, plan, 2, LATE, p, 1.0) == -3.0
 
 
 def test_a_parameter_without_a_gradient_is_left_alone() -> None:
     made, plan, p = ErrorFeedback(is_on=True), plan_of(), weight()
-    updated(made, plan, 0, LATE, p, 1.0)
+    updated(made, plan, LATE, p, 1.0)
     p.grad = None
-    assert updated(made, plan, 1, LATE, p, 0.0) == -2.0
+    assert updated(made, plan, LATE, p, 0.0) == -2.0
     assert float(made.state({"p": p})["p"][0]) == 1.0
 
 
 def test_nothing_is_done_unasked() -> None:
     made, p = ErrorFeedback(is_on=False), weight()
-    assert updated(made, plan_of(), 0, LATE, p, 1.0) == -1.0
+    assert updated(made, plan_of(), LATE, p, 1.0) == -1.0
     assert made.state({"p": p}) == {}
     made.put_state({"p": torch.ones(2)}, {"p": p})
     assert made.state({"p": p}) == {}
@@ -60,10 +53,10 @@ def test_nothing_is_done_unasked() -> None:
 
 def test_what_is_remembered_goes_on_elsewhere() -> None:
     made, plan, p, q = ErrorFeedback(is_on=True), plan_of(), weight(), weight()
-    updated(made, plan, 0, LATE, p, 1.0)
+    updated(made, plan, LATE, p, 1.0)
     other = ErrorFeedback(is_on=True)
     other.put_state(made.state({"p": p}), {"p": q})
     q.data.copy_(p.data)
-    assert updated(other, plan, 1, LATE, q, 3.0) == updated(made, plan, 1, LATE, p, 3.0) == -7.0
+    assert updated(other, plan, LATE, q, 3.0) == updated(made, plan, LATE, p, 3.0) == -7.0
     other.put_state({}, {"p": q})
     assert other.state({"p": q}) == {}

@@ -167,7 +167,7 @@ class Versions:
         """
         if self._foresight is not None:
             newest = self._newest[a.j]
-            if self._plan.backward_horizon(a.t, a.j) > 0:
+            if self._plan.backward_horizon(a.j) > 0:
                 versions = (self._made(a.j, self._foresight.backward(a.j, newest)),)
             else:
                 versions = (self._version(a.j, newest),)

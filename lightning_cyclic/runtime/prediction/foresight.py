@@ -63,7 +63,7 @@ class Foresight:
         """Say whether the forward or the backward of a micro-batch reads a guess."""
         assert a.i is not None
         plan = self._plan
-        return plan.horizon(a.t, a.i, a.j) > 0 or plan.backward_horizon(a.t, a.j) > 0
+        return plan.horizon(a.t, a.i, a.j) > 0 or plan.backward_horizon(a.j) > 0
 
     def forward(self, a: Action, newest: int) -> Values:
         """Return what a forward reads.
@@ -81,8 +81,7 @@ class Foresight:
 
     def backward(self, j: int, newest: int) -> Values:
         """Return what a backward reads."""
-        # a backward of a synchronous step t reads version t; those of later ones, newer versions
-        return self._look(j, newest, self._plan.backward_horizon(newest, j))
+        return self._look(j, newest, self._plan.backward_horizon(j))
 
     def reserve(self, a: Action, newest: int) -> None:
         """Guess now for a forward that would run before the next update, but for a flush."""

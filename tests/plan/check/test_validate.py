@@ -165,7 +165,6 @@ LARGE = {"preset": "cyclic_dp", "num_stages": 64, "num_workers": 64, "proved": F
 WITH = {  # a field of a plan that has a default -> what a large plan is made with to have another
     "width": {"preset": "1f1b", "num_workers": 128, "width": 2},
     "tied": {"preset": "1f1b", "tied": [(1, 2)]},
-    "warmup_steps": {"preset": "pipedream_2bw", "warmup_steps": 1},
     "late_updates": {"preset": "pipedream_2bw", "late_updates": True},
     "norms": {"norms": "owners", "slack": 0},
     "relayed_until": {"relayed": [5], "relayed_until": [6]},
