@@ -26,7 +26,7 @@ from lightning_cyclic.runtime.messages import Message
 from lightning_cyclic.runtime.partial_step.config import StagewiseConfig, Summarise
 from lightning_cyclic.runtime.partial_step.ranks import rank_of
 from lightning_cyclic.runtime.partial_step.session import StagewiseSession
-from lightning_cyclic.runtime.prediction.prediction import predict
+from lightning_cyclic.runtime.prediction.guesses import guesses
 from lightning_cyclic.runtime.stages.cuts import choose_cuts
 from lightning_cyclic.runtime.stages.survey import survey
 from lightning_cyclic.runtime.transport import NamedTransport
@@ -111,7 +111,9 @@ def _session(case: Case, preset: str, module: Any, remat: str = "never") -> Cont
         num_micro=1 if preset in BY_THE_MICRO_BATCH else case.num_micro,
         width=1, remat=remat, seed=0, expected_stages=case.num_stages,
         apply=lambda t, j: optimizer.step(),
-        guess=lambda j, parameters, v, updates: predict(optimizer, parameters, updates),
+        guess=lambda j, parameters, v, updates: list(
+            guesses(optimizer, parameters, updates, optimizer.param_groups, {})
+        ),
     )  # fmt: skip
     session = StagewiseSession(module, config, transport, worker, case.num_workers, CPU, group)
     optimizer = module.configure_optimizers()  # of what others hold there are no gradients

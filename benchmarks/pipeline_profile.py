@@ -30,7 +30,7 @@ from pipeline_model import Case, cut_by_hand, loss_of
 from torch import Tensor, nn
 
 from lightning_cyclic import Plan, make_plan
-from lightning_cyclic.runtime.prediction.prediction import predict
+from lightning_cyclic.runtime.prediction.guesses import guesses
 from lightning_cyclic.simulate import Costs, Network, simulate
 
 # preset -> one that runs as much Python
@@ -100,7 +100,7 @@ def _profile(
     python_s: dict[str, float],
 ) -> StageTimes:  # fmt: skip
     """Return what stage j takes."""
-    forwards, backwards, updates, copies, guesses = [], [], [], [], []
+    forwards, backwards, updates, copies, ahead = [], [], [], [], []
     tokens, weights = case.batch()[: case.rows], list(part.parameters())
     for _ in range(num_steps):
         for _ in range(case.num_micro):
@@ -113,8 +113,10 @@ def _profile(
         updates.append(_timed(optimizer.step)[1])
         optimizer.zero_grad()
         copies.append(_timed(lambda: [p.detach().clone() for p in weights])[1])
-        guesses.append(_timed(lambda: predict(optimizer, weights, 1))[1])
-    seconds = map(_mean, (forwards, backwards, updates, copies, guesses))
+        ahead.append(
+            _timed(lambda: list(guesses(optimizer, weights, 1, optimizer.param_groups, {})))[1]
+        )
+    seconds = map(_mean, (forwards, backwards, updates, copies, ahead))
     return StageTimes(*seconds, python_s, sum(p.numel() * p.element_size() for p in weights))
 
 
@@ -230,7 +232,7 @@ def _for_weights_s(plan: Plan, j: int, times: StageTimes) -> tuple[float, float,
     """
     t, num_micro = plan.num_steps - 1, plan.num_micro
     forward = [plan.horizon(t, i, j) > 0 for i in range(num_micro)]
-    backward = plan.backward_horizon(t, j) > 0
+    backward = plan.backward_horizon(j) > 0
     replaced = num_micro if backward else sum(forward)
     guessed = forward[0] if plan.guesses_once_a_step else sum(forward)
     return (

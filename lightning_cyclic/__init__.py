@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from lightning_cyclic.plan import PRESETS, Plan, make_plan
     from lightning_cyclic.plugin.callbacks.early_bird import EarlyBirdPruning
     from lightning_cyclic.plugin.callbacks.gradient_norms import GradientNorms
-    from lightning_cyclic.plugin.precision.masks import load_mask, save_mask
     from lightning_cyclic.plugin.precision.sparse_state import SparseStatePrecision
     from lightning_cyclic.strategy import CyclicStrategy
 
@@ -48,9 +47,7 @@ __all__ = [
     "ValidationError",
     "VerificationError",
     "WaitTimeoutError",
-    "load_mask",
     "make_plan",
-    "save_mask",
 ]
 
 # Torch loads this package while it is itself being imported (entry point "torch.backends"), and
@@ -63,8 +60,6 @@ _HOMES = {
     "EarlyBirdPruning": "plugin.callbacks.early_bird",
     "GradientNorms": "plugin.callbacks.gradient_norms",
     "SparseStatePrecision": "plugin.precision.sparse_state",
-    "load_mask": "plugin.precision.masks",
-    "save_mask": "plugin.precision.masks",
 } | {name: "errors" for name in __all__ if name.endswith("Error")}
 
 register_when_lightning_is_imported()

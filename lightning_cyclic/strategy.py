@@ -25,7 +25,6 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import CheckpointIO, Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 from typing_extensions import override
 
@@ -55,14 +54,12 @@ from lightning_cyclic.plugin.checks import (
     check_plan,
 )
 from lightning_cyclic.plugin.collective_calls import refusing_collectives
-from lightning_cyclic.plugin.loader_workers import shelter
+from lightning_cyclic.plugin.departed import refuse_departed
 from lightning_cyclic.plugin.newest import checkpoints_of, newest_whole
-from lightning_cyclic.plugin.numbering import numbered
 from lightning_cyclic.plugin.options import (
     STARTING_S,
     TRAINING_S,
     Options,
-    checked_rank_order,
     checked_stages,
     checked_verify,
 )
@@ -72,7 +69,6 @@ from lightning_cyclic.plugin.replicated import ReplicatedTraining
 from lightning_cyclic.plugin.ring_plan import RingPlan
 from lightning_cyclic.plugin.samplers import check_samplers
 from lightning_cyclic.plugin.synchronous_pipeline import SynchronousPipelineTraining
-from lightning_cyclic.plugin.tracing import Tracing, checked_trace
 from lightning_cyclic.plugin.training import (
     AbstractTraining,
     random_as_on_rank_0,
@@ -85,16 +81,15 @@ from lightning_cyclic.runtime.agreement import (
     put_together,
     require_same_lines,
 )
-from lightning_cyclic.runtime.attempts import apart_from_earlier_attempts
 from lightning_cyclic.runtime.deferred import Deferral
+from lightning_cyclic.runtime.launchers import (
+    apart_from_earlier_attempts,
+    end_with_agent,
+    shelter,
+)
 from lightning_cyclic.runtime.lending import lending
-from lightning_cyclic.runtime.listening import listening_on_one_address
 from lightning_cyclic.runtime.meetings import START, Meetings, naming_start
-from lightning_cyclic.runtime.orphans import end_with_agent
 from lightning_cyclic.runtime.plain_copies import plain_copies
-from lightning_cyclic.runtime.prediction.foresight import BackwardWeights
-from lightning_cyclic.runtime.prediction.prediction import Shape
-from lightning_cyclic.runtime.recorder import Recorder
 from lightning_cyclic.runtime.shelf import in_memory
 from lightning_cyclic.runtime.transport.choice import (
     Route,
@@ -191,30 +186,12 @@ class CyclicStrategy(DDPStrategy):
             under way. Of pipelines with a stage per worker, whose stages are cut so, and of
             "auto" [nine tenths of the device, or of the share of the host]; elsewhere of the
             parameters and one micro-batch's activations of a stage. [any number]
-        backward_weights: of presets that predict: what a backward finds in the place of the
-            weights that its forward predicted: the "current" ones, those "predicted", or
-            "recompute": the current ones, with which the stage is run again.
         error_feedback: where gradients are old, turn each update u_t into 2 * u_t - u_(t-1), for
             one more buffer of the size of the weights. Experimental.
-        lr_annealing_steps: divide the learning rate of each stage by the delay of its gradients,
-            in updates, less and less until this step; nothing changes where the delay is one
-            update or less (PipeMare, arXiv 1910.05124, technique 1). Experimental.
-        warmup_steps: of pipelines without a flush: first steps that are synchronous; behind them
-            the weight rule begins as if training began there (PipeMare, technique 3).
-        horizon: of presets that predict: "linear" repeats the optimizer's last direction;
-            "geometric" lets momentum fade, as if no gradient came any more (FTPipe).
-        lookahead_lrs: of presets that predict: use the learning rates that schedulers with
-            interval="step" will give, in place of the last one (FTPipe).
         bandwidth: of each worker, like "10Gbit/s" or bytes per second. Pipelines are cut by it,
             "auto" chooses by it. Where workers each have the whole model, rank 0 measures a step
             when a fit is set up, and says how long DDP would take. [10Gbit/s]
         latency: the same: of a message, like "50us" or seconds. [50us]
-        rank_order: which ranks are neighbours on the ring, or in a pipeline. "auto": those of one
-            host, and hosts behind one switch, as SLURM knows them; ranks get new numbers before
-            they meet, if fewer hops of the ring cross the network then than as launched (not so
-            under cyclic_zero, which has no ring). "launch": as launched. Or names of all hosts, in
-            the order of the ring. Rank 0 stays rank 0, local ranks and devices stay as they are
-            (docs/slurm.md).
         transport: how messages travel. "auto": on CPUs by name over gloo; on GPUs over NCCL,
             channel by channel; through the host's memory where workers share a GPU, or with
             process_group_backend="gloo". Or one of these: "named", "edges", "host_staged".
@@ -222,8 +199,6 @@ class CyclicStrategy(DDPStrategy):
             Each is rounded where it is sent, and the next gradient added in the wider of both
             dtypes. None is that of the gradients, and "fp32" where they have a lower precision
             (docs/precision.md).
-        trace: folder into which each rank of a fit writes what it does, and when, beside what was
-            planned: open its all.json in ui.perfetto.dev (docs/tracing.md). [no trace]
         save_distributed_checkpoint: whether a checkpoint is a folder, into which each rank writes
             the weights and optimizer state that it has, as under ModelParallelStrategy; else a
             file, for which rank 0 puts them together. [a file]
@@ -276,18 +251,11 @@ class CyclicStrategy(DDPStrategy):
         width: int = 1,
         remat: str = "never",
         memory_limit_bytes: int | None = None,
-        backward_weights: BackwardWeights = "current",
         error_feedback: bool = False,
-        lr_annealing_steps: int = 0,
-        warmup_steps: int = 0,
-        horizon: Shape = "linear",
-        lookahead_lrs: bool = False,
         bandwidth: str | float | None = None,
         latency: str | float | None = None,
-        rank_order: str | list[str] = "auto",
         transport: Route = "auto",
         wire_dtype: Literal["fp32", "bf16", "fp16"] | None = None,
-        trace: str | Path | None = None,
         save_distributed_checkpoint: bool = False,
         resume: Literal["auto"] | None = None,
         verify: Literal["first_step"] | int = "first_step",
@@ -301,6 +269,7 @@ class CyclicStrategy(DDPStrategy):
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         **kwargs: Any,
     ) -> None:
+        refuse_departed({"preset": preset, "schedule": schedule, "sharding": sharding, **kwargs})
         check_no_leftovers(kwargs, inspect.signature(CyclicStrategy).parameters)
         super().__init__(
             accelerator=accelerator,
@@ -328,18 +297,11 @@ class CyclicStrategy(DDPStrategy):
             width=width,
             remat=remat,
             memory_limit_bytes=memory_limit_bytes,
-            backward_weights=backward_weights,
             error_feedback=error_feedback,
-            lr_annealing_steps=lr_annealing_steps,
-            warmup_steps=warmup_steps,
-            horizon=horizon,
-            lookahead_lrs=lookahead_lrs,
-            rank_order=checked_rank_order(rank_order),
             transport=transport,
             wire_dtype=wire_dtype,
             timeout_s=timeout.total_seconds() if timeout else TRAINING_S,
             starting_s=timeout.total_seconds() if timeout else STARTING_S,
-            trace=checked_trace(trace),
             save_distributed_checkpoint=save_distributed_checkpoint,
             resume=resume,
             verify=checked_verify(verify),
@@ -356,7 +318,6 @@ class CyclicStrategy(DDPStrategy):
             check_network(self._chosen, {"bandwidth": bandwidth, "latency": latency})
         self._plan: Plan | None = None
         self._training: AbstractTraining | None = None  # Lightning itself answers
-        self._tracing: Tracing | None = None
         self._reductions = HeldReductions()
         self._files = CheckpointFiles(self._get_checkpoint_io, self._is_fitting)
         self._meetings: Meetings | None = None  # from the start of the process group on
@@ -554,17 +515,11 @@ class CyclicStrategy(DDPStrategy):
         over_nccl = "nccl" in self._get_process_group_backend()
         refuse_shared_gpus(self.parallel_devices, has_nccl=over_nccl)
         limit_s = self._chosen.starting_s
-        assert self.cluster_environment is not None
-        host, port = self.cluster_environment.main_address, self.cluster_environment.main_port
-        first = self.node_rank == self.local_rank == 0  # ranks may have no numbers yet
         self.set_world_ranks()
-        order, num_local = self._chosen.wanted_order, self.num_processes
         with (
             naming_start(self.global_rank, self.world_size, limit_s),
             naming_shared_gpus(),  # inside, or their error is taken for ranks that do not come
-            listening_on_one_address(first=first, host=host, port=port),
             apart_from_earlier_attempts(),
-            numbered(self.cluster_environment, order, num_local, limit_s),
         ):
             super().setup_distributed()
         if self.world_size > 1:
@@ -590,8 +545,6 @@ class CyclicStrategy(DDPStrategy):
         check_plan(self._plan)
         if self._meetings is not None:
             check_hosts_of_groups(self._plan, self._meetings.names.hosts)
-        if fitting and options.trace is not None:
-            options = replace(options, recorder=self._begin_trace(options, kind))
         if kind is not None:
             with self.naming("to set training up"):
                 super().barrier()  # who fails before it is noticed here, and not in new groups
@@ -605,18 +558,6 @@ class CyclicStrategy(DDPStrategy):
         elif self._saved is not None:  # Lightning itself trains, on the newest weights
             ckpt.warn_of_other_plan(self._saved, "sync")
             self._saved = None
-
-    def _begin_trace(self, options: Options, kind: object) -> Recorder | None:
-        assert options.trace is not None
-        if kind is None:
-            rank_zero_warn(
-                f"trace={str(options.trace)!r} stays empty: one worker runs Lightning's own step "
-                "on the newest weights, with no program of ours"
-            )
-            return None
-        rank = self.global_rank
-        self._tracing = Tracing(options.trace, rank, self.world_size, options.worker_of(rank))
-        return self._tracing.recorder
 
     def _prepare(self, trainer: Trainer, options: Options, *, fitting: bool) -> None:
         """Check the Trainer, and let workers that see the same batches have the whole loader."""
@@ -934,14 +875,9 @@ class CyclicStrategy(DDPStrategy):
             self._take_off()
 
     def _take_off(self) -> None:
-        tracing, self._tracing = self._tracing, None
-        if tracing is not None:
-            tracing.save()
         if self._training is not None:
             self._training.close()
         self._part()
-        if tracing is not None:  # all have saved theirs: they have met, unless a fit has failed
-            tracing.join(self._planned)
         self._undo.close()
         module = self.lightning_module
         if module is not None and any(p.is_meta for p in module.parameters()):

@@ -95,7 +95,7 @@ def train_pruned(cfg: DictConfig) -> float:
         The metric of the pruned network.
     """
     epochs, options = cfg.trainer.max_epochs, cfg.pruned
-    file = Path(cfg.trainer.default_root_dir, "mask.safetensors")
+    file = Path(cfg.trainer.default_root_dir, "mask.pt")
     ticket: EarlyBirdPruning = instantiate(options.ticket, path=file)
     module, found = _new(cfg), {}
     found["search"] = _fit(cfg, "search", module, options.search_epochs, callbacks=[ticket])

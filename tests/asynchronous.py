@@ -152,11 +152,14 @@ def train_predicted(
     guess: Guess,
     *,
     preset: str,
-    backward_weights: str,
     num_micro: int,
     num_steps: int,
+    runs_again: bool = False,
 ) -> None:
-    """Train linear layers with tanh between them to give zero; equally many per stage."""
+    """Train linear layers with tanh between them to give zero; equally many per stage.
+
+    A stage that is run again for its backward is run with the weights of that.
+    """
     size = len(layers) // num_stages
     stage_of = [k // size for k in range(len(layers))]
     past: list[list[Any]] = []  # version -> layer -> (weight, its state, bias, its state)
@@ -169,10 +172,8 @@ def train_predicted(
                 v, forward, backward = horizons(preset, t, j, num_micro, num_stages)
                 ahead.append(_guessed(past[v][k], forward, guess))
                 back.append(_guessed(past[t][k], backward, guess))
-            if backward_weights == "predicted":
-                back = ahead
             x = batch(t * num_micro + i)
-            if backward_weights == "recompute":
+            if runs_again:
                 grads = _recomputed(ahead, back, size, x, num_micro)
             else:
                 grads = _with_faces(ahead, back, x, num_micro)

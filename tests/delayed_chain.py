@@ -137,14 +137,14 @@ def fit(
 # ---------------------------------------------------------------------- by the rules
 
 
-def version_read(rule: str, t: int, i: int, j: int, m: int, warmup_steps: int) -> int:
+def version_read(rule: str, t: int, i: int, j: int, m: int, num_sync: int) -> int:
     """Return the version that micro-batch i of step t reads on stage j.
 
     In synchronous steps, the newest; behind them, as if training had begun there.
     """
-    k = t - warmup_steps
+    k = t - num_sync
     late = asynchronous.version_read(rule, k, i, j, m, NUM_STAGES) if k >= 0 else 0
-    return t if k < 0 else warmup_steps + late
+    return t if k < 0 else num_sync + late
 
 
 def delay(rule: str, j: int, m: int) -> float:
@@ -153,20 +153,14 @@ def delay(rule: str, j: int, m: int) -> float:
     return sum(t - version_read(rule, t, i, j, m, 0) for i in range(m)) / m
 
 
-def annealed(delayed_by: float, t: int, annealing_steps: int) -> float:
-    """Return by what a learning rate is divided: PipeMare's first technique."""
-    return max(delayed_by, 1.0) ** (1 - min(t / annealing_steps, 1)) if annealing_steps else 1.0
-
-
 def sequential(
     make: Callable[[], Chain],
     rule: str,
     num_micro: int,
     num_steps: int,
     *,
-    warmup_steps: int = 0,
+    num_sync: int = 0,
     error_feedback: bool = False,
-    lr_annealing_steps: int = 0,
 ) -> dict[str, Tensor]:
     """Train one micro-batch after the other; return the newest weights."""
     torch.set_num_threads(1)
@@ -181,18 +175,17 @@ def sequential(
         totals: list[list[Tensor | None]] = [[None] * len(stage) for stage in stages]
         for i in range(num_micro):
             for j, stage in enumerate(stages):
-                v = version_read(rule, t, i, j, num_micro, warmup_steps)
+                v = version_read(rule, t, i, j, num_micro, num_sync)
                 asynchronous.put(stage, versions[j][v])
             (chain.loss(batch_of(t * num_micro + i)) / num_micro).backward()
             for stage, total in zip(stages, totals, strict=True):
                 asynchronous.take_grads(stage, total)
-        is_late = t >= warmup_steps
+        is_late = t >= num_sync
         for j, stage in enumerate(stages):
             asynchronous.put(stage, versions[j][t])
             for p, total in zip(stage, totals[j], strict=True):
                 p.grad = total
-            divisor = annealed(delay(rule, j, num_micro), t - warmup_steps, lr_annealing_steps)
-            optimizers[j].param_groups[0]["lr"] = base * factor(t) / (divisor if is_late else 1)
+            optimizers[j].param_groups[0]["lr"] = base * factor(t)
             optimizers[j].step()
             optimizers[j].zero_grad()
             values = [p.detach().clone() for p in stage]
@@ -213,33 +206,19 @@ def sequential(
 State = dict[str, Tensor]
 
 
-def look_ahead(
-    optimizer: str, weights: Tensor, state: State, lrs: Sequence[float], shape: str
-) -> Tensor:
+def look_ahead(optimizer: str, weights: Tensor, state: State, lrs: Sequence[float]) -> Tensor:
     """Return where an optimizer goes in as many updates as there are learning rates."""
     if not state or not lrs:
         return weights
-    if optimizer == "sgd" and shape == "linear":
+    if optimizer == "sgd":
         return torch.add(weights, state["momentum_buffer"], alpha=-sum(lrs, start=0.0))
-    if optimizer == "sgd":  # no further gradient: the buffer is halved before each update
-        reach = 0.0
-        for n, lr in enumerate(lrs, start=1):
-            reach = reach - lr * 0.5**n
-        return torch.add(weights, state["momentum_buffer"], alpha=reach)
     t, decay = float(state["step"]), 0.01
     root = state["exp_avg_sq"].sqrt()
-    if shape == "linear":
-        direction = state["exp_avg"] / (1 - 0.9**t) / (root / (1 - 0.999**t) ** 0.5 + 1e-8)
-        kept, reach = 1.0, 0.0
-        for lr in lrs:
-            kept, reach = kept * (1 - lr * decay), reach * (1 - lr * decay) + lr
-        return torch.add(weights * kept, direction, alpha=-reach)
-    mean = state["exp_avg"]
-    for n, lr in enumerate(lrs, start=1):
-        mean = 0.9 * mean
-        scale = root / (1 - 0.999 ** (t + n)) ** 0.5 + 1e-8
-        weights = weights * (1 - lr * decay) - lr * (mean / (1 - 0.9 ** (t + n)) / scale)
-    return weights
+    direction = state["exp_avg"] / (1 - 0.9**t) / (root / (1 - 0.999**t) ** 0.5 + 1e-8)
+    kept, reach = 1.0, 0.0
+    for lr in lrs:
+        kept, reach = kept * (1 - lr * decay), reach * (1 - lr * decay) + lr
+    return torch.add(weights * kept, direction, alpha=-reach)
 
 
 def predicted(  # noqa: C901  (all rules on one screen)
@@ -248,12 +227,7 @@ def predicted(  # noqa: C901  (all rules on one screen)
     num_micro: int,
     num_steps: int,
     *,
-    backward_weights: str = "current",
-    warmup_steps: int = 0,
     error_feedback: bool = False,
-    lr_annealing_steps: int = 0,
-    horizon: str = "linear",
-    lookahead_lrs: bool = False,
 ) -> dict[str, Tensor]:
     """Train one micro-batch after the other; return the newest weights."""
     torch.set_num_threads(1)
@@ -265,15 +239,9 @@ def predicted(  # noqa: C901  (all rules on one screen)
     past: list[list[Any]] = []  # version -> layer -> [(weight, state), (bias, state)]
     last = [[torch.zeros_like(p) for p in stage] for stage in stages]  # updates
 
-    def lr_of(t: int, j: int) -> float:
-        behind = float(NUM_STAGES - 1 - j) / (1 if preset != "xpipe" else num_micro)
-        late = t - warmup_steps
-        return base * factor(t) / (annealed(behind, late, lr_annealing_steps) if late >= 0 else 1)
-
     def guessed(v: int, j: int, updates: int) -> tuple[Tensor, ...]:
-        ahead = range(v, v + updates) if lookahead_lrs else [v - 1] * updates
-        lrs = [lr_of(u, j) for u in ahead] if v > 0 else []
-        return tuple(look_ahead(name, p, state, lrs, horizon) for p, state in past[v][j])
+        lrs = [base * factor(v - 1)] * updates if v > 0 else []
+        return tuple(look_ahead(name, p, state, lrs) for p, state in past[v][j])
 
     for t in range(num_steps):
         past.append(
@@ -286,21 +254,11 @@ def predicted(  # noqa: C901  (all rules on one screen)
         for i in range(num_micro):
             ahead, back = [], []
             for j in range(NUM_STAGES):
-                k = t - warmup_steps
-                v, forward, backward = (
-                    asynchronous.horizons(preset, k, j, num_micro, NUM_STAGES)
-                    if k >= 0
-                    else (k, 0, 0)
-                )
-                ahead.append(guessed(warmup_steps + v, j, forward))
+                v, forward, backward = asynchronous.horizons(preset, t, j, num_micro, NUM_STAGES)
+                ahead.append(guessed(v, j, forward))
                 back.append(guessed(t, j, backward))
-            if backward_weights == "predicted":
-                back = ahead
             x = batch_of(t * num_micro + i)
-            if backward_weights == "recompute":
-                grads = asynchronous._recomputed(ahead, back, 1, x, num_micro)
-            else:
-                grads = asynchronous._with_faces(ahead, back, x, num_micro)
+            grads = asynchronous._with_faces(ahead, back, x, num_micro)
             for total, of_layer in zip(totals, grads, strict=True):
                 for n, grad in enumerate(of_layer):
                     so_far = total[n]
@@ -308,9 +266,9 @@ def predicted(  # noqa: C901  (all rules on one screen)
         for j, stage in enumerate(stages):
             for p, total in zip(stage, totals[j], strict=True):
                 p.grad = total
-            optimizers[j].param_groups[0]["lr"] = lr_of(t, j)
+            optimizers[j].param_groups[0]["lr"] = base * factor(t)
             optimizers[j].step()
-            if error_feedback and t >= warmup_steps and j < NUM_STAGES - 1:
+            if error_feedback and j < NUM_STAGES - 1:
                 for n, (p, (old, _)) in enumerate(zip(stage, past[t][j], strict=True)):
                     update = old - p.detach()
                     p.data = p.data - (update - last[j][n])

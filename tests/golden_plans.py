@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from lightning_cyclic.plan import Plan, make_plan
-from lightning_cyclic.plan.actions import to_csv
 from lightning_cyclic.simulate import Costs, Network, account, simulate
+from tests.program_texts import to_text
 
 FOLDER = Path(__file__).parent / "golden"
 REPLICATED = ("cyclic_dp", "cyclic_dp_v1", "lockstep_dp", "cyclic_zero")
@@ -50,7 +50,6 @@ def grid() -> dict[str, dict[str, Any]]:
     for stages, workers in ((2, 3), (3, 6), (4, 3)):
         add("cyclic_mp", stages, workers)
     add("cyclic_mp", 3, 6, relayed=(0, 1, 2))
-    add("cyclic_pipeline", 3, 3, warmup_steps=2)
     add("pipedream_2bw", 3, 3, late_updates=True)
     for preset in ("cyclic_dp", "cyclic_dp_v1", "1f1b"):
         add(preset, 3, 1, placement="single", num_micro=3)
@@ -87,7 +86,7 @@ COLUMNS = ["plan", "step_s", "bubble", "sent_messages", "sent_bytes", "versions"
 
 def program_of(name: str) -> str:
     """Return the program of a plan of the grid as CSV."""
-    return to_csv(make_plan(**grid()[name], num_steps=3).programs)
+    return to_text(make_plan(**grid()[name], num_steps=3).programs)
 
 
 def figures_of(name: str) -> list[str]:

@@ -52,12 +52,16 @@ class Chain(torch.optim.Optimizer):
 class Assigning(Chain):
     """Gives parameters other memory, as hand-written ones do."""
 
+    updates_apart = "element"
+
     def change(self, p: nn.Parameter, rate: Any) -> None:
         p.data = p.data - rate * p.grad
 
 
 class Counting(Chain):
     """Counts its steps in its groups, from the first one on, as many do."""
+
+    updates_apart = "element"
 
     def rate(self, group: dict[str, Any]) -> float:
         group["step"] = group.get("step", 0) + 1
@@ -67,41 +71,11 @@ class Counting(Chain):
 class CountingByTensor(Chain):
     """Counts its steps in a tensor of its groups, in place."""
 
+    updates_apart = "element"
+
     def rate(self, group: dict[str, Any]) -> float:
         group.setdefault("step", torch.zeros((), dtype=torch.long)).add_(1)
         return group["lr"] / int(group["step"])
-
-
-class Weighing(Chain):
-    """Adds up in its groups what it needs to know of former rates, as schedule-free ones do."""
-
-    def rate(self, group: dict[str, Any]) -> float:
-        group["weight_sum"] = group.get("weight_sum", 0.0) + group["lr"] ** 2
-        return group["lr"] ** 2 / group["weight_sum"]
-
-
-class CountingCalls(Chain):
-    """Counts the calls of step() on itself."""
-
-    def __init__(self, params: Any, lr: float = 0.1) -> None:
-        super().__init__(params, lr)
-        self.calls = 0
-
-    def begin(self) -> None:
-        self.calls += 1
-
-    def rate(self, group: dict[str, Any]) -> float:
-        return group["lr"] / self.calls
-
-
-class CountingInState(Chain):
-    """Counts the calls of step() in its state, under a name, as MADGRAD does."""
-
-    def begin(self) -> None:
-        self.state["k"] = self.state.get("k", 0) + 1  # type: ignore[index]
-
-    def rate(self, group: dict[str, Any]) -> float:
-        return group["lr"] / self.state["k"]  # type: ignore[index]
 
 
 class Clipping(Chain):
@@ -111,23 +85,3 @@ class Clipping(Chain):
         norm = torch.stack([g.norm() for g in self.grads()]).norm()
         for grad in self.grads():
             grad.div_(norm.clamp(min=0.01))
-
-
-class Estimating(Chain):
-    """Estimates its rate from all gradients, as Prodigy does."""
-
-    def begin(self) -> None:
-        seen = float(sum(g.abs().sum() for g in self.grads()))
-        for group in self.param_groups:
-            group["d"] = max(group.get("d", 1e-6), 0.1 / (1 + seen))
-
-    def rate(self, group: dict[str, Any]) -> float:
-        return group["d"]
-
-
-class Wrapping(Estimating):
-    """Has something within that nobody knows."""
-
-    def __init__(self, params: Any, lr: float = 0.1) -> None:
-        super().__init__(params, lr)
-        self.helper = nn.Identity()

@@ -99,15 +99,9 @@ def until(condition: Callable[[], Any], limit_s: float, what: str) -> Any:
 
 @final
 class Cluster:
-    """Run the daemons from entry to exit.
+    """Run the daemons from entry to exit."""
 
-    Args:
-        switches: with the nodes that hang on each; all hang on one that is above them. [none]
-    """
-
-    def __init__(self, switches: Mapping[str, Sequence[str]] | None = None) -> None:
-        self._switches = switches or {}
-        self._nodes = sorted(sum(map(list, self._switches.values()), [])) or list(NODES)
+    def __init__(self) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="slurm"))  # short: a socket's path is
         self._config = self.folder / "slurm.conf"
         self._daemons: list[subprocess.Popen[bytes]] = []
@@ -181,7 +175,7 @@ class Cluster:
 
     def nodes_are(self, state: str) -> bool:
         """Say whether all nodes are in a state."""
-        return self.command("sinfo", "-h", "-N", "-o", "%T").split() == [state] * len(self._nodes)
+        return self.command("sinfo", "-h", "-N", "-o", "%T").split() == [state] * len(NODES)
 
     def fail(self, node: str) -> None:
         """Let a node be down, as if it had failed, and come back when its jobs have ended."""
@@ -208,24 +202,15 @@ class Cluster:
         host = socket.gethostname().partition(".")[0]
         nodes = (
             NODE.format(name=name, host=host, port=processes.free_port(), cpus=CPUS)
-            for name in self._nodes
+            for name in NODES
         )
-        self._config.write_text(config + self._write_switches() + "".join(nodes))
+        self._config.write_text(config + "".join(nodes))
         # not looked for: slurmd starts also where there are no control groups
         (self.folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
         (self.folder / "state").mkdir()
         key = self.folder / "munge.key"
         key.write_bytes(secrets.token_bytes(128))
         key.chmod(0o600)
-
-    def _write_switches(self) -> str:
-        """Write which nodes hang on which switch; return what says that it is written."""
-        if not self._switches:
-            return ""
-        leaves = [f"SwitchName={s} Nodes={','.join(n)}\n" for s, n in self._switches.items()]
-        top = f"SwitchName=top Switches={','.join(self._switches)}\n"
-        (self.folder / "topology.conf").write_text("".join(leaves) + top)
-        return "TopologyPlugin=topology/tree\n"
 
     def _start_daemons(self) -> None:
         files = ("key", "pid", "log", "seed")
@@ -236,7 +221,7 @@ class Cluster:
         )  # fmt: skip
         until((self.folder / "munge.sock").exists, START_LIMIT_S, "munged listens")
         self._start("slurmctld", "-D", "-f", str(self._config))
-        for name in self._nodes:
+        for name in NODES:
             self._start("slurmd", "-D", "-f", str(self._config), "-N", name)
 
         def ready() -> bool:

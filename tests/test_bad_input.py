@@ -57,7 +57,7 @@ def rank() -> int:
         ({"clip": "all"}, "clip 'all' is unknown", "stage, global", "use "),
         ({"relay_buffers": "no"}, "relay_buffers 'no' is unknown", "auto, all", "use "),
         ({"find_unused_parameters": True}, "'find_unused_parameters'", "preset", "remove it"),
-        ({"static_graph": True}, "'static_graph'", "trace, save_distributed_check", "remove it"),
+        ({"static_graph": True}, "'static_graph'", "wire_dtype, save_distributed_c", "remove it"),
         ({"sharding": "fully"}, "'fully'", "none, optimizer, full", "use "),
         ({"weights": "sync"}, "sync", "", ""),
     ],

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
@@ -69,9 +68,11 @@ def assert_follows(
     else:
         follow = partial(delayed_chain.predicted, make, preset, m, NUM_STEPS)
     (expected,) = processes.run(partial(follow, **options), 1)
-    (without,) = processes.run(follow, 1)
     for r, weights in enumerate(ranks):
         assert_same(weights, expected, f"rank {r}")
+    if not options:
+        return
+    (without,) = processes.run(follow, 1)
     name = "layers.0.weight"
     assert not torch.equal(expected[name], without[name])
 
@@ -185,146 +186,16 @@ def test_error_feedback_of_replicas(
         assert_same(weights, expected)
 
 
-# ---------------------------------------------------------------------- learning rates
-
-
-@pytest.mark.parametrize(
-    ("preset", "num_ranks", "optimizer"),
-    [more("pipedream", 1, "sgd"), ("pipedream", 2, "adamw"), ("pipeoptim", 2, "sgd"),
-     ("spectrain", 1, "adamw")],
-)  # fmt: skip
-def test_learning_rates_are_lowered_by_delay(preset: str, num_ranks: int, optimizer: str) -> None:
-    make = partial(Chain, optimizer, "sawtooth")
-    flags = {"val_check_interval": 5}
-    assert_follows(preset, num_ranks, make, flags=flags, lr_annealing_steps=8)
-
-
-def test_annealing_goes_on_from_a_checkpoint(tmp_path: Any) -> None:
-    make = partial(Chain, "adamw", "sawtooth")
-    assert_follows("pipeoptim", 2, make, (str(tmp_path), 5), lr_annealing_steps=20)
-
-
-def test_annealing_begins_behind_a_warm_up() -> None:
-    make = partial(Chain, "sgd", "sawtooth")
-    options = {"warmup_steps": 4, "lr_annealing_steps": 6, "error_feedback": True}
-    assert_follows("pipedream", 2, make, **options)
-
-
-def trained_in_two_stages() -> None:
-    strategy = {"preset": "pipedream", "num_micro": 1, "stages": 2, "lr_annealing_steps": 9}
-    text = "lr_annealing_steps=9 changes nothing with 2 stages"
-    with pytest.warns(UserWarning, match=text):
-        fit(Chain, strategy, 3)
-
-
-def test_what_lowers_no_learning_rate_is_said() -> None:
-    processes.run(trained_in_two_stages, 1)
-
-
-class Rates(Callback):
-    """Reads what a scheduler and its optimizer say between updates."""
-
-    def __init__(self) -> None:
-        self.seen: list[tuple[float, float]] = []
-
-    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-        (config,) = trainer.lr_scheduler_configs
-        (told,) = config.scheduler.get_last_lr()
-        self.seen.append((told, trainer.optimizers[0].param_groups[0]["lr"]))
-
-
-def watched(options: dict[str, Any]) -> list[tuple[float, float]]:
-    rates, strategy = Rates(), {"preset": "pipeoptim", "num_micro": 1} | options
-    fit(partial(Chain, "sgd", "sawtooth"), strategy, NUM_STEPS, callbacks=[rates])
-    return rates.seen
-
-
-@pytest.mark.parametrize("options", [{"lr_annealing_steps": 8}, {"lookahead_lrs": True}])
-def test_a_scheduler_and_its_optimizer_are_not_disturbed(options: dict[str, Any]) -> None:
-    (seen,) = processes.run(watched, 1, options)
-    expected = [delayed_chain.LR * delayed_chain.FACTORS["sawtooth"](t + 1) for t in range(11)]
-    assert seen == [(lr, lr) for lr in expected]
-
-
 # ---------------------------------------------------------------------- predictions
-
-
-@pytest.mark.parametrize(
-    ("preset", "num_ranks", "optimizer", "options"),
-    [
-        ("pipeoptim", 1, "sgd", {"horizon": "geometric"}),
-        ("spectrain", 2, "adamw", {"horizon": "geometric"}),
-        ("pipeoptim", 2, "adamw", {"lookahead_lrs": True}),
-        more("spectrain", 1, "sgd", {"lookahead_lrs": True}),
-        ("xpipe", 2, "sgd", {"lookahead_lrs": True, "horizon": "geometric"}),
-        ("spectrain", 2, "sgd", {"lookahead_lrs": True, "lr_annealing_steps": 9}),
-        ("pipeoptim", 4, "adamw", {"lookahead_lrs": True, "warmup_steps": 3}),
-    ],
-)
-def test_predictions_of_another_shape_and_at_other_rates(
-    preset: str, num_ranks: int, optimizer: str, options: dict[str, Any]
-) -> None:
-    make = partial(Chain, optimizer, "sawtooth")
-    flags = {"val_check_interval": 4}  # a flush, before which guesses are made for later forwards
-    assert_follows(preset, num_ranks, make, flags=flags, **options)
 
 
 @pytest.mark.parametrize(("preset", "num_ranks"), [("spectrain", 2), ("pipeoptim", 1)])
 def test_predictions_go_on_from_a_checkpoint(preset: str, num_ranks: int, tmp_path: Any) -> None:
     make = partial(Chain, "adamw", "sawtooth")
-    options = {"lookahead_lrs": True, "horizon": "geometric"}
-    assert_follows(preset, num_ranks, make, (str(tmp_path), 5), **options)
+    assert_follows(preset, num_ranks, make, (str(tmp_path), 5))
 
 
-# ---------------------------------------------------------------------- warm-up
-
-
-@pytest.mark.parametrize(
-    ("preset", "num_ranks", "optimizer"),
-    [("pipedream_2bw", 1, "sgd"), more("pipedream_2bw", 4, "adamw"),
-     ("cyclic_pipeline", 2, "adamw"), more("pipedream", 1, "sgd"), ("pipedream", 2, "sgd"),
-     more("cyclic_mp", 2, "adamw"), ("cyclic_mp", 4, "sgd"), more("pipeoptim", 1, "sgd"),
-     ("pipeoptim", 4, "adamw"), ("spectrain", 2, "sgd"), ("xpipe", 2, "sgd")],
-)  # fmt: skip
-def test_synchronous_steps_first(preset: str, num_ranks: int, optimizer: str) -> None:
-    make = partial(Chain, optimizer, "sawtooth")
-    assert_follows(preset, num_ranks, make, warmup_steps=4)
-
-
-@pytest.mark.parametrize("backward_weights", ["predicted", "recompute"])
-def test_predictions_begin_behind_synchronous_steps(backward_weights: str) -> None:
-    make = partial(Chain, "sgd", "sawtooth")
-    options = {"warmup_steps": 3, "backward_weights": backward_weights}
-    assert_follows("spectrain", 2, make, **options)
-
-
-@pytest.mark.parametrize(
-    ("preset", "num_ranks", "step"),
-    [("pipedream_2bw", 2, 2), ("pipedream", 1, 4), ("pipeoptim", 2, 6), ("cyclic_mp", 3, 3)],
-)
-def test_a_warm_up_goes_on_from_a_checkpoint(
-    preset: str, num_ranks: int, step: int, tmp_path: Any
-) -> None:
-    make = partial(Chain, "sgd", "sawtooth")
-    assert_follows(preset, num_ranks, make, (str(tmp_path), step), warmup_steps=4)
-
-
-@pytest.mark.parametrize("preset", [more("pipedream_2bw"), "pipeoptim"])
-def test_validation_within_a_warm_up_changes_nothing(preset: str) -> None:
-    make = partial(Chain, "adamw", "sawtooth")
-    assert_follows(preset, 2, make, flags={"val_check_interval": 3}, warmup_steps=4)
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_warm_up_with_parameters_that_stages_share(num_ranks: int) -> None:
-    make = partial(Chain, "sgd", "sawtooth", tied=True)
-    assert_follows("cyclic_pipeline", num_ranks, make, warmup_steps=5)
-
-
-def test_warm_up_and_error_feedback_together() -> None:
-    make = partial(Chain, "adamw", "sawtooth")
-    assert_follows("pipedream_2bw", 2, make, warmup_steps=4, error_feedback=True)
-    assert_follows("pipeoptim", 2, make, warmup_steps=4, error_feedback=True)
+# ---------------------------------------------------------------------- from another plan
 
 
 def begun_by_another(
@@ -344,17 +215,27 @@ def begun_by_another(
 @pytest.mark.parametrize(
     ("preset", "num_ranks"), in_turn(["cyclic_pipeline", "pipedream_2bw"], [1, 2])
 )
-def test_a_checkpoint_of_another_plan_is_as_a_warm_up(
+def test_behind_a_checkpoint_of_another_plan_the_rule_begins_as_at_step_0(
     preset: str, num_ranks: int, tmp_path: Any
 ) -> None:
     make = partial(Chain, "adamw", "sawtooth")
     strategies = tuple({"preset": name, "num_micro": 4} for name in ("1f1b", preset))
     ranks = processes.run(begun_by_another, num_ranks, make, strategies, str(tmp_path))
-    follow = partial(delayed_chain.sequential, make, RULES[preset], 4, NUM_STEPS, warmup_steps=4)
+    follow = partial(delayed_chain.sequential, make, RULES[preset], 4, NUM_STEPS, num_sync=4)
     (expected,) = processes.run(follow, 1)
     for weights, _ in ranks:
         assert_same(weights, expected)
     assert [len(said) for _, said in ranks] == [1, 0][:num_ranks]
+
+
+def test_predictions_with_error_feedback() -> None:
+    assert_follows("pipeoptim", 2, partial(Chain, "adamw", "sawtooth"), error_feedback=True)
+
+
+@pytest.mark.parametrize("preset", [more("pipedream_2bw"), "pipeoptim"])
+def test_validation_within_an_epoch_changes_nothing(preset: str) -> None:
+    make = partial(Chain, "adamw", "sawtooth")
+    assert_follows(preset, 2, make, flags={"val_check_interval": 3})
 
 
 def test_predictions_begin_anew_from_a_checkpoint_of_another_plan(tmp_path: Any) -> None:
@@ -379,18 +260,6 @@ def test_predictions_begin_anew_from_a_checkpoint_of_another_plan(tmp_path: Any)
         ),
         ("gpipe", {"error_feedback": 1}, r"error_feedback=1; allowed: True or False"),
         ("lockstep_dp", {"error_feedback": True}, r"'sync' \(preset 'lockstep_dp'\)"),
-        ("1f1b", {"lr_annealing_steps": 9}, "lr_annealing_steps=9 is of no use with weights"),
-        ("pipedream_2bw", {"lr_annealing_steps": 9}, "'delayed'.*at most one update old"),
-        ("cyclic_dp", {"lr_annealing_steps": 9}, "'freshest'.*allowed: lr_annealing_steps=0"),
-        ("pipedream", {"lr_annealing_steps": -1}, "lr_annealing_steps=-1; allowed: whole"),
-        ("pipedream", {"horizon": "geometric"}, "horizon='geometric' is of no use.*'stashed'"),
-        ("pipeoptim", {"horizon": "square"}, "horizon 'square' is unknown.*linear, geometric"),
-        ("pipedream_2bw", {"lookahead_lrs": True}, "lookahead_lrs=True is of no use.*'delayed'"),
-        ("pipeoptim", {"lookahead_lrs": "yes"}, "lookahead_lrs='yes'; allowed: True or False"),
-        ("1f1b", {"warmup_steps": 5}, "warmup_steps=5 does not fit weights 'sync'"),
-        ("cyclic_dp", {"warmup_steps": 5}, "warmup_steps=5 does not fit placement 'replicated'"),
-        ("pipedream", {"warmup_steps": -1}, "warmup_steps=-1; allowed: whole numbers from 0"),
-        ("pipedream", {"warmup_steps": 1.5}, "warmup_steps=1.5; allowed: whole numbers"),
     ],
 )
 def test_options_that_would_be_ignored_are_refused(

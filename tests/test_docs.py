@@ -182,7 +182,7 @@ def test_python_of_sparse_states_trains(tmp_path, monkeypatch):
     masks = names["plugin"].masks
     kept, numel = (sum(map(f, masks.values())) for f in (torch.sum, torch.numel))
     assert int(kept) == numel - round(0.9 * numel)
-    assert list(tmp_path.glob("*.safetensors"))
+    assert list(tmp_path.glob("*.pt"))
 
 
 # ---------------------------------------------------------------------- commands in docs/

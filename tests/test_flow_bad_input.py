@@ -29,6 +29,8 @@ ONE_EACH = {"pipedream", "pipeoptim", "spectrain"}  # one update per micro-batch
 class Halving(Optimizer):
     """An optimizer of which nobody knows the updates: half a step of SGD."""
 
+    updates_apart = "parameter"
+
     def __init__(self, parameters: Any, lr: float) -> None:
         super().__init__(parameters, {"lr": lr})
 
@@ -45,11 +47,11 @@ class Halving(Optimizer):
 OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
     "sgd": torch.optim.SGD,
     "momentum": partial(torch.optim.SGD, momentum=0.5),
+    "nesterov": partial(torch.optim.SGD, momentum=0.5, nesterov=True),
     "adamw": torch.optim.AdamW,
     "adagrad": torch.optim.Adagrad,
     "rmsprop": torch.optim.RMSprop,
     "rprop": torch.optim.Rprop,
-    "adadelta": torch.optim.Adadelta,
     "halving": Halving,
 }
 
@@ -100,7 +102,7 @@ def train(make: Any, num_ranks: int, preset: str, **more: Any) -> tuple[dict[str
 
 @pytest.mark.parametrize(
     ("name", "preset"),
-    in_turn(["momentum", "adamw", "rprop"], ["pipeoptim", "spectrain", "xpipe"]),
+    in_turn(["momentum", "adamw", "nesterov"], ["pipeoptim", "spectrain", "xpipe"]),
 )
 def test_an_optimizer_without_state_knows_no_direction_yet(name: str, preset: str) -> None:
     one, said = train(partial(Edge, name), 1, preset)
@@ -109,7 +111,7 @@ def test_an_optimizer_without_state_knows_no_direction_yet(name: str, preset: st
     assert_same(flushed, one)
 
 
-@pytest.mark.parametrize("name", ["sgd", "adagrad", "rmsprop", "adadelta", "halving"])
+@pytest.mark.parametrize("name", ["sgd", "adagrad", "rmsprop", "rprop", "halving"])
 def test_an_optimizer_whose_direction_is_unknown_is_displaced_and_that_is_said_once(
     name: str,
 ) -> None:
@@ -136,9 +138,8 @@ def test_a_learning_rate_of_0_changes_nothing(name: str, preset: str, num_ranks:
 
 
 def test_a_learning_rate_of_0_changes_nothing_under_any_option() -> None:
-    options = {"lookahead_lrs": True, "error_feedback": True, "lr_annealing_steps": 5}
     make = partial(Edge, "momentum", lr=0.0)
-    weights, _ = train(make, 2, "pipeoptim", horizon="geometric", warmup_steps=2, **options)
+    weights, _ = train(make, 2, "pipeoptim", error_feedback=True)
     assert_same(weights, Edge("momentum").weights())
 
 
@@ -164,13 +165,7 @@ def test_a_stage_may_be_frozen(preset: str, frozen: tuple[int, ...], num_ranks: 
 @pytest.mark.parametrize("preset", ["pipedream", "pipeoptim"])
 def test_a_frozen_stage_may_be_left_out_of_the_optimizer(preset: str) -> None:
     make = partial(Edge, "momentum", frozen=(0, 1), dropped=True)
-    options = {"error_feedback": True, "warmup_steps": 2}
+    options = {"error_feedback": True}
     one, _ = train(make, 1, preset, **options)
     two, _ = train(make, 2, preset, **options)
     assert_same(two, one)
-
-
-def test_a_horizon_that_an_optimizer_does_not_have_is_refused_before_the_first_step() -> None:
-    text = "geometric horizon with Adagrad; allowed: SGD, Adam, AdamW; use"
-    with pytest.raises(processes.RanksFailedError, match=text):
-        train(partial(Edge, "adagrad"), 2, "pipeoptim", horizon="geometric")

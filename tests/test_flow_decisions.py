@@ -81,16 +81,6 @@ def test_flushes_in_the_middle_change_no_norm(tmp_path: Any) -> None:
             assert_same(rank["weights"], alone["weights"])
 
 
-@pytest.mark.multi
-def test_synchronous_steps_at_first_are_clipped_so_too() -> None:
-    job = Job(case="vit", num_steps=3, flags=(("gradient_clip_val", MAX_NORM),))
-    plan = {"preset": "pipedream_2bw", "stages": 4, "warmup_steps": job.num_steps * job.num_epochs}
-    sync, *_ = pipelines(job, 1, function=fit, preset="1f1b", stages=4)
-    for num_ranks in (1, 2):
-        for rank in pipelines(job, num_ranks, function=fit, **plan):
-            assert_same(rank["weights"], sync["weights"])
-
-
 @pytest.mark.parametrize("num_micro", [3, 4, 7])
 def test_no_stage_waits_for_a_norm(num_micro: int) -> None:
     plan = make_plan(

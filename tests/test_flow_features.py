@@ -10,8 +10,6 @@ import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_cyclic import ConfigurationError
-from lightning_cyclic.strategy import CyclicStrategy
 from tests import processes
 from tests.corpus import assert_same
 from tests.rows import more
@@ -183,11 +181,3 @@ def test_shared_parameters_are_not_predicted(num_ranks: int) -> None:
     text = "weights 'predicted' (with|do not fit).*allowed: .*one stage"
     with pytest.raises(processes.RanksFailedError, match=text):
         pipelines(job, num_ranks, preset="pipeoptim", stages=2, function=fit)
-
-
-def test_a_choice_that_would_be_ignored_is_refused() -> None:
-    text = r"backward_weights='recompute' is of no use with weights 'sync'.*allowed: .*'current'"
-    with pytest.raises(ConfigurationError, match=text):
-        CyclicStrategy("1f1b", backward_weights="recompute")
-    with pytest.raises(ConfigurationError, match="backward_weights 'newest' .*allowed: current, "):
-        CyclicStrategy("pipeoptim", backward_weights="newest")  # type: ignore[arg-type]

@@ -13,9 +13,10 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_cyclic.plan.actions import Action, Kind, Lane, Payload, Program, from_csv
+from lightning_cyclic.plan.actions import Action, Kind, Lane, Payload, Program
 from tests import golden_plans
 from tests.golden_plans import COLUMNS, FOLDER, grid
+from tests.program_texts import from_text
 
 # owners add the gradients that each worker sends them (H); then sums went round, and a total to
 # the owner (S, T). Messages and bytes that the worker with the most sends in a step, then -> now
@@ -81,8 +82,8 @@ def without_last_round(name: str, program: list[Action], num_steps: int) -> Coun
 
 @pytest.mark.parametrize("name", list(grid()))
 def test_program(name: str) -> None:
-    then = from_csv((FOLDER / "programs" / f"{name}.csv").read_text())
-    now = from_csv(golden_plans.program_of(name))
+    then = from_text((FOLDER / "programs" / f"{name}.csv").read_text())
+    now = from_text(golden_plans.program_of(name))
     assert len(then) == len(now)
     for before, after in zip(map(pinned, then), map(pinned, now), strict=True):
         assert without_last_round(name, before, 3) == without_last_round(name, after, 3)
@@ -98,8 +99,8 @@ def test_program(name: str) -> None:
 
 def test_the_list_of_updates_has_no_other_in_it() -> None:
     for name in UPDATES_TOGETHER:
-        then = from_csv((FOLDER / "programs" / f"{name}.csv").read_text())
-        now = from_csv(golden_plans.program_of(name))
+        then = from_text((FOLDER / "programs" / f"{name}.csv").read_text())
+        now = from_text(golden_plans.program_of(name))
         work = (Kind.F, Kind.B, Kind.UPDATE)
         assert any(
             [a for a in pinned(x) if a.kind in work] != [a for a in pinned(y) if a.kind in work]

@@ -446,6 +446,8 @@ class Unfreezing(Net):
 class ScheduleFree(torch.optim.SGD):
     """Change weights outside of step(), as schedule-free optimizers do."""
 
+    updates_apart = "element"
+
     def train(self) -> None: ...
 
     def eval(self) -> None: ...

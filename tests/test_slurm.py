@@ -199,28 +199,6 @@ def test_a_job_of_two_tasks_a_node_is_requeued(
 
 
 @MORE
-@pytest.mark.parametrize("preset", ["cyclic_dp", "1f1b"])
-def test_tasks_that_are_dealt_over_nodes_in_turn_become_neighbours_on_a_node(
-    preset: str, cluster: Cluster, clone: Path, expected: Weights
-) -> None:
-    options = (*TWO_TASKS, "--distribution=cyclic")
-    more = [*FOUR_STAGES, *["data.batch_size=1"] * (preset == "cyclic_dp")]
-    run = Run(cluster, clone, TRAIN, preset, *more, options=options)
-    run.assert_ends_with(expected(preset, 4, *more))
-    assert "2 of 4 hops of the ring go from host to host (4 as launched); rank 1" in run.log()
-    assert "rank 1 was launched as 2, rank 2 was launched as 1. Local" in run.log()
-
-
-@MORE
-def test_nodes_of_a_switch_become_neighbours(clone: Path, expected: Weights) -> None:
-    more = [*FOUR_STAGES, "data.batch_size=1"]
-    with Cluster(switches={"left": ["n0", "n2"], "right": ["n1", "n3"]}) as cluster:
-        run = Run(cluster, clone, TRAIN, "cyclic_dp", *more, options=("--nodes=4",))
-        run.assert_ends_with(expected("cyclic_dp", 4, *more))
-    assert "2 of 4 hops of the ring go from switch to switch (4 as launched); rank" in run.log()
-
-
-@MORE
 @pytest.mark.timeout(900)
 def test_a_job_is_requeued_before_its_time_is_over(cluster: Cluster, clone: Path) -> None:
     """SLURM counts time in minutes, and may send the signal a minute early."""

@@ -108,7 +108,8 @@ def _add_draw(commands: argparse._SubParsersAction[_Parser]) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--out", metavar="FILE", help="draw all slots into a .svg, .png or .html file, with a "
-        "legend; needs matplotlib, pip install 'lightning-cyclic[viz]' (default: print text)",
+        "legend, which needs matplotlib (pip install 'lightning-cyclic[viz]'), or into a .json "
+        "file for ui.perfetto.dev (default: print text)",
     )  # fmt: skip
     parser.set_defaults(run=_draw)
 
@@ -198,7 +199,6 @@ def _add_plan(parser: argparse.ArgumentParser, *, num_steps: int) -> None:
         "travels, of workers that have all stages (default: 1)")  # fmt: skip
     add("--groups", type=_count, metavar="G", help="groups of workers that run side by side, of "
         "workers that have all stages (default: each worker is one)")  # fmt: skip
-    add("--warmup-steps", type=_whole, metavar="K", default=0, help="synchronous (default: 0)")
     add("--steps", type=_count, metavar="T", default=num_steps, help=f"(default: {num_steps})")
 
 
@@ -213,7 +213,6 @@ def _plan(arguments: argparse.Namespace) -> Plan:
         chunks=arguments.chunks,
         groups=arguments.groups,
         width=arguments.width,
-        warmup_steps=arguments.warmup_steps,
     )
 
 

@@ -27,11 +27,9 @@ other, unless it names another lane, whose actions run beside it:
 
 from __future__ import annotations
 
-import csv
 import enum
-import io
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -211,38 +209,6 @@ def parse(text: str) -> Action:
         c=_number(match["c"]),
         lane=Lane(match["lane"] or ""),
     )
-
-
-def to_csv(programs: Iterable[Program]) -> str:
-    r"""Write programs as CSV text, one row per worker.
-
-    Example:
-        >>> to_csv([(parse("0F0@0#0"), parse("0B0@0#0"))])
-        '0F0@0#0,0B0@0#0\n'
-    """
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows([map(str, program) for program in programs])
-    return text.getvalue()
-
-
-def from_csv(text: str) -> tuple[Program, ...]:
-    """Read programs from CSV text, one row per worker; the inverse of :func:`to_csv`.
-
-    Raises:
-        ActionSyntaxError: a cell is not an action; names its row and column, counted from 1.
-    """
-    rows = csv.reader(io.StringIO(text))
-    return tuple(_parse_row(row, worker) for worker, row in enumerate(rows))
-
-
-def _parse_row(row: Sequence[str], worker: int) -> Program:
-    program = []
-    for column, cell in enumerate(row, start=1):
-        try:
-            program.append(parse(cell))
-        except ActionSyntaxError as error:
-            raise ActionSyntaxError(f"row {worker + 1}, column {column}: {error}") from error
-    return tuple(program)
 
 
 def _number(digits: str | None) -> int | None:

@@ -46,12 +46,10 @@ def lower(plan: Plan) -> Program:
         What every worker does, step by step, without end.
     """
     repeats = plan.axes.placement.repeats
-    alike = max(plan.warmup_steps - 1 - repeats, 0) // repeats * repeats  # synchronous steps
-    few = replace(plan, warmup_steps=plan.warmup_steps - alike)
     irregular = 2 if plan.axes.weights.needs_previous else 1  # at least: where 0 is read twice
-    num_steps = few.warmup_steps + 1 + irregular + repeats + plan.steps_under_way
+    num_steps = 1 + irregular + repeats + plan.steps_under_way
     while True:  # until the window shows that the program repeats
-        shown = replace(few, num_steps=num_steps)
+        shown = replace(plan, num_steps=num_steps)
         if shown.is_settled(last_that_repeats(shown)):  # else no window need be made to see it
             with suppress(NotSteadyError):
                 return Program(plan, window(shown), shown)
@@ -96,7 +94,6 @@ def make_plan(  # noqa: PLR0913  (one argument per axis and number is the public
     relayed: Iterable[int] = (),
     width: int = 1,
     tied: Iterable[Iterable[int]] = (),
-    warmup_steps: int = 0,
     late_updates: bool = False,
     norms: str = "none",
     relayed_until: Iterable[int] = (),
@@ -124,8 +121,6 @@ def make_plan(  # noqa: PLR0913  (one argument per axis and number is the public
             micro-batch i // width. [1]
         tied: groups of stages that share parameters, ascending, such as ``((0, 3),)``; the first
             of a group updates them. [()]
-        warmup_steps: first steps that do not overlap, in which every forward reads the newest
-            weights; behind them the rule begins as if at step 0. [0]
         late_updates: update a stage right before its new version is first read, so that all
             stages can decide together about a step. [False: as soon as its gradients are there]
         norms: who is told the norms of all gradients of a step before it is applied: "none", all
@@ -164,7 +159,6 @@ def make_plan(  # noqa: PLR0913  (one argument per axis and number is the public
     check_number("num_steps", num_steps)
     check_number("slack", slack, least=0)
     check_number("width", width)
-    check_number("warmup_steps", warmup_steps, least=0)
     check_number("chunks", chunks)
     if num_micro is None:
         num_micro = default_num_micro(preset, axes, num_stages, num_workers) * width
@@ -184,7 +178,6 @@ def make_plan(  # noqa: PLR0913  (one argument per axis and number is the public
         spacing=default_spacing(PRESETS[preset], axes, num_stages, each // group_size),
         width=width,
         tied=groups_of_stages(tied),
-        warmup_steps=warmup_steps,
         late_updates=late_updates,
         norms=norms,
         relayed_until=relayed_until,

@@ -30,7 +30,6 @@ from lightning_cyclic.plan.presets import (
 from lightning_cyclic.plan.schedules.base import AbstractSchedule
 from lightning_cyclic.plan.schedules.in_groups import InGroups
 from lightning_cyclic.plan.schedules.rounds import Rounds
-from lightning_cyclic.plan.schedules.warm_up import WarmUp
 from lightning_cyclic.plan.schedules.wide import Wide
 
 if TYPE_CHECKING:
@@ -61,7 +60,6 @@ class Plan:
         spacing: slots between a micro-batch and the next on the cyclic schedule.
         width: replicas of a pipeline.
         tied: groups of stages that share parameters, the first that uses them first.
-        warmup_steps: steps that do not overlap; behind them the rule begins as if at step 0.
         late_updates: whether each stage is updated right before its new version is first read,
             so that all stages can decide together about a step without making one wait.
         norms: who is told the norms of all gradients of a step before it is applied: "none", all
@@ -90,7 +88,6 @@ class Plan:
     spacing: Fraction
     width: int = 1
     tied: tuple[tuple[int, ...], ...] = ()
-    warmup_steps: int = 0
     late_updates: bool = False
     norms: str = "none"
     relayed_until: tuple[int, ...] = ()
@@ -104,7 +101,7 @@ class Plan:
     def axes(self) -> Axes:
         """The four axis values as objects."""
         return Axes(
-            schedule=self._warmed_up(self._overlapping),
+            schedule=self._schedule,
             placement=PLACEMENTS[self.placement](
                 num_stages=self.num_stages,
                 num_workers=self.num_workers,
@@ -129,8 +126,8 @@ class Plan:
         )
 
     @cached_property
-    def _overlapping(self) -> AbstractSchedule:
-        """The schedule behind the warm-up."""
+    def _schedule(self) -> AbstractSchedule:
+        """The schedule of all replicas, and of all rounds."""
         base = self._one_round
         if self.rounds > 1:
             return Rounds(
@@ -171,16 +168,6 @@ class Plan:
         number, w = divmod(i, self.num_workers) if self.rounds > 1 else (0, i)
         return w * self.rounds + number
 
-    def _warmed_up(self, base: AbstractSchedule) -> AbstractSchedule:
-        if self.warmup_steps == 0:
-            return base
-        return WarmUp(
-            num_stages=self.num_stages,
-            num_micro=self.num_micro,
-            base=base,
-            num_steps=self.warmup_steps,
-        )
-
     def slot(self, kind: Kind, t: int, i: int, j: int) -> int:
         """Give the slot in which F or B of micro-batch i of step t runs on stage j."""
         schedule = self.axes.schedule
@@ -201,13 +188,11 @@ class Plan:
 
     def reads(self, t: int, i: int, j: int) -> int:
         """Give the version of stage j that F(i, j) of step t reads."""
-        late, schedule = t - self.warmup_steps, self._overlapping
-        if late < 0:
-            return t
+        schedule = self.axes.schedule
         if self.rounds > 1:  # all read what they would if there were one
             schedule, i = self._one_round, i % self.num_workers
-        newest = schedule.updates_before(late, schedule.forward(i, j), j, self.slack)
-        return self.warmup_steps + self.axes.weights.forward(late, newest)
+        newest = schedule.updates_before(t, schedule.forward(i, j), j, self.slack)
+        return self.axes.weights.forward(t, newest)
 
     def backward_reads(self, t: int, i: int, j: int) -> int:
         """Give the version of stage j that B(i, j) of step t reads."""
@@ -223,14 +208,14 @@ class Plan:
         backward reads what the forward read.
         """
         horizons = PRESETS[self.preset].horizons
-        if t >= self.warmup_steps and horizons is not None and self.axes.weights.looks_ahead:
+        if horizons is not None and self.axes.weights.looks_ahead:
             return horizons.forward(j, self.num_stages, self.num_micro // self.width)
         return self.backward_reads(t, i, j) - self.reads(t, i, j)
 
-    def backward_horizon(self, t: int, j: int) -> int:
-        """Count the updates of stage j that a B of step t looks ahead of the version it reads."""
+    def backward_horizon(self, j: int) -> int:
+        """Count the updates of stage j that a B looks ahead of the version that it reads."""
         horizons = PRESETS[self.preset].horizons
-        if t < self.warmup_steps or horizons is None or not self.axes.weights.looks_ahead:
+        if horizons is None or not self.axes.weights.looks_ahead:
             return 0
         return horizons.backward(j, self.num_micro // self.width)
 
@@ -338,7 +323,7 @@ class Plan:
         each knows, from the versions alone, how every update came out.
         """
         if self.axes.placement.runs_whole_micro:
-            return max(t - self._most_behind, min(t, self.warmup_steps))
+            return max(t - self._most_behind, 0)
         schedule = self.axes.schedule
         return schedule.updates_before(t, schedule.forward(0, self.num_stages - 1), 0)
 
@@ -356,8 +341,8 @@ class Plan:
 
     def first_read(self, v: int, j: int) -> int:
         """Give the step in which version v of stage j is read first."""
-        if v <= self.warmup_steps:
-            return v
+        if v == 0:
+            return 0
         t, ends = self.late_step, (0, self.num_micro - 1)
         reads = [f(t, i, j) for i in ends for f in (self.reads, self.backward_reads)]
         return v + t - max(reads)
@@ -414,7 +399,7 @@ class Plan:
     @property
     def late_step(self) -> int:
         """Give a step late enough for every rule to read as it ever will."""
-        return self.warmup_steps + 2 * self.num_stages + self.slack + 2
+        return 2 * self.num_stages + self.slack + 2
 
     @property
     def timetable(self) -> Iterator[tuple[int, int, Action]]:

@@ -52,7 +52,7 @@ class Program:
     Args:
         plan: of which this is the program.
         window: the actions of each worker over some steps, from the first on.
-        shown: the plan of the window: with as many steps, and a warm-up no longer than needed.
+        shown: the plan of the window: with as many steps.
 
     Raises:
         NotSteadyError: the window is too short to see the program repeat.
@@ -66,8 +66,7 @@ class Program:
         self._starts = [self._begins(program) for program in window]
         self._served_in: dict[tuple[int, int], list[Action]] = {}  # by worker and block
         self._repeats = plan.axes.placement.repeats
-        self._steady = self._first_steady()
-        self.steady = self._steady + plan.warmup_steps - shown.warmup_steps
+        self.steady = self._first_steady()
 
     @property
     def num_workers(self) -> int:
@@ -224,7 +223,7 @@ class Program:
 
     def lag(self, w: int) -> int:
         """Return with which block behind that of a step a worker is told what came out of it."""
-        t = self._steady
+        t = self.steady
         told = next(n for n, a in enumerate(self._window[w]) if a.t == t and a.kind is Kind.TELL)
         return bisect_right(self._starts[w], told) - 1 - t
 
@@ -335,25 +334,17 @@ class Program:
         return begins
 
     def _behind(self, t: int) -> tuple[int, int]:
-        """Return how many steps before step t the window has one like it, and how many slots.
-
-        Synchronous steps at first repeat, too, but for the very first.
-        """
-        if t < self.plan.warmup_steps:
-            back = max(t - 1, 0) // self._repeats * self._repeats
-        else:
-            skipped = self.plan.warmup_steps - self._shown.warmup_steps
-            late = max(t - skipped - self._steady, 0)
-            back = skipped + late // self._repeats * self._repeats
+        """Return how many steps before step t the window has one like it, and how many slots."""
+        back = max(t - self.steady, 0) // self._repeats * self._repeats
         slot, shown = self.plan.axes.schedule.slot, self._shown.axes.schedule.slot
         return back, slot(t, 0) - shown(t - back, 0)
 
     def _first_steady(self) -> int:
         """Return the first step from which on all blocks repeat."""
         t = last_that_repeats(self._shown)
-        if t <= self._shown.warmup_steps or not self._repeats_from(t):
+        if t <= 0 or not self._repeats_from(t):
             raise NotSteadyError
-        while t > self._shown.warmup_steps and self._repeats_from(t - 1):
+        while t > 0 and self._repeats_from(t - 1):
             t -= 1
         return t
 

@@ -137,7 +137,6 @@ class Fitter:
                 state_per_param=self._problem.states.optimizer,
                 gradient_per_param=self._problem.states.gradient,
                 index_per_param=self._problem.states.index,
-                is_lean=sum(costs.param_bytes) > self._problem.memory_bytes,
             )
         return Fit(candidate=candidate, plan=plan, stages=stages, memory=found)
 

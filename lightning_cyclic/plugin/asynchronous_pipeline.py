@@ -17,7 +17,6 @@ from dataclasses import replace
 from typing import Any, final
 
 from lightning.pytorch import Trainer
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -28,7 +27,6 @@ from lightning_cyclic.plugin.checks import check_flow, check_no_exchange, scaler
 from lightning_cyclic.plugin.clipping import clip_mode, decides_together, may_clip_by_norm
 from lightning_cyclic.plugin.decisions import check_monitors, require_same_stop, stopping
 from lightning_cyclic.plugin.deferred_update import DeferredUpdates
-from lightning_cyclic.plugin.future_rates import Outlook
 from lightning_cyclic.plugin.options import Options
 from lightning_cyclic.plugin.pipeline import PipelineTraining
 from lightning_cyclic.plugin.prediction import Predictor
@@ -66,14 +64,7 @@ class AsynchronousPipelineTraining(PipelineTraining):
             late, norms = decides_together(plan), "all" if scaler else "owners"
             options = replace(options, late_updates=late, norms=norms)
             plan = replace(plan, late_updates=late, norms=norms)
-        self._outlook = Outlook(trainer, plan.steps_under_way) if options.lookahead_lrs else None
-        self._predictor = Predictor(trainer, self._groups_of, self._lrs_of, options.horizon)
-        if options.lr_annealing_steps and all(plan.delay(j) <= 1 for j in range(plan.num_stages)):
-            rank_zero_warn(
-                f"lr_annealing_steps={options.lr_annealing_steps} changes nothing with "
-                f"{plan.num_stages} stages, as no gradient is more than one update old; use more "
-                "stages, or leave it out"
-            )
+        self._predictor = Predictor(trainer, self._groups_of)
         self._latest: StepOutcome | None = None
         self._stops_at: int | None = None  # step before which all workers stop
         self._owned_is_kept = False
@@ -106,7 +97,6 @@ class AsynchronousPipelineTraining(PipelineTraining):
             unscale=None if self._scaling is None else self._unscale,
             scaled=None if self._scaling is None else self._scaled,
             guess=self._predictor.guess,
-            backward_weights=self._options.backward_weights,
             read_state=self._predictor.read_state,
             write_state=self._predictor.write_state,
         )
@@ -209,8 +199,6 @@ class AsynchronousPipelineTraining(PipelineTraining):
     ) -> Any:
         """Run the closure, in which the program updates what is due."""
         self._updates.remember(self._session.t, self._trainer.optimizers[0], kwargs)
-        if self._outlook is not None:
-            self._outlook.remember(self._session.t)
         with self._updates.unchanged():
             return closure()
 
@@ -218,31 +206,24 @@ class AsynchronousPipelineTraining(PipelineTraining):
         if not self._owned_is_kept:  # a whole checkpoint may have been loaded
             ckpt.keep_owned_state(self._trainer.optimizers[0], self._session.with_state)
             self._owned_is_kept = True
-        stage, groups = self._session.trained_of(j), self._groups_of(t, j)
         if self._scaling is not None and not self._is_finite(t, j):
-            self._updates.apply(t, [j], groups, skips=True)
+            self._updates.apply(t, [j], skips=True)
             return
-        corrected = self._compensation.corrected(self._the_plan, t, {j: stage})
+        stage = self._session.trained_of(j)
         # a prediction repeats the optimizer's own update
-        with corrected, self._predictor.noting(stage, groups):
-            self._updates.apply(t, [j], groups)
+        noting = self._predictor.noting(stage, self._groups_of(t))
+        with (
+            self._feedback.corrected(self._the_plan, {j: stage}),
+            noting if self._options.predicts else nullcontext(),
+        ):
+            self._updates.apply(t, [j])
+
+    def _groups_of(self, t: int) -> list[dict[str, Any]]:
+        return self._updates.groups_of(t)
 
     def _is_finite(self, t: int, j: int) -> bool:
         """Say whether a stage is updated: as all are, or by its own gradients."""
         return self._session.norms.is_finite(t, None if self._options.late_updates else {j})
-
-    def _groups_of(self, t: int, j: int) -> list[dict[str, Any]]:
-        """Return the hyper-parameters with which the update of step t is made on stage j."""
-        return self._compensation.annealed(self._the_plan, t, j, self._updates.groups_of(t))
-
-    def _lrs_of(self, v: int, j: int, horizon: int) -> list[list[float]] | None:
-        """Return the learning rates of the updates of stage j that follow version v."""
-        rows = None if self._outlook is None else self._outlook.rows(v - 1, horizon)
-        if rows is None:
-            return None
-        plan, annealed = self._the_plan, self._compensation.annealed
-        each = [annealed(plan, v + n, j, [{"lr": x} for x in row]) for n, row in enumerate(rows)]
-        return [[group["lr"] for group in groups] for groups in each]
 
     # ------------------------------------------------------------------ between steps
 
@@ -286,7 +267,6 @@ class AsynchronousPipelineTraining(PipelineTraining):
         if state is not None and t > 0:
             named = self._session.named()
             state["groups"] = self._updates.groups_of(t - 1)
-            state["lrs_ahead"] = self._outlook and self._outlook.state(t - 1)
             state["scales"] = self._scaling and self._scaling.state()
             displacements = self._predictor.state(named)
             state["displacements"] = together("displacements", displacements, self._session.group)
@@ -301,8 +281,6 @@ class AsynchronousPipelineTraining(PipelineTraining):
             self._scaling.put_state((state.get("scales") if goes_on else None) or {})
         if state and goes_on:
             self._updates.put_groups(state["t"] - 1, state["groups"])
-            if self._outlook is not None:
-                self._outlook.put_state(state["t"] - 1, state.get("lrs_ahead"))
         if state and self._session.cuts is not None:  # of the last update, under whichever plan
             self._predictor.put_state(state["displacements"], self._session.named())
         return goes_on

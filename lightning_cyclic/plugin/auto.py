@@ -53,12 +53,7 @@ _FIXED: Mapping[str, tuple[object, str]] = {
     "stages": ("auto", "1f1b"),
     "groups": (None, "cyclic_dp"),
     "clip": (None, "1f1b"),
-    "backward_weights": ("current", "pipeoptim"),
-    "horizon": ("linear", "pipeoptim"),
-    "lookahead_lrs": (False, "pipeoptim"),
     "error_feedback": (False, "pipedream_2bw"),
-    "warmup_steps": (0, "pipedream_2bw"),
-    "lr_annealing_steps": (0, "pipedream"),
 }
 _LOCKSTEP = "lockstep_dp"  # whose axes are those of DistributedDataParallel
 _USED_SHARE = 0.9  # of a device's memory; the rest is the framework's
@@ -417,7 +412,8 @@ def _states(trainer: Trainer) -> tuple[float | None, str]:
     if not isinstance(plugin, SparseStatePrecision):
         return None, Problem.precision
     num = sum(p.numel() for p in trainer.lightning_module.parameters())
-    return plugin.num_pruned / num, plugin.precision
+    num_pruned = sum(int((~mask).sum()) for mask in plugin.masks.values())
+    return num_pruned / num, plugin.precision
 
 
 def _memory_bytes(trainer: Trainer) -> float:

@@ -143,7 +143,7 @@ def is_local(path: str | Path) -> bool:
 
 def fits(saved: Mapping[str, Any], plan: Plan) -> bool:
     """Say whether a saved delayed state goes on under this plan with the same bits."""
-    mine, theirs = numbers(plan), {"warmup_steps": 0} | saved["plan"]  # older ones lack it
+    mine, theirs = numbers(plan), saved["plan"]
     return all(theirs.get(k) == v for k, v in mine.items() if k != "num_stages")
 
 
@@ -179,7 +179,6 @@ def numbers(plan: Plan) -> dict[str, Any]:
         "num_micro": plan.num_micro // plan.rounds,  # what is kept is that of any rounds
         "width": plan.width,
         "slack": plan.slack,
-        "warmup_steps": plan.warmup_steps,
     }
 
 

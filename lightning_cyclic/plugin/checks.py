@@ -86,7 +86,7 @@ def check_hosts_of_groups(plan: Plan, hosts: Sequence[str]) -> None:
             raise ConfigurationError(
                 f"groups={plan.num_groups} of {plan.num_workers} ranks, but the ranks of a group "
                 f"are on several hosts: {each}; allowed: groups that are each on one host, with "
-                "neighbouring ranks, as rank_order='auto' numbers them; use "
+                "neighbouring ranks, as srun --distribution=block numbers them; use "
                 f"groups={fitting[0]}, or groups=None"
             )
 
@@ -426,43 +426,19 @@ def check_is_chosen(plan: Plan, name: str, *, is_network_given: bool) -> None:
         )
 
 
-def check_predicts(plan: Plan, what: str, given: object, default: object) -> None:
-    """Refuse a choice about predicted weights, if none are.
-
-    Raises:
-        ConfigurationError: with the choice.
-    """
-    if given != default and not plan.axes.weights.looks_ahead:
-        raise ConfigurationError(
-            f"{what}={given!r} is of no use with weights {plan.weights!r} "
-            f"(preset {plan.preset!r}), whose forwards and backwards read weights as they were; "
-            f"allowed: {what}={default!r}, or a preset that predicts; use "
-            f'CyclicStrategy("pipeoptim", {what}={given!r})'
-        )
-
-
-def check_delayed(plan: Plan, error_feedback: object, lr_annealing_steps: object) -> None:
-    """Refuse corrections of old gradients where none are old, or none old enough.
+def check_delayed(plan: Plan, error_feedback: object) -> None:
+    """Refuse the correction of old gradients where none are old.
 
     Raises:
         ConfigurationError: with the option.
     """
     check_switch(error_feedback, "error_feedback")
     if error_feedback and plan.weights == "sync":
-        raise _no_use(plan, "error_feedback", error_feedback, "pipedream_2bw", "are not old")
-    if (
-        not isinstance(lr_annealing_steps, int)
-        or isinstance(lr_annealing_steps, bool)
-        or lr_annealing_steps < 0
-    ):
         raise ConfigurationError(
-            f"lr_annealing_steps={lr_annealing_steps!r}; allowed: whole numbers from 0 on; use "
-            'CyclicStrategy("pipedream", lr_annealing_steps=1000)'
+            f"error_feedback=True is of no use with weights {plan.weights!r} (preset "
+            f"{plan.preset!r}), whose gradients are not old; allowed: error_feedback=False, or a "
+            'preset without a flush; use CyclicStrategy("pipedream_2bw", error_feedback=True)'
         )
-    weights = plan.axes.weights
-    if lr_annealing_steps and (plan.weights == "sync" or weights.needs_previous):
-        old = "are at most one update old, which lowers no learning rate,"
-        raise _no_use(plan, "lr_annealing_steps", lr_annealing_steps, "pipedream", old)
 
 
 def check_bytes(given: object, what: str) -> None:
@@ -489,14 +465,6 @@ def check_switch(given: object, what: str) -> None:
         raise ConfigurationError(
             f"{what}={given!r}; allowed: True or False; use CyclicStrategy(..., {what}=True)"
         )
-
-
-def _no_use(plan: Plan, what: str, given: object, preset: str, old: str) -> ConfigurationError:
-    return ConfigurationError(
-        f"{what}={given!r} is of no use with weights {plan.weights!r} (preset {plan.preset!r}), "
-        f"whose gradients {old} when they are applied; allowed: {what}={type(given)()!r}, or a "
-        f'preset with later updates; use CyclicStrategy("{preset}", {what}={given!r})'
-    )
 
 
 def check_no_leftovers(kwargs: Mapping[str, Any], known: Iterable[str]) -> None:

@@ -21,7 +21,7 @@ from lightning_cyclic.plugin.group_values import (
     values_of,
 )
 from lightning_cyclic.plugin.hidden_gradients import HiddenGradients
-from lightning_cyclic.plugin.optimizer_watch import OptimizerWatch, without_closure
+from lightning_cyclic.plugin.optimizers import Written, check_parted, without_closure
 from lightning_cyclic.plugin.records import refused_in_update
 from lightning_cyclic.plugin.reductions import HeldReductions
 from lightning_cyclic.runtime.weight_forms import ALL, WeightForms
@@ -69,7 +69,6 @@ class DeferredUpdates:
         self._gradients.hide_behind_backward()
         self._reductions = reductions
         self._clip = clip
-        self._watch = OptimizerWatch(preset)
         self._remembered: dict[int, _Remembered] = {}
         self._newest = -1  # step of an update whose counts of steps the groups have
         self._added: set[str] = set()  # keys that the first update brought
@@ -133,7 +132,6 @@ class DeferredUpdates:
         self,
         t: int,
         stages: Sequence[int],
-        groups: Values | None = None,
         *,
         skips: bool = False,
     ) -> None:
@@ -142,15 +140,13 @@ class DeferredUpdates:
         Args:
             t: step.
             stages: whose gradients are in ``p.grad``.
-            groups: hyper-parameters in place of those of step ``t``.
             skips: leave the optimizer out, as a gradient scaler does that finds an overflow.
         """
         trainer, optimizer = self._trainer, self._optimizer
         remembered = self._remembered[t]
-        groups = remembered.groups if groups is None else groups
         updated = [p for j in stages for p in self._parameters_of(j)]
         with (
-            _hyper_parameters(optimizer, groups, self._added),
+            _hyper_parameters(optimizer, remembered.groups, self._added),
             _counting(trainer, remembered.global_step),
             self._forms.updating(updated),
             self._reductions.refused(),
@@ -171,7 +167,8 @@ class DeferredUpdates:
             self._measured = []  # which would keep their memory
             if skips:
                 return
-            written = self._watch.begin(optimizer, updated)
+            check_parted(optimizer, updated, self._preset)
+            written = Written(optimizer)
             profiled = trainer.profiler.profile(  # type: ignore[attr-defined]
                 "[Strategy]CyclicStrategy.deferred_optimizer_step"
             )

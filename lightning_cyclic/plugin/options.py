@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
 from typing import final, get_args
 
 from torch import nn
@@ -22,7 +21,6 @@ from lightning_cyclic.plugin.checks import (
     check_is_chosen,
     check_once,
     check_plan,
-    check_predicts,
     check_switch,
     check_timed,
     check_used,
@@ -30,9 +28,6 @@ from lightning_cyclic.plugin.checks import (
 )
 from lightning_cyclic.plugin.clipping import CLIPPING
 from lightning_cyclic.runtime.partial_step.ranks import rank_of
-from lightning_cyclic.runtime.prediction.foresight import BackwardWeights
-from lightning_cyclic.runtime.prediction.prediction import Shape
-from lightning_cyclic.runtime.recorder import Recorder
 from lightning_cyclic.runtime.stages.evidence import ClockName
 from lightning_cyclic.runtime.sum_dtypes import WIRE_DTYPES, SumDtypes
 from lightning_cyclic.runtime.transport.choice import Route
@@ -64,18 +59,11 @@ class Options:
         width: replicas of a pipeline.
         remat: "never", "always" or "except_last".
         memory_limit_bytes: of a stage; None for any.
-        backward_weights: "current", "predicted" or "recompute".
-        error_feedback: as in CyclicStrategy, as are the next two.
-        lr_annealing_steps: in which learning rates of late stages rise to the scheduler's.
-        warmup_steps: of a pipeline without a flush.
-        horizon: "linear" or "geometric", of presets that predict.
-        lookahead_lrs: whether predictions use the learning rates to come.
-        rank_order: "auto", "launch", or names of hosts.
+        error_feedback: as in CyclicStrategy.
         transport: how messages travel.
         wire_dtype: in which sums of gradients travel.
         timeout_s: limit of every wait for another rank in training, in seconds.
         starting_s: limit before it, and where code may be compiled, in seconds.
-        trace: folder of the trace of a fit; None for none.
         save_distributed_checkpoint: whether checkpoints are folders, of which ranks write parts.
         verify: how many of the first steps are compared with the plain one.
         resume: "auto", or None where fit alone names the checkpoint.
@@ -85,7 +73,6 @@ class Options:
         network: the links between workers, by which stages are cut and "auto" chooses.
         ddp_arguments: of DistributedDataParallel, where that is what runs; else None.
         is_network_given: whether the user has said anything about it.
-        recorder: writes the trace, in a fit that has one.
     """
 
     preset: str
@@ -103,18 +90,11 @@ class Options:
     width: int
     remat: str
     memory_limit_bytes: int | None
-    backward_weights: BackwardWeights
     error_feedback: bool
-    lr_annealing_steps: int
-    warmup_steps: int
-    horizon: Shape
-    lookahead_lrs: bool
-    rank_order: str | Sequence[str]
     transport: Route
     wire_dtype: str | None
     timeout_s: float
     starting_s: float
-    trace: Path | None = None
     save_distributed_checkpoint: bool = False
     verify: int = 0
     resume: str | None = None
@@ -124,7 +104,6 @@ class Options:
     network: Network = Network()
     is_network_given: bool = False
     ddp_arguments: Mapping[str, bool] | None = None
-    recorder: Recorder | None = None
 
     def check(self) -> None:
         """Refuse early, before any process, what no number of workers would make right.
@@ -153,7 +132,6 @@ class Options:
         check_choice(self.transport, get_args(Route), "transport")
         if self.wire_dtype is not None:
             check_choice(self.wire_dtype, tuple(WIRE_DTYPES), "wire_dtype")
-        check_choice(self.backward_weights, get_args(BackwardWeights), "backward_weights")
         check_bytes(self.memory_limit_bytes, "memory_limit_bytes")
         check_number("width", self.width)
         probe = self._probe()
@@ -161,12 +139,7 @@ class Options:
         check_used(probe, self.remat, self.memory_limit_bytes)
         check_timed(probe, self.stages)
         check_adds(probe, self.wire_dtype, self.width)
-        check_choice(self.horizon, get_args(Shape), "horizon")
-        check_switch(self.lookahead_lrs, "lookahead_lrs")
-        check_predicts(probe, "backward_weights", self.backward_weights, default="current")
-        check_predicts(probe, "horizon", self.horizon, default="linear")
-        check_predicts(probe, "lookahead_lrs", self.lookahead_lrs, default=False)
-        check_delayed(probe, self.error_feedback, self.lr_annealing_steps)
+        check_delayed(probe, self.error_feedback)
 
     # ------------------------------------------------------------------ which kind of training
 
@@ -225,16 +198,9 @@ class Options:
         return isinstance(getattr(self, name), str) and getattr(self, name) == "auto"
 
     @property
-    def wanted_order(self) -> str | Sequence[str]:
-        """Return how ranks are numbered: where all send to owners, nobody has neighbours."""
-        has_ring = not self._probe().axes.sharding.adds_at_owner or self.groups is not None
-        return self.rank_order if has_ring or self.rank_order != "auto" else "launch"
-
-    @property
     def lines(self) -> str:
         """Write down what all ranks must have alike, a line each."""
-        own = {"trace", "recorder"}  # of a rank's own file system
-        names = [field.name for field in fields(self) if field.name not in own]
+        names = [field.name for field in fields(self)]
         return "\n".join(f"{name}={getattr(self, name)!r}" for name in names)
 
     def sums(self, *, is_scaled: bool) -> SumDtypes:
@@ -301,7 +267,6 @@ class Options:
             placement=self._placement,
             weights=self.weights,
             sharding=self.sharding,
-            warmup_steps=self.warmup_steps,
             late_updates=self.late_updates,
             norms=self.norms,
         )
@@ -431,22 +396,4 @@ def checked_verify(verify: object) -> int:
     raise ConfigurationError(
         f'verify={verify!r} is not understood; allowed: "first_step", the number of first steps '
         'that are compared with the plain ones, or False; use CyclicStrategy(verify="first_step")'
-    )
-
-
-def checked_rank_order(rank_order: object) -> str | list[str]:
-    """Return an order of ranks that is understood.
-
-    Raises:
-        ConfigurationError: neither "auto" nor "launch", nor names of hosts, each once.
-    """
-    if isinstance(rank_order, str) and rank_order in ("auto", "launch"):
-        return rank_order
-    if isinstance(rank_order, list | tuple) and rank_order:
-        hosts = [host for host in rank_order if isinstance(host, str) and host]
-        if len(set(hosts)) == len(rank_order):
-            return hosts
-    raise ConfigurationError(
-        f'rank_order={rank_order!r} is not understood; allowed: "auto", "launch", or a list of '
-        'names of hosts, each once; use CyclicStrategy(rank_order=["node3", "node1", "node2"])'
     )

@@ -225,7 +225,6 @@ def make_session(
         say=rank_zero_info,
         not_state=frozenset({*vars(LightningModule()), "log"}),
         is_delayed=plan.weights != "sync",
-        recorder=options.recorder,
         verify=options.verify if trainer.state.fn == TrainerFn.FITTING else 0,
         sums=options.sums(is_scaled=scaler_of(trainer) is not None),
     )

@@ -1,4 +1,4 @@
-"""The predictor: guesses weights with the Trainer's optimizer, for forwards that look ahead."""
+"""Old gradients: guesses for forwards that look ahead, and the correction of late updates."""
 
 from __future__ import annotations
 
@@ -9,19 +9,12 @@ from typing import TYPE_CHECKING, Any, TypeAlias, final
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
-from lightning_cyclic.runtime.prediction.prediction import (
-    Displacements,
-    Shape,
-    check_geometric,
-    knows,
-    predict,
-)
+from lightning_cyclic.runtime.prediction.guesses import guesses, knows
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-GroupsOf: TypeAlias = Callable[[int, int], list[dict[str, Any]]]
-LrsOf: TypeAlias = Callable[[int, int, int], list[list[float]] | None]
+GroupsOf: TypeAlias = Callable[[int], list[dict[str, Any]]]
 _DISPLACEMENT = "lightning_cyclic.displacement"
 
 
@@ -30,29 +23,19 @@ class Predictor:
     """Look ahead along the optimizer's direction, with the hyper-parameters of the last update.
 
     An optimizer whose state does not tell where it goes is extrapolated from its last
-    displacement, and said so once.
+    displacement, and said so once: a buffer of the size of the weights, which knows of weight
+    decay, clipping and whatever else the update did.
 
     Args:
         trainer: whose optimizer is asked.
-        groups_of: (step, stage) -> hyper-parameters of that update.
-        lrs_of: (version, stage, updates) -> learning rates of the updates to come, or None for
-            those of the last update throughout.
-        shape: "linear" or "geometric".
-
-    Raises:
-        ConfigurationError: an optimizer without such a shape.
+        groups_of: step -> hyper-parameters of its update.
     """
 
-    def __init__(
-        self, trainer: pl.Trainer, groups_of: GroupsOf, lrs_of: LrsOf, shape: Shape
-    ) -> None:
-        if shape == "geometric":
-            check_geometric(trainer.optimizers[0])
+    def __init__(self, trainer: pl.Trainer, groups_of: GroupsOf) -> None:
         self._trainer = trainer
-        self._lrs_of = lrs_of
-        self._shape = shape
         self._groups_of = groups_of
-        self._displacements = Displacements(say=rank_zero_warn)
+        self._displacements: dict[nn.Parameter, Tensor] = {}
+        self._has_said = False
 
     def guess(
         self, j: int, parameters: Sequence[nn.Parameter], v: int, horizon: int
@@ -67,18 +50,10 @@ class Predictor:
         """
         if v == 0:  # no update has shown a direction yet
             return [p.detach().clone() for p in parameters]
-        groups, lrs = self._groups_of(v - 1, j), self._lrs_of(v, j, horizon)
+        optimizer, groups = self._trainer.optimizers[0], self._groups_of(v - 1)
         # a group that came since has had no update: its parameters stay as they are
-        added = self._trainer.optimizers[0].param_groups[len(groups) :]
-        return predict(
-            self._trainer.optimizers[0],
-            parameters,
-            horizon,
-            groups=[*groups, *added],
-            lrs=None if lrs is None else [[*row, *(g["lr"] for g in added)] for row in lrs],
-            shape=self._shape,
-            fallback=self._displacements,
-        )
+        groups = [*groups, *optimizer.param_groups[len(groups) :]]
+        return list(guesses(optimizer, parameters, horizon, groups, self._displacements))
 
     @contextmanager
     def noting(
@@ -94,16 +69,26 @@ class Predictor:
         if knows(optimizer):
             yield
             return
+        self._say_once(type(optimizer).__name__)
         before = [p.detach().clone() for p in parameters]
+        yield
         rates = {
-            id(p): values["lr"]
+            p: float(values["lr"])
             for group, values in zip(optimizer.param_groups, groups, strict=False)
             for p in group["params"]
         }
-        yield
         for p, values in zip(parameters, before, strict=True):
-            if id(p) in rates:
-                self._displacements.note(p, values, p, rates[id(p)])
+            if rate := rates.get(p, 0.0):  # at a rate of 0 the direction before it stays
+                self._displacements[p] = (values - p.detach()) / rate
+
+    def _say_once(self, name: str) -> None:
+        if not self._has_said:
+            self._has_said = True
+            rank_zero_warn(
+                f"the state of {name} does not tell where its updates go, so weights are "
+                "predicted from their last displacement; read from the state: SGD with momentum, "
+                "Adam, AdamW"
+            )
 
     # ------------------------------------------------------------------ replicas
 
@@ -116,8 +101,8 @@ class Predictor:
         optimizer, tensors, facts = self._trainer.optimizers[0], [], []
         for p in parameters:
             state = dict(optimizer.state.get(p, {}))
-            if p in self._displacements.directions:
-                state[_DISPLACEMENT] = self._displacements.directions[p]
+            if p in self._displacements:
+                state[_DISPLACEMENT] = self._displacements[p]
             names = [n for n, x in state.items() if isinstance(x, Tensor)]
             tensors += [state[n] for n in names]
             facts.append([names, {n: x for n, x in state.items() if n not in names}])
@@ -131,7 +116,7 @@ class Predictor:
         for p, (names, plain) in zip(parameters, facts, strict=True):
             state = {n: next(rest) for n in names}
             if _DISPLACEMENT in state:
-                self._displacements.directions[p] = state.pop(_DISPLACEMENT)
+                self._displacements[p] = state.pop(_DISPLACEMENT)
             if state or plain:
                 optimizer.state[p] = state | plain
 
@@ -139,11 +124,11 @@ class Predictor:
 
     def state(self, named: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
         """Return name -> last displacement, of this worker's parameters."""
-        directions = self._displacements.directions
+        directions = self._displacements
         return {n: directions[p] for n, p in named.items() if p in directions}
 
     def put_state(self, state: Mapping[str, Tensor], named: Mapping[str, Any]) -> None:
         """Take last displacements from a checkpoint."""
         for n, p in named.items():
             if n in state:
-                self._displacements.directions[p] = state[n].to(p.device)
+                self._displacements[p] = state[n].to(p.device)

@@ -120,7 +120,6 @@ class ReplicatedTraining(AbstractTraining):
             memory_limit_bytes=options.memory_limit_bytes,
             outcomes=self._scaling and self._scaling.outcomes,
             say=rank_zero_info,
-            recorder=options.recorder,
         )
         self._session: Session = Session(
             self._module,
@@ -328,7 +327,7 @@ class ReplicatedTraining(AbstractTraining):
         for p in (p for j in skipped for p in self._parameters_of(j)):
             p.grad = None
         updated = [j for j in stages if j not in skipped]
-        with self._compensation.corrected(plan, t, {j: self._parameters_of(j) for j in updated}):
+        with self._feedback.corrected(plan, {j: self._parameters_of(j) for j in updated}):
             self._updates.apply(t, updated)
         return skipped
 

@@ -23,7 +23,7 @@ from typing_extensions import override
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.plugin.checks import scaler_of
 from lightning_cyclic.plugin.clipping import clip_mode, clip_stages, may_clip_by_norm
-from lightning_cyclic.plugin.optimizer_watch import OptimizerWatch, Written, closure_called
+from lightning_cyclic.plugin.optimizers import Written, check_parted, closure_called
 from lightning_cyclic.plugin.options import Options
 from lightning_cyclic.plugin.pipeline import PipelineTraining
 from lightning_cyclic.plugin.reductions import HeldReductions
@@ -58,7 +58,6 @@ class SynchronousPipelineTraining(PipelineTraining):
         super().__init__(trainer, options, plan, reductions)
         self._surrogates = Surrogates(trainer, self._scaler and self._scaler.get_scale)
         self._summaries.refuses_overflow = self._scaler is None
-        self._watch = OptimizerWatch(plan.preset)
         self._stops = LateValues()
 
     @override
@@ -135,8 +134,9 @@ class SynchronousPipelineTraining(PipelineTraining):
             self._session.begin_update()  # behind it the next version may be made in place
             late.enter_context(self._corrected())
             if self._session.cuts is not None:
-                updated = self._session.with_state
-                written.append(self._watch.begin(self._trainer.optimizers[0], updated))
+                trained = self._trainer.optimizers[0]
+                check_parted(trained, self._session.with_state, self._plan.preset)
+                written.append(Written(trained))
             return output
 
         with late:
@@ -155,7 +155,7 @@ class SynchronousPipelineTraining(PipelineTraining):
         plan, ownership = self.plan, self._session.ownership
         assert plan is not None
         stages = {j: self._session.trained_of(j) for j in ownership.stages}
-        return self._compensation.corrected(plan, self._session.t, stages)
+        return self._feedback.corrected(plan, stages)
 
     @override
     def _clip(self, optimizer: Optimizer, clip_val: float) -> None:

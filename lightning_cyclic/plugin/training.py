@@ -30,9 +30,9 @@ from lightning_cyclic.errors import ConfigurationError
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.plugin import checkpoint as ckpt
 from lightning_cyclic.plugin.checks import check_optimizers
+from lightning_cyclic.plugin.error_feedback import ErrorFeedback
 from lightning_cyclic.plugin.failure_file import FOLDER, Place, report, written
 from lightning_cyclic.plugin.freezing import FreezingWatch
-from lightning_cyclic.plugin.late_gradients import Compensation
 from lightning_cyclic.plugin.loader_position import LoaderPosition
 from lightning_cyclic.plugin.options import Options
 from lightning_cyclic.plugin.precision.sparse_state import SparseStatePrecision
@@ -148,7 +148,7 @@ class AbstractTraining(ABC):
         self._options = options
         self._plan = plan
         self._reductions = reductions
-        self._compensation = Compensation(options)
+        self._feedback = ErrorFeedback(is_on=options.error_feedback)
         # a step that flows ends as many steps later, and waits for what others compile in theirs
         first = FIRST_STEPS + (plan.steps_under_way if plan.flows else 0)
         self._limit = Limit(options.timeout_s, options.starting_s, first)
@@ -460,7 +460,7 @@ class AbstractTraining(ABC):
         state = session.state(together)
         if state is None or session.plan is None:
             return None
-        updates = self._compensation.state(session.named())
+        updates = self._feedback.state(session.named())
         feedback = together("feedback", updates, session.group)
         used = {"plan": ckpt.numbers(session.plan), "starts": list(session.starts or ())}
         return used | state | {"feedback": feedback} | self._positions()
@@ -507,7 +507,7 @@ class AbstractTraining(ABC):
             self._put_positions(self._loaders, saved or {})
         goes_on = self._session.resume(saved, fits=fits)
         feedback = saved.get("feedback", {}) if saved is not None and goes_on else {}
-        self._compensation.put_state(feedback, self._session.named() if goes_on else {})
+        self._feedback.put_state(feedback, self._session.named() if goes_on else {})
         return goes_on
 
     def _put_positions(self, mine: LoaderPosition, saved: Mapping[str, Any]) -> None:

@@ -12,7 +12,7 @@ that lie in the same way, wherever they are, have the same ones.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple, final
 
 import torch
@@ -113,13 +113,12 @@ class Layout:
         device: of its buffers.
         num_marks: how many marks its messages have. [one for each tensor]
         keeps: whether buffers that nobody needs wait for the next use, or their memory goes.
-        take: number of bytes -> memory of the host for a buffer. [the C library's]
         num_chunks: in which content travels where it does not travel whole.
     """
 
     def __init__(
         self, tensors: Iterable[Tensor], device: torch.device, num_marks: int | None = None,
-        *, keeps: bool = True, take: Callable[[int], Tensor] | None = None, num_chunks: int = 1,
+        *, keeps: bool = True, num_chunks: int = 1,
     ) -> None:  # fmt: skip
         self.specs = tuple(map(sent_spec, tensors))
         self.num_marks = len(self.specs) if num_marks is None else num_marks
@@ -127,15 +126,9 @@ class Layout:
         self.head_bytes = aligned(NUM_WORDS + self.num_marks)
         self.num_bytes = self.head_bytes + total_bytes(self.specs)
         self.keeps = keeps
-        self._take = take
         self.num_chunks = num_chunks
         self._pieces: dict[int, Sequence[Piece]] = {}
         self.spare: deque[Buffer] = deque(maxlen=None if keeps else 0)
-
-    @property
-    def is_lent(self) -> bool:
-        """Say whether the memory of buffers is had back when nobody holds them."""
-        return self._take is not None
 
     def has(self, buffer: Buffer) -> bool:
         """Say whether a buffer is one of this layout."""
@@ -194,10 +187,7 @@ class Layout:
 
     def new(self) -> Buffer:
         """Make a buffer; its tensors are not initialised."""
-        if self._take is not None and self._device.type == "cpu":
-            data = self._take(self.num_bytes)
-        else:
-            data = torch.empty(self.num_bytes, dtype=torch.uint8, device=self._device)
+        data = torch.empty(self.num_bytes, dtype=torch.uint8, device=self._device)
         tensors = views_of(data, self.head_bytes, self.specs)
         return Buffer(data, tensors, self.head_bytes, self.spare)
 

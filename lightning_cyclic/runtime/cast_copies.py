@@ -14,8 +14,9 @@ from typing import NamedTuple, final
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import graph
 from torch.autograd.graph import saved_tensors_hooks
+
+from lightning_cyclic.errors import StepError
 
 _LOW = frozenset({torch.bfloat16, torch.float16})
 
@@ -70,26 +71,20 @@ class CastCopies:
     def shared(self) -> Iterator[None]:
         """Let graphs that the body makes share copies with others.
 
-        torch.func refuses to begin where hooks like these are in place. They step aside for it.
+        Raises:
+            StepError: the body calls torch.func or torch.vmap, which refuse such hooks.
         """
-        own, hooks = graph.disable_saved_tensors_hooks, saved_tensors_hooks(self._pack, _unpack)
-
-        @contextmanager
-        def disabled(error_message: str) -> Iterator[None]:
-            hooks.__exit__()
-            try:
-                with own(error_message):
-                    yield
-            finally:
-                hooks.__enter__()
-
-        hooks.__enter__()
-        graph.disable_saved_tensors_hooks = disabled
         try:
-            yield
-        finally:
-            graph.disable_saved_tensors_hooks = own
-            hooks.__exit__()
+            with saved_tensors_hooks(self._pack, _unpack):
+                yield
+        except RuntimeError as error:
+            if "saved tensor hooks" not in str(error):
+                raise
+            raise StepError(
+                f"the step calls a function of torch.func or torch.vmap under autocast ({error}); "
+                "allowed in pipelines: torch.func without autocast, or torch.autograd.grad; use "
+                "precision='bf16-true' or '32-true', or strategy='cyclic_dp'"
+            ) from error
 
     def forget(self) -> None:
         """Share no copy of before: parameters are about to have other values."""

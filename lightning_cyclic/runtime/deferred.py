@@ -27,7 +27,6 @@ from typing_extensions import override
 
 from lightning_cyclic.errors import ConfigurationError
 from lightning_cyclic.runtime.absent import come_back, home_of, is_absent, leave, name_of
-from lightning_cyclic.runtime.freed_memory import FreedMemory
 from lightning_cyclic.runtime.lending import Lending, without_memory
 from lightning_cyclic.runtime.mapped_files import MappedFiles
 from lightning_cyclic.runtime.notes import Note, Ref, described, some_values
@@ -110,7 +109,6 @@ class Deferral:
         self._lending: Lending | None = None
         self._given: dict[str, Tensor] = {}  # values that were loaded
         self._files = MappedFiles()
-        self._freed = FreedMemory()
         self._is_loading = False
         self._again: set[str] = set()  # parameters that were given values behind a fit
 
@@ -129,7 +127,6 @@ class Deferral:
                 "error is its own; else make this one otherwise, or outside of configure_model "
                 "and trainer.init_module"
             ) from error
-        self._freed.give_back()
 
     def adopt(self, module: nn.Module) -> None:
         """Let the parameters of a module that was made so be absent, and make its buffers."""
@@ -293,7 +290,6 @@ class Deferral:
             tree,
         )
         func(*args, **kwargs)
-        self._freed.note(sum(x.nbytes for x in tree_iter((args, kwargs)) if isinstance(x, Tensor)))
 
     def _device_of(self, func: Any, leaves: list[Any], kwargs: Any) -> torch.device:
         asked = kwargs.get("device")

@@ -1,4 +1,4 @@
-"""The flight recorder: what a worker did last, kept in memory for the day on which a run fails.
+"""The flight recorder: what a worker did last, for when a run fails; and names for profilers.
 
     Worker.flight    every action and every wait as it begins, and whether it is over
     take()           the last of them, when the run fails
@@ -9,7 +9,8 @@
     > 0.0290           1RECV_A0<1#3    wait for activations, stage 1, micro-batch 0, ...
 
 It is always on, so it makes no text and takes no lock: a list and two looks at the clock for each
-action. Times are the host's: on a GPU, when work was handed to the device.
+action. Times are the host's: on a GPU, when work was handed to the device. While a profiler of
+torch runs, each is a ``torch.profiler.record_function`` of the same words, too.
 """
 
 from __future__ import annotations
@@ -17,13 +18,19 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeAlias, final
 
-from lightning_cyclic.plan.actions import Action, Kind
-from lightning_cyclic.runtime.recorder import LANES
+from torch.autograd import profiler
+
+from lightning_cyclic.plan.actions import Action
 from lightning_cyclic.viz.words import sentence, waiting
 
 MOST = 256  # actions and waits that are kept: some steps of a small plan, part of one of a large
+_LANES = {  # name of a thread -> what it does
+    "cyclic-sums": "sums of gradients",
+    "cyclic-weights": "new weights that are passed on",
+}
 # [begin, end (0: it is not over), action or lane, what makes its words]; in nanoseconds
 Row: TypeAlias = list[Any]
 _now_ns = time.monotonic_ns
@@ -38,26 +45,28 @@ class FlightRecorder:
 
     # ------------------------------------------------------------------ what a worker calls
 
-    def recorded(self, kind: Kind, do: Callable[[Action], None]) -> Callable[[Action], None]:
-        """Return what carries out an action of a kind, noted."""
+    def recorded(self, do: Callable[[Action], None]) -> Callable[[Action], None]:
+        """Return what carries out actions, noted."""
         note = self._rows.append
 
         def noted(a: Action) -> None:
             row = [_now_ns(), 0, a, sentence]
             note(row)
-            do(a)
+            with _profiled(sentence, a):
+                do(a)
             row[1] = _now_ns()
 
         return noted
 
     def awaited(self, receive: Callable[[Action, Any], None]) -> Callable[[Action, Any], None]:
-        """Return what waits for a message and takes it in, noted."""
+        """Return what waits for the message of a RECV and takes it in, noted."""
         note = self._rows.append
 
         def noted(a: Action, incoming: Any) -> None:
             row = [_now_ns(), 0, a, waiting]
             note(row)
-            receive(a, incoming)
+            with _profiled(waiting, a):
+                receive(a, incoming)
             row[1] = _now_ns()
 
         return noted
@@ -70,7 +79,8 @@ class FlightRecorder:
             row = [_now_ns(), 0, lane.name, _joining]
             if lane.num_over < number:
                 note(row)
-            wait(lane, number)
+            with _profiled(_joining, lane.name):
+                wait(lane, number)
             row[1] = _now_ns()
 
         return noted
@@ -80,7 +90,10 @@ class FlightRecorder:
     def note(self, actions: Iterable[Action]) -> None:
         """Note actions that have been carried out outside of the worker: updates, all at once."""
         now_ns = _now_ns()
-        self._rows.extend([now_ns, now_ns, a, sentence] for a in actions)
+        for a in actions:
+            self._rows.append([now_ns, now_ns, a, sentence])
+            with _profiled(sentence, a):
+                pass  # a mark behind the optimizer's own step
 
     def take(self) -> list[Row]:
         """Return what was done last, and forget it; lanes may go on meanwhile."""
@@ -114,4 +127,14 @@ def _line(row: Row, at_ns: int) -> str:
 
 
 def _joining(lane: str) -> str:
-    return f"wait for {LANES[lane][1]}, beside the compute"
+    return f"wait for {_LANES[lane]}, beside the compute"
+
+
+_NOT_PROFILED = nullcontext()
+
+
+def _profiled(words: Callable[[Any], str], what: Any) -> AbstractContextManager[object]:
+    """Return what shows the body in profiles; words are made only while there is one."""
+    if not profiler._is_profiler_enabled:
+        return _NOT_PROFILED
+    return profiler.record_function(words(what))

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from lightning_cyclic.runtime.absent import home_of
-from lightning_cyclic.runtime.freed_memory import FreedMemory
 from lightning_cyclic.runtime.plain_copies import ours
 
 
@@ -47,7 +46,6 @@ class Lending:
         self._most_bytes = most_bytes
         self._lent: dict[int, tuple[Tensor, str]] = {}  # the oldest first
         self._kept: set[int] = set()  # of them, by graphs
-        self._freed = FreedMemory()
         self._hooks = [
             m.register_forward_hook(ours(lambda m, *_: self._end_call(m)), always_call=True)
             for m in module.modules()
@@ -91,7 +89,6 @@ class Lending:
         if key in self._lent and key not in self._kept:
             x, name = self._lent.pop(key)
             self._leave(x, name)
-            self._freed.note(num_bytes_of(x))
 
     def end(self) -> None:
         """Take everything back."""
@@ -100,7 +97,6 @@ class Lending:
         self._kept.clear()
         for key in list(self._lent):
             self._take_back(key)
-        self._freed.give_back()
 
 
 @contextmanager

@@ -30,7 +30,6 @@ from torch import Tensor
 
 from lightning_cyclic.plan.actions import Action, Kind, Lane, Payload
 from lightning_cyclic.plan.passes.messages import Channel, Ring, ring_of
-from lightning_cyclic.plan.passes.sums import MOST_LEAVING
 from lightning_cyclic.runtime.buffers import (
     NUM_WORDS,
     Buffer,
@@ -43,7 +42,6 @@ from lightning_cyclic.runtime.buffers import (
     write_into,
     write_words_to,
 )
-from lightning_cyclic.runtime.spare_memory import SpareMemory
 from lightning_cyclic.runtime.transport import AbstractPending, AbstractTransport, Part
 from lightning_cyclic.runtime.values.specs import TensorSpec, spec_from_data, spec_to_data
 
@@ -179,7 +177,6 @@ class Messages:
         depths: how many sends of a ring may be under way; two of one that is not named.
         wait: waits for bytes and names them if they do not come.
         device: where received tensors live.
-        is_lean: whether memory of the host is so scarce that what buffers leave is used again.
         num_chunks: in which messages of one layout travel, where actions name chunks.
     """
 
@@ -190,7 +187,6 @@ class Messages:
         wait: Wait,
         device: torch.device,
         *,
-        is_lean: bool = False,
         num_chunks: int = 1,
     ) -> None:
         if transport is not None:
@@ -199,9 +195,7 @@ class Messages:
         self._depths = depths
         self._wait = wait
         self._device = device
-        self._is_lean = is_lean
         self.num_chunks = num_chunks
-        self._spare = SpareMemory()  # of buffers that go when nobody needs them
         self._layouts: dict[tuple[Payload, int], Layout] = {}
         self._ports: dict[Hashable, _Port] = {}  # by what actions of a ring have in common
         # sends of one layout, whose memory is used again, or goes, as soon as they have left; and
@@ -209,9 +203,6 @@ class Messages:
         self._watched: dict[Lane, list[_Port]] = {}
         self._watches: dict[Lane, ThreadPoolExecutor] = {}
         self._dropping = threading.Lock()  # they let go what lanes let go, too
-        self.patience_s = 0.0  # that who is ahead has with those who take its gradients late
-        self._gradients: deque[AbstractPending] = deque()  # under way to owners
-        self._have_left = threading.Condition()  # some of them
         # where messages have no names, each is received when it is known how large it is, in
         # the order of its channel: in a thread, so that nobody else waits for its head
         self._turns: dict[Channel, ThreadPoolExecutor] = {}
@@ -220,10 +211,7 @@ class Messages:
         self, tensors: Iterable[Tensor], num_marks: int | None = None, *, keeps: bool = True
     ) -> Layout:
         """Return a layout of buffers on this worker's device."""
-        take = self._spare.take if self._is_lean and not keeps else None
-        return Layout(
-            tensors, self._device, num_marks, keeps=keeps, take=take, num_chunks=self.num_chunks
-        )
+        return Layout(tensors, self._device, num_marks, keeps=keeps, num_chunks=self.num_chunks)
 
     def know(self, payload: Payload, j: int, layout: Layout) -> None:
         """Let all messages of a payload and stage have one layout; both ends must say so first."""
@@ -272,8 +260,6 @@ class Messages:
         """
         port = self._port(a)
         self._make_room(port)
-        if a.payload is Payload.H:
-            self._hold_back()
         if port.layout is not None:
             self._send_laid_out(port, a, message, port.layout)
         else:
@@ -321,22 +307,6 @@ class Messages:
             write_into(content, 0, specs, tensors)
             self._begin(port, a, content, Part.CONTENT if apart else Part.DESCRIBED, None)
 
-    def _hold_back(self) -> None:
-        """Wait for a while, where few gradients may be under way, until few are.
-
-        Not for ever: an owner takes those of a step in its own next one, before which all workers
-        may meet, and wait for this one.
-        """
-        with self._have_left:
-            if not self._have_left.wait_for(self._are_few, self.patience_s):
-                self.patience_s = 0.0  # till the next step
-
-    def _are_few(self) -> bool:
-        while self._gradients and self._gradients[0].is_done():
-            self._gradients.popleft()
-        most = MOST_LEAVING * self.num_chunks
-        return self.patience_s == 0 or len(self._gradients) < most
-
     def room(self, layout: Layout) -> Buffer:
         """Return a buffer of a layout that nobody needs, or a new one.
 
@@ -367,7 +337,6 @@ class Messages:
             for sent in self._under_way(port):
                 self._end(sent)
             port.under_way.clear()
-        self._spare.give_back()  # all workers stand still, and others may need it
 
     def _begin(
         self, port: _Port, a: Action, data: Tensor, part: Part, buffer: Buffer | None
@@ -379,8 +348,6 @@ class Messages:
             # all of them: several workers get a version from one buffer, not in the order of sends
             buffer.sent = [*(x for x in buffer.sent if not x.pending.is_done()), sent]
         port.under_way.append(sent)
-        if port.ring.payload is Payload.H and self.patience_s:
-            self._gradients.append(sent.pending)
         if data.is_cpu and port in self._watched.get(port.lane, ()):
             self._watch(port, sent.pending)  # of GPUs streams tell, which are not to wait
 
@@ -396,8 +363,6 @@ class Messages:
                 with self._dropping:
                     if port.under_way and port.under_way[0].pending is pending:
                         port.under_way.popleft()
-                with self._have_left:
-                    self._have_left.notify_all()
 
         self._watches[port.lane].submit(wait)
 

@@ -16,7 +16,6 @@ from typing import Any, final
 
 import torch
 
-from lightning_cyclic.runtime.generator_state import GeneratorState, Look
 from lightning_cyclic.runtime.snapshot import (
     put_generator,
     seed_generator,
@@ -137,8 +136,6 @@ class _PlainGenerators:
         self._lock = threading.Lock()
         self._seeded_for: object = None
         self._value = 0
-        self._state = GeneratorState()
-        self._seeded: Look | None = None  # what it looked like when they were
 
     def seed(self, who: object, value: int) -> None:
         """Seed them for somebody."""
@@ -147,7 +144,6 @@ class _PlainGenerators:
             _seed_python(value)
             if numpy := sys.modules.get("numpy"):
                 numpy.random.seed(value % 2**32)
-            self._seeded = self._state.look(numpy)
 
     def state(self) -> tuple[Any, Any]:
         """Return what :meth:`restore` needs."""
@@ -166,16 +162,13 @@ class _PlainGenerators:
     def has_drawn(self, who: object) -> bool | None:
         """Say whether anything has drawn since; None if others have seeded them, or restored them.
 
-        They are to be seeded again behind it: where their state cannot be seen, it draws itself.
+        They are to be seeded again behind it, as it draws itself.
         """
         with self._lock:
             if self._seeded_for is not who:
                 return None
             self._seeded_for = None
-            numpy = sys.modules.get("numpy")
-            if self._seeded is not None:
-                return self._seeded != self._state.look(numpy)
-            return self._would_draw_else(numpy)
+            return self._would_draw_else(sys.modules.get("numpy"))
 
     def _would_draw_else(self, numpy: Any) -> bool:
         """Say whether the next numbers are others than the first ones."""

@@ -125,7 +125,7 @@ class Waiter:
             first = f"{it} {_NO_WORD}: {me} waited for it {do}."
         drawn, shift = self._drawable(action)
         note = f", drawn {shift} steps earlier, where the timetable is the same" if shift else ""
-        short = replace(self._plan, num_steps=4, warmup_steps=0)
+        short = replace(self._plan, num_steps=4)
         return (WaitTimeoutError if late else PeerError)(
             f"{first}\n{todo}\n{SLOW if late else GONE}\n"
             f"The arrow shows the action, {action} in slot {action.s}{note}; "
@@ -140,10 +140,7 @@ class Waiter:
 
     def _drawable(self, action: Action) -> tuple[Action, int]:
         """Move an action of a late step into the first steps, where a short plan has it."""
-        behind = action.t - self._plan.warmup_steps
         shift = max(action.t - 2, 0)
-        if self._plan.warmup_steps > 0:  # whose steps all are like the first, but do not overlap
-            shift = max(action.t - max(min(behind, 2), 0), 0)
         v = None if action.v is None else action.v - shift
         slot = action.s - self._plan.axes.schedule.slot(shift, 0)
         return replace(action, t=action.t - shift, v=v, s=slot), shift

@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable, Hashable, Iterable
 from itertools import groupby
 from operator import attrgetter
-from typing import Any, Protocol, TypeAlias, cast, final
+from typing import Protocol, TypeAlias, cast, final
 
 from lightning_cyclic.errors import WaitTimeoutError
 from lightning_cyclic.plan.actions import Action, Kind, Lane, Payload
@@ -77,21 +77,6 @@ class AbstractHost(Protocol):
         """Note what came out of a step."""
 
 
-class AbstractRecorder(Protocol):
-    """Be who notes what a worker does: each method returns what does the same, and is noted."""
-
-    def recorded(self, kind: Kind, do: Callable[[Action], None]) -> Callable[[Action], None]:
-        """Carry out actions of a kind."""
-
-    def awaited(
-        self, receive: Callable[[Action, Incoming], None]
-    ) -> Callable[[Action, Incoming], None]:
-        """Wait for the message of a RECV, and take it in."""
-
-    def joined(self, wait: Callable[[Any, int], None]) -> Callable[[Any, int], None]:
-        """Wait until a lane has done a number of actions."""
-
-
 @final
 class _Arrival:
     """Hold a receive until its message has been taken in, by the first that needs it.
@@ -135,7 +120,6 @@ class Worker:
         host: has the optimizer.
         lanes: those whose actions wait for other workers, and so run in threads of their own.
         limit_s: returns that of waits of a lane for what the main thread does, in seconds.
-        most_behind: actions that a lane may be behind the main thread. [any number]
     """
 
     def __init__(
@@ -147,7 +131,6 @@ class Worker:
         host: AbstractHost,
         lanes: Iterable[Lane] = (),
         limit_s: Callable[[], float] = lambda: 60.0,
-        most_behind: int | None = None,
     ) -> None:
         self._flow = flow
         self._messages = messages
@@ -159,10 +142,10 @@ class Worker:
         # stage, chunk -> newest version that has been posted
         self._posted: dict[tuple[object, ...], int] = {}
         self._limit_s = limit_s
-        self._most_behind = most_behind
         # what lanes will have made: item -> lane, and which of its actions makes it
         self._promised: dict[Item, tuple[_LaneThread, int]] = {}
-        self._do: dict[Kind, Callable[[Action], None]] = {
+        self.flight = flight = FlightRecorder()  # what was done last, should the run fail
+        do: dict[Kind, Callable[[Action], None]] = {
             Kind.F: compute.forward,
             Kind.B: compute.backward,
             Kind.ADD: stores.add,
@@ -173,17 +156,10 @@ class Worker:
             Kind.GATHER: _nothing,  # the receive behind it says all
             Kind.FREE: stores.free,
         }
-        self._take_message: Callable[[Action, Incoming], None] = self._receive
-        self._join: Callable[[_LaneThread, int], None] = LaneThread.wait_for
-        self.flight = FlightRecorder()  # always on: what was done last, should the run fail
-        self.record(self.flight)
+        self._do = {kind: flight.recorded(done) for kind, done in do.items()}
+        self._take_message = flight.awaited(self._receive)
+        self._join = flight.joined(LaneThread.wait_for)
         self._lanes = {lane: LaneThread(f"cyclic-{lane}", self._run_on_lane) for lane in lanes}
-
-    def record(self, recorder: AbstractRecorder) -> None:
-        """Have recorded what is done from now on, and waited for; before anything is."""
-        self._do = {kind: recorder.recorded(kind, do) for kind, do in self._do.items()}
-        self._take_message = recorder.awaited(self._take_message)
-        self._join = recorder.joined(self._join)
 
     def run(self, actions: Iterable[Action]) -> None:
         """Carry out actions in their order, each on its lane."""
@@ -233,14 +209,7 @@ class Worker:
             self._stores.hold(a)
             for item in row.makes:
                 self._promised[item] = (lane, number)
-        if self._most_behind is None:
-            lane.put(rows)
-            return
-        for one in rows:  # what the lane waits for keeps memory meanwhile
-            done = lane.num_put + 1 - self._most_behind
-            if lane.num_over < done:
-                self._join(lane, done)
-            lane.put([one])
+        lane.put(rows)
 
     def _run_on_lane(self, row: tuple[Action, Flow]) -> None:
         a, (reads, _, _) = row

@@ -90,7 +90,6 @@ def memory(
     state_per_param: float = 2.0,
     gradient_per_param: float = 1.0,
     index_per_param: float = 0.0,
-    is_lean: bool = False,
 ) -> tuple[Memory, ...]:
     """Count what each worker of a plan keeps.
 
@@ -103,9 +102,6 @@ def memory(
         gradient_per_param: bytes of gradient per byte of parameters. [1]
         index_per_param: bytes of the index of kept elements per byte of parameters, on each
             worker that runs a stage, as it compresses gradients. [0: dense]
-        is_lean: no worker has room for the whole module (memory_limit_bytes); with sharding
-            "full" each worker is taken to be ahead of all others by as much as the runtime then
-            lets it be: MOST_BEHIND additions, and MOST_LEAVING gradients that have not left.
 
     Returns:
         The memory of each worker.
@@ -123,7 +119,7 @@ def memory(
     """
     plan = plan.whole  # chunks change nothing of what is kept where
     if plan.axes.placement.runs_whole_micro:
-        found = spans(plan, is_lean=is_lean)
+        found = spans(plan)
         return tuple(
             replace(of_worker, index=index_per_param * sum(costs.param_bytes))
             for of_worker in _of_whole_micro(

@@ -50,7 +50,7 @@ def is_regular(plan: Plan) -> bool:
     return (
         axes.placement.runs_whole_micro
         and not axes.sharding.gathers
-        and not (plan.relayed or plan.tied or plan.warmup_steps or plan.late_updates)
+        and not (plan.relayed or plan.tied or plan.late_updates)
         and plan.norms == "none"
         and plan.schedule == "cyclic"
         and plan.weights in ("freshest", "delayed")

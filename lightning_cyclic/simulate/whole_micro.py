@@ -11,28 +11,19 @@
 What is sent has left when the slot is over in which its receiver waits for it. Where all workers
 have all weights, buffers are kept for the next use, so that each stage has as many as it ever
 needs at once. Where weights are sharded memory comes and goes, and peaks may differ in time.
-
-Where no worker has room for all stages (is_lean), gradients are there for longer:
-
-    own ones      twice when they are made: where autograd has them, and in a buffer
-    those that    MOST_BEHIND at least, as an owner goes on when so many wait; none behind the
-    are added     update that needs their sum
-    those that    MOST_LEAVING at least, as a worker goes on when so many are under way
-    are sent
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from itertools import accumulate, zip_longest
+from itertools import accumulate
 from typing import NamedTuple, TypeAlias
 
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.plan.actions import Action, Kind, Payload, Program
 from lightning_cyclic.plan.dataflow import peak
-from lightning_cyclic.plan.passes.sums import MOST_BEHIND, MOST_LEAVING
 from lightning_cyclic.plan.passes.updates import calls
 
 _SUMS = (Payload.S, Payload.T)
@@ -49,13 +40,11 @@ class Span(NamedTuple):
     end: int
 
 
-def spans(plan: Plan, *, is_lean: bool = False) -> tuple[tuple[Span, ...], ...]:
+def spans(plan: Plan) -> tuple[tuple[Span, ...], ...]:
     """Return what each worker has, besides one version of its own stages.
 
     Args:
         plan: whose workers run whole micro-batches; of enough steps to be steady.
-        is_lean: none has room for all stages; with sharding "full", each is ahead of others by as
-            much as the bounds of such runs let it be.
     """
     programs = plan.programs
     posted = {
@@ -65,12 +54,10 @@ def spans(plan: Plan, *, is_lean: bool = False) -> tuple[tuple[Span, ...], ...]:
         if a.kind is Kind.RECV
     }
     leavings = (_Leaving(program, w, posted) for w, program in enumerate(programs))
-    is_lean = is_lean and plan.axes.sharding.adds_at_owner
     return tuple(
         (
             *_gradients(plan, program, leaving),
             *_weights(plan, program, leaving),
-            *(_longer(program, leaving) if is_lean else ()),
         )
         for program, leaving in zip(programs, leavings, strict=True)
     )
@@ -150,52 +137,6 @@ def _gradients(plan: Plan, program: Program, leaving: _Leaving) -> Iterator[Span
             else:
                 used = [come.pop((x, *key)) for x in _SUMS if (x, *key) in come]
                 yield from (Span("sums", a.j, begin, spans_of_calls[n][1]) for begin in used)
-
-
-def _longer(program: Program, leaving: _Leaving) -> Iterator[Span]:
-    """Yield for how much longer gradients are there where a worker is ahead of others.
-
-    The first that is added becomes the sum, which is there anyway.
-    """
-    over, left = _over(program), _left(program)
-    begun: set[tuple[int, int]] = set()  # sums
-    come: set[tuple[int, int, int | None]] = set()
-    for n, a in enumerate(program):
-        if a.kind is Kind.B:
-            yield Span("gradients", a.j, n, n + 1)
-        elif a.kind is Kind.RECV and a.payload is Payload.H:
-            come.add((a.t, a.j, a.i))
-        elif a.kind is Kind.ADD:
-            kind = "sums" if (a.t, a.j, a.i) in come else "gradients"
-            if (a.t, a.j) in begun:
-                yield Span(kind, a.j, n + 1, max(over[n], n + 1))
-            begun.add((a.t, a.j))
-        elif a.kind is Kind.SEND and a.payload is Payload.H:
-            end = leaving.end(a, n)
-            yield Span("sums", a.j, end, max(left[n], end))
-
-
-def _over(program: Program) -> dict[int, int]:
-    """Return addition -> where it is over: behind MOST_BEHIND others, or where it is needed."""
-    over: dict[int, int] = {}
-    waiting: deque[int] = deque()
-    last: dict[tuple[int, int], int] = {}  # step, stage -> its last addition so far
-    for n, a in enumerate(program):
-        if a.kind is Kind.ADD:
-            last[a.t, a.j] = n
-            waiting.append(n)
-            if len(waiting) > MOST_BEHIND:
-                over[waiting.popleft()] = n
-        elif a.kind is Kind.UPDATE:
-            while waiting and waiting[0] <= last.get((a.t, a.j), -1):
-                over[waiting.popleft()] = n
-    return over | dict.fromkeys(waiting, len(program))
-
-
-def _left(program: Program) -> dict[int, int]:
-    """Return gradient that is sent -> where it has left: MOST_LEAVING later."""
-    sends = [n for n, a in enumerate(program) if a.kind is Kind.SEND and a.payload is Payload.H]
-    return dict(zip_longest(sends, sends[MOST_LEAVING:], fillvalue=len(program)))
 
 
 def _fetched(program: Program) -> Iterator[Span]:

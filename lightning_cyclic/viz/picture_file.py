@@ -1,4 +1,4 @@
-"""Picture files: a plan as .svg, .png or .html, which one by the ending of its name."""
+"""Picture files: a plan as .svg, .png, .html or .json, which by the ending of its name."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from lightning_cyclic.plan import Plan
 from lightning_cyclic.viz.chart import chart
 from lightning_cyclic.viz.look import Look
 from lightning_cyclic.viz.scene import Scene, scene
+from lightning_cyclic.viz.trace_events import trace_of
 
 _PAGE = """\
 <!DOCTYPE html>
@@ -35,7 +36,8 @@ def save_picture(plan: Plan, path: str | Path, *, first_slot: int = 0) -> None:
 
     Args:
         plan: all of its steps are drawn.
-        path: ends in .svg, .png or .html. A page needs nothing else, and no network.
+        path: ends in .svg, .png, .html (a page that needs no network), or .json (for
+            ui.perfetto.dev).
         first_slot: slot at which the picture begins. [0]
 
     Raises:
@@ -73,4 +75,4 @@ def _page(seen: Scene) -> bytes:
     return _PAGE.format(title=html.escape(Look.of(seen.plan).title), svg=svg).encode()
 
 
-_FORMS = {".svg": _svg, ".png": _png, ".html": _page}
+_FORMS = {".svg": _svg, ".png": _png, ".html": _page, ".json": trace_of}

@@ -173,7 +173,10 @@ def test_simulate_knows_hosts_of_several_workers(capsys):
         ("draw 1f1b --workers 5 --width 2", ["num_workers=5 with width=2", "use num_workers=6"]),
         ("simulate cyclic_dp --workers 4 --width 2", ["width=2", "use width=1"]),
         ("draw cyclic_dp --workers 2 --from 99", ["slot 99", "begin at an earlier slot"]),
-        ("draw 1f1b --workers 2 --out x.pdf", ["'x.pdf'", ".svg, .png, .html", "like x.svg"]),
+        (
+            "draw 1f1b --workers 2 --out x.pdf",
+            ["'x.pdf'", ".html, .json", "like x.svg"],
+        ),
         ("draw 1f1b --workers 2 --out x.svg --columns 9", ["--columns 9", "leave --columns out"]),
         ("draw 1f1b --workers 99 --out x.svg", ["99 workers", "up to 32 workers", "fewer steps"]),
         ("draw pipedream_2bw --workers 4 --micro 2", ["num_micro=2", "use num_micro=3"]),

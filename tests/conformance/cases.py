@@ -235,7 +235,7 @@ CASES: dict[str, Case] = {
     "counted steps": row(partial(m.With, "Counting")),
     "assigned weights": row(partial(m.With, "Assigning")),
     "norm of all, in the optimizer": row(
-        partial(m.With, "Clipping"), refused=refused("where it is called for some", GRADIENTS),
+        partial(m.With, "Clipping"), refused=refused("is called for some", GRADIENTS),
     ),
     "Adafactor": row(partial(m.With, "Adafactor", lr=0.1)),
     "Muon": row(partial(m.With, "Muon", lr=0.01)),

@@ -884,6 +884,8 @@ class TwoOptimizers(Manual):
 class Lion(torch.optim.Optimizer):
     """The sign of a mix of momentum and gradient (arXiv 2302.06675)."""
 
+    updates_apart = "element"
+
     def __init__(self, params: Any, lr: float = 1e-2) -> None:
         super().__init__(params, {"lr": lr})
 

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_cyclic.errors import ActionSyntaxError
-from lightning_cyclic.plan.actions import Action, Kind, Lane, Payload, from_csv, parse, to_csv
+from lightning_cyclic.plan.actions import Action, Kind, Lane, Payload, parse
 
 numbers = st.integers(0, 10_000)
 
@@ -39,12 +39,6 @@ def actions(draw):
 @given(actions())
 def test_parse_is_the_inverse_of_str_but_for_the_slot(action):
     assert parse(str(action)) == action
-
-
-@settings(deadline=None)
-@given(st.lists(st.lists(actions()).map(tuple)).map(tuple))
-def test_csv_round_trip(programs):
-    assert from_csv(to_csv(programs)) == programs
 
 
 def test_texts_as_documented():
@@ -96,8 +90,3 @@ def test_texts_as_documented():
 def test_what_is_not_an_action_is_refused_with_examples(text):
     with pytest.raises(ActionSyntaxError, match=r"is not an action; an action is .* write one of"):
         parse(text)
-
-
-def test_csv_says_where_the_mistake_is():
-    with pytest.raises(ActionSyntaxError, match=r"row 2, column 3: 'oops'"):
-        from_csv("0F0@0#0\n0F1@0#0,0B1@0#0,oops\n")

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from lightning_cyclic.errors import PlanError, ValidationError
 from lightning_cyclic.plan import PRESETS, make_plan
-from lightning_cyclic.plan.actions import Kind, Lane, Payload, from_csv, to_csv
+from lightning_cyclic.plan.actions import Kind, Lane, Payload
 from lightning_cyclic.plan.check.validate import validate
+from tests.program_texts import from_text, to_text
 
 
 def text_of(plan, w):
@@ -175,7 +176,7 @@ def test_every_preset_makes_a_program_that_holds(preset, num_workers, fine):
     validate(plan)
     assert len(plan.programs) == num_workers
     assert plan.programs is plan.programs
-    assert to_csv(from_csv(to_csv(plan.programs))) == to_csv(plan.programs)
+    assert to_text(from_text(to_text(plan.programs))) == to_text(plan.programs)
 
 
 sizes = {

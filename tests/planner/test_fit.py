@@ -53,17 +53,6 @@ def problem(profile, memory_bytes, *, num_workers=3, bandwidth=2.0):
     )
 
 
-@pytest.mark.parametrize(("memory_bytes", "is_lean"), [(80, False), (79, True)])
-def test_owners_may_be_behind_where_no_worker_has_room_for_the_model(memory_bytes, is_lean):
-    units = tuple(unit(f"h.{k}", param_bytes=10) for k in range(8))
-    profile = ModelProfile(name="net", micro_size=1, units=units)
-    asked = candidate("cyclic_zero", num_stages=8)
-    fit = Fitter(problem(profile, memory_bytes, num_workers=4)).least(asked)
-    timely, lean = (memory(fit.plan, fit.stages.costs(), is_lean=x) for x in (False, True))
-    assert fit.memory == (lean if is_lean else timely)
-    assert lean != timely
-
-
 @settings(deadline=None, max_examples=30)
 @given(
     profiles(),

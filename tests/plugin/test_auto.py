@@ -324,9 +324,7 @@ def test_all_workers_hear_that_nothing_fits() -> None:
     [
         ({"stages": 2}, ConfigurationError, 'stages=2 with preset "auto"'),
         ({"remat": "except_last"}, ConfigurationError, "remat='except_last' with preset"),
-        ({"backward_weights": "predicted"}, ConfigurationError, "backward_weights='predicted'"),
-        ({"warmup_steps": 5}, ConfigurationError, "warmup_steps=5 .*pipedream_2bw"),
-        ({"lookahead_lrs": True}, ConfigurationError, "lookahead_lrs=True .*pipeoptim"),
+        ({"error_feedback": True}, ConfigurationError, "error_feedback=True .*pipedream_2bw"),
         ({"weights": "none"}, ConfigurationError, "no preset .* has {'weights': 'none'}"),
         ({"placement": "replicated", "num_micro": 2}, ConfigurationError, "with num_micro=2"),
         ({"bandwidth": "fast"}, PlanError, "'fast' is not a bandwidth"),

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from lightning_cyclic.plan import make_plan
-from lightning_cyclic.plan.actions import Kind, parse
+from lightning_cyclic.plan.actions import parse
 from lightning_cyclic.plugin import failure_file as module
 from lightning_cyclic.plugin.failure_file import Place, report, written
 from lightning_cyclic.runtime.flight_recorder import FlightRecorder
@@ -49,10 +49,10 @@ def write(path: Path, text: str) -> BaseException:
 
 def test_a_report_says_who_failed_where_with_what_and_what_was_done_last() -> None:
     flight = FlightRecorder()
-    flight.recorded(Kind.F, lambda a: None)(parse("0F1@2#3"))
+    flight.recorded(lambda a: None)(parse("0F1@2#3"))
     error = ZeroDivisionError("the batch is broken\nin its third row")
     make = report(error, lambda: PLACE, flight)
-    flight.recorded(Kind.B, lambda a: None)(parse("0B1@2#3"))  # behind the failure
+    flight.recorded(lambda a: None)(parse("0B1@2#3"))  # behind the failure
     head, reason, numbers, blank, *rest = make().splitlines()
     assert head.endswith(": rank 1 on node7 (stage 0) ended in step 3")
     assert abs(time.mktime(time.strptime(head[:19], "%Y-%m-%d %H:%M:%S")) - time.time()) < 60

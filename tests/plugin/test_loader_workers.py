@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_cyclic.plugin.loader_workers import Sheltered, shelter
+from lightning_cyclic.runtime.launchers import Sheltered, shelter
 
 SIGNALS = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGUSR1})
 
@@ -56,7 +56,7 @@ def test_workers_go_on_behind_signals(context: str) -> None:
 FAILS = """
 import signal
 from torch.utils.data import DataLoader
-from lightning_cyclic.plugin.loader_workers import shelter
+from lightning_cyclic.runtime.launchers import shelter
 made = DataLoader(range(8), num_workers=2)
 shelter(made, frozenset({signal.SIGTERM}))
 rows = iter(made)

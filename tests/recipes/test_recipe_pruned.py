@@ -12,7 +12,6 @@ import torch
 from pruned import train_pruned
 from rich.console import Console
 
-from lightning_cyclic import load_mask
 from tests.commands import Command, Commands
 
 ROOT = Path(__file__).parents[2]
@@ -74,7 +73,7 @@ def test_a_pruned_network_is_trained_beside_the_dense_one(run, tmp_path):
     assert rows["search"] == rows["dense"] == 16.0  # float32 and AdamW
     # 22 f + 2, and 20 where nothing is pruned: the few biases and norms of so small a network
     assert 4.2 < rows["sparse"] < 4.6
-    masks = load_mask(tmp_path / "mask.safetensors")
+    masks = torch.load(tmp_path / "mask.pt")
     kept, of = (sum(int(f(m)) for m in masks.values()) for f in (torch.sum, torch.numel))
     assert kept / of == pytest.approx(0.1, abs=1e-4)
     assert "90.0% of" in table
@@ -86,7 +85,7 @@ def test_a_pruned_gpt_is_trained_beside_the_dense_one_in_mixed_precision(run, tm
     assert "val bits per byte" in table
     rows = bytes_of(table)
     assert rows["search"] == rows["dense"] == 16.0  # weights and gradients are float32
-    masks = load_mask(tmp_path / "mask.safetensors")
+    masks = torch.load(tmp_path / "mask.pt")
     assert all(".h.0." in name for name in masks)  # neither embeddings nor norms
     # 22 f + 2 in the block, 20 in the tied embedding, which is large beside one block
     of = sum(mask.numel() for mask in masks.values())
@@ -110,7 +109,7 @@ def test_a_pruned_gpt_is_trained_in_a_pipeline_whose_ends_share_the_embedding(tm
     block, norms, tied = 12 * 32 * 32, 13 * 32 + 2 * 32, 256 * 32
     of = block + norms + tied  # what it has of the embedding is the weight alone
     assert rows["dense"] == pytest.approx((16 * (block + norms) + 4 * tied) / of, abs=0.01)
-    masks = load_mask(tmp_path / "mask.safetensors")
+    masks = torch.load(tmp_path / "mask.pt")
     own, other = (
         sum(int(m.sum()) for n, m in masks.items() if x in n) for x in (".h.1.", ".h.0.")
     )
@@ -125,7 +124,7 @@ def test_large_networks_are_trained_so_by_momentum(run, cifar10_folder, tmp_path
     _, table = run("pruned.ticket.tolerance=0.9", recipe=recipe)
     rows = bytes_of(table)
     assert rows["search"] == rows["dense"] == 12.0  # weights, gradients and momentum are float32
-    masks = load_mask(tmp_path / "mask.safetensors")
+    masks = torch.load(tmp_path / "mask.pt")
     assert sum(int(m.sum()) for m in masks.values()) < 0.11 * sum(
         m.numel() for m in masks.values()
     )

@@ -6,8 +6,9 @@ import threading
 import time
 
 import pytest
+from torch.profiler import ProfilerActivity, profile
 
-from lightning_cyclic.plan.actions import Action, Kind, Lane, parse
+from lightning_cyclic.plan.actions import Action, Lane, parse
 from lightning_cyclic.runtime.flight_recorder import MOST, FlightRecorder, lines
 from lightning_cyclic.runtime.worker import Worker
 from tests.runtime.test_worker import Pair
@@ -67,7 +68,7 @@ def test_updates_that_are_made_outside_are_noted() -> None:
 
 def test_the_last_are_kept_and_times_are_seconds_before_the_end() -> None:
     flight = FlightRecorder()
-    do = flight.recorded(Kind.F, lambda a: None)
+    do = flight.recorded(lambda a: None)
     for t in range(MOST + 3):
         do(parse(f"0F0@0#{t}"))
     rows = flight.take()
@@ -81,7 +82,7 @@ def test_the_last_are_kept_and_times_are_seconds_before_the_end() -> None:
 
 def test_what_was_done_can_be_taken_while_lanes_go_on() -> None:
     flight, stops = FlightRecorder(), threading.Event()
-    do = flight.recorded(Kind.F, lambda a: None)
+    do = flight.recorded(lambda a: None)
 
     def go_on() -> None:
         while not stops.is_set():
@@ -104,4 +105,18 @@ def test_an_error_passes_through_as_it_is() -> None:
         raise ZeroDivisionError("own")
 
     with pytest.raises(ZeroDivisionError, match="^own$"):
-        FlightRecorder().recorded(Kind.B, fail)(FORWARD)
+        FlightRecorder().recorded(fail)(FORWARD)
+
+
+def test_profilers_see_actions_waits_and_updates_by_name() -> None:
+    pair = Pair()
+    with profile(activities=[ProfilerActivity.CPU]) as found:
+        pair.run(0, "0SEND_P@1>1#1")
+        pair.run(1, "0RECV_P@1<0#1", "0F1@1#1")
+        pair.workers[1].flight.note([parse("0UPDATE@2#1")])
+    assert {
+        "send new weights, stage 0, of step 1, version 1, to worker 1",
+        "wait for new weights, stage 0, of step 1, version 1, from worker 0",
+        "forward, stage 0, micro-batch 1, of step 1, on version 1 of the weights",
+        "update, stage 0, of step 1, makes version 2 of the weights",
+    } <= {event.name for event in found.events() or ()}

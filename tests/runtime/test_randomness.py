@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from typing import Any
 
 import numpy as np
 import pytest
@@ -328,3 +330,62 @@ def test_functions_that_draw_are_seen_and_known(name: str):
     assert not torch.equal(torch.get_rng_state(), before), "it draws nothing"
     assert mode.unknown == set()
     assert mode.drew, "it draws where no function is seen"
+
+
+# ---------------------------------------------------------------------- who has drawn
+
+
+@pytest.fixture
+def _as_before() -> Iterator[None]:
+    python, numpy, bits = random.getstate(), np.random.get_state(), np.random.get_bit_generator()
+    yield
+    random.setstate(python)
+    np.random.set_bit_generator(bits)
+    np.random.set_state(numpy)
+
+
+def nothing() -> None:
+    pass
+
+
+def python(count: int) -> Callable[[], Any]:
+    return lambda: [random.getrandbits(32) for _ in range(count)]
+
+
+def of_numpy(count: int) -> Callable[[], Any]:
+    return lambda: np.random.bytes(4 * count)
+
+
+def replaced() -> None:
+    np.random.set_bit_generator(np.random.MT19937(7))
+
+
+def seeded_and_restored() -> None:
+    before, of_numpy = random.getstate(), np.random.get_state()
+    random.seed(3), np.random.seed(3), random.random(), np.random.rand()
+    random.setstate(before), np.random.set_state(of_numpy)
+
+
+DRAWING = {
+    "nothing": (nothing, False),
+    "restored": (seeded_and_restored, False),
+    "python, one": (python(1), True),
+    "python, a whole turn": (python(624), True),
+    "python, two turns": (python(1248), True),
+    "python, seeded": (lambda: random.seed(3), True),
+    "numpy, one": (of_numpy(1), True),
+    "numpy, a whole turn": (of_numpy(624), True),
+    "numpy, seeded": (lambda: np.random.seed(3), True),
+    "numpy, normal": (np.random.standard_normal, True),
+    "numpy, another generator": (replaced, True),
+}
+
+
+@pytest.mark.usefixtures("_as_before")
+@pytest.mark.parametrize(("code", "has_drawn"), DRAWING.values(), ids=DRAWING)
+def test_it_is_seen_whether_anything_has_drawn(code: Callable[[], Any], has_drawn: bool) -> None:
+    made = Randomness(0, 0, 0, CPU)
+    for _ in range(2):  # behind another generator, too
+        made.begin_region(1)
+        code()
+        assert made.has_drawn_plainly(likely=not has_drawn) is has_drawn

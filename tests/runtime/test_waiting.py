@@ -189,16 +189,10 @@ def test_words_that_come_while_ranks_are_called_are_told(
     assert str(error) == f"{first}. Look there."
 
 
-@pytest.mark.parametrize("warmup_steps", [0, 3])
-def test_an_action_of_any_step_is_drawn_where_a_short_timetable_has_one_like_it(
-    warmup_steps: int,
-) -> None:
-    plan = make_plan(
-        "pipedream_2bw", num_stages=3, num_workers=3, num_micro=4, num_steps=12,
-        warmup_steps=warmup_steps,
-    )  # fmt: skip
+def test_an_action_of_any_step_is_drawn_where_a_short_timetable_has_one_like_it() -> None:
+    plan = make_plan("pipedream_2bw", num_stages=3, num_workers=3, num_micro=4, num_steps=12)
     waiter = Waiter(plan, LocalTransport(PostOffice(), 1, 3))
-    short = replace(plan, num_steps=4, warmup_steps=0)
+    short = replace(plan, num_steps=4)
     drawn = {(a.kind, a.t, a.i, a.j): a.s for a in short.programs[1] if a.i is not None}
     for a in (a for a in plan.programs[1] if a.kind in (Kind.F, Kind.B)):
         moved, shift = waiter._drawable(a)

@@ -57,19 +57,16 @@ class Log:
 class Pair:
     """Two workers of one process."""
 
-    def __init__(
-        self, *lanes: Lane, timeout_s: float = 0.5, most_behind: int | None = None
-    ) -> None:
+    def __init__(self, *lanes: Lane, timeout_s: float = 0.5) -> None:
         office = PostOffice()
         self.logs = [Log(), Log()]
-        self.most_behind = most_behind
         self.workers = [self._worker(office, w, lanes, timeout_s) for w in range(2)]
 
     def _worker(self, office: PostOffice, w: int, lanes: Any, timeout_s: float) -> Worker:
         log, transport = self.logs[w], LocalTransport(office, w, 2, timeout_s)
         messages = Messages(transport, {}, lambda pending, a: pending.wait(), CPU)
         flow, limit_s = Dataflow(PLAN), lambda: timeout_s
-        return Worker(flow, messages, log, log, log, lanes, limit_s, self.most_behind)
+        return Worker(flow, messages, log, log, log, lanes, limit_s)
 
     def run(self, w: int, *texts: str) -> None:
         self.workers[w].run(map(parse, texts))
@@ -137,21 +134,6 @@ def test_the_main_thread_waits_for_a_lane_that_is_to_make_what_it_reads() -> Non
     pair.run(1, "0UPDATE@2#1")
     assert pair.logs[1].seen[-3:] == ["took 0RECV_S0<0#1~sums: 0.0", "0ADD1#1~sums", "0UPDATE@2#1"]
     late.join()
-    for worker in pair.workers:
-        worker.close()
-
-
-def test_the_main_thread_waits_for_a_lane_that_is_as_far_behind_as_it_may_be() -> None:
-    pair = Pair(Lane.SUMS, timeout_s=5.0, most_behind=1)
-    pair.run(1, "0RECV_S0<0#1~sums", "0ADD1#1~sums")  # it waits for a message
-    main = threading.Thread(target=pair.run, args=(1, "1ADD1#1~sums", "1F1@1#1"), daemon=True)
-    main.start()
-    main.join(0.1)
-    assert main.is_alive()
-    assert "1F1@1#1" not in pair.logs[1].seen
-    pair.run(0, "0SEND_S0>1#1~sums")
-    main.join(5)
-    assert "1F1@1#1" in pair.logs[1].seen
     for worker in pair.workers:
         worker.close()
 

@@ -107,16 +107,6 @@ def test_an_owner_has_an_older_version_or_a_sum_of_each_stage(norms, most):
     assert [worker.total for worker in workers] == most
 
 
-@pytest.mark.parametrize(
-    ("is_lean", "most"), [(False, [20, 20, 27, 27]), (True, [27, 27, 30, 34])]
-)
-def test_gradients_of_a_worker_that_is_ahead_where_none_has_room_for_all(is_lean, most):
-    plan = make_plan("cyclic_zero", num_stages=32, num_workers=4, num_steps=8)
-    costs = Costs.even(32, model_bytes=32)
-    workers = memory(plan, costs, state_per_param=0, is_lean=is_lean)
-    assert [worker.total for worker in workers] == most
-
-
 def test_replicas_of_a_pipeline_sum_their_gradients():
     _, workers = counts("1f1b", 2, 4, width=2)
     assert sum(worker.optimizer > 0 for worker in workers) == 2  # one owner per stage

@@ -1,16 +1,11 @@
 """Where in a program workers that run whole micro-batches have what."""
 
-from collections import Counter
-
 import pytest
 
 from lightning_cyclic.plan import make_plan
 from lightning_cyclic.plan.actions import Kind, Payload
-from lightning_cyclic.plan.passes.sums import MOST_BEHIND, MOST_LEAVING
 from lightning_cyclic.simulate.whole_micro import (
     Span,
-    _left,
-    _over,
     most_at_once,
     series,
     spans,
@@ -76,53 +71,3 @@ def test_what_is_there_at_once_is_counted():
     assert most_at_once(found, "sums") == {0: 2, 1: 1}
     assert series(found, "sums", (10.0, 1.0), 4) == [10, 21, 10, 0]
     assert series(found, "gradients", (10.0, 1.0), 4) == [10] * 4
-
-
-@pytest.mark.parametrize("preset", PRESETS)
-def test_gradients_are_there_for_longer_where_memory_is_scarce_and_owners_add(preset):
-    plan = make_plan(preset, num_stages=8, num_workers=4, num_steps=6)
-    for timely, lean in zip(spans(plan), spans(plan, is_lean=True), strict=True):
-        assert lean[: len(timely)] == timely
-        assert (len(lean) > len(timely)) == (preset == "cyclic_zero")
-
-
-def test_four_additions_wait_and_two_gradients_leave():
-    plan = make_plan("cyclic_zero", num_stages=8, num_workers=4, num_steps=6)
-    for program in plan.programs:
-        added = [n for n, a in enumerate(program) if a.kind is Kind.ADD]
-        sent = [n for n, a in enumerate(program) if _sends_gradient(a)]
-        over, left, most = _over(program), _left(program), 0
-        assert list(over) == added
-        assert list(left) == sent
-        for n, a in enumerate(program):
-            waiting = [m for m, end in over.items() if m < n < end]
-            assert len(waiting) <= MOST_BEHIND - (n in over)
-            most = max(most, len(waiting))
-            if a.kind is Kind.UPDATE:  # which has waited for the sum
-                assert a.j not in {program[m].j for m in waiting if program[m].t == a.t}
-            leaving = [m for m, end in left.items() if m < n < end]
-            assert len(leaving) == min(MOST_LEAVING - (n in left), sum(m < n for m in sent))
-        assert most == MOST_BEHIND
-
-
-def _sends_gradient(a):
-    return a.kind is Kind.SEND and a.payload is Payload.H
-
-
-def test_what_waits_or_leaves_is_there_for_longer():
-    plan = make_plan("cyclic_zero", num_stages=8, num_workers=4, num_steps=6)
-    each = zip(plan.programs, spans(plan), spans(plan, is_lean=True), strict=True)
-    for program, timely, lean in each:
-        longer, begun = Counter(lean[len(timely) :]), set()
-        for n, a in enumerate(program):
-            if a.kind is Kind.B:
-                longer[Span("gradients", a.j, n, n + 1)] -= 1
-            elif a.kind is Kind.ADD and (a.t, a.j) in begun:  # else it becomes the sum
-                source = plan.worker_of(a.i, a.j, a.t)
-                kind = "gradients" if program is plan.programs[source] else "sums"
-                longer[Span(kind, a.j, n + 1, max(_over(program)[n], n + 1))] -= 1
-            elif _sends_gradient(a):
-                began = next(x for x in timely if x[:3] == ("sums", a.j, n))
-                longer[Span("sums", a.j, began.end, max(_left(program)[n], began.end))] -= 1
-            begun |= {(a.t, a.j)} if a.kind is Kind.ADD else set()
-        assert not any(longer.values())

@@ -9,7 +9,13 @@ from lightning_cyclic.plan import make_plan
 from lightning_cyclic.viz import save_picture
 
 PLAN = make_plan("1f1b", num_stages=2, num_workers=2, num_steps=2)
-BEGINS = {"svg": b"<?xml", "png": b"\x89PNG\r\n", "html": b"<!DOCTYPE html>", "SVG": b"<?xml"}
+BEGINS = {
+    "svg": b"<?xml",
+    "png": b"\x89PNG\r\n",
+    "html": b"<!DOCTYPE html>",
+    "SVG": b"<?xml",
+    "json": b"[\n{",
+}
 
 
 @pytest.mark.parametrize("ending", BEGINS)
@@ -42,7 +48,7 @@ def test_the_first_slot(tmp_path):
 
 @pytest.mark.parametrize("name", ["picture.pdf", "picture", "picture.svg.gz"])
 def test_other_endings_are_refused(tmp_path, name):
-    with pytest.raises(PlanError, match=r"allowed: \.svg, \.png, \.html; write it like picture"):
+    with pytest.raises(PlanError, match=r"\.html, \.json; write it like picture"):
         save_picture(PLAN, tmp_path / name)
     assert list(tmp_path.iterdir()) == []
 

@@ -11,8 +11,6 @@ from lightning_cyclic.plan.presets import PLACEMENTS, WEIGHTS
 if TYPE_CHECKING:
     from lightning_cyclic.plan import Plan
 
-_WARM_UP_PLACEMENTS = ("pipelined", "shared")
-
 
 def check_fit(plan: Plan) -> None:
     """Refuse axes and numbers that do not fit together, before any program is made.
@@ -23,7 +21,6 @@ def check_fit(plan: Plan) -> None:
     schedule, placement, weights, _ = plan.axes
     _check_width(plan)
     _check_ties(plan)
-    _check_warm_up(plan)
     if plan.late_updates and (plan.weights != "delayed" or not plan.flows):
         raise PlanError(
             f"late_updates=True with weights {plan.weights!r} and placement {plan.placement!r}, "
@@ -226,24 +223,6 @@ def _check_ties(plan: Plan) -> None:
         raise PlanError(
             f"placement {plan.placement!r} does not fit tied={plan.tied}; allowed: parameters "
             "that belong to one stage; use another placement, or other stages, and tied=()"
-        )
-
-
-def _check_warm_up(plan: Plan) -> None:
-    """Refuse a warm-up of what is synchronous, and of replicas."""
-    if plan.warmup_steps == 0:
-        return
-    given = f"warmup_steps={plan.warmup_steps} does not fit"
-    if plan.weights == "sync":
-        raise PlanError(
-            f"{given} weights 'sync' (preset {plan.preset!r}), under which every step reads the "
-            "newest weights; allowed: 0, or weights that are late; use warmup_steps=0, or preset "
-            '"pipedream_2bw"'
-        )
-    if plan.placement not in _WARM_UP_PLACEMENTS:
-        raise PlanError(
-            f"{given} placement {plan.placement!r} (preset {plan.preset!r}); allowed with it: 0; "
-            f"use warmup_steps=0, or placement {' or '.join(map(repr, _WARM_UP_PLACEMENTS))}"
         )
 
 

@@ -28,7 +28,7 @@ _TOO_MANY_CELLS = 200_000  # of plans that only they themselves can stand for: s
 SMALLER: Final = frozenset(
     {
         "num_stages", "num_workers", "num_micro", "num_steps", "slack", "spacing", "width",
-        "warmup_steps", "chunks", "group_size", "relayed", "tied",
+        "chunks", "group_size", "relayed", "tied",
     }
 )  # fmt: skip
 # What it has as the plan has it, as it says nothing about single stages or workers.
@@ -112,8 +112,7 @@ def probe(plan: Plan) -> Plan:
     Raises:
         PlanError: nothing smaller stands for the plan, and to replay it would take too long.
     """
-    few = replace(plan, warmup_steps=min(plan.warmup_steps, 2))  # all others are like these
-    few = replace(few, num_steps=_enough_steps(few), chunks=min(plan.chunks, 3))  # alike, too
+    few = replace(plan, num_steps=_enough_steps(plan), chunks=min(plan.chunks, 3))  # alike
     num_cells = plan.num_micro * plan.num_stages * few.num_steps
     if num_cells <= _MOST_CELLS:
         return few
@@ -149,7 +148,7 @@ def _refuse_to_replay(plan: Plan, left_out: list[str]) -> NoReturn:
 
 def _enough_steps(plan: Plan) -> int:
     """Return how many steps show the program's prologue and, behind a flush, its block."""
-    return 2 * (plan.warmup_steps + 1 + plan.steps_under_way)
+    return 2 * (1 + plan.steps_under_way)
 
 
 def _fewer(plan: Plan) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from lightning_cyclic.plan.passes.messages import (
     is_for_one_use,
     ring_of,
 )
-from lightning_cyclic.plan.passes.sums import MOST_BEHIND, first_that_counts, source_of_sum
+from lightning_cyclic.plan.passes.sums import first_that_counts, source_of_sum
 from lightning_cyclic.plan.passes.ties import gradient_sources, later_users, version_readers
 
 if TYPE_CHECKING:
@@ -186,8 +186,6 @@ class _Worker:
         if a.kind is Kind.UPDATE and self._plan.owner(a.j) != self._w:
             self._refuse(a, "updates somebody else's stage", f"worker {self._plan.owner(a.j)}")
         if _runs_beside(a):
-            if self._is_full(self._lanes[a.lane]):
-                return False
             self._lanes[a.lane].append(self.todo.popleft())
             self._expected.update(self._flow(a).makes)
             return True
@@ -195,11 +193,6 @@ class _Worker:
             return False
         self._do(self.todo.popleft())
         return True
-
-    def _is_full(self, lane: deque[Action]) -> bool:
-        """Say whether a lane is as far behind as it may be."""
-        most = MOST_BEHIND * self._plan.chunks
-        return self._plan.axes.sharding.adds_at_owner and len(lane) >= most
 
     def _run_lane(self, lane: deque[Action]) -> bool:
         if not lane or not self._is_ready(lane[0]):

@@ -1,4 +1,4 @@
-"""validate: check programs from elsewhere, such as a CSV file, against the plan they are for."""
+"""validate: check programs, those of a plan or altered ones, against the plan they are for."""
 
 from __future__ import annotations
 

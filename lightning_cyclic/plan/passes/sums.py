@@ -7,9 +7,7 @@
 Where owners add (sharding "full") gradients travel instead of sums, each once:
 
     H     the gradient of micro-batch i, its worker -> owner
-    ADD   each of them, the own among them, to the sum so far; where memory is scarce an owner who
-          is ahead of others waits for them when MOST_BEHIND are due, and keeps no whole steps of
-          gradients
+    ADD   each of them, the own among them, to the sum so far
 
 Within groups gradients travel, too, to the worker that leads in the stage; sums between leads:
 
@@ -36,9 +34,6 @@ from lightning_cyclic.plan.passes.updates import together
 
 if TYPE_CHECKING:
     from lightning_cyclic.plan.plan import Plan
-
-MOST_BEHIND = 4  # additions that an owner has not made yet when it goes on: two of each slot
-MOST_LEAVING = 2  # gradients: one that leaves, and one that its owner is about to take
 
 
 def sums(plan: Plan, a: Action, w: int) -> Iterator[Action]:

@@ -171,8 +171,6 @@ def _by_slot(plan: Plan, program: Program, w: int) -> Iterator[Action]:
 
 
 def _slot_of_update(plan: Plan, t: int, j: int) -> int:
-    if plan.late_updates and t < plan.warmup_steps:  # behind it there is a flush
-        return plan.slot(Kind.B, t, plan.num_micro - 1, 0) + 1
     if plan.late_updates:
         return plan.slot(Kind.F, plan.first_read(t + 1, j), 0, j)
     return plan.slot(Kind.B, t, plan.num_micro - 1, j) + 1

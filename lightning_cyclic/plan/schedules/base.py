@@ -1,7 +1,7 @@
 """What a schedule is: the time of each forward and backward, and nothing else.
 
 Times are integers of ticks (see :mod:`lightning_cyclic.plan.clock`); a slot has ``unit`` of them.
-Steps repeat: step t is step 0 moved by ``t * period`` ticks (behind a warm-up, if there is one).
+Steps repeat: step t is step 0 moved by ``t * period`` ticks.
 """
 
 from __future__ import annotations

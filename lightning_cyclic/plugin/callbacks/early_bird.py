@@ -10,16 +10,15 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, final
+from typing import Any, final
 
 import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from typing_extensions import override
 
-from lightning_cyclic.errors import ConfigurationError, one_of
+from lightning_cyclic.errors import ConfigurationError
 from lightning_cyclic.plugin.precision.masks import (
     EXCLUDED,
     Masks,
@@ -27,11 +26,8 @@ from lightning_cyclic.plugin.precision.masks import (
     given_masks,
     magnitude_masks,
     prunable,
-    save_mask,
     without_full,
 )
-
-_SCORES = ("magnitude", "bn_gamma")
 
 
 @final
@@ -39,16 +35,13 @@ class EarlyBirdPruning(Callback):
     """Draw an Early-Bird ticket: the mask that training would prune by, found after few epochs.
 
     Args:
-        sparsity: fraction that is pruned: of all weights, or of all channels.
+        sparsity: fraction that is pruned, the smallest weights of all layers together.
         window: number of epochs whose masks are compared.
         tolerance: largest fraction of places in which the newest mask may differ from each of the
             others.
-        score: "magnitude" prunes the smallest weights of all layers together; "bn_gamma", as
-            published, prunes the channels whose BatchNorm has the smallest scale: that scale and
-            its bias, and the rows of the convolution or linear layer in front of it.
-        exclude: what "magnitude" does not prune, as in ``SparseStatePrecision``.
+        exclude: what is not pruned, as in ``SparseStatePrecision``.
         stop: whether training stops when the ticket is drawn.
-        path: of a file to which rank 0 writes the mask then, with ``save_mask``. [none]
+        path: of a file to which rank 0 writes the mask then, by ``torch.save``. [none]
 
     Attributes:
         mask: name -> bool tensor, True where kept, for ``SparseStatePrecision(mask=...)``; None
@@ -58,11 +51,11 @@ class EarlyBirdPruning(Callback):
             window; 1 where there is none.
 
     Raises:
-        ConfigurationError: a number out of range, a module without BatchNorm for "bn_gamma", NaN,
-            or a ticket that cuts a layer off.
+        ConfigurationError: a number out of range, NaN, or a ticket that cuts a layer off.
 
     Source: You et al., "Drawing Early-Bird Tickets: Towards More Efficient Training of Deep
-        Networks", ICLR 2020, arXiv 1909.11957, algorithm 1.
+        Networks", ICLR 2020, arXiv 1909.11957, algorithm 1; there of channels, by the scale of
+        their BatchNorm.
 
     Example:
         >>> from lightning.pytorch import Trainer
@@ -75,7 +68,6 @@ class EarlyBirdPruning(Callback):
         sparsity: float,
         window: int = 5,
         tolerance: float = 0.1,
-        score: Literal["magnitude", "bn_gamma"] = "magnitude",
         *,
         exclude: Sequence[str] = EXCLUDED,
         stop: bool = True,
@@ -92,15 +84,11 @@ class EarlyBirdPruning(Callback):
                 f"tolerance={tolerance!r}; allowed: a fraction from 0 on and below 1; use "
                 "EarlyBirdPruning(sparsity=0.9, tolerance=0.1)"
             )
-        if score not in _SCORES:
-            hint = "use EarlyBirdPruning(sparsity=0.9, score='magnitude')"
-            raise ConfigurationError(one_of(score, list(_SCORES), "score", hint))
         self.mask: Masks | None = None
         self.epoch: int | None = None
         self.distances: list[float] = []
         self._sparsity = sparsity
         self._tolerance = tolerance
-        self._score = score
         self._exclude = tuple(exclude)
         self._stop = stop
         self._path = path
@@ -111,7 +99,8 @@ class EarlyBirdPruning(Callback):
         """Compare the mask of this epoch with those before; draw it if none differs much."""
         if self.mask is not None:
             return
-        newest = self._scored(pl_module)
+        found = magnitude_masks(prunable(pl_module, self._exclude), self._sparsity)
+        newest = {name: mask.cpu() for name, mask in found.items()}
         self._window.append(newest)  # the oldest goes
         distances = [_distance(newest, mask) for mask in list(self._window)[:-1]]
         self.distances.append(max(distances, default=1.0))
@@ -119,12 +108,11 @@ class EarlyBirdPruning(Callback):
             self._draw(trainer, pl_module, newest)
 
     def _draw(self, trainer: Any, module: nn.Module, newest: Masks) -> None:
-        masks = newest if self._score == "magnitude" else _of_channels(module, newest)
-        self.mask = given_masks(without_full(masks), module)
+        self.mask = given_masks(without_full(newest), module)
         self.epoch = trainer.current_epoch
         self._window.clear()
         if self._path is not None and trainer.is_global_zero:
-            save_mask(self.mask, self._path)
+            torch.save(self.mask, self._path)
         if self._stop:
             trainer.should_stop = True
 
@@ -136,20 +124,6 @@ class EarlyBirdPruning(Callback):
                 f"EarlyBirdPruning has drawn no ticket: the last distance is {last}, and "
                 f"tolerance={self._tolerance}; train more epochs, or raise the tolerance."
             )
-
-    def _scored(self, module: nn.Module) -> Masks:
-        if self._score == "magnitude":
-            parameters = prunable(module, self._exclude)
-        else:
-            parameters = {name: norm.weight for name, norm in _norms(module).items()}
-            if not parameters:
-                raise ConfigurationError(
-                    f"score='bn_gamma', but {type(module).__name__} has no BatchNorm with a "
-                    "scale; allowed: modules with BatchNorm; use EarlyBirdPruning(sparsity=0.9, "
-                    "score='magnitude')"
-                )
-        masks = magnitude_masks(parameters, self._sparsity)
-        return {name: mask.cpu() for name, mask in masks.items()}
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -171,39 +145,3 @@ def _distance(one: Masks, other: Masks) -> float:
     """Return the fraction of places in which two masks differ."""
     differing = sum(int((mask != other[name]).sum()) for name, mask in one.items())
     return differing / sum(mask.numel() for mask in one.values())
-
-
-def _norms(module: nn.Module) -> dict[str, _BatchNorm]:
-    """Return the path of each BatchNorm that has a scale -> the layer."""
-    layers = module.named_modules()
-    return {
-        name: layer
-        for name, layer in layers
-        if isinstance(layer, _BatchNorm) and layer.weight is not None
-    }
-
-
-def _of_channels(module: nn.Module, channels: Masks) -> Masks:
-    """Return the masks of parameters that prune channels.
-
-    Args:
-        module: whose layers are looked at in the order in which they are registered.
-        channels: path of a BatchNorm -> which of its channels are kept.
-    """
-    masks: Masks = {}
-    before = ""  # the last layer with rows
-    rows: dict[str, torch.Tensor] = {}
-    for path, layer in module.named_modules():
-        weight = getattr(layer, "weight", None)
-        if path in channels:
-            kept = channels[path]
-            masks[f"{path}.weight"] = masks[f"{path}.bias"] = kept
-            if before and len(rows[before]) == len(kept):
-                shape = rows[before].shape
-                ones = [1] * (len(shape) - 1)
-                masks[before] = kept.view(-1, *ones).expand(shape).clone()
-            before = ""
-        elif isinstance(weight, nn.Parameter) and weight.ndim > 1:
-            before = f"{path}.weight"
-            rows[before] = weight
-    return masks

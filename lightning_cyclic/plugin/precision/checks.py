@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelPruning
 from lightning.pytorch.strategies import SingleDeviceStrategy
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
 
 from lightning_cyclic.errors import ConfigurationError
-from lightning_cyclic.plugin.precision.compressed import SparseLayout
-from lightning_cyclic.plugin.precision.element_wise import is_element_wise
-
-# bytes of weights, gradients and Adam's state at the optimizer's step, of a pruned parameter: what
-# dense training has, what stays dense, what goes with the fraction that is kept
-_BYTES = {torch.bfloat16: (20, 2, 22), torch.float16: (20, 2, 22), torch.float32: (16, 4, 20)}
+from lightning_cyclic.plugin.optimizers import SAID_BY, updates_each
 
 
 def check_fit(trainer: Trainer, module: LightningModule) -> None:
@@ -67,7 +61,7 @@ def check_weights(module: nn.Module, dtype: torch.dtype) -> None:
             )
 
 
-def check_optimizer(optimizers: Sequence[Optimizer], device: torch.device) -> Optimizer:
+def check_optimizer(optimizers: Sequence[Optimizer]) -> Optimizer:
     """Return the optimizer; refuse those that do not update each element by itself.
 
     Raises:
@@ -79,21 +73,14 @@ def check_optimizer(optimizers: Sequence[Optimizer], device: torch.device) -> Op
             "SparseStatePrecision; use parameter groups of one optimizer"
         )
     name = type(optimizers[0]).__name__
-    answer = is_element_wise(optimizers[0], device)
-    if answer is None:
+    if not updates_each("element", optimizers[0]):
         raise ConfigurationError(
-            f"{name}.step() could not be tried on small tensors of its own, so that nothing says "
-            "whether it may train compressed ones; allowed under SparseStatePrecision: optimizers "
-            "that step without a closure and with dense gradients, and hold numbers alone; use "
-            "torch.optim.AdamW(self.parameters())"
-        )
-    if not answer:
-        raise ConfigurationError(
-            f"{name}.step() gives elements other values where those that are pruned are left out: "
-            "it looks at several elements at once (a norm, a mean, a common rate), or at the "
-            "shape of a matrix; allowed under SparseStatePrecision: optimizers that update each "
-            "element by itself (SGD, AdamW, RMSprop, ...); use "
-            "torch.optim.AdamW(self.parameters())"
+            f"nothing says that {name} updates each element by its own gradient and state, and "
+            "leaves a zero without a gradient at zero, as SparseStatePrecision needs; allowed: "
+            "SGD, Adam, AdamW, NAdam, RAdam, Adamax, Adagrad, Adadelta, RMSprop, Rprop and ASGD "
+            "of torch.optim, and others that say so; if it has no norm and no mean over elements, "
+            "and no use for the shape of a matrix, use "
+            f"optimizer.{SAID_BY} = 'element'; else use torch.optim.AdamW(self.parameters())"
         )
     return optimizers[0]
 
@@ -120,18 +107,3 @@ def check_gradients(optimizer: Optimizer, names: Mapping[int, str], dtype: torch
                     "parameters that require gradients from the start; call requires_grad_() "
                     "before fit, or use SparseStatePrecision(compute='32-true')"
                 )
-
-
-def warn_below_break_even(layouts: Iterable[SparseLayout], dtype: torch.dtype) -> None:
-    """Warn where an index takes more memory than it saves."""
-    sizes = [(len(layout.index), layout.shape.numel()) for layout in layouts]
-    kept = sum(n for n, _ in sizes) / sum(total for _, total in sizes)
-    dense, fixed, scaled = _BYTES[dtype]
-    needed = 1 - (dense - fixed) / scaled
-    if 1 - kept < needed:
-        rank_zero_warn(
-            f"{1 - kept:.3f} of the elements of pruned parameters are pruned, with which "
-            f"SparseStatePrecision takes {fixed + scaled * kept:.1f} bytes for each of them at "
-            f"the optimizer's step, and dense training {dense} (with Adam); from "
-            f"{needed:.3f} on it saves memory; prune more, or leave it out."
-        )

@@ -11,68 +11,43 @@ Nothing here knows of optimizers, hooks or Lightning.
 from __future__ import annotations
 
 import hashlib
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import final
+from typing import TypeAlias, final
 
 import torch
 from torch import Tensor
-from typing_extensions import override
 
 from lightning_cyclic.errors import ConfigurationError
+
+Layout: TypeAlias = "DenseLayout | SparseLayout"
 
 MOST_ELEMENTS = 2**31 - 1  # of a tensor whose positions are int32
 _AT_ONCE = 1 << 18
 
 
-class AbstractLayout(ABC):
-    """Say how the elements of a weight that are trained lie in a tensor of them alone."""
+@final
+class DenseLayout:
+    """Train all elements, in the weight's own shape: the same methods, of no index."""
 
-    @abstractmethod
     def compress(self, dense: Tensor) -> Tensor:
         """Return what is trained of a tensor of the weight's shape, in its dtype."""
-
-    @abstractmethod
-    def expand(self, values: Tensor) -> Tensor:
-        """Return a new tensor of the weight's shape, with zeros in all other places."""
-
-    @abstractmethod
-    def expand_into(self, values: Tensor, dense: Tensor) -> None:
-        """Write values into a tensor of the weight's shape, in place and in its dtype.
-
-        Args:
-            values: what ``compress`` gives.
-            dense: whose other elements stay as they are.
-        """
-
-    @abstractmethod
-    def to(self, device: torch.device) -> AbstractLayout:
-        """Return the same layout for tensors of a device."""
-
-
-@final
-class DenseLayout(AbstractLayout):
-    """Train all elements, in the weight's own shape."""
-
-    @override
-    def compress(self, dense: Tensor) -> Tensor:
         return dense.detach()
 
-    @override
     def expand(self, values: Tensor) -> Tensor:
+        """Return a tensor of the weight's shape."""
         return values.detach()
 
-    @override
     def expand_into(self, values: Tensor, dense: Tensor) -> None:
+        """Write values into a tensor of the weight's shape, in place and in its dtype."""
         dense.detach().copy_(values.detach())
 
-    @override
-    def to(self, device: torch.device) -> AbstractLayout:
+    def to(self, device: torch.device) -> DenseLayout:
+        """Return the same layout for tensors of a device."""
         return self
 
 
 @final
-class SparseLayout(AbstractLayout):
+class SparseLayout:
     """Train the elements that a mask keeps, as a 1-D tensor.
 
     Args:
@@ -116,19 +91,19 @@ class SparseLayout(AbstractLayout):
         told.update(self.index.cpu().contiguous().view(torch.uint8).numpy().data)
         return told.hexdigest()
 
-    @override
     def compress(self, dense: Tensor) -> Tensor:
+        """Return the kept elements of a tensor of the weight's shape, in its dtype."""
         flat = (dense.to_dense() if dense.is_sparse else dense).detach().reshape(-1)
         return flat.index_select(0, self.index)
 
-    @override
     def expand(self, values: Tensor) -> Tensor:
+        """Return a new tensor of the weight's shape, with zeros in all other places."""
         dense = torch.zeros(self.shape, dtype=values.dtype, device=values.device)
         self.expand_into(values, dense)
         return dense
 
-    @override
     def expand_into(self, values: Tensor, dense: Tensor) -> None:
+        """Write values into a tensor of the weight's shape, whose other elements stay."""
         if not dense.is_contiguous():  # channels_last
             dense.detach().copy_(self.expand(values.to(dense.dtype)))
             return
@@ -138,8 +113,8 @@ class SparseLayout(AbstractLayout):
             part = slice(k, k + _AT_ONCE)
             flat.index_put_((self.index[part],), values.detach()[part].to(dense.dtype))
 
-    @override
-    def to(self, device: torch.device) -> AbstractLayout:
+    def to(self, device: torch.device) -> SparseLayout:
+        """Return the same layout for tensors of a device."""
         return SparseLayout(self.index.to(device), self.shape)
 
 

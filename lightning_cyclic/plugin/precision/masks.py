@@ -2,65 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import prune
 
 from lightning_cyclic.errors import ConfigurationError
-from lightning_cyclic.plugin.precision.compressed import check_size
+from lightning_cyclic.plugin.precision.compressed import SparseLayout, check_size
 
 Masks: TypeAlias = dict[str, Tensor]
+Given: TypeAlias = Mapping[str, Tensor] | str | Path | None  # masks, or a file of torch.save
 EXCLUDED = ("bias", "norm", "embedding")
-
-
-# ---------------------------------------------------------------------- files
-
-
-def save_mask(mask: Mapping[str, Tensor], path: str | Path) -> None:
-    """Write masks to a safetensors file, a byte for each element.
-
-    Args:
-        mask: parameter's name -> bool tensor of its shape, True where an element is kept.
-        path: of the file.
-
-    Raises:
-        ConfigurationError: safetensors is not installed.
-    """
-    _safetensors().save_file({n: m.cpu().contiguous() for n, m in mask.items()}, str(path))
-
-
-def load_mask(path: str | Path) -> Masks:
-    """Read masks from a safetensors file.
-
-    Raises:
-        ConfigurationError: no such file, or safetensors is not installed.
-    """
-    if not Path(path).is_file():
-        raise ConfigurationError(
-            f"mask={str(path)!r} is no file; allowed: a safetensors file of bool tensors, one for "
-            "each pruned parameter; write it with lightning_cyclic.save_mask(mask, path)"
-        )
-    masks: Masks = _safetensors().load_file(str(path))
-    return masks
-
-
-def _safetensors() -> Any:
-    try:
-        from safetensors import torch as files  # noqa: PLC0415  (only who has mask files needs it)
-    except ImportError as error:
-        raise ConfigurationError(
-            "safetensors is not installed, which reads and writes files of masks; allowed: masks "
-            "as a dict of tensors; use pip install 'lightning-cyclic[pruning]'"
-        ) from error
-    return files
-
-
-# ---------------------------------------------------------------------- what may be pruned
 
 
 def check_sparsity(sparsity: object, owner: str) -> None:
@@ -79,6 +35,151 @@ def check_sparsity(sparsity: object, owner: str) -> None:
             f"sparsity={sparsity!r}; allowed: the fraction of elements that are pruned, above 0 "
             f"and below 1; use {owner}(sparsity=0.9)"
         )
+
+
+def check_choice(mask: Given, sparsity: float | None) -> None:
+    """Refuse both a mask and a sparsity, or a sparsity that is none.
+
+    Raises:
+        ConfigurationError: with what was given.
+    """
+    if sparsity is not None:
+        check_sparsity(sparsity, "SparseStatePrecision")
+    if mask is not None and sparsity is not None:
+        raise ConfigurationError(
+            f"mask and sparsity={sparsity} were both given; allowed: one of them; leave out "
+            "sparsity, which the mask has already"
+        )
+
+
+def layouts_of(
+    module: nn.Module,
+    mask: Given,
+    sparsity: float | None,
+    exclude: Sequence[str],
+    saved: Mapping[str, Tensor],
+) -> dict[str, SparseLayout]:
+    """Return the layouts of all pruned parameters of a module.
+
+    Args:
+        module: that is trained.
+        mask: that was given.
+        sparsity: in its place.
+        exclude: what is not pruned by magnitude.
+        saved: name -> index of the checkpoint from which training goes on.
+
+    Raises:
+        ConfigurationError: masks that do not fit the module, or the checkpoint, or are none.
+    """
+    if prune.is_pruned(module):
+        raise ConfigurationError(
+            f"{type(module).__name__} is pruned by torch.nn.utils.prune; allowed: plain "
+            "parameters; call torch.nn.utils.prune.remove(layer, 'weight') for each, and give "
+            "what it had: SparseStatePrecision(mask={'net.0.weight': layer.weight_mask.bool()})"
+        )
+    if mask is None and saved:
+        return {n: SparseLayout(x, module.get_parameter(n).shape) for n, x in saved.items()}
+    if mask is None and sparsity is None:
+        raise ConfigurationError(
+            "SparseStatePrecision() has no mask, nor has the checkpoint one; allowed: "
+            "mask={name: bool tensor}, mask='ticket.pt', or sparsity=0.9; use "
+            "SparseStatePrecision(sparsity=0.9)"
+        )
+    if mask is None:
+        assert sparsity is not None
+        given = without_full(magnitude_masks(prunable(module, exclude), sparsity))
+    else:
+        given = dict(mask) if isinstance(mask, Mapping) else _read(mask)
+        if not given:
+            raise ConfigurationError(
+                "mask prunes no parameter; allowed: masks of at least one; use "
+                "SparseStatePrecision(sparsity=0.9), or leave it out"
+            )
+    found = {n: SparseLayout.of(mask) for n, mask in given_masks(given, module).items()}
+    if saved:
+        check_same(found, saved)
+    return found
+
+
+def _read(path: str | Path) -> Masks:
+    try:
+        found = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # none, or none of torch
+        raise ConfigurationError(
+            f"mask={str(path)!r} cannot be read ({error}); allowed: a file of bool tensors, one "
+            "for each pruned parameter; write it with torch.save({name: mask}, path)"
+        ) from error
+    return found if isinstance(found, dict) else {}
+
+
+def check_same(layouts: Mapping[str, SparseLayout], saved: Mapping[str, Tensor]) -> None:
+    """Refuse to go on from a checkpoint that has other masks.
+
+    Raises:
+        ConfigurationError: with the first parameter whose mask differs.
+    """
+    for name in dict.fromkeys([*layouts, *saved]):
+        pair = layouts.get(name), saved.get(name)
+        if None in pair or not torch.equal(pair[0].index.cpu(), pair[1].cpu()):  # type: ignore[union-attr]
+            raise ConfigurationError(
+                f"parameter {name!r} has another mask in the checkpoint; allowed: the masks that "
+                "the run had; use SparseStatePrecision(sparsity=...), which takes them from the "
+                "checkpoint, or load its weights alone into the module to prune it anew"
+            )
+
+
+# ---------------------------------------------------------------------- given
+
+
+def given_masks(given: Mapping[str, Tensor], module: nn.Module) -> Masks:
+    """Return masks by the first name of each parameter, checked.
+
+    Raises:
+        ConfigurationError: an unknown name, another shape or dtype, nothing or everything kept,
+            two masks of one tied parameter, or a parameter of too many elements.
+    """
+    named = dict(module.named_parameters(remove_duplicate=False))
+    first = {id(p): name for name, p in module.named_parameters()}
+    masks: Masks = {}
+    for name, mask in given.items():
+        if name not in named:
+            raise ConfigurationError(
+                f"mask names {name!r}, which is no parameter of {type(module).__name__}; allowed: "
+                f"names of module.named_parameters(), such as {next(iter(named), '')!r}; take it "
+                "out of the mask, or rename it"
+            )
+        _check_fits(mask, named[name], name)
+        known = masks.setdefault(first[id(named[name])], mask)
+        if known is not mask and not torch.equal(known, mask):
+            raise ConfigurationError(
+                f"mask has two masks that differ for {first[id(named[name])]!r} and {name!r}, "
+                "which are one parameter; allowed: one mask for it; take one of them out"
+            )
+    return masks
+
+
+def _check_fits(mask: Tensor, p: nn.Parameter, name: str) -> None:
+    check_size(p.shape, name)
+    is_fitting = isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.shape == p.shape
+    if not is_fitting or not p.is_floating_point():
+        what = type(mask).__name__
+        if isinstance(mask, Tensor):
+            what = f"of {mask.dtype} and shape {tuple(mask.shape)}"
+        raise ConfigurationError(
+            f"mask of {name!r} is {what}, for a parameter of {p.dtype} and shape "
+            f"{tuple(p.shape)}; allowed: tensors of torch.bool and the parameter's shape, True "
+            "where an element is kept, of parameters of real numbers; draw the mask from this "
+            "module, and use mask.bool()"
+        )
+    kept = 0 if mask.is_meta else int(mask.sum())
+    if kept in (0, mask.numel()):
+        raise ConfigurationError(
+            f"mask of {name!r} keeps {'everything' if kept else 'nothing'}; allowed: masks that "
+            "keep at least one element, and prune one; take it out of the mask"
+        )
+
+
+# ---------------------------------------------------------------------- by magnitude
 
 
 def prunable(module: nn.Module, exclude: Sequence[str]) -> dict[str, nn.Parameter]:
@@ -103,74 +204,6 @@ def prunable(module: nn.Module, exclude: Sequence[str]) -> dict[str, nn.Paramete
         for key, (name, p) in found.items()
         if key not in excluded and p.requires_grad and p.is_floating_point() and p.numel()
     }
-
-
-# ---------------------------------------------------------------------- masks that are given
-
-
-def given_masks(given: Mapping[str, Tensor], module: nn.Module) -> Masks:
-    """Return masks by the first name of each parameter, checked.
-
-    Raises:
-        ConfigurationError: an unknown name, another shape or dtype, nothing or everything kept,
-            two masks of one tied parameter, or a parameter of too many elements.
-    """
-    named = dict(module.named_parameters(remove_duplicate=False))
-    first = {id(p): name for name, p in module.named_parameters()}
-    masks: Masks = {}
-    for name, mask in given.items():
-        if name not in named:
-            raise ConfigurationError(
-                f"mask names {name!r}, which is no parameter of {type(module).__name__}; allowed: "
-                f"names of module.named_parameters(), such as {next(iter(named), '')!r}; take it "
-                "out of the mask, or rename it"
-            )
-        check_size(named[name].shape, name)
-        _check_fits(mask, named[name], name)
-        _check_kept(mask, name)
-        known = masks.setdefault(first[id(named[name])], mask)
-        if known is not mask and not torch.equal(known, mask):
-            raise ConfigurationError(
-                f"mask has two masks that differ for {first[id(named[name])]!r} and {name!r}, "
-                "which are one parameter; allowed: one mask for it; take one of them out"
-            )
-    return masks
-
-
-def _check_fits(mask: object, p: nn.Parameter, name: str) -> None:
-    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
-        kind = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
-        raise ConfigurationError(
-            f"mask of {name!r} is {kind}; allowed: a tensor of torch.bool, True where an element "
-            "is kept; use mask.bool()"
-        )
-    if mask.shape != p.shape:
-        raise ConfigurationError(
-            f"mask of {name!r} has shape {tuple(mask.shape)}; allowed: the parameter's, "
-            f"{tuple(p.shape)}; draw the mask from this module"
-        )
-    if not p.is_floating_point():
-        raise ConfigurationError(
-            f"mask names {name!r}, which is {p.dtype}; allowed: parameters of real numbers; take "
-            "it out of the mask"
-        )
-
-
-def _check_kept(mask: Tensor, name: str) -> None:
-    kept = 0 if mask.is_meta else int(mask.sum())
-    if kept == 0:
-        raise ConfigurationError(
-            f"mask of {name!r} keeps nothing, so that the layer would be cut off; allowed: at "
-            "least one element; lower the sparsity, or exclude the parameter"
-        )
-    if kept == mask.numel():
-        raise ConfigurationError(
-            f"mask of {name!r} keeps everything, and its index would only take memory; allowed: "
-            "masks that prune at least one element; take it out of the mask"
-        )
-
-
-# ---------------------------------------------------------------------- masks that are drawn
 
 
 def magnitude_masks(parameters: Mapping[str, Tensor], sparsity: float) -> Masks:
@@ -212,6 +245,11 @@ def magnitude_masks(parameters: Mapping[str, Tensor], sparsity: float) -> Masks:
     return masks
 
 
+def without_full(masks: Mapping[str, Tensor]) -> Masks:
+    """Return the masks that prune anything; who keeps everything needs none."""
+    return {name: mask for name, mask in masks.items() if not bool(mask.all())}
+
+
 def _threshold(parameters: Sequence[Tensor], num_pruned: int) -> tuple[int, int]:
     """Return the largest pruned magnitude, as an integer, and how many of that size are pruned.
 
@@ -232,38 +270,3 @@ def _threshold(parameters: Sequence[Tensor], num_pruned: int) -> tuple[int, int]
 def _as_integers(p: Tensor) -> Tensor:
     """Return magnitudes in float32, read as int32, which has the same order."""
     return p.detach().abs().float().contiguous().view(torch.int32)
-
-
-def without_full(masks: Mapping[str, Tensor]) -> Masks:
-    """Return the masks that prune anything; who keeps everything needs none."""
-    return {name: mask for name, mask in masks.items() if not bool(mask.all())}
-
-
-# ---------------------------------------------------------------------- torch.nn.utils.prune
-
-
-def has_pruned(module: nn.Module) -> bool:
-    """Say whether torch.nn.utils.prune, or a callback by its means, has pruned parameters."""
-    return next(_pruned(module), None) is not None
-
-
-def take_pruned(module: nn.Module) -> Masks:
-    """Return the masks of torch.nn.utils.prune, and make what it has pruned plain parameters."""
-    found: list[tuple[nn.Parameter, Tensor]] = []
-    for owner, name in list(_pruned(module)):
-        mask = getattr(owner, f"{name}_mask").detach() != 0
-        prune.remove(owner, name)  # type: ignore[no-untyped-call]
-        parameters = owner._parameters
-        found.append((getattr(owner, name), mask))
-        if name == "weight":  # in front of the bias again: optimizer state is saved by order
-            parameters.update([(n, parameters.pop(n)) for n in list(parameters) if n != name])
-    names = {id(p): name for name, p in module.named_parameters()}
-    return {names[id(p)]: mask for p, mask in found}
-
-
-def _pruned(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
-    for owner in module.modules():
-        for buffer, _ in owner.named_buffers(recurse=False):
-            name = buffer.removesuffix("_mask")
-            if name != buffer and f"{name}_orig" in owner._parameters:
-                yield owner, name

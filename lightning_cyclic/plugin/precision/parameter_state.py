@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_cyclic.plugin.precision.compressed import (
-    AbstractLayout,
     DenseLayout,
+    Layout,
     SparseLayout,
 )
 from lightning_cyclic.runtime.absent import is_absent
@@ -42,7 +42,7 @@ class ParameterState:
     """
 
     def __init__(
-        self, name: str, weight: nn.Parameter, layout: AbstractLayout, dtype: torch.dtype
+        self, name: str, weight: nn.Parameter, layout: Layout, dtype: torch.dtype
     ) -> None:
         self.name = name
         self.weight = weight

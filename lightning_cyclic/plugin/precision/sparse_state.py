@@ -28,11 +28,15 @@ from lightning_cyclic.plugin.precision.checks import (
     check_gradients,
     check_optimizer,
     check_weights,
-    warn_below_break_even,
 )
 from lightning_cyclic.plugin.precision.compressed import DenseLayout, SparseLayout
-from lightning_cyclic.plugin.precision.mask_choice import MaskChoice, check_same
-from lightning_cyclic.plugin.precision.masks import EXCLUDED, Masks, has_pruned
+from lightning_cyclic.plugin.precision.masks import (
+    EXCLUDED,
+    Masks,
+    check_choice,
+    check_same,
+    layouts_of,
+)
 from lightning_cyclic.plugin.precision.optimizer_state import (
     compressed,
     expanded,
@@ -66,8 +70,7 @@ class SparseStatePrecision(Precision):
 
     Args:
         mask: parameter's name -> bool tensor of its shape, True where an element is kept; or the
-            path of a file that ``save_mask`` has written. [masks of ``torch.nn.utils.prune`` that
-            the module has]
+            path of a file of them, as ``torch.save`` writes it.
         sparsity: in place of a mask: the fraction of elements that are pruned when the fit
             begins, the smallest of all parameters together.
         compute: precision of forwards and backwards. "16-true" has no loss scaler, as in
@@ -109,7 +112,8 @@ class SparseStatePrecision(Precision):
         self.precision = compute
         self._dtype = _DTYPES[compute]
         self._plain = Precision() if compute == "32-true" else HalfPrecision(compute)
-        self._choice = MaskChoice(mask=mask, sparsity=sparsity, exclude=tuple(exclude))
+        check_choice(mask, sparsity)
+        self._choice = mask, sparsity, tuple(exclude)
         self._states: list[ParameterState] = []
         self._names: dict[int, str] = {}  # of the module's parameters, by id
         self._optimizer: Optimizer | None = None  # of the fit, also behind it
@@ -120,13 +124,11 @@ class SparseStatePrecision(Precision):
     @property
     def masks(self) -> Masks:
         """Return name -> mask of each pruned parameter."""
-        return {s.name: s.layout.mask for s in self._states if isinstance(s.layout, SparseLayout)}
+        return {name: layout.mask for name, layout in self._layouts.items()}
 
     @property
-    def num_pruned(self) -> int:
-        """Return how many elements of the module's parameters are pruned."""
-        layouts = (s.layout for s in self._states if isinstance(s.layout, SparseLayout))
-        return sum(layout.shape.numel() - len(layout.index) for layout in layouts)
+    def _layouts(self) -> dict[str, SparseLayout]:
+        return {s.name: s.layout for s in self._states if isinstance(s.layout, SparseLayout)}
 
     def gradient_of(self, parameter: nn.Parameter) -> Tensor | None:
         """Return a parameter's gradient in the optimizer's step and in hooks before it.
@@ -166,7 +168,7 @@ class SparseStatePrecision(Precision):
         check_fit(module.trainer, module)
         parameters = {id(p) for p in module.parameters()}
         is_known = self._states and all(id(s.weight) in parameters for s in self._states)
-        if is_known and not has_pruned(module):
+        if is_known:
             self._plain.convert_module(module)
             for state in self._states:  # of the fit before this one
                 state.reread()
@@ -174,8 +176,7 @@ class SparseStatePrecision(Precision):
         check_weights(module, self._dtype)
         connector = module.trainer._checkpoint_connector
         checkpoint = getattr(connector, "_loaded_checkpoint", {})  # loaded, but not yet taken
-        layouts = self._choice.layouts(module, _own(checkpoint).get("index", {}))
-        warn_below_break_even(layouts.values(), self._dtype)
+        layouts = layouts_of(module, *self._choice, _own(checkpoint).get("index", {}))
         self._states = self._made(module, layouts)
         return self._plain.convert_module(module)
 
@@ -199,7 +200,7 @@ class SparseStatePrecision(Precision):
             self._names = {id(p): name for name, p in model.named_parameters()}
             for state in self._states:
                 state.to(state.weight.device)
-            optimizer = check_optimizer(optimizers, next(model.parameters()).device)
+            optimizer = check_optimizer(optimizers)
             self._trained = give_masters(optimizer, self._states)
             self._states = [s for s in self._states if s.is_compressed or s in self._trained]
             for state in self._trained:
@@ -254,13 +255,12 @@ class SparseStatePrecision(Precision):
         Raises:
             StepError: on every worker, where masks differ.
         """
-        masks = {s.name: s.layout for s in self._states if isinstance(s.layout, SparseLayout)}
-        lines = [f"{name}: {layout.digest}" for name, layout in masks.items()]
+        lines = [f"{name}: {layout.digest}" for name, layout in self._layouts.items()]
         require_same_lines(
             "masks",
             gather_texts("\n".join(lines)),
             "the same masks on every rank; read one file of them everywhere, "
-            "SparseStatePrecision(mask='ticket.safetensors')",
+            "SparseStatePrecision(mask='ticket.pt')",
         )
         self._together = together
         return SparseForms(self._states, self._trained, self._check_gradients)
@@ -276,11 +276,7 @@ class SparseStatePrecision(Precision):
         states = checkpoint["optimizer_states"]
         checkpoint["optimizer_states"] = [expanded(saved, of) for saved in states]
         checkpoint[type(self).__qualname__] = {
-            "index": {
-                s.name: s.layout.index.cpu()
-                for s in self._states
-                if isinstance(s.layout, SparseLayout)
-            },
+            "index": {name: layout.index.cpu() for name, layout in self._layouts.items()},
             "masters": self._together(
                 "masters", {s.name: x for s in self._states if (x := s.saved) is not None}
             ),
@@ -293,8 +289,7 @@ class SparseStatePrecision(Precision):
             return
         own = _own(checkpoint)
         if own:
-            sparse = {s.name: s.layout for s in self._states if isinstance(s.layout, SparseLayout)}
-            check_same(sparse, own["index"])
+            check_same(self._layouts, own["index"])
         by_name = {s.name: s for s in self._states}
         for state in self._states:
             state.reread()

@@ -14,8 +14,7 @@ from lightning_cyclic.runtime.messages import Message
 from lightning_cyclic.runtime.partial_step.batch_cutter import SplitBatch
 from lightning_cyclic.runtime.partial_step.exchange import ReadState, WriteState
 from lightning_cyclic.runtime.partial_step.stage_step import Outcome
-from lightning_cyclic.runtime.prediction.foresight import BackwardWeights, Guess
-from lightning_cyclic.runtime.recorder import Recorder
+from lightning_cyclic.runtime.prediction.foresight import Guess
 from lightning_cyclic.runtime.stages.cuts import Cuts
 from lightning_cyclic.runtime.sum_dtypes import AS_MADE, SumDtypes
 from lightning_cyclic.runtime.weight_forms import ALL, WeightForms
@@ -43,7 +42,6 @@ class StagewiseConfig:
         unscale: takes the scale of a step out of gradients of a stage there: (step, gradients).
         scaled: multiplies the share of a micro-batch in the loss of a step there.
         guess: predicts the weights of a stage, for plans that read predicted ones.
-        backward_weights: what backwards read there.
         read_state: gives what an owner must tell replicas of a stage, so that they can guess.
         write_state: takes it.
         memory_limit_bytes: most bytes of parameters on a worker, also where a hook reads the
@@ -54,7 +52,6 @@ class StagewiseConfig:
         forms: what of weights is trained, and travels. [all]
         sums: dtypes of sums of gradients.
         verify: how many of the first steps are compared with the plain one.
-        recorder: notes what this worker does, and when. [nobody does]
         is_one_stage: whether one worker has all of the module, so that nobody waits for it: a step
             may return no loss then, and a batch that cannot be cut is one micro-batch.
         is_under_autocast: whether the step computes with low-precision copies of the weights.
@@ -72,7 +69,6 @@ class StagewiseConfig:
     unscale: Callable[[int, Gradients], None] | None = None
     scaled: Scaled | None = None
     guess: Guess | None = None
-    backward_weights: BackwardWeights = "current"
     read_state: ReadState | None = None
     write_state: WriteState | None = None
     is_one_stage: bool = False
@@ -84,5 +80,4 @@ class StagewiseConfig:
     is_delayed: bool = False
     forms: WeightForms = ALL
     sums: SumDtypes = AS_MADE
-    recorder: Recorder | None = None
     verify: int = 0

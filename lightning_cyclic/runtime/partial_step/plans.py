@@ -82,7 +82,7 @@ class Plans:
             return self._config.make_plan(self._cuts.num_stages, of_all, *self._demands())
         # a batch of evaluation has a flush behind it, and reads the newest weights
         return replace(
-            usual, num_micro=of_all, schedule="gpipe", weights="sync", warmup_steps=0,
+            usual, num_micro=of_all, schedule="gpipe", weights="sync",
             late_updates=False, norms="none",
         )  # fmt: skip
 

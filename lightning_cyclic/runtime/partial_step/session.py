@@ -7,7 +7,6 @@ between steps   updates, flushes, validation, whole weights for a checkpoint
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -56,7 +55,6 @@ from lightning_cyclic.runtime.partial_step.ways import Ways
 from lightning_cyclic.runtime.partial_step.weighting import shares_of, whole_share
 from lightning_cyclic.runtime.prediction.foresight import Foresight
 from lightning_cyclic.runtime.randomness import undisturbed
-from lightning_cyclic.runtime.recorder import add_updates
 from lightning_cyclic.runtime.shelf import New
 from lightning_cyclic.runtime.snapshot import generators_of
 from lightning_cyclic.runtime.stages.cuts import Cuts
@@ -118,7 +116,6 @@ class StagewiseSession:
         self._evaluations = 0
         self._evaluated = ""  # the kind of the step of evaluation under way
         self._ended = -1  # the last step that a flush has ended
-        self._update_began_ns = 0
         self.was_finite: bool | None = None  # gradients of all stages; None: nobody has asked
         self._rest: list[Action] = []  # of a step whose update is made outside
         self._summarise: dict[int, Summarise] = {}
@@ -262,8 +259,6 @@ class StagewiseSession:
             self.program.flow, self._messages, self._exchange, self._exchange, self
         )
         self.flight = self._worker.flight
-        if self.config.recorder is not None:
-            self._worker.record(self.config.recorder)
         for j in range(plan.num_stages):
             layout = self.norms.layout(j, self._messages)
             self._messages.know(Payload.N, j, layout)  # received ahead, several at once
@@ -393,7 +388,7 @@ class StagewiseSession:
         if plan.axes.weights.looks_ahead:
             ownership.refuse_ties(plan.weights)
             assert self.config.guess is not None
-            foresight = Foresight(plan, stages, self.config.guess, self.config.backward_weights)
+            foresight = Foresight(plan, stages, self.config.guess)
         forms = self.config.forms
         return Versions(self.module, plan, stages, self.t, readers, foresight, forms)
 
@@ -582,7 +577,6 @@ class StagewiseSession:
 
     def begin_update(self) -> None:
         """Make room for the next version of all stages, where older ones are still read."""
-        self._update_began_ns = time.perf_counter_ns()
         self.foreign.begin_update()
         if self.versions is not None:
             for j in self.ownership.stages:
@@ -590,9 +584,6 @@ class StagewiseSession:
 
     def end_step(self) -> None:
         """Send on what an update has changed, and count the step."""
-        if self.config.recorder is not None:  # it was made outside, as no action
-            stages = [a.j for a in self._rest if a.kind is Kind.UPDATE]
-            add_updates(self.config.recorder, self.t, stages, self._update_began_ns)
         if any(a.payload is Payload.N for a in self._rest):  # nobody has clipped by them
             self.tell_norms()
         self._worker.flight.note(a for a in self._rest if a.kind is Kind.UPDATE)

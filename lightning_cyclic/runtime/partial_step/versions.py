@@ -128,7 +128,7 @@ class Versions:
     @property
     def overwrites(self) -> bool:
         """Say whether guesses for forwards are written over the ones before."""
-        return self._foresight is not None and self._foresight.backward_weights == "current"
+        return self._foresight is not None
 
     def newest(self, j: int) -> int:
         """Return the version that the module's own parameters of stage ``j`` hold."""
@@ -155,15 +155,6 @@ class Versions:
         with self._in_place(versions):
             yield versions
 
-    def recomputes(self, a: Action) -> bool:
-        """Say whether the stage of a forward is run again because its weights were a guess."""
-        foresight = self._foresight
-        return (
-            foresight is not None
-            and foresight.backward_weights == "recompute"
-            and foresight.looks_ahead(a)
-        )
-
     @contextmanager
     def shown_again(
         self, a: Action, versions: tuple[Version, ...]
@@ -174,11 +165,10 @@ class Versions:
             a: the backward.
             versions: of its forward.
         """
-        foresight = self._foresight
-        if foresight is not None and foresight.backward_weights != "predicted":
+        if self._foresight is not None:
             newest = self._newest[a.j]
-            if self._plan.backward_horizon(a.t, a.j) > 0:
-                versions = (self._made(a.j, foresight.backward(a.j, newest)),)
+            if self._plan.backward_horizon(a.j) > 0:
+                versions = (self._made(a.j, self._foresight.backward(a.j, newest)),)
             else:
                 versions = (self._version(a.j, newest),)
         with self._in_place(versions):
@@ -254,8 +244,6 @@ class Versions:
     def _predicted(self, a: Action) -> Version:
         assert self._foresight is not None
         values = self._foresight.forward(a, self._newest[a.j])
-        if self._foresight.backward_weights != "current":
-            return self._made(a.j, values)
         version = self._overwritten.get(a.j)
         if version is None:
             version = self._overwritten[a.j] = self._made(a.j, values)

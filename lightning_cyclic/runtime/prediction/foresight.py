@@ -1,19 +1,17 @@
 """Foresight: the predicted weights that forwards read under the ``predicted`` rule.
 
-    backward_weights   what the weights in the graph are when the backward comes
-    "current"          the newest, or a new guess for rules that guess again; what the forward
-                       computed with them stays. One stand-in per stage serves all micro-batches
-    "predicted"        those of the forward: a stand-in for each micro-batch under way
-    "recompute"        the newest, and the stage is run again with them
+When the backward comes, the weights in the graph are others: the newest (PipeOptim), or a new
+guess (SpecTrain). What the forward computed with them stays. So one stand-in for each stage serves
+all micro-batches.
 
-Under autocast a graph holds low-precision copies of the weights, so that "current" becomes
-"predicted" there: only "recompute" sees the newest weights in both.
+Under autocast a graph holds low-precision copies of the weights, so that a backward reads those
+that its forward predicted.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal, TypeAlias, final
+from typing import TypeAlias, final
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +20,6 @@ from lightning_cyclic.plan import Plan
 from lightning_cyclic.plan.actions import Action
 from lightning_cyclic.runtime.unseen_changes import unseen
 
-BackwardWeights: TypeAlias = Literal["current", "predicted", "recompute"]
 Guess: TypeAlias = Callable[[int, Sequence[nn.Parameter], int, int], list[Tensor]]
 """(stage, its parameters, the version that they hold, updates to look ahead) -> values."""
 Values: TypeAlias = dict[str, Tensor]
@@ -36,7 +33,6 @@ class Foresight:
         plan: says how far forwards and backwards look ahead.
         stages: stage -> name -> trained parameter.
         guess: looks ahead from a stage's own parameters.
-        backward_weights: what a backward reads.
     """
 
     def __init__(
@@ -44,9 +40,7 @@ class Foresight:
         plan: Plan,
         stages: Mapping[int, Mapping[str, nn.Parameter]],
         guess: Guess,
-        backward_weights: BackwardWeights,
     ) -> None:
-        self.backward_weights = backward_weights
         self._plan = plan
         self._stages = stages
         self._guess = guess
@@ -69,7 +63,7 @@ class Foresight:
         """Say whether the forward or the backward of a micro-batch reads a guess."""
         assert a.i is not None
         plan = self._plan
-        return plan.horizon(a.t, a.i, a.j) > 0 or plan.backward_horizon(a.t, a.j) > 0
+        return plan.horizon(a.t, a.i, a.j) > 0 or plan.backward_horizon(a.j) > 0
 
     def forward(self, a: Action, newest: int) -> Values:
         """Return what a forward reads.
@@ -86,9 +80,8 @@ class Foresight:
         return values
 
     def backward(self, j: int, newest: int) -> Values:
-        """Return what a backward reads under "current" and "recompute"."""
-        # a backward of a synchronous step t reads version t; those of later ones, newer versions
-        return self._look(j, newest, self._plan.backward_horizon(newest, j))
+        """Return what a backward reads."""
+        return self._look(j, newest, self._plan.backward_horizon(j))
 
     def reserve(self, a: Action, newest: int) -> None:
         """Guess now for a forward that would run before the next update, but for a flush."""
@@ -135,7 +128,7 @@ class Foresight:
 
 
 def overwrite(parameters: Mapping[str, nn.Parameter], values: Values) -> None:
-    """Change values that graphs hold, unseen by autograd: this is what "current" means."""
+    """Change values that graphs hold, unseen by autograd."""
     held = [parameters[n] for n in values]
     with torch.no_grad(), unseen(held):
         for q, x in zip(held, values.values(), strict=True):

@@ -7,14 +7,10 @@ key for each of its draws. A whole step skips nothing, and only has to follow:
     first call of stage j    begin its stream                        a hook
     module with parameters   draws from the stream                   a hook stops the watch
     code between them        each draw has the key of its number     a TorchFunctionMode watches
-
-Behind the first step only modules that were called from outside of others keep their hooks. A
-draw that seems to be of code between them is looked up on the call stack.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, final
@@ -49,20 +45,17 @@ class KeyedDraws:
         self._watch = _Watch()
         begins = {path: j for j, path in enumerate(starts, start=1)}
         split = {"", *(above for path in begins for above in _above(path))}
-        self._ends = {
-            m: self._hook(m, begins.get(path, 0))
+        self._ends = [
+            self._hook(m, begins.get(path, 0))
             for path, m in named_modules(module)
             if path not in split and (path in begins or _has_parameters(m))
-        }
+        ]
 
     @contextmanager
     def keyed(self, seed: int, t: int, i: int) -> Iterator[None]:
         """Run the body, which is micro-batch ``i`` of step ``t``; disturb no generator."""
         with undisturbed(self._device), self._watch.over(Randomness(seed, t, i, self._device)):
             yield
-        if self._watch.notes:
-            self._watch.notes = False
-            self._unhook_inner()
 
     def aside(self) -> AbstractContextManager[None]:
         """Run the body, in the middle of a step, as what does not belong to it."""
@@ -70,23 +63,13 @@ class KeyedDraws:
 
     def remove(self) -> None:
         """Take the hooks off the module."""
-        for end in self._ends.values():
+        for end in self._ends:
             end()
-
-    def _unhook_inner(self) -> None:
-        """Take the hooks off modules that only other modules have called: they say nothing new."""
-        for m, was_outermost in self._watch.called.items():
-            if not was_outermost:
-                self._ends.pop(m, _nothing)()  # none of a copy
-                self._watch.unhooked.add(m)
-        self._watch.called.clear()
 
     def _hook(self, module: nn.Module, begins: int) -> Callable[[], None]:
         watch = self._watch  # not self: a module may be copied with its hooks
 
         def before(module: nn.Module) -> None:
-            if watch.notes:
-                watch.note(module, begins)
             watch.enter(begins)
 
         # innermost: the hooks of users run where a module is skipped, too, and are no part of it
@@ -104,9 +87,6 @@ class _Watch(TorchFunctionMode):
         self._depth = 0  # of calls of modules that are under way
         self._is_off = False
         self.aside = _Aside(self)
-        self.called: dict[nn.Module, bool] = {}  # whether from outside of others, or a stage's own
-        self.unhooked: set[nn.Module] = set()
-        self.notes = True  # what is called
 
     @contextmanager
     def over(self, randomness: Randomness) -> Iterator[None]:
@@ -119,12 +99,6 @@ class _Watch(TorchFunctionMode):
                 yield
         finally:
             self._randomness = None
-
-    def note(self, module: nn.Module, begins: int) -> None:
-        """Note that a module is about to be called."""
-        if self._randomness is not None:
-            was_outermost = self.called.get(module, False)
-            self.called[module] = was_outermost or self._depth == 0 or begins > 0
 
     def enter(self, begins: int) -> None:
         """Begin a module's call, with which a stage may begin."""
@@ -152,24 +126,10 @@ class _Watch(TorchFunctionMode):
     @override
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         randomness = self._randomness
-        is_glue = self._depth == 0 and randomness is not None and is_random(func)
-        if is_glue and not self._is_in_module():
-            assert randomness is not None
+        if self._depth == 0 and randomness is not None and is_random(func):
             with randomness.of_glue():
                 return func(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
-
-    def _is_in_module(self) -> bool:
-        """Say whether a module without hooks, which others called till now, has been called."""
-        frame = sys._getframe(2) if self.unhooked else None
-        while frame is not None:
-            if frame.f_code is _CALL and frame.f_locals.get("self") in self.unhooked:
-                return True
-            frame = frame.f_back
-        return False
-
-
-_CALL = nn.Module._wrapped_call_impl.__code__
 
 
 @final
@@ -184,10 +144,6 @@ class _Aside(AbstractContextManager[None]):
 
     def __exit__(self, *args: object) -> None:
         self._watch.leave()
-
-
-def _nothing() -> None:
-    pass
 
 
 def _above(path: str) -> Iterator[str]:

@@ -11,7 +11,6 @@ step t in ``p.grad``, and the callee changes the parameters in place.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -26,7 +25,6 @@ from lightning_cyclic.plan import Plan
 from lightning_cyclic.plan.actions import Action, Kind, Lane, Payload
 from lightning_cyclic.plan.dataflow import Datum, Item
 from lightning_cyclic.plan.passes.messages import is_for_one_use
-from lightning_cyclic.plan.passes.sums import MOST_BEHIND
 from lightning_cyclic.runtime.absent import is_absent
 from lightning_cyclic.runtime.flight_recorder import FlightRecorder
 from lightning_cyclic.runtime.gradient_store import GradientStore, Sum
@@ -48,7 +46,6 @@ from lightning_cyclic.runtime.whole_step.shards import (
     refuse_block,
     refuse_return,
 )
-from lightning_cyclic.runtime.whole_step.step_recorder import StepRecorder
 from lightning_cyclic.runtime.whole_step.versions import VersionStore
 from lightning_cyclic.runtime.whole_step.words import Word, Words
 from lightning_cyclic.runtime.worker import Worker
@@ -126,15 +123,9 @@ class Engine:
         device = next((p.device for p in named.values()), torch.device("cpu"))
         depths = plan.program.depths
         self._line = transport.connect(plan.program)
-        # no rank has room for all, so that memory is used again, and who is ahead waits
-        self._is_lean, self._begun_s = (
-            any(is_absent(named[n]) for s in stages.stages for n in s.parameters),
-            time.monotonic(),
-        )
         self._messages = Messages(
-            self._line, depths, self._waiter.wait, device,
-            is_lean=self._is_lean, num_chunks=plan.chunks,
-        )  # fmt: skip
+            self._line, depths, self._waiter.wait, device, num_chunks=plan.chunks
+        )
         keeps = not plan.axes.sharding.gathers
         self.stores = [
             VersionStore(
@@ -163,7 +154,6 @@ class Engine:
         self._worker = Worker(
             plan.program.flow, self._messages, hooks, self._exchange, hooks, lanes,
             lambda: transport.timeout_s * 1.1 + 1,
-            MOST_BEHIND * plan.chunks if self._is_lean else None,
         )  # fmt: skip
         for j in range(plan.num_stages):
             for payload, layout in self._exchange.layouts(j).items():
@@ -183,13 +173,6 @@ class Engine:
     def flight(self) -> FlightRecorder:
         """Return what keeps the last actions of this worker."""
         return self._worker.flight
-
-    def record(self, recorder: StepRecorder) -> None:
-        """Have recorded what is done from now on; before the first step."""
-        self._worker.record(recorder)
-        self._update = recorder.updating(self._update)
-        self._entrances.enter = recorder.interrupting(self._entrances.enter)
-        self._collector.hand_over = recorder.interrupting(self._collector.hand_over)
 
     def note_outcomes(self, outcomes: Outcomes) -> None:
         """Note from now on how updates came out, of all versions that are made or read here."""
@@ -310,18 +293,10 @@ class Engine:
 
     def _begin(self, *, starts: bool) -> None:
         self._shown.free_all()  # what a flush has brought
-        self._take_patience()
         program = self.plan.program
         self._actions = program.step(self._w, self.t, ended=self._ended, starts=starts)
         self._at, self._entered, self._round = 0, -1, 0
         self._older = self._find_older()
-
-    def _take_patience(self) -> None:
-        """Wait, where memory is scarce, for who takes gradients late: half a step in each."""
-        now_s = time.monotonic()
-        if self._is_lean:
-            self._messages.patience_s = (now_s - self._begun_s) / 2
-        self._begun_s = now_s
 
     def _find_older(self) -> dict[int, int]:
         """Return own stage -> after how many actions of the step it needs no older version.
@@ -376,8 +351,7 @@ class Engine:
 
     def _hand_over(self, j: int, grads: list[Tensor | None]) -> None:
         is_last = self._round == self.plan.rounds - 1  # which speaks for the whole step
-        found = self._exchange.laid(j, Sum(grads, self._words.said() if is_last else 0))
-        self._grads.extend(self.t, j, found)
+        self._grads.extend(self.t, j, Sum(grads, self._words.said() if is_last else 0))
         self._run_to(Kind.B, j)
         self._run_on()
 
@@ -564,9 +538,7 @@ class Engine:
                 each = zip(stage.parameters, before, now, strict=True)
                 resting = self.stages.untrained  # but what was frozen just now has two versions
                 previous |= {
-                    n: x if self._is_lean else x.clone()  # where it is lean, into a file
-                    for n, x, y in each
-                    if n not in resting or not torch.equal(x, y)
+                    n: x.clone() for n, x, y in each if n not in resting or not torch.equal(x, y)
                 }
         return EngineState(t=self.t, previous=previous)
 

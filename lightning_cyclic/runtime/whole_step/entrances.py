@@ -37,7 +37,7 @@ class Entrances:
         enter_again: Callable[[int], None] | None = None,
     ) -> None:
         self._stages = stages
-        self.enter = enter
+        self._enter = enter
         self._enter_again = enter_again
         self._worker = worker
         self._open = False
@@ -81,7 +81,7 @@ class Entrances:
 
         def enter(_: nn.Module) -> None:
             if self._open:
-                self.enter(j)
+                self._enter(j)
                 self._order.append(j)
             elif self._enter_again is not None:
                 self._enter_again(j)

@@ -69,9 +69,12 @@ class Exchange:
         pairs = list(zip(stores, trained, strict=True))
         dtypes = grads.dtypes
         self._sum_layouts = [self._layout_of(*pair, dtypes.of_sums) for pair in pairs]
-        self._gradient_layouts = [self._layout_of(*pair, dtypes.of_gradients) for pair in pairs]
         # of gradients that travel to be added: where their sum travels, too, it lies as they do
-        self._added_layouts = self._sum_layouts if sums_travel else self._gradient_layouts
+        self._added_layouts = (
+            self._sum_layouts
+            if sums_travel
+            else [self._layout_of(*pair, dtypes.of_gradients) for pair in pairs]
+        )
         self._parameter_layouts = [self._layout_of(store, store.parameters) for store in stores]
         self._check_chunks()
         self.shards: Shards | None = None  # where workers hold what they use alone
@@ -121,24 +124,6 @@ class Exchange:
         )
         as_sent = [_like(x, dtype_of(x.dtype)) for x in sent]
         return self._messages.layout(as_sent, keeps=store.layout.keeps)
-
-    def laid(self, j: int, found: Sum) -> Sum:
-        """Lay gradients of this worker into a buffer, where memory comes and goes.
-
-        They may wait long for those that come first in the addition. Where autograd has made
-        them they would keep what is freed around them from being used for anything larger.
-        """
-        layout = self._gradient_layouts[j]
-        laid = zip(layout.specs, found.grads, strict=True)
-        keeps_bits = all(x is None or x.dtype == spec.dtype for spec, x in laid)
-        if not layout.is_lent or found.buffer is not None or not keeps_bits:
-            return found
-        buffer = self._messages.room(layout)
-        buffer.write(found.grads)
-        pairs = zip(buffer.tensors, found.grads, strict=True)
-        grads = [None if x is None else view for view, x in pairs]
-        found.grads.clear()  # backward may hold the list, until this has been done
-        return Sum(grads, found.word, buffer)
 
     def add(self, a: Action) -> None:
         """Add gradients that came, or the own, to the sum, which comes first in the addition."""

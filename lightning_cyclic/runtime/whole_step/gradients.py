@@ -39,7 +39,7 @@ class GradientCollector:
         lasting: Collection[int] = (),
     ) -> None:
         self._holders = holders
-        self.hand_over = hand_over
+        self._hand_over = hand_over
         self._worker = worker
         self._lasting = lasting
         self._counts = [0] * len(parameters)
@@ -116,4 +116,4 @@ class GradientCollector:
         grads = [p.grad for p in self._holders[j]]
         for p in self._holders[j]:
             p.grad = None
-        self.hand_over(j, grads)
+        self._hand_over(j, grads)

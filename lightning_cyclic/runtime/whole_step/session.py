@@ -27,11 +27,9 @@ from lightning_cyclic.runtime.agreement import Together, put_together, sent_to_r
 from lightning_cyclic.runtime.failure_words import words_of
 from lightning_cyclic.runtime.flight_recorder import FlightRecorder
 from lightning_cyclic.runtime.foreign_weights import ForeignWeights
-from lightning_cyclic.runtime.freed_memory import FreedMemory, keep_nothing_large
 from lightning_cyclic.runtime.late_values import LateValues
 from lightning_cyclic.runtime.lending import lending, num_bytes_of
 from lightning_cyclic.runtime.loss_scaling import Outcomes
-from lightning_cyclic.runtime.recorder import Recorder
 from lightning_cyclic.runtime.shelf import New
 from lightning_cyclic.runtime.stages.profile import Profile
 from lightning_cyclic.runtime.stages.stage_map import StageMap, make_stages
@@ -46,7 +44,6 @@ from lightning_cyclic.runtime.weight_watch import Weights, WeightWatch, changed_
 from lightning_cyclic.runtime.whole_step.bootstrap import FirstStep
 from lightning_cyclic.runtime.whole_step.draws import KeyedDraws
 from lightning_cyclic.runtime.whole_step.engine import Engine, EngineState, Update
-from lightning_cyclic.runtime.whole_step.step_recorder import StepRecorder, Unrecorded
 
 _LEAST_BYTES = 3 << 19  # of a fine stage: below, its messages cost more than they overlap
 _MOST_FINE = 8
@@ -74,7 +71,6 @@ class SessionConfig:
         forms: what of weights is trained, and travels. [all]
         sums: dtypes of sums of gradients.
         say: tells the user, once.
-        recorder: notes what this worker does, and when. [nobody does]
     """
 
     make_plan: Callable[[int, tuple[int, ...], tuple[int, ...], int], Plan]
@@ -90,7 +86,6 @@ class SessionConfig:
     forms: WeightForms = ALL
     sums: SumDtypes = AS_MADE
     say: Callable[[str], None] = print
-    recorder: Recorder | None = None
 
 
 def auto_stages(num_workers: int, num_bytes: int) -> int:
@@ -149,7 +144,6 @@ class Session:
         self.stages: StageMap | None = None
         # made here, by all workers at once, so that a failure in the first step has a board
         self.transport = self._new_transport()
-        self._recorder = StepRecorder(config.recorder) if config.recorder else Unrecorded()
         self._first: FirstStep | None = FirstStep(module, parameters, self.group)
         # stages that are chosen in the first step are not known in it: it draws as one stage
         named = () if isinstance(config.stages, int | str) else config.stages
@@ -292,7 +286,7 @@ class Session:
             self._begin_watch()
         with self._draws.keyed(self._seed, self.t, key):
             if self.engine is not None:
-                with self.engine.forward(first=first, last=last), self._recorder.running():
+                with self.engine.forward(first=first, last=last):
                     yield
             else:
                 with self._first_forward(batch, first=first, last=last):
@@ -318,7 +312,7 @@ class Session:
             yield
             return
         _scale_gradient(loss, self.engine.plan.num_micro // self.engine.plan.rounds)
-        with self._recorder.reversing(), self.engine.backward(last_of_window=last):
+        with self.engine.backward(last_of_window=last):
             yield
 
     def end_step(self) -> None:
@@ -474,7 +468,7 @@ class Session:
         if first:
             with self.naming_peers("to send the buffers of the module", self._worker - 1):
                 self._first.receive()
-        with self._recorder.finding(), self._first.forward(batch, first=first):
+        with self._first.forward(batch, first=first):
             yield
         if last:
             with self.naming_peers("to take the buffers of the module", self._worker + 1):
@@ -547,7 +541,6 @@ class Session:
         if self.foreign is not None:
             self.foreign.withdraw()
         if self.is_apart:
-            keep_nothing_large()
             self._take_own(plan)
         self.engine = Engine(
             self._module,
@@ -568,9 +561,7 @@ class Session:
         if self._config.outcomes is not None:
             self.engine.note_outcomes(self._config.outcomes)
         if self.is_apart:
-            FreedMemory().give_back()  # the values that were made are where versions lie
             self._share_foreign(self.engine)
-        self._recorder.attach(self.engine)
         if self.stop_requested:
             self.engine.request_stop()
         self._watch_buffers(stages)

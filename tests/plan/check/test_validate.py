@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 
 from lightning_cyclic.errors import PlanError, ValidationError
 from lightning_cyclic.plan import PRESETS, make_plan
-from lightning_cyclic.plan.actions import Kind, Lane, Payload, from_csv, parse, to_csv
+from lightning_cyclic.plan.actions import Kind, parse
 from lightning_cyclic.plan.check.proof import KEPT, probe
 from lightning_cyclic.plan.check.replay import Replay
 from lightning_cyclic.plan.check.validate import validate
 from lightning_cyclic.plan.passes.messages import ring_of
-from lightning_cyclic.plan.passes.sums import MOST_BEHIND
 from lightning_cyclic.plan.plan import Plan
+from tests.program_texts import from_text, to_text
 
 PLANS = {name: make_plan(name, num_stages=3, num_workers=3, relayed=[1]) for name in PRESETS} | {
     f"cyclic_zero, {len(relayed)} relayed in rounds": make_plan(
@@ -33,7 +33,7 @@ def swapped(program, first, second):
 
 
 def with_worker(plan, w, program):
-    programs = from_csv(to_csv(plan.programs))
+    programs = from_text(to_text(plan.programs))
     return (*programs[:w], program(programs[w]), *programs[w + 1 :])
 
 
@@ -50,7 +50,7 @@ def refusal(plan, programs):
 
 @pytest.mark.parametrize("name", PLANS)
 def test_programs_survive_text(name):
-    validate(PLANS[name], from_csv(to_csv(PLANS[name].programs)))
+    validate(PLANS[name], from_text(to_text(PLANS[name].programs)))
 
 
 @given(name=st.sampled_from(sorted(PLANS)), data=st.data())
@@ -124,7 +124,7 @@ def test_a_round_before_the_one_whose_gradient_it_adds_to():
 
 def test_a_sum_that_leaves_before_the_last_round():
     plan = make_plan("cyclic_dp", num_stages=1, num_workers=2, num_micro=4, num_steps=1)
-    programs = from_csv(to_csv(plan.programs).replace("_S2", "_S0"))  # at both ends
+    programs = from_text(to_text(plan.programs).replace("_S2", "_S0"))  # at both ends
     assert "0SEND_S0>1#0" in refusal(plan, programs)
 
 
@@ -165,7 +165,6 @@ LARGE = {"preset": "cyclic_dp", "num_stages": 64, "num_workers": 64, "proved": F
 WITH = {  # a field of a plan that has a default -> what a large plan is made with to have another
     "width": {"preset": "1f1b", "num_workers": 128, "width": 2},
     "tied": {"preset": "1f1b", "tied": [(1, 2)]},
-    "warmup_steps": {"preset": "pipedream_2bw", "warmup_steps": 1},
     "late_updates": {"preset": "pipedream_2bw", "late_updates": True},
     "norms": {"norms": "owners", "slack": 0},
     "relayed_until": {"relayed": [5], "relayed_until": [6]},
@@ -283,31 +282,3 @@ def test_no_step_ends_with_what_waits_for_the_next_steps_of_others(preset):
         replay.check_step_ended()
     replay.run([first, second[second.index(update) + 1 :]])
     replay.check_step_ended()
-
-
-@pytest.mark.parametrize(
-    ("preset", "num_early", "is_refused"),
-    [
-        ("cyclic_zero", MOST_BEHIND, False),
-        ("cyclic_zero", MOST_BEHIND + 1, True),
-        ("cyclic_dp", MOST_BEHIND + 1, False),  # sums go round, and no owner waits
-    ],
-)
-def test_an_owner_that_is_ahead_waits_where_too_many_additions_do(preset, num_early, is_refused):
-    """Additions wait for gradients of workers that wait for weights, which the owner sends."""
-    plan = make_plan(preset, num_stages=6, num_workers=6, num_steps=1)
-
-    def ahead(program):
-        of_sums = [
-            a for a in program
-            if a.lane is Lane.SUMS or (a.kind is Kind.RECV and a.payload is Payload.H)
-        ]  # fmt: skip
-        waiting = [n for n, a in enumerate(of_sums) if a.kind is not Kind.RECV]
-        early = of_sums[: waiting[num_early - 1] + 1]
-        return (*early, *(a for a in program if a not in early))
-
-    programs = with_worker(plan, plan.owner(0), ahead)
-    if is_refused:
-        assert "waits for ever for a message" in refusal(plan, programs)
-    else:
-        validate(plan, programs)

@@ -4,8 +4,9 @@ import pytest
 
 from lightning_cyclic.errors import ValidationError
 from lightning_cyclic.plan import PRESETS, make_plan
-from lightning_cyclic.plan.actions import Kind, Payload, from_csv, parse, to_csv
+from lightning_cyclic.plan.actions import Kind, Payload, parse
 from lightning_cyclic.plan.check.validate import validate
+from tests.program_texts import from_text, to_text
 
 PIPELINED = [name for name, preset in PRESETS.items() if preset.placement == "pipelined"]
 
@@ -22,7 +23,7 @@ def of(plan, payload):
 
 def moved(plan, w, text, behind):
     """Return the programs with one action of worker w moved behind another."""
-    programs = [list(program) for program in from_csv(to_csv(plan.programs))]
+    programs = [list(program) for program in from_text(to_text(plan.programs))]
     programs[w].remove(parse(text))
     programs[w].insert(programs[w].index(parse(behind)) + 1, parse(text))
     return tuple(map(tuple, programs))

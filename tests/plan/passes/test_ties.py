@@ -4,9 +4,10 @@ import pytest
 
 from lightning_cyclic.errors import ValidationError
 from lightning_cyclic.plan import make_plan
-from lightning_cyclic.plan.actions import Kind, Payload, from_csv, parse, to_csv
+from lightning_cyclic.plan.actions import Kind, Payload, parse
 from lightning_cyclic.plan.check.validate import validate
 from lightning_cyclic.plan.passes.ties import first_users, later_users
+from tests.program_texts import from_text, to_text
 
 
 def plan_of(num_stages=4, num_workers=4, **numbers):
@@ -25,7 +26,7 @@ def text_of(plan, w, *payloads):
 
 
 def swapped(plan, w, first, second):
-    programs = [list(program) for program in from_csv(to_csv(plan.programs))]
+    programs = [list(program) for program in from_text(to_text(plan.programs))]
     m, n = programs[w].index(parse(first)), programs[w].index(parse(second))
     programs[w][m], programs[w][n] = programs[w][n], programs[w][m]
     return tuple(map(tuple, programs))

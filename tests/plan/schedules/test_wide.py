@@ -8,11 +8,12 @@ from hypothesis import strategies as st
 
 from lightning_cyclic.errors import ValidationError
 from lightning_cyclic.plan import make_plan
-from lightning_cyclic.plan.actions import Kind, Payload, from_csv, to_csv
+from lightning_cyclic.plan.actions import Kind, Payload
 from lightning_cyclic.plan.check.proof import probe
 from lightning_cyclic.plan.check.validate import validate
 from lightning_cyclic.plan.clock import Entry, picture
 from lightning_cyclic.plan.dataflow import live_activations
+from tests.program_texts import from_text, to_text
 
 
 def test_timetable():
@@ -51,7 +52,7 @@ def wide(draw):
 def test_any_numbers_make_a_program_that_holds(numbers):
     plan = make_plan(**numbers)
     validate(plan)
-    validate(plan, from_csv(to_csv(plan.programs)))
+    validate(plan, from_text(to_text(plan.programs)))
 
 
 @given(wide())

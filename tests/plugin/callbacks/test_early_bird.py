@@ -10,12 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_cyclic import (
-    ConfigurationError,
-    EarlyBirdPruning,
-    SparseStatePrecision,
-    load_mask,
-)
+from lightning_cyclic import ConfigurationError, EarlyBirdPruning, SparseStatePrecision
 from lightning_cyclic.plugin.precision.masks import magnitude_masks, prunable
 from tests import pruned as t
 
@@ -62,13 +57,13 @@ def test_newest_mask_is_compared_with_each_other_of_the_window() -> None:
 
 
 def test_training_goes_on_where_it_is_not_to_stop(tmp_path: Path) -> None:
-    ticket = steady(stop=False, path=tmp_path / "ticket.safetensors")
+    ticket = steady(stop=False, path=tmp_path / "ticket.pt")
     _, trainer = search(ticket)
     assert trainer.current_epoch == 20
     assert ticket.mask is not None
     assert ticket.epoch is not None
     assert ticket.epoch < 19
-    written = load_mask(tmp_path / "ticket.safetensors")
+    written = torch.load(tmp_path / "ticket.pt")
     assert written.keys() == ticket.mask.keys()
     assert all(torch.equal(written[n], mask) for n, mask in ticket.mask.items())
 
@@ -107,41 +102,6 @@ def test_search_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
     assert all(torch.equal(again.mask[n], mask) for n, mask in whole.mask.items())
 
 
-# ---------------------------------------------------------------------- channels
-
-
-def convolutions() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Unflatten(1, (1, t.WIDTH)), nn.Conv1d(1, 6, 3, padding=1), nn.BatchNorm1d(6), nn.ReLU(),
-        nn.Conv1d(6, 8, 3, padding=1), nn.BatchNorm1d(8), nn.ReLU(), nn.Conv1d(8, 1, 1),
-        nn.Flatten(),
-    )  # fmt: skip
-
-
-def test_channels_of_small_scale_are_pruned() -> None:
-    ticket = steady(score="bn_gamma")
-    module, _ = search(ticket, convolutions)
-    assert ticket.mask is not None
-    scales = {k: module.net[k].weight.detach().abs() for k in (2, 5)}
-    every = torch.cat(list(scales.values())).sort().values
-    for k, conv in ((2, 1), (5, 4)):
-        kept = scales[k] > every[6]  # half of 14
-        assert torch.equal(ticket.mask[f"net.{k}.weight"], kept)
-        assert torch.equal(ticket.mask[f"net.{k}.bias"], kept)
-        rows = ticket.mask[f"net.{conv}.weight"]
-        assert torch.equal(rows, kept.view(-1, 1, 1).expand(rows.shape))
-    assert len(ticket.mask) == 6
-    t.trainer(SparseStatePrecision(mask=ticket.mask)).fit(module, t.loader(t.batches(2)))
-    pruned = ~ticket.mask["net.2.weight"]
-    assert bool((module.net[2](torch.ones(2, 6, 4).bfloat16())[:, pruned] == 0).all())
-
-
-def test_a_module_without_batchnorm() -> None:
-    with pytest.raises(ConfigurationError, match=r"'bn_gamma', but Regression has no BatchNorm"):
-        search(steady(score="bn_gamma"))
-
-
 # ---------------------------------------------------------------------- bad input
 
 BAD: list[tuple[dict[str, Any], str]] = [
@@ -150,7 +110,6 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"window": 2.5}, r"window=2.5"),
     ({"tolerance": 1.0}, r"tolerance=1.0; allowed: a fraction"),
     ({"tolerance": -0.1}, r"tolerance=-0.1"),
-    ({"score": "taylor"}, r"score 'taylor' is unknown; allowed: magnitude, bn_gamma"),
 ]
 
 

@@ -83,24 +83,19 @@ def test_float32_wants_float32() -> None:
         fit(t.Regression(t.mlp().double()), compute="32-true")
 
 
-@pytest.mark.parametrize("name", ["Adafactor", "Muon"])
+@pytest.mark.parametrize("name", ["Adafactor", "Muon", "LBFGS"])
 def test_optimizers_that_look_at_several_elements(name: str) -> None:
     def make(parameters: Any) -> Any:
         return getattr(torch.optim, name)([p for p in parameters if p.ndim == 2])
 
-    with pytest.raises(ConfigurationError, match=rf"{name}.step\(\) gives elements other values"):
+    with pytest.raises(ConfigurationError, match=rf"nothing says that {name} updates"):
         fit(t.Regression(t.mlp(), make))
-
-
-def test_optimizers_that_cannot_be_tried() -> None:
-    with pytest.raises(ConfigurationError, match=r"LBFGS.step\(\) could not be tried"):
-        fit(t.Regression(t.mlp(), torch.optim.LBFGS))
 
 
 def test_several_optimizers() -> None:
     optimizers = [torch.optim.SGD(t.mlp().parameters(), lr=0.1) for _ in range(2)]
     with pytest.raises(ConfigurationError, match=r"returned 2 optimizers; allowed: 1 under Spar"):
-        check_optimizer(optimizers, torch.device("cpu"))
+        check_optimizer(optimizers)
 
 
 class Unfreeze(Callback):
@@ -117,13 +112,3 @@ def test_unfreezing_within_the_fit() -> None:
     module = t.Regression(t.mlp())
     module.net[2].requires_grad_(False)
     fit(module, flags={"callbacks": [Unfreeze()]}, compute="32-true")
-
-
-@pytest.mark.parametrize(
-    ("compute", "sparsity", "figure"),
-    [("bf16-true", 0.1, "takes 21.8 bytes .* dense training 20 .* from 0.182 on"),
-     ("32-true", 0.3, "takes 18.0 bytes .* dense training 16 .* from 0.400 on")],
-)  # fmt: skip
-def test_too_little_sparsity_to_save_memory(compute: Any, sparsity: float, figure: str) -> None:
-    with pytest.warns(UserWarning, match=figure):
-        fit(compute=compute, sparsity=sparsity)

@@ -1,8 +1,7 @@
-"""Masks: read, written, drawn by magnitude, and taken from torch.nn.utils.prune."""
+"""Masks: given, read, drawn by magnitude, and those of a checkpoint."""
 
 from __future__ import annotations
 
-import builtins
 from pathlib import Path
 from typing import Any
 
@@ -13,37 +12,9 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn.utils import prune
 
-from lightning_cyclic import ConfigurationError, load_mask, save_mask
+from lightning_cyclic import ConfigurationError
 from lightning_cyclic.plugin.precision import masks as m
 from tests import pruned as t
-
-
-def test_files(tmp_path: Path) -> None:
-    masks = t.random_masks(t.mlp())
-    save_mask(masks | {"odd": masks["0.weight"].t()}, tmp_path / "a.safetensors")
-    found = load_mask(str(tmp_path / "a.safetensors"))
-    assert torch.equal(found.pop("odd"), masks["0.weight"].t())
-    assert all(torch.equal(found[n], mask) for n, mask in masks.items())
-    assert found.keys() == masks.keys()
-
-
-def test_no_file(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match=r"is no file; allowed: a safetensors file"):
-        load_mask(tmp_path / "b.safetensors")
-
-
-def test_safetensors_is_optional(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    imported = builtins.__import__
-
-    def refuse(name: str, *args: Any, **kwargs: Any) -> Any:
-        if name == "safetensors":
-            raise ImportError(name)
-        return imported(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", refuse)
-    with pytest.raises(ConfigurationError, match=r"pip install 'lightning-cyclic\[pruning\]'"):
-        save_mask({}, tmp_path / "a.safetensors")
-
 
 # ---------------------------------------------------------------------- what may be pruned
 
@@ -131,9 +102,9 @@ def test_what_is_no_sparsity(sparsity: Any) -> None:
 ONES = torch.ones(32, 24, dtype=torch.bool)
 BAD = {
     "unknown": ({"0.scale": ONES}, r"names '0.scale', which is no parameter of Sequential"),
-    "shape": ({"0.weight": ONES.t()}, r"'0.weight' has shape \(24, 32\); allowed: .*\(32, 24\)"),
-    "dtype": ({"0.weight": ONES.float()}, r"'0.weight' is torch.float32; allowed: .*torch.bool"),
-    "kind": ({"0.weight": [1]}, r"'0.weight' is list; allowed"),
+    "shape": ({"0.weight": ONES.t()}, r"'0.weight' is of .*shape \(24, 32\), for .*\(32, 24\)"),
+    "dtype": ({"0.weight": ONES.float()}, r"'0.weight' is of torch.float32 .*torch.bool"),
+    "kind": ({"0.weight": [1]}, r"'0.weight' is list, for .*allowed"),
     "empty": ({"0.weight": ~ONES}, r"'0.weight' keeps nothing"),
     "full": ({"0.weight": ONES}, r"'0.weight' keeps everything"),
 }
@@ -165,26 +136,83 @@ def test_a_tensor_too_large_is_refused_by_name() -> None:
 def test_integers_are_not_pruned() -> None:
     module = nn.Module()
     module.count = nn.Parameter(torch.ones(4, dtype=torch.int32), requires_grad=False)
-    with pytest.raises(ConfigurationError, match=r"'count', which is torch.int32"):
+    with pytest.raises(ConfigurationError, match=r"'count' is .*, for a parameter of torch.int32"):
         m.given_masks({"count": torch.tensor([True, False, True, True])}, module)
 
 
-# ---------------------------------------------------------------------- torch.nn.utils.prune
+# ---------------------------------------------------------------------- those of a fit
 
 
-def test_pruned_modules_become_plain() -> None:
+def layouts(
+    mask: Any = None, sparsity: float | None = None, *, module: Any = None, saved: Any = None
+) -> dict[str, Any]:
+    found: dict[str, Any] = m.layouts_of(module or t.mlp(), mask, sparsity, ("bias",), saved or {})
+    return found
+
+
+def test_masks_are_drawn_when_the_fit_begins() -> None:
+    found = layouts(sparsity=0.5)
+    assert list(found) == ["0.weight", "2.weight", "4.weight"]
+    total = sum(layout.shape.numel() for layout in found.values())
+    assert sum(len(layout.index) for layout in found.values()) == total // 2
+
+
+def test_layers_that_keep_everything_stay_dense() -> None:
     module = t.mlp()
-    names, weight = list(dict(module.named_parameters())), module[0].weight
-    assert not m.has_pruned(module)
+    with torch.no_grad():
+        module[0].weight.add_(100)
+    assert list(layouts(sparsity=0.5, module=module)) == ["2.weight", "4.weight"]
+
+
+def test_a_layer_that_would_be_cut_off_is_refused() -> None:
+    module = t.mlp()
+    with torch.no_grad():
+        module[2].weight.mul_(1e-3)
+    with pytest.raises(ConfigurationError, match=r"mask of '2.weight' keeps nothing"):
+        layouts(sparsity=0.9, module=module)
+
+
+def test_files(tmp_path: Path) -> None:
+    masks = t.random_masks(t.mlp())
+    torch.save(masks, tmp_path / "a.pt")
+    found = layouts(str(tmp_path / "a.pt"))
+    assert found.keys() == masks.keys()
+    assert all(torch.equal(found[n].mask, mask) for n, mask in masks.items())
+    with pytest.raises(ConfigurationError, match=r"b.pt' cannot be read .*torch.save\(\{name"):
+        layouts(tmp_path / "b.pt")
+
+
+def test_both_are_refused_and_so_is_neither() -> None:
+    with pytest.raises(ConfigurationError, match=r"mask and sparsity=0.9 were both given"):
+        m.check_choice({}, 0.9)
+    with pytest.raises(ConfigurationError, match=r"has no mask, nor has the checkpoint one"):
+        layouts()
+    with pytest.raises(ConfigurationError, match=r"mask prunes no parameter"):
+        layouts({})
+
+
+def test_a_module_that_torch_has_pruned_is_refused() -> None:
+    module = t.mlp()
     prune.l1_unstructured(module[0], "weight", 0.5)  # type: ignore[no-untyped-call]
-    prune.random_unstructured(module[2], "bias", 3)  # type: ignore[no-untyped-call]
-    wanted = {"0.weight": module[0].weight_mask.bool(), "2.bias": module[2].bias_mask.bool()}
-    assert m.has_pruned(module)
-    found = m.take_pruned(module)
-    assert {n: mask.tolist() for n, mask in found.items()} == {
-        n: mask.tolist() for n, mask in wanted.items()
-    }
-    assert not m.has_pruned(module)
-    assert list(dict(module.named_parameters())) == names  # in their order, too
-    assert module[0].weight is weight
-    assert m.take_pruned(module) == {}
+    with pytest.raises(ConfigurationError, match=r"Sequential is pruned by torch.nn.utils.prune"):
+        layouts(sparsity=0.5, module=module)
+    mask = module[0].weight_mask.bool()
+    prune.remove(module[0], "weight")  # type: ignore[no-untyped-call]
+    assert torch.equal(layouts({"0.weight": mask}, module=module)["0.weight"].mask, mask)
+
+
+def test_a_checkpoint_has_its_own() -> None:
+    index = {"0.weight": torch.tensor([1, 5], dtype=torch.int32)}
+    for sparsity in (None, 0.9):
+        (layout,) = layouts(sparsity=sparsity, saved=index).values()
+        assert layout.index.tolist() == [1, 5]
+        assert layout.shape == (32, 24)
+
+
+def test_a_checkpoint_with_other_masks_is_refused() -> None:
+    found = layouts(sparsity=0.5)
+    same = {name: layout.index for name, layout in found.items()}
+    m.check_same(found, same)
+    for saved in ({"0.weight": same["0.weight"][1:]}, {**same, "2.weight": same["0.weight"]}, {}):
+        with pytest.raises(ConfigurationError, match="has another mask in the checkpoint"):
+            m.check_same(found, saved)

@@ -12,10 +12,8 @@ import torch
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import ModelPruning
 from torch import Tensor, nn
-from torch.nn.utils import prune
 
-from lightning_cyclic import ConfigurationError, GradientNorms, SparseStatePrecision, save_mask
-from lightning_cyclic.plugin.precision.masks import has_pruned
+from lightning_cyclic import ConfigurationError, GradientNorms, SparseStatePrecision
 from tests import pruned as t
 
 pytestmark = t.PLAIN_LIGHTNING
@@ -406,15 +404,6 @@ def test_sparse_gradients() -> None:
     assert not bool(moved[~masks["net.weight"]].any())
 
 
-def test_a_module_that_is_pruned_anew_between_fits() -> None:
-    module, plugin = t.Regression(t.mlp()), SparseStatePrecision()
-    for k in (0, 2):
-        prune.l1_unstructured(module.net[k], "weight", 0.5)
-        fit(module, plugin, t.batches(2))
-        assert list(plugin.masks) == [f"net.{k}.weight"]
-        assert not has_pruned(module)
-
-
 def test_gradients_are_plain_behind_the_fit() -> None:
     module = t.Regression(t.mlp())
     fit(module, SparseStatePrecision(sparsity=0.5), t.batches(2))
@@ -433,26 +422,17 @@ def test_evaluation_prunes_nothing() -> None:
     assert plugin.masks == {}
 
 
-def test_masks_of_a_file_and_of_torch_prune(tmp_path: Path) -> None:
+def test_masks_of_a_file(tmp_path: Path) -> None:
     module, given = t.Regression(t.mlp()), t.batches(4)
-    for layer in (module.net[0], module.net[2]):
-        prune.l1_unstructured(layer, "weight", amount=0.6)
-    kept = module.net[0].weight_mask.bool()
-    plugin = SparseStatePrecision()
-    fit(module, plugin, given)
-    assert list(dict(module.named_parameters())) == list(
-        dict(t.Regression(t.mlp()).named_parameters())
-    )
-    assert list(plugin.masks) == ["net.0.weight", "net.2.weight"]
-    assert torch.equal(plugin.masks["net.0.weight"], kept)
-    save_mask(plugin.masks, tmp_path / "ticket.safetensors")
+    masks = t.random_masks(module)
+    fit(module, SparseStatePrecision(mask=masks), given)
+    torch.save(masks, tmp_path / "ticket.pt")
     other = t.Regression(t.mlp())
-    fit(other, SparseStatePrecision(mask=tmp_path / "ticket.safetensors"), given)
+    fit(other, SparseStatePrecision(mask=tmp_path / "ticket.pt"), given)
     assert_same(weights(other), weights(module))
 
 
-@pytest.mark.parametrize("permanent", [False, True])
-def test_masks_of_model_pruning(permanent: bool) -> None:
+def test_masks_of_model_pruning() -> None:
     module, given = t.Regression(t.mlp()), t.batches(4)
     layers = [(module.net[k], "weight") for k in (0, 2, 4)]
     callback = ModelPruning(
@@ -460,10 +440,10 @@ def test_masks_of_model_pruning(permanent: bool) -> None:
         layers,
         amount=0.5,
         use_lottery_ticket_hypothesis=False,
-        make_pruning_permanent=permanent,
+        make_pruning_permanent=True,
     )
     fit(module, None, given, callbacks=[callback])
     masks = {f"net.{k}.weight": module.net[k].weight != 0 for k in (0, 2, 4)}
-    plugin = SparseStatePrecision(sparsity=0.5 if permanent else None)
+    plugin = SparseStatePrecision(sparsity=0.5)
     fit(module, plugin, given)
     assert_same(plugin.masks, masks)

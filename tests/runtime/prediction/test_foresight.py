@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from lightning_cyclic.plan import Plan, make_plan
 from tests import asynchronous
-from tests.rows import more
 from tests.runtime.partial_step.crews import NUM_STEPS, Crew, batch
 
 LR = 0.1
@@ -66,13 +65,13 @@ class Seer(Crew):
         ]
 
 
-def compare(seer: Seer) -> None:
+def compare(seer: Seer, *, runs_again: bool = False) -> None:
     model: Any = Chain()
     make = seer.make_optimizer
     asynchronous.train_predicted(
         model.layers, seer.plan.num_stages, make(model.parameters()), batch, seer.ahead,
-        preset=seer.plan.preset, backward_weights=seer.options["backward_weights"],
-        num_micro=seer.plan.num_micro, num_steps=NUM_STEPS,
+        preset=seer.plan.preset, num_micro=seer.plan.num_micro, num_steps=NUM_STEPS,
+        runs_again=runs_again,
     )  # fmt: skip
     seer.compare(model)
 
@@ -82,7 +81,6 @@ PLANS = [
     ("spectrain", 2, 2, 1), ("spectrain", 4, 4, 1), ("spectrain", 4, 2, 1), ("xpipe", 2, 2, 3),
     ("xpipe", 4, 4, 4), ("xpipe", 4, 2, 3), ("xpipe", 4, 4, 3),
 ]  # fmt: skip
-BACKWARDS = ["current", "predicted", "recompute"]
 
 
 def named(x: Any) -> str:
@@ -95,40 +93,31 @@ def plan_of(preset: str, num_stages: int, num_workers: int, num_micro: int) -> P
 
 
 @pytest.mark.parametrize(
-    ("numbers", "optimizer", "backward_weights"),
-    [
-        row if (i + j) % 2 == 0 else more(*row)
-        for i, numbers in enumerate(PLANS)
-        for j, row in enumerate(product([numbers], ["sgd", "adam"], BACKWARDS))
-    ],
-    ids=named,
+    ("numbers", "optimizer"), list(product(PLANS, ["sgd", "adam"])), ids=named
 )
-def test_the_rule_bit_by_bit(
-    numbers: tuple[str, int, int, int], optimizer: str, backward_weights: str
-) -> None:
-    seer = Seer(plan_of(*numbers), optimizer, backward_weights=backward_weights)
+def test_the_rule_bit_by_bit(numbers: tuple[str, int, int, int], optimizer: str) -> None:
+    seer = Seer(plan_of(*numbers), optimizer)
     seer.train()
     compare(seer)
 
 
-@pytest.mark.parametrize("backward_weights", BACKWARDS)
 @pytest.mark.parametrize("flush_after", [(0,), (3, 4, 8), tuple(range(NUM_STEPS))])
 @pytest.mark.parametrize("numbers", PLANS[1::4], ids=lambda n: "-".join(map(str, n)))
 def test_a_flush_changes_no_number(
-    numbers: tuple[str, int, int, int], flush_after: tuple[int, ...], backward_weights: str
+    numbers: tuple[str, int, int, int], flush_after: tuple[int, ...]
 ) -> None:
-    seer = Seer(plan_of(*numbers), "sgd", backward_weights=backward_weights)
+    seer = Seer(plan_of(*numbers), "sgd")
     seer.train(flush_after)
     compare(seer)
 
 
-@pytest.mark.parametrize("numbers", PLANS[1::4], ids=lambda n: "-".join(map(str, n)))
-def test_running_a_stage_again_reads_what_its_forward_read(
+@pytest.mark.parametrize("numbers", PLANS, ids=named)
+def test_a_stage_that_is_run_again_has_the_weights_of_its_backward(
     numbers: tuple[str, int, int, int],
 ) -> None:
-    seer = Seer(plan_of(*numbers), "sgd", backward_weights="predicted", remat="always")
+    seer = Seer(plan_of(*numbers), "sgd", remat="always")
     seer.train()
-    compare(seer)
+    compare(seer, runs_again=True)
 
 
 class Autocast(Chain):
@@ -137,23 +126,14 @@ class Autocast(Chain):
             return super().step(x).float()
 
 
-def trained(model: type[Chain], backward_weights: str) -> dict[str, Tensor]:
-    """Return the weights that the workers of two stages end with."""
-    seer = Seer(
-        plan_of("pipeoptim", 2, 2, 1), "sgd", make_model=model, backward_weights=backward_weights
-    )
+def test_weights_are_guessed_under_autocast_too() -> None:
+    seer = Seer(plan_of("pipeoptim", 2, 2, 1), "sgd", make_model=Autocast)
     seer.train()
-    return {
-        name: dict(session.module.named_parameters())[name].detach()
-        for session in seer.sessions
-        for j in session.ownership.stages
-        for name in seer.cuts.parameters[j]
-    }
-
-
-@pytest.mark.parametrize("model", [Chain, Autocast])
-def test_under_autocast_current_weights_are_the_predicted_ones(model: type[Chain]) -> None:
-    current, predicted, recompute = (trained(model, kind) for kind in BACKWARDS)
-    same = all(torch.equal(x, predicted[n]) for n, x in current.items())
-    assert same == (model is Autocast)  # its graphs hold low-precision copies of the weights
-    assert not all(torch.equal(x, predicted[n]) for n, x in recompute.items())
+    other = Seer(plan_of("pipeoptim", 2, 1, 1), "sgd", make_model=Autocast)
+    other.train()
+    for session in seer.sessions:
+        (alone,) = other.sessions
+        for j in session.ownership.stages:
+            for name in seer.cuts.parameters[j]:
+                given, wanted = (dict(x.module.named_parameters()) for x in (session, alone))
+                assert torch.equal(given[name], wanted[name])

@@ -14,8 +14,6 @@ from torch.nn import functional as F
 
 from lightning_cyclic.plan import make_plan
 from lightning_cyclic.plan.actions import Action, Kind, Payload
-from lightning_cyclic.runtime.absent import leave
-from lightning_cyclic.runtime.lending import without_memory
 from lightning_cyclic.runtime.stages.profile import Recorder
 from lightning_cyclic.runtime.stages.stage_map import StageMap, make_stages
 from lightning_cyclic.runtime.transport import CountingTransport, LocalTransport, PostOffice
@@ -75,19 +73,15 @@ class Worker(threading.Thread):
         make_optimizer: Any,
         num_steps: int,
         flush_at: tuple[int, ...] = (),
-        is_lean: bool = False,
     ) -> None:
         super().__init__(daemon=True)
         self.module = copy.deepcopy(module)
-        if is_lean:
-            leave_stages(self.module, plan, stages, transport.worker)
         self.optimizer = make_optimizer(self.module)
         self.plan, self.stages, self.transport = plan, stages, transport
         self.num_steps, self.flush_at = num_steps, flush_at
         self.error: BaseException | None = None
         self.depths: list[int] = []
         self.kept_long: list[tuple[int, int]] = []  # step, and stage with an older version behind
-        self.shared: dict[str, bool] = {}  # value of a checkpoint -> whether it lies in a version
 
     def run(self) -> None:
         torch.set_num_threads(1)
@@ -99,7 +93,6 @@ class Worker(threading.Thread):
                     self.engine.flush()
             self.engine.flush()
             self.depths = [s.depth for s in self.engine.stores]
-            self.shared = self.shares_memory()
             self.engine.close()
         except BaseException as error:
             self.error = error
@@ -120,37 +113,8 @@ class Worker(threading.Thread):
             time.sleep(0.001)
         return min(self.engine.stores[j].versions) >= t
 
-    def shares_memory(self) -> dict[str, bool]:
-        """Say of each older value of a checkpoint whether it is no copy."""
-        state = self.engine.state()
-        found = {}
-        for stage, store in zip(self.stages.stages, self.engine.stores, strict=True):
-            views = store[state.t - 1].tensors if state.t - 1 in store else []
-            for name, view in zip(stage.parameters, views, strict=bool(views)):
-                assert torch.equal(state.previous[name], view)
-                found[name] = state.previous[name].data_ptr() == view.data_ptr()
-        return found
-
     def update(self, t: int, stages: Any) -> None:
         self.optimizer.step()
-
-
-def leave_stages(module: nn.Module, plan: Any, stages: StageMap, worker: int) -> None:
-    """Let parameters of others be absent, as where no worker has room for the whole module."""
-    named = dict(module.named_parameters())
-    for j, stage in enumerate(stages.stages):
-        for name in stage.parameters if plan.owner(j) != worker else ():
-            named[name].data = without_memory(named[name])
-            leave(named[name], name, Nobody())
-
-
-class Nobody:
-    """Is asked for nothing."""
-
-    def read(self, names: Any, operands: Any) -> None:
-        raise AssertionError(f"{names} are read")
-
-    read_gradient = read
 
 
 def run_workers(
@@ -164,7 +128,6 @@ def run_workers(
     flush_at: tuple[int, ...] = (),
     timeout_s: float = 20.0,
     check: bool = True,
-    is_lean: bool = False,
     chunks: int = 1,
 ) -> list[Worker]:
     stages = find_stages(module, s)
@@ -181,7 +144,6 @@ def run_workers(
             make_optimizer,
             num_steps,
             flush_at,
-            is_lean,
         )
         for w in range(n)
     ]
@@ -221,16 +183,6 @@ def test_owners_of_shards_keep_an_older_version_only_until_its_last_use(
     for worker in run_workers(mlp(), "cyclic_zero", n, stages, 0, sgd, 5, flush_at=(2,)):
         assert worker.kept_long == []
         assert max(worker.depths[j] for j in worker.engine.owned) == 2  # meanwhile it was there
-
-
-@pytest.mark.parametrize("is_lean", [False, True])
-def test_what_a_checkpoint_has_of_the_version_before_is_copied_unless_memory_is_scarce(
-    is_lean: bool,
-) -> None:
-    workers = run_workers(mlp(), "cyclic_zero", 2, 4, 0, sgd, 5, is_lean=is_lean)
-    shared = [x for worker in workers for x in worker.shared.values()]
-    assert shared == [is_lean] * len(shared)
-    assert shared
 
 
 RULES_OF_READS = [
@@ -299,12 +251,7 @@ CHUNKED_ALWAYS = [
 
 @pytest.mark.parametrize(("preset", "slack", "n", "chunks"), chosen(CHUNKED, CHUNKED_ALWAYS))
 def test_chunks_change_no_bit(preset: str, slack: int, n: int, chunks: int) -> None:
-    is_lean = (
-        preset == "cyclic_zero" and slack == 0
-    )  # memory comes and goes, and who is ahead waits
-    workers = run_workers(
-        mlp(), preset, n, 8, slack, adamw, 7, flush_at=(0, 3), chunks=chunks, is_lean=is_lean
-    )
+    workers = run_workers(mlp(), preset, n, 8, slack, adamw, 7, flush_at=(0, 3), chunks=chunks)
     rule = "cyclic_dp" if preset == "cyclic_zero" else preset
     expected = reference(mlp(), rule, n, 8, slack, adamw, 7).state_dict()
     for worker in workers:

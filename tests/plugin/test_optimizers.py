@@ -1,16 +1,24 @@
+"""Optimizers: who is known, who says it itself, what step() writes, and closures."""
+
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from lightning_cyclic.errors import ConfigurationError, CyclicError
-from lightning_cyclic.plugin.optimizer_watch import OptimizerWatch, without_closure
+from lightning_cyclic.plugin.optimizers import (
+    Written,
+    check_parted,
+    updates_each,
+    without_closure,
+)
 from tests import asynchronous, processes
 from tests import optimizers as o
 from tests.corpus import assert_same, make_trainer, weights_of
@@ -25,51 +33,94 @@ def parameters() -> list[nn.Parameter]:
     return params
 
 
+BY_ELEMENT = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta",
+              "RMSprop", "Rprop", "ASGD")  # fmt: skip
+
+
+class Renamed(torch.optim.AdamW):
+    """Has the step of its parent, around which a scheduler lays one that counts."""
+
+
+class Saying(o.Chain):
+    updates_apart = "parameter"
+
+
+@pytest.mark.parametrize("name", BY_ELEMENT)
+def test_most_of_torch_update_each_element_by_itself(name: str) -> None:
+    """See it, too: of a vector, and of parts of it, each gets the bits that the whole has."""
+    torch.manual_seed(0)
+    make, start = getattr(torch.optim, name), torch.randn(64)
+    grads = [torch.randn(64) for _ in range(4)]
+    start[::3] = 0.0
+    for grad in grads:
+        grad[::3] = 0.0  # pruned: they stay zero
+    whole, part = nn.Parameter(start.clone()), nn.Parameter(start[1::3].clone())
+    optimizers = [make([p], lr=0.1) for p in (whole, part)]
+    for optimizer in optimizers:
+        assert updates_each("element", optimizer)
+        assert updates_each("parameter", optimizer)
+    torch.optim.lr_scheduler.ConstantLR(optimizers[0], 1.0)
+    for grad in grads:
+        whole.grad, part.grad = grad, grad[1::3].clone()
+        for optimizer in optimizers:
+            optimizer.step()
+    torch.testing.assert_close(part, whole[1::3], rtol=1e-6, atol=1e-7)
+    assert not whole[::3].any()
+
+
+def test_a_subclass_is_as_its_parent_unless_it_steps_itself() -> None:
+    assert updates_each("element", Renamed(parameters()))
+    assert not updates_each("element", Asks(parameters(), 0.1))
+
+
+def test_some_update_each_parameter_as_a_whole() -> None:
+    matrix = [nn.Parameter(torch.ones(3, 3))]
+    kinds = [torch.optim.Adafactor, transformers.Adafactor]
+    kinds += [torch.optim.Muon] if hasattr(torch.optim, "Muon") else []
+    for kind in kinds:
+        assert updates_each("parameter", kind(matrix))
+        assert not updates_each("element", kind(matrix))
+
+
+def test_others_say_it_themselves() -> None:
+    optimizer: Any = o.Chain(parameters())
+    assert not updates_each("parameter", optimizer)
+    assert updates_each("parameter", Saying(parameters()))
+    assert not updates_each("element", Saying(parameters()))
+    optimizer.updates_apart = "element"
+    assert updates_each("element", optimizer)
+    assert updates_each("parameter", optimizer)
+    optimizer.updates_apart = True
+    with pytest.raises(ConfigurationError, match=r"Chain.updates_apart is True; allowed: 'para"):
+        updates_each("element", optimizer)
+
+
+def test_who_says_nothing_may_have_all_parameters_and_no_part_of_them() -> None:
+    params = parameters()
+    optimizer = o.Clipping(params)
+    check_parted(optimizer, params, "cyclic_dp")
+    check_parted(optimizer, [], "cyclic_dp")
+    with pytest.raises(ConfigurationError, match=r"Clipping.step\(\) is called for some"):
+        check_parted(optimizer, params[:1], "cyclic_dp")
+    check_parted(Saying(params), params[:1], "cyclic_dp")
+
+
 def test_what_a_call_counts_is_found() -> None:
     params = parameters()
     optimizer = o.Counting([{"params": params[:1]}, {"params": params[1:], "lr": 0.5}])
-    written = OptimizerWatch("1f1b").begin(optimizer, params)
+    written = Written(optimizer)
     optimizer.step()
     assert written.find() == [{"step": 1}, {"step": 1}]
 
 
 def test_what_is_counted_in_place_is_found_as_a_copy() -> None:
-    params = parameters()
-    optimizer = o.CountingByTensor(params)
+    optimizer = o.CountingByTensor(parameters())
     optimizer.step()
-    written = OptimizerWatch("1f1b").begin(optimizer, params)
+    written = Written(optimizer)
     optimizer.step()
     (found,) = written.find()
     optimizer.step()
     assert found["step"] == 2
-
-
-def test_nothing_is_found_where_nothing_is_written() -> None:
-    params = parameters()
-    optimizer = torch.optim.AdamW(params)
-    written = OptimizerWatch("1f1b").begin(optimizer, params)
-    optimizer.step()
-    assert written.find() == [{}]
-
-
-@pytest.mark.parametrize("kind", [o.Estimating, o.Clipping, o.CountingCalls, o.CountingInState])
-def test_who_looks_at_all_is_refused_for_a_part_and_may_have_the_whole(kind: Any) -> None:
-    params = parameters()
-    optimizer, watch = kind(params), OptimizerWatch("cyclic_dp")
-    written = watch.begin(optimizer, params)
-    optimizer.step()
-    written.find()
-    with pytest.raises(ConfigurationError, match=f"{kind.__name__}.step.. gives parameters other"):
-        watch.begin(optimizer, params[:1])
-
-
-def test_an_estimate_is_refused_where_no_trial_tells() -> None:
-    params = parameters()
-    optimizer, watch = o.Wrapping(params), OptimizerWatch("cyclic_dp")
-    written = watch.begin(optimizer, params[:1])
-    optimizer.step()
-    with pytest.raises(ConfigurationError, match=r"has written 'd' into a parameter group"):
-        written.find()
 
 
 # ---------------------------------------------------------------------- closures
@@ -77,6 +128,8 @@ def test_an_estimate_is_refused_where_no_trial_tells() -> None:
 
 class Calls(torch.optim.SGD):
     """Computes gradients again at other weights, as SAM does."""
+
+    updates_apart = "parameter"
 
     def step(self, closure: Any = None) -> Any:
         with torch.enable_grad():

@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from lightning_cyclic.runtime.attempts import _welcome, _welcomed, apart_from_earlier_attempts
+from lightning_cyclic.runtime.launchers import _welcome, _welcomed, apart_from_earlier_attempts
 from tests.processes import free_port
 
 LIMIT = timedelta(seconds=20)
@@ -83,20 +83,3 @@ def test_ranks_are_welcomed_that_come_when_rank_0_has_gone_on(
         of_rank_1 = torchs["_create_c10d_store"]("127.0.0.1", 0, 1, 2, timedelta(seconds=5))
     of_rank_0.set("key", "value")
     assert of_rank_1.get("key") == b"value"
-
-
-def test_stores_of_one_start_have_one_prefix(
-    connect: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One is made to find the order of ranks, which may have other numbers behind it."""
-    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    torchs = dist.distributed_c10d.rendezvous.__globals__
-    monkeypatch.setitem(torchs, "_create_c10d_store", lambda *_: connect())
-    with apart_from_earlier_attempts():
-        make = torchs["_create_c10d_store"]
-        first, second = (make("", 0, 0, 2, LIMIT) for _ in range(2))
-        first.set("here", "now")
-        assert second.get("here") == b"now"
-    with apart_from_earlier_attempts():
-        again = torchs["_create_c10d_store"]("", 0, 0, 2, LIMIT)
-        assert not again.check(["here"])

@@ -1,0 +1,39 @@
+"""Departed: names that users may still give, and what to do in their place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+from lightning_cyclic.errors import ConfigurationError
+
+DEPARTED: Final[dict[str, str]] = {
+    # an argument, or one value of an argument -> what to do instead
+    "backward_weights": "leave it out: backwards read what the preset's paper says, the newest "
+    "weights (pipeoptim) or a new guess (spectrain)",
+    "horizon": "leave it out: predictions repeat the optimizer's last direction",
+    "lookahead_lrs": "leave it out: predictions use the learning rate of the last update",
+    "lr_annealing_steps": "give parameter groups of early stages a lower learning rate, or begin "
+    "under '1f1b' and go on from its checkpoint",
+    "warmup_steps": "train the first steps under '1f1b', and go on from its checkpoint; then "
+    "the rule begins as at step 0",
+    "rank_order": "launch neighbours on one host, as srun --distribution=block and torchrun do",
+    "trace": "profile with torch.profiler or Trainer(profiler='pytorch'), which show each action",
+}
+
+
+def refuse_departed(given: Mapping[str, object]) -> None:
+    """Say what to do in the place of arguments, or values of them, that there were.
+
+    Args:
+        given: name of an argument -> its value.
+
+    Raises:
+        ConfigurationError: with the first of them that is known no more.
+    """
+    for name, value in given.items():
+        for text in (name, f"{name}={value!r}"):
+            if text in DEPARTED:
+                raise ConfigurationError(
+                    f"{name}={value!r} was given, and has left CyclicStrategy; {DEPARTED[text]}"
+                )
