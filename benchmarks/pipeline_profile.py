@@ -232,7 +232,7 @@ def _for_weights_s(plan: Plan, j: int, times: StageTimes) -> tuple[float, float,
     forward = [plan.horizon(t, i, j) > 0 for i in range(num_micro)]
     backward = plan.backward_horizon(t, j) > 0
     replaced = num_micro if backward else sum(forward)
-    guessed = forward[0] if plan.guesses_once_a_step else sum(forward)
+    guessed = sum(forward)
     return (
         (replaced * times.copy_s + guessed * times.guess_s) / num_micro,
         replaced * (times.copy_s + backward * times.guess_s) / num_micro,

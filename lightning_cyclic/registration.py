@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 from lightning_cyclic.errors import ConfigurationError
 from lightning_cyclic.plan import PRESETS
 
+_DEPARTED = ("weipipe", "xpipe")  # who asks for these is told what to do instead
 _START_METHODS = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
 
 
@@ -61,7 +62,7 @@ def register(registry: Any, make: Callable[..., Any] = make_strategy) -> None:
         registry: Lightning's ``StrategyRegistry``.
         make: what a name stands for, called with ``preset`` and ``start_method``.
     """
-    for name, preset in [*((preset, preset) for preset in PRESETS), ("cyclic_auto", "auto")]:
+    for name, preset in [*((x, x) for x in (*PRESETS, *_DEPARTED)), ("cyclic_auto", "auto")]:
         for suffix, start_method in _START_METHODS.items():
             registry.register(
                 f"{name}{suffix}",

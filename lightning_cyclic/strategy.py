@@ -55,6 +55,7 @@ from lightning_cyclic.plugin.checks import (
     check_plan,
 )
 from lightning_cyclic.plugin.collective_calls import refusing_collectives
+from lightning_cyclic.plugin.departed import refuse_departed
 from lightning_cyclic.plugin.loader_workers import shelter
 from lightning_cyclic.plugin.newest import checkpoints_of, newest_whole
 from lightning_cyclic.plugin.numbering import numbered
@@ -150,10 +151,10 @@ class CyclicStrategy(DDPStrategy):
 
     Args:
         preset: name of the plan: "cyclic_dp", "cyclic_dp_v1" or "lockstep_dp" run whole
-            micro-batches on each worker, and so do "cyclic_zero" and "weipipe", which shard
-            weights; "gpipe" and "1f1b" are pipelines with a flush, "cyclic_pipeline", "pipedream",
-            "pipedream_2bw", "pipeoptim", "spectrain" and "xpipe" are pipelines without; under
-            "cyclic_mp" workers take turns with the stages. "auto" is the fastest that fits into
+            micro-batches on each worker, and so does "cyclic_zero", which shards weights; "gpipe"
+            and "1f1b" are pipelines with a flush, "cyclic_pipeline", "pipedream",
+            "pipedream_2bw", "pipeoptim" and "spectrain" are pipelines without; under "cyclic_mp"
+            workers take turns with the stages. "auto" is the fastest that fits into
             memory, by the planner, chosen when a fit is set up; where that is lockstep data
             parallelism, DistributedDataParallel runs it, as under strategy="ddp".
         schedule: overrides the preset's schedule.
@@ -301,6 +302,7 @@ class CyclicStrategy(DDPStrategy):
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         **kwargs: Any,
     ) -> None:
+        refuse_departed({"preset": preset, "schedule": schedule, "sharding": sharding, **kwargs})
         check_no_leftovers(kwargs, inspect.signature(CyclicStrategy).parameters)
         super().__init__(
             accelerator=accelerator,

@@ -266,7 +266,7 @@ def predicted(  # noqa: C901  (all rules on one screen)
     last = [[torch.zeros_like(p) for p in stage] for stage in stages]  # updates
 
     def lr_of(t: int, j: int) -> float:
-        behind = float(NUM_STAGES - 1 - j) / (1 if preset != "xpipe" else num_micro)
+        behind = float(NUM_STAGES - 1 - j)
         late = t - warmup_steps
         return base * factor(t) / (annealed(behind, late, lr_annealing_steps) if late >= 0 else 1)
 

@@ -63,7 +63,6 @@ def test_chunks_have_the_bits_of_the_sequential_run(
 
 OTHERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "sharded": ({"preset": "cyclic_zero"}, {}),
-    "handed on": ({"preset": "weipipe"}, {}),
     "half on the wire": ({"wire_dtype": "bf16"}, {}),
     "half, sharded": ({"preset": "cyclic_zero", "wire_dtype": "bf16"}, {}),
     "half weights": ({}, {"precision": "bf16-true"}),
@@ -79,7 +78,7 @@ OTHERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 OTHERS_ALWAYS = {
     (name, "resnet")
     for name in (
-        "sharded", "handed on", "half, sharded"  # clipped together: test_groups.py
+        "sharded", "half, sharded"  # clipped together: test_groups.py
     )
 }  # fmt: skip
 
@@ -157,7 +156,6 @@ def test_auto_asks_the_network_that_is_given() -> None:
     assert chunks(32, preset="cyclic_dp", stages=4, chunks=7) == 7
     assert chunks(4, preset="1f1b", chunks="auto") == 1
     assert chunks(32, **cyclic | {"preset": "cyclic_zero"}) == 1  # owners are sent to, by all
-    assert chunks(32, **cyclic | {"preset": "weipipe"}) > 4
     module.requires_grad_(False)
     assert chunks(32, **cyclic) == 1
     with pytest.raises(ConfigurationError, match="chunks 'all' is unknown; allowed: auto"):

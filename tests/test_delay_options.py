@@ -256,7 +256,7 @@ def test_a_scheduler_and_its_optimizer_are_not_disturbed(options: dict[str, Any]
         ("spectrain", 2, "adamw", {"horizon": "geometric"}),
         ("pipeoptim", 2, "adamw", {"lookahead_lrs": True}),
         more("spectrain", 1, "sgd", {"lookahead_lrs": True}),
-        ("xpipe", 2, "sgd", {"lookahead_lrs": True, "horizon": "geometric"}),
+        ("spectrain", 2, "sgd", {"lookahead_lrs": True, "horizon": "geometric"}),
         ("spectrain", 2, "sgd", {"lookahead_lrs": True, "lr_annealing_steps": 9}),
         ("pipeoptim", 4, "adamw", {"lookahead_lrs": True, "warmup_steps": 3}),
     ],
@@ -284,7 +284,7 @@ def test_predictions_go_on_from_a_checkpoint(preset: str, num_ranks: int, tmp_pa
     [("pipedream_2bw", 1, "sgd"), more("pipedream_2bw", 4, "adamw"),
      ("cyclic_pipeline", 2, "adamw"), more("pipedream", 1, "sgd"), ("pipedream", 2, "sgd"),
      more("cyclic_mp", 2, "adamw"), ("cyclic_mp", 4, "sgd"), more("pipeoptim", 1, "sgd"),
-     ("pipeoptim", 4, "adamw"), ("spectrain", 2, "sgd"), ("xpipe", 2, "sgd")],
+     ("pipeoptim", 4, "adamw"), ("spectrain", 2, "sgd")],
 )  # fmt: skip
 def test_synchronous_steps_first(preset: str, num_ranks: int, optimizer: str) -> None:
     make = partial(Chain, optimizer, "sawtooth")

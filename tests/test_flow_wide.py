@@ -64,12 +64,10 @@ class Twins(Job):
         return super().batch(k // 2)
 
 
-@pytest.mark.parametrize(
-    ("preset", "num_micro"), [("pipeoptim", 1), more("spectrain", 1), ("xpipe", 2)]
-)
-def test_every_replica_predicts_as_the_owner_does(preset: str, num_micro: int) -> None:
-    job = Job(case="vit", num_micro=num_micro)
-    twins = Twins(case="vit", num_micro=2 * num_micro)
+@pytest.mark.parametrize("preset", ["pipeoptim", "spectrain"])
+def test_every_replica_predicts_as_the_owner_does(preset: str) -> None:
+    job = Job(case="vit", num_micro=1)
+    twins = Twins(case="vit", num_micro=2)
     one, *_ = pipelines(job, 2, preset=preset, stages=2, function=fit)
     for rank in pipelines(twins, 4, preset=preset, stages=2, width=2, function=fit):
         assert_same(rank["weights"], one["weights"])

@@ -120,7 +120,6 @@ CASES = {
     "cyclic_dp, half": Case({"preset": "cyclic_dp"}, half=True),
     "cyclic_dp_v1": Case({"preset": "cyclic_dp_v1"}, BY_NORM),
     "cyclic_zero": Case({"preset": "cyclic_zero"}),
-    "weipipe": Case({"preset": "weipipe"}, BY_NORM),
     "lockstep_dp, half": Case({"preset": "lockstep_dp"}, BY_NORM, half=True),
     "lockstep_dp": Case({"preset": "lockstep_dp"}, {**BY_NORM, "accumulate_grad_batches": 2}),
     "gpipe": Case({"preset": "gpipe", **FOUR}, BY_NORM),
@@ -135,7 +134,6 @@ CASES = {
     "pipedream_2bw, half": Case({"preset": "pipedream_2bw", **FOUR}, half=True),
     "pipeoptim": Case({"preset": "pipeoptim", "num_micro": 1}),
     "spectrain": Case({"preset": "spectrain", "num_micro": 1}),
-    "xpipe": Case({"preset": "xpipe", **FOUR}),
 }
 
 

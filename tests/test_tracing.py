@@ -52,7 +52,7 @@ def stages(job: Job, strategy: dict[str, Any]) -> dict[str, Any]:
 
 
 def fitted(preset: str, **flags: Any) -> list[dict[str, Any]]:
-    if preset in ("cyclic_dp", "cyclic_dp_v1", "lockstep_dp", "weipipe"):
+    if preset in ("cyclic_dp", "cyclic_dp_v1", "lockstep_dp"):
         return processes.run(replicas, 2, {"preset": preset, "stages": 2} | flags)
     return pipelines(JOB, 2, function=stages, preset=preset, stages=2, **flags)
 
@@ -110,9 +110,7 @@ def assert_messages_meet(events: list[Event], payloads: set[str]) -> None:
     assert payloads <= sent
 
 
-@pytest.mark.parametrize(
-    "preset", ["cyclic_dp", more("cyclic_dp_v1"), more("lockstep_dp"), "weipipe"]
-)
+@pytest.mark.parametrize("preset", ["cyclic_dp", more("cyclic_dp_v1"), "lockstep_dp"])
 def test_replicas(preset: str, tmp_path: Path) -> None:
     traced = fitted(preset, trace=str(tmp_path))
     events = read(tmp_path / "all.json")

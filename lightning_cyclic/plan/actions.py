@@ -15,7 +15,7 @@ behind ``#``:
     0RECV_L<3#4        receive the losses of step 4 from worker 3; the own first stage is 0
     2ADD1#4            add the gradient of micro-batch 1 to the sum of those before it
     0TELL#4            note what came out of step 4; the own first stage is 0
-    2GATHER@3#4, 2FREE@3#4   fetch or drop the bytes of stage 2 (sharding "full", "ring")
+    2GATHER@3#4, 2FREE@3#4   fetch or drop the bytes of stage 2 (sharding "full")
     2SEND_S0.3>1#4     chunk 3 of that sum, where it travels in several (chunks > 1)
 
 A RECV says where a worker is ready for a message, which is where it is posted; what waits for the

@@ -167,7 +167,7 @@ def make_plan(  # noqa: PLR0913  (one argument per axis and number is the public
     check_number("warmup_steps", warmup_steps, least=0)
     check_number("chunks", chunks)
     if num_micro is None:
-        num_micro = default_num_micro(preset, axes, num_stages, num_workers) * width
+        num_micro = default_num_micro(axes, num_stages, num_workers) * width
     check_number("num_micro", num_micro)
     each = num_workers if PLACEMENTS[axes["placement"]].runs_whole_micro else num_micro
     group_size = 1 if groups is None else size_of_groups(groups, each)

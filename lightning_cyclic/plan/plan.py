@@ -222,17 +222,17 @@ class Plan:
         By default those between F(i, j) and B(i, j); 0 for rules that do not predict, as their
         backward reads what the forward read.
         """
-        horizons = PRESETS[self.preset].horizons
-        if t >= self.warmup_steps and horizons is not None and self.axes.weights.looks_ahead:
-            return horizons.forward(j, self.num_stages, self.num_micro // self.width)
+        if t >= self.warmup_steps and self._predicts_round_trips:
+            return j // 2 + self.num_stages - 1 - j
         return self.backward_reads(t, i, j) - self.reads(t, i, j)
 
     def backward_horizon(self, t: int, j: int) -> int:
         """Count the updates of stage j that a B of step t looks ahead of the version it reads."""
-        horizons = PRESETS[self.preset].horizons
-        if t < self.warmup_steps or horizons is None or not self.axes.weights.looks_ahead:
-            return 0
-        return horizons.backward(j, self.num_micro // self.width)
+        return j // 2 if t >= self.warmup_steps and self._predicts_round_trips else 0
+
+    @property
+    def _predicts_round_trips(self) -> bool:
+        return PRESETS[self.preset].round_trips and self.axes.weights.looks_ahead
 
     @property
     def sums_by_replica(self) -> bool:
@@ -277,7 +277,7 @@ class Plan:
         """Say whether gradients travel, each to who adds several; else sums go to gradients."""
         _, placement, _, sharding = self.axes
         is_grouped = placement.runs_whole_micro and self.group_size > 1
-        return sharding.adds_at_owner or is_grouped
+        return sharding.gathers or is_grouped
 
     @cached_property
     def whole(self) -> Plan:
@@ -288,12 +288,6 @@ class Plan:
     def replicas(self) -> int:
         """Count who holds every stage: workers that run whole micro-batches, or pipelines."""
         return self.num_workers if self.axes.placement.runs_whole_micro else self.width
-
-    @property
-    def guesses_once_a_step(self) -> bool:
-        """Say whether all micro-batches of a step read the guess of the first."""
-        horizons = PRESETS[self.preset].horizons
-        return horizons is not None and horizons.once_a_step
 
     def depth(self, j: int) -> int:
         """Count the versions of stage j that are alive at once, anywhere, at most."""

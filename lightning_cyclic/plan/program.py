@@ -25,7 +25,7 @@ from functools import cached_property, partial
 from itertools import chain
 from typing import TYPE_CHECKING, final
 
-from lightning_cyclic.plan.actions import IN_CHUNKS, Action, Kind, Lane, Payload
+from lightning_cyclic.plan.actions import IN_CHUNKS, Action, Kind, Payload
 from lightning_cyclic.plan.actions import Program as Actions
 from lightning_cyclic.plan.dataflow import Dataflow
 from lightning_cyclic.plan.passes.buffers import copies
@@ -182,13 +182,10 @@ class Program:
     def channels(self) -> tuple[Channel, ...]:
         """List the channels that messages travel on, in one order for all workers.
 
-        They do not depend on how many rounds a step has, which may change behind a flush: where
-        parameters are handed on in some of these plans, neighbours are joined in all.
+        They do not depend on how many rounds a step has, which may change behind a flush.
         """
-        plan = self.plan
-        joined = range(1, plan.num_workers) if plan.axes.sharding.hands_on else ()
-        found = {Channel(w - 1, w, Lane.WEIGHTS): None for w in joined} | {
-            channel_of(a, w): None
+        found = {
+            channel_of(a, w)
             for w, program in enumerate(self.first(self.steady + self._repeats))
             for a in program
             if a.kind is Kind.SEND

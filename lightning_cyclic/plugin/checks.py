@@ -31,7 +31,7 @@ from lightning_cyclic.runtime.weight_forms import WeightForms
 
 RUNNABLE = (
     "cyclic_dp", "cyclic_dp_v1", "lockstep_dp", "cyclic_pipeline", "gpipe", "1f1b", "pipedream",
-    "pipedream_2bw", "pipeoptim", "spectrain", "xpipe", "cyclic_mp", "cyclic_zero", "weipipe",
+    "pipedream_2bw", "pipeoptim", "spectrain", "cyclic_mp", "cyclic_zero",
 )  # fmt: skip
 REMAT = ("never", "always", "except_last")
 
@@ -50,10 +50,6 @@ def check_plan(plan: Plan) -> None:
     allowed = ["optimizer", "none"] if plan.weights == "delayed" else ["optimizer"]
     if plan.schedule == "cyclic":
         allowed.append("full")
-    elif plan.schedule == "cyclic_flush":
-        if plan.weights != "sync":
-            raise _not_run(plan, f"weights {plan.weights!r} with schedule {plan.schedule!r}")
-        allowed = ["ring"]
     if plan.num_workers > 1 and plan.sharding not in allowed:
         raise PlanError(
             f"sharding {plan.sharding!r} (preset {plan.preset!r}) has no runtime yet with "

@@ -227,7 +227,7 @@ class Options:
     @property
     def wanted_order(self) -> str | Sequence[str]:
         """Return how ranks are numbered: where all send to owners, nobody has neighbours."""
-        has_ring = not self._probe().axes.sharding.adds_at_owner or self.groups is not None
+        has_ring = not self._probe().axes.sharding.gathers or self.groups is not None
         return self.rank_order if has_ring or self.rank_order != "auto" else "launch"
 
     @property
@@ -323,7 +323,7 @@ class Options:
         if not isinstance(self.chunks, str):
             return self
         sharding = self._probe().axes.sharding
-        passes_on = sharding.hands_on or not sharding.adds_at_owner  # else no hop waits for one
+        passes_on = not sharding.gathers  # else no hop waits for one
         if self.is_stagewise or not (may_cut and passes_on) or self.num_workers is None:
             return replace(self, chunks=1)
         sizes = (p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)

@@ -9,7 +9,7 @@ Each worker has three lanes, which are busy independently of each other:
 An action waits for the data that it reads (plan/dataflow.py) and for nothing else, so a late
 message delays the actions that need it, and a send never delays the compute of its worker.
 
-Not so parameters for one use (sharding "full", "ring"). Who computes sends them, when the program
+Not so parameters for one use (sharding "full"). Who computes sends them, when the program
 comes to it; and they leave when their receiver has room for them, which it has from its GATHER
 on, and has said so, which takes a latency.
 

@@ -65,7 +65,7 @@ def spans(plan: Plan, *, is_lean: bool = False) -> tuple[tuple[Span, ...], ...]:
         if a.kind is Kind.RECV
     }
     leavings = (_Leaving(program, w, posted) for w, program in enumerate(programs))
-    is_lean = is_lean and plan.axes.sharding.adds_at_owner
+    is_lean = is_lean and plan.axes.sharding.gathers
     return tuple(
         (
             *_gradients(plan, program, leaving),

@@ -246,7 +246,7 @@ def test_compressed_states_are_planned_with_their_bytes(
 
 def fit_pruned_as_was_chosen_without() -> None:
     strategy = CyclicStrategy("auto")
-    options = {"preset": "xpipe", "stages": ["net.4"], "num_micro": 2}
+    options = {"preset": "pipeoptim", "stages": ["net.4"], "num_micro": 1}
     assert strategy._auto is not None
     strategy._auto.load({"options": options, "num_workers": 2, "why": ""})
     make_trainer(strategy, plugins=[SparseStatePrecision(sparsity=0.5)]).fit(Net())
@@ -254,7 +254,7 @@ def fit_pruned_as_was_chosen_without() -> None:
 
 @pytest.mark.multi
 def test_a_choice_of_a_checkpoint_that_does_not_fit_compressed_states_is_refused() -> None:
-    with pytest.raises(RanksFailedError, match="'xpipe', which predicts weights") as caught:
+    with pytest.raises(RanksFailedError, match="'pipeoptim', which predicts weights") as caught:
         processes.run(fit_pruned_as_was_chosen_without, 2)
     assert sorted(caught.value.errors) == [0, 1]
 

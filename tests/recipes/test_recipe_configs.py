@@ -27,7 +27,7 @@ MODELS_FOR_TEXT = {  # which has no image channels
     "data=multi30k": ["model=gnmt"],
 }
 EXPERIMENTS = [choice for choice in CHOICES if choice.startswith("experiment=")]
-PIPELINES = ["gpipe", "1f1b", "cyclic_pipeline", "pipedream_2bw", "xpipe", "cyclic_mp"]
+PIPELINES = ["gpipe", "1f1b", "cyclic_pipeline", "pipedream_2bw", "cyclic_mp"]
 PRESETS = [
     "cyclic_dp",
     "cyclic_dp_v1",

@@ -33,7 +33,6 @@ def step_s(preset, hosts, network, **numbers):
         ("cyclic_dp", {"num_stages": 8}),
         ("cyclic_dp_v1", {"num_stages": 8}),
         ("lockstep_dp", {"num_stages": 8}),
-        ("weipipe", {"num_stages": 8}),
         ("cyclic_mp", {"num_stages": 8}),
         ("gpipe", {"num_stages": 8, "num_micro": 8}),
         ("1f1b", {"num_stages": 8, "num_micro": 16}),

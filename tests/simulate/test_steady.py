@@ -105,7 +105,6 @@ def test_of_other_owners_and_more_workers_than_slots(preset, numbers):
         ("1f1b", {}),
         ("lockstep_dp", {}),
         ("cyclic_zero", {}),
-        ("weipipe", {}),
         ("cyclic_dp", {"relayed": (1,)}),
         ("cyclic_dp", {"tied": ((0, 3),)}),
         ("cyclic_dp_v1", {"norms": "owners"}),

@@ -152,9 +152,6 @@ class _Worker:
         self._depths = plan.program.depths
         self._lanes: dict[Lane, deque[Action]] = {lane: deque() for lane in Lane if lane}
         self._under_way: Counter[Ring] = Counter()
-        self._handed_on: Counter[int] = (
-            Counter()
-        )  # messages with stages fetched for use, that wait
         self._expected: Counter[Item] = Counter()  # will be there: received, or made on a lane
         self._have: set[Item] = set()
         self._sums: dict[tuple[int, int, int], int] = defaultdict(lambda: -1)  # step, stage, chunk
@@ -199,7 +196,7 @@ class _Worker:
     def _is_full(self, lane: deque[Action]) -> bool:
         """Say whether a lane is as far behind as it may be."""
         most = MOST_BEHIND * self._plan.chunks
-        return self._plan.axes.sharding.adds_at_owner and len(lane) >= most
+        return self._plan.axes.sharding.gathers and len(lane) >= most
 
     def _run_lane(self, lane: deque[Action]) -> bool:
         if not lane or not self._is_ready(lane[0]):
@@ -222,8 +219,6 @@ class _Worker:
             return True
         ring = ring_of(a, self._w) if a.kind is Kind.SEND else None
         if ring is not None and self._under_way[ring] >= self._depths[ring]:
-            return False
-        if a.kind is Kind.FREE and self._handed_on[a.j]:
             return False
         missing = [item for item in self._flow(a).reads if not self._has(item, a)]
         if not _runs_beside(a) and not all(self._comes(item, missing) for item in missing):
@@ -302,7 +297,6 @@ class _Worker:
     def _send(self, a: Action) -> None:
         ring = ring_of(a, self._w)
         self._under_way[ring] += 1
-        self._handed_on[a.j] += self._hands_on(a)
         queue = self._queues[ring.channel]
         queue.sends.append((self, a))
         queue.meet()
@@ -311,11 +305,6 @@ class _Worker:
         """Note that a send has met its receive."""
         ring = ring_of(a, self._w)
         self._under_way[ring] -= 1
-        self._handed_on[a.j] -= self._hands_on(a)
-
-    def _hands_on(self, a: Action) -> bool:
-        """Say whether a SEND sends what was fetched for use, which is dropped when it has left."""
-        return is_for_one_use(a) and self._plan.owner(a.j) != self._w
 
     def _receive(self, a: Action) -> None:
         self._expected.update(self._flow(a).makes)

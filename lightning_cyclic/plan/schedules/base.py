@@ -12,7 +12,7 @@ from fractions import Fraction
 
 from lightning_cyclic.plan.clock import ceil_div
 
-ONE_SLOT, TWO_SLOTS = Fraction(1), Fraction(2)
+TWO_SLOTS = Fraction(2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -155,8 +155,8 @@ def predict(
     Source:
         linear: PipeOptim, https://arxiv.org/abs/2312.00839, which names the formula and the
             directions of SGD with momentum, Adam and AdamW; SpecTrain,
-            https://arxiv.org/abs/1809.02839, has SGD's, XPipe, https://arxiv.org/abs/1911.04610,
-            Adam's. The directions of others are ours, from the same idea.
+            https://arxiv.org/abs/1809.02839, has SGD's. The directions of others are ours, from
+            the same idea.
         geometric: FTPipe (USENIX ATC 2021), weight prediction,
             https://github.com/saareliad/FTPipe; so is the learning rate of each update.
         decay, displacements: ours, from the same idea.

@@ -151,7 +151,7 @@ class Engine:
         self.norms = Norms(plan, self._w, self._parameters, self._fetch)
         self._exchange = Exchange(
             module, self._w, stages, self.stores, self._grads, self.norms, self._messages, forms,
-            sums_travel=not plan.axes.sharding.adds_at_owner,
+            sums_travel=not plan.axes.sharding.gathers,
         )  # fmt: skip
         self.shards: Shards | None = None
         if plan.axes.sharding.gathers:
@@ -273,7 +273,7 @@ class Engine:
         self._run_to(None, 0)
         self.t += 1
         self._shown.stay_no_longer()
-        if self.plan.weights == "sync" and self.shards is None:  # else owners show what they made
+        if self.plan.weights == "sync":
             self._worker.settle()
             self._show_newest(range(self.plan.num_stages))
 
@@ -329,7 +329,7 @@ class Engine:
         All that still read it, here and on other workers, do so in this step: whoever else does is
         sent it in this step. What a flush sends behind the step is the newest.
         """
-        if self.shards is None or self.plan.axes.weights.at_end_of_step:
+        if self.shards is None:
             return {}
         ends = dict.fromkeys(self.owned, 0)
         for n, a in enumerate(self._actions, start=1):
@@ -526,7 +526,7 @@ class Engine:
 
         Args:
             whole: of every stage on every worker; else where parameters stay at their owners
-                (sharding "full", "ring") these alone have them.
+                (sharding "full") these alone have them.
         """
         program, last = self.plan.program, self.t - 1
         if self.is_flushed and (self._is_whole or not whole):

@@ -14,7 +14,7 @@ from lightning_cyclic.plan.passes.chunks import chunks
 from lightning_cyclic.plan.passes.messages import channel_of
 from lightning_cyclic.plan.plan import Plan
 
-WHOLE_MICRO = ("cyclic_dp", "cyclic_dp_v1", "lockstep_dp", "cyclic_zero", "weipipe")
+WHOLE_MICRO = ("cyclic_dp", "cyclic_dp_v1", "lockstep_dp", "cyclic_zero")
 
 
 def plan_of(count: int, **more: Any) -> Plan:

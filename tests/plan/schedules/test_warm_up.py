@@ -76,7 +76,7 @@ def test_every_forward_of_a_warm_up_reads_the_newest_version(num_stages, extra, 
     assert [warm.depth(j) for j in range(num_stages)] == [cold.depth(j) for j in range(num_stages)]
 
 
-@pytest.mark.parametrize("preset", ["pipeoptim", "spectrain", "xpipe"])
+@pytest.mark.parametrize("preset", ["pipeoptim", "spectrain"])
 def test_nothing_is_predicted_in_a_warm_up(preset):
     warm = late_plan(4, None, 3, preset)
     cold = late_plan(4, None, 0, preset)

@@ -54,22 +54,3 @@ def test_spectrain_looks_to_the_end_of_the_round_trip():
     plan = make_plan("spectrain", num_stages=4, num_workers=4)
     assert [plan.horizon(9, 0, j) for j in range(4)] == [3, 2, 2, 1]  # floor(j/2) + S-1-j
     assert [plan.backward_horizon(9, j) for j in range(4)] == [0, 0, 1, 1]
-    assert not plan.guesses_once_a_step
-
-
-@pytest.mark.parametrize("num_stages", range(1, 9))
-def test_xpipe_with_steps_of_one_micro_batch_is_spectrain(num_stages):
-    numbers = {"num_stages": num_stages, "num_workers": num_stages, "num_micro": 1}
-    xpipe, spectrain = (make_plan(preset, **numbers) for preset in ("xpipe", "spectrain"))
-    for j in range(num_stages):
-        assert xpipe.horizon(5, 0, j) == spectrain.horizon(5, 0, j)
-        assert xpipe.backward_horizon(9, j) == spectrain.backward_horizon(9, j)
-
-
-def test_xpipe_looks_less_far_with_more_micro_batches():
-    plan = make_plan("xpipe", num_stages=4, num_workers=4)
-    assert plan.num_micro == 4
-    assert plan.guesses_once_a_step
-    # (4 + 4 - j/2 - 2) / 4 = 1.5, 1.375, 1.25, 1.125; (4 + floor(j/2) - 1) / 4 < 2
-    assert [plan.horizon(9, 3, j) for j in range(4)] == [1, 1, 1, 1]
-    assert [plan.backward_horizon(9, j) for j in range(4)] == [0, 0, 1, 1]

@@ -1,0 +1,38 @@
+"""Departed: names that users may still give, and what to do in their place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+from lightning_cyclic.errors import ConfigurationError
+
+_NO_RING: Final = (
+    "parameters do not go from user to user any more: use preset='cyclic_zero', which shards "
+    "weights with delays, or strategy='fsdp', which shards them synchronously"
+)
+
+DEPARTED: Final[dict[str, str]] = {
+    # an argument, or one value of an argument -> what to do instead
+    "preset='xpipe'": "use preset='spectrain', or 'pipeoptim': both predict weights",
+    "preset='weipipe'": _NO_RING,
+    "sharding='ring'": _NO_RING,
+    "schedule='cyclic_flush'": _NO_RING,
+}
+
+
+def refuse_departed(given: Mapping[str, object]) -> None:
+    """Say what to do in the place of arguments, or values of them, that there were.
+
+    Args:
+        given: name of an argument -> its value.
+
+    Raises:
+        ConfigurationError: with the first of them that is known no more.
+    """
+    for name, value in given.items():
+        for text in (name, f"{name}={value!r}"):
+            if text in DEPARTED:
+                raise ConfigurationError(
+                    f"{name}={value!r} was given, and has left CyclicStrategy; {DEPARTED[text]}"
+                )
