@@ -3,7 +3,6 @@
     python benchmarks/replicated.py                          2 workers on loopback, real compute
     python benchmarks/replicated.py --case net               2-8 workers in network namespaces with
                                                              a rate limit, compute emulated (root)
-    python benchmarks/replicated.py --case chunks            8 workers there, few stages in chunks
     python benchmarks/replicated.py --case groups            8-32 workers there, those of a group
                                                              joined by faster links
     python benchmarks/replicated.py --case unsteady          8 workers there, whose steps take now
@@ -38,7 +37,7 @@ from hosts import Hosts
 
 # alone: every worker for itself; behind a slash: the sharding, where it is not the preset's, or
 # the MiB of DDP's buckets, where they are not the 25 that it has by default; behind colons: the
-# number of stages, of their chunks, and of groups
+# number of stages, and of groups
 STRATEGIES = ("alone", "ddp", "ddp/2", "cyclic_dp", "cyclic_dp_v1", "cyclic_dp_v1/optimizer")
 WARM_UP = 8
 LATENCY_S = 2e-4  # gloo, per message, measured
@@ -164,21 +163,6 @@ NETWORK = [
         (8, "100mbit", 0.2, 200),
     ]
 ]
-CHUNKS = [
-    Case(
-        name=f"{n} workers, {rate}, 200 ms, in chunks",
-        num_workers=n,
-        step_s=0.2,
-        width=width,
-        depth=8,
-        batch=8,
-        rate=rate,
-        num_steps=30,
-        rounds=3,
-        strategies=("alone", "ddp", *(f"cyclic_dp:{x}" for x in ("2:1", "2:4", "2:8", "8:1"))),
-    )
-    for n, rate, width in [(8, "1gbit", 640), (8, "100mbit", 200)]
-]
 GROUPS = [
     Case(
         name=f"{n} workers, {close} of them close, {rate}, {step_s * 1000:.0f} ms",
@@ -190,8 +174,7 @@ GROUPS = [
         rate=rate,
         num_steps=24,
         rounds=3,
-        strategies=("alone", "ddp", "ddp/1", "cyclic_dp:8:1", f"cyclic_dp:8:1:{n // close}",
-                    f"cyclic_dp:8:4:{n // close}"),
+        strategies=("alone", "ddp", "ddp/1", "cyclic_dp:8", f"cyclic_dp:8:{n // close}"),
         close=close,
     )
     for n, close, rate, step_s, width in [
@@ -214,7 +197,7 @@ UNSTEADY = [
         rate="1gbit",
         num_steps=38,
         rounds=3,
-        strategies=("alone", "ddp", "cyclic_dp:8:1", "cyclic_dp:4:4"),
+        strategies=("alone", "ddp", "cyclic_dp:8", "cyclic_dp:4"),
         jitter=jitter,
         slow=slow,
     )
@@ -225,7 +208,7 @@ UNSTEADY = [
     ]
 ]
 CASES = {
-    "loopback": LOOPBACK, "net": NETWORK, "chunks": CHUNKS, "groups": GROUPS, "unsteady": UNSTEADY,
+    "loopback": LOOPBACK, "net": NETWORK, "groups": GROUPS, "unsteady": UNSTEADY,
 }  # fmt: skip
 
 
@@ -302,10 +285,8 @@ def make_strategy(name: str) -> Any:
         return SingleDeviceStrategy("cpu")
     if ":" in name:
         preset, *numbers = name.split(":")
-        num_stages, num_chunks, *groups = map(int, numbers)
-        return CyclicStrategy(
-            preset, stages=num_stages, chunks=num_chunks, groups=next(iter(groups), None)
-        )
+        num_stages, *groups = map(int, numbers)
+        return CyclicStrategy(preset, stages=num_stages, groups=next(iter(groups), None))
     preset, _, sharding = name.partition("/")
     if preset == "ddp" and sharding:
         return DDPStrategy(bucket_cap_mb=float(sharding))
@@ -507,11 +488,11 @@ def predicted_s(case: Case, preset: str, compute_s: float) -> float:
     from lightning_cyclic.runtime.whole_step.session import auto_stages
     from lightning_cyclic.simulate import Costs, Jitter, Network, compare
 
-    num_stages, num_chunks = min(auto_stages(case.num_workers, case.model_bytes), case.depth), 1
+    num_stages = min(auto_stages(case.num_workers, case.model_bytes), case.depth)
     groups: list[int] = []
     if ":" in preset:
         preset, *numbers = preset.split(":")
-        num_stages, num_chunks, *groups = map(int, numbers)
+        num_stages, *groups = map(int, numbers)
     preset, _, sharding = preset.partition("/")
     is_ddp = preset == "ddp"
     plan = make_plan(
@@ -520,7 +501,6 @@ def predicted_s(case: Case, preset: str, compute_s: float) -> float:
         num_stages=num_stages,
         num_workers=case.num_workers,
         num_steps=40 if case.jitter else 12,
-        chunks=num_chunks,
         groups=next(iter(groups), None),
     )
     costs = Costs.even(num_stages, compute_s=compute_s, model_bytes=case.model_bytes)

@@ -5,7 +5,7 @@
     python benchmarks/when_faster.py --out hosts.csv --per-host 8 --workers 16 64 256
 
 For each number of workers, latency, bandwidth, size of the model and step time the planner
-chooses stages, chunks, slack, sharding and, on hosts of several workers, groups; or lockstep,
+chooses stages, slack, sharding and, on hosts of several workers, groups; or lockstep,
 whose all-reduce and buckets are the best there are. Inside hosts links are those that
 `lightning-cyclic simulate` takes. Predictions of the simulator; what it leaves out stands in
 docs/simulator.md.
@@ -104,7 +104,6 @@ def row(step_s: float, num_workers: int, model_bytes: float, network: Network) -
         "speed": found.speed,
         "preset": "ddp" if numbers is None else numbers.preset,
         "stages": "" if numbers is None else numbers.num_stages,
-        "chunks": "" if numbers is None else numbers.chunks,
         "slack": "" if numbers is None else numbers.slack,
         "sharding": "" if numbers is None else numbers.sharding,
         "groups": "" if numbers is None else num_workers // numbers.group_size,
@@ -113,7 +112,7 @@ def row(step_s: float, num_workers: int, model_bytes: float, network: Network) -
 
 def read(path: Path) -> list[dict[str, Any]]:
     """Return the rows of a map."""
-    words = {"all_reduce", "preset", "stages", "chunks", "slack", "sharding", "groups"}
+    words = {"all_reduce", "preset", "stages", "slack", "sharding", "groups"}
     with path.open(newline="") as file:
         return [
             {name: value if name in words else float(value) for name, value in found.items()}

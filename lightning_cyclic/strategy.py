@@ -167,12 +167,8 @@ class CyclicStrategy(DDPStrategy):
         num_micro: micro-batches per update; with replicated placement one per worker.
         slack: slots that messages are given to travel before a version counts as fresh. "auto",
             of "cyclic_dp" with bandwidth or latency, is what is predicted to be fastest, by the
-            step that rank 0 measures when a fit is set up; chosen together with stages="auto",
-            chunks="auto" and groups="auto". Checkpoints keep it.
-        chunks: messages in which a stage's sum of gradients, and its parameters, travel between
-            workers that have all stages: each is added to and passed on while the next comes, so
-            that many workers or a slow network hold a step up less. Changes no bit. "auto" is what
-            bandwidth and latency ask for, by the number of workers and the size of the model.
+            step that rank 0 measures when a fit is set up; chosen together with stages="auto"
+            and groups="auto". Checkpoints keep it.
         groups: into how many groups of neighbours workers are divided that have all stages. Those
             of a group, which must be on one host, run side by side, as under DDP; groups are
             staggered as single workers would be. A sum visits as many places as there are groups,
@@ -270,7 +266,6 @@ class CyclicStrategy(DDPStrategy):
         stages: int | str | list[str] = "auto",
         num_micro: int | None = None,
         slack: int | Literal["auto"] = 0,
-        chunks: int | Literal["auto"] = 1,
         groups: int | Literal["auto"] | None = None,
         clip: str | None = None,
         relay_buffers: str = "auto",
@@ -323,7 +318,6 @@ class CyclicStrategy(DDPStrategy):
             stages=checked_stages(stages),
             num_micro=num_micro,
             slack=slack,
-            chunks=chunks,
             groups=groups,
             clip=clip,
             relay_buffers=relay_buffers,
@@ -583,8 +577,7 @@ class CyclicStrategy(DDPStrategy):
             self.model_to_device()
             self._start_alike()  # now, as weights say what is pruned
         super().setup(trainer)
-        may_cut = not isinstance(self.precision_plugin, SparseStatePrecision)
-        options = self._options.with_chunks(trainer.lightning_module, may_cut=may_cut)
+        options = self._options
         kind = _kind_of_training(options, fitting=fitting)
         if kind is None and not fitting:
             return

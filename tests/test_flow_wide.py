@@ -17,7 +17,6 @@ from lightning_cyclic.plan.actions import Kind, Payload
 from lightning_cyclic.strategy import CyclicStrategy
 from tests import processes
 from tests.corpus import assert_same, make_trainer, weights_of
-from tests.rows import more
 from tests.stagewise_runs import CLOSE, Job, Outcome, pipelines
 from tests.test_failures import be_asked_to_stop
 from tests.test_flow_features import saved_and_resumed, validated

@@ -194,8 +194,6 @@ def _add_plan(parser: argparse.ArgumentParser, *, num_steps: int) -> None:
     add("--micro", type=_count, metavar="M", help="micro-batches per step (default: the plan's)")
     add("--width", type=_count, metavar="W", default=1, help="replicas of a pipeline (default: 1)")
     add("--slack", type=_whole, metavar="C", default=0, help="slots for messages (default: 0)")
-    add("--chunks", type=_count, metavar="K", default=1, help="messages in which what a stage has "
-        "travels, of workers that have all stages (default: 1)")  # fmt: skip
     add("--groups", type=_count, metavar="G", help="groups of workers that run side by side, of "
         "workers that have all stages (default: each worker is one)")  # fmt: skip
     add("--warmup-steps", type=_whole, metavar="K", default=0, help="synchronous (default: 0)")
@@ -210,7 +208,6 @@ def _plan(arguments: argparse.Namespace) -> Plan:
         num_micro=arguments.micro,
         num_steps=arguments.steps,
         slack=arguments.slack,
-        chunks=arguments.chunks,
         groups=arguments.groups,
         width=arguments.width,
         warmup_steps=arguments.warmup_steps,

@@ -10,7 +10,7 @@ passes (lower.py), which a plan does not know.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property
 from itertools import product
@@ -70,7 +70,6 @@ class Plan:
         updates_meet: whether owners, who wait for each other's norms, update at one point: where
             the first worker reads a new version of sharded weights, else each behind its step. If
             not, each updates where it first reads a new version.
-        chunks: messages in which a stage's sum of gradients, or its parameters, travel.
         group_size: replicas next to each other that run in the same slots, as one of them would.
         lowering: makes the program; no part of what a plan is.
         proving: proves it; the same.
@@ -95,7 +94,6 @@ class Plan:
     norms: str = "none"
     relayed_until: tuple[int, ...] = ()
     updates_meet: bool = False
-    chunks: int = 1
     group_size: int = 1
     lowering: Callable[[Plan], Program] = field(kw_only=True, compare=False, repr=False)
     proving: Callable[[Plan], Proof] = field(kw_only=True, compare=False, repr=False)
@@ -278,11 +276,6 @@ class Plan:
         _, placement, _, sharding = self.axes
         is_grouped = placement.runs_whole_micro and self.group_size > 1
         return sharding.gathers or is_grouped
-
-    @cached_property
-    def whole(self) -> Plan:
-        """The same plan without chunks, which change nothing of what is kept where."""
-        return self if self.chunks == 1 else replace(self, chunks=1)
 
     @property
     def replicas(self) -> int:

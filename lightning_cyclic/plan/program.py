@@ -25,11 +25,10 @@ from functools import cached_property, partial
 from itertools import chain
 from typing import TYPE_CHECKING, final
 
-from lightning_cyclic.plan.actions import IN_CHUNKS, Action, Kind, Payload
+from lightning_cyclic.plan.actions import Action, Kind, Payload
 from lightning_cyclic.plan.actions import Program as Actions
 from lightning_cyclic.plan.dataflow import Dataflow
 from lightning_cyclic.plan.passes.buffers import copies
-from lightning_cyclic.plan.passes.chunks import chunks
 from lightning_cyclic.plan.passes.messages import (
     Channel,
     Ring,
@@ -94,7 +93,7 @@ class Program:
             actions = self._serving(w, t, actions, behind_flush=0 < t == ended + 1)
         if starts:
             actions = list(start_signals(self.plan, list(self._with_room(w, t, actions)), w))
-        return list(chunks(self.plan, actions))
+        return actions
 
     def flush(self, w: int, t: int, *, ended: int = -1, whole: bool = True) -> list[Action]:
         """Return what is left of the steps up to ``t`` behind the block of step ``t``.
@@ -115,11 +114,11 @@ class Program:
             w: worker.
             t: step, the last that has begun.
         """
-        return list(chunks(self.plan, last_version(self.plan, t + 1, w)))
+        return list(last_version(self.plan, t + 1, w))
 
     def _flush(self, w: int, t: int, ended: int, dropped: list[Action]) -> list[Action]:
         left = [a for a in self._left(w, t) if ended < step_of(a) <= t and not self._is_served(a)]
-        return list(chunks(self.plan, [*left, *copies(self.plan, t, w), *dropped]))
+        return [*left, *copies(self.plan, t, w), *dropped]
 
     def put_off(self, w: int, t: int) -> dict[tuple[int, int], list[Action]]:
         """Return the forwards of later steps that a flush behind step ``t`` leaves out.
@@ -215,8 +214,6 @@ class Program:
                     most[ring] = max(most[ring], len(sent[ring]) - taken + 1)
             for ring, count in self._rings_ahead(w):
                 most[ring] = max(most[ring], count)
-        for ring in most if self.plan.chunks > 1 else ():
-            most[ring] *= self.plan.chunks if ring.payload in IN_CHUNKS else 1
         return most
 
     def lag(self, w: int) -> int:

@@ -64,7 +64,6 @@ class Problem:
         micro_sizes: sizes of a pipeline's micro-batches to look at. [as of the profiles]
         sparsity: pruned fraction of the parameters, from 0 to below 1, of which no gradient,
             master weight and optimizer state is kept or sent (SAMO). [None: dense]
-        chunks: in which what workers around a ring exchange travels. [the planner's choice]
         host_network: the links of workers that run whole micro-batches, where hosts have several.
             [network]
         group_sizes: how many of these may run in the same slots. [each alone]
@@ -89,7 +88,6 @@ class Problem:
     micro_sizes: tuple[int, ...] | None = None
     sparsity: float | None = None
     precision: str = "32-true"
-    chunks: int | None = None
     host_network: Network | None = None
     group_sizes: tuple[int, ...] = (1,)
 
@@ -176,8 +174,8 @@ class Candidate:
         num_micro: micro-batches per update, of all replicas together.
         micro_size: samples of each.
         remat: backwards run their forward again.
-        ring: numbers of workers around a ring that were chosen for their network. [no chunks, no
-            groups, and the problem's slack]
+        ring: numbers of workers around a ring that were chosen for their network. [no groups, and
+            the problem's slack]
     """
 
     preset: str
@@ -218,7 +216,6 @@ class Candidate:
             num_micro=self.num_micro,
             num_steps=num_steps,
             slack=problem.slack if self.ring is None else self.ring.slack,
-            chunks=1 if self.ring is None else self.ring.chunks,
             groups=None if self.ring is None else self.ring.num_groups(problem.num_workers),
             width=self.width,
             tied=tied,
@@ -272,14 +269,13 @@ def _replicated(problem: Problem, preset: str) -> Iterator[Candidate]:
 
 
 def _around_ring(problem: Problem, preset: str, micro_size: int) -> RingNumbers | None:
-    """Choose stages, chunks, slack and groups for a preset's rule; None where it has no ring."""
+    """Choose stages, slack and groups for a preset's rule; None where it has no ring."""
     axes = PRESETS[preset]
     is_delayed = axes.weights == "delayed"
     has_ring = axes.placement == "replicated" and not SHARDINGS[axes.sharding].gathers
     if problem.num_workers == 1 or not has_ring or not (is_delayed or axes.weights == "freshest"):
         return None
     profile, states = problem.profile(micro_size), problem.states
-    num_chunks = problem.chunks if problem.sparsity is None else 1  # compressed sums travel whole
     found = best_around_ring(
         lambda num_stages: Stages.even(profile, num_stages, together=True).costs(
             kept=states.kept, sums=states.sums
@@ -289,7 +285,6 @@ def _around_ring(problem: Problem, preset: str, micro_size: int) -> RingNumbers 
         RingChoices(
             most_stages=problem.num_units,
             slacks=(problem.slack,) if problem.slack else None,
-            chunks=None if num_chunks is None else (num_chunks,),
             delayed=(is_delayed,),
             shardings=(axes.sharding,),
             group_sizes=problem.group_sizes,

@@ -3,7 +3,7 @@
     lockstep, at its best  ──┐
     plans around the ring  ──┴─>  the fastest; of those within 1 %, the simplest
 
-Stages, chunks and slack shorten different waits, and each has its price: messages, or old weights.
+Stages and slack shorten different waits, and each has its price: messages, or old weights.
 From the plan that can be fastest by :func:`ring_bound_s` the search goes to better neighbours, by
 simulation. It is a function of its arguments alone, the same on each machine.
 """
@@ -25,7 +25,7 @@ from lightning_cyclic.simulate.steady import is_quick, steady_step_s
 ALIKE: Final = 1.01  # predictions this close are alike: networks are not known better
 # what is changed at once on the way to a better neighbour: to be delayed is the largest slack
 _LADDERS = (
-    ("num_stages",), ("chunks",), ("is_delayed", "slack"), ("sharding",), ("group_size",),
+    ("num_stages",), ("is_delayed", "slack"), ("sharding",), ("group_size",),
 )  # fmt: skip
 
 _MOST_SIMULATED = 24  # plans: what comes after them gains little, and takes long for many workers
@@ -87,7 +87,7 @@ def choose_data_parallel(
 
     Returns:
         Of what was looked at and is within 1 % of the fastest, the simplest: lockstep, then fresh
-        weights before old ones, then fewer stages, fewer chunks.
+        weights before old ones, then fewer stages.
 
     Raises:
         PlanError: the network has hosts of another number of workers.
@@ -125,7 +125,7 @@ def best_around_ring(
     Returns:
         The best plan; None if none takes less.
     """
-    every = list(choices.numbers(num_workers, sum(cut(1).sent_param_bytes), network))
+    every = list(choices.numbers(num_workers, network))
     return _Search(cut, network, num_workers, every).best(below_s)
 
 
@@ -231,7 +231,6 @@ class _Search:
             self._network,
             self._num_workers,
             slack=slack,
-            chunks=numbers.chunks,
             sharding=numbers.sharding,
             group_size=numbers.group_size,
         )

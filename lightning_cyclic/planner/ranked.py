@@ -72,7 +72,7 @@ def timed(fit: Fit, problem: Problem, *, at_any_cost: bool = False) -> RankedPla
     )
     plan, runs_whole = fit.plan, fit.candidate.runs_whole_micro
     short = replace(plan, num_steps=_FEW_STEPS)
-    num_cells = plan.num_micro * plan.num_stages * plan.num_steps * plan.chunks
+    num_cells = plan.num_micro * plan.num_stages * plan.num_steps
     if at_any_cost or num_cells <= _MOST_CELLS:
         network = problem.ring_network if runs_whole else problem.network
         result = simulate(plan.programs, costs, network, plan)

@@ -11,7 +11,6 @@ from typing import NamedTuple, final
 from lightning_cyclic.errors import PlanError
 from lightning_cyclic.plan import Plan, make_plan
 from lightning_cyclic.planner.ring_bound import fresh_readers
-from lightning_cyclic.simulate.best_chunks import LEAST_BYTES, MOST
 from lightning_cyclic.simulate.costs import Network
 
 _STEPS = 10  # to be steady, and to see it for some
@@ -25,7 +24,6 @@ class RingNumbers(NamedTuple):
         is_delayed: whether all forwards read the version before the newest.
         slack: slots that a new version is given to travel; 0 where all are delayed.
         num_stages: S.
-        chunks: in which a stage travels.
         sharding: "optimizer", or "none": the last worker owns all stages.
         group_size: workers that run in the same slots.
     """
@@ -33,7 +31,6 @@ class RingNumbers(NamedTuple):
     is_delayed: bool
     slack: int
     num_stages: int
-    chunks: int
     sharding: str
     group_size: int = 1
 
@@ -51,7 +48,6 @@ class RingNumbers(NamedTuple):
             num_steps=num_steps,
             slack=self.slack,
             sharding=self.sharding,
-            chunks=self.chunks,
             groups=self.num_groups(num_workers),
             proved=False,
         )
@@ -64,7 +60,7 @@ class RingNumbers(NamedTuple):
         """Return by how many updates forwards are behind, on average.
 
         Example:
-            >>> str(RingNumbers(False, 0, 8, 1, "optimizer").behind(8))
+            >>> str(RingNumbers(False, 0, 8, "optimizer").behind(8))
             '7/16'
         """
         num_groups = self.num_groups(num_workers) or num_workers
@@ -82,7 +78,7 @@ class RingNumbers(NamedTuple):
         has_default = self.sharding == ("none" if self.is_delayed else "optimizer")
         tenths = round(10 * self.behind(num_workers))
         return (
-            tenths, self.group_size, self.num_stages, self.chunks, self.slack, not has_default,
+            tenths, self.group_size, self.num_stages, self.slack, not has_default,
         )  # fmt: skip
 
 
@@ -94,7 +90,6 @@ class RingChoices:
     Args:
         most_stages: that the module can be cut into.
         stages: numbers of stages. [powers of two, and such times N]
-        chunks: numbers of chunks. [powers of two, of 64 KiB or more]
         slacks: numbers of slots. [0, and powers of two]
         delayed: whether forwards may all read the version before the newest, and whether all
             have to. [both]
@@ -108,14 +103,13 @@ class RingChoices:
 
     most_stages: int
     stages: tuple[int, ...] | None = None
-    chunks: tuple[int, ...] | None = None
     slacks: tuple[int, ...] | None = None
     delayed: tuple[bool, ...] = (False, True)
     shardings: tuple[str, ...] = _DEFAULT_SHARDINGS
     group_sizes: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("stages", "chunks", "slacks", "delayed", "shardings", "group_sizes"):
+        for name in ("stages", "slacks", "delayed", "shardings", "group_sizes"):
             if getattr(self, name) == ():
                 raise PlanError(f"{name}=() leaves nothing to choose; allowed: one or more; "
                                 "leave it out for those that are tried by default")  # fmt: skip
@@ -125,9 +119,7 @@ class RingChoices:
                 "where a stage of the module can begin"
             )
 
-    def numbers(
-        self, num_workers: int, model_bytes: float, network: Network
-    ) -> Iterator[RingNumbers]:
+    def numbers(self, num_workers: int, network: Network) -> Iterator[RingNumbers]:
         """Yield all.
 
         Raises:
@@ -135,15 +127,11 @@ class RingChoices:
         """
         sizes = self._group_sizes(num_workers, network)
         for num_stages in self._stages(num_workers):
-            most_chunks = min(MOST, int(model_bytes / num_stages / LEAST_BYTES))
-            chunks = self.chunks or _doubled(max(1, most_chunks))
             slacks = self.slacks or (0, *_doubled(2 * num_stages - 2))
             rules = [(False, slack) for slack in slacks if False in self.delayed]
             rules += [(True, 0)] * (True in self.delayed)
-            for (is_delayed, slack), k, name, size in product(
-                rules, chunks, self.shardings, sizes
-            ):
-                yield RingNumbers(is_delayed, slack, num_stages, k, name, size)
+            for (is_delayed, slack), name, size in product(rules, self.shardings, sizes):
+                yield RingNumbers(is_delayed, slack, num_stages, name, size)
 
     def _group_sizes(self, num_workers: int, network: Network) -> Sequence[int]:
         found = sizes_of_groups(num_workers, network.hosts)

@@ -138,8 +138,8 @@ def written(plan: RankedPlan) -> str:
         arguments.append(f"width={candidate.width}")
     if candidate.remat:
         arguments.append('remat="always"')
-    plain = {"slack": (plan.fit.plan.slack, 0), "chunks": (plan.fit.plan.chunks, 1)}
-    arguments += [f"{name}={value}" for name, (value, usual) in plain.items() if value != usual]
+    if plan.fit.plan.slack:
+        arguments.append(f"slack={plan.fit.plan.slack}")
     if plan.fit.plan.group_size > 1:
         arguments.append(f"groups={plan.fit.plan.num_groups}")
     return f"CyclicStrategy({', '.join(arguments)})"

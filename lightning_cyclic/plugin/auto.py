@@ -292,9 +292,6 @@ class AutoPlan:
                 micro_sizes=sizes,
                 sparsity=sparsity,
                 precision=precision,
-                chunks=asked.chunks
-                if isinstance(asked.chunks, int) and asked.chunks > 1
-                else None,
                 host_network=on_hosts(asked.network, hosts),
                 group_sizes=possible_group_sizes(trainer, hosts),
             )
@@ -375,7 +372,7 @@ def _options(plan: RankedPlan) -> dict[str, Any]:
     candidate, names = plan.fit.candidate, plan.fit.stages.names[1:]
     ring, num_workers = candidate.ring, plan.fit.plan.num_workers
     of_ring = {} if ring is None else {
-        "slack": ring.slack, "chunks": ring.chunks, "groups": ring.num_groups(num_workers),
+        "slack": ring.slack, "groups": ring.num_groups(num_workers),
     }  # fmt: skip
     return {
         **of_ring,

@@ -18,6 +18,7 @@ DEPARTED: Final[dict[str, str]] = {
     "preset='weipipe'": _NO_RING,
     "sharding='ring'": _NO_RING,
     "schedule='cyclic_flush'": _NO_RING,
+    "chunks": "a stage travels in one message: use more stages (stages=...), or groups=...",
 }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import final, get_args
 
@@ -37,7 +37,7 @@ from lightning_cyclic.runtime.stages.evidence import ClockName
 from lightning_cyclic.runtime.sum_dtypes import WIRE_DTYPES, SumDtypes
 from lightning_cyclic.runtime.transport.choice import Route
 from lightning_cyclic.runtime.whole_step.session import auto_stages
-from lightning_cyclic.simulate import Network, best_chunks
+from lightning_cyclic.simulate import Network
 
 TRAINING_S = 300.0  # limit of a wait for another rank, where the user sets none
 STARTING_S = 1800.0  # until training has begun, and where code may be compiled; as torch has it
@@ -57,7 +57,6 @@ class Options:
         stages: "auto", "measured", a number, or module paths.
         num_micro: micro-batches per update, of each replica.
         slack: slots that messages are given to travel; or "auto".
-        chunks: messages in which a stage's sum of gradients, or its parameters, travel; or "auto".
         groups: of workers that run in the same slots; or "auto". [each worker is one]
         clip: "stage", "global" or None.
         relay_buffers: "auto" or "all".
@@ -96,7 +95,6 @@ class Options:
     stages: int | str | Sequence[str]
     num_micro: int | None
     slack: int | str
-    chunks: int | str
     groups: int | str | None
     clip: str | None
     relay_buffers: str
@@ -139,8 +137,6 @@ class Options:
             check_choice(self.resume, ("auto",), "resume")
         if self.clip is not None:
             check_choice(self.clip, CLIPPING, "clip")
-        if isinstance(self.chunks, str):
-            check_choice(self.chunks, ("auto",), "chunks")
         if isinstance(self.groups, str):
             check_choice(self.groups, ("auto",), "groups")
         elif self.groups is not None:
@@ -293,7 +289,6 @@ class Options:
             width=self.width,
             tied=tied,
             slack=0 if isinstance(self.slack, str) else self.slack,
-            chunks=1 if isinstance(self.chunks, str) else self.chunks,
             groups=None if not isinstance(self.groups, int) else 1 if is_probe else self.groups,
             relayed=relayed,
             relayed_until=relayed_until,
@@ -312,24 +307,6 @@ class Options:
                 f"num_micro={plan.num_workers}, and Trainer(accumulate_grad_batches={plan.rounds})"
             )
         return plan
-
-    def with_chunks(self, module: nn.Module, *, may_cut: bool) -> Options:
-        """Return the same with a number of chunks: the network's, if the user leaves it to that.
-
-        Args:
-            module: whose trained parameters travel.
-            may_cut: whether they travel as they are.
-        """
-        if not isinstance(self.chunks, str):
-            return self
-        sharding = self._probe().axes.sharding
-        passes_on = not sharding.gathers  # else no hop waits for one
-        if self.is_stagewise or not (may_cut and passes_on) or self.num_workers is None:
-            return replace(self, chunks=1)
-        sizes = (p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
-        num_stages = self.expected_stages(module)
-        chunks = best_chunks(self.num_workers, num_stages, sum(sizes), self.network)
-        return replace(self, chunks=chunks)
 
     def expected_stages(self, module: nn.Module | None) -> int:
         """Return how many stages there will be, as far as that is known before the first step.

@@ -115,7 +115,6 @@ def _comparison(trainer: Trainer, options: Options, hosts: Sequence[str]) -> dic
         why = f"lightning_cyclic does not predict a step: {reason_of(error)}"
         return _decision(trainer, {}, why, warns=False)
     module = trainer.lightning_module
-    options = options.with_chunks(module, may_cut=True)
     num_stages = min(options.expected_stages(module), len(profile.units))
     plan = replace(options.plan(num_stages), num_steps=_NUM_STEPS)
     sums = options.wire_bytes_per_byte(module)
@@ -133,7 +132,7 @@ def _choice(trainer: Trainer, options: Options, hosts: Sequence[str]) -> dict[st
     module = trainer.lightning_module
     sums, num_units = options.wire_bytes_per_byte(module), len(profile.units)
     plan, workers = options.plan(1), trainer.world_size
-    stages, is_open = options.given_stages, options.is_open("chunks")
+    stages = options.given_stages
     network, is_delayed = on_hosts(options.network, hosts), plan.weights == "delayed"
     # of slack, a large one delays all
     delayed = (False, True) if options.slack == "auto" else (is_delayed,)
@@ -144,7 +143,6 @@ def _choice(trainer: Trainer, options: Options, hosts: Sequence[str]) -> dict[st
         RingChoices(
             most_stages=num_units,
             stages=None if stages is None else (stages,),
-            chunks=None if is_open else (plan.chunks,),
             slacks=None if options.slack == "auto" else (plan.slack,),
             delayed=delayed,
             shardings=(plan.sharding,),
@@ -158,8 +156,6 @@ def _choice(trainer: Trainer, options: Options, hosts: Sequence[str]) -> dict[st
         chosen["slack"] = _slack(numbers)
     if options.groups == "auto":
         chosen["groups"] = workers // numbers.group_size if numbers.group_size > 1 else None
-    if is_open:
-        chosen["chunks"] = numbers.chunks
     if stages is None:
         names = _cut(profile, numbers.num_stages).names[1:]
         chosen["stages"] = list(names) if names else 1

@@ -1,7 +1,6 @@
 """The simulator: what a plan costs in seconds, bytes, messages and memory, without running it."""
 
 from lightning_cyclic.simulate.account import Account, WorkerAccount, account
-from lightning_cyclic.simulate.best_chunks import best_chunks
 from lightning_cyclic.simulate.compare import Comparison, Figures, compare
 from lightning_cyclic.simulate.costs import Costs, Network
 from lightning_cyclic.simulate.engine import simulate
@@ -34,7 +33,6 @@ __all__ = [
     "Result",
     "WorkerAccount",
     "account",
-    "best_chunks",
     "best_lockstep",
     "compare",
     "lockstep",

@@ -134,7 +134,7 @@ def _of_plan(
     plan: Plan, costs: Costs, network: Network, state_per_param: float, jitter: Jitter | None
 ) -> Figures:
     result = simulate(plan.programs, costs, network, plan, jitter=jitter)
-    counted = account(plan.programs, costs, plan.chunks)
+    counted = account(plan.programs, costs)
     workers = counted.workers
     return Figures(
         step_s=result.step_s,

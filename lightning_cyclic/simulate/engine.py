@@ -48,8 +48,7 @@ def simulate(
         programs: actions of each worker, in program order.
         costs: what each stage costs, on a core of its own.
         network: the links between the workers; free by default.
-        plan: of the programs, where stages share parameters, or what they have travels in chunks.
-            [neither]
+        plan: of the programs, where stages share parameters. [they share none]
         cores: how many workers can compute at once at full speed. [all]
         jitter: how unsteady workers and links are; of some steps, so that a mean says something.
             [they are steady]
@@ -80,8 +79,7 @@ def simulate(
         )
     graph = build(programs, plan, network, in_order=not in_turn)
     jitter = jitter or Jitter()
-    num_chunks = 1 if plan is None else plan.chunks
-    seconds = _seconds_of_nodes(graph, costs, network, num_chunks, jitter)
+    seconds = _seconds_of_nodes(graph, costs, network, jitter)
     order = take_turns(graph, plan, network, seconds) if in_turn and plan is not None else []
     clock = _Clock(graph, len(programs), seconds, network, cores, jitter)
     if in_turn:
@@ -257,17 +255,13 @@ class _Cores:
         return min(1.0, self._count / len(self.running))
 
 
-def _seconds_of_nodes(
-    graph: Graph, costs: Costs, network: Network, num_chunks: int, jitter: Jitter
-) -> list[float]:
+def _seconds_of_nodes(graph: Graph, costs: Costs, network: Network, jitter: Jitter) -> list[float]:
     """Return for how long each node keeps its lane busy."""
     slower = cache(jitter.of_step)
     return [
         costs.compute_s(action) * slower(worker, action.t)
         if action.payload is None
-        else network.between(worker, action.peer).transfer_s(
-            costs.message_bytes(action, num_chunks)
-        )
+        else network.between(worker, action.peer).transfer_s(costs.message_bytes(action))
         for worker, action in zip(graph.workers, graph.actions, strict=True)
     ]
 

@@ -220,7 +220,7 @@ def _pair_messages(graph: Graph, rooms: Mapping[int, int]) -> None:
 
 
 def _envelope(action: Action, source: int | None, target: int | None) -> tuple[object, ...]:
-    return source, target, action.payload, action.t, action.i, action.j, action.v, action.c
+    return source, target, action.payload, action.t, action.i, action.j, action.v
 
 
 def _unpaired(graph: Graph, node: int, what: str) -> PlanError:

@@ -57,10 +57,10 @@ class _Run:
     def __init__(self, plan: Plan, timetable: Timetable, costs: Costs, network: Network) -> None:
         self._num_steps = plan.num_steps
         self._timetable = timetable
-        seconds, latency_s = _costs(timetable, costs, network, plan.chunks)
+        seconds, latency_s = _costs(timetable, costs, network)
         num_computes = len(timetable.computes.j)
-        messages = seconds[num_computes :: plan.chunks]
-        found = window(timetable, messages > 0, _inside(timetable, network), plan.chunks)
+        messages = seconds[num_computes:]
+        found = window(timetable, messages > 0, _inside(timetable, network), 1)
         wave = waves(found)
         is_message = np.arange(len(wave)) >= num_computes
         order = np.lexsort((is_message, wave))
@@ -158,9 +158,7 @@ class _Run:
         return made, carried, seconds, np.where(is_there, latency_s, -np.inf)
 
 
-def _costs(
-    timetable: Timetable, costs: Costs, network: Network, num_chunks: int
-) -> tuple[Floats, Floats]:
+def _costs(timetable: Timetable, costs: Costs, network: Network) -> tuple[Floats, Floats]:
     """Return the seconds of each node, and the latency of each message."""
     computes, messages = timetable.computes, timetable.messages
     by_kind = {
@@ -168,16 +166,14 @@ def _costs(
     }  # fmt: skip
     seconds = np.array([by_kind[kind] for kind in KINDS])[computes.kind, computes.j]
     num_bytes = np.array([costs.sent_param_bytes, costs.sent_sum_bytes])
-    if num_chunks > 1:
-        num_bytes = num_bytes / num_chunks
     num_bytes = num_bytes[messages.is_sum.astype(int), messages.j]
     inside = _inside(timetable, network)
     bandwidth = _of_link(network, "bandwidth_bytes_per_s", inside)
     latency_s = _of_link(network, "latency_s", inside)
     sent_s = np.where(messages.source == messages.target, 0.0, num_bytes / bandwidth)
     return (
-        np.concatenate([seconds, np.repeat(sent_s, num_chunks)]),
-        np.concatenate([np.zeros(len(seconds)), np.repeat(latency_s, num_chunks)]),
+        np.concatenate([seconds, sent_s]),
+        np.concatenate([np.zeros(len(seconds)), latency_s]),
     )
 
 

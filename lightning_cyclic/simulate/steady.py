@@ -34,7 +34,7 @@ def steady_step_s(plan: Plan, costs: Costs, network: Network | None = None) -> f
 
     Example:
         >>> from lightning_cyclic.plan import make_plan
-        >>> numbers = {"num_stages": 32, "chunks": 8, "num_workers": 256, "num_steps": 12}
+        >>> numbers = {"num_stages": 32, "num_workers": 256, "num_steps": 12}
         >>> plan = make_plan("cyclic_dp", proved=False, **numbers)
         >>> costs = Costs.even(32, compute_s=1.0, model_bytes=64.0)
         >>> round(steady_step_s(plan, costs, Network(bandwidth_bytes_per_s=100.0)), 2)
@@ -67,4 +67,4 @@ def is_quick(plan: Plan) -> bool:
 
 
 def _num_messages(plan: Plan) -> int:
-    return plan.num_workers * plan.num_stages * plan.chunks
+    return plan.num_workers * plan.num_stages

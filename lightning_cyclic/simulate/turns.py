@@ -73,7 +73,7 @@ def _turns(graph: Graph, plan: Plan) -> dict[int, tuple[int, ...]]:
         step = a.t if is_sum or a.v is None else a.v - 1  # that makes the version
         n = at[is_sum, a.j, graph.workers[node], a.peer]
         due = int(x.due[n]) + step * timetable.period
-        turns[node] = due, not is_sum, int(x.rank[n]), a.j, a.c or 0
+        turns[node] = due, not is_sum, int(x.rank[n]), a.j
     return turns
 
 

@@ -107,7 +107,6 @@ def scene(plan: Plan, first_slot: int = 0) -> Scene:
             f"allowed: up to {MOST_WORKERS} workers and {MOST_SLOTS} slots; draw fewer steps, "
             "begin at a later slot, or leave the file out for a text"
         )
-    plan = plan.whole  # one arrow for a message, in however many chunks it goes
     programs = plan.programs
     cells = tuple(cells_of(programs))
     return Scene(

@@ -75,7 +75,7 @@ def test_around_a_ring_numbers_are_those_that_the_network_asks_for(slack):
         assert candidate.ring == expected.numbers
         plan = candidate.plan(given, num_steps=6)
         assert candidate.num_stages == plan.num_stages == expected.numbers.num_stages
-        assert (plan.slack, plan.chunks) == (candidate.ring.slack, candidate.ring.chunks)
+        assert plan.slack == candidate.ring.slack
         assert (plan.group_size, plan.preset) == (candidate.ring.group_size, preset)
     assert rings["cyclic_dp"].ring.group_size == 2
     assert not any(c.ring for c in candidates(replace(given, num_workers=1)))

@@ -81,7 +81,7 @@ def fit(
     seed_everything(7, verbose=False)
     trainer.fit(module, ckpt_path=ckpt_path)
     chosen = strategy._chosen
-    names = ("preset", "stages", "num_micro", "width", "remat", "slack", "chunks", "groups")
+    names = ("preset", "stages", "num_micro", "width", "remat", "slack", "groups")
     return {
         "weights": weights_of(module),
         "metrics": {name: float(x) for name, x in trainer.callback_metrics.items()},

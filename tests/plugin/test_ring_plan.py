@@ -25,7 +25,7 @@ from tests.corpus import assert_same, weights_of
 from tests.plugin.test_auto import Net, make_trainer
 from tests.processes import RanksFailedError
 
-NUMBERS = "stages", "slack", "chunks", "groups"
+NUMBERS = "stages", "slack", "groups"
 NOT_CHOSEN = '="auto" with preset .*, for which it is not chosen'
 FAR = {"bandwidth": "10Gbit/s", "latency": "20ms"}  # which lockstep waits for in each step
 # where bytes take all the time lockstep sends less: to three workers 4/3 of the model's
@@ -123,14 +123,13 @@ def test_data_that_can_be_read_once_are_trained_on_but_nothing_is_chosen_by_them
     assert sorted(caught.value.errors) == [0, 1]
 
 
-@pytest.mark.parametrize("fixed", [{}, {"stages": 2}, {"chunks": "auto"}])
+@pytest.mark.parametrize("fixed", [{}, {"stages": 2}])
 @pytest.mark.multi
 def test_a_run_is_the_one_of_the_numbers_that_were_chosen(fixed: dict[str, Any]) -> None:
     auto = processes.run(fit, 2, {"preset": "cyclic_dp", "slack": "auto", **FAR, **fixed})
     chosen = auto[0]["chosen"]
     assert [rank["chosen"] for rank in auto] == [chosen, chosen]
     assert isinstance(chosen["slack"], int)
-    assert isinstance(chosen["chunks"], int)
     assert chosen["stages"] == fixed.get("stages", chosen["stages"])
     assert auto[0]["plan"].slack == chosen["slack"]
     assert "lightning_cyclic chose CyclicStrategy" in auto[0]["said"][0]
@@ -191,7 +190,7 @@ def test_what_is_refused(arguments: dict[str, Any], message: str) -> None:
         ({"preset": "cyclic_dp", "slack": "auto", "groups": "auto"}, 2),
         ({"preset": "cyclic_dp", "slack": "auto", "groups": 2}, 2),
         # where all weights are old, leads wait for their group as long as for another worker
-        ({"preset": "cyclic_dp_v1", "groups": "auto", "chunks": "auto"}, None),
+        ({"preset": "cyclic_dp_v1", "groups": "auto"}, None),
     ],
 )
 @pytest.mark.multi

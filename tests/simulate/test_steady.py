@@ -61,11 +61,11 @@ def on_hosts(network, num_workers, draws):
 )
 def test_to_the_last_digit(preset, workers, stages, most):
     draws = random.Random(f"{preset} {workers}")
-    numbers = list(product(workers, stages, (1, 3), (0, 2), (1, 2)))
-    for n, s, k, slack, rounds in draws.sample(numbers, min(len(numbers), most)):
+    numbers = list(product(workers, stages, (0, 2), (1, 2)))
+    for n, s, slack, rounds in draws.sample(numbers, min(len(numbers), most)):
         groups = draws.choice([x for x in range(1, 1 + n) if n % x == 0])
         plan = make_plan(
-            preset, num_workers=n, num_stages=s, chunks=k, slack=slack, num_micro=rounds * n,
+            preset, num_workers=n, num_stages=s, slack=slack, num_micro=rounds * n,
             num_steps=draws.choice((4, 5, 6)), groups=groups, proved=False,
         )  # fmt: skip
         costs = costs_of(s, draws)
@@ -91,7 +91,7 @@ def test_to_the_last_digit(preset, workers, stages, most):
     ],
 )
 def test_of_other_owners_and_more_workers_than_slots(preset, numbers):
-    numbers = {"num_workers": 4, "num_stages": 6, "num_steps": 6, "chunks": 2, **numbers}
+    numbers = {"num_workers": 4, "num_stages": 6, "num_steps": 6, **numbers}
     plan, draws = make_plan(preset, proved=False, **numbers), random.Random(preset)
     for network in NETWORKS:
         costs = costs_of(plan.num_stages, draws)
@@ -123,7 +123,7 @@ def test_other_programs_are_simulated(preset, numbers):
 
 def test_small_plans_are_simulated_by_their_programs_and_large_ones_without():
     small, large = (
-        make_plan("cyclic_dp", num_workers=n, num_stages=8, chunks=4, num_steps=8, proved=False)
+        make_plan("cyclic_dp", num_workers=n, num_stages=8, num_steps=8, proved=False)
         for n in (8, 256)
     )
     costs, network = Costs.even(8, model_bytes=0.5), NETWORKS[3]
@@ -179,7 +179,7 @@ def test_hosts_of_other_workers_are_refused():
 
 
 def test_a_step_is_found_in_seconds_where_plans_are_small_or_need_no_program():
-    numbers = {"num_stages": 8, "chunks": 4, "num_steps": 8, "proved": False}
+    numbers = {"num_stages": 8, "num_steps": 8, "proved": False}
     small, large, without_turns = (
         make_plan("cyclic_dp", num_workers=n, sharding=sharding, **numbers)
         for n, sharding in ((8, "none"), (256, "optimizer"), (256, "none"))

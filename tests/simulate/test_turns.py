@@ -11,7 +11,7 @@ from lightning_cyclic.simulate.turns import take_turns
 
 PLANS = [
     ("cyclic_dp", {"num_stages": 4, "num_workers": 4}),
-    ("cyclic_dp", {"num_stages": 5, "num_workers": 3, "chunks": 3, "slack": 2}),
+    ("cyclic_dp", {"num_stages": 5, "num_workers": 3, "slack": 2}),
     ("cyclic_dp", {"num_stages": 2, "num_workers": 9}),
     ("cyclic_dp_v1", {"num_stages": 4, "num_workers": 3}),
 ]

@@ -65,10 +65,6 @@ def test_what_is_seen_is_what_the_text_says_and_no_message_goes_back_in_time(pre
     assert len(seen.arrows) > 0
 
 
-def test_a_message_is_one_arrow_in_however_many_chunks_it_goes():
-    assert of("cyclic_dp", 3, chunks=4).arrows == of("cyclic_dp", 3).arrows
-
-
 def test_cells_of_one_slot_share_it_in_the_order_in_which_they_run():
     seen = scene(make_plan("cyclic_mp", num_stages=4, num_workers=2, num_steps=2))
     slot = [c for c in seen.cells if c.w == 0 and c.action.s == 6]

@@ -31,13 +31,6 @@ def check_fit(plan: Plan) -> None:
             "'pipelined' or 'shared'; use late_updates=False"
         )
     _check_norms(plan)
-    if plan.chunks > 1 and not placement.runs_whole_micro:
-        raise PlanError(
-            f"chunks={plan.chunks} does not fit placement {plan.placement!r} (preset "
-            f"{plan.preset!r}), in which neighbours hand each other activations, and those at "
-            "once; allowed with it: 1; use chunks=1, or a preset whose workers run whole "
-            "micro-batches, such as 'cyclic_dp'"
-        )
     _check_groups(plan)
     problem = placement.misfit()
     if problem is not None:

@@ -133,7 +133,7 @@ class Engine:
         )
         self._messages = Messages(
             self._line, depths, self._waiter.wait, device,
-            is_lean=self._is_lean, num_chunks=plan.chunks,
+            is_lean=self._is_lean,
         )  # fmt: skip
         keeps = not plan.axes.sharding.gathers
         self.stores = [
@@ -163,7 +163,7 @@ class Engine:
         self._worker = Worker(
             plan.program.flow, self._messages, hooks, self._exchange, hooks, lanes,
             lambda: transport.timeout_s * 1.1 + 1,
-            MOST_BEHIND * plan.chunks if self._is_lean else None,
+            MOST_BEHIND if self._is_lean else None,
         )  # fmt: skip
         for j in range(plan.num_stages):
             for payload, layout in self._exchange.layouts(j).items():
@@ -382,8 +382,7 @@ class Engine:
         self._run_on()
 
     def _fetch(self, item: Item) -> None:
-        for part in self.plan.program.flow.parts(item):
-            self._worker.fetch(part)
+        self._worker.fetch(item)
 
     def _enter(self, a: Action) -> None:
         """Show the version that a forward reads."""

@@ -115,9 +115,7 @@ def test_sums_and_buffers_travel_once_a_step_and_parameters_in_each_round(**give
 @pytest.mark.parametrize("is_relayed", [False, True])
 @pytest.mark.parametrize("slack", [0, 2, 5])
 @pytest.mark.parametrize(("num_workers", "num_stages"), [(2, 2), (3, 3), (3, 6), (4, 8), (6, 5)])
-def test_nobody_waits_for_another_worker_s_next_step(
-    num_workers, num_stages, slack, is_relayed
-):
+def test_nobody_waits_for_another_worker_s_next_step(num_workers, num_stages, slack, is_relayed):
     """Between steps all workers may meet; a send waits, too, where a ring has no room."""
     plan = made("cyclic_zero", num_stages, num_workers, 3, slack, None, is_relayed, proved=False)
     replay, workers = Replay(plan), range(num_workers)
