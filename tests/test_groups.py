@@ -160,10 +160,6 @@ def test_groups_that_do_not_fit_are_refused() -> None:
         CyclicStrategy("cyclic_dp", groups=0)
     with pytest.raises(PlanError, match=r"groups with placement 'pipelined' \(preset '1f1b'\)"):
         CyclicStrategy("1f1b", groups=2)
-    with pytest.raises(
-        ConfigurationError, match=r'groups=2 with preset "auto".*"cyclic_dp", groups=2'
-    ):
-        CyclicStrategy("auto", groups=2)
     numbers: dict[str, Any] = {"num_stages": 4, "num_workers": 6}
     with pytest.raises(
         PlanError, match=r"groups=4 with 6 workers; .* allowed: 1, 2, 3, 6; use groups=3"

@@ -396,7 +396,6 @@ def fit_refused(strategy: dict[str, Any]) -> None:
     [
         ({"preset": "spectrain"}, "preset='spectrain', which predicts weights"),
         ({"save_distributed_checkpoint": True}, "save_distributed_checkpoint=True"),
-        more({"preset": "auto", "weights": "predicted"}, "which predicts weights"),
         ({"error_feedback": True, "preset": "cyclic_pipeline"}, "error_feedback=True"),
     ],
 )

@@ -393,35 +393,6 @@ def check_timed(plan: Plan, stages: object) -> None:
         )
 
 
-def check_is_chosen(plan: Plan, name: str, *, is_network_given: bool) -> None:
-    """Refuse to choose where nothing is chosen, or where nothing says what is needed.
-
-    Args:
-        plan: of the preset.
-        name: "slack" or "groups", which is "auto".
-        is_network_given: whether the user has said anything about it.
-
-    Raises:
-        ConfigurationError: with the argument.
-    """
-    rules = {"slack": ("freshest",), "groups": ("freshest", "delayed")}[name]
-    presets = " or ".join(f'"{preset}"' for preset in ("cyclic_dp", "cyclic_dp_v1")[: len(rules)])
-    is_ring = plan.placement == "replicated" and not plan.axes.sharding.gathers
-    if not is_ring or plan.weights not in rules:
-        number = 0 if name == "slack" else 2
-        raise ConfigurationError(
-            f'{name}="auto" with preset {plan.preset!r}, for which it is not chosen; allowed: a '
-            f"number, or preset {presets}; use {name}={number}, or "
-            f'CyclicStrategy("cyclic_dp", {name}="auto", bandwidth="10Gbit/s", latency="50us")'
-        )
-    if not is_network_given:
-        raise ConfigurationError(
-            f'{name}="auto" without a network, by which it is chosen; allowed: with bandwidth, '
-            f'latency or both; use CyclicStrategy("{plan.preset}", {name}="auto", '
-            'bandwidth="10Gbit/s", latency="50us")'
-        )
-
-
 def check_predicts(plan: Plan, what: str, given: object, default: object) -> None:
     """Refuse a choice about predicted weights, if none are.
 

@@ -12,12 +12,20 @@ _NO_RING: Final = (
     "weights with delays, or strategy='fsdp', which shards them synchronously"
 )
 
+_ASK: Final = (
+    "nothing is chosen in a run any more: `lightning-cyclic plan MODEL --workers N --memory SIZE` "
+    "prints the strategy, and --save writes it"
+)
+
 DEPARTED: Final[dict[str, str]] = {
     # an argument, or one value of an argument -> what to do instead
     "preset='xpipe'": "use preset='spectrain', or 'pipeoptim': both predict weights",
     "preset='weipipe'": _NO_RING,
     "sharding='ring'": _NO_RING,
     "schedule='cyclic_flush'": _NO_RING,
+    "preset='auto'": _ASK,
+    "slack='auto'": _ASK,
+    "groups='auto'": _ASK,
     "chunks": "a stage travels in one message: use more stages (stages=...), or groups=...",
 }
 
