@@ -23,6 +23,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import socket
 import statistics
 import subprocess
@@ -268,11 +269,10 @@ def make_module(case: Case) -> Any:
 
 def slower(case: Case, rank: int, step: int) -> float:
     """Return how many times as long a worker computes in a step."""
-    from lightning_cyclic.simulate import Jitter
-
     third = (case.num_steps - WARM_UP) // 3
     is_slow = rank == 1 and third <= step - WARM_UP < 2 * third
-    return Jitter(compute=case.jitter).of_step(rank, step) * (case.slow if is_slow else 1.0)
+    drawn = random.Random(f"{rank}/{step}").lognormvariate(-(case.jitter**2) / 2, case.jitter)
+    return drawn * (case.slow if is_slow else 1.0)
 
 
 def make_strategy(name: str) -> Any:
@@ -482,11 +482,11 @@ def spread(values: list[float]) -> str:
 def predicted_s(case: Case, preset: str, compute_s: float) -> float:
     """Ask the package's simulator for seconds per step, from the compute time measured alone.
 
-    It knows of no worker that is slow for a while: there it says what it would be without.
+    It knows of no unsteady workers: there it says what it would be if all were steady.
     """
     from lightning_cyclic import make_plan
     from lightning_cyclic.runtime.whole_step.session import auto_stages
-    from lightning_cyclic.simulate import Costs, Jitter, Network, compare
+    from lightning_cyclic.simulate import Costs, Network, compare
 
     num_stages = min(auto_stages(case.num_workers, case.model_bytes), case.depth)
     groups: list[int] = []
@@ -500,7 +500,7 @@ def predicted_s(case: Case, preset: str, compute_s: float) -> float:
         sharding=None if is_ddp else sharding or None,
         num_stages=num_stages,
         num_workers=case.num_workers,
-        num_steps=40 if case.jitter else 12,
+        num_steps=12,
         groups=next(iter(groups), None),
     )
     costs = Costs.even(num_stages, compute_s=compute_s, model_bytes=case.model_bytes)
@@ -509,9 +509,8 @@ def predicted_s(case: Case, preset: str, compute_s: float) -> float:
         hosts = tuple(w // case.close for w in range(case.num_workers))
         inside = Network(latency_s=LATENCY_S, bandwidth_bytes_per_s=BYTES_PER_S)
         network = replace(network, hosts=hosts, inside=inside)
-    jitter = Jitter(compute=case.jitter) if case.jitter else None
     bucket_bytes = (int(sharding) if is_ddp and sharding else 25) << 20
-    found = compare(plan, costs, network, bucket_bytes=bucket_bytes, jitter=jitter)
+    found = compare(plan, costs, network, bucket_bytes=bucket_bytes)
     return found.lockstep.step_s if is_ddp else found.plan.step_s
 
 

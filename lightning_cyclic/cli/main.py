@@ -30,7 +30,6 @@ from lightning_cyclic.plan import PRESETS, Plan, make_plan
 from lightning_cyclic.planner.candidates import INSIDE_BANDWIDTH, INSIDE_LATENCY
 from lightning_cyclic.simulate import (
     Costs,
-    Jitter,
     Network,
     compare,
     parse_bandwidth,
@@ -139,30 +138,8 @@ def _add_simulate(commands: argparse._SubParsersAction[_Parser]) -> None:
         "best all-reduce, in the best number of buckets)",
     )  # fmt: skip
     _add_hosts(parser)
-    _add_jitter(parser)
     parser.add_argument("--json", action="store_true", help="print JSON in place of a table")
     parser.set_defaults(run=_simulate)
-
-
-def _add_jitter(parser: argparse.ArgumentParser) -> None:
-    for option, meaning in (
-        ("--jitter", "standard deviation of the logarithm of a worker's step time"),
-        ("--stragglers", "share of workers' steps that take twice as long"),
-        ("--latency-jitter", "how many latencies longer a message takes in the mean"),
-    ):
-        parser.add_argument(
-            option, type=float, default=0.0, metavar="X",
-            help=f"{meaning}; with --steps 40 or more (default: 0)",
-        )  # fmt: skip
-    parser.add_argument("--seed", type=int, default=0, help="of these draws (default: 0)")
-
-
-def _jitter(arguments: argparse.Namespace) -> Jitter | None:
-    numbers = arguments.jitter, arguments.stragglers, arguments.latency_jitter
-    if numbers == (0.0, 0.0, 0.0):
-        return None
-    compute, stragglers, latency = numbers
-    return Jitter(compute=compute, stragglers=stragglers, latency=latency, seed=arguments.seed)
 
 
 def _add_hosts(parser: argparse.ArgumentParser) -> None:
@@ -245,7 +222,6 @@ def _simulate(arguments: argparse.Namespace) -> str:
     comparison = compare(
         plan, costs, network,
         bucket_bytes=arguments.bucket_bytes, state_per_param=arguments.state,
-        jitter=_jitter(arguments),
     )  # fmt: skip
     if arguments.json:
         return json.dumps(comparison.as_dict(), indent=2)

@@ -29,7 +29,7 @@ from lightning_cyclic.planner.candidates import (
 )
 from lightning_cyclic.planner.fewest import compared
 from lightning_cyclic.planner.profile import ModelProfile, from_json, to_json
-from lightning_cyclic.planner.ring_numbers import sizes_of_groups
+from lightning_cyclic.planner.ring import sizes_of_groups
 from lightning_cyclic.planner.search import search
 from lightning_cyclic.planner.states import PRECISIONS
 from lightning_cyclic.planner.table import as_config, as_data, table

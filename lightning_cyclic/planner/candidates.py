@@ -10,9 +10,8 @@ from typing import Final, final
 from lightning_cyclic.errors import PlanError, one_of
 from lightning_cyclic.plan import Plan, make_plan
 from lightning_cyclic.plan.presets import PLACEMENTS, PRESETS, SHARDINGS, Preset
-from lightning_cyclic.planner.data_parallel import best_around_ring
 from lightning_cyclic.planner.profile import ModelProfile
-from lightning_cyclic.planner.ring_numbers import RingChoices, RingNumbers
+from lightning_cyclic.planner.ring import RingNumbers, best_around_ring
 from lightning_cyclic.planner.stages import Stages
 from lightning_cyclic.planner.states import StatesPerParam
 from lightning_cyclic.simulate.costs import Network
@@ -276,21 +275,17 @@ def _around_ring(problem: Problem, preset: str, micro_size: int) -> RingNumbers 
     if problem.num_workers == 1 or not has_ring or not (is_delayed or axes.weights == "freshest"):
         return None
     profile, states = problem.profile(micro_size), problem.states
-    found = best_around_ring(
+    return best_around_ring(
+        preset,
         lambda num_stages: Stages.even(profile, num_stages, together=True).costs(
             kept=states.kept, sums=states.sums
         ),
         problem.ring_network,
         problem.num_workers,
-        RingChoices(
-            most_stages=problem.num_units,
-            slacks=(problem.slack,) if problem.slack else None,
-            delayed=(is_delayed,),
-            shardings=(axes.sharding,),
-            group_sizes=problem.group_sizes,
-        ),
+        problem.num_units,
+        slack=problem.slack or None,
+        group_sizes=problem.group_sizes,
     )
-    return None if found is None else found.numbers
 
 
 def _pipelines(problem: Problem, preset: str, width: int, depth: int) -> Iterator[Candidate]:

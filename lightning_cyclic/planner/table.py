@@ -8,9 +8,9 @@ from dataclasses import asdict
 from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
-from lightning_cyclic.planner.data_parallel import ALIKE
 from lightning_cyclic.planner.ranked import RankedPlan
 from lightning_cyclic.planner.reference import reference
+from lightning_cyclic.planner.ring import ALIKE
 from lightning_cyclic.planner.search import Ranking
 from lightning_cyclic.simulate.memory import Memory
 from lightning_cyclic.simulate.units import show_bytes, show_seconds
