@@ -27,7 +27,6 @@ from lightning_cyclic.planner.candidates import (
     INSIDE_LATENCY,
     Problem,
 )
-from lightning_cyclic.planner.fewest import compared
 from lightning_cyclic.planner.profile import ModelProfile, from_json, to_json
 from lightning_cyclic.planner.ring import sizes_of_groups
 from lightning_cyclic.planner.search import search
@@ -134,8 +133,6 @@ def _run(arguments: argparse.Namespace, has_colours: Callable[[], bool]) -> str:
     if arguments.json:
         return json.dumps(as_data(ranking), indent=2)
     parts = [table(ranking, colour=has_colours())]
-    if problem.sparsity is not None:
-        parts.append(compared(problem))
     if arguments.save:
         use = _LAYOUTS[arguments.layout].format(arguments.save)
         parts.append(f"wrote {arguments.save}: {use}")

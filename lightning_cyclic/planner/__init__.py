@@ -2,9 +2,7 @@
 
 from lightning_cyclic.planner.candidates import DEFAULT_PRESETS, Candidate, Problem
 from lightning_cyclic.planner.fit import Fit
-from lightning_cyclic.planner.graph import CostGraph, GraphSplit, GraphTensor
-from lightning_cyclic.planner.ideals import split_ideals
-from lightning_cyclic.planner.milp import split_milp
+from lightning_cyclic.planner.ideals import CostGraph, GraphSplit, GraphTensor, split_ideals
 from lightning_cyclic.planner.partition import balance, balance_between
 from lightning_cyclic.planner.profile import ModelProfile, Tie, UnitProfile, from_json, to_json
 from lightning_cyclic.planner.ranked import RankedPlan
@@ -36,6 +34,5 @@ __all__ = [
     "memory",
     "search",
     "split_ideals",
-    "split_milp",
     "to_json",
 ]

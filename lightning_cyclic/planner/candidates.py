@@ -58,9 +58,6 @@ class Problem:
             moments]
         slack: slots that a new version needs to travel, for the ``freshest`` rule. [0; around a
             ring of workers the planner may choose more]
-        widths: numbers of replicas to look at; workers that run whole micro-batches are as many
-            replicas. [all]
-        micro_sizes: sizes of a pipeline's micro-batches to look at. [as of the profiles]
         sparsity: pruned fraction of the parameters, from 0 to below 1, of which no gradient,
             master weight and optimizer state is kept or sent (SAMO). [None: dense]
         host_network: the links of workers that run whole micro-batches, where hosts have several.
@@ -83,8 +80,6 @@ class Problem:
     remats: tuple[bool, ...] = (False, True)
     state_per_param: float = 2.0
     slack: int = 0
-    widths: tuple[int, ...] | None = None
-    micro_sizes: tuple[int, ...] | None = None
     sparsity: float | None = None
     precision: str = "32-true"
     host_network: Network | None = None
@@ -130,8 +125,6 @@ class Problem:
     @cached_property
     def by_size(self) -> dict[int, ModelProfile]:
         """Return profiles by the size of a pipeline's micro-batch, measured or scaled."""
-        if self.micro_sizes is not None:
-            return {size: self._nearest(size) for size in self.micro_sizes}
         found = {profile.micro_size: profile for profile in self.profiles}
         if len(found) > 1:
             return found
@@ -146,10 +139,6 @@ class Problem:
     def _nearest(self, micro_size: int) -> ModelProfile:
         nearest = min(self.profiles, key=lambda p: abs(p.micro_size - micro_size))
         return nearest if nearest.micro_size == micro_size else nearest.scaled(micro_size)
-
-    def looks_at(self, width: int) -> bool:
-        """Say whether so many replicas are to be looked at."""
-        return self.widths is None or width in self.widths
 
     @property
     def num_units(self) -> int:
@@ -237,14 +226,12 @@ def candidates(problem: Problem) -> Iterator[Candidate]:
     for preset in problem.presets:
         placement = PLACEMENTS[PRESETS[preset].placement]
         if placement.runs_whole_micro:
-            yield from (
-                _replicated(problem, preset) if problem.looks_at(problem.num_workers) else ()
-            )
+            yield from _replicated(problem, preset)
         elif PRESETS[preset].placement == "shared":
             yield from _pipelines(problem, preset, 1, _stages_of_places(problem.num_workers))
         else:
             for width in range(1, problem.num_workers + 1):
-                if problem.num_workers % width == 0 and problem.looks_at(width):
+                if problem.num_workers % width == 0:
                     yield from _pipelines(problem, preset, width, problem.num_workers // width)
 
 

@@ -104,6 +104,13 @@ def _notes(ranking: Ranking) -> Iterator[str]:
     if ranking.num_left_out:
         yield f"{ranking.num_left_out} candidates with more micro-batches were not looked at"
     yield from _beside(ranking)
+    states, sparsity = ranking.problem.states, ranking.problem.sparsity
+    if sparsity is not None and states.kept > states.break_even:
+        yield (
+            f"sparsity={sparsity:g} is below break-even: of "
+            f"{ranking.problem.precision} with f > {states.break_even:.3f} kept, compressed "
+            "states take more than dense ones"
+        )
     yield ""
     yield f"1: {written(ranking.plans[0])}"
     fullest = max(ranking.plans[0].fit.memory, key=lambda worker: worker.total)
