@@ -172,7 +172,7 @@ def found(name: str) -> Found:
 
 # what these ask, others ask, too
 ALIKE = {
-    "cyclic_dp, one norm", "1f1b, one worker", "pipedream_2bw, half", "pipeoptim", "spectrain",
+    "cyclic_dp, one norm", "1f1b, one worker", "pipedream_2bw, half", "spectrain",
 }  # fmt: skip
 ALWAYS = [name for name in CASES if name not in ALIKE]
 

@@ -71,7 +71,11 @@ class _Parser(argparse.ArgumentParser):
     """Say what is wrong in one line, without the usage above it."""
 
     def error(self, message: str) -> NoReturn:
-        raise PlanError(f"{message}; see {self.prog} --help")
+        from lightning_cyclic.plugin.departed import DEPARTED  # noqa: PLC0415  (slow to import)
+
+        given = {word.partition("=")[0] for word in message.split()}
+        instead = [f"{flag} has left; {what}" for flag, what in DEPARTED.items() if flag in given]
+        raise PlanError("; ".join([message, *instead, f"see {self.prog} --help"]))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -106,7 +110,7 @@ def _add_draw(commands: argparse._SubParsersAction[_Parser]) -> None:
         help="slot at which the picture begins (default: 0)",
     )  # fmt: skip
     parser.add_argument(
-        "--out", metavar="FILE", help="draw all slots into a .svg, .png or .html file, with a "
+        "--out", metavar="FILE", help="draw all slots into a .svg or .png file, with a "
         "legend; needs matplotlib, pip install 'lightning-cyclic[viz]' (default: print text)",
     )  # fmt: skip
     parser.set_defaults(run=_draw)

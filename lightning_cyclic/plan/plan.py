@@ -157,10 +157,6 @@ class Plan:
     def _micro_per_worker(self) -> int:
         return max(1, self.num_micro // self.num_workers)
 
-    def round_of(self, i: int) -> int:
-        """Give the round of its worker in which micro-batch i runs, from 0 on."""
-        return i // self.num_workers if self.rounds > 1 else 0
-
     def handed_on_as(self, i: int) -> int:
         """Count the micro-batches of a step whose buffers come before those of micro-batch i.
 

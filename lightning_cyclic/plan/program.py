@@ -155,26 +155,6 @@ class Program:
             for w in range(self.num_workers)
         )  # fmt: skip
 
-    def forward_after(self, w: int, a: Action) -> Action:
-        """Return a worker's next forward of the stage of one.
-
-        Args:
-            w: worker.
-            a: a forward that it runs.
-        """
-        return self._next_forward(w, a.t, a.i or 0, a.j)
-
-    def first_forward(self, w: int, t: int, j: int) -> Action:
-        """Return a worker's first forward of a stage, in step ``t`` or later."""
-        return self._next_forward(w, t, -1, j)
-
-    def _next_forward(self, w: int, t: int, i: int, j: int) -> Action:
-        for later in range(t, t + self._repeats + 1):
-            for a in self.step(w, later):
-                if a.kind is Kind.F and a.j == j and (a.t, a.i or 0) > (t, i):
-                    return a
-        raise AssertionError(f"worker {w} has no forward of stage {j} behind step {t}")
-
     # ------------------------------------------------------------------ what all have in common
 
     @cached_property

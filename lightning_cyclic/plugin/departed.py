@@ -17,6 +17,9 @@ _ASK: Final = (
     "prints the strategy, and --save writes it"
 )
 
+_WHOLE: Final = "a stage travels in one message: use more stages, or groups"
+_STEADY: Final = "workers and links are simulated as steady: leave it out"
+
 DEPARTED: Final[dict[str, str]] = {
     # an argument, or one value of an argument -> what to do instead
     "preset='xpipe'": "use preset='spectrain', or 'pipeoptim': both predict weights",
@@ -26,7 +29,13 @@ DEPARTED: Final[dict[str, str]] = {
     "preset='auto'": _ASK,
     "slack='auto'": _ASK,
     "groups='auto'": _ASK,
-    "chunks": "a stage travels in one message: use more stages (stages=...), or groups=...",
+    "chunks": _WHOLE,
+    # flags of the command line
+    "--chunks": _WHOLE,
+    "--jitter": _STEADY,
+    "--stragglers": _STEADY,
+    "--latency-jitter": _STEADY,
+    "--milp": "the doctor looks at all orders of branches that it can in a second",
 }
 
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.plan.actions import Action, Kind
-from lightning_cyclic.viz.scene import cells_of
+from lightning_cyclic.viz.picture import cells_of
 from lightning_cyclic.viz.words import sentence
 
 Event = dict[str, Any]

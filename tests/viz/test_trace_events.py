@@ -7,7 +7,7 @@ import pytest
 
 from lightning_cyclic.plan import PRESETS, make_plan
 from lightning_cyclic.plan.actions import parse
-from lightning_cyclic.viz.scene import scene
+from lightning_cyclic.viz.picture import cells_of
 from lightning_cyclic.viz.trace_events import (
     MAIN,
     Place,
@@ -65,13 +65,12 @@ def test_a_plan_is_its_timetable_in_time(preset):
     plan = make_plan(preset, num_stages=4, num_workers=4, num_steps=3)
     events = list(planned(plan, 3, slot_us=100.0, begin_us=1000.0))
     spans = {(e["pid"], e["ts"], e["args"]["action"]) for e in events if e["ph"] == "X"}
-    seen = scene(plan)
-    assert spans == {
-        (plan_process(c.w), round(1000 + 100 * c.x, 3), str(c.action)) for c in seen.cells
-    }
+    cells = list(cells_of(plan.programs))
+    assert spans == {(plan_process(c.w), round(1000 + 100 * c.x, 3), str(c.action)) for c in cells}
     assert all(0 < e["dur"] <= 100 for e in events if e["ph"] == "X")
     updates = {(e["pid"], e["ts"]) for e in events if e["ph"] == "i"}
-    assert updates == {(plan_process(m.w), 1000 + 100 * m.x) for m in seen.updates}
+    made = ((w, a) for w, program in enumerate(plan.programs) for a in program)
+    assert updates == {(plan_process(w), 1000 + 100 * a.s) for w, a in made if a.kind == "UPDATE"}
 
 
 def test_an_event_is_a_line():

@@ -39,11 +39,6 @@ class AbstractSchedule(ABC):
     def period(self) -> int:
         """Ticks from the start of a step to the start of the next."""
 
-    @property
-    def round(self) -> int:
-        """Ticks from a worker's whole micro-batch to its next one in the same step."""
-        return self.period
-
     @abstractmethod
     def forward(self, i: int, j: int) -> int:
         """Give the tick at which F(i, j) of step 0 starts."""

@@ -30,12 +30,3 @@ class Predicted(AbstractWeights):
     def forward(self, t: int, newest: int) -> int:
         """Give the version from which a forward of step t predicts."""
         return min(t, newest)
-
-    def horizon(self, forward: int, backward: int) -> int:
-        """Give s, the number of updates between a forward and its backward.
-
-        Args:
-            forward: the version that the forward starts from.
-            backward: the version that the backward reads.
-        """
-        return backward - forward

@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 from lightning_cyclic.plan import make_plan
 from lightning_cyclic.plan.actions import Kind
 from lightning_cyclic.plan.dataflow import live_versions
-from lightning_cyclic.plan.weights.predicted import Predicted
 
 
 @pytest.mark.parametrize("num_stages", [1, 2, 4, 5])
@@ -36,7 +35,6 @@ def test_horizon_counts_the_updates_in_the_program(num_stages, num_micro):
                 assert a.v == version
                 distance = version - at_forward[a.t, a.i]
                 assert plan.horizon(a.t, a.i, a.j) == distance
-                assert Predicted().horizon(at_forward[a.t, a.i], a.v) == distance
 
 
 def test_keeps_one_version_beside_what_it_predicts():
