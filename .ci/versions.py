@@ -22,7 +22,7 @@ from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parents[1]
 TABLE = ROOT / "docs" / "versions.md"
-EXTRAS = ".[recipes,milp,cli,test]"
+EXTRAS = ".[recipes,cli,test]"
 SHOWN = ("torch", "lightning", "numpy", "transformers")
 SUITES = {
     "parity": (

@@ -30,8 +30,8 @@ PIPELINES = {  # table of pipeline.py -> its contenders, the reference first
     "a": ("loop plain", "loop 1f1b", "loop gpipe", "trainer 1f1b"),
     "b2": ("torch 1f1b", "loop 1f1b", "loop gpipe", "trainer 1f1b"),
     "b4": ("torch 1f1b", "loop 1f1b", "loop gpipe", "trainer 1f1b"),
-    "d2": ("torch 1f1b", "loop cyclic_pipeline", "loop pipedream_2bw", "loop xpipe"),
-    "d4": ("torch 1f1b", "loop cyclic_pipeline", "loop pipedream_2bw", "loop xpipe"),
+    "d2": ("torch 1f1b", "loop cyclic_pipeline", "loop pipedream_2bw"),
+    "d4": ("torch 1f1b", "loop cyclic_pipeline", "loop pipedream_2bw"),
 }
 ONE_ROUND = """
 import json, sys

@@ -19,10 +19,10 @@ machine's speed meets all of them alike, and none inherits another's heap. Figur
 step everywhere, as ratios to the reference of the same round: median (lowest - highest). "loop" is
 the executor without Lightning's loops, "trainer" is Lightning's Trainer. Beside them stands what
 the package's own simulator says for the stages and messages measured in the same rounds, over what
-was measured; workers that share cores get equal shares of them there. What keeping and guessing
-weights costs is measured and simulated, too; the milliseconds of Python around a stage are not.
-Where there is a flush, steps are timed from barrier to barrier; else in the middle of a run, each
-worker by its own clock, and the slowest counts.
+was measured, while all workers compute at once. What keeping and guessing weights costs is
+measured and simulated, too; the milliseconds of Python around a stage are not. Where there is a
+flush, steps are timed from barrier to barrier; else in the middle of a run, each worker by its own
+clock, and the slowest counts.
 """
 
 from __future__ import annotations

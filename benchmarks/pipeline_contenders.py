@@ -33,7 +33,7 @@ from lightning_cyclic.runtime.transport import NamedTransport
 
 WARM_UP = 2  # steps of every fit that are not timed
 CPU = torch.device("cpu")
-BY_THE_STEP = ("cyclic_pipeline", "pipedream_2bw", "xpipe", "cyclic_mp")
+BY_THE_STEP = ("cyclic_pipeline", "pipedream_2bw", "cyclic_mp")
 BY_THE_MICRO_BATCH = ("pipedream", "pipeoptim", "spectrain")  # update after each
 Figures: TypeAlias = dict[str, Any]
 Contender: TypeAlias = Callable[[int], Figures]

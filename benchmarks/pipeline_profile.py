@@ -62,11 +62,6 @@ class StageTimes(NamedTuple):
     python_s: dict[str, float]
     num_bytes: int
 
-    def share(self, share: float) -> StageTimes:
-        """Return the times on a core of its own of what had this share of a core."""
-        *seconds, python_s, num_bytes = self
-        return StageTimes(*(share * s for s in seconds), python_s, num_bytes)
-
 
 def profiler(case: Case) -> Contender:
     """Return what measures this worker's stages, and the messages between two workers."""
@@ -79,9 +74,9 @@ def profiler(case: Case) -> Contender:
 
     def contender(num_steps: int) -> Figures:
         runs = case.num_micro * case.num_stages
-        plain_s, share = plain(_TIMES)["wall"], _share(case.num_workers)
+        plain_s = plain(_TIMES)["wall"]
         python_s = {
-            preset: max(0.0, run(_TIMES)["wall"] - plain_s) / runs * share
+            preset: max(0.0, run(_TIMES)["wall"] - plain_s) / runs
             for preset, run in staged.items()
         }
         watch = Stopwatch()
@@ -199,8 +194,7 @@ def _of_round(case: Case, plan: Plan, workers: Sequence[Figures], again: float) 
         network = Network(
             latency_s=workers[0]["latency_s"], bandwidth_bytes_per_s=workers[0]["bytes_per_s"]
         )
-    cores = case.num_workers if case.sleep_ms else num_cores()
-    return simulate(plan.programs, costs, network, plan, cores=cores).step_s
+    return simulate(plan.programs, costs, network, plan).step_s
 
 
 def num_cores() -> int:
@@ -208,18 +202,9 @@ def num_cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def _share(num_workers: int) -> float:
-    """Return how much of a core each worker has while all compute."""
-    return min(1.0, num_cores() / num_workers)
-
-
 def _stages(case: Case, workers: Sequence[Figures]) -> list[StageTimes]:
-    """Return what the stages take on a core each.
-
-    All workers were timed at the same time: those that share cores had their share of them.
-    """
-    share = 1.0 if case.sleep_ms else _share(len(workers))
-    found = {j: x.share(share) for figures in workers for j, x in figures["stages"].items()}
+    """Return what the stages take while all workers compute, as those do that share cores."""
+    found = {j: x for figures in workers for j, x in figures["stages"].items()}
     return [found[j] for j in range(case.num_stages)]
 
 
@@ -234,7 +219,7 @@ def _for_weights_s(plan: Plan, j: int, times: StageTimes) -> tuple[float, float,
     forward = [plan.horizon(t, i, j) > 0 for i in range(num_micro)]
     backward = plan.backward_horizon(j) > 0
     replaced = num_micro if backward else sum(forward)
-    guessed = forward[0] if plan.guesses_once_a_step else sum(forward)
+    guessed = sum(forward)
     return (
         (replaced * times.copy_s + guessed * times.guess_s) / num_micro,
         replaced * (times.copy_s + backward * times.guess_s) / num_micro,

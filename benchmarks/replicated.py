@@ -3,7 +3,6 @@
     python benchmarks/replicated.py                          2 workers on loopback, real compute
     python benchmarks/replicated.py --case net               2-8 workers in network namespaces with
                                                              a rate limit, compute emulated (root)
-    python benchmarks/replicated.py --case chunks            8 workers there, few stages in chunks
     python benchmarks/replicated.py --case groups            8-32 workers there, those of a group
                                                              joined by faster links
     python benchmarks/replicated.py --case unsteady          8 workers there, whose steps take now
@@ -24,6 +23,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import socket
 import statistics
 import subprocess
@@ -38,7 +38,7 @@ from hosts import Hosts
 
 # alone: every worker for itself; behind a slash: the sharding, where it is not the preset's, or
 # the MiB of DDP's buckets, where they are not the 25 that it has by default; behind colons: the
-# number of stages, of their chunks, and of groups
+# number of stages, and of groups
 STRATEGIES = ("alone", "ddp", "ddp/2", "cyclic_dp", "cyclic_dp_v1", "cyclic_dp_v1/optimizer")
 WARM_UP = 8
 LATENCY_S = 2e-4  # gloo, per message, measured
@@ -164,21 +164,6 @@ NETWORK = [
         (8, "100mbit", 0.2, 200),
     ]
 ]
-CHUNKS = [
-    Case(
-        name=f"{n} workers, {rate}, 200 ms, in chunks",
-        num_workers=n,
-        step_s=0.2,
-        width=width,
-        depth=8,
-        batch=8,
-        rate=rate,
-        num_steps=30,
-        rounds=3,
-        strategies=("alone", "ddp", *(f"cyclic_dp:{x}" for x in ("2:1", "2:4", "2:8", "8:1"))),
-    )
-    for n, rate, width in [(8, "1gbit", 640), (8, "100mbit", 200)]
-]
 GROUPS = [
     Case(
         name=f"{n} workers, {close} of them close, {rate}, {step_s * 1000:.0f} ms",
@@ -190,8 +175,7 @@ GROUPS = [
         rate=rate,
         num_steps=24,
         rounds=3,
-        strategies=("alone", "ddp", "ddp/1", "cyclic_dp:8:1", f"cyclic_dp:8:1:{n // close}",
-                    f"cyclic_dp:8:4:{n // close}"),
+        strategies=("alone", "ddp", "ddp/1", "cyclic_dp:8", f"cyclic_dp:8:{n // close}"),
         close=close,
     )
     for n, close, rate, step_s, width in [
@@ -214,7 +198,7 @@ UNSTEADY = [
         rate="1gbit",
         num_steps=38,
         rounds=3,
-        strategies=("alone", "ddp", "cyclic_dp:8:1", "cyclic_dp:4:4"),
+        strategies=("alone", "ddp", "cyclic_dp:8", "cyclic_dp:4"),
         jitter=jitter,
         slow=slow,
     )
@@ -225,7 +209,7 @@ UNSTEADY = [
     ]
 ]
 CASES = {
-    "loopback": LOOPBACK, "net": NETWORK, "chunks": CHUNKS, "groups": GROUPS, "unsteady": UNSTEADY,
+    "loopback": LOOPBACK, "net": NETWORK, "groups": GROUPS, "unsteady": UNSTEADY,
 }  # fmt: skip
 
 
@@ -285,11 +269,10 @@ def make_module(case: Case) -> Any:
 
 def slower(case: Case, rank: int, step: int) -> float:
     """Return how many times as long a worker computes in a step."""
-    from lightning_cyclic.simulate import Jitter
-
     third = (case.num_steps - WARM_UP) // 3
     is_slow = rank == 1 and third <= step - WARM_UP < 2 * third
-    return Jitter(compute=case.jitter).of_step(rank, step) * (case.slow if is_slow else 1.0)
+    drawn = random.Random(f"{rank}/{step}").lognormvariate(-(case.jitter**2) / 2, case.jitter)
+    return drawn * (case.slow if is_slow else 1.0)
 
 
 def make_strategy(name: str) -> Any:
@@ -302,10 +285,8 @@ def make_strategy(name: str) -> Any:
         return SingleDeviceStrategy("cpu")
     if ":" in name:
         preset, *numbers = name.split(":")
-        num_stages, num_chunks, *groups = map(int, numbers)
-        return CyclicStrategy(
-            preset, stages=num_stages, chunks=num_chunks, groups=next(iter(groups), None)
-        )
+        num_stages, *groups = map(int, numbers)
+        return CyclicStrategy(preset, stages=num_stages, groups=next(iter(groups), None))
     preset, _, sharding = name.partition("/")
     if preset == "ddp" and sharding:
         return DDPStrategy(bucket_cap_mb=float(sharding))
@@ -501,17 +482,17 @@ def spread(values: list[float]) -> str:
 def predicted_s(case: Case, preset: str, compute_s: float) -> float:
     """Ask the package's simulator for seconds per step, from the compute time measured alone.
 
-    It knows of no worker that is slow for a while: there it says what it would be without.
+    It knows of no unsteady workers: there it says what it would be if all were steady.
     """
     from lightning_cyclic import make_plan
     from lightning_cyclic.runtime.whole_step.session import auto_stages
-    from lightning_cyclic.simulate import Costs, Jitter, Network, compare
+    from lightning_cyclic.simulate import Costs, Network, compare
 
-    num_stages, num_chunks = min(auto_stages(case.num_workers, case.model_bytes), case.depth), 1
+    num_stages = min(auto_stages(case.num_workers, case.model_bytes), case.depth)
     groups: list[int] = []
     if ":" in preset:
         preset, *numbers = preset.split(":")
-        num_stages, num_chunks, *groups = map(int, numbers)
+        num_stages, *groups = map(int, numbers)
     preset, _, sharding = preset.partition("/")
     is_ddp = preset == "ddp"
     plan = make_plan(
@@ -519,8 +500,7 @@ def predicted_s(case: Case, preset: str, compute_s: float) -> float:
         sharding=None if is_ddp else sharding or None,
         num_stages=num_stages,
         num_workers=case.num_workers,
-        num_steps=40 if case.jitter else 12,
-        chunks=num_chunks,
+        num_steps=12,
         groups=next(iter(groups), None),
     )
     costs = Costs.even(num_stages, compute_s=compute_s, model_bytes=case.model_bytes)
@@ -529,9 +509,8 @@ def predicted_s(case: Case, preset: str, compute_s: float) -> float:
         hosts = tuple(w // case.close for w in range(case.num_workers))
         inside = Network(latency_s=LATENCY_S, bandwidth_bytes_per_s=BYTES_PER_S)
         network = replace(network, hosts=hosts, inside=inside)
-    jitter = Jitter(compute=case.jitter) if case.jitter else None
     bucket_bytes = (int(sharding) if is_ddp and sharding else 25) << 20
-    found = compare(plan, costs, network, bucket_bytes=bucket_bytes, jitter=jitter)
+    found = compare(plan, costs, network, bucket_bytes=bucket_bytes)
     return found.lockstep.step_s if is_ddp else found.plan.step_s
 
 

@@ -1,4 +1,4 @@
-"""Compare cyclic_zero and weipipe with Lightning's FSDP2 and DDP side by side in one run.
+"""Compare cyclic_zero with Lightning's FSDP2 and DDP side by side in one run.
 
     python benchmarks/sharding.py                          2, 4 and 8 workers on loopback
     python benchmarks/sharding.py --case late              over links that are late (root)
@@ -54,7 +54,7 @@ from replicated import (
 
 # behind a slash: the number of stages, or what FSDP2 is told to do
 STRATEGIES = (
-    "ddp", "fsdp2", "fsdp2/ahead", "lockstep_dp", "cyclic_dp", "cyclic_zero", "weipipe",
+    "ddp", "fsdp2", "fsdp2/ahead", "lockstep_dp", "cyclic_dp", "cyclic_zero",
 )  # fmt: skip
 SLEPT = Case(
     name="", num_workers=0, step_s=0.2, width=256, depth=8, batch=8, rate="", num_steps=18,
@@ -78,8 +78,7 @@ MEMORY = [
         SLEPT, name=f"{n} workers, {depth} blocks", num_workers=n, step_s=0, width=1024,
         depth=depth, num_steps=STEADY_FROM + 4, rounds=2,
         strategies=(
-            "ddp", "fsdp2", "cyclic_dp", "cyclic_zero", f"cyclic_zero/{depth}", "weipipe",
-            f"weipipe/{depth}",
+            "ddp", "fsdp2", "cyclic_dp", "cyclic_zero", f"cyclic_zero/{depth}",
         ),
     )
     for n, depth in [(2, 16), (4, 16), (8, 16)]

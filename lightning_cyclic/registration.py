@@ -1,4 +1,4 @@
-"""Names of the strategies: presets and "cyclic_auto", with the launcher variants that DDP has.
+"""Names of the strategies: those of presets, with the launcher variants that DDP has.
 
 Imports neither torch nor lightning: what is registered is a small factory that imports the
 strategy only when a Trainer asks for the name.
@@ -12,6 +12,8 @@ from typing import Any, NoReturn
 from lightning_cyclic.errors import ConfigurationError
 from lightning_cyclic.plan import PRESETS
 
+_DEPARTED = {"weipipe": "weipipe", "xpipe": "xpipe", "cyclic_auto": "auto"}  # names -> presets:
+# who asks for these is told what to do instead
 _START_METHODS = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
 
 
@@ -55,13 +57,13 @@ def _of_other_copy(what: str) -> ConfigurationError:
 
 
 def register(registry: Any, make: Callable[..., Any] = make_strategy) -> None:
-    """Register every preset, "cyclic_auto", and their variants; registering again changes nothing.
+    """Register every preset and its variants; registering again changes nothing.
 
     Args:
         registry: Lightning's ``StrategyRegistry``.
         make: what a name stands for, called with ``preset`` and ``start_method``.
     """
-    for name, preset in [*((preset, preset) for preset in PRESETS), ("cyclic_auto", "auto")]:
+    for name, preset in (dict(zip(PRESETS, PRESETS, strict=True)) | _DEPARTED).items():
         for suffix, start_method in _START_METHODS.items():
             registry.register(
                 f"{name}{suffix}",

@@ -32,9 +32,8 @@ from lightning_cyclic.compat import check_trainer
 from lightning_cyclic.errors import ConfigurationError
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.plugin import checkpoint as ckpt
-from lightning_cyclic.plugin import ring_plan, sealed_file
+from lightning_cyclic.plugin import sealed_file
 from lightning_cyclic.plugin.asynchronous_pipeline import AsynchronousPipelineTraining
-from lightning_cyclic.plugin.auto import AUTO, SAVED, AutoPlan, check_network, network_of
 from lightning_cyclic.plugin.callbacks.drain import DrainCallback
 from lightning_cyclic.plugin.checkpoint_files import CheckpointFiles
 from lightning_cyclic.plugin.checkpoint_folder import (
@@ -60,13 +59,14 @@ from lightning_cyclic.plugin.options import (
     STARTING_S,
     TRAINING_S,
     Options,
+    check_network,
     checked_stages,
     checked_verify,
+    network_of,
 )
 from lightning_cyclic.plugin.precision.sparse_state import SparseStatePrecision
 from lightning_cyclic.plugin.reductions import HeldReductions
 from lightning_cyclic.plugin.replicated import ReplicatedTraining
-from lightning_cyclic.plugin.ring_plan import RingPlan
 from lightning_cyclic.plugin.samplers import check_samplers
 from lightning_cyclic.plugin.synchronous_pipeline import SynchronousPipelineTraining
 from lightning_cyclic.plugin.training import (
@@ -145,12 +145,11 @@ class CyclicStrategy(DDPStrategy):
 
     Args:
         preset: name of the plan: "cyclic_dp", "cyclic_dp_v1" or "lockstep_dp" run whole
-            micro-batches on each worker, and so do "cyclic_zero" and "weipipe", which shard
-            weights; "gpipe" and "1f1b" are pipelines with a flush, "cyclic_pipeline", "pipedream",
-            "pipedream_2bw", "pipeoptim", "spectrain" and "xpipe" are pipelines without; under
-            "cyclic_mp" workers take turns with the stages. "auto" is the fastest that fits into
-            memory, by the planner, chosen when a fit is set up; where that is lockstep data
-            parallelism, DistributedDataParallel runs it, as under strategy="ddp".
+            micro-batches on each worker, and so does "cyclic_zero", which shards weights; "gpipe"
+            and "1f1b" are pipelines with a flush, "cyclic_pipeline", "pipedream",
+            "pipedream_2bw", "pipeoptim" and "spectrain" are pipelines without; under "cyclic_mp"
+            workers take turns with the stages. Which is fastest for a model, with which numbers,
+            `lightning-cyclic plan` predicts.
         schedule: overrides the preset's schedule.
         placement: overrides the preset's placement.
         weights: overrides the preset's weight rule.
@@ -159,21 +158,13 @@ class CyclicStrategy(DDPStrategy):
             cut by FLOPs and bytes, counted, so that stages are the same in every run; "measured"
             is "auto" by times, which rank 0 takes in the first step.
         num_micro: micro-batches per update; with replicated placement one per worker.
-        slack: slots that messages are given to travel before a version counts as fresh. "auto",
-            of "cyclic_dp" with bandwidth or latency, is what is predicted to be fastest, by the
-            step that rank 0 measures when a fit is set up; chosen together with stages="auto",
-            chunks="auto" and groups="auto". Checkpoints keep it.
-        chunks: messages in which a stage's sum of gradients, and its parameters, travel between
-            workers that have all stages: each is added to and passed on while the next comes, so
-            that many workers or a slow network hold a step up less. Changes no bit. "auto" is what
-            bandwidth and latency ask for, by the number of workers and the size of the model.
+        slack: slots that messages are given to travel before a version counts as fresh.
         groups: into how many groups of neighbours workers are divided that have all stages. Those
             of a group, which must be on one host, run side by side, as under DDP; groups are
             staggered as single workers would be. A sum visits as many places as there are groups,
             and crosses hosts as often, so that many workers hold a step up less; weights are as
             late as with so many workers. One group is plain data parallelism, its sums added in
-            the order of workers. "auto" is what is predicted to be fastest, as of slack, of
-            groups that are each on one host. [None: each worker is a group]
+            the order of workers. [None: each worker is a group]
         clip: what gradient_clip_val (norm) looks at: "stage", "global", or None for the default:
             "stage" for freshest weights (said once), "global" otherwise.
         relay_buffers: "auto" relays the buffers that the first step changed (BatchNorm
@@ -183,14 +174,12 @@ class CyclicStrategy(DDPStrategy):
             forward saved: "never", "always", or "except_last" micro-batch.
         memory_limit_bytes: most bytes that a worker may keep, as the planner counts them: weights
             of all versions, gradients, optimizer state, and activations of all micro-batches
-            under way. Of pipelines with a stage per worker, whose stages are cut so, and of
-            "auto" [nine tenths of the device, or of the share of the host]; elsewhere of the
-            parameters and one micro-batch's activations of a stage. [any number]
+            under way. Of pipelines with a stage per worker, whose stages are cut so; elsewhere
+            of the parameters and one micro-batch's activations of a stage. [any number]
         error_feedback: where gradients are old, turn each update u_t into 2 * u_t - u_(t-1), for
             one more buffer of the size of the weights. Experimental.
-        bandwidth: of each worker, like "10Gbit/s" or bytes per second. Pipelines are cut by it,
-            "auto" chooses by it. Where workers each have the whole model, rank 0 measures a step
-            when a fit is set up, and says how long DDP would take. [10Gbit/s]
+        bandwidth: of each worker of a pipeline, like "10Gbit/s" or bytes per second; stages are
+            cut by it. [10Gbit/s]
         latency: the same: of a message, like "50us" or seconds. [50us]
         transport: how messages travel. "auto": on CPUs by name over gloo; on GPUs over NCCL,
             channel by channel; through the host's memory where workers share a GPU, or with
@@ -243,9 +232,8 @@ class CyclicStrategy(DDPStrategy):
         sharding: str | None = None,
         stages: int | str | list[str] = "auto",
         num_micro: int | None = None,
-        slack: int | Literal["auto"] = 0,
-        chunks: int | Literal["auto"] = 1,
-        groups: int | Literal["auto"] | None = None,
+        slack: int = 0,
+        groups: int | None = None,
         clip: str | None = None,
         relay_buffers: str = "auto",
         width: int = 1,
@@ -269,7 +257,10 @@ class CyclicStrategy(DDPStrategy):
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         **kwargs: Any,
     ) -> None:
-        refuse_departed({"preset": preset, "schedule": schedule, "sharding": sharding, **kwargs})
+        refuse_departed({
+            "preset": preset, "schedule": schedule, "sharding": sharding, "slack": slack,
+            "groups": groups, **kwargs,
+        })  # fmt: skip
         check_no_leftovers(kwargs, inspect.signature(CyclicStrategy).parameters)
         super().__init__(
             accelerator=accelerator,
@@ -290,7 +281,6 @@ class CyclicStrategy(DDPStrategy):
             stages=checked_stages(stages),
             num_micro=num_micro,
             slack=slack,
-            chunks=chunks,
             groups=groups,
             clip=clip,
             relay_buffers=relay_buffers,
@@ -306,16 +296,9 @@ class CyclicStrategy(DDPStrategy):
             resume=resume,
             verify=checked_verify(verify),
             network=network_of(bandwidth, latency),
-            is_network_given=bandwidth is not None or latency is not None,
         )
-        self._ring = RingPlan()
-        self._auto: AutoPlan | None = None
-        if preset == AUTO:
-            self._auto = AutoPlan(self._chosen)
-            self._chosen = self._auto.provisional
-        else:
-            self._options.check()
-            check_network(self._chosen, {"bandwidth": bandwidth, "latency": latency})
+        self._options.check()
+        check_network(self._chosen, {"bandwidth": bandwidth, "latency": latency})
         self._plan: Plan | None = None
         self._training: AbstractTraining | None = None  # Lightning itself answers
         self._reductions = HeldReductions()
@@ -336,13 +319,12 @@ class CyclicStrategy(DDPStrategy):
 
     @property
     def preset(self) -> str:
-        """Return the name of the plan; "auto" until it is chosen."""
-        is_open = self._auto is not None and not self._auto.is_decided
-        return AUTO if is_open else self._chosen.preset
+        """Return the name of the plan."""
+        return self._chosen.preset
 
     @property
-    def slack(self) -> int | str:
-        """Return how many slots messages are given to travel; "auto" until it is chosen."""
+    def slack(self) -> int:
+        """Return how many slots messages are given to travel."""
         return self._chosen.slack
 
     @property
@@ -366,8 +348,7 @@ class CyclicStrategy(DDPStrategy):
         found = None if self._training is None else self._training.stage_of
         if found is not None:
             return found
-        is_whole = self._options.trains_plainly or self._chosen.ddp_arguments is not None
-        if self.lightning_module is not None and is_whole:
+        if self.lightning_module is not None and self._options.trains_plainly:
             return {n: 0 for n, _ in self.lightning_module.named_parameters()}
         raise ConfigurationError(
             "strategy.stage_of was read before the first training step found the stages; "
@@ -407,12 +388,9 @@ class CyclicStrategy(DDPStrategy):
         """Return the profile of a pipelined module, where stages could begin and where they do.
 
         The last lines name the stages, to paste, and how batches are cut; of replicated workers
-        there is no more. With preset "auto", on rank 0, it is the table of the plans that were
-        looked at.
+        there is no more.
         """
-        report = self._auto.report() if self._auto is not None else None
-        if report is None and self._training is not None:
-            report = self._training.report()
+        report = None if self._training is None else self._training.report()
         if report is None:
             raise ConfigurationError(
                 "strategy.report() was asked for where no module has been looked at; allowed: "
@@ -452,7 +430,7 @@ class CyclicStrategy(DDPStrategy):
         super().connect(model)
         if self._deferral is not None:
             self._deferral.adopt(model)
-        if self._auto is None and _kind_of_training(self._options, fitting=True) is None:
+        if _kind_of_training(self._options, fitting=True) is None:
             return
         if model._trainer is None:  # whoever connects by hand runs no loop
             return
@@ -469,7 +447,7 @@ class CyclicStrategy(DDPStrategy):
         """
         options = self._options
         workers = options.num_workers or 1
-        is_whole = not options.makes_stages_apart or workers == 1 or self._auto is not None
+        is_whole = not options.makes_stages_apart or workers == 1
         if is_whole or options.memory_limit_bytes is None or empty_init:
             with super().tensor_init_context(empty_init):
                 yield
@@ -530,14 +508,12 @@ class CyclicStrategy(DDPStrategy):
         """Check everything that can be checked before the first step."""
         fitting = trainer.state.fn == TrainerFn.FITTING
         check_has_values(trainer.lightning_module)
-        if self._auto is None or not fitting:
-            self._prepare(trainer, self._options, fitting=fitting)
+        self._prepare(trainer, self._options, fitting=fitting)
         if fitting and isinstance(self.precision_plugin, SparseStatePrecision):
             self.model_to_device()
             self._start_alike()  # now, as weights say what is pruned
         super().setup(trainer)
-        may_cut = not isinstance(self.precision_plugin, SparseStatePrecision)
-        options = self._options.with_chunks(trainer.lightning_module, may_cut=may_cut)
+        options = self._options
         kind = _kind_of_training(options, fitting=fitting)
         if kind is None and not fitting:
             return
@@ -579,23 +555,8 @@ class CyclicStrategy(DDPStrategy):
 
     @override
     def configure_ddp(self) -> None:
-        """Make all workers start from worker 0's module, without wrapping it; choose the plan."""
-        assert self.lightning_module is not None
+        """Make all workers start from worker 0's module, without wrapping it."""
         self._start_alike()
-        hosts = [] if self._meetings is None else self._meetings.names.hosts
-        if self._auto is not None:  # here, as the module is on its device, and no data are read
-            trainer = self.lightning_module.trainer
-            check = partial(self._check, trainer, fitting=True)
-            with self.naming("to choose a plan"):
-                self._chosen = self._auto.choose(trainer, check, hosts)
-            self._prepare(trainer, self._options, fitting=True)
-            if self._chosen.ddp_arguments is not None:
-                self._ddp_kwargs = dict(self._chosen.ddp_arguments)
-                super().configure_ddp()
-        elif self._chosen.is_network_given:
-            with self.naming("to predict a step"):
-                chosen = self._ring.choose(self.lightning_module.trainer, self._options, hosts)
-            self._chosen = replace(chosen, num_workers=self._chosen.num_workers)
 
     def _start_alike(self) -> None:
         assert self.lightning_module is not None
@@ -773,12 +734,6 @@ class CyclicStrategy(DDPStrategy):
         if self._training is not None:
             with self.naming(_TO_WRITE):
                 state = self._training.delayed_state(together)
-        chosen = self._auto.state() if self._auto is not None else None
-        if chosen is not None:
-            state = (state or {}) | {SAVED: chosen}
-        numbers = self._ring.state()
-        if numbers is not None:
-            state = (state or {}) | {ring_plan.SAVED: numbers}
         if state is not None:
             checkpoint[ckpt.KEY] = {"format": ckpt.FORMAT} | state
 
@@ -820,12 +775,6 @@ class CyclicStrategy(DDPStrategy):
         saved = with_tensors(loaded)
         ckpt.check_format(saved, checkpoint_path)
         saved.pop("format", None)
-        chosen = saved.pop(SAVED, None)  # by a run with preset "auto"; of no use to others
-        if chosen is not None and self._auto is not None:
-            self._auto.load(chosen)
-        numbers = saved.pop(ring_plan.SAVED, None)
-        if numbers is not None and self._chosen.left_open:
-            self._ring.load(numbers)
         self._saved = saved or None
         return loaded
 
@@ -890,11 +839,8 @@ def _kind_of_training(
 ) -> type[SynchronousPipelineTraining | AsynchronousPipelineTraining | ReplicatedTraining] | None:
     """Return what is to be set up; None where Lightning's own step runs on whole weights.
 
-    That is also so behind a replicated fit, whose session still answers for checkpoints, and where
-    DistributedDataParallel is what was chosen.
+    That is also so behind a replicated fit, whose session still answers for checkpoints.
     """
-    if options.ddp_arguments is not None:
-        return None
     if options.is_cut:
         return (
             AsynchronousPipelineTraining

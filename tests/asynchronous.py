@@ -119,12 +119,9 @@ def horizons(preset: str, t: int, j: int, m: int, num_stages: int) -> tuple[int,
     if preset == "pipeoptim":  # the true number of updates between forward and backward
         assert m == 1
         return max(0, t - behind), min(t, behind), 0
-    if preset == "spectrain":  # to the end of the round trip, on stage 0
-        assert m == 1
-        return max(0, t - behind), j // 2 + behind, j // 2
-    assert preset == "xpipe"  # the first micro-batch of a step predicts for all
-    exact = (num_stages + m - j / 2 - 2) / m
-    return t if behind <= 0 else max(0, t - 1), round(exact - 1e-9), (m + j // 2 - 1) // m
+    assert preset == "spectrain"  # to the end of the round trip, on stage 0
+    assert m == 1
+    return max(0, t - behind), j // 2 + behind, j // 2
 
 
 class Faces(torch.autograd.Function):

@@ -20,7 +20,7 @@ from tests.program_texts import to_text
 FOLDER = Path(__file__).parent / "golden"
 REPLICATED = ("cyclic_dp", "cyclic_dp_v1", "lockstep_dp", "cyclic_zero")
 PIPELINES = ("cyclic_pipeline", "gpipe", "1f1b", "pipedream", "pipedream_2bw", "pipeoptim",
-             "spectrain", "xpipe")  # fmt: skip
+             "spectrain")  # fmt: skip
 
 
 def grid() -> dict[str, dict[str, Any]]:

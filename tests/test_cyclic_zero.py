@@ -1,7 +1,4 @@
-"""cyclic_zero: the bits of cyclic_dp, by workers that hold what they use and no more.
-
-And where weipipe, whose workers hand on what they use, is to do the same, it is tried here, too.
-"""
+"""cyclic_zero: the bits of cyclic_dp, by workers that hold what they use and no more."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ from tests import processes
 from tests.conformance.harness import Batches
 from tests.conformance.modules import LowRankLayers, Plain, vectors
 from tests.corpus import Classifier, assert_same, make_trainer, train_data, valid_data, weights_of
-from tests.rows import in_turn, more
+from tests.rows import more
 
 pytestmark = pytest.mark.multi
 NUM_BATCHES, NUM_EPOCHS = 4, 2
@@ -112,9 +109,9 @@ def test_weights_losses_and_metrics_are_those_of_cyclic_dp(
         assert one["metrics"] == other["metrics"]
 
 
-@pytest.mark.parametrize(("n", "preset"), in_turn([2, 3, 4], ["weipipe", "cyclic_zero"]))
-def test_a_worker_holds_its_stage_and_the_one_in_use(n: int, preset: str) -> None:
-    ranks = processes.run(fit, n, "mlp", "adamw", {"preset": preset, "stages": n})
+@pytest.mark.parametrize("n", [2, more(3), 4])
+def test_a_worker_holds_its_stage_and_the_one_in_use(n: int) -> None:
+    ranks = processes.run(fit, n, "mlp", "adamw", {"preset": "cyclic_zero", "stages": n})
     for r, rank in enumerate(ranks):
         assert rank["watch"]["most"] == 2
         assert rank["watch"]["state_of"] == {n - 1 - r}
@@ -156,10 +153,10 @@ def test_gradients_of_a_stage_are_gone_before_the_next_is_updated(clip: str) -> 
             assert stages == [owned] * NUM_BATCHES
 
 
-@pytest.mark.parametrize(("n", "preset"), in_turn([2, 3, 4], ["cyclic_zero", "weipipe"]))
-def test_messages_are_as_many_as_derived(n: int, preset: str) -> None:
-    """In a step 2 N (N - 1) of a stage's parameters, and N - 1 gradients or sums of each."""
-    ranks = processes.run(fit, n, "mlp", "sgd", {"preset": preset, "stages": n})
+@pytest.mark.parametrize("n", [2, more(3), 4])
+def test_messages_are_as_many_as_derived(n: int) -> None:
+    """In a step 2 N (N - 1) of a stage's parameters, and N - 1 gradients of each."""
+    ranks = processes.run(fit, n, "mlp", "sgd", {"preset": "cyclic_zero", "stages": n})
     a, b = NUM_BATCHES + 1, NUM_BATCHES + 2  # steps between which no flush lies
 
     def between(what: str, payload: Payload) -> int:
@@ -168,14 +165,9 @@ def test_messages_are_as_many_as_derived(n: int, preset: str) -> None:
 
     assert between("messages", Payload.P) == 2 * n * (n - 1)
     last = [rank["watch"]["messages"][-1] for rank in ranks]  # lanes may be behind until then
-    if preset == "cyclic_zero":  # each worker's, but of the stage that it owns
-        of_gradients = [x.get(Payload.H, 0) for x in last]
-        assert of_gradients == [NUM_EPOCHS * NUM_BATCHES * (n - 1)] * n
-        assert not any(x.get(p, 0) for x in last for p in (Payload.S, Payload.T))
-    else:
-        sums = sum(x.get(p, 0) for x in last for p in (Payload.S, Payload.T))
-        to_owners = n - 1  # of the last worker, which owns one stage
-        assert sums == NUM_EPOCHS * NUM_BATCHES * (n * (n - 1) + to_owners)
+    of_gradients = [x.get(Payload.H, 0) for x in last]  # each worker's, but of its own stage
+    assert of_gradients == [NUM_EPOCHS * NUM_BATCHES * (n - 1)] * n
+    assert not any(x.get(p, 0) for x in last for p in (Payload.S, Payload.T))
     elements = sum(x.numel() for x in ranks[0]["weights"].values())
     least = 2 * (n - 1) * elements * 4
     heads = 2 * n * (n - 1) * 512 + (2 * (n - 1) + 1) * len(ranks[0]["weights"]) * 512
@@ -252,9 +244,6 @@ class TakesPart(Plain):
         return self.net[4](x + y.detach())
 
 
-WITHOUT = {"cyclic_zero": "cyclic_dp", "weipipe": "lockstep_dp"}  # the same rule, unsharded
-
-
 def train(kind: type[Plain], preset: str) -> dict[str, Tensor]:
     module, r = kind(), processes.here().rank
     data = DataLoader(Batches(vectors, [[2 * t + r] for t in range(4)]), batch_size=None)
@@ -263,10 +252,10 @@ def train(kind: type[Plain], preset: str) -> dict[str, Tensor]:
     return weights_of(module)
 
 
-@pytest.mark.parametrize(("kind", "preset"), in_turn([ChecksWithin, TakesPart], list(WITHOUT)))
-def test_backwards_that_go_other_ways(kind: type[Plain], preset: str) -> None:
-    whole = processes.run(train, 2, kind, WITHOUT[preset])
-    for rank in processes.run(train, 2, kind, preset):
+@pytest.mark.parametrize("kind", [ChecksWithin, TakesPart])
+def test_backwards_that_go_other_ways(kind: type[Plain]) -> None:
+    whole = processes.run(train, 2, kind, "cyclic_dp")
+    for rank in processes.run(train, 2, kind, "cyclic_zero"):
         assert_same(rank, whole[0])
 
 
@@ -316,22 +305,17 @@ def attempt(kind: type[Plain], preset: str, **flags: Any) -> str:
 
 
 @pytest.mark.parametrize(
-    ("preset", "kind", "said"),
-    in_turn(
-        list(WITHOUT),
-        [
-            (ReadsBetween, "is read on rank"),
-            (ReadsGlue, "is read on rank"),
-            (ChecksAcross, "reaches over the place where a stage begins"),
-            (Penalised, "when a later stage has begun and its parameters are gone"),
-            (GoesTwice, "when a later stage has begun and its parameters are gone"),
-        ],
-    ),
+    ("kind", "said"),
+    [
+        (ReadsBetween, "is read on rank"),
+        (ReadsGlue, "is read on rank"),
+        (ChecksAcross, "reaches over the place where a stage begins"),
+        (Penalised, "when a later stage has begun and its parameters are gone"),
+        (GoesTwice, "when a later stage has begun and its parameters are gone"),
+    ],
 )
-def test_what_needs_parameters_that_are_gone_is_refused(
-    kind: type[Plain], said: str, preset: str
-) -> None:
-    texts = processes.run(attempt, 2, kind, preset, time_limit_s=40, after_failure_s=20)
+def test_what_needs_parameters_that_are_gone_is_refused(kind: type[Plain], said: str) -> None:
+    texts = processes.run(attempt, 2, kind, "cyclic_zero", time_limit_s=40, after_failure_s=20)
     for text in texts:
         assert said in text, texts
     assert any(text.startswith(("StepError", "ConfigurationError")) for text in texts)
@@ -358,10 +342,10 @@ def load_within(preset: str, stages: int) -> dict[str, Tensor]:
     return weights_of(module)
 
 
-@pytest.mark.parametrize(("stages", "preset"), in_turn([2, 3], list(WITHOUT)))
-def test_weights_that_are_loaded_within_a_fit(stages: int, preset: str) -> None:
-    whole = processes.run(load_within, 2, WITHOUT[preset], stages)
-    for rank in processes.run(load_within, 2, preset, stages):
+@pytest.mark.parametrize("stages", [2, 3])
+def test_weights_that_are_loaded_within_a_fit(stages: int) -> None:
+    whole = processes.run(load_within, 2, "cyclic_dp", stages)
+    for rank in processes.run(load_within, 2, "cyclic_zero", stages):
         assert_same(rank, whole[0])
 
 
@@ -379,11 +363,8 @@ def go_on(preset: str, folder: str, resumed: bool) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize(
     ("wrote", "reads"),
-    [
-        ("cyclic_dp", "cyclic_zero"), more("cyclic_zero", "cyclic_dp"),
-        more("lockstep_dp", "weipipe"), ("weipipe", "lockstep_dp"),
-    ],
-)  # fmt: skip
+    [("cyclic_dp", "cyclic_zero"), ("cyclic_zero", "cyclic_dp")],
+)
 def test_each_goes_on_from_checkpoints_of_the_other(
     wrote: str, reads: str, tmp_path: Path
 ) -> None:

@@ -115,9 +115,6 @@ def test_a_module_that_ranks_make_by_stages_trains_as_one_that_all_make_whole(
     assert apart[0]["here"].index({"2", "4"}) == 5 * whole_steps
 
 
-SHARDED = {"cyclic_zero": "cyclic_dp", "weipipe": "lockstep_dp"}  # to a preset with the same rule
-
-
 @pytest.mark.parametrize(
     ("preset", "num_ranks", "stages"),
     [
@@ -125,7 +122,7 @@ SHARDED = {"cyclic_zero": "cyclic_dp", "weipipe": "lockstep_dp"}  # to a preset 
         *(
             pytest.param(*case, marks=pytest.mark.exhaustive)
             for case in [
-                ("cyclic_zero", 2, "auto"), ("cyclic_zero", 3, "auto"), ("weipipe", 2, ["net.2"])
+                ("cyclic_zero", 2, "auto"), ("cyclic_zero", 3, "auto"),
             ]
         ),
     ],
@@ -135,7 +132,7 @@ def test_sharded_weights_that_no_rank_ever_has_all_of(
     preset: str, num_ranks: int, stages: Any
 ) -> None:
     strategy = {"preset": preset, "stages": stages, "memory_limit_bytes": LEAST}
-    plain = {"preset": SHARDED[preset], "stages": stages}
+    plain = {"preset": "cyclic_dp", "stages": stages}
     whole = processes.run(fit, num_ranks, plain, False, True)
     for rank in processes.run(fit, num_ranks, strategy, True, True):
         assert_same(rank["weights"], whole[0]["weights"])
@@ -175,10 +172,10 @@ def fit_three(strategy: Any, within: bool) -> Any:
 
 @pytest.mark.parametrize(
     ("preset", "limit"),
-    [("cyclic_zero", LEAST), more("cyclic_zero", 1 << 30), ("weipipe", LEAST)],
+    [("cyclic_zero", LEAST), more("cyclic_zero", 1 << 30)],
 )
 def test_sharded_weights_that_are_read_and_frozen_between_steps(preset: str, limit: int) -> None:
-    whole = processes.run(fit_three, 2, {"preset": SHARDED[preset], "stages": "auto"}, False)
+    whole = processes.run(fit_three, 2, {"preset": "cyclic_dp", "stages": "auto"}, False)
     strategy = {"preset": preset, "stages": "auto", "memory_limit_bytes": limit}
     assert processes.run(fit_three, 2, strategy, True) == whole
 
@@ -314,10 +311,10 @@ def contents(folder: Path, epoch: int) -> Any:
 
 def staged(preset: str, stages: Any = ("net.2",)) -> dict[str, Any]:
     cut = {"preset": preset, "stages": stages if isinstance(stages, int) else list(stages)}
-    return cut if preset in SHARDED else cut | {"num_micro": 2}
+    return cut if preset == "cyclic_zero" else cut | {"num_micro": 2}
 
 
-@pytest.mark.parametrize("preset", [more("1f1b"), "pipedream_2bw", "cyclic_zero", more("weipipe")])
+@pytest.mark.parametrize("preset", [more("1f1b"), "pipedream_2bw", "cyclic_zero"])
 def test_checkpoints_go_from_ranks_into_a_file_and_back(preset: str, tmp_path: Path) -> None:
     strategy = staged(preset)
     lean = strategy | {"memory_limit_bytes": LEAST}

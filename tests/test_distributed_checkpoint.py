@@ -52,7 +52,6 @@ STRATEGIES = {
     "cyclic_pipeline": PIPELINE,
     "cyclic_dp": {"stages": 4},
     "cyclic_zero": {"stages": 4},
-    "weipipe": {"stages": 4},
 }
 
 

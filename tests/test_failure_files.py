@@ -80,7 +80,7 @@ def on_lane(actions: Sequence[str], lane: str) -> list[str]:
     return [a for a in actions if a.partition("~")[2] == lane]
 
 
-@pytest.mark.parametrize("preset", ["cyclic_dp", "cyclic_dp_v1", "weipipe"])
+@pytest.mark.parametrize("preset", ["cyclic_dp", "cyclic_dp_v1"])
 def test_every_rank_tells_what_it_did_last_in_the_order_of_the_program(
     preset: str, tmp_path: Path
 ) -> None:

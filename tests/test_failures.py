@@ -205,7 +205,7 @@ def errors_of(
 
 
 @pytest.mark.parametrize(
-    ("victim", "preset"), in_turn([2, 0], ["cyclic_dp", "cyclic_dp_v1", "lockstep_dp", "weipipe"])
+    ("victim", "preset"), in_turn([2, 0], ["cyclic_dp", "cyclic_dp_v1", "lockstep_dp"])
 )
 def test_when_a_worker_dies_every_other_one_says_for_what_it_waited(
     victim: int, preset: str
@@ -282,7 +282,7 @@ def fit_until_asked(
     ("num_ranks", "culprit", "how", "preset"),
     in_turn(
         [(2, 0, "SIGTERM"), (2, 1, "SIGTERM"), (4, 2, "SIGTERM"), (2, 1, "SIGINT")],
-        ["cyclic_dp", "cyclic_dp_v1", "lockstep_dp", "weipipe"],
+        ["cyclic_dp", "cyclic_dp_v1", "lockstep_dp"],
     ),
 )
 def test_all_stop_at_the_same_step_soon_after_one_is_asked_to(

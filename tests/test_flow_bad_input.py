@@ -102,7 +102,7 @@ def train(make: Any, num_ranks: int, preset: str, **more: Any) -> tuple[dict[str
 
 @pytest.mark.parametrize(
     ("name", "preset"),
-    in_turn(["momentum", "adamw", "nesterov"], ["pipeoptim", "spectrain", "xpipe"]),
+    in_turn(["momentum", "adamw", "nesterov"], ["pipeoptim", "spectrain"]),
 )
 def test_an_optimizer_without_state_knows_no_direction_yet(name: str, preset: str) -> None:
     one, said = train(partial(Edge, name), 1, preset)
@@ -128,7 +128,7 @@ def test_an_optimizer_whose_direction_is_unknown_is_displaced_and_that_is_said_o
     ("name", "preset", "num_ranks"),
     in_turn(
         ["momentum", "adamw", "adagrad", "halving"],
-        [("spectrain", 1), ("xpipe", 2), ("spectrain", 2), ("xpipe", 1)],
+        [("spectrain", 1), ("pipeoptim", 2), ("spectrain", 2), ("pipeoptim", 1)],
     ),
 )
 def test_a_learning_rate_of_0_changes_nothing(name: str, preset: str, num_ranks: int) -> None:
@@ -150,7 +150,7 @@ def test_a_learning_rate_of_0_changes_nothing_under_any_option() -> None:
     ("preset", "frozen", "num_ranks"),
     in_turn(
         [("pipedream_2bw", (0,)), ("pipedream", (1, 2)), ("cyclic_pipeline", (3,)),
-         ("cyclic_mp", (0, 1)), ("pipeoptim", (0,)), ("spectrain", (2, 3)), ("xpipe", (1,))],
+         ("cyclic_mp", (0, 1)), ("pipeoptim", (0,)), ("spectrain", (2, 3)), ("pipeoptim", (1,))],
         [1, 2, 4],
     ),
 )  # fmt: skip

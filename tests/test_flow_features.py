@@ -17,7 +17,7 @@ from tests.stagewise_runs import Job, Outcome, loader, pipelines, prepare
 
 pytestmark = pytest.mark.multi
 
-PRESETS = ["cyclic_pipeline", "pipedream_2bw", "pipedream", "pipeoptim", "spectrain", "xpipe"]
+PRESETS = ["cyclic_pipeline", "pipedream_2bw", "pipedream", "pipeoptim", "spectrain"]
 ONE_EACH = {"pipedream", "pipeoptim", "spectrain"}  # one update per micro-batch
 
 
@@ -53,7 +53,7 @@ def assert_equals_alone(ranks: list[Outcome], preset: str) -> None:
 
 @pytest.mark.parametrize(
     ("preset", "num_ranks"),
-    [("pipeoptim", 4), ("spectrain", 2), ("xpipe", 4), more("pipeoptim", 2)],
+    [("pipeoptim", 4), ("spectrain", 2), more("pipeoptim", 2)],
 )
 def test_predicted_weights_are_the_same_in_every_place(preset: str, num_ranks: int) -> None:
     job = job_of(preset)
@@ -114,7 +114,7 @@ def saved_and_resumed(job: Job, strategy: dict[str, Any], folder: str, step: int
 @pytest.mark.parametrize(
     ("preset", "step"),
     [("cyclic_mp", 3), more("cyclic_pipeline", 3), ("pipedream_2bw", 5), ("pipedream", 3),
-     more("pipeoptim", 2), ("pipeoptim", 3), more("xpipe", 3)],
+     more("pipeoptim", 2), ("pipeoptim", 3)],
 )  # fmt: skip
 def test_a_resumed_run_ends_with_the_same_bits(preset: str, step: int, tmp_path: Any) -> None:
     job = job_of(preset)

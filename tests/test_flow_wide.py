@@ -17,7 +17,6 @@ from lightning_cyclic.plan.actions import Kind, Payload
 from lightning_cyclic.strategy import CyclicStrategy
 from tests import processes
 from tests.corpus import assert_same, make_trainer, weights_of
-from tests.rows import more
 from tests.stagewise_runs import CLOSE, Job, Outcome, pipelines
 from tests.test_failures import be_asked_to_stop
 from tests.test_flow_features import saved_and_resumed, validated
@@ -64,12 +63,10 @@ class Twins(Job):
         return super().batch(k // 2)
 
 
-@pytest.mark.parametrize(
-    ("preset", "num_micro"), [("pipeoptim", 1), more("spectrain", 1), ("xpipe", 2)]
-)
-def test_every_replica_predicts_as_the_owner_does(preset: str, num_micro: int) -> None:
-    job = Job(case="vit", num_micro=num_micro)
-    twins = Twins(case="vit", num_micro=2 * num_micro)
+@pytest.mark.parametrize("preset", ["pipeoptim", "spectrain"])
+def test_every_replica_predicts_as_the_owner_does(preset: str) -> None:
+    job = Job(case="vit", num_micro=1)
+    twins = Twins(case="vit", num_micro=2)
     one, *_ = pipelines(job, 2, preset=preset, stages=2, function=fit)
     for rank in pipelines(twins, 4, preset=preset, stages=2, width=2, function=fit):
         assert_same(rank["weights"], one["weights"])

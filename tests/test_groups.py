@@ -1,8 +1,8 @@
 """Groups: workers that run side by side, staggered as single workers would be, bit by bit.
 
 Runs are compared with the sequential reference, whose workers of a group read what one worker in
-its place would; what it does not know (shards, dtypes, several rounds) is compared with itself,
-in chunks and whole.
+its place would; what it does not know (dtypes, several rounds) is compared with itself, over
+another transport.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_cyclic import make_plan
 from lightning_cyclic.errors import ConfigurationError, PlanError
-from lightning_cyclic.plan.actions import IN_CHUNKS, Kind, Payload
+from lightning_cyclic.plan.actions import Kind, Payload
 from lightning_cyclic.plugin.checks import check_hosts_of_groups
 from lightning_cyclic.strategy import CyclicStrategy
 from tests import processes
@@ -40,27 +40,25 @@ RULES = {
 }  # fmt: skip
 NUM_STEPS = 7
 ALL = [
-    (n, groups, net, preset, stages, chunks)
+    (n, groups, net, preset, stages)
     for n, groups in ((2, 1), (4, 2), (4, 1), (8, 2), (8, 4))
     for net in ("mlp", "resnet", "gpt2")
     for preset in RULES
     for stages in (2, 4, 8)
-    for chunks in (1, 3, 16)
 ]
 ALWAYS = {
-    (2, 1, "resnet", "cyclic_dp", 4, 3), (4, 2, "gpt2", "cyclic_dp", 4, 1),
-    (4, 2, "resnet", "cyclic_dp", 4, 16), (4, 2, "gpt2", "cyclic_dp_v1", 2, 3),
-    (4, 2, "resnet", "cyclic_zero", 4, 1), (4, 2, "gpt2", "cyclic_zero", 4, 3),
-    (4, 1, "mlp", "lockstep_dp", 2, 1),
+    (2, 1, "resnet", "cyclic_dp", 4), (4, 2, "gpt2", "cyclic_dp", 4),
+    (4, 2, "gpt2", "cyclic_dp_v1", 2), (4, 2, "resnet", "cyclic_zero", 4),
+    (4, 2, "gpt2", "cyclic_zero", 4), (4, 1, "mlp", "lockstep_dp", 2),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("n", "groups", "net", "preset", "stages", "chunks"), chosen(ALL, ALWAYS))
+@pytest.mark.parametrize(("n", "groups", "net", "preset", "stages"), chosen(ALL, ALWAYS))
 def test_groups_have_the_bits_of_the_sequential_run(
-    n: int, groups: int, net: str, preset: str, stages: int, chunks: int
+    n: int, groups: int, net: str, preset: str, stages: int
 ) -> None:
     module = partial(Classifier, net, "adamw")
-    strategy = {"preset": preset, "stages": stages, "chunks": chunks, "groups": groups}
+    strategy = {"preset": preset, "stages": stages, "groups": groups}
     ranks = processes.run(fit, n, module, strategy, NUM_STEPS, {"val_check_interval": 3})
     run = Reference(rule=RULES[preset], n=n, groups=groups, slack=0, num_batches=NUM_STEPS)
     run.run(module(), ranks[0]["stage_of"]).compare(ranks)
@@ -74,34 +72,33 @@ OTHERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "rounds, sharded": ({"preset": "cyclic_zero"}, {"accumulate_grad_batches": 2}),
     "clipped together": ({"clip": "global"}, {"gradient_clip_val": 0.1}),
     "slack": ({"slack": 2}, {}),
-    "no names": ({"transport": "edges"}, {}),
 }
-OTHERS_ALWAYS = {"rounds", "clipped together", "no names"}
+OTHERS_ALWAYS = {"rounds", "clipped together"}
 
 
 @pytest.mark.parametrize("name", chosen(list(OTHERS), OTHERS_ALWAYS))
-def test_chunks_have_the_bits_of_whole_messages_in_groups(name: str) -> None:
+def test_messages_without_names_bring_the_same_bits(name: str) -> None:
     strategy, trainer = OTHERS[name]
     module = partial(Classifier, "gpt2", "adamw")
     given = {"preset": "cyclic_dp", "stages": 4, "groups": 2} | strategy
-    whole, cut = (
-        processes.run(fit, 4, module, given | {"chunks": chunks}, 2 * NUM_STEPS, trainer)
-        for chunks in (1, 5)
+    named, others = (
+        processes.run(fit, 4, module, given | {"transport": x}, 2 * NUM_STEPS, trainer)
+        for x in ("named", "edges")
     )
-    for mine, other in zip(whole, cut, strict=True):
+    for mine, other in zip(named, others, strict=True):
         assert mine["losses"] == other["losses"]
         assert_same(other["weights"], mine["weights"], name)
 
 
 def go_on(preset: str, folder: str) -> dict[str, Any]:
-    """Train in groups, and on from the middle of the epoch in the same, with chunks."""
+    """Train in groups, and on from the middle of the epoch in the same."""
     module, strategy = Classifier("resnet", "adamw"), {"preset": preset, "stages": 4, "groups": 2}
     saver = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=3, save_top_k=-1)
     flags = {"max_epochs": 1, "callbacks": [saver], "enable_checkpointing": True}
     first = make_trainer(strategy, **flags)
     first.fit(module, train_data(module, NUM_STEPS))
     again = Classifier("resnet", "adamw")
-    second = make_trainer(strategy | {"chunks": 3}, max_epochs=1)
+    second = make_trainer(strategy, max_epochs=1)
     second.fit(again, train_data(again, NUM_STEPS), ckpt_path=f"{folder}/step=3.ckpt")
     assert second.global_step == NUM_STEPS
     assert second.strategy.plan.num_groups == 2  # type: ignore[attr-defined]
@@ -136,23 +133,26 @@ def fit_counting(strategy: dict[str, Any]) -> dict[str, Any]:
     return {"sent": sent, "plan": made.plan, "sizes": sizes, "num_tensors": num_tensors}
 
 
-@pytest.mark.parametrize(("preset", "chunks"), [("cyclic_dp", 3), ("cyclic_dp_v1", 1)])
-def test_messages_and_bytes_are_those_of_the_program(preset: str, chunks: int) -> None:
-    given = {"preset": preset, "stages": 4, "groups": 2, "chunks": chunks}
+LARGE = (Payload.S, Payload.T, Payload.H, Payload.P)
+
+
+@pytest.mark.parametrize("preset", ["cyclic_dp", "cyclic_dp_v1"])
+def test_messages_and_bytes_are_those_of_the_program(preset: str) -> None:
+    given = {"preset": preset, "stages": 4, "groups": 2}
     ranks = processes.run(fit_counting, 4, given)
     plan = ranks[0]["plan"]
     for rank, program in zip(ranks, plan.program.first(NUM_STEPS), strict=True):
-        sends = [a for a in program if a.kind is Kind.SEND and a.payload in IN_CHUNKS]
-        for payload in IN_CHUNKS:
+        sends = [a for a in program if a.kind is Kind.SEND and a.payload in LARGE]
+        for payload in LARGE:
             of_it = [a for a in sends if a.payload is payload]
             assert rank["sent"].messages[payload] == len(of_it)
-            least = sum(rank["sizes"][a.j] for a in of_it) // chunks
+            least = sum(rank["sizes"][a.j] for a in of_it)
             most = least + len(of_it) * 512 * (rank["num_tensors"] + 1)
             assert least <= rank["sent"].num_bytes[payload] <= most
     hops = sum(rank["sent"].messages[Payload.S] for rank in ranks)
-    assert hops == NUM_STEPS * 4 * chunks  # each stage's sum, from one group to the other
+    assert hops == NUM_STEPS * 4  # each stage's sum, from one group to the other
     given_up = sum(rank["sent"].messages[Payload.H] for rank in ranks)
-    assert given_up == NUM_STEPS * 4 * 2 * chunks  # in each group, to who leads
+    assert given_up == NUM_STEPS * 4 * 2  # in each group, to who leads
 
 
 def test_groups_that_do_not_fit_are_refused() -> None:
@@ -160,12 +160,6 @@ def test_groups_that_do_not_fit_are_refused() -> None:
         CyclicStrategy("cyclic_dp", groups=0)
     with pytest.raises(PlanError, match=r"groups with placement 'pipelined' \(preset '1f1b'\)"):
         CyclicStrategy("1f1b", groups=2)
-    with pytest.raises(
-        ConfigurationError, match=r'groups=2 with preset "auto".*"cyclic_dp", groups=2'
-    ):
-        CyclicStrategy("auto", groups=2)
-    with pytest.raises(PlanError, match="groups with sharding 'ring'"):
-        CyclicStrategy("weipipe", groups=2)
     numbers: dict[str, Any] = {"num_stages": 4, "num_workers": 6}
     with pytest.raises(
         PlanError, match=r"groups=4 with 6 workers; .* allowed: 1, 2, 3, 6; use groups=3"

@@ -353,7 +353,7 @@ def whole_gradients(preset: dict[str, Any], num_ranks: int) -> dict[str, list[An
     return seen_by
 
 
-@pytest.mark.parametrize("preset", ["cyclic_dp", "cyclic_dp_v1", "lockstep_dp", "weipipe"])
+@pytest.mark.parametrize("preset", ["cyclic_dp", "cyclic_dp_v1", "lockstep_dp"])
 def test_each_gradient_is_seen_once_and_whole_before_its_update(preset: str) -> None:
     seen_by = whole_gradients({"preset": preset, "stages": ["net.3"]}, 2)
     assert {n: len(grads) for n, grads in seen_by.items()} == {

@@ -142,15 +142,6 @@ def test_programs_keep_the_rules(preset: str, num_workers: int, num_stages: int)
     keep_the_rules(make_plan(preset, num_stages=num_stages, num_workers=num_workers))
 
 
-@pytest.mark.parametrize("preset", [p for p in PRESETS if PRESETS[p].placement == "replicated"])
-@pytest.mark.parametrize(("num_workers", "num_stages", "chunks"), [(2, 4, 2), (4, 4, 5)])
-def test_programs_with_chunks_keep_them(
-    preset: str, num_workers: int, num_stages: int, chunks: int
-) -> None:
-    numbers = {"num_stages": num_stages, "num_workers": num_workers, "chunks": chunks}
-    keep_the_rules(make_plan(preset, **numbers))
-
-
 def keep_the_rules(plan: Plan) -> None:
     num_workers, program = plan.num_workers, plan.program
     actions, fabric = program.first(4), Fabric()

@@ -35,12 +35,12 @@ from tests.stagewise_runs import Job, Outcome, pipelines, prepare
 pytestmark = pytest.mark.multi
 
 PRECISIONS = ("64-true", "bf16-mixed", "bf16-true", "16-true")
-WHOLE = {"cyclic_dp": "freshest", "cyclic_zero": "freshest", "weipipe": "sync"}
+WHOLE = {"cyclic_dp": "freshest", "cyclic_zero": "freshest"}
 STAGED = {
     "gpipe": "sync", "1f1b": "sync", "pipedream_2bw": "delayed", "cyclic_pipeline": "freshest",
 }  # fmt: skip
 ALWAYS = {
-    ("cyclic_dp", "bf16-true"), ("cyclic_zero", "bf16-mixed"), ("weipipe", "64-true"),
+    ("cyclic_dp", "bf16-true"), ("cyclic_zero", "bf16-mixed"), ("cyclic_zero", "64-true"),
     ("gpipe", "16-true"), ("1f1b", "bf16-mixed"), ("pipedream_2bw", "bf16-true"),
     ("cyclic_pipeline", "64-true"),
 }  # fmt: skip

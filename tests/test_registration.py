@@ -119,7 +119,7 @@ def test_the_waiter_is_gone_once_lightning_is_there() -> None:
     ("suffix", "start_method"),
     [("", "popen"), ("_spawn", "spawn"), ("_fork", "fork"), ("_notebook", "fork")],
 )
-@pytest.mark.parametrize("preset", ["cyclic_dp", "cyclic_dp_v1", "lockstep_dp", "weipipe"])
+@pytest.mark.parametrize("preset", ["cyclic_dp", "cyclic_dp_v1", "lockstep_dp", "cyclic_zero"])
 def test_a_name_stands_for_its_preset_and_launcher(
     preset: str, suffix: str, start_method: str
 ) -> None:

@@ -28,9 +28,9 @@ pytestmark = pytest.mark.multi
 NUM_BATCHES, ASKED_IN, JOB = 12, 5, "4711"
 PRESETS = [
     "cyclic_dp", "1f1b",
-    *(more(x) for x in ("cyclic_dp_v1", "lockstep_dp", "cyclic_zero", "weipipe", "gpipe",
+    *(more(x) for x in ("cyclic_dp_v1", "lockstep_dp", "cyclic_zero", "gpipe",
                         "pipedream_2bw", "pipedream", "cyclic_pipeline", "cyclic_mp", "pipeoptim",
-                        "spectrain", "xpipe")),
+                        "spectrain")),
 ]  # fmt: skip
 
 

@@ -44,16 +44,10 @@ def fit(
     }  # fmt: skip
 
 
-REPLICAS = {"cyclic_zero": "cyclic_dp", "weipipe": "lockstep_dp"}  # with the same bits
-
-
-def compare(
-    n: int, net: str, optimizer: str, plan: dict[str, Any], *rest: Any,
-    preset: str = "cyclic_zero",
-) -> None:  # fmt: skip
+def compare(n: int, net: str, optimizer: str, plan: dict[str, Any], *rest: Any) -> None:
     """Train with sharded weights and with replicas, and compare everything, bit by bit."""
-    whole = processes.run(fit, n, net, optimizer, {"preset": REPLICAS[preset], **plan}, *rest)
-    apart = processes.run(fit, n, net, optimizer, {"preset": preset, **plan}, *rest)
+    whole = processes.run(fit, n, net, optimizer, {"preset": "cyclic_dp", **plan}, *rest)
+    apart = processes.run(fit, n, net, optimizer, {"preset": "cyclic_zero", **plan}, *rest)
     for one, other in zip(apart, whole, strict=True):
         assert_same(one.pop("weights"), other.pop("weights"))
         assert one == other
@@ -80,35 +74,19 @@ def test_weights_losses_rates_and_metrics_are_those_of_cyclic_dp(
 
 
 @pytest.mark.parametrize(
-    ("n", "net", "optimizer", "stages", "rounds"),
+    ("n", "net", "stages", "rounds"),
     [
-        pytest.param(2, "gpt2", "adamw", 2, 3, marks=pytest.mark.exhaustive),  # a tied weight
-        (3, "resnet", "sgd", 3, 2),  # buffers that travel: a worker's batches in succession
-        more(4, "mlp", "adamw", 6, 2),
-    ],
-)
-def test_weights_that_go_round_end_as_those_of_lockstep_dp(
-    n: int, net: str, optimizer: str, stages: int, rounds: int
-) -> None:
-    flags = {"accumulate_grad_batches": rounds}
-    compare(n, net, optimizer, {"stages": stages}, flags, preset="weipipe")
-
-
-@pytest.mark.parametrize(
-    ("preset", "n", "net", "stages", "rounds"),
-    [
-        ("cyclic_zero", 2, "batchnorm_mlp", 2, 2),  # updates meet at the begin of a step
-        pytest.param("cyclic_zero", 3, "mlp", 2, 2, marks=pytest.mark.exhaustive),
-        more("cyclic_zero", 4, "batchnorm_mlp", 4, 2),
-        ("weipipe", 3, "batchnorm_mlp", 4, 2),
+        (2, "batchnorm_mlp", 2, 2),  # updates meet at the begin of a step
+        pytest.param(3, "mlp", 2, 2, marks=pytest.mark.exhaustive),
+        more(4, "batchnorm_mlp", 4, 2),
     ],
 )
 def test_gradients_that_are_clipped_by_the_norm_of_all_stages(
-    preset: str, n: int, net: str, stages: int, rounds: int
+    n: int, net: str, stages: int, rounds: int
 ) -> None:
     plan = {"stages": stages, "clip": "global"}
     flags = {"accumulate_grad_batches": rounds, "gradient_clip_val": 0.05}
-    compare(n, net, "adamw", plan, flags, preset=preset)
+    compare(n, net, "adamw", plan, flags)
 
 
 @pytest.mark.parametrize("transport", ["edges", more("host_staged")])
@@ -122,15 +100,11 @@ def changing() -> list[Callback]:
 
 
 @pytest.mark.parametrize(
-    ("preset", "n", "net"),
-    [
-        more("cyclic_zero", 2, "batchnorm_mlp"),
-        ("weipipe", 3, "mlp"),
-        pytest.param("cyclic_zero", 3, "mlp", marks=pytest.mark.exhaustive),
-    ],
+    ("n", "net"),
+    [(2, "batchnorm_mlp"), pytest.param(3, "mlp", marks=pytest.mark.exhaustive)],
 )
-def test_numbers_that_change_between_epochs(preset: str, n: int, net: str) -> None:
-    compare(n, net, "adamw", {"stages": n}, {"max_epochs": 3}, changing, preset=preset)
+def test_numbers_that_change_between_epochs(n: int, net: str) -> None:
+    compare(n, net, "adamw", {"stages": n}, {"max_epochs": 3}, changing)
 
 
 # ---------------------------------------------------------------------- what else there is
@@ -272,7 +246,6 @@ def go_on(preset: str, plan: dict[str, Any], folder: str, resumed: bool) -> dict
         pytest.param(2, "cyclic_zero", "cyclic_zero", LATE, marks=pytest.mark.exhaustive),
         pytest.param(2, "cyclic_dp", "cyclic_zero", CLIPPED, marks=pytest.mark.exhaustive),
         pytest.param(3, "cyclic_zero", "cyclic_dp", CLIPPED, marks=pytest.mark.exhaustive),
-        (3, "weipipe", "weipipe", {}),
     ],
 )
 def test_each_goes_on_from_checkpoints_of_the_other(
@@ -300,10 +273,10 @@ class Counts(Callback):
         self.on_train_batch_end(trainer)
 
 
-def count(preset: str, rounds: int) -> tuple[list[dict[Payload, int]], list[int]]:
+def count(rounds: int) -> tuple[list[dict[Payload, int]], list[int]]:
     module, counts, n = Classifier("mlp", "sgd"), Counts(), processes.here().num_ranks
     trainer = make_trainer(
-        {"preset": preset, "stages": n}, max_epochs=1, callbacks=[counts],
+        {"preset": "cyclic_zero", "stages": n}, max_epochs=1, callbacks=[counts],
         accumulate_grad_batches=rounds,
     )  # fmt: skip
     trainer.fit(module, train_data(module, 4 * rounds))
@@ -313,7 +286,7 @@ def count(preset: str, rounds: int) -> tuple[list[dict[Payload, int]], list[int]
 @pytest.mark.parametrize(("n", "rounds"), [(2, 3), (4, 2)])
 def test_messages_are_as_many_as_derived(n: int, rounds: int) -> None:
     """In a step r times 2 N (N - 1) of a stage's parameters, N - 1 gradients of each stage."""
-    ranks = processes.run(count, n, "cyclic_zero", rounds)
+    ranks = processes.run(count, n, rounds)
     a, b = 2 * rounds - 1, 3 * rounds - 1  # the last batches of two steps
     fetched = sum(sent[b].get(Payload.P, 0) - sent[a].get(Payload.P, 0) for sent, _ in ranks)
     assert fetched == rounds * 2 * n * (n - 1)
@@ -323,15 +296,6 @@ def test_messages_are_as_many_as_derived(n: int, rounds: int) -> None:
     assert [x.get(Payload.H, 0) for x in last] == [4 * (n - 1)] * n
     for _, held in ranks:  # until the last round, the gradients of all stages stay
         assert held[2 * rounds : 3 * rounds - 1] == [n] * (rounds - 1)
-
-
-@pytest.mark.parametrize(("n", "rounds"), [(2, 3), (3, 2)])
-def test_weights_go_round_once_for_each_batch(n: int, rounds: int) -> None:
-    """In a step r times 2 N (N - 1) of a stage's parameters, most of them from a neighbour."""
-    ranks = processes.run(count, n, "weipipe", rounds)
-    a, b = 2 * rounds - 1, 3 * rounds - 1
-    each = [sent[b].get(Payload.P, 0) - sent[a].get(Payload.P, 0) for sent, _ in ranks]
-    assert sum(each) == rounds * 2 * n * (n - 1)
 
 
 # ---------------------------------------------------------------------- beyond memory

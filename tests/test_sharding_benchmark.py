@@ -13,7 +13,7 @@ import pytest
 from tests import processes
 
 BENCHMARKS = str(Path(__file__).parents[1] / "benchmarks")
-STRATEGIES = ("alone", "ddp", "fsdp2", "fsdp2/ahead", "cyclic_zero", "weipipe")
+STRATEGIES = ("alone", "ddp", "fsdp2", "fsdp2/ahead", "cyclic_zero")
 
 
 def measured() -> Any:

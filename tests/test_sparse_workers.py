@@ -38,7 +38,7 @@ pytestmark = pytest.mark.multi
 NUM_STEPS = 16
 RULES = {
     "cyclic_dp": "freshest", "cyclic_zero": "freshest", "cyclic_dp_v1": "delayed",
-    "lockstep_dp": "sync", "weipipe": "sync",
+    "lockstep_dp": "sync",
 }  # fmt: skip
 
 
@@ -181,7 +181,6 @@ CASES: list[Any] = [
         "mlp", "sgd", {"preset": "lockstep_dp", "stages": 3}, "16-true", 2,
         {"gradient_clip_val": 0.1},
     ),
-    ("mlp", "adamw", {"preset": "weipipe", "stages": 2}, "bf16-true", 2, {}),
 ]  # fmt: skip
 
 
@@ -395,9 +394,8 @@ def fit_refused(strategy: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("strategy", "what"),
     [
-        ({"preset": "xpipe"}, "preset='xpipe', which predicts weights"),
+        ({"preset": "spectrain"}, "preset='spectrain', which predicts weights"),
         ({"save_distributed_checkpoint": True}, "save_distributed_checkpoint=True"),
-        more({"preset": "auto", "weights": "predicted"}, "which predicts weights"),
         ({"error_feedback": True, "preset": "cyclic_pipeline"}, "error_feedback=True"),
     ],
 )

@@ -29,8 +29,7 @@ from tests.rows import chosen, in_turn, more
 
 pytestmark = pytest.mark.multi
 
-RULES = {"cyclic_dp": "freshest", "cyclic_dp_v1": "delayed", "lockstep_dp": "sync",
-         "weipipe": "sync"}  # fmt: skip
+RULES = {"cyclic_dp": "freshest", "cyclic_dp_v1": "delayed", "lockstep_dp": "sync"}
 PRESETS = list(RULES)
 
 
@@ -144,8 +143,7 @@ def by_norm_of_each_stage(all_of_them: list[nn.Parameter], stages: list[Any]) ->
         (4, "cyclic_dp_v1", None, by_norm),
         (1, "cyclic_dp_v1", "global", by_norm),
         (4, "lockstep_dp", None, by_norm),
-        (4, "weipipe", None, by_norm),
-        more(2, "weipipe", None, by_value),
+        more(2, "lockstep_dp", None, by_value),
     ],
 )
 def test_clipping(n: int, preset: str, clip: str | None, how: Any) -> None:

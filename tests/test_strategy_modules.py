@@ -17,8 +17,7 @@ from tests.rows import in_turn, more
 
 pytestmark = pytest.mark.multi
 
-RULES = {"cyclic_dp": "freshest", "cyclic_dp_v1": "delayed", "lockstep_dp": "sync",
-         "weipipe": "sync"}  # fmt: skip
+RULES = {"cyclic_dp": "freshest", "cyclic_dp_v1": "delayed", "lockstep_dp": "sync"}
 
 
 class Frozen(Classifier):
@@ -184,9 +183,7 @@ def _keeping_the_seed(seed: int) -> Dropping:
     return module
 
 
-@pytest.mark.parametrize(
-    "preset", ["cyclic_dp", more("cyclic_dp_v1"), more("lockstep_dp"), "weipipe"]
-)
+@pytest.mark.parametrize("preset", ["cyclic_dp", more("cyclic_dp_v1"), "lockstep_dp"])
 def test_dropout_depends_on_seed_step_and_micro_batch_alone(preset: str) -> None:
     ranks = processes.run(fit_seeded, 2, 7, preset)
     again = processes.run(fit_seeded, 2, 7, preset)

@@ -119,7 +119,6 @@ CASES = {
     "cyclic_dp, half": Case({"preset": "cyclic_dp"}, half=True),
     "cyclic_dp_v1": Case({"preset": "cyclic_dp_v1"}, BY_NORM),
     "cyclic_zero": Case({"preset": "cyclic_zero"}),
-    "weipipe": Case({"preset": "weipipe"}, BY_NORM),
     "lockstep_dp, half": Case({"preset": "lockstep_dp"}, BY_NORM, half=True),
     "lockstep_dp": Case({"preset": "lockstep_dp"}, {**BY_NORM, "accumulate_grad_batches": 2}),
     "gpipe": Case({"preset": "gpipe", **FOUR}, BY_NORM),
@@ -134,7 +133,6 @@ CASES = {
     "pipedream_2bw, half": Case({"preset": "pipedream_2bw", **FOUR}, half=True),
     "pipeoptim": Case({"preset": "pipeoptim", "num_micro": 1}),
     "spectrain": Case({"preset": "spectrain", "num_micro": 1}),
-    "xpipe": Case({"preset": "xpipe", **FOUR}),
 }
 
 
@@ -173,7 +171,7 @@ def found(name: str) -> Found:
 
 # what these ask, others ask, too
 ALIKE = {
-    "cyclic_dp, one norm", "1f1b, one worker", "pipedream_2bw, half", "pipeoptim", "spectrain",
+    "cyclic_dp, one norm", "1f1b, one worker", "pipedream_2bw, half", "spectrain",
 }  # fmt: skip
 ALWAYS = [name for name in CASES if name not in ALIKE]
 

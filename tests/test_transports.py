@@ -49,7 +49,7 @@ def assert_alike(by_route: dict[str, list[dict[str, Any]]]) -> None:
 
 
 @pytest.mark.parametrize(
-    "preset", ["cyclic_dp", more("cyclic_dp_v1"), "cyclic_zero", more("lockstep_dp"), "weipipe"]
+    "preset", ["cyclic_dp", more("cyclic_dp_v1"), "cyclic_zero", "lockstep_dp"]
 )
 def test_whole_micro_batches(preset: str, tmp_path: Path) -> None:
     flags = {"preset": preset, "stages": 2}

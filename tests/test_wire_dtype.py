@@ -30,14 +30,14 @@ LEAST = {"64-true": torch.float64}
 
 WHOLE = [
     (preset, groups, precision, dtype)
-    for preset in ("cyclic_dp", "cyclic_dp_v1", "lockstep_dp", "cyclic_zero", "weipipe")
-    for groups in ((None, 2) if preset != "weipipe" else (None,))
+    for preset in ("cyclic_dp", "cyclic_dp_v1", "lockstep_dp", "cyclic_zero")
+    for groups in (None, 2)
     for precision in ("32-true", "bf16-true", "bf16-mixed", "64-true")
     for dtype in DTYPES
     if (precision, dtype) != ("32-true", None)  # which all other tests compare
 ]
 ALWAYS = {
-    ("cyclic_zero", None, "32-true", "bf16"), ("weipipe", None, "bf16-true", None),
+    ("cyclic_zero", None, "32-true", "bf16"), ("lockstep_dp", None, "bf16-true", None),
     ("cyclic_dp", 2, "32-true", "bf16"), ("cyclic_dp", 2, "bf16-true", None),
 }  # fmt: skip
 

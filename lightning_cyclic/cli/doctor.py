@@ -44,9 +44,6 @@ def add_doctor(commands: Any) -> None:
         "micro-batch that a stage may have, like 2GB")  # fmt: skip
     add("--measured", action="store_true", help="take times, in a few runs of the step on this "
         "machine, as a pipeline with stages=\"measured\" does")  # fmt: skip
-    add("--milp", action="store_true", help="where the calls of a module branch in more orders "
-        "than can be tried one by one, look for the best by integer programming: up to a minute, "
-        "by SciPy (extra milp)")  # fmt: skip
     add("--verify", action="store_true", help="train a few steps by every preset, and compare "
         "them, bit by bit, with the module's own step; exit status 1 unless all are "
         "equal")  # fmt: skip
@@ -81,7 +78,6 @@ def _run(arguments: argparse.Namespace) -> str | tuple[str, int]:
         stages=arguments.stages,
         num_micro=num_micro,
         memory_limit_bytes=None if limit is None else int(parse_bytes(limit)),
-        milp=arguments.milp,
         clock="measured" if arguments.measured else "counted",
     )
 

@@ -17,10 +17,10 @@ from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
+from lightning_cyclic.cli.branches import faster_order
 from lightning_cyclic.errors import CyclicError, PlanError
 from lightning_cyclic.plugin.split_hook import first_part
 from lightning_cyclic.runtime.stages.best_places import most_stages
-from lightning_cyclic.runtime.stages.branches import faster_order
 from lightning_cyclic.runtime.stages.cuts import choose_cuts
 from lightning_cyclic.runtime.stages.evidence import ClockName
 from lightning_cyclic.runtime.stages.places import CutPoints
@@ -39,7 +39,6 @@ def examine(
     stages: int | Sequence[str] | None = None,
     num_micro: int = 1,
     memory_limit_bytes: int | None = None,
-    milp: bool = False,
     clock: ClockName = "counted",
 ) -> str:
     """Make a module, run its step and report on its stages.
@@ -51,7 +50,6 @@ def examine(
         stages: how many, or paths. [2 where that is possible]
         num_micro: micro-batches that the first batch is cut into; the first is run.
         memory_limit_bytes: of a stage. [any]
-        milp: compare with all orders of branches by an integer programme, if they are many.
         clock: what times are, "counted" or "measured".
 
     Returns:
@@ -72,8 +70,8 @@ def examine(
             stages = min(2 if stages is None else stages, most)
         cuts = choose_cuts(seen, stages, memory_limit_bytes=memory_limit_bytes)
         remark = None
-        if isinstance(stages, int):
-            remark = faster_order(seen, cuts, memory_limit_bytes=memory_limit_bytes, milp=milp)
+        if isinstance(stages, int) and memory_limit_bytes is None:  # of which no order knows
+            remark = faster_order(seen, cuts)
         if isinstance(asked, int) and asked > most:
             more = f"{asked} stages were asked for, {most} are the most: see above what stands " \
                 "against others"  # fmt: skip

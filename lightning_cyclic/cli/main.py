@@ -30,7 +30,6 @@ from lightning_cyclic.plan import PRESETS, Plan, make_plan
 from lightning_cyclic.planner.candidates import INSIDE_BANDWIDTH, INSIDE_LATENCY
 from lightning_cyclic.simulate import (
     Costs,
-    Jitter,
     Network,
     compare,
     parse_bandwidth,
@@ -72,7 +71,11 @@ class _Parser(argparse.ArgumentParser):
     """Say what is wrong in one line, without the usage above it."""
 
     def error(self, message: str) -> NoReturn:
-        raise PlanError(f"{message}; see {self.prog} --help")
+        from lightning_cyclic.plugin.departed import DEPARTED  # noqa: PLC0415  (slow to import)
+
+        given = {word.partition("=")[0] for word in message.split()}
+        instead = [f"{flag} has left; {what}" for flag, what in DEPARTED.items() if flag in given]
+        raise PlanError("; ".join([message, *instead, f"see {self.prog} --help"]))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -107,9 +110,9 @@ def _add_draw(commands: argparse._SubParsersAction[_Parser]) -> None:
         help="slot at which the picture begins (default: 0)",
     )  # fmt: skip
     parser.add_argument(
-        "--out", metavar="FILE", help="draw all slots into a .svg, .png or .html file, with a "
-        "legend, which needs matplotlib (pip install 'lightning-cyclic[viz]'), or into a .json "
-        "file for ui.perfetto.dev (default: print text)",
+        "--out", metavar="FILE", help="draw all slots into a .svg or .png file, with a legend, "
+        "which needs matplotlib (pip install 'lightning-cyclic[viz]'), or into a .json file for "
+        "ui.perfetto.dev (default: print text)",
     )  # fmt: skip
     parser.set_defaults(run=_draw)
 
@@ -140,30 +143,8 @@ def _add_simulate(commands: argparse._SubParsersAction[_Parser]) -> None:
         "best all-reduce, in the best number of buckets)",
     )  # fmt: skip
     _add_hosts(parser)
-    _add_jitter(parser)
     parser.add_argument("--json", action="store_true", help="print JSON in place of a table")
     parser.set_defaults(run=_simulate)
-
-
-def _add_jitter(parser: argparse.ArgumentParser) -> None:
-    for option, meaning in (
-        ("--jitter", "standard deviation of the logarithm of a worker's step time"),
-        ("--stragglers", "share of workers' steps that take twice as long"),
-        ("--latency-jitter", "how many latencies longer a message takes in the mean"),
-    ):
-        parser.add_argument(
-            option, type=float, default=0.0, metavar="X",
-            help=f"{meaning}; with --steps 40 or more (default: 0)",
-        )  # fmt: skip
-    parser.add_argument("--seed", type=int, default=0, help="of these draws (default: 0)")
-
-
-def _jitter(arguments: argparse.Namespace) -> Jitter | None:
-    numbers = arguments.jitter, arguments.stragglers, arguments.latency_jitter
-    if numbers == (0.0, 0.0, 0.0):
-        return None
-    compute, stragglers, latency = numbers
-    return Jitter(compute=compute, stragglers=stragglers, latency=latency, seed=arguments.seed)
 
 
 def _add_hosts(parser: argparse.ArgumentParser) -> None:
@@ -195,8 +176,6 @@ def _add_plan(parser: argparse.ArgumentParser, *, num_steps: int) -> None:
     add("--micro", type=_count, metavar="M", help="micro-batches per step (default: the plan's)")
     add("--width", type=_count, metavar="W", default=1, help="replicas of a pipeline (default: 1)")
     add("--slack", type=_whole, metavar="C", default=0, help="slots for messages (default: 0)")
-    add("--chunks", type=_count, metavar="K", default=1, help="messages in which what a stage has "
-        "travels, of workers that have all stages (default: 1)")  # fmt: skip
     add("--groups", type=_count, metavar="G", help="groups of workers that run side by side, of "
         "workers that have all stages (default: each worker is one)")  # fmt: skip
     add("--steps", type=_count, metavar="T", default=num_steps, help=f"(default: {num_steps})")
@@ -210,7 +189,6 @@ def _plan(arguments: argparse.Namespace) -> Plan:
         num_micro=arguments.micro,
         num_steps=arguments.steps,
         slack=arguments.slack,
-        chunks=arguments.chunks,
         groups=arguments.groups,
         width=arguments.width,
     )
@@ -247,7 +225,6 @@ def _simulate(arguments: argparse.Namespace) -> str:
     comparison = compare(
         plan, costs, network,
         bucket_bytes=arguments.bucket_bytes, state_per_param=arguments.state,
-        jitter=_jitter(arguments),
     )  # fmt: skip
     if arguments.json:
         return json.dumps(comparison.as_dict(), indent=2)

@@ -1,7 +1,7 @@
 """The command ``plan``: which preset, stages and micro-batches train a model fastest.
 
     lightning-cyclic plan model.py:Model --workers 4 --memory 24GB --bandwidth 10Gbit/s
-    lightning-cyclic plan profile.json --workers 16 --memory 16GB --bandwidth 1Gbit/s
+    lightning-cyclic plan profile.json --workers 16 --memory 16GB --save strategy.yaml
 
 Only its arguments are known here, so that the command line starts without torch; modules are
 measured in :mod:`lightning_cyclic.cli.measurement`.
@@ -12,23 +12,32 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from lightning_cyclic.errors import PlanError
 from lightning_cyclic.planner.candidates import (
     DEFAULT_BANDWIDTH,
     DEFAULT_LATENCY,
     DEFAULT_PRESETS,
+    INSIDE_BANDWIDTH,
+    INSIDE_LATENCY,
     Problem,
 )
-from lightning_cyclic.planner.fewest import compared
 from lightning_cyclic.planner.profile import ModelProfile, from_json, to_json
+from lightning_cyclic.planner.ring import sizes_of_groups
 from lightning_cyclic.planner.search import search
 from lightning_cyclic.planner.states import PRECISIONS
-from lightning_cyclic.planner.table import as_data, table
+from lightning_cyclic.planner.table import as_config, as_data, table
 from lightning_cyclic.simulate import Network, parse_bandwidth, parse_bytes, parse_seconds
 
+_LAYOUTS = {  # of the file of a strategy -> how it is used
+    "lightning": "python train.py fit --trainer.strategy {}",
+    "hydra": "python train.py strategy=NAME, from the folder of your strategies",
+}
 _REMATS = {"both": (False, True), "never": (False,), "always": (True,)}
 
 
@@ -51,7 +60,7 @@ def add_plan(commands: Any, has_colours: Callable[[], bool]) -> None:
     )
     add = parser.add_argument
     add("model", metavar="PROFILE.json|PATH:CLASS", nargs="+", help="a LightningModule, which is "
-        "measured here, or what --save kept of it")  # fmt: skip
+        "measured here, or what --save-profile kept of it")  # fmt: skip
     add("--workers", type=_number(int, 1), required=True, metavar="N", help="number of workers")
     add("--memory", type=_read(parse_bytes), required=True, metavar="SIZE", help="of each worker, "
         "like 24GB; leave some to the framework")  # fmt: skip
@@ -60,6 +69,9 @@ def add_plan(commands: Any, has_colours: Callable[[], bool]) -> None:
         f"(default: {DEFAULT_BANDWIDTH})")  # fmt: skip
     add("--latency", type=_read(parse_seconds), default=DEFAULT_LATENCY,
         metavar=DEFAULT_LATENCY, help=f"of a message (default: {DEFAULT_LATENCY})")  # fmt: skip
+    add("--workers-per-host", type=_number(int, 1), default=1, metavar="K", help="workers that "
+        f"share a host, joined by {INSIDE_BANDWIDTH} and {INSIDE_LATENCY}, or better (default: "
+        "1)")  # fmt: skip
     add("--batch", type=_number(int, 1), default=0, metavar="B", help="samples per update, of all "
         "workers (default: for each worker the largest measured micro-batch)")  # fmt: skip
     add("--preset", action="append", default=[], metavar="PRESET", help="look at this preset "
@@ -79,6 +91,10 @@ def add_plan(commands: Any, has_colours: Callable[[], bool]) -> None:
     add("--rows", type=_number(int, 1), default=10, metavar="R", help="plans to print "
         "(default: 10)")  # fmt: skip
     add("--json", action="store_true", help="print JSON in place of a table")
+    add("--save", type=_yaml, metavar="STRATEGY.yaml", help="write plan 1 as the configuration of "
+        "a strategy")  # fmt: skip
+    add("--layout", choices=tuple(_LAYOUTS), default="lightning", help="of that file: for "
+        "LightningCLI, or for Hydra (default: lightning)")  # fmt: skip
     measured = parser.add_argument_group("of a module")
     add = measured.add_argument
     add("--num-micro", type=_sizes, default=(1, 2, 4), metavar="M,...", help="micro-batches that "
@@ -87,17 +103,21 @@ def add_plan(commands: Any, has_colours: Callable[[], bool]) -> None:
         "train_dataloader, else its example_input_array)")  # fmt: skip
     add("--arg", action="append", default=[], metavar="NAME=VALUE", help="an argument of the "
         "module, or with data.NAME=VALUE of the data; values as in YAML")  # fmt: skip
-    add("--save", metavar="PROFILE.json", help="keep what was measured")
+    add("--save-profile", metavar="PROFILE.json", help="keep what was measured")
     parser.set_defaults(run=lambda arguments: _run(arguments, has_colours))
 
 
 def _run(arguments: argparse.Namespace, has_colours: Callable[[], bool]) -> str:
     profiles = _profiles(arguments)
+    network = Network(latency_s=arguments.latency, bandwidth_bytes_per_s=arguments.bandwidth)
+    host_network = _on_hosts(network, arguments.workers, arguments.workers_per_host)
     problem = Problem(
         profiles=profiles,
         num_workers=arguments.workers,
         memory_bytes=arguments.memory,
-        network=Network(latency_s=arguments.latency, bandwidth_bytes_per_s=arguments.bandwidth),
+        network=network,
+        host_network=host_network,
+        group_sizes=tuple(sizes_of_groups(arguments.workers, host_network.hosts)),
         batch_size=arguments.batch,
         presets=tuple(dict.fromkeys(arguments.preset)) or DEFAULT_PRESETS,
         remats=_REMATS[arguments.remat],
@@ -107,19 +127,36 @@ def _run(arguments: argparse.Namespace, has_colours: Callable[[], bool]) -> str:
         precision=arguments.precision,
     )
     ranking = search(problem, most=arguments.rows)
+    if arguments.save:
+        config = as_config(ranking.plans[0], arguments.layout)
+        _write(Path(arguments.save), yaml.safe_dump(config, sort_keys=False))
     if arguments.json:
         return json.dumps(as_data(ranking), indent=2)
-    text = table(ranking, colour=has_colours())
-    if problem.sparsity is None:
-        return text
-    return f"{text}\n\n{compared(problem)}"
+    parts = [table(ranking, colour=has_colours())]
+    if arguments.save:
+        use = _LAYOUTS[arguments.layout].format(arguments.save)
+        parts.append(f"wrote {arguments.save}: {use}")
+    return "\n\n".join(parts)
+
+
+def _on_hosts(network: Network, num_workers: int, per_host: int) -> Network:
+    """Return the links of workers of which several share a host."""
+    if per_host in (1, num_workers):
+        return network
+    inside = Network(
+        latency_s=min(network.latency_s, parse_seconds(INSIDE_LATENCY)),
+        bandwidth_bytes_per_s=max(
+            network.bandwidth_bytes_per_s, parse_bandwidth(INSIDE_BANDWIDTH)
+        ),
+    )
+    return replace(network, hosts=tuple(w // per_host for w in range(num_workers)), inside=inside)
 
 
 def _profiles(arguments: argparse.Namespace) -> tuple[ModelProfile, ...]:
     if all(where.endswith(".json") for where in arguments.model):
-        if arguments.save or arguments.data or arguments.arg:
+        if arguments.save_profile or arguments.data or arguments.arg:
             raise PlanError(
-                "--save, --data and --arg go with a module, not with profiles; allowed: "
+                "--save-profile, --data and --arg go with a module, not with profiles; allowed: "
                 "PATH:CLASS; leave them out"
             )
         read = (from_json(_text(Path(where))) for where in arguments.model)
@@ -137,14 +174,14 @@ def _profiles(arguments: argparse.Namespace) -> tuple[ModelProfile, ...]:
         texts=arguments.arg,
         num_micros=arguments.num_micro,
     )
-    if arguments.save:
-        _save(found, Path(arguments.save))
+    if arguments.save_profile:
+        _write(Path(arguments.save_profile), to_json(found))
     return found
 
 
-def _save(profiles: tuple[ModelProfile, ...], path: Path) -> None:
+def _write(path: Path, text: str) -> None:
     try:
-        path.write_text(to_json(profiles))
+        path.write_text(text)
     except OSError as error:
         raise PlanError(
             f"{path} cannot be written ({error.strerror}); allowed: a file in a folder that "
@@ -157,8 +194,8 @@ def _text(path: Path) -> str:
         return path.read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise PlanError(
-            f"{path} cannot be read ({error}); allowed: a profile as --save writes it; check the "
-            "path"
+            f"{path} cannot be read ({error}); allowed: a profile as --save-profile writes it; "
+            "check the path"
         ) from error
 
 
@@ -189,6 +226,15 @@ def _number(kind: type[int] | type[float], least: int) -> Callable[[str], float]
         return value
 
     return parse
+
+
+def _yaml(text: str) -> str:
+    if not text.endswith((".yaml", ".yml")):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no YAML file; allowed: a name that ends in .yaml, for the strategy; use "
+            "--save strategy.yaml, or --save-profile for what was measured"
+        )
+    return text
 
 
 def _sizes(text: str) -> tuple[int, ...]:

@@ -15,8 +15,7 @@ behind ``#``:
     0RECV_L<3#4        receive the losses of step 4 from worker 3; the own first stage is 0
     2ADD1#4            add the gradient of micro-batch 1 to the sum of those before it
     0TELL#4            note what came out of step 4; the own first stage is 0
-    2GATHER@3#4, 2FREE@3#4   fetch or drop the bytes of stage 2 (sharding "full", "ring")
-    2SEND_S0.3>1#4     chunk 3 of that sum, where it travels in several (chunks > 1)
+    2GATHER@3#4, 2FREE@3#4   fetch or drop the bytes of stage 2 (sharding "full")
 
 A RECV says where a worker is ready for a message, which is where it is posted; what waits for the
 message is the action that reads it. An action runs on the main lane of its worker, one after the
@@ -75,9 +74,6 @@ class Payload(_Name):
     M = "M"  # a metric's state at the end of an epoch, worker of stage j -> the others
 
 
-IN_CHUNKS = frozenset({Payload.S, Payload.T, Payload.H, Payload.P})  # what a whole stage has
-
-
 class Lane(_Name):
     """Say beside what else of its worker an action runs."""
 
@@ -99,7 +95,6 @@ class Action:
             P where parameters are fetched for each use.
         v: weight version; only of F, B, UPDATE, GATHER, FREE, P and V.
         peer: the other worker of a SEND or RECV.
-        c: which of the chunks of a message, or of an addition, where they have several.
         lane: beside what else it runs.
         s: slot in which the timetable places the action; no part of its identity or text.
     """
@@ -111,7 +106,6 @@ class Action:
     v: int | None = None
     payload: Payload | None = None
     peer: int | None = None
-    c: int | None = None
     lane: Lane = Lane.MAIN
     s: int = field(default=0, compare=False)
 
@@ -140,8 +134,6 @@ class Action:
             text += f"_{self.payload}"
         if self.i is not None:
             text += str(self.i)
-        if self.c is not None:
-            text += f".{self.c}"
         if self.v is not None:
             text += f"@{self.v}"
         if self.peer is not None:
@@ -160,7 +152,7 @@ Program = tuple[Action, ...]  # what one worker does, in its order
 _PATTERN = re.compile(
     r"(?P<j>\d+)"
     r"(?:(?P<kind>F|B|ADD|UPDATE|TELL|GATHER|FREE)|(?P<way>SEND|RECV)_(?P<payload>[AGSTHPRWVDLNCKXM]))"
-    r"(?P<i>\d+)?(?:\.(?P<c>\d+))?(?:@(?P<v>\d+))?(?:(?P<arrow>[<>])(?P<peer>\d+))?#(?P<t>\d+)"
+    r"(?P<i>\d+)?(?:@(?P<v>\d+))?(?:(?P<arrow>[<>])(?P<peer>\d+))?#(?P<t>\d+)"
     r"(?:~(?P<lane>sums|weights))?",
     re.ASCII,  # other scripts' digits would parse but not print back
 )
@@ -171,7 +163,6 @@ _WITH_MICRO = {
 _WITH_VERSION = {Kind.UPDATE, Kind.GATHER, Kind.FREE, Payload.P, Payload.V}
 _MAYBE_VERSION = {Kind.F, Kind.B, Payload.X}  # of programs without weights; X has its message's
 _MAYBE_MICRO = {Payload.P, Payload.X}  # P that is fetched for one use names it
-_MAYBE_CHUNK = {Kind.ADD, *IN_CHUNKS}
 
 
 def parse(text: str) -> Action:
@@ -206,7 +197,6 @@ def parse(text: str) -> Action:
         i=_number(match["i"]),
         v=_number(match["v"]),
         peer=_number(match["peer"]),
-        c=_number(match["c"]),
         lane=Lane(match["lane"] or ""),
     )
 
@@ -222,7 +212,6 @@ def _is_complete(match: re.Match[str]) -> bool:
     version_fits = what in _MAYBE_VERSION or (match["v"] is not None) == (what in _WITH_VERSION)
     return (
         (what in _MAYBE_MICRO or (match["i"] is not None) == (what in _WITH_MICRO))
-        and (what in _MAYBE_CHUNK or match["c"] is None)
         and match["arrow"] == arrow
         and version_fits
     )

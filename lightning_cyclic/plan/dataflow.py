@@ -57,9 +57,7 @@ class Datum(enum.Enum):
     START = enum.auto()  # (t,): the word that a step may begin
 
 
-_IN_CHUNKS = frozenset({Datum.WEIGHTS, Datum.GRADIENT, Datum.SUM, Datum.TOTAL})
-
-Item: TypeAlias = tuple[object, ...]  # a Datum and its numbers; the last its chunk, if it has any
+Item: TypeAlias = tuple[object, ...]  # a Datum and its numbers
 
 
 class Flow(NamedTuple):
@@ -85,24 +83,7 @@ class Dataflow:
 
     def __call__(self, a: Action) -> Flow:
         """Return the row of an action."""
-        row = _ROWS[a.payload or a.kind](self, a)
-        if self._plan is None or self._plan.chunks == 1:
-            return row
-        return Flow(*(tuple(self._in_chunks(items, a.c)) for items in row))
-
-    def parts(self, item: Item) -> Iterable[Item]:
-        """Name the chunks that an item is made of; itself alone where it has none."""
-        plan = self._plan
-        return (item,) if plan is None or plan.chunks == 1 else self._in_chunks((item,), None)
-
-    def _in_chunks(self, items: Iterable[Item], c: int | None) -> Iterator[Item]:
-        assert self._plan is not None
-        numbers = range(self._plan.chunks) if c is None else (c,)
-        for item in items:
-            if item[0] in _IN_CHUNKS:
-                yield from ((*item, c) for c in numbers)
-            else:
-                yield item
+        return _ROWS[a.payload or a.kind](self, a)
 
     def _forward(self, a: Action) -> Flow:
         t, i, j = a.t, a.i, a.j
@@ -283,8 +264,6 @@ def lives(program: Iterable[Action], kinds: frozenset[Datum]) -> Iterator[Life]:
     the version before it in place where nothing reads that later. What is made and never read is
     kept for its own action.
 
-    Where messages are chunks the first of them stands for all.
-
     Args:
         program: of one worker.
         kinds: of items.
@@ -292,7 +271,7 @@ def lives(program: Iterable[Action], kinds: frozenset[Datum]) -> Iterator[Life]:
     flow, concerned = Dataflow(), _concerned_with(kinds)
     found: dict[Item, Life] = {}
     for n, a in enumerate(program):
-        if a.c or (a.payload or a.kind) not in concerned:
+        if (a.payload or a.kind) not in concerned:
             continue
         row = flow(a)
         for item in row.reads:

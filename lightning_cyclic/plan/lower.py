@@ -97,7 +97,6 @@ def make_plan(  # noqa: PLR0913  (one argument per axis and number is the public
     late_updates: bool = False,
     norms: str = "none",
     relayed_until: Iterable[int] = (),
-    chunks: int = 1,
     groups: int | None = None,
     proved: bool = True,
 ) -> Plan:
@@ -126,8 +125,6 @@ def make_plan(  # noqa: PLR0913  (one argument per axis and number is the public
         norms: who is told the norms of all gradients of a step before it is applied: "none", all
             "owners" of stages, or "all" workers. ["none"]
         relayed_until: the last stage in which the buffers of each relayed stage change. [itself]
-        chunks: messages in which a stage's sum of gradients, or its parameters, travel from worker
-            to worker, each passed on as soon as it has come; changes no bit. [1]
         groups: into how many groups of neighbours workers that run whole micro-batches are
             divided. Those of a group run in the same slots, and groups are staggered as single
             workers would be: weights are as late as with so many workers. Sums and parameters
@@ -159,9 +156,8 @@ def make_plan(  # noqa: PLR0913  (one argument per axis and number is the public
     check_number("num_steps", num_steps)
     check_number("slack", slack, least=0)
     check_number("width", width)
-    check_number("chunks", chunks)
     if num_micro is None:
-        num_micro = default_num_micro(preset, axes, num_stages, num_workers) * width
+        num_micro = default_num_micro(axes, num_stages, num_workers) * width
     check_number("num_micro", num_micro)
     each = num_workers if PLACEMENTS[axes["placement"]].runs_whole_micro else num_micro
     group_size = 1 if groups is None else size_of_groups(groups, each)
@@ -182,7 +178,6 @@ def make_plan(  # noqa: PLR0913  (one argument per axis and number is the public
         norms=norms,
         relayed_until=relayed_until,
         updates_meet=False,
-        chunks=chunks,
         group_size=group_size,
         lowering=lower,
         proving=prove,

@@ -76,7 +76,7 @@ class Replicated(AbstractPlacement):
     """Give micro-batch i to worker i % N: in each round of a step one to every worker."""
 
     runs_whole_micro: ClassVar[bool] = True
-    schedules: ClassVar[tuple[str, ...]] = ("lockstep", "cyclic", "cyclic_flush")
+    schedules: ClassVar[tuple[str, ...]] = ("lockstep", "cyclic")
 
     def worker(self, t: int, i: int, j: int) -> int:
         """Give the worker of micro-batch i of step t on stage j."""
@@ -228,7 +228,7 @@ class Single(AbstractPlacement):
 
     overlaps: ClassVar[bool] = False
     schedules: ClassVar[tuple[str, ...]] = (
-        "lockstep", "cyclic", "cyclic_flush", "gpipe", "1f1b",
+        "lockstep", "cyclic", "gpipe", "1f1b",
     )  # fmt: skip
 
     def worker(self, t: int, i: int, j: int) -> int:

@@ -10,7 +10,7 @@ passes (lower.py), which a plan does not know.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property
 from itertools import product
@@ -68,7 +68,6 @@ class Plan:
         updates_meet: whether owners, who wait for each other's norms, update at one point: where
             the first worker reads a new version of sharded weights, else each behind its step. If
             not, each updates where it first reads a new version.
-        chunks: messages in which a stage's sum of gradients, or its parameters, travel.
         group_size: replicas next to each other that run in the same slots, as one of them would.
         lowering: makes the program; no part of what a plan is.
         proving: proves it; the same.
@@ -92,7 +91,6 @@ class Plan:
     norms: str = "none"
     relayed_until: tuple[int, ...] = ()
     updates_meet: bool = False
-    chunks: int = 1
     group_size: int = 1
     lowering: Callable[[Plan], Program] = field(kw_only=True, compare=False, repr=False)
     proving: Callable[[Plan], Proof] = field(kw_only=True, compare=False, repr=False)
@@ -156,10 +154,6 @@ class Plan:
     def _micro_per_worker(self) -> int:
         return max(1, self.num_micro // self.num_workers)
 
-    def round_of(self, i: int) -> int:
-        """Give the round of its worker in which micro-batch i runs, from 0 on."""
-        return i // self.num_workers if self.rounds > 1 else 0
-
     def handed_on_as(self, i: int) -> int:
         """Count the micro-batches of a step whose buffers come before those of micro-batch i.
 
@@ -207,17 +201,17 @@ class Plan:
         By default those between F(i, j) and B(i, j); 0 for rules that do not predict, as their
         backward reads what the forward read.
         """
-        horizons = PRESETS[self.preset].horizons
-        if horizons is not None and self.axes.weights.looks_ahead:
-            return horizons.forward(j, self.num_stages, self.num_micro // self.width)
+        if self._predicts_round_trips:
+            return j // 2 + self.num_stages - 1 - j
         return self.backward_reads(t, i, j) - self.reads(t, i, j)
 
     def backward_horizon(self, j: int) -> int:
         """Count the updates of stage j that a B looks ahead of the version that it reads."""
-        horizons = PRESETS[self.preset].horizons
-        if horizons is None or not self.axes.weights.looks_ahead:
-            return 0
-        return horizons.backward(j, self.num_micro // self.width)
+        return j // 2 if self._predicts_round_trips else 0
+
+    @property
+    def _predicts_round_trips(self) -> bool:
+        return PRESETS[self.preset].round_trips and self.axes.weights.looks_ahead
 
     @property
     def sums_by_replica(self) -> bool:
@@ -262,23 +256,12 @@ class Plan:
         """Say whether gradients travel, each to who adds several; else sums go to gradients."""
         _, placement, _, sharding = self.axes
         is_grouped = placement.runs_whole_micro and self.group_size > 1
-        return sharding.adds_at_owner or is_grouped
-
-    @cached_property
-    def whole(self) -> Plan:
-        """The same plan without chunks, which change nothing of what is kept where."""
-        return self if self.chunks == 1 else replace(self, chunks=1)
+        return sharding.gathers or is_grouped
 
     @property
     def replicas(self) -> int:
         """Count who holds every stage: workers that run whole micro-batches, or pipelines."""
         return self.num_workers if self.axes.placement.runs_whole_micro else self.width
-
-    @property
-    def guesses_once_a_step(self) -> bool:
-        """Say whether all micro-batches of a step read the guess of the first."""
-        horizons = PRESETS[self.preset].horizons
-        return horizons is not None and horizons.once_a_step
 
     def depth(self, j: int) -> int:
         """Count the versions of stage j that are alive at once, anywhere, at most."""

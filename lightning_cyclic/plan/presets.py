@@ -17,9 +17,8 @@ from lightning_cyclic.plan.placement import (
     Shared,
     Single,
 )
-from lightning_cyclic.plan.schedules.base import ONE_SLOT, TWO_SLOTS, AbstractSchedule
+from lightning_cyclic.plan.schedules.base import TWO_SLOTS, AbstractSchedule
 from lightning_cyclic.plan.schedules.cyclic import Cyclic
-from lightning_cyclic.plan.schedules.cyclic_flush import CyclicFlush
 from lightning_cyclic.plan.schedules.gpipe import GPipe
 from lightning_cyclic.plan.schedules.lockstep import Lockstep
 from lightning_cyclic.plan.schedules.one_f_one_b import OneFOneB
@@ -28,19 +27,17 @@ from lightning_cyclic.plan.sharding import (
     FullSharding,
     NoSharding,
     OptimizerSharding,
-    RingSharding,
 )
 from lightning_cyclic.plan.weights.base import AbstractWeights
 from lightning_cyclic.plan.weights.delayed import Delayed
 from lightning_cyclic.plan.weights.freshest import Freshest
-from lightning_cyclic.plan.weights.predicted import Horizons, Predicted
+from lightning_cyclic.plan.weights.predicted import Predicted
 from lightning_cyclic.plan.weights.stashed import Stashed
 from lightning_cyclic.plan.weights.sync import Sync
 
 SCHEDULES: Final[dict[str, type[AbstractSchedule]]] = {
     "lockstep": Lockstep,
     "cyclic": Cyclic,
-    "cyclic_flush": CyclicFlush,
     "gpipe": GPipe,
     "1f1b": OneFOneB,
 }
@@ -61,7 +58,6 @@ SHARDINGS: Final[dict[str, type[AbstractSharding]]] = {
     "none": NoSharding,
     "optimizer": OptimizerSharding,
     "full": FullSharding,
-    "ring": RingSharding,
 }
 AXES: Final[dict[str, dict[str, type[Any]]]] = {
     "schedule": SCHEDULES,
@@ -76,7 +72,9 @@ AXES: Final[dict[str, dict[str, type[Any]]]] = {
 class Preset:
     """Hold the four axis values that a strategy name stands for, and where they come from.
 
-    ``horizons`` is given where predicted weights look further ahead than to their own backward.
+    ``round_trips`` says that predicted weights look further ahead than to their own backward: to
+    the moment at which the micro-batch's round trip ends on stage 0, where all stages meet. A
+    forward counts as long as a backward, and backwards predict, too.
     """
 
     schedule: str
@@ -84,7 +82,7 @@ class Preset:
     weights: str
     sharding: str
     source: str
-    horizons: Horizons | None = None
+    round_trips: bool = False
 
 
 PRESETS: Final[dict[str, Preset]] = {
@@ -96,13 +94,6 @@ PRESETS: Final[dict[str, Preset]] = {
     "cyclic_dp_v1": Preset("cyclic", "replicated", "delayed", "none", "CDP-v1, arXiv 2403.08837"),
     "cyclic_zero": Preset(
         "cyclic", "replicated", "freshest", "full", "CDP in ZeRO-DP, arXiv 2403.08837"
-    ),
-    "weipipe": Preset(
-        "cyclic_flush",
-        "replicated",
-        "sync",
-        "ring",
-        "WeiPipe, PPoPP 2025, https://github.com/Gvilenius/weipipe",
     ),
     "cyclic_mp": Preset(
         "cyclic", "shared", "freshest", "none", "CDP with model parallelism, arXiv 2403.08837"
@@ -123,15 +114,7 @@ PRESETS: Final[dict[str, Preset]] = {
         "predicted",
         "none",
         "SpecTrain, arXiv 1809.02839",
-        Horizons(once_a_step=False),
-    ),
-    "xpipe": Preset(
-        "cyclic",
-        "pipelined",
-        "predicted",
-        "none",
-        "XPipe, arXiv 1911.04610",
-        Horizons(once_a_step=True),
+        round_trips=True,
     ),
     "lockstep_dp": Preset(
         "lockstep", "replicated", "sync", "optimizer", "plain data parallelism, for parity"
@@ -185,20 +168,15 @@ def size_of_groups(groups: int, num_workers: int) -> int:
     return num_workers // groups
 
 
-def default_num_micro(preset: str, axes: dict[str, str], num_stages: int, num_workers: int) -> int:
+def default_num_micro(axes: dict[str, str], num_stages: int, num_workers: int) -> int:
     """Give the micro-batches per update of one replica."""
     if PLACEMENTS[axes["placement"]].runs_whole_micro:
         return num_workers
-    horizons = PRESETS[preset].horizons
-    if horizons is not None and horizons.once_a_step:
-        return num_stages
     return 1 if WEIGHTS[axes["weights"]].per_micro else num_stages
 
 
 def default_spacing(preset: Preset, axes: dict[str, str], num_stages: int, each: int) -> Fraction:
     """Choose the delay that keeps every worker busy: of whole micro-batches, or of stages.
-
-    With a flush none does, and the least is best at which neighbours can take turns with a stage.
 
     Args:
         preset: whose placement one worker alone is the reference for.
@@ -206,8 +184,6 @@ def default_spacing(preset: Preset, axes: dict[str, str], num_stages: int, each:
         num_stages: S.
         each: micro-batches that run one delay behind the other until the first worker is free.
     """
-    if axes["schedule"] == "cyclic_flush":
-        return ONE_SLOT
     # one worker alone follows the timetable of the placement that it is the reference for
     followed = preset.placement if axes["placement"] == "single" else axes["placement"]
     if PLACEMENTS[followed].runs_whole_micro:

@@ -25,11 +25,10 @@ from functools import cached_property, partial
 from itertools import chain
 from typing import TYPE_CHECKING, final
 
-from lightning_cyclic.plan.actions import IN_CHUNKS, Action, Kind, Lane, Payload
+from lightning_cyclic.plan.actions import Action, Kind, Payload
 from lightning_cyclic.plan.actions import Program as Actions
 from lightning_cyclic.plan.dataflow import Dataflow
 from lightning_cyclic.plan.passes.buffers import copies
-from lightning_cyclic.plan.passes.chunks import chunks
 from lightning_cyclic.plan.passes.messages import (
     Channel,
     Ring,
@@ -93,7 +92,7 @@ class Program:
             actions = self._serving(w, t, actions, behind_flush=0 < t == ended + 1)
         if starts:
             actions = list(start_signals(self.plan, list(self._with_room(w, t, actions)), w))
-        return list(chunks(self.plan, actions))
+        return actions
 
     def flush(self, w: int, t: int, *, ended: int = -1, whole: bool = True) -> list[Action]:
         """Return what is left of the steps up to ``t`` behind the block of step ``t``.
@@ -114,11 +113,11 @@ class Program:
             w: worker.
             t: step, the last that has begun.
         """
-        return list(chunks(self.plan, last_version(self.plan, t + 1, w)))
+        return list(last_version(self.plan, t + 1, w))
 
     def _flush(self, w: int, t: int, ended: int, dropped: list[Action]) -> list[Action]:
         left = [a for a in self._left(w, t) if ended < step_of(a) <= t and not self._is_served(a)]
-        return list(chunks(self.plan, [*left, *copies(self.plan, t, w), *dropped]))
+        return [*left, *copies(self.plan, t, w), *dropped]
 
     def put_off(self, w: int, t: int) -> dict[tuple[int, int], list[Action]]:
         """Return the forwards of later steps that a flush behind step ``t`` leaves out.
@@ -155,39 +154,16 @@ class Program:
             for w in range(self.num_workers)
         )  # fmt: skip
 
-    def forward_after(self, w: int, a: Action) -> Action:
-        """Return a worker's next forward of the stage of one.
-
-        Args:
-            w: worker.
-            a: a forward that it runs.
-        """
-        return self._next_forward(w, a.t, a.i or 0, a.j)
-
-    def first_forward(self, w: int, t: int, j: int) -> Action:
-        """Return a worker's first forward of a stage, in step ``t`` or later."""
-        return self._next_forward(w, t, -1, j)
-
-    def _next_forward(self, w: int, t: int, i: int, j: int) -> Action:
-        for later in range(t, t + self._repeats + 1):
-            for a in self.step(w, later):
-                if a.kind is Kind.F and a.j == j and (a.t, a.i or 0) > (t, i):
-                    return a
-        raise AssertionError(f"worker {w} has no forward of stage {j} behind step {t}")
-
     # ------------------------------------------------------------------ what all have in common
 
     @cached_property
     def channels(self) -> tuple[Channel, ...]:
         """List the channels that messages travel on, in one order for all workers.
 
-        They do not depend on how many rounds a step has, which may change behind a flush: where
-        parameters are handed on in some of these plans, neighbours are joined in all.
+        They do not depend on how many rounds a step has, which may change behind a flush.
         """
-        plan = self.plan
-        joined = range(1, plan.num_workers) if plan.axes.sharding.hands_on else ()
-        found = {Channel(w - 1, w, Lane.WEIGHTS): None for w in joined} | {
-            channel_of(a, w): None
+        found = {
+            channel_of(a, w)
             for w, program in enumerate(self.first(self.steady + self._repeats))
             for a in program
             if a.kind is Kind.SEND
@@ -217,8 +193,6 @@ class Program:
                     most[ring] = max(most[ring], len(sent[ring]) - taken + 1)
             for ring, count in self._rings_ahead(w):
                 most[ring] = max(most[ring], count)
-        for ring in most if self.plan.chunks > 1 else ():
-            most[ring] *= self.plan.chunks if ring.payload in IN_CHUNKS else 1
         return most
 
     def lag(self, w: int) -> int:

@@ -1,12 +1,11 @@
 """Sharding: who keeps which bytes of a stage that several workers hold.
 
-Four answers:
+Three answers:
 
     none        the last worker owns every stage; all keep all parameters
     optimizer   the first reader of a new version owns the stage: optimizer state is spread
     full        as optimizer, and the others hold parameters only around each F and B, for which
                 their owner sends them; they send it their gradients, which it adds up
-    ring        the others hold them as briefly, but hand them on, each to the next that uses them
 
 The *owner* of a stage keeps its optimizer state and applies its updates.
 """
@@ -24,11 +23,10 @@ class AbstractSharding(ABC):
     """Say who owns a stage, and whether the others give its parameters back after use."""
 
     gathers: ClassVar[bool] = False
-    """Whether parameters are fetched before each F and B and dropped after it."""
-    hands_on: ClassVar[bool] = False
-    """Whether who uses fetched parameters hands them on to the next; else the owner sends all."""
-    adds_at_owner: ClassVar[bool] = False
-    """Whether workers send their gradients to the owner, who adds them up; else sums travel."""
+    """Whether parameters are fetched before each F and B, and gradients sent to who adds them.
+
+    Both are the owner's. Else all have the parameters, and sums of gradients travel.
+    """
 
     @abstractmethod
     def owner(
@@ -82,7 +80,6 @@ class FullSharding(AbstractSharding):
     """
 
     gathers: ClassVar[bool] = True
-    adds_at_owner: ClassVar[bool] = True
 
     def owner(
         self, j: int, first_readers: Sequence[int], *, num_workers: int, num_stages: int
@@ -90,28 +87,4 @@ class FullSharding(AbstractSharding):
         """Choose the owner of stage j."""
         return OptimizerSharding().owner(
             j, first_readers, num_workers=num_workers, num_stages=num_stages
-        )
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class RingSharding(AbstractSharding):
-    """Deal the stages out; parameters go from user to user, in the order of the timetable.
-
-    The owner sends them to the first user of a round of forwards, or of backwards, and each user
-    to the next, so that whoever runs whole micro-batches has them from its neighbour. Where all
-    read the newest version, the same worker reads all stages first, and would own them all.
-
-    Source: WeiPipe, PPoPP 2025, https://github.com/Gvilenius/weipipe.
-    """
-
-    gathers: ClassVar[bool] = True
-    hands_on: ClassVar[bool] = True
-
-    def owner(
-        self, j: int, first_readers: Sequence[int], *, num_workers: int, num_stages: int
-    ) -> int:
-        """Choose the owner of stage j: the last stages, whose sums end first, go to worker 0."""
-        return OptimizerSharding().owner(
-            j, range(num_workers), num_workers=num_workers, num_stages=num_stages
         )

@@ -1,15 +1,12 @@
 """The planner: choices that follow from measured numbers."""
 
 from lightning_cyclic.planner.candidates import DEFAULT_PRESETS, Candidate, Problem
-from lightning_cyclic.planner.data_parallel import DataParallel, choose_data_parallel
 from lightning_cyclic.planner.fit import Fit
-from lightning_cyclic.planner.graph import CostGraph, GraphSplit, GraphTensor
-from lightning_cyclic.planner.ideals import split_ideals
-from lightning_cyclic.planner.milp import split_milp
+from lightning_cyclic.planner.ideals import CostGraph, GraphSplit, GraphTensor, split_ideals
 from lightning_cyclic.planner.partition import balance, balance_between
 from lightning_cyclic.planner.profile import ModelProfile, Tie, UnitProfile, from_json, to_json
 from lightning_cyclic.planner.ranked import RankedPlan
-from lightning_cyclic.planner.ring_numbers import RingChoices, RingNumbers
+from lightning_cyclic.planner.ring import RingNumbers, best_around_ring
 from lightning_cyclic.planner.search import Ranking, search
 from lightning_cyclic.planner.stages import Stages
 from lightning_cyclic.simulate.memory import Memory, memory
@@ -18,7 +15,6 @@ __all__ = [
     "DEFAULT_PRESETS",
     "Candidate",
     "CostGraph",
-    "DataParallel",
     "Fit",
     "GraphSplit",
     "GraphTensor",
@@ -27,18 +23,16 @@ __all__ = [
     "Problem",
     "RankedPlan",
     "Ranking",
-    "RingChoices",
     "RingNumbers",
     "Stages",
     "Tie",
     "UnitProfile",
     "balance",
     "balance_between",
-    "choose_data_parallel",
+    "best_around_ring",
     "from_json",
     "memory",
     "search",
     "split_ideals",
-    "split_milp",
     "to_json",
 ]

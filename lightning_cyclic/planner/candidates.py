@@ -10,9 +10,8 @@ from typing import Final, final
 from lightning_cyclic.errors import PlanError, one_of
 from lightning_cyclic.plan import Plan, make_plan
 from lightning_cyclic.plan.presets import PLACEMENTS, PRESETS, SHARDINGS, Preset
-from lightning_cyclic.planner.data_parallel import best_around_ring
 from lightning_cyclic.planner.profile import ModelProfile
-from lightning_cyclic.planner.ring_numbers import RingChoices, RingNumbers
+from lightning_cyclic.planner.ring import RingNumbers, best_around_ring
 from lightning_cyclic.planner.stages import Stages
 from lightning_cyclic.planner.states import StatesPerParam
 from lightning_cyclic.simulate.costs import Network
@@ -59,12 +58,8 @@ class Problem:
             moments]
         slack: slots that a new version needs to travel, for the ``freshest`` rule. [0; around a
             ring of workers the planner may choose more]
-        widths: numbers of replicas to look at; workers that run whole micro-batches are as many
-            replicas. [all]
-        micro_sizes: sizes of a pipeline's micro-batches to look at. [as of the profiles]
         sparsity: pruned fraction of the parameters, from 0 to below 1, of which no gradient,
             master weight and optimizer state is kept or sent (SAMO). [None: dense]
-        chunks: in which what workers around a ring exchange travels. [the planner's choice]
         host_network: the links of workers that run whole micro-batches, where hosts have several.
             [network]
         group_sizes: how many of these may run in the same slots. [each alone]
@@ -85,11 +80,8 @@ class Problem:
     remats: tuple[bool, ...] = (False, True)
     state_per_param: float = 2.0
     slack: int = 0
-    widths: tuple[int, ...] | None = None
-    micro_sizes: tuple[int, ...] | None = None
     sparsity: float | None = None
     precision: str = "32-true"
-    chunks: int | None = None
     host_network: Network | None = None
     group_sizes: tuple[int, ...] = (1,)
 
@@ -133,8 +125,6 @@ class Problem:
     @cached_property
     def by_size(self) -> dict[int, ModelProfile]:
         """Return profiles by the size of a pipeline's micro-batch, measured or scaled."""
-        if self.micro_sizes is not None:
-            return {size: self._nearest(size) for size in self.micro_sizes}
         found = {profile.micro_size: profile for profile in self.profiles}
         if len(found) > 1:
             return found
@@ -149,10 +139,6 @@ class Problem:
     def _nearest(self, micro_size: int) -> ModelProfile:
         nearest = min(self.profiles, key=lambda p: abs(p.micro_size - micro_size))
         return nearest if nearest.micro_size == micro_size else nearest.scaled(micro_size)
-
-    def looks_at(self, width: int) -> bool:
-        """Say whether so many replicas are to be looked at."""
-        return self.widths is None or width in self.widths
 
     @property
     def num_units(self) -> int:
@@ -176,8 +162,8 @@ class Candidate:
         num_micro: micro-batches per update, of all replicas together.
         micro_size: samples of each.
         remat: backwards run their forward again.
-        ring: numbers of workers around a ring that were chosen for their network. [no chunks, no
-            groups, and the problem's slack]
+        ring: numbers of workers around a ring that were chosen for their network. [no groups, and
+            the problem's slack]
     """
 
     preset: str
@@ -218,7 +204,6 @@ class Candidate:
             num_micro=self.num_micro,
             num_steps=num_steps,
             slack=problem.slack if self.ring is None else self.ring.slack,
-            chunks=1 if self.ring is None else self.ring.chunks,
             groups=None if self.ring is None else self.ring.num_groups(problem.num_workers),
             width=self.width,
             tied=tied,
@@ -241,14 +226,12 @@ def candidates(problem: Problem) -> Iterator[Candidate]:
     for preset in problem.presets:
         placement = PLACEMENTS[PRESETS[preset].placement]
         if placement.runs_whole_micro:
-            yield from (
-                _replicated(problem, preset) if problem.looks_at(problem.num_workers) else ()
-            )
+            yield from _replicated(problem, preset)
         elif PRESETS[preset].placement == "shared":
             yield from _pipelines(problem, preset, 1, _stages_of_places(problem.num_workers))
         else:
             for width in range(1, problem.num_workers + 1):
-                if problem.num_workers % width == 0 and problem.looks_at(width):
+                if problem.num_workers % width == 0:
                     yield from _pipelines(problem, preset, width, problem.num_workers // width)
 
 
@@ -272,30 +255,24 @@ def _replicated(problem: Problem, preset: str) -> Iterator[Candidate]:
 
 
 def _around_ring(problem: Problem, preset: str, micro_size: int) -> RingNumbers | None:
-    """Choose stages, chunks, slack and groups for a preset's rule; None where it has no ring."""
+    """Choose stages, slack and groups for a preset's rule; None where it has no ring."""
     axes = PRESETS[preset]
     is_delayed = axes.weights == "delayed"
     has_ring = axes.placement == "replicated" and not SHARDINGS[axes.sharding].gathers
     if problem.num_workers == 1 or not has_ring or not (is_delayed or axes.weights == "freshest"):
         return None
     profile, states = problem.profile(micro_size), problem.states
-    num_chunks = problem.chunks if problem.sparsity is None else 1  # compressed sums travel whole
-    found = best_around_ring(
+    return best_around_ring(
+        preset,
         lambda num_stages: Stages.even(profile, num_stages, together=True).costs(
             kept=states.kept, sums=states.sums
         ),
         problem.ring_network,
         problem.num_workers,
-        RingChoices(
-            most_stages=problem.num_units,
-            slacks=(problem.slack,) if problem.slack else None,
-            chunks=None if num_chunks is None else (num_chunks,),
-            delayed=(is_delayed,),
-            shardings=(axes.sharding,),
-            group_sizes=problem.group_sizes,
-        ),
+        problem.num_units,
+        slack=problem.slack or None,
+        group_sizes=problem.group_sizes,
     )
-    return None if found is None else found.numbers
 
 
 def _pipelines(problem: Problem, preset: str, width: int, depth: int) -> Iterator[Candidate]:

@@ -7,7 +7,7 @@ The two are never ranked against each other.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from typing import final
@@ -15,10 +15,8 @@ from typing import final
 from lightning_cyclic.planner.candidates import Problem
 from lightning_cyclic.planner.fit import Fit, paces_s
 from lightning_cyclic.simulate.engine import simulate
-from lightning_cyclic.simulate.steady import is_quick, steady_step_s
 
 _MOST_CELLS = 20_000  # (micro-batch, stage, step) cells to simulate: some two seconds
-_FEW_STEPS = 10  # to be steady, where workers run whole micro-batches
 
 
 @final
@@ -71,15 +69,11 @@ def timed(fit: Fit, problem: Problem, *, at_any_cost: bool = False) -> RankedPla
         remat=fit.candidate.remat, kept=problem.states.kept, sums=problem.states.sums
     )
     plan, runs_whole = fit.plan, fit.candidate.runs_whole_micro
-    short = replace(plan, num_steps=_FEW_STEPS)
-    num_cells = plan.num_micro * plan.num_stages * plan.num_steps * plan.chunks
+    num_cells = plan.num_micro * plan.num_stages * plan.num_steps
     if at_any_cost or num_cells <= _MOST_CELLS:
         network = problem.ring_network if runs_whole else problem.network
         result = simulate(plan.programs, costs, network, plan)
         step_s, bubble, is_simulated = result.step_s, max(result.bubble), True
-    elif runs_whole and is_quick(short):
-        step_s = steady_step_s(short, costs, problem.ring_network)
-        bubble, is_simulated = 1 - sum(_compute_s(fit)) / step_s if step_s else 0.0, True
     else:
         step_s, bubble, is_simulated = _closed_form(fit, problem)
     return RankedPlan(

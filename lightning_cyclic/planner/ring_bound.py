@@ -29,7 +29,6 @@ def ring_bound_s(
     num_workers: int,
     *,
     slack: int = 0,
-    chunks: int = 1,
     sharding: str = "optimizer",
     group_size: int = 1,
 ) -> float:
@@ -40,7 +39,6 @@ def ring_bound_s(
         network: the links between the workers.
         num_workers: N.
         slack: slots that a new version needs to travel; with ``2 S - 1`` all versions are delayed.
-        chunks: in which a stage travels.
         sharding: "optimizer" or "none".
         group_size: workers that run in the same slots; it divides N.
 
@@ -59,7 +57,7 @@ def ring_bound_s(
         port_s = quickest(network).transfer_s(_most_bytes(costs, num_workers, slack, sharding))
     else:
         port_s = _port_of_groups_s(costs, network, num_workers, group_size)
-    ring = _Ring(network, num_workers, group_size, chunks)
+    ring = _Ring(network, num_workers, group_size)
     return max(compute_s, port_s, *_ways_s(costs, ring, slack))
 
 
@@ -117,13 +115,12 @@ class _Ring:
         network: the links between the workers.
         num_workers: N.
         group_size: of each group.
-        chunks: in which it travels.
     """
 
-    def __init__(self, network: Network, num_workers: int, group_size: int, chunks: int) -> None:
+    def __init__(self, network: Network, num_workers: int, group_size: int) -> None:
         self.num_groups = num_workers // group_size
         self.is_grouped = group_size > 1
-        self._far, self._near, self._chunks = network, quickest(network), chunks
+        self._far, self._near = network, quickest(network)
         # of so many hops in a row one leaves a host, if there are several
         most = max(Counter(network.hosts[::group_size]).values(), default=1)
         self._run = most if most < self.num_groups else 0
@@ -142,7 +139,7 @@ class _Ring:
         return self._hop_s(self._near, sum_bytes) + self._hop_s(self._near, param_bytes)
 
     def _hop_s(self, link: Network, num_bytes: float) -> float:
-        return link.latency_s + link.transfer_s(num_bytes) / self._chunks
+        return link.latency_s + link.transfer_s(num_bytes)
 
 
 def _ways_s(costs: Costs, ring: _Ring, slack: int) -> Iterator[float]:

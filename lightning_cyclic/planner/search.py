@@ -51,20 +51,6 @@ class Ranking:
     num_left_out: int
 
 
-@final
-class NothingFitsError(PlanError):
-    """Say that no plan fits into memory, and which is nearest.
-
-    Args:
-        text: the message.
-        least_bytes: that the nearest plan needs.
-    """
-
-    def __init__(self, text: str, least_bytes: int) -> None:
-        self.least_bytes = least_bytes
-        super().__init__(text)
-
-
 def search(problem: Problem, *, most: int = 10) -> Ranking:
     """Rank the plans that fit.
 
@@ -199,14 +185,13 @@ class _Search:
         if near is None:
             return self._refusal() or self._no_candidate()
         c, least = near.candidate, ceil(near.memory_bytes)
-        return NothingFitsError(
+        return PlanError(
             f"no plan fits into memory_bytes={problem.memory_bytes:.0f} "
             f"({show_bytes(problem.memory_bytes)}) per worker; allowed: "
             f"{least} ({show_bytes(least)}) or more, which {c.preset} "
             f"needs with width={c.width}, {c.num_stages} stages, {c.num_micro} micro-batches of "
             f'{c.micro_size} and remat="{"always" if c.remat else "never"}"; give workers more '
-            "memory, use more workers, smaller batches, or an optimizer with less state",
-            least,
+            "memory, use more workers, smaller batches, or an optimizer with less state"
         )
 
     def _refusal(self) -> PlanError | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from textwrap import wrap
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_cyclic.planner.ranked import RankedPlan
 from lightning_cyclic.planner.reference import reference
+from lightning_cyclic.planner.ring import ALIKE
 from lightning_cyclic.planner.search import Ranking
 from lightning_cyclic.simulate.memory import Memory
 from lightning_cyclic.simulate.units import show_bytes, show_seconds
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 _WIDTH = 100
+_STRATEGY = "lightning_cyclic.CyclicStrategy"
 _BOUNDS = "too long to simulate; no step with these stages is faster, and it may be much slower"
 _COLUMNS = ("w x S", "micro", "remat", "step", "samples/s", "memory", "bubble", "stale")
 
@@ -101,6 +104,13 @@ def _notes(ranking: Ranking) -> Iterator[str]:
     if ranking.num_left_out:
         yield f"{ranking.num_left_out} candidates with more micro-batches were not looked at"
     yield from _beside(ranking)
+    states, sparsity = ranking.problem.states, ranking.problem.sparsity
+    if sparsity is not None and states.kept > states.break_even:
+        yield (
+            f"sparsity={sparsity:g} is below break-even: of "
+            f"{ranking.problem.precision} with f > {states.break_even:.3f} kept, compressed "
+            "states take more than dense ones"
+        )
     yield ""
     yield f"1: {written(ranking.plans[0])}"
     fullest = max(ranking.plans[0].fit.memory, key=lambda worker: worker.total)
@@ -117,6 +127,8 @@ def _beside(ranking: Ranking) -> Iterator[str]:
             f"{show_seconds(ddp.step.step_s)} per step, {ddp.samples_per_s:.4g} samples/s, "
             f"{show_bytes(ddp.memory_bytes)} per worker"
         )
+        if ddp.samples_per_s * ALIKE >= ranking.plans[0].samples_per_s:
+            yield 'which is as fast as plan 1, or faster: use Trainer(strategy="ddp")'
 
 
 def _parts(memory: Memory) -> str:
@@ -124,25 +136,45 @@ def _parts(memory: Memory) -> str:
     return ", ".join(f"{show_bytes(size)} of {name}" for name, size in parts)
 
 
-def written(plan: RankedPlan) -> str:
-    """Write a plan as the strategy that runs it.
+def arguments_of(plan: RankedPlan) -> dict[str, Any]:
+    """Return the arguments of the strategy that runs a plan, as plain data.
 
     Where stages begin is said by paths, so that the strategy need not choose.
     """
-    candidate, stages = plan.fit.candidate, plan.fit.stages
-    paths = ", ".join(f'"{name}"' for name in stages.names[1:])
-    arguments = [f'"{candidate.preset}"', f"stages=[{paths}]" if paths else "stages=1"]
-    if not candidate.runs_whole_micro:
-        arguments.append(f"num_micro={candidate.of_each}")  # of each replica
-    if candidate.width > 1:
-        arguments.append(f"width={candidate.width}")
-    if candidate.remat:
-        arguments.append('remat="always"')
-    plain = {"slack": (plan.fit.plan.slack, 0), "chunks": (plan.fit.plan.chunks, 1)}
-    arguments += [f"{name}={value}" for name, (value, usual) in plain.items() if value != usual]
-    if plan.fit.plan.group_size > 1:
-        arguments.append(f"groups={plan.fit.plan.num_groups}")
+    candidate, names, made = plan.fit.candidate, plan.fit.stages.names[1:], plan.fit.plan
+    usual = {"num_micro": None, "width": 1, "remat": "never", "slack": 0, "groups": None}
+    found = {
+        "num_micro": None if candidate.runs_whole_micro else candidate.of_each,
+        "width": candidate.width,
+        "remat": "always" if candidate.remat else "never",
+        "slack": made.slack,
+        "groups": made.num_groups if made.group_size > 1 else None,
+    }
+    return {
+        "preset": candidate.preset,
+        "stages": list(names) if names else 1,
+        **{name: value for name, value in found.items() if value != usual[name]},
+    }
+
+
+def written(plan: RankedPlan) -> str:
+    """Write a plan as the strategy that runs it."""
+    preset, *others = arguments_of(plan).items()
+    arguments = [json.dumps(preset[1]), *(f"{name}={json.dumps(x)}" for name, x in others)]
     return f"CyclicStrategy({', '.join(arguments)})"
+
+
+def as_config(plan: RankedPlan, layout: str) -> dict[str, Any]:
+    """Return a plan as the configuration of a strategy.
+
+    Args:
+        plan: to run.
+        layout: "lightning", as LightningCLI reads it, or "hydra", as Hydra instantiates it.
+    """
+    arguments = arguments_of(plan)
+    if layout == "hydra":
+        return {"_target_": _STRATEGY, **arguments}
+    return {"class_path": _STRATEGY, "init_args": arguments}
 
 
 def as_data(ranking: Ranking) -> list[dict[str, Any]]:

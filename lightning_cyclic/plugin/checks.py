@@ -31,7 +31,7 @@ from lightning_cyclic.runtime.weight_forms import WeightForms
 
 RUNNABLE = (
     "cyclic_dp", "cyclic_dp_v1", "lockstep_dp", "cyclic_pipeline", "gpipe", "1f1b", "pipedream",
-    "pipedream_2bw", "pipeoptim", "spectrain", "xpipe", "cyclic_mp", "cyclic_zero", "weipipe",
+    "pipedream_2bw", "pipeoptim", "spectrain", "cyclic_mp", "cyclic_zero",
 )  # fmt: skip
 REMAT = ("never", "always", "except_last")
 
@@ -50,10 +50,6 @@ def check_plan(plan: Plan) -> None:
     allowed = ["optimizer", "none"] if plan.weights == "delayed" else ["optimizer"]
     if plan.schedule == "cyclic":
         allowed.append("full")
-    elif plan.schedule == "cyclic_flush":
-        if plan.weights != "sync":
-            raise _not_run(plan, f"weights {plan.weights!r} with schedule {plan.schedule!r}")
-        allowed = ["ring"]
     if plan.num_workers > 1 and plan.sharding not in allowed:
         raise PlanError(
             f"sharding {plan.sharding!r} (preset {plan.preset!r}) has no runtime yet with "
@@ -394,35 +390,6 @@ def check_timed(plan: Plan, stages: object) -> None:
             f"{plan.preset!r}), whose stages are cut by bytes, which nobody need measure; "
             'allowed: "auto", a number or module paths; or a pipeline; use stages="auto", or '
             'CyclicStrategy("1f1b", stages="measured")'
-        )
-
-
-def check_is_chosen(plan: Plan, name: str, *, is_network_given: bool) -> None:
-    """Refuse to choose where nothing is chosen, or where nothing says what is needed.
-
-    Args:
-        plan: of the preset.
-        name: "slack" or "groups", which is "auto".
-        is_network_given: whether the user has said anything about it.
-
-    Raises:
-        ConfigurationError: with the argument.
-    """
-    rules = {"slack": ("freshest",), "groups": ("freshest", "delayed")}[name]
-    presets = " or ".join(f'"{preset}"' for preset in ("cyclic_dp", "cyclic_dp_v1")[: len(rules)])
-    is_ring = plan.placement == "replicated" and not plan.axes.sharding.gathers
-    if not is_ring or plan.weights not in rules:
-        number = 0 if name == "slack" else 2
-        raise ConfigurationError(
-            f'{name}="auto" with preset {plan.preset!r}, for which it is not chosen; allowed: a '
-            f"number, or preset {presets}; use {name}={number}, or "
-            f'CyclicStrategy("cyclic_dp", {name}="auto", bandwidth="10Gbit/s", latency="50us")'
-        )
-    if not is_network_given:
-        raise ConfigurationError(
-            f'{name}="auto" without a network, by which it is chosen; allowed: with bandwidth, '
-            f'latency or both; use CyclicStrategy("{plan.preset}", {name}="auto", '
-            'bandwidth="10Gbit/s", latency="50us")'
         )
 
 

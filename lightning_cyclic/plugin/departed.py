@@ -7,8 +7,29 @@ from typing import Final
 
 from lightning_cyclic.errors import ConfigurationError
 
+_NO_RING: Final = (
+    "parameters do not go from user to user any more: use preset='cyclic_zero', which shards "
+    "weights with delays, or strategy='fsdp', which shards them synchronously"
+)
+
+_ASK: Final = (
+    "nothing is chosen in a run any more: `lightning-cyclic plan MODEL --workers N --memory SIZE` "
+    "prints the strategy, and --save writes it"
+)
+
+_WHOLE: Final = "a stage travels in one message: use more stages, or groups"
+_STEADY: Final = "workers and links are simulated as steady: leave it out"
+
 DEPARTED: Final[dict[str, str]] = {
     # an argument, or one value of an argument -> what to do instead
+    "preset='xpipe'": "use preset='spectrain', or 'pipeoptim': both predict weights",
+    "preset='weipipe'": _NO_RING,
+    "sharding='ring'": _NO_RING,
+    "schedule='cyclic_flush'": _NO_RING,
+    "preset='auto'": _ASK,
+    "slack='auto'": _ASK,
+    "groups='auto'": _ASK,
+    "chunks": _WHOLE,
     "backward_weights": "leave it out: backwards read what the preset's paper says, the newest "
     "weights (pipeoptim) or a new guess (spectrain)",
     "horizon": "leave it out: predictions repeat the optimizer's last direction",
@@ -19,6 +40,12 @@ DEPARTED: Final[dict[str, str]] = {
     "the rule begins as at step 0",
     "rank_order": "launch neighbours on one host, as srun --distribution=block and torchrun do",
     "trace": "profile with torch.profiler or Trainer(profiler='pytorch'), which show each action",
+    # flags of the command line
+    "--chunks": _WHOLE,
+    "--jitter": _STEADY,
+    "--stragglers": _STEADY,
+    "--latency-jitter": _STEADY,
+    "--milp": "the doctor looks at all orders of branches that it can in a second",
 }
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import final, get_args
 
 from torch import nn
@@ -12,13 +12,13 @@ from lightning_cyclic.errors import ConfigurationError, PlanError
 from lightning_cyclic.plan import PRESETS, Plan, make_plan
 from lightning_cyclic.plan.placement import Shared
 from lightning_cyclic.plan.presets import check_number
+from lightning_cyclic.planner.candidates import DEFAULT_BANDWIDTH, DEFAULT_LATENCY
 from lightning_cyclic.plugin.checks import (
     REMAT,
     check_adds,
     check_bytes,
     check_choice,
     check_delayed,
-    check_is_chosen,
     check_once,
     check_plan,
     check_switch,
@@ -32,7 +32,7 @@ from lightning_cyclic.runtime.stages.evidence import ClockName
 from lightning_cyclic.runtime.sum_dtypes import WIRE_DTYPES, SumDtypes
 from lightning_cyclic.runtime.transport.choice import Route
 from lightning_cyclic.runtime.whole_step.session import auto_stages
-from lightning_cyclic.simulate import Network, best_chunks
+from lightning_cyclic.simulate import Network, parse_bandwidth, parse_seconds
 
 TRAINING_S = 300.0  # limit of a wait for another rank, where the user sets none
 STARTING_S = 1800.0  # until training has begun, and where code may be compiled; as torch has it
@@ -51,9 +51,8 @@ class Options:
         sharding: overrides the preset's.
         stages: "auto", "measured", a number, or module paths.
         num_micro: micro-batches per update, of each replica.
-        slack: slots that messages are given to travel; or "auto".
-        chunks: messages in which a stage's sum of gradients, or its parameters, travel; or "auto".
-        groups: of workers that run in the same slots; or "auto". [each worker is one]
+        slack: slots that messages are given to travel.
+        groups: of workers that run in the same slots. [each worker is one]
         clip: "stage", "global" or None.
         relay_buffers: "auto" or "all".
         width: replicas of a pipeline.
@@ -70,9 +69,8 @@ class Options:
         num_workers: how many there are; None while it is not known.
         late_updates: whether stages decide together about a step, as the Trainer's flags ask.
         norms: who is told the norms of all gradients, as these flags ask.
-        network: the links between workers, by which stages are cut and "auto" chooses.
+        network: the links between workers, by which stages are cut.
         ddp_arguments: of DistributedDataParallel, where that is what runs; else None.
-        is_network_given: whether the user has said anything about it.
     """
 
     preset: str
@@ -82,9 +80,8 @@ class Options:
     sharding: str | None
     stages: int | str | Sequence[str]
     num_micro: int | None
-    slack: int | str
-    chunks: int | str
-    groups: int | str | None
+    slack: int
+    groups: int | None
     clip: str | None
     relay_buffers: str
     width: int
@@ -102,7 +99,6 @@ class Options:
     late_updates: bool = False
     norms: str = "none"
     network: Network = Network()
-    is_network_given: bool = False
     ddp_arguments: Mapping[str, bool] | None = None
 
     def check(self) -> None:
@@ -118,16 +114,8 @@ class Options:
             check_choice(self.resume, ("auto",), "resume")
         if self.clip is not None:
             check_choice(self.clip, CLIPPING, "clip")
-        if isinstance(self.chunks, str):
-            check_choice(self.chunks, ("auto",), "chunks")
-        if isinstance(self.groups, str):
-            check_choice(self.groups, ("auto",), "groups")
-        elif self.groups is not None:
+        if self.groups is not None:
             check_number("groups", self.groups)
-        if isinstance(self.slack, str):
-            check_choice(self.slack, ("auto",), "slack")
-        for name in self.left_open:
-            check_is_chosen(self._probe(), name, is_network_given=self.is_network_given)
         check_choice(self.remat, REMAT, "remat")
         check_choice(self.transport, get_args(Route), "transport")
         if self.wire_dtype is not None:
@@ -187,15 +175,6 @@ class Options:
     def trains_plainly(self) -> bool:
         """Say whether this is one worker whose plan always reads the newest weights."""
         return self.num_workers == 1 and self.plan(1).delay(0) == 0
-
-    @property
-    def left_open(self) -> tuple[str, ...]:
-        """Return what the user leaves to a prediction."""
-        return tuple(name for name in ("slack", "groups") if self.is_open(name))
-
-    def is_open(self, name: str) -> bool:
-        """Say whether the user leaves a number to a prediction, or to the sizes of stages."""
-        return isinstance(getattr(self, name), str) and getattr(self, name) == "auto"
 
     @property
     def lines(self) -> str:
@@ -258,9 +237,8 @@ class Options:
             num_micro=num_micro,
             width=self.width,
             tied=tied,
-            slack=0 if isinstance(self.slack, str) else self.slack,
-            chunks=1 if isinstance(self.chunks, str) else self.chunks,
-            groups=None if not isinstance(self.groups, int) else 1 if is_probe else self.groups,
+            slack=self.slack,
+            groups=None if self.groups is None else 1 if is_probe else self.groups,
             relayed=relayed,
             relayed_until=relayed_until,
             schedule=self.schedule,
@@ -277,24 +255,6 @@ class Options:
                 f"num_micro={plan.num_workers}, and Trainer(accumulate_grad_batches={plan.rounds})"
             )
         return plan
-
-    def with_chunks(self, module: nn.Module, *, may_cut: bool) -> Options:
-        """Return the same with a number of chunks: the network's, if the user leaves it to that.
-
-        Args:
-            module: whose trained parameters travel.
-            may_cut: whether they travel as they are.
-        """
-        if not isinstance(self.chunks, str):
-            return self
-        sharding = self._probe().axes.sharding
-        passes_on = sharding.hands_on or not sharding.adds_at_owner  # else no hop waits for one
-        if self.is_stagewise or not (may_cut and passes_on) or self.num_workers is None:
-            return replace(self, chunks=1)
-        sizes = (p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
-        num_stages = self.expected_stages(module)
-        chunks = best_chunks(self.num_workers, num_stages, sum(sizes), self.network)
-        return replace(self, chunks=chunks)
 
     def expected_stages(self, module: nn.Module | None) -> int:
         """Return how many stages there will be, as far as that is known before the first step.
@@ -323,15 +283,6 @@ class Options:
         workers = min(2, num_stages) * self.width
         return self.plan(num_stages, num_workers=numbers.get(self.plans_placement, workers))
 
-    def wire_bytes_per_byte(self, module: nn.Module) -> float:
-        """Return the bytes of a sum of gradients in a message, per byte of trained parameters."""
-        sums, sizes = self.sums(is_scaled=False), [0, 0]
-        for p in module.parameters():
-            if p.requires_grad:
-                sizes[0] += p.numel() * sums.of_sums(p.dtype).itemsize
-                sizes[1] += p.numel() * p.element_size()
-        return sizes[0] / sizes[1] if sizes[1] else 1.0
-
     @property
     def given_stages(self) -> int | None:
         """Return how many stages the user asked for; None for "auto" and "measured"."""
@@ -359,6 +310,50 @@ class Options:
     def _preset_placement(self) -> str:
         known = PRESETS.get(self.preset)  # make_plan refuses unknown ones
         return known.placement if known else "replicated"
+
+
+def network_of(bandwidth: str | float | None, latency: str | float | None) -> Network:
+    """Return the links between workers, by default those of `lightning-cyclic plan`.
+
+    Args:
+        bandwidth: like "10Gbit/s", or bytes per second.
+        latency: like "50us", or seconds.
+
+    Raises:
+        PlanError: text that is no such number.
+    """
+    return Network(
+        latency_s=_number(DEFAULT_LATENCY if latency is None else latency, parse_seconds),
+        bandwidth_bytes_per_s=_number(
+            DEFAULT_BANDWIDTH if bandwidth is None else bandwidth, parse_bandwidth
+        ),
+    )
+
+
+def _number(given: object, parse: Callable[[str], float]) -> float:
+    """Return a number that is given as it is, or as text with a unit."""
+    is_number = isinstance(given, int | float) and not isinstance(given, bool)
+    return float(given) if is_number else parse(str(given))  # type: ignore[arg-type]
+
+
+def check_network(options: Options, given: Mapping[str, object]) -> None:
+    """Refuse numbers of links where nothing is decided by them.
+
+    Args:
+        options: with the preset.
+        given: bandwidth and latency, None where they are not.
+
+    Raises:
+        ConfigurationError: with the argument.
+    """
+    name, value = next(((n, v) for n, v in given.items() if v is not None), ("", None))
+    if name and options.plans_placement != "pipelined":
+        raise ConfigurationError(
+            f"{name}={value!r} is of no use with placement {options.plans_placement!r} (preset "
+            f"{options.preset!r}), where nothing is chosen by it; allowed: {name}=None, or a "
+            "pipeline, whose stages are cut by it; use `lightning-cyclic plan`, which chooses a "
+            f"preset and its numbers by it, and leave {name} out"
+        )
 
 
 def checked_stages(stages: object) -> int | str | list[str]:

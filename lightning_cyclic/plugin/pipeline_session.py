@@ -25,7 +25,6 @@ from lightning_cyclic.runtime.partial_step.config import StagewiseConfig
 from lightning_cyclic.runtime.partial_step.ranks import rank_of
 from lightning_cyclic.runtime.partial_step.session import StagewiseSession
 from lightning_cyclic.runtime.stages.best_places import most_stages
-from lightning_cyclic.runtime.stages.branches import faster_order
 from lightning_cyclic.runtime.stages.cuts import Cuts, choose_cuts, whole
 from lightning_cyclic.runtime.stages.demands import Demands
 from lightning_cyclic.runtime.stages.evidence import Survey
@@ -122,20 +121,7 @@ class CutFinder:
         """Return where stages could begin and where they do; None where nobody looked."""
         if self._survey is None or cuts is None:
             return None
-        return report(self._survey, cuts, remark=self._remark(self._survey, cuts))
-
-    def _remark(self, survey: Survey, cuts: Cuts) -> str | None:
-        """Return what another order of branches would gain, where it is time that was balanced."""
-        options = self._options
-        is_named = not isinstance(options.stages, int | str)
-        if is_named or options.plans_placement == "single":
-            return None
-        return faster_order(
-            survey,
-            cuts,
-            memory_limit_bytes=options.memory_limit_bytes,
-            demands=self._demands(cuts.num_stages),
-        )
+        return report(self._survey, cuts)
 
 
 def _tell_of_idle(survey: Survey, cuts: Cuts) -> None:

@@ -3,16 +3,12 @@
     | head | tensor 0 | tensor 1 | ...
 
 Each begins at a multiple of 512 bytes, and has its own dtype and strides.
-
-What travels in chunks is cut without regard to where tensors end: a chunk has a piece of one, or
-whole ones, and pieces of those at its ends. Pieces are counted in elements of memory, so tensors
-that lie in the same way, wherever they are, have the same ones.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple, final
 
 import torch
@@ -24,29 +20,7 @@ from lightning_cyclic.runtime.values.specs import TensorSpec
 
 NUM_WORDS = 16  # bytes of a head before the marks of tensors that are there
 _ALIGNMENT = 512  # of allocators on GPUs: kernels may take another way on less
-_UNIT = 16  # bytes: no chunk ends inside an element, of which the largest dtype has as many
 _MOST_SPREAD = 2  # a tensor that spans more of its storage than this is packed densely
-
-
-class Piece(NamedTuple):
-    """Say which elements of which tensor of a layout a chunk has.
-
-    Args:
-        k: number of the tensor.
-        begin: first element, in the order in which they lie.
-        end: behind the last.
-    """
-
-    k: int
-    begin: int
-    end: int
-
-    def of(self, tensors: Sequence[Tensor | None]) -> Tensor | None:
-        """Return these elements of one of some tensors that lie as the layout has them."""
-        x = tensors[self.k]
-        if x is None:
-            return None
-        return x.as_strided((self.end - self.begin,), (1,), int(x.storage_offset()) + self.begin)
 
 
 class Sent(NamedTuple):
@@ -113,12 +87,11 @@ class Layout:
         device: of its buffers.
         num_marks: how many marks its messages have. [one for each tensor]
         keeps: whether buffers that nobody needs wait for the next use, or their memory goes.
-        num_chunks: in which content travels where it does not travel whole.
     """
 
     def __init__(
         self, tensors: Iterable[Tensor], device: torch.device, num_marks: int | None = None,
-        *, keeps: bool = True, num_chunks: int = 1,
+        *, keeps: bool = True,
     ) -> None:  # fmt: skip
         self.specs = tuple(map(sent_spec, tensors))
         self.num_marks = len(self.specs) if num_marks is None else num_marks
@@ -126,64 +99,21 @@ class Layout:
         self.head_bytes = aligned(NUM_WORDS + self.num_marks)
         self.num_bytes = self.head_bytes + total_bytes(self.specs)
         self.keeps = keeps
-        self.num_chunks = num_chunks
-        self._pieces: dict[int, Sequence[Piece]] = {}
         self.spare: deque[Buffer] = deque(maxlen=None if keeps else 0)
 
     def has(self, buffer: Buffer) -> bool:
         """Say whether a buffer is one of this layout."""
         return buffer.home is self.spare
 
-    @property
-    def most_chunks(self) -> int:
-        """Return in how many chunks content can be cut so that each has something."""
-        return (self.num_bytes - self.head_bytes) // _UNIT
-
-    def is_last(self, c: int | None) -> bool:
-        """Say whether a message is complete with a chunk."""
-        return c is None or c == self.num_chunks - 1
-
-    def content(self, buffer: Buffer, c: int | None, *, with_head: bool = False) -> list[Tensor]:
-        """Return the bytes of a chunk, if there are any: NCCL is not asked to send none.
+    def content(self, buffer: Buffer, *, with_head: bool = False) -> list[Tensor]:
+        """Return the bytes of a message, if there are any: NCCL is not asked to send none.
 
         Args:
             buffer: of this layout.
-            c: chunk. [all of them]
-            with_head: whether the head comes before the first.
+            with_head: whether the head comes before them.
         """
-        begin, end = self._bounds(c)
-        if with_head and not c:
-            begin = 0
-        return [buffer.data[begin:end]] if begin < end else []
-
-    def pieces(self, c: int) -> Sequence[Piece]:
-        """Return what a chunk has of each tensor that is in it."""
-        if c not in self._pieces:
-            self._pieces[c] = list(self._pieces_of(*self._bounds(c)))
-        return self._pieces[c]
-
-    def laid(self, tensors: Iterable[Tensor | None]) -> list[Tensor | None]:
-        """Return tensors that lie as the layout has them: themselves, where they do."""
-        return [
-            x if x is None or _lies_as(x, spec) else _copied(x, spec)
-            for x, spec in zip(tensors, self.specs, strict=True)
-        ]
-
-    def _bounds(self, c: int | None) -> tuple[int, int]:
-        if c is None:
-            return self.head_bytes, self.num_bytes
-        units, num = self.most_chunks, self.num_chunks
-        begin, end = (self.head_bytes + units * x // num * _UNIT for x in (c, c + 1))
-        return begin, end
-
-    def _pieces_of(self, begin: int, end: int) -> Iterator[Piece]:
-        start = self.head_bytes
-        for k, spec in enumerate(self.specs):
-            size = spec.dtype.itemsize
-            first, last = max(begin - start, 0) // size, min((end - start) // size, _span(spec))
-            if first < last:
-                yield Piece(k, first, last)
-            start += _num_bytes(spec)
+        begin = 0 if with_head else self.head_bytes
+        return [buffer.data[begin:]] if begin < self.num_bytes else []
 
     def new(self) -> Buffer:
         """Make a buffer; its tensors are not initialised."""
@@ -215,15 +145,6 @@ def sent_spec(x: Tensor) -> TensorSpec:
     if _span(spec) <= _MOST_SPREAD * x.numel():
         return spec
     return spec._replace(stride=torch.empty_like(x, device="meta").stride())
-
-
-def _lies_as(x: Tensor, spec: TensorSpec) -> bool:
-    steps = zip(x.size(), x.stride(), spec.stride, strict=True)
-    return all(n <= 1 or step == other for n, step, other in steps)
-
-
-def _copied(x: Tensor, spec: TensorSpec) -> Tensor:
-    return torch.empty_strided(spec.size, spec.stride, dtype=x.dtype, device=x.device).copy_(x)
 
 
 def _span(spec: TensorSpec) -> int:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_cyclic.errors import StepError
-from lightning_cyclic.runtime.buffers import Buffer, Layout, Piece
+from lightning_cyclic.runtime.buffers import Buffer
 from lightning_cyclic.runtime.sum_dtypes import AS_MADE, SumDtypes
 
 Gradients = list[Tensor | None]
@@ -32,92 +32,6 @@ class Sum(NamedTuple):
     grads: Gradients
     word: int = 0
     buffer: Buffer | None = None
-
-
-@final
-class Addition:
-    """Add gradients to a sum, at once or chunk by chunk, in the memory of one that is wide enough.
-
-    Args:
-        total: the sum so far, which comes first in the addition; where either comes in chunks,
-            both lie as one layout has them, and so does what they make.
-        found: gradients.
-        dtypes: of sums.
-    """
-
-    def __init__(self, total: Sum, found: Sum, dtypes: SumDtypes) -> None:
-        self._dtypes = dtypes
-        # new memory, and what it begins as; sums, and what is added to them: tensor by tensor
-        self._new: Gradients = []
-        self._begins: Gradients = []
-        self._into: Gradients = []
-        self._others: Gradients = []
-        self._left: Buffer | None = None
-        word = total.word | found.word
-        for into, other in ((total, found), (found, total)):  # the same bits in either order
-            if self._has_room(into.grads, other.grads):
-                self._into, self._others = into.grads, other.grads
-                self._left = other.buffer
-                self.sum = into._replace(word=word)
-                return
-        pairs = zip(total.grads, found.grads, strict=True)
-        # some may lie in either's buffer
-        self.sum = Sum([self._place(x, y) for x, y in pairs], word)
-
-    def add(self) -> Sum:
-        """Add all of it."""
-        _apply(torch._foreach_copy_, self._new, self._begins)
-        _apply(torch._foreach_add_, self._into, self._others)
-        self.end()
-        return self.sum
-
-    def add_pieces(self, pieces: Sequence[Piece]) -> None:
-        """Add what a chunk has."""
-        if self._new:
-            new, begins = ([piece.of(xs) for piece in pieces] for xs in (self._new, self._begins))
-            _apply(torch._foreach_copy_, new, begins)
-        into, others = ([piece.of(xs) for piece in pieces] for xs in (self._into, self._others))
-        _apply(torch._foreach_add_, into, others)
-
-    def end(self) -> None:
-        """Have added all of it."""
-        if self._left is not None:
-            self._left.let_go()
-
-    def _has_room(self, into: Gradients, other: Gradients) -> bool:
-        sum_of = self._dtypes.of_addition
-        return bool(into) and all(
-            x is not None and y is not None and sum_of(x.dtype, y.dtype) == x.dtype
-            for x, y in zip(into, other, strict=True)
-        )
-
-    def _place(self, total: Tensor | None, own: Tensor | None) -> Tensor | None:
-        """Return where the sum of two is to lie; note what is to be done there."""
-        begin, term = None, None
-        into = own if total is None else total
-        if total is not None and own is not None:
-            dtype = self._dtypes.of_addition(total.dtype, own.dtype)
-            if total.dtype != dtype and own.dtype == dtype:
-                total, own = own, total
-            into, term = total, own
-            if total.dtype != dtype:
-                begin, device = total, total.device
-                # as it lies, gaps included: pieces are counted in memory
-                into = torch.empty_strided(
-                    total.size(), total.stride(), dtype=dtype, device=device
-                )
-        self._new.append(into if begin is not None else None)
-        self._begins.append(begin)
-        self._into.append(into if term is not None else None)
-        self._others.append(term)
-        return into
-
-
-def _apply(do: Callable[..., object], into: Gradients, others: Gradients) -> None:
-    """Copy or add what is there."""
-    pairs = [(x, y) for x, y in zip(into, others, strict=True) if x is not None and y is not None]
-    if pairs:
-        do([x for x, _ in pairs], [y for _, y in pairs])
 
 
 @final
@@ -200,34 +114,9 @@ class GradientStore:
             j: stage.
             gradients: that have come from another worker. [None: this worker's own]
         """
-        addition = self.begin_addition(t, j, gradients)
-        if addition is not None:
-            addition.add()
-
-    def begin_addition(
-        self, t: int, j: int, gradients: Sum | None = None, layout: Layout | None = None
-    ) -> Addition | None:
-        """Begin to add gradients to the sum of a step so far, whose place the result takes.
-
-        Args:
-            t: step.
-            j: stage.
-            gradients: that come from another worker. [None: this worker's own]
-            layout: as the result is to lie. [in any way]
-
-        Returns:
-            What is still to be done; None where there is no sum so far: gradients are what it is.
-        """
         found = self._own.pop((t, j)) if gradients is None else gradients
-        if layout is not None:
-            found = found._replace(grads=layout.laid(found.grads))
         before = self._sums.pop((t, j), None)
-        if before is None:
-            self._sums[t, j] = found
-            return None
-        addition = Addition(before, found, self.dtypes)
-        self._sums[t, j] = addition.sum
-        return addition
+        self._sums[t, j] = found if before is None else self._added(before, found)
 
     def _fitting(self, j: int, found: Sum) -> Sum:
         """Return a sum in the dtypes in which optimizers want it; itself where it is so."""
@@ -242,7 +131,35 @@ class GradientStore:
         return all(x is None or takes(p, x) for p, x in pairs)
 
     def _added(self, total: Sum, found: Sum) -> Sum:
-        return Addition(total, found, self.dtypes).add()
+        """Add gradients to a sum, which comes first, in the memory of one that is wide enough."""
+        word = total.word | found.word
+        for into, other in ((total, found), (found, total)):  # the same bits in either order
+            if self._has_room(into.grads, other.grads):
+                terms = (
+                    [x for x in grads if x is not None] for grads in (into.grads, other.grads)
+                )
+                torch._foreach_add_(*terms)
+                if other.buffer is not None:
+                    other.buffer.let_go()
+                return into._replace(word=word)
+        pairs = zip(total.grads, found.grads, strict=True)
+        # some may lie in either's buffer
+        return Sum([self._one_added(x, y) for x, y in pairs], word)
+
+    def _has_room(self, into: Gradients, other: Gradients) -> bool:
+        sum_of = self.dtypes.of_addition
+        return bool(into) and all(
+            x is not None and y is not None and sum_of(x.dtype, y.dtype) == x.dtype
+            for x, y in zip(into, other, strict=True)
+        )
+
+    def _one_added(self, total: Tensor | None, own: Tensor | None) -> Tensor | None:
+        if total is None or own is None:
+            return own if total is None else total
+        dtype = self.dtypes.of_addition(total.dtype, own.dtype)
+        if total.dtype != dtype and own.dtype == dtype:
+            total, own = own, total
+        return total.to(dtype).add_(own)
 
 
 def refuse_sparse(j: int, *grads: Tensor | None) -> None:

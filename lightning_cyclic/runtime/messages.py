@@ -121,7 +121,7 @@ class _Port:
     """
 
     __slots__ = (
-        "coming", "depth", "forms", "is_apart", "lane", "layout", "posted", "ring", "under_way",
+        "depth", "forms", "is_apart", "lane", "layout", "posted", "ring", "under_way",
     )  # fmt: skip
 
     def __init__(
@@ -133,7 +133,6 @@ class _Port:
         self.depth = depth
         self.is_apart = is_apart
         self.forms = _Forms()
-        self.coming: Buffer | None = None  # to which further chunks come
         self.under_way: deque[Sent] = deque()
         self.posted: deque[Incoming] = deque()  # whose layout is not known
 
@@ -177,7 +176,6 @@ class Messages:
         depths: how many sends of a ring may be under way; two of one that is not named.
         wait: waits for bytes and names them if they do not come.
         device: where received tensors live.
-        num_chunks: in which messages of one layout travel, where actions name chunks.
     """
 
     def __init__(
@@ -186,8 +184,6 @@ class Messages:
         depths: Mapping[Ring, int],
         wait: Wait,
         device: torch.device,
-        *,
-        num_chunks: int = 1,
     ) -> None:
         if transport is not None:
             self._transport = transport
@@ -195,7 +191,6 @@ class Messages:
         self._depths = depths
         self._wait = wait
         self._device = device
-        self.num_chunks = num_chunks
         self._layouts: dict[tuple[Payload, int], Layout] = {}
         self._ports: dict[Hashable, _Port] = {}  # by what actions of a ring have in common
         # sends of one layout, whose memory is used again, or goes, as soon as they have left; and
@@ -211,7 +206,7 @@ class Messages:
         self, tensors: Iterable[Tensor], num_marks: int | None = None, *, keeps: bool = True
     ) -> Layout:
         """Return a layout of buffers on this worker's device."""
-        return Layout(tensors, self._device, num_marks, keeps=keeps, num_chunks=self.num_chunks)
+        return Layout(tensors, self._device, num_marks, keeps=keeps)
 
     def know(self, payload: Payload, j: int, layout: Layout) -> None:
         """Let all messages of a payload and stage have one layout; both ends must say so first."""
@@ -249,14 +244,13 @@ class Messages:
     # ------------------------------------------------------------------ sending
 
     def send(self, a: Action, key: Hashable, message: Message) -> None:
-        """Begin to send a message, or a chunk of one.
+        """Begin to send a message.
 
         Args:
             a: the action that this carries out.
             key: what messages it is likely to look like; the receiver names the same.
             message: what is sent; its tensors may change as soon as this returns, unless they
-                lie in a buffer, which is let go when it has left; those of further chunks may
-                change until these are sent.
+                lie in a buffer, which is let go when it has left.
         """
         port = self._port(a)
         self._make_room(port)
@@ -270,18 +264,17 @@ class Messages:
         if buffer is None:
             buffer = self.room(layout)
             buffer.write(message.tensors)
-        if not a.c:  # the first chunk, or all
-            marks = b"\1" * layout.num_marks if message.there is None else bytes(message.there)
-            words = pack("<qq", 0, message.word) + marks
-            if port.is_apart:
-                head = _words(buffer.head_bytes)
-                write_words_to(head, words)
-                self._begin(port, a, head, Part.HEAD, None)
-            else:
-                buffer.write_words(words)
-        for content in layout.content(buffer, a.c, with_head=not port.is_apart):
+        marks = b"\1" * layout.num_marks if message.there is None else bytes(message.there)
+        words = pack("<qq", 0, message.word) + marks
+        if port.is_apart:
+            head = _words(buffer.head_bytes)
+            write_words_to(head, words)
+            self._begin(port, a, head, Part.HEAD, None)
+        else:
+            buffer.write_words(words)
+        for content in layout.content(buffer, with_head=not port.is_apart):
             self._begin(port, a, content, Part.CONTENT, buffer)
-        if layout.is_last(a.c) and (message.buffer is None or message.leaves):
+        if message.buffer is None or message.leaves:
             buffer.let_go()
 
     def _send_described(self, port: _Port, a: Action, key: Hashable, message: Message) -> None:
@@ -411,10 +404,7 @@ class Messages:
             What is to be taken.
         """
         port = self._port(a)
-        buffer = None
-        if port.layout is not None:
-            buffer = port.coming if a.c else self.room(port.layout)
-            port.coming = None if port.layout.is_last(a.c) else buffer
+        buffer = None if port.layout is None else self.room(port.layout)
         incoming, posted = Incoming(a, port, key, buffer), port.posted
         if buffer is None:
             posted.append(incoming)
@@ -433,8 +423,7 @@ class Messages:
         """Wait for the message of a receive that was posted, and take it: once.
 
         Returns:
-            What was sent; its tensors share the memory of one buffer that nobody else has. The
-            first chunk brings the message, whose content is there as far as chunks were taken.
+            What was sent; its tensors share the memory of one buffer that nobody else has.
         """
         if x.buffer is not None:  # by itself, by whichever lane reads it
             return self._finished(x)
@@ -457,18 +446,17 @@ class Messages:
             x.content = self._transport.irecv(x.port.ring, x.data, Part.CONTENT)
             return
         assert x.port.layout is not None
-        for content in x.port.layout.content(x.buffer, x.action.c, with_head=True):
+        for content in x.port.layout.content(x.buffer, with_head=True):
             x.content = self._transport.irecv(x.port.ring, content, Part.CONTENT)
 
     def _receive_apart(self, x: Incoming) -> None:
         """Begin to receive the content of a message whose turn it is on its channel."""
         assert self._control is not None
         if x.buffer is not None:
-            if not x.action.c:  # the first chunk, or all
-                x.words = _words(x.buffer.head_bytes)
-                x.head = self._control.irecv(x.port.ring, x.words, Part.HEAD)
+            x.words = _words(x.buffer.head_bytes)
+            x.head = self._control.irecv(x.port.ring, x.words, Part.HEAD)
             assert x.port.layout is not None
-            for content in x.port.layout.content(x.buffer, x.action.c):
+            for content in x.port.layout.content(x.buffer):
                 x.content = self._transport.irecv(x.port.ring, content, Part.CONTENT)
             return
         head = _words(aligned(NUM_WORDS))
@@ -484,8 +472,6 @@ class Messages:
         for pending in (x.head, x.content):
             if pending is not None:
                 self._wait(pending, x.action)
-        if x.action.c:  # a further chunk
-            return Message((), None, buffer=x.buffer)
         if x.buffer is not None:
             words = x.buffer.words if x.words is None else x.words.numpy().data
             assert x.port.layout is not None

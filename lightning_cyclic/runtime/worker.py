@@ -139,8 +139,7 @@ class Worker:
         self._coming: dict[Item, tuple[_Arrival, ...]] = {}
         self._lock = threading.Lock()  # what is coming changes, by several lanes
         self._has_posted = threading.Condition(self._lock)
-        # stage, chunk -> newest version that has been posted
-        self._posted: dict[tuple[object, ...], int] = {}
+        self._posted: dict[object, int] = {}  # stage -> newest version that has been posted
         self._limit_s = limit_s
         # what lanes will have made: item -> lane, and which of its actions makes it
         self._promised: dict[Item, tuple[_LaneThread, int]] = {}
@@ -215,8 +214,8 @@ class Worker:
         a, (reads, _, _) = row
         for item in reads:
             if item[0] is Datum.WEIGHTS:  # a lane may be ahead of who posts
-                _, j, v, *chunk = item
-                self._await_post((j, *(chunk or [None])), cast(int, v))
+                _, j, v = item
+                self._await_post(j, cast(int, v))
             if item in self._coming:
                 self._take_in(item)
         self._do[a.kind](a)
@@ -233,15 +232,15 @@ class Worker:
     def _receive(self, a: Action, incoming: Incoming) -> None:
         self._stores.take(a, self._messages.take(incoming))
 
-    def _await_post(self, key: tuple[object, ...], v: int) -> None:
+    def _await_post(self, j: object, v: int) -> None:
         """Wait until the main thread has room for a version that a lane hands on."""
-        if self._posted.get(key, -1) >= v:
+        if self._posted.get(j, -1) >= v:
             return
         limit_s = self._limit_s()
         with self._has_posted:
-            if not self._has_posted.wait_for(lambda: self._posted.get(key, -1) >= v, limit_s):
+            if not self._has_posted.wait_for(lambda: self._posted.get(j, -1) >= v, limit_s):
                 raise WaitTimeoutError(
-                    f"version {v} of stage {key[0]} was to be handed on, but nothing has been "
+                    f"version {v} of stage {j} was to be handed on, but nothing has been "
                     f"received into for {limit_s:g} s; look at what this rank does meanwhile"
                 )
 
@@ -264,7 +263,7 @@ class Worker:
         with self._lock:
             self._coming[item] = (*self._coming.get(item, ()), arrival)
             if a.payload is Payload.P and a.v is not None:
-                self._posted[a.j, a.c] = a.v
+                self._posted[a.j] = a.v
                 self._has_posted.notify_all()
 
 

@@ -1,16 +1,13 @@
 """The simulator: what a plan costs in seconds, bytes, messages and memory, without running it."""
 
 from lightning_cyclic.simulate.account import Account, WorkerAccount, account
-from lightning_cyclic.simulate.best_chunks import best_chunks
 from lightning_cyclic.simulate.compare import Comparison, Figures, compare
 from lightning_cyclic.simulate.costs import Costs, Network
 from lightning_cyclic.simulate.engine import simulate
 from lightning_cyclic.simulate.graph import Lane
-from lightning_cyclic.simulate.jitter import Jitter
 from lightning_cyclic.simulate.lockstep import Lockstep, best_lockstep, lockstep
 from lightning_cyclic.simulate.memory import Memory, memory
 from lightning_cyclic.simulate.result import Event, Result
-from lightning_cyclic.simulate.steady import steady_step_s
 from lightning_cyclic.simulate.table import table
 from lightning_cyclic.simulate.units import (
     parse_bandwidth,
@@ -26,7 +23,6 @@ __all__ = [
     "Costs",
     "Event",
     "Figures",
-    "Jitter",
     "Lane",
     "Lockstep",
     "Memory",
@@ -34,7 +30,6 @@ __all__ = [
     "Result",
     "WorkerAccount",
     "account",
-    "best_chunks",
     "best_lockstep",
     "compare",
     "lockstep",
@@ -45,6 +40,5 @@ __all__ = [
     "show_bytes",
     "show_seconds",
     "simulate",
-    "steady_step_s",
     "table",
 ]

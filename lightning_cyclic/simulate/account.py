@@ -54,32 +54,31 @@ class Account:
     activations: int
 
 
-def account(programs: Sequence[Sequence[Action]], costs: Costs, num_chunks: int = 1) -> Account:
+def account(programs: Sequence[Sequence[Action]], costs: Costs) -> Account:
     """Count what the programs send and keep.
 
     Args:
         programs: actions of each worker, in program order; of at least three steps, so that the
             middle one is steady.
         costs: bytes of each stage.
-        num_chunks: in which what a stage has travels.
 
     Returns:
         The messages of the middle step, and the peaks over all steps.
     """
     num_steps = 1 + max((action.t for program in programs for action in program), default=0)
     return Account(
-        workers=tuple(_worker(program, costs, num_steps // 2, num_chunks) for program in programs),
+        workers=tuple(_worker(program, costs, num_steps // 2) for program in programs),
         activations=_peak_over_workers(programs),
     )
 
 
-def _worker(program: Sequence[Action], costs: Costs, t: int, num_chunks: int) -> WorkerAccount:
+def _worker(program: Sequence[Action], costs: Costs, t: int) -> WorkerAccount:
     sends = [action for action in program if action.kind is Kind.SEND and action.t == t]
     messages, num_bytes = Counter[Payload](), dict[Payload, float]()
     for action in sends:
         assert action.payload is not None  # as for every SEND
         messages[action.payload] += 1
-        sent = costs.message_bytes(action, num_chunks)
+        sent = costs.message_bytes(action)
         num_bytes[action.payload] = num_bytes.get(action.payload, 0) + sent
     versions = list(lives(program, frozenset({Datum.WEIGHTS})))
     stages = {life.item[1]: costs.param_bytes[int(str(life.item[1]))] for life in versions}

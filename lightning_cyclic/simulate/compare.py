@@ -9,8 +9,7 @@ from lightning_cyclic.plan import Plan
 from lightning_cyclic.simulate.account import account
 from lightning_cyclic.simulate.costs import Costs, Network
 from lightning_cyclic.simulate.engine import simulate
-from lightning_cyclic.simulate.jitter import Jitter
-from lightning_cyclic.simulate.lockstep import Lockstep, best_lockstep, lockstep, unsteady
+from lightning_cyclic.simulate.lockstep import Lockstep, best_lockstep, lockstep
 from lightning_cyclic.simulate.memory import Memory, memory
 
 
@@ -82,7 +81,6 @@ def compare(
     *,
     bucket_bytes: float | None = None,
     state_per_param: float = 2.0,
-    jitter: Jitter | None = None,
 ) -> Comparison:
     """Simulate a plan and the reference.
 
@@ -93,27 +91,19 @@ def compare(
         bucket_bytes: size of the reference's ring all-reduces; 0 for one per stage. [the best
             all-reduce, in the best number of buckets]
         state_per_param: bytes of optimizer state per byte of parameters. [2: Adam]
-        jitter: how unsteady workers and links are; the plan needs some 40 steps then. The
-            reference is what is best where they are steady. [they are]
 
     Returns:
         Both, side by side. Where the plan has fewer micro-batches per step than workers, the
         reference has one per worker, so compare micro-batches per second.
     """
     reference = _reference(plan, costs, network, bucket_bytes)
-    if jitter is not None:
-        each, steps = _micro_per_worker(plan), plan.num_steps
-        reference = unsteady(
-            reference, costs, network, plan.num_workers, jitter,
-            micro_per_worker=each, num_steps=steps, bucket_bytes=bucket_bytes,
-        )  # fmt: skip
     return Comparison(
         preset=plan.preset,
         num_workers=plan.num_workers,
         num_stages=plan.num_stages,
         network=network,
         costs=costs,
-        plan=_of_plan(plan, costs, network, state_per_param, jitter),
+        plan=_of_plan(plan, costs, network, state_per_param),
         lockstep=_of_lockstep(plan, costs, reference, state_per_param),
         reference=reference,
     )
@@ -130,11 +120,9 @@ def _reference(plan: Plan, costs: Costs, network: Network, bucket_bytes: float |
     return lockstep(costs, network, num_workers, micro_per_worker=each, bucket_bytes=bucket_bytes)
 
 
-def _of_plan(
-    plan: Plan, costs: Costs, network: Network, state_per_param: float, jitter: Jitter | None
-) -> Figures:
-    result = simulate(plan.programs, costs, network, plan, jitter=jitter)
-    counted = account(plan.programs, costs, plan.chunks)
+def _of_plan(plan: Plan, costs: Costs, network: Network, state_per_param: float) -> Figures:
+    result = simulate(plan.programs, costs, network, plan)
+    counted = account(plan.programs, costs)
     workers = counted.workers
     return Figures(
         step_s=result.step_s,

@@ -184,17 +184,8 @@ class Costs:
             return self.backward_s[action.j]
         return self.update_s[action.j] if action.kind is Kind.UPDATE else 0.0
 
-    def message_bytes(self, action: Action, num_chunks: int = 1) -> float:
-        """Return the bytes of the message that ``action`` sends or receives.
-
-        Args:
-            action: SEND or RECV.
-            num_chunks: in which its plan lets such messages travel, if it is one of them.
-        """
-        whole = self._whole_bytes(action)
-        return whole if action.c is None else whole / num_chunks
-
-    def _whole_bytes(self, action: Action) -> float:
+    def message_bytes(self, action: Action) -> float:
+        """Return the bytes of the message that ``action`` sends or receives."""
         if action.payload is Payload.A:
             return self.cut_bytes[action.j]
         if action.payload is Payload.G:  # enters stage j from behind, over the next cut

@@ -9,7 +9,7 @@ Each worker has three lanes, which are busy independently of each other:
 An action waits for the data that it reads (plan/dataflow.py) and for nothing else, so a late
 message delays the actions that need it, and a send never delays the compute of its worker.
 
-Not so parameters for one use (sharding "full", "ring"). Who computes sends them, when the program
+Not so parameters for one use (sharding "full"). Who computes sends them, when the program
 comes to it; and they leave when their receiver has room for them, which it has from its GATHER
 on, and has said so, which takes a latency.
 
@@ -104,7 +104,7 @@ def lane_of(action: Action) -> Lane:
 
 def build(
     programs: Sequence[Iterable[Action]], plan: Plan | None = None,
-    network: Network | None = None, *, in_order: bool = True,
+    network: Network | None = None,
 ) -> Graph:  # fmt: skip
     """Connect the actions of all workers by the data and the order that they wait for.
 
@@ -112,7 +112,6 @@ def build(
         programs: actions of each worker, in program order.
         plan: of the programs, where stages share parameters. [they share none]
         network: the links, where hosts have several workers. [each has its own]
-        in_order: whether messages of one payload leave a port in program order.
 
     Returns:
         The graph; its nodes are numbered worker by worker, in program order.
@@ -124,14 +123,14 @@ def build(
     rooms: dict[int, int] = {}
     for worker, program in enumerate(programs):
         inside = partial((network or Network()).is_inside, worker)
-        rooms |= _read_program(graph, flow, worker, program, inside if in_order else None)
+        rooms |= _read_program(graph, flow, worker, program, inside)
     _pair_messages(graph, rooms)
     return graph
 
 
 def _read_program(
     graph: Graph, flow: Dataflow, worker: int, program: Iterable[Action],
-    inside: Callable[[int | None], bool] | None,
+    inside: Callable[[int | None], bool],
 ) -> dict[int, int]:  # fmt: skip
     """Add the actions of a worker; return RECV -> GATHER, from which on there is room for it.
 
@@ -140,7 +139,7 @@ def _read_program(
         flow: says what each reads and makes.
         worker: whose actions they are.
         program: gives them.
-        inside: whether another worker is on its host; None where messages have no order.
+        inside: whether another worker is on its host.
     """
     made = _Made(graph)
     previous: dict[object, int] = {}  # the last node of the compute lane and of each payload
@@ -156,10 +155,9 @@ def _read_program(
                 graph.wait(node, on=previous[_COMPUTE])
             elif _COMPUTE in previous:
                 rooms[node] = previous[_COMPUTE]
-        elif action.kind is not Kind.RECV and (inside or graph.lane(node) is Lane.COMPUTE):
+        elif action.kind is not Kind.RECV:
             # messages of one payload leave a port in program order
-            is_near = inside is not None and inside(action.peer)
-            queue = action.lane, action.payload or action.kind is Kind.ADD, is_near
+            queue = action.lane, action.payload or action.kind is Kind.ADD, inside(action.peer)
             if queue in previous:
                 graph.wait(node, on=previous[queue])
             previous[queue] = node
@@ -220,7 +218,7 @@ def _pair_messages(graph: Graph, rooms: Mapping[int, int]) -> None:
 
 
 def _envelope(action: Action, source: int | None, target: int | None) -> tuple[object, ...]:
-    return source, target, action.payload, action.t, action.i, action.j, action.v, action.c
+    return source, target, action.payload, action.t, action.i, action.j, action.v
 
 
 def _unpaired(graph: Graph, node: int, what: str) -> PlanError:

@@ -12,14 +12,11 @@ that takes says all_reduce.py.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from itertools import count
-from math import ceil, log2
+from dataclasses import dataclass
 from typing import final
 
 from lightning_cyclic.simulate.all_reduce import ALL_REDUCES
 from lightning_cyclic.simulate.costs import Costs, Network
-from lightning_cyclic.simulate.jitter import Jitter
 
 _COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 
@@ -108,77 +105,6 @@ def best_lockstep(
         for num in _COUNTS
     )
     return min(steps, key=lambda step: step.step_s)
-
-
-def unsteady(
-    step: Lockstep, costs: Costs, network: Network, num_workers: int, jitter: Jitter,
-    *, micro_per_worker: float = 1, num_steps: int = 40, bucket_bytes: float | None = None,
-) -> Lockstep:  # fmt: skip
-    """Compute the mean step where workers and links are unsteady.
-
-    Round by round: in each a worker waits for one other, and for the message that comes from it.
-
-    Args:
-        step: a steady one; its all-reduce is kept. Of two levels only compute is unsteady: all
-            wait for the slowest.
-        costs: what each stage costs.
-        network: the links between the workers.
-        num_workers: number of workers.
-        jitter: how unsteady they are; the same steps are slow as in :func:`simulate`.
-        micro_per_worker: as in :func:`lockstep`.
-        num_steps: of which the first half is not counted.
-        bucket_bytes: as in :func:`lockstep`. [the step's number of equal buckets]
-    """
-    micro_s = sum(costs.forward_s) + sum(costs.backward_s)
-    before_s = (micro_per_worker - 1) * micro_s + sum(costs.forward_s)
-    workers = range(num_workers)
-    buckets = (
-        _equal_buckets(costs, step.num_buckets)
-        if bucket_bytes is None
-        else list(_buckets(costs, bucket_bytes))
-    )
-    now, half_s, sent = [0.0] * num_workers, 0.0, count()
-    for t in range(num_steps):
-        slower = [jitter.of_step(w, t) for w in workers]
-        through = list(now)  # when the bucket before it is
-        for backward_s, num_bytes in buckets:
-            ready = [now[w] + (before_s + backward_s) * slower[w] for w in workers]
-            begin = list(map(max, ready, through))
-            through = _summed(step.all_reduce, begin, num_bytes, network, jitter, sent)
-        now = [
-            max(through[w], now[w] + micro_per_worker * micro_s * slower[w])
-            + sum(costs.update_s) * slower[w]
-            for w in workers
-        ]
-        if t == num_steps // 2 - 1:
-            half_s = max(now)
-    counted = num_steps - num_steps // 2
-    return replace(step, step_s=(max(now) - half_s) / counted)
-
-
-def _summed(
-    all_reduce: str, begin: list[float], num_bytes: float, network: Network, jitter: Jitter,
-    sent: Iterator[int],
-) -> list[float]:  # fmt: skip
-    """Return when each worker has a sum, by when each has begun."""
-    num, link = len(begin), network.slowest
-    if all_reduce == "two-level":
-        return [max(begin) + ALL_REDUCES[all_reduce](num_bytes, num, network).seconds] * num
-    if all_reduce == "ring":
-        rounds = [(1, num_bytes / num)] * (2 * (num - 1))
-    else:  # with whom halves are exchanged, then doubled again
-        far = [1 << k for k in range(ceil(log2(num)))]
-        share = 2.0 ** len(far) / max(2.0 ** len(far) - 1, 1) * (num - 1) / num  # as many in all
-        halves = [(d, share * num_bytes / 2 ** (k + 1)) for k, d in enumerate(far)]
-        rounds = halves + halves[::-1]
-    for distance, size in rounds:
-        begin = [
-            max(own, begin[(w - distance) % num])
-            + link.latency_s * jitter.of_message(w, next(sent))
-            + link.transfer_s(size)
-            for w, own in enumerate(begin)
-        ]
-    return begin
 
 
 def _step(

@@ -117,7 +117,6 @@ def memory(
         >>> first.parameters, first.versions, first.activations, last.activations
         (10.0, 10.0, 200.0, 100.0)
     """
-    plan = plan.whole  # chunks change nothing of what is kept where
     if plan.axes.placement.runs_whole_micro:
         found = spans(plan)
         return tuple(

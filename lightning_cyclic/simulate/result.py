@@ -55,7 +55,7 @@ def summarise(events: Sequence[Event], num_workers: int) -> Result:
     num_steps = 1 + max((event.action.t for event in compute), default=0)
     first, last = steady_window(num_steps)
     ends = _ends_of_steps(compute, num_workers, num_steps)
-    step_s = steady_step(ends, first, last)
+    step_s = max(((end[last] - end[first]) / (last - first) for end in ends), default=0.0)
     busy_s, steady_s = [0.0] * num_workers, [0.0] * num_workers
     for event in compute:
         busy_s[event.worker] += event.end_s - event.start_s
@@ -68,17 +68,6 @@ def summarise(events: Sequence[Event], num_workers: int) -> Result:
         bubble=tuple(max(1 - busy / step_s, 0.0) if step_s else 0.0 for busy in steady_s),
         events=tuple(events),
     )
-
-
-def steady_step(ends: Sequence[Sequence[float]], first: int, last: int) -> float:
-    """Return the seconds per step of the slowest worker.
-
-    Args:
-        ends: of each worker, when its steps end.
-        first: the step behind whose end the first that counts begins.
-        last: the last that counts.
-    """
-    return max(((end[last] - end[first]) / (last - first) for end in ends), default=0.0)
 
 
 def steady_window(num_steps: int) -> tuple[int, int]:

@@ -1,36 +1,41 @@
-"""Trace events: a plan as ui.perfetto.dev and chrome://tracing read it, a process for each worker.
+"""A plan as a trace for ui.perfetto.dev, with a process for each worker.
 
-Source: Trace Event Format,
-    https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
+Source: Trace Event Format (Google), the JSON array form.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from lightning_cyclic.plan.actions import Action
-from lightning_cyclic.viz.scene import Scene
+from lightning_cyclic.plan.actions import Action, Kind
 from lightning_cyclic.viz.words import sentence
+
+if TYPE_CHECKING:
+    from lightning_cyclic.plan import Plan
 
 _SLOT_US = 1000.0  # a slot is shown as a millisecond
 
 
-def trace_of(seen: Scene) -> bytes:
+def trace_of(plan: Plan) -> bytes:
     """Return the file of a plan: forwards, backwards and updates in their slots."""
-    return json.dumps(list(_events(seen)), indent=0).encode()
+    return json.dumps(list(_events(plan)), indent=0).encode()
 
 
-def _events(seen: Scene) -> Iterator[dict[str, Any]]:
-    for w in range(seen.plan.num_workers):
+def _events(plan: Plan) -> Iterator[dict[str, Any]]:
+    from lightning_cyclic.viz.picture import cells_of  # noqa: PLC0415  (which writes traces, too)
+
+    for w in range(plan.num_workers):
         name = {"name": f"worker {w}"}
         yield {"name": "process_name", "ph": "M", "pid": w + 1, "args": name}
-    for cell in seen.cells:
+    for cell in cells_of(plan.programs):
         length = {"ph": "X", "cat": "compute", "dur": round(cell.width * _SLOT_US, 3)}
         yield _event(cell.action, cell.x, cell.w) | length
-    for mark in seen.updates:
-        yield _event(mark.action, mark.x, mark.w) | {"ph": "i", "cat": "update", "s": "t"}
+    for w, program in enumerate(plan.programs):
+        for a in program:
+            if a.kind is Kind.UPDATE:
+                yield _event(a, float(a.s or 0), w) | {"ph": "i", "cat": "update", "s": "t"}
 
 
 def _event(a: Action, x: float, w: int) -> dict[str, Any]:

@@ -9,8 +9,7 @@ import pytest
 
 from lightning_cyclic.cli import load_module
 from lightning_cyclic.cli.main import main
-from tests.runtime.stages.scripts import Writer
-from tests.runtime.stages.test_branches import SAID, SEEN
+from tests.cli.test_branches import SAID, SEEN
 
 MODEL = """
 import torch
@@ -212,26 +211,7 @@ def test_what_another_order_of_branches_would_gain(doctor, monkeypatch):
     assert out.endswith(f'CyclicStrategy(stages=["left", "right2"])\n{SAID}\n')
     assert "another order" not in doctor("Model")[1]
     assert "another order" not in doctor("Model", "--stages", "left2,right2")[1]
-    assert SAID in doctor("Model", "--stages", "3", "--memory-limit", "18B")[1]  # of two calls
-
-
-def test_branches_in_too_many_orders_are_looked_at_on_demand(doctor, monkeypatch):
-    script = [("call", f"c{k}", 10 if k == 7 else 1, 1, 8, ()) for k in range(15)]
-    seen = Writer(script, 10**6).survey()
-    monkeypatch.setattr(load_module, "survey", lambda *args, **more: seen)
-    assert "another order" not in doctor("Model")[1]
-    monkeypatch.setitem(sys.modules, "scipy", None)
-    status, _, err = doctor("Model", "--milp")
-    assert status == 2
-    assert "pip install 'lightning-cyclic[milp]'" in err
-
-
-def test_an_integer_programme_of_many_branches(doctor, monkeypatch):
-    pytest.importorskip("scipy")
-    script = [("call", f"c{k}", 10 if k == 7 else 1, 1, 8, ()) for k in range(15)]
-    seen = Writer(script, 10**6).survey()
-    monkeypatch.setattr(load_module, "survey", lambda *args, **more: seen)
-    assert "could take 12 ms instead of 17 ms" in doctor("Model", "--milp")[1]
+    assert SAID not in doctor("Model", "--stages", "3", "--memory-limit", "18B")[1]  # may not fit
 
 
 @pytest.mark.parametrize(

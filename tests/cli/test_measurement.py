@@ -117,7 +117,16 @@ def test_a_module_that_can_be_one_stage_only():
 
 
 def test_plans_of_a_module(capsys, tmp_path):
-    arguments = "--workers", "2", "--memory", "1GB", "--num-micro", "2", "--save", "kept.json"
+    arguments = (
+        "--workers",
+        "2",
+        "--memory",
+        "1GB",
+        "--num-micro",
+        "2",
+        "--save-profile",
+        "kept.json",
+    )
     assert main(["plan", "measured_model.py:Model", *arguments]) == 0
     out, err = capsys.readouterr()
     assert out.startswith("Model: 8 samples per update, 2 workers of 1 GB")
@@ -129,7 +138,16 @@ def test_plans_of_a_module(capsys, tmp_path):
 
 
 def test_three_sizes_are_measured_and_kept(capsys, tmp_path):
-    arguments = "--workers", "2", "--memory", "1GB", "--save", "kept.json", "--preset", "1f1b"
+    arguments = (
+        "--workers",
+        "2",
+        "--memory",
+        "1GB",
+        "--save-profile",
+        "kept.json",
+        "--preset",
+        "1f1b",
+    )
     assert main(["plan", "measured_model.py:Model", *arguments]) == 0
     assert capsys.readouterr().out.startswith("Model: 16 samples per update")
     kept = from_json((tmp_path / "kept.json").read_text())
@@ -142,7 +160,10 @@ def test_three_sizes_are_measured_and_kept(capsys, tmp_path):
         (["measured_model.py:Nobody"], "'Nobody' does not exist in measured_model.py"),
         (["measured_model.py:Model", "--num-micro", "0"], "'0' does not fit; allowed: whole"),
         (["measured_model.py:Model", "--arg", "depth=1"], "cannot be made with {'depth': 1}"),
-        (["measured_model.py:Model", "--save", "no/such.json"], "no/such.json cannot be written"),
+        (
+            ["measured_model.py:Model", "--save-profile", "no/such.json"],
+            "no/such.json cannot be written",
+        ),
     ],
 )
 def test_refusals(capsys, arguments, message):

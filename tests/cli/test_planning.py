@@ -83,7 +83,11 @@ def test_colours_are_for_terminals(capsys, monkeypatch, file, is_terminal, colou
             "net.json --workers 2 --memory 1MB",
             ["no plan fits", "1 MB", "give workers more memory"],
         ),
-        ("net.json --workers 2 --memory 1GB --save a.json", ["--save, --data and --arg go with"]),
+        (
+            "net.json --workers 2 --memory 1GB --save-profile a.json",
+            ["--save-profile, --data and --arg"],
+        ),
+        ("net.json --workers 2 --memory 1GB --save a.json", ["'a.json' is no YAML", "--save-pr"]),
         ("net.json net.json --workers 2 --memory 1GB", ["[4, 4] samples"]),
         ("a.py:A b.py:B --workers 2 --memory 1GB", ["more than one model"]),
         ("none.json --workers 2 --memory 1GB", ["none.json cannot be read"]),
@@ -106,6 +110,52 @@ def test_errors_are_one_line_and_exit_status_two(capsys, file, tmp_path, argumen
     assert [part for part in parts if part not in err] == []
 
 
+PIPELINE = "plan", "net.json", "--workers", "2", "--memory", "1GB", "--preset", "1f1b"
+
+
+@pytest.mark.filterwarnings("ignore")  # of LightningCLI and jsonargparse
+def test_lightning_cli_takes_the_strategy_that_is_saved(capsys, file, monkeypatch):
+    from lightning.pytorch import LightningModule
+    from lightning.pytorch.cli import LightningCLI
+
+    status, out, _ = run(capsys, *PIPELINE, "--save", "strategy.yaml")
+    assert status == 0
+    assert "--trainer.strategy strategy.yaml" in out
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    options = ["accelerator=cpu", "devices=1", "logger=false", "enable_checkpointing=false"]
+    given = ["--trainer.strategy", "strategy.yaml", *(f"--trainer.{x}" for x in options)]
+    cli = LightningCLI(LightningModule, args=given, run=False, seed_everything_default=False)
+    assert_is_printed(cli.trainer.strategy, out)
+
+
+def test_hydra_instantiates_the_strategy_that_is_saved(capsys, file):
+    from hydra.utils import instantiate
+    from omegaconf import OmegaConf
+
+    status, out, _ = run(capsys, *PIPELINE, "--save", "a.yaml", "--layout", "hydra")
+    assert status == 0
+    assert_is_printed(instantiate(OmegaConf.load("a.yaml")), out)
+
+
+def assert_is_printed(strategy, out):
+    """Compare a strategy with the line to paste."""
+    from lightning_cyclic import CyclicStrategy
+
+    line = next(line for line in out.splitlines() if line.startswith("1: "))
+    pasted = eval(line.removeprefix("1: "), {"CyclicStrategy": CyclicStrategy})
+    assert strategy._chosen.lines == pasted._chosen.lines
+
+
+def test_hosts_of_several_workers_may_be_groups(capsys, file):
+    arguments = "--workers", "4", "--memory", "1GB", "--preset", "cyclic_dp_v1", "--json"
+    slow = "--bandwidth", "1Mbit/s", "--latency", "1s"
+    found = [
+        json.loads(run(capsys, "plan", file, *arguments, *slow, *more)[1])[0]["strategy"]
+        for more in ((), ("--workers-per-host", "2"))
+    ]
+    assert ["groups" in text for text in found] == [False, True]
+
+
 def test_profiles_need_no_torch(file):
     import subprocess
 
@@ -123,12 +173,10 @@ def test_help(capsys):
     assert "PROFILE.json|PATH:CLASS" in capsys.readouterr().out
 
 
-def test_pruned_training_is_shown_beside_dense(capsys, file):
+def test_pruned_training_below_break_even_is_said(capsys, file):
     arguments = "--workers", "4", "--memory", "30MB", "--preset", "1f1b", "--sparsity", "0.1"
     _, out, _ = run(capsys, "plan", file, *arguments, "--precision", "bf16-true")
     assert "of index" in out
-    assert "\ndense  1f1b" in out
-    assert "\nsparse 1f1b" in out
     assert "sparsity=0.1 is below break-even: of bf16-true with f > 0.818 kept" in out
 
 

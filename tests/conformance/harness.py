@@ -30,7 +30,7 @@ NUM_WORKERS = 2  # and micro-batches
 NUM_STEPS = 4  # per epoch
 REPLICATED = {
     "lockstep_dp": "sync", "cyclic_dp": "freshest", "cyclic_dp_v1": "delayed",
-    "cyclic_zero": "freshest", "weipipe": "sync",
+    "cyclic_zero": "freshest",
 }  # fmt: skip
 PIPELINES = {
     "gpipe": "sync", "1f1b": "sync", "cyclic_pipeline": "freshest", "pipedream_2bw": "delayed",

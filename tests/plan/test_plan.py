@@ -24,7 +24,6 @@ def test_presets_are_those_of_the_design():
         "cyclic_dp": ("cyclic", "replicated", "freshest", "optimizer"),
         "cyclic_dp_v1": ("cyclic", "replicated", "delayed", "none"),
         "cyclic_zero": ("cyclic", "replicated", "freshest", "full"),
-        "weipipe": ("cyclic_flush", "replicated", "sync", "ring"),
         "cyclic_mp": ("cyclic", "shared", "freshest", "none"),
         "cyclic_pipeline": ("cyclic", "pipelined", "freshest", "none"),
         "gpipe": ("gpipe", "pipelined", "sync", "none"),
@@ -33,7 +32,6 @@ def test_presets_are_those_of_the_design():
         "pipedream_2bw": ("cyclic", "pipelined", "delayed", "none"),
         "pipeoptim": ("cyclic", "pipelined", "predicted", "none"),
         "spectrain": ("cyclic", "pipelined", "predicted", "none"),
-        "xpipe": ("cyclic", "pipelined", "predicted", "none"),
         "lockstep_dp": ("lockstep", "replicated", "sync", "optimizer"),
     }
     assert all(p.source for p in PRESETS.values())

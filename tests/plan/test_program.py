@@ -172,15 +172,6 @@ def test_a_norm_that_lets_all_workers_meet_needs_no_start_signal():
     assert not any(a.payload is Payload.K for p in plan.programs for a in p)
 
 
-def test_forwards_of_a_stage_follow_each_other():
-    plan = make_plan("cyclic_mp", num_stages=3, num_workers=4)
-    for w in range(4):
-        forwards = [a for t in range(9) for a in plan.program.step(w, t) if a.kind is Kind.F]
-        for a in forwards[:8]:
-            after = plan.program.forward_after(w, a)
-            assert after == next(b for b in forwards if b.j == a.j and (b.t, b.i) > (a.t, a.i))
-
-
 def test_channels_are_few_and_the_same_for_all():
     plan = make_plan("cyclic_dp", num_stages=8, num_workers=4, relayed=[1])
     named = [(c.source, c.target, c.lane.value, c.is_control) for c in plan.program.channels]

@@ -22,13 +22,6 @@ def test_the_first_reader_owns():
     assert owners("cyclic_zero", 4, 4) == [3, 2, 1, 0]
 
 
-def test_a_ring_deals_the_stages_out_whoever_reads_first():
-    ring = {"schedule": "cyclic_flush", "sharding": "ring"}
-    assert owners("lockstep_dp", 4, 4, schedule="cyclic_flush") == [0, 0, 0, 0]
-    assert owners("lockstep_dp", 4, 4, **ring) == [3, 2, 1, 0]
-    assert owners("lockstep_dp", 5, 2, **ring) == [1, 1, 1, 0, 0]
-
-
 def test_lockstep_deals_the_stages_out():
     assert owners("lockstep_dp", 4, 4) == [3, 2, 1, 0]
     assert owners("lockstep_dp", 5, 2) == [1, 1, 1, 0, 0]

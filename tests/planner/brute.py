@@ -37,12 +37,12 @@ def slowest(graph, stage_of):
     return max(*compute_s, *messages_s)
 
 
-def best(graph, parts, fits=None):
+def best(graph, parts):
     """Return the seconds of the best split that goes forward; None if none is allowed."""
     found = (
         slowest(graph, stage_of)
         for stage_of in splits(graph, parts)
-        if goes_forward(graph, stage_of) and (fits is None or fits(stage_of))
+        if goes_forward(graph, stage_of)
     )
     return min(found, default=None)
 

@@ -17,8 +17,7 @@ from functools import cache
 from graphlib import TopologicalSorter
 from typing import NamedTuple
 
-from lightning_cyclic.planner.graph import CostGraph, nodes_in
-from lightning_cyclic.planner.ideals import ideals, smaller_ideals
+from lightning_cyclic.planner.ideals import CostGraph, ideals, nodes_in, smaller_ideals
 from lightning_cyclic.planner.row import cut_row
 
 

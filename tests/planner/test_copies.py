@@ -36,14 +36,13 @@ def whole(copies, width):
 
 RULES = [
     "cyclic_pipeline", "gpipe", "1f1b", "pipedream", "pipedream_2bw", "pipeoptim", "spectrain",
-    "xpipe",
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("preset", "slack"),  # rules that predict know no slack
     [
-        *(more(x, 0) if x in ("spectrain", "xpipe") else (x, 0) for x in RULES),
+        *(more(x, 0) if x == "spectrain" else (x, 0) for x in RULES),
         ("pipedream_2bw", 3),
         *(more(x, 3) for x in ("1f1b", "cyclic_pipeline", "gpipe", "pipedream")),
     ],

@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 
 from lightning_cyclic.errors import PlanError
 from lightning_cyclic.planner import CostGraph, GraphSplit, GraphTensor
-from lightning_cyclic.planner.graph import nodes_in
+from lightning_cyclic.planner.ideals import nodes_in
 
 from .brute import LINKS, graphs, slowest
 

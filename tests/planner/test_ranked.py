@@ -106,22 +106,9 @@ def test_where_simulation_takes_too_long(monkeypatch, preset, num_micro):
     fit = fitted(given_, preset, num_micro=num_micro)
     simulated = timed(fit, given_)
     monkeypatch.setattr(ranked, "_MOST_CELLS", 0)
-    monkeypatch.setattr(ranked, "is_quick", lambda plan: False)
     plan = timed(fit, given_)
     assert not plan.is_simulated
     assert (plan.step_s, plan.bubble) == (simulated.step_s, simulated.bubble)  # free messages
-
-
-def test_the_step_of_large_plans_around_a_ring_is_found_without_their_programs(monkeypatch):
-    given_ = problem(network=Network(latency_s=0.5, bandwidth_bytes_per_s=1e3))
-    fit = fitted(given_, "cyclic_dp", num_micro=4)
-    simulated = timed(fit, given_)
-    monkeypatch.setattr(ranked, "_MOST_CELLS", 0)
-    plan = timed(fit, given_)
-    assert plan.is_simulated
-    assert plan.step_s == pytest.approx(simulated.step_s)
-    assert plan.step_s > sum(fit.stages.forward_s + fit.stages.backward_s)
-    assert plan.bubble == pytest.approx(simulated.bubble)
 
 
 def test_workers_that_share_hosts_have_the_links_of_hosts():

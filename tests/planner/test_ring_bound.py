@@ -17,11 +17,9 @@ NETWORKS = [  # of powers of two, so that no sum of times is rounded
 INSIDE = Network(latency_s=2.0**-6, bandwidth_bytes_per_s=32.0)
 
 
-def plan_of(
-    num_workers, num_stages, slack=0, chunks=1, sharding="optimizer", num_steps=8, groups=None
-):
+def plan_of(num_workers, num_stages, slack=0, sharding="optimizer", num_steps=8, groups=None):
     return make_plan(
-        "cyclic_dp", num_workers=num_workers, num_stages=num_stages, slack=slack, chunks=chunks,
+        "cyclic_dp", num_workers=num_workers, num_stages=num_stages, slack=slack,
         sharding=sharding, num_steps=num_steps, groups=groups, proved=False,
     )  # fmt: skip
 
@@ -49,16 +47,14 @@ def test_who_reads_the_newest_version_as_plans_say(num_workers, num_stages):
 )
 def test_no_simulated_step_is_faster(num_workers, num_stages):
     costs, close = even(num_stages), 0
-    for network, chunks, sharding in product(NETWORKS, (1, 2), ("optimizer", "none")):
+    for network, sharding in product(NETWORKS, ("optimizer", "none")):
         for slack in (0, 1, 2 * num_stages):
-            plan = plan_of(num_workers, num_stages, slack, chunks, sharding, num_steps=16)
+            plan = plan_of(num_workers, num_stages, slack, sharding, num_steps=16)
             step_s = simulate(plan.programs, costs, network, plan).step_s
-            bound_s = ring_bound_s(
-                costs, network, num_workers, slack=slack, chunks=chunks, sharding=sharding
-            )
-            assert step_s >= bound_s, (network, slack, chunks, sharding)
+            bound_s = ring_bound_s(costs, network, num_workers, slack=slack, sharding=sharding)
+            assert step_s >= bound_s, (network, slack, sharding)
             close += step_s < 1.1 * bound_s
-    assert close > 10  # of 36: the bound says something
+    assert close > 5  # of 18: the bound says something
 
 
 @pytest.mark.parametrize(
@@ -68,17 +64,15 @@ def test_no_simulated_step_is_faster(num_workers, num_stages):
 def test_nor_of_groups_and_on_hosts(num_workers, size, per_host):
     hosts = tuple(w // per_host for w in range(num_workers)) if per_host else ()
     costs, close = replace(even(3), sent_sum_bytes=(0.5, 0.5, 2.0)), 0
-    for link, chunks, slack in product(NETWORKS, (1, 2), (0, 2, 6)):
+    for link, slack in product(NETWORKS, (0, 2, 6)):
         network = replace(link, hosts=hosts, inside=INSIDE if hosts else None)
         groups = num_workers // size
-        plan = plan_of(num_workers, 3, slack, chunks, num_steps=16, groups=groups)
+        plan = plan_of(num_workers, 3, slack, num_steps=16, groups=groups)
         step_s = simulate(plan.programs, costs, network, plan).step_s
-        bound_s = ring_bound_s(
-            costs, network, num_workers, slack=slack, chunks=chunks, group_size=size
-        )
-        assert step_s >= bound_s, (network, slack, chunks)
+        bound_s = ring_bound_s(costs, network, num_workers, slack=slack, group_size=size)
+        assert step_s >= bound_s, (network, slack)
         close += step_s < 1.2 * bound_s
-    assert close > 5  # of 18
+    assert close > 2  # of 9
 
 
 @pytest.mark.parametrize("sharding", ["optimizer", "none"])

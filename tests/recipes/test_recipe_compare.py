@@ -36,7 +36,7 @@ def plan(compose_recipe):
 
 class TestRuns:
     def test_all_lists_are_crossed(self, plan):
-        runs = plan("optimizers=[sgd,adamw]", "presets=[1f1b,xpipe]")
+        runs = plan("optimizers=[sgd,adamw]", "presets=[1f1b,spectrain]")
         assert len(runs) == len({run.key for run in runs}) == 2 * 2 * 2 * 3
         assert {run.seed for run in runs[:8]} == {0}
 
@@ -140,10 +140,10 @@ def record(contender, seed, status="trained", **changes):
 RECORDS = [
     record("1f1b", 0),
     record("pipedream", 0, "diverged", value=None, loss=99.0),
-    record("xpipe", 0, "diverged", loss=99.0),
+    record("spectrain", 0, "diverged", loss=99.0),
     record("1f1b", 1),
     record("pipedream", 1),
-    record("xpipe", 1, "diverged", loss=99.0),
+    record("spectrain", 1, "diverged", loss=99.0),
 ]
 
 
@@ -152,7 +152,7 @@ class TestReports:
         text = markdown_table(summaries(RECORDS))
         assert "| `1f1b` | 0.9050 ± 0.0071 | 0.1000 ± 0.0000 | 0 of 2 |" in text
         assert "| `pipedream` | 0.9100 (of 1) | 0.1000 (of 1) | 1 of 2 |" in text
-        assert "| `xpipe` | diverged | diverged | 2 of 2 |" in text
+        assert "| `spectrain` | diverged | diverged | 2 of 2 |" in text
 
     def test_failed_runs_say_so(self):
         text = markdown_table(summaries([record("1f1b", 0, "failed")]))

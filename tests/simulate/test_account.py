@@ -89,26 +89,9 @@ def test_cyclic_sends_what_a_ring_sends_in_few_messages(n):
     assert [worker.updates for worker in workers] == [1] * n
 
 
-@settings(max_examples=15, deadline=None)
-@given(num_workers=st.integers(2, 6), times=st.integers(1, 3))
-def test_weipipe_keeps_its_stages_and_the_one_in_use(num_workers, times):
-    num_stages, costs = times * num_workers, Costs.even(times * num_workers, model_bytes=1.0)
-    plan = make_plan("weipipe", num_stages=num_stages, num_workers=num_workers, num_steps=6)
-    workers = account(plan.programs, costs).workers
-    assert [w.param_bytes * num_stages for w in workers] == pytest.approx(
-        [times + 1] * num_workers
-    )
-    assert {w.versions for w in workers} == {1}
-    assert [w.updates for w in workers] == [times] * num_workers
-    sent = [w.sent_messages.get(P, 0) for w in workers]
-    assert sum(sent) == 2 * num_stages * (num_workers - 1)  # N-1 forwards and N-1 backwards each
-    assert max(sent) <= 2 * num_stages
-
-
 @pytest.mark.parametrize(
     ("preset", "seconds"),
     [
-        ("weipipe", [1.054, 1.272, 1.654]),
         ("lockstep_dp", [1.009, 1.054, 1.247]),
         ("cyclic_zero", [1.153, 1.198, 1.274]),
     ],

@@ -125,11 +125,3 @@ def test_the_total():
     found = Memory(**of_parameters, activations=16, inputs=32, returns=64, in_flight=128)
     assert found.of_parameters == 143
     assert found.total == 255
-
-
-@pytest.mark.parametrize("preset", ["cyclic_dp", "cyclic_zero", "weipipe"])
-def test_chunks_change_nothing_of_what_is_kept(preset):
-    numbers = {"num_stages": 4, "num_workers": 3, "num_steps": 8}
-    costs = Costs.even(4, model_bytes=40, activation_bytes=200)
-    whole, cut = (memory(make_plan(preset, chunks=k, **numbers), costs) for k in (1, 3))
-    assert cut == whole

@@ -12,7 +12,7 @@ from lightning_cyclic.simulate.whole_micro import (
 )
 
 GRADIENTS = (Payload.S, Payload.T, Payload.H)
-PRESETS = ("cyclic_dp", "cyclic_dp_v1", "lockstep_dp", "cyclic_zero", "weipipe")
+PRESETS = ("cyclic_dp", "cyclic_dp_v1", "lockstep_dp", "cyclic_zero")
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -32,7 +32,7 @@ def test_every_gradient_and_every_sum_has_one_place(preset, n, num_stages):
 
 
 @pytest.mark.parametrize(
-    ("preset", "payload", "w"), [("cyclic_zero", Payload.H, 0), ("weipipe", Payload.S, 0)]
+    ("preset", "payload", "w"), [("cyclic_zero", Payload.H, 0), ("lockstep_dp", Payload.S, 0)]
 )
 def test_what_is_sent_waits_until_its_receiver_waits_for_it(preset, payload, w):
     plan = make_plan(preset, num_stages=2, num_workers=2, num_steps=6)

@@ -1,4 +1,4 @@
-"""Trace events: a plan is its timetable in time."""
+"""A plan as a trace: its timetable in time, and numbers that say what names say."""
 
 import json
 
@@ -6,21 +6,22 @@ import pytest
 
 from lightning_cyclic.plan import PRESETS, make_plan
 from lightning_cyclic.viz import save_picture
-from lightning_cyclic.viz.scene import scene
+from lightning_cyclic.viz.picture import cells_of
 
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_plan_is_its_timetable_in_time(preset, tmp_path):
     plan = make_plan(preset, num_stages=4, num_workers=4, num_steps=3)
     save_picture(plan, tmp_path / "plan.json")
-    events, seen = json.loads((tmp_path / "plan.json").read_text()), scene(plan)
+    events = json.loads((tmp_path / "plan.json").read_text())
     spans = [e for e in events if e["ph"] == "X"]
     assert {(e["pid"] - 1, e["ts"], e["args"]["action"]) for e in spans} == {
-        (c.w, round(1000 * c.x, 3), str(c.action)) for c in seen.cells
+        (c.w, round(1000 * c.x, 3), str(c.action)) for c in cells_of(plan.programs)
     }
     assert all(0 < e["dur"] <= 1000 for e in spans)
+    made = ((w, a) for w, program in enumerate(plan.programs) for a in program)
     assert {(e["pid"] - 1, e["ts"]) for e in events if e["ph"] == "i"} == {
-        (m.w, 1000 * m.x) for m in seen.updates
+        (w, 1000 * a.s) for w, a in made if a.kind == "UPDATE"
     }
     assert [e["args"]["name"] for e in events if e["ph"] == "M"] == [
         f"worker {w}" for w in range(4)

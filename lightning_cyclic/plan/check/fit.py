@@ -28,13 +28,6 @@ def check_fit(plan: Plan) -> None:
             "'pipelined' or 'shared'; use late_updates=False"
         )
     _check_norms(plan)
-    if plan.chunks > 1 and not placement.runs_whole_micro:
-        raise PlanError(
-            f"chunks={plan.chunks} does not fit placement {plan.placement!r} (preset "
-            f"{plan.preset!r}), in which neighbours hand each other activations, and those at "
-            "once; allowed with it: 1; use chunks=1, or a preset whose workers run whole "
-            "micro-batches, such as 'cyclic_dp'"
-        )
     _check_groups(plan)
     problem = placement.misfit()
     if problem is not None:
@@ -45,7 +38,6 @@ def check_fit(plan: Plan) -> None:
         _refuse(plan, "weights", [name for name, rule in WEIGHTS.items() if rule.for_replicas])
     if not placement.runs_whole_micro and plan.sharding != "none":
         _refuse(plan, "sharding", ["none"])
-    _check_sharding(plan)
     if weights.needs_previous and schedule.updates_before(2, schedule.forward(0, 0), 0) < 1:
         raise PlanError(
             f"num_micro={plan.num_micro // plan.width} with num_stages={plan.num_stages} and "
@@ -134,12 +126,6 @@ def _check_groups(plan: Plan) -> None:
             "run single stages; allowed: presets whose workers run whole micro-batches, such as "
             "'cyclic_dp'; use groups=None, or one of these"
         )
-    if plan.axes.sharding.hands_on:
-        raise PlanError(
-            f"groups with sharding {plan.sharding!r} (preset {plan.preset!r}), under which each "
-            "worker hands parameters to the next; allowed: 'optimizer', 'none' and 'full'; use "
-            "groups=None, or preset 'cyclic_zero'"
-        )
     if plan.rounds > 1 and plan.relayed:
         raise PlanError(
             f"groups={plan.num_groups} with {plan.rounds} micro-batches of each worker per step "
@@ -147,24 +133,6 @@ def _check_groups(plan: Plan) -> None:
             "go from all micro-batches of a worker to those of the next, so that the workers of "
             "a group would wait for each other; allowed with them: one micro-batch of each "
             "worker per step; use accumulate_grad_batches=1, or groups=None"
-        )
-
-
-def _check_sharding(plan: Plan) -> None:
-    """Refuse that parameters of replicas travel as their users and owners do not."""
-    _, _, weights, sharding = plan.axes
-    if sharding.hands_on and not weights.at_end_of_step:
-        raise PlanError(
-            f"sharding {plan.sharding!r} does not fit weights {plan.weights!r} (preset "
-            f"{plan.preset!r}), under which the users of a version are in different steps, and "
-            "none could hand it on before the other begins; allowed: weights 'sync'; use "
-            "sharding='full', in which owners send versions to each user, or preset 'weipipe'"
-        )
-    if plan.sharding == "full" and plan.schedule == "cyclic_flush":
-        raise PlanError(
-            f"sharding 'full' does not fit schedule 'cyclic_flush' (preset {plan.preset!r}), "
-            "under which the first worker reads all stages first, and so would own them all; "
-            "allowed: 'ring', which deals them out; use sharding='ring', or preset 'cyclic_zero'"
         )
 
 

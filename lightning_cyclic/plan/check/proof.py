@@ -28,7 +28,7 @@ _TOO_MANY_CELLS = 200_000  # of plans that only they themselves can stand for: s
 SMALLER: Final = frozenset(
     {
         "num_stages", "num_workers", "num_micro", "num_steps", "slack", "spacing", "width",
-        "chunks", "group_size", "relayed", "tied",
+        "group_size", "relayed", "tied",
     }
 )  # fmt: skip
 # What it has as the plan has it, as it says nothing about single stages or workers.
@@ -47,7 +47,7 @@ class Proof:
 
     Args:
         plan: whose program was replayed.
-        is_smaller: whether it stands for one with more workers, stages, micro-batches or chunks.
+        is_smaller: whether it stands for one with more workers, stages or micro-batches.
     """
 
     plan: Plan
@@ -61,7 +61,7 @@ class Proof:
         return (
             f"proved on a smaller plan that stands for it (num_workers={self.plan.num_workers}, "
             f"num_stages={self.plan.num_stages}, num_micro={self.plan.num_micro}, "
-            f"groups={self.plan.num_groups}, chunks={self.plan.chunks}): {steps}; what "
+            f"groups={self.plan.num_groups}): {steps}; what "
             "depends on the numbers themselves was checked on the plan"
         )
 
@@ -80,7 +80,7 @@ def prove(plan: Plan) -> Proof:
 
 
 def _shape(plan: Plan) -> tuple[int, ...]:
-    return plan.num_workers, plan.num_stages, plan.num_micro, plan.chunks, plan.group_size
+    return plan.num_workers, plan.num_stages, plan.num_micro, plan.group_size
 
 
 def _replay_with_flushes(plan: Plan) -> None:
@@ -112,7 +112,7 @@ def probe(plan: Plan) -> Plan:
     Raises:
         PlanError: nothing smaller stands for the plan, and to replay it would take too long.
     """
-    few = replace(plan, num_steps=_enough_steps(plan), chunks=min(plan.chunks, 3))  # alike
+    few = replace(plan, num_steps=_enough_steps(plan))
     num_cells = plan.num_micro * plan.num_stages * few.num_steps
     if num_cells <= _MOST_CELLS:
         return few

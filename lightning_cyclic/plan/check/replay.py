@@ -15,7 +15,7 @@ Whatever an action takes must be there by then, or under way to it: see dataflow
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING, NoReturn, final
 
@@ -41,7 +41,7 @@ _ONE_OF = {
     for pair in ((Datum.SUM, Datum.TOTAL), (Datum.BUFFERS, Datum.LEFT_BUFFERS))
     for datum in pair
 }
-_meant = attrgetter("payload", "t", "i", "j", "v", "c")
+_meant = attrgetter("payload", "t", "i", "j", "v")
 _TODO = "move or correct it, or use the programs of make_plan(...)"
 
 
@@ -152,18 +152,15 @@ class _Worker:
         self._depths = plan.program.depths
         self._lanes: dict[Lane, deque[Action]] = {lane: deque() for lane in Lane if lane}
         self._under_way: Counter[Ring] = Counter()
-        self._handed_on: Counter[int] = (
-            Counter()
-        )  # messages with stages fetched for use, that wait
         self._expected: Counter[Item] = Counter()  # will be there: received, or made on a lane
         self._have: set[Item] = set()
-        self._sums: dict[tuple[int, int, int], int] = defaultdict(lambda: -1)  # step, stage, chunk
+        self._sums: dict[tuple[int, int], int] = defaultdict(lambda: -1)  # step, stage -> micro
         self._room: dict[int, int | None] = {}  # stages that are fetched for use -> version
         self._replica = plan.axes.placement.replica(w)
         self._holds = [j for j in range(plan.num_stages) if w in plan.axes.placement.workers_of(j)]
         own = (j for j in range(plan.num_stages) if not self._fetches or plan.owner(j) == w)
         for j in own:
-            self._have_all((Datum.WEIGHTS, j, 0))
+            self._have.add((Datum.WEIGHTS, j, 0))
         self._have |= {(Datum.TIED, j, 0) for j in range(plan.num_stages)}
 
     @property
@@ -216,8 +213,6 @@ class _Worker:
         ring = ring_of(a, self._w) if a.kind is Kind.SEND else None
         if ring is not None and self._under_way[ring] >= self._depths[ring]:
             return False
-        if a.kind is Kind.FREE and self._handed_on[a.j]:
-            return False
         missing = [item for item in self._flow(a).reads if not self._has(item, a)]
         if not _runs_beside(a) and not all(self._comes(item, missing) for item in missing):
             self._refuse_early(a)
@@ -260,7 +255,6 @@ class _Worker:
         elif a.kind is Kind.B:
             self._have.discard((Datum.GRAPH, *key))
             self._make(a, (Datum.GRADIENT, *key))
-            self._have_all((Datum.GRADIENT, *key))
             self._have.add((Datum.OUTPUT_GRADIENT, a.t, a.i or 0, a.j - 1))
             is_sent = self._plan.sends_gradients
             if not is_sent and source_of_sum(self._plan, a, self._w) is None:
@@ -271,16 +265,16 @@ class _Worker:
     def _extend(self, a: Action) -> None:
         """Add gradients to a sum: one, or those of a replica that sums its own."""
         plan, i = self._plan, a.i or 0
-        totals = [(a.t, a.j, c) for c in self._chunks_of(a)]
+        total = a.t, a.j
         if plan.sums_by_replica and not plan.sends_gradients:
             number = self._replica[0] // len(self._replica)
             own = range(number, plan.num_micro, plan.replicas)
             if i == own[-1] and all((Datum.GRADIENT, a.t, k, a.j) in self._have for k in own):
-                self._need(a, number == 0 or all(self._sums[x] == i - 1 for x in totals))
-                self._sums.update(dict.fromkeys(totals, i))
+                self._need(a, number == 0 or self._sums[total] == i - 1)
+                self._sums[total] = i
             return
-        self._need(a, all(self._sums[x] == self._sum_before(i) for x in totals))
-        self._sums.update(dict.fromkeys(totals, i))
+        self._need(a, self._sums[total] == self._sum_before(i))
+        self._sums[total] = i
 
     def _sum_before(self, i: int) -> int:
         """Return up to which micro-batch the sum is to which one's gradient is added."""
@@ -289,13 +283,11 @@ class _Worker:
     def _update(self, a: Action) -> None:
         self._need(a, a.v == a.t + 1)
         self._make(a, (Datum.WEIGHTS, a.j, a.v))
-        self._have_all((Datum.WEIGHTS, a.j, a.v))
         self._have.add((Datum.TIED, a.j, a.v))
 
     def _send(self, a: Action) -> None:
         ring = ring_of(a, self._w)
         self._under_way[ring] += 1
-        self._handed_on[a.j] += self._hands_on(a)
         queue = self._queues[ring.channel]
         queue.sends.append((self, a))
         queue.meet()
@@ -304,11 +296,6 @@ class _Worker:
         """Note that a send has met its receive."""
         ring = ring_of(a, self._w)
         self._under_way[ring] -= 1
-        self._handed_on[a.j] -= self._hands_on(a)
-
-    def _hands_on(self, a: Action) -> bool:
-        """Say whether a SEND sends what was fetched for use, which is dropped when it has left."""
-        return is_for_one_use(a) and self._plan.owner(a.j) != self._w
 
     def _receive(self, a: Action) -> None:
         self._expected.update(self._flow(a).makes)
@@ -328,7 +315,7 @@ class _Worker:
         match a.payload:
             case Payload.S | Payload.T:
                 done = self._plan.num_micro - 1 if a.i is None else a.i
-                self._sums.update({(a.t, a.j, c): done for c in self._chunks_of(a)})
+                self._sums[a.t, a.j] = done
             case Payload.R:
                 self._make(a, (Datum.BUFFERS, a.j, self._micro(a)))
             case Payload.C:
@@ -338,10 +325,7 @@ class _Worker:
             case Payload.P:
                 self._need(a, not self._fetches or self._room.get(a.j) == a.v)
                 self._need(a, a.j in self._holds)
-                whole = (Datum.WEIGHTS, a.j, a.v)
-                self._have.update(self._flow(a).makes)
-                if all(part in self._have for part in self._flow.parts(whole)):
-                    self._have |= {whole, (Datum.TIED, a.j, a.v)}
+                self._have |= {(Datum.WEIGHTS, a.j, a.v), (Datum.TIED, a.j, a.v)}
             case Payload.V:
                 self._need(a, a.j not in self._holds)
                 self._make(a, (Datum.TIED, a.j, a.v))
@@ -388,16 +372,7 @@ class _Worker:
     def _has_sum(self, a: Action) -> bool:
         last = self._plan.num_micro - 1 if a.i is None else a.i
         due = self._sum_before(a.i or 0) if a.kind is Kind.ADD else last
-        return all(self._sums[a.t, a.j, c] == due for c in self._chunks_of(a))
-
-    def _chunks_of(self, a: Action) -> Iterable[int]:
-        """Give the chunks that an action is about: its own, or all."""
-        return range(self._plan.chunks) if a.c is None else (a.c,)
-
-    def _have_all(self, item: Item) -> None:
-        """Note that an item is there, and with it its chunks."""
-        self._have.add(item)
-        self._have.update(self._flow.parts(item))
+        return self._sums[a.t, a.j] == due
 
     def _has_tied_gradients(self, a: Action) -> bool:
         plan, i = self._plan, a.i or 0

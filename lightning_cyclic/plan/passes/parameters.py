@@ -118,7 +118,7 @@ def _others(plan: Plan, j: int) -> tuple[int, ...]:
 
 def _totals(plan: Plan, updates: Iterable[Action], w: int) -> Iterator[Action]:
     """Receive the totals that updates apply, unless their sums end on the owner."""
-    if plan.axes.sharding.adds_at_owner:
+    if plan.axes.sharding.gathers:
         return
     for a in sorted(updates, key=lambda a: -a.j):  # backwards end with the first stage
         source = adder(plan, plan.num_micro - 1, a.j, a.t)

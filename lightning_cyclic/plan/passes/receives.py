@@ -53,7 +53,7 @@ def receives(plan: Plan, programs: tuple[Program, ...]) -> tuple[Program, ...]:
     Returns:
         The same actions, in which the n-th receive of a channel is that of its n-th send.
     """
-    flow, sent = Dataflow(plan.whole), _sent(programs)
+    flow, sent = Dataflow(plan), _sent(programs)
     return tuple(
         _moved(program, w, sent, list(_earliest(plan, flow, program)))
         for w, program in enumerate(programs)

@@ -3,27 +3,15 @@
 The owner keeps the bytes of its stages and sends them to each user, one slot ahead of use, so
 that a worker holds its own stages, the one in use and the one on its way. In each slot of the
 cyclic timetable every stage has one user: one message per worker and slot, and no broadcast.
-
-With ``sharding="ring"`` the owner sends them to the first user of a round of forwards, or of
-backwards, and each user to the next, as soon as it has them and before it uses them:
-
-    full    owner -> w0          ring    owner -> w0 -> w1 -> w2
-            owner -> w1
-            owner -> w2
-
-As many messages, but all from one neighbour to the next, save the first of each round. A copy is
-dropped (FREE) when it has been used and has left, so that nobody holds two of them. Where buffers
-travel and a worker runs all of its rounds before the next one begins, there is nobody to hand a
-copy on to, and owners send all.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 from lightning_cyclic.plan.actions import Action, Kind, Lane, Payload, Program
 from lightning_cyclic.plan.passes.messages import message
@@ -32,7 +20,6 @@ if TYPE_CHECKING:
     from lightning_cyclic.plan import Plan
 
 _COMPUTE = (Kind.F, Kind.B)
-_Uses: TypeAlias = Mapping[Action, Action]  # a forward or backward -> another of the same round
 
 
 def shards(plan: Plan, programs: tuple[Program, ...]) -> tuple[Program, ...]:
@@ -47,41 +34,19 @@ def shards(plan: Plan, programs: tuple[Program, ...]) -> tuple[Program, ...]:
     """
     if not plan.axes.sharding.gathers:
         return programs
-    givers = _givers(plan, programs)
-    takers = {giver: a for a, giver in givers.items()}
-    outbox = _outbox(plan, programs, givers)
-    used = (_use(plan, program, w, givers, takers) for w, program in enumerate(programs))
-    if not plan.axes.sharding.hands_on:  # else those behind would wait for what comes early
-        used = (_ahead(tuple(program)) for program in used)
+    outbox = _outbox(plan, programs)
+    used = (_ahead(tuple(_use(plan, program, w))) for w, program in enumerate(programs))
     return tuple(tuple(_serve(program, outbox[w])) for w, program in enumerate(used))
 
 
-def _givers(plan: Plan, programs: tuple[Program, ...]) -> _Uses:
-    """Name for each use of somebody else's stage the use before it, if that hands it on."""
-    in_succession = plan.rounds > 1 and plan.relayed  # all rounds of a worker, then the next one's
-    if not plan.axes.sharding.hands_on or in_succession:
-        return {}
-    uses = [(a.s, w, a) for w, program in enumerate(programs) for a in program]
-    givers: dict[Action, Action] = {}
-    before: dict[tuple[Kind, int, int | None, int], Action] = {}  # of a round: its last use so far
-    for _, w, a in sorted(uses, key=lambda use: use[:2]):
-        if a.kind not in _COMPUTE:
-            continue
-        round_of = a.kind, a.j, a.v, plan.round_of(a.i or 0)
-        if plan.owner(a.j) != w and round_of in before:
-            givers[a] = before[round_of]
-        before[round_of] = a
-    return givers
-
-
-def _outbox(plan: Plan, programs: tuple[Program, ...], givers: _Uses) -> dict[int, list[Action]]:
-    """List what each owner sends by itself, in the order of the slots in which it is due."""
+def _outbox(plan: Plan, programs: tuple[Program, ...]) -> dict[int, list[Action]]:
+    """List what each owner sends, in the order of the slots in which it is due."""
     made = {(a.j, a.v): a.s for program in programs for a in program if a.kind is Kind.UPDATE}
     dues = defaultdict(list)
     for w, program in enumerate(programs):
         for a in program:
             owner = plan.owner(a.j)
-            if a.kind in _COMPUTE and owner != w and a not in givers:
+            if a.kind in _COMPUTE and owner != w:
                 due = max(a.s - 1, made.get((a.j, a.v), 0), 0)
                 dues[owner].append((due, a.s, w, replace(_receive(a, owner), s=due)))
     return defaultdict(list, {owner: _sends(found) for owner, found in dues.items()})
@@ -92,19 +57,13 @@ def _sends(dues: list[tuple[int, int, int, Action]]) -> list[Action]:
     return [replace(a, kind=Kind.SEND, peer=w) for _, _, w, a in dues]
 
 
-def _use(plan: Plan, program: Program, w: int, givers: _Uses, takers: _Uses) -> Iterator[Action]:
-    """Surround each F and B of somebody else's stage with GATHER, receive and FREE.
-
-    Where parameters are handed on, it is before they are used, so that they travel meanwhile.
-    """
+def _use(plan: Plan, program: Program, w: int) -> Iterator[Action]:
+    """Surround each F and B of somebody else's stage with GATHER, receive and FREE."""
     for a in program:
         is_fetched = a.kind in _COMPUTE and plan.owner(a.j) != w
         if is_fetched:
             yield Action(kind=Kind.GATHER, t=a.t, j=a.j, v=a.v, s=a.s)
-            yield _receive(a, _worker_of(plan, givers[a]) if a in givers else plan.owner(a.j))
-        if (taker := takers.get(a)) is not None:
-            sent = _receive(taker, _worker_of(plan, taker))
-            yield replace(sent, kind=Kind.SEND, s=a.s)
+            yield _receive(a, plan.owner(a.j))
         yield a
         if is_fetched:
             yield Action(kind=Kind.FREE, t=a.t, j=a.j, v=a.v, s=a.s)
@@ -129,10 +88,6 @@ def _ahead(program: Program) -> Iterator[Action]:
         yield from early[n]
         if n not in moved:
             yield a
-
-
-def _worker_of(plan: Plan, a: Action) -> int:
-    return plan.worker_of(a.i or 0, a.j, a.t)
 
 
 def _serve(program: Iterator[Action], outbox: list[Action]) -> Iterator[Action]:

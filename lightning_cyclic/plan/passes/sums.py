@@ -44,7 +44,7 @@ def sums(plan: Plan, a: Action, w: int) -> Iterator[Action]:
             return
         if (to := adder(plan, i, a.j, a.t)) != w:
             yield message(Kind.SEND, Payload.H, a, to, i=i)
-        elif not plan.axes.sharding.adds_at_owner:
+        elif not plan.axes.sharding.gathers:
             yield from _sums_of_group(plan, a, w)
         return
     before = source_of_sum(plan, a, w)
@@ -76,7 +76,7 @@ def _sums_of_group(plan: Plan, a: Action, w: int) -> Iterator[Action]:
 
 def adder(plan: Plan, i: int, j: int, t: int) -> int:
     """Give the worker that adds the gradient of a micro-batch to the sum of those before it."""
-    if plan.axes.sharding.adds_at_owner:
+    if plan.axes.sharding.gathers:
         return plan.owner(j)
     w = plan.worker_of(i, j, t)
     return plan.lead(w, j) if plan.sends_gradients else w
@@ -93,7 +93,7 @@ def sums_at_owner(plan: Plan, program: Program, w: int) -> Iterator[Action]:
         program: of worker ``w``, with UPDATEs.
         w: worker.
     """
-    if not plan.axes.sharding.adds_at_owner:
+    if not plan.axes.sharding.gathers:
         yield from program
         return
     slots = list(accumulate((a.s for a in program), max))

@@ -12,7 +12,7 @@ from fractions import Fraction
 
 from lightning_cyclic.plan.clock import ceil_div
 
-ONE_SLOT, TWO_SLOTS = Fraction(1), Fraction(2)
+TWO_SLOTS = Fraction(2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,11 +38,6 @@ class AbstractSchedule(ABC):
     @abstractmethod
     def period(self) -> int:
         """Ticks from the start of a step to the start of the next."""
-
-    @property
-    def round(self) -> int:
-        """Ticks from a worker's whole micro-batch to its next one in the same step."""
-        return self.period
 
     @abstractmethod
     def forward(self, i: int, j: int) -> int:

@@ -51,8 +51,8 @@ class Rounds(AbstractAround):
     @property
     def _more(self) -> int:
         """Ticks from the first round of a worker to its last."""
-        return (self.num_micro // self.base.num_micro - 1) * self.base.round
+        return (self.num_micro // self.base.num_micro - 1) * self.base.period
 
     def _moved(self, i: int) -> int:
         number, w = divmod(i, self.base.num_micro)
-        return number * self.base.round + (w * self._more if self.in_succession else 0)
+        return number * self.base.period + (w * self._more if self.in_succession else 0)

@@ -179,9 +179,7 @@ class CallRouter:
             elif isinstance(x, Tensor):
                 real[name] = x
 
-    def _routed(
-        self, path: str, original: Callable[..., Any], m: nn.Module
-    ) -> Callable[..., Any]:
+    def _routed(self, path: str, original: Callable[..., Any], m: nn.Module) -> Callable[..., Any]:
         unit = Unit(
             path=path,
             event=f"{path}()",

@@ -45,7 +45,6 @@ class Foresight:
         self._stages = stages
         self._guess = guess
         self._reserved: dict[tuple[int, int, int], Values] = {}
-        self._of_step: dict[int, tuple[int, Values]] = {}  # stage -> step, guess of its first
 
     def train_others(self, stages: Mapping[int, Mapping[str, nn.Parameter]]) -> None:
         """Guess other parameters from now on, behind a flush; what was frozen stays as it is."""
@@ -57,7 +56,6 @@ class Foresight:
     def restart(self) -> None:
         """Forget the guesses from weights that others have taken the place of, behind a flush."""
         self._reserved.clear()
-        self._of_step.clear()
 
     def looks_ahead(self, a: Action) -> bool:
         """Say whether the forward or the backward of a micro-batch reads a guess."""
@@ -74,10 +72,7 @@ class Foresight:
         """
         assert a.i is not None
         reserved = self._reserved.pop((a.t, a.i, a.j), None)
-        values = self._made(a, newest) if reserved is None else reserved
-        if a.i < self._plan.width:  # the first of its replica
-            self._of_step[a.j] = (a.t, values)
-        return values
+        return self._made(a, newest) if reserved is None else reserved
 
     def backward(self, j: int, newest: int) -> Values:
         """Return what a backward reads."""
@@ -92,12 +87,6 @@ class Foresight:
 
     def _made(self, a: Action, newest: int) -> Values:
         assert a.i is not None
-        width = self._plan.width
-        if self._plan.guesses_once_a_step and a.i >= width:
-            first = self._reserved.get((a.t, a.i % width, a.j))
-            t, values = self._of_step[a.j] if first is None else (a.t, first)
-            assert t == a.t
-            return values
         return self._look(a.j, newest, self._plan.horizon(a.t, a.i, a.j))
 
     def _look(self, j: int, newest: int, horizon: int) -> Values:

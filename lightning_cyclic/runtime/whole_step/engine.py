@@ -123,9 +123,7 @@ class Engine:
         device = next((p.device for p in named.values()), torch.device("cpu"))
         depths = plan.program.depths
         self._line = transport.connect(plan.program)
-        self._messages = Messages(
-            self._line, depths, self._waiter.wait, device, num_chunks=plan.chunks
-        )
+        self._messages = Messages(self._line, depths, self._waiter.wait, device)
         keeps = not plan.axes.sharding.gathers
         self.stores = [
             VersionStore(
@@ -142,7 +140,7 @@ class Engine:
         self.norms = Norms(plan, self._w, self._parameters, self._fetch)
         self._exchange = Exchange(
             module, self._w, stages, self.stores, self._grads, self.norms, self._messages, forms,
-            sums_travel=not plan.axes.sharding.adds_at_owner,
+            sums_travel=not plan.axes.sharding.gathers,
         )  # fmt: skip
         self.shards: Shards | None = None
         if plan.axes.sharding.gathers:
@@ -256,7 +254,7 @@ class Engine:
         self._run_to(None, 0)
         self.t += 1
         self._shown.stay_no_longer()
-        if self.plan.weights == "sync" and self.shards is None:  # else owners show what they made
+        if self.plan.weights == "sync":
             self._worker.settle()
             self._show_newest(range(self.plan.num_stages))
 
@@ -304,7 +302,7 @@ class Engine:
         All that still read it, here and on other workers, do so in this step: whoever else does is
         sent it in this step. What a flush sends behind the step is the newest.
         """
-        if self.shards is None or self.plan.axes.weights.at_end_of_step:
+        if self.shards is None:
             return {}
         ends = dict.fromkeys(self.owned, 0)
         for n, a in enumerate(self._actions, start=1):
@@ -356,8 +354,7 @@ class Engine:
         self._run_on()
 
     def _fetch(self, item: Item) -> None:
-        for part in self.plan.program.flow.parts(item):
-            self._worker.fetch(part)
+        self._worker.fetch(item)
 
     def _enter(self, a: Action) -> None:
         """Show the version that a forward reads."""
@@ -500,7 +497,7 @@ class Engine:
 
         Args:
             whole: of every stage on every worker; else where parameters stay at their owners
-                (sharding "full", "ring") these alone have them.
+                (sharding "full") these alone have them.
         """
         program, last = self.plan.program, self.t - 1
         if self.is_flushed and (self._is_whole or not whole):

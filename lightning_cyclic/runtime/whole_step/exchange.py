@@ -11,15 +11,15 @@ N, K        norms of gradients; the word that a step may begin
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, final
+from typing import final
 
 import torch
 from torch import Tensor, nn
 
-from lightning_cyclic.errors import ConfigurationError, StepError
+from lightning_cyclic.errors import StepError
 from lightning_cyclic.plan.actions import Action, Kind, Payload
-from lightning_cyclic.runtime.buffers import Buffer, Layout, write
-from lightning_cyclic.runtime.gradient_store import Addition, Gradients, GradientStore, Sum
+from lightning_cyclic.runtime.buffers import Buffer, Layout
+from lightning_cyclic.runtime.gradient_store import GradientStore, Sum
 from lightning_cyclic.runtime.messages import Message, Messages
 from lightning_cyclic.runtime.norms import Norms
 from lightning_cyclic.runtime.stages.stage_map import StageMap
@@ -76,36 +76,9 @@ class Exchange:
             else [self._layout_of(*pair, dtypes.of_gradients) for pair in pairs]
         )
         self._parameter_layouts = [self._layout_of(store, store.parameters) for store in stores]
-        self._check_chunks()
         self.shards: Shards | None = None  # where workers hold what they use alone
         self._gradients: dict[tuple[int, int | None, int], Sum] = {}  # that came
-        # of what goes chunk by chunk: step, stage -> additions; payload, step, stage -> messages
-        self._additions: dict[tuple[int, int], Addition | None] = {}
-        self._leaving: dict[tuple[Payload, int, int], _Leaving] = {}
         self._handed_on: list[tuple[str, Tensor, int]] = []  # name, buffer, its state when sent
-
-    def _check_chunks(self) -> None:
-        """Refuse chunks that would be empty, and those of weights that do not travel as they are.
-
-        Raises:
-            ConfigurationError: with the stage, or what travels instead.
-        """
-        num = self._messages.num_chunks
-        if num == 1:
-            return
-        for j, (sent, store) in enumerate(zip(self._parameter_layouts, self._stores, strict=True)):
-            if sent is not store.layout:
-                raise ConfigurationError(
-                    f"chunks={num} with a precision that sends compressed weights, which are put "
-                    "in place when all have come; allowed with it: 1; use chunks=1"
-                )
-            for layout in (sent, self._sum_layouts[j], self._added_layouts[j]):
-                if 0 < layout.most_chunks < num:
-                    raise ConfigurationError(
-                        f"chunks={num}, but stage {j} has no more to send than fits in "
-                        f"{layout.most_chunks}; allowed with these stages: 1 to "
-                        f"{layout.most_chunks}; use chunks={layout.most_chunks}, or fewer stages"
-                    )
 
     def _layout_of(
         self,
@@ -127,21 +100,7 @@ class Exchange:
 
     def add(self, a: Action) -> None:
         """Add gradients that came, or the own, to the sum, which comes first in the addition."""
-        if a.c is None:
-            self._grads.add(a.t, a.j, self._gradients.pop((a.t, a.i, a.j), None))
-            return
-        key = a.t, a.j
-        layout = self._added_layouts[a.j]
-        if a.c == 0:
-            came = self._gradients.pop((a.t, a.i, a.j), None)
-            self._additions[key] = self._grads.begin_addition(*key, came, layout)
-        addition = self._additions[key]
-        if addition is not None:
-            addition.add_pieces(layout.pieces(a.c))
-        if layout.is_last(a.c):
-            del self._additions[key]
-            if addition is not None:
-                addition.end()
+        self._grads.add(a.t, a.j, self._gradients.pop((a.t, a.i, a.j), None))
 
     def free(self, a: Action) -> None:
         """Give up a version of another worker's stage."""
@@ -185,14 +144,14 @@ class Exchange:
         """Let the messages of a ring have one form."""
 
     def hold(self, a: Action) -> None:
-        """Keep a version that a lane is about to hand on, from its first chunk to its last."""
-        if a.payload is Payload.P and a.kind is Kind.SEND and not a.c:
+        """Keep a version that a lane is about to hand on."""
+        if a.payload is Payload.P and a.kind is Kind.SEND:
             assert a.v is not None
             self._stores[a.j].hold(a.v)
 
     def let_go(self, a: Action) -> None:
         """Let a version be dropped that has been handed on."""
-        if a.payload is Payload.P and self._parameter_layouts[a.j].is_last(a.c):
+        if a.payload is Payload.P:
             assert a.v is not None
             self._stores[a.j].let_go(a.v)
 
@@ -209,40 +168,22 @@ class Exchange:
     def _give_sum(self, a: Action) -> Message:
         assert a.payload is not None
         layout = (self._added_layouts if a.payload is Payload.H else self._sum_layouts)[a.j]
-        key = a.payload, a.t, a.j
-        leaving = self._leaving.pop(key) if a.c else self._begin_to_leave(a, layout)
-        buffer, narrowed = leaving.message.buffer, self._grads.dtypes.narrowed
-        if leaving.grads is not None and buffer is not None:
-            grads, laid = leaving.grads, buffer.tensors
-            if a.c is not None:
-                pieces = layout.pieces(a.c)
-                grads, laid = [p.of(grads) for p in pieces], [_some(p.of(laid)) for p in pieces]
-            write([None if x is None else narrowed(x) for x in grads], laid)
-        if not layout.is_last(a.c):
-            self._leaving[key] = leaving
-        elif leaving.given is not None:
-            leaving.given.let_go()
-        return leaving.message
-
-    def _begin_to_leave(self, a: Action, layout: Layout) -> _Leaving:
-        """Take a sum, in its own buffer or with one that it is to be copied to."""
-        grads, word, given = self._grads.take(a.t, a.j)
-        lies = given is not None and layout.has(given)
-        buffer = given if lies and given is not None else self._messages.room(layout)
+        grads, word, buffer = self._grads.take(a.t, a.j)
         there = [x is not None for x in grads]
+        if buffer is None or not layout.has(buffer):
+            given, buffer = buffer, self._messages.room(layout)
+            narrowed = self._grads.dtypes.narrowed
+            buffer.write([None if x is None else narrowed(x) for x in grads])
+            if given is not None:
+                given.let_go()
         marks = None if all(there) else there
-        message = Message(buffer.tensors, None, word, marks, buffer, leaves=True)
-        if lies:
-            return _Leaving(message)
-        return _Leaving(message, grads if a.c is None else layout.laid(grads), given)
+        return Message(buffer.tensors, None, word, marks, buffer, leaves=True)
 
     def _take_sum(self, a: Action, message: Message) -> None:
-        if not a.c:
-            self._grads.put(a.t, a.j, _sum_of(message))
+        self._grads.put(a.t, a.j, _sum_of(message))
 
     def _take_gradients(self, a: Action, message: Message) -> None:
-        if not a.c:
-            self._gradients[a.t, a.i, a.j] = _sum_of(message)
+        self._gradients[a.t, a.i, a.j] = _sum_of(message)
 
     def _give_parameters(self, a: Action) -> Message:
         assert a.v is not None
@@ -258,8 +199,6 @@ class Exchange:
     def _take_parameters(self, a: Action, message: Message) -> None:
         assert a.v is not None
         assert message.buffer is not None
-        if a.c:
-            return
         store, buffer = self._stores[a.j], message.buffer
         if self._parameter_layouts[a.j] is not store.layout:
             buffer = self._expanded(store, buffer)
@@ -298,25 +237,6 @@ class Exchange:
 
     def _take_start(self, a: Action, message: Message) -> None:
         """Have been let go."""
-
-
-class _Leaving(NamedTuple):
-    """Hold a sum that is sent, until all of its chunks are.
-
-    Args:
-        message: that it goes in.
-        grads: what is copied to its buffer, where it does not lie there.
-        given: another buffer, in which it has come.
-    """
-
-    message: Message
-    grads: Gradients | None = None
-    given: Buffer | None = None
-
-
-def _some(x: Tensor | None) -> Tensor:
-    assert x is not None
-    return x
 
 
 def _like(x: Tensor, dtype: torch.dtype) -> Tensor:

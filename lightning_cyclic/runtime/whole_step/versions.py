@@ -132,13 +132,12 @@ class VersionStore:
         self.drop_below(v)
 
     def forget(self, v: int) -> None:
-        """Forget one version, which the parameters do not show any more, when it has left."""
+        """Forget one version, which the parameters do not show any more."""
         with self._changing:
             buffer = self._versions.pop(v)
             self.words.pop(v, None)
         if buffer is self._shown:
             self._shown = None
-        self._messages.wait_for(buffer)  # else ever more would lie here, on their way to others
         buffer.let_go()
 
     def has_left(self, v: int) -> bool:

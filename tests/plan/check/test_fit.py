@@ -78,12 +78,3 @@ def test_late_updates_are_refused_where_new_versions_are_read_at_once(change):
 def test_a_norm_over_all_stages_is_refused_where_each_is_updated_at_once(preset):
     with pytest.raises(PlanError, match=r"norms='owners' with weights 'freshest' .*'shared' and "):
         make_plan(preset, num_stages=3, num_workers=3, norms="owners")
-
-
-@pytest.mark.parametrize("weights", ["freshest", "delayed"])
-def test_a_ring_whose_users_are_in_different_steps_is_refused(weights):
-    text = (
-        rf"sharding 'ring' does not fit weights '{weights}' .*allowed: weights 'sync'; use shard"
-    )
-    with pytest.raises(PlanError, match=text):
-        make_plan("cyclic_zero", num_stages=2, num_workers=2, weights=weights, sharding="ring")

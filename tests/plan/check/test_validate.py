@@ -169,7 +169,6 @@ WITH = {  # a field of a plan that has a default -> what a large plan is made wi
     "norms": {"norms": "owners", "slack": 0},
     "relayed_until": {"relayed": [5], "relayed_until": [6]},
     "updates_meet": {"norms": "owners", "slack": 0},
-    "chunks": {"chunks": 2},
     "group_size": {"groups": 32},
 }
 

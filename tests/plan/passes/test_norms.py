@@ -98,7 +98,7 @@ def test_owners_tell_the_norms_of_totals_that_come_long_before_they_are_applied(
 
 @pytest.mark.parametrize(
     ("preset", "slack", "late"),
-    [("lockstep_dp", 0, 0), ("weipipe", 0, 0), ("cyclic_dp", 0, 1), ("cyclic_dp_v1", 0, 1),
+    [("lockstep_dp", 0, 0), ("cyclic_dp", 0, 1), ("cyclic_dp_v1", 0, 1),
      ("cyclic_dp", 4, 1), ("cyclic_zero", 0, 1)],
 )  # fmt: skip
 def test_whole_steps_know_of_the_updates_that_all_workers_have_read(

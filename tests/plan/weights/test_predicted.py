@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 from lightning_cyclic.plan import make_plan
 from lightning_cyclic.plan.actions import Kind
 from lightning_cyclic.plan.dataflow import live_versions
-from lightning_cyclic.plan.weights.predicted import Predicted
 
 
 @pytest.mark.parametrize("num_stages", [1, 2, 4, 5])
@@ -36,7 +35,6 @@ def test_horizon_counts_the_updates_in_the_program(num_stages, num_micro):
                 assert a.v == version
                 distance = version - at_forward[a.t, a.i]
                 assert plan.horizon(a.t, a.i, a.j) == distance
-                assert Predicted().horizon(at_forward[a.t, a.i], a.v) == distance
 
 
 def test_keeps_one_version_beside_what_it_predicts():
@@ -53,23 +51,4 @@ def test_other_rules_do_not_look_ahead():
 def test_spectrain_looks_to_the_end_of_the_round_trip():
     plan = make_plan("spectrain", num_stages=4, num_workers=4)
     assert [plan.horizon(9, 0, j) for j in range(4)] == [3, 2, 2, 1]  # floor(j/2) + S-1-j
-    assert [plan.backward_horizon(j) for j in range(4)] == [0, 0, 1, 1]
-    assert not plan.guesses_once_a_step
-
-
-@pytest.mark.parametrize("num_stages", range(1, 9))
-def test_xpipe_with_steps_of_one_micro_batch_is_spectrain(num_stages):
-    numbers = {"num_stages": num_stages, "num_workers": num_stages, "num_micro": 1}
-    xpipe, spectrain = (make_plan(preset, **numbers) for preset in ("xpipe", "spectrain"))
-    for j in range(num_stages):
-        assert xpipe.horizon(5, 0, j) == spectrain.horizon(5, 0, j)
-        assert xpipe.backward_horizon(j) == spectrain.backward_horizon(j)
-
-
-def test_xpipe_looks_less_far_with_more_micro_batches():
-    plan = make_plan("xpipe", num_stages=4, num_workers=4)
-    assert plan.num_micro == 4
-    assert plan.guesses_once_a_step
-    # (4 + 4 - j/2 - 2) / 4 = 1.5, 1.375, 1.25, 1.125; (4 + floor(j/2) - 1) / 4 < 2
-    assert [plan.horizon(9, 3, j) for j in range(4)] == [1, 1, 1, 1]
     assert [plan.backward_horizon(j) for j in range(4)] == [0, 0, 1, 1]

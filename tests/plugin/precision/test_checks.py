@@ -33,7 +33,7 @@ def refused_by(strategy: Any) -> str:
 @pytest.mark.multi
 @pytest.mark.parametrize(
     ("strategy", "name"),
-    [("ddp", "DDPStrategy"), ("xpipe", "preset='xpipe', which predicts weights")],
+    [("ddp", "DDPStrategy"), ("pipeoptim", "preset='pipeoptim', which predicts weights")],
 )
 def test_strategies_of_several_devices(strategy: Any, name: str) -> None:
     (message,) = processes.run(refused_by, 1, strategy)

@@ -78,8 +78,7 @@ def compare(seer: Seer, *, runs_again: bool = False) -> None:
 
 PLANS = [
     ("pipeoptim", 2, 2, 1), ("pipeoptim", 4, 4, 1), ("pipeoptim", 4, 2, 1), ("pipeoptim", 4, 1, 1),
-    ("spectrain", 2, 2, 1), ("spectrain", 4, 4, 1), ("spectrain", 4, 2, 1), ("xpipe", 2, 2, 3),
-    ("xpipe", 4, 4, 4), ("xpipe", 4, 2, 3), ("xpipe", 4, 4, 3),
+    ("spectrain", 2, 2, 1), ("spectrain", 4, 4, 1), ("spectrain", 4, 2, 1),
 ]  # fmt: skip
 
 

@@ -18,7 +18,7 @@ from lightning_cyclic.runtime.stages.profile import Recorder
 from lightning_cyclic.runtime.stages.stage_map import StageMap, make_stages
 from lightning_cyclic.runtime.transport import CountingTransport, LocalTransport, PostOffice
 from lightning_cyclic.runtime.whole_step.engine import Engine, up_to_updates
-from tests.rows import chosen, more
+from tests.rows import more
 from tests.sequential import train
 
 PRESETS = {"cyclic_dp": "freshest", "cyclic_dp_v1": "delayed", "lockstep_dp": "sync",
@@ -128,12 +128,9 @@ def run_workers(
     flush_at: tuple[int, ...] = (),
     timeout_s: float = 20.0,
     check: bool = True,
-    chunks: int = 1,
 ) -> list[Worker]:
     stages = find_stages(module, s)
-    plan = plan_of(
-        preset, num_stages=s, num_workers=n, slack=slack, relayed=stages.relayed, chunks=chunks
-    )
+    plan = plan_of(preset, num_stages=s, num_workers=n, slack=slack, relayed=stages.relayed)
     office = PostOffice()
     workers = [
         Worker(
@@ -234,39 +231,13 @@ def test_the_rules_differ_so_that_equality_can_fail() -> None:
     assert all(not torch.equal(a, b) for k, a in enumerate(firsts) for b in firsts[:k])
 
 
-CHUNKED = [
-    (preset, slack, n, chunks)
-    for preset, slack in [
-        ("cyclic_dp", 0), ("cyclic_dp", 2), ("cyclic_dp_v1", 0),
-        ("cyclic_zero", 0), ("cyclic_zero", 2),
-    ]
-    for n in (2, 4, 8)
-    for chunks in (3, 16)
-]  # fmt: skip
-CHUNKED_ALWAYS = [
-    ("cyclic_dp", 0, 2, 16), ("cyclic_dp", 2, 4, 3), ("cyclic_dp_v1", 0, 2, 16),
-    ("cyclic_zero", 0, 4, 3), ("cyclic_zero", 2, 2, 16),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("preset", "slack", "n", "chunks"), chosen(CHUNKED, CHUNKED_ALWAYS))
-def test_chunks_change_no_bit(preset: str, slack: int, n: int, chunks: int) -> None:
-    workers = run_workers(mlp(), preset, n, 8, slack, adamw, 7, flush_at=(0, 3), chunks=chunks)
-    rule = "cyclic_dp" if preset == "cyclic_zero" else preset
-    expected = reference(mlp(), rule, n, 8, slack, adamw, 7).state_dict()
-    for worker in workers:
-        for name, value in worker.module.state_dict().items():
-            assert torch.equal(value, expected[name]), (worker.transport.worker, name)
-
-
-@pytest.mark.parametrize(("n", "chunks"), [more(2, 1), (3, 1), more(4, 1), more(2, 16), (3, 5)])
+@pytest.mark.parametrize("n", [more(2), 3, more(4)])
 @pytest.mark.parametrize("preset", list(PRESETS))
-def test_messages_and_bytes_are_those_of_the_program(n: int, preset: str, chunks: int) -> None:
+def test_messages_and_bytes_are_those_of_the_program(n: int, preset: str) -> None:
     num_steps, s = 6, 4
-    workers = run_workers(mlp(), preset, n, s, 0, sgd, num_steps, chunks=chunks)
+    workers = run_workers(mlp(), preset, n, s, 0, sgd, num_steps)
     plan = plan_of(
         preset, num_stages=s, num_workers=n, num_steps=num_steps, relayed=tuple(range(s)),
-        chunks=chunks,
     )  # fmt: skip
     for worker in workers:
         sends = [a for a in plan.programs[worker.transport.worker] if a.kind == "SEND"]
@@ -277,7 +248,7 @@ def test_messages_and_bytes_are_those_of_the_program(n: int, preset: str, chunks
             assert worker.transport.messages[payload] == expected, payload
         for payload in (Payload.S, Payload.T, Payload.P):
             sizes = [store.layout.num_bytes for store in worker.engine.stores]
-            num_bytes = sum(sizes[a.j] for a in sends if a.payload is payload and not a.c)
+            num_bytes = sum(sizes[a.j] for a in sends if a.payload is payload)
             assert worker.transport.num_bytes[payload] == num_bytes
 
 

@@ -13,78 +13,52 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from functools import cache
 from itertools import pairwise
 from typing import final
 
 from lightning_cyclic.errors import PlanError
-from lightning_cyclic.planner.graph import CostGraph, GraphSplit, GraphTensor, nodes_in
-from lightning_cyclic.planner.ideals import StageFits, split_ideals
-from lightning_cyclic.planner.milp import split_milp
+from lightning_cyclic.planner.ideals import CostGraph, GraphSplit, GraphTensor, split_ideals
 from lightning_cyclic.runtime.stages.cuts import Cuts
 from lightning_cyclic.runtime.stages.demands import Demands
 from lightning_cyclic.runtime.stages.evidence import Survey
-from lightning_cyclic.runtime.stages.places import CutPoints, Load
+from lightning_cyclic.runtime.stages.places import CutPoints
 from lightning_cyclic.simulate.units import show_seconds
 
 _WORTH = 0.95  # of the slowest stage's time: what is above is lost in the noise of times
 _MOST_HINTS = 3
 
 
-def faster_order(
-    survey: Survey,
-    cuts: Cuts,
-    *,
-    memory_limit_bytes: float | None = None,
-    demands: Demands | None = None,
-    milp: bool = False,
-) -> str | None:
+def faster_order(survey: Survey, cuts: Cuts) -> str | None:
     """Say how much faster the slowest stage could be if branches were called in another order.
 
     Args:
         survey: of the step.
         cuts: its stages, the best in the order of its calls.
-        memory_limit_bytes: that they keep, as in ``choose_cuts``. [any number]
-        demands: of the plan. [a stage's forward counts, and nothing else]
-        milp: where there are too many orders to look at, ask an integer programme, which takes
-            up to a minute; not under a memory limit, of which it knows nothing.
 
     Returns:
         A sentence; None where calls do not branch, where another order would gain next to
         nothing, or where nobody can tell: there are too many, or stages begin as they were named.
-
-    Raises:
-        PlanError: ``milp`` is asked for, and SciPy is not installed.
     """
     points = CutPoints(survey)
     pieces = StepPieces(points, cuts.starts)
     if not {*cuts.starts} <= {place.path for place in pieces.begins}:
         return None
-    wanted = demands or Demands.of_forward(cuts.num_stages)
-    graph = pieces.graph(wanted)
+    graph = pieces.graph(Demands.of_forward(cuts.num_stages))
     now_s = graph.slowest_s(pieces.ends(cuts.starts))
     least_s = max(*graph.seconds, sum(graph.seconds) / cuts.num_stages)
     if graph.is_chain or least_s >= _WORTH * now_s or points.clash(pieces.begins):
         return None
-    fits = None if memory_limit_bytes is None else pieces.fits(graph, wanted, memory_limit_bytes)
-    best = _best(graph, cuts.num_stages, fits, milp=milp)
-    if best is None or best.slowest_s >= _WORTH * now_s:
+    try:
+        best = split_ideals(graph, cuts.num_stages)
+    except PlanError:  # too many orders
         return None
-    what = "forward" if demands is None else "forward and backward, or messages,"
+    if best.slowest_s >= _WORTH * now_s:
+        return None
     return (
         "if branches were called in another order, the slowest stage could take "
         f"{show_seconds(best.slowest_s)} instead of {show_seconds(now_s)}\n"
-        f"({what} of one micro-batch): call {_hints(pieces, best)}"
+        f"(forward of one micro-batch): call {_hints(pieces, best)}"
     )
-
-
-def _best(
-    graph: CostGraph, num_stages: int, fits: StageFits | None, *, milp: bool
-) -> GraphSplit | None:
-    try:
-        return split_ideals(graph, num_stages, fits=fits)
-    except PlanError:  # too many
-        return split_milp(graph, num_stages) if milp and fits is None else None
 
 
 def _hints(pieces: StepPieces, split: GraphSplit) -> str:
@@ -145,29 +119,6 @@ class StepPieces:
             keeps=tuple(sorted({pair for ticks in self._in_turn() for pair in self._row(ticks)})),
             network=demands.network,
         )
-
-    def fits(self, graph: CostGraph, demands: Demands, limit_bytes: float) -> StageFits:
-        """Return whether the worker of a stage has memory for some pieces."""
-        crossing_bytes = cache(graph.crossing_bytes)
-        made = [self._points.load(a, b).activation_bytes for a, b in self._bounds]
-        unused, uses_beside = self._points.parameter_bytes(0, 0), self._survey.uses_beside
-        held = [
-            (h.num_bytes, sum(1 << v for v in {self.number(u.tick) for u in uses_beside(n)}))
-            for n, h in self._survey.parameters.items()
-        ]
-
-        def fits(j: int, smaller: int, larger: int) -> bool:
-            stage = larger & ~smaller
-            used = sum(size for size, users in held if users & stage)
-            load = Load(
-                compute_ns=0,
-                parameter_bytes=used + (unused if j == 0 else 0),
-                activation_bytes=sum(made[v] for v in nodes_in(stage)),
-                crossing_bytes=crossing_bytes(smaller),
-            )
-            return demands.kept_bytes(j, load, crossing_bytes(larger)) <= limit_bytes
-
-        return fits
 
     def _tensors(self) -> Iterator[GraphTensor]:
         """Yield what pieces hand to later ones: as for a place, if later stages lack it there."""
