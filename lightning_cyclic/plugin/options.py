@@ -70,7 +70,6 @@ class Options:
         late_updates: whether stages decide together about a step, as the Trainer's flags ask.
         norms: who is told the norms of all gradients, as these flags ask.
         network: the links between workers, by which stages are cut.
-        ddp_arguments: of DistributedDataParallel, where that is what runs; else None.
     """
 
     preset: str
@@ -99,7 +98,6 @@ class Options:
     late_updates: bool = False
     norms: str = "none"
     network: Network = Network()
-    ddp_arguments: Mapping[str, bool] | None = None
 
     def check(self) -> None:
         """Refuse early, before any process, what no number of workers would make right.
