@@ -6,6 +6,7 @@ Each says in its docstring what is unlike a plain chain of layers. Micro-batch k
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import Any
 
 import torch
@@ -846,7 +847,9 @@ class Gathers(Plain):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
-        return loss + 0.0 * self.all_gather(loss.detach()).sum()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # of a name of torch's in Lightning
+            return loss + 0.0 * self.all_gather(loss.detach()).sum()
 
 
 class NormsOfGradients(Plain):
