@@ -94,6 +94,21 @@ class Hooked(Base):
         return self.last(self.net(x).tanh())
 
 
+class Noting(Base):
+    """Has a layer whose hook notes its input for the first time in a step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 9))
+        self.net[1].register_forward_pre_hook(self.note)
+
+    def note(self, layer: nn.Module, given: tuple[Tensor]) -> None:
+        layer.given = given[0].detach()
+
+    def forward(self, x: Tensor, task: int) -> Tensor:
+        return self.net(x)
+
+
 class Router(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -189,6 +204,20 @@ def test_it_trains_with_the_bits_of_one_device(
 ) -> None:
     for weights in processes.run(fit, num_ranks, make, strategy):
         assert_same(weights, plain(make))
+
+
+def noted(strategy: dict[str, Any]) -> Any:
+    torch.set_num_threads(1)
+    module, data = Noting(), [joined(micro_batches()[:NUM_MICRO])]
+    trainer = make_trainer({"num_micro": NUM_MICRO, **strategy}, max_epochs=1)
+    trainer.fit(module, DataLoader(data, batch_size=None))  # type: ignore[arg-type]
+    return vars(module.net[1]).get("given")
+
+
+def test_what_a_hook_notes_is_only_where_the_layer_is() -> None:
+    last, first = processes.run(noted, 2, {"preset": "1f1b", "stages": ["net.2"]})
+    assert first.shape == (3, 4)  # on the rank of stage 0, of the last micro-batch
+    assert last is None
 
 
 def test_what_later_steps_use_elsewhere_is_named() -> None:

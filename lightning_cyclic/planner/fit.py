@@ -174,7 +174,7 @@ class Fitter:
 
 
 def _has_one_stage_per_worker(plan: Plan) -> bool:
-    if plan.axes.placement.runs_whole_micro:
+    if plan.axes.placement.runs_whole_micro or plan.axes.placement.takes_turns:
         return False
     homes = [w for j in range(plan.num_stages) for w in plan.axes.placement.workers_of(j)]
     return len(homes) == len(set(homes))

@@ -85,7 +85,10 @@ def save_picture(plan: Plan, path: str | Path, *, first_slot: int = 0) -> None:
             f"the name of the picture {str(path)!r} ends in {path.suffix!r}; allowed: .svg, .png, "
             f".json; write it like {path.stem}.svg"
         )
-    data = trace_of(plan) if form == "json" else _drawn(plan, _slots(plan, first_slot), form)
+    if form == "json":
+        data = trace_of(plan.programs, cells_of(plan.programs))
+    else:
+        data = _drawn(plan, _slots(plan, first_slot), form)
     try:
         path.write_bytes(data)
     except OSError as error:

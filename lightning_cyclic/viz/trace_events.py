@@ -6,33 +6,38 @@ Source: Trace Event Format (Google), the JSON array form.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lightning_cyclic.plan.actions import Action, Kind
 from lightning_cyclic.viz.words import sentence
 
 if TYPE_CHECKING:
-    from lightning_cyclic.plan import Plan
+    from lightning_cyclic.viz.picture import Cell
 
 _SLOT_US = 1000.0  # a slot is shown as a millisecond
 
 
-def trace_of(plan: Plan) -> bytes:
-    """Return the file of a plan: forwards, backwards and updates in their slots."""
-    return json.dumps(list(_events(plan)), indent=0).encode()
+def trace_of(programs: Sequence[Sequence[Action]], cells: Iterable[Cell]) -> bytes:
+    """Return the file of a plan: forwards, backwards and updates in their slots.
+
+    Args:
+        programs: of each worker.
+        cells: their forwards and backwards.
+    """
+    return json.dumps(list(_events(programs, cells)), indent=0).encode()
 
 
-def _events(plan: Plan) -> Iterator[dict[str, Any]]:
-    from lightning_cyclic.viz.picture import cells_of  # noqa: PLC0415  (which writes traces, too)
-
-    for w in range(plan.num_workers):
+def _events(
+    programs: Sequence[Sequence[Action]], cells: Iterable[Cell]
+) -> Iterator[dict[str, Any]]:
+    for w in range(len(programs)):
         name = {"name": f"worker {w}"}
         yield {"name": "process_name", "ph": "M", "pid": w + 1, "args": name}
-    for cell in cells_of(plan.programs):
+    for cell in cells:
         length = {"ph": "X", "cat": "compute", "dur": round(cell.width * _SLOT_US, 3)}
         yield _event(cell.action, cell.x, cell.w) | length
-    for w, program in enumerate(plan.programs):
+    for w, program in enumerate(programs):
         for a in program:
             if a.kind is Kind.UPDATE:
                 yield _event(a, float(a.s or 0), w) | {"ph": "i", "cat": "update", "s": "t"}

@@ -123,6 +123,14 @@ def test_stages_that_share_parameters_are_part_of_the_plan():
         Fitter(problem(tied(), 1e9)).fit(candidate("pipeoptim"))
 
 
+def test_workers_that_take_turns_are_counted_by_their_own_program():
+    units = tuple(unit(f"h.{k}", forward_s=1, backward_s=1, activation_bytes=10) for k in range(6))
+    profile = ModelProfile(name="net", micro_size=1, units=units)
+    fit = Fitter(problem(profile, 1e9, num_workers=4)).fit(candidate("cyclic_mp"))
+    assert fit.plan.num_workers == len(fit.memory) == 4  # of three stages
+    assert all(worker.activations > 0 for worker in fit.memory)
+
+
 def test_workers_that_run_whole_micro_batches_need_room_for_the_model():
     asked = candidate("cyclic_dp", num_micro=3)
     fit = Fitter(problem(tied(), 1e9)).fit(asked)

@@ -143,7 +143,7 @@ class DrainCallback(Callback):
     @override
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         if drained := self._drained():
-            drained.flush()
+            drained.flush()  # first, as before validation
             drained.agree_to_stop()
             drained.end_epoch()
 

@@ -173,11 +173,14 @@ class CallRouter:
         They run where the forward is skipped, too, and make ghosts there.
         """
         real = self._set_by_hooks.setdefault(id(m), {})
-        for name, x in vars(m).items():
-            if type(x) is Ghost:
-                vars(m)[name] = real.get(name)  # of a name that is there
-            elif isinstance(x, Tensor):
-                real[name] = x
+        for name, x in list(vars(m).items()):
+            if type(x) is not Ghost:
+                if isinstance(x, Tensor):
+                    real[name] = x
+            elif name in real:
+                vars(m)[name] = real[name]
+            else:
+                del vars(m)[name]
 
     def _routed(self, path: str, original: Callable[..., Any], m: nn.Module) -> Callable[..., Any]:
         unit = Unit(
@@ -193,7 +196,7 @@ class CallRouter:
             run = self.looking
             if run is None:
                 return original(*args, **kwargs)
-            if m._forward_pre_hooks:
+            if m._forward_pre_hooks and not run.is_plain:
                 self._without_ghosts(m)
             return run.call(unit, original, args, kwargs)
 

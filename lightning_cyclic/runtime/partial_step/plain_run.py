@@ -38,6 +38,7 @@ class PlainRun:
 
     depth = 0
     region = 0
+    is_plain = True
 
     def __init__(self, router: CallRouter, i: int, randomness: Randomness, notes: Notes) -> None:
         self.router = router

@@ -80,6 +80,8 @@ class Run:
     notes: Notes | None = None  # of a step that is compared with the plain one
     i = 0  # the micro-batch, for these
 
+    is_plain = False  # but a run of a stage
+
     def __init__(
         self,
         router: CallRouter,
