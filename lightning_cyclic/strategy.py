@@ -112,8 +112,6 @@ def _lending(hook: str) -> Any:
         if answered is not None:
             return answered(own, *args, **kwargs)
         assert self.lightning_module is not None
-        if self._training is not None:
-            self._training.check_evaluation()
         with lending(self.lightning_module):
             return own(*args, **kwargs)
 
@@ -371,18 +369,17 @@ class CyclicStrategy(DDPStrategy):
             return list(self.model.parameters()) if self.model is not None else []
         return self._training.updated_parameters
 
-    def summon(self) -> None:
-        """Make the module whole on this rank, until the next step; other ranks need not call it.
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Run the body with the whole module on every rank; all ranks must call it.
 
-        Hooks and callbacks that read it between steps do so by themselves.
+        In hooks of validation, at the end of epochs and behind the fit each rank has it anyway.
 
         Raises:
-            StepError: in the middle of a step, or where memory_limit_bytes is too small.
-            WaitTimeoutError: another rank did not give its weights in time.
-            PeerError: another rank has gone.
+            StepError: the body reads what does not fit (memory_limit_bytes).
         """
-        if self._training is not None:
-            self._training.summon()
+        with nullcontext() if self._training is None else self._training.whole():
+            yield
 
     def report(self) -> str:
         """Return the profile of a pipelined module, where stages could begin and where they do.

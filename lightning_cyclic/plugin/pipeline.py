@@ -3,7 +3,8 @@
     SynchronousPipelineTraining   a flush between steps (synchronous_pipeline.py)
     AsynchronousPipelineTraining     none: steps flow into each other (asynchronous_pipeline.py)
 
-validation, ...   the forward of the whole batch, stage by stage; outputs and logs everywhere
+validation, ...   the whole module on the whole batch, on every worker; stage by stage, with
+                  outputs and logs everywhere, where it fits on none
 state dicts       whole, put together from the workers' parts
 """
 
@@ -18,11 +19,9 @@ import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_cyclic.errors import PlanError
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.plugin import checkpoint as ckpt
 from lightning_cyclic.plugin.checks import check_pipeline
@@ -40,12 +39,11 @@ from lightning_cyclic.plugin.stop_signal import StopBoard
 from lightning_cyclic.plugin.summaries import Summaries
 from lightning_cyclic.plugin.training import AbstractTraining, Own
 from lightning_cyclic.runtime.agreement import require_same_number
-from lightning_cyclic.runtime.lending import lending
+from lightning_cyclic.runtime.lending import lending, num_bytes_of
 from lightning_cyclic.runtime.partial_step.config import StagewiseConfig
 from lightning_cyclic.runtime.partial_step.ranks import rank_of
 from lightning_cyclic.runtime.partial_step.session import StagewiseSession
 from lightning_cyclic.runtime.transport import CountingTransport
-from lightning_cyclic.runtime.values.trees import map_tensors
 
 
 class PipelineTraining(AbstractTraining):
@@ -63,7 +61,6 @@ class PipelineTraining(AbstractTraining):
     ) -> None:
         super().__init__(trainer, options, plan, reductions)
         fitting = trainer.state.fn == TrainerFn.FITTING
-        self._has_no_way = False
         kept = state_per_param(trainer.optimizers) if fitting else None
         self._finder = CutFinder(options, kept)
         self._transport, group = join_workers(trainer, options, self._limit)
@@ -126,9 +123,10 @@ class PipelineTraining(AbstractTraining):
         return 0 if self._session.cuts is None else self._session.verifier.num_compared
 
     @override
-    def summon(self) -> None:
+    def bring(self) -> None:
         if self._is_apart:
-            self._session.foreign.fetch()
+            self._metrics.share()
+            self._session.bring()
 
     @override
     def _train_others(self) -> None:
@@ -140,26 +138,15 @@ class PipelineTraining(AbstractTraining):
     # ------------------------------------------------------------------ evaluation
 
     def validation_step(self, own: Own, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's validation step, stage by stage once the stages are apart."""
-        fitting = self._trainer.state.fn == TrainerFn.FITTING
-        if fitting and self._session.cuts is None:  # no step yet: the module is whole everywhere
-            given = StepArguments(args, kwargs)
-            call = self._caller("validation_step", "val_step_context", given)
-            with lending(self._module):
-                with self._summaries.held():
-                    self._session.ways.look(
-                        given.kind("validation_step"),
-                        lambda: call(map_tensors(torch.clone, given.batch)),
-                    )
-                return self._summaries.tell_whole(lambda: call(given.batch))
+        """Run the module's validation step on the whole module; where it fits."""
         return self._evaluate("validation_step", "val_step_context", args, kwargs)
 
     def test_step(self, own: Own, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's test step, stage by stage."""
+        """Run the module's test step."""
         return self._evaluate("test_step", "test_step_context", args, kwargs)
 
     def predict_step(self, own: Own, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's predict step, stage by stage."""
+        """Run the module's predict step."""
         return self._evaluate("predict_step", "predict_step_context", args, kwargs)
 
     def _evaluate(
@@ -168,10 +155,11 @@ class PipelineTraining(AbstractTraining):
         """Run a step of evaluation on the whole batch; the output everywhere."""
         session, given = self._session, StepArguments(args, kwargs)
         call, kind, batch = self._caller(step, context, given), given.kind(step), given.batch
-        is_whole = session.group is None or self._has_no_way  # one process has the whole module
-        if is_whole or not self._finds_stages(batch, call, kind):
-            return self._summaries.tell_whole(lambda: call(batch))
+        if session.group is None or (session.cuts is None and not self._needs_stages):
+            with lending(self._module):
+                return self._summaries.tell_whole(lambda: call(batch))
         with self._summaries.held():
+            session.find_stages(batch, call, kind)
             done = session.evaluate(kind, batch, call, self._summaries.of_output)
         return (
             self._summaries.tell_whole(done)
@@ -179,17 +167,13 @@ class PipelineTraining(AbstractTraining):
             else self._summaries.tell_output(done)
         )
 
-    def _finds_stages(self, batch: Any, call: Callable[[Any], Any], kind: str) -> bool:
-        """Say whether there are stages; where nothing is trained, every rank may do without."""
-        try:
-            with self._summaries.held():
-                self._session.find_stages(batch, call, kind)
-        except PlanError as error:
-            if self._trainer.state.fn == TrainerFn.FITTING:
-                raise
-            self._has_no_way = True
-            rank_zero_info(f"Every rank runs {kind} whole: {error}")
-        return not self._has_no_way
+    @property
+    def _needs_stages(self) -> bool:
+        """Say whether no rank may have the whole module, though nothing has been trained."""
+        if self._trainer.state.fn == TrainerFn.FITTING:
+            return False  # before the first step
+        limit, parameters = self._options.memory_limit_bytes, list(self._module.parameters())
+        return limit is not None and sum(map(num_bytes_of, parameters)) > limit
 
     def _caller(self, kind: str, context: str, given: StepArguments) -> Callable[[Any], Any]:
         """Return what runs the user's step on a batch, in the precision plugin's context."""
@@ -257,11 +241,10 @@ class PipelineTraining(AbstractTraining):
     @override
     def _whole_weights(self, own: Own) -> dict[str, Any]:
         """Put the whole weights together, under the names of ``module.state_dict()``."""
-        if not self._is_apart or self._session.group is None:
+        if not self.is_larger_than_memory:
+            self.bring()
             state: dict[str, Any] = own()
             return state
-        if not self.is_larger_than_memory:
-            return ckpt.whole_state(self._module, self._session.gather())
         whole = self._session.gather_on_rank_0(self.new)
         return ckpt.whole_state(self._module, whole) if whole else {}
 
@@ -272,7 +255,7 @@ class PipelineTraining(AbstractTraining):
 
     @override
     def writable(self) -> AbstractContextManager[None]:
-        return self._session.whole()
+        return self._session.writable()
 
     @property
     @override
@@ -300,8 +283,7 @@ class PipelineTraining(AbstractTraining):
         """Give every worker the whole weights again."""
         if not self._closed:
             self._closed = True
-            if not self._session.failed:
-                self._session.restore_whole()
+            self._session.bring()
             self._session.close()
             self._metrics.release()
             for writer in self._writers:

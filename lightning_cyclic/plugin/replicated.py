@@ -387,11 +387,6 @@ class ReplicatedTraining(AbstractTraining):
                 self._scaling.settle(session.t, session.group)
 
     @override
-    def check_evaluation(self) -> None:
-        if self._session.foreign is not None:
-            self._session.foreign.check_unchanged()
-
-    @override
     def flush_own(self) -> None:
         if not self._plan.axes.sharding.gathers:
             self.flush()
@@ -424,7 +419,7 @@ class ReplicatedTraining(AbstractTraining):
     @property
     @override
     def is_larger_than_memory(self) -> bool:
-        return self._session.is_apart and self._session.engine is not None
+        return self._session.is_larger_than_memory
 
     @override
     def _whole_weights(self, own: Own) -> dict[str, Any]:

@@ -237,11 +237,15 @@ class AbstractTraining(ABC):
         """Return how many steps have been found equal to the plain ones."""
         return 0
 
-    def summon(self) -> None:  # noqa: B027  # of replicated workers it is
-        """Make the module whole on this worker until the next step, if it is not."""
+    def bring(self) -> None:  # noqa: B027  # of replicated workers a flush does
+        """Behind a flush, have the whole module on every worker until the next step."""
 
-    def check_evaluation(self) -> None:  # noqa: B027  # pipelines run these steps themselves
-        """Refuse to run a step of evaluation on weights that ranks could see differently."""
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Run the body with the whole module; all workers must call it, between steps."""
+        self.flush()
+        self.bring()
+        yield
 
     def report(self) -> str | None:
         """Return where stages could begin and where they do, if known."""

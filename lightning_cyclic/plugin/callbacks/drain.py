@@ -43,8 +43,11 @@ class Drained(Protocol):
     def end_batch(self) -> None:
         """Count a batch of training."""
 
+    def bring(self) -> None:
+        """Behind a flush, have the whole module on every worker until the next step."""
+
     def agree_to_stop(self) -> None:
-        """Before a flush, see that all ranks go on, or that all stop."""
+        """Behind a flush, see that all ranks go on, or that all stop."""
 
     def begin_epoch(self) -> None:
         """Check what may have changed between epochs."""
@@ -118,6 +121,7 @@ class DrainCallback(Callback):
                 step_idx=trainer.global_step - 1
             ):
                 drained.flush()
+                drained.bring()
                 return
 
     @override
@@ -127,6 +131,7 @@ class DrainCallback(Callback):
             drained.flush()  # first: others may wait for what is sent by it
             if not sanity:
                 drained.agree_to_stop()
+            drained.bring()
             numbers = trainer.num_sanity_val_batches if sanity else trainer.num_val_batches
             drained.begin_evaluation("validation", numbers)
 
@@ -146,6 +151,7 @@ class DrainCallback(Callback):
             drained.flush()  # first, as before validation
             drained.agree_to_stop()
             drained.end_epoch()
+            drained.bring()
 
     @override
     def on_validation_epoch_end(self, trainer: Any, pl_module: Any) -> None:
@@ -158,6 +164,7 @@ class DrainCallback(Callback):
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         if drained := self._drained():
             drained.flush()
+            drained.bring()
 
     @override
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, final
 
@@ -80,20 +80,35 @@ class Collectives:
         return data
 
     def gather(self, cuts: Cuts, plan: Plan) -> dict[str, Tensor]:
-        """Return all parameters and buffers, whole, on every worker; of several in host memory."""
-        whole: dict[str, Tensor] = {}
+        """Return all parameters and buffers, whole, on every worker; of others in host memory."""
         named = self._named()
+        by_kind: dict[tuple[int, torch.dtype], list[str]] = {}
         for j in range(cuts.num_stages):
             source = rank_of(plan.owner(j), self._size)
             for name in [*cuts.parameters[j], *cuts.buffers[j]]:
-                x = named[name]
-                if self._group is not None:  # on the host: a GPU may have no room for the whole
-                    x = torch.empty(x.shape, dtype=x.dtype)
-                    if source == dist.get_rank():
-                        x.copy_(named[name].detach())
-                    dist.broadcast(x, source, group=self._group)
-                whole[name] = x.detach()
+                by_kind.setdefault((source, named[name].dtype), []).append(name)
+        whole: dict[str, Tensor] = {}
+        for (source, _), names in by_kind.items():
+            whole |= self._sent_to_all({n: named[n] for n in names}, source)
         return whole
+
+    def _sent_to_all(self, mine: dict[str, Tensor], source: int) -> dict[str, Tensor]:
+        """Return tensors of one dtype that a rank has, on every rank, by one message."""
+        is_source = self._group is None or source == dist.get_rank()
+        if is_source:
+            mine = {n: x.detach() for n, x in mine.items()}
+        if self._group is None:
+            return mine
+        sizes = [x.numel() for x in mine.values()]
+        if is_source:
+            flat = torch.cat([x.reshape(-1).cpu() for x in mine.values()])
+        else:  # absent: they have shapes alone
+            flat = torch.empty(sum(sizes), dtype=next(iter(mine.values())).dtype)
+        dist.broadcast(flat, source, group=self._group)
+        if is_source:
+            return mine
+        parts = zip(mine.items(), torch.split(flat, sizes), strict=True)
+        return {n: part.view(x.shape) for (n, x), part in parts}
 
     def gather_on_rank_0(self, cuts: Cuts, plan: Plan, new: New) -> dict[str, Tensor]:
         """Return all parameters and buffers, whole, on rank 0; nothing elsewhere.
@@ -109,13 +124,6 @@ class Collectives:
             for name in [*cuts.parameters[j], *cuts.buffers[j]]
         }
         return sent_to_rank_0(self._named(), sources, self._group, new)
-
-    def load(self, whole: Mapping[str, Tensor]) -> None:
-        """Copy whole weights into the module."""
-        named = self._named()
-        with torch.no_grad():
-            for name, x in whole.items():
-                named[name].copy_(x)
 
     def reduce(self, tensor: Tensor, how: str) -> Tensor:
         """Reduce over replicas: over the workers that have this one's place in them.

@@ -200,18 +200,6 @@ class Ownership:
         finally:
             self.free_foreign(self._home)
 
-    @contextmanager
-    def whole(self) -> Iterator[None]:
-        """Let the body write to every parameter; behind it, keep only this worker's."""
-        if not self._is_freed:
-            yield
-            return
-        self.restore()
-        try:
-            yield
-        finally:
-            self.free_foreign(self._home)
-
     def _away(self) -> Iterator[tuple[str, Tensor]]:
         """Iterate over what other workers have."""
         for n in self.foreign:

@@ -23,7 +23,7 @@ from lightning_cyclic.plan.actions import Action, Kind, Payload
 from lightning_cyclic.plan.dataflow import Datum, Item
 from lightning_cyclic.plan.passes.messages import step_of
 from lightning_cyclic.plan.program import Program
-from lightning_cyclic.runtime.absent import home_of, is_absent, make_present
+from lightning_cyclic.runtime.absent import is_absent, make_present
 from lightning_cyclic.runtime.agreement import Together, put_together
 from lightning_cyclic.runtime.cast_copies import CastCopies
 from lightning_cyclic.runtime.failure_words import words_of
@@ -51,7 +51,6 @@ from lightning_cyclic.runtime.partial_step.time_major import refusing_time_major
 from lightning_cyclic.runtime.partial_step.verification import PlainStep
 from lightning_cyclic.runtime.partial_step.verifier import Expect, Verifier
 from lightning_cyclic.runtime.partial_step.versions import Versions
-from lightning_cyclic.runtime.partial_step.ways import Ways
 from lightning_cyclic.runtime.partial_step.weighting import shares_of, whole_share
 from lightning_cyclic.runtime.prediction.foresight import Foresight
 from lightning_cyclic.runtime.randomness import undisturbed
@@ -129,7 +128,6 @@ class StagewiseSession:
             config.num_micro, config.split_batch, config.say, may_leave=config.is_one_stage
         )
         self._collectives = Collectives(module, config.width, self._size, group)
-        self.ways = Ways(module, self._collectives, self.naming_peers, config.say)
 
     # ------------------------------------------------------------------ beginning
 
@@ -183,11 +181,6 @@ class StagewiseSession:
             waiting = self.naming_peers("to agree on the stages")
             data = self._collectives.agree(lambda: find().as_data(), waiting)
             self.begin(Cuts.from_data(data))
-            assert self.router is not None
-            if kind:
-                self.ways.goes_as_training(kind, self.router)
-            else:
-                self.ways.begin(self.router, self.foreign)
 
     def resume(self, saved: Mapping[str, Any] | None, *, fits: bool) -> bool:
         """Go on with the stages and the step of what :meth:`state` returned.
@@ -263,22 +256,21 @@ class StagewiseSession:
             layout = self.norms.layout(j, self._messages)
             self._messages.know(Payload.N, j, layout)  # received ahead, several at once
         self._modes = [(m, m.training) for m in self.module.modules()]
-        self.foreign = self._make_foreign(cuts, plan, ownership)
-        self.foreign.settle(self.t)
+        self.foreign = ForeignWeights(
+            self.module, cuts.changing, ownership, lambda j: rank_of(plan.owner(j), self._size),
+            self.config.memory_limit_bytes, self._gather,
+        )  # fmt: skip
         self.verifier = Verifier(self, self._make_plain_step(cuts), self._held)
-        self._take_over(ownership)
+        self._take_over()
         self.config.forms.leave(self.with_state)
 
-    def _take_over(self, ownership: Ownership) -> None:
+    def _take_over(self) -> None:
         """Give up what other workers hold, when they have it from the fit before this one."""
         if self.group is not None and self.config.memory_limit_bytes is not None:
             with self.naming_peers("to have the weights of its stages"):
                 self._collectives.meet()
-        before = {id(h): h for h in map(home_of, self.module.parameters())}
-        ownership.free_foreign(self.foreign)
-        for home in before.values():
-            if isinstance(home, ForeignWeights):
-                home.close()
+        if not self.foreign.fits:  # else the first step lets it go
+            self.foreign.leave()
 
     def _make_step(self, cuts: Cuts, plan: Plan) -> StageStep:
         """Return what runs F and B; note which weights nothing else may change meanwhile."""
@@ -310,20 +302,6 @@ class StagewiseSession:
             config.not_state, config.forms, config.sums,
             frozenset(stage_of if config.is_one_stage else cuts.written),
         )  # fmt: skip
-
-    def _make_foreign(self, cuts: Cuts, plan: Plan, ownership: Ownership) -> ForeignWeights:
-        foreign = ForeignWeights(
-            self.module,
-            cuts.changing,
-            ownership,
-            lambda j: rank_of(plan.owner(j), self._size),
-            self.config.memory_limit_bytes,
-            self.config.say,
-        )
-        if self.transport is not None and self.group is not None:
-            key = f"lightning_cyclic/{self.group.group_name}/weights"
-            foreign.serve(key, self.transport.limit)
-        return foreign
 
     def _make_messages(self, plan: Plan) -> Messages:
         if self.transport is None:
@@ -495,7 +473,6 @@ class StagewiseSession:
             expect: what of the outcomes all workers are to be told; see :class:`Verifier`.
         """
         self.verifier.prepare(batch, is_first=is_first)
-        self.foreign.begin_batch()
         self.was_finite = None
         usual = self.program.step(self.worker, self.t, ended=self._ended)
         parts = self.cut(self._share_batch(self.t, batch, usual))
@@ -530,7 +507,6 @@ class StagewiseSession:
             self._run(begun)
         if not is_last:
             self._worker.settle()
-            self.foreign.settle(self.t)
         for j in self._owned:
             self._worker.fetch((Datum.TOTAL, self.t, j))
         for j in self.ownership.stages:
@@ -577,7 +553,6 @@ class StagewiseSession:
 
     def begin_update(self) -> None:
         """Make room for the next version of all stages, where older ones are still read."""
-        self.foreign.begin_update()
         if self.versions is not None:
             for j in self.ownership.stages:
                 self.versions.begin_update(j)
@@ -592,7 +567,6 @@ class StagewiseSession:
         self.norms.forget(self.t)
         self._rest = []
         self.t += 1
-        self.foreign.settle(self.t)
 
     def flush(self) -> None:
         """Finish all steps that have begun."""
@@ -610,7 +584,6 @@ class StagewiseSession:
         self._put_off = {}
         self._forget(last)
         self._ended = last
-        self.foreign.settle(self.t)
 
     def evaluate(
         self, kind: str, batch: Any, call: Callable[[Any], Any], summarise: Summarise
@@ -618,55 +591,31 @@ class StagewiseSession:
         """Run the forward of one batch, which is not cut; nothing is kept for a backward.
 
         Returns:
-            What came of it; or, if it has no way through the stages, the step itself, which is to
-            be run whole.
+            The step itself, to be run whole on the batch that all have; or, if the whole module
+            fits on no worker, what came of it, stage by stage.
         """
-        assert self.router is not None
         self._evaluations, self._evaluated = self._evaluations + 1, kind
         t = -self._evaluations
-        router = self.ways.of(kind, partial(call, batch), self.router, self.foreign)
         actions = self._plans.evaluation(self.worker, t)
-        if router is None:
+        if self.foreign.are_here:
             batch = self._share_batch(t, batch, actions, self._worker.run)
-            if self.foreign.fits:  # else what is read comes when it is read
-                self.foreign.fetch(quietly=True)
-            self.foreign.check_unchanged()
             self._evaluated = ""
             return partial(call, batch)
-        with self._along(router):
-            self._evaluate(t, kind, self._share_batch(t, batch, actions), call, summarise)
+        batch = self._share_batch(t, batch, actions)
+        micro = self._micro([MicroBatch(batch, 1)], [whole_share], kind)
+        self._summarise[t] = summarise
+        self._step.prepare(t, micro, call, training=False)
+        self._run(_shared(actions))
         self._evaluated = ""
         self._forget(t)
         (_, summary), self.arrived = self.arrived[-1], self.arrived[:-1]
         return summary
-
-    def _evaluate(
-        self, t: int, kind: str, batch: Any, call: Callable[[Any], Any], summarise: Summarise
-    ) -> None:
-        micro = self._micro([MicroBatch(batch, 1)], [whole_share], kind)
-        self._summarise[t] = summarise
-        self._step.prepare(t, micro, call, training=False)
-        self._run(_shared(self._plans.evaluation(self.worker, t)))
-
-    @contextmanager
-    def _along(self, router: CallRouter) -> Iterator[None]:
-        """Let the body run a step whose calls are routed so."""
-        if router is self.router:
-            yield
-            return
-        own, self.router = self.router, router
-        try:
-            with self._step.along(router):
-                yield
-        finally:
-            self.router = own
 
     # ------------------------------------------------------------------ what the program asks
 
     def update(self, a: Action) -> None:
         """Make a new version of a stage, with the gradients of its step in ``p.grad``."""
         assert self.config.apply is not None
-        self.foreign.begin_update()
         self._begin_version(a)
         self._grads.show(a.t, a.j)
         if self.config.unscale is None:
@@ -835,10 +784,18 @@ class StagewiseSession:
             },
         }
 
-    def gather(self) -> dict[str, Tensor]:
-        """Return all parameters and buffers, whole, on every worker; all must call it."""
+    def bring(self) -> None:
+        """Have the whole module on every worker until the next step; all must call it.
+
+        Behind a flush, or where no step is under way; not where it does not fit.
+        """
+        if self.cuts is not None and self.group is not None and not self.failed:
+            self.foreign.bring()
+
+    def _gather(self) -> dict[str, Tensor]:
         assert self.cuts is not None
-        return self._collectives.gather(self.cuts, self._plans.usual)
+        with self.naming_peers("to put the weights together"):
+            return self._collectives.gather(self.cuts, self._plans.usual)
 
     def gather_on_rank_0(self, new: New) -> dict[str, Tensor]:
         """Return all parameters and buffers, whole, on rank 0 alone; all must call it."""
@@ -857,27 +814,19 @@ class StagewiseSession:
         return not (self._was_whole or self.foreign.fits)
 
     @contextmanager
-    def whole(self) -> Iterator[None]:
-        """Let the body write to every parameter; behind it, keep only this worker's."""
+    def writable(self) -> Iterator[None]:
+        """Let the body write to every parameter."""
         if self.cuts is None:
             yield
             return
-        with self.ownership.whole():
-            yield
-        self.foreign.settle_loaded(self.t)  # others who ask get what was written, buffers too
+        self.ownership.restore()
+        yield
+        if not self.foreign.fits:  # else the next step lets it go
+            self.foreign.leave()
 
     def reduce(self, tensor: Tensor, how: str) -> Tensor:
         """Reduce over all workers, of which those of a replica have the same value."""
         return self._collectives.reduce(tensor, how)
-
-    def restore_whole(self) -> None:
-        """Give the module its whole weights again, on every worker."""
-        if self.cuts is None or self.group is None or self.is_larger_than_memory:
-            return
-        with self.naming_peers("to put the weights together"):
-            whole = self.gather()
-        self.ownership.restore()
-        self._collectives.load(whole)
 
     # ------------------------------------------------------------------ failures, the end
 
@@ -913,10 +862,6 @@ class StagewiseSession:
                         self._messages.settle()
                     self._collectives.meet()
             if self.cuts is not None:
-                if self.is_larger_than_memory and not self.failed:
-                    self.foreign.outlive()
-                else:
-                    self.foreign.close()
                 self._messages.close()
                 self._line.close()
             self.transport.close()

@@ -159,7 +159,6 @@ class StageStep:
         self._training = True
         self._cells: dict[tuple[int, int, int], _Cell] = {}  # by step, micro-batch, stage
         self._habits = Habits(router)
-        self._other_habits = {id(router): self._habits}
         self._here = ownership.here()
         self._borrowing = {j for j in range(plan.num_stages) if ownership.borrowed(j)}
 
@@ -174,17 +173,6 @@ class StageStep:
         self._training = training
         if self.casts is not None and self._versions is None:  # else each has parameters apart
             self.casts.forget()
-
-    @contextmanager
-    def along(self, router: CallRouter) -> Iterator[None]:
-        """Let the body run a step whose calls are routed otherwise."""
-        own = self._router, self._habits
-        self._router = router
-        self._habits = self._other_habits.setdefault(id(router), Habits(router))
-        try:
-            yield
-        finally:
-            self._router, self._habits = own
 
     def kind_of(self, a: Action) -> str:
         """Return what the tensors of an action's micro-batch look like."""

@@ -137,9 +137,10 @@ class Verifier:
         self._notes = Notes(self._held, session.device)
         self._again = Notes(self._held, session.device)
         self._gradients, self._state = {}, {}
-        if self.runs_plainly and session.ownership.is_freed and not session.ownership.kept:
+        if self._fits:
+            session.bring()  # on all workers, for the one that runs the plain step
+        if self.runs_plainly:
             session.ownership.kept = {}
-            session.foreign.fetch(quietly=True)
 
     def begin(
         self, parts: Sequence[MicroBatch], accumulate: int, call: Callable[[Any], Any],

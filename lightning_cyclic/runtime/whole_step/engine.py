@@ -520,12 +520,6 @@ class Engine:
             self._shown.show_newest(j, self.t, self.plan.reads(self.t, self._w, j))
             self._note_word(j, self.t)
 
-    def flushed(self, name: str) -> Tensor:
-        """Return an own parameter as it was at the last flush; from any thread."""
-        j = self.stages.stage_of[name]
-        place = self.stages.stages[j].parameters.index(name)
-        return self.stores[j][self._flushed_at].tensors[place]
-
     def state(self) -> EngineState:
         """Return what a checkpoint needs; only behind a flush."""
         previous: dict[str, Tensor] = {}

@@ -22,11 +22,10 @@ from torch.nn.parameter import is_lazy
 
 from lightning_cyclic.errors import StepError
 from lightning_cyclic.plan import Plan
-from lightning_cyclic.runtime.absent import home_of, is_absent, make_present
+from lightning_cyclic.runtime.absent import is_absent, make_present
 from lightning_cyclic.runtime.agreement import Together, put_together, sent_to_rank_0
 from lightning_cyclic.runtime.failure_words import words_of
 from lightning_cyclic.runtime.flight_recorder import FlightRecorder
-from lightning_cyclic.runtime.foreign_weights import ForeignWeights
 from lightning_cyclic.runtime.late_values import LateValues
 from lightning_cyclic.runtime.lending import lending, num_bytes_of
 from lightning_cyclic.runtime.loss_scaling import Outcomes
@@ -154,8 +153,6 @@ class Session:
         if self.is_apart and not self._probe.axes.sharding.gathers:
             make_present(*module.parameters())  # as replicas are
             self.is_apart = False
-        self.foreign: ForeignWeights | None = None  # if so
-        self._num_starts = 0
 
     @property
     def t(self) -> int:
@@ -280,8 +277,6 @@ class Session:
         first = self._batches == 0
         key = self._worker + (self._batches << 32)  # the micro-batch, and which of its batches
         self._batches = 0 if last else self._batches + 1
-        if first and self.foreign is not None and self.is_flushed:  # else nothing is offered
-            self.foreign.withdraw()
         if first:
             self._begin_watch()
         with self._draws.keyed(self._seed, self.t, key):
@@ -333,13 +328,10 @@ class Session:
         """
         if self.engine is not None and not self.failed:
             self._losses.settle()
-            is_flushed = self.engine.is_flushed
-            if not is_flushed:
+            if not self.engine.is_flushed:
                 self._begin_watch()
-            self.engine.flush(whole=whole and not self.is_apart)
+            self.engine.flush(whole=whole and self._fits)
             self._watch.end()
-            if self.foreign is not None and not is_flushed:
-                self.foreign.offer(self.t)
 
     @property
     def is_flushed(self) -> bool:
@@ -450,8 +442,6 @@ class Session:
         if not self.failed:
             with self.naming_peers("to finish"):
                 dist.barrier(group=self.group)
-        if self.foreign is not None:
-            (self.foreign.close if self.failed else self.foreign.outlive)()
         self._draws.remove()
         if self.engine is not None:
             self.engine.close()
@@ -538,8 +528,6 @@ class Session:
         plan = self._make_plan()
         if state is not None:
             self._draw_by_stages()
-        if self.foreign is not None:
-            self.foreign.withdraw()
         if self.is_apart:
             self._take_own(plan)
         self.engine = Engine(
@@ -560,8 +548,6 @@ class Session:
         self._weights = [{n: named[n] for n in s.parameters} for s in stages.stages] + [rest]
         if self._config.outcomes is not None:
             self.engine.note_outcomes(self._config.outcomes)
-        if self.is_apart:
-            self._share_foreign(self.engine)
         if self.stop_requested:
             self.engine.request_stop()
         self._watch_buffers(stages)
@@ -584,17 +570,13 @@ class Session:
         assert self.stages is not None
         stage_of = self.stages.stage_of
         named = self._module.named_parameters()
-        before = {id(h): h for h in map(home_of, self._module.parameters())}
         own = [p for n, p in named if n not in stage_of or plan.owner(stage_of[n]) == self._worker]
         self._check_fits(sum(map(num_bytes_of, own)))
         make_present(*own)
         for p in own:  # others expect it so
             p.data = p.data.contiguous()
         with self.naming_peers("to have the weights of its stages"):
-            dist.barrier(group=self.group)  # who had them before gives them until here
-        for home in before.values():
-            if isinstance(home, ForeignWeights):
-                home.close()
+            dist.barrier(group=self.group)
 
     def _check_fits(self, num_bytes: int) -> None:
         """Refuse to have more for good than this worker may have."""
@@ -607,25 +589,18 @@ class Session:
                 "memory_limit_bytes"
             )
 
-    def _share_foreign(self, engine: Engine) -> None:
-        """Let weights that others have be read between steps."""
-        assert self.stages is not None
-        assert engine.shards is not None
-        if self.foreign is not None:
-            self.foreign.close()
-        self.foreign = ForeignWeights(
-            self._module,
-            self.stages.stage_of,
-            engine.shards,
-            engine.plan.owner,
-            self._config.memory_limit_bytes,
-            self._config.say,
-            engine.flushed,
-        )
-        self._num_starts += 1
-        key = f"lightning_cyclic/{self.group.group_name}/weights {self._num_starts}"
-        self.foreign.serve(key, self.transport.limit)
-        self.foreign.offer(self.t)
+    @property
+    def _fits(self) -> bool:
+        """Say whether a worker may have all parameters at once."""
+        limit = self._config.memory_limit_bytes
+        if limit is None or not self.is_apart:
+            return True
+        return sum(map(num_bytes_of, self._module.parameters())) <= limit
+
+    @property
+    def is_larger_than_memory(self) -> bool:
+        """Say whether no worker may ever have the whole module."""
+        return self.engine is not None and not self._fits
 
     def gather_on_rank_0(self, new: New) -> dict[str, Tensor]:
         """Return all parameters and buffers, whole, on rank 0 alone; all must call it."""
