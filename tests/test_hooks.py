@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-import time
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, ClassVar
 
@@ -92,6 +92,14 @@ class Batches(Net):
         self.seen.append((batch_idx, summary(self)))
 
 
+class Wholes(Net):
+    """The same, where all ranks ask for the whole module."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        with getattr(self.trainer.strategy, "whole", nullcontext)():
+            self.seen.append((batch_idx, summary(self)))
+
+
 class GoingBack(Net):
     """Take the weights of the first epoch again behind the second one, and read them."""
 
@@ -111,15 +119,9 @@ class OnOneRank(Callback):
     def __init__(self, rank: int) -> None:
         self.rank = rank
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Net, *args: Any) -> None:
-        if trainer.global_rank == self.rank:
-            pl_module.seen.append(("batch", summary(pl_module)))
-
     def on_validation_epoch_end(self, trainer: Any, pl_module: Net) -> None:
-        if trainer.global_rank == self.rank:
-            names = ["net.0.weight", "net.5.weight", "net.1.running_mean", "net.4.running_var"]
-            state = pl_module.state_dict()
-            pl_module.seen.append(("validation", [state[n].tolist() for n in names]))
+        if trainer.global_rank == self.rank and not trainer.sanity_checking:
+            pl_module.seen.append(summary(pl_module))
 
 
 def loader(seed: int) -> DataLoader[Any]:
@@ -143,7 +145,7 @@ def staged(preset: str, num_ranks: int, **options: Any) -> dict[str, Any]:
     return {"preset": preset, "stages": STAGES[num_ranks], "num_micro": 1, **options}
 
 
-@pytest.mark.parametrize(("kind", "num_ranks"), in_turn([Epochs, Batches], [2, 4]))
+@pytest.mark.parametrize(("kind", "num_ranks"), in_turn([Epochs, Wholes], [2, 4]))
 def test_a_module_that_reads_itself_in_hooks_sees_all_its_weights(
     kind: type[Net], num_ranks: int
 ) -> None:
@@ -151,20 +153,6 @@ def test_a_module_that_reads_itself_in_hooks_sees_all_its_weights(
     assert len(alone) > 6
     for rank in processes.run(seen, num_ranks, kind, staged("1f1b", num_ranks), []):
         assert rank == alone
-
-
-@pytest.mark.parametrize(
-    ("preset", "num_ranks"), [more("1f1b", 2), ("1f1b", 4), ("cyclic_pipeline", 2)]
-)
-def test_hooks_read_piece_by_piece_what_fits_no_rank(preset: str, num_ranks: int) -> None:
-    strategy = staged(preset, num_ranks) | {"num_micro": 2}
-    (alone,) = processes.run(seen, 1, Epochs, strategy, [])
-    capped = strategy | {"memory_limit_bytes": 600}  # of 720
-    for rank in processes.run(seen, num_ranks, Epochs, capped, []):
-        assert rank == alone
-
-
-LITTLE = 40_000  # bytes: less than the language model has
 
 
 class Writing(LightningModule):
@@ -205,7 +193,6 @@ def test_a_language_model_whose_stages_are_apart_writes_in_hooks() -> None:
     assert len({str(tokens) for tokens in alone}) > 1
     strategy = {"preset": "1f1b", "stages": ["model.transformer.h.2"], "num_micro": 1}
     assert processes.run(written, 2, strategy) == [alone, alone]
-    assert processes.run(written, 2, strategy | {"memory_limit_bytes": LITTLE}) == [alone, alone]
 
 
 def test_weights_that_were_loaded_in_a_hook_are_read() -> None:
@@ -230,41 +217,19 @@ def test_steps_that_flow_into_each_other_are_at_an_end_where_epochs_are(preset: 
         assert rank == alone
 
 
-class Slow(Net):
-    """Take long for each layer of training, so that a rank is asked while it runs one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        for layer in self.net:
-            layer.register_forward_hook(self.wait)
-
-    def wait(self, layer: nn.Module, args: Any, output: Tensor) -> None:
-        if layer.training:
-            time.sleep(0.05)
-
-
-class Late(Callback):
-    """Read the weights some time after another rank has gone on to the next batch."""
-
-    def on_validation_end(self, trainer: Any, pl_module: Net) -> None:
-        if not trainer.sanity_checking:
-            if trainer.global_rank == LAST:
-                time.sleep(0.1)
-            pl_module.seen.append([float(p.detach().norm()) for p in pl_module.parameters()])
-
-
-def test_a_rank_that_runs_an_older_version_gives_the_newest() -> None:
-    strategy = staged("cyclic_pipeline", 2) | {"num_micro": 2}
-    (alone,) = processes.run(seen, 1, Net, strategy, [Late()])  # which need not wait
-    for rank in processes.run(seen, 2, Slow, strategy, [Late()]):
-        assert rank == alone
-
-
 class Ahead(Net):
     """Read what another rank has while a step is under way."""
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         self.net[5 * self.trainer.global_rank].weight.abs()  # rank 0 has the last stage
+
+
+class AllAhead(Net):
+    """Ask for all weights while steps flow into each other."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        with self.trainer.strategy.whole():  # test_hooks.py
+            pass
 
 
 class Gradients(Net):
@@ -309,8 +274,10 @@ def refused(kind: type[Net], strategy: dict[str, Any]) -> str:
 @pytest.mark.parametrize(
     ("kind", "options", "words"),
     [
-        (Ahead, {}, "reads 'net.[05].weight' of stage [01], which rank [01] has, in the middle"),
-        (Batches, {"preset": "cyclic_pipeline"}, "of stage [01], .* in the middle of a step"),
+        (Ahead, {}, "reads 'net.[05].weight' of stage [01], which rank [01] has and this rank"),
+        (AllAhead, {"preset": "cyclic_pipeline"}, r"whole\(\) in the middle of a step; allowed:"),
+        (Batches, {}, r"between steps; allowed: .* under `with trainer\.strategy\.whole\(\):`"),
+        more(Batches, {"preset": "cyclic_pipeline"}, r"test_hooks\.py:\d+ reads .* between steps"),
         (Gradients, {}, "reads the gradient of 'net.[03].weight' of stage [01], which rank [01]"),
         (
             Behind,
@@ -324,12 +291,16 @@ def refused(kind: type[Net], strategy: dict[str, Any]) -> str:
             "in on_before_optimizer_step, which",
         ),
         (Gradients, {"preset": "cyclic_pipeline"}, "in on_before_optimizer_step, which under"),
-        (InAStep, {}, "'net.0.weight' of stage 0, which rank 1 has, in the middle of a step"),
+        (
+            InAStep,
+            {},
+            "'net.0.weight' of stage 0, which rank 1 has and .* in the middle of a step",
+        ),
         (
             Epochs,
             {"memory_limit_bytes": 200},
-            "reads 'net.3.weight', which other ranks have, and more with it, 288 bytes at once, "
-            "but memory_limit_bytes=200",
+            "reads 'net.0.weight' of stage 0, .* as all parameters have 720 bytes and "
+            "memory_limit_bytes=200",
         ),
     ],
 )
@@ -369,35 +340,6 @@ def test_a_pipeline_shows_each_gradient_on_its_rank(num_ranks: int) -> None:
     assert {len(grads) for grads in shown.values()} == {8}
 
 
-class Summoning(Callback):
-    """Ask for the whole module on rank 0 alone."""
-
-    def __init__(self) -> None:
-        self.norms: list[float] = []
-        self.own: tuple[int, ...] = ()
-
-    def on_train_batch_end(self, trainer: Any, pl_module: Net, *args: Any) -> None:
-        self.own = trainer.strategy.own_stages
-        if trainer.global_rank == 0:
-            trainer.strategy.summon()
-            assert all(type(p) is nn.Parameter for p in pl_module.parameters())
-            self.norms.append(sum(float(p.detach().norm()) for p in pl_module.parameters()))
-
-
-def summoned(strategy: dict[str, Any]) -> tuple[list[float], tuple[int, ...]]:
-    """Return the norms of all weights, and the stages of this rank."""
-    callback = Summoning()
-    seen(Net, strategy, [callback])
-    return callback.norms, callback.own
-
-
-def test_a_rank_may_ask_for_the_whole_module() -> None:
-    ((alone, every),) = processes.run(summoned, 1, staged("1f1b", 2))
-    assert len(set(alone)) == 8
-    assert processes.run(summoned, 2, staged("1f1b", 2)) == [(alone, (1,)), ([], (0,))]
-    assert every == (0, 1)
-
-
 # ---------------------------------------------------------------------- changes between steps
 
 
@@ -406,7 +348,8 @@ class Changing(Net):
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx == 1:
-            with torch.no_grad():
+            whole = getattr(self.trainer.strategy, "whole", nullcontext)
+            with whole(), torch.no_grad():
                 self.net[0].weight.mul_(0.5)
 
 

@@ -10,8 +10,8 @@ state dicts       whole, put together from the workers' parts
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +22,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_cyclic.errors import StepError
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.plugin import checkpoint as ckpt
 from lightning_cyclic.plugin.checks import check_pipeline
@@ -41,6 +42,7 @@ from lightning_cyclic.plugin.training import AbstractTraining, Own
 from lightning_cyclic.runtime.agreement import require_same_number
 from lightning_cyclic.runtime.lending import lending, num_bytes_of
 from lightning_cyclic.runtime.partial_step.config import StagewiseConfig
+from lightning_cyclic.runtime.partial_step.ghosts import user_line
 from lightning_cyclic.runtime.partial_step.ranks import rank_of
 from lightning_cyclic.runtime.partial_step.session import StagewiseSession
 from lightning_cyclic.runtime.transport import CountingTransport
@@ -127,6 +129,17 @@ class PipelineTraining(AbstractTraining):
         if self._is_apart:
             self._metrics.share()
             self._session.bring()
+
+    @override
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        if self._is_apart and self._session.foreign.is_running:
+            raise StepError(
+                f"{user_line()} asks for strategy.whole() in the middle of a step; allowed: "
+                "between steps, as in on_train_batch_end, on all ranks; ask there"
+            )
+        with super().whole():
+            yield
 
     @override
     def _train_others(self) -> None:

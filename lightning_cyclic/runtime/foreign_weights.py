@@ -69,7 +69,7 @@ class ForeignWeights:
         self._rank_of_stage = rank_of_stage
         self._memory_limit_bytes = memory_limit_bytes
         self._gather = gather
-        self._is_running = False
+        self.is_running = False  # a part of the program
 
     @property
     def are_here(self) -> bool:
@@ -107,11 +107,11 @@ class ForeignWeights:
     def running(self) -> Iterator[None]:
         """Run the body, a part of the program, without foreign weights."""
         self.leave()
-        self._is_running = True
+        self.is_running = True
         try:
             yield
         finally:
-            self._is_running = False
+            self.is_running = False
 
     # ------------------------------------------------------------------ who reads what is absent
 
@@ -135,7 +135,7 @@ class ForeignWeights:
                 f"{self._memory_limit_bytes}; allowed: parameters of a rank's own stages; read a "
                 "checkpoint behind training, or raise memory_limit_bytes"
             )
-        if self._is_running:
+        if self.is_running:
             return (
                 "in the middle of a step; allowed: reads of the whole module in hooks of "
                 "validation and at the end of epochs; or let one stage have what is read and the "
@@ -153,7 +153,7 @@ class ForeignWeights:
         Raises:
             StepError: unless steps are under way, in which updates are made.
         """
-        if not self._is_running:
+        if not self.is_running:
             j = self._stage_of[name]
             raise StepError(
                 f"{user_line()} reads the gradient of {name!r} of stage {j}, which rank "

@@ -214,7 +214,7 @@ def user_line() -> str:
 
 
 _OF_PACKAGES = (
-    "lightning_cyclic/runtime", "lightning_cyclic/plugin",
+    "lightning_cyclic/runtime", "lightning_cyclic/plugin", "lightning_cyclic/strategy.py",
     "/torch/", "/lightning/fabric/", "/lightning/pytorch/", contextlib.__file__, copy.__file__,
 )  # fmt: skip
 _NOT_THE_USERS = (*_OF_PACKAGES, *(part.replace("/", "\\") for part in _OF_PACKAGES))

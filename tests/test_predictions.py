@@ -1,4 +1,4 @@
-"""Steps of evaluation that go another way than training, and predictions that are written once."""
+"""Predictions of pipelines, which all ranks have, are written once."""
 
 from __future__ import annotations
 
@@ -15,29 +15,6 @@ from tests.conformance.harness import evaluation_batches, loader
 from tests.corpus import make_trainer
 
 pytestmark = pytest.mark.multi
-
-PLACES = {"1f1b": {"num_micro": 2}, "pipedream_2bw": {"num_micro": 2}}
-
-
-def validated(preset: str | None, limit: int | None) -> float:
-    """Return the loss of the validation behind a fit."""
-    module = m.ReversedValidation()
-    strategy: Any = "auto"
-    if preset is not None:
-        options = {"stages": ["net.2"], "memory_limit_bytes": limit, **PLACES[preset]}
-        strategy = {"preset": preset, **options}
-    trainer = make_trainer(strategy, max_epochs=1)
-    trainer.fit(module, loader(CASES["plain"], preset), evaluation_batches(CASES["plain"]))
-    return float(trainer.callback_metrics["val_loss"])
-
-
-@pytest.mark.parametrize("preset", PLACES)
-def test_a_validation_that_goes_another_way_and_does_not_fit_gets_what_it_reads(
-    preset: str,
-) -> None:
-    whole = processes.run(validated, 2, preset, None)
-    assert processes.run(validated, 2, preset, 650) == whole  # of 748 bytes
-
 
 class Writer(BasePredictionWriter):
     """Appends a line for each prediction."""
