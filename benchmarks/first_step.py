@@ -95,7 +95,7 @@ def fit(kind: str, ranks: int, verify: str) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     strategy = CyclicStrategy(
-        "1f1b", num_micro=NUM_MICRO, stages=max(ranks, 2), verify=int(verify)
+        "1f1b", num_microbatches=NUM_MICRO, stages=max(ranks, 2), verify=int(verify)
     )
     trainer = Trainer(
         accelerator="cpu", devices=ranks, strategy=strategy, max_steps=2, callbacks=[Watch()],

@@ -115,7 +115,7 @@ def train(way: str, args: argparse.Namespace, seen: Seen) -> None:
     n, whole = args.micro, args.micro * args.rows
     strategy: Any = "auto"
     if way in ("cyclic_dp", "1f1b"):
-        strategy = CyclicStrategy(way, num_micro=n, stages=n)
+        strategy = CyclicStrategy(way, num_microbatches=n, stages=n)
     accumulates = n if way == "accumulate" else 1
     rows = args.rows if way == "accumulate" else whole
     updates = WARM_UP + args.steps

@@ -40,19 +40,19 @@ from pipeline_teams import Rounds, make_contender, run
 from replicated import spread
 
 ONE = Case(
-    name="a: 1 process", num_workers=1, num_stages=4, num_micro=4, rows=8, length=128, width=256,
+    name="a: 1 process", num_workers=1, num_stages=4, num_microbatches=4, rows=8, length=128, width=256,
     depth=8, sleep_ms=0, num_steps=4, rounds=9,
 )  # fmt: skip
 CASES = {
     "a": ONE,
     "b2": replace(ONE, name="b: 2 processes", num_workers=2, num_stages=2),
-    "b4": replace(ONE, name="b: 4 processes", num_workers=4, num_micro=8, rows=4),
+    "b4": replace(ONE, name="b: 4 processes", num_workers=4, num_microbatches=8, rows=4),
     "d2": replace(
         ONE, name="d: 2 processes, no flush", num_workers=2, num_stages=2, rows=4, num_steps=4,
         rounds=5,
     ),
     "d4": replace(
-        ONE, name="d: 4 processes, no flush", num_workers=4, num_micro=8, rows=4, num_steps=2,
+        ONE, name="d: 4 processes, no flush", num_workers=4, num_microbatches=8, rows=4, num_steps=2,
         rounds=5, sleep_ms=10,
     ),
     "c": replace(ONE, name="c: 1 process, a Sequential, remat except the last micro-batch"),
@@ -137,8 +137,8 @@ def main() -> None:
         elif key in NUM_MICRO:
             from pipeline_flows import report as report_flows
 
-            for num_micro in args.micro or NUM_MICRO[key]:
-                report_flows(case, num_micro)
+            for num_microbatches in args.micro or NUM_MICRO[key]:
+                report_flows(case, num_microbatches)
         else:
             pairs = PAIRS[key[0]].items()
             report(case, {n: r for n, r in pairs if not (args.loop and n.startswith("trainer"))})
@@ -166,7 +166,7 @@ def _sized(case: Case) -> Case:
 def _announce(key: str, case: Case) -> None:
     print(f"\n{case.name}, {case.num_stages} stages", end="")
     if key not in NUM_MICRO:
-        print(f", {case.num_micro} micro-batches", end="")
+        print(f", {case.num_microbatches} micro-batches", end="")
     print(f", {case.sleep_ms:g} ms slept per layer" if case.sleep_ms else ", real compute")
     cores = len(os.sched_getaffinity(0))
     if case.num_workers > cores:

@@ -85,7 +85,7 @@ def _plain(case: Case) -> Contender:
     def step() -> Any:
         total = torch.zeros(())
         for part in batch.split(case.rows):
-            loss = module.training_step(part) / case.num_micro
+            loss = module.training_step(part) / case.num_microbatches
             loss.backward()
             total += loss.detach()
         optimizer.step()
@@ -103,12 +103,12 @@ def _session(case: Case, preset: str, module: Any, remat: str = "never") -> Cont
         transport = NamedTransport(Lane, 600.0, lambda w: rank_of(w, case.num_workers))
         group = transport.group
     config = StagewiseConfig(
-        make_plan=lambda stages, num_micro, tied, relayed: make_plan(
-            preset, num_stages=stages, num_workers=case.num_workers, num_micro=num_micro,
+        make_plan=lambda stages, num_microbatches, tied, relayed: make_plan(
+            preset, num_stages=stages, num_workers=case.num_workers, num_microbatches=num_microbatches,
             tied=tied, relayed=relayed,
         ),
         find_cuts=lambda m, step: choose_cuts(survey(m, step), module.stage_paths),
-        num_micro=1 if preset in BY_THE_MICRO_BATCH else case.num_micro,
+        num_microbatches=1 if preset in BY_THE_MICRO_BATCH else case.num_microbatches,
         width=1, remat=remat, seed=0, expected_stages=case.num_stages,
         apply=lambda t, j: optimizer.step(),
         guess=lambda j, parameters, v, updates: list(
@@ -118,8 +118,8 @@ def _session(case: Case, preset: str, module: Any, remat: str = "never") -> Cont
     session = StagewiseSession(module, config, transport, worker, case.num_workers, CPU, group)
     optimizer = module.configure_optimizers()  # of what others hold there are no gradients
     if preset in BY_THE_STEP + BY_THE_MICRO_BATCH:
-        batches = batch.split(case.rows * config.num_micro)
-        fills = -(-2 * case.num_stages // case.num_micro)
+        batches = batch.split(case.rows * config.num_microbatches)
+        fills = -(-2 * case.num_stages // case.num_microbatches)
         return _flowing(session, module, batches, fills)
 
     def step() -> Any:
@@ -178,7 +178,7 @@ def _torch_pipelining(case: Case, preset: str) -> Contender:
         output_args=(logits if rank == last else hidden,),
     )  # fmt: skip
     kind = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}[preset]
-    schedule = kind(stage, n_microbatches=case.num_micro, loss_fn=loss_of)
+    schedule = kind(stage, n_microbatches=case.num_microbatches, loss_fn=loss_of)
     optimizer = case.optimizer(part)
 
     def step() -> Any:
@@ -203,7 +203,7 @@ def _torchgpipe(case: Case) -> Contender:
     model = GPipe(
         nn.Sequential(*(layer for stage in stages for layer in stage)),
         balance=[len(stage) for stage in stages], devices=["cpu"] * len(stages),
-        chunks=case.num_micro, checkpoint="except_last",
+        chunks=case.num_microbatches, checkpoint="except_last",
     )  # fmt: skip
     optimizer = case.optimizer(model)
 
@@ -236,7 +236,7 @@ class _Clock(L.Callback):
 def _trained(case: Case, preset: str) -> Contender:
     """Train with Lightning's Trainer, a new fit each time."""
     plain = preset == "plain"
-    per_step = case.num_micro if plain else 1
+    per_step = case.num_microbatches if plain else 1
     batches = list(case.batch().split(case.rows)) if plain else [case.batch()]
 
     def contender(num_steps: int) -> Figures:
@@ -246,7 +246,7 @@ def _trained(case: Case, preset: str) -> Contender:
             enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
             callbacks=[clock], accumulate_grad_batches=per_step,
             strategy=SingleDeviceStrategy(CPU) if plain else CyclicStrategy(
-                preset, stages=module.stage_paths, num_micro=case.num_micro
+                preset, stages=module.stage_paths, num_microbatches=case.num_microbatches
             ),
         )  # fmt: skip
         trainer.fit(module, DataLoader(batches * (num_steps + WARM_UP), batch_size=None))

@@ -26,21 +26,21 @@ _REFERENCE = "1f1b"
 _MOST_PROCESSES = 4
 
 
-def report(case: Case, num_micro: int) -> None:
+def report(case: Case, num_microbatches: int) -> None:
     """Run all contenders with as many micro-batches in a step, and print their table.
 
     Args:
         case: says how many micro-batches a round has: as many as its steps.
-        num_micro: of a step.
+        num_microbatches: of a step.
     """
-    num_steps = max(1, case.num_steps * case.num_micro // num_micro)
-    case = replace(case, num_micro=num_micro)
+    num_steps = max(1, case.num_steps * case.num_microbatches // num_microbatches)
+    case = replace(case, num_microbatches=num_microbatches)
     cases = {p: replace(case, num_workers=n) for p, n in _processes(case).items()}
     contenders = {f"loop {preset}": each for preset, each in cases.items()}
     rounds = run({"profile": case, **contenders}, num_steps, case.rounds)
     stages = case.num_stages
     print(
-        f"\n  m = {num_micro}; of 1f1b's step {(stages - 1) / (num_micro + stages - 1):.3f} idle"
+        f"\n  m = {num_microbatches}; of 1f1b's step {(stages - 1) / (num_microbatches + stages - 1):.3f} idle"
     )
     print(f"  {'':15} {'ms per step':>11}  {'of the time of 1f1b':23} simulated  idle")
     for preset, each in cases.items():

@@ -23,7 +23,7 @@ class Case:
         name: what it is called in the table.
         num_workers: how many processes.
         num_stages: how many stages the model is cut into.
-        num_micro: into how many micro-batches a batch is cut.
+        num_microbatches: into how many micro-batches a batch is cut.
         rows: samples of a micro-batch.
         length: tokens of a sample.
         width: features of the model.
@@ -36,7 +36,7 @@ class Case:
     name: str
     num_workers: int
     num_stages: int
-    num_micro: int
+    num_microbatches: int
     rows: int
     length: int
     width: int
@@ -58,7 +58,7 @@ class Case:
     def batch(self) -> Tensor:
         """Return the tokens of a whole batch."""
         generator = torch.Generator().manual_seed(1)
-        size = (self.rows * self.num_micro, self.length)
+        size = (self.rows * self.num_microbatches, self.length)
         return torch.randint(VOCABULARY, size, generator=generator)
 
     def optimizer(self, module: nn.Module) -> torch.optim.Optimizer:

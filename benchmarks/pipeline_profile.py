@@ -73,7 +73,7 @@ def profiler(case: Case) -> Contender:
     plain = make("loop plain", tiny)
 
     def contender(num_steps: int) -> Figures:
-        runs = case.num_micro * case.num_stages
+        runs = case.num_microbatches * case.num_stages
         plain_s = plain(_TIMES)["wall"]
         python_s = {
             preset: max(0.0, run(_TIMES)["wall"] - plain_s) / runs
@@ -98,7 +98,7 @@ def _profile(
     forwards, backwards, updates, copies, ahead = [], [], [], [], []
     tokens, weights = case.batch()[: case.rows], list(part.parameters())
     for _ in range(num_steps):
-        for _ in range(case.num_micro):
+        for _ in range(case.num_microbatches):
             x = tokens
             if j > 0:
                 x = torch.randn(case.rows, case.length, case.width, requires_grad=True)
@@ -160,19 +160,19 @@ def predicted_s(
         remat: whether all forwards but the last run again.
     """
     by_the_micro_batch = preset in BY_THE_MICRO_BATCH
-    num_micro = 1 if by_the_micro_batch else case.num_micro
+    num_microbatches = 1 if by_the_micro_batch else case.num_microbatches
     plan = make_plan(
-        preset, num_stages=case.num_stages, num_workers=case.num_workers, num_micro=num_micro,
-        num_steps=max(8, 32 // num_micro),
+        preset, num_stages=case.num_stages, num_workers=case.num_workers, num_microbatches=num_microbatches,
+        num_steps=max(8, 32 // num_microbatches),
     )  # fmt: skip
-    again = (case.num_micro - 1) / case.num_micro if remat else 0.0
+    again = (case.num_microbatches - 1) / case.num_microbatches if remat else 0.0
     step_s = median(_of_round(case, plan, workers, again) for workers in rounds)
-    return step_s * case.num_micro if by_the_micro_batch else step_s
+    return step_s * case.num_microbatches if by_the_micro_batch else step_s
 
 
 def useful_s(case: Case, workers: Sequence[Figures]) -> float:
     """Return the seconds for which the slowest stage computes in a step."""
-    return case.num_micro * max(x.forward_s + x.backward_s for x in _stages(case, workers))
+    return case.num_microbatches * max(x.forward_s + x.backward_s for x in _stages(case, workers))
 
 
 def _of_round(case: Case, plan: Plan, workers: Sequence[Figures], again: float) -> float:
@@ -215,13 +215,13 @@ def _for_weights_s(plan: Plan, j: int, times: StageTimes) -> tuple[float, float,
     replaces the one before, and its backward replaces that by the newest weights, or by a guess.
     An update first copies weights that somebody may still read.
     """
-    t, num_micro = plan.num_steps - 1, plan.num_micro
-    forward = [plan.horizon(t, i, j) > 0 for i in range(num_micro)]
+    t, num_microbatches = plan.num_steps - 1, plan.num_microbatches
+    forward = [plan.horizon(t, i, j) > 0 for i in range(num_microbatches)]
     backward = plan.backward_horizon(j) > 0
-    replaced = num_micro if backward else sum(forward)
+    replaced = num_microbatches if backward else sum(forward)
     guessed = sum(forward)
     return (
-        (replaced * times.copy_s + guessed * times.guess_s) / num_micro,
-        replaced * (times.copy_s + backward * times.guess_s) / num_micro,
+        (replaced * times.copy_s + guessed * times.guess_s) / num_microbatches,
+        replaced * (times.copy_s + backward * times.guess_s) / num_microbatches,
         times.copy_s if plan.depth(j) > 1 else 0.0,
     )

@@ -74,7 +74,7 @@ def bare(model: Model, blocks: list[nn.Module]) -> Callable[[], Times]:
     forward, backward = Clock(), Clock()
     run_f, run_b = forward.timed(stages.forward), backward.timed(torch.autograd.backward)
     last = stages.num_stages - 1
-    plan = make_plan("1f1b", num_stages=last + 1, num_workers=1, num_micro=NUM_MICRO)
+    plan = make_plan("1f1b", num_stages=last + 1, num_workers=1, num_microbatches=NUM_MICRO)
     actions = [a for a in plan.program.step(0, 0) if a.kind in (Kind.F, Kind.B)]
 
     def step() -> None:

@@ -146,15 +146,15 @@ def staged(model: Model) -> Callable[[], Times]:
 
 
 def _session(model: Model) -> StagewiseSession:
-    def make(num_stages: int, num_micro: int, tied: Any, relayed: Any) -> Any:
+    def make(num_stages: int, num_microbatches: int, tied: Any, relayed: Any) -> Any:
         return make_plan(
-            "1f1b", num_stages=num_stages, num_workers=1, num_micro=num_micro, tied=tied,
+            "1f1b", num_stages=num_stages, num_workers=1, num_microbatches=num_microbatches, tied=tied,
             relayed=relayed,
         )  # fmt: skip
 
     config = StagewiseConfig(
         make_plan=make, find_cuts=lambda m, step: choose_cuts(survey(m, step), model.starts),
-        num_micro=NUM_MICRO, width=1, remat="never", seed=0,
+        num_microbatches=NUM_MICRO, width=1, remat="never", seed=0,
     )  # fmt: skip
     return StagewiseSession(model.module, config, None, 0, 1, torch.device("cpu"))
 

@@ -2,7 +2,7 @@
 
 Wherever a test leaves ``strategy="auto"`` and has one CPU device, the Trainer gets the strategy
 that UPSTREAM_STRATEGY names ("cyclic_dp", "gpipe", "ddp", ...) instead of SingleDeviceStrategy.
-UPSTREAM_STAGES and UPSTREAM_NUM_MICRO, where set, are its ``stages`` and ``num_micro``.
+UPSTREAM_STAGES and UPSTREAM_NUM_MICRO, where set, are its ``stages`` and ``num_microbatches``.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def _options() -> dict[str, Any]:
     options: dict[str, Any] = {}
     if stages := os.environ.get("UPSTREAM_STAGES"):
         options["stages"] = int(stages) if stages.isdigit() else stages
-    if num_micro := os.environ.get("UPSTREAM_NUM_MICRO"):
-        options["num_micro"] = int(num_micro)
+    if num_microbatches := os.environ.get("UPSTREAM_NUM_MICRO"):
+        options["num_microbatches"] = int(num_microbatches)
     return options
 
 

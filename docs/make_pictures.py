@@ -323,7 +323,7 @@ def pipelines() -> Canvas:
         "cyclic_pipeline": "cyclic_pipeline: no flush, the next step begins while this one ends",
     }
     for k, (preset, title) in enumerate(titles.items()):
-        plan = make_plan(preset, num_stages=4, num_workers=4, num_micro=4, num_steps=4)
+        plan = make_plan(preset, num_stages=4, num_workers=4, num_microbatches=4, num_steps=4)
         canvas.text(16, 26 + 164 * k, title, size=15, weight="bold")
         _timetable(canvas, plan, 88, 54 + 164 * k, slots, _by_micro)
     canvas.legend(16, 518, _versions(3))
@@ -342,7 +342,7 @@ def staleness() -> Canvas:
     """Draw how many updates old the weights are that each forward reads."""
     canvas = Canvas(337, "By how many updates the weights are old that forwards read")
     replicated = {"num_stages": 4, "num_workers": 4}
-    pipelined = replicated | {"num_micro": 4}
+    pipelined = replicated | {"num_microbatches": 4}
     given = [
         ("lockstep_dp", make_plan("lockstep_dp", **replicated), "worker"),
         ("cyclic_dp", make_plan("cyclic_dp", **replicated), "worker"),
@@ -351,7 +351,7 @@ def staleness() -> Canvas:
         ("gpipe, 1f1b", make_plan("1f1b", **pipelined), "micro-batch"),
         ("cyclic_pipeline", make_plan("cyclic_pipeline", **pipelined), "micro-batch"),
         ("pipedream_2bw", make_plan("pipedream_2bw", **pipelined), "micro-batch"),
-        ("pipedream", make_plan("pipedream", num_micro=1, **replicated), "micro-batch"),
+        ("pipedream", make_plan("pipedream", num_microbatches=1, **replicated), "micro-batch"),
     ]
     for k, (name, plan, what) in enumerate(given):
         _lags(canvas, plan, 88 + 192 * (k % 4), 44 + 140 * (k // 4), name, what)
@@ -369,7 +369,7 @@ def _lags(canvas: Canvas, plan: Plan, x: float, y: float, name: str, what: str) 
     for j in range(plan.num_stages):
         canvas.text(x + 24 * j + 12, y - 4, f"{j}", size=10, fill=FAINT, anchor="middle")
     canvas.text(x - 4, y - 4, "stage", size=10, fill=FAINT, anchor="end")
-    for i in range(plan.num_micro):
+    for i in range(plan.num_microbatches):
         canvas.text(x - 6, y + 20 * i + 14, f"{what} {i}", size=10, fill=FAINT, anchor="end")
         for j in range(plan.num_stages):
             lag = plan.lag(plan.late_step, i, j)

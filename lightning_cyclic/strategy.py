@@ -155,7 +155,7 @@ class CyclicStrategy(DDPStrategy):
         stages: "auto", a number, or the module paths that begin stages 1, 2, ... Pipelines are
             cut by FLOPs and bytes, counted, so that stages are the same in every run; "measured"
             is "auto" by times, which rank 0 takes in the first step.
-        num_micro: micro-batches per update; with replicated placement one per worker.
+        num_microbatches: micro-batches per update; with replicated placement one per worker.
         slack: slots that messages are given to travel before a version counts as fresh.
         groups: into how many groups of neighbours workers are divided that have all stages. Those
             of a group, which must be on one host, run side by side, as under DDP; groups are
@@ -182,7 +182,7 @@ class CyclicStrategy(DDPStrategy):
         transport: how messages travel. "auto": on CPUs by name over gloo; on GPUs over NCCL,
             channel by channel; through the host's memory where workers share a GPU, or with
             process_group_backend="gloo". Or one of these: "named", "edges", "host_staged".
-        wire_dtype: in which sums of gradients travel between workers: "fp32", "bf16" or "fp16".
+        reduce_dtype: in which sums of gradients travel between workers: "fp32", "bf16" or "fp16".
             Each is rounded where it is sent, and the next gradient added in the wider of both
             dtypes. None is that of the gradients, and "fp32" where they have a lower precision
             (docs/precision.md).
@@ -229,7 +229,7 @@ class CyclicStrategy(DDPStrategy):
         weights: str | None = None,
         sharding: str | None = None,
         stages: int | str | list[str] = "auto",
-        num_micro: int | None = None,
+        num_microbatches: int | None = None,
         slack: int = 0,
         groups: int | None = None,
         clip: str | None = None,
@@ -241,7 +241,7 @@ class CyclicStrategy(DDPStrategy):
         bandwidth: str | float | None = None,
         latency: str | float | None = None,
         transport: Route = "auto",
-        wire_dtype: Literal["fp32", "bf16", "fp16"] | None = None,
+        reduce_dtype: Literal["fp32", "bf16", "fp16"] | None = None,
         save_distributed_checkpoint: bool = False,
         resume: Literal["auto"] | None = None,
         verify: Literal["first_step"] | int = "first_step",
@@ -277,7 +277,7 @@ class CyclicStrategy(DDPStrategy):
             weights=weights,
             sharding=sharding,
             stages=checked_stages(stages),
-            num_micro=num_micro,
+            num_microbatches=num_microbatches,
             slack=slack,
             groups=groups,
             clip=clip,
@@ -287,7 +287,7 @@ class CyclicStrategy(DDPStrategy):
             memory_limit_bytes=memory_limit_bytes,
             error_feedback=error_feedback,
             transport=transport,
-            wire_dtype=wire_dtype,
+            reduce_dtype=reduce_dtype,
             timeout_s=timeout.total_seconds() if timeout else TRAINING_S,
             starting_s=timeout.total_seconds() if timeout else STARTING_S,
             save_distributed_checkpoint=save_distributed_checkpoint,

@@ -1,6 +1,6 @@
 """The runs of a comparison: tasks x optimizers x contenders x seeds, each a whole configuration.
 
-A *step* is one batch that all contenders share, cut into ``compare.num_micro`` micro-batches. A
+A *step* is one batch that all contenders share, cut into ``compare.num_microbatches`` micro-batches. A
 contender whose rule updates after each micro-batch makes as many updates in a step, from batches
 of one micro-batch.
 """
@@ -117,13 +117,15 @@ def _run(
     chosen = _named(recipe.optimizers, optimizer, f"tasks.{task}.optimizers")
     arguments = dict(comparison.contenders.get(contender, {"preset": contender}))
     own, preset = arguments.pop("optimizer", {}), arguments.pop("preset")
-    num_micro = arguments.pop("num_micro", comparison.num_micro)
-    updates = _whole(comparison.num_micro, num_micro, f"num_micro of {contender}")
+    num_microbatches = arguments.pop("num_microbatches", comparison.num_microbatches)
+    updates = _whole(
+        comparison.num_microbatches, num_microbatches, f"num_microbatches of {contender}"
+    )
 
     cfg = deepcopy(composed(task, preset))
     OmegaConf.set_struct(cfg, False)
     cfg.seed = seed
-    cfg.strategy.update(num_micro=num_micro, **arguments)
+    cfg.strategy.update(num_microbatches=num_microbatches, **arguments)
     cfg.data.batch_size = _whole(cfg.data.batch_size, updates, "updates of a step's batch")
     lr = chosen.lr / updates if comparison.lr_rule == "per_sample" else chosen.lr
     cfg.model.optimizer = {**_unresolved(chosen), "lr": lr, **own, "_partial_": True}
@@ -161,7 +163,7 @@ def _whole(number: int, divisor: int, what: str) -> int:
     if number % divisor:
         raise ValueError(
             f"{divisor} for the {what}; allowed: divisors of {number}, so that all contenders "
-            "see the same batches; use 1, or other batches and compare.num_micro"
+            "see the same batches; use 1, or other batches and compare.num_microbatches"
         )
     return number // divisor
 

@@ -56,7 +56,7 @@ def plan_table(trainer: L.Trainer, module: nn.Module, *, remat: str | None = Non
         "replicas of the pipeline (width)": plan.width if pipelined else None,
         "weights read": getattr(plan, "weights", None),
         "stages": getattr(plan, "num_stages", None),
-        "micro-batches per update": getattr(plan, "num_micro", None),
+        "micro-batches per update": getattr(plan, "num_microbatches", None),
         "rematerialisation": remat if pipelined else None,
         "slack (slots)": None if pipelined else getattr(plan, "slack", None),
         "parameters": f"{sum(p.numel() for p in module.parameters()):,}",

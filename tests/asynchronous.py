@@ -38,7 +38,7 @@ def train(
     loss: Loss,
     *,
     rule: str,
-    num_micro: int,
+    num_microbatches: int,
     num_steps: int,
     after_update: Callable[[int], None] | None = None,
     width: int = 1,
@@ -51,14 +51,14 @@ def train(
     wire is between replicas; with one of these, between those who run micro-batches.
     """
     versions = [[[p.detach().clone() for p in ps]] for ps in stages]  # stage -> version -> values
-    parts = num_micro if wire is not None and width == 1 else width  # of the sum
+    parts = num_microbatches if wire is not None and width == 1 else width  # of the sum
     for t in range(num_steps):
         sums: list[Sums] = [[[None] * len(ps) for ps in stages] for _ in range(parts)]
-        for i in range(num_micro):
+        for i in range(num_microbatches):
             for j, ps in enumerate(stages):
-                v = version_read(rule, t, i // width, j, num_micro // width, len(stages))
+                v = version_read(rule, t, i // width, j, num_microbatches // width, len(stages))
                 put(ps, versions[j][v])
-            (loss(module, t, i) / num_micro).backward()
+            (loss(module, t, i) / num_microbatches).backward()
             for ps, total in zip(stages, sums[i % parts], strict=True):
                 take_grads(ps, total)
         totals = added(sums, t, wire)
@@ -149,7 +149,7 @@ def train_predicted(
     guess: Guess,
     *,
     preset: str,
-    num_micro: int,
+    num_microbatches: int,
     num_steps: int,
     runs_again: bool = False,
 ) -> None:
@@ -163,17 +163,17 @@ def train_predicted(
     for t in range(num_steps):
         past.append([(*_kept(optimizer, x.weight), *_kept(optimizer, x.bias)) for x in layers])
         totals = [[None, None] for _ in layers]
-        for i in range(num_micro):
+        for i in range(num_microbatches):
             ahead, back = [], []
             for k, j in enumerate(stage_of):
-                v, forward, backward = horizons(preset, t, j, num_micro, num_stages)
+                v, forward, backward = horizons(preset, t, j, num_microbatches, num_stages)
                 ahead.append(_guessed(past[v][k], forward, guess))
                 back.append(_guessed(past[t][k], backward, guess))
-            x = batch(t * num_micro + i)
+            x = batch(t * num_microbatches + i)
             if runs_again:
-                grads = _recomputed(ahead, back, size, x, num_micro)
+                grads = _recomputed(ahead, back, size, x, num_microbatches)
             else:
-                grads = _with_faces(ahead, back, x, num_micro)
+                grads = _with_faces(ahead, back, x, num_microbatches)
             for total, of_layer in zip(totals, grads, strict=True):
                 for k, grad in enumerate(of_layer):
                     so_far: Any = total[k]

@@ -42,14 +42,16 @@ def batch_of(k: int) -> Tensor:
 class Steps(Dataset[Tensor]):
     """The micro-batches of each step, joined."""
 
-    def __init__(self, num_micro: int, num_steps: int) -> None:
-        self.num_micro, self.num_steps = num_micro, num_steps
+    def __init__(self, num_microbatches: int, num_steps: int) -> None:
+        self.num_microbatches, self.num_steps = num_microbatches, num_steps
 
     def __len__(self) -> int:
         return self.num_steps
 
     def __getitem__(self, t: int) -> Tensor:
-        return torch.cat([batch_of(t * self.num_micro + i) for i in range(self.num_micro)])
+        return torch.cat(
+            [batch_of(t * self.num_microbatches + i) for i in range(self.num_microbatches)]
+        )
 
 
 class Chain(LightningModule):
@@ -103,8 +105,8 @@ class Chain(LightningModule):
 # ---------------------------------------------------------------------- on ranks
 
 
-def loader(num_micro: int, num_steps: int) -> DataLoader[Any]:
-    return Resumable(Steps(num_micro, num_steps), batch_size=None)
+def loader(num_microbatches: int, num_steps: int) -> DataLoader[Any]:
+    return Resumable(Steps(num_microbatches, num_steps), batch_size=None)
 
 
 def fit(
@@ -117,7 +119,7 @@ def fit(
     **flags: Any,
 ) -> dict[str, Tensor]:
     """Train on this rank; with ``saved``, save behind that step and go on in a new Trainer."""
-    batches = (strategy["num_micro"], num_steps)
+    batches = (strategy["num_microbatches"], num_steps)
     strategy = {"stages": STAGES} | strategy
     if saved is not None:
         folder, step = saved
@@ -129,7 +131,7 @@ def fit(
         ckpt_path = f"{folder}/step={step}.ckpt"
     module = make()
     trainer = make_trainer(strategy, max_epochs=1, callbacks=list(callbacks), **flags)
-    valid = loader(strategy["num_micro"], 1) if "val_check_interval" in flags else None
+    valid = loader(strategy["num_microbatches"], 1) if "val_check_interval" in flags else None
     trainer.fit(module, loader(*batches), valid, ckpt_path=ckpt_path)
     return module.weights()
 
@@ -156,7 +158,7 @@ def delay(rule: str, j: int, m: int) -> float:
 def sequential(
     make: Callable[[], Chain],
     rule: str,
-    num_micro: int,
+    num_microbatches: int,
     num_steps: int,
     *,
     num_sync: int = 0,
@@ -173,11 +175,11 @@ def sequential(
     last = [[torch.zeros_like(p) for p in stage] for stage in stages]  # updates
     for t in range(num_steps):
         totals: list[list[Tensor | None]] = [[None] * len(stage) for stage in stages]
-        for i in range(num_micro):
+        for i in range(num_microbatches):
             for j, stage in enumerate(stages):
-                v = version_read(rule, t, i, j, num_micro, num_sync)
+                v = version_read(rule, t, i, j, num_microbatches, num_sync)
                 asynchronous.put(stage, versions[j][v])
-            (chain.loss(batch_of(t * num_micro + i)) / num_micro).backward()
+            (chain.loss(batch_of(t * num_microbatches + i)) / num_microbatches).backward()
             for stage, total in zip(stages, totals, strict=True):
                 asynchronous.take_grads(stage, total)
         is_late = t >= num_sync
@@ -189,7 +191,7 @@ def sequential(
             optimizers[j].step()
             optimizers[j].zero_grad()
             values = [p.detach().clone() for p in stage]
-            if error_feedback and is_late and delay(rule, j, num_micro) > 0:
+            if error_feedback and is_late and delay(rule, j, num_microbatches) > 0:
                 for n, (old, new) in enumerate(zip(versions[j][t], values, strict=True)):
                     update = old - new
                     # old - (2 * update - last), from where the optimizer has led
@@ -224,7 +226,7 @@ def look_ahead(optimizer: str, weights: Tensor, state: State, lrs: Sequence[floa
 def predicted(  # noqa: C901  (all rules on one screen)
     make: Callable[[], Chain],
     preset: str,
-    num_micro: int,
+    num_microbatches: int,
     num_steps: int,
     *,
     error_feedback: bool = False,
@@ -251,14 +253,16 @@ def predicted(  # noqa: C901  (all rules on one screen)
             ]
         )
         totals: list[list[Tensor | None]] = [[None, None] for _ in stages]
-        for i in range(num_micro):
+        for i in range(num_microbatches):
             ahead, back = [], []
             for j in range(NUM_STAGES):
-                v, forward, backward = asynchronous.horizons(preset, t, j, num_micro, NUM_STAGES)
+                v, forward, backward = asynchronous.horizons(
+                    preset, t, j, num_microbatches, NUM_STAGES
+                )
                 ahead.append(guessed(v, j, forward))
                 back.append(guessed(t, j, backward))
-            x = batch_of(t * num_micro + i)
-            grads = asynchronous._with_faces(ahead, back, x, num_micro)
+            x = batch_of(t * num_microbatches + i)
+            grads = asynchronous._with_faces(ahead, back, x, num_microbatches)
             for total, of_layer in zip(totals, grads, strict=True):
                 for n, grad in enumerate(of_layer):
                     so_far = total[n]

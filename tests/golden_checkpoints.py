@@ -24,9 +24,12 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {  # name -> (processes, argument
     "cyclic_dp": (2, {"preset": "cyclic_dp", "stages": STARTS}),
     "cyclic_dp_v1": (2, {"preset": "cyclic_dp_v1", "stages": STARTS}),
     "lockstep_dp": (2, {"preset": "lockstep_dp", "stages": STARTS}),
-    "one_device": (1, {"preset": "cyclic_dp", "stages": STARTS[1:2], "num_micro": 2}),
+    "one_device": (1, {"preset": "cyclic_dp", "stages": STARTS[1:2], "num_microbatches": 2}),
     "1f1b": (2, {"preset": "1f1b", "stages": STARTS[1:2]}),
-    "cyclic_pipeline": (2, {"preset": "cyclic_pipeline", "stages": STARTS[1:2], "num_micro": 2}),
+    "cyclic_pipeline": (
+        2,
+        {"preset": "cyclic_pipeline", "stages": STARTS[1:2], "num_microbatches": 2},
+    ),
     "pipedream_2bw": (2, {"preset": "pipedream_2bw", "stages": STARTS[1:2]}),
     "pipeoptim": (2, {"preset": "pipeoptim", "stages": STARTS[1:2]}),
 }

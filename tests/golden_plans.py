@@ -43,16 +43,16 @@ def grid() -> dict[str, dict[str, Any]]:
     for preset in PIPELINES:
         for stages, workers in ((2, 2), (4, 4), (4, 2)):
             add(preset, stages, workers)
-        add(preset, 4, 4, num_micro=6, relayed=(1, 3))
+        add(preset, 4, 4, num_microbatches=6, relayed=(1, 3))
         add(preset, 2, 4, width=2)
     for preset in ("gpipe", "1f1b", "cyclic_pipeline", "pipedream_2bw", "pipedream"):
-        add(preset, 4, 4, num_micro=4, tied=((0, 3),))
+        add(preset, 4, 4, num_microbatches=4, tied=((0, 3),))
     for stages, workers in ((2, 3), (3, 6), (4, 3)):
         add("cyclic_mp", stages, workers)
     add("cyclic_mp", 3, 6, relayed=(0, 1, 2))
     add("pipedream_2bw", 3, 3, late_updates=True)
     for preset in ("cyclic_dp", "cyclic_dp_v1", "1f1b"):
-        add(preset, 3, 1, placement="single", num_micro=3)
+        add(preset, 3, 1, placement="single", num_microbatches=3)
     return found
 
 

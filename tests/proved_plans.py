@@ -15,10 +15,10 @@ lower._proved = lru_cache(512)(lower._proved.__wrapped__)  # type: ignore[attr-d
 
 for preset, num_workers, num_stages in product(PRESETS, (2, 4), (1, 2, 4)):
     is_whole = PLACEMENTS[PRESETS[preset].placement].runs_whole_micro
-    for num_micro, buffers in product([None] if is_whole else [1, 2, 4], [False, True]):
+    for num_microbatches, buffers in product([None] if is_whole else [1, 2, 4], [False, True]):
         relayed = range(num_stages) if buffers else ()
         with suppress(PlanError):
             make_plan(
-                preset, num_stages=num_stages, num_workers=num_workers, num_micro=num_micro,
+                preset, num_stages=num_stages, num_workers=num_workers, num_microbatches=num_microbatches,
                 relayed=relayed, relayed_until=relayed if is_whole else (),
             )  # fmt: skip

@@ -1,7 +1,7 @@
 """Train the modules of tests.stagewise_modules: in a pipeline, and plainly, one micro-batch each.
 
-Micro-batch i of step t is batch k = t * num_micro + i of its case. The plain run's loader yields
-them one by one and accumulates num_micro of them; a pipeline's yields those of a step joined
+Micro-batch i of step t is batch k = t * num_microbatches + i of its case. The plain run's loader yields
+them one by one and accumulates num_microbatches of them; a pipeline's yields those of a step joined
 (with width > 1: every width-th of them, for the replica's number).
 """
 
@@ -32,7 +32,7 @@ class Job:
 
     Args:
         case: name of the module.
-        num_micro: micro-batches per update, of all replicas together.
+        num_microbatches: micro-batches per update, of all replicas together.
         size: rows of a micro-batch.
         num_steps: batches of a pipeline per epoch.
         num_epochs: how often they are trained on.
@@ -43,7 +43,7 @@ class Job:
     """
 
     case: str
-    num_micro: int = 4
+    num_microbatches: int = 4
     size: int = 3
     num_steps: int = 4
     num_epochs: int = 2
@@ -60,7 +60,7 @@ class Job:
 
     def groups(self, width: int | None = None, replica: int = 0) -> list[list[int]]:
         """Return which micro-batches each batch joins; without a width there is one in each."""
-        m = self.num_micro
+        m = self.num_microbatches
         if width is None:
             return [[k] for k in range(m * self.num_steps)]
         return [[t * m + i for i in range(replica, m, width)] for t in range(self.num_steps)]
@@ -149,10 +149,12 @@ def prepare(
     """Make module, Trainer and batches of this rank: a pipeline, or plain without a strategy."""
     seen, flags, width = StepLosses(), dict(job.flags) | more, None
     if strategy is None:
-        flags["accumulate_grad_batches"] = job.num_micro * flags.get("accumulate_grad_batches", 1)
+        flags["accumulate_grad_batches"] = job.num_microbatches * flags.get(
+            "accumulate_grad_batches", 1
+        )
     else:
         width = strategy.get("width", 1)
-        strategy = {"num_micro": job.num_micro // width} | strategy
+        strategy = {"num_microbatches": job.num_microbatches // width} | strategy
     trainer = make_trainer(
         strategy or "auto", max_epochs=job.num_epochs, callbacks=[seen, *callbacks], **flags
     )
@@ -197,7 +199,7 @@ def assert_equals_plain(ranks: list[Outcome], job: Job, exact_metrics: bool = Tr
     for r, rank in enumerate(ranks):
         assert rank["global_step"] == plain["global_step"] >= 8
         assert_same(rank["weights"], plain["weights"], f"{job.case} rank {r}")
-        _compare_losses(rank, plain, job.num_micro)
+        _compare_losses(rank, plain, job.num_microbatches)
         _compare_metrics(rank["metrics"], plain["metrics"], exact_metrics)
 
 

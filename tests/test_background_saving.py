@@ -30,7 +30,7 @@ NUM_BATCHES, EVERY = 12, 4
 LIMIT_S = 20
 STRATEGIES: dict[str, dict[str, Any]] = {
     "cyclic_dp": {"preset": "cyclic_dp", "stages": 4},
-    "1f1b": {"preset": "1f1b", "stages": ["net.6"], "num_micro": 2},
+    "1f1b": {"preset": "1f1b", "stages": ["net.6"], "num_microbatches": 2},
     "cyclic_zero": {"preset": "cyclic_zero", "stages": 4},
 }
 

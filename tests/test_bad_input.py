@@ -57,7 +57,12 @@ def rank() -> int:
         ({"clip": "all"}, "clip 'all' is unknown", "stage, global", "use "),
         ({"relay_buffers": "no"}, "relay_buffers 'no' is unknown", "auto, all", "use "),
         ({"find_unused_parameters": True}, "'find_unused_parameters'", "preset", "remove it"),
-        ({"static_graph": True}, "'static_graph'", "wire_dtype, save_distributed_c", "remove it"),
+        (
+            {"static_graph": True},
+            "'static_graph'",
+            "reduce_dtype, save_distributed_c",
+            "remove it",
+        ),
         ({"sharding": "fully"}, "'fully'", "none, optimizer, full", "use "),
         ({"weights": "sync"}, "sync", "", ""),
     ],
@@ -400,8 +405,8 @@ def assert_everywhere(
             Net, {"stages": ["layers.2", "layers.1"]}, {}, "PlanError",
             ["one after the other", "allowed:", "reorder"],
         ),
-        (Net, {"num_micro": 3}, {}, "PlanError", ["num_micro=3", "multiples of", "use "]),
-        (Net, {"num_micro": 4}, {}, "PlanError", ["num_micro=4", "accumulate_grad_batches=2"]),
+        (Net, {"num_microbatches": 3}, {}, "PlanError", ["num_microbatches=3", "multiples of", "use "]),
+        (Net, {"num_microbatches": 4}, {}, "PlanError", ["num_microbatches=4", "accumulate_grad_batches=2"]),
         (Manual, {}, {}, "ConfigurationError", ["automatic_optimization", "allowed:", "'ddp'"]),
         (TwoOptimizers, {}, {}, "ConfigurationError", ["automatic_optimization", "allowed:"]),
         (Lbfgs, {}, {}, "ConfigurationError", ["LBFGS", "allowed:", "use torch.optim.AdamW"]),
@@ -539,8 +544,8 @@ def test_weights_that_a_hook_changes_within_a_step_are_refused(
     [
         {"preset": "cyclic_dp"},
         more({"preset": "cyclic_zero"}),
-        {"preset": "1f1b", "stages": ["layers.2"], "num_micro": 3},
-        {"preset": "cyclic_pipeline", "stages": ["layers.2"], "num_micro": 3},
+        {"preset": "1f1b", "stages": ["layers.2"], "num_microbatches": 3},
+        {"preset": "cyclic_pipeline", "stages": ["layers.2"], "num_microbatches": 3},
     ],
 )
 def test_updates_within_a_backward_are_refused(strategy: dict[str, Any]) -> None:

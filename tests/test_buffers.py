@@ -145,7 +145,7 @@ def plain() -> dict[str, Any]:
 )
 def test_buffers_are_those_of_one_device(num_ranks: int, strategy: dict[str, Any]) -> None:
     expected = plain()
-    for rank in processes.run(fit, num_ranks, {"num_micro": NUM_MICRO, **strategy}):
+    for rank in processes.run(fit, num_ranks, {"num_microbatches": NUM_MICRO, **strategy}):
         assert_same(rank["weights"], expected["weights"])
         assert rank["seen"] == expected["seen"]
         assert rank["val"] == expected["val"]
@@ -170,7 +170,7 @@ class Late(Stateful):
 
 def refused(num_ranks: int, module: Any, **strategy: Any) -> str:
     with pytest.raises(processes.RanksFailedError) as caught:
-        processes.run(fit, num_ranks, {"num_micro": NUM_MICRO, **strategy}, module)
+        processes.run(fit, num_ranks, {"num_microbatches": NUM_MICRO, **strategy}, module)
     return str(caught.value)
 
 
@@ -179,7 +179,9 @@ def test_code_between_modules_changes_buffers_in_place() -> None:
     assert "buffer 'level' is assigned anew by code that later stages repeat" in error
     assert "self.level.copy_(...)" in error
     assert 'use CyclicStrategy(stages=["b"])' in error
-    (rank,) = processes.run(fit, 1, {"preset": "1f1b", "num_micro": 4, "stages": ["b"]}, Anew)
+    (rank,) = processes.run(
+        fit, 1, {"preset": "1f1b", "num_microbatches": 4, "stages": ["b"]}, Anew
+    )
     assert_same(rank["weights"], processes.run(fit, 1, "auto", Anew)[0]["weights"])
 
 

@@ -82,7 +82,7 @@ class Trained(Late):
 
 KEYS: list[int] = []
 LEAST = 4 * SIZE * SIZE * 2  # bytes: less than the parameters have together
-CUT = {"stages": ["net.2"], "num_micro": 2, "memory_limit_bytes": 1 << 30}
+CUT = {"stages": ["net.2"], "num_microbatches": 2, "memory_limit_bytes": 1 << 30}
 PIPELINES = [
     {"preset": "1f1b", **CUT},
     {"preset": "gpipe", **CUT, "stages": 2},
@@ -311,7 +311,7 @@ def contents(folder: Path, epoch: int) -> Any:
 
 def staged(preset: str, stages: Any = ("net.2",)) -> dict[str, Any]:
     cut = {"preset": preset, "stages": stages if isinstance(stages, int) else list(stages)}
-    return cut if preset == "cyclic_zero" else cut | {"num_micro": 2}
+    return cut if preset == "cyclic_zero" else cut | {"num_microbatches": 2}
 
 
 @pytest.mark.parametrize("preset", [more("1f1b"), "pipedream_2bw", "cyclic_zero"])
@@ -709,10 +709,10 @@ def test_a_folder_of_hugging_faces_is_read_by_stages(tmp_path: Path) -> None:
 def test_a_folder_that_exceeds_the_memory_of_each_rank(tmp_path: Path) -> None:
     source, apart, one = (str(tmp_path / name) for name in ("source", "apart", "one"))
     gpt2(source, WIDTH, Large.num_blocks)
-    strategy = {"preset": "1f1b", "stages": 4, "num_micro": 4, "memory_limit_bytes": CAP}
+    strategy = {"preset": "1f1b", "stages": 4, "num_microbatches": 4, "memory_limit_bytes": CAP}
     ranks = processes.run(fit_pretrained, 4, strategy, CAP, source, apart, True)
     assert ranks[0][1] > CAP
-    alone = {"preset": "1f1b", "stages": 1, "num_micro": 4}
+    alone = {"preset": "1f1b", "stages": 1, "num_microbatches": 4}
     processes.run(fit_pretrained, 1, alone, None, source, one, False)
     assert same(contents(Path(apart), 0)["state_dict"], contents(Path(one), 0)["state_dict"])
 
@@ -720,7 +720,7 @@ def test_a_folder_that_exceeds_the_memory_of_each_rank(tmp_path: Path) -> None:
 @pytest.mark.exhaustive
 @pytest.mark.skipif(not is_possible(), reason="no control group of memory may be made here")
 def test_a_gpt_whose_bare_weights_exceed_the_memory_of_each_rank(tmp_path: Path) -> None:
-    strategy = {"preset": "1f1b", "stages": 4, "num_micro": 4, "memory_limit_bytes": CAP}
+    strategy = {"preset": "1f1b", "stages": 4, "num_microbatches": 4, "memory_limit_bytes": CAP}
     apart, one = str(tmp_path / "apart"), str(tmp_path / "one")
     with pytest.raises(processes.RanksFailedError, match="died without a word"):
         processes.run(fit_large, 4, strategy, CAP, apart, 1, None, False)
@@ -728,7 +728,7 @@ def test_a_gpt_whose_bare_weights_exceed_the_memory_of_each_rank(tmp_path: Path)
     assert sizes[0] > CAP
     file = str(Path(apart, "epoch=0.ckpt"))
     processes.run(fit_large, 4, strategy, CAP, apart, 2, file, True)
-    alone = {"preset": "1f1b", "stages": 1, "num_micro": 4}
+    alone = {"preset": "1f1b", "stages": 1, "num_microbatches": 4}
     processes.run(fit_large, 1, alone, None, one, 2, None, True)
     weights = [contents(Path(folder), 1)["state_dict"] for folder in (apart, one)]
     assert same(*weights)

@@ -61,7 +61,7 @@ def assert_follows(
 ) -> None:
     """Compare every rank with the rule, and see that the options make a difference."""
     m = 1 if preset in ONE_EACH else 4
-    strategy = {"preset": preset, "num_micro": m} | options
+    strategy = {"preset": preset, "num_microbatches": m} | options
     ranks = run(num_ranks, make, strategy, saved, **(flags or {}))
     if preset in RULES:
         follow = partial(delayed_chain.sequential, make, RULES[preset], m, NUM_STEPS)
@@ -219,7 +219,7 @@ def test_behind_a_checkpoint_of_another_plan_the_rule_begins_as_at_step_0(
     preset: str, num_ranks: int, tmp_path: Any
 ) -> None:
     make = partial(Chain, "adamw", "sawtooth")
-    strategies = tuple({"preset": name, "num_micro": 4} for name in ("1f1b", preset))
+    strategies = tuple({"preset": name, "num_microbatches": 4} for name in ("1f1b", preset))
     ranks = processes.run(begun_by_another, num_ranks, make, strategies, str(tmp_path))
     follow = partial(delayed_chain.sequential, make, RULES[preset], 4, NUM_STEPS, num_sync=4)
     (expected,) = processes.run(follow, 1)
@@ -240,7 +240,10 @@ def test_validation_within_an_epoch_changes_nothing(preset: str) -> None:
 
 def test_predictions_begin_anew_from_a_checkpoint_of_another_plan(tmp_path: Any) -> None:
     make = partial(Chain, "adamw", "sawtooth")
-    strategies = ({"preset": "1f1b", "num_micro": 1}, {"preset": "pipeoptim", "num_micro": 1})
+    strategies = (
+        {"preset": "1f1b", "num_microbatches": 1},
+        {"preset": "pipeoptim", "num_microbatches": 1},
+    )
     one = processes.run(begun_by_another, 1, make, strategies, str(tmp_path / "one"))
     two = processes.run(begun_by_another, 2, make, strategies, str(tmp_path / "two"))
     for weights, _ in two:

@@ -46,7 +46,7 @@ NUM_BATCHES, NUM_EPOCHS = 3, 2  # 6 steps
 STEP = 4  # at which it is saved, in mid epoch
 ARGS = ("batchnorm_mlp", "adamw")
 FOLDERS = {"save_distributed_checkpoint": True}
-PIPELINE = {"stages": ["net.6"], "num_micro": 2}
+PIPELINE = {"stages": ["net.6"], "num_microbatches": 2}
 STRATEGIES = {
     "1f1b": PIPELINE,
     "cyclic_pipeline": PIPELINE,

@@ -120,7 +120,7 @@ def _leaves_versions(file: dict[str, Any], strategy: Any) -> bool:
     plan = strategy.plan
     reads_older = plan.weights != "sync" and (plan.num_workers > 1 or plan.delay(0) > 0)
     mine = {name: getattr(plan, name) for name in saved} | {
-        "num_micro": plan.num_micro // plan.rounds,
+        "num_microbatches": plan.num_microbatches // plan.rounds,
         "num_stages": saved["num_stages"],  # as many as were found
     }
     is_same = mine == saved

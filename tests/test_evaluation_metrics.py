@@ -54,7 +54,9 @@ def loader(seed: int, size: int) -> DataLoader[Any]:
 def evaluated(preset: str) -> list[dict[str, float]]:
     """Return what is logged by validation within a fit, and by a test behind it."""
     module = Evaluated()
-    trainer = make_trainer(CyclicStrategy(preset, stages=["net.2"], num_micro=1), max_epochs=1)
+    trainer = make_trainer(
+        CyclicStrategy(preset, stages=["net.2"], num_microbatches=1), max_epochs=1
+    )
     trainer.fit(module, loader(1, 3), [loader(2, 4), loader(3, 9)])
     logged = [{k: float(x) for k, x in trainer.callback_metrics.items()}]
     trainer.test(module, [loader(4, 4), loader(5, 2)], verbose=False)

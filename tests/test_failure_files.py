@@ -165,7 +165,7 @@ def test_of_a_rank_that_is_killed_the_other_shows_what_it_waited_for(tmp_path: P
     # gloo may have lost what was on its way, too
     waited = r"wait for (the batch|activations, stage 1, micro-batch \d), of step 5, from worker 0"
     assert re.fullmatch(waited, open_.words), open_
-    program = make_plan("1f1b", num_stages=2, num_workers=2, num_micro=4).program
+    program = make_plan("1f1b", num_stages=2, num_workers=2, num_microbatches=4).program
     planned = [str(a) for t in range(6) for a in program.step(1, t)]
     actions = without_waits(did)
     assert "1UPDATE@5#4" in actions

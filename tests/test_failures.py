@@ -334,7 +334,7 @@ def fit_and_save(
 def test_no_checkpoint_is_written_where_a_step_fails(
     trouble: Any, culprit: int, preset: str, num_ranks: int, tmp_path: Path
 ) -> None:
-    strategy = {"preset": preset, "num_micro": 2}
+    strategy = {"preset": preset, "num_microbatches": 2}
     ends = processes.run(fit_and_save, num_ranks, trouble, culprit, strategy, tmp_path)
     names = {fail: "ZeroDivisionError", be_interrupted: "SystemExit"}
     for rank, (ended, files, _, said) in enumerate(ends):
@@ -381,7 +381,7 @@ def save_with_a_death(strategy: dict[str, Any], path: Path) -> None:
 def test_a_worker_that_dies_while_a_checkpoint_is_put_together_is_named(
     preset: str, tmp_path: Path
 ) -> None:
-    strategy = {"preset": preset, "num_micro": 2}
+    strategy = {"preset": preset, "num_microbatches": 2}
     with pytest.raises(processes.RanksFailedError) as caught:
         processes.run(save_with_a_death, 2, strategy, tmp_path / "a.ckpt")
     assert caught.value.errors == {1: processes.WORDLESS}

@@ -73,7 +73,7 @@ def by_rule(rule: str, stage_of: dict[str, int], *, is_staged: bool) -> dict[str
     stages = by_stage(module, stage_of)
     if is_staged and rule != "sync":
         asynchronous.train(
-            module, stages, made["optimizer"], loss, rule=rule, num_micro=NUM_MICRO,
+            module, stages, made["optimizer"], loss, rule=rule, num_microbatches=NUM_MICRO,
             num_steps=NUM_STEPS, after_update=lambda t: step(),
         )  # fmt: skip
     else:
@@ -89,7 +89,7 @@ def by_rule(rule: str, stage_of: dict[str, int], *, is_staged: bool) -> dict[str
 def test_layers_of_torchao_have_the_bits_of_one_process(preset: str, rule: str) -> None:
     pytest.importorskip("torchao", reason="pip install torchao")
     strategy = {"preset": preset, "stages": 2}
-    strategy |= {"num_micro": NUM_MICRO} if preset in STAGED else {}
+    strategy |= {"num_microbatches": NUM_MICRO} if preset in STAGED else {}
     ranks = processes.run(fit, 2, strategy)
     assert "Float8Linear" in ranks[0]["kinds"]
     (expected,) = processes.run(by_staged_rule if preset in STAGED else by_whole_rule, 1, rule,

@@ -88,7 +88,7 @@ def fit_and_listen(
 def train(make: Any, num_ranks: int, preset: str, **more: Any) -> tuple[dict[str, Tensor], Any]:
     """Train on so many ranks; return the weights, which all agree on, and what ranks have said."""
     flags = more.pop("flags", {})
-    strategy = {"preset": preset, "num_micro": 1 if preset in ONE_EACH else 4} | more
+    strategy = {"preset": preset, "num_microbatches": 1 if preset in ONE_EACH else 4} | more
     function = partial(fit_and_listen, make, strategy, **flags)
     ranks = processes.run(function, num_ranks, time_limit_s=90.0)
     for weights, _ in ranks:

@@ -81,13 +81,15 @@ def test_flushes_in_the_middle_change_no_norm(tmp_path: Any) -> None:
             assert_same(rank["weights"], alone["weights"])
 
 
-@pytest.mark.parametrize("num_micro", [3, 4, 7])
-def test_no_stage_waits_for_a_norm(num_micro: int) -> None:
+@pytest.mark.parametrize("num_microbatches", [3, 4, 7])
+def test_no_stage_waits_for_a_norm(num_microbatches: int) -> None:
     plan = make_plan(
-        "pipedream_2bw", num_stages=4, num_workers=4, num_micro=num_micro, num_steps=6,
+        "pipedream_2bw", num_stages=4, num_workers=4, num_microbatches=num_microbatches, num_steps=6,
         late_updates=True,
     )  # fmt: skip
-    ends = [plan.slot(Kind.B, 2, num_micro - 1, j) for j in range(4)]  # the last, of stage 0
+    ends = [
+        plan.slot(Kind.B, 2, num_microbatches - 1, j) for j in range(4)
+    ]  # the last, of stage 0
     for program in plan.programs:
         (update,) = [a for a in program if a.kind is Kind.UPDATE and a.t == 2]
         first = next(a for a in program if a.kind is Kind.F and a.v == 3)
@@ -138,7 +140,7 @@ def decide(
     kwargs: dict[str, Any], callbacks: list[Any], folder: Path, flags: dict[str, Any]
 ) -> tuple[str, list[str], int]:
     """Return the error of a fit, the files that were written, and the steps made."""
-    strategy = make_strategy({"preset": "cyclic_pipeline", "num_micro": 2})
+    strategy = make_strategy({"preset": "cyclic_pipeline", "num_microbatches": 2})
     # waits are long until training has begun, and short then
     limit_s = 1.0 if "stops" in kwargs else 20.0
     strategy._chosen = replace(strategy._chosen, starting_s=1000.0, timeout_s=limit_s)

@@ -22,7 +22,7 @@ ONE_EACH = {"pipedream", "pipeoptim", "spectrain"}  # one update per micro-batch
 
 
 def job_of(preset: str) -> Job:
-    return Job(case="resnet", num_micro=1 if preset in ONE_EACH else 4, num_steps=5)
+    return Job(case="resnet", num_microbatches=1 if preset in ONE_EACH else 4, num_steps=5)
 
 
 def fit(job: Job, strategy: dict[str, Any], *callbacks: Callback, **flags: Any) -> Outcome:
@@ -159,11 +159,15 @@ def test_workers_that_take_turns_clip_by_the_norm_over_all_stages_of_delayed_wei
             {"preset": "cyclic_mp", "clip": "global"},
             'clip="global" with preset .cyclic_mp.*allowed: clip="stage"',
         ),
-        ({}, {"num_micro": 2}, "num_micro=2 with num_stages=4.*num_micro=3 or more"),
         (
             {},
-            {"preset": "cyclic_mp", "num_micro": 3},
-            "num_micro=3 with num_stages=4.*num_micro=4",
+            {"num_microbatches": 2},
+            "num_microbatches=2 with num_stages=4.*num_microbatches=3 or more",
+        ),
+        (
+            {},
+            {"preset": "cyclic_mp", "num_microbatches": 3},
+            "num_microbatches=3 with num_stages=4.*num_microbatches=4",
         ),
     ],
 )
@@ -177,7 +181,7 @@ def test_what_cannot_be_is_refused_by_name(
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_shared_parameters_are_not_predicted(num_ranks: int) -> None:
-    job = Job(case="gpt2", num_micro=1)
+    job = Job(case="gpt2", num_microbatches=1)
     text = "weights 'predicted' (with|do not fit).*allowed: .*one stage"
     with pytest.raises(processes.RanksFailedError, match=text):
         pipelines(job, num_ranks, preset="pipeoptim", stages=2, function=fit)

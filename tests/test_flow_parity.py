@@ -60,17 +60,17 @@ def sequential(
         scheduler = scheduler["scheduler"]
 
     def loss(module: Any, t: int, i: int) -> Tensor:
-        output = module.training_step(job.batch(t % job.num_steps * job.num_micro + i), 0)
+        output = module.training_step(job.batch(t % job.num_steps * job.num_microbatches + i), 0)
         value: Tensor = output["loss"] if isinstance(output, dict) else output
         losses.append(float(value.detach()))
         return value
 
     asynchronous.train(
-        module, stages, decide(optimizer), loss, rule=rule, num_micro=job.num_micro,
+        module, stages, decide(optimizer), loss, rule=rule, num_microbatches=job.num_microbatches,
         num_steps=job.num_steps * job.num_epochs,
         after_update=lambda t: scheduler and scheduler.step(), width=width,
     )  # fmt: skip
-    each = torch.tensor(losses, dtype=torch.float64).reshape(-1, job.num_micro)
+    each = torch.tensor(losses, dtype=torch.float64).reshape(-1, job.num_microbatches)
     state = {n: x.detach().clone() for n, x in module.state_dict().items()}
     return {"weights": state, "losses": each.mean(1)}
 
@@ -106,7 +106,7 @@ def untied(preset: str, *names: str) -> list[tuple[str, str]]:
                               *untied("pipedream", "resnet")])],
 )  # fmt: skip
 def test_two_processes(name: str, preset: str) -> None:
-    job = Job(case=name, num_micro=1 if preset == "pipedream" else 4)
+    job = Job(case=name, num_microbatches=1 if preset == "pipedream" else 4)
     assert_follows(pipelines(job, 2, preset=preset, stages=2, function=fit), job, preset)
 
 
@@ -115,13 +115,13 @@ def test_two_processes(name: str, preset: str) -> None:
                          ("vit", "pipedream")]
 )  # fmt: skip
 def test_four_processes(name: str, preset: str) -> None:
-    job = Job(case=name, num_micro=1 if preset == "pipedream" else 4)
+    job = Job(case=name, num_microbatches=1 if preset == "pipedream" else 4)
     assert_follows(pipelines(job, 4, preset=preset, stages=4, function=fit), job, preset)
 
 
 @pytest.mark.parametrize("preset", ["pipedream_2bw", "cyclic_pipeline", "pipedream"])
 def test_one_process(preset: str) -> None:
-    job = Job(case="resnet", num_micro=1 if preset == "pipedream" else 3)
+    job = Job(case="resnet", num_microbatches=1 if preset == "pipedream" else 3)
     assert_follows(pipelines(job, 1, preset=preset, stages=4, function=fit), job, preset)
 
 
@@ -139,6 +139,6 @@ def test_workers_that_take_turns_with_stages(name: str, num_stages: int, num_ran
     [("gpt2", "cyclic_pipeline", 2), ("gpt2", "pipedream_2bw", 4), ("t5", "pipedream", 2)],
 )
 def test_parameters_that_stages_share(name: str, preset: str, num_ranks: int) -> None:
-    job = Job(case=name, num_micro=1 if preset == "pipedream" else 4)
+    job = Job(case=name, num_microbatches=1 if preset == "pipedream" else 4)
     ranks = pipelines(job, num_ranks, preset=preset, stages=num_ranks, function=fit)
     assert_follows(ranks, job, preset)

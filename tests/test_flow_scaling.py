@@ -62,12 +62,14 @@ def sequential(job: Job, rule: str, stage_of: dict[str, int], max_norm: float | 
 
     def loss(module: Any, t: int, i: int) -> Tensor:
         with torch.autocast("cpu", torch.float16):
-            output = module.training_step(job.batch(t % job.num_steps * job.num_micro + i), 0)
+            output = module.training_step(
+                job.batch(t % job.num_steps * job.num_microbatches + i), 0
+            )
         value: Tensor = output["loss"] if isinstance(output, dict) else output
         return value * scaled.scale(t)
 
     asynchronous.train(
-        module, stages, scaled, loss, rule=rule, num_micro=job.num_micro,  # type: ignore[arg-type]
+        module, stages, scaled, loss, rule=rule, num_microbatches=job.num_microbatches,  # type: ignore[arg-type]
         num_steps=job.num_steps * job.num_epochs, after_update=after,
     )  # fmt: skip
     state = {n: x.detach().clone() for n, x in module.state_dict().items()}
@@ -131,7 +133,9 @@ def test_scales_and_skipped_updates_follow_the_rule(
     ],
 )
 def test_flushes_in_the_middle_change_no_scale(strategy: dict[str, Any]) -> None:
-    job = Job(case="vit", num_micro=1 if strategy["preset"] == "pipeoptim" else 4, num_steps=7)
+    job = Job(
+        case="vit", num_microbatches=1 if strategy["preset"] == "pipeoptim" else 4, num_steps=7
+    )
     alone, *_ = pipelines(job, 1, stages=4, function=fit, **strategy)
     for rank in pipelines(job, 2, 1, stages=4, function=fit, **strategy):
         assert_same(rank["weights"], alone["weights"])

@@ -23,14 +23,15 @@ from tests.rows import more
 
 pytestmark = pytest.mark.multi
 NUM_STEPS, NUM_EPOCHS = 4, 2
-CUT = {"stages": ["net.2"], "num_micro": 2}
+CUT = {"stages": ["net.2"], "num_microbatches": 2}
 
 
 def batches(strategy: Any) -> DataLoader[Any]:
     """Return the batches of a pipeline, or of this rank where each has its own."""
     n, r = processes.here().num_ranks, processes.here().rank
     groups = [
-        [2 * t, 2 * t + 1] if "num_micro" in strategy else [n * t + r] for t in range(NUM_STEPS)
+        [2 * t, 2 * t + 1] if "num_microbatches" in strategy else [n * t + r]
+        for t in range(NUM_STEPS)
     ]
     return DataLoader(Batches(vectors, groups), batch_size=None)
 
@@ -104,7 +105,7 @@ class InTheOptimizer(Thawing):
 
 @pytest.mark.parametrize("preset", ["pipedream", "pipeoptim", more("spectrain")])
 def test_pipelines_that_predict_or_stash_agree_with_one_process(preset: str) -> None:
-    strategy = {"preset": preset, "stages": ["net.2"], "num_micro": 1}
+    strategy = {"preset": preset, "stages": ["net.2"], "num_microbatches": 1}
     (alone,) = processes.run(train, 1, InTheOptimizer, strategy)
     for rank in processes.run(train, 2, InTheOptimizer, strategy):
         assert_same(rank["weights"], alone["weights"])

@@ -123,7 +123,7 @@ def pruned_and_dense(device: str, compute: Any) -> list[Any]:
     trainer = pruned.trainer(
         SparseStatePrecision(mask=masks, compute=compute),
         accelerator="gpu" if device == "cuda" else "cpu",
-        strategy=CyclicStrategy("lockstep_dp", num_micro=1, stages=2),
+        strategy=CyclicStrategy("lockstep_dp", num_microbatches=1, stages=2),
         use_distributed_sampler=False,  # which shuffles
     )
     trainer.fit(module, pruned.loader(given))
@@ -206,7 +206,7 @@ def no_waiting(device: str) -> AbstractContextManager[Any]:
 
 @DEVICES
 def test_the_host_waits_for_nothing_in_a_step(device: str) -> None:
-    plan = make_plan("cyclic_pipeline", num_stages=4, num_workers=1, num_micro=4)
+    plan = make_plan("cyclic_pipeline", num_stages=4, num_workers=1, num_microbatches=4)
     crew = Crew(plan, Net, sgd, device=device)
     (session,) = crew.sessions
     session.begin(crew.cuts)
@@ -234,7 +234,7 @@ def test_workers_with_streams_of_their_own_have_the_bits_of_one(device: str, pre
     def staged(office: PostOffice, worker: int, num_workers: int) -> HostStagedTransport:
         return HostStagedTransport(LocalTransport(office, worker, num_workers, 30.0))
 
-    numbers = {"num_stages": 4, "num_micro": 4}
+    numbers = {"num_stages": 4, "num_microbatches": 4}
     one = Crew(make_plan(preset, num_workers=1, **numbers), Net, sgd, device=device)
     one.train()
     four = Crew(
@@ -307,26 +307,26 @@ def on_gpu(trainer: Trainer) -> bool:
     return trainer.strategy.root_device.type == "cuda"
 
 
-def peak_of(preset: str, device: str, num_micro: int) -> int:
+def peak_of(preset: str, device: str, num_microbatches: int) -> int:
     warnings.simplefilter("ignore")
     width, rows = (512, 4096) if device == "cuda" else (8, 16)
-    stages = [f"net.{8 * j}" for j in range(1, num_micro)]
+    stages = [f"net.{8 * j}" for j in range(1, num_microbatches)]
     peak = Peak()
     trainer = Trainer(
         accelerator="gpu" if device == "cuda" else "cpu", devices=1, precision="bf16-true",
-        strategy=CyclicStrategy(preset, num_micro=num_micro, stages=stages), max_epochs=1,
+        strategy=CyclicStrategy(preset, num_microbatches=num_microbatches, stages=stages), max_epochs=1,
         callbacks=[peak], logger=False, enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False,
     )  # fmt: skip
-    data = torch.randn(5, num_micro * rows, width, dtype=torch.bfloat16)
-    trainer.fit(Tall(8 * num_micro, width), DataLoader(list(data), batch_size=None))
+    data = torch.randn(5, num_microbatches * rows, width, dtype=torch.bfloat16)
+    trainer.fit(Tall(8 * num_microbatches, width), DataLoader(list(data), batch_size=None))
     return peak.most
 
 
 @pytest.mark.multi
 @DEVICES
-@pytest.mark.parametrize("num_micro", [2, 4])
-def test_cyclic_activations_on_one_device(device: str, num_micro: int) -> None:
-    (cyclic,) = processes.run(peak_of, 1, "cyclic_dp", device, num_micro)
-    (at_once,) = processes.run(peak_of, 1, "gpipe", device, num_micro)
-    assert 0 < cyclic <= 1.1 * (num_micro + 1) / (2 * num_micro) * at_once
+@pytest.mark.parametrize("num_microbatches", [2, 4])
+def test_cyclic_activations_on_one_device(device: str, num_microbatches: int) -> None:
+    (cyclic,) = processes.run(peak_of, 1, "cyclic_dp", device, num_microbatches)
+    (at_once,) = processes.run(peak_of, 1, "gpipe", device, num_microbatches)
+    assert 0 < cyclic <= 1.1 * (num_microbatches + 1) / (2 * num_microbatches) * at_once

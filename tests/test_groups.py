@@ -65,7 +65,7 @@ def test_groups_have_the_bits_of_the_sequential_run(
 
 
 OTHERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "half on the wire": ({"wire_dtype": "bf16"}, {}),
+    "half on the wire": ({"reduce_dtype": "bf16"}, {}),
     "half weights": ({}, {"precision": "bf16-true"}),
     "half weights, sharded": ({"preset": "cyclic_zero"}, {"precision": "bf16-true"}),
     "rounds": ({}, {"accumulate_grad_batches": 2}),
@@ -166,7 +166,7 @@ def test_groups_that_do_not_fit_are_refused() -> None:
     ):
         make_plan("cyclic_dp", groups=4, **numbers)
     with pytest.raises(PlanError, match=r"buffers that change .*\[1\].*accumulate_grad_batches=1"):
-        make_plan("cyclic_dp", groups=3, num_micro=12, relayed=[1], **numbers)
+        make_plan("cyclic_dp", groups=3, num_microbatches=12, relayed=[1], **numbers)
 
 
 def test_groups_of_several_hosts_are_refused() -> None:

@@ -142,7 +142,7 @@ def seen(
 
 
 def staged(preset: str, num_ranks: int, **options: Any) -> dict[str, Any]:
-    return {"preset": preset, "stages": STAGES[num_ranks], "num_micro": 1, **options}
+    return {"preset": preset, "stages": STAGES[num_ranks], "num_microbatches": 1, **options}
 
 
 @pytest.mark.parametrize(("kind", "num_ranks"), in_turn([Epochs, Wholes], [2, 4]))
@@ -191,7 +191,7 @@ def written(strategy: dict[str, Any]) -> list[list[int]]:
 def test_a_language_model_whose_stages_are_apart_writes_in_hooks() -> None:
     (alone,) = processes.run(written, 1, {})
     assert len({str(tokens) for tokens in alone}) > 1
-    strategy = {"preset": "1f1b", "stages": ["model.transformer.h.2"], "num_micro": 1}
+    strategy = {"preset": "1f1b", "stages": ["model.transformer.h.2"], "num_microbatches": 1}
     assert processes.run(written, 2, strategy) == [alone, alone]
 
 
@@ -210,7 +210,7 @@ def test_one_rank_may_read_while_the_others_do_not(reader: int) -> None:
 
 @pytest.mark.parametrize("preset", ["cyclic_pipeline", "pipedream_2bw"])
 def test_steps_that_flow_into_each_other_are_at_an_end_where_epochs_are(preset: str) -> None:
-    strategy = staged(preset, 2) | {"num_micro": 2}
+    strategy = staged(preset, 2) | {"num_microbatches": 2}
     (alone,) = processes.run(seen, 1, Epochs, strategy, [])
     assert len({str(values) for _, values in alone}) == 4
     for rank in processes.run(seen, 2, Epochs, strategy, []):
@@ -281,13 +281,13 @@ def refused(kind: type[Net], strategy: dict[str, Any]) -> str:
         (Gradients, {}, "reads the gradient of 'net.[03].weight' of stage [01], which rank [01]"),
         (
             Behind,
-            {"preset": "cyclic_dp", "stages": 2, "num_micro": 2},
+            {"preset": "cyclic_dp", "stages": 2, "num_microbatches": 2},
             "in on_after_backward, which under preset",
         ),
         more(Behind, {"preset": "cyclic_pipeline"}, "in on_after_backward, which under preset"),
         more(
             Gradients,
-            {"preset": "cyclic_dp", "stages": 2, "num_micro": 2},
+            {"preset": "cyclic_dp", "stages": 2, "num_microbatches": 2},
             "in on_before_optimizer_step, which",
         ),
         (Gradients, {"preset": "cyclic_pipeline"}, "in on_before_optimizer_step, which under"),
@@ -334,8 +334,8 @@ def test_each_gradient_is_seen_once_and_whole_before_its_update(preset: str) -> 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_a_pipeline_shows_each_gradient_on_its_rank(num_ranks: int) -> None:
-    plain = whole_gradients({"preset": "1f1b", "stages": ["net.3"], "num_micro": 1}, 1)
-    shown = whole_gradients(staged("cyclic_pipeline", 2) | {"num_micro": 2}, num_ranks)
+    plain = whole_gradients({"preset": "1f1b", "stages": ["net.3"], "num_microbatches": 1}, 1)
+    shown = whole_gradients(staged("cyclic_pipeline", 2) | {"num_microbatches": 2}, num_ranks)
     assert plain.keys() == shown.keys()
     assert {len(grads) for grads in shown.values()} == {8}
 
@@ -422,7 +422,7 @@ class Doubling(GradientAccumulationScheduler):
 NOT_SYNC = [
     {"preset": "cyclic_dp", "stages": 2},
     {"preset": "lockstep_dp", "stages": 2},
-    {"preset": "cyclic_pipeline", "stages": ["net.3"], "num_micro": 2},
+    {"preset": "cyclic_pipeline", "stages": ["net.3"], "num_microbatches": 2},
 ]
 
 
@@ -531,7 +531,7 @@ def calls(strategy: dict[str, Any]) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("preset", "num_ranks", "num_micro", "num"),
+    ("preset", "num_ranks", "num_microbatches", "num"),
     [
         ("cyclic_dp", 2, 2, 1),
         ("cyclic_zero", 2, 2, 1),
@@ -541,8 +541,12 @@ def calls(strategy: dict[str, Any]) -> list[int]:
     ],
 )
 def test_training_step_is_called_as_often_as_the_page_says(
-    preset: str, num_ranks: int, num_micro: int, num: int
+    preset: str, num_ranks: int, num_microbatches: int, num: int
 ) -> None:
-    ranks = processes.run(calls, num_ranks, {"preset": preset, "num_micro": num_micro})
-    once_more = (num > 1) * (1 + num_micro)  # in the first step, on rank 0: survey, comparison
+    ranks = processes.run(
+        calls, num_ranks, {"preset": preset, "num_microbatches": num_microbatches}
+    )
+    once_more = (num > 1) * (
+        1 + num_microbatches
+    )  # in the first step, on rank 0: survey, comparison
     assert ranks == [[num + (once_more if r == 0 else 0), num, num] for r in range(num_ranks)]

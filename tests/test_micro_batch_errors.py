@@ -47,7 +47,7 @@ def _fail(grad: Tensor) -> Tensor:
 def notes_of(fails: str, remat: str) -> tuple[str, list[str]]:
     x = torch.zeros(8, 8)
     x[2] = 7.0  # in the second of four micro-batches
-    options = {"preset": "1f1b", "num_micro": 4, "stages": ["head"], "remat": remat}
+    options = {"preset": "1f1b", "num_microbatches": 4, "stages": ["head"], "remat": remat}
     trainer = make_trainer(options, max_epochs=1)
     loader = DataLoader([(x, torch.zeros(8, dtype=torch.long))], batch_size=None)  # type: ignore[arg-type]
     with pytest.raises((KeyError, ZeroDivisionError)) as caught:
@@ -66,11 +66,11 @@ def test_a_note_says_in_which_micro_batch(fails: str, kind: str, remat: str) -> 
     assert notes.count(where) == 1
 
 
-def fit_normed(drop_last: bool, num_micro: int) -> list[str]:
+def fit_normed(drop_last: bool, num_microbatches: int) -> list[str]:
     """Train on batches of 8, 8 and 4 rows; return the notes of what is raised."""
     g = torch.Generator().manual_seed(0)
     data = TensorDataset(torch.randn(20, 8, generator=g), torch.zeros(20, dtype=torch.long))
-    options = {"preset": "1f1b", "num_micro": num_micro, "stages": ["head"]}
+    options = {"preset": "1f1b", "num_microbatches": num_microbatches, "stages": ["head"]}
     trainer = make_trainer(options, max_epochs=1)
     try:
         trainer.fit(Net(norm=True), DataLoader(data, batch_size=8, drop_last=drop_last))
@@ -82,6 +82,8 @@ def fit_normed(drop_last: bool, num_micro: int) -> list[str]:
 def test_a_micro_batch_too_small_for_batchnorm_says_what_to_do_and_that_helps() -> None:
     (notes,) = processes.run(fit_normed, 1, False, 4)
     assert notes[0] == "in micro-batch 1 of 4 (1 of 4 samples), stage 0, forward"
-    assert "use DataLoader(drop_last=True), larger batches, or a smaller num_micro" in notes[1]
+    assert (
+        "use DataLoader(drop_last=True), larger batches, or a smaller num_microbatches" in notes[1]
+    )
     assert processes.run(fit_normed, 1, True, 4) == [["trained 2"]]
     assert processes.run(fit_normed, 1, False, 2) == [["trained 3"]]

@@ -148,7 +148,7 @@ def fit(strategy: dict[str, Any], folder: str) -> dict[str, set[str]]:
         (2, {"preset": "cyclic_dp"}, [], ""),
         (2, {"preset": "cyclic_zero"}, [*STEP, *WITHIN, *BETWEEN], "is read on rank"),
         (2, {"preset": "1f1b", "stages": ["net.20"]}, [*STEP, *WITHIN], "in the middle of a step"),
-        (1, {"preset": "cyclic_dp", "num_micro": 2, "stages": ["net.20"]}, [], ""),
+        (1, {"preset": "cyclic_dp", "num_microbatches": 2, "stages": ["net.20"]}, [], ""),
         (1, {"preset": "pipedream", "stages": ["net.20"]}, [], ""),
     ],
 )

@@ -84,7 +84,7 @@ def test_pipelines(
     preset: str, case: str, num_ranks: int, more: dict[str, int], tmp_path: Path
 ) -> None:
     one_by_one = preset in ("pipedream", "pipeoptim", "spectrain")
-    job = Job(case=case, num_micro=1 if one_by_one else 4)
+    job = Job(case=case, num_microbatches=1 if one_by_one else 4)
     plan = {"preset": preset, "stages": 2 if more else num_ranks} | more
     by_name = pipelines(job, num_ranks, str(tmp_path / "a"), function=trained, **plan)
     function = partial(over_nccl, trained)

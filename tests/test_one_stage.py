@@ -55,7 +55,7 @@ def fit(skipped: set[int], is_cut: bool, accumulate: int = 1) -> dict[str, Any]:
     module, data = Skipping(), micro_batches(skipped)
     if is_cut:
         batches = [torch.cat(data[2 * t : 2 * t + 2]) for t in range(NUM_STEPS)]
-        strategy: Any = {"preset": "1f1b", "num_micro": 2}
+        strategy: Any = {"preset": "1f1b", "num_microbatches": 2}
     else:
         batches, strategy, accumulate = data, "auto", 2 * accumulate
     trainer = make_trainer(strategy, max_epochs=1, accumulate_grad_batches=accumulate)
@@ -119,7 +119,7 @@ def fit_texts(strategy: Any) -> tuple[int, dict[str, Tensor], list[str]]:
 
 def test_a_batch_that_cannot_be_cut_is_one_micro_batch() -> None:
     (plain,) = processes.run(fit_texts, 1, "auto")
-    (whole,) = processes.run(fit_texts, 1, {"preset": "gpipe", "num_micro": 3})
+    (whole,) = processes.run(fit_texts, 1, {"preset": "gpipe", "num_microbatches": 3})
     assert plain[0] == whole[0] == NUM_STEPS
     assert_same(whole[1], plain[1])
     assert len(whole[2]) == 1
@@ -137,7 +137,7 @@ class Wrong(Skipping):
 def fit_wrong(returned: Any) -> str:
     module = Wrong()
     module.returned = returned
-    trainer = make_trainer({"preset": "1f1b", "num_micro": 2}, max_epochs=1)
+    trainer = make_trainer({"preset": "1f1b", "num_microbatches": 2}, max_epochs=1)
     with pytest.raises(MisconfigurationException) as caught:
         trainer.fit(module, DataLoader(micro_batches(set()), batch_size=None))  # type: ignore[arg-type]
     return str(caught.value)

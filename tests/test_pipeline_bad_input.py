@@ -63,8 +63,8 @@ CLEAR = {"ConfigurationError", "PlanError", "StepError"}
     [
         ({"preset": "gpipe", "remat": "sometimes"}, "remat 'sometimes'", "never"),
         ({"preset": "gpipe", "remat": True}, "remat True", "never"),
-        ({"preset": "gpipe", "num_micro": 0}, "num_micro=0", "from 1"),
-        ({"preset": "1f1b", "num_micro": -2}, "num_micro=-2", "from 1"),
+        ({"preset": "gpipe", "num_microbatches": 0}, "num_microbatches=0", "from 1"),
+        ({"preset": "1f1b", "num_microbatches": -2}, "num_microbatches=-2", "from 1"),
         ({"preset": "gpipe", "width": 0}, "width=0", "from 1"),
         ({"preset": "1f1b", "stages": 0}, "stages=0", "a number from 1"),
         ({"preset": "1f1b", "stages": ["a", "a"]}, "'a'", "once"),
@@ -121,7 +121,7 @@ def attempt(module: type[Chain], strategy: dict[str, Any] | None, batches: str) 
             trainer = make_trainer("auto", max_epochs=1, accumulate_grad_batches=NUM_MICRO)
             data: list[Any] = [[rows(k)] for k in range(NUM_STEPS * NUM_MICRO)]
         else:
-            full = {"preset": "gpipe", "num_micro": NUM_MICRO} | strategy
+            full = {"preset": "gpipe", "num_microbatches": NUM_MICRO} | strategy
             limit = timedelta(seconds=TIMEOUT_S)
             trainer = make_trainer(CyclicStrategy(timeout=limit, **full), max_epochs=1)
             number = NUM_STEPS + here().rank * (batches == "more on rank 1")

@@ -69,7 +69,9 @@ class Sized(Dataset[Any]):
 def fit_sizes(job: Job, strategy: Any, sizes: tuple[int, ...]) -> Outcome:
     """Train plainly, or in a pipeline, on whole batches."""
     more = {} if strategy else {"accumulate_grad_batches": 1}
-    run = prepare(replace(job, num_micro=job.num_micro if strategy else 1), strategy, **more)
+    run = prepare(
+        replace(job, num_microbatches=job.num_microbatches if strategy else 1), strategy, **more
+    )
     run.trainer.fit(run.module, DataLoader(Sized(job, sizes), batch_size=None))
     return run.outcome()
 
@@ -109,7 +111,7 @@ class Lengths(Job):
     """Cut the sequences of each step to another length."""
 
     def batch(self, k: int) -> Tensor:
-        t = k // self.num_micro
+        t = k // self.num_microbatches
         return super().batch(k)[:, : 9 - t % 3]
 
 
@@ -204,7 +206,7 @@ class SampledRows(Job):
 
 def test_the_sampler_feeds_replicas_and_not_stages() -> None:
     job = SampledRows(case="resnet", num_steps=8, num_epochs=1)
-    two = {"num_micro": 2, "preset": "1f1b", "stages": 2, "width": 2}
+    two = {"num_microbatches": 2, "preset": "1f1b", "stages": 2, "width": 2}
     for rank in pipelines(job, 4, function=fit_sampled, **two):
         assert rank["global_step"] == 8
         assert_same(rank["weights"], reference(job)["weights"])
@@ -212,7 +214,7 @@ def test_the_sampler_feeds_replicas_and_not_stages() -> None:
 
 def test_without_replicas_the_sampler_gives_every_row_to_all_stages() -> None:
     job = Job(case="resnet")
-    strategy = {"num_micro": 2, "preset": "gpipe", "stages": 2}
+    strategy = {"num_microbatches": 2, "preset": "gpipe", "stages": 2}
     two = pipelines(job, 2, function=fit_sampled, **strategy)
     (one,) = pipelines(job, 1, function=fit_sampled, **strategy)
     assert one["global_step"] == two[0]["global_step"] == two[1]["global_step"] == 16
@@ -241,7 +243,7 @@ def fit_divided(job: Job, strategy: dict[str, Any], stage: str, advised: bool) -
 
 @pytest.mark.parametrize("stage", ["train", "val"])
 def test_a_sampler_of_the_users_that_divides_a_replica_s_rows_is_refused(stage: str) -> None:
-    job, strategy = Job(case="resnet"), {"preset": "gpipe", "stages": 2, "num_micro": 2}
+    job, strategy = Job(case="resnet"), {"preset": "gpipe", "stages": 2, "num_microbatches": 2}
     for r, said in enumerate(pipelines(job, 2, stage, False, function=fit_divided, **strategy)):
         assert f"DistributedSampler with num_replicas=2, rank={r}, but" in said
         assert "allowed on this rank: num_replicas=1, rank=0" in said

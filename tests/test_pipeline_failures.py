@@ -107,7 +107,7 @@ def batches() -> DataLoader[Any]:
 def strategy_of(preset: str, num_ranks: int, timeout_s: float = TIMEOUT_S) -> CyclicStrategy:
     starts = ["layers.2"] if num_ranks == 2 else ["layers.1", "layers.2", "layers.3"]
     limit = timedelta(seconds=timeout_s)
-    return CyclicStrategy(preset, stages=starts, num_micro=NUM_MICRO, timeout=limit)
+    return CyclicStrategy(preset, stages=starts, num_microbatches=NUM_MICRO, timeout=limit)
 
 
 def fit(

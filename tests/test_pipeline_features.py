@@ -66,14 +66,14 @@ def test_clipping(name: str, num_ranks: int, preset: str, flags: dict[str, Any])
 def test_accumulating_batches_on_top(
     num_steps: int, num_ranks: int, preset: str, stages: int
 ) -> None:
-    job = Job(case="resnet", num_steps=num_steps, num_epochs=3, num_micro=2,
+    job = Job(case="resnet", num_steps=num_steps, num_epochs=3, num_microbatches=2,
               flags=(("accumulate_grad_batches", 2),))  # fmt: skip
     ranks = pipelines(job, num_ranks, preset=preset, stages=stages)
     assert_equals_plain(ranks, job)
 
 
 def test_accumulating_three_batches() -> None:  # a third, three times, is not one
-    job = Job(case="resnet", num_steps=12, num_micro=2, num_epochs=2,
+    job = Job(case="resnet", num_steps=12, num_microbatches=2, num_epochs=2,
               flags=(("accumulate_grad_batches", 3),))  # fmt: skip
     assert_equals_plain(pipelines(job, 2, preset="1f1b", stages=2), job)
 
@@ -124,7 +124,7 @@ def test_rates(module: Any, num_ranks: int, preset: str, stages: int) -> None:
     job = Job(case="resnet", module=module, num_steps=2, num_epochs=6)
     ranks = pipelines(job, num_ranks, function=fit_and_read_rates, preset=preset, stages=stages)
     assert_equals_plain(ranks, job)
-    rates = plainly(fit_and_read_rates, job)["rates"][:: job.num_micro]
+    rates = plainly(fit_and_read_rates, job)["rates"][:: job.num_microbatches]
     assert len(set(rates)) > 2
     assert [rank["rates"] for rank in ranks] == [rates] * num_ranks
 

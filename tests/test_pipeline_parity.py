@@ -168,16 +168,16 @@ def test_branches_are_cut_by_times_and_messages(bandwidth: str) -> None:
 
 @pytest.mark.parametrize("preset", [GPIPE, F1B])
 @pytest.mark.parametrize(
-    "num_micro", [1, 7, *(pytest.param(m, marks=pytest.mark.exhaustive) for m in (2, 3))]
+    "num_microbatches", [1, 7, *(pytest.param(m, marks=pytest.mark.exhaustive) for m in (2, 3))]
 )
-def test_numbers_of_micro_batches(num_micro: int, preset: str) -> None:
-    job = Job(case="resnet", num_micro=num_micro, num_steps=8, num_epochs=1)
+def test_numbers_of_micro_batches(num_microbatches: int, preset: str) -> None:
+    job = Job(case="resnet", num_microbatches=num_microbatches, num_steps=8, num_epochs=1)
     assert_equals_plain(pipelines(job, 2, preset=preset, stages=4), job)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_one_stage_is_the_plain_run(num_ranks: int) -> None:
-    job = Job(case="resnet", num_micro=2)
+    job = Job(case="resnet", num_microbatches=2)
     width = {"width": num_ranks}
     ranks = pipelines(job, num_ranks, preset=GPIPE, stages=1, **width)
     assert_equals_plain(ranks, job, exact_metrics=num_ranks == 1)
@@ -220,7 +220,7 @@ def test_two_replicas_of_two_stages(name: str, preset: str) -> None:
 
 
 def test_two_replicas_of_four_stages_that_share_a_worker_each() -> None:
-    job = Job(case="gpt2", num_micro=6)
+    job = Job(case="gpt2", num_microbatches=6)
     ranks = pipelines(job, 2, preset=F1B, stages=4, width=2)
     assert_equals_plain(ranks, job, exact_metrics=False)
 
@@ -269,10 +269,10 @@ class SameAgain(Job):
 
 
 def test_dropout_drops_something_else_each_time() -> None:
-    job = SameAgain(case="vit", dropout=0.2, num_micro=1, num_epochs=1)
+    job = SameAgain(case="vit", dropout=0.2, num_microbatches=1, num_epochs=1)
     each_step = pipelines(job, 1, preset=GPIPE, stages=2)[0]["logged"]
     assert len(set(each_step)) == len(each_step) == job.num_steps
-    two = pipelines(replace(job, num_micro=2), 1, preset=GPIPE, stages=2)[0]["logged"]
+    two = pipelines(replace(job, num_microbatches=2), 1, preset=GPIPE, stages=2)[0]["logged"]
     assert abs(two[0] - each_step[0]) > 1e-4  # of equal micro-batches the mean would be either
 
 

@@ -40,7 +40,7 @@ def fit(job: Job, strategy: dict[str, Any] | None, *validation: int) -> Outcome:
 
 def assert_equals_one_device(ranks: list[Outcome], job: Job) -> None:
     plain = plainly(fit, job)
-    scales = plain["scales"][job.num_micro - 1 :: job.num_micro]
+    scales = plain["scales"][job.num_microbatches - 1 :: job.num_microbatches]
     assert min(scales) < FIRST_SCALE  # else nothing has been skipped
     changes = torch.tensor(scales).diff().sign().tolist()
     assert {-1.0, 0.0} <= set(changes)  # some steps are skipped, others are not

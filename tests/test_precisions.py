@@ -87,7 +87,7 @@ def whole_by_rule(
     precision: str, rule: str, stage_of: dict[str, int], plan: Plan,
     dtype: torch.dtype | None = None,
 ) -> dict[str, Tensor]:  # fmt: skip
-    own, module, num = plugin(precision), Classifier(NET, "sgd"), plan.num_micro
+    own, module, num = plugin(precision), Classifier(NET, "sgd"), plan.num_microbatches
     own.convert_module(module)
     data = MicroBatches(module.kind, NUM_STEPS * num)
 
@@ -140,14 +140,14 @@ def staged_by_rule(
         step = lambda t: scheduler["scheduler"].step()  # noqa: E731
 
     def loss(module: Any, t: int, i: int) -> Tensor:
-        batch = own.convert_input(job.batch(t * job.num_micro + i))
+        batch = own.convert_input(job.batch(t * job.num_microbatches + i))
         with own.train_step_context():
             output = module.training_step(batch, 0)
         return output["loss"] if isinstance(output, dict) else output
 
     least = torch.promote_types(LEAST, next(module.parameters()).dtype)
     asynchronous.train(
-        module, by_stage(module, stage_of), optimizer, loss, rule=rule, num_micro=job.num_micro,
+        module, by_stage(module, stage_of), optimizer, loss, rule=rule, num_microbatches=job.num_microbatches,
         num_steps=job.num_steps, after_update=step, width=width,
         wire=wire_of(plan, dtype, least),
     )  # fmt: skip

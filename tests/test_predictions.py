@@ -16,6 +16,7 @@ from tests.corpus import make_trainer
 
 pytestmark = pytest.mark.multi
 
+
 class Writer(BasePredictionWriter):
     """Appends a line for each prediction."""
 
@@ -34,7 +35,7 @@ class Writer(BasePredictionWriter):
 
 def predict(folder: Path, width: int, trains: bool) -> int:
     """Predict on this rank; return the number of predictions that it is given."""
-    strategy = {"preset": "1f1b", "stages": ["net.2"], "width": width, "num_micro": 2}
+    strategy = {"preset": "1f1b", "stages": ["net.2"], "width": width, "num_microbatches": 2}
     module, case, writer = m.Plain(), CASES["plain"], Writer(folder)
     trainer = make_trainer(strategy, max_epochs=1, callbacks=[writer])
     if trains:

@@ -49,7 +49,7 @@ def test_actions_of_a_fit_are_in_its_profile(preset: str) -> None:
     )
     plan = make_plan(
         preset, num_stages=2, num_workers=2, num_steps=NUM_STEPS,
-        num_micro=JOB.num_micro if is_pipeline else None,
+        num_microbatches=JOB.num_microbatches if is_pipeline else None,
     )  # fmt: skip
     for w, program in enumerate(plan.programs):
         kinds = (Kind.F, Kind.B, Kind.UPDATE)

@@ -21,7 +21,7 @@ from tests.corpus import assert_same, make_trainer, weights_of
 
 pytestmark = pytest.mark.multi
 ROWS, PER_EPOCH, EPOCHS = 24, 6, 3
-STAGES = {"stages": ["net.2"], "num_micro": 2}
+STAGES = {"stages": ["net.2"], "num_microbatches": 2}
 PIPELINE = {"preset": "1f1b", **STAGES}
 REPLICAS = {"preset": "cyclic_dp", "stages": 2}
 

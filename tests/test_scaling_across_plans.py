@@ -88,19 +88,19 @@ def by_rules(
 
         def loss(module: Any, t: int, i: int, first: int = first, scaled: Any = scaled) -> Tensor:
             with torch.autocast("cpu", torch.float16):
-                output = module.training_step(job.batch((first + t) * job.num_micro + i), 0)
+                output = module.training_step(job.batch((first + t) * job.num_microbatches + i), 0)
             value: Tensor = output["loss"] if isinstance(output, dict) else output
             return value * scaled.scale(t)
 
         if rule == "sync":
             sequential.train(
                 module, stages, scaled, loss, rule=rule,  # type: ignore[arg-type]
-                num_workers=job.num_micro, num_steps=num_steps,
+                num_workers=job.num_microbatches, num_steps=num_steps,
             )  # fmt: skip
         else:
             asynchronous.train(
                 module, stages, scaled, loss, rule=rule,  # type: ignore[arg-type]
-                num_micro=job.num_micro, num_steps=num_steps,
+                num_microbatches=job.num_microbatches, num_steps=num_steps,
             )  # fmt: skip
         state = scaled.states[-1]
         skipped.append(scaled.skipped)
@@ -160,7 +160,7 @@ def test_another_plan_goes_on_from_the_newest_scale(
 def test_a_run_goes_back_to_its_own_checkpoint_alike_on_all_ranks(
     preset: str, tmp_path: Path
 ) -> None:
-    job = Job(case="vit", num_steps=10, num_epochs=1, num_micro=1)
+    job = Job(case="vit", num_steps=10, num_epochs=1, num_microbatches=1)
     plan: dict[str, Any] = {"preset": preset, "stages": 4}
     pipelines(job, 2, str(tmp_path), function=save, **plan)
     args = str(tmp_path / f"step={STEP}.ckpt"), True

@@ -34,8 +34,8 @@ def fit_twice(strategy: dict[str, Any], folder: str) -> list[dict[str, Any]]:
     [
         {"preset": "cyclic_dp"},
         {"preset": "cyclic_dp_v1"},
-        {"preset": "1f1b", "stages": 2, "num_micro": 3},
-        {"preset": "cyclic_pipeline", "stages": 2, "num_micro": 3},
+        {"preset": "1f1b", "stages": 2, "num_microbatches": 3},
+        {"preset": "cyclic_pipeline", "stages": 2, "num_microbatches": 3},
     ],
     ids=lambda strategy: strategy["preset"],
 )

@@ -20,9 +20,9 @@ from tests.rows import chosen
 pytestmark = pytest.mark.multi
 ROWS, EPOCHS = 24, 4
 PIPELINES = [
-    {"preset": "1f1b", "stages": ["net.2"], "num_micro": 2},
-    {"preset": "pipedream_2bw", "stages": ["net.2"], "num_micro": 2},
-    {"preset": "cyclic_mp", "stages": ["net.2"], "num_micro": 2},
+    {"preset": "1f1b", "stages": ["net.2"], "num_microbatches": 2},
+    {"preset": "pipedream_2bw", "stages": ["net.2"], "num_microbatches": 2},
+    {"preset": "cyclic_mp", "stages": ["net.2"], "num_microbatches": 2},
 ]
 
 
@@ -84,7 +84,7 @@ def test_epochs_behind_a_checkpoint_have_the_rows_of_an_unbroken_run(
 
 @pytest.mark.parametrize("preset", ["gpipe", "cyclic_pipeline"])
 def test_so_it_is_on_one_process(preset: str, tmp_path: Path) -> None:
-    strategy = {"preset": preset, "stages": ["net.2"], "num_micro": 2}
+    strategy = {"preset": preset, "stages": ["net.2"], "num_microbatches": 2}
     (whole,) = processes.run(fit, 1, strategy, str(tmp_path), EPOCHS, False)
     (resumed,) = processes.run(fit, 1, strategy, str(tmp_path), EPOCHS, True)
     assert resumed["seen"] == whole["seen"][len(whole["seen"]) // 2 :]

@@ -41,9 +41,11 @@ RULES = {"cyclic_dp": "freshest", "cyclic_dp_v1": "delayed", "lockstep_dp": "syn
 class Joined(Dataset[Batch]):
     """The micro-batches of each step as one batch."""
 
-    def __init__(self, kind: str, num_steps: int = NUM_STEPS, num_micro: int = NUM_MICRO) -> None:
-        self._micro = MicroBatches(kind, num_steps * num_micro)
-        self._num_steps, self._num_micro = num_steps, num_micro
+    def __init__(
+        self, kind: str, num_steps: int = NUM_STEPS, num_microbatches: int = NUM_MICRO
+    ) -> None:
+        self._micro = MicroBatches(kind, num_steps * num_microbatches)
+        self._num_steps, self._num_micro = num_steps, num_microbatches
 
     def __len__(self) -> int:
         return self._num_steps
@@ -60,7 +62,7 @@ def loader(module: Classifier, **numbers: int) -> DataLoader[Any]:
 
 def fit_single(preset: str, net: str, optimizer: str, **more: Any) -> dict[str, Any]:
     module = Classifier(net, optimizer)
-    strategy = {"preset": preset, "num_micro": NUM_MICRO} | more
+    strategy = {"preset": preset, "num_microbatches": NUM_MICRO} | more
     trainer = make_trainer(strategy, max_epochs=1)
     trainer.fit(module, loader(module))
     assert trainer.strategy.plan.placement == "single"
@@ -114,7 +116,7 @@ class Clipped(Classifier):
 
 def fit_clipped(strategy: dict[str, Any]) -> dict[str, Tensor]:
     module, n = Clipped(), processes.here().num_ranks
-    data = loader(module, num_micro=2) if n == 1 else train_data(module, NUM_STEPS)
+    data = loader(module, num_microbatches=2) if n == 1 else train_data(module, NUM_STEPS)
     trainer = make_trainer(strategy, max_epochs=1, gradient_clip_val=0.01)
     trainer.fit(module, data)
     return weights_of(module)
@@ -122,7 +124,7 @@ def fit_clipped(strategy: dict[str, Any]) -> dict[str, Tensor]:
 
 def test_stages_are_clipped_by_the_same_norms_on_one_device_and_in_many_processes() -> None:
     strategy = {"preset": "cyclic_dp", "stages": ["net.c"], "clip": "stage"}
-    (one,) = processes.run(fit_clipped, 1, strategy | {"num_micro": 2})
+    (one,) = processes.run(fit_clipped, 1, strategy | {"num_microbatches": 2})
     for weights in processes.run(fit_clipped, 2, strategy):
         assert_same(weights, one)
 
@@ -187,8 +189,10 @@ def fit_apart(preset: str, n: int, seed: int) -> dict[str, Any]:
 
 def fit_together(preset: str, n: int, seed: int) -> dict[str, Any]:
     module = seeded(seed)
-    trainer = make_trainer({"preset": preset, "num_micro": n, "stages": STAGES[n]}, max_epochs=1)
-    trainer.fit(module, loader(module, num_micro=n))
+    trainer = make_trainer(
+        {"preset": preset, "num_microbatches": n, "stages": STAGES[n]}, max_epochs=1
+    )
+    trainer.fit(module, loader(module, num_microbatches=n))
     return outcome(trainer, module)
 
 
@@ -227,7 +231,7 @@ class SaveAtFive(Callback):
 def fit_to_five(path: str) -> None:
     """Train to step 5, save, and go on to the end."""
     module = Classifier("mlp", "adamw")
-    strategy = {"preset": "cyclic_dp", "num_micro": NUM_MICRO}
+    strategy = {"preset": "cyclic_dp", "num_microbatches": NUM_MICRO}
     trainer = make_trainer(strategy, max_epochs=1, callbacks=[SaveAtFive(path)])
     trainer.fit(module, Resumable(Joined(module.kind), batch_size=None))
 
@@ -235,7 +239,7 @@ def fit_to_five(path: str) -> None:
 def fit_rest(path: str) -> dict[str, Any]:
     """Go on behind step 5 with the stages of the checkpoint."""
     module = Classifier("mlp", "adamw")
-    trainer = make_trainer({"preset": "cyclic_dp", "num_micro": NUM_MICRO}, max_epochs=1)
+    trainer = make_trainer({"preset": "cyclic_dp", "num_microbatches": NUM_MICRO}, max_epochs=1)
     trainer.fit(module, Resumable(Joined(module.kind), batch_size=None), ckpt_path=path)
     assert len(module.losses) == NUM_MICRO * (NUM_STEPS - 5)
     return outcome(trainer, module)
@@ -296,37 +300,50 @@ class Kept:
         self.tensor = x
 
 
-def peak_of(preset: str, num_micro: int) -> int:
-    module = Uniform(2 * num_micro)
-    stages = [f"net.{4 * j}" for j in range(1, num_micro)]
-    strategy = {"preset": preset, "num_micro": num_micro, "stages": stages, "verify": False}
+def peak_of(preset: str, num_microbatches: int) -> int:
+    module = Uniform(2 * num_microbatches)
+    stages = [f"net.{4 * j}" for j in range(1, num_microbatches)]
+    strategy = {
+        "preset": preset,
+        "num_microbatches": num_microbatches,
+        "stages": stages,
+        "verify": False,
+    }
     trainer = make_trainer(strategy, max_epochs=1)
-    trainer.fit(module, loader(module, num_steps=4, num_micro=num_micro))
+    trainer.fit(module, loader(module, num_steps=4, num_microbatches=num_microbatches))
     assert module.meter.alive == 0
     return module.meter.peak
 
 
-@pytest.mark.parametrize("num_micro", [2, 4, 8])
-def test_activation_memory_is_that_of_the_timetable(num_micro: int) -> None:
-    (cyclic,) = processes.run(peak_of, 1, "cyclic_dp", num_micro)
-    (at_once,) = processes.run(peak_of, 1, "gpipe", num_micro)
+@pytest.mark.parametrize("num_microbatches", [2, 4, 8])
+def test_activation_memory_is_that_of_the_timetable(num_microbatches: int) -> None:
+    (cyclic,) = processes.run(peak_of, 1, "cyclic_dp", num_microbatches)
+    (at_once,) = processes.run(peak_of, 1, "gpipe", num_microbatches)
     given = cyclic / at_once
-    assert given <= 1.05 * (num_micro + 1) / (2 * num_micro)  # with slots of equal length
+    assert given <= 1.05 * (num_microbatches + 1) / (
+        2 * num_microbatches
+    )  # with slots of equal length
     # one device runs the actions of a slot one after another, and so frees some earlier
     plan = make_plan(
-        "cyclic_dp", placement="single", num_stages=num_micro, num_workers=1, num_micro=num_micro
+        "cyclic_dp",
+        placement="single",
+        num_stages=num_microbatches,
+        num_workers=1,
+        num_microbatches=num_microbatches,
     )
     alive = live_activations(plan.programs[0])
-    assert given == pytest.approx(alive / num_micro**2, rel=0.05)
+    assert given == pytest.approx(alive / num_microbatches**2, rel=0.05)
 
 
 def fit_ragged() -> None:
     module = Classifier("mlp", "sgd")
-    trainer = make_trainer({"preset": "cyclic_dp", "num_micro": 4}, max_epochs=1)
+    trainer = make_trainer({"preset": "cyclic_dp", "num_microbatches": 4}, max_epochs=1)
     batches = [(torch.zeros(n, 12), torch.zeros(n, dtype=torch.long)) for n in (8, 3)]
     trainer.fit(module, DataLoader(batches, batch_size=None))
 
 
 def test_fewer_samples_than_micro_batches_are_refused() -> None:
-    with pytest.raises(processes.RanksFailedError, match="gave 3 micro-batches, but num_micro=4"):
+    with pytest.raises(
+        processes.RanksFailedError, match="gave 3 micro-batches, but num_microbatches=4"
+    ):
         processes.run(fit_ragged, 1)

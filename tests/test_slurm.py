@@ -54,7 +54,7 @@ def changes(preset: str) -> list[str]:
     """Return what a recipe is changed by: batches enough for an epoch of NUM_STEPS."""
     mine = ["data.batch_size=2"]
     if preset != "cyclic_dp":
-        mine = ["data.batch_size=4", "strategy.num_micro=2"]
+        mine = ["data.batch_size=4", "strategy.num_microbatches=2"]
     return [f"strategy={preset}", *TINY, *mine]
 
 

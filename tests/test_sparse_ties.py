@@ -64,7 +64,7 @@ def test_tied_parameters_have_the_bits_of_dense_masked_training(
     preset: str, num_ranks: int, job: Job, compute: str, clip: float | None, dense: str,
     more: dict[str, Any],
 ) -> None:  # fmt: skip
-    job = replace(job, num_micro=1) if preset == "pipedream" else job
+    job = replace(job, num_microbatches=1) if preset == "pipedream" else job
     strategy = {"preset": preset, "stages": 4} | more
     ranks = pipelines(job, num_ranks, compute, clip, dense, function=fit_staged, **strategy)
     stage_of = ranks[0]["stage_of"]

@@ -146,7 +146,7 @@ def by_rule(
     net: str, optimizer: str, strategy: dict[str, Any], compute: str, plan: Plan,
     stage_of: dict[str, int], clip: float | None,
 ) -> dict[str, Tensor]:  # fmt: skip
-    num_workers = plan.num_micro
+    num_workers = plan.num_microbatches
     module = Classifier(net, optimizer)
     dtype = DTYPES[compute]
     masters: Any = MaskedMasters(module, random_masks(module), dtype, clip)
@@ -297,7 +297,7 @@ def fit_frozen(strategy: Any, flags: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def test_a_layer_that_is_unfrozen_later_has_the_bits_of_one_device() -> None:
-    strategy = {"preset": "lockstep_dp", "wire_dtype": "bf16"}  # as one device adds
+    strategy = {"preset": "lockstep_dp", "reduce_dtype": "bf16"}  # as one device adds
     ranks = processes.run(fit_frozen, 2, strategy, {})
     (expected,) = processes.run(fit_frozen, 1, "auto", {"accumulate_grad_batches": 2})
     module, name = Classifier("mlp"), "net.0.weight"
@@ -445,7 +445,7 @@ def staged_by_rule(
     convert = HalfPrecision(compute) if dtype != torch.float32 else Precision()
 
     def loss(module: Any, t: int, i: int) -> Tensor:
-        batch = convert.convert_input(job.batch(t * job.num_micro + i))
+        batch = convert.convert_input(job.batch(t * job.num_microbatches + i))
         with convert.train_step_context():
             output = module.training_step(batch, 0)
         return output["loss"] if isinstance(output, dict) else output
@@ -454,12 +454,12 @@ def staged_by_rule(
     rule, wire = STAGED[plan.preset], wire_of(plan)
     if rule == "sync":
         sequential.train(
-            module, stages, masters, loss, rule=rule, num_workers=job.num_micro,
+            module, stages, masters, loss, rule=rule, num_workers=job.num_microbatches,
             num_steps=job.num_steps, after_update=after, wire=wire,
         )  # fmt: skip
     else:
         asynchronous.train(
-            module, stages, masters, loss, rule=rule, num_micro=job.num_micro,
+            module, stages, masters, loss, rule=rule, num_microbatches=job.num_microbatches,
             num_steps=job.num_steps, after_update=after, width=width, wire=wire,
         )  # fmt: skip
     return weights_of(module)
@@ -483,7 +483,7 @@ def staged_by_rule(
 def test_stages_apart_have_the_bits_of_dense_masked_training(
     preset: str, num_ranks: int, compute: str, clip: float | None, more: dict[str, Any]
 ) -> None:
-    job = replace(JOB, num_micro=1) if preset == "pipedream" else JOB
+    job = replace(JOB, num_microbatches=1) if preset == "pipedream" else JOB
     strategy = {"preset": preset, "stages": 4} | more
     ranks = pipelines(job, num_ranks, compute, clip, function=fit_staged, **strategy)
     args = job, compute, ranks[0]["plan"], ranks[0]["stage_of"], clip, more.get("width", 1)

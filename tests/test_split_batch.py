@@ -165,7 +165,7 @@ def fit(example: type[Any], where: str) -> dict[str, Tensor]:
     owner = {"module": example, "data": type(data)}[where]
     owner.split_batch = hook
     trainer = make_trainer(
-        {"preset": "1f1b", "num_micro": 2, "stages": list(example.stages)}, max_epochs=2
+        {"preset": "1f1b", "num_microbatches": 2, "stages": list(example.stages)}, max_epochs=2
     )
     trainer.fit(module, data)
     assert trainer.global_step == 2 * NUM_STEPS
@@ -208,7 +208,9 @@ def test_the_hook_of_the_module_wins_and_must_be_callable() -> None:
 
 
 def refusal(example: type[Any], stages: Any) -> str:
-    trainer = make_trainer({"preset": "1f1b", "num_micro": 2, "stages": stages}, max_epochs=1)
+    trainer = make_trainer(
+        {"preset": "1f1b", "num_microbatches": 2, "stages": stages}, max_epochs=1
+    )
     with pytest.raises(StepError) as caught:
         trainer.fit(example(), AsItIs(batches_of(example)))
     return str(caught.value)
@@ -245,7 +247,9 @@ class Transposed(TimeMajor):
 
 
 def fit_transposed() -> int:
-    trainer = make_trainer({"preset": "1f1b", "num_micro": 2, "stages": ["head"]}, max_epochs=1)
+    trainer = make_trainer(
+        {"preset": "1f1b", "num_microbatches": 2, "stages": ["head"]}, max_epochs=1
+    )
     trainer.fit(Transposed(), AsItIs(batches_of(Transposed)))
     return trainer.global_step
 

@@ -171,7 +171,7 @@ def fit(make: Any, strategy: Any) -> dict[str, Tensor]:
     module, data, flags = make(), micro_batches(), {"accumulate_grad_batches": NUM_MICRO}
     if strategy != "auto":
         data = [joined(data[t : t + NUM_MICRO]) for t in range(0, len(data), NUM_MICRO)]
-        strategy, flags = {"num_micro": NUM_MICRO, **strategy}, {}
+        strategy, flags = {"num_microbatches": NUM_MICRO, **strategy}, {}
     trainer = make_trainer(strategy, max_epochs=1, **flags)
     trainer.fit(module, DataLoader(data, batch_size=None))  # type: ignore[arg-type]
     return weights_of(module)
@@ -209,7 +209,7 @@ def test_it_trains_with_the_bits_of_one_device(
 def noted(strategy: dict[str, Any]) -> Any:
     torch.set_num_threads(1)
     module, data = Noting(), [joined(micro_batches()[:NUM_MICRO])]
-    trainer = make_trainer({"num_micro": NUM_MICRO, **strategy}, max_epochs=1)
+    trainer = make_trainer({"num_microbatches": NUM_MICRO, **strategy}, max_epochs=1)
     trainer.fit(module, DataLoader(data, batch_size=None))  # type: ignore[arg-type]
     return vars(module.net[1]).get("given")
 

@@ -110,9 +110,9 @@ class Case(NamedTuple):
     half: bool = False
 
 
-FOUR = {"num_micro": 4}
+FOUR = {"num_microbatches": 4}
 BY_NORM = {"gradient_clip_val": 0.1}
-AGAIN = {"remat": "always", "width": 2, "stages": 2, "num_micro": 2}
+AGAIN = {"remat": "always", "width": 2, "stages": 2, "num_microbatches": 2}
 CASES = {
     "cyclic_dp": Case({"preset": "cyclic_dp"}),
     "cyclic_dp, one norm": Case({"preset": "cyclic_dp", "clip": "global"}, BY_NORM),
@@ -128,11 +128,11 @@ CASES = {
     "1f1b, one worker": Case({"preset": "1f1b", "stages": 3, **FOUR}, BY_NORM, num_ranks=1),
     "cyclic_mp": Case({"preset": "cyclic_mp", **FOUR}),
     "cyclic_pipeline": Case({"preset": "cyclic_pipeline", **FOUR}),
-    "pipedream": Case({"preset": "pipedream", "num_micro": 1}),
+    "pipedream": Case({"preset": "pipedream", "num_microbatches": 1}),
     "pipedream_2bw": Case({"preset": "pipedream_2bw", **FOUR}, BY_NORM),
     "pipedream_2bw, half": Case({"preset": "pipedream_2bw", **FOUR}, half=True),
-    "pipeoptim": Case({"preset": "pipeoptim", "num_micro": 1}),
-    "spectrain": Case({"preset": "spectrain", "num_micro": 1}),
+    "pipeoptim": Case({"preset": "pipeoptim", "num_microbatches": 1}),
+    "spectrain": Case({"preset": "spectrain", "num_microbatches": 1}),
 }
 
 

@@ -51,7 +51,7 @@ def marked(rows: list[tuple[Any, ...]], always: set[tuple[Any, ...]]) -> list[An
 def test_workers_of_whole_steps(
     preset: str, groups: int | None, precision: str, dtype: str | None
 ) -> None:
-    strategy = {"preset": preset, "stages": 4, "groups": groups, "wire_dtype": dtype}
+    strategy = {"preset": preset, "stages": 4, "groups": groups, "reduce_dtype": dtype}
     ranks = processes.run(fit_whole, 4, strategy, precision)
     plan = ranks[0]["plan"]
     args = precision, plan.weights, ranks[0]["stage_of"], plan, DTYPES[dtype]
@@ -79,9 +79,9 @@ STAGED_ALWAYS = {
 @pytest.mark.multi
 @pytest.mark.parametrize(("preset", "precision", "dtype"), marked(STAGED, STAGED_ALWAYS))
 def test_workers_of_stages(preset: str, precision: str, dtype: str | None) -> None:
-    job = Job(case="vit", num_steps=NUM_STEPS, num_epochs=1, num_micro=4)
+    job = Job(case="vit", num_steps=NUM_STEPS, num_epochs=1, num_microbatches=4)
     width = 2 if preset in REPLICAS else 1
-    strategy = {"preset": preset, "wire_dtype": dtype, "stages": 4 // width, "width": width}
+    strategy = {"preset": preset, "reduce_dtype": dtype, "stages": 4 // width, "width": width}
     ranks = pipelines(job, 4, precision, function=fit_staged, **strategy)
     plan = ranks[0]["plan"]
     parts = width if plan.sums_by_replica else 1
@@ -96,14 +96,14 @@ def test_workers_of_stages(preset: str, precision: str, dtype: str | None) -> No
 
 @pytest.mark.parametrize("preset", ["1f1b", "pipedream_2bw"])
 def test_one_pipeline_sends_no_sums(preset: str) -> None:
-    with pytest.raises(ConfigurationError, match="wire_dtype='bf16' is of no use with one"):
-        CyclicStrategy(preset, wire_dtype="bf16")
-    CyclicStrategy(preset, wire_dtype="bf16", width=2, num_micro=2)
+    with pytest.raises(ConfigurationError, match="reduce_dtype='bf16' is of no use with one"):
+        CyclicStrategy(preset, reduce_dtype="bf16")
+    CyclicStrategy(preset, reduce_dtype="bf16", width=2, num_microbatches=2)
 
 
 def test_a_dtype_that_is_none_of_these() -> None:
     with pytest.raises(ConfigurationError, match="'int8' is unknown; allowed: fp32, bf16"):
-        CyclicStrategy("cyclic_dp", wire_dtype="int8")  # type: ignore[arg-type]
+        CyclicStrategy("cyclic_dp", reduce_dtype="int8")  # type: ignore[arg-type]
 
 
 class Steep(Classifier):
@@ -115,7 +115,7 @@ class Steep(Classifier):
 
 def fit_steep() -> str:
     module = Steep(NET, "sgd")
-    trainer = make_trainer({"preset": "cyclic_dp", "wire_dtype": "fp16"}, max_epochs=1)
+    trainer = make_trainer({"preset": "cyclic_dp", "reduce_dtype": "fp16"}, max_epochs=1)
     with pytest.raises((StepError, PeerError)) as raised:
         trainer.fit(module, train_data(module, 2))
     return f"{type(raised.value).__name__}: {raised.value}"
@@ -125,13 +125,13 @@ def fit_steep() -> str:
 def test_a_sum_beyond_float16_is_named() -> None:
     sender, other = processes.run(fit_steep, 2)
     assert sender.startswith("StepError: gradients have an element of ")
-    assert "but wire_dtype='fp16' sends none above 65504" in sender
+    assert "but reduce_dtype='fp16' sends none above 65504" in sender
     assert "rank 0" in other
 
 
 def fit_unlike(preset: str) -> str:
-    strategy = {"preset": preset, "wire_dtype": "bf16" if processes.here().rank else None}
-    more = {"width": 2, "stages": 1, "num_micro": 2} if preset == "gpipe" else {}
+    strategy = {"preset": preset, "reduce_dtype": "bf16" if processes.here().rank else None}
+    more = {"width": 2, "stages": 1, "num_microbatches": 2} if preset == "gpipe" else {}
     module = Classifier("mlp", "sgd")
     with pytest.raises(StepError) as raised:
         make_trainer(strategy | more, max_epochs=1).fit(module, train_data(module, 2))
@@ -143,5 +143,5 @@ def fit_unlike(preset: str) -> str:
 def test_ranks_with_other_arguments_are_refused(preset: str) -> None:
     for text in processes.run(fit_unlike, 2, preset):
         assert text.startswith("ranks differ in the arguments of CyclicStrategy: ")
-        assert "wire_dtype=None" in text
-        assert "wire_dtype='bf16'" in text
+        assert "reduce_dtype=None" in text
+        assert "reduce_dtype='bf16'" in text

@@ -1,7 +1,7 @@
 """The doctor: say of a LightningModule where its stages can begin, and what stands against others.
 
     lightning-cyclic doctor model.py:Model --stages 4 --arg depth=12
-    lightning-cyclic doctor package.models:Model --data package.data:Digits --num-micro 8
+    lightning-cyclic doctor package.models:Model --data package.data:Digits --num-microbatches 8
 
 Only its arguments are known here, so that the command line starts without torch; the examination
 itself is in :mod:`lightning_cyclic.cli.load_module`.
@@ -34,7 +34,7 @@ def add_doctor(commands: Any) -> None:
     add("module", metavar="PATH:CLASS", help="a LightningModule: a file or a dotted module")
     add("--stages", type=_stages, metavar="N", help="number of stages, or paths of modules that "
         "begin stages 1, 2, ..., with commas (default: 2 where that is possible)")  # fmt: skip
-    add("--num-micro", type=int, metavar="M", help="micro-batches that a batch is cut "
+    add("--num-microbatches", type=int, metavar="M", help="micro-batches that a batch is cut "
         "into (default: 1; of --verify 4)")  # fmt: skip
     add("--data", metavar="PATH:CLASS", help="a LightningDataModule (default: the module's own "
         "train_dataloader, else its example_input_array)")  # fmt: skip
@@ -64,10 +64,10 @@ def _run(arguments: argparse.Namespace) -> str | tuple[str, int]:
             )
     from lightning_cyclic.cli.load_module import examine  # noqa: PLC0415
 
-    num_micro = 1 if arguments.num_micro is None else arguments.num_micro
-    if num_micro < 1:
+    num_microbatches = 1 if arguments.num_microbatches is None else arguments.num_microbatches
+    if num_microbatches < 1:
         raise PlanError(
-            f"--num-micro {num_micro} is no number of micro-batches; allowed: whole "
+            f"--num-microbatches {num_microbatches} is no number of micro-batches; allowed: whole "
             "numbers from 1 on; leave it out for whole batches"
         )
     limit = arguments.memory_limit
@@ -76,7 +76,7 @@ def _run(arguments: argparse.Namespace) -> str | tuple[str, int]:
         data=arguments.data,
         texts=arguments.arg,
         stages=arguments.stages,
-        num_micro=num_micro,
+        num_microbatches=num_microbatches,
         memory_limit_bytes=None if limit is None else int(parse_bytes(limit)),
         clock="measured" if arguments.measured else "counted",
     )
@@ -96,7 +96,9 @@ def _verify(arguments: argparse.Namespace) -> tuple[str, int]:
         data=arguments.data,
         texts=arguments.arg,
         stages=2 if arguments.stages is None else arguments.stages,
-        num_micro=NUM_MICRO if arguments.num_micro is None else arguments.num_micro,
+        num_microbatches=NUM_MICRO
+        if arguments.num_microbatches is None
+        else arguments.num_microbatches,
         num_steps=num_steps,
         presets=presets_of(arguments.preset),
     ):

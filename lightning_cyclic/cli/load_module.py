@@ -37,7 +37,7 @@ def examine(
     data: str | None = None,
     texts: Sequence[str] = (),
     stages: int | Sequence[str] | None = None,
-    num_micro: int = 1,
+    num_microbatches: int = 1,
     memory_limit_bytes: int | None = None,
     clock: ClockName = "counted",
 ) -> str:
@@ -48,7 +48,7 @@ def examine(
         data: of a LightningDataModule's class. [the module's own data]
         texts: arguments, "name=value".
         stages: how many, or paths. [2 where that is possible]
-        num_micro: micro-batches that the first batch is cut into; the first is run.
+        num_microbatches: micro-batches that the first batch is cut into; the first is run.
         memory_limit_bytes: of a stage. [any]
         clock: what times are, "counted" or "measured".
 
@@ -63,7 +63,7 @@ def examine(
         module = _make(_find(where, LightningModule), mine)
         feed = None if data is None else _make(_find(data, LightningDataModule), its_data)
         with _detached(module, feed):
-            step = _step(module, feed, num_micro)
+            step = _step(module, feed, num_microbatches)
             seen = survey(module, step, clock=clock)
         most, asked = most_stages(CutPoints(seen)), stages
         if stages is None or isinstance(stages, int):
@@ -196,7 +196,7 @@ def _detached(module: LightningModule, data: LightningDataModule | None) -> Iter
 
 
 def _step(
-    module: LightningModule, data: LightningDataModule | None, num_micro: int
+    module: LightningModule, data: LightningDataModule | None, num_microbatches: int
 ) -> Callable[[], Any]:
     """Return what runs the module once, on its first micro-batch."""
     if not module.automatic_optimization:
@@ -213,14 +213,14 @@ def _step(
     source = data if data is not None else module
     if is_overridden("train_dataloader", source) and is_overridden("training_step", module):
         batch = _transferred(_first_batch(source), module, data)
-        return _training_step(module, first_part(batch, num_micro, module, data))
+        return _training_step(module, first_part(batch, num_microbatches, module, data))
     example = module.example_input_array
     if example is None:
         raise PlanError(
             f"{type(module).__name__} comes without data; allowed: --data PATH:CLASS, a "
             "train_dataloader or an example_input_array of the module; give one of them"
         )
-    example = split(example, num_micro)[0].batch
+    example = split(example, num_microbatches)[0].batch
     if isinstance(example, dict):
         return lambda: module(**example)
     return lambda: module(*example) if isinstance(example, tuple) else module(example)

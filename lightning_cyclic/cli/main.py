@@ -186,7 +186,7 @@ def _plan(arguments: argparse.Namespace) -> Plan:
         arguments.preset,
         num_stages=arguments.stages or max(1, arguments.workers // arguments.width),
         num_workers=arguments.workers,
-        num_micro=arguments.micro,
+        num_microbatches=arguments.micro,
         num_steps=arguments.steps,
         slack=arguments.slack,
         groups=arguments.groups,

@@ -42,7 +42,7 @@ def measure(
         module = _make(_find(where, LightningModule), mine)
         feed = None if data is None else _make(_find(data, LightningDataModule), its_data)
         with _detached(module, feed):
-            found = [_measured(module, feed, num_micro) for num_micro in num_micros]
+            found = [_measured(module, feed, num_microbatches) for num_microbatches in num_micros]
             return tuple({profile.micro_size: profile for profile in found}.values())
     except PlanError:
         raise
@@ -51,9 +51,9 @@ def measure(
 
 
 def _measured(
-    module: LightningModule, feed: LightningDataModule | None, num_micro: int
+    module: LightningModule, feed: LightningDataModule | None, num_microbatches: int
 ) -> ModelProfile:
-    step = _step(module, feed, num_micro)
+    step = _step(module, feed, num_microbatches)
     return measured(module, step, _given(module, step))
 
 

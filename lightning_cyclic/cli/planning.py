@@ -97,7 +97,7 @@ def add_plan(commands: Any, has_colours: Callable[[], bool]) -> None:
         "LightningCLI, or for Hydra (default: lightning)")  # fmt: skip
     measured = parser.add_argument_group("of a module")
     add = measured.add_argument
-    add("--num-micro", type=_sizes, default=(1, 2, 4), metavar="M,...", help="micro-batches that "
+    add("--num-microbatches", type=_sizes, default=(1, 2, 4), metavar="M,...", help="micro-batches that "
         "its batch is cut into; the first is measured, for each (default: 1,2,4)")  # fmt: skip
     add("--data", metavar="PATH:CLASS", help="a LightningDataModule (default: the module's own "
         "train_dataloader, else its example_input_array)")  # fmt: skip
@@ -172,7 +172,7 @@ def _profiles(arguments: argparse.Namespace) -> tuple[ModelProfile, ...]:
         arguments.model[0],
         data=arguments.data,
         texts=arguments.arg,
-        num_micros=arguments.num_micro,
+        num_micros=arguments.num_microbatches,
     )
     if arguments.save_profile:
         _write(Path(arguments.save_profile), to_json(found))

@@ -61,7 +61,7 @@ class Trial:
     precision: Literal["32-true", "bf16-mixed", "16-mixed"] = "32-true"
 
     @property
-    def num_micro(self) -> int:
+    def num_microbatches(self) -> int:
         """Return the micro-batches of an update."""
         if not self.is_cut:
             return self.size
@@ -154,8 +154,8 @@ def _trainer(trial: Trial, rank: int, folder: str) -> Trainer:
         # as on nodes with a device each, so that several workers may share one
         accelerator=trial.accelerator, devices=list(each) or 1, num_nodes=trial.num_workers,
         strategy=strategy, precision=trial.precision,
-        accumulate_grad_batches=trial.num_micro if alone else 1,
-        max_epochs=_EPOCHS, val_check_interval=trial.num_micro * 2 if alone else 2,
+        accumulate_grad_batches=trial.num_microbatches if alone else 1,
+        max_epochs=_EPOCHS, val_check_interval=trial.num_microbatches * 2 if alone else 2,
         callbacks=[ModelCheckpoint(folder, every_n_train_steps=3, save_top_k=1)],
         num_sanity_val_steps=0, use_distributed_sampler=False, logger=False,
         enable_progress_bar=False, enable_model_summary=False,
@@ -168,7 +168,7 @@ def _strategy(trial: Trial) -> CyclicStrategy:
     return CyclicStrategy(
         trial.preset,
         stages=[f"blocks.{j}" for j in range(1, trial.num_stages)],
-        num_micro=trial.num_micro if gathers else None,
+        num_microbatches=trial.num_microbatches if gathers else None,
         transport=trial.route,
         process_group_backend=trial.backend,
     )
@@ -176,7 +176,7 @@ def _strategy(trial: Trial) -> CyclicStrategy:
 
 def _loader(trial: Trial, rank: int, steps: int, first: int = 0) -> DataLoader[Any]:
     """Return a worker's batches: micro-batches, or those of a step together."""
-    m = trial.num_micro
+    m = trial.num_microbatches
     each = range(first * m, (first + steps) * m)
     micro = [_micro_batch(k) for k in each]
     if not trial.preset:

@@ -54,7 +54,7 @@ def verify(
     data: str | None,
     texts: Sequence[str],
     stages: int | Sequence[str],
-    num_micro: int,
+    num_microbatches: int,
     num_steps: int,
     presets: Sequence[str],
 ) -> Iterator[tuple[str, bool]]:
@@ -65,7 +65,7 @@ def verify(
         data: of a LightningDataModule's class. [the module's own data]
         texts: arguments, "name=value".
         stages: how many, or paths.
-        num_micro: micro-batches that a batch is cut into.
+        num_microbatches: micro-batches that a batch is cut into.
         num_steps: that are compared; one where later ones read several versions of the weights.
         presets: that are tried.
 
@@ -82,7 +82,7 @@ def verify(
         strategy = CyclicStrategy(
             preset,
             stages=stages if isinstance(stages, int) else list(stages),
-            num_micro=1 if preset in _STEP_BY_STEP else num_micro,
+            num_microbatches=1 if preset in _STEP_BY_STEP else num_microbatches,
             verify=num_steps,
         )
         batches = _batches(module, source, num_steps)

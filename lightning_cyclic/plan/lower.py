@@ -84,7 +84,7 @@ def make_plan(  # noqa: PLR0913  (one argument per axis and number is the public
     *,
     num_stages: int,
     num_workers: int,
-    num_micro: int | None = None,
+    num_microbatches: int | None = None,
     num_steps: int = 4,
     slack: int = 0,
     schedule: str | None = None,
@@ -106,7 +106,7 @@ def make_plan(  # noqa: PLR0913  (one argument per axis and number is the public
         preset: name in :data:`PRESETS`.
         num_stages: S, at least 1.
         num_workers: N, at least 1.
-        num_micro: m, micro-batches per update; of workers that run whole ones, the same number
+        num_microbatches: m, micro-batches per update; of workers that run whole ones, the same number
             on each: rounds. [None: one per worker where workers run whole micro-batches, one where
             the rule updates after each, else one per stage; times the width]
         num_steps: training steps that the program covers, at least 1. [4]
@@ -141,7 +141,7 @@ def make_plan(  # noqa: PLR0913  (one argument per axis and number is the public
         ValidationError: the program would break a rule; the text points at the action.
 
     Example:
-        >>> plan = make_plan("1f1b", num_stages=2, num_workers=2, num_micro=1, num_steps=1)
+        >>> plan = make_plan("1f1b", num_stages=2, num_workers=2, num_microbatches=1, num_steps=1)
         >>> [str(a) for a in plan.programs[1]][:4]
         ['1RECV_D<0#0', '1RECV_A0<0#0', '1F0@0#0', '1B0@0#0']
     """
@@ -156,17 +156,17 @@ def make_plan(  # noqa: PLR0913  (one argument per axis and number is the public
     check_number("num_steps", num_steps)
     check_number("slack", slack, least=0)
     check_number("width", width)
-    if num_micro is None:
-        num_micro = default_num_micro(axes, num_stages, num_workers) * width
-    check_number("num_micro", num_micro)
-    each = num_workers if PLACEMENTS[axes["placement"]].runs_whole_micro else num_micro
+    if num_microbatches is None:
+        num_microbatches = default_num_micro(axes, num_stages, num_workers) * width
+    check_number("num_microbatches", num_microbatches)
+    each = num_workers if PLACEMENTS[axes["placement"]].runs_whole_micro else num_microbatches
     group_size = 1 if groups is None else size_of_groups(groups, each)
     relayed, relayed_until = relays(relayed, relayed_until, num_stages)
     plan = Plan(
         preset=preset,
         num_stages=num_stages,
         num_workers=num_workers,
-        num_micro=num_micro,
+        num_microbatches=num_microbatches,
         num_steps=num_steps,
         slack=slack,
         **axes,

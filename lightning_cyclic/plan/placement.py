@@ -25,13 +25,13 @@ class AbstractPlacement(ABC):
     Args:
         num_stages: S.
         num_workers: N.
-        num_micro: m, micro-batches per step.
+        num_microbatches: m, micro-batches per step.
         width: replicas of the pipeline, for placements that allow more than one. [1]
     """
 
     num_stages: int
     num_workers: int
-    num_micro: int
+    num_microbatches: int
     width: int = 1
 
     takes_turns: ClassVar[bool] = False
@@ -84,13 +84,13 @@ class Replicated(AbstractPlacement):
 
     def misfit(self) -> str | None:
         """Say what is wrong with the numbers and what to do, or None where they fit."""
-        if self.num_micro % self.num_workers == 0:
+        if self.num_microbatches % self.num_workers == 0:
             return None
-        fewer = self.num_micro // self.num_workers * self.num_workers
+        fewer = self.num_microbatches // self.num_workers * self.num_workers
         return (
-            f"num_micro={self.num_micro} with num_workers={self.num_workers}; placement "
+            f"num_microbatches={self.num_microbatches} with num_workers={self.num_workers}; placement "
             "'replicated' runs as many micro-batches on each worker, so allowed: multiples of "
-            f"num_workers; use num_micro={fewer or self.num_workers}"
+            f"num_workers; use num_microbatches={fewer or self.num_workers}"
         )
 
     def workers_of(self, j: int) -> tuple[int, ...]:
@@ -126,11 +126,11 @@ class Pipelined(AbstractPlacement):
                 "pipeline have as many workers, so allowed: multiples of the width; "
                 f"use num_workers={(self.depth + 1) * self.width}"
             )
-        if self.num_micro % self.width:
+        if self.num_microbatches % self.width:
             return (
-                f"num_micro={self.num_micro} with width={self.width}; all replicas of a pipeline "
+                f"num_microbatches={self.num_microbatches} with width={self.width}; all replicas of a pipeline "
                 "run as many micro-batches, so allowed: multiples of the width; "
-                f"use num_micro={(self.num_micro // self.width + 1) * self.width}"
+                f"use num_microbatches={(self.num_microbatches // self.width + 1) * self.width}"
             )
         return None if self.depth <= self.num_stages else self._too_deep()
 
@@ -180,7 +180,7 @@ class Shared(AbstractPlacement):
     def repeats(self) -> int:
         """Steps after which the same workers run the same micro-batches of a step again."""
         sizes = [self.num_stages - j for j in range(self.num_stages)]
-        return lcm(*(size // gcd(self.num_micro, size) for size in sizes))
+        return lcm(*(size // gcd(self.num_microbatches, size) for size in sizes))
 
     @property
     def num_places(self) -> int:
@@ -199,7 +199,7 @@ class Shared(AbstractPlacement):
 
     def worker(self, t: int, i: int, j: int) -> int:
         """Give the worker of micro-batch i of step t on stage j."""
-        return self._worker_at(j, (t * self.num_micro + i) % (self.num_stages - j))
+        return self._worker_at(j, (t * self.num_microbatches + i) % (self.num_stages - j))
 
     def misfit(self) -> str | None:
         """Say what is wrong with the numbers and what to do, or None where they fit."""

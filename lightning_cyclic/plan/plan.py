@@ -48,7 +48,7 @@ class Plan:
         preset: name that the plan was made from.
         num_stages: S.
         num_workers: N.
-        num_micro: m, micro-batches per update, of all replicas together; of workers that run
+        num_microbatches: m, micro-batches per update, of all replicas together; of workers that run
             whole ones, N in each of several rounds.
         num_steps: training steps that the program covers.
         slack: slots that a new version needs to travel, for the ``freshest`` rule.
@@ -76,7 +76,7 @@ class Plan:
     preset: str
     num_stages: int
     num_workers: int
-    num_micro: int
+    num_microbatches: int
     num_steps: int
     slack: int
     schedule: str
@@ -103,7 +103,7 @@ class Plan:
             placement=PLACEMENTS[self.placement](
                 num_stages=self.num_stages,
                 num_workers=self.num_workers,
-                num_micro=self.num_micro,
+                num_microbatches=self.num_microbatches,
                 width=self.width,
             ),
             weights=WEIGHTS[self.weights](),
@@ -113,14 +113,22 @@ class Plan:
     @cached_property
     def _one_round(self) -> AbstractSchedule:
         """The schedule of one replica, or of one round of all."""
-        num_stages, num_micro = self.num_stages, self.num_micro // self.width // self.rounds
+        num_stages, num_microbatches = (
+            self.num_stages,
+            self.num_microbatches // self.width // self.rounds,
+        )
         of_groups = SCHEDULES[self.schedule](
-            num_stages=num_stages, num_micro=num_micro // self.group_size, spacing=self.spacing
+            num_stages=num_stages,
+            num_microbatches=num_microbatches // self.group_size,
+            spacing=self.spacing,
         )
         if self.group_size == 1:
             return of_groups
         return InGroups(
-            num_stages=num_stages, num_micro=num_micro, base=of_groups, size=self.group_size
+            num_stages=num_stages,
+            num_microbatches=num_microbatches,
+            base=of_groups,
+            size=self.group_size,
         )
 
     @cached_property
@@ -130,14 +138,17 @@ class Plan:
         if self.rounds > 1:
             return Rounds(
                 num_stages=self.num_stages,
-                num_micro=self.num_micro,
+                num_microbatches=self.num_microbatches,
                 base=base,
                 in_succession=bool(self.relayed),
             )
         if self.width == 1:
             return base
         return Wide(
-            num_stages=self.num_stages, num_micro=self.num_micro, base=base, width=self.width
+            num_stages=self.num_stages,
+            num_microbatches=self.num_microbatches,
+            base=base,
+            width=self.width,
         )
 
     @property
@@ -152,7 +163,7 @@ class Plan:
 
     @property
     def _micro_per_worker(self) -> int:
-        return max(1, self.num_micro // self.num_workers)
+        return max(1, self.num_microbatches // self.num_workers)
 
     def handed_on_as(self, i: int) -> int:
         """Count the micro-batches of a step whose buffers come before those of micro-batch i.
@@ -267,7 +278,7 @@ class Plan:
         """Count the versions of stage j that are alive at once, anywhere, at most."""
         t = self.late_step
         schedule = self.axes.schedule
-        ends = ((i, schedule.backward(i, j)) for i in range(self.num_micro))
+        ends = ((i, schedule.backward(i, j)) for i in range(self.num_microbatches))
         return 1 + max(
             schedule.updates_before(t, start, j) - self.backward_reads(t, i, j)
             for i, start in ends
@@ -289,7 +300,7 @@ class Plan:
         first read, and late updates made, up to two steps later.
         """
         schedule = self.axes.schedule
-        whole = schedule.backward(self.num_micro - 1, 0) + schedule.unit
+        whole = schedule.backward(self.num_microbatches - 1, 0) + schedule.unit
         return ceil_div(whole, schedule.period) + 2
 
     @property
@@ -326,7 +337,7 @@ class Plan:
         """Give the step in which version v of stage j is read first."""
         if v == 0:
             return 0
-        t, ends = self.late_step, (0, self.num_micro - 1)
+        t, ends = self.late_step, (0, self.num_microbatches - 1)
         reads = [f(t, i, j) for i in ends for f in (self.reads, self.backward_reads)]
         return v + t - max(reads)
 
@@ -394,7 +405,7 @@ class Plan:
         forward, backward = self.axes.schedule.forward, self.axes.schedule.backward
         stages = range(self.num_stages)
         for t in range(self.num_steps):
-            for i in range(self.num_micro):
+            for i in range(self.num_microbatches):
                 for j in stages:
                     v, s = self.reads(t, i, j), slot(t, forward(i, j))
                     yield s, self.worker_of(i, j, t), Action(kind=Kind.F, t=t, i=i, j=j, v=v, s=s)
@@ -406,7 +417,7 @@ class Plan:
         """Give the exact time of an F or B; ties go by stage, then in order of micro-batches."""
         schedule, i = self.axes.schedule, a.i or 0
         start = schedule.forward if a.kind is Kind.F else schedule.backward
-        return schedule.begin(a.t) + start(i, a.j), a.j, a.t * self.num_micro + i
+        return schedule.begin(a.t) + start(i, a.j), a.j, a.t * self.num_microbatches + i
 
     @cached_property
     def program(self) -> Program:
@@ -429,7 +440,7 @@ class Plan:
 
     def is_settled(self, t: int) -> bool:
         """Say whether forwards of step t lag as those of any late step do."""
-        cells = product(range(self.num_micro), range(self.num_stages))
+        cells = product(range(self.num_microbatches), range(self.num_stages))
         return all(self.lag(t, i, j) == self.lag(self.late_step, i, j) for i, j in cells)
 
     def _need(self, i: int, j: int) -> int:
@@ -440,14 +451,14 @@ class Plan:
     @cached_property
     def _most_behind(self) -> int:
         """The most versions by which a forward of a late step is behind."""
-        cells = product(range(self.num_micro), range(self.num_stages))
+        cells = product(range(self.num_microbatches), range(self.num_stages))
         return max(self.lag(self.late_step, i, j) for i, j in cells)
 
     @cached_property
     def _first_readers(self) -> tuple[tuple[int, ...], ...]:
         readers = []
         for j in range(self.num_stages):
-            needs = [self._need(i, j) for i in range(self.num_micro // self.rounds)]
+            needs = [self._need(i, j) for i in range(self.num_microbatches // self.rounds)]
             least = min(needs)
             readers.append(tuple(i for i, need in enumerate(needs) if need == least))
         return tuple(readers)
@@ -455,10 +466,10 @@ class Plan:
     @cached_property
     def _delays(self) -> tuple[Fraction, ...]:
         sums = (
-            sum(self.lag(self.late_step, i, j) for i in range(self.num_micro))
+            sum(self.lag(self.late_step, i, j) for i in range(self.num_microbatches))
             for j in range(self.num_stages)
         )
-        return tuple(Fraction(total, self.num_micro) for total in sums)
+        return tuple(Fraction(total, self.num_microbatches) for total in sums)
 
     @cached_property
     def _owners(self) -> tuple[int, ...]:

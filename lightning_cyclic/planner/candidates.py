@@ -159,7 +159,7 @@ class Candidate:
         preset: name of the preset.
         width: replicas of a pipeline.
         num_stages: S.
-        num_micro: micro-batches per update, of all replicas together.
+        num_microbatches: micro-batches per update, of all replicas together.
         micro_size: samples of each.
         remat: backwards run their forward again.
         ring: numbers of workers around a ring that were chosen for their network. [no groups, and
@@ -169,7 +169,7 @@ class Candidate:
     preset: str
     width: int
     num_stages: int
-    num_micro: int
+    num_microbatches: int
     micro_size: int
     remat: bool
     ring: RingNumbers | None = None
@@ -187,7 +187,7 @@ class Candidate:
     @property
     def of_each(self) -> int:
         """Return the micro-batches per update of each replica."""
-        return self.num_micro // self.width
+        return self.num_microbatches // self.width
 
     def plan(
         self, problem: Problem, *, num_steps: int, tied: Sequence[Sequence[int]] = ()
@@ -201,7 +201,7 @@ class Candidate:
             self.preset,
             num_stages=self.num_stages,
             num_workers=problem.num_workers,
-            num_micro=self.num_micro,
+            num_microbatches=self.num_microbatches,
             num_steps=num_steps,
             slack=problem.slack if self.ring is None else self.ring.slack,
             groups=None if self.ring is None else self.ring.num_groups(problem.num_workers),
@@ -247,7 +247,7 @@ def _replicated(problem: Problem, preset: str) -> Iterator[Candidate]:
             preset=preset,
             width=1,
             num_stages=num_stages,
-            num_micro=problem.num_workers,
+            num_microbatches=problem.num_workers,
             micro_size=micro_size,
             remat=False,
             ring=found,
@@ -277,15 +277,20 @@ def _around_ring(problem: Problem, preset: str, micro_size: int) -> RingNumbers 
 
 def _pipelines(problem: Problem, preset: str, width: int, depth: int) -> Iterator[Candidate]:
     for micro_size in sorted(problem.by_size, reverse=True):
-        num_micro, rest = divmod(problem.samples, micro_size)
-        if depth > problem.num_units or rest or num_micro < width or num_micro % width:
+        num_microbatches, rest = divmod(problem.samples, micro_size)
+        if (
+            depth > problem.num_units
+            or rest
+            or num_microbatches < width
+            or num_microbatches % width
+        ):
             continue
         for remat in problem.remats:
             yield Candidate(
                 preset=preset,
                 width=width,
                 num_stages=depth,
-                num_micro=num_micro,
+                num_microbatches=num_microbatches,
                 micro_size=micro_size,
                 remat=remat,
             )

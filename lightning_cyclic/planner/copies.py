@@ -110,7 +110,7 @@ class Counter:
                 preset,
                 num_stages=num_stages,
                 num_workers=num_stages * width,
-                num_micro=of_each * width,
+                num_microbatches=of_each * width,
                 num_steps=steps_to_count(num_stages, of_each),
                 slack=self._slack,
                 width=width,

@@ -113,7 +113,7 @@ class Fitter:
     def _plan(self, candidate: Candidate, tied: tuple[tuple[int, ...], ...] = ()) -> Plan:
         num_steps = steps_to_count(candidate.num_stages, candidate.of_each)
         key = (
-            candidate.preset, candidate.width, candidate.num_stages, candidate.num_micro,
+            candidate.preset, candidate.width, candidate.num_stages, candidate.num_microbatches,
             candidate.ring, tied,
         )  # fmt: skip
         if key not in self._plans:

@@ -53,7 +53,7 @@ class RankedPlan:
     def horizon(self) -> int:
         """Return the most updates that a forward predicts."""
         plan = self.fit.plan
-        cells = ((i, j) for i in range(plan.num_micro) for j in range(plan.num_stages))
+        cells = ((i, j) for i in range(plan.num_microbatches) for j in range(plan.num_stages))
         return max(plan.horizon(plan.late_step, i, j) for i, j in cells)
 
 
@@ -69,7 +69,7 @@ def timed(fit: Fit, problem: Problem, *, at_any_cost: bool = False) -> RankedPla
         remat=fit.candidate.remat, kept=problem.states.kept, sums=problem.states.sums
     )
     plan, runs_whole = fit.plan, fit.candidate.runs_whole_micro
-    num_cells = plan.num_micro * plan.num_stages * plan.num_steps
+    num_cells = plan.num_microbatches * plan.num_stages * plan.num_steps
     if at_any_cost or num_cells <= _MOST_CELLS:
         network = problem.ring_network if runs_whole else problem.network
         result = simulate(plan.programs, costs, network, plan)
@@ -95,13 +95,17 @@ def staleness(fit: Fit) -> tuple[float, int]:
         The mean over micro-batches and stages, and the most.
     """
     plan, t = fit.plan, fit.plan.late_step
-    late = [t - plan.reads(t, i, j) for i in range(plan.num_micro) for j in range(plan.num_stages)]
+    late = [
+        t - plan.reads(t, i, j)
+        for i in range(plan.num_microbatches)
+        for j in range(plan.num_stages)
+    ]
     return sum(late) / len(late), max(late)
 
 
 def _closed_form(fit: Fit, problem: Problem) -> tuple[float, float, bool]:
     step_s, compute_s = least_step_s(fit, problem), _compute_s(fit)
-    of_each = fit.candidate.num_micro // fit.candidate.width
+    of_each = fit.candidate.num_microbatches // fit.candidate.width
     busy_s = sum(compute_s) if fit.candidate.runs_whole_micro else of_each * min(compute_s)
     return step_s, 1 - busy_s / step_s if step_s else 0.0, False
 
@@ -122,7 +126,7 @@ def least_step_s(fit: Fit, problem: Problem) -> float:
     compute_s = _compute_s(fit)
     if candidate.runs_whole_micro:
         return float(sum(compute_s))
-    of_each = candidate.num_micro // candidate.width
+    of_each = candidate.num_microbatches // candidate.width
     paces = paces_s(fit.stages, candidate, network)
     if not candidate.has_flush:
         return of_each * max(paces)

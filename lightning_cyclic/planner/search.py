@@ -114,7 +114,7 @@ def _have_same_programs(one: Plan, other: Plan) -> bool:
 
 def _cells(candidate: Candidate) -> int:
     # as many steps as it takes to be steady: four, and two rounds through a replica's stages
-    of_each = candidate.num_micro * candidate.num_stages
+    of_each = candidate.num_microbatches * candidate.num_stages
     return 4 * of_each + 2 * candidate.num_stages**2 * candidate.width
 
 
@@ -189,7 +189,7 @@ class _Search:
             f"no plan fits into memory_bytes={problem.memory_bytes:.0f} "
             f"({show_bytes(problem.memory_bytes)}) per worker; allowed: "
             f"{least} ({show_bytes(least)}) or more, which {c.preset} "
-            f"needs with width={c.width}, {c.num_stages} stages, {c.num_micro} micro-batches of "
+            f"needs with width={c.width}, {c.num_stages} stages, {c.num_microbatches} micro-batches of "
             f'{c.micro_size} and remat="{"always" if c.remat else "never"}"; give workers more '
             "memory, use more workers, smaller batches, or an optimizer with less state"
         )
@@ -229,7 +229,7 @@ class _Search:
         key = candidate.micro_size, candidate.num_stages, candidate.remat
         if key not in self._paces:
             self._paces[key] = pace_s(profile, candidate, self._problem.network)
-        bound_s = candidate.num_micro // candidate.width * self._paces[key]
+        bound_s = candidate.num_microbatches // candidate.width * self._paces[key]
         return max(bound_s, through_s) if candidate.has_flush else bound_s
 
     def _exchange_s(self) -> float:

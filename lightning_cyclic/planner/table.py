@@ -79,7 +79,7 @@ def _row(plan: RankedPlan) -> Iterator[str]:
     candidate = plan.fit.candidate
     yield candidate.preset
     yield f"{candidate.width} x {candidate.num_stages}"
-    yield f"{candidate.num_micro} of {candidate.micro_size}"
+    yield f"{candidate.num_microbatches} of {candidate.micro_size}"
     yield "yes" if candidate.remat else ""
     yield f"{'' if plan.is_simulated else '>='}{show_seconds(plan.step_s)}"
     yield f"{'' if plan.is_simulated else '<='}{plan.samples_per_s:.4g}"
@@ -142,9 +142,9 @@ def arguments_of(plan: RankedPlan) -> dict[str, Any]:
     Where stages begin is said by paths, so that the strategy need not choose.
     """
     candidate, names, made = plan.fit.candidate, plan.fit.stages.names[1:], plan.fit.plan
-    usual = {"num_micro": None, "width": 1, "remat": "never", "slack": 0, "groups": None}
+    usual = {"num_microbatches": None, "width": 1, "remat": "never", "slack": 0, "groups": None}
     found = {
-        "num_micro": None if candidate.runs_whole_micro else candidate.of_each,
+        "num_microbatches": None if candidate.runs_whole_micro else candidate.of_each,
         "width": candidate.width,
         "remat": "always" if candidate.remat else "never",
         "slack": made.slack,

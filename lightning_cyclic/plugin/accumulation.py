@@ -37,8 +37,8 @@ def plan_of_rounds(
         relayed_until: the last stage in which those of each change.
         rounds: batches of each worker.
     """
-    num_micro = rounds * (options.num_workers or 1) if rounds > 1 else None
-    return options.plan(num_stages, relayed, relayed_until, num_micro=num_micro)
+    num_microbatches = rounds * (options.num_workers or 1) if rounds > 1 else None
+    return options.plan(num_stages, relayed, relayed_until, num_microbatches=num_microbatches)
 
 
 def may_accumulate(trainer: Trainer) -> bool:

@@ -176,7 +176,8 @@ def numbers(plan: Plan) -> dict[str, Any]:
         "weights": plan.weights,
         "num_stages": plan.num_stages,
         "num_workers": plan.num_workers,
-        "num_micro": plan.num_micro // plan.rounds,  # what is kept is that of any rounds
+        "num_microbatches": plan.num_microbatches
+        // plan.rounds,  # what is kept is that of any rounds
         "width": plan.width,
         "slack": plan.slack,
     }

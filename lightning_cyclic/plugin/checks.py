@@ -97,11 +97,11 @@ def _check_stagewise(plan: Plan) -> None:
         raise _not_run(plan, f"weights {plan.weights!r} with placement {plan.placement!r}")
     if plan.placement == "shared" and plan.weights not in ("delayed", "freshest"):
         raise _not_run(plan, f"weights {plan.weights!r} with placement {plan.placement!r}")
-    if plan.placement == "shared" and plan.num_micro < plan.num_stages:
+    if plan.placement == "shared" and plan.num_microbatches < plan.num_stages:
         raise PlanError(
-            f"num_micro={plan.num_micro} with num_stages={plan.num_stages} and placement "
+            f"num_microbatches={plan.num_microbatches} with num_stages={plan.num_stages} and placement "
             "'shared', where as many workers take turns with stage 0; allowed: one micro-batch "
-            f"for each of them, or more; use num_micro={plan.num_stages}"
+            f"for each of them, or more; use num_microbatches={plan.num_stages}"
         )
 
 
@@ -212,7 +212,7 @@ def check_flow(trainer: Trainer) -> None:
         raise ConfigurationError(
             f"accumulate_grad_batches={trainer.accumulate_grad_batches} with a pipeline without "
             "a flush, which updates once per batch; allowed: 1; use larger batches, and "
-            "CyclicStrategy(num_micro=...) to cut them"
+            "CyclicStrategy(num_microbatches=...) to cut them"
         )
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, GradientAccumulationScheduler):
@@ -362,19 +362,19 @@ def check_used(plan: Plan, remat: str, memory_limit_bytes: int | None) -> None:
             )
 
 
-def check_adds(plan: Plan, wire_dtype: object, width: int) -> None:
+def check_adds(plan: Plan, reduce_dtype: object, width: int) -> None:
     """Refuse to choose a dtype of sums where none travel.
 
     Raises:
         ConfigurationError: with the option.
     """
     is_one_pipeline = is_stagewise(plan) and width == 1 and not plan.axes.placement.takes_turns
-    if wire_dtype is not None and is_one_pipeline:
+    if reduce_dtype is not None and is_one_pipeline:
         raise ConfigurationError(
-            f"wire_dtype={wire_dtype!r} is of no use with one replica of a pipeline (preset "
+            f"reduce_dtype={reduce_dtype!r} is of no use with one replica of a pipeline (preset "
             f"{plan.preset!r}), each of whose workers adds up its own gradients; allowed: "
-            "wire_dtype=None, replicas, or another preset; use "
-            f'CyclicStrategy("{plan.preset}", width=2, wire_dtype={wire_dtype!r}), or "cyclic_dp"'
+            "reduce_dtype=None, replicas, or another preset; use "
+            f'CyclicStrategy("{plan.preset}", width=2, reduce_dtype={reduce_dtype!r}), or "cyclic_dp"'
         )
 
 

@@ -50,7 +50,7 @@ class Options:
         weights: overrides the preset's.
         sharding: overrides the preset's.
         stages: "auto", "measured", a number, or module paths.
-        num_micro: micro-batches per update, of each replica.
+        num_microbatches: micro-batches per update, of each replica.
         slack: slots that messages are given to travel.
         groups: of workers that run in the same slots. [each worker is one]
         clip: "stage", "global" or None.
@@ -60,7 +60,7 @@ class Options:
         memory_limit_bytes: of a stage; None for any.
         error_feedback: as in CyclicStrategy.
         transport: how messages travel.
-        wire_dtype: in which sums of gradients travel.
+        reduce_dtype: in which sums of gradients travel.
         timeout_s: limit of every wait for another rank in training, in seconds.
         starting_s: limit before it, and where code may be compiled, in seconds.
         save_distributed_checkpoint: whether checkpoints are folders, of which ranks write parts.
@@ -78,7 +78,7 @@ class Options:
     weights: str | None
     sharding: str | None
     stages: int | str | Sequence[str]
-    num_micro: int | None
+    num_microbatches: int | None
     slack: int
     groups: int | None
     clip: str | None
@@ -88,7 +88,7 @@ class Options:
     memory_limit_bytes: int | None
     error_feedback: bool
     transport: Route
-    wire_dtype: str | None
+    reduce_dtype: str | None
     timeout_s: float
     starting_s: float
     save_distributed_checkpoint: bool = False
@@ -116,15 +116,15 @@ class Options:
             check_number("groups", self.groups)
         check_choice(self.remat, REMAT, "remat")
         check_choice(self.transport, get_args(Route), "transport")
-        if self.wire_dtype is not None:
-            check_choice(self.wire_dtype, tuple(WIRE_DTYPES), "wire_dtype")
+        if self.reduce_dtype is not None:
+            check_choice(self.reduce_dtype, tuple(WIRE_DTYPES), "reduce_dtype")
         check_bytes(self.memory_limit_bytes, "memory_limit_bytes")
         check_number("width", self.width)
         probe = self._probe()
         check_plan(probe)
         check_used(probe, self.remat, self.memory_limit_bytes)
         check_timed(probe, self.stages)
-        check_adds(probe, self.wire_dtype, self.width)
+        check_adds(probe, self.reduce_dtype, self.width)
         check_delayed(probe, self.error_feedback)
 
     # ------------------------------------------------------------------ which kind of training
@@ -145,7 +145,7 @@ class Options:
         if not self.is_stagewise or self.num_workers != 1:
             return self.is_stagewise
         plan = self.plan(self.expected_stages(None))
-        return plan.num_stages > 1 or plan.num_micro > 1 or not self.trains_plainly
+        return plan.num_stages > 1 or plan.num_microbatches > 1 or not self.trains_plainly
 
     @property
     def is_one_stage(self) -> bool:
@@ -186,7 +186,7 @@ class Options:
         Args:
             is_scaled: whether a loss scale follows from gradients that are not finite.
         """
-        wire = None if self.wire_dtype is None else WIRE_DTYPES[self.wire_dtype]
+        wire = None if self.reduce_dtype is None else WIRE_DTYPES[self.reduce_dtype]
         return SumDtypes(wire, may_overflow=is_scaled)
 
     @property
@@ -208,7 +208,7 @@ class Options:
         relayed_until: tuple[int, ...] = (),
         *,
         num_workers: int | None = None,
-        num_micro: int | None = None,
+        num_microbatches: int | None = None,
         tied: tuple[tuple[int, ...], ...] = (),
     ) -> Plan:
         """Make the plan.
@@ -218,21 +218,21 @@ class Options:
             relayed: stages whose buffers travel.
             relayed_until: the last stage in which those of each change.
             num_workers: None for as many as there are.
-            num_micro: of all replicas together; None for the user's choice.
+            num_microbatches: of all replicas together; None for the user's choice.
             tied: groups of stages that share parameters.
 
         Raises:
             PlanError: axes and numbers do not fit, or the user asks for rounds.
         """
-        asked = self.num_micro is not None and num_micro is None
-        if self.num_micro is not None and num_micro is None:
-            num_micro = self.num_micro * self.width
+        asked = self.num_microbatches is not None and num_microbatches is None
+        if self.num_microbatches is not None and num_microbatches is None:
+            num_microbatches = self.num_microbatches * self.width
         is_probe = num_workers is not None and num_workers != self.num_workers
         plan = make_plan(
             self.preset,
             num_stages=num_stages,
             num_workers=num_workers or self.num_workers or 1,
-            num_micro=num_micro,
+            num_microbatches=num_microbatches,
             width=self.width,
             tied=tied,
             slack=self.slack,
@@ -248,9 +248,9 @@ class Options:
         )
         if asked and plan.rounds > 1:
             raise PlanError(
-                f"num_micro={plan.num_micro} with {plan.num_workers} workers that run whole "
+                f"num_microbatches={plan.num_microbatches} with {plan.num_workers} workers that run whole "
                 f"micro-batches, which do not cut their batches; allowed: {plan.num_workers}; use "
-                f"num_micro={plan.num_workers}, and Trainer(accumulate_grad_batches={plan.rounds})"
+                f"num_microbatches={plan.num_workers}, and Trainer(accumulate_grad_batches={plan.rounds})"
             )
         return plan
 
@@ -263,7 +263,7 @@ class Options:
         if self.given_stages is not None:
             return self.given_stages
         if self._placement == "single":
-            return self.num_micro or 1
+            return self.num_microbatches or 1
         assert self.num_workers is not None
         if self.plans_placement == "shared":
             return Shared.fewest_stages(self.num_workers)
@@ -276,8 +276,8 @@ class Options:
 
     def _probe(self) -> Plan:
         """Make a plan of plausible numbers, as the real ones may not be known yet."""
-        num_stages = self.given_stages or (2 if self.num_micro else 4)
-        numbers = {"single": 1, "replicated": self.num_micro or 2}
+        num_stages = self.given_stages or (2 if self.num_microbatches else 4)
+        numbers = {"single": 1, "replicated": self.num_microbatches or 2}
         workers = min(2, num_stages) * self.width
         return self.plan(num_stages, num_workers=numbers.get(self.plans_placement, workers))
 
@@ -300,7 +300,7 @@ class Options:
         One worker that is given several micro-batches runs them on the timetable of as many.
         """
         given = self.placement
-        if given is None and self.num_workers == 1 and (self.num_micro or 1) > 1:
+        if given is None and self.num_workers == 1 and (self.num_microbatches or 1) > 1:
             return "single" if self._preset_placement == "replicated" else None
         return given
 

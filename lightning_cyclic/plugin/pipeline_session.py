@@ -86,7 +86,7 @@ class CutFinder:
             return wanted
         if options.plans_placement == "single" and isinstance(options.stages, str):
             rank_zero_info(
-                f"{survey.title} can be cut into {_counted(most)} at most, and num_micro={wanted} "
+                f"{survey.title} can be cut into {_counted(most)} at most, and num_microbatches={wanted} "
                 "would want as many: `lightning-cyclic doctor` says what stands against more."
             )
             return most
@@ -189,17 +189,17 @@ def make_session(
 
     def make_plan(
         num_stages: int,
-        num_micro: int,
+        num_microbatches: int,
         tied: tuple[tuple[int, ...], ...],
         relayed: tuple[int, ...],
     ) -> Plan:
-        return options.plan(num_stages, relayed, num_micro=num_micro, tied=tied)
+        return options.plan(num_stages, relayed, num_microbatches=num_microbatches, tied=tied)
 
     device = trainer.strategy.root_device
     config = StagewiseConfig(
         make_plan=make_plan,
         find_cuts=finder.find,
-        num_micro=plan.num_micro // options.width,
+        num_microbatches=plan.num_microbatches // options.width,
         width=options.width,
         split_batch=split_hook(trainer.lightning_module, trainer.datamodule),  # type: ignore[attr-defined]
         remat=options.remat,

@@ -58,7 +58,7 @@ def relief(plan: Plan, remat: str) -> str:
     again = [] if remat == "always" else ['remat="always"']
     shares = plan.axes.sharding.gathers
     ways = {
-        "single": ["smaller batches", "a larger num_micro", *again],
+        "single": ["smaller batches", "a larger num_microbatches", *again],
         "shared": ["smaller batches", *again],
         "pipelined": [
             "smaller batches",

@@ -20,7 +20,7 @@ class Figures:
 
     Args:
         step_s: seconds per training step, in steady state.
-        num_micro: micro-batches per training step, of all workers.
+        num_microbatches: micro-batches per training step, of all workers.
         bubble: share of the step for which a worker's compute is idle.
         sent_bytes: bytes that a worker sends per step.
         sent_messages: messages that a worker sends per step.
@@ -31,7 +31,7 @@ class Figures:
     """
 
     step_s: float
-    num_micro: float
+    num_microbatches: float
     bubble: float
     sent_bytes: float
     sent_messages: int
@@ -43,7 +43,7 @@ class Figures:
     @property
     def micro_per_s(self) -> float:
         """Return the micro-batches per second, of all workers."""
-        return self.num_micro / self.step_s if self.step_s else float("inf")
+        return self.num_microbatches / self.step_s if self.step_s else float("inf")
 
 
 @final
@@ -110,7 +110,7 @@ def compare(
 
 
 def _micro_per_worker(plan: Plan) -> float:
-    return max(1.0, plan.num_micro / plan.num_workers)
+    return max(1.0, plan.num_microbatches / plan.num_workers)
 
 
 def _reference(plan: Plan, costs: Costs, network: Network, bucket_bytes: float | None) -> Lockstep:
@@ -126,7 +126,7 @@ def _of_plan(plan: Plan, costs: Costs, network: Network, state_per_param: float)
     workers = counted.workers
     return Figures(
         step_s=result.step_s,
-        num_micro=plan.num_micro,
+        num_microbatches=plan.num_microbatches,
         bubble=max(result.bubble),
         sent_bytes=max(sum(worker.sent_bytes.values()) for worker in workers),
         sent_messages=max(sum(worker.sent_messages.values()) for worker in workers),
@@ -140,7 +140,7 @@ def _of_plan(plan: Plan, costs: Costs, network: Network, state_per_param: float)
 def _of_lockstep(plan: Plan, costs: Costs, step: Lockstep, state_per_param: float) -> Figures:
     return Figures(
         step_s=step.step_s,
-        num_micro=_micro_per_worker(plan) * plan.num_workers,
+        num_microbatches=_micro_per_worker(plan) * plan.num_workers,
         bubble=step.bubble,
         sent_bytes=step.sent_bytes,
         sent_messages=step.sent_messages,

@@ -198,7 +198,7 @@ def _kept(found: tuple[Span, ...], kind: str, params: tuple[float, ...]) -> floa
 
 def _looks_ahead(plan: Plan, j: int) -> bool:
     """Say whether forwards of a stage read predicted weights once the run is under way."""
-    return any(plan.horizon(plan.late_step, i, j) for i in range(plan.num_micro))
+    return any(plan.horizon(plan.late_step, i, j) for i in range(plan.num_microbatches))
 
 
 def _activations(program: Program, costs: Costs, remat: bool) -> float:

@@ -104,7 +104,7 @@ def _each(by_stage: Sequence[float], show: Callable[[float], str]) -> str:
 def _rows(figures: Figures) -> Iterator[tuple[str, str]]:
     """Yield the name of each row and its text."""
     yield "time per step", show_seconds(figures.step_s)
-    yield "micro-batches per step", f"{figures.num_micro:g}"
+    yield "micro-batches per step", f"{figures.num_microbatches:g}"
     yield "micro-batches per second", f"{figures.micro_per_s:.4g}"
     yield "bubble", f"{figures.bubble:.1%}"
     yield "bytes sent per worker and step", show_bytes(figures.sent_bytes)

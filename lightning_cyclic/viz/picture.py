@@ -242,12 +242,12 @@ class Rows:
         """
         if self.has_own_micro and not self.has_own_stage:
             return "stage"
-        return "micro-batch" if self._plan.num_micro > 1 else "step"
+        return "micro-batch" if self._plan.num_microbatches > 1 else "step"
 
     def row(self, w: int) -> str:
         """Return what all cells of a row have in common."""
         parts = [f"stage {min(self._stages[w])}"] if self.has_own_stage else []
-        if self.has_own_micro and self._plan.num_micro > 1:
+        if self.has_own_micro and self._plan.num_microbatches > 1:
             parts += [f"micro-batch {min(self._micros[w])}"]
         return ", ".join(parts)
 
@@ -314,7 +314,7 @@ def _paint_frame(axes: Axes, plan: Plan, rows: Rows, slots: range) -> None:
         for num, what, ending in (
             (num_workers, "worker", "s"),
             (plan.num_stages, "stage", "s"),
-            (plan.num_micro, "micro-batch", "es"),
+            (plan.num_microbatches, "micro-batch", "es"),
         )
     ]
     axes.set_title(

@@ -83,7 +83,7 @@ def _entries(plan: Plan, first: int, end: int) -> Iterator[Entry]:
     has millions of cells.
     """
     forwards, backwards = range(plan.num_stages), range(plan.num_stages - 1, -1, -1)
-    for t, i in product(range(plan.num_steps), range(plan.num_micro)):
+    for t, i in product(range(plan.num_steps), range(plan.num_microbatches)):
         for kind, stages in ((Kind.F, forwards), (Kind.B, backwards)):
             slot = partial(plan.slot, kind, t, i)
             for j in stages[bisect_left(stages, first, key=slot) :]:

@@ -194,7 +194,7 @@ def test_in_the_order_of_calls_the_graph_sends_what_crosses_at_places(name):
 
 
 def planned(stages, bandwidth):
-    plan = make_plan("1f1b", num_stages=stages, num_workers=stages, num_micro=stages)
+    plan = make_plan("1f1b", num_stages=stages, num_workers=stages, num_microbatches=stages)
     network = Network(bandwidth_bytes_per_s=bandwidth)
     return Demands.of(plan, again=False, network=network, state_per_param=2.0)
 

@@ -147,7 +147,7 @@ def test_times_are_counted_and_the_same_in_every_run_or_measured(doctor):
 @pytest.mark.parametrize(
     ("arguments", "sizes"),
     [
-        (["--num-micro", "4"], {"first": "32 B", "middle": "32 B", "last": "8 B"}),
+        (["--num-microbatches", "4"], {"first": "32 B", "middle": "32 B", "last": "8 B"}),
         (["--data", "doctors_model:Data"], {"first": "32 B", "middle": "32 B", "last": "8 B"}),
         (
             ["--data", "doctors_model.py:Data", "--arg", "data.size=16", "--arg", "width=1"],
@@ -227,7 +227,10 @@ def test_what_another_order_of_branches_would_gain(doctor, monkeypatch):
         (["Empty"], "the train_dataloader of Empty yields no batch"),
         (["Manual"], "Manual optimizes by itself (automatic_optimization=False)"),
         (["Model", "--stages", "0"], "Model can be cut into at most 3; allowed: 1 to 3"),
-        (["Model", "--num-micro", "0"], "--num-micro 0 is no number of micro-batches"),
+        (
+            ["Model", "--num-microbatches", "0"],
+            "--num-microbatches 0 is no number of micro-batches",
+        ),
         (["Model", "--data", "Data"], "'Data' does not say which class"),
         (["Model", "--data", "no.such.thing:Data"], "there is no module 'no.such.thing'"),
         (["Model", "--data", "missing.py:Data"], "there is no file 'missing.py'"),

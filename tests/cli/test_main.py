@@ -95,7 +95,7 @@ def test_replicas_of_a_pipeline(capsys):
     assert (status, out) == (0, WIDE)
     status, out, _ = run(capsys, "simulate", *arguments[:-1], "6", "--json")
     got = json.loads(out)
-    assert (got["num_stages"], got["plan"]["num_micro"]) == (2, 4)
+    assert (got["num_stages"], got["plan"]["num_microbatches"]) == (2, 4)
 
 
 def test_simulate_prints_a_table(capsys):
@@ -176,7 +176,10 @@ def test_simulate_knows_hosts_of_several_workers(capsys):
         ("draw 1f1b --workers 2 --out x.pdf", ["'x.pdf'", ".svg, .png, .json", "like x.svg"]),
         ("draw 1f1b --workers 2 --out x.svg --columns 9", ["--columns 9", "leave --columns out"]),
         ("draw 1f1b --workers 99 --out x.svg", ["99 workers", "up to 32 workers", "fewer steps"]),
-        ("draw pipedream_2bw --workers 4 --micro 2", ["num_micro=2", "use num_micro=3"]),
+        (
+            "draw pipedream_2bw --workers 4 --micro 2",
+            ["num_microbatches=2", "use num_microbatches=3"],
+        ),
         ("simulate gpipe --workers 2 --bandwidth 1GB", ["'1GB'", "Gbit/s", "write it like"]),
         ("simulate gpipe --workers 2 --bandwidth 0", ["bandwidth > 0"]),
         ("simulate gpipe --workers 2 --distribution cyclic", ["use --workers-per-host 2"]),

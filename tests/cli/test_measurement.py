@@ -122,7 +122,7 @@ def test_plans_of_a_module(capsys, tmp_path):
         "2",
         "--memory",
         "1GB",
-        "--num-micro",
+        "--num-microbatches",
         "2",
         "--save-profile",
         "kept.json",
@@ -158,7 +158,10 @@ def test_three_sizes_are_measured_and_kept(capsys, tmp_path):
     ("arguments", "message"),
     [
         (["measured_model.py:Nobody"], "'Nobody' does not exist in measured_model.py"),
-        (["measured_model.py:Model", "--num-micro", "0"], "'0' does not fit; allowed: whole"),
+        (
+            ["measured_model.py:Model", "--num-microbatches", "0"],
+            "'0' does not fit; allowed: whole",
+        ),
         (["measured_model.py:Model", "--arg", "depth=1"], "cannot be made with {'depth': 1}"),
         (
             ["measured_model.py:Model", "--save-profile", "no/such.json"],

@@ -48,7 +48,7 @@ def test_all_options(capsys, file):
     assert status == 0
     assert len(plans) == 3
     assert {(plan["preset"], plan["remat"]) for plan in plans} == {("gpipe", True)}
-    assert all(plan["num_micro"] * plan["micro_size"] == 32 for plan in plans)
+    assert all(plan["num_microbatches"] * plan["micro_size"] == 32 for plan in plans)
     assert {worker["optimizer"] for plan in plans for worker in plan["memory"]} == {0}
 
 

@@ -161,7 +161,7 @@ def test_the_exit_status_is_that_of_the_trials(
 def test_the_numbers_of_a_trial() -> None:
     def numbers(preset: str, size: int, *, is_cut: bool) -> tuple[int, int]:
         trial = Trial(preset=preset, num_workers=size, size=size, is_cut=is_cut)
-        return trial.num_stages, trial.num_micro
+        return trial.num_stages, trial.num_microbatches
 
     assert numbers("cyclic_dp", 3, is_cut=False) == (3, 3)
     assert numbers("1f1b", 2, is_cut=True) == (2, 4)

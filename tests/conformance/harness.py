@@ -81,7 +81,7 @@ class Case:
         """Return the arguments of the strategy for a preset."""
         chosen: dict[str, Any] = {"preset": preset}
         if preset in PIPELINES:
-            chosen |= {"stages": list(self.stages), "num_micro": NUM_WORKERS}
+            chosen |= {"stages": list(self.stages), "num_microbatches": NUM_WORKERS}
         else:
             chosen |= {"stages": 2}
         return chosen | self.options.get("", {}) | self.options.get(preset, {})

@@ -13,23 +13,23 @@ from lightning_cyclic.plan.schedules.cyclic import Cyclic
 def table(placement):
     return [
         [placement.worker(0, i, j) for j in range(placement.num_stages)]
-        for i in range(placement.num_micro)
+        for i in range(placement.num_microbatches)
     ]
 
 
 def test_replicated_gives_a_worker_whole_micro_batches():
-    placement = Replicated(num_stages=2, num_workers=3, num_micro=3)
+    placement = Replicated(num_stages=2, num_workers=3, num_microbatches=3)
     assert table(placement) == [[0, 0], [1, 1], [2, 2]]
     assert placement.workers_of(1) == (0, 1, 2)
 
 
 def test_pipelined_gives_a_worker_a_stage_or_neighbouring_stages():
-    assert table(Pipelined(num_stages=3, num_workers=3, num_micro=1)) == [[0, 1, 2]]
-    assert table(Pipelined(num_stages=5, num_workers=2, num_micro=1)) == [[0, 0, 0, 1, 1]]
+    assert table(Pipelined(num_stages=3, num_workers=3, num_microbatches=1)) == [[0, 1, 2]]
+    assert table(Pipelined(num_stages=5, num_workers=2, num_microbatches=1)) == [[0, 0, 0, 1, 1]]
 
 
 def test_replicas_of_a_pipeline_take_micro_batches_in_turn():
-    placement = Pipelined(num_stages=3, num_workers=4, num_micro=3, width=2)
+    placement = Pipelined(num_stages=3, num_workers=4, num_microbatches=3, width=2)
     assert table(placement) == [[0, 0, 1], [2, 2, 3], [0, 0, 1]]
     assert [placement.workers_of(j) for j in range(3)] == [(0, 2), (0, 2), (1, 3)]
     assert [list(placement.replica(w)) for w in range(4)] == [[0, 1], [0, 1], [2, 3], [2, 3]]
@@ -37,48 +37,54 @@ def test_replicas_of_a_pipeline_take_micro_batches_in_turn():
 
 @pytest.mark.parametrize("cls", [Replicated, Single])
 def test_elsewhere_a_worker_is_a_replica_of_its_own(cls):
-    placement = cls(num_stages=3, num_workers=3, num_micro=3)
+    placement = cls(num_stages=3, num_workers=3, num_microbatches=3)
     assert [list(placement.replica(w)) for w in range(3)] == [[0], [1], [2]]
 
 
 def test_those_who_take_turns_are_one_replica():
-    placement = Shared(num_stages=3, num_workers=3, num_micro=3)
+    placement = Shared(num_stages=3, num_workers=3, num_microbatches=3)
     assert {placement.replica(w) for w in range(3)} == {range(3)}
 
 
-@pytest.mark.parametrize(("num_stages", "num_micro", "repeats"), [(2, 2, 1), (3, 3, 2), (4, 4, 3)])
-def test_turns_repeat(num_stages, num_micro, repeats):
-    placement = Shared(num_stages=num_stages, num_workers=1, num_micro=num_micro)
+@pytest.mark.parametrize(
+    ("num_stages", "num_microbatches", "repeats"), [(2, 2, 1), (3, 3, 2), (4, 4, 3)]
+)
+def test_turns_repeat(num_stages, num_microbatches, repeats):
+    placement = Shared(num_stages=num_stages, num_workers=1, num_microbatches=num_microbatches)
     assert placement.repeats == repeats
-    wide = Shared(num_stages=num_stages, num_workers=placement.num_places, num_micro=num_micro)
-    steps = [[wide.worker(t, i, j) for i in range(num_micro) for j in range(num_stages)]
+    wide = Shared(
+        num_stages=num_stages, num_workers=placement.num_places, num_microbatches=num_microbatches
+    )
+    steps = [[wide.worker(t, i, j) for i in range(num_microbatches) for j in range(num_stages)]
              for t in range(2 * repeats)]  # fmt: skip
     assert steps[:repeats] == steps[repeats:]
     assert all(steps[0] != steps[t] for t in range(1, repeats))
 
 
 def test_shared_gives_a_stage_as_many_places_as_it_has_live_activations():
-    placement = Shared(num_stages=3, num_workers=6, num_micro=3)
+    placement = Shared(num_stages=3, num_workers=6, num_microbatches=3)
     assert table(placement) == [[0, 3, 5], [1, 4, 5], [2, 3, 5]]
     assert [placement.worker(1, i, 1) for i in range(3)] == [4, 3, 4]  # goes on from step 0
     assert [placement.workers_of(j) for j in range(3)] == [(0, 1, 2), (3, 4), (5,)]
 
 
 def test_shared_by_fewer_workers_keeps_neighbouring_places_together():
-    placement = Shared(num_stages=3, num_workers=2, num_micro=3)
+    placement = Shared(num_stages=3, num_workers=2, num_microbatches=3)
     assert [placement.workers_of(j) for j in range(3)] == [(0,), (1,), (1,)]
 
 
 @settings(deadline=None)
-@given(num_stages=st.integers(1, 6), num_micro=st.integers(1, 8))
-def test_shared_with_all_places_never_holds_two_activations(num_stages, num_micro):
+@given(num_stages=st.integers(1, 6), num_microbatches=st.integers(1, 8))
+def test_shared_with_all_places_never_holds_two_activations(num_stages, num_microbatches):
     num_places = num_stages * (num_stages + 1) // 2
-    placement = Shared(num_stages=num_stages, num_workers=num_places, num_micro=num_micro)
-    schedule = Cyclic(num_stages=num_stages, num_micro=num_micro)
+    placement = Shared(
+        num_stages=num_stages, num_workers=num_places, num_microbatches=num_microbatches
+    )
+    schedule = Cyclic(num_stages=num_stages, num_microbatches=num_microbatches)
     held = Counter(
         (placement.worker(t, i, j), s)
         for t in range(3)
-        for i in range(num_micro)
+        for i in range(num_microbatches)
         for j in range(num_stages)
         for s in range(
             schedule.slot(t, schedule.forward(i, j)), schedule.slot(t, schedule.backward(i, j)) + 1
@@ -89,20 +95,22 @@ def test_shared_with_all_places_never_holds_two_activations(num_stages, num_micr
 
 
 def test_single_gives_everything_to_one():
-    assert table(Single(num_stages=2, num_workers=1, num_micro=2)) == [[0, 0], [0, 0]]
+    assert table(Single(num_stages=2, num_workers=1, num_microbatches=2)) == [[0, 0], [0, 0]]
 
 
 @pytest.mark.parametrize(
-    ("cls", "num_workers", "num_micro", "text"),
+    ("cls", "num_workers", "num_microbatches", "text"),
     [
-        (Replicated, 2, 3, "use num_micro=2"),
+        (Replicated, 2, 3, "use num_microbatches=2"),
         (Pipelined, 4, 4, "use num_stages=4 or num_workers=3"),
         (Shared, 7, 3, "use num_workers=6 or fewer"),
         (Single, 2, 3, "use num_workers=1"),
     ],
 )
-def test_misfits_say_what_to_do(cls, num_workers, num_micro, text):
-    problem = cls(num_stages=3, num_workers=num_workers, num_micro=num_micro).misfit()
+def test_misfits_say_what_to_do(cls, num_workers, num_microbatches, text):
+    problem = cls(
+        num_stages=3, num_workers=num_workers, num_microbatches=num_microbatches
+    ).misfit()
     assert problem is not None
     assert f"num_workers={num_workers}" in problem
     assert problem.endswith(text)
@@ -110,4 +118,4 @@ def test_misfits_say_what_to_do(cls, num_workers, num_micro, text):
 
 @pytest.mark.parametrize("cls", [Replicated, Pipelined, Shared])
 def test_fitting_numbers(cls):
-    assert cls(num_stages=3, num_workers=3, num_micro=3).misfit() is None
+    assert cls(num_stages=3, num_workers=3, num_microbatches=3).misfit() is None

@@ -214,7 +214,7 @@ def test_any_pipeline_makes_a_program_that_holds(preset, num_stages, fewer, more
         preset,
         num_stages=num_stages,
         num_workers=max(1, num_stages - fewer),
-        num_micro=max(1, num_stages + more),
+        num_microbatches=max(1, num_stages + more),
         num_steps=num_steps,
     )
     validate(plan)
@@ -228,7 +228,7 @@ def test_each_forward_and_backward_runs_once_and_in_order(**numbers):
         numbers["num_workers"] = min(numbers["num_workers"], num_stages * (num_stages + 1) // 2)
     plan = make_plan(**numbers, proved=False)
     slots = {(a.kind, a.t, a.i, a.j): s for s, _, a in plan.timetable}
-    assert len(slots) == 2 * plan.num_steps * plan.num_micro * num_stages
+    assert len(slots) == 2 * plan.num_steps * plan.num_microbatches * num_stages
     for (kind, t, i, j), s in slots.items():
         if kind is Kind.B:
             assert slots[Kind.F, t, i, j] < s
@@ -266,7 +266,9 @@ def test_full_sharding_sends_two_messages_per_use_elsewhere(num_workers):
 
 def test_a_single_worker_reads_the_versions_of_the_workers_it_stands_for():
     many = make_plan("cyclic_dp", num_stages=5, num_workers=3)
-    one = make_plan("cyclic_dp", num_stages=5, num_workers=1, placement="single", num_micro=3)
+    one = make_plan(
+        "cyclic_dp", num_stages=5, num_workers=1, placement="single", num_microbatches=3
+    )
     cells = [(t, i, j) for t in range(4) for i in range(3) for j in range(5)]
     assert [one.reads(*cell) for cell in cells] == [many.reads(*cell) for cell in cells]
     assert not any(a.peer is not None for a in one.programs[0])
@@ -284,10 +286,13 @@ def test_a_single_worker_reads_the_versions_of_the_workers_it_stands_for():
         ({"num_workers": 0}, r"num_workers=0"),
         ({"num_workers": True}, r"num_workers=True"),
         ({"num_steps": 0}, r"num_steps=0"),
-        ({"num_micro": 0}, r"num_micro=0"),
+        ({"num_microbatches": 0}, r"num_microbatches=0"),
         ({"slack": -1}, r"slack=-1; allowed: whole numbers from 0 on"),
         ({"slack": 0.5}, r"slack=0.5"),
-        ({"num_micro": 3}, r"num_micro=3 with num_workers=2; .*use num_micro=2"),
+        (
+            {"num_microbatches": 3},
+            r"num_microbatches=3 with num_workers=2; .*use num_microbatches=2",
+        ),
         ({"schedule": "gpipe"}, r"'gpipe' does not fit placement 'replicated'; allowed with it"),
         ({"weights": "stashed"}, r"'stashed' does not fit .*sync, delayed, freshest"),
         (

@@ -25,9 +25,9 @@ PLANS = [
 
 @pytest.fixture(params=PLANS, ids=lambda n: "-".join(map(str, n)))
 def plan(request):
-    preset, num_stages, num_workers, num_micro = request.param
+    preset, num_stages, num_workers, num_microbatches = request.param
     return make_plan(
-        preset, num_stages=num_stages, num_workers=num_workers, num_micro=num_micro,
+        preset, num_stages=num_stages, num_workers=num_workers, num_microbatches=num_microbatches,
         relayed=[num_stages - 1],
     )  # fmt: skip
 
@@ -44,12 +44,14 @@ def test_blocks_are_the_actions_of_any_window_cut_where_each_step_begins(plan):
 
 
 @pytest.mark.parametrize("sharding", ["none", "optimizer", "full"])
-@pytest.mark.parametrize(("num_workers", "num_micro", "relayed"), [(2, 2, [0]), (3, 6, [0, 2])])
+@pytest.mark.parametrize(
+    ("num_workers", "num_microbatches", "relayed"), [(2, 2, [0]), (3, 6, [0, 2])]
+)
 def test_norms_that_are_told_before_an_update_are_in_the_block_of_it(
-    num_workers, num_micro, relayed, sharding
+    num_workers, num_microbatches, relayed, sharding
 ):
     plan = make_plan(
-        "cyclic_dp", num_stages=3, num_workers=num_workers, num_micro=num_micro,
+        "cyclic_dp", num_stages=3, num_workers=num_workers, num_microbatches=num_microbatches,
         relayed=relayed, norms="owners", sharding=sharding,
     )  # fmt: skip
     for w in range(num_workers):
@@ -135,7 +137,7 @@ def test_late_updates_of_workers_that_take_turns_survive_any_flush(
     plan = make_plan(
         "cyclic_mp", num_stages=num_stages,
         num_workers=min(num_workers, num_stages * (num_stages + 1) // 2),
-        num_micro=num_stages + num_more, weights="delayed", late_updates=True, norms=norms,
+        num_microbatches=num_stages + num_more, weights="delayed", late_updates=True, norms=norms,
         relayed=[0], proved=False,
     )  # fmt: skip
     _run_with_flushes(plan, flush_at | {5})

@@ -14,7 +14,7 @@ def counted(preset, num_stages, of_each, width, *, remat, slack=0, tied=()):
         preset,
         num_stages=num_stages,
         num_workers=num_stages * width,
-        num_micro=of_each * width,
+        num_microbatches=of_each * width,
         num_steps=steps_to_count(num_stages, of_each),
         slack=slack,
         width=width,
@@ -112,5 +112,5 @@ def test_many_stages_are_counted_on_programs_of_few():
 
 
 def test_why_none_can_be_counted():
-    with pytest.raises(PlanError, match="num_micro=2 with num_stages=8"):
+    with pytest.raises(PlanError, match="num_microbatches=2 with num_stages=8"):
         Counter(0, 1).copies("pipedream_2bw", 8, 2, 1, remat=False)

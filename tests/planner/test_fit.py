@@ -35,12 +35,12 @@ def profiles(draw, count=5):
     return ModelProfile(name="net", micro_size=1, units=units)
 
 
-def candidate(preset, *, num_stages=3, num_micro=4, remat=False, width=1):
+def candidate(preset, *, num_stages=3, num_microbatches=4, remat=False, width=1):
     return Candidate(
         preset=preset,
         width=width,
         num_stages=num_stages,
-        num_micro=num_micro,
+        num_microbatches=num_microbatches,
         micro_size=1,
         remat=remat,
     )
@@ -132,7 +132,7 @@ def test_workers_that_take_turns_are_counted_by_their_own_program():
 
 
 def test_workers_that_run_whole_micro_batches_need_room_for_the_model():
-    asked = candidate("cyclic_dp", num_micro=3)
+    asked = candidate("cyclic_dp", num_microbatches=3)
     fit = Fitter(problem(tied(), 1e9)).fit(asked)
     assert fit.memory_bytes == max(worker.total for worker in fit.memory)
     assert Fitter(problem(tied(), fit.memory_bytes)).fit(asked) is not None

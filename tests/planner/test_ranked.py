@@ -30,12 +30,12 @@ def problem(*, seconds=(1.0,) * 4, num_workers=4, network=None, crossing=0.0):
     )
 
 
-def fitted(given_, preset, *, num_stages=4, num_micro=8, width=1, remat=False):
+def fitted(given_, preset, *, num_stages=4, num_microbatches=8, width=1, remat=False):
     asked = Candidate(
         preset=preset,
         width=width,
         num_stages=num_stages,
-        num_micro=num_micro,
+        num_microbatches=num_microbatches,
         micro_size=1,
         remat=remat,
     )
@@ -75,12 +75,12 @@ def test_rematerialisation_costs_a_forward():
 def test_no_simulation_beats_the_bound(preset, seconds, latency_s, crossing):
     network = Network(latency_s=latency_s, bandwidth_bytes_per_s=2.0)
     given_ = problem(seconds=tuple(map(float, seconds)), network=network, crossing=crossing)
-    fit = fitted(given_, preset, num_micro=4 if preset == "lockstep_dp" else 8)
+    fit = fitted(given_, preset, num_microbatches=4 if preset == "lockstep_dp" else 8)
     assert timed(fit, given_).step_s >= least_step_s(fit, given_) * (1 - 1e-12)
 
 
 @pytest.mark.parametrize(
-    ("preset", "num_micro", "expected", "horizon"),
+    ("preset", "num_microbatches", "expected", "horizon"),
     [
         ("1f1b", 4, (0, 0), 0),
         ("pipedream_2bw", 4, (1, 1), 0),
@@ -91,19 +91,19 @@ def test_no_simulation_beats_the_bound(preset, seconds, latency_s, crossing):
         ("cyclic_dp_v1", 4, (1, 1), 0),
     ],
 )
-def test_staleness(preset, num_micro, expected, horizon):
+def test_staleness(preset, num_microbatches, expected, horizon):
     given_ = problem()
-    plan = timed(fitted(given_, preset, num_micro=num_micro), given_)
+    plan = timed(fitted(given_, preset, num_microbatches=num_microbatches), given_)
     assert plan.staleness == expected
     assert plan.horizon == horizon
 
 
 @pytest.mark.parametrize(
-    ("preset", "num_micro"), [("gpipe", 8), ("cyclic_pipeline", 8), ("cyclic_dp", 4)]
+    ("preset", "num_microbatches"), [("gpipe", 8), ("cyclic_pipeline", 8), ("cyclic_dp", 4)]
 )
-def test_where_simulation_takes_too_long(monkeypatch, preset, num_micro):
+def test_where_simulation_takes_too_long(monkeypatch, preset, num_microbatches):
     given_ = problem()
-    fit = fitted(given_, preset, num_micro=num_micro)
+    fit = fitted(given_, preset, num_microbatches=num_microbatches)
     simulated = timed(fit, given_)
     monkeypatch.setattr(ranked, "_MOST_CELLS", 0)
     plan = timed(fit, given_)
@@ -116,7 +116,7 @@ def test_workers_that_share_hosts_have_the_links_of_hosts():
     near = replace(far, hosts=(0, 0, 0, 0), inside=Network())
     for preset, is_near in (("cyclic_dp", True), ("gpipe", False)):
         given_ = replace(problem(network=far), host_network=near)
-        fit = fitted(given_, preset, num_micro=4)
+        fit = fitted(given_, preset, num_microbatches=4)
         seconds = [timed(fit, x).step_s for x in (given_, problem(network=far), problem())]
         assert seconds[0] == seconds[2 if is_near else 1]
         assert seconds[1] > seconds[2]

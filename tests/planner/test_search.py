@@ -108,17 +108,29 @@ def test_a_program_is_listed_under_one_name():
 @pytest.mark.parametrize(
     ("one", "other", "numbers"),
     [
-        ("cyclic_pipeline", "pipedream", {"num_stages": 2, "num_workers": 2, "num_micro": 4}),
-        ("cyclic_pipeline", "pipedream", {"num_stages": 3, "num_workers": 3, "num_micro": 4}),
+        (
+            "cyclic_pipeline",
+            "pipedream",
+            {"num_stages": 2, "num_workers": 2, "num_microbatches": 4},
+        ),
+        (
+            "cyclic_pipeline",
+            "pipedream",
+            {"num_stages": 3, "num_workers": 3, "num_microbatches": 4},
+        ),
         ("cyclic_pipeline", "pipedream_2bw", {"num_stages": 2, "num_workers": 2}),
         ("cyclic_pipeline", "pipeoptim", {"num_stages": 2, "num_workers": 2}),
-        ("gpipe", "1f1b", {"num_stages": 3, "num_workers": 3, "num_micro": 1}),
-        ("gpipe", "1f1b", {"num_stages": 3, "num_workers": 3, "num_micro": 3}),
+        ("gpipe", "1f1b", {"num_stages": 3, "num_workers": 3, "num_microbatches": 1}),
+        ("gpipe", "1f1b", {"num_stages": 3, "num_workers": 3, "num_microbatches": 3}),
         ("cyclic_dp", "cyclic_dp_v1", {"num_stages": 2, "num_workers": 2}),
-        ("pipedream_2bw", "pipedream", {"num_stages": 1, "num_workers": 1, "num_micro": 1}),
-        ("cyclic_pipeline", "pipedream", {"num_stages": 1, "num_workers": 1, "num_micro": 2}),
-        ("gpipe", "cyclic_pipeline", {"num_stages": 1, "num_workers": 1, "num_micro": 2}),
-        ("pipedream", "1f1b", {"num_stages": 1, "num_workers": 1, "num_micro": 2}),
+        ("pipedream_2bw", "pipedream", {"num_stages": 1, "num_workers": 1, "num_microbatches": 1}),
+        (
+            "cyclic_pipeline",
+            "pipedream",
+            {"num_stages": 1, "num_workers": 1, "num_microbatches": 2},
+        ),
+        ("gpipe", "cyclic_pipeline", {"num_stages": 1, "num_workers": 1, "num_microbatches": 2}),
+        ("pipedream", "1f1b", {"num_stages": 1, "num_workers": 1, "num_microbatches": 2}),
     ],
 )
 def test_programs_are_compared_without_their_messages(one, other, numbers):
@@ -183,7 +195,7 @@ def test_the_nearest_plan_is_named_where_none_fits():
 def test_why_no_plan_can_be_made():
     with pytest.raises(PlanError, match="batch_size=7 cannot be cut .* use batch_size=32"):
         search(problem(batch_size=7, num_workers=2, presets=("cyclic_dp",)))
-    with pytest.raises(PlanError, match="num_micro=1 with num_stages=4"):
+    with pytest.raises(PlanError, match="num_microbatches=1 with num_stages=4"):
         search(problem(batch_size=16, num_workers=4, presets=("pipedream_2bw",), profiles=(
             replace(profile(), micro_size=16), replace(profile(), micro_size=17),
         )))  # fmt: skip
@@ -209,9 +221,9 @@ def test_no_bound_comes_before_what_was_simulated(monkeypatch):
     slow = Network(latency_s=0.1, bandwidth_bytes_per_s=1e8)
     given_ = problem(presets=("cyclic_pipeline",), batch_size=32, network=slow, remats=(False,))
     by_time = [plan.fit.candidate for plan in search(given_).plans]
-    fine = max(by_time, key=lambda c: c.num_micro * c.num_stages)
+    fine = max(by_time, key=lambda c: c.num_microbatches * c.num_stages)
     assert fine != by_time[0]
-    most = 5 * fine.num_micro * fine.num_stages - 1
+    most = 5 * fine.num_microbatches * fine.num_stages - 1
     monkeypatch.setattr(sys.modules["lightning_cyclic.planner.ranked"], "_MOST_CELLS", most)
     ranking = search(given_)
     (bound,) = ranking.bounds

@@ -22,7 +22,7 @@ def fitted(preset, *, num_workers=1, num_stages=1, width=1, **changes):
         **changes,
     )
     chosen = Candidate(
-        preset=preset, width=width, num_stages=num_stages, num_micro=2 * num_workers,
+        preset=preset, width=width, num_stages=num_stages, num_microbatches=2 * num_workers,
         micro_size=1, remat=False,
     )  # fmt: skip
     return Fitter(asked).fit(chosen).memory[0]
@@ -65,7 +65,7 @@ def test_messages_carry_the_kept_elements_alone(preset):
     width = 2 if preset == "1f1b" else 1
     plan = make_plan(
         preset, num_stages=2, num_workers=4 if width == 2 else 2,
-        num_micro=4 if width == 2 else 2, width=width,
+        num_microbatches=4 if width == 2 else 2, width=width,
     )  # fmt: skip
     stages = Stages.alike(2, param_bytes=64, input_bytes=8)
     dense, sparse = (account(plan.programs, stages.costs(kept=f)).workers for f in (1.0, 0.25))

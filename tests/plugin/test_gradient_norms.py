@@ -49,7 +49,7 @@ def test_norms_are_those_of_a_single_device(tmp_path: Path) -> None:
     assert list(alone[0]) == list(range(2 * NUM_STEPS))
     assert "unused.weight" not in alone[1][0]
     assert len(alone[1][0]) == 6
-    strategy = {"preset": "1f1b", "stages": ["net.2"], "num_micro": 2}
+    strategy = {"preset": "1f1b", "stages": ["net.2"], "num_microbatches": 2}
     for ranks in (
         processes.run(norms, 2, strategy, tmp_path / "1f1b", 3, "1f1b"),
         processes.run(norms, 2, {"preset": "lockstep_dp"}, tmp_path / "dp", 3, "lockstep_dp"),

@@ -22,7 +22,7 @@ from tests.rows import in_turn, more
 
 pytestmark = pytest.mark.multi
 ROWS, PER_EPOCH, EPOCHS = 24, 6, 3
-PIPELINE = {"preset": "1f1b", "stages": ["net.2"], "num_micro": 2}
+PIPELINE = {"preset": "1f1b", "stages": ["net.2"], "num_microbatches": 2}
 REPLICAS = {"preset": "cyclic_dp", "stages": 2}
 WIDE = PIPELINE | {"width": 2}
 

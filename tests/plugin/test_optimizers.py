@@ -197,7 +197,9 @@ def batches() -> list[Tensor]:
 def fit() -> dict[str, Any]:
     module = Net()
     starts = [f"layers.{k}" for k in (1, 2, 3)]
-    trainer = make_trainer({"preset": "pipedream", "num_micro": 1, "stages": starts}, max_epochs=1)
+    trainer = make_trainer(
+        {"preset": "pipedream", "num_microbatches": 1, "stages": starts}, max_epochs=1
+    )
     trainer.fit(module, DataLoader(batches(), batch_size=None))  # type: ignore[arg-type]
     (group,) = trainer.optimizers[0].param_groups
     return {"weights": weights_of(module), "step": group["step"]}
@@ -214,13 +216,13 @@ def fit_with_closure(strategy: dict[str, Any]) -> str:
 
 @pytest.mark.multi
 @pytest.mark.parametrize(
-    ("preset", "num_micro", "num_ranks"),
+    ("preset", "num_microbatches", "num_ranks"),
     [("cyclic_dp", 3, 1), ("cyclic_dp", None, 2), ("cyclic_pipeline", 3, 2), ("1f1b", 3, 2)],
 )
 def test_a_closure_is_for_presets_that_update_within_a_step(
-    preset: str, num_micro: int | None, num_ranks: int
+    preset: str, num_microbatches: int | None, num_ranks: int
 ) -> None:
-    strategy = {"preset": preset, "num_micro": num_micro}
+    strategy = {"preset": preset, "num_microbatches": num_microbatches}
     for text in processes.run(fit_with_closure, num_ranks, strategy):
         if preset == "1f1b":
             assert text == "trained"
@@ -236,7 +238,7 @@ def test_each_stage_counts_its_steps_where_several_are_under_way() -> None:
         module, [list(layer.parameters()) for layer in module.layers],
         module.configure_optimizers(),
         lambda net, t, _: net.training_step(batches()[t], t),
-        rule="stashed", num_micro=1, num_steps=NUM_STEPS,
+        rule="stashed", num_microbatches=1, num_steps=NUM_STEPS,
     )  # fmt: skip
     assert run["step"] == NUM_STEPS
     assert_same(run["weights"], weights_of(module))

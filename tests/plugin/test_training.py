@@ -89,8 +89,8 @@ def pasted(line: str) -> Any:
         more(2, {"preset": "1f1b"}),
         (2, {"preset": "1f1b", "stages": "measured"}),
         more(2, {"preset": "cyclic_pipeline"}),
-        (1, {"preset": "cyclic_dp", "num_micro": 2}),
-        (1, {"preset": "gpipe", "stages": 1, "num_micro": 2}),
+        (1, {"preset": "cyclic_dp", "num_microbatches": 2}),
+        (1, {"preset": "gpipe", "stages": 1, "num_microbatches": 2}),
     ],
     ids=str,
 )

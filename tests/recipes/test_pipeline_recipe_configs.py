@@ -18,15 +18,15 @@ def test_2bw_gpt(compose_recipe):
     cfg = compose_recipe("experiment=2bw_gpt")
     assert (cfg.strategy.preset, cfg.strategy.remat) == ("pipedream_2bw", "always")
     assert (cfg.data.batch_size, cfg.data.block_size, cfg.model.net.block_size) == (512, 512, 512)
-    assert cfg.data.batch_size % cfg.strategy.num_micro == 0
-    assert cfg.strategy.num_micro >= cfg.strategy.stages == 4
+    assert cfg.data.batch_size % cfg.strategy.num_microbatches == 0
+    assert cfg.strategy.num_microbatches >= cfg.strategy.stages == 4
     assert (cfg.model.optimizer._target_, cfg.model.optimizer.lr) == ("torch.optim.AdamW", 1e-4)
 
 
 @pytest.mark.parametrize("name", PIPEOPTIM)
 def test_pipeoptim_has_four_stages_and_an_update_per_mini_batch(compose_recipe, name):
     cfg = compose_recipe(f"experiment={name}")
-    assert (cfg.strategy.preset, cfg.strategy.num_micro) == ("pipeoptim", 1)
+    assert (cfg.strategy.preset, cfg.strategy.num_microbatches) == ("pipeoptim", 1)
     stages = cfg.strategy.stages
     assert stages == 4 or len(stages) == 3  # of a list, stage 0 begins by itself
     assert cfg.trainer.devices == 4

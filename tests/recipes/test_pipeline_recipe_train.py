@@ -48,7 +48,7 @@ TINY = {  # experiment -> who writes its data, and what makes it small
         write_wmt16,
         [*BATCHES_OF_4, "task.vocab_size=90", "model.net.width=8", "model.net.layers=3"],
     ),
-    "2bw_gpt": (write_texts, [*TINY_GPT, "strategy.num_micro=4"]),
+    "2bw_gpt": (write_texts, [*TINY_GPT, "strategy.num_microbatches=4"]),
 }
 ALONE = {  # more networks of the same experiments, on one process
     "pipeoptim_cnn": ["model=resnet101", "model=alexnet", "model=inception_v3"],

@@ -46,7 +46,10 @@ class TestRuns:
         assert sync.cfg.data.batch_size == 4 * stashed.cfg.data.batch_size
         assert sync.cfg.model.optimizer.lr == 4 * stashed.cfg.model.optimizer.lr
         assert stashed.cfg.model.scheduler.max_lr == stashed.cfg.model.optimizer.lr
-        assert (sync.cfg.strategy.num_micro, stashed.cfg.strategy.num_micro) == (4, 1)
+        assert (sync.cfg.strategy.num_microbatches, stashed.cfg.strategy.num_microbatches) == (
+            4,
+            1,
+        )
 
     def test_the_rule_for_the_learning_rate_can_be_chosen(self, plan):
         one, other = plan(
@@ -65,7 +68,7 @@ class TestRuns:
 
     def test_a_preset_that_is_not_listed_goes_by_its_name(self, plan):
         (run,) = plan("presets=[gpipe]", "seeds=[0]", "tasks=[digits]")
-        assert (run.cfg.strategy.preset, run.cfg.strategy.num_micro) == ("gpipe", 4)
+        assert (run.cfg.strategy.preset, run.cfg.strategy.num_microbatches) == ("gpipe", 4)
 
     def test_contenders_of_the_experiment_can_be_made(self, plan):
         for run in plan("seeds=[0]", "tasks=[digits]"):
@@ -84,8 +87,14 @@ class TestRuns:
             ("tasks=[digit]", "digit is not in compare.tasks; allowed: digits, bytes"),
             ("optimizers=[lion]", "lion is not in compare.tasks.digits.optimizers"),
             ("compare.lr_rule=linear", "allowed: per_sample, per_update"),
-            ("compare.num_micro=5", "5 for the updates of a step's batch; allowed: divisors"),
-            ("+compare.contenders.pipeoptim.num_micro=3", "3 for the num_micro of pipeoptim"),
+            (
+                "compare.num_microbatches=5",
+                "5 for the updates of a step's batch; allowed: divisors",
+            ),
+            (
+                "+compare.contenders.pipeoptim.num_microbatches=3",
+                "3 for the num_microbatches of pipeoptim",
+            ),
         ],
     )
     def test_what_does_not_fit_is_refused(self, plan, override, message):
@@ -190,7 +199,9 @@ class TestReports:
 
 TINY = ["tasks=[digits]", "presets=[1f1b,wild]", "seeds=[0,1]", "jobs=2", "trainer.max_epochs=1"]
 TINY += ["trainer.limit_train_batches=8", "trainer.limit_val_batches=2", "model.net.width=4"]
-TINY += ["+compare.contenders.wild={preset: pipedream, num_micro: 1, optimizer: {lr: 1e30}}"]
+TINY += [
+    "+compare.contenders.wild={preset: pipedream, num_microbatches: 1, optimizer: {lr: 1e30}}"
+]
 
 
 @pytest.fixture(scope="module")

@@ -92,8 +92,8 @@ def test_batches_are_cut_into_as_many_micro_batches_for_two_and_four_stages(
     for workers in (2, 4):
         cfg = compose_recipe(choice, f"strategy={name}", f"workers={workers}")
         assert (cfg.trainer.devices, cfg.strategy.preset) == (workers, name)
-        assert cfg.strategy.num_micro >= workers
-        assert cfg.data.batch_size % cfg.strategy.num_micro == 0
+        assert cfg.strategy.num_microbatches >= workers
+        assert cfg.data.batch_size % cfg.strategy.num_microbatches == 0
 
 
 def test_single_means_one_device_in_every_experiment(compose_recipe):

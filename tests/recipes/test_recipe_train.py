@@ -206,14 +206,14 @@ class TestReport:
 
     def test_plan_of_a_strategy_that_has_one(self):
         plan = SimpleNamespace(
-            preset="cyclic_dp", weights="freshest", num_stages=8, num_micro=2, slack=0
+            preset="cyclic_dp", weights="freshest", num_stages=8, num_microbatches=2, slack=0
         )
         text = self.text(plan_table(self.trainer(plan=plan), self.module))
         for row in ("cyclic_dp", r"stages +│ 8", r"slack \(slots\) +│ 0", r"parameters +│ 25"):
             assert re.search(row, text), row
 
     def pipeline(self):
-        return make_plan("1f1b", num_stages=2, num_workers=4, num_micro=8, width=2)
+        return make_plan("1f1b", num_stages=2, num_workers=4, num_microbatches=8, width=2)
 
     def test_plan_of_a_pipeline(self):
         trainer = self.trainer(plan=self.pipeline())

@@ -177,7 +177,7 @@ def fit(strategy: Any, rows: int, accumulate: int = 1) -> dict[str, Any]:
 @pytest.mark.multi
 @pytest.mark.parametrize(("preset", "versions"), [("gpipe", 1), ("1f1b", 1), ("pipedream_2bw", 2)])
 def test_a_pipeline_holds_one_copy_for_each_version(preset: str, versions: int) -> None:
-    strategy = {"preset": preset, "stages": 2, "num_micro": 4, "verify": False}
+    strategy = {"preset": preset, "stages": 2, "num_microbatches": 4, "verify": False}
     alone, *_ = processes.run(fit, 1, strategy, 8)
     # of four weights, whichever micro-batches are under way; the first is not looked at
     assert 0 < alone["most"] <= 3 * versions

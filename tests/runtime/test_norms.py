@@ -20,7 +20,7 @@ class Pair:
     """Two workers in one thread, each of which owns one stage."""
 
     def __init__(self, stages: list[list[nn.Parameter]]) -> None:
-        plan = make_plan("gpipe", num_stages=2, num_workers=2, num_micro=2, norms="owners")
+        plan = make_plan("gpipe", num_stages=2, num_workers=2, num_microbatches=2, norms="owners")
         office, self.stages = PostOffice(), stages
         self.norms, self.messages = [], []
         for w in range(2):

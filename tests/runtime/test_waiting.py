@@ -190,7 +190,9 @@ def test_words_that_come_while_ranks_are_called_are_told(
 
 
 def test_an_action_of_any_step_is_drawn_where_a_short_timetable_has_one_like_it() -> None:
-    plan = make_plan("pipedream_2bw", num_stages=3, num_workers=3, num_micro=4, num_steps=12)
+    plan = make_plan(
+        "pipedream_2bw", num_stages=3, num_workers=3, num_microbatches=4, num_steps=12
+    )
     waiter = Waiter(plan, LocalTransport(PostOffice(), 1, 3))
     short = replace(plan, num_steps=4)
     drawn = {(a.kind, a.t, a.i, a.j): a.s for a in short.programs[1] if a.i is not None}

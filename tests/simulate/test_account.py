@@ -15,8 +15,10 @@ def count(*programs, num_stages=1):
     return account([[parse(text) for text in program.split()] for program in programs], costs)
 
 
-def of_plan(preset, n, *, num_micro=None, num_steps=6):
-    plan = make_plan(preset, num_stages=n, num_workers=n, num_micro=num_micro, num_steps=num_steps)
+def of_plan(preset, n, *, num_microbatches=None, num_steps=6):
+    plan = make_plan(
+        preset, num_stages=n, num_workers=n, num_microbatches=num_microbatches, num_steps=num_steps
+    )
     return account(plan.programs, Costs.even(n, model_bytes=100.0 * n, cut_bytes=3.0))
 
 
@@ -121,7 +123,7 @@ def test_what_the_papers_say_of_pipelines(preset, versions, activations):
     assert [worker.activations for worker in workers] == activations
 
 
-@pytest.mark.parametrize(("num_micro", "kept"), [(2, [2, 2, 2, 1]), (6, [4, 3, 2, 1])])
-def test_1f1b_keeps_no_more_than_there_are(num_micro, kept):
-    workers = of_plan("1f1b", 4, num_micro=num_micro).workers
+@pytest.mark.parametrize(("num_microbatches", "kept"), [(2, [2, 2, 2, 1]), (6, [4, 3, 2, 1])])
+def test_1f1b_keeps_no_more_than_there_are(num_microbatches, kept):
+    workers = of_plan("1f1b", 4, num_microbatches=num_microbatches).workers
     assert [worker.activations for worker in workers] == kept

@@ -36,14 +36,14 @@ def test_the_reference_is_the_best_there_is_unless_a_size_is_given():
 
 def test_plans_of_other_step_sizes_are_compared_by_micro_batch():
     got = comparison("pipedream")
-    assert (got.plan.num_micro, got.lockstep.num_micro) == (1, 4)
+    assert (got.plan.num_microbatches, got.lockstep.num_microbatches) == (1, 4)
     assert got.plan.micro_per_s == 1 / got.plan.step_s
     assert got.speed == got.plan.micro_per_s / got.lockstep.micro_per_s
 
 
 def test_the_reference_accumulates_what_it_has_more():
-    got = comparison("1f1b", num_micro=8)
-    assert got.lockstep.num_micro == 8
+    got = comparison("1f1b", num_microbatches=8)
+    assert got.lockstep.num_microbatches == 8
     assert got.lockstep.step_s == pytest.approx(0.12 + 0.1335)
 
 

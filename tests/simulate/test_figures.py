@@ -37,13 +37,17 @@ def test_free_messages_cost_nothing():
 
 
 @pytest.mark.parametrize("preset", ["gpipe", "1f1b"])
-@pytest.mark.parametrize(("num_stages", "num_micro"), [(2, 2), (4, 4), (4, 12), (3, 1)])
-def test_bubble_of_flushed_pipelines(preset, num_stages, num_micro):
+@pytest.mark.parametrize(("num_stages", "num_microbatches"), [(2, 2), (4, 4), (4, 12), (3, 1)])
+def test_bubble_of_flushed_pipelines(preset, num_stages, num_microbatches):
     plan = make_plan(
-        preset, num_stages=num_stages, num_workers=num_stages, num_micro=num_micro, num_steps=6
+        preset,
+        num_stages=num_stages,
+        num_workers=num_stages,
+        num_microbatches=num_microbatches,
+        num_steps=6,
     )
     bubble = simulate(plan.programs, Costs.even(num_stages)).bubble
-    expected = (num_stages - 1) / (num_micro + num_stages - 1)
+    expected = (num_stages - 1) / (num_microbatches + num_stages - 1)
     assert bubble == pytest.approx((expected,) * num_stages)
 
 

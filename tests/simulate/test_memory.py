@@ -11,21 +11,21 @@ from lightning_cyclic.simulate.memory import Memory, _looks_ahead, memory
 PIPELINES = ("gpipe", "1f1b", "pipedream", "pipedream_2bw", "cyclic_pipeline", "pipeoptim")
 
 
-def counts(preset, num_stages, num_micro, *, remat=False, width=1):
+def counts(preset, num_stages, num_microbatches, *, remat=False, width=1):
     """Count copies: every kind of byte is one."""
     plan = make_plan(
         preset,
         num_stages=num_stages,
         num_workers=num_stages * width,
-        num_micro=num_micro,
-        num_steps=4 + 2 * num_stages * width // num_micro,
+        num_microbatches=num_microbatches,
+        num_steps=4 + 2 * num_stages * width // num_microbatches,
         width=width,
     )
     return plan, memory(plan, Stages.alike(num_stages).costs(), remat=remat)
 
 
 @pytest.mark.parametrize(
-    ("preset", "num_micro", "weights", "activations"),
+    ("preset", "num_microbatches", "weights", "activations"),
     [  # the table of what each system keeps, section 0 of the notes; here it is counted
         ("gpipe", 8, [1, 1, 1, 1], [8, 8, 8, 8]),
         ("1f1b", 8, [1, 1, 1, 1], [4, 3, 2, 1]),
@@ -36,8 +36,8 @@ def counts(preset, num_stages, num_micro, *, remat=False, width=1):
         ("pipeoptim", 1, [2, 2, 2, 1], [4, 3, 2, 1]),  # the current, and the predicted
     ],
 )
-def test_what_stages_of_a_pipeline_keep(preset, num_micro, weights, activations):
-    _, workers = counts(preset, 4, num_micro)
+def test_what_stages_of_a_pipeline_keep(preset, num_microbatches, weights, activations):
+    _, workers = counts(preset, 4, num_microbatches)
     assert [w.parameters + w.versions for w in workers] == weights
     assert [worker.activations for worker in workers] == activations
     assert [worker.inputs for worker in workers] == activations
@@ -59,7 +59,7 @@ def test_counts_are_those_of_the_program(preset, num_stages, more, remat):
 
 
 def test_rematerialisation_keeps_inputs_and_one_forward():
-    plan = make_plan("1f1b", num_stages=3, num_workers=3, num_micro=6)
+    plan = make_plan("1f1b", num_stages=3, num_workers=3, num_microbatches=6)
     stages = Stages.alike(3, activation_bytes=100, input_bytes=5)
     never, always = (memory(plan, stages.costs(), remat=remat) for remat in (False, True))
     assert [worker.activations for worker in never] == [300, 200, 100]

@@ -48,7 +48,7 @@ FEWER = {"pairs pegasus_x": 2}
 
 def steps_compared(name: str, preset: str) -> int:
     torch.manual_seed(1)
-    strategy = CyclicStrategy(preset, num_micro=2, stages=FEWER.get(name, STAGES[preset]))
+    strategy = CyclicStrategy(preset, num_microbatches=2, stages=FEWER.get(name, STAGES[preset]))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         module = Wrapped(name).train()

@@ -28,7 +28,7 @@ ONE_PROCESS = {
 TWO_RANKS = {
     "2 ranks": {"preset": "1f1b", "stages": ["c"]},
     "2 ranks, two batches": {"preset": "1f1b", "stages": ["c"]},
-    "2 replicas": {"preset": "1f1b", "width": 2, "stages": 1, "num_micro": 2},
+    "2 replicas": {"preset": "1f1b", "width": 2, "stages": 1, "num_microbatches": 2},
 }
 
 
@@ -38,7 +38,7 @@ QUIET = dict.fromkeys(
 
 
 def fit(run: str, steps: int = 1, verify: Any = None) -> Shown:
-    options = {"stages": STAGES, "num_micro": NUM_MICRO} | (ONE_PROCESS | TWO_RANKS)[run]
+    options = {"stages": STAGES, "num_microbatches": NUM_MICRO} | (ONE_PROCESS | TWO_RANKS)[run]
     strategy = CyclicStrategy(verify=steps if verify is None else verify, **options)
     random.seed(1), np.random.seed(1), torch.manual_seed(1)
     is_alone = run in ONE_PROCESS

@@ -167,7 +167,7 @@ def test_a_later_slot_to_begin_with(texts):
 
 def test_what_nobody_could_read_is_refused_before_any_program_is_made(texts):
     with pytest.raises(PlanError, match="1000 workers over 2000 slots .* allowed: up to 32"):
-        texts(of("1f1b", 1000, num_micro=1))
+        texts(of("1f1b", 1000, num_microbatches=1))
     with pytest.raises(PlanError, match="2 workers over 300 slots .* allowed: .* 256 slots"):
         texts(of("1f1b", num_steps=50))
 

@@ -68,7 +68,7 @@ def test_workers_that_idle_are_drawn():
 
 
 def test_a_pipeline_with_a_flush():
-    drawn = draw(plan("1f1b", 2, num_micro=3, num_steps=1))
+    drawn = draw(plan("1f1b", 2, num_microbatches=3, num_steps=1))
     assert drawn == ONE_F_ONE_B.rstrip("\n")
 
 

@@ -40,10 +40,10 @@ def check_fit(plan: Plan) -> None:
         _refuse(plan, "sharding", ["none"])
     if weights.needs_previous and schedule.updates_before(2, schedule.forward(0, 0), 0) < 1:
         raise PlanError(
-            f"num_micro={plan.num_micro // plan.width} with num_stages={plan.num_stages} and "
-            f"weights {plan.weights!r}; allowed: num_micro >= num_stages - 1 in each replica, or "
+            f"num_microbatches={plan.num_microbatches // plan.width} with num_stages={plan.num_stages} and "
+            f"weights {plan.weights!r}; allowed: num_microbatches >= num_stages - 1 in each replica, or "
             "stage 0 would need an update that does not exist yet; "
-            f"use num_micro={plan.num_stages - 1} or more"
+            f"use num_microbatches={plan.num_stages - 1} or more"
         )
     if not set(plan.relayed) <= set(range(plan.num_stages)):
         raise PlanError(

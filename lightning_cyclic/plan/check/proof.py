@@ -27,7 +27,7 @@ _TOO_MANY_CELLS = 200_000  # of plans that only they themselves can stand for: s
 # What a smaller plan may have fewer of, and the lists of stages that it has fewer of with them.
 SMALLER: Final = frozenset(
     {
-        "num_stages", "num_workers", "num_micro", "num_steps", "slack", "spacing", "width",
+        "num_stages", "num_workers", "num_microbatches", "num_steps", "slack", "spacing", "width",
         "group_size", "relayed", "tied",
     }
 )  # fmt: skip
@@ -60,7 +60,7 @@ class Proof:
             return f"proved on the plan itself: {steps}"
         return (
             f"proved on a smaller plan that stands for it (num_workers={self.plan.num_workers}, "
-            f"num_stages={self.plan.num_stages}, num_micro={self.plan.num_micro}, "
+            f"num_stages={self.plan.num_stages}, num_microbatches={self.plan.num_microbatches}, "
             f"groups={self.plan.num_groups}): {steps}; what "
             "depends on the numbers themselves was checked on the plan"
         )
@@ -80,7 +80,7 @@ def prove(plan: Plan) -> Proof:
 
 
 def _shape(plan: Plan) -> tuple[int, ...]:
-    return plan.num_workers, plan.num_stages, plan.num_micro, plan.group_size
+    return plan.num_workers, plan.num_stages, plan.num_microbatches, plan.group_size
 
 
 def _replay_with_flushes(plan: Plan) -> None:
@@ -113,7 +113,7 @@ def probe(plan: Plan) -> Plan:
         PlanError: nothing smaller stands for the plan, and to replay it would take too long.
     """
     few = replace(plan, num_steps=_enough_steps(plan))
-    num_cells = plan.num_micro * plan.num_stages * few.num_steps
+    num_cells = plan.num_microbatches * plan.num_stages * few.num_steps
     if num_cells <= _MOST_CELLS:
         return few
     if left_out := _left_out(plan):
@@ -139,7 +139,7 @@ def _refuse_to_replay(plan: Plan, left_out: list[str]) -> NoReturn:
     given = ", ".join(f"{name}={getattr(plan, name)!r}" for name in left_out)
     raise PlanError(
         f"{given} with num_stages={plan.num_stages}, num_workers={plan.num_workers} and "
-        f"num_micro={plan.num_micro}: no smaller plan stands for it, and to prove it itself would "
+        f"num_microbatches={plan.num_microbatches}: no smaller plan stands for it, and to prove it itself would "
         "take many minutes; allowed: fewer stages and workers, norms='none' (clip='stage') where "
         "buffers change in their own stage only, or relayed=() (no buffers that training "
         "changes); use fewer stages"
@@ -155,26 +155,26 @@ def _fewer(plan: Plan) -> dict[str, Any]:
     """Give what a smaller plan has fewer of."""
     width = min(plan.width, 3)  # first, last and one between: replicas differ in nothing else
     size = min(plan.group_size, 3)  # the same of groups
-    of_each = plan.num_micro // plan.width // plan.rounds // plan.group_size
+    of_each = plan.num_microbatches // plan.width // plan.rounds // plan.group_size
     scale = Fraction(8, max(plan.num_stages, of_each))
     num_stages = max(min(plan.num_stages, 2), round(plan.num_stages * scale))
-    num_micro = min(of_each, max(num_stages, round(of_each * scale))) * width
+    num_microbatches = min(of_each, max(num_stages, round(of_each * scale))) * width
     if plan.axes.weights.per_micro:
-        num_micro = max(1, round(of_each * scale)) * width
+        num_microbatches = max(1, round(of_each * scale)) * width
     num_workers = min(plan.num_workers // plan.width, num_stages) * width
     spacing = plan.spacing
     if plan.axes.placement.runs_whole_micro:
         num_groups = max(1, round(plan.num_groups * scale))
         num_workers = num_groups * size
-        num_micro = num_workers * min(plan.rounds, 3)  # first, last and one between
+        num_microbatches = num_workers * min(plan.rounds, 3)  # first, last and one between
         if spacing * plan.num_groups == 2 * plan.num_stages:
             spacing = Fraction(2 * num_stages, num_groups)
-    elif spacing * plan.num_micro == 2 * plan.num_stages:
-        spacing = Fraction(2 * num_stages, num_micro)
+    elif spacing * plan.num_microbatches == 2 * plan.num_stages:
+        spacing = Fraction(2 * num_stages, num_microbatches)
     return {
         "num_stages": num_stages,
         "num_workers": num_workers,
-        "num_micro": num_micro,
+        "num_microbatches": num_microbatches,
         "spacing": spacing,
         "slack": max(round(plan.slack * scale), bool(plan.slack)),
         "relayed": _scaled(plan.relayed, plan.num_stages, num_stages),

@@ -268,7 +268,7 @@ class _Worker:
         total = a.t, a.j
         if plan.sums_by_replica and not plan.sends_gradients:
             number = self._replica[0] // len(self._replica)
-            own = range(number, plan.num_micro, plan.replicas)
+            own = range(number, plan.num_microbatches, plan.replicas)
             if i == own[-1] and all((Datum.GRADIENT, a.t, k, a.j) in self._have for k in own):
                 self._need(a, number == 0 or self._sums[total] == i - 1)
                 self._sums[total] = i
@@ -314,12 +314,12 @@ class _Worker:
         self._expected.subtract(self._flow(a).makes)
         match a.payload:
             case Payload.S | Payload.T:
-                done = self._plan.num_micro - 1 if a.i is None else a.i
+                done = self._plan.num_microbatches - 1 if a.i is None else a.i
                 self._sums[a.t, a.j] = done
             case Payload.R:
                 self._make(a, (Datum.BUFFERS, a.j, self._micro(a)))
             case Payload.C:
-                self._make(a, (Datum.BUFFERS, a.j, (a.t + 1) * self._plan.num_micro))
+                self._make(a, (Datum.BUFFERS, a.j, (a.t + 1) * self._plan.num_microbatches))
             case Payload.W:
                 self._make(a, (Datum.TIED_GRADIENT, a.t, a.i, a.j, a.peer))
             case Payload.P:
@@ -365,12 +365,12 @@ class _Worker:
         if a.j not in self._plan.relayed:
             return True
         if a.payload is Payload.C:
-            return (Datum.BUFFERS, a.j, (a.t + 1) * self._plan.num_micro) in self._have
+            return (Datum.BUFFERS, a.j, (a.t + 1) * self._plan.num_microbatches) in self._have
         k = self._micro(a)
         return k == 0 or (Datum.BUFFERS, a.j, k) in self._have
 
     def _has_sum(self, a: Action) -> bool:
-        last = self._plan.num_micro - 1 if a.i is None else a.i
+        last = self._plan.num_microbatches - 1 if a.i is None else a.i
         due = self._sum_before(a.i or 0) if a.kind is Kind.ADD else last
         return self._sums[a.t, a.j] == due
 
@@ -386,13 +386,13 @@ class _Worker:
 
     def _has_losses(self, t: int) -> bool:
         """Say whether all forwards of a step that end on this worker have been run."""
-        j, micros = self._plan.num_stages - 1, range(self._plan.num_micro)
+        j, micros = self._plan.num_stages - 1, range(self._plan.num_microbatches)
         own = [i for i in micros if self._plan.worker_of(i, j, t) == self._w]
         return bool(own) and all((Datum.LOSSES, t, i, j) in self._have for i in own)
 
     def _micro(self, a: Action) -> int:
         """Count the micro-batches whose buffers come before those of an action's."""
-        return a.t * self._plan.num_micro + self._plan.handed_on_as(a.i or 0)
+        return a.t * self._plan.num_microbatches + self._plan.handed_on_as(a.i or 0)
 
     def _make(self, a: Action, item: Item) -> None:
         self._need(a, item not in self._have)
@@ -440,7 +440,7 @@ class _Worker:
         if not plan.axes.placement.runs_whole_micro:
             self._check_told(t, last)
         for j in plan.relayed:
-            k = (t + 1) * plan.num_micro
+            k = (t + 1) * plan.num_microbatches
             if j in self._holds and (Datum.BUFFERS, j, k) not in self._have:
                 self._refuse(last, f"ends without the newest buffers of stage {j}", "these")
 
@@ -452,7 +452,7 @@ class _Worker:
                 self._refuse(last, f"ends without losses of step {step}", "those of all")
 
     def _end(self, t: int) -> int:
-        return self._plan.slot(Kind.B, t, self._plan.num_micro - 1, 0)
+        return self._plan.slot(Kind.B, t, self._plan.num_microbatches - 1, 0)
 
     # ------------------------------------------------------------------ refusals
 

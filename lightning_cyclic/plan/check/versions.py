@@ -22,7 +22,9 @@ def check_timetable(plan: Plan) -> None:
     """
     for t in range(3):
         for j in range(plan.num_stages):
-            for i in sorted({0, plan.num_micro // plan.rounds - 1, plan.num_micro - 1}):
+            for i in sorted(
+                {0, plan.num_microbatches // plan.rounds - 1, plan.num_microbatches - 1}
+            ):
                 _check_version(plan, Kind.F, t, i, j, plan.reads(t, i, j))
                 _check_version(plan, Kind.B, t, i, j, plan.backward_reads(t, i, j))
                 _check_order(plan, t, i, j)

@@ -43,7 +43,7 @@ def batches(plan: Plan, program: Iterable[Action], w: int) -> Iterator[Action]:
         if a is firsts.get(a.t) and len(replica) > 1:
             yield from _share(plan, Payload.D, a, w, plan.beginner(w, a.t))
         yield a
-        is_last = _local(plan, a) == plan.num_micro // plan.width - 1
+        is_last = _local(plan, a) == plan.num_microbatches // plan.width - 1
         if w == replica[-1] and is_last and a.kind is Kind.B and a.j == plan.num_stages - 1:
             yield _tell(plan, a, w)
             yield from _share(plan, Payload.L, a, w, w)
@@ -57,7 +57,7 @@ def batches(plan: Plan, program: Iterable[Action], w: int) -> Iterator[Action]:
 
 def _losses_leave(plan: Plan, t: int) -> int:
     """Give the slot behind which the losses of a step are sent."""
-    return plan.slot(Kind.B, t, plan.num_micro - 1, plan.num_stages - 1)
+    return plan.slot(Kind.B, t, plan.num_microbatches - 1, plan.num_stages - 1)
 
 
 def _told(plan: Plan, a: Action, w: int, source: int) -> Iterator[Action]:
@@ -97,7 +97,7 @@ def _takes_part(plan: Plan, w: int, t: int) -> bool:
     """Say whether a worker runs anything of a step; where they take turns, some may not."""
     if not plan.axes.placement.takes_turns:
         return True
-    cells = product(range(plan.num_micro), range(plan.num_stages))
+    cells = product(range(plan.num_microbatches), range(plan.num_stages))
     return any(plan.worker_of(i, j, t) == w for i, j in cells)
 
 

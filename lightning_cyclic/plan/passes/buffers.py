@@ -41,13 +41,13 @@ def relays(plan: Plan, program: Iterable[Action], w: int) -> Iterator[Action]:
 
 
 def _received(plan: Plan, a: Action, w: int) -> Iterator[Action]:
-    k = a.t * plan.num_micro + plan.handed_on_as(a.i or 0)
+    k = a.t * plan.num_microbatches + plan.handed_on_as(a.i or 0)
     if k > 0 and (source := _worker_of(plan, k - 1, a.j)) != w:
         yield message(Kind.RECV, Payload.R, a, source, i=a.i)
 
 
 def _handed_on(plan: Plan, a: Action, j: int, w: int) -> Iterator[Action]:
-    k = a.t * plan.num_micro + plan.handed_on_as(a.i or 0) + 1
+    k = a.t * plan.num_microbatches + plan.handed_on_as(a.i or 0) + 1
     if (target := _worker_of(plan, k, j)) != w:
         t, i = _micro_of(plan, k)
         yield message(Kind.SEND, Payload.R, a, target, t=t, i=i, j=j)
@@ -63,7 +63,7 @@ def copies(plan: Plan, t: int, w: int) -> Iterator[Action]:
         t: the last step that has begun.
         w: worker.
     """
-    s = plan.slot(Kind.B, t, plan.num_micro - 1, 0) + 1
+    s = plan.slot(Kind.B, t, plan.num_microbatches - 1, 0) + 1
     for j in plan.relayed:
         chain = _without_them(plan, t, j)
         if w not in chain:
@@ -77,7 +77,7 @@ def copies(plan: Plan, t: int, w: int) -> Iterator[Action]:
 
 def _without_them(plan: Plan, t: int, j: int) -> list[int]:
     """List who hands buffers on: the worker that has received them, then all without them."""
-    last = (t + 1) * plan.num_micro - 1
+    last = (t + 1) * plan.num_microbatches - 1
     source, first = _worker_of(plan, last, j), _worker_of(plan, last + 1, j)
     holders = plan.axes.placement.workers_of(j)
     start = holders.index(first)
@@ -92,6 +92,6 @@ def _worker_of(plan: Plan, k: int, j: int) -> int:
 
 def _micro_of(plan: Plan, k: int) -> tuple[int, int]:
     """Return step and number of the micro-batch before whose buffers those of k others come."""
-    t, place = divmod(k, plan.num_micro)
+    t, place = divmod(k, plan.num_microbatches)
     w, number = divmod(place, plan.rounds)
     return t, number * plan.num_workers + w if plan.rounds > 1 else place

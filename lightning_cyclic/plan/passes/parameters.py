@@ -98,7 +98,7 @@ def _versions_due(plan: Plan, w: int) -> Iterator[Action]:
     ]
     for t in range(plan.num_steps):
         for payload, j in sources:
-            s = plan.slot(Kind.B, t, plan.num_micro - 1, j) + 1
+            s = plan.slot(Kind.B, t, plan.num_microbatches - 1, j) + 1
             update = Action(kind=Kind.UPDATE, t=t, j=j, v=t + 1, s=s)
             yield _parameter(plan, Kind.RECV, payload, update, plan.owner(j))
 
@@ -121,14 +121,14 @@ def _totals(plan: Plan, updates: Iterable[Action], w: int) -> Iterator[Action]:
     if plan.axes.sharding.gathers:
         return
     for a in sorted(updates, key=lambda a: -a.j):  # backwards end with the first stage
-        source = adder(plan, plan.num_micro - 1, a.j, a.t)
+        source = adder(plan, plan.num_microbatches - 1, a.j, a.t)
         if source != w:
             yield message(Kind.RECV, Payload.T, a, source)
 
 
 def _early_totals(plan: Plan, w: int) -> list[Action]:
     """Receive the total of each step in the slot after its last backward, in that order."""
-    last = plan.num_micro - 1
+    last = plan.num_microbatches - 1
     ended = [
         Action(kind=Kind.UPDATE, t=t, j=j, v=t + 1, s=plan.slot(Kind.B, t, last, j) + 1)
         for t in range(plan.num_steps)

@@ -122,7 +122,7 @@ def last_version(plan: Plan, v: int, w: int) -> Iterator[Action]:
     """
     if not plan.axes.sharding.gathers:
         return
-    s = plan.slot(Kind.B, v - 1, plan.num_micro - 1, 0) + 1
+    s = plan.slot(Kind.B, v - 1, plan.num_microbatches - 1, 0) + 1
     for j in range(plan.num_stages):
         owner = plan.owner(j)
         a = Action(kind=Kind.GATHER, t=v, j=j, v=v, s=s)

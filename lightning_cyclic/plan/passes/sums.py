@@ -51,7 +51,7 @@ def sums(plan: Plan, a: Action, w: int) -> Iterator[Action]:
     if before is not None:
         yield message(Kind.RECV, Payload.S, a, before, i=i - 1)
         yield Action(kind=Kind.ADD, t=a.t, j=a.j, i=i, s=a.s)
-    if i == plan.num_micro - 1:
+    if i == plan.num_microbatches - 1:
         if plan.owner(a.j) != w:
             yield message(Kind.SEND, Payload.T, a, plan.owner(a.j))
     elif i >= first_that_counts(plan) and (after := plan.worker_of(i + 1, a.j, a.t)) != w:
@@ -68,7 +68,7 @@ def _sums_of_group(plan: Plan, a: Action, w: int) -> Iterator[Action]:
         if i != a.i:
             yield message(Kind.RECV, Payload.H, a, plan.worker_of(i, a.j, a.t), i=i)
         yield Action(kind=Kind.ADD, t=a.t, j=a.j, i=i, s=a.s)
-    if i < plan.num_micro - 1:
+    if i < plan.num_microbatches - 1:
         yield message(Kind.SEND, Payload.S, a, adder(plan, i + 1, a.j, a.t), i=i)
     elif plan.owner(a.j) != w:
         yield message(Kind.SEND, Payload.T, a, plan.owner(a.j))
@@ -99,7 +99,7 @@ def sums_at_owner(plan: Plan, program: Program, w: int) -> Iterator[Action]:
     slots = list(accumulate((a.s for a in program), max))
     places: defaultdict[int, list[Action]] = defaultdict(list)  # before which action
     for (t, j), (begin, end) in _spans_of_steps(plan, program, w).items():
-        for i in range(first_that_counts(plan), plan.num_micro):
+        for i in range(first_that_counts(plan), plan.num_microbatches):
             source, s = plan.worker_of(i, j, t), plan.slot(Kind.B, t, i, j)
             add = Action(kind=Kind.ADD, t=t, j=j, i=i, s=s)
             if source != w:
@@ -153,7 +153,7 @@ def completes(plan: Plan, a: Action, w: int) -> bool:
         return False
     if a.kind is Kind.RECV:
         return a.payload is Payload.T
-    if a.i != plan.num_micro - 1:
+    if a.i != plan.num_microbatches - 1:
         return False
     is_added = plan.sends_gradients or source_of_sum(plan, a, w) is not None
     return a.kind is (Kind.ADD if is_added else Kind.B)
@@ -161,4 +161,4 @@ def completes(plan: Plan, a: Action, w: int) -> bool:
 
 def first_that_counts(plan: Plan) -> int:
     """Give the first micro-batch whose gradient is handed on."""
-    return plan.num_micro - plan.replicas if plan.sums_by_replica else 0
+    return plan.num_microbatches - plan.replicas if plan.sums_by_replica else 0

@@ -81,7 +81,7 @@ def _at_end(plan: Plan, program: Program, stages: list[int]) -> Iterator[Action]
     for t, actions in groupby(program, key=lambda a: a.t):
         last = 0
         if plan.rounds > 1:  # others may end later, and are served until then
-            last = plan.slot(Kind.B, t, plan.num_micro - 1, 0)
+            last = plan.slot(Kind.B, t, plan.num_microbatches - 1, 0)
         for a in actions:
             last = max(last, a.s)
             yield a
@@ -133,7 +133,7 @@ def _first_read_slot(plan: Plan, v: int) -> int:
         plan.slot(Kind.F, t, i, j)
         for t in (v, v + 1)
         for j in range(plan.num_stages)
-        for i in range(plan.num_micro)
+        for i in range(plan.num_microbatches)
         if plan.reads(t, i, j) >= v
     )
 
@@ -173,7 +173,7 @@ def _by_slot(plan: Plan, program: Program, w: int) -> Iterator[Action]:
 def _slot_of_update(plan: Plan, t: int, j: int) -> int:
     if plan.late_updates:
         return plan.slot(Kind.F, plan.first_read(t + 1, j), 0, j)
-    return plan.slot(Kind.B, t, plan.num_micro - 1, j) + 1
+    return plan.slot(Kind.B, t, plan.num_microbatches - 1, j) + 1
 
 
 def _update(j: int, v: int, s: int) -> Action:

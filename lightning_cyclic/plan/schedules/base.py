@@ -21,12 +21,12 @@ class AbstractSchedule(ABC):
 
     Args:
         num_stages: S.
-        num_micro: m, micro-batches per step.
+        num_microbatches: m, micro-batches per step.
         spacing: slots between a micro-batch and the next, for schedules that stagger. [2]
     """
 
     num_stages: int
-    num_micro: int
+    num_microbatches: int
     spacing: Fraction = TWO_SLOTS
 
     @property
@@ -50,7 +50,7 @@ class AbstractSchedule(ABC):
     @property
     def whole(self) -> int:
         """Ticks of a step that overlaps no other: whole slots until the last backward ends."""
-        last = self.backward(self.num_micro - 1, 0)
+        last = self.backward(self.num_microbatches - 1, 0)
         return (ceil_div(last, self.unit) + 1) * self.unit
 
     def begin(self, t: int) -> int:
@@ -79,7 +79,7 @@ class AbstractSchedule(ABC):
         Returns:
             The newest version that can be read at that time, 0 at first.
         """
-        ready = self.backward(self.num_micro - 1, j) + (1 + slack) * self.unit
+        ready = self.backward(self.num_microbatches - 1, j) + (1 + slack) * self.unit
         return self.begun(self.begin(t) + start - ready)
 
 

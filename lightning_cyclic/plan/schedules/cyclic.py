@@ -38,7 +38,7 @@ class Cyclic(AbstractSchedule):
     @property
     def period(self) -> int:
         """Ticks per step: the next step starts one delay after the last micro-batch."""
-        return self.spacing.numerator * self.num_micro
+        return self.spacing.numerator * self.num_microbatches
 
     def forward(self, i: int, j: int) -> int:
         """Give the tick at which F(i, j) of step 0 starts."""

@@ -28,7 +28,7 @@ class GPipe(AbstractSchedule):
     @property
     def period(self) -> int:
         """Ticks per step: two diagonals of m+S-1 slots."""
-        return 2 * (self.num_micro + self.num_stages - 1)
+        return 2 * (self.num_microbatches + self.num_stages - 1)
 
     def forward(self, i: int, j: int) -> int:
         """Give the tick at which F(i, j) of step 0 starts."""

@@ -29,7 +29,7 @@ class OneFOneB(AbstractSchedule):
     @property
     def period(self) -> int:
         """Ticks per step: that of GPipe, as only the order differs."""
-        return 2 * (self.num_micro + self.num_stages - 1)
+        return 2 * (self.num_microbatches + self.num_stages - 1)
 
     def forward(self, i: int, j: int) -> int:
         """Give the tick at which F(i, j) of step 0 starts."""

@@ -37,22 +37,22 @@ class Rounds(AbstractAround):
     @property
     def period(self) -> int:
         """Ticks from the start of a step to the start of the next."""
-        waits = self.base.num_micro if self.in_succession else 1
+        waits = self.base.num_microbatches if self.in_succession else 1
         return self.base.period + waits * self._more
 
     def forward(self, i: int, j: int) -> int:
         """Give the tick at which F(i, j) of step 0 starts."""
-        return self._moved(i) + self.base.forward(i % self.base.num_micro, j)
+        return self._moved(i) + self.base.forward(i % self.base.num_microbatches, j)
 
     def backward(self, i: int, j: int) -> int:
         """Give the tick at which B(i, j) of step 0 starts."""
-        return self._moved(i) + self.base.backward(i % self.base.num_micro, j)
+        return self._moved(i) + self.base.backward(i % self.base.num_microbatches, j)
 
     @property
     def _more(self) -> int:
         """Ticks from the first round of a worker to its last."""
-        return (self.num_micro // self.base.num_micro - 1) * self.base.period
+        return (self.num_microbatches // self.base.num_microbatches - 1) * self.base.period
 
     def _moved(self, i: int) -> int:
-        number, w = divmod(i, self.base.num_micro)
+        number, w = divmod(i, self.base.num_microbatches)
         return number * self.base.period + (w * self._more if self.in_succession else 0)

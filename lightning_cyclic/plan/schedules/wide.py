@@ -23,7 +23,7 @@ class Wide(AbstractAround):
     """Run micro-batch i when the schedule of one replica runs its micro-batch i // width.
 
     Args:
-        base: the schedule of one replica, for ``num_micro / width`` micro-batches.
+        base: the schedule of one replica, for ``num_microbatches / width`` micro-batches.
         width: replicas.
     """
 

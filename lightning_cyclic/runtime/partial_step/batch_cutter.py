@@ -1,6 +1,6 @@
 """Cut the batches of a replica: as their tensors say together, or as the user's hook does.
 
-    batch, num_micro   ->   [MicroBatch(part, size), ...]
+    batch, num_microbatches   ->   [MicroBatch(part, size), ...]
 
 How a batch is cut is told once for batches of one make, where that is not plain.
 """
@@ -23,7 +23,7 @@ class BatchCutter:
     """Cut batches into micro-batches.
 
     Args:
-        num_micro: how many micro-batches there are, if there are as many samples.
+        num_microbatches: how many micro-batches there are, if there are as many samples.
         split_batch: the user's hook. [none: cut as the tensors say]
         say: tells the user what is cut. [nobody]
         may_leave: run a batch without tensors as one micro-batch, which is said once.
@@ -31,13 +31,13 @@ class BatchCutter:
 
     def __init__(
         self,
-        num_micro: int,
+        num_microbatches: int,
         split_batch: SplitBatch | None = None,
         say: Callable[[str], None] = lambda text: None,
         *,
         may_leave: bool = False,
     ) -> None:
-        self._num_micro = num_micro
+        self._num_micro = num_microbatches
         self._split_batch = split_batch
         self._say = say
         self._may_leave = may_leave

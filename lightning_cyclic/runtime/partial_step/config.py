@@ -33,7 +33,7 @@ class StagewiseConfig:
         make_plan: (number of stages, micro-batches of all replicas, ties, stages whose buffers
             change) -> plan.
         find_cuts: (module, step) -> where the stages begin; run on worker 0 alone.
-        num_micro: into how many micro-batches each replica cuts its batch.
+        num_microbatches: into how many micro-batches each replica cuts its batch.
         width: number of replicas.
         split_batch: cuts a batch in the place of what its tensors say. [none]
         remat: "never", "always" or "except_last".
@@ -60,7 +60,7 @@ class StagewiseConfig:
 
     make_plan: Callable[..., Plan]
     find_cuts: Callable[[nn.Module, Callable[[], Any]], Cuts]
-    num_micro: int
+    num_microbatches: int
     width: int
     remat: str
     seed: int

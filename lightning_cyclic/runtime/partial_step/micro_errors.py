@@ -34,7 +34,7 @@ def noting(where: str) -> Iterator[None]:
             if str(error).startswith(_TOO_FEW):
                 error.add_note(
                     "BatchNorm sees one micro-batch at a time, and this one is too small for it: "
-                    "use DataLoader(drop_last=True), larger batches, or a smaller num_micro"
+                    "use DataLoader(drop_last=True), larger batches, or a smaller num_microbatches"
                 )
         raise
 

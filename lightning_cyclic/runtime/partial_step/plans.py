@@ -41,13 +41,13 @@ class Plans:
         self._constant = frozenset(frozen if config.is_delayed else ())
         self._plans: dict[int, Plan] = {}
         self._evaluation: list[Action] | None = None
-        self.usual = self.of(config.num_micro)  # whose batch has as many as asked for
+        self.usual = self.of(config.num_microbatches)  # whose batch has as many as asked for
 
-    def of(self, num_micro: int) -> Plan:
-        """Return the plan of a step whose replicas have ``num_micro`` micro-batches each."""
-        if num_micro not in self._plans:
-            self._plans[num_micro] = self._made(num_micro)
-        return self._plans[num_micro]
+    def of(self, num_microbatches: int) -> Plan:
+        """Return the plan of a step whose replicas have ``num_microbatches`` micro-batches each."""
+        if num_microbatches not in self._plans:
+            self._plans[num_microbatches] = self._made(num_microbatches)
+        return self._plans[num_microbatches]
 
     def evaluation(self, worker: int, t: int) -> list[Action]:
         """Return the forward of one batch that is not cut.
@@ -75,14 +75,14 @@ class Plans:
         j = idle[worker]
         return [message(Kind.RECV, Payload.L, tell, replica[-1], j=j), replace(tell, j=j)]
 
-    def _made(self, num_micro: int) -> Plan:
-        of_all = num_micro * self._config.width
-        usual = self._plans.get(self._config.num_micro)
+    def _made(self, num_microbatches: int) -> Plan:
+        of_all = num_microbatches * self._config.width
+        usual = self._plans.get(self._config.num_microbatches)
         if usual is None or not usual.flows:
             return self._config.make_plan(self._cuts.num_stages, of_all, *self._demands())
         # a batch of evaluation has a flush behind it, and reads the newest weights
         return replace(
-            usual, num_micro=of_all, schedule="gpipe", weights="sync",
+            usual, num_microbatches=of_all, schedule="gpipe", weights="sync",
             late_updates=False, norms="none",
         )  # fmt: skip
 

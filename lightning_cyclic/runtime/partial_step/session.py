@@ -125,7 +125,7 @@ class StagewiseSession:
         self._held: dict[str, Any] = {}  # generators that the module keeps
         self._modes: list[tuple[nn.Module, bool]] = []  # of the last step that has begun
         self._cutter = BatchCutter(
-            config.num_micro, config.split_batch, config.say, may_leave=config.is_one_stage
+            config.num_microbatches, config.split_batch, config.say, may_leave=config.is_one_stage
         )
         self._collectives = Collectives(module, config.width, self._size, group)
 
@@ -383,9 +383,9 @@ class StagewiseSession:
         """Return what runs stages."""
         return self._step
 
-    def plan_of(self, num_micro: int) -> Plan:
-        """Return the plan of a step whose replicas have ``num_micro`` micro-batches each."""
-        return self._plans.of(num_micro)
+    def plan_of(self, num_microbatches: int) -> Plan:
+        """Return the plan of a step whose replicas have ``num_microbatches`` micro-batches each."""
+        return self._plans.of(num_microbatches)
 
     def agree(self, find: Callable[[], Any]) -> Any:
         """Return on every worker what rank 0 finds; all must call it."""
@@ -445,7 +445,11 @@ class StagewiseSession:
     ) -> Callable[[Any], Any]:
         """Let the user's step refuse to take the samples of these parts for time."""
         sizes = {part.size for part in parts}
-        if self.config.num_micro == 1 or self.config.split_batch is not None or len(sizes) > 1:
+        if (
+            self.config.num_microbatches == 1
+            or self.config.split_batch is not None
+            or len(sizes) > 1
+        ):
             return call
         return partial(refusing_time_major, self.module, sizes.pop(), call)
 
@@ -714,9 +718,9 @@ class StagewiseSession:
                 m.training = now
 
     def _check_number(self, num_parts: int) -> None:
-        if self.versions is not None and num_parts != self.config.num_micro:
+        if self.versions is not None and num_parts != self.config.num_microbatches:
             raise StepError(
-                f"a batch gave {num_parts} micro-batches, but num_micro={self.config.num_micro}; "
+                f"a batch gave {num_parts} micro-batches, but num_microbatches={self.config.num_microbatches}; "
                 "allowed with delayed weights: as many in every step, as they decide which "
                 "version is read; use DataLoader(drop_last=True), or larger batches"
             )

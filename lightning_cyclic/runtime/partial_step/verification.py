@@ -257,7 +257,7 @@ class PlainSums:
     def totals(self) -> list[Tensor | None]:
         """Return the sums of the last micro-batch, of the holders, where owners have them."""
         found: list[Tensor | None] = []
-        last = self._plan.num_micro - 1
+        last = self._plan.num_microbatches - 1
         for k, (j, _) in enumerate(self._holders):
             w = self._plan.worker_of(last, j, self._t)
             grad = self._sums.get((w, k))
@@ -383,15 +383,17 @@ def _order(item: Item) -> tuple[int, ...]:
     return group, item.i, -item.j if item.kind == "gradient" else item.j, kind, item.n
 
 
-def words(found: Sequence[Difference], num_micro: int, t: int, *, starts: Sequence[str]) -> str:
+def words(
+    found: Sequence[Difference], num_microbatches: int, t: int, *, starts: Sequence[str]
+) -> str:
     """Say what differs first, where it is made, both values, and what to do."""
     first = found[0]
-    also = [_name_of(d.item, num_micro) for d in found[1 : _MOST_SHOWN + 1]]
+    also = [_name_of(d.item, num_microbatches) for d in found[1 : _MOST_SHOWN + 1]]
     more = len(found) - 1 - len(also)
     rest = f"; besides: {', '.join(also)}" if also else ""
     rest += f" and {more} more" if more > 0 else ""
     return (
-        f"step {t}: {_name_of(first.item, num_micro)} is {first.staged.text} where the step is "
+        f"step {t}: {_name_of(first.item, num_microbatches)} is {first.staged.text} where the step is "
         f"run in stages, but {first.plain.text} where training_step is run on the whole module"
         f"{_bits_remark(first)}{rest}; allowed: steps that come out alike, bit by bit; "
         f"{_todo(first, starts)}, or leave the comparison out with "
@@ -419,8 +421,8 @@ _NAMES = {
 }
 
 
-def _name_of(item: Item, num_micro: int) -> str:
-    micro = f" in micro-batch {item.i + 1} of {num_micro}" if item.i >= 0 else ""
+def _name_of(item: Item, num_microbatches: int) -> str:
+    micro = f" in micro-batch {item.i + 1} of {num_microbatches}" if item.i >= 0 else ""
     stage = f" (stage {item.j})" if item.j >= 0 else ""
     return _NAMES[item.kind].format(name=item.name, what=item.what, stage=stage, micro=micro)
 
@@ -440,7 +442,7 @@ def _todo(d: Difference, starts: Sequence[str]) -> str:
             "global, an iterator, a file) is read once more here, and once for each stage"
         )
     if not starts:
-        return "use num_micro=1"
+        return "use num_microbatches=1"
     return (
         f"let stages begin elsewhere than at {', '.join(map(repr, starts))}, "
         "CyclicStrategy(stages=[...]), so that the code around it is in one of them"
@@ -458,10 +460,10 @@ def told_differences(expected: Mapping[str, Print], told: Mapping[str, Print]) -
     ]
 
 
-def unlike_itself(d: Difference, num_micro: int) -> str:
+def unlike_itself(d: Difference, num_microbatches: int) -> str:
     """Say that the plain step does not come out alike when it is run twice."""
     return (
         "training_step on the whole module does not come out alike when it is run twice: "
-        f"{_name_of(d.item, num_micro)} differs. What is trained in stages may differ by as much "
+        f"{_name_of(d.item, num_microbatches)} differs. What is trained in stages may differ by as much "
         "from the plain step; threads, and atomic additions on a GPU, do that."
     )

@@ -90,7 +90,9 @@ class Versions:
         self._foresight = foresight
         self._overwritten: dict[int, Version] = {}  # stage -> what all its graphs hold
         # stage -> its last micro-batch, counted from the first step on
-        self._last = dict.fromkeys(range(plan.num_stages), newest * plan.num_micro - plan.width)
+        self._last = dict.fromkeys(
+            range(plan.num_stages), newest * plan.num_microbatches - plan.width
+        )
 
     def _take(self, stages: Mapping[int, Mapping[str, nn.Parameter]]) -> None:
         self._stages = stages
@@ -146,7 +148,7 @@ class Versions:
             The versions; graphs that are made in the body need them until their backward.
         """
         assert a.i is not None
-        self._last[a.j] = a.t * self._plan.num_micro + a.i
+        self._last[a.j] = a.t * self._plan.num_microbatches + a.i
         if self._foresight is not None and self._foresight.looks_ahead(a):
             versions: tuple[Version, ...] = (self._predicted(a),)
         else:
@@ -266,8 +268,8 @@ class Versions:
 
     def _next_read(self, j: int) -> int:
         """Return the oldest version of stage ``j`` that later forwards read."""
-        width, num_micro = self._plan.width, self._plan.num_micro
-        nexts = [divmod(self._last[user] + width, num_micro) for user in self._readers[j]]
+        width, num_microbatches = self._plan.width, self._plan.num_microbatches
+        nexts = [divmod(self._last[user] + width, num_microbatches) for user in self._readers[j]]
         return min(self._plan.reads(t, i, j) for t, i in nexts)
 
     @contextmanager

@@ -347,7 +347,7 @@ _ALLOWED = (
     "allowed: tensors whose dim 0 is the batch, lists with one item per sample beside them, and "
     "tensors of the sizes of later dims, as a mask [T, T] beside x [B, T, C], which are copied "
     "whole; say how it is cut in the module's or datamodule's split_batch(batch, "
-    "num_microbatches), or use num_micro=1"
+    "num_microbatches), or use num_microbatches=1"
 )
 
 

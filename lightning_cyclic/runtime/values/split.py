@@ -47,7 +47,7 @@ class MicroBatch(NamedTuple):
     size: int
 
 
-def split(batch: Any, num_micro: int, reading: Reading | None = None) -> list[MicroBatch]:
+def split(batch: Any, num_microbatches: int, reading: Reading | None = None) -> list[MicroBatch]:
     """Cut a batch into micro-batches whose sizes differ by one at most, larger ones first.
 
     Args:
@@ -55,12 +55,12 @@ def split(batch: Any, num_micro: int, reading: Reading | None = None) -> list[Mi
             with as many rows, packed sequences of as many sequences, and lists and tuples with one
             item per sample. A list of tensors that all have as many rows is a container of them.
             Everything else is replicated.
-        num_micro: number of micro-batches, at least 1.
+        num_microbatches: number of micro-batches, at least 1.
         reading: of the batch. [as :func:`read` finds it]
 
     Returns:
-        ``num_micro`` micro-batches, fewer (of one sample each) where there are fewer samples.
-        Dense tensors are views. For ``num_micro=1`` the batch is the very object that was given.
+        ``num_microbatches`` micro-batches, fewer (of one sample each) where there are fewer samples.
+        Dense tensors are views. For ``num_microbatches=1`` the batch is the very object that was given.
 
     Raises:
         StepError: for a batch without samples, without a tensor that tells how many, with tensors
@@ -71,16 +71,16 @@ def split(batch: Any, num_micro: int, reading: Reading | None = None) -> list[Mi
         >>> [part.batch.tolist() for part in split(torch.arange(5), 2)]
         [[0, 1, 2], [3, 4]]
     """
-    assert num_micro >= 1, num_micro
-    if num_micro == 1:
+    assert num_microbatches >= 1, num_microbatches
+    if num_microbatches == 1:
         return [MicroBatch(batch, size_of(batch))]
-    size, mark = reading or read_to_cut(batch, num_micro)
-    base, larger = divmod(size, min(size, num_micro))
-    sizes = [base + (i < larger) for i in range(min(size, num_micro))]
+    size, mark = reading or read_to_cut(batch, num_microbatches)
+    base, larger = divmod(size, min(size, num_microbatches))
+    sizes = [base + (i < larger) for i in range(min(size, num_microbatches))]
     return list(map(MicroBatch, _Cutter(size, sizes).cut(batch, mark), sizes))
 
 
-def read_to_cut(batch: Any, num_micro: int) -> Reading:
+def read_to_cut(batch: Any, num_microbatches: int) -> Reading:
     """Find how a batch is cut into several micro-batches.
 
     Raises:
@@ -89,8 +89,8 @@ def read_to_cut(batch: Any, num_micro: int) -> Reading:
     if not has_tensor(batch):
         raise StepError(
             f"a batch of type {_type_name(type(batch))} holds no tensor with a dim, so that it "
-            f"cannot be cut into {num_micro} micro-batches; allowed: batches with a tensor whose "
-            "dim 0 is the batch; return one from the collate function, or use num_micro=1"
+            f"cannot be cut into {num_microbatches} micro-batches; allowed: batches with a tensor whose "
+            "dim 0 is the batch; return one from the collate function, or use num_microbatches=1"
         )
     return read(batch)
 
@@ -156,7 +156,7 @@ class _Cutter:
         raise StepError(
             f"the batch holds {_leaf_text(x)} of layout {x.layout}, which cannot be cut into "
             "micro-batches; allowed: dense tensors, and sparse ones by coordinates; convert it in "
-            "the collate function, or use num_micro=1"
+            "the collate function, or use num_microbatches=1"
         )
 
     def _cut_packed(self, packed: PackedSequence) -> list[Any]:

@@ -295,18 +295,18 @@ class Session:
 
     @contextmanager
     def backward(self, loss: Tensor, *, last: bool) -> Iterator[None]:
-        """Run the body as the backward of one batch, scaled by 1/num_micro.
+        """Run the body as the backward of one batch, scaled by 1/num_microbatches.
 
         Raises:
             StepError: the loss has no graph, or is not finite.
         """
         self._check_loss(loss)
         if self.engine is None:  # accumulating in the very first step: gradients stay in p.grad
-            num_micro = self._probe.num_micro
-            _scale_gradient(loss, num_micro)
+            num_microbatches = self._probe.num_microbatches
+            _scale_gradient(loss, num_microbatches)
             yield
             return
-        _scale_gradient(loss, self.engine.plan.num_micro // self.engine.plan.rounds)
+        _scale_gradient(loss, self.engine.plan.num_microbatches // self.engine.plan.rounds)
         with self.engine.backward(last_of_window=last):
             yield
 
@@ -665,7 +665,7 @@ class Session:
                 )
 
 
-def _scale_gradient(loss: Tensor, num_micro: int) -> None:
-    """Divide the gradient by ``num_micro`` at its root, as ``(loss / num_micro).backward()``."""
+def _scale_gradient(loss: Tensor, num_microbatches: int) -> None:
+    """Divide the gradient by ``num_microbatches`` at its root, as ``(loss / num_microbatches).backward()``."""
     # a hook, so that on_before_backward still sees the loss that training_step returned
-    loss.register_hook(lambda grad: grad / num_micro)  # type: ignore[no-untyped-call]
+    loss.register_hook(lambda grad: grad / num_microbatches)  # type: ignore[no-untyped-call]

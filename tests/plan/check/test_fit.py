@@ -13,7 +13,7 @@ from lightning_cyclic.plan import make_plan
         ({"width": True}, r"width=True"),
         ({"num_workers": 5}, r"num_workers=5 with width=2; .*use num_workers=6"),
         ({"num_workers": 1}, r"num_workers=1 with width=2; .*use num_workers=2"),
-        ({"num_micro": 3}, r"num_micro=3 with width=2; .*use num_micro=4"),
+        ({"num_microbatches": 3}, r"num_microbatches=3 with width=2; .*use num_microbatches=4"),
         (
             {"num_workers": 6},
             r"num_workers=6 with num_stages=2 and width=2; .* at most one worker per stage of "

@@ -19,7 +19,7 @@ from tests.program_texts import from_text, to_text
 
 PLANS = {name: make_plan(name, num_stages=3, num_workers=3, relayed=[1]) for name in PRESETS} | {
     f"cyclic_zero, {len(relayed)} relayed in rounds": make_plan(
-        "cyclic_zero", num_stages=2, num_workers=3, num_micro=9, relayed=relayed
+        "cyclic_zero", num_stages=2, num_workers=3, num_microbatches=9, relayed=relayed
     )
     for relayed in ([], [0])
 }
@@ -88,7 +88,7 @@ def test_no_version_can_be_another(name, data):
 
 
 def test_two_workers_that_wait_for_each_other():
-    plan = make_plan("gpipe", num_stages=2, num_workers=2, num_micro=1, num_steps=1)
+    plan = make_plan("gpipe", num_stages=2, num_workers=2, num_microbatches=1, num_steps=1)
     waits = with_worker(plan, 0, lambda p: swapped(p, "1SEND_A0>1#0", "0B0@0#0"))
     text = refusal(plan, waits)
     assert "waits for ever" in text
@@ -96,13 +96,13 @@ def test_two_workers_that_wait_for_each_other():
 
 
 def test_messages_out_of_order():
-    plan = make_plan("gpipe", num_stages=2, num_workers=2, num_micro=2, num_steps=1)
+    plan = make_plan("gpipe", num_stages=2, num_workers=2, num_microbatches=2, num_steps=1)
     swaps = with_worker(plan, 1, lambda p: swapped(p, "1RECV_A0<0#0", "1RECV_A1<0#0"))
     assert "takes what was sent as 1SEND_A0>1#0" in refusal(plan, swaps)
 
 
 def test_a_send_before_what_it_sends():
-    plan = make_plan("gpipe", num_stages=2, num_workers=2, num_micro=1, num_steps=1)
+    plan = make_plan("gpipe", num_stages=2, num_workers=2, num_microbatches=1, num_steps=1)
     early = with_worker(plan, 0, lambda p: swapped(p, "0F0@0#0", "1SEND_A0>1#0"))
     assert "before what it needs" in refusal(plan, early)
 
@@ -114,7 +114,7 @@ def test_an_update_before_its_sum_is_whole():
 
 
 def test_a_round_before_the_one_whose_gradient_it_adds_to():
-    plan = make_plan("cyclic_zero", num_stages=1, num_workers=1, num_micro=4, num_steps=1)
+    plan = make_plan("cyclic_zero", num_stages=1, num_workers=1, num_microbatches=4, num_steps=1)
     order = [0, 2, 1, 3]
     given = [parse(f"0{kind}{i}@0#0") for i in order for kind in "FB"]
     text = refusal(plan, ((*given, *plan.programs[0][8:]),))
@@ -123,14 +123,14 @@ def test_a_round_before_the_one_whose_gradient_it_adds_to():
 
 
 def test_a_sum_that_leaves_before_the_last_round():
-    plan = make_plan("cyclic_dp", num_stages=1, num_workers=2, num_micro=4, num_steps=1)
+    plan = make_plan("cyclic_dp", num_stages=1, num_workers=2, num_microbatches=4, num_steps=1)
     programs = from_text(to_text(plan.programs).replace("_S2", "_S0"))  # at both ends
     assert "0SEND_S0>1#0" in refusal(plan, programs)
 
 
 def test_buffers_of_a_round_that_is_not_the_last():
     plan = make_plan(
-        "cyclic_dp", num_stages=1, num_workers=2, num_micro=4, num_steps=1, relayed=[0]
+        "cyclic_dp", num_stages=1, num_workers=2, num_microbatches=4, num_steps=1, relayed=[0]
     )
     early = with_worker(plan, 0, lambda p: swapped(p, "0F2@0#0", "0SEND_R1>1#0"))
     assert "0SEND_R1>1#0" in refusal(plan, early)
@@ -143,8 +143,8 @@ def test_somebody_else_updates():
 
 
 def test_more_in_flight_than_the_timetable_says():
-    plan = make_plan("1f1b", num_stages=2, num_workers=2, num_micro=4, num_steps=1)
-    eager = make_plan("gpipe", num_stages=2, num_workers=2, num_micro=4, num_steps=1)
+    plan = make_plan("1f1b", num_stages=2, num_workers=2, num_microbatches=4, num_steps=1)
+    eager = make_plan("gpipe", num_stages=2, num_workers=2, num_microbatches=4, num_steps=1)
     assert "keeps 4 activations at once" in refusal(plan, eager.programs)
 
 
@@ -152,7 +152,7 @@ def test_more_in_flight_than_the_timetable_says():
 def test_probes_are_small_and_of_the_same_kind(name):
     plan = make_plan(name, num_stages=256, num_workers=256)
     small = probe(plan)
-    assert small.num_stages * small.num_micro * small.num_steps <= 2_000
+    assert small.num_stages * small.num_microbatches * small.num_steps <= 2_000
     assert (small.schedule, small.placement, small.weights) == (
         plan.schedule,
         plan.placement,
@@ -174,7 +174,7 @@ WITH = {  # a field of a plan that has a default -> what a large plan is made wi
 
 
 def shape(plan):
-    return plan.num_stages, plan.num_workers, plan.num_micro
+    return plan.num_stages, plan.num_workers, plan.num_microbatches
 
 
 @pytest.mark.parametrize("name", [f.name for f in fields(Plan)])
@@ -241,7 +241,7 @@ def test_messages_of_other_kinds_share_one_queue():
 
 
 def test_a_message_that_nobody_sends():
-    plan = make_plan("1f1b", num_stages=2, num_workers=2, num_micro=1, num_steps=1)
+    plan = make_plan("1f1b", num_stages=2, num_workers=2, num_microbatches=1, num_steps=1)
     waits = with_worker(plan, 0, lambda p: (*p, parse("0RECV_L<1#0")))
     text = refusal(plan, waits)
     assert "waits for a message that nobody sends" in text
@@ -249,7 +249,7 @@ def test_a_message_that_nobody_sends():
 
 
 def test_a_message_that_nobody_posts():
-    plan = make_plan("1f1b", num_stages=2, num_workers=2, num_micro=1, num_steps=1)
+    plan = make_plan("1f1b", num_stages=2, num_workers=2, num_microbatches=1, num_steps=1)
     waits = with_worker(plan, 1, lambda p: (*p, parse("0SEND_L>0#0")))
     text = refusal(plan, waits)
     assert "is sent and never received" in text

@@ -64,7 +64,7 @@ def test_other_placements_need_neither(preset):
 
 
 def test_places_have_the_batch_from_who_begins_the_step():
-    plan = make_plan("cyclic_mp", num_stages=3, num_workers=6, num_micro=4, num_steps=4)
+    plan = make_plan("cyclic_mp", num_stages=3, num_workers=6, num_microbatches=4, num_steps=4)
     for t in range(4):
         begins = plan.worker_of(0, 0, t)
         sent = [(w, a.peer) for w, program in enumerate(plan.programs) for a in program
@@ -85,6 +85,6 @@ def test_a_replica_of_one_worker_needs_neither():
     ],
 )
 def test_what_comes_too_late_or_leaves_too_early_is_refused(w, text, behind):
-    plan = make_plan("gpipe", num_stages=2, num_workers=2, num_micro=2, num_steps=1)
+    plan = make_plan("gpipe", num_stages=2, num_workers=2, num_microbatches=2, num_steps=1)
     with pytest.raises(ValidationError, match="before what it needs is there|takes what was sent"):
         validate(plan, moved(plan, w, text, behind))

@@ -41,7 +41,7 @@ def test_all_workers_of_a_pipeline_with_a_flush_hear_before_the_new_version(
     preset: str, num_workers: int, width: int
 ) -> None:
     plan = make_plan(
-        preset, num_stages=4, num_workers=num_workers, width=width, num_micro=4 * width,
+        preset, num_stages=4, num_workers=num_workers, width=width, num_microbatches=4 * width,
         norms="all", num_steps=3,
     )  # fmt: skip
     for w in range(num_workers):
@@ -52,7 +52,13 @@ def test_all_workers_of_a_pipeline_with_a_flush_hear_before_the_new_version(
 
 def test_owners_alone_hear_where_they_alone_clip() -> None:
     plan = make_plan(
-        "1f1b", num_stages=2, num_workers=4, width=2, num_micro=4, norms="owners", num_steps=2
+        "1f1b",
+        num_stages=2,
+        num_workers=4,
+        width=2,
+        num_microbatches=4,
+        norms="owners",
+        num_steps=2,
     )
     owners = {plan.owner(j) for j in range(2)}
     assert [bool(heard(plan, w)) for w in range(4)] == [w in owners for w in range(4)]
@@ -67,7 +73,7 @@ def test_the_first_backward_of_a_step_waits_for_those_that_its_scale_follows_fro
     preset: str, weights: str, num_steps: int
 ) -> None:
     plan = make_plan(
-        preset, num_stages=4, num_workers=4, num_micro=4, norms="all", weights=weights,
+        preset, num_stages=4, num_workers=4, num_microbatches=4, norms="all", weights=weights,
         late_updates=weights == "delayed", num_steps=num_steps,
     )  # fmt: skip
     for w in range(4):
@@ -81,16 +87,16 @@ def test_the_first_backward_of_a_step_waits_for_those_that_its_scale_follows_fro
 def test_owners_tell_the_norms_of_totals_that_come_long_before_they_are_applied() -> None:
     """Else each owner would wait with its own update for the norms that another tells late."""
     plan = make_plan(
-        "cyclic_mp", num_stages=3, num_workers=3, num_micro=4, weights="delayed", norms="all",
+        "cyclic_mp", num_stages=3, num_workers=3, num_microbatches=4, weights="delayed", norms="all",
         late_updates=True, num_steps=4,
     )  # fmt: skip
     told = 0
     for w, program in enumerate(plan.programs):
         for a in program:
             if a.payload is Payload.N and a.kind is Kind.SEND:
-                s = plan.slot(Kind.B, a.t, plan.num_micro - 1, a.j)
+                s = plan.slot(Kind.B, a.t, plan.num_microbatches - 1, a.j)
                 update = next(u for u in program if (u.kind, u.t, u.j) == (Kind.UPDATE, a.t, a.j))
-                came = plan.worker_of(plan.num_micro - 1, a.j, a.t) != w
+                came = plan.worker_of(plan.num_microbatches - 1, a.j, a.t) != w
                 told += came
                 assert a.s == s + came < update.s
     assert told > 0

@@ -11,7 +11,7 @@ from tests.program_texts import from_text, to_text
 
 
 def plan_of(num_stages=4, num_workers=4, **numbers):
-    numbers = {"num_micro": 2, "num_steps": 1, "tied": ((0, 3),)} | numbers
+    numbers = {"num_microbatches": 2, "num_steps": 1, "tied": ((0, 3),)} | numbers
     return make_plan("gpipe", num_stages=num_stages, num_workers=num_workers, **numbers)
 
 

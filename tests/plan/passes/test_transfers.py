@@ -47,7 +47,7 @@ def test_sends_and_receives_pair_up_in_order(preset, num_stages, num_workers, sl
 
 
 def test_neighbouring_stages_on_one_worker_exchange_nothing():
-    plan = make_plan("gpipe", num_stages=4, num_workers=2, num_micro=2, num_steps=1)
+    plan = make_plan("gpipe", num_stages=4, num_workers=2, num_microbatches=2, num_steps=1)
     sent, _ = traffic(plan)
     assert dict(sent) == {
         Channel(0, 1, Lane.MAIN): [

@@ -43,7 +43,7 @@ def test_lockstep_moves_on_after_the_last_backward():
 
 
 def test_pipelines_with_a_flush_update_all_stages_of_a_worker_at_the_end():
-    plan = make_plan("gpipe", num_stages=4, num_workers=2, num_micro=1, num_steps=1)
+    plan = make_plan("gpipe", num_stages=4, num_workers=2, num_microbatches=1, num_steps=1)
     assert updated(plan) == [
         "0F0@0#0 1F0@0#0 1B0@0#0 0B0@0#0 0UPDATE@1#0 1UPDATE@1#0",
         "2F0@0#0 3F0@0#0 3B0@0#0 2B0@0#0 2UPDATE@1#0 3UPDATE@1#0",
@@ -71,10 +71,17 @@ def test_each_version_is_made_once():
 
 @pytest.mark.parametrize("rounds", [1, 2])
 def test_owners_that_meet_update_behind_their_step_before_they_hand_buffers_on(rounds):
-    numbers = {"num_stages": 3, "num_workers": 3, "num_micro": 3 * rounds, "norms": "owners"}
+    numbers = {
+        "num_stages": 3,
+        "num_workers": 3,
+        "num_microbatches": 3 * rounds,
+        "norms": "owners",
+    }
     plan = make_plan("cyclic_dp", relayed=[0], relayed_until=[2], **numbers)
     assert plan.updates_meet
-    assert not make_plan("cyclic_dp", relayed=[0], **numbers | {"num_micro": 3}).updates_meet
+    assert not make_plan(
+        "cyclic_dp", relayed=[0], **numbers | {"num_microbatches": 3}
+    ).updates_meet
     for w, program in enumerate(plan.programs):
         updates = [a for a in program if a.kind is Kind.UPDATE]
         assert {plan.owner(a.j) for a in updates} == {w}
@@ -84,7 +91,7 @@ def test_owners_that_meet_update_behind_their_step_before_they_hand_buffers_on(r
 
 
 def test_owners_of_sharded_weights_that_meet_do_so_where_the_first_worker_reads_new_ones():
-    numbers = {"num_stages": 2, "num_workers": 2, "num_micro": 6, "relayed": [0]}
+    numbers = {"num_stages": 2, "num_workers": 2, "num_microbatches": 6, "relayed": [0]}
     plan = make_plan("cyclic_zero", norms="owners", **numbers)
     assert plan.updates_meet
     assert not make_plan("cyclic_zero", **numbers).updates_meet

@@ -70,7 +70,7 @@ def in_slot(schedule, start, s):
 @settings(deadline=None)
 @given(sizes)
 def test_every_stage_is_in_use_by_exactly_one_worker_in_every_slot(n):
-    schedule = Cyclic(num_stages=n, num_micro=n)
+    schedule = Cyclic(num_stages=n, num_microbatches=n)
     for s in range(schedule.period):
         uses = Counter(
             j
@@ -85,7 +85,7 @@ def test_every_stage_is_in_use_by_exactly_one_worker_in_every_slot(n):
 @settings(deadline=None)
 @given(sizes)
 def test_live_activations_are_constant(n):
-    schedule = Cyclic(num_stages=n, num_micro=n)
+    schedule = Cyclic(num_stages=n, num_microbatches=n)
     for s in range(schedule.period):
         live = sum(
             (s - schedule.forward(i, j)) % schedule.period
@@ -100,7 +100,7 @@ def test_live_activations_are_constant(n):
 @given(num_stages=sizes, num_workers=sizes)
 def test_replicas_never_idle_and_keep_exact_distance(num_stages, num_workers):
     spacing = Fraction(2 * num_stages, num_workers)
-    schedule = Cyclic(num_stages=num_stages, num_micro=num_workers, spacing=spacing)
+    schedule = Cyclic(num_stages=num_stages, num_microbatches=num_workers, spacing=spacing)
     assert Fraction(schedule.period, schedule.unit) == 2 * num_stages
     for i in range(num_workers):
         starts = [schedule.forward(i, j) for j in range(num_stages)]
@@ -114,12 +114,12 @@ def test_replicas_never_idle_and_keep_exact_distance(num_stages, num_workers):
 
 @pytest.mark.parametrize(("t", "i", "j", "newest"), [(0, 0, 0, 0), (1, 0, 2, 1), (1, 0, 1, 0)])
 def test_updates_before(t, i, j, newest):
-    schedule = Cyclic(num_stages=3, num_micro=3)
+    schedule = Cyclic(num_stages=3, num_microbatches=3)
     assert schedule.updates_before(t, schedule.forward(i, j), j) == newest
 
 
 def test_slack_hides_an_update_for_as_many_slots():
-    schedule = Cyclic(num_stages=3, num_micro=3)
+    schedule = Cyclic(num_stages=3, num_microbatches=3)
     start = schedule.forward(1, 2)  # two slots after the update exists
     assert [schedule.updates_before(5, start, 2, slack) for slack in (0, 1, 2, 3, 8, 9)] == [
         5, 5, 5, 4, 4, 3,

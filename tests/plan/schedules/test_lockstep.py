@@ -21,7 +21,7 @@ def test_timetable():
 @settings(deadline=None)
 @given(st.integers(1, 9))
 def test_live_activations_peak_at_n_squared(n):
-    schedule = Lockstep(num_stages=n, num_micro=n)
+    schedule = Lockstep(num_stages=n, num_microbatches=n)
     live = [
         sum(
             schedule.forward(i, j) <= s <= schedule.backward(i, j)

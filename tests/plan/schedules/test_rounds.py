@@ -24,7 +24,7 @@ def picture_of(plan):
 
 
 def test_the_cyclic_timetable_runs_on():
-    plan = make_plan("cyclic_zero", num_stages=2, num_workers=2, num_micro=4, num_steps=1)
+    plan = make_plan("cyclic_zero", num_stages=2, num_workers=2, num_microbatches=4, num_steps=1)
     assert picture_of(plan) == [
         "slot   0   1   2   3   4   5   6   7   8   9",
         "w0   0F0 1F0 1B0 0B0 0F2 1F2 1B2 0B2   .   .",
@@ -36,7 +36,7 @@ def test_the_cyclic_timetable_runs_on():
 
 
 def test_lockstep_goes_round():
-    plan = make_plan("lockstep_dp", num_stages=1, num_workers=2, num_micro=4, num_steps=1)
+    plan = make_plan("lockstep_dp", num_stages=1, num_workers=2, num_microbatches=4, num_steps=1)
     assert picture_of(plan) == [
         "slot   0   1   2   3",
         "w0   0F0 0B0 0F2 0B2",
@@ -46,7 +46,7 @@ def test_lockstep_goes_round():
 
 def test_where_buffers_are_relayed_workers_come_in_succession():
     plan = make_plan(
-        "cyclic_dp", num_stages=1, num_workers=2, num_micro=4, num_steps=2, relayed=[0]
+        "cyclic_dp", num_stages=1, num_workers=2, num_microbatches=4, num_steps=2, relayed=[0]
     )
     assert picture_of(plan) == [
         "slot   0   1   2   3   4   5   6   7   8   9  10  11  12",
@@ -72,7 +72,7 @@ def made(
     preset, num_stages, num_workers, rounds, slack=0, sharding=None, is_relayed=False, proved=True
 ):  # fmt: skip
     return make_plan(
-        preset, num_stages=num_stages, num_workers=num_workers, num_micro=rounds * num_workers,
+        preset, num_stages=num_stages, num_workers=num_workers, num_microbatches=rounds * num_workers,
         slack=slack, sharding=sharding, relayed=range(num_stages if is_relayed else 0),
         num_steps=2, proved=proved,
     )  # fmt: skip
@@ -89,7 +89,7 @@ def test_how_many_rounds_there_are_changes_no_version_and_no_owner(rounds, **res
         assert plan.delay(j) == one.delay(j)
         assert plan.depth(j) == one.depth(j)
         for t in range(4):
-            reads = [plan.reads(t, i, j) for i in range(plan.num_micro)]
+            reads = [plan.reads(t, i, j) for i in range(plan.num_microbatches)]
             assert reads == [one.reads(t, w, j) for w in workers] * rounds
     # so that one goes on where the other has ended, behind a flush
     assert plan.program.channels == one.program.channels
@@ -158,15 +158,17 @@ def follow(replay, plan, t):
     """Let a replay go on with another plan in step ``t``, as ``Engine.follow``."""
     before, replay._plan = replay._plan, plan
     for worker in replay._workers:
-        newest = {(Datum.BUFFERS, j, t * before.num_micro) for j in plan.relayed} & worker._have
+        newest = {
+            (Datum.BUFFERS, j, t * before.num_microbatches) for j in plan.relayed
+        } & worker._have
         worker._have = {item for item in worker._have if item[0] is not Datum.BUFFERS}
-        worker._have |= {(*item[:2], t * plan.num_micro) for item in newest}
+        worker._have |= {(*item[:2], t * plan.num_microbatches) for item in newest}
         worker._plan, worker._depths = plan, plan.program.depths
         worker._flow = plan.program.flow
 
 
 def test_many_workers_are_proved_on_fewer_with_few_rounds():
-    plan = make_plan("cyclic_zero", num_stages=64, num_workers=16, num_micro=160)
+    plan = make_plan("cyclic_zero", num_stages=64, num_workers=16, num_microbatches=160)
     small = probe(plan)
     assert (small.num_workers, small.num_stages, small.rounds) == (2, 8, 3)
     assert small.spacing == Fraction(2 * 8, 2)
@@ -174,5 +176,7 @@ def test_many_workers_are_proved_on_fewer_with_few_rounds():
 
 
 def test_numbers_that_do_not_fit():
-    with pytest.raises(PlanError, match=r"num_micro=5 with num_workers=2; .*use num_micro=4"):
-        make_plan("cyclic_zero", num_stages=2, num_workers=2, num_micro=5)
+    with pytest.raises(
+        PlanError, match=r"num_microbatches=5 with num_workers=2; .*use num_microbatches=4"
+    ):
+        make_plan("cyclic_zero", num_stages=2, num_workers=2, num_microbatches=5)

@@ -16,10 +16,14 @@ from lightning_cyclic.plan import make_plan
 from lightning_cyclic.plan.actions import Kind
 
 SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
-GRID = [(num_stages, num_micro) for num_stages in range(1, 7) for num_micro in range(1, 10)]
+GRID = [
+    (num_stages, num_microbatches)
+    for num_stages in range(1, 7)
+    for num_microbatches in range(1, 10)
+]
 
 every_schedule = pytest.mark.parametrize("preset", SCHEDULES)
-every_size = pytest.mark.parametrize(("num_stages", "num_micro"), GRID)
+every_size = pytest.mark.parametrize(("num_stages", "num_microbatches"), GRID)
 
 prints = pytest.mark.skipif(
     not hasattr(ScheduleGPipe, "_get_pipeline_order"), reason="this torch prints no order"
@@ -51,45 +55,45 @@ class Logging:
     perform_reduce_grad = scale_grads = nothing  # at the end of a step, by version of torch
 
 
-def schedule_of(preset, stage, num_micro):
+def schedule_of(preset, stage, num_microbatches):
     """Make torch's schedule, also of fewer micro-batches than stages.
 
     Only the constructor of 1F1B refuses these; what runs has a case for them.
     """
     cls = SCHEDULES[preset]
-    if preset == "gpipe" or num_micro >= stage.num_stages:
-        return cls(stage, num_micro)
+    if preset == "gpipe" or num_microbatches >= stage.num_stages:
+        return cls(stage, num_microbatches)
     with pytest.raises(ValueError, match="greater than"):
-        cls(stage, num_micro)
+        cls(stage, num_microbatches)
     schedule = cls.__new__(cls)
-    PipelineScheduleSingle.__init__(schedule, stage, num_micro)
+    PipelineScheduleSingle.__init__(schedule, stage, num_microbatches)
     return schedule
 
 
-def run_by_torch(preset, num_stages, num_micro):
+def run_by_torch(preset, num_stages, num_microbatches):
     """List what each rank runs in torch, as text."""
     ranks = []
     for j in range(num_stages):
         stage = Logging(j, num_stages)
-        schedule = schedule_of(preset, stage, num_micro)
+        schedule = schedule_of(preset, stage, num_microbatches)
         schedule._initialize_stage = lambda *_args, **_kwargs: None
-        schedule._step_microbatches([()] * num_micro, [{}] * num_micro)
+        schedule._step_microbatches([()] * num_microbatches, [{}] * num_microbatches)
         ranks.append(stage.log)
     return ranks
 
 
-def printed_by_torch(preset, num_stages, num_micro):
+def printed_by_torch(preset, num_stages, num_microbatches):
     """List what each rank runs in torch's own ``pipeline_order``, as text."""
     stage = SimpleNamespace(stage_index=0, num_stages=num_stages)
-    order = SCHEDULES[preset](stage, num_micro).pipeline_order
+    order = SCHEDULES[preset](stage, num_microbatches).pipeline_order
     texts = [[str(a) for a in order[j] if a is not None] for j in range(num_stages)]
     return [[text for text in rank if "REDUCE_GRAD" not in text] for rank in texts]
 
 
-def ours(preset, num_stages, num_micro, **numbers):
+def ours(preset, num_stages, num_microbatches, **numbers):
     """Return the plan and, for each worker, its F and B as text."""
     plan = make_plan(
-        preset, num_stages=num_stages, num_micro=num_micro, num_steps=1, proved=False,
+        preset, num_stages=num_stages, num_microbatches=num_microbatches, num_steps=1, proved=False,
         **({"num_workers": num_stages} | numbers),
     )  # fmt: skip
     kinds = (Kind.F, Kind.B)
@@ -119,25 +123,27 @@ def as_soon_as_possible(ranks):
 
 @every_schedule
 @every_size
-def test_every_worker_runs_what_torch_runs(preset, num_stages, num_micro):
-    assert ours(preset, num_stages, num_micro)[1] == run_by_torch(preset, num_stages, num_micro)
+def test_every_worker_runs_what_torch_runs(preset, num_stages, num_microbatches):
+    assert ours(preset, num_stages, num_microbatches)[1] == run_by_torch(
+        preset, num_stages, num_microbatches
+    )
 
 
 @prints
 @every_size
-def test_every_worker_runs_what_torch_prints_of_gpipe(num_stages, num_micro):
-    printed = printed_by_torch("gpipe", num_stages, num_micro)
-    assert ours("gpipe", num_stages, num_micro)[1] == printed
+def test_every_worker_runs_what_torch_prints_of_gpipe(num_stages, num_microbatches):
+    printed = printed_by_torch("gpipe", num_stages, num_microbatches)
+    assert ours("gpipe", num_stages, num_microbatches)[1] == printed
 
 
 @prints
-@pytest.mark.parametrize(("num_stages", "num_micro"), [(s, m) for s, m in GRID if s <= m])
-def test_every_worker_runs_what_torch_prints_of_1f1b(num_stages, num_micro):
-    *workers, last = ours("1f1b", num_stages, num_micro)[1]
-    *ranks, last_rank = printed_by_torch("1f1b", num_stages, num_micro)
+@pytest.mark.parametrize(("num_stages", "num_microbatches"), [(s, m) for s, m in GRID if s <= m])
+def test_every_worker_runs_what_torch_prints_of_1f1b(num_stages, num_microbatches):
+    *workers, last = ours("1f1b", num_stages, num_microbatches)[1]
+    *ranks, last_rank = printed_by_torch("1f1b", num_stages, num_microbatches)
     assert workers == ranks
     # torch 2.13 counts the forwards of the last rank from 1; what it runs there is tested above
-    counted_from_1 = [f"{last_rank[0][0]}F{i}" for i in range(1, num_micro + 1)]
+    counted_from_1 = [f"{last_rank[0][0]}F{i}" for i in range(1, num_microbatches + 1)]
     assert last_rank[1::2] == last[1::2]
     assert last_rank[::2] in (last[::2], counted_from_1)
 
@@ -145,22 +151,26 @@ def test_every_worker_runs_what_torch_prints_of_1f1b(num_stages, num_micro):
 @every_schedule
 @every_size
 def test_every_action_has_the_earliest_slot_that_torchs_order_allows(
-    preset, num_stages, num_micro
+    preset, num_stages, num_microbatches
 ):
-    plan, _ = ours(preset, num_stages, num_micro)
+    plan, _ = ours(preset, num_stages, num_microbatches)
     slots = {f"{a.j}{a.kind}{a.i}": s for s, _, a in plan.timetable}
-    assert slots == as_soon_as_possible(run_by_torch(preset, num_stages, num_micro))
+    assert slots == as_soon_as_possible(run_by_torch(preset, num_stages, num_microbatches))
 
 
 @every_schedule
-@pytest.mark.parametrize(("num_stages", "num_micro"), [(2, 3), (3, 5), (4, 4)])
-def test_every_replica_of_a_wide_pipeline_runs_what_torch_runs(preset, num_stages, num_micro):
-    _, workers = ours(preset, num_stages, 2 * num_micro, num_workers=2 * num_stages, width=2)
+@pytest.mark.parametrize(("num_stages", "num_microbatches"), [(2, 3), (3, 5), (4, 4)])
+def test_every_replica_of_a_wide_pipeline_runs_what_torch_runs(
+    preset, num_stages, num_microbatches
+):
+    _, workers = ours(
+        preset, num_stages, 2 * num_microbatches, num_workers=2 * num_stages, width=2
+    )
     for replica in range(2):
         own = workers[replica * num_stages : (replica + 1) * num_stages]
         local = [[f"{text[:2]}{int(text[2:]) // 2}" for text in program] for program in own]
         assert {int(text[2:]) % 2 for program in own for text in program} == {replica}
-        assert local == run_by_torch(preset, num_stages, num_micro)
+        assert local == run_by_torch(preset, num_stages, num_microbatches)
 
 
 def test_the_comparison_can_fail():

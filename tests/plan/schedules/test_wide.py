@@ -17,7 +17,7 @@ from tests.program_texts import from_text, to_text
 
 
 def test_timetable():
-    plan = make_plan("1f1b", num_stages=2, num_workers=4, num_micro=4, num_steps=1, width=2)
+    plan = make_plan("1f1b", num_stages=2, num_workers=4, num_microbatches=4, num_steps=1, width=2)
     cells = [Entry(s, w, f"{a.j}{a.kind}{a.i}") for s, w, a in plan.timetable]
     assert picture(cells).splitlines() == [
         "slot   0   1   2   3   4   5",
@@ -39,7 +39,7 @@ def wide(draw):
         "preset": draw(st.sampled_from(["gpipe", "1f1b"])),
         "num_stages": num_stages,
         "num_workers": draw(st.integers(1, num_stages)) * width,
-        "num_micro": draw(st.integers(1, 7)) * width,
+        "num_microbatches": draw(st.integers(1, 7)) * width,
         "num_steps": draw(st.integers(1, 3)),
         "relayed": draw(st.sets(stages)),
         "width": width,
@@ -70,7 +70,7 @@ def test_each_forward_and_backward_runs_once_on_the_worker_of_its_replica(number
         (kind, t, i, j, i % plan.width * depth + j * depth // plan.num_stages)
         for kind in (Kind.F, Kind.B)
         for t in range(plan.num_steps)
-        for i in range(plan.num_micro)
+        for i in range(plan.num_microbatches)
         for j in range(plan.num_stages)
     )
 
@@ -89,7 +89,7 @@ def test_sums_go_from_each_micro_batch_to_the_next(numbers):
         (t, j, i): (plan.worker_of(i, j), plan.worker_of(i + 1, j))
         for t in range(plan.num_steps)
         for j in range(plan.num_stages)
-        for i in range(plan.num_micro - 1)
+        for i in range(plan.num_microbatches - 1)
         if plan.width > 1
     }
     assert hops == expected
@@ -115,11 +115,12 @@ def test_messages_pair_up_in_order(numbers):
 @settings(deadline=None, max_examples=30)
 def test_a_replica_keeps_what_a_pipeline_of_its_own_keeps(numbers):
     plan = make_plan(**numbers, proved=False)
-    num_stages, num_micro = plan.num_stages, plan.num_micro // plan.width
+    num_stages, num_microbatches = plan.num_stages, plan.num_microbatches // plan.width
     for w, program in enumerate(plan.programs):
         own = [j for j in range(num_stages) if w in plan.axes.placement.workers_of(j)]
         most = [
-            num_micro if plan.schedule == "gpipe" else min(num_micro, num_stages - j) for j in own
+            num_microbatches if plan.schedule == "gpipe" else min(num_microbatches, num_stages - j)
+            for j in own
         ]
         live = live_activations(program)
         assert live == most[0] if len(own) == 1 else live <= sum(most)
@@ -129,13 +130,13 @@ def test_a_replica_keeps_what_a_pipeline_of_its_own_keeps(numbers):
 def test_a_probe_is_small_and_as_wide_as_needed(width):
     plan = make_plan("1f1b", num_stages=64, num_workers=64 * width, width=width, tied=((0, 63),))
     small = probe(plan)
-    assert small.num_stages * small.num_micro * small.num_steps <= 2_000
+    assert small.num_stages * small.num_microbatches * small.num_steps <= 2_000
     assert (small.width, small.num_workers) == (min(width, 3), 8 * min(width, 3))
     assert small.tied == ((0, 7),)
 
 
 def test_micro_batches_default_to_one_per_stage_and_replica():
-    assert make_plan("gpipe", num_stages=3, num_workers=6, width=2).num_micro == 6
+    assert make_plan("gpipe", num_stages=3, num_workers=6, width=2).num_microbatches == 6
 
 
 @given(numbers=wide(), data=st.data())

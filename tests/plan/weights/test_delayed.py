@@ -23,7 +23,7 @@ def test_pipelined_keeps_two_versions(num_stages, more):
         "pipedream_2bw",
         num_stages=num_stages,
         num_workers=num_stages,
-        num_micro=num_stages - 1 + more,
+        num_microbatches=num_stages - 1 + more,
     )
     for j, program in enumerate(plan.programs):
         assert live_versions(program) == {j: 2}
@@ -34,6 +34,6 @@ def test_pipelined_keeps_two_versions(num_stages, more):
 @pytest.mark.parametrize("num_stages", [3, 4, 7])
 def test_too_few_micro_batches_are_refused(preset, num_stages):
     numbers = {"num_stages": num_stages, "num_workers": num_stages}
-    make_plan(preset, **numbers, num_micro=num_stages - 1)
-    with pytest.raises(PlanError, match=f"use num_micro={num_stages - 1} or more"):
-        make_plan(preset, **numbers, num_micro=num_stages - 2)
+    make_plan(preset, **numbers, num_microbatches=num_stages - 1)
+    with pytest.raises(PlanError, match=f"use num_microbatches={num_stages - 1} or more"):
+        make_plan(preset, **numbers, num_microbatches=num_stages - 2)

@@ -47,12 +47,15 @@ def test_general_rule_with_slack(num_stages, num_workers, slack):
 @settings(deadline=None)
 @given(num_stages=st.integers(2, 6), more=st.integers(0, 4))
 def test_pipelined_only_the_first_micro_batches_are_stale(num_stages, more):
-    num_micro = num_stages - 1 + more
+    num_microbatches = num_stages - 1 + more
     plan = make_plan(
-        "cyclic_pipeline", num_stages=num_stages, num_workers=num_stages, num_micro=num_micro
+        "cyclic_pipeline",
+        num_stages=num_stages,
+        num_workers=num_stages,
+        num_microbatches=num_microbatches,
     )
     for t in range(4):
-        for i in range(num_micro):
+        for i in range(num_microbatches):
             for j in range(num_stages):
                 is_fresh = i >= num_stages - 1 - j
                 assert plan.reads(t, i, j) == (t if is_fresh else max(t - 1, 0))

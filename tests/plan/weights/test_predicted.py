@@ -19,10 +19,13 @@ def test_horizon_is_the_true_distance_also_in_warm_up(num_stages):
 
 
 @settings(deadline=None)
-@given(num_stages=st.integers(1, 6), num_micro=st.integers(1, 6))
-def test_horizon_counts_the_updates_in_the_program(num_stages, num_micro):
+@given(num_stages=st.integers(1, 6), num_microbatches=st.integers(1, 6))
+def test_horizon_counts_the_updates_in_the_program(num_stages, num_microbatches):
     plan = make_plan(
-        "pipeoptim", num_stages=num_stages, num_workers=num_stages, num_micro=num_micro
+        "pipeoptim",
+        num_stages=num_stages,
+        num_workers=num_stages,
+        num_microbatches=num_microbatches,
     )
     for program in plan.programs:
         version, at_forward = 0, {}

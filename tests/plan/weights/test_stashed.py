@@ -13,7 +13,7 @@ def test_reads_and_keeps_what_pipedream_does(num_stages):
     plan = make_plan(
         "pipedream", num_stages=num_stages, num_workers=num_stages, num_steps=2 * num_stages
     )
-    assert plan.num_micro == 1
+    assert plan.num_microbatches == 1
     for k in range(2 * num_stages):
         for j in range(num_stages):
             assert plan.reads(k, 0, j) == max(0, k - (num_stages - 1 - j))
@@ -24,13 +24,16 @@ def test_reads_and_keeps_what_pipedream_does(num_stages):
 
 
 @settings(deadline=None)
-@given(num_stages=st.integers(1, 6), num_micro=st.integers(1, 6))
-def test_accumulating_it_reads_as_many_updates_as_were_made(num_stages, num_micro):
+@given(num_stages=st.integers(1, 6), num_microbatches=st.integers(1, 6))
+def test_accumulating_it_reads_as_many_updates_as_were_made(num_stages, num_microbatches):
     plan = make_plan(
-        "pipedream", num_stages=num_stages, num_workers=num_stages, num_micro=num_micro
+        "pipedream",
+        num_stages=num_stages,
+        num_workers=num_stages,
+        num_microbatches=num_microbatches,
     )
     for t in range(4):
-        for i in range(num_micro):
+        for i in range(num_microbatches):
             for j in range(num_stages):
-                backwards_done = max(0, t * num_micro + i - (num_stages - 1 - j))
-                assert plan.reads(t, i, j) == backwards_done // num_micro
+                backwards_done = max(0, t * num_microbatches + i - (num_stages - 1 - j))
+                assert plan.reads(t, i, j) == backwards_done // num_microbatches

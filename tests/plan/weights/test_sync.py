@@ -9,5 +9,5 @@ def test_reads_the_step():
 
 
 def test_keeps_one_version():
-    plan = make_plan("1f1b", num_stages=4, num_workers=4, num_micro=6)
+    plan = make_plan("1f1b", num_stages=4, num_workers=4, num_microbatches=6)
     assert [plan.depth(j) for j in range(4)] == [1, 1, 1, 1]

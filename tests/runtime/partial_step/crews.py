@@ -69,15 +69,15 @@ class Crew:
     def _config(self, w: int, remat: str) -> StagewiseConfig:
         plan = self.plan
 
-        def planned(num_stages: int, num_micro: int, tied: Any, relayed: Any) -> Plan:
+        def planned(num_stages: int, num_microbatches: int, tied: Any, relayed: Any) -> Plan:
             return make_plan(
                 plan.preset, num_stages=num_stages, num_workers=plan.num_workers,
-                num_micro=num_micro, tied=tied, relayed=relayed,
+                num_microbatches=num_microbatches, tied=tied, relayed=relayed,
             )  # fmt: skip
 
         return StagewiseConfig(
             make_plan=planned, find_cuts=lambda module, step: self.cuts,
-            num_micro=plan.num_micro, width=1, remat=remat, seed=0,
+            num_microbatches=plan.num_microbatches, width=1, remat=remat, seed=0,
             expected_stages=plan.num_stages,
             apply=lambda t, j: self.apply(w, t, j),
             guess=lambda j, stage, v, updates: self.guess(w, stage, v, updates), **self.options,
@@ -120,7 +120,7 @@ class Crew:
 
     def step(self, w: int, t: int) -> None:
         """Do what a worker does with the batch of a step."""
-        m = self.plan.num_micro
+        m = self.plan.num_microbatches
         given = torch.cat([batch(t * m + i) for i in range(m)]).to(self.device)
         if w != self.plan.worker_of(0, 0, t):
             given = torch.zeros(1, 6, device=self.device)

@@ -106,21 +106,25 @@ class Talkative(Row):
 
 
 def most_alive(
-    preset: str, num_stages: int, num_micro: int, remat: str, make: type[Row] = Row
+    preset: str, num_stages: int, num_microbatches: int, remat: str, make: type[Row] = Row
 ) -> list[int]:
     """Return for each layer how many micro-batches' activations were alive at most."""
     gc.disable()  # what only the garbage collector frees is not free
     module = make()
     starts = [f"layers.{j * 4 // num_stages}" for j in range(1, num_stages)]
     strategy = CyclicStrategy(
-        preset, stages=starts, num_micro=num_micro, remat=remat, verify=False
+        preset, stages=starts, num_microbatches=num_microbatches, remat=remat, verify=False
     )  # which is run on top
     trainer = make_trainer(strategy, max_epochs=1)
-    data = torch.randn(NUM_STEPS, num_micro * ROWS, 6, generator=torch.Generator().manual_seed(1))
+    data = torch.randn(
+        NUM_STEPS, num_microbatches * ROWS, 6, generator=torch.Generator().manual_seed(1)
+    )
     trainer.fit(module, DataLoader([[x] for x in data], batch_size=None))
     assert trainer.global_step == NUM_STEPS
     if isinstance(module, Talkative) and module.aside.counts:
-        assert max(module.aside.counts) <= bound(preset, num_stages, num_micro, num_stages - 1)
+        assert max(module.aside.counts) <= bound(
+            preset, num_stages, num_microbatches, num_stages - 1
+        )
     return [max(layer.counts, default=0) for layer in module.layers]
 
 
@@ -130,23 +134,23 @@ def of_stages(counts: list[int], num_stages: int) -> list[int]:
     return [max(counts[j * size : (j + 1) * size]) for j in range(num_stages)]
 
 
-def bound(preset: str, num_stages: int, num_micro: int, j: int) -> int:
-    return num_micro if preset == "gpipe" else min(num_micro, num_stages - j)
+def bound(preset: str, num_stages: int, num_microbatches: int, j: int) -> int:
+    return num_microbatches if preset == "gpipe" else min(num_microbatches, num_stages - j)
 
 
 @pytest.mark.multi
 @pytest.mark.parametrize(
-    ("num_micro", "num_ranks", "preset"),
+    ("num_microbatches", "num_ranks", "preset"),
     in_turn([(2, 2), (6, 4), (2, 4), (6, 2)], ["gpipe", "1f1b"]),
 )
 def test_a_worker_keeps_no_more_than_its_schedule_says(
-    num_ranks: int, num_micro: int, preset: str
+    num_ranks: int, num_microbatches: int, preset: str
 ) -> None:
-    ends = processes.run(most_alive, num_ranks, preset, num_ranks, num_micro, "never")
+    ends = processes.run(most_alive, num_ranks, preset, num_ranks, num_microbatches, "never")
     for rank, counts in enumerate(ends):
         j = num_ranks - 1 - rank
         mine = of_stages(counts, num_ranks)
-        assert mine[j] == bound(preset, num_ranks, num_micro, j), (j, ends)
+        assert mine[j] == bound(preset, num_ranks, num_microbatches, j), (j, ends)
         assert not any(mine[:j] + mine[j + 1 :]), "layers of other stages have run"
 
 

@@ -133,7 +133,7 @@ def fit(remembers, module, loader):
 
         session.Micro = micro  # type: ignore[assignment,misc]
     module = module()
-    trainer = make_trainer({"preset": "1f1b", "stages": 3, "num_micro": 4}, max_epochs=1)
+    trainer = make_trainer({"preset": "1f1b", "stages": 3, "num_microbatches": 4}, max_epochs=1)
     trainer.fit(module, loader())
     return weights_of(module), next(made)
 

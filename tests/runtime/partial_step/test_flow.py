@@ -46,7 +46,7 @@ def reference(crew: Crew) -> tuple[Net, dict[int, float]]:
     """Train by the rule, one micro-batch after the other; return the mean losses, too."""
     model, losses = crew.make_model(), {}
     named = dict(model.named_parameters())
-    m = crew.plan.num_micro
+    m = crew.plan.num_microbatches
 
     def loss(module: Any, t: int, i: int) -> Tensor:
         value: Tensor = module.step(batch(t * m + i))
@@ -56,7 +56,7 @@ def reference(crew: Crew) -> tuple[Net, dict[int, float]]:
     asynchronous.train(
         model, [[named[n] for n in names] for names in crew.cuts.parameters],
         crew.make_optimizer(model.parameters()), loss,
-        rule=crew.plan.weights, num_micro=m, num_steps=NUM_STEPS,
+        rule=crew.plan.weights, num_microbatches=m, num_steps=NUM_STEPS,
     )  # fmt: skip
     return model, {t: float(torch.stack(values).mean()) for t, values in losses.items()}
 
@@ -70,9 +70,13 @@ def compare(crew: Crew) -> None:
 
 
 @cache
-def plan_of(preset: str, num_stages: int, num_workers: int, num_micro: int) -> Plan:
+def plan_of(preset: str, num_stages: int, num_workers: int, num_microbatches: int) -> Plan:
     return make_plan(
-        preset, num_stages=num_stages, num_workers=num_workers, num_micro=num_micro, relayed=()
+        preset,
+        num_stages=num_stages,
+        num_workers=num_workers,
+        num_microbatches=num_microbatches,
+        relayed=(),
     )
 
 

@@ -18,15 +18,15 @@ CUTS = Cuts(
 
 
 def plans_of(preset: str, *, num_workers: int = 2, width: int = 1) -> Plans:
-    def planned(num_stages: int, num_micro: int, tied: Any, relayed: Any) -> Plan:
+    def planned(num_stages: int, num_microbatches: int, tied: Any, relayed: Any) -> Plan:
         numbers = {"width": width} if width > 1 else {}
         return make_plan(
-            preset, num_stages=num_stages, num_workers=num_workers, num_micro=num_micro,
+            preset, num_stages=num_stages, num_workers=num_workers, num_microbatches=num_microbatches,
             tied=tied, relayed=relayed, **numbers,
         )  # fmt: skip
 
     config = StagewiseConfig(
-        make_plan=planned, find_cuts=lambda module, step: CUTS, num_micro=4, width=width,
+        make_plan=planned, find_cuts=lambda module, step: CUTS, num_microbatches=4, width=width,
         remat="never", seed=0,
     )  # fmt: skip
     return Plans(config, CUTS, num_workers)
@@ -36,10 +36,10 @@ def computed(actions: Iterable[Action]) -> list[tuple[Kind, int, int | None]]:
     return [(a.kind, a.t, a.i) for a in actions if a.kind in (Kind.F, Kind.B)]
 
 
-@pytest.mark.parametrize("num_micro", [4, 3, 1])
-def test_a_step_has_the_micro_batches_that_its_batch_gave(num_micro: int) -> None:
-    expected = [(kind, 5, i) for kind in (Kind.F, Kind.B) for i in range(num_micro)]
-    assert computed(plans_of("gpipe").of(num_micro).program.step(0, 5)) == expected
+@pytest.mark.parametrize("num_microbatches", [4, 3, 1])
+def test_a_step_has_the_micro_batches_that_its_batch_gave(num_microbatches: int) -> None:
+    expected = [(kind, 5, i) for kind in (Kind.F, Kind.B) for i in range(num_microbatches)]
+    assert computed(plans_of("gpipe").of(num_microbatches).program.step(0, 5)) == expected
 
 
 @pytest.mark.parametrize("preset", ["gpipe", "1f1b", "pipedream_2bw"])

@@ -54,13 +54,13 @@ def batch(k: int) -> Tensor:
     return torch.randn(ROWS, 6, generator=torch.Generator().manual_seed(k))
 
 
-def sequential(model: Net, num_micro: int) -> Net:
+def sequential(model: Net, num_microbatches: int) -> Net:
     """Train on the micro-batches one after the other."""
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
     for t in range(NUM_STEPS):
         optimizer.zero_grad()
-        for i in range(num_micro):
-            (model.step(batch(t * num_micro + i)) / num_micro).backward()
+        for i in range(num_microbatches):
+            (model.step(batch(t * num_microbatches + i)) / num_microbatches).backward()
         optimizer.step()
     return model
 
@@ -72,7 +72,7 @@ class Crew:
         self, model: Any, preset: str, num_workers: int, starts: Sequence[str] = (),
         **numbers: int,
     ) -> None:  # fmt: skip
-        self.width, self.num_micro = numbers.get("width", 1), numbers["num_micro"]
+        self.width, self.num_microbatches = numbers.get("width", 1), numbers["num_microbatches"]
         self.remat = "always" if numbers.get("remat") else "never"
         size = 8 // numbers["num_stages"]
         starts = starts or [f"layers.{k}" for k in range(size, 8, size)]
@@ -93,13 +93,13 @@ class Crew:
     def _config(self) -> StagewiseConfig:
         return StagewiseConfig(
             make_plan=self._plan, find_cuts=lambda module, step: self.cuts,
-            num_micro=self.num_micro // self.width, width=self.width, remat=self.remat, seed=0,
+            num_microbatches=self.num_microbatches // self.width, width=self.width, remat=self.remat, seed=0,
         )  # fmt: skip
 
-    def _plan(self, num_stages: int, num_micro: int, tied: Any, relayed: Any) -> Plan:
+    def _plan(self, num_stages: int, num_microbatches: int, tied: Any, relayed: Any) -> Plan:
         return make_plan(
             self.preset, num_stages=num_stages, num_workers=self.num_workers,
-            num_micro=num_micro, width=self.width, tied=tied, relayed=relayed,
+            num_microbatches=num_microbatches, width=self.width, tied=tied, relayed=relayed,
         )  # fmt: skip
 
     def train(self) -> None:
@@ -131,7 +131,8 @@ class Crew:
         for t in range(NUM_STEPS):
             optimizer.zero_grad()
             mine = [
-                batch(t * self.num_micro + i) for i in range(replica, self.num_micro, self.width)
+                batch(t * self.num_microbatches + i)
+                for i in range(replica, self.num_microbatches, self.width)
             ]
             given = torch.cat(mine) if w == session.replica[0] else torch.zeros(1, 6)
             session.train(given, model.step, summarise)
@@ -147,14 +148,14 @@ class Crew:
 
 
 PLANS = {
-    "two stages": ("gpipe", 2, {"num_stages": 2, "num_micro": 4}),
-    "four stages": ("1f1b", 4, {"num_stages": 4, "num_micro": 6}),
-    "four stages on two workers": ("1f1b", 2, {"num_stages": 4, "num_micro": 4}),
-    "two replicas": ("1f1b", 4, {"num_stages": 2, "num_micro": 4, "width": 2}),
+    "two stages": ("gpipe", 2, {"num_stages": 2, "num_microbatches": 4}),
+    "four stages": ("1f1b", 4, {"num_stages": 4, "num_microbatches": 6}),
+    "four stages on two workers": ("1f1b", 2, {"num_stages": 4, "num_microbatches": 4}),
+    "two replicas": ("1f1b", 4, {"num_stages": 2, "num_microbatches": 4, "width": 2}),
     "two replicas of two workers with four stages": (
-        "gpipe", 4, {"num_stages": 4, "num_micro": 4, "width": 2},
+        "gpipe", 4, {"num_stages": 4, "num_microbatches": 4, "width": 2},
     ),
-    "run again": ("1f1b", 2, {"num_stages": 4, "num_micro": 4, "remat": 1}),
+    "run again": ("1f1b", 2, {"num_stages": 4, "num_microbatches": 4, "remat": 1}),
 }  # fmt: skip
 
 
@@ -163,7 +164,7 @@ def test_all_workers_in_one_process_equal_the_sequential_run(name: str, norm: bo
     preset, num_workers, numbers = PLANS[name]
     crew = Crew(Net(norm), preset, num_workers, **numbers)
     crew.train()
-    crew.compare(sequential(Net(norm), numbers["num_micro"]))
+    crew.compare(sequential(Net(norm), numbers["num_microbatches"]))
 
 
 @pytest.mark.parametrize("name", ["two stages", "four stages", "two replicas"])
@@ -201,7 +202,7 @@ class Branches(nn.Module):
 def test_messages_have_the_bytes_that_stages_are_cut_by() -> None:
     starts = ["left1", "left2", "right1", "right2", "join"]
     model = Branches()
-    crew = Crew(model, "1f1b", 6, starts, num_stages=6, num_micro=2)
+    crew = Crew(model, "1f1b", 6, starts, num_stages=6, num_microbatches=2)
     crew.train()
     points = CutPoints(survey(model, lambda: model.step(batch(0))))
     crossing = [p.crossing_bytes for p in points.places]
@@ -214,7 +215,7 @@ def test_messages_have_the_bytes_that_stages_are_cut_by() -> None:
 
 
 def test_what_other_workers_hold_takes_no_memory() -> None:
-    crew = Crew(Net(), "gpipe", 4, num_stages=4, num_micro=4)
+    crew = Crew(Net(), "gpipe", 4, num_stages=4, num_microbatches=4)
     crew.train()
     for session in crew.sessions:
         foreign = dict(session.module.named_parameters())

@@ -31,7 +31,7 @@ class Rig:
         self.router = router_of(model, *(starts or ("b", "c")))
         self.packets: list[Packet] = []  # that each stage was given, in this step
         num_stages = self.router.num_stages
-        plan = make_plan("1f1b", num_stages=num_stages, num_workers=1, num_micro=1)
+        plan = make_plan("1f1b", num_stages=num_stages, num_workers=1, num_microbatches=1)
         ownership = Ownership(model, self.router.cuts, range(num_stages))
         state = ModuleState(model, vars(model), range(num_stages), num_stages, print)
         effects = SideEffects(model, self.router.cuts, state)

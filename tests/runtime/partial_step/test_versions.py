@@ -15,7 +15,7 @@ from lightning_cyclic.runtime.partial_step.versions import Versions
 
 X = torch.linspace(-1, 1, 6).reshape(2, 3)
 # stage 0 of step t reads t-1 and then t, stage 1 reads t
-PLAN = make_plan("cyclic_pipeline", num_stages=2, num_workers=2, num_micro=2)
+PLAN = make_plan("cyclic_pipeline", num_stages=2, num_workers=2, num_microbatches=2)
 
 
 class Two(nn.Module):

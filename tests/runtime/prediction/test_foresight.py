@@ -70,7 +70,7 @@ def compare(seer: Seer, *, runs_again: bool = False) -> None:
     make = seer.make_optimizer
     asynchronous.train_predicted(
         model.layers, seer.plan.num_stages, make(model.parameters()), batch, seer.ahead,
-        preset=seer.plan.preset, num_micro=seer.plan.num_micro, num_steps=NUM_STEPS,
+        preset=seer.plan.preset, num_microbatches=seer.plan.num_microbatches, num_steps=NUM_STEPS,
         runs_again=runs_again,
     )  # fmt: skip
     seer.compare(model)
@@ -87,8 +87,10 @@ def named(x: Any) -> str:
 
 
 @cache
-def plan_of(preset: str, num_stages: int, num_workers: int, num_micro: int) -> Plan:
-    return make_plan(preset, num_stages=num_stages, num_workers=num_workers, num_micro=num_micro)
+def plan_of(preset: str, num_stages: int, num_workers: int, num_microbatches: int) -> Plan:
+    return make_plan(
+        preset, num_stages=num_stages, num_workers=num_workers, num_microbatches=num_microbatches
+    )
 
 
 @pytest.mark.parametrize(

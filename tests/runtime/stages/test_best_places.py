@@ -139,7 +139,7 @@ def test_stages_of_equal_activations_do_not_depend_on_times():
 
 
 def demanded(preset, stages, bandwidth):
-    plan = make_plan(preset, num_stages=stages, num_workers=stages, num_micro=stages)
+    plan = make_plan(preset, num_stages=stages, num_workers=stages, num_microbatches=stages)
     network = Network(bandwidth_bytes_per_s=bandwidth)
     return Demands.of(plan, again=False, network=network, state_per_param=2.0)
 

@@ -48,15 +48,15 @@ def rows(size: int, *shape: int) -> Tensor:
     return torch.arange(size * torch.Size(shape).numel()).reshape(size, *shape)
 
 
-def parts_of(batch: Any, num_micro: int) -> list[Any]:
-    return [part.batch for part in split(batch, num_micro)]
+def parts_of(batch: Any, num_microbatches: int) -> list[Any]:
+    return [part.batch for part in split(batch, num_microbatches)]
 
 
-@given(size=st.integers(1, 40), num_micro=st.integers(1, 12))
-def test_sizes_are_those_of_tensor_split(size: int, num_micro: int) -> None:
+@given(size=st.integers(1, 40), num_microbatches=st.integers(1, 12))
+def test_sizes_are_those_of_tensor_split(size: int, num_microbatches: int) -> None:
     x = rows(size, 2)
-    parts = split((x, x[:, 0]), num_micro)
-    assert len(parts) == min(size, num_micro)
+    parts = split((x, x[:, 0]), num_microbatches)
+    assert len(parts) == min(size, num_microbatches)
     expected = x.tensor_split(len(parts))
     for part, want in zip(parts, expected, strict=True):
         assert torch.equal(part.batch[0], want)
@@ -66,11 +66,11 @@ def test_sizes_are_those_of_tensor_split(size: int, num_micro: int) -> None:
 
 @given(
     size=st.integers(1, 12),
-    num_micro=st.integers(2, 5),
+    num_microbatches=st.integers(2, 5),
     wrap=st.lists(st.sampled_from([dict, list, tuple, Pair, Batch, OrderedDict]), max_size=4),
 )
 def test_a_batch_of_any_make_is_cut_at_the_same_samples(
-    size: int, num_micro: int, wrap: list[Any]
+    size: int, num_microbatches: int, wrap: list[Any]
 ) -> None:
     batch: Any = rows(size, 3)
     names = [f"name {k}" for k in range(size)]
@@ -81,7 +81,7 @@ def test_a_batch_of_any_make_is_cut_at_the_same_samples(
             batch = (
                 kind({"a": batch, "n": names}) if issubclass(kind, dict) else kind([batch, names])
             )
-    parts = split(batch, num_micro)
+    parts = split(batch, num_microbatches)
     start = 0
     for part in parts:
         leaves, _ = flatten(part.batch)
@@ -196,18 +196,18 @@ def test_sparse_tensors_are_cut_and_nested_ones_refused() -> None:
 
 @given(
     lengths=st.lists(st.integers(1, 6), min_size=1, max_size=9),
-    num_micro=st.integers(1, 5),
+    num_microbatches=st.integers(1, 5),
     width=st.sampled_from([(), (3,)]),
     dtype=st.sampled_from([torch.float32, torch.int64]),
     in_order=st.booleans(),
 )
 def test_packed_sequences_are_cut_by_sequence(
-    lengths: list[int], num_micro: int, width: Any, dtype: torch.dtype, in_order: bool
+    lengths: list[int], num_microbatches: int, width: Any, dtype: torch.dtype, in_order: bool
 ) -> None:
     lengths = sorted(lengths, reverse=True) if in_order else lengths
     sequences = [(100 * k + rows(n, *width)).to(dtype) for k, n in enumerate(lengths)]
     packed = pack_sequence(sequences, enforce_sorted=in_order)
-    parts = split((packed, rows(len(lengths))), num_micro)
+    parts = split((packed, rows(len(lengths))), num_microbatches)
     assert size_of(packed) == len(lengths)
     for part in parts:
         cut, chosen = part.batch
@@ -351,10 +351,10 @@ def test_micro_batches_do_not_share_containers() -> None:
     assert second["log"] == {"k": 1}
 
 
-@pytest.mark.parametrize("num_micro", [1, 2])
-def test_an_empty_batch_is_refused(num_micro: int) -> None:
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+def test_an_empty_batch_is_refused(num_microbatches: int) -> None:
     with pytest.raises(StepError, match=r"no samples: its first tensor is int64\[0, 3\]; allowed"):
-        split({"x": rows(0, 3)}, num_micro)
+        split({"x": rows(0, 3)}, num_microbatches)
 
 
 def test_a_batch_without_a_tensor_is_refused() -> None:

@@ -101,7 +101,7 @@ class Worker(threading.Thread):
         with self.engine.forward():
             value = loss(self.module, t, self.transport.worker)
         with self.engine.backward(last_of_window=True):
-            (value / self.plan.num_micro).backward()
+            (value / self.plan.num_microbatches).backward()
         self.engine.end_step()
         if self.plan.axes.sharding.gathers:  # elsewhere older versions stay for the next step
             self.kept_long += [(t, j) for j in self.engine.owned if not self.goes(t, j)]
