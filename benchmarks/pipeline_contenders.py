@@ -263,5 +263,5 @@ def make(name: str, case: Case) -> Contender:
     if executor == "loop":
         return _plain(case) if preset == "plain" else _session(case, preset, LitGPT(case))
     if executor == "sequential":
-        return _session(case, preset, LitSequential(case), remat="except_last")
+        return _session(case, preset, LitSequential(case), activation_checkpointing="except_last")
     return _torchgpipe(case) if executor == "torchgpipe" else _torch_pipelining(case, preset)

@@ -41,22 +41,24 @@ def train(
     num_microbatches: int,
     num_steps: int,
     after_update: Callable[[int], None] | None = None,
-    width: int = 1,
+    replicas: int = 1,
     wire: Wire | None = None,
 ) -> None:
     """Train in place; the module ends with the newest version of every stage.
 
-    With a width, replica r of the pipeline has micro-batches r, r + width, ... as its first,
+    With a replicas, replica r of the pipeline has micro-batches r, r + replicas, ... as its first,
     second, ...; it sums their gradients, and the sums of replicas are added in their order. The
     wire is between replicas; with one of these, between those who run micro-batches.
     """
     versions = [[[p.detach().clone() for p in ps]] for ps in stages]  # stage -> version -> values
-    parts = num_microbatches if wire is not None and width == 1 else width  # of the sum
+    parts = num_microbatches if wire is not None and replicas == 1 else replicas  # of the sum
     for t in range(num_steps):
         sums: list[Sums] = [[[None] * len(ps) for ps in stages] for _ in range(parts)]
         for i in range(num_microbatches):
             for j, ps in enumerate(stages):
-                v = version_read(rule, t, i // width, j, num_microbatches // width, len(stages))
+                v = version_read(
+                    rule, t, i // replicas, j, num_microbatches // replicas, len(stages)
+                )
                 put(ps, versions[j][v])
             (loss(module, t, i) / num_microbatches).backward()
             for ps, total in zip(stages, sums[i % parts], strict=True):

@@ -44,7 +44,7 @@ def grid() -> dict[str, dict[str, Any]]:
         for stages, workers in ((2, 2), (4, 4), (4, 2)):
             add(preset, stages, workers)
         add(preset, 4, 4, num_microbatches=6, relayed=(1, 3))
-        add(preset, 2, 4, width=2)
+        add(preset, 2, 4, replicas=2)
     for preset in ("gpipe", "1f1b", "cyclic_pipeline", "pipedream_2bw", "pipedream"):
         add(preset, 4, 4, num_microbatches=4, tied=((0, 3),))
     for stages, workers in ((2, 3), (3, 6), (4, 3)):

@@ -2,7 +2,7 @@
 
 Micro-batch i of step t is batch k = t * num_microbatches + i of its case. The plain run's loader yields
 them one by one and accumulates num_microbatches of them; a pipeline's yields those of a step joined
-(with width > 1: every width-th of them, for the replica's number).
+(with replicas > 1: every replicas-th of them, for the replica's number).
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ class Job:
     def batch(self, k: int) -> Any:
         return CASES[self.case].batch(k, self.size)
 
-    def groups(self, width: int | None = None, replica: int = 0) -> list[list[int]]:
-        """Return which micro-batches each batch joins; without a width there is one in each."""
+    def groups(self, replicas: int | None = None, replica: int = 0) -> list[list[int]]:
+        """Return which micro-batches each batch joins; without a replicas there is one in each."""
         m = self.num_microbatches
-        if width is None:
+        if replicas is None:
             return [[k] for k in range(m * self.num_steps)]
-        return [[t * m + i for i in range(replica, m, width)] for t in range(self.num_steps)]
+        return [[t * m + i for i in range(replica, m, replicas)] for t in range(self.num_steps)]
 
 
 # ---------------------------------------------------------------------- data
@@ -99,10 +99,10 @@ class Joined(Dataset[Any]):
         return joined([self._job.batch(k) for k in self._groups[t]])
 
 
-def loader(job: Job, width: int | None = None) -> DataLoader[Any]:
-    """Return this rank's batches: of its replica, or without a width one micro-batch each."""
-    replica = 0 if width is None else here().rank // (here().num_ranks // width)
-    return Resumable(Joined(job, job.groups(width, replica)), batch_size=None)
+def loader(job: Job, replicas: int | None = None) -> DataLoader[Any]:
+    """Return this rank's batches: of its replica, or without a replicas one micro-batch each."""
+    replica = 0 if replicas is None else here().rank // (here().num_ranks // replicas)
+    return Resumable(Joined(job, job.groups(replicas, replica)), batch_size=None)
 
 
 # ---------------------------------------------------------------------- runs
@@ -147,20 +147,20 @@ def prepare(
     job: Job, strategy: dict[str, Any] | None, callbacks: Sequence[Callback] = (), **more: Any
 ) -> Run:
     """Make module, Trainer and batches of this rank: a pipeline, or plain without a strategy."""
-    seen, flags, width = StepLosses(), dict(job.flags) | more, None
+    seen, flags, replicas = StepLosses(), dict(job.flags) | more, None
     if strategy is None:
         flags["accumulate_grad_batches"] = job.num_microbatches * flags.get(
             "accumulate_grad_batches", 1
         )
     else:
-        width = strategy.get("width", 1)
-        strategy = {"num_microbatches": job.num_microbatches // width} | strategy
+        replicas = strategy.get("replicas", 1)
+        strategy = {"num_microbatches": job.num_microbatches // replicas} | strategy
     trainer = make_trainer(
         strategy or "auto", max_epochs=job.num_epochs, callbacks=[seen, *callbacks], **flags
     )
     module = job.make()
     seed_everything(job.seed, verbose=False)
-    return Run(trainer, module, loader(job, width), seen)
+    return Run(trainer, module, loader(job, replicas), seen)
 
 
 def fit(job: Job, strategy: dict[str, Any] | None) -> Outcome:

@@ -139,7 +139,7 @@ def plain() -> dict[str, Any]:
         (1, {"preset": "1f1b", "stages": ["inner.3", "c", "d"]}),
         (1, {"preset": "lockstep_dp", "stages": ["inner", "codebook"]}),
         (2, {"preset": "gpipe", "stages": ["inner.2"]}),
-        (2, {"preset": "1f1b", "stages": ["inner.0", "c"], "remat": "always"}),
+        (2, {"preset": "1f1b", "stages": ["inner.0", "c"], "activation_checkpointing": "always"}),
     ],
     ids=str,
 )

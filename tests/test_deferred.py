@@ -181,7 +181,7 @@ def test_sharded_weights_that_are_read_and_frozen_between_steps(preset: str, lim
 
 
 def test_replicas_of_a_pipeline() -> None:
-    strategy = {"preset": "1f1b", **CUT, "width": 2}
+    strategy = {"preset": "1f1b", **CUT, "replicas": 2}
     whole = processes.run(fit, 4, strategy, False, True)
     for rank, one in zip(processes.run(fit, 4, strategy, True, True), whole, strict=True):
         assert_same(rank["weights"], one["weights"])

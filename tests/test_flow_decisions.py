@@ -41,8 +41,8 @@ class Clipped:
         self._optimizer.step()
 
 
-def clipped(job: Job, stage_of: dict[str, int], width: int = 1) -> Outcome:
-    args = (job, "delayed", stage_of, width, Clipped)
+def clipped(job: Job, stage_of: dict[str, int], replicas: int = 1) -> Outcome:
+    args = (job, "delayed", stage_of, replicas, Clipped)
     (outcome,) = processes.run(sequential, 1, *args)
     return outcome
 
@@ -55,7 +55,7 @@ def clipped(job: Job, stage_of: dict[str, int], width: int = 1) -> Outcome:
         ("unet", 2, {"stages": 4}),  # two stages of a worker are updated apart
         more("vit", 4, {"stages": 4}),
         ("gpt2", 2, {"stages": 2}),  # which shares a parameter
-        ("vit", 4, {"stages": 2, "width": 2}),
+        ("vit", 4, {"stages": 2, "replicas": 2}),
     ],
 )
 def test_clipping_by_the_norm_over_all_stages(
@@ -63,7 +63,7 @@ def test_clipping_by_the_norm_over_all_stages(
 ) -> None:
     job = Job(case=case, flags=(("gradient_clip_val", MAX_NORM),))
     ranks = pipelines(job, num_ranks, preset="pipedream_2bw", function=fit, **options)
-    expected = clipped(job, ranks[0]["stage_of"], options.get("width", 1))["weights"]
+    expected = clipped(job, ranks[0]["stage_of"], options.get("replicas", 1))["weights"]
     for r, rank in enumerate(ranks):
         assert_same({n: rank["weights"][n] for n in expected}, expected, f"rank {r}")
 

@@ -129,8 +129,10 @@ def test_a_resumed_run_ends_with_the_same_bits(preset: str, step: int, tmp_path:
 
 def test_each_stage_is_clipped_by_its_own_norm() -> None:
     job = Job(case="resnet", num_steps=5, flags=(("gradient_clip_val", 0.05),))
-    one, *_ = pipelines(job, 1, preset="cyclic_pipeline", stages=4, clip="stage", function=fit)
-    ranks = pipelines(job, 4, preset="cyclic_pipeline", stages=4, clip="stage", function=fit)
+    one, *_ = pipelines(
+        job, 1, preset="cyclic_pipeline", stages=4, clip_norm="stage", function=fit
+    )
+    ranks = pipelines(job, 4, preset="cyclic_pipeline", stages=4, clip_norm="stage", function=fit)
     for rank in ranks:
         assert_same(rank["weights"], one["weights"])
     assert not torch.equal(first_of(one), first_of(alone("cyclic_pipeline")))
@@ -142,7 +144,7 @@ def test_workers_that_take_turns_clip_by_the_norm_over_all_stages_of_delayed_wei
     plan = {"preset": "cyclic_mp", "weights": "delayed", "stages": 4}
     for rank in pipelines(job, 4, function=fit, **plan):
         assert_same(rank["weights"], one["weights"])
-    apart, *_ = pipelines(job, 1, function=fit, clip="stage", **plan)
+    apart, *_ = pipelines(job, 1, function=fit, clip_norm="stage", **plan)
     assert not torch.equal(first_of(apart), first_of(one))
 
 
@@ -153,11 +155,15 @@ def test_workers_that_take_turns_clip_by_the_norm_over_all_stages_of_delayed_wei
     ("flags", "options", "text"),
     [
         ({"accumulate_grad_batches": 2}, {}, "accumulate_grad_batches=2.*allowed: 1; use larger"),
-        ({"gradient_clip_val": 1.0}, {"clip": "global"}, 'clip="global".*allowed: clip="stage"'),
         (
             {"gradient_clip_val": 1.0},
-            {"preset": "cyclic_mp", "clip": "global"},
-            'clip="global" with preset .cyclic_mp.*allowed: clip="stage"',
+            {"clip_norm": "global"},
+            'clip_norm="global".*allowed: clip_norm="stage"',
+        ),
+        (
+            {"gradient_clip_val": 1.0},
+            {"preset": "cyclic_mp", "clip_norm": "global"},
+            'clip_norm="global" with preset .cyclic_mp.*allowed: clip_norm="stage"',
         ),
         (
             {},

@@ -34,7 +34,7 @@ def fit(job: Job, strategy: dict[str, Any], *callbacks: Callback, **flags: Any) 
 
 
 def sequential(
-    job: Job, rule: str, stage_of: dict[str, int], width: int = 1,
+    job: Job, rule: str, stage_of: dict[str, int], replicas: int = 1,
     decide: Callable[[Any], Any] = lambda optimizer: optimizer,
 ) -> Outcome:  # fmt: skip
     """Train by the rule, one micro-batch after the other; return weights and mean losses.
@@ -43,7 +43,7 @@ def sequential(
         job: what is trained on.
         rule: of the weights that are read.
         stage_of: parameter -> stage.
-        width: replicas.
+        replicas: replicas.
         decide: wraps the optimizer, to look at the gradients of all stages together.
     """
     torch.set_num_threads(1)
@@ -68,7 +68,7 @@ def sequential(
     asynchronous.train(
         module, stages, decide(optimizer), loss, rule=rule, num_microbatches=job.num_microbatches,
         num_steps=job.num_steps * job.num_epochs,
-        after_update=lambda t: scheduler and scheduler.step(), width=width,
+        after_update=lambda t: scheduler and scheduler.step(), replicas=replicas,
     )  # fmt: skip
     each = torch.tensor(losses, dtype=torch.float64).reshape(-1, job.num_microbatches)
     state = {n: x.detach().clone() for n, x in module.state_dict().items()}

@@ -20,7 +20,7 @@ from tests.stagewise_runs import Job, Outcome, loader, pipelines, prepare
 
 MAX_NORM = 0.02
 RULES = {"pipedream_2bw": "delayed", "cyclic_pipeline": "freshest", "cyclic_mp": "freshest"}
-DELAYED, BY_STAGE = {"weights": "delayed"}, {"clip": "stage"}
+DELAYED, BY_STAGE = {"weights": "delayed"}, {"clip_norm": "stage"}
 JOB = Job(case="vit", num_steps=7)
 
 
@@ -164,7 +164,7 @@ def test_a_resumed_run_goes_on_with_the_scales(
 
 @pytest.mark.multi
 def test_replicas_have_the_same_scale() -> None:
-    ranks = pipelines(JOB, 4, preset="pipedream_2bw", stages=2, width=2, function=fit)
+    ranks = pipelines(JOB, 4, preset="pipedream_2bw", stages=2, replicas=2, function=fit)
     for rank in ranks:
         assert_same(rank["weights"], ranks[0]["weights"])
         assert rank["scaler"] == ranks[0]["scaler"]

@@ -26,9 +26,9 @@ from tests.test_pipeline_failures import BAD_STEP, Troubled, batches
 pytestmark = pytest.mark.multi
 
 
-def assert_follows(ranks: list[Outcome], job: Job, preset: str, width: int) -> None:
+def assert_follows(ranks: list[Outcome], job: Job, preset: str, replicas: int) -> None:
     """Compare every rank with the rule, and what replicas logged with their own micro-batches."""
-    (expected,) = processes.run(sequential, 1, job, RULES[preset], ranks[0]["stage_of"], width)
+    (expected,) = processes.run(sequential, 1, job, RULES[preset], ranks[0]["stage_of"], replicas)
     for r, rank in enumerate(ranks):
         assert rank["global_step"] == job.num_steps * job.num_epochs
         assert_same(
@@ -51,7 +51,7 @@ def assert_follows(ranks: list[Outcome], job: Job, preset: str, width: int) -> N
 )
 def test_replicas_follow_the_rule(name: str, preset: str, num_ranks: int, num_stages: int) -> None:
     job = Job(case=name, num_microbatches=2 if preset == "pipedream" else 4)
-    ranks = pipelines(job, num_ranks, preset=preset, stages=num_stages, width=2, function=fit)
+    ranks = pipelines(job, num_ranks, preset=preset, stages=num_stages, replicas=2, function=fit)
     assert_follows(ranks, job, preset, 2)
 
 
@@ -68,7 +68,7 @@ def test_every_replica_predicts_as_the_owner_does(preset: str) -> None:
     job = Job(case="vit", num_microbatches=1)
     twins = Twins(case="vit", num_microbatches=2)
     one, *_ = pipelines(job, 2, preset=preset, stages=2, function=fit)
-    for rank in pipelines(twins, 4, preset=preset, stages=2, width=2, function=fit):
+    for rank in pipelines(twins, 4, preset=preset, stages=2, replicas=2, function=fit):
         assert_same(rank["weights"], one["weights"])
 
 
@@ -86,7 +86,7 @@ def unbroken(job: Job, **strategy: Any) -> Outcome:
 )
 def test_validation_and_checkpoints_change_nothing(preset: str, tmp_path: Path) -> None:
     job = Job(case="resnet", num_microbatches=2 if preset == "pipeoptim" else 4, num_steps=5)
-    plan = {"preset": preset, "stages": 2, "width": 2}
+    plan = {"preset": preset, "stages": 2, "replicas": 2}
     for what, ranks in {
         "validated": pipelines(job, 4, function=validated, **plan),
         "resumed": pipelines(job, 4, str(tmp_path), 3, function=saved_and_resumed, **plan),
@@ -99,7 +99,7 @@ def fit_until_asked(culprit: int) -> tuple[int, dict[str, Tensor]]:
     """Return batches done and weights; one rank is asked to stop."""
     here = processes.here().rank
     module = Troubled(be_asked_to_stop if here == culprit else lambda: None, 3, "train")
-    strategy = CyclicStrategy("pipedream_2bw", stages=["layers.2"], width=2, num_microbatches=2)
+    strategy = CyclicStrategy("pipedream_2bw", stages=["layers.2"], replicas=2, num_microbatches=2)
     trainer = make_trainer(strategy, max_epochs=4)
     with pytest.raises(SIGTERMException):
         trainer.fit(module, batches())
@@ -118,7 +118,7 @@ def test_all_replicas_stop_at_the_same_step() -> None:
 
 
 def test_replicas_exchange_gradients_once_per_update() -> None:
-    plan = make_plan("pipedream_2bw", num_stages=2, num_workers=6, num_microbatches=12, width=3)
+    plan = make_plan("pipedream_2bw", num_stages=2, num_workers=6, num_microbatches=12, replicas=3)
     for w, program in enumerate(plan.programs):
         replica, stage = divmod(w, 2)
         of_step = [a for a in program if a.t == 2]

@@ -70,7 +70,7 @@ OTHERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "half weights, sharded": ({"preset": "cyclic_zero"}, {"precision": "bf16-true"}),
     "rounds": ({}, {"accumulate_grad_batches": 2}),
     "rounds, sharded": ({"preset": "cyclic_zero"}, {"accumulate_grad_batches": 2}),
-    "clipped together": ({"clip": "global"}, {"gradient_clip_val": 0.1}),
+    "clipped together": ({"clip_norm": "global"}, {"gradient_clip_val": 0.1}),
     "slack": ({"slack": 2}, {}),
 }
 OTHERS_ALWAYS = {"rounds", "clipped together"}

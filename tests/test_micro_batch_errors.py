@@ -47,7 +47,12 @@ def _fail(grad: Tensor) -> Tensor:
 def notes_of(fails: str, remat: str) -> tuple[str, list[str]]:
     x = torch.zeros(8, 8)
     x[2] = 7.0  # in the second of four micro-batches
-    options = {"preset": "1f1b", "num_microbatches": 4, "stages": ["head"], "remat": remat}
+    options = {
+        "preset": "1f1b",
+        "num_microbatches": 4,
+        "stages": ["head"],
+        "activation_checkpointing": remat,
+    }
     trainer = make_trainer(options, max_epochs=1)
     loader = DataLoader([(x, torch.zeros(8, dtype=torch.long))], batch_size=None)  # type: ignore[arg-type]
     with pytest.raises((KeyError, ZeroDivisionError)) as caught:

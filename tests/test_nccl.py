@@ -68,9 +68,9 @@ PIPELINES = [
     more("gpipe", "resnet", 2, {}),
     pytest.param("1f1b", "resnet", 4, {}, marks=pytest.mark.exhaustive),
     pytest.param("1f1b", "gpt2", 4, {}, marks=pytest.mark.exhaustive),
-    ("1f1b", "resnet", 4, {"width": 2}), ("cyclic_pipeline", "gpt2", 4, {}),
+    ("1f1b", "resnet", 4, {"replicas": 2}), ("cyclic_pipeline", "gpt2", 4, {}),
     ("pipedream", "gpt2", 4, {}), ("pipedream_2bw", "resnet", 4, {}),
-    pytest.param("pipedream_2bw", "gpt2", 4, {"width": 2}, marks=pytest.mark.exhaustive),
+    pytest.param("pipedream_2bw", "gpt2", 4, {"replicas": 2}, marks=pytest.mark.exhaustive),
     ("pipeoptim", "vit", 4, {}), more("spectrain", "vit", 2, {}),
     ("cyclic_mp", "resnet", 4, {}),
 ]  # fmt: skip
@@ -78,7 +78,7 @@ PIPELINES = [
 
 @pytest.mark.parametrize(
     ("preset", "case", "num_ranks", "more"), PIPELINES,
-    ids=lambda x: "wide" if x == {"width": 2} else None if isinstance(x, dict) else str(x),
+    ids=lambda x: "wide" if x == {"replicas": 2} else None if isinstance(x, dict) else str(x),
 )  # fmt: skip
 def test_pipelines(
     preset: str, case: str, num_ranks: int, more: dict[str, int], tmp_path: Path

@@ -61,11 +61,15 @@ CLEAR = {"ConfigurationError", "PlanError", "StepError"}
 @pytest.mark.parametrize(
     ("kwargs", "given", "allowed"),
     [
-        ({"preset": "gpipe", "remat": "sometimes"}, "remat 'sometimes'", "never"),
-        ({"preset": "gpipe", "remat": True}, "remat True", "never"),
+        (
+            {"preset": "gpipe", "activation_checkpointing": "sometimes"},
+            "remat 'sometimes'",
+            "never",
+        ),
+        ({"preset": "gpipe", "activation_checkpointing": True}, "remat True", "never"),
         ({"preset": "gpipe", "num_microbatches": 0}, "num_microbatches=0", "from 1"),
         ({"preset": "1f1b", "num_microbatches": -2}, "num_microbatches=-2", "from 1"),
-        ({"preset": "gpipe", "width": 0}, "width=0", "from 1"),
+        ({"preset": "gpipe", "replicas": 0}, "replicas=0", "from 1"),
         ({"preset": "1f1b", "stages": 0}, "stages=0", "a number from 1"),
         ({"preset": "1f1b", "stages": ["a", "a"]}, "'a'", "once"),
         ({"preset": "1f1b", "stages": "measure"}, "stages='measure'", "a number from 1"),
@@ -74,8 +78,12 @@ CLEAR = {"ConfigurationError", "PlanError", "StepError"}
             "stages='measured' is of no use with placement 'single'",
             '"auto", a number',
         ),
-        ({"preset": "cyclic_dp", "width": 2}, "width=2", "width=1"),
-        ({"preset": "cyclic_dp", "remat": "always"}, "remat='always'", "remat='never'"),
+        ({"preset": "cyclic_dp", "replicas": 2}, "replicas=2", "replicas=1"),
+        (
+            {"preset": "cyclic_dp", "activation_checkpointing": "always"},
+            "remat='always'",
+            "remat='never'",
+        ),
         ({"memory_limit_bytes": 1 << 30}, "memory_limit_bytes=1073741824", "a pipeline"),
         ({"preset": "gpipe", "sharding": "optimizer"}, "optimizer", "none"),
     ],
@@ -206,9 +214,9 @@ def test_impossible_cuts(module: type[Chain], stages: Any, parts: list[str], pre
     ("num_ranks", "strategy", "parts"),
     [
         (3, {}, ["num_workers=3 with num_stages=2", "use num_stages=3 or num_workers=2"]),
-        (4, {}, ["num_workers=4 with num_stages=2", "num_workers=2, or width=2"]),
-        (3, {"width": 2}, ["num_workers=3 with width=2", "use num_workers=4"]),
-        (2, {"width": 4}, ["num_workers=2 with width=4", "use num_workers=4"]),
+        (4, {}, ["num_workers=4 with num_stages=2", "num_workers=2, or replicas=2"]),
+        (3, {"replicas": 2}, ["num_workers=3 with replicas=2", "use num_workers=4"]),
+        (2, {"replicas": 4}, ["num_workers=2 with replicas=4", "use num_workers=4"]),
     ],
 )
 def test_more_or_fewer_workers_than_the_stages_can_use(
@@ -250,14 +258,14 @@ def test_ranks_with_different_numbers_of_batches(preset: str) -> None:
 @pytest.mark.multi
 def test_sparse_gradients_stay_where_they_are_made() -> None:
     assert_right(ends_of(HasSparseGradients, stages=["layers.1"]), HasSparseGradients)
-    ends = ends_of(HasSparseGradients, 4, stages=["layers.1"], width=2)
+    ends = ends_of(HasSparseGradients, 4, stages=["layers.1"], replicas=2)
     assert_refused(ends, {"StepError"}, "stage 0 has a sparse gradient", "allowed:")
 
 
 @pytest.mark.multi
 def test_rows_that_are_scaled_down_in_each_replica_apart_are_refused() -> None:
     assert_right(ends_of(LimitsRows, stages=["layers.1"], preset="1f1b"), LimitsRows)
-    ends = ends_of(LimitsRows, 2, stages=1, width=2, preset="1f1b")
+    ends = ends_of(LimitsRows, 2, stages=1, replicas=2, preset="1f1b")
     assert_refused(ends, {"PlanError"}, "'embedding.weight'", "allowed:")
 
 

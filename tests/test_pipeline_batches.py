@@ -124,10 +124,10 @@ class Stream(IterableDataset[Any]):
     The worker of stage 0, whose batch counts, is on the last rank of its replica.
     """
 
-    def __init__(self, job: Job, width: int) -> None:
-        per_replica = here().num_ranks // width
+    def __init__(self, job: Job, replicas: int) -> None:
+        per_replica = here().num_ranks // replicas
         replica, place = divmod(here().rank, per_replica)
-        self._job, self._groups = job, job.groups(width, replica)
+        self._job, self._groups = job, job.groups(replicas, replica)
         self._other = 10_000 * (per_replica - 1 - place)
 
     def __iter__(self) -> Iterator[Any]:
@@ -137,7 +137,7 @@ class Stream(IterableDataset[Any]):
 
 def fit_stream(job: Job, strategy: dict[str, Any]) -> Outcome:
     run = prepare(job, strategy)
-    stream = Stream(job, strategy.get("width", 1))
+    stream = Stream(job, strategy.get("replicas", 1))
     run.trainer.fit(run.module, DataLoader(stream, batch_size=None))
     return run.outcome()
 
@@ -151,7 +151,7 @@ def test_stages_see_the_batch_of_the_first(name: str) -> None:
 
 def test_stages_of_each_replica_see_its_batches() -> None:
     job = Job(case="unet")
-    ranks = pipelines(job, 4, function=fit_stream, preset="1f1b", stages=2, width=2)
+    ranks = pipelines(job, 4, function=fit_stream, preset="1f1b", stages=2, replicas=2)
     assert_equals_plain(ranks, job, exact_metrics=False)
 
 
@@ -206,7 +206,7 @@ class SampledRows(Job):
 
 def test_the_sampler_feeds_replicas_and_not_stages() -> None:
     job = SampledRows(case="resnet", num_steps=8, num_epochs=1)
-    two = {"num_microbatches": 2, "preset": "1f1b", "stages": 2, "width": 2}
+    two = {"num_microbatches": 2, "preset": "1f1b", "stages": 2, "replicas": 2}
     for rank in pipelines(job, 4, function=fit_sampled, **two):
         assert rank["global_step"] == 8
         assert_same(rank["weights"], reference(job)["weights"])

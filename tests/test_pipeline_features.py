@@ -81,7 +81,7 @@ def test_accumulating_three_batches() -> None:  # a third, three times, is not o
 def test_clipping_what_two_replicas_accumulated() -> None:
     flags = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}
     job = Job(case="gpt2", num_steps=8, flags=tuple(flags.items()))
-    ranks = pipelines(job, 4, preset="1f1b", stages=2, width=2)
+    ranks = pipelines(job, 4, preset="1f1b", stages=2, replicas=2)
     assert_equals_plain(ranks, job, exact_metrics=False)
 
 
@@ -135,7 +135,7 @@ def test_rates(module: Any, num_ranks: int, preset: str, stages: int) -> None:
 def fit_and_evaluate(job: Job, strategy: Any) -> Outcome:
     """Evaluate on whole batches, whatever it was trained on."""
     run = prepare(job, strategy)
-    whole = DataLoader(loader(job, (strategy or {}).get("width", 1)).dataset, batch_size=None)
+    whole = DataLoader(loader(job, (strategy or {}).get("replicas", 1)).dataset, batch_size=None)
     untrained = run.trainer.validate(run.module, whole, verbose=False)
     run.trainer.fit(run.module, run.batches, whole)
     trained = run.outcome()
@@ -175,7 +175,7 @@ def test_validate_test_and_predict(name: str, num_ranks: int, preset: str, stage
 
 def test_each_replica_predicts_its_own_batches() -> None:
     job = Job(case="resnet")
-    ranks = pipelines(job, 4, function=fit_and_evaluate, preset="gpipe", stages=2, width=2)
+    ranks = pipelines(job, 4, function=fit_and_evaluate, preset="gpipe", stages=2, replicas=2)
     assert_same(ranks[0]["weights"], reference(job)["weights"])
     halves = [torch.cat(rank["predictions"]) for rank in ranks]
     assert torch.equal(halves[0], halves[1])  # the stages of one replica
@@ -313,7 +313,9 @@ def test_precision(name: str, num_ranks: int, precision: str) -> None:
 
 def test_mixed_precision_with_rematerialisation() -> None:
     job = Job(case="gpt2", flags=(("precision", "bf16-mixed"),))
-    assert_equals_plain(pipelines(job, 2, preset="1f1b", stages=4, remat="always"), job)
+    assert_equals_plain(
+        pipelines(job, 2, preset="1f1b", stages=4, activation_checkpointing="always"), job
+    )
 
 
 # ---------------------------------------------------------------------- the report

@@ -178,8 +178,8 @@ def test_numbers_of_micro_batches(num_microbatches: int, preset: str) -> None:
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_one_stage_is_the_plain_run(num_ranks: int) -> None:
     job = Job(case="resnet", num_microbatches=2)
-    width = {"width": num_ranks}
-    ranks = pipelines(job, num_ranks, preset=GPIPE, stages=1, **width)
+    replicas = {"replicas": num_ranks}
+    ranks = pipelines(job, num_ranks, preset=GPIPE, stages=1, **replicas)
     assert_equals_plain(ranks, job, exact_metrics=num_ranks == 1)
 
 
@@ -215,19 +215,19 @@ def test_rematerialisation_in_four_processes(name: str, preset: str, remat: str)
 )
 def test_two_replicas_of_two_stages(name: str, preset: str) -> None:
     job = Job(case=name)
-    ranks = pipelines(job, 4, preset=preset, stages=2, width=2)
+    ranks = pipelines(job, 4, preset=preset, stages=2, replicas=2)
     assert_equals_plain(ranks, job, exact_metrics=False)
 
 
 def test_two_replicas_of_four_stages_that_share_a_worker_each() -> None:
     job = Job(case="gpt2", num_microbatches=6)
-    ranks = pipelines(job, 2, preset=F1B, stages=4, width=2)
+    ranks = pipelines(job, 2, preset=F1B, stages=4, replicas=2)
     assert_equals_plain(ranks, job, exact_metrics=False)
 
 
 def test_two_replicas_with_rematerialisation() -> None:
     job = Job(case="resnet")
-    ranks = pipelines(job, 4, preset=F1B, stages=2, width=2, remat="always")
+    ranks = pipelines(job, 4, preset=F1B, stages=2, replicas=2, activation_checkpointing="always")
     assert_equals_plain(ranks, job, exact_metrics=False)
 
 
@@ -253,7 +253,9 @@ def test_dropout_in_four_processes_and_under_the_other_schedule() -> None:
 def test_rematerialisation_draws_the_same_numbers(name: str) -> None:
     job = Job(case=name, dropout=0.2)
     kept = pipelines(job, 1, preset=F1B, stages=4)[0]
-    assert_equal_runs(pipelines(job, 2, preset=F1B, stages=4, remat="always"), kept)
+    assert_equal_runs(
+        pipelines(job, 2, preset=F1B, stages=4, activation_checkpointing="always"), kept
+    )
 
 
 class SameAgain(Job):

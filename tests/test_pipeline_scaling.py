@@ -58,9 +58,9 @@ def assert_equals_one_device(ranks: list[Outcome], job: Job) -> None:
         more("gpipe", 4, {"stages": 4}, CLIPPED),
         ("1f1b", 1, {"stages": 4}, CLIPPED),
         pytest.param("1f1b", 2, {"stages": 2}, (), marks=pytest.mark.exhaustive),
-        ("1f1b", 2, {"stages": 4, "clip": "global"}, CLIPPED),
+        ("1f1b", 2, {"stages": 4, "clip_norm": "global"}, CLIPPED),
         more("1f1b", 4, {"stages": 4}, ()),
-        ("1f1b", 2, {"stages": 2, "remat": "always"}, ()),
+        ("1f1b", 2, {"stages": 2, "activation_checkpointing": "always"}, ()),
     ],
 )
 def test_bits_scales_and_skips_are_those_of_one_device(
@@ -76,7 +76,7 @@ def test_one_stage_is_plain_training() -> None:
 
 
 def test_replicas_follow_the_owners() -> None:
-    ranks = pipelines(JOB, 4, preset="1f1b", stages=2, width=2, function=fit)
+    ranks = pipelines(JOB, 4, preset="1f1b", stages=2, replicas=2, function=fit)
     assert_equals_one_device(ranks, JOB)
 
 

@@ -128,7 +128,7 @@ def fit_staged(job: Job, strategy: dict[str, Any], precision: str) -> Outcome:
 
 def staged_by_rule(
     job: Job, precision: str, rule: str, stage_of: dict[str, int], plan: Plan,
-    dtype: torch.dtype | None = None, width: int = 1,
+    dtype: torch.dtype | None = None, replicas: int = 1,
 ) -> dict[str, Tensor]:  # fmt: skip
     own, module = plugin(precision), job.make()
     module.log = module.log_dict = lambda *args, **kwargs: None  # type: ignore[method-assign]
@@ -148,7 +148,7 @@ def staged_by_rule(
     least = torch.promote_types(LEAST, next(module.parameters()).dtype)
     asynchronous.train(
         module, by_stage(module, stage_of), optimizer, loss, rule=rule, num_microbatches=job.num_microbatches,
-        num_steps=job.num_steps, after_update=step, width=width,
+        num_steps=job.num_steps, after_update=step, replicas=replicas,
         wire=wire_of(plan, dtype, least),
     )  # fmt: skip
     return weights_of(module)

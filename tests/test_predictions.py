@@ -33,9 +33,9 @@ class Writer(BasePredictionWriter):
             file.write("epoch\n")
 
 
-def predict(folder: Path, width: int, trains: bool) -> int:
+def predict(folder: Path, replicas: int, trains: bool) -> int:
     """Predict on this rank; return the number of predictions that it is given."""
-    strategy = {"preset": "1f1b", "stages": ["net.2"], "width": width, "num_microbatches": 2}
+    strategy = {"preset": "1f1b", "stages": ["net.2"], "replicas": replicas, "num_microbatches": 2}
     module, case, writer = m.Plain(), CASES["plain"], Writer(folder)
     trainer = make_trainer(strategy, max_epochs=1, callbacks=[writer])
     if trains:
@@ -46,11 +46,11 @@ def predict(folder: Path, width: int, trains: bool) -> int:
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "width", "trains"), [(2, 1, True), (2, 1, False), (4, 2, False)]
+    ("num_ranks", "replicas", "trains"), [(2, 1, True), (2, 1, False), (4, 2, False)]
 )
 def test_each_prediction_is_written_once(
-    tmp_path: Path, num_ranks: int, width: int, trains: bool
+    tmp_path: Path, num_ranks: int, replicas: int, trains: bool
 ) -> None:
-    assert processes.run(predict, num_ranks, tmp_path, width, trains) == [2] * num_ranks
+    assert processes.run(predict, num_ranks, tmp_path, replicas, trains) == [2] * num_ranks
     lines = (tmp_path / "predictions").read_text().split("\n")
-    assert sorted(lines) == sorted(["", *["batch 0", "batch 1", "epoch"] * width])
+    assert sorted(lines) == sorted(["", *["batch 0", "batch 1", "epoch"] * replicas])

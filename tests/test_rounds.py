@@ -84,7 +84,7 @@ def test_weights_losses_rates_and_metrics_are_those_of_cyclic_dp(
 def test_gradients_that_are_clipped_by_the_norm_of_all_stages(
     n: int, net: str, stages: int, rounds: int
 ) -> None:
-    plan = {"stages": stages, "clip": "global"}
+    plan = {"stages": stages, "clip_norm": "global"}
     flags = {"accumulate_grad_batches": rounds, "gradient_clip_val": 0.05}
     compare(n, net, "adamw", plan, flags)
 
@@ -160,8 +160,8 @@ def batches(num: int = 6) -> DataLoader[Any]:
 
 FLAGS: dict[str, dict[str, Any]] = {
     "clipped by value": {"gradient_clip_val": 0.05, "gradient_clip_algorithm": "value"},
-    "clipped by stage": {"gradient_clip_val": 0.1, "clip": "stage"},
-    "clipped by all": {"gradient_clip_val": 0.1, "clip": "global"},
+    "clipped by stage": {"gradient_clip_val": 0.1, "clip_norm": "stage"},
+    "clipped by all": {"gradient_clip_val": 0.1, "clip_norm": "global"},
     "validated in mid epoch": {"val_check_interval": 2},
     "max_steps": {"max_steps": 4, "max_epochs": -1},
     "averaged": {"averages": True},
@@ -221,7 +221,7 @@ class Resumable(DataLoader[Any]):
 
 
 LATE: dict[str, Any] = {"slack": 2}
-CLIPPED: dict[str, Any] = {"clip": "global"}  # waits for norms of all behind each step
+CLIPPED: dict[str, Any] = {"clip_norm": "global"}  # waits for norms of all behind each step
 
 
 def go_on(preset: str, plan: dict[str, Any], folder: str, resumed: bool) -> dict[str, Any]:

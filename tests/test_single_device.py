@@ -93,7 +93,9 @@ def test_rematerialisation_reads_the_same_versions() -> None:
 
 
 def fit_remat() -> dict[str, Any]:
-    return fit_single("cyclic_dp", "resnet", "sgd", remat="always", placement="single")
+    return fit_single(
+        "cyclic_dp", "resnet", "sgd", activation_checkpointing="always", placement="single"
+    )
 
 
 class Backwards(nn.Module):
@@ -123,7 +125,7 @@ def fit_clipped(strategy: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def test_stages_are_clipped_by_the_same_norms_on_one_device_and_in_many_processes() -> None:
-    strategy = {"preset": "cyclic_dp", "stages": ["net.c"], "clip": "stage"}
+    strategy = {"preset": "cyclic_dp", "stages": ["net.c"], "clip_norm": "stage"}
     (one,) = processes.run(fit_clipped, 1, strategy | {"num_microbatches": 2})
     for weights in processes.run(fit_clipped, 2, strategy):
         assert_same(weights, one)

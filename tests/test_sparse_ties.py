@@ -48,11 +48,11 @@ SHARED = replace(GPT, module=SharedLayers)
         more("1f1b", 2, GPT, "bf16-true", 0.1, EMBEDDING, {"stages": 2}),
         more("1f1b", 4, SHARED, "bf16-true", 0.1, "", {}),
         more("1f1b", 2, SHARED, "32-true", None, EMBEDDING, {}),
-        more("1f1b", 4, GPT, "bf16-true", 0.1, "", {"width": 2, "stages": 2}),
-        more("gpipe", 2, SHARED, "16-true", None, "", {"remat": "always"}),
+        more("1f1b", 4, GPT, "bf16-true", 0.1, "", {"replicas": 2, "stages": 2}),
+        more("gpipe", 2, SHARED, "16-true", None, "", {"activation_checkpointing": "always"}),
         more("gpipe", 4, GPT, "bf16-true", None, EMBEDDING, {}),
         ("pipedream_2bw", 2, SHARED, "bf16-true", None, EMBEDDING, {}),
-        more("pipedream_2bw", 4, GPT, "bf16-true", 0.1, "", {"width": 2, "stages": 2}),
+        more("pipedream_2bw", 4, GPT, "bf16-true", 0.1, "", {"replicas": 2, "stages": 2}),
         more("pipedream_2bw", 4, SHARED, "32-true", None, "", {}),
         more("cyclic_pipeline", 2, GPT, "bf16-true", None, EMBEDDING, {}),
         more("cyclic_pipeline", 4, SHARED, "bf16-true", None, "", {}),
@@ -68,7 +68,7 @@ def test_tied_parameters_have_the_bits_of_dense_masked_training(
     strategy = {"preset": preset, "stages": 4} | more
     ranks = pipelines(job, num_ranks, compute, clip, dense, function=fit_staged, **strategy)
     stage_of = ranks[0]["stage_of"]
-    args = job, compute, ranks[0]["plan"], stage_of, clip, more.get("width", 1), dense
+    args = job, compute, ranks[0]["plan"], stage_of, clip, more.get("replicas", 1), dense
     (expected,) = processes.run(staged_by_rule, 1, *args)
     assert EMBEDDING in ranks[0]["tied"]
     for rank in ranks:
@@ -129,10 +129,10 @@ def save_staged(
 @pytest.mark.parametrize(
     ("preset", "num_ranks", "more"),
     [
-        more("1f1b", 4, {"width": 2}),
+        more("1f1b", 4, {"replicas": 2}),
         more("gpipe", 4, {"stages": 4}),
         more("1f1b", 2, {"stages": 4}),
-        more("pipedream_2bw", 4, {"width": 2}),
+        more("pipedream_2bw", 4, {"replicas": 2}),
         ("pipedream_2bw", 2, {}),
         more("cyclic_pipeline", 2, {}),
     ],

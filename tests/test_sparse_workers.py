@@ -436,7 +436,7 @@ def fit_staged(
 
 
 def staged_by_rule(
-    job: Job, compute: str, plan: Plan, stage_of: dict[str, int], clip: float | None, width: int,
+    job: Job, compute: str, plan: Plan, stage_of: dict[str, int], clip: float | None, replicas: int,
     dense: str = "",
 ) -> dict[str, Tensor]:  # fmt: skip
     module, dtype = job.make(), DTYPES[compute]
@@ -460,7 +460,7 @@ def staged_by_rule(
     else:
         asynchronous.train(
             module, stages, masters, loss, rule=rule, num_microbatches=job.num_microbatches,
-            num_steps=job.num_steps, after_update=after, width=width, wire=wire,
+            num_steps=job.num_steps, after_update=after, replicas=replicas, wire=wire,
         )  # fmt: skip
     return weights_of(module)
 
@@ -470,10 +470,10 @@ def staged_by_rule(
     [
         more("1f1b", 2, "bf16-true", 0.1, {}),
         more("1f1b", 4, "32-true", None, {}),
-        ("1f1b", 4, "bf16-true", 0.1, {"width": 2, "stages": 2}),
-        more("gpipe", 2, "16-true", None, {"remat": "always"}),
+        ("1f1b", 4, "bf16-true", 0.1, {"replicas": 2, "stages": 2}),
+        more("gpipe", 2, "16-true", None, {"activation_checkpointing": "always"}),
         ("pipedream_2bw", 2, "bf16-true", None, {}),
-        more("pipedream_2bw", 4, "bf16-true", 0.1, {"width": 2, "stages": 2}),
+        more("pipedream_2bw", 4, "bf16-true", 0.1, {"replicas": 2, "stages": 2}),
         ("cyclic_pipeline", 2, "bf16-true", None, {}),
         more("cyclic_pipeline", 4, "32-true", None, {}),
         ("cyclic_mp", 2, "bf16-true", None, {"stages": 2}),
@@ -486,7 +486,7 @@ def test_stages_apart_have_the_bits_of_dense_masked_training(
     job = replace(JOB, num_microbatches=1) if preset == "pipedream" else JOB
     strategy = {"preset": preset, "stages": 4} | more
     ranks = pipelines(job, num_ranks, compute, clip, function=fit_staged, **strategy)
-    args = job, compute, ranks[0]["plan"], ranks[0]["stage_of"], clip, more.get("width", 1)
+    args = job, compute, ranks[0]["plan"], ranks[0]["stage_of"], clip, more.get("replicas", 1)
     (expected,) = processes.run(staged_by_rule, 1, *args)
     for rank in ranks:
         assert_same(rank["weights"], expected)

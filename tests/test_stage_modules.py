@@ -190,8 +190,24 @@ def plain(make: Any) -> dict[str, Tensor]:
         (Aside, 1, {"preset": "1f1b", "stages": ["b"]}),
         (Behind, 1, {"preset": "1f1b", "stages": ["c"]}),
         (Hooked, 2, {"preset": "1f1b", "stages": ["net.1"]}),
-        (Hooked, 1, {"preset": "1f1b", "stages": ["net.2", "net.4", "last"], "remat": "always"}),
-        (Hooked, 1, {"preset": "1f1b", "stages": ["net.2", "net.4", "last"], "remat": "never"}),
+        (
+            Hooked,
+            1,
+            {
+                "preset": "1f1b",
+                "stages": ["net.2", "net.4", "last"],
+                "activation_checkpointing": "always",
+            },
+        ),
+        (
+            Hooked,
+            1,
+            {
+                "preset": "1f1b",
+                "stages": ["net.2", "net.4", "last"],
+                "activation_checkpointing": "never",
+            },
+        ),
         (Moving, 2, {"preset": "1f1b"}),
         (Moving, 1, {"preset": "gpipe", "stages": 3}),
         (Short, 1, {"preset": "lockstep_dp"}),

@@ -173,7 +173,7 @@ def test_clipping_by_the_norm_of_all_while_buffers_travel(
 ) -> None:
     make = partial(Classifier, "batchnorm_mlp")
     flags = {"gradient_clip_val": CLIP_AT, "accumulate_grad_batches": accumulate}
-    strategy = {"preset": preset, "clip": "global", "stages": stages}
+    strategy = {"preset": preset, "clip_norm": "global", "stages": stages}
     ranks = processes.run(fit, n, make, strategy, 10, flags)
     of = partial(Reference, rule="freshest", n=n, num_batches=10, accumulate=accumulate)
     run = of(clip=by_norm).run(make(), ranks[0]["stage_of"])
@@ -210,7 +210,7 @@ def test_clipping_by_the_norm_of_all_where_all_meet_behind_each_step(
 ) -> None:
     make = partial(Classifier, net)
     flags = {"gradient_clip_val": CLIP_AT, "accumulate_grad_batches": accumulate}
-    strategy = {"preset": preset, "clip": "global", "stages": stages}
+    strategy = {"preset": preset, "clip_norm": "global", "stages": stages}
     ranks = processes.run(fit_meeting, n, make, strategy, flags, time_limit_s=40)
     rule = RULES.get(preset, "freshest")
     run = Reference(rule=rule, n=n, num_batches=12, accumulate=accumulate, clip=by_norm)

@@ -112,10 +112,10 @@ class Case(NamedTuple):
 
 FOUR = {"num_microbatches": 4}
 BY_NORM = {"gradient_clip_val": 0.1}
-AGAIN = {"remat": "always", "width": 2, "stages": 2, "num_microbatches": 2}
+AGAIN = {"activation_checkpointing": "always", "replicas": 2, "stages": 2, "num_microbatches": 2}
 CASES = {
     "cyclic_dp": Case({"preset": "cyclic_dp"}),
-    "cyclic_dp, one norm": Case({"preset": "cyclic_dp", "clip": "global"}, BY_NORM),
+    "cyclic_dp, one norm": Case({"preset": "cyclic_dp", "clip_norm": "global"}, BY_NORM),
     "cyclic_dp, half": Case({"preset": "cyclic_dp"}, half=True),
     "cyclic_dp_v1": Case({"preset": "cyclic_dp_v1"}, BY_NORM),
     "cyclic_zero": Case({"preset": "cyclic_zero"}),

@@ -80,11 +80,16 @@ STAGED_ALWAYS = {
 @pytest.mark.parametrize(("preset", "precision", "dtype"), marked(STAGED, STAGED_ALWAYS))
 def test_workers_of_stages(preset: str, precision: str, dtype: str | None) -> None:
     job = Job(case="vit", num_steps=NUM_STEPS, num_epochs=1, num_microbatches=4)
-    width = 2 if preset in REPLICAS else 1
-    strategy = {"preset": preset, "reduce_dtype": dtype, "stages": 4 // width, "width": width}
+    replicas = 2 if preset in REPLICAS else 1
+    strategy = {
+        "preset": preset,
+        "reduce_dtype": dtype,
+        "stages": 4 // replicas,
+        "replicas": replicas,
+    }
     ranks = pipelines(job, 4, precision, function=fit_staged, **strategy)
     plan = ranks[0]["plan"]
-    parts = width if plan.sums_by_replica else 1
+    parts = replicas if plan.sums_by_replica else 1
     args = job, precision, plan.weights, ranks[0]["stage_of"], plan, DTYPES[dtype], parts
     (expected,) = processes.run(staged_by_rule, 1, *args)
     for rank in ranks:
@@ -98,7 +103,7 @@ def test_workers_of_stages(preset: str, precision: str, dtype: str | None) -> No
 def test_one_pipeline_sends_no_sums(preset: str) -> None:
     with pytest.raises(ConfigurationError, match="reduce_dtype='bf16' is of no use with one"):
         CyclicStrategy(preset, reduce_dtype="bf16")
-    CyclicStrategy(preset, reduce_dtype="bf16", width=2, num_microbatches=2)
+    CyclicStrategy(preset, reduce_dtype="bf16", replicas=2, num_microbatches=2)
 
 
 def test_a_dtype_that_is_none_of_these() -> None:
@@ -131,7 +136,7 @@ def test_a_sum_beyond_float16_is_named() -> None:
 
 def fit_unlike(preset: str) -> str:
     strategy = {"preset": preset, "reduce_dtype": "bf16" if processes.here().rank else None}
-    more = {"width": 2, "stages": 1, "num_microbatches": 2} if preset == "gpipe" else {}
+    more = {"replicas": 2, "stages": 1, "num_microbatches": 2} if preset == "gpipe" else {}
     module = Classifier("mlp", "sgd")
     with pytest.raises(StepError) as raised:
         make_trainer(strategy | more, max_epochs=1).fit(module, train_data(module, 2))

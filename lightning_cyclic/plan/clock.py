@@ -62,14 +62,14 @@ def picture(
         return "slot"
     slots = range(min(s for s, _ in cells), max(s for s, _ in cells) + 1)
     num_workers = max(w for _, w in cells) + 1
-    width = max(len(text) for text in [*cells.values(), str(slots[-1]), "..."])
+    replicas = max(len(text) for text in [*cells.values(), str(slots[-1]), "..."])
     head = max(len("slot"), len(f"w{num_workers - 1}"))
-    lines = [_line("slot", head, (str(s) for s in slots), width)]
+    lines = [_line("slot", head, (str(s) for s in slots), replicas)]
     for w in range(first_row, num_workers):
-        lines.append(_line(f"w{w}", head, _row(cells, slots, w), width))
+        lines.append(_line(f"w{w}", head, _row(cells, slots, w), replicas))
         if arrow is not None and arrow[1] == w:
             marks = ("^" if s == arrow[0] else "" for s in slots)
-            lines.append(_line("", head, marks, width).rstrip())
+            lines.append(_line("", head, marks, replicas).rstrip())
     return "\n".join(lines)
 
 
@@ -77,5 +77,5 @@ def _row(cells: Mapping[tuple[int, int], str], slots: range, w: int) -> Iterable
     return (cells.get((s, w), ".") for s in slots)
 
 
-def _line(name: str, head: int, cells: Iterable[str], width: int) -> str:
-    return " ".join([name.ljust(head), *(cell.rjust(width) for cell in cells)])
+def _line(name: str, head: int, cells: Iterable[str], replicas: int) -> str:
+    return " ".join([name.ljust(head), *(cell.rjust(replicas) for cell in cells)])

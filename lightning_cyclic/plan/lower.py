@@ -92,7 +92,7 @@ def make_plan(  # noqa: PLR0913  (one argument per axis and number is the public
     weights: str | None = None,
     sharding: str | None = None,
     relayed: Iterable[int] = (),
-    width: int = 1,
+    replicas: int = 1,
     tied: Iterable[Iterable[int]] = (),
     late_updates: bool = False,
     norms: str = "none",
@@ -108,7 +108,7 @@ def make_plan(  # noqa: PLR0913  (one argument per axis and number is the public
         num_workers: N, at least 1.
         num_microbatches: m, micro-batches per update; of workers that run whole ones, the same number
             on each: rounds. [None: one per worker where workers run whole micro-batches, one where
-            the rule updates after each, else one per stage; times the width]
+            the rule updates after each, else one per stage; times the replicas]
         num_steps: training steps that the program covers, at least 1. [4]
         slack: slots that a new version needs to travel. [0: CDP-v2]
         schedule: replaces the preset's axis value, as do the next three. [None: the preset's]
@@ -116,8 +116,8 @@ def make_plan(  # noqa: PLR0913  (one argument per axis and number is the public
         weights: which version is read. [None: the preset's]
         sharding: who keeps what. [None: the preset's, or "none" where no stage is replicated]
         relayed: stages whose module buffers travel from micro-batch to micro-batch. [()]
-        width: replicas of a pipeline; micro-batch i runs on replica i % width, as its
-            micro-batch i // width. [1]
+        replicas: replicas of a pipeline; micro-batch i runs on replica i % replicas, as its
+            micro-batch i // replicas. [1]
         tied: groups of stages that share parameters, ascending, such as ``((0, 3),)``; the first
             of a group updates them. [()]
         late_updates: update a stage right before its new version is first read, so that all
@@ -155,9 +155,9 @@ def make_plan(  # noqa: PLR0913  (one argument per axis and number is the public
     check_number("num_workers", num_workers)
     check_number("num_steps", num_steps)
     check_number("slack", slack, least=0)
-    check_number("width", width)
+    check_number("replicas", replicas)
     if num_microbatches is None:
-        num_microbatches = default_num_micro(axes, num_stages, num_workers) * width
+        num_microbatches = default_num_micro(axes, num_stages, num_workers) * replicas
     check_number("num_microbatches", num_microbatches)
     each = num_workers if PLACEMENTS[axes["placement"]].runs_whole_micro else num_microbatches
     group_size = 1 if groups is None else size_of_groups(groups, each)
@@ -172,7 +172,7 @@ def make_plan(  # noqa: PLR0913  (one argument per axis and number is the public
         **axes,
         relayed=relayed,
         spacing=default_spacing(PRESETS[preset], axes, num_stages, each // group_size),
-        width=width,
+        replicas=replicas,
         tied=groups_of_stages(tied),
         late_updates=late_updates,
         norms=norms,

@@ -5,7 +5,7 @@ Four answers:
     replicated   w = i % N      a worker runs whole micro-batches, as in data parallelism; those
                                 of a step in one or several rounds of N
     pipelined    w = j          a worker runs one stage (contiguous stages where N < S); with a
-                                width, so does each of several replicas, i % width of them all
+                                replicas, so does each of several replicas, i % replicas of them all
     shared       S-j places     a device per live activation, S(S+1)/2 in all, not S*S
     single       w = 0          one worker runs everything: the reference
 """
@@ -26,13 +26,13 @@ class AbstractPlacement(ABC):
         num_stages: S.
         num_workers: N.
         num_microbatches: m, micro-batches per step.
-        width: replicas of the pipeline, for placements that allow more than one. [1]
+        replicas: replicas of the pipeline, for placements that allow more than one. [1]
     """
 
     num_stages: int
     num_workers: int
     num_microbatches: int
-    width: int = 1
+    replicas: int = 1
 
     takes_turns: ClassVar[bool] = False
     """Whether the worker of a micro-batch on a stage depends on the step."""
@@ -103,7 +103,7 @@ class Replicated(AbstractPlacement):
 class Pipelined(AbstractPlacement):
     """Give stage j to worker j; with fewer workers, contiguous stages to each.
 
-    With a width, that many replicas of the pipeline take the micro-batches in turn.
+    With a replicas, that many replicas of the pipeline take the micro-batches in turn.
     """
 
     schedules: ClassVar[tuple[str, ...]] = ("cyclic", "gpipe", "1f1b")
@@ -112,43 +112,43 @@ class Pipelined(AbstractPlacement):
     @property
     def depth(self) -> int:
         """Workers per replica."""
-        return self.num_workers // self.width
+        return self.num_workers // self.replicas
 
     def worker(self, t: int, i: int, j: int) -> int:
         """Give the worker of micro-batch i of step t on stage j."""
-        return i % self.width * self.depth + j * self.depth // self.num_stages
+        return i % self.replicas * self.depth + j * self.depth // self.num_stages
 
     def misfit(self) -> str | None:
         """Say what is wrong with the numbers and what to do, or None where they fit."""
-        if self.num_workers % self.width:
+        if self.num_workers % self.replicas:
             return (
-                f"num_workers={self.num_workers} with width={self.width}; all replicas of a "
-                "pipeline have as many workers, so allowed: multiples of the width; "
-                f"use num_workers={(self.depth + 1) * self.width}"
+                f"num_workers={self.num_workers} with replicas={self.replicas}; all replicas of a "
+                "pipeline have as many workers, so allowed: multiples of the replicas; "
+                f"use num_workers={(self.depth + 1) * self.replicas}"
             )
-        if self.num_microbatches % self.width:
+        if self.num_microbatches % self.replicas:
             return (
-                f"num_microbatches={self.num_microbatches} with width={self.width}; all replicas of a pipeline "
-                "run as many micro-batches, so allowed: multiples of the width; "
-                f"use num_microbatches={(self.num_microbatches // self.width + 1) * self.width}"
+                f"num_microbatches={self.num_microbatches} with replicas={self.replicas}; all replicas of a pipeline "
+                "run as many micro-batches, so allowed: multiples of the replicas; "
+                f"use num_microbatches={(self.num_microbatches // self.replicas + 1) * self.replicas}"
             )
         return None if self.depth <= self.num_stages else self._too_deep()
 
     def _too_deep(self) -> str:
-        replicas = f" and width={self.width}" if self.width > 1 else ""
-        of_each = " of each replica" if self.width > 1 else ""
+        replicas = f" and replicas={self.replicas}" if self.replicas > 1 else ""
+        of_each = " of each replica" if self.replicas > 1 else ""
         wider = self.num_workers // self.num_stages
         fills = wider * self.num_stages == self.num_workers
         return (
             f"num_workers={self.num_workers} with num_stages={self.num_stages}{replicas}; "
             f"allowed with placement 'pipelined': at most one worker per stage{of_each}; "
-            f"use num_stages={self.depth} or num_workers={self.num_stages * self.width}"
-            + (f", or width={wider}" if fills else "")
+            f"use num_stages={self.depth} or num_workers={self.num_stages * self.replicas}"
+            + (f", or replicas={wider}" if fills else "")
         )
 
     def workers_of(self, j: int) -> tuple[int, ...]:
         """List the workers that hold stage j: one of each replica."""
-        return tuple(self.worker(0, i, j) for i in range(self.width))
+        return tuple(self.worker(0, i, j) for i in range(self.replicas))
 
     def replica(self, w: int) -> range:
         """List the workers of w's replica, first stage first."""

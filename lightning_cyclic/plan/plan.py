@@ -58,7 +58,7 @@ class Plan:
         sharding: who keeps what.
         relayed: stages whose buffers travel from micro-batch to micro-batch.
         spacing: slots between a micro-batch and the next on the cyclic schedule.
-        width: replicas of a pipeline.
+        replicas: replicas of a pipeline.
         tied: groups of stages that share parameters, the first that uses them first.
         late_updates: whether each stage is updated right before its new version is first read,
             so that all stages can decide together about a step without making one wait.
@@ -85,7 +85,7 @@ class Plan:
     sharding: str
     relayed: tuple[int, ...]
     spacing: Fraction
-    width: int = 1
+    replicas: int = 1
     tied: tuple[tuple[int, ...], ...] = ()
     late_updates: bool = False
     norms: str = "none"
@@ -104,7 +104,7 @@ class Plan:
                 num_stages=self.num_stages,
                 num_workers=self.num_workers,
                 num_microbatches=self.num_microbatches,
-                width=self.width,
+                replicas=self.replicas,
             ),
             weights=WEIGHTS[self.weights](),
             sharding=SHARDINGS[self.sharding](),
@@ -115,7 +115,7 @@ class Plan:
         """The schedule of one replica, or of one round of all."""
         num_stages, num_microbatches = (
             self.num_stages,
-            self.num_microbatches // self.width // self.rounds,
+            self.num_microbatches // self.replicas // self.rounds,
         )
         of_groups = SCHEDULES[self.schedule](
             num_stages=num_stages,
@@ -142,13 +142,13 @@ class Plan:
                 base=base,
                 in_succession=bool(self.relayed),
             )
-        if self.width == 1:
+        if self.replicas == 1:
             return base
         return Wide(
             num_stages=self.num_stages,
             num_microbatches=self.num_microbatches,
             base=base,
-            width=self.width,
+            replicas=self.replicas,
         )
 
     @property
@@ -232,7 +232,7 @@ class Plan:
         micro-batch by micro-batch instead, so that a step has the bits of one process, at more
         messages.
         """
-        return self.rounds > 1 or (self.width > 1 and self.weights != "sync")
+        return self.rounds > 1 or (self.replicas > 1 and self.weights != "sync")
 
     @property
     def updates_apart(self) -> bool:
@@ -272,7 +272,7 @@ class Plan:
     @property
     def replicas(self) -> int:
         """Count who holds every stage: workers that run whole micro-batches, or pipelines."""
-        return self.num_workers if self.axes.placement.runs_whole_micro else self.width
+        return self.num_workers if self.axes.placement.runs_whole_micro else self.replicas
 
     def depth(self, j: int) -> int:
         """Count the versions of stage j that are alive at once, anywhere, at most."""

@@ -157,7 +157,7 @@ class Candidate:
 
     Args:
         preset: name of the preset.
-        width: replicas of a pipeline.
+        replicas: replicas of a pipeline.
         num_stages: S.
         num_microbatches: micro-batches per update, of all replicas together.
         micro_size: samples of each.
@@ -167,7 +167,7 @@ class Candidate:
     """
 
     preset: str
-    width: int
+    replicas: int
     num_stages: int
     num_microbatches: int
     micro_size: int
@@ -187,7 +187,7 @@ class Candidate:
     @property
     def of_each(self) -> int:
         """Return the micro-batches per update of each replica."""
-        return self.num_microbatches // self.width
+        return self.num_microbatches // self.replicas
 
     def plan(
         self, problem: Problem, *, num_steps: int, tied: Sequence[Sequence[int]] = ()
@@ -205,7 +205,7 @@ class Candidate:
             num_steps=num_steps,
             slack=problem.slack if self.ring is None else self.ring.slack,
             groups=None if self.ring is None else self.ring.num_groups(problem.num_workers),
-            width=self.width,
+            replicas=self.replicas,
             tied=tied,
             proved=False,
         )
@@ -214,7 +214,7 @@ class Candidate:
 def candidates(problem: Problem) -> Iterator[Candidate]:
     """Yield every candidate.
 
-    Of pipelines: each width and depth whose product is the number of workers, each size of a
+    Of pipelines: each replicas and depth whose product is the number of workers, each size of a
     micro-batch that divides the batch, with and without rematerialisation. Of workers that run
     whole micro-batches: one, two and four stages per worker, one micro-batch for each, and around
     a ring the numbers that are predicted to be fastest. Whether axes and numbers fit together is
@@ -230,9 +230,11 @@ def candidates(problem: Problem) -> Iterator[Candidate]:
         elif PRESETS[preset].placement == "shared":
             yield from _pipelines(problem, preset, 1, _stages_of_places(problem.num_workers))
         else:
-            for width in range(1, problem.num_workers + 1):
-                if problem.num_workers % width == 0:
-                    yield from _pipelines(problem, preset, width, problem.num_workers // width)
+            for replicas in range(1, problem.num_workers + 1):
+                if problem.num_workers % replicas == 0:
+                    yield from _pipelines(
+                        problem, preset, replicas, problem.num_workers // replicas
+                    )
 
 
 def _replicated(problem: Problem, preset: str) -> Iterator[Candidate]:
@@ -245,7 +247,7 @@ def _replicated(problem: Problem, preset: str) -> Iterator[Candidate]:
     for num_stages, found in [*numbers, *([] if ring is None else [(ring.num_stages, ring)])]:
         yield Candidate(
             preset=preset,
-            width=1,
+            replicas=1,
             num_stages=num_stages,
             num_microbatches=problem.num_workers,
             micro_size=micro_size,
@@ -275,20 +277,20 @@ def _around_ring(problem: Problem, preset: str, micro_size: int) -> RingNumbers 
     )
 
 
-def _pipelines(problem: Problem, preset: str, width: int, depth: int) -> Iterator[Candidate]:
+def _pipelines(problem: Problem, preset: str, replicas: int, depth: int) -> Iterator[Candidate]:
     for micro_size in sorted(problem.by_size, reverse=True):
         num_microbatches, rest = divmod(problem.samples, micro_size)
         if (
             depth > problem.num_units
             or rest
-            or num_microbatches < width
-            or num_microbatches % width
+            or num_microbatches < replicas
+            or num_microbatches % replicas
         ):
             continue
         for remat in problem.remats:
             yield Candidate(
                 preset=preset,
-                width=width,
+                replicas=replicas,
                 num_stages=depth,
                 num_microbatches=num_microbatches,
                 micro_size=micro_size,

@@ -60,7 +60,7 @@ class Counter:
         self._counted: dict[tuple[object, ...], Copies] = {}
 
     def copies(
-        self, preset: str, num_stages: int, of_each: int, width: int, *, remat: bool
+        self, preset: str, num_stages: int, of_each: int, replicas: int, *, remat: bool
     ) -> Copies:
         """Return the copies of each kind that the workers of some replicas keep.
 
@@ -68,7 +68,7 @@ class Counter:
             preset: of the plan.
             num_stages: S.
             of_each: micro-batches of each replica.
-            width: number of replicas.
+            replicas: number of replicas.
             remat: backwards run their forward again.
 
         Returns:
@@ -80,7 +80,7 @@ class Counter:
         """
 
         def count(stages: int, micro: int) -> Copies:
-            return self._count(preset, stages, micro, min(width, _REPLICAS), remat)
+            return self._count(preset, stages, micro, min(replicas, _REPLICAS), remat)
 
         try:
             found = self._by_small_programs(count, num_stages, of_each)
@@ -102,18 +102,18 @@ class Counter:
         return None
 
     def _count(
-        self, preset: str, num_stages: int, of_each: int, width: int, remat: bool
+        self, preset: str, num_stages: int, of_each: int, replicas: int, remat: bool
     ) -> Copies:
-        key = preset, num_stages, of_each, width, remat
+        key = preset, num_stages, of_each, replicas, remat
         if key not in self._counted:
             plan = make_plan(
                 preset,
                 num_stages=num_stages,
-                num_workers=num_stages * width,
-                num_microbatches=of_each * width,
+                num_workers=num_stages * replicas,
+                num_microbatches=of_each * replicas,
                 num_steps=steps_to_count(num_stages, of_each),
                 slack=self._slack,
-                width=width,
+                replicas=replicas,
                 proved=False,
             )
             for again in (False, True):
@@ -126,7 +126,7 @@ class Counter:
                 )
                 self._counted[*key[:-1], again] = [
                     [tuple(getattr(workers[w], kind) for kind in KINDS) for w in row]
-                    for row in _replicas(plan.axes.placement.workers_of, num_stages, width)
+                    for row in _replicas(plan.axes.placement.workers_of, num_stages, replicas)
                 ]
         return self._counted[key]
 
@@ -137,10 +137,10 @@ def steps_to_count(num_stages: int, of_each: int) -> int:
 
 
 def _replicas(
-    workers_of: Callable[[int], Sequence[int]], num_stages: int, width: int
+    workers_of: Callable[[int], Sequence[int]], num_stages: int, replicas: int
 ) -> list[list[int]]:
     """Return the worker of each stage, replica by replica."""
-    return [[workers_of(j)[q] for j in range(num_stages)] for q in range(width)]
+    return [[workers_of(j)[q] for j in range(num_stages)] for q in range(replicas)]
 
 
 def _filled(count: _Count, num_stages: int, full: int, of_each: int) -> Copies | None:

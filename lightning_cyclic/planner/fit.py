@@ -113,7 +113,7 @@ class Fitter:
     def _plan(self, candidate: Candidate, tied: tuple[tuple[int, ...], ...] = ()) -> Plan:
         num_steps = steps_to_count(candidate.num_stages, candidate.of_each)
         key = (
-            candidate.preset, candidate.width, candidate.num_stages, candidate.num_microbatches,
+            candidate.preset, candidate.replicas, candidate.num_stages, candidate.num_microbatches,
             candidate.ring, tied,
         )  # fmt: skip
         if key not in self._plans:
@@ -145,7 +145,7 @@ class Fitter:
             candidate.preset,
             candidate.num_stages,
             candidate.of_each,
-            candidate.width,
+            candidate.replicas,
             remat=candidate.remat,
         )
 
@@ -192,7 +192,7 @@ def _times(plan: Plan, copies: Copies, stages: Stages) -> tuple[Memory, ...]:
 
     A worker holds inputs of its own stage, and the gradients of what it sends to the next.
     """
-    placement, width = plan.axes.placement, plan.width
+    placement, replicas = plan.axes.placement, plan.replicas
     outputs = [*stages.input_bytes[1:], 0.0]
     found: dict[int, Memory] = {}
     for j in range(plan.num_stages):
@@ -200,7 +200,7 @@ def _times(plan: Plan, copies: Copies, stages: Stages) -> tuple[Memory, ...]:
         sizes = {"activations": stages.activation_bytes[j], "inputs": stages.input_bytes[j],
                  "returns": sent}  # fmt: skip
         for q, w in enumerate(placement.workers_of(j)):
-            row = copies[0 if q == 0 else -1 if q == width - 1 else 1][j]
+            row = copies[0 if q == 0 else -1 if q == replicas - 1 else 1][j]
             found[w] = Memory(**{
                 kind: count * sizes.get(kind, params)
                 for kind, count in zip(KINDS, row, strict=True)

@@ -105,7 +105,7 @@ def staleness(fit: Fit) -> tuple[float, int]:
 
 def _closed_form(fit: Fit, problem: Problem) -> tuple[float, float, bool]:
     step_s, compute_s = least_step_s(fit, problem), _compute_s(fit)
-    of_each = fit.candidate.num_microbatches // fit.candidate.width
+    of_each = fit.candidate.num_microbatches // fit.candidate.replicas
     busy_s = sum(compute_s) if fit.candidate.runs_whole_micro else of_each * min(compute_s)
     return step_s, 1 - busy_s / step_s if step_s else 0.0, False
 
@@ -126,7 +126,7 @@ def least_step_s(fit: Fit, problem: Problem) -> float:
     compute_s = _compute_s(fit)
     if candidate.runs_whole_micro:
         return float(sum(compute_s))
-    of_each = candidate.num_microbatches // candidate.width
+    of_each = candidate.num_microbatches // candidate.replicas
     paces = paces_s(fit.stages, candidate, network)
     if not candidate.has_flush:
         return of_each * max(paces)

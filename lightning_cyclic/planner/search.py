@@ -65,7 +65,7 @@ def search(problem: Problem, *, most: int = 10) -> Ranking:
     Raises:
         PlanError: none fits: names the one that needs least memory, or why none can be made.
 
-    Source: the search of PipeDream-2BW's planner over width, depth, rematerialisation and size of
+    Source: the search of PipeDream-2BW's planner over replicas, depth, rematerialisation and size of
         the micro-batch, section 4, https://arxiv.org/abs/2006.09503; step times are simulated.
     """
     every = list(candidates(problem))
@@ -115,7 +115,7 @@ def _have_same_programs(one: Plan, other: Plan) -> bool:
 def _cells(candidate: Candidate) -> int:
     # as many steps as it takes to be steady: four, and two rounds through a replica's stages
     of_each = candidate.num_microbatches * candidate.num_stages
-    return 4 * of_each + 2 * candidate.num_stages**2 * candidate.width
+    return 4 * of_each + 2 * candidate.num_stages**2 * candidate.replicas
 
 
 _Key: TypeAlias = tuple[float, float, float]
@@ -130,7 +130,7 @@ class _Search:
         self._chosen = chosen
         self._fitter = Fitter(problem)
         self._paces: dict[tuple[int, int, bool], float] = {}
-        self._refusals: list[tuple[int, PlanError]] = []  # with the candidate's width
+        self._refusals: list[tuple[int, PlanError]] = []  # with the candidate's replicas
         self._too_large: list[Candidate] = []
         self._bounds: list[tuple[_Key, int, RankedPlan]] = []
         self._heap: list[tuple[_Key, int, Candidate | Fit | RankedPlan]] = []
@@ -172,7 +172,7 @@ class _Search:
         try:
             assert plan.fit.plan.proof
         except PlanError as error:
-            self._refusals.append((plan.fit.candidate.width, error))
+            self._refusals.append((plan.fit.candidate.replicas, error))
             return False
         return True
 
@@ -189,7 +189,7 @@ class _Search:
             f"no plan fits into memory_bytes={problem.memory_bytes:.0f} "
             f"({show_bytes(problem.memory_bytes)}) per worker; allowed: "
             f"{least} ({show_bytes(least)}) or more, which {c.preset} "
-            f"needs with width={c.width}, {c.num_stages} stages, {c.num_microbatches} micro-batches of "
+            f"needs with replicas={c.replicas}, {c.num_stages} stages, {c.num_microbatches} micro-batches of "
             f'{c.micro_size} and remat="{"always" if c.remat else "never"}"; give workers more '
             "memory, use more workers, smaller batches, or an optimizer with less state"
         )
@@ -229,7 +229,7 @@ class _Search:
         key = candidate.micro_size, candidate.num_stages, candidate.remat
         if key not in self._paces:
             self._paces[key] = pace_s(profile, candidate, self._problem.network)
-        bound_s = candidate.num_microbatches // candidate.width * self._paces[key]
+        bound_s = candidate.num_microbatches // candidate.replicas * self._paces[key]
         return max(bound_s, through_s) if candidate.has_flush else bound_s
 
     def _exchange_s(self) -> float:
@@ -247,7 +247,7 @@ class _Search:
         try:
             found = self._fitter.fit(candidate)
         except PlanError as error:
-            self._refusals.append((candidate.width, error))
+            self._refusals.append((candidate.replicas, error))
             return
         if found is None:
             self._too_large.append(candidate)

@@ -38,7 +38,7 @@ def table(ranking: Ranking, *, colour: bool = False) -> str:
     """
     from rich.console import Console  # noqa: PLC0415
 
-    console = Console(width=_WIDTH, force_terminal=colour, no_color=not colour, highlight=False)
+    console = Console(replicas=_WIDTH, force_terminal=colour, no_color=not colour, highlight=False)
     with console.capture() as capture:
         numbers = map(str, range(1, len(ranking.plans) + 1))
         console.print(_grid(_title(ranking), zip(numbers, ranking.plans, strict=True)))
@@ -78,7 +78,7 @@ def _title(ranking: Ranking) -> str:
 def _row(plan: RankedPlan) -> Iterator[str]:
     candidate = plan.fit.candidate
     yield candidate.preset
-    yield f"{candidate.width} x {candidate.num_stages}"
+    yield f"{candidate.replicas} x {candidate.num_stages}"
     yield f"{candidate.num_microbatches} of {candidate.micro_size}"
     yield "yes" if candidate.remat else ""
     yield f"{'' if plan.is_simulated else '>='}{show_seconds(plan.step_s)}"
@@ -142,10 +142,10 @@ def arguments_of(plan: RankedPlan) -> dict[str, Any]:
     Where stages begin is said by paths, so that the strategy need not choose.
     """
     candidate, names, made = plan.fit.candidate, plan.fit.stages.names[1:], plan.fit.plan
-    usual = {"num_microbatches": None, "width": 1, "remat": "never", "slack": 0, "groups": None}
+    usual = {"num_microbatches": None, "replicas": 1, "remat": "never", "slack": 0, "groups": None}
     found = {
         "num_microbatches": None if candidate.runs_whole_micro else candidate.of_each,
-        "width": candidate.width,
+        "replicas": candidate.replicas,
         "remat": "always" if candidate.remat else "never",
         "slack": made.slack,
         "groups": made.num_groups if made.group_size > 1 else None,

@@ -182,7 +182,7 @@ class AsynchronousPipelineTraining(PipelineTraining):
         if self._stop is None or not self._asked():
             return 0
         # replicas run ahead of each other by two steps at most, as they read common versions
-        apart = 4 if self._options.width > 1 else 0
+        apart = 4 if self._options.replicas > 1 else 0
         return self._stop.agree(self._session.t + 1 + self._session.most_late + apart)
 
     def _read(self) -> None:

@@ -178,7 +178,7 @@ def numbers(plan: Plan) -> dict[str, Any]:
         "num_workers": plan.num_workers,
         "num_microbatches": plan.num_microbatches
         // plan.rounds,  # what is kept is that of any rounds
-        "width": plan.width,
+        "replicas": plan.replicas,
         "slack": plan.slack,
     }
 

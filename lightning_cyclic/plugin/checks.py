@@ -362,19 +362,19 @@ def check_used(plan: Plan, remat: str, memory_limit_bytes: int | None) -> None:
             )
 
 
-def check_adds(plan: Plan, reduce_dtype: object, width: int) -> None:
+def check_adds(plan: Plan, reduce_dtype: object, replicas: int) -> None:
     """Refuse to choose a dtype of sums where none travel.
 
     Raises:
         ConfigurationError: with the option.
     """
-    is_one_pipeline = is_stagewise(plan) and width == 1 and not plan.axes.placement.takes_turns
+    is_one_pipeline = is_stagewise(plan) and replicas == 1 and not plan.axes.placement.takes_turns
     if reduce_dtype is not None and is_one_pipeline:
         raise ConfigurationError(
             f"reduce_dtype={reduce_dtype!r} is of no use with one replica of a pipeline (preset "
             f"{plan.preset!r}), each of whose workers adds up its own gradients; allowed: "
             "reduce_dtype=None, replicas, or another preset; use "
-            f'CyclicStrategy("{plan.preset}", width=2, reduce_dtype={reduce_dtype!r}), or "cyclic_dp"'
+            f'CyclicStrategy("{plan.preset}", replicas=2, reduce_dtype={reduce_dtype!r}), or "cyclic_dp"'
         )
 
 

@@ -125,5 +125,5 @@ def _add(path: Path, text: str) -> None:
 
 
 def _in_a_line(plan: Plan) -> str:
-    names = ("num_workers", "num_stages", "num_microbatches", "width", *AXES)
+    names = ("num_workers", "num_stages", "num_microbatches", "replicas", *AXES)
     return f"{plan.preset}: {', '.join(f'{name}={getattr(plan, name)}' for name in names)}"

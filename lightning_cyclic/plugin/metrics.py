@@ -41,7 +41,9 @@ class SharedMetrics:
             setattr(loop, _STORES_METRICS, self._sharing_before(getattr(loop, _STORES_METRICS)))
         self._metrics: dict[str, Any] = {p: m for p, m in module.named_modules() if is_metric(m)}
         self._before = {path: _syncing(metric) for path, metric in self._metrics.items()}
-        if session.config.width == 1:  # else they would add up states of stages, which are alike
+        if (
+            session.config.replicas == 1
+        ):  # else they would add up states of stages, which are alike
             for metric in self._metrics.values():
                 metric.__dict__.update(dict.fromkeys(_SYNCING, False))
 

@@ -55,7 +55,7 @@ class Options:
         groups: of workers that run in the same slots. [each worker is one]
         clip: "stage", "global" or None.
         relay_buffers: "auto" or "all".
-        width: replicas of a pipeline.
+        replicas: replicas of a pipeline.
         remat: "never", "always" or "except_last".
         memory_limit_bytes: of a stage; None for any.
         error_feedback: as in CyclicStrategy.
@@ -83,7 +83,7 @@ class Options:
     groups: int | None
     clip: str | None
     relay_buffers: str
-    width: int
+    replicas: int
     remat: str
     memory_limit_bytes: int | None
     error_feedback: bool
@@ -119,12 +119,12 @@ class Options:
         if self.reduce_dtype is not None:
             check_choice(self.reduce_dtype, tuple(WIRE_DTYPES), "reduce_dtype")
         check_bytes(self.memory_limit_bytes, "memory_limit_bytes")
-        check_number("width", self.width)
+        check_number("replicas", self.replicas)
         probe = self._probe()
         check_plan(probe)
         check_used(probe, self.remat, self.memory_limit_bytes)
         check_timed(probe, self.stages)
-        check_adds(probe, self.reduce_dtype, self.width)
+        check_adds(probe, self.reduce_dtype, self.replicas)
         check_delayed(probe, self.error_feedback)
 
     # ------------------------------------------------------------------ which kind of training
@@ -161,7 +161,7 @@ class Options:
     @property
     def keeps_order(self) -> bool:
         """Say whether each forward is run once, with the newest weights, as on one device."""
-        is_alone = self.width == 1  # else each replica would change a copy of its own
+        is_alone = self.replicas == 1  # else each replica would change a copy of its own
         return is_alone and self._probe().weights == "sync" and self.remat == "never"
 
     @property
@@ -197,7 +197,7 @@ class Options:
     def worker_of(self, rank: int) -> int:
         """Return which worker a rank is; known once the number of workers is."""
         assert self.num_workers is not None
-        return rank_of(rank, self.num_workers // self.width) if self.is_stagewise else rank
+        return rank_of(rank, self.num_workers // self.replicas) if self.is_stagewise else rank
 
     # ------------------------------------------------------------------ plans
 
@@ -226,14 +226,14 @@ class Options:
         """
         asked = self.num_microbatches is not None and num_microbatches is None
         if self.num_microbatches is not None and num_microbatches is None:
-            num_microbatches = self.num_microbatches * self.width
+            num_microbatches = self.num_microbatches * self.replicas
         is_probe = num_workers is not None and num_workers != self.num_workers
         plan = make_plan(
             self.preset,
             num_stages=num_stages,
             num_workers=num_workers or self.num_workers or 1,
             num_microbatches=num_microbatches,
-            width=self.width,
+            replicas=self.replicas,
             tied=tied,
             slack=self.slack,
             groups=None if self.groups is None else 1 if is_probe else self.groups,
@@ -268,7 +268,7 @@ class Options:
         if self.plans_placement == "shared":
             return Shared.fewest_stages(self.num_workers)
         if self.is_stagewise:
-            return max(1, self.num_workers // self.width)
+            return max(1, self.num_workers // self.replicas)
         assert module is not None
         ps = [p for p in module.parameters() if p.requires_grad]
         wanted = auto_stages(self.num_workers, sum(p.numel() * p.element_size() for p in ps))
@@ -278,7 +278,7 @@ class Options:
         """Make a plan of plausible numbers, as the real ones may not be known yet."""
         num_stages = self.given_stages or (2 if self.num_microbatches else 4)
         numbers = {"single": 1, "replicated": self.num_microbatches or 2}
-        workers = min(2, num_stages) * self.width
+        workers = min(2, num_stages) * self.replicas
         return self.plan(num_stages, num_workers=numbers.get(self.plans_placement, workers))
 
     @property

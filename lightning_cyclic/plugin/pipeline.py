@@ -79,7 +79,7 @@ class PipelineTraining(AbstractTraining):
 
     def _quieted_writers(self) -> list[BasePredictionWriter]:
         """Let one worker of each replica write predictions, which all of its workers have."""
-        trainer, num = self._trainer, self._trainer.world_size // self._options.width
+        trainer, num = self._trainer, self._trainer.world_size // self._options.replicas
         if trainer.state.fn != TrainerFn.PREDICTING or trainer.global_rank % num == 0:
             return []
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
@@ -211,10 +211,10 @@ class PipelineTraining(AbstractTraining):
         """Decide by all (or any) replicas' decisions."""
         device = self._trainer.strategy.root_device
         agreed = self._over_replicas(torch.tensor(int(decision), device=device), "sum")
-        return bool(agreed == self._options.width) if all else bool(agreed > 0)
+        return bool(agreed == self._options.replicas) if all else bool(agreed > 0)
 
     def _over_replicas(self, tensor: Any, reduce_op: Any) -> Any:
-        if self._options.width == 1 or not isinstance(tensor, Tensor):
+        if self._options.replicas == 1 or not isinstance(tensor, Tensor):
             return tensor
         return self._session.reduce(tensor, str(reduce_op or "mean").lower())
 
@@ -229,7 +229,7 @@ class PipelineTraining(AbstractTraining):
         session, trainer = self._session, self._trainer
         if session.group is None:
             return
-        size = trainer.world_size // self._options.width
+        size = trainer.world_size // self._options.replicas
         first = trainer.global_rank // size * size
         with session.naming_peers(f"to begin {what}"):
             require_same_number(
@@ -278,7 +278,7 @@ class PipelineTraining(AbstractTraining):
     @property
     @override
     def _workers_per_loader(self) -> int:
-        return self._trainer.world_size // self._options.width
+        return self._trainer.world_size // self._options.replicas
 
     @override
     def load_optimizer_state_dict(self, own: Own, checkpoint: Mapping[str, Any]) -> None:

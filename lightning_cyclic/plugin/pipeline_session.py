@@ -92,7 +92,7 @@ class CutFinder:
             return most
         least = replace(options, stages="auto").expected_stages(module)
         if most < least and options.plans_placement != "single":
-            fits = f"Trainer(devices={most * options.width})"
+            fits = f"Trainer(devices={most * options.replicas})"
             more = fits if options.plans_placement == "pipelined" else "fewer processes"
             raise PlanError(
                 f"{options.num_workers} processes with preset {options.preset!r} need {least} "
@@ -161,7 +161,7 @@ def join_workers(
     """
     if trainer.world_size == 1:
         return None, None
-    size, device = trainer.world_size // options.width, trainer.strategy.root_device
+    size, device = trainer.world_size // options.replicas, trainer.strategy.root_device
     links = link(options.transport, device, limit, lambda w: rank_of(w, size))
     return links.transport, links.group
 
@@ -199,8 +199,8 @@ def make_session(
     config = StagewiseConfig(
         make_plan=make_plan,
         find_cuts=finder.find,
-        num_microbatches=plan.num_microbatches // options.width,
-        width=options.width,
+        num_microbatches=plan.num_microbatches // options.replicas,
+        replicas=options.replicas,
         split_batch=split_hook(trainer.lightning_module, trainer.datamodule),  # type: ignore[attr-defined]
         remat=options.remat,
         seed=agreed_seed(),
@@ -214,7 +214,7 @@ def make_session(
         verify=options.verify if trainer.state.fn == TrainerFn.FITTING else 0,
         sums=options.sums(is_scaled=scaler_of(trainer) is not None),
     )
-    worker = rank_of(trainer.global_rank, trainer.world_size // options.width)
+    worker = rank_of(trainer.global_rank, trainer.world_size // options.replicas)
     return StagewiseSession(
         trainer.lightning_module,
         configured(config),

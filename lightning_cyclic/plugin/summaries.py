@@ -120,7 +120,7 @@ class Summaries:
         found = {} if told.loss is None else {"the loss": print_of(told.loss)}
         for k, x in enumerate(flatten(told.returned)[0]):
             found[f"output {k} of training_step"] = print_of(x)
-        is_alone = self._session.config.width == 1
+        is_alone = self._session.config.replicas == 1
         for record in (r for r in told.records if is_alone or r.metric is None):
             found[f"self.log({record.name!r})"] = log_print(record.value, record.arguments)
         return found

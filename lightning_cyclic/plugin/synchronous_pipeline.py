@@ -107,7 +107,7 @@ class SynchronousPipelineTraining(PipelineTraining):
 
     def _agree(self, loss: Tensor, *, stops: bool) -> Tensor:
         """Return the mean loss of all replicas, and let all stop if one of them does."""
-        if self._stop is not None and self._options.width > 1:
+        if self._stop is not None and self._options.replicas > 1:
             said = torch.stack([loss, loss.new_full((), float(stops))])
             loss, share = self._over_replicas(said, "mean")
             self._stops.put(share, self._note_stops)  # all workers see that of the same step

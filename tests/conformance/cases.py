@@ -282,7 +282,7 @@ CASES: dict[str, Case] = {
     ),
     "clipped by value": told(gradient_clip_val=0.05, gradient_clip_algorithm="value"),
     "clipped by the norm of all": told(
-        gradient_clip_val=0.1, options={"": {"clip": "global"}},
+        gradient_clip_val=0.1, options={"": {"clip_norm": "global"}},
         refused=refused("would make every stage wait", "cyclic_pipeline", "cyclic_mp"),
     ),
     "batch norm, accumulated": told(
@@ -291,7 +291,7 @@ CASES: dict[str, Case] = {
     ),
     "batch norm, clipped by the norm of all": told(
         kind=m.Normalised, stages=["net.3"], gradient_clip_val=0.1,
-        options={"": {"clip": "global"}},
+        options={"": {"clip_norm": "global"}},
         refused=refused("would make every stage wait", "cyclic_pipeline", "cyclic_mp"),
     ),
     "bf16-mixed": told(precision="bf16-mixed"),

@@ -29,7 +29,7 @@ def test_pipelined_gives_a_worker_a_stage_or_neighbouring_stages():
 
 
 def test_replicas_of_a_pipeline_take_micro_batches_in_turn():
-    placement = Pipelined(num_stages=3, num_workers=4, num_microbatches=3, width=2)
+    placement = Pipelined(num_stages=3, num_workers=4, num_microbatches=3, replicas=2)
     assert table(placement) == [[0, 0, 1], [2, 2, 3], [0, 0, 1]]
     assert [placement.workers_of(j) for j in range(3)] == [(0, 2), (0, 2), (1, 3)]
     assert [list(placement.replica(w)) for w in range(4)] == [[0, 1], [0, 1], [2, 3], [2, 3]]

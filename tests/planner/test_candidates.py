@@ -25,7 +25,7 @@ def problem(**changes):
 
 def found(**changes):
     return [
-        (c.width, c.num_stages, c.num_microbatches, c.micro_size, c.remat)
+        (c.replicas, c.num_stages, c.num_microbatches, c.micro_size, c.remat)
         for c in candidates(problem(**changes))
     ]
 
@@ -34,7 +34,7 @@ def test_pipelines_have_every_width_and_size_that_divide():
     got = found(presets=("1f1b",), remats=(False,))
     assert {case[:2] for case in got} == {(1, 4), (2, 2), (4, 1)}
     assert {case[2:4] for case in got} == {(1, 16), (2, 8), (4, 4)}
-    assert all(num_microbatches % width == 0 for width, _, num_microbatches, _, _ in got)
+    assert all(num_microbatches % replicas == 0 for replicas, _, num_microbatches, _, _ in got)
     assert (4, 1, 2, 8, False) not in got  # two micro-batches for four replicas
     assert len(found(presets=("1f1b",))) == 2 * len(got)
 

@@ -8,16 +8,16 @@ from lightning_cyclic.simulate.memory import KINDS
 from tests.rows import more
 
 
-def counted(preset, num_stages, of_each, width, *, remat, slack=0, tied=()):
+def counted(preset, num_stages, of_each, replicas, *, remat, slack=0, tied=()):
     """Count on the plan's own program, of all replicas."""
     plan = make_plan(
         preset,
         num_stages=num_stages,
-        num_workers=num_stages * width,
-        num_microbatches=of_each * width,
+        num_workers=num_stages * replicas,
+        num_microbatches=of_each * replicas,
         num_steps=steps_to_count(num_stages, of_each),
         slack=slack,
-        width=width,
+        replicas=replicas,
         tied=tied,
         proved=False,  # tests/plan has proofs; here its memory is counted
     )
@@ -25,13 +25,13 @@ def counted(preset, num_stages, of_each, width, *, remat, slack=0, tied=()):
     homes = [plan.axes.placement.workers_of(j) for j in range(num_stages)]
     return [
         [tuple(getattr(workers[home[q]], kind) for kind in KINDS) for home in homes]
-        for q in range(width)
+        for q in range(replicas)
     ]
 
 
-def whole(copies, width):
+def whole(copies, replicas):
     """Repeat what stands for several replicas."""
-    return [copies[0 if q == 0 else -1 if q == width - 1 else 1] for q in range(width)]
+    return [copies[0 if q == 0 else -1 if q == replicas - 1 else 1] for q in range(replicas)]
 
 
 RULES = [
@@ -73,7 +73,7 @@ def test_copies_are_those_of_the_plans_own_program(preset, slack):
     "preset", [pytest.param("gpipe", marks=pytest.mark.exhaustive), "1f1b", "pipedream_2bw"]
 )
 @pytest.mark.parametrize(
-    ("width", "remat"),
+    ("replicas", "remat"),
     [
         more(2, False),
         (2, True),
@@ -83,12 +83,12 @@ def test_copies_are_those_of_the_plans_own_program(preset, slack):
         pytest.param(5, True, marks=pytest.mark.exhaustive),
     ],
 )
-def test_replicas_between_the_first_and_the_last_are_alike(preset, width, remat):
+def test_replicas_between_the_first_and_the_last_are_alike(preset, replicas, remat):
     counter = Counter(0, 1)
     for num_stages, of_each in [(1, 1), (1, 6), (2, 2), (3, 7), (7, 10)]:
-        expected = counted(preset, num_stages, of_each, width, remat=remat)
-        found = counter.copies(preset, num_stages, of_each, width, remat=remat)
-        assert whole(found, width) == expected
+        expected = counted(preset, num_stages, of_each, replicas, remat=remat)
+        found = counter.copies(preset, num_stages, of_each, replicas, remat=remat)
+        assert whole(found, replicas) == expected
 
 
 @pytest.mark.parametrize("preset", ["gpipe", "1f1b", "cyclic_pipeline", "pipedream_2bw"])

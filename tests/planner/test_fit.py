@@ -35,10 +35,10 @@ def profiles(draw, count=5):
     return ModelProfile(name="net", micro_size=1, units=units)
 
 
-def candidate(preset, *, num_stages=3, num_microbatches=4, remat=False, width=1):
+def candidate(preset, *, num_stages=3, num_microbatches=4, remat=False, replicas=1):
     return Candidate(
         preset=preset,
-        width=width,
+        replicas=replicas,
         num_stages=num_stages,
         num_microbatches=num_microbatches,
         micro_size=1,

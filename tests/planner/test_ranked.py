@@ -30,10 +30,10 @@ def problem(*, seconds=(1.0,) * 4, num_workers=4, network=None, crossing=0.0):
     )
 
 
-def fitted(given_, preset, *, num_stages=4, num_microbatches=8, width=1, remat=False):
+def fitted(given_, preset, *, num_stages=4, num_microbatches=8, replicas=1, remat=False):
     asked = Candidate(
         preset=preset,
-        width=width,
+        replicas=replicas,
         num_stages=num_stages,
         num_microbatches=num_microbatches,
         micro_size=1,

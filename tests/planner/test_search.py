@@ -168,7 +168,7 @@ def test_slow_links_favour_pipelines_and_fast_ones_replicas():
     wide = profile(params=1e3, crossing=1e8)
     fast = problem(profiles=(wide,), network=Network(bandwidth_bytes_per_s=1e9))
     best = search(fast, most=1).plans[0].fit.candidate
-    assert best.width == 2 or best.runs_whole_micro
+    assert best.replicas == 2 or best.runs_whole_micro
 
 
 def test_shared_parameters_leave_what_does_not_predict():
@@ -185,7 +185,7 @@ def test_the_nearest_plan_is_named_where_none_fits():
         search(given_)
     text = str(caught.value)
     assert "no plan fits into memory_bytes=1000000 (1 MB) per worker" in text
-    assert 'remat="always"; give workers more memory' in text
+    assert 'activation_checkpointing="always"; give workers more memory' in text
     least = int(text.split("allowed: ")[1].split(maxsplit=1)[0])
     assert search(replace(given_, memory_bytes=least)).plans
     with pytest.raises(PlanError, match="no plan fits"):

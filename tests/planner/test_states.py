@@ -8,7 +8,7 @@ from lightning_cyclic.planner.states import StatesPerParam
 from lightning_cyclic.simulate import account
 
 
-def fitted(preset, *, num_workers=1, num_stages=1, width=1, **changes):
+def fitted(preset, *, num_workers=1, num_stages=1, replicas=1, **changes):
     units = (
         UnitProfile(
             name="h", forward_s=1, backward_s=2, param_bytes=2e6, activation_bytes=0,
@@ -22,7 +22,7 @@ def fitted(preset, *, num_workers=1, num_stages=1, width=1, **changes):
         **changes,
     )
     chosen = Candidate(
-        preset=preset, width=width, num_stages=num_stages, num_microbatches=2 * num_workers,
+        preset=preset, replicas=replicas, num_stages=num_stages, num_microbatches=2 * num_workers,
         micro_size=1, remat=False,
     )  # fmt: skip
     return Fitter(asked).fit(chosen).memory[0]
@@ -62,10 +62,10 @@ def test_break_even(precision, break_even):
 def test_messages_carry_the_kept_elements_alone(preset):
     from lightning_cyclic.plan import make_plan
 
-    width = 2 if preset == "1f1b" else 1
+    replicas = 2 if preset == "1f1b" else 1
     plan = make_plan(
-        preset, num_stages=2, num_workers=4 if width == 2 else 2,
-        num_microbatches=4 if width == 2 else 2, width=width,
+        preset, num_stages=2, num_workers=4 if replicas == 2 else 2,
+        num_microbatches=4 if replicas == 2 else 2, replicas=replicas,
     )  # fmt: skip
     stages = Stages.alike(2, param_bytes=64, input_bytes=8)
     dense, sparse = (account(plan.programs, stages.costs(kept=f)).workers for f in (1.0, 0.25))

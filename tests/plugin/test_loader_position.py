@@ -24,7 +24,7 @@ pytestmark = pytest.mark.multi
 ROWS, PER_EPOCH, EPOCHS = 24, 6, 3
 PIPELINE = {"preset": "1f1b", "stages": ["net.2"], "num_microbatches": 2}
 REPLICAS = {"preset": "cyclic_dp", "stages": 2}
-WIDE = PIPELINE | {"width": 2}
+WIDE = PIPELINE | {"replicas": 2}
 
 
 class Rows(Dataset[tuple[Tensor, Tensor]]):

@@ -217,7 +217,7 @@ class TestReport:
 
     def test_plan_of_a_pipeline(self):
         trainer = self.trainer(plan=self.pipeline())
-        text = self.text(plan_table(trainer, self.module, remat="except_last"))
+        text = self.text(plan_table(trainer, self.module, activation_checkpointing="except_last"))
         for row in (
             r"replicas of the pipeline \(width\) +│ 2",
             r"micro-batches per update +│ 8",

@@ -72,8 +72,8 @@ def test_what_to_do_fits_the_preset(preset: str) -> None:
     assert "smaller batches" in ways
     is_whole = plan.placement == "replicated" and not plan.axes.sharding.gathers
     is_cut = plan.placement in ("pipelined", "shared")
-    assert ('remat="always"' in ways) is is_cut
-    assert 'remat="always"' not in relief(plan, "always")
+    assert ('activation_checkpointing="always"' in ways) is is_cut
+    assert 'activation_checkpointing="always"' not in relief(plan, "always")
     assert ("memory_limit_bytes" in ways) is (plan.placement == "pipelined")
     assert ("cyclic_zero" in ways) is is_whole
     assert ("accumulate_grad_batches" in ways) is not is_cut

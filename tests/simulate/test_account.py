@@ -58,7 +58,7 @@ def test_tied_parameters_are_no_version_of_a_stage():
 
 def test_a_wide_pipeline_keeps_what_one_replica_keeps():
     one = of_plan("1f1b", 3).workers
-    plan = make_plan("1f1b", num_stages=3, num_workers=6, num_steps=6, width=2)
+    plan = make_plan("1f1b", num_stages=3, num_workers=6, num_steps=6, replicas=2)
     wide = account(plan.programs, Costs.even(3, model_bytes=300.0, cut_bytes=3.0)).workers
     assert [worker.activations for worker in wide] == [w.activations for w in one] * 2
     assert [worker.param_bytes for worker in wide] == [100.0] * 6

@@ -52,10 +52,12 @@ def test_bubble_of_flushed_pipelines(preset, num_stages, num_microbatches):
 
 
 @pytest.mark.parametrize("preset", ["gpipe", "1f1b"])
-@pytest.mark.parametrize("width", [1, 2, 3])
-def test_replicas_of_a_pipeline_have_the_bubble_of_one(preset, width):
-    plan = make_plan(preset, num_stages=3, num_workers=3 * width, num_steps=6, width=width)
-    assert simulate(plan.programs, Costs.even(3)).bubble == pytest.approx((2 / 5,) * 3 * width)
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+def test_replicas_of_a_pipeline_have_the_bubble_of_one(preset, replicas):
+    plan = make_plan(
+        preset, num_stages=3, num_workers=3 * replicas, num_steps=6, replicas=replicas
+    )
+    assert simulate(plan.programs, Costs.even(3)).bubble == pytest.approx((2 / 5,) * 3 * replicas)
 
 
 @pytest.mark.parametrize("preset", ["cyclic_dp", "cyclic_dp_v1", "cyclic_pipeline", "pipedream"])

@@ -11,15 +11,15 @@ from lightning_cyclic.simulate.memory import Memory, _looks_ahead, memory
 PIPELINES = ("gpipe", "1f1b", "pipedream", "pipedream_2bw", "cyclic_pipeline", "pipeoptim")
 
 
-def counts(preset, num_stages, num_microbatches, *, remat=False, width=1):
+def counts(preset, num_stages, num_microbatches, *, remat=False, replicas=1):
     """Count copies: every kind of byte is one."""
     plan = make_plan(
         preset,
         num_stages=num_stages,
-        num_workers=num_stages * width,
+        num_workers=num_stages * replicas,
         num_microbatches=num_microbatches,
-        num_steps=4 + 2 * num_stages * width // num_microbatches,
-        width=width,
+        num_steps=4 + 2 * num_stages * replicas // num_microbatches,
+        replicas=replicas,
     )
     return plan, memory(plan, Stages.alike(num_stages).costs(), remat=remat)
 
@@ -108,7 +108,7 @@ def test_an_owner_has_an_older_version_or_a_sum_of_each_stage(norms, most):
 
 
 def test_replicas_of_a_pipeline_sum_their_gradients():
-    _, workers = counts("1f1b", 2, 4, width=2)
+    _, workers = counts("1f1b", 2, 4, replicas=2)
     assert sum(worker.optimizer > 0 for worker in workers) == 2  # one owner per stage
     assert {(worker.parameters, worker.versions) for worker in workers} == {(1, 0)}
 

@@ -22,13 +22,13 @@ from tests.verification.injected import FAULTS, NUM_MICRO, STAGES, Shown
 ONE_PROCESS = {
     "1f1b": {"preset": "1f1b"},
     "cyclic_dp": {"preset": "cyclic_dp"},
-    "remat": {"preset": "1f1b", "remat": "always"},
-    "cyclic_pipeline remat": {"preset": "cyclic_pipeline", "remat": "always"},
+    "activation_checkpointing": {"preset": "1f1b", "activation_checkpointing": "always"},
+    "cyclic_pipeline remat": {"preset": "cyclic_pipeline", "activation_checkpointing": "always"},
 }
 TWO_RANKS = {
     "2 ranks": {"preset": "1f1b", "stages": ["c"]},
     "2 ranks, two batches": {"preset": "1f1b", "stages": ["c"]},
-    "2 replicas": {"preset": "1f1b", "width": 2, "stages": 1, "num_microbatches": 2},
+    "2 replicas": {"preset": "1f1b", "replicas": 2, "stages": 1, "num_microbatches": 2},
 }
 
 

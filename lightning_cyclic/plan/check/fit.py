@@ -40,7 +40,7 @@ def check_fit(plan: Plan) -> None:
         _refuse(plan, "sharding", ["none"])
     if weights.needs_previous and schedule.updates_before(2, schedule.forward(0, 0), 0) < 1:
         raise PlanError(
-            f"num_microbatches={plan.num_microbatches // plan.width} with num_stages={plan.num_stages} and "
+            f"num_microbatches={plan.num_microbatches // plan.replicas} with num_stages={plan.num_stages} and "
             f"weights {plan.weights!r}; allowed: num_microbatches >= num_stages - 1 in each replica, or "
             "stage 0 would need an update that does not exist yet; "
             f"use num_microbatches={plan.num_stages - 1} or more"
@@ -160,13 +160,13 @@ def _check_norms(plan: Plan) -> None:
 
 def _check_width(plan: Plan) -> None:
     """Refuse several replicas where the placement and schedule do not have them."""
-    if plan.width == 1 or plan.schedule in plan.axes.placement.wide_schedules:
+    if plan.replicas == 1 or plan.schedule in plan.axes.placement.wide_schedules:
         return
     places = [name for name, placement in PLACEMENTS.items() if placement.wide_schedules]
     schedules = sorted({name for p in places for name in PLACEMENTS[p].wide_schedules})
     raise PlanError(
-        f"width={plan.width} does not fit placement {plan.placement!r} with schedule "
-        f"{plan.schedule!r}; allowed with them: 1; use width=1, or placement "
+        f"replicas={plan.replicas} does not fit placement {plan.placement!r} with schedule "
+        f"{plan.schedule!r}; allowed with them: 1; use replicas=1, or placement "
         f"{' or '.join(map(repr, places))} with schedule {' or '.join(map(repr, schedules))}"
     )
 

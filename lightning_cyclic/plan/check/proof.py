@@ -27,7 +27,7 @@ _TOO_MANY_CELLS = 200_000  # of plans that only they themselves can stand for: s
 # What a smaller plan may have fewer of, and the lists of stages that it has fewer of with them.
 SMALLER: Final = frozenset(
     {
-        "num_stages", "num_workers", "num_microbatches", "num_steps", "slack", "spacing", "width",
+        "num_stages", "num_workers", "num_microbatches", "num_steps", "slack", "spacing", "replicas",
         "group_size", "relayed", "tied",
     }
 )  # fmt: skip
@@ -153,15 +153,17 @@ def _enough_steps(plan: Plan) -> int:
 
 def _fewer(plan: Plan) -> dict[str, Any]:
     """Give what a smaller plan has fewer of."""
-    width = min(plan.width, 3)  # first, last and one between: replicas differ in nothing else
+    replicas = min(
+        plan.replicas, 3
+    )  # first, last and one between: replicas differ in nothing else
     size = min(plan.group_size, 3)  # the same of groups
-    of_each = plan.num_microbatches // plan.width // plan.rounds // plan.group_size
+    of_each = plan.num_microbatches // plan.replicas // plan.rounds // plan.group_size
     scale = Fraction(8, max(plan.num_stages, of_each))
     num_stages = max(min(plan.num_stages, 2), round(plan.num_stages * scale))
-    num_microbatches = min(of_each, max(num_stages, round(of_each * scale))) * width
+    num_microbatches = min(of_each, max(num_stages, round(of_each * scale))) * replicas
     if plan.axes.weights.per_micro:
-        num_microbatches = max(1, round(of_each * scale)) * width
-    num_workers = min(plan.num_workers // plan.width, num_stages) * width
+        num_microbatches = max(1, round(of_each * scale)) * replicas
+    num_workers = min(plan.num_workers // plan.replicas, num_stages) * replicas
     spacing = plan.spacing
     if plan.axes.placement.runs_whole_micro:
         num_groups = max(1, round(plan.num_groups * scale))
@@ -178,7 +180,7 @@ def _fewer(plan: Plan) -> dict[str, Any]:
         "spacing": spacing,
         "slack": max(round(plan.slack * scale), bool(plan.slack)),
         "relayed": _scaled(plan.relayed, plan.num_stages, num_stages),
-        "width": width,
+        "replicas": replicas,
         "group_size": size,
         "tied": _scaled_ties(plan, num_stages),
     }

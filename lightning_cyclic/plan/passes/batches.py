@@ -43,7 +43,7 @@ def batches(plan: Plan, program: Iterable[Action], w: int) -> Iterator[Action]:
         if a is firsts.get(a.t) and len(replica) > 1:
             yield from _share(plan, Payload.D, a, w, plan.beginner(w, a.t))
         yield a
-        is_last = _local(plan, a) == plan.num_microbatches // plan.width - 1
+        is_last = _local(plan, a) == plan.num_microbatches // plan.replicas - 1
         if w == replica[-1] and is_last and a.kind is Kind.B and a.j == plan.num_stages - 1:
             yield _tell(plan, a, w)
             yield from _share(plan, Payload.L, a, w, w)
@@ -80,7 +80,7 @@ def _of_each_step(actions: Iterable[Action], kind: Kind) -> dict[int, Action]:
 
 def _local(plan: Plan, a: Action) -> int:
     """Count the micro-batches of the same replica and step before an action's."""
-    return (a.i or 0) // plan.width
+    return (a.i or 0) // plan.replicas
 
 
 def _share(plan: Plan, payload: Payload, a: Action, w: int, source: int) -> Iterator[Action]:

@@ -1,4 +1,4 @@
-"""Wide: several replicas of a pipeline, each with every width-th micro-batch, side by side.
+"""Wide: several replicas of a pipeline, each with every replicas-th micro-batch, side by side.
 
 Four micro-batches of 1F1B on two replicas (workers 0, 1 and 2, 3) of two stages:
 
@@ -20,19 +20,19 @@ from lightning_cyclic.plan.schedules.base import AbstractAround
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wide(AbstractAround):
-    """Run micro-batch i when the schedule of one replica runs its micro-batch i // width.
+    """Run micro-batch i when the schedule of one replica runs its micro-batch i // replicas.
 
     Args:
-        base: the schedule of one replica, for ``num_microbatches / width`` micro-batches.
-        width: replicas.
+        base: the schedule of one replica, for ``num_microbatches / replicas`` micro-batches.
+        replicas: replicas.
     """
 
-    width: int
+    replicas: int
 
     def forward(self, i: int, j: int) -> int:
         """Give the tick at which F(i, j) of step 0 starts."""
-        return self.base.forward(i // self.width, j)
+        return self.base.forward(i // self.replicas, j)
 
     def backward(self, i: int, j: int) -> int:
         """Give the tick at which B(i, j) of step 0 starts."""
-        return self.base.backward(i // self.width, j)
+        return self.base.backward(i // self.replicas, j)

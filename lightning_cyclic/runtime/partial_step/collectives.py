@@ -32,17 +32,17 @@ class Collectives:
 
     Args:
         module: the whole module.
-        width: number of replicas.
+        replicas: number of replicas.
         size: workers per replica.
         group: process group of all workers for tensors of the host; None for one worker.
     """
 
-    def __init__(self, module: nn.Module, width: int, size: int, group: Any) -> None:
+    def __init__(self, module: nn.Module, replicas: int, size: int, group: Any) -> None:
         self._module = module
-        self._width = width
+        self._width = replicas
         self._size = size
         self._group = group
-        self._peers = _peers(width, size) if group is not None and width > 1 else None
+        self._peers = _peers(replicas, size) if group is not None and replicas > 1 else None
 
     @property
     def is_alone(self) -> bool:
@@ -151,14 +151,14 @@ class Collectives:
         return dict(self._module.named_parameters()) | dict(self._module.named_buffers())
 
 
-def _peers(width: int, size: int) -> Any:
+def _peers(replicas: int, size: int) -> Any:
     """Return the process group of the workers with this one's place in their replicas."""
     rank, mine = dist.get_rank(), None
     # Over NCCL every rank takes part in making every group. Over gloo torch fails on the ranks
     # outside, where the default group knows its GPU, as Lightning's do.
     by_members = dist.get_backend() == "gloo"
     for place in range(size):
-        ranks = [replica * size + place for replica in range(width)]
+        ranks = [replica * size + place for replica in range(replicas)]
         if rank in ranks or not by_members:
             made = dist.new_group(ranks, use_local_synchronization=by_members)
             mine = made if rank in ranks else mine

@@ -34,7 +34,7 @@ class StagewiseConfig:
             change) -> plan.
         find_cuts: (module, step) -> where the stages begin; run on worker 0 alone.
         num_microbatches: into how many micro-batches each replica cuts its batch.
-        width: number of replicas.
+        replicas: number of replicas.
         split_batch: cuts a batch in the place of what its tensors say. [none]
         remat: "never", "always" or "except_last".
         seed: of the randomness inside steps.
@@ -61,7 +61,7 @@ class StagewiseConfig:
     make_plan: Callable[..., Plan]
     find_cuts: Callable[[nn.Module, Callable[[], Any]], Cuts]
     num_microbatches: int
-    width: int
+    replicas: int
     remat: str
     seed: int
     apply: Apply | None = None

@@ -76,7 +76,7 @@ class Plans:
         return [message(Kind.RECV, Payload.L, tell, replica[-1], j=j), replace(tell, j=j)]
 
     def _made(self, num_microbatches: int) -> Plan:
-        of_all = num_microbatches * self._config.width
+        of_all = num_microbatches * self._config.replicas
         usual = self._plans.get(self._config.num_microbatches)
         if usual is None or not usual.flows:
             return self._config.make_plan(self._cuts.num_stages, of_all, *self._demands())

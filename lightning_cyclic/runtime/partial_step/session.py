@@ -111,7 +111,7 @@ class StagewiseSession:
         self.ownership: Ownership
         self.foreign: ForeignWeights
         self.norms: Norms
-        self._size = num_workers // config.width
+        self._size = num_workers // config.replicas
         self._evaluations = 0
         self._evaluated = ""  # the kind of the step of evaluation under way
         self._ended = -1  # the last step that a flush has ended
@@ -127,7 +127,7 @@ class StagewiseSession:
         self._cutter = BatchCutter(
             config.num_microbatches, config.split_batch, config.say, may_leave=config.is_one_stage
         )
-        self._collectives = Collectives(module, config.width, self._size, group)
+        self._collectives = Collectives(module, config.replicas, self._size, group)
 
     # ------------------------------------------------------------------ beginning
 
@@ -481,7 +481,7 @@ class StagewiseSession:
         usual = self.program.step(self.worker, self.t, ended=self._ended)
         parts = self.cut(self._share_batch(self.t, batch, usual))
         self._check_number(len(parts))
-        shares = shares_of([p.size for p in parts], self.config.width * accumulate)
+        shares = shares_of([p.size for p in parts], self.config.replicas * accumulate)
         if self.config.scaled is not None:
             shares = [self.config.scaled(self.t, share) for share in shares]
         if self.config.is_one_stage and self.t == 0:  # else it is looked at to find the stages
@@ -729,11 +729,11 @@ class StagewiseSession:
         self, parts: Sequence[MicroBatch], shares: Sequence[Callable[[Tensor], Tensor]], kind: str
     ) -> dict[int, Micro]:
         """Return the micro-batches of this worker's replica by their numbers among all."""
-        width, q = self.config.width, self.worker // self._size
+        replicas, q = self.config.replicas, self.worker // self._size
         waits = self.device.type != "cpu"  # who reads a value, for what computes it
         sizes = [part.size for part in parts] if kind == "train" else []
         return {
-            i * width + q: Micro(
+            i * replicas + q: Micro(
                 part.batch,
                 weight,
                 f"{kind} {signature(part.batch)}",
@@ -881,7 +881,7 @@ class StagewiseSession:
 
 def _shares_state(plan: Plan) -> bool:
     """Say whether replicas that do not update need the optimizer's state to predict."""
-    return plan.axes.weights.looks_ahead and plan.width > 1
+    return plan.axes.weights.looks_ahead and plan.replicas > 1
 
 
 def _updates(a: Action) -> bool:

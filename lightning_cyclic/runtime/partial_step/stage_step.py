@@ -334,7 +334,7 @@ class StageStep:
     def _is_run_again(self, a: Action) -> bool:
         assert a.i is not None
         if self._remat == "except_last" and not (self.runs_again and a.t == self.noted):
-            return a.i < self._plan.num_microbatches - self._plan.width
+            return a.i < self._plan.num_microbatches - self._plan.replicas
         return self._remat == "always" or (self.runs_again and a.t == self.noted)
 
     # ------------------------------------------------------------------ backward

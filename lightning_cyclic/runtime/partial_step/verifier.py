@@ -162,7 +162,7 @@ class Verifier:
         if not self.is_comparing:
             return
         everyone = self._parts_of_all(parts, accumulate)
-        self._num_micro = len(parts) * session.config.width
+        self._num_micro = len(parts) * session.config.replicas
         self._plain = None
         if step.runs_again:
             self._say_once(
@@ -174,7 +174,7 @@ class Verifier:
             sizes = [part.size for part in parts]
 
             def expected(outcomes: list[Outcome]) -> Mapping[str, Print]:
-                return expect(outcomes[:: session.config.width], sizes)
+                return expect(outcomes[:: session.config.replicas], sizes)
 
             plan = session.plan_of(len(parts)) if not session.flows else session.plan
             assert plan is not None
@@ -187,19 +187,19 @@ class Verifier:
     def _parts_of_all(self, parts: Sequence[MicroBatch], accumulate: int) -> list[Part] | None:
         """Return the micro-batches of all replicas on rank 0."""
         session = self._session
-        width = session.config.width
+        replicas = session.config.replicas
         each = [[(part.batch, part.size) for part in parts]]
-        if width > 1:
+        if replicas > 1:
             each = self._gathered(parts)
             if not each:
                 return None
         found = []
         for q, replica in enumerate(each):
-            shares = shares_of([size for _, size in replica], width * accumulate)
+            shares = shares_of([size for _, size in replica], replicas * accumulate)
             if session.config.scaled is not None:
                 shares = [session.config.scaled(session.t, share) for share in shares]
             found += [
-                Part(i * width + q, batch, share)
+                Part(i * replicas + q, batch, share)
                 for i, ((batch, _), share) in enumerate(zip(replica, shares, strict=True))
             ]
         return sorted(found, key=lambda part: part.i)
@@ -293,10 +293,10 @@ class Verifier:
         return True
 
     def _differences(self, plain: Evidence, by_rank: Sequence[Evidence]) -> list[Difference]:
-        width = self._session.config.width
+        replicas = self._session.config.replicas
         plan = self._session.plan
-        moves = width > 1 or (plan is not None and plan.axes.placement.takes_turns)
-        return differences(plain, by_rank, replicas=width, moves=moves)
+        moves = replicas > 1 or (plan is not None and plan.axes.placement.takes_turns)
+        return differences(plain, by_rank, replicas=replicas, moves=moves)
 
     def _by_itself(self, plain: Plain) -> list[Item]:
         now = [p.data for p, _ in self._own]

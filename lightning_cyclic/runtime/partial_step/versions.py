@@ -91,7 +91,7 @@ class Versions:
         self._overwritten: dict[int, Version] = {}  # stage -> what all its graphs hold
         # stage -> its last micro-batch, counted from the first step on
         self._last = dict.fromkeys(
-            range(plan.num_stages), newest * plan.num_microbatches - plan.width
+            range(plan.num_stages), newest * plan.num_microbatches - plan.replicas
         )
 
     def _take(self, stages: Mapping[int, Mapping[str, nn.Parameter]]) -> None:
@@ -268,8 +268,10 @@ class Versions:
 
     def _next_read(self, j: int) -> int:
         """Return the oldest version of stage ``j`` that later forwards read."""
-        width, num_microbatches = self._plan.width, self._plan.num_microbatches
-        nexts = [divmod(self._last[user] + width, num_microbatches) for user in self._readers[j]]
+        replicas, num_microbatches = self._plan.replicas, self._plan.num_microbatches
+        nexts = [
+            divmod(self._last[user] + replicas, num_microbatches) for user in self._readers[j]
+        ]
         return min(self._plan.reads(t, i, j) for t, i in nexts)
 
     @contextmanager

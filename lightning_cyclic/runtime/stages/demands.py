@@ -50,7 +50,7 @@ class Demands:
         homes = [plan.axes.placement.workers_of(j) for j in range(plan.num_stages)]
         if len({w for home in homes for w in home}) < sum(map(len, homes)):
             return None
-        steps = steps_to_count(plan.num_stages, max(1, plan.num_microbatches // plan.width))
+        steps = steps_to_count(plan.num_stages, max(1, plan.num_microbatches // plan.replicas))
         workers = memory(
             replace(plan, num_steps=steps),
             Stages.alike(plan.num_stages).costs(),

@@ -9,27 +9,27 @@ from lightning_cyclic.plan import make_plan
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"width": 0}, r"width=0; allowed: whole numbers from 1 on"),
-        ({"width": True}, r"width=True"),
-        ({"num_workers": 5}, r"num_workers=5 with width=2; .*use num_workers=6"),
-        ({"num_workers": 1}, r"num_workers=1 with width=2; .*use num_workers=2"),
-        ({"num_microbatches": 3}, r"num_microbatches=3 with width=2; .*use num_microbatches=4"),
+        ({"replicas": 0}, r"replicas=0; allowed: whole numbers from 1 on"),
+        ({"replicas": True}, r"replicas=True"),
+        ({"num_workers": 5}, r"num_workers=5 with replicas=2; .*use num_workers=6"),
+        ({"num_workers": 1}, r"num_workers=1 with replicas=2; .*use num_workers=2"),
+        ({"num_microbatches": 3}, r"num_microbatches=3 with replicas=2; .*use num_microbatches=4"),
         (
             {"num_workers": 6},
-            r"num_workers=6 with num_stages=2 and width=2; .* at most one worker per stage of "
+            r"num_workers=6 with num_stages=2 and replicas=2; .* at most one worker per stage of "
             r"each replica; use num_stages=3 or num_workers=4",
         ),
         (
             {"preset": "cyclic_dp"},
-            r"width=2 does not fit placement 'replicated' with schedule 'cyclic'; allowed with "
-            r"them: 1; use width=1, or placement 'pipelined' with schedule '1f1b' or 'cyclic' or "
+            r"replicas=2 does not fit placement 'replicated' with schedule 'cyclic'; allowed with "
+            r"them: 1; use replicas=1, or placement 'pipelined' with schedule '1f1b' or 'cyclic' or "
             r"'gpipe'",
         ),
-        ({"placement": "single", "num_workers": 1}, r"width=2 does not fit placement 'single'"),
+        ({"placement": "single", "num_workers": 1}, r"replicas=2 does not fit placement 'single'"),
     ],
 )
 def test_a_width_that_does_not_fit_is_refused(change, text):
-    numbers = {"preset": "1f1b", "num_stages": 2, "num_workers": 4, "width": 2}
+    numbers = {"preset": "1f1b", "num_stages": 2, "num_workers": 4, "replicas": 2}
     with pytest.raises(PlanError, match=text):
         make_plan(**(numbers | change))
 

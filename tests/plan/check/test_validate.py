@@ -163,7 +163,7 @@ def test_probes_are_small_and_of_the_same_kind(name):
 
 LARGE = {"preset": "cyclic_dp", "num_stages": 64, "num_workers": 64, "proved": False}
 WITH = {  # a field of a plan that has a default -> what a large plan is made with to have another
-    "width": {"preset": "1f1b", "num_workers": 128, "width": 2},
+    "replicas": {"preset": "1f1b", "num_workers": 128, "replicas": 2},
     "tied": {"preset": "1f1b", "tied": [(1, 2)]},
     "late_updates": {"preset": "pipedream_2bw", "late_updates": True},
     "norms": {"norms": "owners", "slack": 0},

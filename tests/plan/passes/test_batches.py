@@ -30,7 +30,7 @@ def moved(plan, w, text, behind):
 
 
 def test_who_sends_to_whom():
-    plan = make_plan("gpipe", num_stages=5, num_workers=6, width=2, num_steps=2)
+    plan = make_plan("gpipe", num_stages=5, num_workers=6, replicas=2, num_steps=2)
     assert of(plan, Payload.D) == [
         (t, j, w, w + hop) for t in (0, 1) for j, hop in ((2, 1), (4, 2)) for w in (0, 3)
     ]
@@ -73,7 +73,7 @@ def test_places_have_the_batch_from_who_begins_the_step():
 
 
 def test_a_replica_of_one_worker_needs_neither():
-    plan = make_plan("gpipe", num_stages=3, num_workers=2, width=2)
+    plan = make_plan("gpipe", num_stages=3, num_workers=2, replicas=2)
     assert of(plan, Payload.D) == of(plan, Payload.L) == []
 
 

@@ -34,14 +34,14 @@ def _is_heard(a: Action) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("preset", "num_workers", "width"),
+    ("preset", "num_workers", "replicas"),
     [("1f1b", 2, 1), ("1f1b", 4, 1), ("gpipe", 4, 1), ("1f1b", 4, 2), ("gpipe", 6, 3)],
 )
 def test_all_workers_of_a_pipeline_with_a_flush_hear_before_the_new_version(
-    preset: str, num_workers: int, width: int
+    preset: str, num_workers: int, replicas: int
 ) -> None:
     plan = make_plan(
-        preset, num_stages=4, num_workers=num_workers, width=width, num_microbatches=4 * width,
+        preset, num_stages=4, num_workers=num_workers, replicas=replicas, num_microbatches=4 * replicas,
         norms="all", num_steps=3,
     )  # fmt: skip
     for w in range(num_workers):
@@ -55,7 +55,7 @@ def test_owners_alone_hear_where_they_alone_clip() -> None:
         "1f1b",
         num_stages=2,
         num_workers=4,
-        width=2,
+        replicas=2,
         num_microbatches=4,
         norms="owners",
         num_steps=2,

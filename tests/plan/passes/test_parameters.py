@@ -34,7 +34,7 @@ def test_parameters_travel_in_the_order_of_need():
 
 
 def test_an_owner_sends_to_the_same_stage_of_every_replica():
-    plan = make_plan("gpipe", num_stages=3, num_workers=6, width=3, num_steps=2)
+    plan = make_plan("gpipe", num_stages=3, num_workers=6, replicas=3, num_steps=2)
     assert [plan.owner(j) for j in range(3)] == [0, 0, 1]
     assert messages(plan, Payload.P) == [
         (j, v, plan.owner(j), plan.owner(j) + 2 * replica)
@@ -46,7 +46,7 @@ def test_an_owner_sends_to_the_same_stage_of_every_replica():
 
 def test_tied_parameters_go_to_those_who_do_not_hold_their_stage():
     plan = make_plan(
-        "1f1b", num_stages=4, num_workers=8, width=2, num_steps=1, tied=((0, 2, 3), (1, 3))
+        "1f1b", num_stages=4, num_workers=8, replicas=2, num_steps=1, tied=((0, 2, 3), (1, 3))
     )
     assert messages(plan, Payload.V) == [
         (0, 1, 0, 2), (0, 1, 0, 3), (0, 1, 0, 6), (0, 1, 0, 7), (1, 1, 1, 3), (1, 1, 1, 7),

@@ -64,7 +64,7 @@ def test_later_stages_add_to_the_gradient_in_the_order_of_backwards():
 
 
 def test_gradients_stay_in_their_replica_and_versions_go_to_all():
-    plan = plan_of(num_stages=2, num_workers=4, width=2, tied=((0, 1),))
+    plan = plan_of(num_stages=2, num_workers=4, replicas=2, tied=((0, 1),))
     ways = {
         payload: sorted(
             (w, a.peer)
@@ -82,7 +82,7 @@ def test_gradients_stay_in_their_replica_and_versions_go_to_all():
     [
         {"num_workers": 2, "tied": ((0, 1), (2, 3))},
         {"num_workers": 1, "placement": "single"},
-        {"num_workers": 2, "width": 2},
+        {"num_workers": 2, "replicas": 2},
     ],
 )
 def test_stages_of_one_worker_exchange_nothing(numbers):

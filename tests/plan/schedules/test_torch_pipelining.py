@@ -164,7 +164,7 @@ def test_every_replica_of_a_wide_pipeline_runs_what_torch_runs(
     preset, num_stages, num_microbatches
 ):
     _, workers = ours(
-        preset, num_stages, 2 * num_microbatches, num_workers=2 * num_stages, width=2
+        preset, num_stages, 2 * num_microbatches, num_workers=2 * num_stages, replicas=2
     )
     for replica in range(2):
         own = workers[replica * num_stages : (replica + 1) * num_stages]

@@ -17,7 +17,9 @@ from tests.program_texts import from_text, to_text
 
 
 def test_timetable():
-    plan = make_plan("1f1b", num_stages=2, num_workers=4, num_microbatches=4, num_steps=1, width=2)
+    plan = make_plan(
+        "1f1b", num_stages=2, num_workers=4, num_microbatches=4, num_steps=1, replicas=2
+    )
     cells = [Entry(s, w, f"{a.j}{a.kind}{a.i}") for s, w, a in plan.timetable]
     assert picture(cells).splitlines() == [
         "slot   0   1   2   3   4   5",
@@ -32,17 +34,17 @@ def test_timetable():
 def wide(draw):
     """Draw numbers of a pipeline in which workers hold one stage or several."""
     num_stages = draw(st.integers(1, 6))
-    width = draw(st.integers(1, 4))
+    replicas = draw(st.integers(1, 4))
     stages = st.integers(0, num_stages - 1)
     groups = st.sets(stages, min_size=2, max_size=3).map(sorted).map(tuple)
     return {
         "preset": draw(st.sampled_from(["gpipe", "1f1b"])),
         "num_stages": num_stages,
-        "num_workers": draw(st.integers(1, num_stages)) * width,
-        "num_microbatches": draw(st.integers(1, 7)) * width,
+        "num_workers": draw(st.integers(1, num_stages)) * replicas,
+        "num_microbatches": draw(st.integers(1, 7)) * replicas,
         "num_steps": draw(st.integers(1, 3)),
         "relayed": draw(st.sets(stages)),
-        "width": width,
+        "replicas": replicas,
         "tied": draw(st.lists(groups, max_size=3)) if num_stages > 1 else (),
     }
 
@@ -59,7 +61,7 @@ def test_any_numbers_make_a_program_that_holds(numbers):
 @settings(deadline=None, max_examples=30)
 def test_each_forward_and_backward_runs_once_on_the_worker_of_its_replica(numbers):
     plan = make_plan(**numbers, proved=False)
-    depth = plan.num_workers // plan.width
+    depth = plan.num_workers // plan.replicas
     done = sorted(
         (a.kind, a.t, a.i, a.j, w)
         for w, program in enumerate(plan.programs)
@@ -67,7 +69,7 @@ def test_each_forward_and_backward_runs_once_on_the_worker_of_its_replica(number
         if a.kind in (Kind.F, Kind.B)
     )
     assert done == sorted(
-        (kind, t, i, j, i % plan.width * depth + j * depth // plan.num_stages)
+        (kind, t, i, j, i % plan.replicas * depth + j * depth // plan.num_stages)
         for kind in (Kind.F, Kind.B)
         for t in range(plan.num_steps)
         for i in range(plan.num_microbatches)
@@ -90,7 +92,7 @@ def test_sums_go_from_each_micro_batch_to_the_next(numbers):
         for t in range(plan.num_steps)
         for j in range(plan.num_stages)
         for i in range(plan.num_microbatches - 1)
-        if plan.width > 1
+        if plan.replicas > 1
     }
     assert hops == expected
 
@@ -115,7 +117,7 @@ def test_messages_pair_up_in_order(numbers):
 @settings(deadline=None, max_examples=30)
 def test_a_replica_keeps_what_a_pipeline_of_its_own_keeps(numbers):
     plan = make_plan(**numbers, proved=False)
-    num_stages, num_microbatches = plan.num_stages, plan.num_microbatches // plan.width
+    num_stages, num_microbatches = plan.num_stages, plan.num_microbatches // plan.replicas
     for w, program in enumerate(plan.programs):
         own = [j for j in range(num_stages) if w in plan.axes.placement.workers_of(j)]
         most = [
@@ -126,17 +128,19 @@ def test_a_replica_keeps_what_a_pipeline_of_its_own_keeps(numbers):
         assert live == most[0] if len(own) == 1 else live <= sum(most)
 
 
-@pytest.mark.parametrize("width", [2, 64])
-def test_a_probe_is_small_and_as_wide_as_needed(width):
-    plan = make_plan("1f1b", num_stages=64, num_workers=64 * width, width=width, tied=((0, 63),))
+@pytest.mark.parametrize("replicas", [2, 64])
+def test_a_probe_is_small_and_as_wide_as_needed(replicas):
+    plan = make_plan(
+        "1f1b", num_stages=64, num_workers=64 * replicas, replicas=replicas, tied=((0, 63),)
+    )
     small = probe(plan)
     assert small.num_stages * small.num_microbatches * small.num_steps <= 2_000
-    assert (small.width, small.num_workers) == (min(width, 3), 8 * min(width, 3))
+    assert (small.replicas, small.num_workers) == (min(replicas, 3), 8 * min(replicas, 3))
     assert small.tied == ((0, 7),)
 
 
 def test_micro_batches_default_to_one_per_stage_and_replica():
-    assert make_plan("gpipe", num_stages=3, num_workers=6, width=2).num_microbatches == 6
+    assert make_plan("gpipe", num_stages=3, num_workers=6, replicas=2).num_microbatches == 6
 
 
 @given(numbers=wide(), data=st.data())

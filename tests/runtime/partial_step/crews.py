@@ -77,7 +77,7 @@ class Crew:
 
         return StagewiseConfig(
             make_plan=planned, find_cuts=lambda module, step: self.cuts,
-            num_microbatches=plan.num_microbatches, width=1, remat=remat, seed=0,
+            num_microbatches=plan.num_microbatches, replicas=1, remat=remat, seed=0,
             expected_stages=plan.num_stages,
             apply=lambda t, j: self.apply(w, t, j),
             guess=lambda j, stage, v, updates: self.guess(w, stage, v, updates), **self.options,

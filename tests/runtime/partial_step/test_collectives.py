@@ -13,13 +13,13 @@ from tests.processes import here
 from tests.runtime.transport.rings import join
 
 
-def reduced(width: int, size: int) -> float:
+def reduced(replicas: int, size: int) -> float:
     """Return the sum of what replicas have, where the default group is bound to a GPU."""
     join()
     # as Lightning's DDPStrategy leaves it, with accelerator="gpu" over gloo, too
     group = dist.distributed_c10d._get_default_group()
     group.bound_device_id = torch.device("cuda:0")
-    made = Collectives(nn.Linear(1, 1), width, size, dist.group.WORLD)
+    made = Collectives(nn.Linear(1, 1), replicas, size, dist.group.WORLD)
     found = float(made.reduce(torch.tensor(10.0 ** here().rank), "sum"))
     group.bound_device_id = None
     dist.barrier()  # rank 0 has the store by which the others may still be meeting

@@ -17,17 +17,17 @@ CUTS = Cuts(
 )  # fmt: skip
 
 
-def plans_of(preset: str, *, num_workers: int = 2, width: int = 1) -> Plans:
+def plans_of(preset: str, *, num_workers: int = 2, replicas: int = 1) -> Plans:
     def planned(num_stages: int, num_microbatches: int, tied: Any, relayed: Any) -> Plan:
-        numbers = {"width": width} if width > 1 else {}
+        numbers = {"replicas": replicas} if replicas > 1 else {}
         return make_plan(
             preset, num_stages=num_stages, num_workers=num_workers, num_microbatches=num_microbatches,
             tied=tied, relayed=relayed, **numbers,
         )  # fmt: skip
 
     config = StagewiseConfig(
-        make_plan=planned, find_cuts=lambda module, step: CUTS, num_microbatches=4, width=width,
-        remat="never", seed=0,
+        make_plan=planned, find_cuts=lambda module, step: CUTS, num_microbatches=4, replicas=replicas,
+        activation_checkpointing="never", seed=0,
     )  # fmt: skip
     return Plans(config, CUTS, num_workers)
 

@@ -72,7 +72,10 @@ class Crew:
         self, model: Any, preset: str, num_workers: int, starts: Sequence[str] = (),
         **numbers: int,
     ) -> None:  # fmt: skip
-        self.width, self.num_microbatches = numbers.get("width", 1), numbers["num_microbatches"]
+        self.replicas, self.num_microbatches = (
+            numbers.get("replicas", 1),
+            numbers["num_microbatches"],
+        )
         self.remat = "always" if numbers.get("remat") else "never"
         size = 8 // numbers["num_stages"]
         starts = starts or [f"layers.{k}" for k in range(size, 8, size)]
@@ -93,13 +96,13 @@ class Crew:
     def _config(self) -> StagewiseConfig:
         return StagewiseConfig(
             make_plan=self._plan, find_cuts=lambda module, step: self.cuts,
-            num_microbatches=self.num_microbatches // self.width, width=self.width, remat=self.remat, seed=0,
+            num_microbatches=self.num_microbatches // self.replicas, replicas=self.replicas, remat=self.remat, seed=0,
         )  # fmt: skip
 
     def _plan(self, num_stages: int, num_microbatches: int, tied: Any, relayed: Any) -> Plan:
         return make_plan(
             self.preset, num_stages=num_stages, num_workers=self.num_workers,
-            num_microbatches=num_microbatches, width=self.width, tied=tied, relayed=relayed,
+            num_microbatches=num_microbatches, replicas=self.replicas, tied=tied, relayed=relayed,
         )  # fmt: skip
 
     def train(self) -> None:
@@ -132,7 +135,7 @@ class Crew:
             optimizer.zero_grad()
             mine = [
                 batch(t * self.num_microbatches + i)
-                for i in range(replica, self.num_microbatches, self.width)
+                for i in range(replica, self.num_microbatches, self.replicas)
             ]
             given = torch.cat(mine) if w == session.replica[0] else torch.zeros(1, 6)
             session.train(given, model.step, summarise)
@@ -151,11 +154,11 @@ PLANS = {
     "two stages": ("gpipe", 2, {"num_stages": 2, "num_microbatches": 4}),
     "four stages": ("1f1b", 4, {"num_stages": 4, "num_microbatches": 6}),
     "four stages on two workers": ("1f1b", 2, {"num_stages": 4, "num_microbatches": 4}),
-    "two replicas": ("1f1b", 4, {"num_stages": 2, "num_microbatches": 4, "width": 2}),
+    "two replicas": ("1f1b", 4, {"num_stages": 2, "num_microbatches": 4, "replicas": 2}),
     "two replicas of two workers with four stages": (
-        "gpipe", 4, {"num_stages": 4, "num_microbatches": 4, "width": 2},
+        "gpipe", 4, {"num_stages": 4, "num_microbatches": 4, "replicas": 2},
     ),
-    "run again": ("1f1b", 2, {"num_stages": 4, "num_microbatches": 4, "remat": 1}),
+    "run again": ("1f1b", 2, {"num_stages": 4, "num_microbatches": 4, "activation_checkpointing": 1}),
 }  # fmt: skip
 
 
