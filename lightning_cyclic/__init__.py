@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_cyclic._autoload import register_when_lightning_is_imported
 
 if TYPE_CHECKING:
+    from lightning_cyclic.cyclic_strategy import CyclicStrategy
     from lightning_cyclic.errors import (
         ActionSyntaxError,
         ConfigurationError,
@@ -25,11 +26,11 @@ if TYPE_CHECKING:
         VerificationError,
         WaitTimeoutError,
     )
+    from lightning_cyclic.pipeline_strategy import PipelineStrategy
     from lightning_cyclic.plan import PRESETS, Plan, make_plan
     from lightning_cyclic.plugin.callbacks.early_bird import EarlyBirdPruning
     from lightning_cyclic.plugin.callbacks.gradient_norms import GradientNorms
     from lightning_cyclic.plugin.precision.sparse_state import SparseStatePrecision
-    from lightning_cyclic.strategy import CyclicStrategy
 
 __all__ = [
     "PRESETS",
@@ -40,6 +41,7 @@ __all__ = [
     "EarlyBirdPruning",
     "GradientNorms",
     "PeerError",
+    "PipelineStrategy",
     "Plan",
     "PlanError",
     "SparseStatePrecision",
@@ -56,7 +58,8 @@ _HOMES = {
     "PRESETS": "plan",
     "Plan": "plan",
     "make_plan": "plan",
-    "CyclicStrategy": "strategy",
+    "CyclicStrategy": "cyclic_strategy",
+    "PipelineStrategy": "pipeline_strategy",
     "EarlyBirdPruning": "plugin.callbacks.early_bird",
     "GradientNorms": "plugin.callbacks.gradient_norms",
     "SparseStatePrecision": "plugin.precision.sparse_state",

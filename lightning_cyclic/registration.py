@@ -7,21 +7,33 @@ strategy only when a Trainer asks for the name.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from lightning_cyclic.errors import ConfigurationError
 from lightning_cyclic.plan import PRESETS
+
+if TYPE_CHECKING:
+    from lightning_cyclic.plugin.strategy import PlannedStrategy
 
 _DEPARTED = {"weipipe": "weipipe", "xpipe": "xpipe", "cyclic_auto": "auto"}  # names -> presets:
 # who asks for these is told what to do instead
 _START_METHODS = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
 
 
-def make_strategy(**kwargs: Any) -> Any:
-    """Build the strategy that a registered name stands for."""
-    from lightning_cyclic.strategy import CyclicStrategy  # noqa: PLC0415  (torch only when used)
+def make_strategy(preset: str = "cyclic_dp", **options: Any) -> PlannedStrategy:
+    """Make the strategy that has a preset.
 
-    return CyclicStrategy(**kwargs)
+    Args:
+        preset: its name.
+        **options: of CyclicStrategy where workers run whole micro-batches, else of
+            PipelineStrategy.
+    """
+    import lightning_cyclic  # noqa: PLC0415  (torch only when used)
+
+    runs_whole = preset not in PRESETS or PRESETS[preset].placement == "replicated"
+    door = lightning_cyclic.CyclicStrategy if runs_whole else lightning_cyclic.PipelineStrategy
+    made: PlannedStrategy = door(preset, **options)
+    return made
 
 
 def refuse_strategy(*, preset: str, **kwargs: Any) -> NoReturn:

@@ -61,7 +61,7 @@ def wire_of(plan: Any, dtype: torch.dtype | None = None, least: torch.dtype = LE
     last, at_owner = plan.num_microbatches - 1, plan.axes.sharding.gathers
     is_apart = at_owner or plan.group_size > 1
     # where replicas sum their own, the last micro-batch of each stands for its sum
-    first = plan.num_microbatches - plan.replicas if plan.sums_by_replica else 0
+    first = plan.num_microbatches - plan.copies_of_stages if plan.sums_by_replica else 0
 
     def adder(t: int, j: int, i: int) -> int:
         w = plan.worker_of(i, j, t)

@@ -40,7 +40,7 @@ MORE = pytest.mark.exhaustive
 Weights = Callable[..., dict[str, Tensor]]
 PRESETS = ["cyclic_dp", "1f1b", "pipedream_2bw"]
 TINY = [
-    "model.net.replicas=4", "stages=[net.groups.2]", "trainer.max_epochs=1",
+    "model.net.width=4", "stages=[net.groups.2]", "trainer.max_epochs=1",
     f"trainer.limit_train_batches={NUM_STEPS}", "trainer.limit_val_batches=1",
     "trainer.enable_model_summary=false", "trainer.enable_progress_bar=false",
 ]  # fmt: skip

@@ -174,7 +174,13 @@ def _add_plan(parser: argparse.ArgumentParser, *, num_steps: int) -> None:
     add("--workers", type=_count, required=True, metavar="N", help="number of workers")
     add("--stages", type=_count, metavar="S", help="number of stages (default: N/W)")
     add("--micro", type=_count, metavar="M", help="micro-batches per step (default: the plan's)")
-    add("--width", type=_count, metavar="W", default=1, help="replicas of a pipeline (default: 1)")
+    add(
+        "--replicas",
+        type=_count,
+        metavar="R",
+        default=1,
+        help="replicas of a pipeline (default: 1)",
+    )
     add("--slack", type=_whole, metavar="C", default=0, help="slots for messages (default: 0)")
     add("--groups", type=_count, metavar="G", help="groups of workers that run side by side, of "
         "workers that have all stages (default: each worker is one)")  # fmt: skip
@@ -184,13 +190,13 @@ def _add_plan(parser: argparse.ArgumentParser, *, num_steps: int) -> None:
 def _plan(arguments: argparse.Namespace) -> Plan:
     return make_plan(
         arguments.preset,
-        num_stages=arguments.stages or max(1, arguments.workers // arguments.width),
+        num_stages=arguments.stages or max(1, arguments.workers // arguments.replicas),
         num_workers=arguments.workers,
         num_microbatches=arguments.micro,
         num_steps=arguments.steps,
         slack=arguments.slack,
         groups=arguments.groups,
-        width=arguments.width,
+        replicas=arguments.replicas,
     )
 
 

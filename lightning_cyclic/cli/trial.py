@@ -22,8 +22,9 @@ from torch.utils.data import DataLoader
 
 from lightning_cyclic.plan import PRESETS
 from lightning_cyclic.plan.placement import Shared
+from lightning_cyclic.plugin.strategy import PlannedStrategy
+from lightning_cyclic.registration import make_strategy
 from lightning_cyclic.runtime.transport.choice import Route
-from lightning_cyclic.strategy import CyclicStrategy
 
 _WIDTH, _ROWS, _CLASSES = 16, 4, 3
 _STEPS, _EPOCHS = 4, 2
@@ -163,9 +164,9 @@ def _trainer(trial: Trial, rank: int, folder: str) -> Trainer:
     )  # fmt: skip
 
 
-def _strategy(trial: Trial) -> CyclicStrategy:
+def _strategy(trial: Trial) -> PlannedStrategy:
     gathers = trial.is_cut or trial.num_workers == 1
-    return CyclicStrategy(
+    return make_strategy(
         trial.preset,
         stages=[f"blocks.{j}" for j in range(1, trial.num_stages)],
         num_microbatches=trial.num_microbatches if gathers else None,

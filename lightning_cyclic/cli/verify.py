@@ -23,7 +23,8 @@ from torch.utils.data import DataLoader
 from lightning_cyclic.cli.load_module import _arguments, _find, _make
 from lightning_cyclic.errors import CyclicError, PlanError, VerificationError
 from lightning_cyclic.plan import PRESETS
-from lightning_cyclic.strategy import CyclicStrategy
+from lightning_cyclic.plugin.strategy import PlannedStrategy
+from lightning_cyclic.registration import make_strategy
 
 NUM_MICRO = 4
 _ROW = "{:<16}{:<11}{:>16}{:>9}   {}"
@@ -79,7 +80,7 @@ def verify(
     for preset in presets:
         module = _make(kind, mine)
         source = None if feed is None else _make(feed, its_data)
-        strategy = CyclicStrategy(
+        strategy = make_strategy(
             preset,
             stages=stages if isinstance(stages, int) else list(stages),
             num_microbatches=1 if preset in _STEP_BY_STEP else num_microbatches,
@@ -97,7 +98,7 @@ def _row(preset: str, verdict: Verdict) -> str:
 
 
 def _verdict(
-    module: LightningModule, batches: dict[str, Any], strategy: CyclicStrategy, num_steps: int
+    module: LightningModule, batches: dict[str, Any], strategy: PlannedStrategy, num_steps: int
 ) -> Verdict:
     begin, word, text = time.perf_counter(), "equal", ""
     try:

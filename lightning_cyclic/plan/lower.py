@@ -230,9 +230,11 @@ def _refuse_to_wait(plan: Plan, error: ValidationError) -> NoReturn:
         given += f" behind the forwards of stages {until}" if until != stages else ""
     advice = "preset='lockstep_dp'"
     if plan.norms == "owners":
-        given += ", and norms='owners' (clip='global': gradients clipped by their norm over all)"
+        given += (
+            ", and norms='owners' (clip_norm='global': gradients clipped by their norm over all)"
+        )
         without = replace(plan, norms="none", updates_meet=False)
-        advice = f"clip='stage', or {advice}" if _can_run(without) else advice
+        advice = f"clip_norm='stage', or {advice}" if _can_run(without) else advice
     raise PlanError(
         f"{given}: some worker could end its step only when another has begun its next one, "
         "which waits for this one; allowed: what can be proved to run, as where buffers change "

@@ -270,7 +270,7 @@ class Plan:
         return sharding.gathers or is_grouped
 
     @property
-    def replicas(self) -> int:
+    def copies_of_stages(self) -> int:
         """Count who holds every stage: workers that run whole micro-batches, or pipelines."""
         return self.num_workers if self.axes.placement.runs_whole_micro else self.replicas
 

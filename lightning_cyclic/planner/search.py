@@ -190,7 +190,7 @@ class _Search:
             f"({show_bytes(problem.memory_bytes)}) per worker; allowed: "
             f"{least} ({show_bytes(least)}) or more, which {c.preset} "
             f"needs with replicas={c.replicas}, {c.num_stages} stages, {c.num_microbatches} micro-batches of "
-            f'{c.micro_size} and remat="{"always" if c.remat else "never"}"; give workers more '
+            f'{c.micro_size} and activation_checkpointing="{"always" if c.remat else "never"}"; give workers more '
             "memory, use more workers, smaller batches, or an optimizer with less state"
         )
 

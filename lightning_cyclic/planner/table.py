@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 _WIDTH = 100
-_STRATEGY = "lightning_cyclic.CyclicStrategy"
 _BOUNDS = "too long to simulate; no step with these stages is faster, and it may be much slower"
 _COLUMNS = ("w x S", "micro", "remat", "step", "samples/s", "memory", "bubble", "stale")
 
@@ -38,7 +37,7 @@ def table(ranking: Ranking, *, colour: bool = False) -> str:
     """
     from rich.console import Console  # noqa: PLC0415
 
-    console = Console(replicas=_WIDTH, force_terminal=colour, no_color=not colour, highlight=False)
+    console = Console(width=_WIDTH, force_terminal=colour, no_color=not colour, highlight=False)
     with console.capture() as capture:
         numbers = map(str, range(1, len(ranking.plans) + 1))
         console.print(_grid(_title(ranking), zip(numbers, ranking.plans, strict=True)))
@@ -142,18 +141,25 @@ def arguments_of(plan: RankedPlan) -> dict[str, Any]:
     Where stages begin is said by paths, so that the strategy need not choose.
     """
     candidate, names, made = plan.fit.candidate, plan.fit.stages.names[1:], plan.fit.plan
-    usual = {"num_microbatches": None, "replicas": 1, "remat": "never", "slack": 0, "groups": None}
+    usual = {
+        "num_microbatches": None,
+        "replicas": 1,
+        "activation_checkpointing": "never",
+        "slack": 0,
+    }
+    staggered = candidate.runs_whole_micro and made.schedule == "cyclic"
     found = {
         "num_microbatches": None if candidate.runs_whole_micro else candidate.of_each,
         "replicas": candidate.replicas,
-        "remat": "always" if candidate.remat else "never",
+        "activation_checkpointing": "always" if candidate.remat else "never",
         "slack": made.slack,
-        "groups": made.num_groups if made.group_size > 1 else None,
     }
+    if staggered:  # said also where it is 1, as the strategy's own choice depends on hosts
+        found["group_size"] = made.group_size
     return {
         "preset": candidate.preset,
         "stages": list(names) if names else 1,
-        **{name: value for name, value in found.items() if value != usual[name]},
+        **{name: value for name, value in found.items() if value != usual.get(name)},
     }
 
 
@@ -161,7 +167,11 @@ def written(plan: RankedPlan) -> str:
     """Write a plan as the strategy that runs it."""
     preset, *others = arguments_of(plan).items()
     arguments = [json.dumps(preset[1]), *(f"{name}={json.dumps(x)}" for name, x in others)]
-    return f"CyclicStrategy({', '.join(arguments)})"
+    return f"{_door(plan)}({', '.join(arguments)})"
+
+
+def _door(plan: RankedPlan) -> str:
+    return "CyclicStrategy" if plan.fit.candidate.runs_whole_micro else "PipelineStrategy"
 
 
 def as_config(plan: RankedPlan, layout: str) -> dict[str, Any]:
@@ -171,10 +181,10 @@ def as_config(plan: RankedPlan, layout: str) -> dict[str, Any]:
         plan: to run.
         layout: "lightning", as LightningCLI reads it, or "hydra", as Hydra instantiates it.
     """
-    arguments = arguments_of(plan)
+    arguments, door = arguments_of(plan), f"lightning_cyclic.{_door(plan)}"
     if layout == "hydra":
-        return {"_target_": _STRATEGY, **arguments}
-    return {"class_path": _STRATEGY, "init_args": arguments}
+        return {"_target_": door, **arguments}
+    return {"class_path": door, "init_args": arguments}
 
 
 def as_data(ranking: Ranking) -> list[dict[str, Any]]:

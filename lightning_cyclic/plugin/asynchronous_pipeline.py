@@ -27,6 +27,7 @@ from lightning_cyclic.plugin.checks import check_flow, check_no_exchange, scaler
 from lightning_cyclic.plugin.clipping import clip_mode, decides_together, may_clip_by_norm
 from lightning_cyclic.plugin.decisions import check_monitors, require_same_stop, stopping
 from lightning_cyclic.plugin.deferred_update import DeferredUpdates
+from lightning_cyclic.plugin.hooks import Closure, Own
 from lightning_cyclic.plugin.options import Options
 from lightning_cyclic.plugin.pipeline import PipelineTraining
 from lightning_cyclic.plugin.prediction import Predictor
@@ -34,7 +35,7 @@ from lightning_cyclic.plugin.reductions import HeldReductions
 from lightning_cyclic.plugin.step_arguments import StepArguments
 from lightning_cyclic.plugin.summaries import StepOutcome
 from lightning_cyclic.plugin.surrogate_loss import stand_in
-from lightning_cyclic.plugin.training import Closure, Own, epoch_ends
+from lightning_cyclic.plugin.training import epoch_ends
 from lightning_cyclic.plugin.weight_guard import WeightGuard
 from lightning_cyclic.runtime.agreement import Together, put_together
 from lightning_cyclic.runtime.gradient_store import Gradients
@@ -57,7 +58,7 @@ class AsynchronousPipelineTraining(PipelineTraining):
         self, trainer: Trainer, options: Options, plan: Plan, reductions: HeldReductions
     ) -> None:
         check_no_exchange(trainer.optimizers[0], plan.preset)
-        clip = clip_mode(trainer, plan, options.clip)
+        clip = clip_mode(trainer, plan, options.clip_norm)
         scaler = scaler_of(trainer)
         self._scaling = LossScaling(scaler, self._all_are_finite) if scaler else None
         if scaler is not None or (clip == "global" and may_clip_by_norm(trainer)):

@@ -5,7 +5,7 @@ lightning_cyclic                     steps done, stages, and the previous versio
                                      stages that the next step still reads so
     format                           a number; older ones have none
     starts                           the module paths that begin stages 1, 2, ...: what
-                                     CyclicStrategy(stages=[...]) takes for the same cut
+                                     stages=[...] takes for the same cut
 
 Of a folder (checkpoint_folder.py) each worker writes its part of the first.
 """

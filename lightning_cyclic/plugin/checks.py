@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from itertools import groupby
 
 import torch
 import torch.distributed as dist
@@ -21,8 +20,9 @@ from torch import nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from lightning_cyclic.errors import ConfigurationError, PlanError, one_of
+from lightning_cyclic.errors import ConfigurationError, PlanError
 from lightning_cyclic.plan import Plan
+from lightning_cyclic.plan.presets import AXES
 from lightning_cyclic.plugin.hosts import WeightAveraging
 from lightning_cyclic.runtime.absent import is_absent
 from lightning_cyclic.runtime.compiled import is_compiled
@@ -33,7 +33,6 @@ RUNNABLE = (
     "cyclic_dp", "cyclic_dp_v1", "lockstep_dp", "cyclic_pipeline", "gpipe", "1f1b", "pipedream",
     "pipedream_2bw", "pipeoptim", "spectrain", "cyclic_mp", "cyclic_zero",
 )  # fmt: skip
-REMAT = ("never", "always", "except_last")
 
 
 def check_plan(plan: Plan) -> None:
@@ -54,8 +53,18 @@ def check_plan(plan: Plan) -> None:
         raise PlanError(
             f"sharding {plan.sharding!r} (preset {plan.preset!r}) has no runtime yet with "
             f"{plan.weights!r} weights; allowed: {', '.join(map(repr, allowed))}; "
-            f'use strategy="cyclic_dp", or CyclicStrategy(sharding={allowed[0]!r})'
+            f"use preset={ {axis: getattr(plan, axis) for axis in AXES} | {'sharding': allowed[0]}!r}"
         )
+
+
+def workers_per_host(hosts: Sequence[str]) -> int:
+    """Return how many neighbouring ranks share a host, if all of several hosts have as many.
+
+    Args:
+        hosts: of each rank.
+    """
+    runs = [len(list(run)) for _, run in groupby(hosts)]
+    return runs[0] if len(set(runs)) == 1 and len(set(hosts)) == len(runs) > 1 else 1
 
 
 def check_hosts_of_groups(plan: Plan, hosts: Sequence[str]) -> None:
@@ -68,22 +77,16 @@ def check_hosts_of_groups(plan: Plan, hosts: Sequence[str]) -> None:
     Raises:
         ConfigurationError: with the ranks of a group, and where they are.
     """
-    for first in range(0, plan.num_workers if plan.group_size > 1 else 0, plan.group_size):
+    for first in range(0, plan.num_workers, plan.group_size):
         ranks = plan.group(first)
         found = [hosts[rank] for rank in ranks]
         if len(set(found)) > 1:
             each = ", ".join(f"{rank} on {host}" for rank, host in zip(ranks, found, strict=True))
-            per_host = Counter(hosts).values()
-            fitting = [
-                plan.num_workers // size
-                for size in range(min(per_host), 0, -1)
-                if all(num % size == 0 for num in per_host)
-            ]
             raise ConfigurationError(
-                f"groups={plan.num_groups} of {plan.num_workers} ranks, but the ranks of a group "
-                f"are on several hosts: {each}; allowed: groups that are each on one host, with "
-                "neighbouring ranks, as srun --distribution=block numbers them; use "
-                f"groups={fitting[0]}, or groups=None"
+                f"group_size={plan.group_size} with {plan.num_workers} ranks, but those of a "
+                f"group are on several hosts: {each}; allowed: groups that are each on one host, "
+                "with neighbouring ranks, as srun --distribution=block numbers them; use "
+                "group_size='host', or group_size=1"
             )
 
 
@@ -212,7 +215,7 @@ def check_flow(trainer: Trainer) -> None:
         raise ConfigurationError(
             f"accumulate_grad_batches={trainer.accumulate_grad_batches} with a pipeline without "
             "a flush, which updates once per batch; allowed: 1; use larger batches, and "
-            "CyclicStrategy(num_microbatches=...) to cut them"
+            "num_microbatches=... to cut them"
         )
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, GradientAccumulationScheduler):
@@ -316,139 +319,6 @@ def trained_parameters(
     _check_storage(named)
     _check_dense(module)
     return named
-
-
-def check_choice(given: object, allowed: Sequence[str], what: str) -> None:
-    """Refuse a value that is not one of the allowed ones.
-
-    Raises:
-        ConfigurationError: with the allowed values.
-    """
-    if given not in allowed:
-        raise ConfigurationError(
-            one_of(given, list(allowed), what, f"use CyclicStrategy({what}={allowed[0]!r})")
-        )
-
-
-def check_once(paths: Sequence[str]) -> None:
-    """Refuse paths of which one is named twice.
-
-    Raises:
-        PlanError: with the path.
-    """
-    twice = next((path for n, path in enumerate(paths) if path in paths[:n]), None)
-    if twice is not None:
-        kept = ", ".join(f'"{path}"' for path in dict.fromkeys(paths))
-        raise PlanError(
-            f"stages names {twice!r} twice; allowed: each module once, as its first call begins "
-            f"one stage; use CyclicStrategy(stages=[{kept}])"
-        )
-
-
-def check_used(plan: Plan, remat: str, memory_limit_bytes: int | None) -> None:
-    """Refuse arguments that plans would ignore: those without pipelines, or without shards.
-
-    Raises:
-        ConfigurationError: with the argument.
-    """
-    given = {"remat": (remat, "never"), "memory_limit_bytes": (memory_limit_bytes, None)}
-    for name, (value, default) in given.items():
-        is_limit_of_shards = name == "memory_limit_bytes" and plan.axes.sharding.gathers
-        if value != default and not (is_stagewise(plan) or is_limit_of_shards):
-            raise ConfigurationError(
-                f"{name}={value!r} is of no use with placement {plan.placement!r} (preset "
-                f"{plan.preset!r}), whose workers keep whole micro-batches; allowed: "
-                f'{name}={default!r}, or a pipeline; use CyclicStrategy("1f1b", {name}={value!r})'
-            )
-
-
-def check_adds(plan: Plan, reduce_dtype: object, replicas: int) -> None:
-    """Refuse to choose a dtype of sums where none travel.
-
-    Raises:
-        ConfigurationError: with the option.
-    """
-    is_one_pipeline = is_stagewise(plan) and replicas == 1 and not plan.axes.placement.takes_turns
-    if reduce_dtype is not None and is_one_pipeline:
-        raise ConfigurationError(
-            f"reduce_dtype={reduce_dtype!r} is of no use with one replica of a pipeline (preset "
-            f"{plan.preset!r}), each of whose workers adds up its own gradients; allowed: "
-            "reduce_dtype=None, replicas, or another preset; use "
-            f'CyclicStrategy("{plan.preset}", replicas=2, reduce_dtype={reduce_dtype!r}), or "cyclic_dp"'
-        )
-
-
-def check_timed(plan: Plan, stages: object) -> None:
-    """Refuse to measure where nothing is decided by times.
-
-    Raises:
-        ConfigurationError: stages="measured" where they are cut by bytes.
-    """
-    if stages == "measured" and plan.placement not in ("pipelined", "shared"):
-        raise ConfigurationError(
-            f"stages='measured' is of no use with placement {plan.placement!r} (preset "
-            f"{plan.preset!r}), whose stages are cut by bytes, which nobody need measure; "
-            'allowed: "auto", a number or module paths; or a pipeline; use stages="auto", or '
-            'CyclicStrategy("1f1b", stages="measured")'
-        )
-
-
-def check_delayed(plan: Plan, error_feedback: object) -> None:
-    """Refuse the correction of old gradients where none are old.
-
-    Raises:
-        ConfigurationError: with the option.
-    """
-    check_switch(error_feedback, "error_feedback")
-    if error_feedback and plan.weights == "sync":
-        raise ConfigurationError(
-            f"error_feedback=True is of no use with weights {plan.weights!r} (preset "
-            f"{plan.preset!r}), whose gradients are not old; allowed: error_feedback=False, or a "
-            'preset without a flush; use CyclicStrategy("pipedream_2bw", error_feedback=True)'
-        )
-
-
-def check_bytes(given: object, what: str) -> None:
-    """Refuse what is no number of bytes.
-
-    Raises:
-        ConfigurationError: with the value.
-    """
-    is_number = isinstance(given, int | float) and not isinstance(given, bool)
-    if given is not None and not (is_number and given > 0):  # type: ignore[operator]
-        raise ConfigurationError(
-            f"{what}={given!r}; allowed: a number of bytes above 0, or None; use "
-            f"CyclicStrategy(..., {what}=24 * 10**9)"
-        )
-
-
-def check_switch(given: object, what: str) -> None:
-    """Refuse what is neither True nor False.
-
-    Raises:
-        ConfigurationError: with the value.
-    """
-    if not isinstance(given, bool):
-        raise ConfigurationError(
-            f"{what}={given!r}; allowed: True or False; use CyclicStrategy(..., {what}=True)"
-        )
-
-
-def check_no_leftovers(kwargs: Mapping[str, Any], known: Iterable[str]) -> None:
-    """Refuse arguments that only DDP knows.
-
-    Args:
-        kwargs: that were given beside those that are known.
-        known: names of all arguments; the last stands for others.
-
-    Raises:
-        ConfigurationError: with the names.
-    """
-    if kwargs:
-        raise ConfigurationError(
-            f"CyclicStrategy does not know {', '.join(map(repr, kwargs))}; allowed: "
-            f"{', '.join([*known][:-1])}; remove it (unused parameters need no flag here)"
-        )
 
 
 def _check_not_compiled(module: LightningModule) -> None:

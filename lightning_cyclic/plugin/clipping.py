@@ -28,15 +28,15 @@ def clip_mode(trainer: Trainer, plan: Plan, clip: str | None) -> str:
         return clip or "global"
     if clip == "global" and plan.slack > 0:
         raise ConfigurationError(
-            f'clip="global" with slack={plan.slack} would mix gradients of two steps in one '
-            'norm; allowed: clip="stage", or slack=0, or preset "cyclic_dp_v1"; '
-            'use CyclicStrategy(clip="stage")'
+            f'clip_norm="global" with slack={plan.slack} would mix gradients of two steps in one '
+            'norm; allowed: clip_norm="stage", or slack=0, or preset "cyclic_dp_v1"; '
+            'use clip_norm="stage"'
         )
     if clip is None and by_norm:
         rank_zero_warn(
             "gradient_clip_val clips each stage by its own norm, because the norm over all "
-            'stages would stall freshest weights; CyclicStrategy(clip="global") is exact and '
-            'stalls, clip="stage" keeps this and silences the warning.'
+            'stages would stall freshest weights; clip_norm="global" is exact and '
+            'stalls, clip_norm="stage" keeps this and silences the warning.'
         )
     return clip or "stage"
 
@@ -46,15 +46,15 @@ def _mode_of_flow(plan: Plan, clip: str | None, *, by_norm: bool) -> str:
         return clip or "global"
     if clip == "global":
         raise ConfigurationError(
-            f'clip="global" with preset {plan.preset!r} would make every stage wait for the norm '
-            'of the first, which comes last; allowed: clip="stage"; use '
-            'CyclicStrategy(clip="stage"), or preset "pipedream_2bw" or "1f1b", whose norm is '
+            f'clip_norm="global" with preset {plan.preset!r} would make every stage wait for the norm '
+            'of the first, which comes last; allowed: clip_norm="stage"; use '
+            'clip_norm="stage", or preset "pipedream_2bw" or "1f1b", whose norm is '
             "over all stages"
         )
     if clip is None and by_norm and plan.num_stages > 1:
         rank_zero_warn(
             "gradient_clip_val clips each stage by its own norm, because the norm over all "
-            'stages would stall a pipeline without a flush; CyclicStrategy(clip="stage") keeps '
+            'stages would stall a pipeline without a flush; clip_norm="stage" keeps '
             "this and silences the warning."
         )
     return "stage"

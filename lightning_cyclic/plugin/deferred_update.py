@@ -170,7 +170,7 @@ class DeferredUpdates:
             check_parted(optimizer, updated, self._preset)
             written = Written(optimizer)
             profiled = trainer.profiler.profile(  # type: ignore[attr-defined]
-                "[Strategy]CyclicStrategy.deferred_optimizer_step"
+                f"[Strategy]{type(trainer.strategy).__name__}.deferred_optimizer_step"
             )
             alone = without_closure(optimizer, self._preset)
             with profiled, _holding(optimizer, updated), alone:
@@ -220,7 +220,7 @@ class DeferredUpdates:
                     "precision='16-mixed' other ranks have been told their norms before, to skip "
                     "steps together; allowed: gradients that are changed elsewhere; change them "
                     "in a hook of the tensors (tensor.register_hook), clip with "
-                    "CyclicStrategy(clip='stage'), or use precision='bf16-mixed'"
+                    "clip_norm='stage', or use precision='bf16-mixed'"
                 )
 
     @property

@@ -17,6 +17,10 @@ _ASK: Final = (
     "prints the strategy, and --save writes it"
 )
 
+_AXIS: Final = (
+    "give all four axes as the preset: preset={'schedule': ..., 'placement': ..., 'weights': ..., "
+    "'sharding': ...}"
+)
 _WHOLE: Final = "a stage travels in one message: use more stages, or groups"
 _STEADY: Final = "workers and links are simulated as steady: leave it out"
 
@@ -28,7 +32,6 @@ DEPARTED: Final[dict[str, str]] = {
     "schedule='cyclic_flush'": _NO_RING,
     "preset='auto'": _ASK,
     "slack='auto'": _ASK,
-    "groups='auto'": _ASK,
     "chunks": _WHOLE,
     "backward_weights": "leave it out: backwards read what the preset's paper says, the newest "
     "weights (pipeoptim) or a new guess (spectrain)",
@@ -38,6 +41,18 @@ DEPARTED: Final[dict[str, str]] = {
     "under '1f1b' and go on from its checkpoint",
     "warmup_steps": "train the first steps under '1f1b', and go on from its checkpoint; then "
     "the rule begins as at step 0",
+    "schedule": _AXIS,
+    "placement": _AXIS,
+    "weights": _AXIS,
+    "sharding": _AXIS,
+    "num_micro": "use num_microbatches",
+    "width": "use replicas",
+    "remat": "use activation_checkpointing",
+    "wire_dtype": "use reduce_dtype",
+    "clip": "use clip_norm",
+    "groups": "use group_size, the workers of each group; 'host' (the default) makes those of a host "
+    "one",
+    "resume": "use fit(ckpt_path='last'), which Lightning looks for",
     "rank_order": "launch neighbours on one host, as srun --distribution=block and torchrun do",
     "trace": "profile with torch.profiler or Trainer(profiler='pytorch'), which show each action",
     # flags of the command line
@@ -45,6 +60,8 @@ DEPARTED: Final[dict[str, str]] = {
     "--jitter": _STEADY,
     "--stragglers": _STEADY,
     "--latency-jitter": _STEADY,
+    "--width": "use --replicas",
+    "--num-micro": "use --num-microbatches",
     "--milp": "the doctor looks at all orders of branches that it can in a second",
 }
 
@@ -62,5 +79,5 @@ def refuse_departed(given: Mapping[str, object]) -> None:
         for text in (name, f"{name}={value!r}"):
             if text in DEPARTED:
                 raise ConfigurationError(
-                    f"{name}={value!r} was given, and has left CyclicStrategy; {DEPARTED[text]}"
+                    f"{name}={value!r} is no option any more; {DEPARTED[text]}"
                 )

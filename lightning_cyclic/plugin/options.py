@@ -1,31 +1,23 @@
-"""Options: what the user chose of a plan, checked as soon as it is known."""
+"""Options: what the user chose of a plan, each checked by a row of CHECKS, and what follows.
+
+What an option means, and its default, stands in :class:`CyclicStrategy` or
+:class:`PipelineStrategy`, whichever has it; most are theirs both.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import final, get_args
+from typing import Any, Final, Literal, NamedTuple, TypeAlias, final, get_args
 
 from torch import nn
 
-from lightning_cyclic.errors import ConfigurationError, PlanError
+from lightning_cyclic.errors import ConfigurationError, PlanError, one_of
 from lightning_cyclic.plan import PRESETS, Plan, make_plan
 from lightning_cyclic.plan.placement import Shared
-from lightning_cyclic.plan.presets import check_number
+from lightning_cyclic.plan.presets import AXES
 from lightning_cyclic.planner.candidates import DEFAULT_BANDWIDTH, DEFAULT_LATENCY
-from lightning_cyclic.plugin.checks import (
-    REMAT,
-    check_adds,
-    check_bytes,
-    check_choice,
-    check_delayed,
-    check_once,
-    check_plan,
-    check_switch,
-    check_timed,
-    check_used,
-    is_stagewise,
-)
+from lightning_cyclic.plugin.checks import check_plan, is_stagewise
 from lightning_cyclic.plugin.clipping import CLIPPING
 from lightning_cyclic.runtime.partial_step.ranks import rank_of
 from lightning_cyclic.runtime.stages.evidence import ClockName
@@ -37,95 +29,232 @@ from lightning_cyclic.simulate import Network, parse_bandwidth, parse_seconds
 TRAINING_S = 300.0  # limit of a wait for another rank, where the user sets none
 STARTING_S = 1800.0  # until training has begun, and where code may be compiled; as torch has it
 
+Checkpointing: TypeAlias = Literal["never", "always", "except_last"]
+ReduceDtype: TypeAlias = Literal["fp32", "bf16", "fp16"]
+Clipping: TypeAlias = Literal["stage", "global"]
+
+
+class Check(NamedTuple):
+    """Say which values an option may have.
+
+    Args:
+        passes: whether a value is one.
+        allowed: the same in words.
+        example: that passes.
+    """
+
+    passes: Callable[[Any], bool]
+    allowed: str
+    example: str
+
+
+def _one_of(*allowed: str, or_none: bool = False) -> Check:
+    values = (*allowed, None) if or_none else allowed
+    return Check(lambda given: given in values, ", ".join(map(repr, values)), repr(allowed[0]))
+
+
+def _whole(least: int, *words: str | None) -> Check:
+    def passes(given: object) -> bool:
+        is_number = isinstance(given, int) and not isinstance(given, bool)
+        return given in words or (is_number and given >= least)  # type: ignore[operator]
+
+    beside = "".join(f", or {word!r}" for word in words)
+    return Check(passes, f"whole numbers from {least} on{beside}", str(max(least, 2)))
+
+
+def _switch() -> Check:
+    return Check(lambda given: isinstance(given, bool), "True or False", "True")
+
+
+def _are_stages(given: object) -> bool:
+    if isinstance(given, list | tuple):
+        return len(set(given)) == len(given) and all(isinstance(path, str) for path in given)
+    return _whole(1, "auto", "measured").passes(given)
+
+
+def _parses(parse: Callable[[str], float]) -> Callable[[object], bool]:
+    def passes(given: object) -> bool:
+        if given is None:
+            return True
+        try:
+            return _number(given, parse) >= 0
+        except PlanError:
+            return False
+
+    return passes
+
+
+CHECKS: Final[Mapping[str, Check]] = {
+    "stages": Check(
+        _are_stages,
+        '"auto", "measured" (by times), a number from 1, or a list of module paths, each once',
+        '["layer2", "layer3"]',
+    ),
+    "num_microbatches": _whole(1, None),
+    "slack": _whole(0),
+    "group_size": _whole(1, "host"),
+    "clip_norm": _one_of(*CLIPPING, or_none=True),
+    "relay_buffers": _one_of("auto", "all"),
+    "replicas": _whole(1),
+    "activation_checkpointing": _one_of(*get_args(Checkpointing)),
+    "memory_limit_bytes": Check(
+        lambda given: (
+            given is None
+            or (isinstance(given, int | float) and not isinstance(given, bool) and given > 0)
+        ),
+        "a number of bytes above 0, or None",
+        "24 * 10**9",
+    ),
+    "error_feedback": _switch(),
+    "reduce_dtype": _one_of(*WIRE_DTYPES, or_none=True),
+    "bandwidth": Check(
+        _parses(parse_bandwidth), 'text like "10Gbit/s", or bytes per second', '"10Gbit/s"'
+    ),
+    "latency": Check(_parses(parse_seconds), 'text like "50us", or seconds', '"50us"'),
+    "transport": _one_of(*get_args(Route)),
+    "save_distributed_checkpoint": _switch(),
+    "verify": Check(
+        lambda given: given is False or _whole(0, "first_step").passes(given),
+        '"first_step", the number of first steps that are compared with plain ones, or False',
+        '"first_step"',
+    ),
+}
+
+
+def check_values(given: Mapping[str, Any]) -> None:
+    """Refuse values that options cannot have.
+
+    Args:
+        given: name of an option -> its value.
+
+    Raises:
+        ConfigurationError: with the first of them, what is allowed, and an example.
+    """
+    for name, value in given.items():
+        check = CHECKS[name]
+        if not check.passes(value):
+            raise ConfigurationError(
+                f"{name}={value!r}; allowed: {check.allowed}; use {name}={check.example}"
+            )
+
+
+class _Use(NamedTuple):
+    """Say where an option changes anything.
+
+    Args:
+        usual: the value that asks for nothing.
+        is_used: whether a plan, with the options, heeds it.
+        where: the same in words.
+        example: arguments with which it is.
+    """
+
+    usual: object
+    is_used: Callable[[Options, Plan], bool]
+    where: str
+    example: str
+
+
+_USES: Final[Mapping[str, _Use]] = {
+    "memory_limit_bytes": _Use(
+        None,
+        lambda _, plan: is_stagewise(plan) or plan.axes.sharding.gathers,
+        "workers that each have parts of the module",
+        "preset='cyclic_zero', or a pipeline",
+    ),
+    "activation_checkpointing": _Use(
+        "never",
+        lambda _, plan: is_stagewise(plan),
+        "workers that run single stages",
+        "a pipeline",
+    ),
+    "reduce_dtype": _Use(
+        None,
+        lambda options, plan: (
+            not is_stagewise(plan) or options.replicas > 1 or plan.axes.placement.takes_turns
+        ),
+        "workers that send sums of gradients to each other, and not in one replica of a pipeline, "
+        "each of whose workers adds up its own",
+        "replicas=2, or preset='cyclic_dp'",
+    ),
+    "error_feedback": _Use(
+        False,
+        lambda _, plan: plan.weights != "sync",
+        "presets without a flush, whose gradients are old",
+        "preset='cyclic_dp' or 'pipedream_2bw'",
+    ),
+    "group_size": _Use(
+        "host",
+        lambda options, plan: options.group_size == 1 or plan.placement == "replicated",
+        "workers that each run whole micro-batches",
+        "preset='cyclic_dp'",
+    ),
+}
+
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """Hold the arguments of CyclicStrategy that decide the plan, and make plans of them.
+    """Hold what the user chose, and make plans of it.
 
     Args:
-        preset: as in CyclicStrategy, as are all but the last eight.
-        schedule: overrides the preset's.
-        placement: overrides the preset's.
-        weights: overrides the preset's.
-        sharding: overrides the preset's.
-        stages: "auto", "measured", a number, or module paths.
-        num_microbatches: micro-batches per update, of each replica.
-        slack: slots that messages are given to travel.
-        groups: of workers that run in the same slots. [each worker is one]
-        clip: "stage", "global" or None.
-        relay_buffers: "auto" or "all".
-        replicas: replicas of a pipeline.
-        remat: "never", "always" or "except_last".
-        memory_limit_bytes: of a stage; None for any.
-        error_feedback: as in CyclicStrategy.
-        transport: how messages travel.
-        reduce_dtype: in which sums of gradients travel.
+        preset: a name; of a mapping of axes the nearest one's.
+        axes: axis -> value, where they are not the preset's.
         timeout_s: limit of every wait for another rank in training, in seconds.
         starting_s: limit before it, and where code may be compiled, in seconds.
-        save_distributed_checkpoint: whether checkpoints are folders, of which ranks write parts.
-        verify: how many of the first steps are compared with the plain one.
-        resume: "auto", or None where fit alone names the checkpoint.
+        network: the links between workers, by which stages are cut.
         num_workers: how many there are; None while it is not known.
+        workers_per_host: how many of them share a host, if all hosts have as many neighbours.
         late_updates: whether stages decide together about a step, as the Trainer's flags ask.
         norms: who is told the norms of all gradients, as these flags ask.
-        network: the links between workers, by which stages are cut.
+        stages: as in CyclicStrategy, or in PipelineStrategy, as are all others.
     """
 
     preset: str
-    schedule: str | None
-    placement: str | None
-    weights: str | None
-    sharding: str | None
+    axes: tuple[tuple[str, str], ...] = ()
     stages: int | str | Sequence[str]
     num_microbatches: int | None
-    slack: int
-    groups: int | None
-    clip: str | None
-    relay_buffers: str
-    replicas: int
-    remat: str
+    slack: int = 0
+    group_size: int | str = "host"
+    clip_norm: Clipping | None
+    relay_buffers: str = "auto"
+    replicas: int = 1
+    activation_checkpointing: Checkpointing = "never"
     memory_limit_bytes: int | None
     error_feedback: bool
+    reduce_dtype: ReduceDtype | None
     transport: Route
-    reduce_dtype: str | None
-    timeout_s: float
-    starting_s: float
-    save_distributed_checkpoint: bool = False
-    verify: int = 0
-    resume: str | None = None
+    save_distributed_checkpoint: bool
+    verify: Literal["first_step"] | int
+    timeout_s: float = TRAINING_S
+    starting_s: float = STARTING_S
+    network: Network = Network()
     num_workers: int | None = None
+    workers_per_host: int = 1
     late_updates: bool = False
     norms: str = "none"
-    network: Network = Network()
 
     def check(self) -> None:
         """Refuse early, before any process, what no number of workers would make right.
 
         Raises:
-            PlanError: unknown names, impossible numbers, or a plan that cannot be run yet.
-            ConfigurationError: values that are not understood, or would be ignored.
+            PlanError: impossible numbers, or a plan that cannot be run yet.
+            ConfigurationError: values that would be ignored.
         """
-        check_choice(self.relay_buffers, ("auto", "all"), "relay_buffers")
-        check_switch(self.save_distributed_checkpoint, "save_distributed_checkpoint")
-        if self.resume is not None:
-            check_choice(self.resume, ("auto",), "resume")
-        if self.clip is not None:
-            check_choice(self.clip, CLIPPING, "clip")
-        if self.groups is not None:
-            check_number("groups", self.groups)
-        check_choice(self.remat, REMAT, "remat")
-        check_choice(self.transport, get_args(Route), "transport")
-        if self.reduce_dtype is not None:
-            check_choice(self.reduce_dtype, tuple(WIRE_DTYPES), "reduce_dtype")
-        check_bytes(self.memory_limit_bytes, "memory_limit_bytes")
-        check_number("replicas", self.replicas)
         probe = self._probe()
         check_plan(probe)
-        check_used(probe, self.remat, self.memory_limit_bytes)
-        check_timed(probe, self.stages)
-        check_adds(probe, self.reduce_dtype, self.replicas)
-        check_delayed(probe, self.error_feedback)
+        for name, use in _USES.items():
+            value = getattr(self, name)
+            if value != use.usual and not use.is_used(self, probe):
+                raise ConfigurationError(
+                    f"{name}={value!r} with preset {self.preset!r}, which does not use it; "
+                    f"allowed: {use.where}; use {use.example}, or leave {name} out"
+                )
+        if self.stages == "measured" and probe.placement not in ("pipelined", "shared"):
+            raise ConfigurationError(
+                f"stages='measured' with preset {self.preset!r}, whose stages are cut by bytes, "
+                "which nobody need measure; allowed: pipelines; use stages='auto', a number, or "
+                "module paths"
+            )
 
     # ------------------------------------------------------------------ which kind of training
 
@@ -162,7 +291,8 @@ class Options:
     def keeps_order(self) -> bool:
         """Say whether each forward is run once, with the newest weights, as on one device."""
         is_alone = self.replicas == 1  # else each replica would change a copy of its own
-        return is_alone and self._probe().weights == "sync" and self.remat == "never"
+        once = self.activation_checkpointing == "never"
+        return is_alone and once and self._probe().weights == "sync"
 
     @property
     def predicts(self) -> bool:
@@ -179,6 +309,11 @@ class Options:
         """Write down what all ranks must have alike, a line each."""
         names = [field.name for field in fields(self)]
         return "\n".join(f"{name}={getattr(self, name)!r}" for name in names)
+
+    @property
+    def compared_steps(self) -> int:
+        """Return how many of the first steps are compared with plain ones."""
+        return 1 if self.verify == "first_step" else int(self.verify)
 
     def sums(self, *, is_scaled: bool) -> SumDtypes:
         """Return the dtypes of sums of gradients.
@@ -227,32 +362,54 @@ class Options:
         asked = self.num_microbatches is not None and num_microbatches is None
         if self.num_microbatches is not None and num_microbatches is None:
             num_microbatches = self.num_microbatches * self.replicas
-        is_probe = num_workers is not None and num_workers != self.num_workers
+        workers = num_workers or self.num_workers or 1
+        axes: dict[str, Any] = dict(self.axes) | {"placement": self._placement}
         plan = make_plan(
             self.preset,
             num_stages=num_stages,
-            num_workers=num_workers or self.num_workers or 1,
+            num_workers=workers,
             num_microbatches=num_microbatches,
             replicas=self.replicas,
             tied=tied,
             slack=self.slack,
-            groups=None if self.groups is None else 1 if is_probe else self.groups,
+            groups=self._groups(workers),
             relayed=relayed,
             relayed_until=relayed_until,
-            schedule=self.schedule,
-            placement=self._placement,
-            weights=self.weights,
-            sharding=self.sharding,
             late_updates=self.late_updates,
             norms=self.norms,
+            **axes,
         )
         if asked and plan.rounds > 1:
             raise PlanError(
-                f"num_microbatches={plan.num_microbatches} with {plan.num_workers} workers that run whole "
-                f"micro-batches, which do not cut their batches; allowed: {plan.num_workers}; use "
-                f"num_microbatches={plan.num_workers}, and Trainer(accumulate_grad_batches={plan.rounds})"
+                f"num_microbatches={plan.num_microbatches} with {plan.num_workers} workers that "
+                "run whole micro-batches, which do not cut their batches; allowed: "
+                f"{plan.num_workers}; use num_microbatches={plan.num_workers}, and "
+                f"Trainer(accumulate_grad_batches={plan.rounds})"
             )
         return plan
+
+    def _groups(self, num_workers: int) -> int | None:
+        """Return into how many groups workers are divided; None where each is one.
+
+        Raises:
+            PlanError: groups would not have as many workers each.
+        """
+        size = self.group_size
+        if isinstance(size, str):
+            given = dict(self.axes).get("schedule") or PRESETS[self.preset].schedule
+            are_staggered = given == "cyclic" and self.plans_placement == "replicated"
+            size = self.workers_per_host if are_staggered else 1
+            size = size if size < num_workers else 1  # on one host they take turns one by one
+        if size == 1 or num_workers != self.num_workers:
+            return None
+        if num_workers % size:
+            fitting = [n for n in range(1, num_workers + 1) if num_workers % n == 0]
+            raise PlanError(
+                f"group_size={size} with {num_workers} workers; all groups have as many workers, "
+                f"so allowed: {', '.join(map(str, fitting))}; use "
+                f"group_size={max(n for n in fitting if n <= size)}"
+            )
+        return num_workers // size
 
     def expected_stages(self, module: nn.Module | None) -> int:
         """Return how many stages there will be, as far as that is known before the first step.
@@ -291,7 +448,7 @@ class Options:
     @property
     def plans_placement(self) -> str:
         """Return the placement of the plan: the one that was chosen, or follows."""
-        return self._placement or self._preset_placement
+        return self._placement or PRESETS[self.preset].placement
 
     @property
     def _placement(self) -> str | None:
@@ -299,15 +456,67 @@ class Options:
 
         One worker that is given several micro-batches runs them on the timetable of as many.
         """
-        given = self.placement
+        given = dict(self.axes).get("placement")
         if given is None and self.num_workers == 1 and (self.num_microbatches or 1) > 1:
-            return "single" if self._preset_placement == "replicated" else None
+            return "single" if PRESETS[self.preset].placement == "replicated" else None
         return given
 
-    @property
-    def _preset_placement(self) -> str:
-        known = PRESETS.get(self.preset)  # make_plan refuses unknown ones
-        return known.placement if known else "replicated"
+
+Axes: TypeAlias = tuple[tuple[str, str], ...]
+
+
+def chosen_preset(
+    given: object, allowed: Sequence[str], placements: Sequence[str], other: str
+) -> tuple[str, Axes]:
+    """Return the name of a preset, and the axis values that are not its own.
+
+    Args:
+        given: a name, or a mapping axis -> value.
+        allowed: presets of the strategy.
+        placements: that it has.
+        other: name of the strategy that has the other presets.
+
+    Raises:
+        ConfigurationError: neither a name of one, nor a value for each of the four axes; or what
+            the other strategy has.
+    """
+    if isinstance(given, Mapping):
+        return _nearest(given, allowed, placements, other)
+    if given in allowed:
+        return str(given), ()
+    if given in PRESETS:
+        raise ConfigurationError(
+            f"preset {given!r} is one of {other}; allowed here: {', '.join(map(repr, allowed))}; "
+            f"use {other}({given!r}), or Trainer(strategy={given!r})"
+        )
+    use = f"use preset={allowed[0]!r}, or a mapping of {', '.join(AXES)}"
+    raise ConfigurationError(one_of(given, list(allowed), "preset", use))
+
+
+def _nearest(
+    given: Mapping[Any, Any], allowed: Sequence[str], placements: Sequence[str], other: str
+) -> tuple[str, Axes]:
+    first = {axis: getattr(PRESETS[allowed[0]], axis) for axis in AXES}
+    if given.keys() != AXES.keys():
+        raise ConfigurationError(
+            f"preset={dict(given)!r}; allowed: a name, or a mapping that has a value for each of "
+            f"{', '.join(map(repr, AXES))}; use preset={first!r}"
+        )
+    for axis, value in given.items():
+        if value not in AXES[axis]:
+            use = f"use preset={ {**given, axis: first[axis]}!r}"
+            raise ConfigurationError(one_of(value, list(AXES[axis]), axis, use))
+    if given["placement"] not in placements:
+        raise ConfigurationError(
+            f"placement {given['placement']!r} is one of {other}; allowed here: "
+            f"{', '.join(map(repr, placements))}; use {other}(preset=...)"
+        )
+
+    def alike(name: str) -> int:
+        return sum(getattr(PRESETS[name], axis) == value for axis, value in given.items())
+
+    name = max(allowed, key=alike)
+    return name, () if alike(name) == len(AXES) else tuple(given.items())
 
 
 def network_of(bandwidth: str | float | None, latency: str | float | None) -> Network:
@@ -316,9 +525,6 @@ def network_of(bandwidth: str | float | None, latency: str | float | None) -> Ne
     Args:
         bandwidth: like "10Gbit/s", or bytes per second.
         latency: like "50us", or seconds.
-
-    Raises:
-        PlanError: text that is no such number.
     """
     return Network(
         latency_s=_number(DEFAULT_LATENCY if latency is None else latency, parse_seconds),
@@ -332,61 +538,3 @@ def _number(given: object, parse: Callable[[str], float]) -> float:
     """Return a number that is given as it is, or as text with a unit."""
     is_number = isinstance(given, int | float) and not isinstance(given, bool)
     return float(given) if is_number else parse(str(given))  # type: ignore[arg-type]
-
-
-def check_network(options: Options, given: Mapping[str, object]) -> None:
-    """Refuse numbers of links where nothing is decided by them.
-
-    Args:
-        options: with the preset.
-        given: bandwidth and latency, None where they are not.
-
-    Raises:
-        ConfigurationError: with the argument.
-    """
-    name, value = next(((n, v) for n, v in given.items() if v is not None), ("", None))
-    if name and options.plans_placement != "pipelined":
-        raise ConfigurationError(
-            f"{name}={value!r} is of no use with placement {options.plans_placement!r} (preset "
-            f"{options.preset!r}), where nothing is chosen by it; allowed: {name}=None, or a "
-            "pipeline, whose stages are cut by it; use `lightning-cyclic plan`, which chooses a "
-            f"preset and its numbers by it, and leave {name} out"
-        )
-
-
-def checked_stages(stages: object) -> int | str | list[str]:
-    """Return stages that are understood.
-
-    Raises:
-        ConfigurationError: neither "auto" nor "measured", nor a number, nor paths.
-        PlanError: a path that is named twice.
-    """
-    if isinstance(stages, str) and stages in ("auto", "measured"):
-        return stages
-    if isinstance(stages, int) and stages is not True and stages >= 1:
-        return stages
-    if isinstance(stages, list | tuple) and all(isinstance(s, str) for s in stages):
-        check_once(stages)
-        return list(stages)
-    raise ConfigurationError(
-        f'stages={stages!r} is not understood; allowed: "auto", "measured" (by times), a number '
-        'from 1, or a list of module paths; use CyclicStrategy(stages=["layer2", "layer3"])'
-    )
-
-
-def checked_verify(verify: object) -> int:
-    """Return how many first steps are compared.
-
-    Raises:
-        ConfigurationError: neither "first_step", nor a whole number, nor False.
-    """
-    if isinstance(verify, str) and verify == "first_step":
-        return 1
-    if verify is False:
-        return 0
-    if isinstance(verify, int) and verify is not True and verify >= 0:
-        return verify
-    raise ConfigurationError(
-        f'verify={verify!r} is not understood; allowed: "first_step", the number of first steps '
-        'that are compared with the plain ones, or False; use CyclicStrategy(verify="first_step")'
-    )

@@ -26,6 +26,7 @@ from lightning_cyclic.errors import StepError
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.plugin import checkpoint as ckpt
 from lightning_cyclic.plugin.checks import check_pipeline
+from lightning_cyclic.plugin.hooks import Own
 from lightning_cyclic.plugin.metrics import SharedMetrics
 from lightning_cyclic.plugin.options import Options
 from lightning_cyclic.plugin.pipeline_session import (
@@ -38,7 +39,7 @@ from lightning_cyclic.plugin.reductions import HeldReductions
 from lightning_cyclic.plugin.step_arguments import StepArguments
 from lightning_cyclic.plugin.stop_signal import StopBoard
 from lightning_cyclic.plugin.summaries import Summaries
-from lightning_cyclic.plugin.training import AbstractTraining, Own
+from lightning_cyclic.plugin.training import AbstractTraining
 from lightning_cyclic.runtime.agreement import require_same_number
 from lightning_cyclic.runtime.lending import lending, num_bytes_of
 from lightning_cyclic.runtime.partial_step.config import StagewiseConfig

@@ -112,7 +112,7 @@ class CutFinder:
             return None
         return Demands.of(
             options.plan(num_stages),
-            again=options.remat != "never",
+            again=options.activation_checkpointing != "never",
             network=options.network,
             state_per_param=self._state_per_param,
         )
@@ -133,7 +133,7 @@ def _tell_of_idle(survey: Survey, cuts: Cuts) -> None:
         rank_zero_info(
             f"Stage {j} of {cuts.num_stages} has {least / sum(times):.1%} of a step's time, so "
             "that its workers wait for the others. Let stages begin elsewhere, "
-            "CyclicStrategy(stages=[...]): `lightning-cyclic doctor` lists the places; or use "
+            "stages=[...]: `lightning-cyclic doctor` lists the places; or use "
             "strategy='cyclic_dp', whose ranks run whole steps."
         )
 
@@ -202,7 +202,7 @@ def make_session(
         num_microbatches=plan.num_microbatches // options.replicas,
         replicas=options.replicas,
         split_batch=split_hook(trainer.lightning_module, trainer.datamodule),  # type: ignore[attr-defined]
-        remat=options.remat,
+        remat=options.activation_checkpointing,
         seed=agreed_seed(),
         is_one_stage=options.is_one_stage and plan.weights == "sync",
         is_under_autocast=isinstance(trainer.precision_plugin, MixedPrecision),
@@ -211,7 +211,7 @@ def make_session(
         say=rank_zero_info,
         not_state=frozenset({*vars(LightningModule()), "log"}),
         is_delayed=plan.weights != "sync",
-        verify=options.verify if trainer.state.fn == TrainerFn.FITTING else 0,
+        verify=options.compared_steps if trainer.state.fn == TrainerFn.FITTING else 0,
         sums=options.sums(is_scaled=scaler_of(trainer) is not None),
     )
     worker = rank_of(trainer.global_rank, trainer.world_size // options.replicas)

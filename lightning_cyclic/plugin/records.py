@@ -229,7 +229,7 @@ def _reduce(
     raise StepError(
         f"self.log({name!r}, ..., reduce_fx={arguments['reduce_fx']!r}) cannot be put together "
         'over micro-batches; allowed: "mean", "sum", "max", "min"; use one of these, or '
-        "CyclicStrategy(num_microbatches=1)"
+        "num_microbatches=1"
     )
 
 

@@ -40,18 +40,13 @@ from lightning_cyclic.plugin.checks import (
 )
 from lightning_cyclic.plugin.clipping import clip_mode, may_clip_by_norm
 from lightning_cyclic.plugin.deferred_update import DeferredUpdates, no_update
+from lightning_cyclic.plugin.hooks import Closure, Own
 from lightning_cyclic.plugin.options import Options
 from lightning_cyclic.plugin.records import Recorder
 from lightning_cyclic.plugin.reductions import HeldReductions
 from lightning_cyclic.plugin.scaled_updates import ScaledUpdates
 from lightning_cyclic.plugin.step_arguments import StepArguments
-from lightning_cyclic.plugin.training import (
-    AbstractTraining,
-    Closure,
-    Own,
-    agreed_seed,
-    epoch_ends,
-)
+from lightning_cyclic.plugin.training import AbstractTraining, agreed_seed, epoch_ends
 from lightning_cyclic.plugin.weight_guard import WeightGuard
 from lightning_cyclic.runtime.absent import is_absent
 from lightning_cyclic.runtime.agreement import Together, put_together, require_same_number
@@ -89,7 +84,7 @@ class ReplicatedTraining(AbstractTraining):
         optimizer = (lambda: trainer.optimizers[0]) if is_late else None
         self._guard = WeightGuard(self._of_module, plan.preset, optimizer)
         check_no_exchange(trainer.optimizers[0], plan.preset)
-        clip, scaler = clip_mode(trainer, plan, options.clip), scaler_of(trainer)
+        clip, scaler = clip_mode(trainer, plan, options.clip_norm), scaler_of(trainer)
         self._updates = DeferredUpdates(
             trainer,
             plan.preset,

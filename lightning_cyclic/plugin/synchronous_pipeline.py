@@ -23,6 +23,7 @@ from typing_extensions import override
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.plugin.checks import scaler_of
 from lightning_cyclic.plugin.clipping import clip_mode, clip_stages, may_clip_by_norm
+from lightning_cyclic.plugin.hooks import Closure, Own
 from lightning_cyclic.plugin.optimizers import Written, check_parted, closure_called
 from lightning_cyclic.plugin.options import Options
 from lightning_cyclic.plugin.pipeline import PipelineTraining
@@ -30,7 +31,6 @@ from lightning_cyclic.plugin.reductions import HeldReductions
 from lightning_cyclic.plugin.shared_scaler import SharedScaler
 from lightning_cyclic.plugin.step_arguments import StepArguments
 from lightning_cyclic.plugin.surrogate_loss import Surrogates
-from lightning_cyclic.plugin.training import Closure, Own
 from lightning_cyclic.runtime.late_values import LateValues
 from lightning_cyclic.runtime.partial_step.config import StagewiseConfig, Summarise
 
@@ -51,7 +51,9 @@ class SynchronousPipelineTraining(PipelineTraining):
     ) -> None:
         scaler = scaler_of(trainer)
         self._scaler = SharedScaler(scaler) if scaler else None
-        clips = clip_mode(trainer, plan, options.clip) == "global" and may_clip_by_norm(trainer)
+        clips = clip_mode(trainer, plan, options.clip_norm) == "global" and may_clip_by_norm(
+            trainer
+        )
         if scaler or clips:
             norms = "all" if scaler else "owners"
             options, plan = replace(options, norms=norms), replace(plan, norms=norms)
@@ -160,7 +162,7 @@ class SynchronousPipelineTraining(PipelineTraining):
     @override
     def _clip(self, optimizer: Optimizer, clip_val: float) -> None:
         """Stand in for the precision plugin's method: one stage's norm, or all stages'."""
-        by_stage = clip_mode(self._trainer, self._plan, self._options.clip) == "stage"
+        by_stage = clip_mode(self._trainer, self._plan, self._options.clip_norm) == "stage"
         overflowed = self._scaler is not None and self._scaler.has_overflowed(optimizer)
         clip_stages(self._session, optimizer, clip_val, by_stage=by_stage, overflowed=overflowed)
 

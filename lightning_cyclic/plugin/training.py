@@ -1,12 +1,11 @@
-"""Training: who answers the hooks that CyclicStrategy is asked, where it is not Lightning itself.
+"""Training: who answers a strategy's hooks, where it is not Lightning itself.
 
     ReplicatedTraining   each worker runs whole micro-batches (replicated.py)
     PipelineTraining       each worker runs single stages (pipeline.py)
       SynchronousPipelineTraining    a flush between steps (synchronous_pipeline.py)
       AsynchronousPipelineTraining      none: steps flow into each other (asynchronous_pipeline.py)
 
-A hook of Lightning's keeps its name and arguments here, behind ``own``: what Lightning itself
-would do. A hook that a training lacks is Lightning's own.
+What a training does not say is as in hooks.py.
 """
 
 from __future__ import annotations
@@ -15,9 +14,9 @@ import json
 import socket
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -25,6 +24,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from lightning_cyclic.errors import ConfigurationError
 from lightning_cyclic.plan import Plan
@@ -33,6 +33,7 @@ from lightning_cyclic.plugin.checks import check_optimizers
 from lightning_cyclic.plugin.error_feedback import ErrorFeedback
 from lightning_cyclic.plugin.failure_file import FOLDER, Place, report, written
 from lightning_cyclic.plugin.freezing import FreezingWatch
+from lightning_cyclic.plugin.hooks import Hooks, Own
 from lightning_cyclic.plugin.loader_position import LoaderPosition
 from lightning_cyclic.plugin.options import Options
 from lightning_cyclic.plugin.precision.sparse_state import SparseStatePrecision
@@ -56,12 +57,8 @@ from lightning_cyclic.runtime.flight_recorder import FlightRecorder
 from lightning_cyclic.runtime.memory_words import lack_of_memory, relief
 from lightning_cyclic.runtime.shelf import New, Shelf, in_memory
 from lightning_cyclic.runtime.stages.named_places import paste
-from lightning_cyclic.runtime.transport import CountingTransport
 from lightning_cyclic.runtime.transport.limit import FIRST_STEPS, Limit
 from lightning_cyclic.runtime.weight_forms import ALL, WeightForms
-
-Own: TypeAlias = Callable[..., Any]
-Closure: TypeAlias = Callable[[], Any]
 
 
 class AbstractSession(Protocol):
@@ -129,7 +126,7 @@ class AbstractSession(Protocol):
         """Name the workers that do not come while the body waits for them."""
 
 
-class AbstractTraining(ABC):
+class AbstractTraining(Hooks, ABC):
     """Answer a strategy's hooks, from its setup to its teardown.
 
     Args:
@@ -218,38 +215,9 @@ class AbstractTraining(ABC):
         return self._session.stage_of
 
     @property
-    @abstractmethod
-    def transport(self) -> CountingTransport | None:
-        """Return what messages travel by, if any do."""
-
-    @property
-    def own_stages(self) -> tuple[int, ...] | None:
-        """Return the stages that this worker alone has; None where it has all."""
-        return None
-
-    @property
     def updated_parameters(self) -> Sequence[nn.Parameter]:
         """Return those whose whole gradients on_before_optimizer_step sees."""
         return list(self._session.named().values())
-
-    @property
-    def steps_compared(self) -> int:
-        """Return how many steps have been found equal to the plain ones."""
-        return 0
-
-    def bring(self) -> None:  # noqa: B027  # of replicated workers a flush does
-        """Behind a flush, have the whole module on every worker until the next step."""
-
-    @contextmanager
-    def whole(self) -> Iterator[None]:
-        """Run the body with the whole module; all workers must call it, between steps."""
-        self.flush()
-        self.bring()
-        yield
-
-    def report(self) -> str | None:
-        """Return where stages could begin and where they do, if known."""
-        return None
 
     # ------------------------------------------------------------------ steps
 
@@ -274,19 +242,9 @@ class AbstractTraining(ABC):
     def _train_others(self) -> None:
         """Make other plans, as other parameters are trained; behind a flush."""
 
-    @abstractmethod
-    def training_step(self, own: Own, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's training step."""
-
-    @abstractmethod
-    def optimizer_step(
-        self, own: Own, optimizer: Optimizer, closure: Closure, model: Any = None, **kwargs: Any
-    ) -> Any:
-        """Run the closure; update, or leave it to the program."""
-
+    @override
     @contextmanager
-    def accumulating(self) -> Iterator[None]:
-        """Let gradients only accumulate while the body runs."""
+    def accumulating(self, own: Own) -> Iterator[None]:
         self._accumulating = True
         try:
             yield
@@ -309,7 +267,7 @@ class AbstractTraining(ABC):
         """Finish updates in flight, so that the module holds the newest weights."""
         self._session.flush()
 
-    def agree_to_stop(self) -> None:  # noqa: B027  # only where ranks learn metrics late
+    def agree_to_stop(self) -> None:  # only where ranks learn metrics late
         """Behind a flush, see that all ranks go on, or that all stop."""
 
     def begin_epoch(self) -> None:
@@ -350,7 +308,7 @@ class AbstractTraining(ABC):
             return
         lack, todo = lack_of_memory(error), ""
         if lack:
-            todo = relief(self.plan or self._plan, self._options.remat)
+            todo = relief(self.plan or self._plan, self._options.activation_checkpointing)
             error.add_note(f"{self._name} ran {lack} {self.when}. {todo}")
         text = report(error, self._place, self._session.flight)
         with written(self._failure_path, text, error):
@@ -414,10 +372,6 @@ class AbstractTraining(ABC):
 
     @abstractmethod
     def _whole_weights(self, own: Own) -> dict[str, Any]: ...
-
-    def writable(self) -> AbstractContextManager[None]:
-        """Let the body write to every parameter of the module, also to what others hold."""
-        return nullcontext()
 
     def optimizer_state(self, own: Own, optimizer: Optimizer) -> dict[str, Any]:
         """Return the whole optimizer state on worker 0; or the part that this worker writes."""

@@ -139,7 +139,7 @@ class ForeignWeights:
             return (
                 "in the middle of a step; allowed: reads of the whole module in hooks of "
                 "validation and at the end of epochs; or let one stage have what is read and the "
-                "code that reads it, CyclicStrategy(stages=[...])"
+                "code that reads it, stages=[...]"
             )
         return (
             "between steps; allowed: reads of the whole module in hooks of validation and at the "

@@ -48,14 +48,14 @@ def relief(plan: Plan, remat: str) -> str:
 
     Args:
         plan: of the run.
-        remat: as in CyclicStrategy.
+        remat: what activation_checkpointing is.
 
     Example:
         >>> from lightning_cyclic import make_plan
         >>> relief(make_plan("cyclic_zero", num_stages=2, num_workers=2), "never")
         'To need less memory, use one of: smaller batches, with Trainer(accumulate_grad_batches=...); more ranks.'
     """  # noqa: E501  (as it is)
-    again = [] if remat == "always" else ['remat="always"']
+    again = [] if remat == "always" else ['activation_checkpointing="always"']
     shares = plan.axes.sharding.gathers
     ways = {
         "single": ["smaller batches", "a larger num_microbatches", *again],
@@ -68,7 +68,7 @@ def relief(plan: Plan, remat: str) -> str:
         ],
         "replicated": [
             "smaller batches, with Trainer(accumulate_grad_batches=...)",
-            "more ranks" if shares else 'CyclicStrategy("cyclic_zero"), whose ranks share weights',
+            "more ranks" if shares else 'preset="cyclic_zero", whose ranks share weights',
         ],
     }
     return f"To need less memory, use one of: {'; '.join(ways[plan.placement])}."

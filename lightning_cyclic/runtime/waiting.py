@@ -22,7 +22,7 @@ Wait = Callable[[AbstractPending, Action], None]
 SLOW = (
     "Possible causes: it computes, compiles or loads data for longer than that, waits itself for "
     "another rank, hangs, or cannot be reached. If it was only slow, raise the limit: "
-    "CyclicStrategy(timeout=timedelta(minutes=...))"
+    "timeout=timedelta(minutes=...)"
 )
 GONE = (
     "Possible causes: it was killed (out of memory, or by whoever started it), it crashed, or its "

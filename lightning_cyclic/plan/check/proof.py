@@ -140,7 +140,7 @@ def _refuse_to_replay(plan: Plan, left_out: list[str]) -> NoReturn:
     raise PlanError(
         f"{given} with num_stages={plan.num_stages}, num_workers={plan.num_workers} and "
         f"num_microbatches={plan.num_microbatches}: no smaller plan stands for it, and to prove it itself would "
-        "take many minutes; allowed: fewer stages and workers, norms='none' (clip='stage') where "
+        "take many minutes; allowed: fewer stages and workers, norms='none' (clip_norm='stage') where "
         "buffers change in their own stage only, or relayed=() (no buffers that training "
         "changes); use fewer stages"
     )

@@ -268,7 +268,7 @@ class _Worker:
         total = a.t, a.j
         if plan.sums_by_replica and not plan.sends_gradients:
             number = self._replica[0] // len(self._replica)
-            own = range(number, plan.num_microbatches, plan.replicas)
+            own = range(number, plan.num_microbatches, plan.copies_of_stages)
             if i == own[-1] and all((Datum.GRADIENT, a.t, k, a.j) in self._have for k in own):
                 self._need(a, number == 0 or self._sums[total] == i - 1)
                 self._sums[total] = i

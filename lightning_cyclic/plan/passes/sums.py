@@ -161,4 +161,4 @@ def completes(plan: Plan, a: Action, w: int) -> bool:
 
 def first_that_counts(plan: Plan) -> int:
     """Give the first micro-batch whose gradient is handed on."""
-    return plan.num_microbatches - plan.replicas if plan.sums_by_replica else 0
+    return plan.num_microbatches - plan.copies_of_stages if plan.sums_by_replica else 0

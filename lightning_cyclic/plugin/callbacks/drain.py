@@ -18,7 +18,7 @@ from lightning_cyclic.plugin.stop_signal import AgreedInterrupt
 
 _LAST_SAVED: Final = "_last_global_step_saved"  # of a ModelCheckpoint
 STATE_KEY: Final = (
-    "CyclicStrategy of lightning_cyclic (without it this run goes on from the newest weights "
+    "the strategy of lightning_cyclic (without it this run goes on from the newest weights "
     "alone, not with the same bits)"
 )
 

@@ -137,7 +137,7 @@ class Ghost(Tensor):
         raise StepError(
             f"operation {func} was given a tensor of an earlier stage in a way that cannot be "
             f"followed ({user_line()}); allowed: torch functions and modules; let the stage "
-            "begin elsewhere: CyclicStrategy(stages=[...])"
+            "begin elsewhere: stages=[...]"
         )
 
 
@@ -237,7 +237,7 @@ def _refuse(ghost: Ghost) -> Any:
         f"a tensor of stage {ghost.handle[0]} is used at {user_line()}, but earlier steps did "
         "not use it there, so it was not sent; allowed: the same use of earlier stages' tensors "
         "in every step with equal inputs; let a stage begin behind that line, "
-        "CyclicStrategy(stages=[...])"
+        "stages=[...]"
     )
 
 

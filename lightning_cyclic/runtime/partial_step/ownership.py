@@ -112,7 +112,7 @@ class Ownership:
         raise PlanError(
             f"weights {weights!r} with {n!r}, which stages {list(stages)} share: each would "
             "predict it otherwise; allowed: parameters that belong to one stage, or other "
-            "weights; let one stage have its modules, CyclicStrategy(stages=[...])"
+            "weights; let one stage have its modules, stages=[...]"
         )
 
     def trained(self, j: int, besides: Collection[str] = ()) -> dict[str, nn.Parameter]:

@@ -14,7 +14,7 @@ def refuse_begin(path: str, stage: int, region: int) -> NoReturn:
     raise StepError(
         f"stage {stage} begins ({path!r}, {user_line()}) before stage {region + 1}; allowed: the "
         "order in which the stages were found; name module paths in the order of their calls, "
-        "CyclicStrategy(stages=[...])"
+        "stages=[...]"
     )
 
 
@@ -27,13 +27,13 @@ def refuse_home(path: str, stages: Sequence[int], region: int, beside: str) -> N
             f"{what}, is called in stage {region} at {user_line()}; it was not used in the first "
             f"micro-batch, so that it went with {beside!r}, which is defined beside it; allowed: "
             f"one stage for both; begin stage {region} at {near!r} or before, "
-            "CyclicStrategy(stages=[...]), or let __init__ define it behind a module of stage "
+            "stages=[...], or let __init__ define it behind a module of stage "
             f"{region}"
         )
     raise StepError(
         f"{what}, is called in stage "
         f"{region} at {user_line()}; allowed: calls in the order in which the stages were found; "
-        "keep all its calls in one stage, CyclicStrategy(stages=[...])"
+        "keep all its calls in one stage, stages=[...]"
     )
 
 
@@ -42,7 +42,7 @@ def refuse_read(region: int, target: int) -> NoReturn:
     raise StepError(
         f"{user_line()} reads a value of stage {region}, which the worker of stage {target} does "
         "not have; allowed: values of the last stage, and of the batch; let no stage begin behind "
-        "that line, CyclicStrategy(stages=[...]); `lightning-cyclic doctor` lists the places that "
+        "that line, stages=[...]; `lightning-cyclic doctor` lists the places that "
         "work"
     )
 
@@ -54,7 +54,7 @@ def refuse_path(name: str, expected: str | None, region: int, target: int) -> No
         f"the step took another way on the worker of stage {target} than on that of stage "
         f"{region}: {name} at {user_line()} where {there} was; allowed: "
         "control flow that depends on the batch and on shapes alone; keep what decides it and "
-        "what follows in one stage, CyclicStrategy(stages=[...])"
+        "what follows in one stage, stages=[...]"
     )
 
 
@@ -64,16 +64,16 @@ def refuse_end(starts: Sequence[str], region: int, target: int, *, gave_nothing:
         raise StepError(
             f"the step returned None before {starts[region]!r} was called, with which stage "
             f"{region + 1} begins; allowed: steps that pass all stages, each time; to skip a "
-            "batch, return 0 * loss; or begin the stage elsewhere, CyclicStrategy(stages=[...])"
+            "batch, return 0 * loss; or begin the stage elsewhere, stages=[...]"
         )
     if region < target:
         raise StepError(
             f"stage {region + 1} never began: {starts[region]!r} was not called; allowed: steps "
             "that call the first module of every stage; begin the stage elsewhere, "
-            "CyclicStrategy(stages=[...])"
+            "stages=[...]"
         )
     raise StepError(
         f"stage {target} never ended: {starts[target]!r} was not called; allowed: steps that call "
         "the first module of every stage; begin the next stage elsewhere, "
-        "CyclicStrategy(stages=[...])"
+        "stages=[...]"
     )

@@ -338,7 +338,7 @@ class StagewiseSession:
                 f"parameter {tied!r}, which stages {list(self.cuts.tied[tied])} share, was frozen "
                 f"or unfrozen between two steps, which preset {self._plans.usual.preset!r} does "
                 "not support; allowed: parameters of one stage; let one stage have all modules "
-                "that share it, CyclicStrategy(stages=[...]), or use strategy='1f1b'"
+                "that share it, stages=[...], or use strategy='1f1b'"
             )
         self._had_versions = self._had_versions | trained
         self.versions.train_others(self._versioned(self._plans.usual, self.ownership))

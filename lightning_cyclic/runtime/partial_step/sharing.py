@@ -127,7 +127,7 @@ class Sharing:
                     "another view of its memory, which came to this stage apart from it, is used "
                     "too; allowed: changes in place in the stage that made the tensor; write "
                     "x = x + y in place of x += y, make the views behind the change, or let no "
-                    "stage begin between, CyclicStrategy(stages=[...])"
+                    "stage begin between, stages=[...]"
                 )
 
 

@@ -397,7 +397,7 @@ def words(
         f"run in stages, but {first.plain.text} where training_step is run on the whole module"
         f"{_bits_remark(first)}{rest}; allowed: steps that come out alike, bit by bit; "
         f"{_todo(first, starts)}, or leave the comparison out with "
-        "CyclicStrategy(verify=False), if you know why they differ"
+        "verify=False, if you know why they differ"
     )
 
 
@@ -432,7 +432,7 @@ def _todo(d: Difference, starts: Sequence[str]) -> str:
     if item.kind in ("attribute", "buffer"):
         return (
             f"let one stage have all code that uses self.{item.name}, "
-            "CyclicStrategy(stages=[...]), or change it in a hook between steps"
+            "stages=[...], or change it in a hook between steps"
         )
     if item.kind == "draws":
         return "draw by functions of torch, random or numpy.random, or let the DataLoader draw"
@@ -445,7 +445,7 @@ def _todo(d: Difference, starts: Sequence[str]) -> str:
         return "use num_microbatches=1"
     return (
         f"let stages begin elsewhere than at {', '.join(map(repr, starts))}, "
-        "CyclicStrategy(stages=[...]), so that the code around it is in one of them"
+        "stages=[...], so that the code around it is in one of them"
     )
 
 

@@ -52,7 +52,7 @@ def best_places(
     if not 1 <= stages <= most:
         raise PlanError(
             f"stages={stages} were asked for, but {points.survey.title} can be cut into at most "
-            f"{most}; allowed: 1 to {most}; use CyclicStrategy(stages={most}); "
+            f"{most}; allowed: 1 to {most}; use stages={most}; "
             "`lightning-cyclic doctor` says what stands against more"
         )
     least = _least_memory(points, possible, stages, demands)

@@ -40,11 +40,11 @@ def paste(paths: Sequence[str]) -> str:
 
     Example:
         >>> paste(["h.1", "h.2"])
-        'CyclicStrategy(stages=["h.1", "h.2"])'
+        'stages=["h.1", "h.2"]'
         >>> paste([])
-        'CyclicStrategy(stages=1)'
+        'stages=1'
     """
-    return f"CyclicStrategy(stages={_listed(paths) if paths else 1})"
+    return f"stages={_listed(paths) if paths else 1}"
 
 
 def _listed(paths: Sequence[str]) -> str:

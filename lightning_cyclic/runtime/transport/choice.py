@@ -27,12 +27,12 @@ from lightning_cyclic.runtime.transport.limit import Limit
 from lightning_cyclic.runtime.transport.named import NamedTransport
 
 Route = Literal["auto", "named", "edges", "host_staged"]
-"""How messages travel: what CyclicStrategy(transport=...) may be."""
+"""How messages travel: what transport=... may be."""
 
 _DUPLICATE = "Duplicate GPU"  # so NCCL calls it
 _INSTEAD = (
     "allowed: a GPU for each worker, or gloo in the place of NCCL; use "
-    'CyclicStrategy(process_group_backend="gloo"), with which messages travel through the '
+    'process_group_backend="gloo", with which messages travel through the '
     "host's memory"
 )
 

@@ -22,7 +22,7 @@ from lightning_cyclic.runtime.transport.processes import Processes
 NOT_THERE = (
     "It may have ended before training began, as when a download or an import fails there, or "
     "have been started late or not at all. If it was only slow, raise the limit: "
-    "CyclicStrategy(timeout=timedelta(minutes=...))"
+    "timeout=timedelta(minutes=...)"
 )
 
 

@@ -110,7 +110,7 @@ class FirstStep:
                     f"the first training step of rank {w} entered the stages that rank 0 has "
                     f"in the order {entered}; allowed: the same order everywhere; control flow "
                     "that differs between workers must lie inside one stage: put boundaries "
-                    'around it, CyclicStrategy(stages=["module.path", ...]), or use stages=1'
+                    'around it, stages=["module.path", ...], or use stages=1'
                 )
 
     def _buffers(self) -> list[torch.Tensor]:

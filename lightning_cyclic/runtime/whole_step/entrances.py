@@ -99,7 +99,7 @@ class Entrances:
             f"step {t} of rank {self._worker} called no module of stage {j}, but "
             f"{', '.join(self._glue_of(j))} of that stage is used by code outside its module, "
             f"perhaps in the wrong version; allowed: calling {stage.start!r} in every step; or "
-            'put the boundary elsewhere, CyclicStrategy(stages=["module.path", ...])'
+            'put the boundary elsewhere, stages=["module.path", ...]'
         )
 
     def _order_error(self, t: int, first: list[int]) -> StepError:
@@ -108,5 +108,5 @@ class Entrances:
             f"step {t} of rank {self._worker} ran its stages in the order {first}, stage {late} "
             f"({self._stages.stages[late].start!r}) too late; allowed: the order of the first "
             "training step; cut only where the order is always the same, "
-            'CyclicStrategy(stages=["module.path", ...]), or use stages=1'
+            'stages=["module.path", ...], or use stages=1'
         )

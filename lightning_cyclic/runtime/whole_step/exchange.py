@@ -121,7 +121,7 @@ class Exchange:
                 f"buffer {changed[0]!r} of rank {self._worker} changed after it had been handed "
                 "on to the next rank, because its module ran later than in the first training "
                 "step; allowed: the order of the first step; cut only where the order is always "
-                'the same, CyclicStrategy(stages=["module.path", ...]), or use stages=1'
+                'the same, stages=["module.path", ...], or use stages=1'
             )
 
     # ------------------------------------------------------------------ messages

@@ -585,7 +585,7 @@ class Session:
             raise StepError(
                 f"rank {self._worker} is to keep parameters of {num_bytes} bytes, its own stages "
                 f"and what is not trained, but memory_limit_bytes={limit}; allowed: parts that "
-                "fit; use more ranks, other stages, CyclicStrategy(stages=...), or raise "
+                "fit; use more ranks, other stages, stages=..., or raise "
                 "memory_limit_bytes"
             )
 
@@ -661,7 +661,7 @@ class Session:
                     f"buffer {name!r} changed in step {self.t} of rank {self._worker}, but not "
                     "in the first step, so it is not relayed between ranks; allowed: buffers "
                     "that change from the first step on; or relay every buffer, "
-                    'CyclicStrategy(relay_buffers="all")'
+                    'relay_buffers="all"'
                 )
 
 

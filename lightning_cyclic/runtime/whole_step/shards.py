@@ -30,7 +30,7 @@ from lightning_cyclic.runtime.whole_step.versions import VersionStore
 _WHOLE = "a strategy in which every rank has all parameters, 'cyclic_dp' or 'lockstep_dp'"
 _WHERE = (
     "allowed: in the modules of the stage, in validation, where epochs end and behind the fit; "
-    "move the code there, begin stages elsewhere, CyclicStrategy(stages=[...]), or use "
+    "move the code there, begin stages elsewhere, stages=[...], or use "
     f"{_WHOLE}"
 )
 
@@ -354,7 +354,7 @@ def refuse_block(worker: int, j: int) -> NoReturn:
         f"a backward on rank {worker} runs a module of stage {j} again, while a later "
         "stage is not over: a checkpointed block reaches over the place where a stage begins; "
         "allowed: blocks within one stage; begin stages where blocks begin, "
-        f"CyclicStrategy(stages=[...]), or use {_WHOLE}"
+        f"stages=[...], or use {_WHOLE}"
     )
 
 
@@ -367,7 +367,7 @@ def refuse_return(worker: int, j: int) -> NoReturn:
     raise StepError(
         f"rank {worker} calls a module of stage {j} again, when a later stage has begun "
         "and its parameters are gone; allowed: calls within one stage; let one stage have "
-        f"all of them, CyclicStrategy(stages=[...]), or use {_WHOLE}"
+        f"all of them, stages=[...], or use {_WHOLE}"
     )
 
 

@@ -1,0 +1,504 @@
+"""PlannedStrategy: Lightning's hooks, each handed on to the training that is under way.
+
+setup      check, make the plan, and the training: replicated.py, synchronous_pipeline.py,
+           asynchronous_pipeline.py, or none
+hooks      the training answers, given what Lightning itself would do (hooks.py, training.py)
+
+What users ask is answered in reports.py, checkpoints in strategy_checkpoints.py.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any, ClassVar, Literal
+
+import torch
+from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
+from lightning.fabric.utilities.data import _auto_add_worker_init_fn
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins import CheckpointIO, Precision
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor
+from typing_extensions import TypedDict, override
+
+from lightning_cyclic.compat import check_trainer
+from lightning_cyclic.errors import ConfigurationError
+from lightning_cyclic.plan import Plan
+from lightning_cyclic.plugin import checkpoint as ckpt
+from lightning_cyclic.plugin.asynchronous_pipeline import AsynchronousPipelineTraining
+from lightning_cyclic.plugin.callbacks.drain import DrainCallback
+from lightning_cyclic.plugin.checkpoint_files import CheckpointFiles
+from lightning_cyclic.plugin.checkpoint_folder import CheckpointFolder
+from lightning_cyclic.plugin.checks import (
+    check_has_values,
+    check_hosts_of_groups,
+    check_no_averaging,
+    check_plan,
+    workers_per_host,
+)
+from lightning_cyclic.plugin.collective_calls import refusing_collectives
+from lightning_cyclic.plugin.departed import refuse_departed
+from lightning_cyclic.plugin.hooks import Hooks
+from lightning_cyclic.plugin.options import (
+    CHECKS,
+    STARTING_S,
+    TRAINING_S,
+    Options,
+    check_values,
+    chosen_preset,
+    network_of,
+)
+from lightning_cyclic.plugin.precision.sparse_state import SparseStatePrecision
+from lightning_cyclic.plugin.reductions import HeldReductions
+from lightning_cyclic.plugin.replicated import ReplicatedTraining
+from lightning_cyclic.plugin.reports import Reports
+from lightning_cyclic.plugin.samplers import check_samplers
+from lightning_cyclic.plugin.strategy_checkpoints import Checkpoints
+from lightning_cyclic.plugin.synchronous_pipeline import SynchronousPipelineTraining
+from lightning_cyclic.plugin.training import (
+    AbstractTraining,
+    random_as_on_rank_0,
+    start_alike,
+)
+from lightning_cyclic.plugin.unwritten import none_on_exception
+from lightning_cyclic.runtime.agreement import gather_texts, require_same_lines
+from lightning_cyclic.runtime.deferred import Deferral
+from lightning_cyclic.runtime.launchers import (
+    apart_from_earlier_attempts,
+    end_with_agent,
+    shelter,
+)
+from lightning_cyclic.runtime.meetings import START, Meetings, naming_start
+from lightning_cyclic.runtime.plain_copies import plain_copies
+from lightning_cyclic.runtime.transport.choice import naming_shared_gpus, refuse_shared_gpus
+
+
+class Inherited(TypedDict, total=False):
+    """Name the arguments of DDPStrategy that ours have, too."""
+
+    accelerator: Accelerator | None
+    parallel_devices: list[torch.device] | None
+    cluster_environment: ClusterEnvironment | None
+    checkpoint_io: CheckpointIO | None
+    precision_plugin: Precision | None
+    process_group_backend: str | None
+    timeout: timedelta | None
+    start_method: Literal["popen", "spawn", "fork", "forkserver"]
+
+
+class PlannedStrategy(Reports, Checkpoints):
+    """Be what CyclicStrategy and PipelineStrategy have in common: training by a plan.
+
+    Lightning asks whether a strategy is a DDPStrategy before it lets modules be compiled, gives
+    each rank batches of its own, searches for the largest batch, and tells `Trainer.device_ids`.
+
+    Args:
+        preset: a name, or a mapping axis -> value.
+        own: options of the strategy.
+        **inherited: arguments of DDPStrategy.
+
+    Raises:
+        PlanError: impossible numbers, or a plan that cannot be run yet.
+        ConfigurationError: an option that is not one, or that does not fit.
+    """
+
+    presets: ClassVar[tuple[str, ...]]
+    placements: ClassVar[tuple[str, ...]]
+    other: ClassVar[str]
+
+    def __init__(
+        self, preset: str | Mapping[str, str], own: Mapping[str, Any], **inherited: Any
+    ) -> None:
+        self._refuse_unknown(preset, own, inherited)
+        name, axes = chosen_preset(preset, self.presets, self.placements, self.other)
+        check_values(own)
+        timeout = inherited.pop("timeout", None)
+        limits: dict[str, Any] = {"starting_s": STARTING_S, "timeout_s": TRAINING_S}
+        if timeout is not None:
+            limits = dict.fromkeys(limits, timeout.total_seconds())
+        inherited["timeout"] = timedelta(seconds=limits["starting_s"])
+        super().__init__(**inherited)
+        links = {name: own.get(name) for name in ("bandwidth", "latency")}
+        chosen = {name: value for name, value in own.items() if name not in links}
+        self._chosen = Options(
+            preset=name, axes=axes, network=network_of(**links), **limits, **chosen
+        )
+        self._options.check()
+        self._plan: Plan | None = None
+        self._training: Hooks = Hooks()  # Lightning itself answers
+        self._reductions = HeldReductions()
+        self._files = CheckpointFiles(self._get_checkpoint_io, self._is_fitting)
+        self._meetings: Meetings | None = None  # from the start of the process group on
+        self._saved: Mapping[str, Any] | None = None
+        self._folder: CheckpointFolder | None = None  # from which a run goes on
+        self._deferral: Deferral | None = None  # of a module that is made within the strategy
+        self._workers_per_host = 1  # until ranks have met
+        self._undo = ExitStack()  # what setup has changed of the Trainer, until teardown
+
+    def _refuse_unknown(
+        self, preset: object, own: Mapping[str, Any], given: Mapping[str, Any]
+    ) -> None:
+        refuse_departed({"preset": preset, **own, **given})
+        unknown = given.keys() - Inherited.__annotations__.keys()
+        if unknown:
+            named = ", ".join(map(repr, sorted(unknown)))
+            elsewhere = sorted(unknown & CHECKS.keys())
+            of_other = f"; {', '.join(map(repr, elsewhere))} is an option of {self.other}"
+            raise ConfigurationError(
+                f"{type(self).__name__} does not know {named}; allowed: preset, {', '.join(own)}, "
+                f"{', '.join(Inherited.__annotations__)}{of_other if elsewhere else ''}; remove "
+                "it (unused parameters need no flag here)"
+            )
+
+    @property
+    @override
+    def _options(self) -> Options:
+        """Return what the user chose, with the number of workers as soon as it is known."""
+        known = self.parallel_devices is not None
+        return replace(
+            self._chosen,
+            num_workers=self.world_size if known else None,
+            workers_per_host=self._workers_per_host,
+        )
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Run the body with the whole module on every rank; all ranks must call it.
+
+        In hooks of validation, at the end of epochs and behind the fit each rank has it anyway.
+
+        Raises:
+            StepError: the body reads what does not fit (memory_limit_bytes).
+        """
+        with self._training.whole():
+            yield
+
+    # ------------------------------------------------------------------ setting up
+
+    @override
+    def connect(self, model: LightningModule) -> None:
+        """Insert the drain in front of all callbacks."""
+        super().connect(model)
+        if self._deferral is not None:
+            self._deferral.adopt(model)
+        if _kind_of_training(self._options, fitting=True) is None:
+            return
+        if model._trainer is None:  # whoever connects by hand runs no loop
+            return
+        callbacks: list[Any] = model.trainer.callbacks  # type: ignore[attr-defined]
+        if not any(isinstance(callback, DrainCallback) for callback in callbacks):
+            callbacks.insert(0, DrainCallback(self._get_training, self._fail))
+
+    @override
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """Let a module be made without memory, where memory has a limit.
+
+        Each worker of a pipeline, or of a plan that shards, makes its own stages.
+        """
+        options = self._options
+        workers = options.num_workers or 1
+        is_whole = not options.makes_stages_apart or workers == 1
+        if is_whole or options.memory_limit_bytes is None or empty_init:
+            with super().tensor_init_context(empty_init):
+                yield
+            return
+        self._deferral = self._deferral or Deferral(self.root_device)
+        noted = self._deferral.running()
+        with super().tensor_init_context(empty_init), random_as_on_rank_0(), noted:
+            yield
+        if self.lightning_module is not None:
+            self._deferral.adopt(self.lightning_module)
+
+    def _get_training(self) -> AbstractTraining | None:  # a method, as a Trainer may be pickled
+        return self._training if isinstance(self._training, AbstractTraining) else None
+
+    @override
+    def setup_environment(self) -> None:
+        """Forget the training before this one: a checkpoint is loaded before setup."""
+        self._plan = self._training.plan or self._plan
+        self._training = Hooks()
+        self._part()
+        super().setup_environment()
+        assert self.lightning_module is not None
+        check_trainer(self.lightning_module.trainer)
+
+    @override
+    def setup_distributed(self) -> None:
+        """Let the workers meet, and refuse early that some share a GPU over NCCL."""
+        end_with_agent()
+        over_nccl = "nccl" in self._get_process_group_backend()
+        refuse_shared_gpus(self.parallel_devices, has_nccl=over_nccl)
+        limit_s = self._chosen.starting_s
+        self.set_world_ranks()
+        with (
+            naming_start(self.global_rank, self.world_size, limit_s),
+            naming_shared_gpus(),  # inside, or their error is taken for ranks that do not come
+            apart_from_earlier_attempts(),
+        ):
+            super().setup_distributed()
+        if self.world_size > 1:
+            self._meetings = Meetings(limit_s)
+            self._workers_per_host = workers_per_host(self._meetings.names.hosts)
+
+    @override
+    def setup(self, trainer: Trainer) -> None:
+        """Check everything that can be checked before the first step."""
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        check_has_values(trainer.lightning_module)
+        self._prepare(trainer, self._options, fitting=fitting)
+        if fitting and isinstance(self.precision_plugin, SparseStatePrecision):
+            self.model_to_device()
+            self._start_alike()  # now, as weights say what is pruned
+        super().setup(trainer)
+        options = self._options
+        kind = _kind_of_training(options, fitting=fitting)
+        if kind is None and not fitting:
+            return
+        self._plan = options.plan(options.expected_stages(self.lightning_module))
+        check_plan(self._plan)
+        if self._meetings is not None and self._plan.group_size > 1:
+            check_hosts_of_groups(self._plan, self._meetings.names.hosts)
+            rank_zero_info(
+                f"lightning_cyclic trains in {self._plan.num_groups} groups of "
+                f"{self._plan.group_size} workers, those of a host, side by side"
+            )
+        if kind is not None:
+            with self.naming("to set training up"):
+                super().barrier()  # who fails before it is noticed here, and not in new groups
+                self._undo.enter_context(plain_copies(trainer.lightning_module))
+                if self.world_size > 1:
+                    self._undo.enter_context(refusing_collectives(self._reductions))
+                self._training = training = kind(trainer, options, self._plan, self._reductions)
+            if self._meetings is not None:
+                self._meetings.heed(training)
+            self._resume()
+        elif self._saved is not None:  # Lightning itself trains, on the newest weights
+            ckpt.warn_of_other_plan(self._saved, "sync")
+            self._saved = None
+
+    def _prepare(self, trainer: Trainer, options: Options, *, fitting: bool) -> None:
+        """Check the Trainer, and let workers that see the same batches have the whole loader."""
+        if options.is_stagewise and options.replicas == 1:
+            # all workers see the same batches, in the loader's own order
+            connector, name = trainer._accelerator_connector, "use_distributed_sampler"
+            self._undo.callback(setattr, connector, name, getattr(connector, name))
+            setattr(connector, name, False)
+        self._check(trainer, options, fitting=fitting)
+
+    def _check(self, trainer: Trainer, options: Options, *, fitting: bool) -> None:
+        if options.save_distributed_checkpoint:
+            check_no_averaging(trainer, "but only rank 0's own values are kept in a folder")
+        if fitting and isinstance(self.precision_plugin, SparseStatePrecision):
+            self.check_compressed_states(options)
+        kind = _kind_of_training(options, fitting=fitting)
+        if kind is not None:
+            kind.check(trainer, sync_batchnorm=self._layer_sync is not None)
+
+    @override
+    def configure_ddp(self) -> None:
+        """Make all workers start from worker 0's module, without wrapping it."""
+        self._start_alike()
+
+    def _start_alike(self) -> None:
+        assert self.lightning_module is not None
+        if self.world_size > 1:
+            with self.naming("to start alike"):
+                require_same_lines(
+                    f"the arguments of {type(self).__name__}",
+                    gather_texts(self._options.lines),
+                    "the same on every rank; start all ranks with one configuration",
+                )
+                start_alike(self.lightning_module)
+
+    def check_compressed_states(self, options: Options | None = None) -> None:
+        """Refuse to train with SparseStatePrecision where gradients or weights must be dense.
+
+        Args:
+            options: that may be chosen. [those of this run]
+
+        Raises:
+            ConfigurationError: with what was found.
+        """
+        options = options or self._options
+        found = {
+            f"preset={options.preset!r}, which predicts weights": options.predicts,
+            "save_distributed_checkpoint=True": options.save_distributed_checkpoint,
+            "memory_limit_bytes": options.memory_limit_bytes is not None,
+            "a module without values (trainer.init_module)": self._deferral is not None,
+            "error_feedback=True": options.error_feedback,
+        }
+        first = next((what for what, is_so in found.items() if is_so), None)
+        if first is not None:
+            raise ConfigurationError(
+                f"SparseStatePrecision was given with {first}, where gradients or weights are "
+                "dense; allowed: presets that predict no weights, modules with values, "
+                "checkpoints of one file; use Trainer(strategy='cyclic_dp'), 'cyclic_zero', "
+                "'1f1b' or 'pipedream_2bw', without that"
+            )
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        """Let the workers of a loader live on when a signal asks this rank to stop; check it."""
+        _auto_add_worker_init_fn(dataloader, self.global_rank)  # which Lightning does behind this
+        usual = getattr(signal, "SIGUSR1", signal.SIGTERM)  # there is none on Windows
+        requeue = getattr(self.cluster_environment, "requeue_signal", None) or usual
+        signals = frozenset({signal.SIGTERM, signal.SIGINT, requeue})
+        self._undo.callback(shelter(dataloader, signals))
+        if self._options.is_stagewise and self.world_size > 1:
+            check_samplers(dataloader, self.distributed_sampler_kwargs, self.preset)
+        return super().process_dataloader(dataloader)
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        """Return this rank's device; on CPUs Ray gives a node's ranks one for all."""
+        devices = self.parallel_devices or []
+        if len(devices) == 1 and devices[0].type == "cpu":
+            return devices[0]
+        return super().root_device
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Feed replicas, not workers."""
+        options = self._options
+        if not options.is_stagewise:  # Ray's ranks are more than devices times nodes
+            return {"num_replicas": self.world_size, "rank": self.global_rank}
+        size = self.world_size // options.replicas
+        return {"num_replicas": options.replicas, "rank": self.global_rank // size}
+
+    # ------------------------------------------------------------------ what a training answers
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._training.training_step(super().training_step, *args, **kwargs)
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._training.validation_step(super().validation_step, *args, **kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._training.test_step(super().test_step, *args, **kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._training.predict_step(super().predict_step, *args, **kwargs)
+
+    @override
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        self._training.pre_backward(super().pre_backward, closure_loss)
+
+    @override
+    def post_backward(self, closure_loss: Tensor) -> None:
+        self._training.post_backward(super().post_backward, closure_loss)
+
+    @override
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._training.optimizer_step(super().optimizer_step, *args, **kwargs)
+
+    @override
+    def reduce(self, *args: Any, **kwargs: Any) -> Any:
+        return self._training.reduce(super().reduce, *args, **kwargs)
+
+    @override
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        return self._training.reduce_boolean_decision(
+            super().reduce_boolean_decision, decision, all
+        )
+
+    @override
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        with self._training.accumulating(super().block_backward_sync):
+            yield
+
+    # ------------------------------------------------------------------ all workers together
+
+    @override
+    def all_gather(self, *args: Any, **kwargs: Any) -> Any:
+        self._reductions.check_meeting("all_gather")
+        with self.naming("to gather"):
+            return super().all_gather(*args, **kwargs)
+
+    @override
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        self._reductions.check_meeting("barrier")
+        with self.naming("to meet"):
+            super().barrier(*args, **kwargs)
+
+    @override
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        self._reductions.check_meeting("broadcast")
+        with self.naming("to learn what one of them has"):
+            return super().broadcast(obj, src)
+
+    def naming(self, what: str) -> AbstractContextManager[None]:
+        """Name the ranks that do not come while the body waits for all of them."""
+        return nullcontext() if self._meetings is None else self._meetings.naming(self._when, what)
+
+    @property
+    def _when(self) -> str:
+        training = self._get_training()
+        return START if training is None else training.when
+
+    def _fail(self, error: BaseException) -> None:
+        """Tell the other ranks why this one ends."""
+        training = self._get_training()
+        if training is not None:
+            training.fail(error)
+            assert self.lightning_module is not None
+            self._undo.enter_context(none_on_exception(self.lightning_module.trainer))
+        elif self._meetings is not None:
+            self._meetings.fail(error)
+
+    def _part(self) -> None:
+        if self._meetings is not None:
+            self._meetings.close()
+        self._meetings = None
+
+    # ------------------------------------------------------------------ between steps
+
+    def flush(self) -> None:
+        """Finish updates in flight, so that the module holds the newest weights."""
+        self._training.flush()
+
+    # ------------------------------------------------------------------ the end
+
+    @override
+    def teardown(self) -> None:
+        """Take everything off the module again, and finish what a thread writes."""
+        with closing(self._files):  # last, as nobody waits for its files
+            self._take_off()
+
+    def _take_off(self) -> None:
+        self._training.close()
+        self._part()
+        self._undo.close()
+        module = self.lightning_module
+        if module is not None and any(p.is_meta for p in module.parameters()):
+            self._lightning_module = None  # it was refused; Lightning would move it, and fail
+        super().teardown()
+
+
+def _kind_of_training(
+    options: Options, *, fitting: bool
+) -> type[SynchronousPipelineTraining | AsynchronousPipelineTraining | ReplicatedTraining] | None:
+    """Return what is to be set up; None where Lightning's own step runs on whole weights.
+
+    That is also so behind a replicated fit, whose session still answers for checkpoints.
+    """
+    if options.is_cut:
+        return (
+            AsynchronousPipelineTraining
+            if options.flows and fitting
+            else SynchronousPipelineTraining
+        )
+    return ReplicatedTraining if fitting and not options.trains_plainly else None
