@@ -35,7 +35,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from lightning_cyclic.strategy import CyclicStrategy
+from lightning_cyclic.registration import make_strategy
 
 VOCABULARY = 50_257
 WARM_UP = 3  # updates
@@ -115,7 +115,7 @@ def train(way: str, args: argparse.Namespace, seen: Seen) -> None:
     n, whole = args.micro, args.micro * args.rows
     strategy: Any = "auto"
     if way in ("cyclic_dp", "1f1b"):
-        strategy = CyclicStrategy(way, num_microbatches=n, stages=n)
+        strategy = make_strategy(way, num_microbatches=n, stages=n)
     accumulates = n if way == "accumulate" else 1
     rows = args.rows if way == "accumulate" else whole
     updates = WARM_UP + args.steps

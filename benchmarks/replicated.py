@@ -275,28 +275,33 @@ def slower(case: Case, rank: int, step: int) -> float:
     return drawn * (case.slow if is_slow else 1.0)
 
 
-def make_strategy(name: str) -> Any:
+def strategy_of(name: str, num_workers: int) -> Any:
     """Return what the Trainer is given for a name of STRATEGIES."""
     from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
-    from lightning_cyclic import CyclicStrategy
+    from lightning_cyclic import PRESETS, CyclicStrategy
+    from lightning_cyclic.plan.presets import AXES
 
     if name == "alone":
         return SingleDeviceStrategy("cpu")
     if ":" in name:
         preset, *numbers = name.split(":")
         num_stages, *groups = map(int, numbers)
-        return CyclicStrategy(preset, stages=num_stages, groups=next(iter(groups), None))
+        size = {"group_size": num_workers // groups[0]} if groups else {}
+        return CyclicStrategy(preset, stages=num_stages, **size)
     preset, _, sharding = name.partition("/")
     if preset == "ddp" and sharding:
         return DDPStrategy(bucket_cap_mb=float(sharding))
-    return CyclicStrategy(preset, sharding=sharding) if sharding else name
+    if not sharding:
+        return name
+    axes = {axis: getattr(PRESETS[preset], axis) for axis in AXES}
+    return CyclicStrategy(axes | {"sharding": sharding})
 
 
 def train(case: Case, strategy: str) -> Taken:
     """Train once."""
     shards = 1 if strategy == "alone" else case.num_workers
-    return timed(case, make_strategy(strategy), make_module(case), shards=shards)
+    return timed(case, strategy_of(strategy, case.num_workers), make_module(case), shards=shards)
 
 
 def timed(

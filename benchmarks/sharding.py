@@ -89,18 +89,18 @@ CASES = {"loopback": LOOPBACK, "late": LATE, "memory": MEMORY}
 # ---------------------------------------------------------------------- one worker
 
 
-def make_strategy(name: str, case: Case) -> Any:
+def strategy_of(name: str, case: Case) -> Any:
     """Return what the Trainer is given for a name of STRATEGIES."""
     from lightning.pytorch.strategies import ModelParallelStrategy, SingleDeviceStrategy
 
-    from lightning_cyclic import CyclicStrategy
+    from lightning_cyclic.registration import make_strategy
 
     if name == "alone":
         return SingleDeviceStrategy("cpu")
     if name.startswith("fsdp2"):
         return ModelParallelStrategy(data_parallel_size=case.num_workers, tensor_parallel_size=1)
     preset, _, stages = name.partition("/")
-    return CyclicStrategy(preset, stages=int(stages)) if stages else name
+    return make_strategy(preset, stages=int(stages)) if stages else name
 
 
 def make(name: str, case: Case) -> Any:
@@ -165,7 +165,7 @@ def weigh(case: Case, name: str) -> dict[str, int]:
     import lightning as L
 
     tiny = replace(case, width=16, num_steps=WARM_UP + 2)
-    timed(tiny, make_strategy(name, tiny), make(name, tiny), shards=case.num_workers)
+    timed(tiny, strategy_of(name, tiny), make(name, tiny), shards=case.num_workers)
     gc.collect()
     peak, found = Peak(), {"fit": 0, "steps": 0}
 
@@ -177,7 +177,7 @@ def weigh(case: Case, name: str) -> dict[str, int]:
             if k == case.num_steps - 1:  # whose end brings all parameters to everybody
                 found["steps"] = peak.bytes()
 
-    strategy, module = make_strategy(name, case), make(name, case)
+    strategy, module = strategy_of(name, case), make(name, case)
     timed(case, strategy, module, shards=case.num_workers, callbacks=[Scale()])
     found["fit"] = max(found["fit"], peak.bytes())
     return found
@@ -186,7 +186,7 @@ def weigh(case: Case, name: str) -> dict[str, int]:
 def train(case: Case, name: str) -> Taken:
     """Train once."""
     shards = 1 if name == "alone" else case.num_workers
-    return timed(case, make_strategy(name, case), make(name, case), shards=shards)
+    return timed(case, strategy_of(name, case), make(name, case), shards=shards)
 
 
 def work(case: Case, weighed: str) -> None:

@@ -14,7 +14,7 @@ from lightning.fabric.strategies.launchers.subprocess_script import _ChildProces
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
 from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
 
-from lightning_cyclic import CyclicStrategy
+from lightning_cyclic.registration import make_strategy
 
 _NAME = os.environ.get("UPSTREAM_STRATEGY", "cyclic_dp")
 _choose_strategy = _AcceleratorConnector._choose_strategy
@@ -25,7 +25,7 @@ def _chosen(connector: Any) -> Strategy | str:
     on_cpu = isinstance(choice, SingleDeviceStrategy) and choice.root_device.type == "cpu"
     if not on_cpu or _NAME == "auto":
         return choice
-    return DDPStrategy() if _NAME == "ddp" else CyclicStrategy(_NAME, **_options())
+    return DDPStrategy() if _NAME == "ddp" else make_strategy(_NAME, **_options())
 
 
 def _options() -> dict[str, Any]:

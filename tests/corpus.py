@@ -16,7 +16,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_cyclic.strategy import CyclicStrategy
+from lightning_cyclic import PRESETS, CyclicStrategy, PipelineStrategy
+from lightning_cyclic.plan.presets import AXES
+from lightning_cyclic.registration import make_strategy
 from tests import sequential
 from tests.optimizers import Counting
 from tests.processes import here
@@ -229,14 +231,22 @@ def make_trainer(strategy: Any, **flags: Any) -> Trainer:
         "use_distributed_sampler": False,
     }
     return Trainer(
-        accelerator="cpu", devices=1, num_nodes=here().num_ranks, strategy=make_strategy(strategy),
+        accelerator="cpu", devices=1, num_nodes=here().num_ranks, strategy=strategy_of(strategy),
         **(quiet | flags),
     )  # fmt: skip
 
 
-def make_strategy(strategy: Any) -> Any:
-    """Return a name as it is, and a dict as the arguments of CyclicStrategy."""
-    return CyclicStrategy(**strategy) if isinstance(strategy, dict) else strategy
+def strategy_of(strategy: Any) -> Any:
+    """Return a name as it is, and a dict as the strategy of its options; it may replace axes."""
+    if not isinstance(strategy, dict):
+        return strategy
+    given = {"preset": "cyclic_dp"} | strategy
+    replaced = {axis: given.pop(axis) for axis in AXES if axis in given}
+    if not replaced:
+        return make_strategy(**given)
+    preset = PRESETS[given.pop("preset")]
+    door = CyclicStrategy if preset.placement == "replicated" else PipelineStrategy
+    return door({axis: getattr(preset, axis) for axis in AXES} | replaced, **given)
 
 
 def train_data(module: Classifier, num_batches: int) -> DataLoader[Any]:

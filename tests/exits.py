@@ -17,7 +17,7 @@ from typing import Any
 import lightning.pytorch  # noqa: F401  (before the first fork)
 import torch
 
-from lightning_cyclic import CyclicStrategy
+from lightning_cyclic.registration import make_strategy
 from tests.launched import Tiny, Trainer
 from tests.processes import free_port
 
@@ -31,7 +31,7 @@ def fit(preset: str, rank: int, port: int) -> None:
         NODE_RANK=str(rank), LOCAL_RANK="0", GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1",
     )  # fmt: skip
     torch.set_num_threads(1)
-    strategy: Any = CyclicStrategy(preset)
+    strategy: Any = make_strategy(preset)
     trainer = Trainer(
         strategy=strategy, accelerator="cpu", devices=1, num_nodes=NUM_RANKS, max_epochs=1,
         logger=False, enable_checkpointing=False, enable_progress_bar=False,

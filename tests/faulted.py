@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from lightning_cyclic import CyclicStrategy
+from lightning_cyclic.registration import make_strategy
 from tests.interrupted import Noisy
 
 STEP_S = 0.05
@@ -78,7 +78,7 @@ def main(
         folder / "checkpoints", "{step}", every_n_train_steps=1, save_top_k=-1,
         enable_version_counter=False,
     )  # fmt: skip
-    strategy: Any = CyclicStrategy(preset, timeout=timedelta(seconds=limit_s), resume="auto")
+    strategy: Any = make_strategy(preset, timeout=timedelta(seconds=limit_s), resume="auto")
     trainer = Trainer(
         strategy=strategy, accelerator="cpu", num_nodes=num_nodes, devices=devices,
         max_steps=num_steps, max_epochs=-1, callbacks=[Progress(folder), saver], logger=False,

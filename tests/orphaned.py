@@ -16,7 +16,7 @@ import torch
 from lightning.pytorch import Trainer
 from torch import Tensor
 
-from lightning_cyclic import CyclicStrategy
+from lightning_cyclic.registration import make_strategy
 from tests import launched
 
 
@@ -38,7 +38,7 @@ class Slow(launched.Tiny):
 
 
 def main(folder: str, preset: str) -> None:
-    strategy: Any = CyclicStrategy(preset, timeout=timedelta(seconds=20))
+    strategy: Any = make_strategy(preset, timeout=timedelta(seconds=20))
     trainer = Trainer(
         strategy=strategy, accelerator="cpu", devices=2, max_epochs=10_000, logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,

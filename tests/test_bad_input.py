@@ -22,15 +22,19 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
+from lightning_cyclic import PRESETS, CyclicStrategy
 from lightning_cyclic.errors import ConfigurationError, PlanError
+from lightning_cyclic.plan.presets import AXES
 from lightning_cyclic.plugin.checks import check_trainer
-from lightning_cyclic.strategy import CyclicStrategy
 from tests import processes
-from tests.corpus import make_trainer
+from tests.corpus import make_trainer, strategy_of
 from tests.rows import in_turn, more
 from tests.test_failures import assert_stopped
 
 TIMEOUT_S = 10.0
+CDP, AXES_1F1B = (
+    {axis: getattr(PRESETS[name], axis) for axis in AXES} for name in ("cyclic_dp", "1f1b")
+)
 
 
 def rank() -> int:
@@ -44,18 +48,19 @@ def rank() -> int:
     ("kwargs", "given", "allowed", "todo"),
     [
         ({"preset": "cyclic"}, "preset 'cyclic' is unknown", "cyclic_dp", "use "),
-        ({"schedule": "ring"}, "schedule 'ring' is unknown", "lockstep", "use "),
-        ({"placement": "everywhere"}, "placement 'everywhere' is unknown", "replicated", "use "),
-        ({"weights": "old"}, "weights 'old'", "freshest", "use "),
-        ({"sharding": "half"}, "sharding 'half' is unknown", "optimizer", "use "),
+        ({"preset": "1f1b"}, "preset '1f1b' is one of PipelineStrategy", "'cyclic_dp'", "use Pip"),
+        ({"preset": AXES_1F1B}, "placement 'pipelined' is one of Pipe", "'replicated'", "use Pip"),
+        ({"preset": {"weights": "old"}}, "'weights': 'old'", "a value for each", "use preset={"),
+        ({"preset": CDP | {"weights": "old"}}, "weights 'old' is unknown", "freshest", "use pre"),
         ({"slack": -1}, "slack=-1", "0", "use "),
         ({"stages": 0}, "stages=0", "a number from 1", "use "),
         ({"stages": "two"}, "stages='two'", "a number from 1", "use "),
         ({"stages": "timed"}, "stages='timed'", '"measured" (by times)', "use "),
-        ({"stages": "measured"}, "placement 'replicated'", "cut by bytes", 'use stages="auto"'),
+        ({"stages": "measured"}, "preset 'cyclic_dp'", "pipelines", "use stages='auto'"),
         ({"stages": [1, 2]}, "stages=[1, 2]", "list of module paths", "use "),
-        ({"clip": "all"}, "clip 'all' is unknown", "stage, global", "use "),
-        ({"relay_buffers": "no"}, "relay_buffers 'no' is unknown", "auto, all", "use "),
+        ({"clip_norm": "all"}, "clip_norm='all'", "'stage', 'global', None", "use "),
+        ({"relay_buffers": "no"}, "relay_buffers='no'", "'auto', 'all'", "use "),
+        ({"replicas": 2}, "'replicas'", "preset, stages", "is an option of PipelineStrategy"),
         ({"find_unused_parameters": True}, "'find_unused_parameters'", "preset", "remove it"),
         (
             {"static_graph": True},
@@ -63,8 +68,7 @@ def rank() -> int:
             "reduce_dtype, save_distributed_c",
             "remove it",
         ),
-        ({"sharding": "fully"}, "'fully'", "none, optimizer, full", "use "),
-        ({"weights": "sync"}, "sync", "", ""),
+        ({"preset": CDP | {"weights": "sync"}}, "sync", "allowed", "use "),
     ],
 )
 def test_a_strategy_refuses_what_it_does_not_know(
@@ -82,7 +86,7 @@ def test_a_plan_without_a_runtime_is_refused_by_name() -> None:
     with pytest.raises(
         PlanError, match=r"'full' \(preset 'lockstep_dp'\) has no runtime yet.*; use"
     ):
-        CyclicStrategy("lockstep_dp", sharding="full")
+        CyclicStrategy(dict(CDP, schedule="lockstep", weights="sync", sharding="full"))
 
 
 def test_mps_is_refused() -> None:
@@ -365,7 +369,7 @@ def attempt(
     start = time.monotonic()
     try:
         trainer = make_trainer(
-            CyclicStrategy(timeout=timedelta(seconds=TIMEOUT_S), **strategy),
+            strategy_of({"timeout": timedelta(seconds=TIMEOUT_S), **strategy}),
             max_epochs=2, **flags,
         )  # fmt: skip
         trainer.fit(module(), data_of(data))

@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
 from lightning_cyclic import ConfigurationError, PlanError
-from lightning_cyclic.strategy import CyclicStrategy
+from lightning_cyclic.registration import make_strategy
 from tests import delayed_chain, processes, sequential
 from tests.corpus import (
     Classifier,
@@ -269,6 +269,6 @@ def test_options_that_would_be_ignored_are_refused(
     preset: str, options: dict[str, Any], text: str
 ) -> None:
     with pytest.raises((ConfigurationError, PlanError), match=text) as caught:
-        CyclicStrategy(preset, **options)
+        make_strategy(preset, **options)
     assert "allowed" in str(caught.value)
     assert "use " in str(caught.value)

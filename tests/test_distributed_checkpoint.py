@@ -34,6 +34,7 @@ from tests.corpus import (
     assert_same,
     make_trainer,
     outcome,
+    strategy_of,
     train_data,
     valid_data,
     weights_of,
@@ -432,7 +433,7 @@ def test_what_is_given(tmp_path: Path) -> None:
 
 def _save_alone(flags: dict[str, Any], path: Any) -> None:
     trainer = Trainer(
-        strategy=CyclicStrategy(**FOLDERS), accelerator="cpu", devices=1, logger=False,
+        strategy=strategy_of(FOLDERS), accelerator="cpu", devices=1, logger=False,
         enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False, **flags,
     )  # fmt: skip
     trainer.strategy.connect(LightningModule())

@@ -17,8 +17,8 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 
-from lightning_cyclic import CyclicStrategy
 from lightning_cyclic.plan.presets import PRESETS
+from lightning_cyclic.plugin.strategy import PlannedStrategy
 from tests import processes
 from tests.corpus import Classifier, make_trainer, train_data
 from tests.interrupted import difference
@@ -115,7 +115,7 @@ def _go_on(run: Run, folder: Path, file: str) -> Begun | None:
 
 def _leaves_versions(file: dict[str, Any], strategy: Any) -> bool:
     saved = file.get("lightning_cyclic", {}).get("plan")
-    if saved is None or not isinstance(strategy, CyclicStrategy):
+    if saved is None or not isinstance(strategy, PlannedStrategy):
         return False  # Lightning has its own words for the second
     plan = strategy.plan
     reads_older = plan.weights != "sync" and (plan.num_workers > 1 or plan.delay(0) > 0)

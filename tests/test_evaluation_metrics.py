@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 
-from lightning_cyclic.strategy import CyclicStrategy
+from lightning_cyclic.registration import make_strategy
 from tests import processes
 from tests.corpus import make_trainer
 
@@ -55,7 +55,7 @@ def evaluated(preset: str) -> list[dict[str, float]]:
     """Return what is logged by validation within a fit, and by a test behind it."""
     module = Evaluated()
     trainer = make_trainer(
-        CyclicStrategy(preset, stages=["net.2"], num_microbatches=1), max_epochs=1
+        make_strategy(preset, stages=["net.2"], num_microbatches=1), max_epochs=1
     )
     trainer.fit(module, loader(1, 3), [loader(2, 4), loader(3, 9)])
     logged = [{k: float(x) for k, x in trainer.callback_metrics.items()}]

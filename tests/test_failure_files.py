@@ -17,7 +17,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_cyclic.plan import make_plan
 from lightning_cyclic.plugin.failure_file import FOLDER
-from lightning_cyclic.strategy import CyclicStrategy
+from lightning_cyclic.registration import make_strategy
 from tests import processes, test_pipeline_failures
 from tests.corpus import MicroBatches, loader, make_trainer
 from tests.test_failures import Troubled, be_asked_to_stop, die, errors_of, fail, said_by
@@ -65,7 +65,7 @@ def without_waits(did: Sequence[Did]) -> list[str]:
 
 def attempt(folder: Path, trouble: Callable[[], None], preset: str) -> tuple[str, list[str]]:
     """Return the error as it is printed, and what the program has for this worker from step 1."""
-    strategy = CyclicStrategy(preset, stages=2)
+    strategy = make_strategy(preset, stages=2)
     module = Troubled(trouble, culprit=1, bad_batch=BAD_STEP)
     trainer = make_trainer(strategy, max_epochs=1, default_root_dir=folder)
     with pytest.raises(Exception) as caught:  # noqa: PT011  (the test looks at it)

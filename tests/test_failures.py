@@ -20,8 +20,8 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 
 from lightning_cyclic.errors import PeerError
+from lightning_cyclic.registration import make_strategy
 from lightning_cyclic.runtime.transport.choice import Route
-from lightning_cyclic.strategy import CyclicStrategy
 from tests import processes
 from tests.corpus import (
     Classifier,
@@ -167,7 +167,7 @@ def fit(
     bad_batch: int = BAD_BATCH, route: Route = "auto",
 ) -> Troubled:  # fmt: skip
     module = Troubled(trouble, culprit, bad_batch)
-    strategy = CyclicStrategy(preset, timeout=timedelta(seconds=timeout_s), transport=route)
+    strategy = make_strategy(preset, timeout=timedelta(seconds=timeout_s), transport=route)
     trainer = make_trainer(strategy, max_epochs=1)
     trainer.fit(module, loader(MicroBatches(module.kind, 20 * trainer.world_size)))
     return module
@@ -270,7 +270,7 @@ def fit_until_asked(
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have it ignored
     module, said = Troubled(ask, culprit), Said()
     limit = timedelta(seconds=TIMEOUT_S)
-    trainer = make_trainer(CyclicStrategy(preset, timeout=limit), max_epochs=1)
+    trainer = make_trainer(make_strategy(preset, timeout=limit), max_epochs=1)
     with pytest.raises(ends_with) as ended:
         trainer.fit(module, loader(MicroBatches(module.kind, 40 * trainer.world_size)))
     assert ended.type is ends_with

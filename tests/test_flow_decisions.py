@@ -17,7 +17,7 @@ from lightning_cyclic.errors import CyclicError
 from lightning_cyclic.plan import make_plan
 from lightning_cyclic.plan.actions import Kind
 from tests import processes
-from tests.corpus import assert_same, make_strategy, make_trainer
+from tests.corpus import assert_same, make_trainer, strategy_of
 from tests.delayed_chain import Chain, loader
 from tests.rows import more
 from tests.stagewise_runs import Job, Outcome, pipelines
@@ -140,7 +140,7 @@ def decide(
     kwargs: dict[str, Any], callbacks: list[Any], folder: Path, flags: dict[str, Any]
 ) -> tuple[str, list[str], int]:
     """Return the error of a fit, the files that were written, and the steps made."""
-    strategy = make_strategy({"preset": "cyclic_pipeline", "num_microbatches": 2})
+    strategy = strategy_of({"preset": "cyclic_pipeline", "num_microbatches": 2})
     # waits are long until training has begun, and short then
     limit_s = 1.0 if "stops" in kwargs else 20.0
     strategy._chosen = replace(strategy._chosen, starting_s=1000.0, timeout_s=limit_s)

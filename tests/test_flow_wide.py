@@ -12,9 +12,9 @@ import torch
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 
+from lightning_cyclic import PipelineStrategy
 from lightning_cyclic.plan import make_plan
 from lightning_cyclic.plan.actions import Kind, Payload
-from lightning_cyclic.strategy import CyclicStrategy
 from tests import processes
 from tests.corpus import assert_same, make_trainer, weights_of
 from tests.stagewise_runs import CLOSE, Job, Outcome, pipelines
@@ -99,7 +99,9 @@ def fit_until_asked(culprit: int) -> tuple[int, dict[str, Tensor]]:
     """Return batches done and weights; one rank is asked to stop."""
     here = processes.here().rank
     module = Troubled(be_asked_to_stop if here == culprit else lambda: None, 3, "train")
-    strategy = CyclicStrategy("pipedream_2bw", stages=["layers.2"], replicas=2, num_microbatches=2)
+    strategy = PipelineStrategy(
+        "pipedream_2bw", stages=["layers.2"], replicas=2, num_microbatches=2
+    )
     trainer = make_trainer(strategy, max_epochs=4)
     with pytest.raises(SIGTERMException):
         trainer.fit(module, batches())

@@ -26,12 +26,13 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
+from lightning_cyclic import CyclicStrategy
 from lightning_cyclic.cli.trial import Came, Trial, train
 from lightning_cyclic.plan import PRESETS, make_plan
 from lightning_cyclic.plugin.precision.sparse_state import SparseStatePrecision
+from lightning_cyclic.registration import make_strategy
 from lightning_cyclic.runtime.messages import Message
 from lightning_cyclic.runtime.transport import HostStagedTransport, LocalTransport, PostOffice
-from lightning_cyclic.strategy import CyclicStrategy
 from tests import processes, pruned
 from tests.corpus import assert_same
 from tests.processes import here
@@ -145,7 +146,7 @@ def test_workers_that_share_a_gpu_over_nccl_are_told_what_to_do(tmp_path: Path) 
     with pytest.raises(processes.RanksFailedError) as caught:
         processes.run(tried, 2, trial("1f1b", "cuda", 2), str(tmp_path))
     assert "ConfigurationError" in str(caught.value)
-    assert 'use CyclicStrategy(process_group_backend="gloo")' in str(caught.value)
+    assert 'use process_group_backend="gloo"' in str(caught.value)
 
 
 # ---------------------------------------------------------------------- the host goes on
@@ -314,7 +315,7 @@ def peak_of(preset: str, device: str, num_microbatches: int) -> int:
     peak = Peak()
     trainer = Trainer(
         accelerator="gpu" if device == "cuda" else "cpu", devices=1, precision="bf16-true",
-        strategy=CyclicStrategy(preset, num_microbatches=num_microbatches, stages=stages), max_epochs=1,
+        strategy=make_strategy(preset, num_microbatches=num_microbatches, stages=stages), max_epochs=1,
         callbacks=[peak], logger=False, enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False,
     )  # fmt: skip

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_cyclic.errors import CyclicError
-from lightning_cyclic.strategy import CyclicStrategy
+from lightning_cyclic.registration import make_strategy
 from tests import processes
-from tests.corpus import gpt2, make_trainer
+from tests.corpus import gpt2, make_trainer, strategy_of
 from tests.delayed_chain import Chain
 from tests.delayed_chain import fit as fit_chain
 from tests.rows import chosen, in_turn, more
@@ -135,7 +135,7 @@ def seen(
 ) -> Any:
     """Return what the hooks of a fit have seen."""
     module = kind()
-    chosen = CyclicStrategy(**strategy) if strategy else "auto"
+    chosen = strategy_of(strategy) if strategy else "auto"
     flags = {"max_epochs": 2, "val_check_interval": 2, "callbacks": callbacks} | flags
     make_trainer(chosen, **flags).fit(module, loader(1), loader(2))
     return module.seen
@@ -183,7 +183,7 @@ def written(strategy: dict[str, Any]) -> list[list[int]]:
     """Return what a language model writes in a fit."""
     module, g = Writing(), torch.Generator().manual_seed(0)
     data = DataLoader([torch.randint(1, 50, (8,), generator=g) for _ in range(8)], 4)
-    chosen = CyclicStrategy(**strategy) if strategy else "auto"
+    chosen = strategy_of(strategy) if strategy else "auto"
     make_trainer(chosen, max_epochs=3).fit(module, data, data)
     return module.seen
 
@@ -478,7 +478,7 @@ def test_pipelines_with_a_flush_take_changes_over(kind: type[Net]) -> None:
 def weights(kind: type[Net], strategy: dict[str, Any]) -> list[Tensor]:
     """Return what a fit has learnt."""
     module = kind()
-    chosen = CyclicStrategy(**strategy) if strategy else "auto"
+    chosen = strategy_of(strategy) if strategy else "auto"
     make_trainer(chosen, max_epochs=2, val_check_interval=2).fit(module, loader(1), loader(2))
     return [p.detach() for p in module.parameters()]
 
@@ -489,7 +489,7 @@ def weights(kind: type[Net], strategy: dict[str, Any]) -> list[Tensor]:
 def evaluated(kind: str) -> str:
     """Give ranks loaders of other lengths, and return the error."""
     module, rank = Net(), processes.here().rank
-    trainer = make_trainer(CyclicStrategy(**staged("1f1b", 2)), max_epochs=1)
+    trainer = make_trainer(make_strategy(**staged("1f1b", 2)), max_epochs=1)
     odd = DataLoader(loader(2).dataset, 4 if rank else 2)
     module.test_step = module.predict_step = lambda batch, *rest: module(batch[0]).sum()
     run = partial(trainer.fit, module, loader(1), [loader(2), odd])

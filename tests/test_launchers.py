@@ -11,7 +11,8 @@ import torch
 from lightning.fabric.plugins.environments import LightningEnvironment
 from torch import Tensor
 
-from lightning_cyclic.strategy import CyclicStrategy
+from lightning_cyclic import CyclicStrategy
+from lightning_cyclic.registration import make_strategy
 from tests import launched, processes
 from tests.commands import Command, Commands, asked_for
 from tests.corpus import assert_same
@@ -126,7 +127,7 @@ class OfActors(LightningEnvironment):
 
 
 def fit_actor(out: Path, preset: str) -> None:
-    launched.fit(out, CyclicStrategy(preset, cluster_environment=OfActors()), devices=1)
+    launched.fit(out, make_strategy(preset, cluster_environment=OfActors()), devices=1)
 
 
 @pytest.mark.parametrize("preset", ["cyclic_dp", more("1f1b")])
@@ -134,7 +135,7 @@ def test_ranks_of_one_node_may_share_the_one_device_of_its_cpus(
     preset: str, tmp_path: Path
 ) -> None:
     processes.run(fit_actor, 2, tmp_path / "out", preset)
-    expected = by_hand(tmp_path / "by_hand", CyclicStrategy(preset))
+    expected = by_hand(tmp_path / "by_hand", make_strategy(preset))
     assert_same(torch.load(tmp_path / "out"), expected)
 
 

@@ -16,9 +16,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 from lightning_cyclic.errors import ConfigurationError
-from lightning_cyclic.strategy import CyclicStrategy
 from tests import stagewise_torch as own
-from tests.corpus import assert_same, make_trainer
+from tests.corpus import assert_same, make_trainer, strategy_of
 from tests.processes import here
 from tests.rows import in_turn, more
 from tests.stagewise_modules import CASES
@@ -184,7 +183,7 @@ def fit_sampled(job: Job, strategy: dict[str, Any]) -> Outcome:
     """Let Lightning choose each rank's rows."""
     seen = StepLosses()
     trainer = Trainer(
-        strategy=CyclicStrategy(**strategy), accelerator="cpu", devices=1,
+        strategy=strategy_of(strategy), accelerator="cpu", devices=1,
         num_nodes=here().num_ranks, max_epochs=1, logger=False, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False, callbacks=[seen],
     )  # fmt: skip

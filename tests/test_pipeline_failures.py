@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_cyclic.strategy import CyclicStrategy
+from lightning_cyclic.plugin.strategy import PlannedStrategy
+from lightning_cyclic.registration import make_strategy
 from tests import processes
 from tests.corpus import assert_same, make_trainer, weights_of
 from tests.rows import chosen, in_turn
@@ -104,10 +105,10 @@ def batches() -> DataLoader[Any]:
     return DataLoader([[x] for x in data], batch_size=None)
 
 
-def strategy_of(preset: str, num_ranks: int, timeout_s: float = TIMEOUT_S) -> CyclicStrategy:
+def strategy_of(preset: str, num_ranks: int, timeout_s: float = TIMEOUT_S) -> PlannedStrategy:
     starts = ["layers.2"] if num_ranks == 2 else ["layers.1", "layers.2", "layers.3"]
     limit = timedelta(seconds=timeout_s)
-    return CyclicStrategy(preset, stages=starts, num_microbatches=NUM_MICRO, timeout=limit)
+    return make_strategy(preset, stages=starts, num_microbatches=NUM_MICRO, timeout=limit)
 
 
 def fit(

@@ -93,9 +93,8 @@ def test_rematerialisation_reads_the_same_versions() -> None:
 
 
 def fit_remat() -> dict[str, Any]:
-    return fit_single(
-        "cyclic_dp", "resnet", "sgd", activation_checkpointing="always", placement="single"
-    )
+    again = {"activation_checkpointing": "always", "placement": "single"}
+    return fit_single("cyclic_pipeline", "resnet", "sgd", **again)
 
 
 class Backwards(nn.Module):

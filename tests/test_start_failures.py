@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from lightning_cyclic.strategy import CyclicStrategy
+from lightning_cyclic.registration import make_strategy
 from tests import processes
 from tests.corpus import Classifier, MicroBatches, loader, make_trainer
 from tests.test_failures import assert_stopped, name_of
@@ -58,7 +58,7 @@ def attempt(trouble: str, hook: str, preset: str) -> tuple[str, str]:
         return "nothing", ""
     module = Unlucky(trouble, hook)
     limit = timedelta(seconds=LIMIT_S if trouble == "does not come" else 40.0)
-    trainer = make_trainer(CyclicStrategy(preset, timeout=limit), max_epochs=1)
+    trainer = make_trainer(make_strategy(preset, timeout=limit), max_epochs=1)
     try:
         trainer.fit(module, loader(MicroBatches(module.kind, 8)))
     except Exception as error:
@@ -103,4 +103,4 @@ def test_a_rank_that_does_not_come_at_all_is_missed() -> None:
     assert kind == "PeerError", text
     assert text.startswith("rank 0 waited up to 6 s for all other ranks to come to the start")
     assert "\nLook at the logs of the other ranks.\n" in text
-    assert "CyclicStrategy(timeout=timedelta(minutes=...))" in text
+    assert "timeout=timedelta(minutes=...)" in text

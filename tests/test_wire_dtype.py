@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_cyclic import CyclicStrategy
 from lightning_cyclic.errors import ConfigurationError, PeerError, StepError
-from lightning_cyclic.strategy import CyclicStrategy
+from lightning_cyclic.registration import make_strategy
 from tests import processes
 from tests.corpus import (
     Classifier,
@@ -51,7 +52,8 @@ def marked(rows: list[tuple[Any, ...]], always: set[tuple[Any, ...]]) -> list[An
 def test_workers_of_whole_steps(
     preset: str, groups: int | None, precision: str, dtype: str | None
 ) -> None:
-    strategy = {"preset": preset, "stages": 4, "groups": groups, "reduce_dtype": dtype}
+    strategy = {"preset": preset, "stages": 4, "reduce_dtype": dtype}
+    strategy |= {"group_size": 4 // groups} if groups else {}
     ranks = processes.run(fit_whole, 4, strategy, precision)
     plan = ranks[0]["plan"]
     args = precision, plan.weights, ranks[0]["stage_of"], plan, DTYPES[dtype]
@@ -102,8 +104,8 @@ def test_workers_of_stages(preset: str, precision: str, dtype: str | None) -> No
 @pytest.mark.parametrize("preset", ["1f1b", "pipedream_2bw"])
 def test_one_pipeline_sends_no_sums(preset: str) -> None:
     with pytest.raises(ConfigurationError, match="reduce_dtype='bf16' is of no use with one"):
-        CyclicStrategy(preset, reduce_dtype="bf16")
-    CyclicStrategy(preset, reduce_dtype="bf16", replicas=2, num_microbatches=2)
+        make_strategy(preset, reduce_dtype="bf16")
+    make_strategy(preset, reduce_dtype="bf16", replicas=2, num_microbatches=2)
 
 
 def test_a_dtype_that_is_none_of_these() -> None:

@@ -22,7 +22,7 @@ net: 16 samples per update, 3 workers of 1 GB, 0 s latency, 1 GB/s
 w: replicas, S: stages; micro: micro-batches per update, of so many samples
 stale: updates that forwards are behind, mean and most
 
-1: CyclicStrategy("cyclic_pipeline", stages=["h.2", "h.3"], num_microbatches=8)
+1: PipelineStrategy("cyclic_pipeline", stages=["h.2", "h.3"], num_microbatches=8)
    its fullest worker keeps 2 MB of parameters, 2 MB of versions, 2 MB of gradients, 4 MB of
    optimizer, 12 MB of activations, 150 kB of inputs, 50 kB of returns
 """
@@ -59,15 +59,15 @@ def test_colours():
     [
         (
             {"presets": ("1f1b",), "num_workers": 1, "batch_size": 4},
-            'CyclicStrategy("1f1b", stages=1, num_microbatches=1)',
+            'PipelineStrategy("1f1b", stages=1, num_microbatches=1)',
         ),
         (
             {"presets": ("1f1b",), "remats": (True,), "num_workers": 4, "batch_size": 16},
-            'CyclicStrategy("1f1b", stages=["h.2"], num_microbatches=2, replicas=2, activation_checkpointing="always")',
+            'PipelineStrategy("1f1b", stages=["h.2"], num_microbatches=2, replicas=2, activation_checkpointing="always")',
         ),
         (
             {"presets": ("cyclic_dp",), "slack": 3, "num_workers": 4},
-            'CyclicStrategy("cyclic_dp", stages=["h.1", "h.2", "h.3"], slack=3)',
+            'CyclicStrategy("cyclic_dp", stages=["h.1", "h.2", "h.3"], slack=3, group_size=1)',
         ),
     ],
 )

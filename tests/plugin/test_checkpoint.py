@@ -209,7 +209,7 @@ def test_another_plan_says_so_and_goes_on_from_the_newest_weights(
         (2, {"preset": "lockstep_dp"}, "older versions of weights that are beside them are left"),
         (2, {"preset": "1f1b"}, "older versions of weights that are beside them are left"),
         (1, {"preset": "cyclic_dp"}, "older versions of weights that are beside them are left"),
-        (2, "ddp", r"add the following callbacks: .*CyclicStrategy .*newest weights alone"),
+        (2, "ddp", r"add the following callbacks: .*the strategy of .*newest weights alone"),
     ],
     ids=["lockstep_dp", "1f1b", "one worker", "ddp"],
 )
@@ -227,7 +227,7 @@ def test_nothing_is_said_where_all_versions_are_one(tmp_path: Path) -> None:
     args = ("mlp", "adamw")
     processes.run(train, 2, args, {"preset": "lockstep_dp"}, tmp_path)
     resumed = processes.run(resume_warned, 2, args, "ddp", tmp_path / "step=10.ckpt")
-    assert "CyclicStrategy" not in resumed[0]["warning"]
+    assert "lightning_cyclic" not in resumed[0]["warning"]
     assert "was written under" not in resumed[0]["warning"]
 
 

@@ -12,14 +12,14 @@ from lightning_cyclic.plugin.departed import DEPARTED
 @pytest.mark.parametrize("text", [text for text in DEPARTED if not text.startswith("-")])
 def test_what_has_left_says_what_to_do_instead(text):
     name, _, value = text.partition("=")
-    with pytest.raises(ConfigurationError, match="has left CyclicStrategy; ") as caught:
+    with pytest.raises(ConfigurationError, match="is no option any more; ") as caught:
         CyclicStrategy(**{name: value.strip("'") or 2})
     assert str(caught.value).endswith(DEPARTED[text])
 
 
 @pytest.mark.parametrize("name", ["xpipe", "weipipe_spawn"])
 def test_so_does_its_name(name):
-    with pytest.raises(ConfigurationError, match="has left CyclicStrategy; "):
+    with pytest.raises(ConfigurationError, match="is no option any more; "):
         Trainer(strategy=name, accelerator="cpu", logger=False, enable_checkpointing=False)
 
 

@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_cyclic import PipelineStrategy
 from lightning_cyclic.plugin import pipeline_session
 from lightning_cyclic.plugin.pipeline_session import CutFinder
-from lightning_cyclic.strategy import CyclicStrategy
+from lightning_cyclic.registration import make_strategy
 from tests.cli.test_branches import SEEN
 
 
@@ -30,7 +31,7 @@ def test_times_are_counted_unless_measured_ones_are_asked_for(
         return SEEN
 
     monkeypatch.setattr(pipeline_session, "survey", surveyed)
-    options = replace(CyclicStrategy("1f1b", stages=stages)._options, num_workers=3)
+    options = replace(PipelineStrategy("1f1b", stages=stages)._options, num_workers=3)
     CutFinder(options, state_per_param=2.0).find(nn.Module(), lambda: None)
     assert given == [clock]
 
@@ -55,7 +56,7 @@ def test_a_layer_that_sleeps_moves_the_measured_stages_alone(
     def starts(sleeper: int, stages: str) -> tuple[str, ...]:
         model, x = nn.Sequential(*(Sleepy(k == sleeper) for k in range(6))), torch.ones(4, 16)
         workers = 3 if preset == "cyclic_mp" else 2
-        options = replace(CyclicStrategy(preset, stages=stages)._options, num_workers=workers)
+        options = replace(make_strategy(preset, stages=stages)._options, num_workers=workers)
         return CutFinder(options, state).find(model, lambda: model(x)).starts
 
     assert starts(0, "auto") == starts(5, "auto") == ("3",)
@@ -84,7 +85,7 @@ def test_a_stage_with_hardly_anything_to_do_is_told_of(
 ) -> None:
     told: list[str] = []
     monkeypatch.setattr(pipeline_session, "rank_zero_info", told.append)
-    options = replace(CyclicStrategy("1f1b", stages=["parts.1"])._options, num_workers=workers)
+    options = replace(PipelineStrategy("1f1b", stages=["parts.1"])._options, num_workers=workers)
     module = Widths(*widths)
     CutFinder(options, state_per_param=2.0).find(module, module)
     assert len(told) == bool(said)

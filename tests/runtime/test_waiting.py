@@ -29,7 +29,7 @@ def test_a_wait_at_its_limit_says_who_waited_for_whom_and_then_draws_it() -> Non
         "it did not come in time."
     )
     assert lines[1] == "Look at the log of rank 0."
-    assert "CyclicStrategy(timeout=timedelta(minutes=...))" in lines[2]
+    assert "timeout=timedelta(minutes=...)" in lines[2]
     assert lines[3] == (
         "The arrow shows the action, 0RECV_K<0#0 in slot 2; w0 is rank 0, w1 is rank 1:"
     )

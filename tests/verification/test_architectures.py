@@ -9,8 +9,8 @@ import torch
 from lightning.pytorch import Trainer
 from torch.utils.data import DataLoader
 
-from lightning_cyclic import CyclicStrategy
 from lightning_cyclic.errors import StepError, VerificationError
+from lightning_cyclic.registration import make_strategy
 from tests.verification.architectures import Wrapped, batch_of
 
 ALWAYS = ("causal llama", "images convnext", "masked camembert")
@@ -48,7 +48,7 @@ FEWER = {"pairs pegasus_x": 2}
 
 def steps_compared(name: str, preset: str) -> int:
     torch.manual_seed(1)
-    strategy = CyclicStrategy(preset, num_microbatches=2, stages=FEWER.get(name, STAGES[preset]))
+    strategy = make_strategy(preset, num_microbatches=2, stages=FEWER.get(name, STAGES[preset]))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         module = Wrapped(name).train()

@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch import Trainer
 from torch.utils.data import DataLoader
 
-from lightning_cyclic import CyclicStrategy
+from lightning_cyclic.registration import make_strategy
 from tests import processes
 from tests.corpus import make_trainer
 from tests.verification import injected
@@ -39,7 +39,7 @@ QUIET = dict.fromkeys(
 
 def fit(run: str, steps: int = 1, verify: Any = None) -> Shown:
     options = {"stages": STAGES, "num_microbatches": NUM_MICRO} | (ONE_PROCESS | TWO_RANKS)[run]
-    strategy = CyclicStrategy(verify=steps if verify is None else verify, **options)
+    strategy = make_strategy(verify=steps if verify is None else verify, **options)
     random.seed(1), np.random.seed(1), torch.manual_seed(1)
     is_alone = run in ONE_PROCESS
     shift = processes.here().rank if run == "2 ranks, two batches" else 0

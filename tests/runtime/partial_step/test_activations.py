@@ -16,7 +16,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_cyclic.strategy import CyclicStrategy
+from lightning_cyclic import PipelineStrategy
 from tests import processes
 from tests.corpus import make_trainer
 from tests.rows import in_turn
@@ -112,8 +112,12 @@ def most_alive(
     gc.disable()  # what only the garbage collector frees is not free
     module = make()
     starts = [f"layers.{j * 4 // num_stages}" for j in range(1, num_stages)]
-    strategy = CyclicStrategy(
-        preset, stages=starts, num_microbatches=num_microbatches, remat=remat, verify=False
+    strategy = PipelineStrategy(
+        preset,
+        stages=starts,
+        num_microbatches=num_microbatches,
+        activation_checkpointing=remat,
+        verify=False,
     )  # which is run on top
     trainer = make_trainer(strategy, max_epochs=1)
     data = torch.randn(

@@ -33,14 +33,14 @@ def test_an_inner_module_that_begins_with_its_parent_splits_it():
         (["2.2"], r"names '2.2', which is no module .*; did you mean '2.[01]'\?"),
         (
             ["3", "1"],
-            r'not begin one after the other; .*use CyclicStrategy\(stages=\["1", "3"\]\)',
+            r'not begin one after the other; .*use stages=\["1", "3"\]',
         ),
-        (["1", "1"], r'one after the other; .*each once; use CyclicStrategy\(stages=\["1"\]\)'),
+        (["1", "1"], r'one after the other; .*each once; use stages=\["1"\]'),
         (["0"], r"'0': stage 0, from the step's beginning to '0', would be without parameters"),
-        (["0"], r'nearest place is \'1\'; use CyclicStrategy\(stages=\["1"\]\)'),
+        (["0"], r'nearest place is \'1\'; use stages=\["1"\]'),
         (["2", "2.0"], r"stage 1, from '2' to '2.0', would be without parameters of its own"),
         (["5"], r"stage 1 cannot begin at '5': Python reads a value .* by item, at script.py:1"),
-        (["1", "5"], r'nearest place is \'3\'; use CyclicStrategy\(stages=\["1", "3"\]\)'),
+        (["1", "5"], r'nearest place is \'3\'; use stages=\["1", "3"\]'),
         (["2.1", "3", "5"], r"no place between its neighbours; leave it out, or give a number"),
     ],
 )

@@ -78,7 +78,7 @@ def test_a_refused_cut_names_the_line_and_the_nearest_cut_that_works():
     message = refusal(Reads(), "d", X)
     assert line_of(Reads, "read").name in message
     assert "Python reads a value that an earlier stage computes, by __bool__" in message
-    assert "the nearest place is 'b'; use CyclicStrategy(stages=[\"b\"])" in message
+    assert "the nearest place is 'b'; use stages=[\"b\"]" in message
 
 
 def read_item(x):
@@ -310,7 +310,7 @@ def test_a_tensor_of_the_batch_overwritten_by_a_derived_value():
     assert hard(model, X) == {"b": ["in_place"], "c": []}
     message = refusal(model, "b", X)
     assert line_of(type(model), "write").name in message
-    assert 'use CyclicStrategy(stages=["c"])' in message
+    assert 'use stages=["c"]' in message
 
 
 class WritesInside(nn.Module):

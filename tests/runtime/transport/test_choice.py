@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_cyclic import CyclicStrategy
 from lightning_cyclic.errors import ConfigurationError
 from lightning_cyclic.runtime.transport import HostStagedTransport, NamedTransport, choice
 from lightning_cyclic.runtime.transport.choice import (
@@ -17,12 +18,11 @@ from lightning_cyclic.runtime.transport.choice import (
     route_on_gpus,
 )
 from lightning_cyclic.runtime.transport.edges import LateEdges
-from lightning_cyclic.strategy import CyclicStrategy
 from tests import processes
 from tests.runtime.transport.rings import join
 
 APART, TOGETHER = ["host/a", "host/b", "host/c"], ["host/a", "host/b", "host/a"]
-USE_GLOO = r'; use CyclicStrategy\(process_group_backend="gloo"\)'
+USE_GLOO = '; use process_group_backend="gloo"'
 
 
 @pytest.mark.parametrize(

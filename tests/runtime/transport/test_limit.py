@@ -2,8 +2,8 @@ from __future__ import annotations
 
 from datetime import timedelta
 
+from lightning_cyclic import CyclicStrategy, PipelineStrategy
 from lightning_cyclic.runtime.transport.limit import FIRST_STEPS, Limit
-from lightning_cyclic.strategy import CyclicStrategy
 
 
 def seconds(limit: Limit, num_steps: int) -> list[float]:
@@ -30,7 +30,7 @@ def test_the_limit_of_training_is_never_the_longer_one() -> None:
 
 
 def test_waits_have_five_minutes_in_training_and_half_an_hour_before_by_default() -> None:
-    for strategy in (CyclicStrategy(), CyclicStrategy("1f1b", timeout=None)):
+    for strategy in (CyclicStrategy(), PipelineStrategy("1f1b", timeout=None)):
         options = strategy._options
         assert (options.timeout_s, options.starting_s) == (300.0, 1800.0)
         assert strategy._timeout == timedelta(minutes=30)  # of the process group
