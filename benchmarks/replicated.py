@@ -506,7 +506,7 @@ def predicted_s(case: Case, preset: str, compute_s: float) -> float:
         num_stages=num_stages,
         num_workers=case.num_workers,
         num_steps=12,
-        groups=next(iter(groups), None),
+        group_size=case.num_workers // groups[0] if groups else 1,
     )
     costs = Costs.even(num_stages, compute_s=compute_s, model_bytes=case.model_bytes)
     network = Network(latency_s=LATENCY_S, bandwidth_bytes_per_s=case.bytes_per_s)

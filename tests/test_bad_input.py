@@ -65,7 +65,7 @@ def rank() -> int:
         (
             {"static_graph": True},
             "'static_graph'",
-            "reduce_dtype, save_distributed_c",
+            "reduce_dtype, transport",
             "remove it",
         ),
         ({"preset": CDP | {"weights": "sync"}}, "sync", "allowed", "use "),

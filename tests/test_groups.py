@@ -162,15 +162,15 @@ def test_groups_that_do_not_fit_are_refused() -> None:
         CyclicStrategy("cyclic_dp", group_size=0)
     numbers: dict[str, Any] = {"num_stages": 4, "num_workers": 6}
     with pytest.raises(
-        PlanError, match=r"groups=4 with 6 workers; .* allowed: 1, 2, 3, 6; use groups=3"
+        PlanError, match=r"group_size=4 with 6 workers; .* allowed: 1, 2, 3, 6; use group_size=3"
     ):
-        make_plan("cyclic_dp", groups=4, **numbers)
+        make_plan("cyclic_dp", group_size=4, **numbers)
     with pytest.raises(PlanError, match=r"buffers that change .*\[1\].*accumulate_grad_batches=1"):
-        make_plan("cyclic_dp", groups=3, num_microbatches=12, relayed=[1], **numbers)
+        make_plan("cyclic_dp", group_size=2, num_microbatches=12, relayed=[1], **numbers)
 
 
 def test_groups_of_several_hosts_are_refused() -> None:
-    plan = make_plan("cyclic_dp", num_stages=4, num_workers=4, groups=2)
+    plan = make_plan("cyclic_dp", num_stages=4, num_workers=4, group_size=2)
     check_hosts_of_groups(plan, ["a", "a", "b", "b"])
     with pytest.raises(
         ConfigurationError,

@@ -182,8 +182,8 @@ def _add_plan(parser: argparse.ArgumentParser, *, num_steps: int) -> None:
         help="replicas of a pipeline (default: 1)",
     )
     add("--slack", type=_whole, metavar="C", default=0, help="slots for messages (default: 0)")
-    add("--groups", type=_count, metavar="G", help="groups of workers that run side by side, of "
-        "workers that have all stages (default: each worker is one)")  # fmt: skip
+    add("--group-size", type=_count, metavar="G", default=1, help="workers that run side by side, "
+        "of workers that have all stages (default: 1)")  # fmt: skip
     add("--steps", type=_count, metavar="T", default=num_steps, help=f"(default: {num_steps})")
 
 
@@ -195,7 +195,7 @@ def _plan(arguments: argparse.Namespace) -> Plan:
         num_microbatches=arguments.micro,
         num_steps=arguments.steps,
         slack=arguments.slack,
-        groups=arguments.groups,
+        group_size=arguments.group_size,
         replicas=arguments.replicas,
     )
 

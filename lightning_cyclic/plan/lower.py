@@ -34,7 +34,7 @@ from lightning_cyclic.plan.presets import (
     chosen_axes,
     default_num_micro,
     default_spacing,
-    size_of_groups,
+    check_group_size,
 )
 from lightning_cyclic.plan.program import NotSteadyError, Program, last_that_repeats
 
@@ -97,7 +97,7 @@ def make_plan(  # noqa: PLR0913  (one argument per axis and number is the public
     late_updates: bool = False,
     norms: str = "none",
     relayed_until: Iterable[int] = (),
-    groups: int | None = None,
+    group_size: int = 1,
     proved: bool = True,
 ) -> Plan:
     """Make a plan from a preset, with any axis replaced, and prove that it can run.
@@ -125,11 +125,10 @@ def make_plan(  # noqa: PLR0913  (one argument per axis and number is the public
         norms: who is told the norms of all gradients of a step before it is applied: "none", all
             "owners" of stages, or "all" workers. ["none"]
         relayed_until: the last stage in which the buffers of each relayed stage change. [itself]
-        groups: into how many groups of neighbours workers that run whole micro-batches are
-            divided. Those of a group run in the same slots, and groups are staggered as single
+        group_size: how many neighbours, of workers that run whole micro-batches, are a group. Those of a group run in the same slots, and groups are staggered as single
             workers would be: weights are as late as with so many workers. Sums and parameters
             travel from group to group, and from one worker of a group to its others.
-            [None: each worker is one]
+            [1: each worker is one]
         proved: also prove that the program can run; else only that axes and numbers fit, and that
              the timetable has what it reads, for those who make many plans to run one. [True]
 
@@ -160,7 +159,7 @@ def make_plan(  # noqa: PLR0913  (one argument per axis and number is the public
         num_microbatches = default_num_micro(axes, num_stages, num_workers) * replicas
     check_number("num_microbatches", num_microbatches)
     each = num_workers if PLACEMENTS[axes["placement"]].runs_whole_micro else num_microbatches
-    group_size = 1 if groups is None else size_of_groups(groups, each)
+    check_group_size(group_size, each)
     relayed, relayed_until = relays(relayed, relayed_until, num_stages)
     plan = Plan(
         preset=preset,

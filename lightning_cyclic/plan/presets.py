@@ -151,21 +151,20 @@ def check_number(name: str, value: object, *, least: int = 1) -> None:
         )
 
 
-def size_of_groups(groups: int, num_workers: int) -> int:
-    """Return how many workers each of some groups has.
+def check_group_size(group_size: int, num_workers: int) -> None:
+    """Refuse groups that would not have as many workers each.
 
     Raises:
-        PlanError: they would not be as many.
+        PlanError: with the sizes that there can be.
     """
-    check_number("groups", groups)
-    if num_workers % groups:
+    check_number("group_size", group_size)
+    if num_workers % group_size:
         allowed = [n for n in range(1, num_workers + 1) if num_workers % n == 0]
-        nearest = min(allowed, key=lambda n: abs(n - groups))
+        nearest = max(n for n in allowed if n <= group_size)
         raise PlanError(
-            f"groups={groups} with {num_workers} workers; all groups have as many workers, so "
-            f"allowed: {', '.join(map(str, allowed))}; use groups={nearest}"
+            f"group_size={group_size} with {num_workers} workers; all groups have as many workers, "
+            f"so allowed: {', '.join(map(str, allowed))}; use group_size={nearest}"
         )
-    return num_workers // groups
 
 
 def default_num_micro(axes: dict[str, str], num_stages: int, num_workers: int) -> int:

@@ -204,7 +204,7 @@ class Candidate:
             num_microbatches=self.num_microbatches,
             num_steps=num_steps,
             slack=problem.slack if self.ring is None else self.ring.slack,
-            groups=None if self.ring is None else self.ring.num_groups(problem.num_workers),
+            group_size=1 if self.ring is None else self.ring.group_size,
             replicas=self.replicas,
             tied=tied,
             proved=False,

@@ -57,13 +57,9 @@ class RingNumbers(NamedTuple):
             num_workers=num_workers,
             num_steps=num_steps,
             slack=self.slack,
-            groups=self.num_groups(num_workers),
+            group_size=self.group_size,
             proved=False,
         )
-
-    def num_groups(self, num_workers: int) -> int | None:
-        """Return how many groups there are; None where each worker is one."""
-        return num_workers // self.group_size if self.group_size > 1 else None
 
     def behind(self, num_workers: int) -> Fraction:
         """Return by how many updates forwards are behind, on average.
@@ -72,7 +68,7 @@ class RingNumbers(NamedTuple):
             >>> str(RingNumbers("cyclic_dp", 8).behind(8))
             '7/16'
         """
-        num_groups = self.num_groups(num_workers) or num_workers
+        num_groups = num_workers // self.group_size
         if self.is_delayed:
             return Fraction(num_groups > 1)
         stages = range(self.num_stages)

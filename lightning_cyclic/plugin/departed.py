@@ -61,6 +61,7 @@ DEPARTED: Final[dict[str, str]] = {
     "--stragglers": _STEADY,
     "--latency-jitter": _STEADY,
     "--width": "use --replicas",
+    "--groups": "use --group-size, the workers of each group",
     "--num-micro": "use --num-microbatches",
     "--milp": "the doctor looks at all orders of branches that it can in a second",
 }
@@ -76,7 +77,7 @@ def refuse_departed(given: Mapping[str, object]) -> None:
         ConfigurationError: with the first of them that is known no more.
     """
     for name, value in given.items():
-        for text in (name, f"{name}={value!r}"):
+        for text in (f"{name}={value!r}", name):
             if text in DEPARTED:
                 raise ConfigurationError(
                     f"{name}={value!r} is no option any more; {DEPARTED[text]}"

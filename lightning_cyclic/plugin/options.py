@@ -372,7 +372,7 @@ class Options:
             replicas=self.replicas,
             tied=tied,
             slack=self.slack,
-            groups=self._groups(workers),
+            group_size=self._group_size(workers),
             relayed=relayed,
             relayed_until=relayed_until,
             late_updates=self.late_updates,
@@ -388,28 +388,15 @@ class Options:
             )
         return plan
 
-    def _groups(self, num_workers: int) -> int | None:
-        """Return into how many groups workers are divided; None where each is one.
-
-        Raises:
-            PlanError: groups would not have as many workers each.
-        """
-        size = self.group_size
-        if isinstance(size, str):
-            given = dict(self.axes).get("schedule") or PRESETS[self.preset].schedule
-            are_staggered = given == "cyclic" and self.plans_placement == "replicated"
-            size = self.workers_per_host if are_staggered else 1
-            size = size if size < num_workers else 1  # on one host they take turns one by one
-        if size == 1 or num_workers != self.num_workers:
-            return None
-        if num_workers % size:
-            fitting = [n for n in range(1, num_workers + 1) if num_workers % n == 0]
-            raise PlanError(
-                f"group_size={size} with {num_workers} workers; all groups have as many workers, "
-                f"so allowed: {', '.join(map(str, fitting))}; use "
-                f"group_size={max(n for n in fitting if n <= size)}"
-            )
-        return num_workers // size
+    def _group_size(self, num_workers: int) -> int:
+        """Return how many workers a group has: of "host", as many as a host, if it is not alone."""
+        if num_workers != self.num_workers:
+            return 1  # of a plan of plausible numbers
+        if self.group_size != "host":
+            return int(self.group_size)
+        schedule = dict(self.axes).get("schedule") or PRESETS[self.preset].schedule
+        are_staggered = schedule == "cyclic" and self.plans_placement == "replicated"
+        return self.workers_per_host if are_staggered else 1
 
     def expected_stages(self, module: nn.Module | None) -> int:
         """Return how many stages there will be, as far as that is known before the first step.

@@ -124,6 +124,7 @@ class PlannedStrategy(Reports, Checkpoints):
             limits = dict.fromkeys(limits, timeout.total_seconds())
         inherited["timeout"] = timedelta(seconds=limits["starting_s"])
         super().__init__(**inherited)
+        self._workers_per_host = 1  # until ranks have met
         links = {name: own.get(name) for name in ("bandwidth", "latency")}
         chosen = {name: value for name, value in own.items() if name not in links}
         self._chosen = Options(
@@ -138,7 +139,6 @@ class PlannedStrategy(Reports, Checkpoints):
         self._saved: Mapping[str, Any] | None = None
         self._folder: CheckpointFolder | None = None  # from which a run goes on
         self._deferral: Deferral | None = None  # of a module that is made within the strategy
-        self._workers_per_host = 1  # until ranks have met
         self._undo = ExitStack()  # what setup has changed of the Trainer, until teardown
 
     def _refuse_unknown(

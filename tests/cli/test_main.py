@@ -90,7 +90,7 @@ def test_all_numbers_of_a_plan(capsys):
 
 
 def test_replicas_of_a_pipeline(capsys):
-    arguments = "1f1b", "--workers", "4", "--width", "2", "--steps", "1"
+    arguments = "1f1b", "--workers", "4", "--replicas", "2", "--steps", "1"
     status, out, _ = run(capsys, "draw", *arguments)
     assert (status, out) == (0, WIDE)
     status, out, _ = run(capsys, "simulate", *arguments[:-1], "6", "--json")
@@ -169,9 +169,9 @@ def test_simulate_knows_hosts_of_several_workers(capsys):
         ("draw cyclic_dp --workers two", ["--workers", "'two'", "whole numbers from 1 on"]),
         ("draw cyclic_dp --workers 0", ["--workers", "'0'", "whole numbers from 1 on"]),
         ("draw cyclic_dp --workers 2 --slack -1", ["--slack"]),
-        ("draw 1f1b --workers 4 --width 0", ["--width", "'0'", "whole numbers from 1 on"]),
-        ("draw 1f1b --workers 5 --width 2", ["num_workers=5 with width=2", "use num_workers=6"]),
-        ("simulate cyclic_dp --workers 4 --width 2", ["width=2", "use width=1"]),
+        ("draw 1f1b --workers 4 --replicas 0", ["--replicas", "'0'", "whole numbers from 1 on"]),
+        ("draw 1f1b --workers 5 --replicas 2", ["num_workers=5 with replicas=2", "use num_workers=6"]),
+        ("simulate cyclic_dp --workers 4 --replicas 2", ["replicas=2", "use replicas=1"]),
         ("draw cyclic_dp --workers 2 --from 99", ["slot 99", "begin at an earlier slot"]),
         ("draw 1f1b --workers 2 --out x.pdf", ["'x.pdf'", ".svg, .png, .json", "like x.svg"]),
         ("draw 1f1b --workers 2 --out x.svg --columns 9", ["--columns 9", "leave --columns out"]),

@@ -70,7 +70,7 @@ def test_how_old_weights_are_is_what_plans_say(num_workers, num_stages):
 def test_numbers_are_those_of_the_plan():
     plan = RingNumbers("cyclic_dp", 8, 2, 2).plan(4, num_steps=3)
     assert plan == make_plan(
-        "cyclic_dp", num_workers=4, num_stages=8, slack=2, groups=2, num_steps=3
+        "cyclic_dp", num_workers=4, num_stages=8, slack=2, group_size=2, num_steps=3
     )
 
 

@@ -17,10 +17,10 @@ NETWORKS = [  # of powers of two, so that no sum of times is rounded
 INSIDE = Network(latency_s=2.0**-6, bandwidth_bytes_per_s=32.0)
 
 
-def plan_of(num_workers, num_stages, slack=0, sharding="optimizer", num_steps=8, groups=None):
+def plan_of(num_workers, num_stages, slack=0, sharding="optimizer", num_steps=8, group_size=1):
     return make_plan(
         "cyclic_dp", num_workers=num_workers, num_stages=num_stages, slack=slack,
-        sharding=sharding, num_steps=num_steps, groups=groups, proved=False,
+        sharding=sharding, num_steps=num_steps, group_size=group_size, proved=False,
     )  # fmt: skip
 
 
@@ -66,8 +66,7 @@ def test_nor_of_groups_and_on_hosts(num_workers, size, per_host):
     costs, close = replace(even(3), sent_sum_bytes=(0.5, 0.5, 2.0)), 0
     for link, slack in product(NETWORKS, (0, 2, 6)):
         network = replace(link, hosts=hosts, inside=INSIDE if hosts else None)
-        groups = num_workers // size
-        plan = plan_of(num_workers, 3, slack, num_steps=16, groups=groups)
+        plan = plan_of(num_workers, 3, slack, num_steps=16, group_size=size)
         step_s = simulate(plan.programs, costs, network, plan).step_s
         bound_s = ring_bound_s(costs, network, num_workers, slack=slack, group_size=size)
         assert step_s >= bound_s, (network, slack)

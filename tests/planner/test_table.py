@@ -96,7 +96,7 @@ def test_numbers_around_a_ring_are_written_and_in_the_json():
     )  # fmt: skip
     candidate = found.plans[0].fit.candidate
     assert candidate.ring.group_size == 2
-    assert "groups=2)" in written(found.plans[0])
+    assert "group_size=2)" in written(found.plans[0])
     (first, *_) = json.loads(json.dumps(as_data(found)))
     assert first["ring"] == candidate.ring._asdict()
 
@@ -120,4 +120,4 @@ def test_json():
             "index",
         }
     ] * 3
-    assert first["strategy"].startswith("CyclicStrategy(")
+    assert first["strategy"].startswith("PipelineStrategy(")

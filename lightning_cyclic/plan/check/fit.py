@@ -122,17 +122,17 @@ def _check_groups(plan: Plan) -> None:
     is_reference = plan.placement == "single"
     if not is_reference and not plan.axes.placement.runs_whole_micro:
         raise PlanError(
-            f"groups with placement {plan.placement!r} (preset {plan.preset!r}), whose workers "
+            f"group_size={plan.group_size} with placement {plan.placement!r} (preset {plan.preset!r}), whose workers "
             "run single stages; allowed: presets whose workers run whole micro-batches, such as "
-            "'cyclic_dp'; use groups=None, or one of these"
+            "'cyclic_dp'; use group_size=1, or one of these"
         )
     if plan.rounds > 1 and plan.relayed:
         raise PlanError(
-            f"groups={plan.num_groups} with {plan.rounds} micro-batches of each worker per step "
+            f"group_size={plan.group_size} with {plan.rounds} micro-batches of each worker per step "
             f"and module buffers that change in training (of stages {list(plan.relayed)}), which "
             "go from all micro-batches of a worker to those of the next, so that the workers of "
             "a group would wait for each other; allowed with them: one micro-batch of each "
-            "worker per step; use accumulate_grad_batches=1, or groups=None"
+            "worker per step; use accumulate_grad_batches=1, or group_size=1"
         )
 
 

@@ -61,7 +61,7 @@ class Proof:
         return (
             f"proved on a smaller plan that stands for it (num_workers={self.plan.num_workers}, "
             f"num_stages={self.plan.num_stages}, num_microbatches={self.plan.num_microbatches}, "
-            f"groups={self.plan.num_groups}): {steps}; what "
+            f"group_size={self.plan.group_size}): {steps}; what "
             "depends on the numbers themselves was checked on the plan"
         )
 

@@ -107,7 +107,7 @@ def test_owners_of_sharded_weights_that_meet_do_so_where_the_first_worker_reads_
 
 
 def test_what_can_not_be_proved_with_norms_of_all_is_refused_by_name():
-    said = r"buffers of stages \[0, 1, 2, 3\] that travel .* clip='stage'"
+    said = r"buffers of stages \[0, 1, 2, 3\] that travel .* clip_norm='stage'"
     with pytest.raises(PlanError, match=said):
         make_plan(
             "cyclic_zero", num_stages=4, num_workers=4, norms="owners", relayed=[0, 1, 2, 3],
