@@ -109,7 +109,7 @@ def _session(case: Case, preset: str, module: Any, remat: str = "never") -> Cont
         ),
         find_cuts=lambda m, step: choose_cuts(survey(m, step), module.stage_paths),
         num_microbatches=1 if preset in BY_THE_MICRO_BATCH else case.num_microbatches,
-        width=1, remat=remat, seed=0, expected_stages=case.num_stages,
+        replicas=1, remat=remat, seed=0, expected_stages=case.num_stages,
         apply=lambda t, j: optimizer.step(),
         guess=lambda j, parameters, v, updates: list(
             guesses(optimizer, parameters, updates, optimizer.param_groups, {})

@@ -154,7 +154,7 @@ def _session(model: Model) -> StagewiseSession:
 
     config = StagewiseConfig(
         make_plan=make, find_cuts=lambda m, step: choose_cuts(survey(m, step), model.starts),
-        num_microbatches=NUM_MICRO, width=1, activation_checkpointing="never", seed=0,
+        num_microbatches=NUM_MICRO, replicas=1, remat="never", seed=0,
     )  # fmt: skip
     return StagewiseSession(model.module, config, None, 0, 1, torch.device("cpu"))
 

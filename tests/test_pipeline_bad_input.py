@@ -322,7 +322,7 @@ def test_outputs_that_are_no_tensors(module: type[Chain], stages: list[str]) -> 
     ),
 )
 def test_edits_in_place(module: type[Chain], num_ranks: int, remat: str) -> None:
-    ends = ends_of(module, num_ranks, stages=["layers.2"], remat=remat)
+    ends = ends_of(module, num_ranks, stages=["layers.2"], activation_checkpointing=remat)
     assert_right(ends, module)
 
 
@@ -351,7 +351,7 @@ def test_a_change_of_a_view_is_refused_where_views_would_travel_apart(num_ranks:
 def test_a_change_of_a_view_is_refused_when_it_was_not_seen_before(
     stages: list[str], num_ranks: int, remat: str
 ) -> None:
-    ends = ends_of(EditsViewLater, num_ranks, stages=stages, remat=remat)
+    ends = ends_of(EditsViewLater, num_ranks, stages=stages, activation_checkpointing=remat)
     reason = ("changed in place", line_of(EditsViewLater).name)
     assert_refused(ends, {"StepError"}, "allowed:", *reason)
 

@@ -213,7 +213,7 @@ class TestReport:
             assert re.search(row, text), row
 
     def pipeline(self):
-        return make_plan("1f1b", num_stages=2, num_workers=4, num_microbatches=8, width=2)
+        return make_plan("1f1b", num_stages=2, num_workers=4, num_microbatches=8, replicas=2)
 
     def test_plan_of_a_pipeline(self):
         trainer = self.trainer(plan=self.pipeline())

@@ -91,7 +91,7 @@ FORWARD = parse("1F2@0#3")
         (rows("1f1b"), "stage 3", ["F2"]),
         (rows("cyclic_dp"), "micro-batch 3", ["F1"]),
         (rows("pipedream"), "stage 3", ["F3"]),  # one micro-batch per step: steps are counted
-        (rows("gpipe", num_stages=2, width=2), "stage 1", ["F2"]),
+        (rows("gpipe", num_stages=2, replicas=2), "stage 1", ["F2"]),
         (rows("cyclic_mp"), "", ["F2", "stage 1"]),
         (rows("cyclic_dp", num_stages=1), "stage 0, micro-batch 3", ["F2"]),
     ],

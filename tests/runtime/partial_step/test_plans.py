@@ -27,7 +27,7 @@ def plans_of(preset: str, *, num_workers: int = 2, replicas: int = 1) -> Plans:
 
     config = StagewiseConfig(
         make_plan=planned, find_cuts=lambda module, step: CUTS, num_microbatches=4, replicas=replicas,
-        activation_checkpointing="never", seed=0,
+        remat="never", seed=0,
     )  # fmt: skip
     return Plans(config, CUTS, num_workers)
 

@@ -158,7 +158,7 @@ PLANS = {
     "two replicas of two workers with four stages": (
         "gpipe", 4, {"num_stages": 4, "num_microbatches": 4, "replicas": 2},
     ),
-    "run again": ("1f1b", 2, {"num_stages": 4, "num_microbatches": 4, "activation_checkpointing": 1}),
+    "run again": ("1f1b", 2, {"num_stages": 4, "num_microbatches": 4, "remat": 1}),
 }  # fmt: skip
 
 

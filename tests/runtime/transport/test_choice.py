@@ -110,6 +110,6 @@ def test_all_workers_make_one_kind(
 
 def test_an_unknown_route_is_refused() -> None:
     with pytest.raises(
-        ConfigurationError, match="transport 'tcp' is unknown; allowed: .*host_staged"
+        ConfigurationError, match="transport='tcp'; allowed: .*'host_staged'; use transport='auto'"
     ):
         CyclicStrategy(transport="tcp")  # type: ignore[arg-type]
