@@ -5,8 +5,8 @@ point group ``torch.backends``), so this file imports nothing heavy and never ra
 has no entry point for strategies; a finder on ``sys.meta_path`` that waits for one module is the
 only way to make ``Trainer(strategy="cyclic_dp")`` work without ``import lightning_cyclic``.
 
-``pytorch_lightning`` is a second copy of Lightning, with classes of its own; there the names only
-say which copy is meant.
+``pytorch_lightning`` is a second copy of Lightning, with classes of its own; the names are known to
+both, and a process trains with one of them (compat.py).
 """
 
 from __future__ import annotations
@@ -38,11 +38,9 @@ def register_when_lightning_is_imported() -> None:
 def _register(strategies: ModuleType) -> None:
     from lightning_cyclic import registration  # noqa: PLC0415  (kept lazy)
 
-    own = strategies.__name__ == _AWAITED[0]
-    make = registration.make_strategy if own else registration.refuse_strategy
-    registration.register(strategies.StrategyRegistry, make)
-    if not own:
-        registration.refuse_instances(strategies.Strategy)
+    host = strategies.__name__.partition(".")[0]
+    registration.register(strategies.StrategyRegistry, host)
+    registration.refuse_instances(strategies.Strategy, host)
 
 
 class _Waiter(MetaPathFinder):

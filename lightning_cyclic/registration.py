@@ -6,10 +6,9 @@ strategy only when a Trainer asks for the name.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
-from lightning_cyclic.errors import ConfigurationError
+from lightning_cyclic import compat
 from lightning_cyclic.plan import PRESETS
 
 if TYPE_CHECKING:
@@ -36,52 +35,47 @@ def make_strategy(preset: str = "cyclic_dp", **options: Any) -> PlannedStrategy:
     return made
 
 
-def refuse_strategy(*, preset: str, **kwargs: Any) -> NoReturn:
-    """Say that the Trainer is the other package's.
+def make_for(host: str, **options: Any) -> PlannedStrategy:
+    """Make the strategy that a Trainer of a host asks for by name.
 
     Raises:
-        ConfigurationError: always.
+        ConfigurationError: this process trains with the other host.
     """
-    raise _of_other_copy(f"strategy {preset!r}")
+    compat.use_host(host)
+    return make_strategy(**options)
 
 
-def refuse_instances(kind: Any) -> None:
-    """Let the other package's check of what is a strategy say which package is meant.
+def refuse_instances(kind: Any, asking: str) -> None:
+    """Let a host's check of what is a strategy say that ours is made for the other one.
 
     Args:
         kind: its ``Strategy``, an abstract base class, whose hook for that is free.
+        asking: name of the host.
     """
 
     def refuse(cls: type, given: type) -> Any:
-        if given.__module__.startswith("lightning_cyclic."):
-            raise _of_other_copy(f"{given.__name__}(...)")
+        if given.__module__.startswith("lightning_cyclic.") and compat.host() != asking:
+            raise compat.of_other_host(f"{given.__name__}(...)", asking)
         return NotImplemented
 
     kind.__subclasshook__ = classmethod(refuse)
 
 
-def _of_other_copy(what: str) -> ConfigurationError:
-    return ConfigurationError(
-        f"{what} was asked of a Trainer of `pytorch_lightning`, a second copy of Lightning with "
-        "classes of its own; allowed: the Trainer of `lightning`; use "
-        "`from lightning.pytorch import Trainer, LightningModule`"
-    )
-
-
-def register(registry: Any, make: Callable[..., Any] = make_strategy) -> None:
+def register(registry: Any, host: str) -> None:
     """Register every preset and its variants; registering again changes nothing.
 
     Args:
-        registry: Lightning's ``StrategyRegistry``.
-        make: what a name stands for, called with ``preset`` and ``start_method``.
+        registry: the host's ``StrategyRegistry``.
+        host: its name.
     """
     for name, preset in (dict(zip(PRESETS, PRESETS, strict=True)) | _DEPARTED).items():
         for suffix, start_method in _START_METHODS.items():
             registry.register(
                 f"{name}{suffix}",
-                make,
+                make_for,
                 description=f"lightning_cyclic preset {preset!r}, started by {start_method}",
                 override=True,
+                host=host,
                 preset=preset,
                 start_method=start_method,
             )

@@ -262,7 +262,11 @@ def test_predictions_begin_anew_from_a_checkpoint_of_another_plan(tmp_path: Any)
             "error_feedback=True with preset '1f1b', which does not use it",
         ),
         ("gpipe", {"error_feedback": 1}, r"error_feedback=1; allowed: True or False"),
-        ("lockstep_dp", {"error_feedback": True}, r"with preset 'lockstep_dp', which does not use it"),
+        (
+            "lockstep_dp",
+            {"error_feedback": True},
+            r"with preset 'lockstep_dp', which does not use it",
+        ),
     ],
 )
 def test_options_that_would_be_ignored_are_refused(

@@ -79,7 +79,7 @@ CLEAR = {"ConfigurationError", "PlanError", "StepError"}
         (
             {"preset": "gpipe", "placement": "single", "stages": "measured"},
             "stages='measured' with preset 'gpipe'",
-            "\"use stages='auto', a number\"",
+            "use stages='auto', a number",
         ),
         ({"preset": "cyclic_dp", "replicas": 2}, "'replicas'", "PipelineStrategy"),
         (

@@ -196,7 +196,9 @@ def test_one_stage_is_the_plain_run(num_ranks: int) -> None:
 )
 def test_rematerialisation_changes_no_bit(name: str, preset: str, remat: str) -> None:
     job = Job(case=name)
-    assert_equals_plain(pipelines(job, 2, preset=preset, stages=2, activation_checkpointing=remat), job)
+    assert_equals_plain(
+        pipelines(job, 2, preset=preset, stages=2, activation_checkpointing=remat), job
+    )
 
 
 @pytest.mark.parametrize(
@@ -204,7 +206,9 @@ def test_rematerialisation_changes_no_bit(name: str, preset: str, remat: str) ->
 )
 def test_rematerialisation_in_four_processes(name: str, preset: str, remat: str) -> None:
     job = Job(case=name)
-    assert_equals_plain(pipelines(job, 4, preset=preset, stages=4, activation_checkpointing=remat), job)
+    assert_equals_plain(
+        pipelines(job, 4, preset=preset, stages=4, activation_checkpointing=remat), job
+    )
 
 
 # ---------------------------------------------------------------------- replicas

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import sys
-from abc import ABC
 from collections.abc import Iterator
 
 import pytest
 
 import lightning_cyclic
-from lightning_cyclic import registration
-from lightning_cyclic.errors import ConfigurationError
 from lightning_cyclic.plan import PRESETS
 from lightning_cyclic.registration import register
 from tests.commands import Command, Commands, asked_for
@@ -38,14 +35,24 @@ import sys, lightning_cyclic
 lightning_cyclic.make_plan('cyclic_dp', num_stages=2, num_workers=2)
 assert not {'torch', 'lightning', 'numpy'} & set(sys.modules)
 """
-OTHER_COPY = f"""
+OTHER_HOST = f"""
 import pytorch_lightning
-from lightning_cyclic import CyclicStrategy
+from lightning_cyclic import CyclicStrategy, PipelineStrategy
+for strategy in ('cyclic_dp', '1f1b', CyclicStrategy(), PipelineStrategy()):
+    pytorch_lightning.Trainer(strategy=strategy, {QUIET})
+assert not [name for name in sys.modules if name.partition('.')[0] == 'lightning']
+import lightning
 for strategy in ('cyclic_dp', CyclicStrategy()):
     try:
-        pytorch_lightning.Trainer(strategy=strategy, {QUIET})
+        lightning.Trainer(strategy=strategy, {QUIET})
     except ValueError as error:
         print(error)
+"""
+BOTH = f"""
+import lightning, pytorch_lightning
+pytorch_lightning.Trainer(strategy='cyclic_dp', {QUIET})
+from lightning_cyclic import CyclicStrategy
+pytorch_lightning.Trainer(strategy=CyclicStrategy(), {QUIET})
 """
 BY_ITSELF, BY_IMPORT = "1", "0"  # whether torch finds the entry point
 CODES = {  # name -> code for a fresh interpreter, and which of the two
@@ -54,7 +61,8 @@ CODES = {  # name -> code for a fresh interpreter, and which of the two
     "lightning alone": ("import lightning.pytorch" + CHECK, BY_ITSELF),
     "no autoload": (REFUSED + "import lightning_cyclic\n" + ASK, BY_IMPORT),
     "bare": (BARE, BY_ITSELF),
-    "other copy": (OTHER_COPY, BY_ITSELF),
+    "other host": ("import sys" + OTHER_HOST, BY_ITSELF),
+    "both": (BOTH, BY_ITSELF),
 }
 
 
@@ -101,7 +109,7 @@ def test_registering_again_changes_nothing() -> None:
     from lightning.pytorch.strategies import StrategyRegistry
 
     before = dict(StrategyRegistry)
-    register(StrategyRegistry)
+    register(StrategyRegistry, "lightning")
     lightning_cyclic._autoload.register_when_lightning_is_imported()
     assert dict(StrategyRegistry) == before
 
@@ -161,24 +169,15 @@ def test_an_unknown_name_is_no_attribute() -> None:
 
 
 @pytest.mark.multi
-@pytest.mark.parametrize("code", ["other copy"])
-def test_the_other_copy_of_lightning_says_which_one_is_meant(code: str, fresh: Commands) -> None:
-    pytest.importorskip("pytorch_lightning")
+@pytest.mark.parametrize("code", ["other host"])
+def test_a_process_trains_with_the_host_that_it_has(code: str, fresh: Commands) -> None:
     out = fresh.output(code)
-    assert "strategy 'cyclic_dp' was asked of a Trainer of `pytorch_lightning`" in out
-    assert "CyclicStrategy(...) was asked of a Trainer of `pytorch_lightning`" in out
-    assert "use `from lightning.pytorch import Trainer" in out
+    for what in ("a strategy", "CyclicStrategy(...)"):
+        assert f"{what} was asked of a Trainer of `lightning`, but lightning_cyclic was" in out
+    assert out.count("import Trainer and LightningModule from `pytorch_lightning`") == 2
 
 
-def test_the_other_copy_is_refused_where_it_asks_whether_it_is_a_strategy() -> None:
-    class Other(ABC):  # noqa: B024  (as Lightning's)
-        """Be a base class of strategies, of another package."""
-
-    class OfOther(Other):
-        """Be one of them."""
-
-    registration.refuse_instances(Other)
-    assert isinstance(OfOther(), Other)
-    assert not isinstance("ddp", Other)
-    with pytest.raises(ConfigurationError, match="CyclicStrategy.* `from lightning.pytorch impor"):
-        isinstance(lightning_cyclic.CyclicStrategy(), Other)
+@pytest.mark.multi
+@pytest.mark.parametrize("code", ["both"])
+def test_of_two_hosts_the_one_that_asks_decides(code: str, fresh: Commands) -> None:
+    fresh.output(code)

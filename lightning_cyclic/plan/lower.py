@@ -30,11 +30,11 @@ from lightning_cyclic.plan.plan import Plan
 from lightning_cyclic.plan.presets import (
     PLACEMENTS,
     PRESETS,
+    check_group_size,
     check_number,
     chosen_axes,
     default_num_micro,
     default_spacing,
-    check_group_size,
 )
 from lightning_cyclic.plan.program import NotSteadyError, Program, last_that_repeats
 

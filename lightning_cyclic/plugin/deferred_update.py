@@ -7,10 +7,10 @@ from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 import torch
-from lightning.pytorch.trainer import call
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_cyclic.compat import call
 from lightning_cyclic.errors import ConfigurationError, StepError
 from lightning_cyclic.plugin.group_values import (
     Values,
@@ -27,7 +27,7 @@ from lightning_cyclic.plugin.reductions import HeldReductions
 from lightning_cyclic.runtime.weight_forms import ALL, WeightForms
 
 if TYPE_CHECKING:
-    import lightning.pytorch as pl
+    from lightning_cyclic.compat import Trainer
 
 
 @final
@@ -49,7 +49,7 @@ class DeferredUpdates:
 
     def __init__(  # noqa: PLR0913  (whose updates, of what, how clipped and how late)
         self,
-        trainer: pl.Trainer,
+        trainer: Trainer,
         preset: str,
         clip: str,
         reductions: HeldReductions,
@@ -264,7 +264,7 @@ def no_update(preset: str, t: int) -> StepError:
 
 
 @contextmanager
-def _counting(trainer: pl.Trainer, global_step: int) -> Iterator[None]:
+def _counting(trainer: Trainer, global_step: int) -> Iterator[None]:
     """Let ``trainer.global_step`` be the number of the step whose update is made."""
     loop = trainer.fit_loop.epoch_loop.automatic_optimization
     steps = loop.optim_progress.optimizer.step.total

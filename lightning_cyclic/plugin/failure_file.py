@@ -9,7 +9,6 @@ what cannot be written in time is not written.
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 import time
@@ -19,6 +18,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import NamedTuple, final
 
+from lightning_cyclic.compat import logger
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.plan.presets import AXES
 from lightning_cyclic.runtime.failure_words import reason_of
@@ -35,7 +35,7 @@ callbacks, loaders.
 """
 
 # below Lightning's, which is printed
-_log = logging.getLogger("lightning.pytorch.lightning_cyclic")
+_log = logger()
 
 
 @final

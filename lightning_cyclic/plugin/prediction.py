@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeAlias, final
 
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
+from lightning_cyclic.compat import rank_zero_warn
 from lightning_cyclic.runtime.prediction.guesses import guesses, knows
 
 if TYPE_CHECKING:
-    import lightning.pytorch as pl
+    from lightning_cyclic.compat import Trainer
 
 GroupsOf: TypeAlias = Callable[[int], list[dict[str, Any]]]
 _DISPLACEMENT = "lightning_cyclic.displacement"
@@ -31,7 +31,7 @@ class Predictor:
         groups_of: step -> hyper-parameters of its update.
     """
 
-    def __init__(self, trainer: pl.Trainer, groups_of: GroupsOf) -> None:
+    def __init__(self, trainer: Trainer, groups_of: GroupsOf) -> None:
         self._trainer = trainer
         self._groups_of = groups_of
         self._displacements: dict[nn.Parameter, Tensor] = {}

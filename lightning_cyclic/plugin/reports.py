@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 
+from lightning_cyclic.compat import DDPStrategy
 from lightning_cyclic.errors import ConfigurationError
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.plugin.options import Options

@@ -13,7 +13,6 @@ save it behind the step at which they stop, when no gradient is accumulated that
 
 from __future__ import annotations
 
-import logging
 import signal
 import threading
 from collections.abc import Callable
@@ -22,9 +21,8 @@ from typing import Any, Protocol, final
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Trainer
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+from lightning_cyclic.compat import SIGTERMException, Trainer, logger
 from lightning_cyclic.errors import PeerError
 
 _ASKED_EVERY_BATCH = "_broadcast_sigterm_tensor"  # of the epoch loop, since Lightning 2.5.2
@@ -33,7 +31,7 @@ _REQUEUE_HANDLER = "_slurm_sigusr_handler_fn"  # of the same: saves, and calls s
 _TERMINATED, _INTERRUPTED, _REQUEUED = range(3)  # why ranks stop
 
 # below Lightning's, which is printed
-_log = logging.getLogger("lightning.pytorch.lightning_cyclic")
+_log = logger()
 
 
 class AgreedInterrupt(KeyboardInterrupt):

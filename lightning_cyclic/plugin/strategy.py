@@ -17,17 +17,21 @@ from datetime import timedelta
 from typing import Any, ClassVar, Literal
 
 import torch
-from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
-from lightning.fabric.utilities.data import _auto_add_worker_init_fn
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.plugins import CheckpointIO, Precision
-from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from typing_extensions import TypedDict, override
 
-from lightning_cyclic.compat import check_trainer
+from lightning_cyclic.compat import (
+    Accelerator,
+    CheckpointIO,
+    ClusterEnvironment,
+    LightningModule,
+    Precision,
+    Trainer,
+    TrainerFn,
+    _auto_add_worker_init_fn,
+    check_trainer,
+    rank_zero_info,
+)
 from lightning_cyclic.errors import ConfigurationError
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.plugin import checkpoint as ckpt

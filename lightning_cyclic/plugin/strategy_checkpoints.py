@@ -8,12 +8,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch.plugins import CheckpointIO
-from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_cyclic.compat import CheckpointIO, DDPStrategy, TrainerFn, TrainerStatus
 from lightning_cyclic.plugin import checkpoint as ckpt
 from lightning_cyclic.plugin import sealed_file
 from lightning_cyclic.plugin.checkpoint_files import CheckpointFiles

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import errno
-import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, final
 
-from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.utilities import rank_zero_warn
-
+from lightning_cyclic.compat import ModelCheckpoint, Trainer, logger, rank_zero_warn
 from lightning_cyclic.errors import ConfigurationError
 
 # below Lightning's, which is printed
-_log = logging.getLogger("lightning.pytorch.lightning_cyclic")
+_log = logger()
 _OF_THE_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EACCES}
 
 

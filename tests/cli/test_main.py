@@ -170,7 +170,10 @@ def test_simulate_knows_hosts_of_several_workers(capsys):
         ("draw cyclic_dp --workers 0", ["--workers", "'0'", "whole numbers from 1 on"]),
         ("draw cyclic_dp --workers 2 --slack -1", ["--slack"]),
         ("draw 1f1b --workers 4 --replicas 0", ["--replicas", "'0'", "whole numbers from 1 on"]),
-        ("draw 1f1b --workers 5 --replicas 2", ["num_workers=5 with replicas=2", "use num_workers=6"]),
+        (
+            "draw 1f1b --workers 5 --replicas 2",
+            ["num_workers=5 with replicas=2", "use num_workers=6"],
+        ),
         ("simulate cyclic_dp --workers 4 --replicas 2", ["replicas=2", "use replicas=1"]),
         ("draw cyclic_dp --workers 2 --from 99", ["slot 99", "begin at an earlier slot"]),
         ("draw 1f1b --workers 2 --out x.pdf", ["'x.pdf'", ".svg, .png, .json", "like x.svg"]),

@@ -16,7 +16,10 @@ PIPEOPTIM = [
 
 def test_2bw_gpt(compose_recipe):
     cfg = compose_recipe("experiment=2bw_gpt")
-    assert (cfg.strategy.preset, cfg.strategy.activation_checkpointing) == ("pipedream_2bw", "always")
+    assert (cfg.strategy.preset, cfg.strategy.activation_checkpointing) == (
+        "pipedream_2bw",
+        "always",
+    )
     assert (cfg.data.batch_size, cfg.data.block_size, cfg.model.net.block_size) == (512, 512, 512)
     assert cfg.data.batch_size % cfg.strategy.num_microbatches == 0
     assert cfg.strategy.num_microbatches >= cfg.strategy.stages == 4

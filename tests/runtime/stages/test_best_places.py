@@ -78,7 +78,9 @@ def test_the_number_that_a_refusal_allows_is_the_largest(script):
     points = CutPoints(Writer([("layer", 1, 1, 1), *script]).survey())
     most = max(k for k in range(1, 20) if best_of_all(points, k, None) is not None)
     assert len(best_places(points, most)) == most - 1
-    with pytest.raises(PlanError, match=rf"at most {most}; allowed: 1 to {most}; use stages={most};"):
+    with pytest.raises(
+        PlanError, match=rf"at most {most}; allowed: 1 to {most}; use stages={most};"
+    ):
         best_places(points, most + 1)
 
 
