@@ -20,8 +20,12 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
 from lightning_cyclic.errors import ConfigurationError
 
 if TYPE_CHECKING:  # found below, in the host; tests compare both lists
-    from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment as ClusterEnvironment
-    from lightning.fabric.plugins.environments.lightning import LightningEnvironment as LightningEnvironment
+    from lightning.fabric.plugins.environments.cluster_environment import (
+        ClusterEnvironment as ClusterEnvironment,
+    )
+    from lightning.fabric.plugins.environments.lightning import (
+        LightningEnvironment as LightningEnvironment,
+    )
     from lightning.fabric.utilities.data import (
         _auto_add_worker_init_fn as _auto_add_worker_init_fn,
     )
@@ -270,7 +274,10 @@ def check_modules(names: Iterable[Private] = OF_TORCH + OF_LIGHTNING) -> None:
         is_hosts = private.where.partition(".")[0] in ("pytorch", "fabric")
         try:
             module = _module(private.where) if is_hosts else import_module(private.where)
-            found = hasattr(module, private.name)
+            # what nobody has imported yet is a module
+            found = hasattr(module, private.name) or import_module(
+                f"{module.__name__}.{private.name}"
+            )
         except ModuleNotFoundError:
             found = False
         if not found:

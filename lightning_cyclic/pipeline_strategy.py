@@ -42,7 +42,6 @@ class PipelineStrategy(PlannedStrategy):
             "fp16". [that of the gradients, and "fp32" where they have a lower precision]
         bandwidth: of each worker, like "10Gbit/s" or bytes per second; stages are cut by it.
             [10Gbit/s]
-        latency: the same: of a message, like "50us" or seconds. [50us]
         transport: how messages travel: "auto" (on CPUs by name over gloo; on GPUs over NCCL,
             channel by channel; through the host's memory where workers share a GPU, or with
             process_group_backend="gloo"), or "named", "edges", "host_staged".
@@ -52,7 +51,10 @@ class PipelineStrategy(PlannedStrategy):
         verify: whether the first step of a fit is compared, bit by bit, with training_step on the
             whole module, which rank 0 runs before it; a number compares as many steps, where one
             version of the weights is read; False compares none (docs/is_it_right.md).
-        **inherited: arguments of DDPStrategy, as in CyclicStrategy.
+        **inherited: arguments of DDPStrategy: accelerator, parallel_devices,
+            cluster_environment, checkpoint_io, precision_plugin, process_group_backend,
+            start_method, and timeout, the limit of every wait for another rank, as in
+            CyclicStrategy.
 
     Raises:
         PlanError: impossible numbers, or a plan that cannot be run yet.
@@ -87,7 +89,6 @@ class PipelineStrategy(PlannedStrategy):
         error_feedback: bool = False,
         reduce_dtype: ReduceDtype | None = None,
         bandwidth: str | float | None = None,
-        latency: str | float | None = None,
         transport: Route = "auto",
         save_distributed_checkpoint: bool = False,
         verify: Literal["first_step"] | int = "first_step",
@@ -105,7 +106,6 @@ class PipelineStrategy(PlannedStrategy):
                 "error_feedback": error_feedback,
                 "reduce_dtype": reduce_dtype,
                 "bandwidth": bandwidth,
-                "latency": latency,
                 "transport": transport,
                 "save_distributed_checkpoint": save_distributed_checkpoint,
                 "verify": verify,

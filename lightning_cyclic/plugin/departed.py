@@ -45,6 +45,7 @@ DEPARTED: Final[dict[str, str]] = {
     "placement": _AXIS,
     "weights": _AXIS,
     "sharding": _AXIS,
+    "latency": "leave it out: where stages begin hardly depends on it",
     "num_micro": "use num_microbatches",
     "width": "use replicas",
     "remat": "use activation_checkpointing",

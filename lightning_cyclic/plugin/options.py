@@ -72,16 +72,14 @@ def _are_stages(given: object) -> bool:
     return _whole(1, "auto", "measured").passes(given)
 
 
-def _parses(parse: Callable[[str], float]) -> Callable[[object], bool]:
-    def passes(given: object) -> bool:
-        if given is None:
-            return True
-        try:
-            return _number(given, parse) >= 0
-        except PlanError:
-            return False
-
-    return passes
+def _bandwidth(given: object) -> float:
+    """Return bytes per second; 0 of what is no bandwidth."""
+    if isinstance(given, int | float) and not isinstance(given, bool):
+        return float(given)
+    try:
+        return parse_bandwidth(str(given))
+    except PlanError:
+        return 0.0
 
 
 CHECKS: Final[Mapping[str, Check]] = {
@@ -108,9 +106,10 @@ CHECKS: Final[Mapping[str, Check]] = {
     "error_feedback": _switch(),
     "reduce_dtype": _one_of(*WIRE_DTYPES, or_none=True),
     "bandwidth": Check(
-        _parses(parse_bandwidth), 'text like "10Gbit/s", or bytes per second', '"10Gbit/s"'
+        lambda given: given is None or _bandwidth(given) > 0,
+        'text like "10Gbit/s", or bytes per second',
+        '"10Gbit/s"',
     ),
-    "latency": Check(_parses(parse_seconds), 'text like "50us", or seconds', '"50us"'),
     "transport": _one_of(*get_args(Route)),
     "save_distributed_checkpoint": _switch(),
     "verify": Check(
@@ -506,22 +505,13 @@ def _nearest(
     return name, () if alike(name) == len(AXES) else tuple(given.items())
 
 
-def network_of(bandwidth: str | float | None, latency: str | float | None) -> Network:
+def network_of(bandwidth: str | float | None) -> Network:
     """Return the links between workers, by default those of `lightning-cyclic plan`.
 
     Args:
         bandwidth: like "10Gbit/s", or bytes per second.
-        latency: like "50us", or seconds.
     """
     return Network(
-        latency_s=_number(DEFAULT_LATENCY if latency is None else latency, parse_seconds),
-        bandwidth_bytes_per_s=_number(
-            DEFAULT_BANDWIDTH if bandwidth is None else bandwidth, parse_bandwidth
-        ),
+        latency_s=parse_seconds(DEFAULT_LATENCY),
+        bandwidth_bytes_per_s=_bandwidth(DEFAULT_BANDWIDTH if bandwidth is None else bandwidth),
     )
-
-
-def _number(given: object, parse: Callable[[str], float]) -> float:
-    """Return a number that is given as it is, or as text with a unit."""
-    is_number = isinstance(given, int | float) and not isinstance(given, bool)
-    return float(given) if is_number else parse(str(given))  # type: ignore[arg-type]

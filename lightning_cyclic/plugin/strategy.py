@@ -129,11 +129,9 @@ class PlannedStrategy(Reports, Checkpoints):
         inherited["timeout"] = timedelta(seconds=limits["starting_s"])
         super().__init__(**inherited)
         self._workers_per_host = 1  # until ranks have met
-        links = {name: own.get(name) for name in ("bandwidth", "latency")}
-        chosen = {name: value for name, value in own.items() if name not in links}
-        self._chosen = Options(
-            preset=name, axes=axes, network=network_of(**links), **limits, **chosen
-        )
+        chosen = dict(own)
+        network = network_of(chosen.pop("bandwidth", None))
+        self._chosen = Options(preset=name, axes=axes, network=network, **limits, **chosen)
         self._options.check()
         self._plan: Plan | None = None
         self._training: Hooks = Hooks()  # Lightning itself answers
