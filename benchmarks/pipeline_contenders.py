@@ -104,7 +104,8 @@ def _session(case: Case, preset: str, module: Any, remat: str = "never") -> Cont
         group = transport.group
     config = StagewiseConfig(
         make_plan=lambda stages, num_microbatches, tied, relayed: make_plan(
-            preset, num_stages=stages, num_workers=case.num_workers, num_microbatches=num_microbatches,
+            preset, num_stages=stages, num_workers=case.num_workers,
+            num_microbatches=num_microbatches,
             tied=tied, relayed=relayed,
         ),
         find_cuts=lambda m, step: choose_cuts(survey(m, step), module.stage_paths),

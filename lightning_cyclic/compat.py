@@ -1,11 +1,11 @@
 """The host, `lightning` or `pytorch_lightning`, and what this package uses of it and of torch.
 
-Both names are of the same code, with classes of their own: a process trains with one of them. It is
-the one whose Trainer asks for a strategy by name, else the one that is imported when our classes
-are made.
+Both names are of the same code, with classes of their own: a process trains with one of them. It
+is the one whose Trainer asks for a strategy by name, else the one that is imported when our
+classes are made.
 
-A release may drop private names. So all are looked for before a strategy is used: what is missing
-is an error that names it and the version, in place of a training that does without, and in silence.
+A release may drop private names. So all are looked for before a strategy is used: what is
+missing is an error that names it and the version, in place of a training that does without.
 """
 
 from __future__ import annotations
@@ -83,10 +83,13 @@ _NAMES: Final = {  # module of the host -> names that are used of it
     "fabric.utilities.types": "Steppable",
     "pytorch": "Callback LightningDataModule LightningModule Trainer",
     "pytorch.accelerators": "Accelerator MPSAccelerator",
-    "pytorch.callbacks": "BasePredictionWriter Checkpoint EarlyStopping GradientAccumulationScheduler ModelCheckpoint ModelPruning StochasticWeightAveraging WeightAveraging",
+    "pytorch.callbacks": "BasePredictionWriter Checkpoint EarlyStopping "
+    "GradientAccumulationScheduler ModelCheckpoint ModelPruning StochasticWeightAveraging "
+    "WeightAveraging",
     "pytorch.loops.fetchers": "_PrefetchDataFetcher",
     "pytorch.loops.optimization.automatic": "ClosureResult",
-    "pytorch.plugins": "AsyncCheckpointIO CheckpointIO HalfPrecision MixedPrecision Precision TorchCheckpointIO",
+    "pytorch.plugins": "AsyncCheckpointIO CheckpointIO HalfPrecision MixedPrecision Precision "
+    "TorchCheckpointIO",
     "pytorch.plugins.precision": "TransformerEnginePrecision",
     "pytorch.strategies": "DDPStrategy SingleDeviceStrategy",
     "pytorch.trainer": "call",

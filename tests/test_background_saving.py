@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import lightning_cyclic.strategy
 import pytest
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -15,7 +16,6 @@ from lightning.pytorch.plugins import AsyncCheckpointIO, TorchCheckpointIO
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils.data import DataLoader
 
-import lightning_cyclic.strategy
 from lightning_cyclic.plugin import sealed_file
 from tests import processes
 from tests.conformance.harness import Batches

@@ -84,7 +84,8 @@ def test_flushes_in_the_middle_change_no_norm(tmp_path: Any) -> None:
 @pytest.mark.parametrize("num_microbatches", [3, 4, 7])
 def test_no_stage_waits_for_a_norm(num_microbatches: int) -> None:
     plan = make_plan(
-        "pipedream_2bw", num_stages=4, num_workers=4, num_microbatches=num_microbatches, num_steps=6,
+        "pipedream_2bw", num_stages=4, num_workers=4, num_microbatches=num_microbatches,
+        num_steps=6,
         late_updates=True,
     )  # fmt: skip
     ends = [

@@ -51,7 +51,8 @@ DEPARTED: Final[dict[str, str]] = {
     "remat": "use activation_checkpointing",
     "wire_dtype": "use reduce_dtype",
     "clip": "use clip_norm",
-    "groups": "use group_size, the workers of each group; 'host' (the default) makes those of a host "
+    "groups": "use group_size, the workers of each group; 'host' (the default) makes those of a "
+    "host "
     "one",
     "resume": "use fit(ckpt_path='last'), which Lightning looks for",
     "rank_order": "launch neighbours on one host, as srun --distribution=block and torchrun do",

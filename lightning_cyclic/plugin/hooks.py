@@ -1,7 +1,7 @@
 """Hooks: what a strategy is asked, answered as Lightning itself does.
 
-A hook of Lightning's keeps its name and arguments here, behind ``own``: what Lightning itself would
-do. A training (training.py) answers those in which it differs.
+A hook of Lightning's keeps its name and arguments here, behind ``own``: what Lightning itself
+would do. A training (training.py) answers those in which it differs.
 """
 
 from __future__ import annotations

@@ -388,7 +388,7 @@ class Options:
         return plan
 
     def _group_size(self, num_workers: int) -> int:
-        """Return how many workers a group has: of "host", as many as a host, if it is not alone."""
+        """Return how many workers a group has: as many as a host, of several, where "host" asks."""
         if num_workers != self.num_workers:
             return 1  # of a plan of plausible numbers
         if self.group_size != "host":

@@ -89,7 +89,8 @@ class CutFinder:
             return wanted
         if options.plans_placement == "single" and isinstance(options.stages, str):
             rank_zero_info(
-                f"{survey.title} can be cut into {_counted(most)} at most, and num_microbatches={wanted} "
+                f"{survey.title} can be cut into {_counted(most)} at most, and "
+                f"num_microbatches={wanted} "
                 "would want as many: `lightning-cyclic doctor` says what stands against more."
             )
             return most

@@ -1,4 +1,4 @@
-"""Checkpoints: what a strategy writes and reads, with what is delayed beside the newest weights."""
+"""Checkpoints: what a strategy writes and reads, with what is delayed beside newest weights."""
 
 from __future__ import annotations
 

@@ -384,7 +384,7 @@ class StagewiseSession:
         return self._step
 
     def plan_of(self, num_microbatches: int) -> Plan:
-        """Return the plan of a step whose replicas have ``num_microbatches`` micro-batches each."""
+        """Return the plan of a step whose replicas have so many micro-batches each."""
         return self._plans.of(num_microbatches)
 
     def agree(self, find: Callable[[], Any]) -> Any:
@@ -720,7 +720,8 @@ class StagewiseSession:
     def _check_number(self, num_parts: int) -> None:
         if self.versions is not None and num_parts != self.config.num_microbatches:
             raise StepError(
-                f"a batch gave {num_parts} micro-batches, but num_microbatches={self.config.num_microbatches}; "
+                f"a batch gave {num_parts} micro-batches, but "
+                f"num_microbatches={self.config.num_microbatches}; "
                 "allowed with delayed weights: as many in every step, as they decide which "
                 "version is read; use DataLoader(drop_last=True), or larger batches"
             )

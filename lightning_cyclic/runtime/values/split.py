@@ -59,8 +59,9 @@ def split(batch: Any, num_microbatches: int, reading: Reading | None = None) -> 
         reading: of the batch. [as :func:`read` finds it]
 
     Returns:
-        ``num_microbatches`` micro-batches, fewer (of one sample each) where there are fewer samples.
-        Dense tensors are views. For ``num_microbatches=1`` the batch is the very object that was given.
+        ``num_microbatches`` micro-batches, fewer (of one sample each) where there are fewer
+        samples. Dense tensors are views. For ``num_microbatches=1`` the batch is the very object
+        that was given.
 
     Raises:
         StepError: for a batch without samples, without a tensor that tells how many, with tensors
@@ -89,7 +90,8 @@ def read_to_cut(batch: Any, num_microbatches: int) -> Reading:
     if not has_tensor(batch):
         raise StepError(
             f"a batch of type {_type_name(type(batch))} holds no tensor with a dim, so that it "
-            f"cannot be cut into {num_microbatches} micro-batches; allowed: batches with a tensor whose "
+            f"cannot be cut into {num_microbatches} micro-batches; allowed: batches with a "
+            "tensor whose "
             "dim 0 is the batch; return one from the collate function, or use num_microbatches=1"
         )
     return read(batch)

@@ -666,6 +666,6 @@ class Session:
 
 
 def _scale_gradient(loss: Tensor, num_microbatches: int) -> None:
-    """Divide the gradient by ``num_microbatches`` at its root, as ``(loss / num_microbatches).backward()``."""
+    """Divide the gradient at its root, as ``(loss / num_microbatches).backward()`` does."""
     # a hook, so that on_before_backward still sees the loss that training_step returned
     loss.register_hook(lambda grad: grad / num_microbatches)  # type: ignore[no-untyped-call]
