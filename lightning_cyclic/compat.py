@@ -278,8 +278,8 @@ def check_modules(names: Iterable[Private] = OF_TORCH + OF_LIGHTNING) -> None:
         try:
             module = _module(private.where) if is_hosts else import_module(private.where)
             # what nobody has imported yet is a module
-            found = hasattr(module, private.name) or import_module(
-                f"{module.__name__}.{private.name}"
+            found = hasattr(module, private.name) or bool(
+                import_module(f"{module.__name__}.{private.name}")
             )
         except ModuleNotFoundError:
             found = False

@@ -107,8 +107,8 @@ def make_plan(  # noqa: PLR0913  (one argument per axis and number is the public
         num_stages: S, at least 1.
         num_workers: N, at least 1.
         num_microbatches: m, micro-batches per update; of workers that run whole ones, the same
-            number on each: rounds. [None: one per worker where workers run whole micro-batches, one where
-            the rule updates after each, else one per stage; times the replicas]
+            number on each: rounds. [None: one per worker where workers run whole micro-batches,
+            one where the rule updates after each, else one per stage; times the replicas]
         num_steps: training steps that the program covers, at least 1. [4]
         slack: slots that a new version needs to travel. [0: CDP-v2]
         schedule: replaces the preset's axis value, as do the next three. [None: the preset's]

@@ -388,7 +388,7 @@ class Options:
         return plan
 
     def _group_size(self, num_workers: int) -> int:
-        """Return how many workers a group has: as many as a host, of several, where "host" asks."""
+        """Return how many workers a group has: by "host" as many as each of several hosts."""
         if num_workers != self.num_workers:
             return 1  # of a plan of plausible numbers
         if self.group_size != "host":

@@ -20,7 +20,7 @@ class AbstractWeights(ABC):
     per_micro: ClassVar[bool] = False
     """Whether the published rule updates after each micro-batch, of which there is one."""
     needs_previous: ClassVar[bool] = False
-    """Whether version t-1 must exist wherever step t reads, which asks for enough micro-batches."""
+    """Whether version t-1 must exist wherever step t reads: of few micro-batches it does not."""
     looks_ahead: ClassVar[bool] = False
     """Whether a backward reads the newest version, not the one that its forward read."""
     for_replicas: ClassVar[bool] = True
