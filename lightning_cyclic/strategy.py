@@ -18,17 +18,22 @@ from pathlib import Path
 from typing import Any, Literal, final
 
 import torch
-from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
-from lightning.fabric.utilities.data import _auto_add_worker_init_fn
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.plugins import CheckpointIO, Precision
-from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from torch import nn
 from typing_extensions import override
 
-from lightning_cyclic.compat import check_trainer
+from lightning_cyclic.compat import (
+    Accelerator,
+    CheckpointIO,
+    ClusterEnvironment,
+    DDPStrategy,
+    LightningModule,
+    Precision,
+    Trainer,
+    TrainerFn,
+    TrainerStatus,
+    _auto_add_worker_init_fn,
+    check_trainer,
+)
 from lightning_cyclic.errors import ConfigurationError
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.plugin import checkpoint as ckpt

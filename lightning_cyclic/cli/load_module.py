@@ -13,11 +13,15 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
-from lightning.pytorch import LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
 from lightning_cyclic.cli.branches import faster_order
+from lightning_cyclic.compat import (
+    LightningDataModule,
+    LightningModule,
+    Trainer,
+    is_overridden,
+    is_param_in_hook_signature,
+)
 from lightning_cyclic.errors import CyclicError, PlanError
 from lightning_cyclic.plugin.split_hook import first_part
 from lightning_cyclic.runtime.stages.best_places import most_stages

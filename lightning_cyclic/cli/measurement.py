@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningDataModule, LightningModule
 
 from lightning_cyclic.cli.load_module import _arguments, _detached, _find, _make, _step
+from lightning_cyclic.compat import LightningDataModule, LightningModule
 from lightning_cyclic.errors import CyclicError, PlanError
 from lightning_cyclic.planner.profile import ModelProfile
 from lightning_cyclic.runtime.snapshot import untouched

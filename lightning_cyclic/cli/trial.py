@@ -13,13 +13,11 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, final
 
 import torch
-from lightning.fabric.plugins.environments.lightning import LightningEnvironment
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
+from lightning_cyclic.compat import LightningEnvironment, LightningModule, ModelCheckpoint, Trainer
 from lightning_cyclic.plan import PRESETS
 from lightning_cyclic.plan.placement import Shared
 from lightning_cyclic.runtime.transport.choice import Route

@@ -16,11 +16,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from lightning.pytorch import LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils.data import DataLoader
 
 from lightning_cyclic.cli.load_module import _arguments, _find, _make
+from lightning_cyclic.compat import LightningDataModule, LightningModule, Trainer, is_overridden
 from lightning_cyclic.errors import CyclicError, PlanError, VerificationError
 from lightning_cyclic.plan import PRESETS
 from lightning_cyclic.strategy import CyclicStrategy

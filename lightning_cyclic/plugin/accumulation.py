@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
-
+from lightning_cyclic.compat import GradientAccumulationScheduler, Trainer
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.plugin.options import Options
 

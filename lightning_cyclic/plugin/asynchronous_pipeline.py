@@ -16,11 +16,11 @@ from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, final
 
-from lightning.pytorch import Trainer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_cyclic.compat import Trainer
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.plugin import checkpoint as ckpt
 from lightning_cyclic.plugin.checks import check_flow, check_no_exchange, scaler_of

@@ -8,8 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, final
 
-from lightning.pytorch.plugins import AsyncCheckpointIO, CheckpointIO, TorchCheckpointIO
-
+from lightning_cyclic.compat import AsyncCheckpointIO, CheckpointIO, TorchCheckpointIO
 from lightning_cyclic.plugin import checkpoint as ckpt
 from lightning_cyclic.plugin import sealed_file
 from lightning_cyclic.plugin.background import MOST_LEFT, Background, copied

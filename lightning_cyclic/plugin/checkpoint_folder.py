@@ -26,8 +26,6 @@ from typing import Any, final
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.load import _METADATA_FILENAME as META
-from lightning.pytorch.plugins import CheckpointIO, TorchCheckpointIO
 from torch import Tensor, nn
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.api import CheckpointException
@@ -38,6 +36,8 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_cyclic.compat import _METADATA_FILENAME as META
+from lightning_cyclic.compat import CheckpointIO, TorchCheckpointIO
 from lightning_cyclic.errors import ConfigurationError
 from lightning_cyclic.plugin import sealed_file
 from lightning_cyclic.plugin.checkpoint import KEY, in_order, is_local

@@ -8,19 +8,20 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.accelerators import MPSAccelerator
-from lightning.pytorch.callbacks import (
-    GradientAccumulationScheduler,
-    ModelPruning,
-    StochasticWeightAveraging,
-)
-from lightning.pytorch.plugins.precision import TransformerEnginePrecision
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
+from lightning_cyclic.compat import (
+    GradientAccumulationScheduler,
+    LightningModule,
+    ModelPruning,
+    MPSAccelerator,
+    StochasticWeightAveraging,
+    Trainer,
+    TransformerEnginePrecision,
+    is_overridden,
+)
 from lightning_cyclic.errors import ConfigurationError, PlanError, one_of
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.plugin.hosts import WeightAveraging

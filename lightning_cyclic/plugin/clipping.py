@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import torch
-from lightning.pytorch import Trainer
-from lightning.pytorch.utilities import rank_zero_warn
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim import Optimizer
 
+from lightning_cyclic.compat import Trainer, is_overridden, rank_zero_warn
 from lightning_cyclic.errors import ConfigurationError
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.runtime.partial_step.session import StagewiseSession

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
-
+from lightning_cyclic.compat import EarlyStopping, ModelCheckpoint, Trainer
 from lightning_cyclic.errors import ConfigurationError
 from lightning_cyclic.runtime.agreement import gather_texts
 

@@ -7,10 +7,10 @@ from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 import torch
-from lightning.pytorch.trainer import call
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_cyclic.compat import call
 from lightning_cyclic.errors import ConfigurationError, StepError
 from lightning_cyclic.plugin.group_values import (
     Values,

@@ -13,9 +13,9 @@ from operator import attrgetter
 from typing import Any, final
 
 import torch
-from lightning.pytorch import Trainer
 from torch import nn
 
+from lightning_cyclic.compat import Trainer
 from lightning_cyclic.errors import ConfigurationError
 from lightning_cyclic.runtime.agreement import gather_texts
 from lightning_cyclic.runtime.weight_forms import WeightForms

@@ -11,10 +11,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, final
 
-from lightning.pytorch import Trainer
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 
+from lightning_cyclic.compat import Trainer, is_overridden
 from lightning_cyclic.errors import ConfigurationError
 from lightning_cyclic.runtime.absent import Home, come_back, home_of, leave
 from lightning_cyclic.runtime.partial_step.ghosts import user_line

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, requires, version
 
-from lightning.pytorch import Callback
+from lightning_cyclic.compat import Callback
 from packaging.requirements import Requirement
 from packaging.version import Version
 
 from lightning_cyclic.errors import ConfigurationError
 
 try:
-    from lightning.pytorch.callbacks import WeightAveraging
-except ImportError:  # Lightning has it from 2.6 on
+    except ImportError:  # Lightning has it from 2.6 on
 
     class WeightAveraging(Callback):  # type: ignore[no-redef]
         """Be no callback's class."""
@@ -43,3 +42,4 @@ def check_hosts() -> None:
                 f"{wanted.name} {found} is installed; allowed: {wanted}; "
                 f"use pip install '{wanted}'"
             )
+    from lightning_cyclic.compat import WeightAveraging

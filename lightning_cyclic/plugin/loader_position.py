@@ -15,14 +15,16 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Final, TypedDict, final
 
 import torch
-from lightning.fabric.utilities.data import _set_sampler_epoch
-from lightning.pytorch import Trainer
-from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 from torch.utils.data import DataLoader, IterableDataset
 
+from lightning_cyclic.compat import (
+    Trainer,
+    _PrefetchDataFetcher,
+    _set_sampler_epoch,
+    rank_zero_warn,
+)
 from lightning_cyclic.errors import ConfigurationError
 from lightning_cyclic.plugin.epoch_counts import count_epoch_begun, mend_epoch_counts
 from lightning_cyclic.runtime.saved_generators import Generators, put_states, states_of

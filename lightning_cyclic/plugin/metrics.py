@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, final
 
-from lightning.pytorch import Trainer
 from torch import nn
 
+from lightning_cyclic.compat import Trainer
 from lightning_cyclic.runtime.messages import Message
 from lightning_cyclic.runtime.partial_step.session import StagewiseSession
 from lightning_cyclic.runtime.partial_step.side_effects import state_of

@@ -11,11 +11,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from zipfile import BadZipFile, ZipFile
 
-from lightning.fabric.utilities.load import _METADATA_FILENAME as META
-from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import Checkpoint
-from lightning.pytorch.utilities import rank_zero_warn
-
+from lightning_cyclic.compat import _METADATA_FILENAME as META
+from lightning_cyclic.compat import Checkpoint, Trainer, rank_zero_warn
 from lightning_cyclic.errors import ConfigurationError
 from lightning_cyclic.plugin.checkpoint import is_local
 from lightning_cyclic.plugin.sealed_file import problem_of

@@ -16,12 +16,10 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import BasePredictionWriter
-from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_cyclic.compat import BasePredictionWriter, Trainer, TrainerFn
 from lightning_cyclic.errors import StepError
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.plugin import checkpoint as ckpt

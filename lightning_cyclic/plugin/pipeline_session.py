@@ -7,13 +7,16 @@ from dataclasses import replace
 from typing import Any, final
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.plugins import MixedPrecision
-from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_cyclic.compat import (
+    LightningModule,
+    MixedPrecision,
+    Trainer,
+    TrainerFn,
+    rank_zero_info,
+)
 from lightning_cyclic.errors import PlanError
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.plugin.checks import scaler_of

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeAlias, final
 
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
+from lightning_cyclic.compat import rank_zero_warn
 from lightning_cyclic.runtime.prediction.guesses import guesses, knows
 
 if TYPE_CHECKING:

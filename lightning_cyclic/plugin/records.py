@@ -13,9 +13,9 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple, final
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 
+from lightning_cyclic.compat import LightningModule, Trainer
 from lightning_cyclic.errors import StepError
 from lightning_cyclic.plugin.outputs import weights_for
 from lightning_cyclic.runtime.plain_copies import ours

@@ -16,12 +16,11 @@ from functools import partial
 from typing import Any, final
 
 import torch
-from lightning.pytorch import Trainer
-from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_cyclic.compat import Trainer, rank_zero_info
 from lightning_cyclic.errors import ConfigurationError, StepError
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.plugin import checkpoint as ckpt

@@ -29,9 +29,9 @@ from zipfile import BadZipFile, ZipFile
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.load import _METADATA_FILENAME as META
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
+from lightning_cyclic.compat import _METADATA_FILENAME as META
 from lightning_cyclic.errors import ConfigurationError
 from lightning_cyclic.runtime.agreement import gather_texts
 

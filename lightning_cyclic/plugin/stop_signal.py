@@ -22,9 +22,8 @@ from typing import Any, Protocol, final
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Trainer
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+from lightning_cyclic.compat import SIGTERMException, Trainer
 from lightning_cyclic.errors import PeerError
 
 _ASKED_EVERY_BATCH = "_broadcast_sigterm_tensor"  # of the epoch loop, since Lightning 2.5.2

@@ -12,9 +12,9 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple, final
 
-from lightning.pytorch import LightningModule
 from torch import Tensor
 
+from lightning_cyclic.compat import LightningModule
 from lightning_cyclic.errors import StepError
 from lightning_cyclic.plugin.outputs import further_outputs, weighted_mean
 from lightning_cyclic.plugin.records import Log, Record, Recorder, from_summary, to_summary

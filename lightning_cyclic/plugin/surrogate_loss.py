@@ -13,9 +13,9 @@ from contextlib import contextmanager
 from typing import Any, final
 
 import torch
-from lightning.pytorch import Trainer
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
+
+from lightning_cyclic.compat import Trainer, is_overridden
 
 
 @final

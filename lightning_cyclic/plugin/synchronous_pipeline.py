@@ -14,12 +14,11 @@ from functools import partial
 from typing import Any, final
 
 import torch
-from lightning.pytorch import Trainer
-from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_cyclic.compat import ClosureResult, Trainer
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.plugin.checks import scaler_of
 from lightning_cyclic.plugin.clipping import clip_mode, clip_stages, may_clip_by_norm

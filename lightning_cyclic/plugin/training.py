@@ -20,12 +20,10 @@ from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_cyclic.compat import LightningModule, Trainer, TrainerFn, rank_zero_info
 from lightning_cyclic.errors import ConfigurationError
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.plugin import checkpoint as ckpt

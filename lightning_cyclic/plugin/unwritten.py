@@ -9,10 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, final
 
-from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.utilities import rank_zero_warn
-
+from lightning_cyclic.compat import ModelCheckpoint, Trainer, rank_zero_warn
 from lightning_cyclic.errors import ConfigurationError
 
 # below Lightning's, which is printed

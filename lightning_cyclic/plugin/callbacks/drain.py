@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Final, Protocol, final
 
-from lightning.pytorch import Callback
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
+from lightning_cyclic.compat import Callback, SIGTERMException
 from lightning_cyclic.plugin.hosts import WeightAveraging
 from lightning_cyclic.plugin.stop_signal import AgreedInterrupt
 

@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import Any, final
 
 import torch
-from lightning.pytorch import Callback
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 from typing_extensions import override
 
+from lightning_cyclic.compat import Callback, rank_zero_warn
 from lightning_cyclic.errors import ConfigurationError
 from lightning_cyclic.plugin.precision.masks import (
     EXCLUDED,

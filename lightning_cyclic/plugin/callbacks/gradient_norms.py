@@ -11,10 +11,10 @@ from typing import Any, final
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback
 from torch import Tensor, nn
 from typing_extensions import override
 
+from lightning_cyclic.compat import Callback
 from lightning_cyclic.errors import ConfigurationError
 
 _MISSING = -1.0

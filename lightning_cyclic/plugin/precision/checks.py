@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelPruning
-from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_cyclic.compat import LightningModule, ModelPruning, SingleDeviceStrategy, Trainer
 from lightning_cyclic.errors import ConfigurationError
 from lightning_cyclic.plugin.optimizers import SAID_BY, updates_each
 

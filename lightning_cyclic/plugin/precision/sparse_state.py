@@ -14,14 +14,11 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias, final
 
 import torch
-from lightning.fabric.utilities.types import Steppable
-from lightning.pytorch import LightningModule
-from lightning.pytorch.plugins import HalfPrecision, Precision
-from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_cyclic.compat import HalfPrecision, LightningModule, Precision, Steppable, TrainerFn
 from lightning_cyclic.errors import ConfigurationError, one_of
 from lightning_cyclic.plugin.precision.checks import (
     check_fit,
