@@ -19,6 +19,7 @@ from typing import Any, Literal, final
 
 import torch
 from torch import nn
+from torch.distributed.constants import default_pg_timeout
 from typing_extensions import override
 
 from lightning_cyclic.compat import (
@@ -61,8 +62,6 @@ from lightning_cyclic.plugin.collective_calls import refusing_collectives
 from lightning_cyclic.plugin.departed import refuse_departed
 from lightning_cyclic.plugin.newest import checkpoints_of, newest_whole
 from lightning_cyclic.plugin.options import (
-    STARTING_S,
-    TRAINING_S,
     Options,
     check_network,
     checked_stages,
@@ -87,13 +86,13 @@ from lightning_cyclic.runtime.agreement import (
     require_same_lines,
 )
 from lightning_cyclic.runtime.deferred import Deferral
+from lightning_cyclic.runtime.failure_words import words_of
 from lightning_cyclic.runtime.launchers import (
     apart_from_earlier_attempts,
     end_with_agent,
     shelter,
 )
 from lightning_cyclic.runtime.lending import lending
-from lightning_cyclic.runtime.meetings import START, Meetings, naming_start
 from lightning_cyclic.runtime.plain_copies import plain_copies
 from lightning_cyclic.runtime.shelf import in_memory
 from lightning_cyclic.runtime.transport.choice import (
@@ -101,7 +100,9 @@ from lightning_cyclic.runtime.transport.choice import (
     naming_shared_gpus,
     refuse_shared_gpus,
 )
+from lightning_cyclic.runtime.transport.crew import Crew, naming_peers, naming_start
 
+_START = "before training began"
 _TO_WRITE = "to write a checkpoint"
 
 
@@ -206,8 +207,7 @@ class CyclicStrategy(DDPStrategy):
         checkpoint_io: as in DDPStrategy.
         precision_plugin: as in DDPStrategy.
         process_group_backend: as in DDPStrategy.
-        timeout: limit of every wait for another rank. [5 minutes; 30 until training has begun, and
-            in the first steps of a fit and behind its first evaluation, which may be compiled]
+        timeout: limit of every wait for another rank. [30 minutes, as torch has it]
         start_method: "popen", "spawn", "fork" or "forkserver".
         **kwargs: none; DDP's own arguments are refused by name.
 
@@ -272,7 +272,7 @@ class CyclicStrategy(DDPStrategy):
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
             process_group_backend=process_group_backend,
-            timeout=timeout or timedelta(seconds=STARTING_S),
+            timeout=timeout or default_pg_timeout,
             start_method=start_method,
         )
         self._chosen = Options(
@@ -293,8 +293,6 @@ class CyclicStrategy(DDPStrategy):
             error_feedback=error_feedback,
             transport=transport,
             reduce_dtype=reduce_dtype,
-            timeout_s=timeout.total_seconds() if timeout else TRAINING_S,
-            starting_s=timeout.total_seconds() if timeout else STARTING_S,
             save_distributed_checkpoint=save_distributed_checkpoint,
             resume=resume,
             verify=checked_verify(verify),
@@ -306,7 +304,7 @@ class CyclicStrategy(DDPStrategy):
         self._training: AbstractTraining | None = None  # Lightning itself answers
         self._reductions = HeldReductions()
         self._files = CheckpointFiles(self._get_checkpoint_io, self._is_fitting)
-        self._meetings: Meetings | None = None  # from the start of the process group on
+        self.crew: Crew | None = None  # from the start of the process group on
         self._saved: Mapping[str, Any] | None = None
         self._folder: CheckpointFolder | None = None  # from which a run goes on
         self._deferral: Deferral | None = None  # of a module that is made within the strategy
@@ -494,7 +492,8 @@ class CyclicStrategy(DDPStrategy):
         end_with_agent()
         over_nccl = "nccl" in self._get_process_group_backend()
         refuse_shared_gpus(self.parallel_devices, has_nccl=over_nccl)
-        limit_s = self._chosen.starting_s
+        assert self._timeout is not None
+        limit_s = self._timeout.total_seconds()
         self.set_world_ranks()
         with (
             naming_start(self.global_rank, self.world_size, limit_s),
@@ -502,8 +501,7 @@ class CyclicStrategy(DDPStrategy):
             apart_from_earlier_attempts(),
         ):
             super().setup_distributed()
-        if self.world_size > 1:
-            self._meetings = Meetings(limit_s)
+            self.crew = Crew(limit_s)
 
     @override
     def setup(self, trainer: Trainer) -> None:
@@ -521,8 +519,8 @@ class CyclicStrategy(DDPStrategy):
             return
         self._plan = options.plan(options.expected_stages(self.lightning_module))
         check_plan(self._plan)
-        if self._meetings is not None:
-            check_hosts_of_groups(self._plan, self._meetings.names.hosts)
+        if self.crew is not None:
+            check_hosts_of_groups(self._plan, self.crew.names.hosts)
         if kind is not None:
             with self.naming("to set training up"):
                 super().barrier()  # who fails before it is noticed here, and not in new groups
@@ -530,8 +528,6 @@ class CyclicStrategy(DDPStrategy):
                 if self.world_size > 1:
                     self._undo.enter_context(refusing_collectives(self._reductions))
                 self._training = kind(trainer, options, self._plan, self._reductions)
-            if self._meetings is not None:
-                self._meetings.heed(self._training)
             self._resume()
         elif self._saved is not None:  # Lightning itself trains, on the newest weights
             ckpt.warn_of_other_plan(self._saved, "sync")
@@ -671,11 +667,11 @@ class CyclicStrategy(DDPStrategy):
 
     def naming(self, what: str) -> AbstractContextManager[None]:
         """Name the ranks that do not come while the body waits for all of them."""
-        return nullcontext() if self._meetings is None else self._meetings.naming(self._when, what)
+        return nullcontext() if self.crew is None else naming_peers(self.crew, self._when, what)
 
     @property
     def _when(self) -> str:
-        return START if self._training is None else self._training.when
+        return _START if self._training is None else self._training.when
 
     def _fail(self, error: BaseException) -> None:
         """Tell the other ranks why this one ends."""
@@ -683,13 +679,13 @@ class CyclicStrategy(DDPStrategy):
             self._training.fail(error)
             assert self.lightning_module is not None
             self._undo.enter_context(none_on_exception(self.lightning_module.trainer))
-        elif self._meetings is not None:
-            self._meetings.fail(error)
+        elif self.crew is not None:
+            self.crew.tell(words_of(error, self.crew.names, _START))
 
     def _part(self) -> None:
-        if self._meetings is not None:
-            self._meetings.close()
-        self._meetings = None
+        if self.crew is not None:
+            self.crew.close()
+        self.crew = None
 
     # ------------------------------------------------------------------ between steps
 

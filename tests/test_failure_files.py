@@ -16,7 +16,7 @@ import torch
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_cyclic.plan import make_plan
-from lightning_cyclic.plugin.failure_file import FOLDER
+from lightning_cyclic.runtime.flight_recorder import FOLDER
 from lightning_cyclic.strategy import CyclicStrategy
 from tests import processes, test_pipeline_failures
 from tests.corpus import MicroBatches, loader, make_trainer

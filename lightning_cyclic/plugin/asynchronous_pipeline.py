@@ -229,7 +229,6 @@ class AsynchronousPipelineTraining(PipelineTraining):
 
     @override
     def end_batch(self) -> None:
-        super().end_batch()
         if self._session.group is not None:
             check_monitors(self._trainer, self._the_plan.preset, validates=False)
 
@@ -243,7 +242,6 @@ class AsynchronousPipelineTraining(PipelineTraining):
             if trainer.validating and session.plan is not None:
                 check_monitors(trainer, session.plan.preset, validates=True)
             if trainer.should_stop:  # others may go on, and never come
-                self._limit.end()
                 what = stopping(trainer)
         with session.naming_peers(what):
             require_same_stop(trainer, session.group)

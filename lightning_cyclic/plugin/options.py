@@ -34,9 +34,6 @@ from lightning_cyclic.runtime.transport.choice import Route
 from lightning_cyclic.runtime.whole_step.session import auto_stages
 from lightning_cyclic.simulate import Network, parse_bandwidth, parse_seconds
 
-TRAINING_S = 300.0  # limit of a wait for another rank, where the user sets none
-STARTING_S = 1800.0  # until training has begun, and where code may be compiled; as torch has it
-
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,8 +58,6 @@ class Options:
         error_feedback: as in CyclicStrategy.
         transport: how messages travel.
         reduce_dtype: in which sums of gradients travel.
-        timeout_s: limit of every wait for another rank in training, in seconds.
-        starting_s: limit before it, and where code may be compiled, in seconds.
         save_distributed_checkpoint: whether checkpoints are folders, of which ranks write parts.
         verify: how many of the first steps are compared with the plain one.
         resume: "auto", or None where fit alone names the checkpoint.
@@ -89,8 +84,6 @@ class Options:
     error_feedback: bool
     transport: Route
     reduce_dtype: str | None
-    timeout_s: float
-    starting_s: float
     save_distributed_checkpoint: bool = False
     verify: int = 0
     resume: str | None = None
