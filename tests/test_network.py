@@ -180,5 +180,8 @@ def test_where_all_have_met_the_host_that_is_cut_off_is_named(
                 rf"rank 0 on \S+( .*)?, through which .* cannot be reached from rank {rank} on"
             )
         else:
-            expected = rf"waited {MEETING_S:g} s for rank {k} on .* to dine, .*; rank {k} on .* did not ans"
+            expected = (
+                rf"waited {MEETING_S:g} s for rank {k} on .* to dine, .*; "
+                rf"rank {k} on .* did not answer"
+            )
         assert re.search(expected, text.splitlines()[0]), (rank, text)
