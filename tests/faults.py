@@ -313,7 +313,7 @@ def _names(said: str, fault: Fault) -> bool:
         "loader": rf"rank {r} on .* failed in .*DataLoader worker|DataLoader worker .* is killed",
         # where a thread cannot begin, Python waits for it for ever
         "memory": rf"rank {r} on .* out of the host's memory|waited .* for rank {r} on",
-        "stop for long": rf"waited .* for rank {r} on|rank {r} on \S+ was stopped",
+        "stop for long": rf"waited .* for rank {r} on|rank {r} on \S+ did not answer",
         "cut for long": r"waited .* for rank \d on",
         "kill host": rf"rank {r} on",
     }

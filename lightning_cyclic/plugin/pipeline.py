@@ -64,7 +64,7 @@ class PipelineTraining(AbstractTraining):
         fitting = trainer.state.fn == TrainerFn.FITTING
         kept = state_per_param(trainer.optimizers) if fitting else None
         self._finder = CutFinder(options, kept)
-        self._transport, group = join_workers(trainer, options, self._limit)
+        self._transport, group = join_workers(trainer, options)
         self._session: StagewiseSession = make_session(
             trainer, options, plan, self._finder, self._transport, group, self._configured
         )
@@ -224,7 +224,6 @@ class PipelineTraining(AbstractTraining):
         Raises:
             ConfigurationError: on each of them, with every number.
         """
-        super().begin_evaluation(what, numbers)
         session, trainer = self._session, self._trainer
         if session.group is None:
             return

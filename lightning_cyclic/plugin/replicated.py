@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any, final
+from typing import Any, cast, final
 
 import torch
 from torch import Tensor, nn
@@ -106,7 +106,7 @@ class ReplicatedTraining(AbstractTraining):
             make_plan=partial(plan_of_rounds, options),
             stages=options.stages,
             seed=agreed_seed(),
-            limit=self._limit,
+            crew=cast("Any", trainer.strategy).crew,
             route=options.transport,
             relay_buffers=options.relay_buffers,
             paced=clip != "global" or plan.weights != "freshest",

@@ -29,7 +29,6 @@ from lightning_cyclic.plan import Plan
 from lightning_cyclic.plugin import checkpoint as ckpt
 from lightning_cyclic.plugin.checks import check_optimizers
 from lightning_cyclic.plugin.error_feedback import ErrorFeedback
-from lightning_cyclic.plugin.failure_file import FOLDER, Place, report, written
 from lightning_cyclic.plugin.freezing import FreezingWatch
 from lightning_cyclic.plugin.hooks import Hooks, Own
 from lightning_cyclic.plugin.loader_position import LoaderPosition
@@ -51,11 +50,11 @@ from lightning_cyclic.runtime.agreement import (
     require_same_number,
 )
 from lightning_cyclic.runtime.deferred import beginnings
-from lightning_cyclic.runtime.flight_recorder import FlightRecorder
+from lightning_cyclic.runtime.flight_recorder import FOLDER, FlightRecorder, write_down
 from lightning_cyclic.runtime.memory_words import lack_of_memory, relief
 from lightning_cyclic.runtime.shelf import New, Shelf, in_memory
 from lightning_cyclic.runtime.stages.named_places import paste
-from lightning_cyclic.runtime.transport.limit import FIRST_STEPS, Limit
+from lightning_cyclic.runtime.transport import CountingTransport
 from lightning_cyclic.runtime.weight_forms import ALL, WeightForms
 
 
@@ -144,11 +143,6 @@ class AbstractTraining(Hooks, ABC):
         self._plan = plan
         self._reductions = reductions
         self._feedback = ErrorFeedback(is_on=options.error_feedback)
-        # a step that flows ends as many steps later, and waits for what others compile in theirs
-        first = FIRST_STEPS + (plan.steps_under_way if plan.flows else 0)
-        self._limit = Limit(options.timeout_s, options.starting_s, first)
-        self._evaluated: set[str] = set()
-        self._counted = trainer.global_step
         self._accumulating = False
         self._has_told_stages = self._closed = False
         self._signals: StopSignals | None = None
@@ -283,17 +277,11 @@ class AbstractTraining(Hooks, ABC):
                     "numbers of training batches", trainer.num_training_batches, session.group
                 )
 
-    def begin_evaluation(self, what: str, numbers: Sequence[float]) -> None:
-        """Wait longer while what is evaluated the first time may be compiled."""
-        if what not in self._evaluated and not self._trainer.sanity_checking:
-            self._evaluated.add(what)
-            self._limit.begin()
+    def begin_evaluation(self, what: str, numbers: Sequence[float]) -> None:  # noqa: B027
+        """Check the numbers of batches of each dataloader."""
 
-    def end_batch(self) -> None:
-        """Wait less long as soon as nothing is compiled any more."""
-        if self._trainer.global_step != self._counted:  # else gradients accumulate
-            self._counted = self._trainer.global_step
-            self._limit.end_step()
+    def end_batch(self) -> None:  # noqa: B027  # only where ranks learn metrics late
+        """Check what has been decided by metrics of the step."""
 
     def end_epoch(self) -> None:
         """Show the newest weights, and what metrics have seen, before anybody computes."""
@@ -308,33 +296,27 @@ class AbstractTraining(Hooks, ABC):
         if lack:
             todo = relief(self.plan or self._plan, self._options.activation_checkpointing)
             error.add_note(f"{self._name} ran {lack} {self.when}. {todo}")
-        text = report(error, self._place, self._session.flight)
-        with written(self._failure_path, text, error):
-            self._session.fail(error, todo)
+        flight, plan = self._session.flight, self.plan or self._plan
+        rows = flight.take() if flight is not None else []
+        self._session.fail(error, todo)
+        rank, worker = f"{self._name} ended {self.when}", self._worker
+        write_down(self._failure_path, error, rank, worker, plan, rows)
 
     @property
     def _name(self) -> str:
         if self.transport is not None:
-            return self.transport.names.own
+            return self.transport.crew.names.of(self._trainer.global_rank)
         return f"rank {self._trainer.global_rank} on {socket.gethostname()}"
 
-    def _place(self) -> Place:
-        worker = self._options.worker_of(self._trainer.global_rank)
-        return Place(self._name, worker, self.plan or self._plan, self.when)
+    @property
+    def _worker(self) -> int:
+        return self._options.worker_of(self._trainer.global_rank)
 
     @property
     def _failure_path(self) -> Path:
         root = self._trainer.default_root_dir
         folder = Path(root if ckpt.is_local(root) else ".")
         return folder / FOLDER / f"failure-rank{self._trainer.global_rank}.txt"
-
-    def failure(self) -> str | None:
-        """Return the words that a failing rank left, or None."""
-        return None if self.transport is None else self.transport.failure()
-
-    def silent(self) -> list[int] | None:
-        """Call all ranks; return those that do not answer, None where the store does not."""
-        return [] if self.transport is None else self.transport.silent()
 
     @property
     def when(self) -> str:

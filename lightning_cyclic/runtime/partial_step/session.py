@@ -52,16 +52,17 @@ from lightning_cyclic.runtime.partial_step.verification import PlainStep
 from lightning_cyclic.runtime.partial_step.verifier import Expect, Verifier
 from lightning_cyclic.runtime.partial_step.versions import Versions
 from lightning_cyclic.runtime.partial_step.weighting import shares_of, whole_share
-from lightning_cyclic.runtime.prediction.foresight import Foresight
+from lightning_cyclic.runtime.predict import Foresight
 from lightning_cyclic.runtime.randomness import undisturbed
 from lightning_cyclic.runtime.shelf import New
 from lightning_cyclic.runtime.snapshot import generators_of
 from lightning_cyclic.runtime.stages.cuts import Cuts
 from lightning_cyclic.runtime.transport import AbstractTransport
+from lightning_cyclic.runtime.transport.crew import naming_peers
 from lightning_cyclic.runtime.values.batches import refuse_iterators, tensors_of, with_tensors
 from lightning_cyclic.runtime.values.split import MicroBatch, family, signature
 from lightning_cyclic.runtime.values.trees import map_tensors
-from lightning_cyclic.runtime.waiting import Waiter, naming_peers
+from lightning_cyclic.runtime.waiting import Waiter
 from lightning_cyclic.runtime.weight_watch import WeightWatch
 from lightning_cyclic.runtime.worker import Worker
 
@@ -225,7 +226,7 @@ class StagewiseSession:
         self.router = CallRouter(self.module, cuts, self.device)
         if self.transport is not None:
             stages = {w: stages_of(plan, w) for w in range(self.num_workers)}
-            self.transport.names.know_stages(stages)
+            self.transport.crew.names.know_stages(stages)
         if plan.weights != "sync" and (self.flows or not plan.flows):
             self.versions = self._make_versions(plan, ownership)
         self._messages = self._make_messages(plan)
@@ -840,8 +841,8 @@ class StagewiseSession:
         if not self.failed:
             self.failed = True
             if self.transport is not None:
-                words = words_of(error, self.transport.names, self.when, todo)
-                self.transport.report_failure(words)
+                crew = self.transport.crew
+                crew.tell(words_of(error, crew.names, self.when, todo))
 
     @property
     def when(self) -> str:
@@ -854,7 +855,8 @@ class StagewiseSession:
     def _name(self, worker: int | None) -> str:
         assert self.transport is not None
         assert worker is not None
-        return self.transport.names.of(worker)
+        names = self.transport.crew.names
+        return names.of(names.rank_of(worker))
 
     def close(self) -> None:
         """End what runs in the background."""
@@ -877,7 +879,7 @@ class StagewiseSession:
         """Name the workers that do not come while the body waits for them."""
         if self.transport is None:
             return nullcontext()
-        return naming_peers(self.transport, self.when, what)
+        return naming_peers(self.transport.crew, self.when, what)
 
 
 def _shares_state(plan: Plan) -> bool:

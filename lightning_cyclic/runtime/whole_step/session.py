@@ -36,8 +36,7 @@ from lightning_cyclic.runtime.stages.survey import survey
 from lightning_cyclic.runtime.sum_dtypes import AS_MADE, SumDtypes
 from lightning_cyclic.runtime.transport import CountingTransport
 from lightning_cyclic.runtime.transport.choice import Route, link
-from lightning_cyclic.runtime.transport.limit import Limit
-from lightning_cyclic.runtime.waiting import naming_peers
+from lightning_cyclic.runtime.transport.crew import Crew, naming_peers
 from lightning_cyclic.runtime.weight_forms import ALL, WeightForms
 from lightning_cyclic.runtime.weight_watch import Weights, WeightWatch, changed_within
 from lightning_cyclic.runtime.whole_step.bootstrap import FirstStep
@@ -57,7 +56,7 @@ class SessionConfig:
             rounds) -> plan.
         stages: "auto", a number, or module paths that begin stages 1, 2, ...
         seed: key of the randomness inside training steps.
-        limit: of every wait.
+        crew: the ranks of all workers, and the limit of every wait.
         route: how messages travel.
         relay_buffers: "auto" relays the buffers that the first step changed, "all" every one.
         paced: whether workers that start together are brought into the timetable's stagger.
@@ -75,7 +74,7 @@ class SessionConfig:
     make_plan: Callable[[int, tuple[int, ...], tuple[int, ...], int], Plan]
     stages: int | str | Sequence[str]
     seed: int
-    limit: Limit
+    crew: Crew
     route: Route = "auto"
     relay_buffers: str = "auto"
     paced: bool = True
@@ -429,8 +428,8 @@ class Session:
         """Tell the other ranks why this one fails, and what to do; communicate no more."""
         if not self.failed:
             self.failed = True
-            words = words_of(error, self.transport.names, self.when, todo)
-            self.transport.report_failure(words)
+            crew = self.transport.crew
+            crew.tell(words_of(error, crew.names, self.when, todo))
 
     @property
     def when(self) -> str:
@@ -475,7 +474,7 @@ class Session:
 
     def naming_peers(self, what: str, peer: int | None = None) -> AbstractContextManager[None]:
         """Name the ranks that do not come while the body waits for them: one, or all."""
-        return naming_peers(self.transport, self.when, what, peer)
+        return naming_peers(self.transport.crew, self.when, what, peer)
 
     def _begin(self) -> None:
         self._watch.end()  # before others are waited for
@@ -634,7 +633,7 @@ class Session:
             )
 
     def _new_transport(self) -> CountingTransport:
-        links = link(self._config.route, self._device, self._config.limit)
+        links = link(self._config.route, self._device, self._config.crew)
         self.group = links.group
         return links.transport
 
