@@ -231,6 +231,7 @@ OF_TORCH: Final = (
     Private("torch.distributed.rendezvous", "_create_c10d_store", "a store for each attempt"),
     Private("torch.nn.modules.batchnorm", "_NormBase", "statistics of norms that are unfrozen"),
     Private("torch.utils._python_dispatch", "TorchDispatchMode", "counting the work of stages"),
+    Private("torch.utils._pytree", "SUPPORTED_NODES", "walking through containers"),
     Private("torch.utils._pytree", "tree_flatten", "walking through containers"),
     Private("torch.utils._pytree", "tree_iter", "walking through containers"),
     Private("torch.utils._pytree", "tree_leaves", "walking through containers"),

@@ -72,12 +72,12 @@ from lightning_cyclic.plugin.training import (
 from lightning_cyclic.plugin.unwritten import none_on_exception
 from lightning_cyclic.runtime.agreement import gather_texts, require_same_lines
 from lightning_cyclic.runtime.deferred import Deferral
+from lightning_cyclic.runtime.failure_words import words_of
 from lightning_cyclic.runtime.launchers import (
     apart_from_earlier_attempts,
     end_with_agent,
     shelter,
 )
-from lightning_cyclic.runtime.failure_words import words_of
 from lightning_cyclic.runtime.plain_copies import plain_copies
 from lightning_cyclic.runtime.transport.choice import naming_shared_gpus, refuse_shared_gpus
 from lightning_cyclic.runtime.transport.crew import Crew, naming_peers, naming_start

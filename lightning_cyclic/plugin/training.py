@@ -54,7 +54,6 @@ from lightning_cyclic.runtime.flight_recorder import FOLDER, FlightRecorder, wri
 from lightning_cyclic.runtime.memory_words import lack_of_memory, relief
 from lightning_cyclic.runtime.shelf import New, Shelf, in_memory
 from lightning_cyclic.runtime.stages.named_places import paste
-from lightning_cyclic.runtime.transport import CountingTransport
 from lightning_cyclic.runtime.weight_forms import ALL, WeightForms
 
 

@@ -59,9 +59,13 @@ from lightning_cyclic.runtime.snapshot import generators_of
 from lightning_cyclic.runtime.stages.cuts import Cuts
 from lightning_cyclic.runtime.transport import AbstractTransport
 from lightning_cyclic.runtime.transport.crew import naming_peers
-from lightning_cyclic.runtime.values.batches import refuse_iterators, tensors_of, with_tensors
-from lightning_cyclic.runtime.values.split import MicroBatch, family, signature
-from lightning_cyclic.runtime.values.trees import map_tensors
+from lightning_cyclic.runtime.values.split import (
+    MicroBatch,
+    family,
+    refuse_iterators,
+    signature,
+)
+from lightning_cyclic.runtime.values.trees import map_tensors, tensors
 from lightning_cyclic.runtime.waiting import Waiter
 from lightning_cyclic.runtime.weight_watch import WeightWatch
 from lightning_cyclic.runtime.worker import Worker
@@ -692,7 +696,7 @@ class StagewiseSession:
         if not sharing:
             return batch
         peer = sharing[-1].peer
-        mine = tensors_of(batch)
+        mine = tensors(batch)
         self._exchange.batches[t] = Message(mine, len(mine))
         (run or self._run)(sharing)
         self._worker.fetch((Datum.BATCH, t))
@@ -703,7 +707,8 @@ class StagewiseSession:
                 f"{self._name(peer)} has {shared.facts}; allowed: batches of one structure; "
                 "check the dataset of each rank"
             )
-        return with_tensors(batch, shared.tensors)
+        told = iter(shared.tensors)
+        return map_tensors(lambda x: next(told), batch)
 
     @contextmanager
     def _as_in_training(self) -> Iterator[None]:
