@@ -47,7 +47,10 @@ OF_TORCH: Final = (
     Private("torch.autograd.profiler", "_is_profiler_enabled", "names of actions in profiles"),
     Private("torch.autograd.grad_mode", "_unsafe_preserve_version_counter", "unseen changes"),
     Private("torch.distributed", "_functional_collectives", "collectives within steps"),
-    Private("torch.distributed.checkpoint._traverse", "set_element", "folders of checkpoints"),
+    Private(
+        "torch.distributed.checkpoint.default_planner", "_EmptyStateDictLoadPlanner", "folders"
+    ),
+    Private("torch.distributed.checkpoint.state_dict_loader", "_load_state_dict", "folders"),
     Private("torch.distributed.distributed_c10d", "_get_default_store", _STORE),
     Private("torch.distributed.rendezvous", "_create_c10d_store", "a store for each attempt"),
     Private("torch.nn.modules.batchnorm", "_NormBase", "statistics of norms that are unfrozen"),
@@ -55,12 +58,14 @@ OF_TORCH: Final = (
     Private("torch.utils._pytree", "tree_flatten", "walking through containers"),
     Private("torch.utils._pytree", "tree_iter", "walking through containers"),
     Private("torch.utils._pytree", "tree_leaves", "walking through containers"),
+    Private("torch.utils._pytree", "tree_map", "walking through containers"),
     Private("torch.utils._pytree", "tree_map_only", "walking through containers"),
     Private("torch.utils._pytree", "tree_unflatten", "walking through containers"),
 )
 OF_LIGHTNING: Final = (
     Private("lightning.fabric.utilities.data", "_auto_add_worker_init_fn", "seeds of loaders"),
-    Private("lightning.fabric.utilities.data", "_set_sampler_epoch", "the order of a new epoch"),
+    Private("lightning.fabric.utilities.seed", "_collect_rng_states", "random states in files"),
+    Private("lightning.fabric.utilities.seed", "_set_rng_states", "random states in files"),
     Private("lightning.fabric.utilities.load", "_METADATA_FILENAME", "folders of checkpoints"),
     Private("lightning.pytorch.loops.fetchers", "_PrefetchDataFetcher", "places of loaders"),
     Private("lightning.pytorch.trainer.call", "_call_callback_hooks", "hooks of late updates"),
@@ -70,14 +75,12 @@ OF_LIGHTNING: Final = (
 _EPOCH: Final = "fit_loop.epoch_loop"
 OF_TRAINERS: Final = (
     Private("", "_accelerator_connector", "samplers of replicas"),
-    Private("", "_checkpoint_connector", "going on from the newest checkpoint"),
     Private("_checkpoint_connector", "_loaded_checkpoint", "states of pruned networks"),
     Private("_signal_connector", "_sigterm_notifier_fn", "stopping behind one step at SIGTERM"),
     Private("_signal_connector", "_slurm_sigusr_handler_fn", "requeueing jobs of SLURM"),
     Private("strategy", "_get_process_group_backend", "choosing how messages travel"),
     Private("strategy", "_layer_sync", "refusing BatchNorm over all ranks"),
     Private("fit_loop", "_combined_loader", "places of loaders"),
-    Private("fit_loop", "_combined_loader_states_to_load", "places of loaders"),
     Private("fit_loop", "_load_combined_loader_states", "places of loaders"),
     Private(_EPOCH, "_broadcast_sigterm_tensor", "stopping behind one step, without a barrier"),
     Private(_EPOCH, "_on_before_fetch", "places of loaders"),

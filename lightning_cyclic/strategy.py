@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import signal
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -21,33 +21,35 @@ import torch
 from torch import nn
 from typing_extensions import override
 
+from lightning_cyclic.compat import _METADATA_FILENAME as META
 from lightning_cyclic.compat import (
     Accelerator,
+    AsyncCheckpointIO,
     CheckpointIO,
     ClusterEnvironment,
     DDPStrategy,
     LightningModule,
     Precision,
+    TorchCheckpointIO,
     Trainer,
     TrainerFn,
-    TrainerStatus,
     _auto_add_worker_init_fn,
     check_trainer,
 )
 from lightning_cyclic.errors import ConfigurationError
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.plugin import checkpoint as ckpt
-from lightning_cyclic.plugin import sealed_file
 from lightning_cyclic.plugin.asynchronous_pipeline import AsynchronousPipelineTraining
 from lightning_cyclic.plugin.callbacks.drain import DrainCallback
-from lightning_cyclic.plugin.checkpoint_files import CheckpointFiles
+from lightning_cyclic.plugin.checkpoint_file import (
+    CheckpointFile,
+    check_file,
+    none_on_exception,
+)
 from lightning_cyclic.plugin.checkpoint_folder import (
-    Apart,
     CheckpointFolder,
     by_names,
     check_folder,
-    check_names,
-    with_tensors,
     write_folder,
 )
 from lightning_cyclic.plugin.checks import (
@@ -59,7 +61,6 @@ from lightning_cyclic.plugin.checks import (
 )
 from lightning_cyclic.plugin.collective_calls import refusing_collectives
 from lightning_cyclic.plugin.departed import refuse_departed
-from lightning_cyclic.plugin.newest import checkpoints_of, newest_whole
 from lightning_cyclic.plugin.options import (
     STARTING_S,
     TRAINING_S,
@@ -79,13 +80,7 @@ from lightning_cyclic.plugin.training import (
     random_as_on_rank_0,
     start_alike,
 )
-from lightning_cyclic.plugin.unwritten import none_on_exception
-from lightning_cyclic.runtime.agreement import (
-    Together,
-    gather_texts,
-    put_together,
-    require_same_lines,
-)
+from lightning_cyclic.runtime.agreement import gather_texts, require_same_lines
 from lightning_cyclic.runtime.deferred import Deferral
 from lightning_cyclic.runtime.launchers import (
     apart_from_earlier_attempts,
@@ -95,7 +90,6 @@ from lightning_cyclic.runtime.launchers import (
 from lightning_cyclic.runtime.lending import lending
 from lightning_cyclic.runtime.meetings import START, Meetings, naming_start
 from lightning_cyclic.runtime.plain_copies import plain_copies
-from lightning_cyclic.runtime.shelf import in_memory
 from lightning_cyclic.runtime.transport.choice import (
     Route,
     naming_shared_gpus,
@@ -103,6 +97,7 @@ from lightning_cyclic.runtime.transport.choice import (
 )
 
 _TO_WRITE = "to write a checkpoint"
+_READ_BY_TORCH = (CheckpointFile, TorchCheckpointIO, AsyncCheckpointIO)
 
 
 def _lending(hook: str) -> Any:
@@ -194,8 +189,6 @@ class CyclicStrategy(DDPStrategy):
         save_distributed_checkpoint: whether a checkpoint is a folder, into which each rank writes
             the weights and optimizer state that it has, as under ModelParallelStrategy; else a
             file, for which rank 0 puts them together. [a file]
-        resume: "auto": a fit goes on from the newest whole checkpoint of this run, if it was
-            started before (docs/start.md), else from what fit(ckpt_path=...) names.
         verify: where a step is run in stages: whether the first step of a fit is compared, bit by
             bit, with training_step on the whole module, which rank 0 runs before it; a number
             compares as many steps, where one version of the weights is read; False compares none
@@ -248,7 +241,6 @@ class CyclicStrategy(DDPStrategy):
         transport: Route = "auto",
         reduce_dtype: Literal["fp32", "bf16", "fp16"] | None = None,
         save_distributed_checkpoint: bool = False,
-        resume: Literal["auto"] | None = None,
         verify: Literal["first_step"] | int = "first_step",
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
@@ -296,7 +288,6 @@ class CyclicStrategy(DDPStrategy):
             timeout_s=timeout.total_seconds() if timeout else TRAINING_S,
             starting_s=timeout.total_seconds() if timeout else STARTING_S,
             save_distributed_checkpoint=save_distributed_checkpoint,
-            resume=resume,
             verify=checked_verify(verify),
             network=network_of(bandwidth, latency),
         )
@@ -305,7 +296,6 @@ class CyclicStrategy(DDPStrategy):
         self._plan: Plan | None = None
         self._training: AbstractTraining | None = None  # Lightning itself answers
         self._reductions = HeldReductions()
-        self._files = CheckpointFiles(self._get_checkpoint_io, self._is_fitting)
         self._meetings: Meetings | None = None  # from the start of the process group on
         self._saved: Mapping[str, Any] | None = None
         self._folder: CheckpointFolder | None = None  # from which a run goes on
@@ -474,19 +464,8 @@ class CyclicStrategy(DDPStrategy):
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
         check_trainer(trainer)
-        if self._chosen.resume is not None and trainer.state.fn == TrainerFn.FITTING:
-            self._go_on_from_newest(trainer)
-
-    def _go_on_from_newest(self, trainer: Trainer) -> None:
-        """Let Lightning load what rank 0 finds, in place of what fit was given."""
-        found = [*checkpoints_of(trainer)]  # which all ranks refuse alike
-        path = self.broadcast(newest_whole(found) if self.is_global_zero else None)
-        if path is None:
-            return
-        connector = trainer._checkpoint_connector
-        start = connector.resume_start  # to which Lightning is about to give fit's ckpt_path
-        self._undo.callback(vars(connector).pop, "resume_start")
-        vars(connector)["resume_start"] = lambda _=None, **kwargs: start(str(path), **kwargs)
+        if self._checkpoint_io is None:
+            self._checkpoint_io = CheckpointFile()
 
     @override
     def setup_distributed(self) -> None:
@@ -705,76 +684,49 @@ class CyclicStrategy(DDPStrategy):
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None
     ) -> None:
         """Write a checkpoint with one more key for what is delayed: a file, or a folder."""
-        if self._chosen.save_distributed_checkpoint:
-            self._save_folder(checkpoint, filepath, storage_options)
-            return
-        new = in_memory if self._training is None else self._training.new
-        self._add_delayed(checkpoint, partial(put_together, new=new))
-        if not self._files.has(filepath) or storage_options is not None:
-            super().save_checkpoint(checkpoint, filepath, storage_options)
-        elif self.is_global_zero:
-            is_larger = self._training is not None and self._training.is_larger_than_memory
-            self._files.save(checkpoint, Path(filepath), has_room=not is_larger)
-
-    @override
-    def remove_checkpoint(self, filepath: Any) -> None:
-        """Remove a checkpoint, but for one that the last should have replaced and could not."""
-        self._files.remove(filepath, super().remove_checkpoint, writes=self.is_global_zero)
-
-    def _get_checkpoint_io(self) -> CheckpointIO:
-        return self.checkpoint_io  # by a method, as a Trainer may be pickled
-
-    def _is_fitting(self) -> bool:
-        state = self.lightning_module.trainer.state if self.lightning_module is not None else None
-        return state is not None and (state.fn, state.status) == (
-            TrainerFn.FITTING,
-            TrainerStatus.RUNNING,
-        )
-
-    def _add_delayed(self, checkpoint: dict[str, Any], together: Together) -> None:
         state = None
         if self._training is not None:
             with self.naming(_TO_WRITE):
-                state = self._training.delayed_state(together)
+                state = self._training.delayed_state()
+        if self._chosen.save_distributed_checkpoint:
+            self._save_folder(checkpoint, state, filepath, storage_options)
+            return
         if state is not None:
-            checkpoint[ckpt.KEY] = {"format": ckpt.FORMAT} | state
+            checkpoint[ckpt.KEY] = state
+        super().save_checkpoint(checkpoint, filepath, storage_options)
 
-    def _save_folder(self, checkpoint: dict[str, Any], path: Any, storage_options: Any) -> None:
+    def _save_folder(
+        self, checkpoint: dict[str, Any], state: Any, path: Any, storage_options: Any
+    ) -> None:
         """Write this rank's part of a checkpoint."""
         check_folder(path, self.checkpoint_io, storage_options)
         assert self.lightning_module is not None
-        apart, training = Apart(), self._training
-        self._add_delayed(checkpoint, apart.together)
+        training = self._training
         if training is None and not self.is_global_zero:
             checkpoint["state_dict"] = {}  # rank 0 has the same
         named = partial(by_names, module=self.lightning_module)
         states = checkpoint.get("optimizer_states", [])
         checkpoint["optimizer_states"] = list(map(named, states, self.optimizers))
         group = None if training is None else training.group
-        folder = Path(self.broadcast(path))
-        with self._files.warning(folder), self.naming(_TO_WRITE):
-            write_folder(checkpoint, folder, apart.tensors, group)
+        with self.naming(_TO_WRITE):
+            write_folder(checkpoint, Path(self.broadcast(path)), state, group)
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> Any:
         """Read a checkpoint, and keep what is delayed for the training."""
-        if self._files.is_behind(checkpoint_path):  # it may be on its way
-            self._files.wait()
-            self.barrier("load_checkpoint")
-        is_file, self._folder = self._files.has(checkpoint_path), None
-        if is_file:
-            with self.naming("to check a checkpoint"):
-                sealed_file.check(checkpoint_path, together=True)
-        if is_file and Path(checkpoint_path).is_dir():
-            self._folder = CheckpointFolder(Path(checkpoint_path))
-            meta = super().load_checkpoint(self._folder.meta, *args, **kwargs)
-            loaded = self._folder.completed(meta)
-        elif is_file:  # of which no rank reads more than it needs, if it makes its own stages
-            read = super().load_checkpoint if self._deferral is None else ckpt.mapped
-            loaded = read(checkpoint_path, *args, **kwargs)
-        else:
-            loaded = super().load_checkpoint(checkpoint_path, *args, **kwargs)  # from 2.6 on more
-        saved = with_tensors(loaded)
+        path, is_ours = checkpoint_path, type(self.checkpoint_io) in _READ_BY_TORCH
+        self._folder = CheckpointFolder(Path(path)) if is_ours and Path(path).is_dir() else None
+        if self._folder is not None:
+            path = Path(path) / META
+        if is_ours and ckpt.is_local(path):
+            with self.naming("to check a checkpoint"):  # a rank of each host does, for the others
+                check_file(Path(path), reads=self.local_rank == 0)
+        # no rank reads more than it needs, if it makes its own stages
+        is_lean = self._deferral is not None and is_ours and self._folder is None
+        loaded = (ckpt.mapped if is_lean else super().load_checkpoint)(path, *args, **kwargs)
+        if self._folder is not None:
+            loaded = self._folder.completed(loaded, lazily=self._deferral is not None)
+        saved = dict(loaded.get(ckpt.KEY) or {})
         ckpt.check_format(saved, checkpoint_path)
         saved.pop("format", None)
         self._saved = saved or None
@@ -784,8 +736,6 @@ class CyclicStrategy(DDPStrategy):
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load weights; versions in flight give way to them."""
         assert self.lightning_module is not None
-        if self._folder is not None:
-            check_names(self._folder.path, checkpoint["state_dict"], self.lightning_module, strict)
         self.flush()
         later = nullcontext() if self._deferral is None else self._deferral.loading()
         with nullcontext() if self._training is None else self._training.writable(), later:
@@ -799,10 +749,9 @@ class CyclicStrategy(DDPStrategy):
             module, training = self.lightning_module, self._training
             assert module is not None
             wanted = None if training is None else training.with_state
-            states = checkpoint["optimizer_states"]
             read = [
-                self._folder.optimizer_state(k, saved, optimizer, module, wanted)
-                for k, (saved, optimizer) in enumerate(zip(states, self.optimizers, strict=True))
+                self._folder.optimizer_state(k, optimizer, module, wanted)
+                for k, optimizer in enumerate(self.optimizers)
             ]
             checkpoint = {**checkpoint, "optimizer_states": read}
             self._folder = None
@@ -821,11 +770,7 @@ class CyclicStrategy(DDPStrategy):
 
     @override
     def teardown(self) -> None:
-        """Take everything off the module again, and finish what a thread writes."""
-        with closing(self._files):  # last, as nobody waits for its files
-            self._take_off()
-
-    def _take_off(self) -> None:
+        """Take everything off the module again."""
         if self._training is not None:
             self._training.close()
         self._part()

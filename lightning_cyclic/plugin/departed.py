@@ -38,6 +38,8 @@ DEPARTED: Final[dict[str, str]] = {
     "under '1f1b' and go on from its checkpoint",
     "warmup_steps": "train the first steps under '1f1b', and go on from its checkpoint; then "
     "the rule begins as at step 0",
+    "resume": "name the checkpoint to fit: trainer.fit(..., ckpt_path='last'), with "
+    "ModelCheckpoint(dirpath=..., save_last=True)",
     "rank_order": "launch neighbours on one host, as srun --distribution=block and torchrun do",
     "trace": "profile with torch.profiler or Trainer(profiler='pytorch'), which show each action",
     # flags of the command line

@@ -65,7 +65,6 @@ class Options:
         starting_s: limit before it, and where code may be compiled, in seconds.
         save_distributed_checkpoint: whether checkpoints are folders, of which ranks write parts.
         verify: how many of the first steps are compared with the plain one.
-        resume: "auto", or None where fit alone names the checkpoint.
         num_workers: how many there are; None while it is not known.
         late_updates: whether stages decide together about a step, as the Trainer's flags ask.
         norms: who is told the norms of all gradients, as these flags ask.
@@ -93,7 +92,6 @@ class Options:
     starting_s: float
     save_distributed_checkpoint: bool = False
     verify: int = 0
-    resume: str | None = None
     num_workers: int | None = None
     late_updates: bool = False
     norms: str = "none"
@@ -108,8 +106,6 @@ class Options:
         """
         check_choice(self.relay_buffers, ("auto", "all"), "relay_buffers")
         check_switch(self.save_distributed_checkpoint, "save_distributed_checkpoint")
-        if self.resume is not None:
-            check_choice(self.resume, ("auto",), "resume")
         if self.clip is not None:
             check_choice(self.clip, CLIPPING, "clip")
         if self.groups is not None:
