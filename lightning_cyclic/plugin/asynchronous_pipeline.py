@@ -36,7 +36,6 @@ from lightning_cyclic.plugin.summaries import StepOutcome
 from lightning_cyclic.plugin.surrogate_loss import stand_in
 from lightning_cyclic.plugin.training import epoch_ends
 from lightning_cyclic.plugin.weight_guard import WeightGuard
-from lightning_cyclic.runtime.agreement import Together, put_together
 from lightning_cyclic.runtime.gradient_store import Gradients
 from lightning_cyclic.runtime.loss_scaling import LossScaling
 from lightning_cyclic.runtime.partial_step.config import Share, StagewiseConfig, Summarise
@@ -260,15 +259,14 @@ class AsynchronousPipelineTraining(PipelineTraining):
             self._scaling.catch_up(session.t)
 
     @override
-    def delayed_state(self, together: Together = put_together) -> dict[str, Any] | None:
-        state = super().delayed_state(together)
+    def _part_of_delayed_state(self) -> dict[str, Any] | None:
+        state = super()._part_of_delayed_state()
         t = self._session.t
         if state is not None and t > 0:
             named = self._session.named()
             state["groups"] = self._updates.groups_of(t - 1)
             state["scales"] = self._scaling and self._scaling.state()
-            displacements = self._predictor.state(named)
-            state["displacements"] = together("displacements", displacements, self._session.group)
+            state["displacements"] = self._predictor.state(named)
         return state
 
     @override

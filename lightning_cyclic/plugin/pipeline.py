@@ -252,12 +252,9 @@ class PipelineTraining(AbstractTraining):
     @override
     def _whole_weights(self, own: Own) -> dict[str, Any]:
         """Put the whole weights together, under the names of ``module.state_dict()``."""
-        if not self.is_larger_than_memory:
-            self.bring()
-            state: dict[str, Any] = own()
-            return state
-        whole = self._session.gather_on_rank_0(self.new)
-        return ckpt.whole_state(self._module, whole) if whole else {}
+        self.bring()
+        state: dict[str, Any] = own()
+        return state
 
     @property
     @override

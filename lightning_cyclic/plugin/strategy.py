@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, ClassVar, Literal
@@ -38,7 +38,7 @@ from lightning_cyclic.plan import Plan
 from lightning_cyclic.plugin import checkpoint as ckpt
 from lightning_cyclic.plugin.asynchronous_pipeline import AsynchronousPipelineTraining
 from lightning_cyclic.plugin.callbacks.drain import DrainCallback
-from lightning_cyclic.plugin.checkpoint_files import CheckpointFiles
+from lightning_cyclic.plugin.checkpoint_file import CheckpointFile, none_on_exception
 from lightning_cyclic.plugin.checkpoint_folder import CheckpointFolder
 from lightning_cyclic.plugin.checks import (
     check_has_values,
@@ -69,7 +69,6 @@ from lightning_cyclic.plugin.training import (
     random_as_on_rank_0,
     start_alike,
 )
-from lightning_cyclic.plugin.unwritten import none_on_exception
 from lightning_cyclic.runtime.agreement import gather_texts, require_same_lines
 from lightning_cyclic.runtime.deferred import Deferral
 from lightning_cyclic.runtime.failure_words import words_of
@@ -134,7 +133,6 @@ class PlannedStrategy(Reports, Checkpoints):
         self._plan: Plan | None = None
         self._training: Hooks = Hooks()  # Lightning itself answers
         self._reductions = HeldReductions()
-        self._files = CheckpointFiles(self._get_checkpoint_io, self._is_fitting)
         self.crew: Crew | None = None  # from the start of the process group on
         self._saved: Mapping[str, Any] | None = None
         self._folder: CheckpointFolder | None = None  # from which a run goes on
@@ -228,6 +226,8 @@ class PlannedStrategy(Reports, Checkpoints):
         super().setup_environment()
         assert self.lightning_module is not None
         check_trainer(self.lightning_module.trainer)
+        if self._checkpoint_io is None:
+            self._checkpoint_io = CheckpointFile()
 
     @override
     def setup_distributed(self) -> None:
@@ -472,11 +472,7 @@ class PlannedStrategy(Reports, Checkpoints):
 
     @override
     def teardown(self) -> None:
-        """Take everything off the module again, and finish what a thread writes."""
-        with closing(self._files):  # last, as nobody waits for its files
-            self._take_off()
-
-    def _take_off(self) -> None:
+        """Take everything off the module again."""
         self._training.close()
         self._part()
         self._undo.close()

@@ -24,7 +24,6 @@ from lightning_cyclic.plan.dataflow import Datum, Item
 from lightning_cyclic.plan.passes.messages import step_of
 from lightning_cyclic.plan.program import Program
 from lightning_cyclic.runtime.absent import is_absent, make_present
-from lightning_cyclic.runtime.agreement import Together, put_together
 from lightning_cyclic.runtime.cast_copies import CastCopies
 from lightning_cyclic.runtime.failure_words import words_of
 from lightning_cyclic.runtime.flight_recorder import FlightRecorder
@@ -54,7 +53,6 @@ from lightning_cyclic.runtime.partial_step.versions import Versions
 from lightning_cyclic.runtime.partial_step.weighting import shares_of, whole_share
 from lightning_cyclic.runtime.predict import Foresight
 from lightning_cyclic.runtime.randomness import undisturbed
-from lightning_cyclic.runtime.shelf import New
 from lightning_cyclic.runtime.snapshot import generators_of
 from lightning_cyclic.runtime.stages.cuts import Cuts
 from lightning_cyclic.runtime.transport import AbstractTransport
@@ -780,19 +778,15 @@ class StagewiseSession:
         assert self.cuts is not None
         return {n for j in self._owned for n in (*self.cuts.parameters[j], *self.cuts.buffers[j])}
 
-    def state(self, together: Together = put_together) -> dict[str, Any] | None:
-        """Return what a checkpoint needs, on worker 0; None before any step. All must call it."""
+    def state(self) -> dict[str, Any] | None:
+        """Return this worker's part of what a checkpoint needs; None before any step."""
         if self.cuts is None:
             return None
-        previous = {} if self.versions is None else self.versions.previous()
         return {
             "cuts": self.cuts.as_data(),
             "t": self.t,
             "seed": self.config.seed,
-            "previous": {
-                kind: together(f"previous.{kind}", values, self.group)
-                for kind, values in previous.items()
-            },
+            "previous": {} if self.versions is None else self.versions.previous(),
         }
 
     def bring(self) -> None:
@@ -807,12 +801,6 @@ class StagewiseSession:
         assert self.cuts is not None
         with self.naming_peers("to put the weights together"):
             return self._collectives.gather(self.cuts, self._plans.usual)
-
-    def gather_on_rank_0(self, new: New) -> dict[str, Tensor]:
-        """Return all parameters and buffers, whole, on rank 0 alone; all must call it."""
-        assert self.cuts is not None
-        with self.naming_peers("to put the weights together"):
-            return self._collectives.gather_on_rank_0(self.cuts, self._plans.usual, new)
 
     @property
     def was_whole(self) -> bool:

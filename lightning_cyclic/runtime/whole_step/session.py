@@ -23,13 +23,11 @@ from torch.nn.parameter import is_lazy
 from lightning_cyclic.errors import StepError
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.runtime.absent import is_absent, make_present
-from lightning_cyclic.runtime.agreement import Together, put_together, sent_to_rank_0
 from lightning_cyclic.runtime.failure_words import words_of
 from lightning_cyclic.runtime.flight_recorder import FlightRecorder
 from lightning_cyclic.runtime.late_values import LateValues
 from lightning_cyclic.runtime.lending import lending, num_bytes_of
 from lightning_cyclic.runtime.loss_scaling import Outcomes
-from lightning_cyclic.runtime.shelf import New
 from lightning_cyclic.runtime.stages.profile import Profile
 from lightning_cyclic.runtime.stages.stage_map import StageMap, make_stages
 from lightning_cyclic.runtime.stages.survey import survey
@@ -350,17 +348,17 @@ class Session:
         named = [*self._module.named_parameters(), *self._module.named_buffers()]
         return own | ({n for n, _ in named} - self.stages.stage_of.keys())
 
-    def state(self, together: Together = put_together) -> dict[str, Any] | None:
-        """Return what a checkpoint needs, behind a flush; None before any step."""
+    def state(self) -> dict[str, Any] | None:
+        """Return this worker's part of what a checkpoint needs, behind a flush; None before."""
         if self.engine is None or self.stages is None or self.failed:
             return None
         state = self.engine.state()
-        # with parameters sharded each has those of its own stages; else worker 0 has all
-        group = self.group if self.engine.plan.axes.sharding.gathers else None
+        # with parameters sharded each has those of its own stages; else all have all
+        writes = self._worker == 0 or self.engine.plan.axes.sharding.gathers
         return {
             "stages": self.stages.as_data(),
             "t": state.t,
-            "previous": together("previous", state.previous, group),
+            "previous": state.previous if writes else {},
             "seed": self._seed,
         }
 
@@ -394,14 +392,13 @@ class Session:
         Args:
             trained: name -> parameter, for all that are trained now.
         """
-        saved = self.state()
-        if saved is None or self.stages is None or self.engine is None:
+        if self.stages is None or self.engine is None or self.failed:
             self._trained = dict(trained)
             self._first = FirstStep(self._module, trained, self.group)
             return
         self._trained |= trained
+        state = self.engine.state()
         self.engine.close()
-        state = EngineState(t=saved["t"], previous=saved["previous"])
         self._start(self.stages.training(trained).relaying(self._normalising()), state)
 
     def _normalising(self) -> Iterator[tuple[str, str]]:
@@ -600,16 +597,6 @@ class Session:
     def is_larger_than_memory(self) -> bool:
         """Say whether no worker may ever have the whole module."""
         return self.engine is not None and not self._fits
-
-    def gather_on_rank_0(self, new: New) -> dict[str, Tensor]:
-        """Return all parameters and buffers, whole, on rank 0 alone; all must call it."""
-        assert self.engine is not None
-        assert self.stages is not None
-        stage_of, owner = self.stages.stage_of, self.engine.plan.owner
-        named = {**dict(self._module.named_parameters()), **dict(self._module.named_buffers())}
-        sources = {n: owner(stage_of[n]) if n in stage_of else 0 for n in named}
-        with self.naming_peers("to put the weights together"):
-            return sent_to_rank_0(named, sources, self.group, new)
 
     # ------------------------------------------------------------------ checks
 
