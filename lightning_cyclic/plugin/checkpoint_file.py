@@ -8,7 +8,6 @@ in one step, so that whatever ends a run leaves the old file or the new one.
 from __future__ import annotations
 
 import hashlib
-import logging
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -20,13 +19,12 @@ import torch
 import torch.distributed as dist
 from typing_extensions import override
 
-from lightning_cyclic.compat import ModelCheckpoint, TorchCheckpointIO, Trainer
+from lightning_cyclic.compat import ModelCheckpoint, TorchCheckpointIO, Trainer, logger
 from lightning_cyclic.errors import ConfigurationError
 from lightning_cyclic.plugin.checkpoint import is_local
 from lightning_cyclic.runtime.agreement import gather_texts
 
-# below Lightning's, which is printed
-_log = logging.getLogger("lightning.pytorch.lightning_cyclic")
+_log = logger()
 
 
 @final

@@ -15,7 +15,6 @@ torch runs, each is a ``torch.profiler.record_function`` of the same words, too.
 
 from __future__ import annotations
 
-import logging
 import os
 import time
 from collections import deque
@@ -47,9 +46,6 @@ _LANES = {  # name of a thread -> what it does
 # [begin, end (0: it is not over), action or lane, what makes its words]; in nanoseconds
 Row: TypeAlias = list[Any]
 _now_ns = time.monotonic_ns
-
-# below Lightning's, which is printed
-_log = logging.getLogger("lightning.pytorch.lightning_cyclic")
 
 
 @final
@@ -119,7 +115,7 @@ class FlightRecorder:
 def write_down(
     path: Path, error: BaseException, rank: str, worker: int, plan: Plan, rows: Sequence[Row]
 ) -> None:
-    """Add to a file what a worker did until it failed; the error says where, or the log why not.
+    """Add to a file what a worker did until it failed; the error says where, or why not.
 
     Args:
         path: of the file.
@@ -130,7 +126,7 @@ def write_down(
         rows: what it did, as it was taken.
     """
     now = datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
-    numbers = ("num_workers", "num_stages", "num_microbatches", "width", *AXES)
+    numbers = ("num_workers", "num_stages", "num_microbatches", "replicas", *AXES)
     chosen = ", ".join(f"{name}={getattr(plan, name)}" for name in numbers)
     did = _LEGEND + "\n".join(lines(rows, _now_ns())) if rows else "It had begun no action."
     try:
@@ -141,7 +137,7 @@ def write_down(
                 f"worker {worker}, process {os.getpid()}, {plan.preset}: {chosen}\n\n{did}\n"
             )
     except OSError as problem:  # the error is what matters
-        _log.warning(f"{path} is not written: {problem}")
+        error.add_note(f"{path} is not written: {problem}")
     else:
         error.add_note(f"What this rank did last is in {path}")
 
