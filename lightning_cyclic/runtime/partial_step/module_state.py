@@ -24,9 +24,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_cyclic.errors import StepError
+from lightning_cyclic.runtime.bits import unseen
 from lightning_cyclic.runtime.plain_copies import ours
 from lightning_cyclic.runtime.stages.cuts import Cuts
-from lightning_cyclic.runtime.unseen_changes import unseen
 from lightning_cyclic.runtime.values.plain import (
     is_plain,
     leaf_from_data,

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.plan.actions import Action
-from lightning_cyclic.runtime.unseen_changes import unseen
+from lightning_cyclic.runtime.bits import unseen
 
 Guess: TypeAlias = Callable[[int, Sequence[nn.Parameter], int, int], list[Tensor]]
 """(stage, its parameters, the version that they hold, updates to look ahead) -> values."""
