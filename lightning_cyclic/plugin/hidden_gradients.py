@@ -2,7 +2,8 @@
 
 Replicated workers, and steps that flow into each other, update stage by stage: each gradient is
 whole for a moment, on one worker. A hook that read all of them, to log their norm, got some of
-them, its own part of them, or nothing. Now it gets those that are whole, or an error.
+them, its own part of them, or nothing. Now it gets those that are whole, or an error. The
+comparison of the first step sees sums of gradients, but not what a hook makes of them.
 """
 
 from __future__ import annotations

@@ -44,7 +44,6 @@ from lightning_cyclic.runtime.partial_step.ownership import Ownership
 from lightning_cyclic.runtime.partial_step.packets import Lesson
 from lightning_cyclic.runtime.partial_step.plans import Plans
 from lightning_cyclic.runtime.partial_step.ranks import rank_of
-from lightning_cyclic.runtime.partial_step.side_effects import SideEffects
 from lightning_cyclic.runtime.partial_step.stage_step import Micro, StageStep
 from lightning_cyclic.runtime.partial_step.time_major import refusing_time_major
 from lightning_cyclic.runtime.partial_step.verification import PlainStep
@@ -234,7 +233,7 @@ class StagewiseSession:
         self._messages = self._make_messages(plan)
         repeated = set(cuts.repeated) - set(ownership.stale)
         self._state = ModuleState(
-            self.module, self.config.not_state, ownership.stages, plan.num_stages,
+            self.module, cuts, self.config.not_state, ownership.stages, plan.num_stages,
             self.config.say, repeated,
         )  # fmt: skip
         self._grads = GradientStore(self.trained_of, self.config.sums)
@@ -280,7 +279,7 @@ class StagewiseSession:
         assert self.router is not None
         config, versions, ownership = self.config, self.versions, self.ownership
         step = StageStep(
-            self.router, plan, ownership, SideEffects(self.module, cuts, self._state),
+            self.router, plan, ownership, self._state,
             config.seed, config.remat, versions, config.is_one_stage,
         )  # fmt: skip
         step.held = self._held = generators_of(self.module, config.not_state)
