@@ -723,7 +723,8 @@ class CyclicStrategy(DDPStrategy):
                 check_file(Path(path), reads=self.local_rank == 0)
         # no rank reads more than it needs, if it makes its own stages
         is_lean = self._deferral is not None and is_ours and self._folder is None
-        loaded = (ckpt.mapped if is_lean else super().load_checkpoint)(path, *args, **kwargs)
+        mapped = partial(torch.load, map_location="cpu", mmap=True)
+        loaded = (mapped if is_lean else super().load_checkpoint)(path, *args, **kwargs)
         if self._folder is not None:
             loaded = self._folder.completed(loaded, lazily=self._deferral is not None)
         saved = dict(loaded.get(ckpt.KEY) or {})
