@@ -174,7 +174,7 @@ def spoiled(saved: Any, how: str, file: Path) -> str:
     torch.save(saved, file)
     if how == "short":
         os.truncate(file, file.stat().st_size // 2)
-        return f"the checkpoint {file} has {file.stat().st_size} bytes and is not whole; "
+        return f"the checkpoint {file} has {file.stat().st_size} bytes and is no whole archive"
     said = {"missing": "Missing key(s)", "extra": "Unexpected key(s)", "reshaped": "size mismatch"}
     return said[how]
 

@@ -114,7 +114,8 @@ def write_folder(
     if rank == 0:
         before = part.with_suffix(".before")
         _remove(before)
-        if path.exists():
+        sync_folder(part)
+        if path.is_symlink() or path.exists():
             path.rename(before)
         part.rename(path)
         sync_folder(path.parent)
@@ -127,7 +128,10 @@ def _meet(group: Any) -> None:
 
 
 def _remove(path: Path) -> None:
-    shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 @final

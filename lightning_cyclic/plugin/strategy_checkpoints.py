@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -98,7 +99,8 @@ class Checkpoints(DDPStrategy):
                 check_file(Path(path), reads=self.local_rank == 0)
         # no rank reads more than it needs, if it makes its own stages
         is_lean = self._deferral is not None and is_ours and self._folder is None
-        loaded = (ckpt.mapped if is_lean else super().load_checkpoint)(path, *args, **kwargs)
+        mapped = partial(torch.load, map_location="cpu", mmap=True)
+        loaded = (mapped if is_lean else super().load_checkpoint)(path, *args, **kwargs)
         if self._folder is not None:
             loaded = self._folder.completed(loaded, lazily=self._deferral is not None)
         saved = dict(loaded.get(ckpt.KEY) or {})

@@ -447,9 +447,7 @@ class AbstractTraining(Hooks, ABC):
         rank, num_ranks = self._trainer.global_rank, self._trainer.world_size
         num_loaders, num_then = num_ranks // self._workers_per_loader, len(loaders)
         if num_then != num_loaders:
-            lacks = (
-                f"was by {num_then} ranks with loaders of their own; this run has {num_loaders}"
-            )
+            lacks = f"by {num_then} ranks with loaders of their own; this run has {num_loaders}"
             mine.put_state(None, lacks if loaders else "")
             return
         position = loaders[str(self._replica)]
