@@ -51,11 +51,12 @@ from lightning_cyclic.plugin.checkpoint_folder import (
     write_folder,
 )
 from lightning_cyclic.plugin.checks import (
-    check_has_values,
+    check_beyond_memory,
     check_hosts_of_groups,
     check_no_averaging,
     check_no_leftovers,
     check_plan,
+    refuse_file,
 )
 from lightning_cyclic.plugin.collective_calls import refusing_collectives
 from lightning_cyclic.plugin.departed import refuse_departed
@@ -76,26 +77,25 @@ from lightning_cyclic.plugin.samplers import check_samplers
 from lightning_cyclic.plugin.synchronous_pipeline import SynchronousPipelineTraining
 from lightning_cyclic.plugin.training import (
     AbstractTraining,
-    random_as_on_rank_0,
+    agreed_seed,
     start_alike,
 )
 from lightning_cyclic.plugin.unwritten import none_on_exception
+from lightning_cyclic.runtime.absent import num_bytes_of
 from lightning_cyclic.runtime.agreement import (
     Together,
     gather_texts,
     put_together,
     require_same_lines,
 )
-from lightning_cyclic.runtime.deferred import Deferral
 from lightning_cyclic.runtime.launchers import (
     apart_from_earlier_attempts,
     end_with_agent,
     shelter,
 )
-from lightning_cyclic.runtime.lending import lending
 from lightning_cyclic.runtime.meetings import START, Meetings, naming_start
+from lightning_cyclic.runtime.meta import MetaWeights, is_unmade, lending
 from lightning_cyclic.runtime.plain_copies import plain_copies
-from lightning_cyclic.runtime.shelf import in_memory
 from lightning_cyclic.runtime.transport.choice import (
     Route,
     naming_shared_gpus,
@@ -309,7 +309,7 @@ class CyclicStrategy(DDPStrategy):
         self._meetings: Meetings | None = None  # from the start of the process group on
         self._saved: Mapping[str, Any] | None = None
         self._folder: CheckpointFolder | None = None  # from which a run goes on
-        self._deferral: Deferral | None = None  # of a module that is made within the strategy
+        self._unmade: MetaWeights | None = None  # until setup
         self._undo = ExitStack()  # what setup has changed of the Trainer, until teardown
 
     @property
@@ -430,8 +430,6 @@ class CyclicStrategy(DDPStrategy):
     def connect(self, model: LightningModule) -> None:
         """Insert the drain in front of all callbacks."""
         super().connect(model)
-        if self._deferral is not None:
-            self._deferral.adopt(model)
         if _kind_of_training(self._options, fitting=True) is None:
             return
         if model._trainer is None:  # whoever connects by hand runs no loop
@@ -440,27 +438,6 @@ class CyclicStrategy(DDPStrategy):
         if not any(isinstance(callback, DrainCallback) for callback in callbacks):
             callbacks.insert(0, DrainCallback(self._get_training, self._fail))
 
-    @override
-    @contextmanager
-    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """Let a module be made without memory, where memory has a limit.
-
-        Each worker of a pipeline, or of a plan that shards, makes its own stages.
-        """
-        options = self._options
-        workers = options.num_workers or 1
-        is_whole = not options.makes_stages_apart or workers == 1
-        if is_whole or options.memory_limit_bytes is None or empty_init:
-            with super().tensor_init_context(empty_init):
-                yield
-            return
-        self._deferral = self._deferral or Deferral(self.root_device)
-        noted = self._deferral.running()
-        with super().tensor_init_context(empty_init), random_as_on_rank_0(), noted:
-            yield
-        if self.lightning_module is not None:
-            self._deferral.adopt(self.lightning_module)
-
     def _get_training(self) -> AbstractTraining | None:
         return self._training  # by a method, as a Trainer may be pickled
 
@@ -468,7 +445,7 @@ class CyclicStrategy(DDPStrategy):
     def setup_environment(self) -> None:
         """Forget the training before this one: a checkpoint is loaded before setup."""
         self._plan = self._planned
-        self._training = None
+        self._training = self._unmade = None
         self._part()
         super().setup_environment()
         assert self.lightning_module is not None
@@ -509,7 +486,7 @@ class CyclicStrategy(DDPStrategy):
     def setup(self, trainer: Trainer) -> None:
         """Check everything that can be checked before the first step."""
         fitting = trainer.state.fn == TrainerFn.FITTING
-        check_has_values(trainer.lightning_module)
+        self._make_unmade(trainer, fitting=fitting)
         self._prepare(trainer, self._options, fitting=fitting)
         if fitting and isinstance(self.precision_plugin, SparseStatePrecision):
             self.model_to_device()
@@ -536,6 +513,36 @@ class CyclicStrategy(DDPStrategy):
         elif self._saved is not None:  # Lightning itself trains, on the newest weights
             ckpt.warn_of_other_plan(self._saved, "sync")
             self._saved = None
+
+    def _note_unmade(self) -> None:
+        """Find layers on the meta device, to which a checkpoint may give values before setup."""
+        module = self.lightning_module
+        if self._training is None and self._unmade is None and module and is_unmade(module):
+            self._unmade = MetaWeights(module, self.root_device, agreed_seed())
+
+    def _make_unmade(self, trainer: Trainer, *, fitting: bool) -> None:
+        """Make layers of the meta device, or let each rank make its own of what exceeds all."""
+        self._note_unmade()
+        unmade, self._unmade = self._unmade, None
+        if unmade is None:
+            return
+        unmade.check()
+        if not self._exceeds_memory:
+            unmade.make_all()
+        elif fitting:
+            check_beyond_memory(
+                trainer, in_files=not self._chosen.save_distributed_checkpoint,
+                by_stages=self._options.is_stagewise,
+            )  # fmt: skip
+
+    @property
+    def _exceeds_memory(self) -> bool:
+        """Say whether no rank may have all parameters, and the plan needs none to."""
+        options, limit = self._options, self._chosen.memory_limit_bytes
+        if limit is None or self.world_size == 1 or not options.makes_stages_apart:
+            return False
+        assert self.lightning_module is not None
+        return sum(map(num_bytes_of, self.lightning_module.parameters())) > limit
 
     def _prepare(self, trainer: Trainer, options: Options, *, fitting: bool) -> None:
         """Check the Trainer, and let workers that see the same batches have the whole loader."""
@@ -585,16 +592,15 @@ class CyclicStrategy(DDPStrategy):
             f"preset={options.preset!r}, which predicts weights": options.predicts,
             "save_distributed_checkpoint=True": options.save_distributed_checkpoint,
             "memory_limit_bytes": options.memory_limit_bytes is not None,
-            "a module without values (trainer.init_module)": self._deferral is not None,
             "error_feedback=True": options.error_feedback,
         }
         first = next((what for what, is_so in found.items() if is_so), None)
         if first is not None:
             raise ConfigurationError(
                 f"SparseStatePrecision was given with {first}, where gradients or weights are "
-                "dense; allowed: presets that predict no weights, modules with values, "
-                "checkpoints of one file; use Trainer(strategy='cyclic_dp'), 'cyclic_zero', "
-                "'1f1b' or 'pipedream_2bw', without that"
+                "dense; allowed: presets that predict no weights, checkpoints of one file; use "
+                "Trainer(strategy='cyclic_dp'), 'cyclic_zero', '1f1b' or 'pipedream_2bw', without "
+                "that"
             )
 
     @override
@@ -708,13 +714,11 @@ class CyclicStrategy(DDPStrategy):
         if self._chosen.save_distributed_checkpoint:
             self._save_folder(checkpoint, filepath, storage_options)
             return
-        new = in_memory if self._training is None else self._training.new
-        self._add_delayed(checkpoint, partial(put_together, new=new))
+        self._add_delayed(checkpoint, put_together)
         if not self._files.has(filepath) or storage_options is not None:
             super().save_checkpoint(checkpoint, filepath, storage_options)
         elif self.is_global_zero:
-            is_larger = self._training is not None and self._training.is_larger_than_memory
-            self._files.save(checkpoint, Path(filepath), has_room=not is_larger)
+            self._files.save(checkpoint, Path(filepath))
 
     @override
     def remove_checkpoint(self, filepath: Any) -> None:
@@ -769,9 +773,6 @@ class CyclicStrategy(DDPStrategy):
             self._folder = CheckpointFolder(Path(checkpoint_path))
             meta = super().load_checkpoint(self._folder.meta, *args, **kwargs)
             loaded = self._folder.completed(meta)
-        elif is_file:  # of which no rank reads more than it needs, if it makes its own stages
-            read = super().load_checkpoint if self._deferral is None else ckpt.mapped
-            loaded = read(checkpoint_path, *args, **kwargs)
         else:
             loaded = super().load_checkpoint(checkpoint_path, *args, **kwargs)  # from 2.6 on more
         saved = with_tensors(loaded)
@@ -787,8 +788,10 @@ class CyclicStrategy(DDPStrategy):
         if self._folder is not None:
             check_names(self._folder.path, checkpoint["state_dict"], self.lightning_module, strict)
         self.flush()
-        later = nullcontext() if self._deferral is None else self._deferral.loading()
-        with nullcontext() if self._training is None else self._training.writable(), later:
+        self._note_unmade()
+        if self._unmade is not None and self._folder is None and self._exceeds_memory:
+            refuse_file("a checkpoint to go on from")
+        with nullcontext() if self._training is None else self._training.writable():
             super().load_model_state_dict(checkpoint, strict=strict)
         self._resume()
 

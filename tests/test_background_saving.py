@@ -13,16 +13,11 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import AsyncCheckpointIO, TorchCheckpointIO
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from torch.utils.data import DataLoader
 
-import lightning_cyclic.strategy
 from lightning_cyclic.plugin import sealed_file
 from tests import processes
-from tests.conformance.harness import Batches
-from tests.conformance.modules import vectors
 from tests.corpus import Classifier, assert_same, make_trainer, train_data, weights_of
 from tests.rows import chosen
-from tests.test_deferred import LEAST, Late, staged
 from tests.test_interrupted import contents, difference
 
 pytestmark = pytest.mark.multi
@@ -201,27 +196,7 @@ def test_who_reads_what_is_written_waits_for_it(tmp_path: Path) -> None:
     assert processes.run(read_at_once, 2, str(tmp_path)) == [EVERY, EVERY]
 
 
-# ---------------------------------------------------------------------- no room, and others' ways
-
-
-def fit_beyond_memory(folder: str) -> None:
-    """Train where no rank may have the whole module, and so none a copy of it."""
-
-    def copied(checkpoint: Any) -> Any:
-        raise MemoryError
-
-    lightning_cyclic.strategy.copied = copied  # of a process that ends soon
-    trainer = make_trainer(
-        staged("1f1b") | {"memory_limit_bytes": LEAST}, max_epochs=1,
-        enable_checkpointing=True, default_root_dir=folder,
-        callbacks=[ModelCheckpoint(folder, "{epoch}")], plugins=[AsyncCheckpointIO()],
-    )  # fmt: skip
-    trainer.fit(Late(), DataLoader(Batches(vectors, [[0, 1], [2, 3]]), batch_size=None))
-
-
-def test_without_room_for_a_copy_a_file_is_written_at_once(tmp_path: Path) -> None:
-    processes.run(fit_beyond_memory, 2, str(tmp_path))
-    sealed_file.check(tmp_path / "epoch=0.ckpt")
+# ---------------------------------------------------------------------- others' ways
 
 
 class Own(TorchCheckpointIO):

@@ -16,7 +16,6 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -25,14 +24,13 @@ from lightning_cyclic.errors import ConfigurationError
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.plugin.group_values import values_of
 from lightning_cyclic.runtime.agreement import gathered, merged
-from lightning_cyclic.runtime.shelf import New, in_memory
 
 KEY = "lightning_cyclic"
 FORMAT = 1  # of what is under it; a reader refuses higher ones
 
 
 def gather_optimizer_state(
-    optimizer: Optimizer, owned: Sequence[nn.Parameter], group: Any, new: New = in_memory
+    optimizer: Optimizer, owned: Sequence[nn.Parameter], group: Any
 ) -> dict[str, Any]:
     """Return the whole optimizer state on worker 0, this worker's part elsewhere.
 
@@ -40,12 +38,11 @@ def gather_optimizer_state(
         optimizer: holds state for the parameters that this worker owns.
         owned: those parameters.
         group: process group of all workers for what is in the host's memory; None for one worker.
-        new: makes the tensors into which those of other workers come.
     """
     mine = owned_state(optimizer, owned, group)
     if "state" not in mine:
         return mine
-    parts = gathered(mine["state"], group, new)
+    parts = gathered(mine["state"], group)
     if parts is not None:
         merged = {k: v for part in parts for k, v in part.items()}
         mine["state"] = dict(sorted(merged.items()))
@@ -86,40 +83,11 @@ def part_of_state(module: nn.Module, own: Collection[str], *, rest: bool) -> dic
     }
 
 
-def whole_state(module: nn.Module, whole: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return whole weights under the names of ``module.state_dict()``.
-
-    Args:
-        module: of which this worker has a part.
-        whole: parameters and buffers by name, each under one of its names.
-    """
-    named = [*module.named_parameters(), *module.named_buffers()]
-    by_id = {id(x): n for n, x in named}
-    return {
-        key: whole[by_id[id(x)]] if id(x) in by_id else x
-        for key, x in module.state_dict(keep_vars=True).items()
-    }
-
-
 def keep_owned_state(optimizer: Optimizer, owned: Sequence[nn.Parameter]) -> None:
     """Drop the state of parameters that other workers own (after a full checkpoint's load)."""
     kept = {id(p) for p in owned}
     for p in [p for p in optimizer.state if id(p) not in kept]:
         del optimizer.state[p]
-
-
-def mapped(path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-    """Read a checkpoint of which values stay in the file until they are used."""
-    found: dict[str, Any] = torch.load(
-        path, map_location="cpu", mmap=_is_archive(path), weights_only=weights_only
-    )
-    return found
-
-
-def _is_archive(path: str | Path) -> bool:
-    """Say whether a file begins as all do that torch writes; old ones did not."""
-    with Path(path).open("rb") as file:
-        return file.read(2) == b"PK"
 
 
 def check_format(saved: Mapping[str, Any], path: object) -> None:

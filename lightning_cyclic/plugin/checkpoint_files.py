@@ -44,17 +44,11 @@ class CheckpointFiles:
         """Say whether a thread writes a file, and removes it, while training goes on."""
         return type(self._io()) is AsyncCheckpointIO and self.has(path) and self._is_fitting()
 
-    def save(self, checkpoint: dict[str, Any], path: Path, *, has_room: bool) -> None:
-        """Write a file, or have it written while training goes on.
-
-        Args:
-            checkpoint: what is in it.
-            path: of the file.
-            has_room: whether memory has room for a copy.
-        """
+    def save(self, checkpoint: dict[str, Any], path: Path) -> None:
+        """Write a file, or have it written while training goes on."""
         write = partial(self._write, path=path, trains=self._is_fitting())
         is_last = path.name.startswith(_REQUEUED)  # the job is requeued as soon as it is there
-        if self.is_behind(path) and has_room and not is_last:
+        if self.is_behind(path) and not is_last:
             self._background.wait(MOST_LEFT)
             self._background.add(partial(write, copied(checkpoint)))
         else:

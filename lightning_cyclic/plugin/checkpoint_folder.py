@@ -248,9 +248,7 @@ class CheckpointFolder:
         about = self._index.state_dict_metadata[key]
         if not isinstance(about, TensorStorageMetadata):
             return self._value(key)
-        origin = f"{self.path.name}/{key} {tuple(about.size)}"
-        read = partial(self._value, key)
-        return UnreadTensor(about.size, about.properties.dtype, read, origin)
+        return UnreadTensor(about.size, about.properties.dtype, partial(self._value, key))
 
     # ------------------------------------------------------------------ parts
 

@@ -415,16 +415,8 @@ class ReplicatedTraining(AbstractTraining):
 
     # ------------------------------------------------------------------ checkpoints
 
-    @property
-    @override
-    def is_larger_than_memory(self) -> bool:
-        return self._session.is_larger_than_memory
-
     @override
     def _whole_weights(self, own: Own) -> dict[str, Any]:
-        if self.is_larger_than_memory:
-            whole = self._session.gather_on_rank_0(self.new)
-            return ckpt.whole_state(self._module, whole) if whole else {}
         state: dict[str, Any] = own()
         if self._trainer.is_global_zero:
             # parameters are views of flat buffers, which torch.save would write whole

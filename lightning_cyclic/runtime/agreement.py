@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from lightning_cyclic.errors import ConfigurationError, StepError
-from lightning_cyclic.runtime.shelf import New, in_memory
 
 _DIGEST = 16  # characters
 _LIBRARIES = ("torch.", "lightning.", "pytorch_lightning.", "lightning_cyclic.", "builtins")
@@ -192,9 +191,7 @@ def require_same_lines(what: str, texts: list[str], allowed: str) -> None:
         raise StepError(f"ranks differ in {what}: {difference}; allowed: {allowed}")
 
 
-def gathered(
-    mine: Mapping[Any, Any], group: Any, new: New = in_memory
-) -> list[Mapping[Any, Any]] | None:
+def gathered(mine: Mapping[Any, Any], group: Any) -> list[Mapping[Any, Any]] | None:
     """Return on worker 0 what all workers have; None elsewhere.
 
     Large tensors travel one by one, so that nothing is there twice.
@@ -202,7 +199,6 @@ def gathered(
     Args:
         mine: what this worker has.
         group: process group of all workers for what is in the host's memory; None for one worker.
-        new: makes the tensors into which those of others come.
     """
     if group is None:
         return [mine]
@@ -217,7 +213,7 @@ def gathered(
     def received(rank: int, form: Tensor) -> Tensor:
         if not form.is_meta:  # it came with what is said about the others
             return form
-        into = new(form.shape, form.dtype)
+        into = torch.empty(form.shape, dtype=form.dtype)
         dist.recv(into, rank, group=group)
         return into
 
@@ -269,14 +265,14 @@ def _packed(described: Any) -> Tensor:
     return torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
 
 
-def merged(mine: Mapping[str, Any], group: Any, new: New = in_memory) -> dict[str, Any]:
+def merged(mine: Mapping[str, Any], group: Any) -> dict[str, Any]:
     """Return on worker 0 what all workers have of parameters, by name; elsewhere the own.
 
     Where several have versions of one, some may have more of them than others.
     """
     if group is None:
         return dict(mine)
-    parts = gathered(mine, group, new) or [mine]
+    parts = gathered(mine, group) or [mine]
     whole: dict[str, Any] = {}
     for name, values in (item for part in parts for item in part.items()):
         together = isinstance(values, dict) and name in whole
@@ -284,45 +280,15 @@ def merged(mine: Mapping[str, Any], group: Any, new: New = in_memory) -> dict[st
     return whole
 
 
-def sent_to_rank_0(
-    named: Mapping[str, Tensor], sources: Mapping[str, int], group: Any, new: New
-) -> dict[str, Tensor]:
-    """Return tensors of all workers on rank 0, in the memory of the host; nothing elsewhere.
-
-    Args:
-        named: name -> tensor, of the same names everywhere.
-        sources: name -> rank whose values count.
-        group: process group of all workers for what is in the host's memory.
-        new: makes the tensors into which those of other ranks come.
-    """
-    whole: dict[str, Tensor] = {}
-    rank = dist.get_rank()
-    for name, source in sources.items():
-        x = named[name]
-        if rank == 0 and source == 0:
-            whole[name] = x.detach().cpu()
-        elif rank == 0:
-            whole[name] = new(x.shape, x.dtype)
-            dist.recv(whole[name], source, group=group)
-        elif rank == source:
-            dist.send(x.detach().cpu().contiguous(), 0, group=group)
-    return whole
-
-
-def put_together(
-    what: str, mine: Mapping[str, Any], group: Any, *, new: New = in_memory
-) -> dict[str, Any]:
+def put_together(what: str, mine: Mapping[str, Any], group: Any) -> dict[str, Any]:
     """Return on worker 0 what all workers have of parameters, by name; elsewhere the own.
 
     Args:
         what: name of it.
         mine: what this worker has.
         group: process group of all workers for what is in the host's memory; None for one worker.
-        new: makes the tensors into which those of others come, and own ones from buffers.
     """
-    if new is not in_memory and (group is None or dist.get_rank() == 0):
-        mine = tree_map_only(Tensor, lambda x: new(x.shape, x.dtype).copy_(x), dict(mine))
-    return merged(mine, group, new)
+    return merged(mine, group)
 
 
 def _leaf(leaf: Any) -> str:
