@@ -214,9 +214,7 @@ class CheckpointFolder:
     def _unread(self, model: str, index: Mapping[str, Any]) -> dict[str, Any]:
         keys = {key.removeprefix(f"{model}."): key for key in index if key.startswith(f"{model}.")}
         return {
-            name: UnreadTensor(
-                about.size, about.properties.dtype, partial(self._one, model, name), key
-            )
+            name: UnreadTensor(about.size, about.properties.dtype, partial(self._one, model, name))
             if isinstance(about := index[key], TensorStorageMetadata)
             else self._one(model, name)
             for name, key in keys.items()

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, final
 
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_cyclic.compat import Trainer, is_overridden
 from lightning_cyclic.errors import ConfigurationError
@@ -74,11 +74,11 @@ class HiddenGradients:
 
         vars(plugin)["post_backward"] = post_backward
 
-    def read(self, names: Sequence[str], operands: Sequence[Tensor]) -> None:
+    def read(self, names: Sequence[str]) -> None:
         """Let values be read, if they are here."""
         away = [n for n in names if self._homes[n] is not None]
         if away and (home := self._homes[away[0]]) is not None:  # they have one home
-            home.read(away, operands)
+            home.read(away)
 
     def read_gradient(self, name: str) -> None:
         """Refuse.

@@ -222,8 +222,8 @@ class StagewiseSession:
         self.ownership = ownership = Ownership(
             self.module, cuts, stages_of(plan, self.worker), self.config.forms
         )
-        self._was_whole = not any(map(is_absent, self.module.parameters()))
-        make_present(*(p for n, p in self.module.named_parameters() if n not in ownership.foreign))
+        fits = not any(map(is_absent, self.module.parameters()))
+        make_present(*ownership.here().values())
         self.router = CallRouter(self.module, cuts, self.device)
         if self.transport is not None:
             stages = {w: stages_of(plan, w) for w in range(self.num_workers)}
@@ -260,19 +260,12 @@ class StagewiseSession:
         self._modes = [(m, m.training) for m in self.module.modules()]
         self.foreign = ForeignWeights(
             self.module, cuts.changing, ownership, lambda j: rank_of(plan.owner(j), self._size),
-            self.config.memory_limit_bytes, self._gather,
+            fits, self._gather,
         )  # fmt: skip
         self.verifier = Verifier(self, self._make_plain_step(cuts), self._held)
-        self._take_over()
-        self.config.forms.leave(self.with_state)
-
-    def _take_over(self) -> None:
-        """Give up what other workers hold, when they have it from the fit before this one."""
-        if self.group is not None and self.config.memory_limit_bytes is not None:
-            with self.naming_peers("to have the weights of its stages"):
-                self._collectives.meet()
-        if not self.foreign.fits:  # else the first step lets it go
+        if not fits:  # else the first step lets it go
             self.foreign.leave()
+        self.config.forms.leave(self.with_state)
 
     def _make_step(self, cuts: Cuts, plan: Plan) -> StageStep:
         """Return what runs F and B; note which weights nothing else may change meanwhile."""
@@ -800,16 +793,6 @@ class StagewiseSession:
         assert self.cuts is not None
         with self.naming_peers("to put the weights together"):
             return self._collectives.gather(self.cuts, self._plans.usual)
-
-    @property
-    def was_whole(self) -> bool:
-        """Say whether this worker had the whole module when its stages were found."""
-        return self._was_whole
-
-    @property
-    def is_larger_than_memory(self) -> bool:
-        """Say whether no worker may ever have the whole module: none has had it."""
-        return not (self._was_whole or self.foreign.fits)
 
     @contextmanager
     def writable(self) -> Iterator[None]:
