@@ -40,7 +40,8 @@ from pipeline_teams import Rounds, make_contender, run
 from replicated import spread
 
 ONE = Case(
-    name="a: 1 process", num_workers=1, num_stages=4, num_microbatches=4, rows=8, length=128, width=256,
+    name="a: 1 process", num_workers=1, num_stages=4, num_microbatches=4, rows=8, length=128,
+    width=256,
     depth=8, sleep_ms=0, num_steps=4, rounds=9,
 )  # fmt: skip
 CASES = {
@@ -52,7 +53,8 @@ CASES = {
         rounds=5,
     ),
     "d4": replace(
-        ONE, name="d: 4 processes, no flush", num_workers=4, num_microbatches=8, rows=4, num_steps=2,
+        ONE, name="d: 4 processes, no flush", num_workers=4, num_microbatches=8, rows=4,
+        num_steps=2,
         rounds=5, sleep_ms=10,
     ),
     "c": replace(ONE, name="c: 1 process, a Sequential, remat except the last micro-batch"),

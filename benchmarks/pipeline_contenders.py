@@ -26,7 +26,7 @@ from lightning_cyclic.runtime.messages import Message
 from lightning_cyclic.runtime.partial_step.config import StagewiseConfig, Summarise
 from lightning_cyclic.runtime.partial_step.ranks import rank_of
 from lightning_cyclic.runtime.partial_step.session import StagewiseSession
-from lightning_cyclic.runtime.prediction.guesses import guesses
+from lightning_cyclic.runtime.predict import guesses
 from lightning_cyclic.runtime.stages.cuts import choose_cuts
 from lightning_cyclic.runtime.stages.survey import survey
 from lightning_cyclic.runtime.transport import NamedTransport
@@ -104,7 +104,8 @@ def _session(case: Case, preset: str, module: Any, remat: str = "never") -> Cont
         group = transport.group
     config = StagewiseConfig(
         make_plan=lambda stages, num_microbatches, tied, relayed: make_plan(
-            preset, num_stages=stages, num_workers=case.num_workers, num_microbatches=num_microbatches,
+            preset, num_stages=stages, num_workers=case.num_workers,
+            num_microbatches=num_microbatches,
             tied=tied, relayed=relayed,
         ),
         find_cuts=lambda m, step: choose_cuts(survey(m, step), module.stage_paths),

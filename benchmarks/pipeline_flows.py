@@ -40,7 +40,8 @@ def report(case: Case, num_microbatches: int) -> None:
     rounds = run({"profile": case, **contenders}, num_steps, case.rounds)
     stages = case.num_stages
     print(
-        f"\n  m = {num_microbatches}; of 1f1b's step {(stages - 1) / (num_microbatches + stages - 1):.3f} idle"
+        f"\n  m = {num_microbatches}; of 1f1b's step "
+        f"{(stages - 1) / (num_microbatches + stages - 1):.3f} idle"
     )
     print(f"  {'':15} {'ms per step':>11}  {'of the time of 1f1b':23} simulated  idle")
     for preset, each in cases.items():

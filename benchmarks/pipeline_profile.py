@@ -30,7 +30,7 @@ from pipeline_model import Case, cut_by_hand, loss_of
 from torch import Tensor, nn
 
 from lightning_cyclic import Plan, make_plan
-from lightning_cyclic.runtime.prediction.guesses import guesses
+from lightning_cyclic.runtime.predict import guesses
 from lightning_cyclic.simulate import Costs, Network, simulate
 
 # preset -> one that runs as much Python
@@ -162,7 +162,8 @@ def predicted_s(
     by_the_micro_batch = preset in BY_THE_MICRO_BATCH
     num_microbatches = 1 if by_the_micro_batch else case.num_microbatches
     plan = make_plan(
-        preset, num_stages=case.num_stages, num_workers=case.num_workers, num_microbatches=num_microbatches,
+        preset, num_stages=case.num_stages, num_workers=case.num_workers,
+        num_microbatches=num_microbatches,
         num_steps=max(8, 32 // num_microbatches),
     )  # fmt: skip
     again = (case.num_microbatches - 1) / case.num_microbatches if remat else 0.0

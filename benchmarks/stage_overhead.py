@@ -148,7 +148,8 @@ def staged(model: Model) -> Callable[[], Times]:
 def _session(model: Model) -> StagewiseSession:
     def make(num_stages: int, num_microbatches: int, tied: Any, relayed: Any) -> Any:
         return make_plan(
-            "1f1b", num_stages=num_stages, num_workers=1, num_microbatches=num_microbatches, tied=tied,
+            "1f1b", num_stages=num_stages, num_workers=1, num_microbatches=num_microbatches,
+            tied=tied,
             relayed=relayed,
         )  # fmt: skip
 

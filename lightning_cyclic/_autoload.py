@@ -5,8 +5,8 @@ point group ``torch.backends``), so this file imports nothing heavy and never ra
 has no entry point for strategies; a finder on ``sys.meta_path`` that waits for one module is the
 only way to make ``Trainer(strategy="cyclic_dp")`` work without ``import lightning_cyclic``.
 
-``pytorch_lightning`` is a second copy of Lightning, with classes of its own; the names are known to
-both, and a process trains with one of them (compat.py).
+``pytorch_lightning`` is a second copy of Lightning, with classes of its own; the names are known
+to both, and a process trains with one of them (compat.py).
 """
 
 from __future__ import annotations

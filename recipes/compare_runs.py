@@ -1,8 +1,8 @@
 """The runs of a comparison: tasks x optimizers x contenders x seeds, each a whole configuration.
 
-A *step* is one batch that all contenders share, cut into ``compare.num_microbatches`` micro-batches. A
-contender whose rule updates after each micro-batch makes as many updates in a step, from batches
-of one micro-batch.
+A *step* is one batch that all contenders share, cut into ``compare.num_microbatches``
+micro-batches. A contender whose rule updates after each micro-batch makes as many updates in a
+step, from batches of one micro-batch.
 """
 
 from __future__ import annotations

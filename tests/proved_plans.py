@@ -19,6 +19,7 @@ for preset, num_workers, num_stages in product(PRESETS, (2, 4), (1, 2, 4)):
         relayed = range(num_stages) if buffers else ()
         with suppress(PlanError):
             make_plan(
-                preset, num_stages=num_stages, num_workers=num_workers, num_microbatches=num_microbatches,
+                preset, num_stages=num_stages, num_workers=num_workers,
+                num_microbatches=num_microbatches,
                 relayed=relayed, relayed_until=relayed if is_whole else (),
             )  # fmt: skip

@@ -1,8 +1,8 @@
 """Train the modules of tests.stagewise_modules: in a pipeline, and plainly, one micro-batch each.
 
-Micro-batch i of step t is batch k = t * num_microbatches + i of its case. The plain run's loader yields
-them one by one and accumulates num_microbatches of them; a pipeline's yields those of a step joined
-(with replicas > 1: every replicas-th of them, for the replica's number).
+Micro-batch i of step t is batch k = t * num_microbatches + i of its case. The plain run's loader
+yields them one by one and accumulates num_microbatches of them; a pipeline's yields those of a
+step joined (with replicas > 1: every replicas-th of them, for the replica's number).
 """
 
 from __future__ import annotations

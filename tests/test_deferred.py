@@ -314,23 +314,12 @@ def staged(preset: str, stages: Any = ("net.2",)) -> dict[str, Any]:
     return cut if preset == "cyclic_zero" else cut | {"num_microbatches": 2}
 
 
-@pytest.mark.parametrize("preset", [more("1f1b"), "pipedream_2bw", "cyclic_zero"])
-def test_checkpoints_go_from_ranks_into_a_file_and_back(preset: str, tmp_path: Path) -> None:
-    strategy = staged(preset)
-    lean = strategy | {"memory_limit_bytes": LEAST}
-    whole, apart, resumed = (tmp_path / name for name in ("whole", "apart", "resumed"))
-    processes.run(save, 2, strategy, str(whole), 2, None, False)
-    ranks = processes.run(save, 2, lean, str(apart), 2, None, True)
-    assert [here for here, _ in ranks] == [4, 4]  # of eight; nobody has them all behind the fit
-    assert [keys for _, keys in ranks] == [[11, 11], [0, 0]]  # rank 0 puts them together
-    file = str(apart / "epoch=0.ckpt")
-    processes.run(save, 2, lean, str(resumed), 2, file, True)
-    for folder in (apart, resumed):
-        found, expected = contents(folder, 1), contents(whole, 1)
-        assert same(found["state_dict"], expected["state_dict"])
-        assert same(found["optimizer_states"], expected["optimizer_states"])
-        assert [p.name for p in sorted(folder.glob("epoch=1*"))] == ["epoch=1.ckpt"]
-        assert not list(folder.glob("lightning_cyclic_*"))
+@pytest.mark.parametrize("preset", ["1f1b", "cyclic_zero"])
+def test_a_file_of_what_no_rank_may_have_is_refused(preset: str, tmp_path: Path) -> None:
+    strategy = staged(preset) | {"memory_limit_bytes": LEAST}
+    told = r"a checkpoint of one file was asked for.*use save_distributed_checkpoint=True"
+    with pytest.raises(processes.RanksFailedError, match=told):
+        processes.run(save, 2, strategy, str(tmp_path), 2, None, True)
 
 
 @pytest.mark.parametrize("within", [False, True])
@@ -338,6 +327,7 @@ def test_behind_a_fit_a_module_is_whole_unless_no_rank_ever_had_it(
     within: bool, tmp_path: Path
 ) -> None:
     strategy = {"preset": "1f1b", **CUT, "memory_limit_bytes": LEAST}
+    strategy["save_distributed_checkpoint"] = True
     ranks = processes.run(save, 2, strategy, str(tmp_path), 1, None, within)
     assert [here for here, _ in ranks] == ([4, 4] if within else [8, 8])
 

@@ -315,7 +315,8 @@ def peak_of(preset: str, device: str, num_microbatches: int) -> int:
     peak = Peak()
     trainer = Trainer(
         accelerator="gpu" if device == "cuda" else "cpu", devices=1, precision="bf16-true",
-        strategy=make_strategy(preset, num_microbatches=num_microbatches, stages=stages), max_epochs=1,
+        strategy=make_strategy(preset, num_microbatches=num_microbatches, stages=stages),
+        max_epochs=1,
         callbacks=[peak], logger=False, enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False,
     )  # fmt: skip

@@ -147,7 +147,8 @@ def staged_by_rule(
 
     least = torch.promote_types(LEAST, next(module.parameters()).dtype)
     asynchronous.train(
-        module, by_stage(module, stage_of), optimizer, loss, rule=rule, num_microbatches=job.num_microbatches,
+        module, by_stage(module, stage_of), optimizer, loss, rule=rule,
+        num_microbatches=job.num_microbatches,
         num_steps=job.num_steps, after_update=step, replicas=replicas,
         wire=wire_of(plan, dtype, least),
     )  # fmt: skip

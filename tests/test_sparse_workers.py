@@ -436,8 +436,8 @@ def fit_staged(
 
 
 def staged_by_rule(
-    job: Job, compute: str, plan: Plan, stage_of: dict[str, int], clip: float | None, replicas: int,
-    dense: str = "",
+    job: Job, compute: str, plan: Plan, stage_of: dict[str, int], clip: float | None,
+    replicas: int, dense: str = "",
 ) -> dict[str, Tensor]:  # fmt: skip
     module, dtype = job.make(), DTYPES[compute]
     module.log = module.log_dict = lambda *args, **kwargs: None  # type: ignore[method-assign]

@@ -97,8 +97,9 @@ def add_plan(commands: Any, has_colours: Callable[[], bool]) -> None:
         "LightningCLI, or for Hydra (default: lightning)")  # fmt: skip
     measured = parser.add_argument_group("of a module")
     add = measured.add_argument
-    add("--num-microbatches", type=_sizes, default=(1, 2, 4), metavar="M,...", help="micro-batches that "
-        "its batch is cut into; the first is measured, for each (default: 1,2,4)")  # fmt: skip
+    add("--num-microbatches", type=_sizes, default=(1, 2, 4), metavar="M,...",
+        help="micro-batches that its batch is cut into; the first is measured, for each "
+        "(default: 1,2,4)")  # fmt: skip
     add("--data", metavar="PATH:CLASS", help="a LightningDataModule (default: the module's own "
         "train_dataloader, else its example_input_array)")  # fmt: skip
     add("--arg", action="append", default=[], metavar="NAME=VALUE", help="an argument of the "

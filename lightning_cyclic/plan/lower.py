@@ -106,9 +106,9 @@ def make_plan(  # noqa: PLR0913  (one argument per axis and number is the public
         preset: name in :data:`PRESETS`.
         num_stages: S, at least 1.
         num_workers: N, at least 1.
-        num_microbatches: m, micro-batches per update; of workers that run whole ones, the same number
-            on each: rounds. [None: one per worker where workers run whole micro-batches, one where
-            the rule updates after each, else one per stage; times the replicas]
+        num_microbatches: m, micro-batches per update; of workers that run whole ones, the same
+            number on each: rounds. [None: one per worker where workers run whole micro-batches,
+            one where the rule updates after each, else one per stage; times the replicas]
         num_steps: training steps that the program covers, at least 1. [4]
         slack: slots that a new version needs to travel. [0: CDP-v2]
         schedule: replaces the preset's axis value, as do the next three. [None: the preset's]
@@ -125,8 +125,9 @@ def make_plan(  # noqa: PLR0913  (one argument per axis and number is the public
         norms: who is told the norms of all gradients of a step before it is applied: "none", all
             "owners" of stages, or "all" workers. ["none"]
         relayed_until: the last stage in which the buffers of each relayed stage change. [itself]
-        group_size: how many neighbours, of workers that run whole micro-batches, are a group. Those of a group run in the same slots, and groups are staggered as single
-            workers would be: weights are as late as with so many workers. Sums and parameters
+        group_size: how many neighbours, of workers that run whole micro-batches, are a group.
+            Those of a group run in the same slots, and groups are staggered as single workers
+            would be: weights are as late as with so many workers. Sums and parameters
             travel from group to group, and from one worker of a group to its others.
             [1: each worker is one]
         proved: also prove that the program can run; else only that axes and numbers fit, and that

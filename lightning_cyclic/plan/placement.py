@@ -4,8 +4,8 @@ Four answers:
 
     replicated   w = i % N      a worker runs whole micro-batches, as in data parallelism; those
                                 of a step in one or several rounds of N
-    pipelined    w = j          a worker runs one stage (contiguous stages where N < S); with a
-                                replicas, so does each of several replicas, i % replicas of them all
+    pipelined    w = j          a worker runs one stage (contiguous stages where N < S); of
+                                several replicas, micro-batch i runs on replica i % replicas
     shared       S-j places     a device per live activation, S(S+1)/2 in all, not S*S
     single       w = 0          one worker runs everything: the reference
 """
@@ -88,7 +88,8 @@ class Replicated(AbstractPlacement):
             return None
         fewer = self.num_microbatches // self.num_workers * self.num_workers
         return (
-            f"num_microbatches={self.num_microbatches} with num_workers={self.num_workers}; placement "
+            f"num_microbatches={self.num_microbatches} with num_workers={self.num_workers}; "
+            "placement "
             "'replicated' runs as many micro-batches on each worker, so allowed: multiples of "
             f"num_workers; use num_microbatches={fewer or self.num_workers}"
         )
@@ -128,9 +129,11 @@ class Pipelined(AbstractPlacement):
             )
         if self.num_microbatches % self.replicas:
             return (
-                f"num_microbatches={self.num_microbatches} with replicas={self.replicas}; all replicas of a pipeline "
+                f"num_microbatches={self.num_microbatches} with replicas={self.replicas}; all "
+                "replicas of a pipeline "
                 "run as many micro-batches, so allowed: multiples of the replicas; "
-                f"use num_microbatches={(self.num_microbatches // self.replicas + 1) * self.replicas}"
+                "use "
+                f"num_microbatches={(self.num_microbatches // self.replicas + 1) * self.replicas}"
             )
         return None if self.depth <= self.num_stages else self._too_deep()
 

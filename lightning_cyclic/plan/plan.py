@@ -48,8 +48,8 @@ class Plan:
         preset: name that the plan was made from.
         num_stages: S.
         num_workers: N.
-        num_microbatches: m, micro-batches per update, of all replicas together; of workers that run
-            whole ones, N in each of several rounds.
+        num_microbatches: m, micro-batches per update, of all replicas together; of workers that
+            run whole ones, N in each of several rounds.
         num_steps: training steps that the program covers.
         slack: slots that a new version needs to travel, for the ``freshest`` rule.
         schedule: name of the axis value, as are the next three.

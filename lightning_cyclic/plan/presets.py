@@ -162,7 +162,8 @@ def check_group_size(group_size: int, num_workers: int) -> None:
         allowed = [n for n in range(1, num_workers + 1) if num_workers % n == 0]
         nearest = max(n for n in allowed if n <= group_size)
         raise PlanError(
-            f"group_size={group_size} with {num_workers} workers; all groups have as many workers, "
+            f"group_size={group_size} with {num_workers} workers; all groups have as many "
+            "workers, "
             f"so allowed: {', '.join(map(str, allowed))}; use group_size={nearest}"
         )
 

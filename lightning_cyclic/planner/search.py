@@ -65,8 +65,8 @@ def search(problem: Problem, *, most: int = 10) -> Ranking:
     Raises:
         PlanError: none fits: names the one that needs least memory, or why none can be made.
 
-    Source: the search of PipeDream-2BW's planner over replicas, depth, rematerialisation and size of
-        the micro-batch, section 4, https://arxiv.org/abs/2006.09503; step times are simulated.
+    Source: the search of PipeDream-2BW's planner over replicas, depth, rematerialisation and size
+        of the micro-batch, section 4, https://arxiv.org/abs/2006.09503; step times are simulated.
     """
     every = list(candidates(problem))
     chosen = [c for c in every if _cells(c) <= _MOST_CELLS]
@@ -189,8 +189,10 @@ class _Search:
             f"no plan fits into memory_bytes={problem.memory_bytes:.0f} "
             f"({show_bytes(problem.memory_bytes)}) per worker; allowed: "
             f"{least} ({show_bytes(least)}) or more, which {c.preset} "
-            f"needs with replicas={c.replicas}, {c.num_stages} stages, {c.num_microbatches} micro-batches of "
-            f'{c.micro_size} and activation_checkpointing="{"always" if c.remat else "never"}"; give workers more '
+            f"needs with replicas={c.replicas}, {c.num_stages} stages, {c.num_microbatches} "
+            "micro-batches of "
+            f'{c.micro_size} and activation_checkpointing="{"always" if c.remat else "never"}"; '
+            "give workers more "
             "memory, use more workers, smaller batches, or an optimizer with less state"
         )
 

@@ -54,7 +54,8 @@ def check_plan(plan: Plan) -> None:
         raise PlanError(
             f"sharding {plan.sharding!r} (preset {plan.preset!r}) has no runtime yet with "
             f"{plan.weights!r} weights; allowed: {', '.join(map(repr, allowed))}; "
-            f"use preset={ {axis: getattr(plan, axis) for axis in AXES} | {'sharding': allowed[0]}!r}"
+            "use "
+            f"preset={ {axis: getattr(plan, axis) for axis in AXES} | {'sharding': allowed[0]}!r}"
         )
 
 
@@ -103,7 +104,8 @@ def _check_stagewise(plan: Plan) -> None:
         raise _not_run(plan, f"weights {plan.weights!r} with placement {plan.placement!r}")
     if plan.placement == "shared" and plan.num_microbatches < plan.num_stages:
         raise PlanError(
-            f"num_microbatches={plan.num_microbatches} with num_stages={plan.num_stages} and placement "
+            f"num_microbatches={plan.num_microbatches} with num_stages={plan.num_stages} and "
+            "placement "
             "'shared', where as many workers take turns with stage 0; allowed: one micro-batch "
             f"for each of them, or more; use num_microbatches={plan.num_stages}"
         )

@@ -44,7 +44,8 @@ def _mode_of_flow(plan: Plan, clip: str | None, *, by_norm: bool) -> str:
         return clip or "global"
     if clip == "global":
         raise ConfigurationError(
-            f'clip_norm="global" with preset {plan.preset!r} would make every stage wait for the norm '
+            f'clip_norm="global" with preset {plan.preset!r} would make every stage wait for the '
+            "norm "
             'of the first, which comes last; allowed: clip_norm="stage"; use '
             'clip_norm="stage", or preset "pipedream_2bw" or "1f1b", whose norm is '
             "over all stages"

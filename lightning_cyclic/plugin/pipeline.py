@@ -64,7 +64,7 @@ class PipelineTraining(AbstractTraining):
         fitting = trainer.state.fn == TrainerFn.FITTING
         kept = state_per_param(trainer.optimizers) if fitting else None
         self._finder = CutFinder(options, kept)
-        self._transport, group = join_workers(trainer, options, self._limit)
+        self._transport, group = join_workers(trainer, options)
         self._session: StagewiseSession = make_session(
             trainer, options, plan, self._finder, self._transport, group, self._configured
         )
@@ -224,7 +224,6 @@ class PipelineTraining(AbstractTraining):
         Raises:
             ConfigurationError: on each of them, with every number.
         """
-        super().begin_evaluation(what, numbers)
         session, trainer = self._session, self._trainer
         if session.group is None:
             return
@@ -253,12 +252,9 @@ class PipelineTraining(AbstractTraining):
     @override
     def _whole_weights(self, own: Own) -> dict[str, Any]:
         """Put the whole weights together, under the names of ``module.state_dict()``."""
-        if not self.is_larger_than_memory:
-            self.bring()
-            state: dict[str, Any] = own()
-            return state
-        whole = self._session.gather_on_rank_0(self.new)
-        return ckpt.whole_state(self._module, whole) if whole else {}
+        self.bring()
+        state: dict[str, Any] = own()
+        return state
 
     @property
     @override

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, final
+from typing import Any, cast, final
 
 import torch
 from torch import nn
@@ -37,7 +37,6 @@ from lightning_cyclic.runtime.stages.survey import survey
 from lightning_cyclic.runtime.stages.written import refuse_written
 from lightning_cyclic.runtime.transport import CountingTransport
 from lightning_cyclic.runtime.transport.choice import link
-from lightning_cyclic.runtime.transport.limit import Limit
 
 
 @final
@@ -89,7 +88,8 @@ class CutFinder:
             return wanted
         if options.plans_placement == "single" and isinstance(options.stages, str):
             rank_zero_info(
-                f"{survey.title} can be cut into {_counted(most)} at most, and num_microbatches={wanted} "
+                f"{survey.title} can be cut into {_counted(most)} at most, and "
+                f"num_microbatches={wanted} "
                 "would want as many: `lightning-cyclic doctor` says what stands against more."
             )
             return most
@@ -152,20 +152,18 @@ def state_per_param(optimizers: Sequence[Optimizer]) -> float:
     return float(any(g["momentum"] for optimizer in optimizers for g in optimizer.param_groups))
 
 
-def join_workers(
-    trainer: Trainer, options: Options, limit: Limit
-) -> tuple[CountingTransport | None, Any]:
+def join_workers(trainer: Trainer, options: Options) -> tuple[CountingTransport | None, Any]:
     """Return what messages travel by, and its process group; None and None for one worker.
 
     Args:
         trainer: knows how many there are.
         options: what the user chose.
-        limit: of every wait.
     """
     if trainer.world_size == 1:
         return None, None
-    size, device = trainer.world_size // options.replicas, trainer.strategy.root_device
-    links = link(options.transport, device, limit, lambda w: rank_of(w, size))
+    size, strategy = trainer.world_size // options.replicas, cast("Any", trainer.strategy)
+    device, crew = strategy.root_device, strategy.crew
+    links = link(options.transport, device, crew, lambda w: rank_of(w, size))
     return links.transport, links.group
 
 

@@ -71,7 +71,8 @@ class SumDtypes:
         if bool(sent.isfinite().all()) or not bool(x.isfinite().all()):
             return
         raise StepError(
-            f"gradients have an element of {float(x.abs().max()):g}, but reduce_dtype='fp16' sends "
+            f"gradients have an element of {float(x.abs().max()):g}, but reduce_dtype='fp16' "
+            "sends "
             f"none above {torch.finfo(torch.float16).max:g}; allowed: smaller gradients, or a "
             "dtype with a larger range; use reduce_dtype='bf16', or "
             "Trainer(precision='16-mixed'), which leaves out such a step"

@@ -63,7 +63,8 @@ def test_colours():
         ),
         (
             {"presets": ("1f1b",), "remats": (True,), "num_workers": 4, "batch_size": 16},
-            'PipelineStrategy("1f1b", stages=["h.2"], num_microbatches=2, replicas=2, activation_checkpointing="always")',
+            'PipelineStrategy("1f1b", stages=["h.2"], num_microbatches=2, replicas=2, '
+            'activation_checkpointing="always")',
         ),
         (
             {"presets": ("cyclic_dp",), "slack": 3, "num_workers": 4},

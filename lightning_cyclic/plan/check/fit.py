@@ -40,8 +40,10 @@ def check_fit(plan: Plan) -> None:
         _refuse(plan, "sharding", ["none"])
     if weights.needs_previous and schedule.updates_before(2, schedule.forward(0, 0), 0) < 1:
         raise PlanError(
-            f"num_microbatches={plan.num_microbatches // plan.replicas} with num_stages={plan.num_stages} and "
-            f"weights {plan.weights!r}; allowed: num_microbatches >= num_stages - 1 in each replica, or "
+            f"num_microbatches={plan.num_microbatches // plan.replicas} with "
+            f"num_stages={plan.num_stages} and "
+            f"weights {plan.weights!r}; allowed: num_microbatches >= num_stages - 1 in each "
+            "replica, or "
             "stage 0 would need an update that does not exist yet; "
             f"use num_microbatches={plan.num_stages - 1} or more"
         )
@@ -122,13 +124,15 @@ def _check_groups(plan: Plan) -> None:
     is_reference = plan.placement == "single"
     if not is_reference and not plan.axes.placement.runs_whole_micro:
         raise PlanError(
-            f"group_size={plan.group_size} with placement {plan.placement!r} (preset {plan.preset!r}), whose workers "
+            f"group_size={plan.group_size} with placement {plan.placement!r} (preset "
+            f"{plan.preset!r}), whose workers "
             "run single stages; allowed: presets whose workers run whole micro-batches, such as "
             "'cyclic_dp'; use group_size=1, or one of these"
         )
     if plan.rounds > 1 and plan.relayed:
         raise PlanError(
-            f"group_size={plan.group_size} with {plan.rounds} micro-batches of each worker per step "
+            f"group_size={plan.group_size} with {plan.rounds} micro-batches of each worker per "
+            "step "
             f"and module buffers that change in training (of stages {list(plan.relayed)}), which "
             "go from all micro-batches of a worker to those of the next, so that the workers of "
             "a group would wait for each other; allowed with them: one micro-batch of each "

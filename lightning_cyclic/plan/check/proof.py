@@ -27,8 +27,8 @@ _TOO_MANY_CELLS = 200_000  # of plans that only they themselves can stand for: s
 # What a smaller plan may have fewer of, and the lists of stages that it has fewer of with them.
 SMALLER: Final = frozenset(
     {
-        "num_stages", "num_workers", "num_microbatches", "num_steps", "slack", "spacing", "replicas",
-        "group_size", "relayed", "tied",
+        "num_stages", "num_workers", "num_microbatches", "num_steps", "slack", "spacing",
+        "replicas", "group_size", "relayed", "tied",
     }
 )  # fmt: skip
 # What it has as the plan has it, as it says nothing about single stages or workers.
@@ -139,8 +139,10 @@ def _refuse_to_replay(plan: Plan, left_out: list[str]) -> NoReturn:
     given = ", ".join(f"{name}={getattr(plan, name)!r}" for name in left_out)
     raise PlanError(
         f"{given} with num_stages={plan.num_stages}, num_workers={plan.num_workers} and "
-        f"num_microbatches={plan.num_microbatches}: no smaller plan stands for it, and to prove it itself would "
-        "take many minutes; allowed: fewer stages and workers, norms='none' (clip_norm='stage') where "
+        f"num_microbatches={plan.num_microbatches}: no smaller plan stands for it, and to prove "
+        "it itself would "
+        "take many minutes; allowed: fewer stages and workers, norms='none' (clip_norm='stage') "
+        "where "
         "buffers change in their own stage only, or relayed=() (no buffers that training "
         "changes); use fewer stages"
     )

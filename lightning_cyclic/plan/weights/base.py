@@ -18,9 +18,9 @@ class AbstractWeights(ABC):
     at_end_of_step: ClassVar[bool] = False
     """Whether an update is made as soon as its step has ended, not when it is first read."""
     per_micro: ClassVar[bool] = False
-    """Whether the published rule updates after each micro-batch (num_microbatches defaults to 1)."""
+    """Whether the published rule updates after each micro-batch, of which there is one."""
     needs_previous: ClassVar[bool] = False
-    """Whether version t-1 must exist wherever step t reads, which bounds num_microbatches below."""
+    """Whether version t-1 must exist wherever step t reads: of few micro-batches it does not."""
     looks_ahead: ClassVar[bool] = False
     """Whether a backward reads the newest version, not the one that its forward read."""
     for_replicas: ClassVar[bool] = True

@@ -32,11 +32,11 @@ from lightning_cyclic.runtime.partial_step.attributes import (
 )
 from lightning_cyclic.runtime.plain_copies import ours
 from lightning_cyclic.runtime.values.plain import (
-    decode_leaf,
-    encode_leaf,
-    from_json,
     is_plain,
-    to_json,
+    leaf_from_data,
+    leaf_to_data,
+    structure_from_data,
+    structure_to_data,
 )
 from lightning_cyclic.runtime.values.trees import flatten, map_tensors, unflatten
 
@@ -297,10 +297,10 @@ class ModuleState:
             grown = self._grown.pop((t, i), {})
             for name, key, grew, structure, kinds in changes:
                 leaves = [_Leaf(x, next(given) if isinstance(x, str) else None) for x in kinds]
-                num = len(structure[2]) if grew else None
+                num = len(structure_from_data(structure).children) if grew else None
                 if name not in self._changed:
                     self._check_unread(name)
-                    made = unflatten(from_json(structure), [x.value for x in leaves])
+                    made = unflatten(structure_from_data(structure), [x.value for x in leaves])
                     self._take(Change(name, key, grew, made))
                 elif grew and grown.get((name, key)) != num:
                     raise _several(name)
@@ -454,8 +454,8 @@ def _packed(change: Change, tensors: list[Tensor]) -> list[Any]:
             tensors.append(torch.tensor(x, dtype=number[1]))
             kinds.append(type(x).__name__)
         else:
-            kinds.append([encode_leaf(x, f"self.{change.name}")])
-    return [change.name, change.key, change.grew, to_json(structure), kinds]
+            kinds.append([leaf_to_data(x, f"self.{change.name}")])
+    return [change.name, change.key, change.grew, structure_to_data(structure), kinds]
 
 
 def _fits(x: Any) -> bool:
@@ -469,7 +469,7 @@ class _Leaf(NamedTuple):
     @property
     def value(self) -> Any:
         if self.tensor is None:
-            return decode_leaf(self.kind[0])
+            return leaf_from_data(self.kind[0])
         number = _NUMBERS.get(self.kind)
         return self.tensor if number is None else number[0](self.tensor.item())
 

@@ -44,7 +44,7 @@ class Plans:
         self.usual = self.of(config.num_microbatches)  # whose batch has as many as asked for
 
     def of(self, num_microbatches: int) -> Plan:
-        """Return the plan of a step whose replicas have ``num_microbatches`` micro-batches each."""
+        """Return the plan of a step whose replicas have so many micro-batches each."""
         if num_microbatches not in self._plans:
             self._plans[num_microbatches] = self._made(num_microbatches)
         return self._plans[num_microbatches]

@@ -24,7 +24,6 @@ from lightning_cyclic.plan.dataflow import Datum, Item
 from lightning_cyclic.plan.passes.messages import step_of
 from lightning_cyclic.plan.program import Program
 from lightning_cyclic.runtime.absent import is_absent, make_present
-from lightning_cyclic.runtime.agreement import Together, put_together
 from lightning_cyclic.runtime.cast_copies import CastCopies
 from lightning_cyclic.runtime.failure_words import words_of
 from lightning_cyclic.runtime.flight_recorder import FlightRecorder
@@ -52,16 +51,20 @@ from lightning_cyclic.runtime.partial_step.verification import PlainStep
 from lightning_cyclic.runtime.partial_step.verifier import Expect, Verifier
 from lightning_cyclic.runtime.partial_step.versions import Versions
 from lightning_cyclic.runtime.partial_step.weighting import shares_of, whole_share
-from lightning_cyclic.runtime.prediction.foresight import Foresight
+from lightning_cyclic.runtime.predict import Foresight
 from lightning_cyclic.runtime.randomness import undisturbed
-from lightning_cyclic.runtime.shelf import New
 from lightning_cyclic.runtime.snapshot import generators_of
 from lightning_cyclic.runtime.stages.cuts import Cuts
 from lightning_cyclic.runtime.transport import AbstractTransport
-from lightning_cyclic.runtime.values.batches import refuse_iterators, tensors_of, with_tensors
-from lightning_cyclic.runtime.values.split import MicroBatch, family, signature
-from lightning_cyclic.runtime.values.trees import map_tensors
-from lightning_cyclic.runtime.waiting import Waiter, naming_peers
+from lightning_cyclic.runtime.transport.crew import naming_peers
+from lightning_cyclic.runtime.values.split import (
+    MicroBatch,
+    family,
+    refuse_iterators,
+    signature,
+)
+from lightning_cyclic.runtime.values.trees import map_tensors, tensors
+from lightning_cyclic.runtime.waiting import Waiter
 from lightning_cyclic.runtime.weight_watch import WeightWatch
 from lightning_cyclic.runtime.worker import Worker
 
@@ -225,7 +228,7 @@ class StagewiseSession:
         self.router = CallRouter(self.module, cuts, self.device)
         if self.transport is not None:
             stages = {w: stages_of(plan, w) for w in range(self.num_workers)}
-            self.transport.names.know_stages(stages)
+            self.transport.crew.names.know_stages(stages)
         if plan.weights != "sync" and (self.flows or not plan.flows):
             self.versions = self._make_versions(plan, ownership)
         self._messages = self._make_messages(plan)
@@ -384,7 +387,7 @@ class StagewiseSession:
         return self._step
 
     def plan_of(self, num_microbatches: int) -> Plan:
-        """Return the plan of a step whose replicas have ``num_microbatches`` micro-batches each."""
+        """Return the plan of a step whose replicas have so many micro-batches each."""
         return self._plans.of(num_microbatches)
 
     def agree(self, find: Callable[[], Any]) -> Any:
@@ -691,7 +694,7 @@ class StagewiseSession:
         if not sharing:
             return batch
         peer = sharing[-1].peer
-        mine = tensors_of(batch)
+        mine = tensors(batch)
         self._exchange.batches[t] = Message(mine, len(mine))
         (run or self._run)(sharing)
         self._worker.fetch((Datum.BATCH, t))
@@ -702,7 +705,8 @@ class StagewiseSession:
                 f"{self._name(peer)} has {shared.facts}; allowed: batches of one structure; "
                 "check the dataset of each rank"
             )
-        return with_tensors(batch, shared.tensors)
+        told = iter(shared.tensors)
+        return map_tensors(lambda x: next(told), batch)
 
     @contextmanager
     def _as_in_training(self) -> Iterator[None]:
@@ -720,7 +724,8 @@ class StagewiseSession:
     def _check_number(self, num_parts: int) -> None:
         if self.versions is not None and num_parts != self.config.num_microbatches:
             raise StepError(
-                f"a batch gave {num_parts} micro-batches, but num_microbatches={self.config.num_microbatches}; "
+                f"a batch gave {num_parts} micro-batches, but "
+                f"num_microbatches={self.config.num_microbatches}; "
                 "allowed with delayed weights: as many in every step, as they decide which "
                 "version is read; use DataLoader(drop_last=True), or larger batches"
             )
@@ -773,19 +778,15 @@ class StagewiseSession:
         assert self.cuts is not None
         return {n for j in self._owned for n in (*self.cuts.parameters[j], *self.cuts.buffers[j])}
 
-    def state(self, together: Together = put_together) -> dict[str, Any] | None:
-        """Return what a checkpoint needs, on worker 0; None before any step. All must call it."""
+    def state(self) -> dict[str, Any] | None:
+        """Return this worker's part of what a checkpoint needs; None before any step."""
         if self.cuts is None:
             return None
-        previous = {} if self.versions is None else self.versions.previous()
         return {
             "cuts": self.cuts.as_data(),
             "t": self.t,
             "seed": self.config.seed,
-            "previous": {
-                kind: together(f"previous.{kind}", values, self.group)
-                for kind, values in previous.items()
-            },
+            "previous": {} if self.versions is None else self.versions.previous(),
         }
 
     def bring(self) -> None:
@@ -800,12 +801,6 @@ class StagewiseSession:
         assert self.cuts is not None
         with self.naming_peers("to put the weights together"):
             return self._collectives.gather(self.cuts, self._plans.usual)
-
-    def gather_on_rank_0(self, new: New) -> dict[str, Tensor]:
-        """Return all parameters and buffers, whole, on rank 0 alone; all must call it."""
-        assert self.cuts is not None
-        with self.naming_peers("to put the weights together"):
-            return self._collectives.gather_on_rank_0(self.cuts, self._plans.usual, new)
 
     @property
     def was_whole(self) -> bool:
@@ -839,8 +834,8 @@ class StagewiseSession:
         if not self.failed:
             self.failed = True
             if self.transport is not None:
-                words = words_of(error, self.transport.names, self.when, todo)
-                self.transport.report_failure(words)
+                crew = self.transport.crew
+                crew.tell(words_of(error, crew.names, self.when, todo))
 
     @property
     def when(self) -> str:
@@ -853,7 +848,8 @@ class StagewiseSession:
     def _name(self, worker: int | None) -> str:
         assert self.transport is not None
         assert worker is not None
-        return self.transport.names.of(worker)
+        names = self.transport.crew.names
+        return names.of(names.rank_of(worker))
 
     def close(self) -> None:
         """End what runs in the background."""
@@ -876,7 +872,7 @@ class StagewiseSession:
         """Name the workers that do not come while the body waits for them."""
         if self.transport is None:
             return nullcontext()
-        return naming_peers(self.transport, self.when, what)
+        return naming_peers(self.transport.crew, self.when, what)
 
 
 def _shares_state(plan: Plan) -> bool:

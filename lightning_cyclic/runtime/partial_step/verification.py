@@ -393,7 +393,8 @@ def words(
     rest = f"; besides: {', '.join(also)}" if also else ""
     rest += f" and {more} more" if more > 0 else ""
     return (
-        f"step {t}: {_name_of(first.item, num_microbatches)} is {first.staged.text} where the step is "
+        f"step {t}: {_name_of(first.item, num_microbatches)} is {first.staged.text} where the "
+        "step is "
         f"run in stages, but {first.plain.text} where training_step is run on the whole module"
         f"{_bits_remark(first)}{rest}; allowed: steps that come out alike, bit by bit; "
         f"{_todo(first, starts)}, or leave the comparison out with "
@@ -464,6 +465,7 @@ def unlike_itself(d: Difference, num_microbatches: int) -> str:
     """Say that the plain step does not come out alike when it is run twice."""
     return (
         "training_step on the whole module does not come out alike when it is run twice: "
-        f"{_name_of(d.item, num_microbatches)} differs. What is trained in stages may differ by as much "
+        f"{_name_of(d.item, num_microbatches)} differs. What is trained in stages may differ by "
+        "as much "
         "from the plain step; threads, and atomic additions on a GPU, do that."
     )

@@ -151,7 +151,7 @@ class Engine:
         # what the main thread waits for has less, and says more
         self._worker = Worker(
             plan.program.flow, self._messages, hooks, self._exchange, hooks, lanes,
-            lambda: transport.timeout_s * 1.1 + 1,
+            lambda: transport.crew.timeout_s * 1.1 + 1,
         )  # fmt: skip
         for j in range(plan.num_stages):
             for payload, layout in self._exchange.layouts(j).items():

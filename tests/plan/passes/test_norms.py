@@ -41,7 +41,8 @@ def test_all_workers_of_a_pipeline_with_a_flush_hear_before_the_new_version(
     preset: str, num_workers: int, replicas: int
 ) -> None:
     plan = make_plan(
-        preset, num_stages=4, num_workers=num_workers, replicas=replicas, num_microbatches=4 * replicas,
+        preset, num_stages=4, num_workers=num_workers, replicas=replicas,
+        num_microbatches=4 * replicas,
         norms="all", num_steps=3,
     )  # fmt: skip
     for w in range(num_workers):
@@ -87,7 +88,8 @@ def test_the_first_backward_of_a_step_waits_for_those_that_its_scale_follows_fro
 def test_owners_tell_the_norms_of_totals_that_come_long_before_they_are_applied() -> None:
     """Else each owner would wait with its own update for the norms that another tells late."""
     plan = make_plan(
-        "cyclic_mp", num_stages=3, num_workers=3, num_microbatches=4, weights="delayed", norms="all",
+        "cyclic_mp", num_stages=3, num_workers=3, num_microbatches=4, weights="delayed",
+        norms="all",
         late_updates=True, num_steps=4,
     )  # fmt: skip
     told = 0

@@ -72,7 +72,8 @@ def made(
     preset, num_stages, num_workers, rounds, slack=0, sharding=None, is_relayed=False, proved=True
 ):  # fmt: skip
     return make_plan(
-        preset, num_stages=num_stages, num_workers=num_workers, num_microbatches=rounds * num_workers,
+        preset, num_stages=num_stages, num_workers=num_workers,
+        num_microbatches=rounds * num_workers,
         slack=slack, sharding=sharding, relayed=range(num_stages if is_relayed else 0),
         num_steps=2, proved=proved,
     )  # fmt: skip

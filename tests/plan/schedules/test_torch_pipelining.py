@@ -93,7 +93,8 @@ def printed_by_torch(preset, num_stages, num_microbatches):
 def ours(preset, num_stages, num_microbatches, **numbers):
     """Return the plan and, for each worker, its F and B as text."""
     plan = make_plan(
-        preset, num_stages=num_stages, num_microbatches=num_microbatches, num_steps=1, proved=False,
+        preset, num_stages=num_stages, num_microbatches=num_microbatches, num_steps=1,
+        proved=False,
         **({"num_workers": num_stages} | numbers),
     )  # fmt: skip
     kinds = (Kind.F, Kind.B)

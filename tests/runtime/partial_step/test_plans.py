@@ -21,12 +21,14 @@ def plans_of(preset: str, *, num_workers: int = 2, replicas: int = 1) -> Plans:
     def planned(num_stages: int, num_microbatches: int, tied: Any, relayed: Any) -> Plan:
         numbers = {"replicas": replicas} if replicas > 1 else {}
         return make_plan(
-            preset, num_stages=num_stages, num_workers=num_workers, num_microbatches=num_microbatches,
+            preset, num_stages=num_stages, num_workers=num_workers,
+            num_microbatches=num_microbatches,
             tied=tied, relayed=relayed, **numbers,
         )  # fmt: skip
 
     config = StagewiseConfig(
-        make_plan=planned, find_cuts=lambda module, step: CUTS, num_microbatches=4, replicas=replicas,
+        make_plan=planned, find_cuts=lambda module, step: CUTS, num_microbatches=4,
+        replicas=replicas,
         remat="never", seed=0,
     )  # fmt: skip
     return Plans(config, CUTS, num_workers)

@@ -96,7 +96,8 @@ class Crew:
     def _config(self) -> StagewiseConfig:
         return StagewiseConfig(
             make_plan=self._plan, find_cuts=lambda module, step: self.cuts,
-            num_microbatches=self.num_microbatches // self.replicas, replicas=self.replicas, remat=self.remat, seed=0,
+            num_microbatches=self.num_microbatches // self.replicas, replicas=self.replicas,
+            remat=self.remat, seed=0,
         )  # fmt: skip
 
     def _plan(self, num_stages: int, num_microbatches: int, tied: Any, relayed: Any) -> Plan:
