@@ -16,7 +16,6 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -83,20 +82,6 @@ def keep_owned_state(optimizer: Optimizer, owned: Sequence[nn.Parameter]) -> Non
     kept = {id(p) for p in owned}
     for p in [p for p in optimizer.state if id(p) not in kept]:
         del optimizer.state[p]
-
-
-def mapped(path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-    """Read a checkpoint of which values stay in the file until they are used."""
-    found: dict[str, Any] = torch.load(
-        path, map_location="cpu", mmap=_is_archive(path), weights_only=weights_only
-    )
-    return found
-
-
-def _is_archive(path: str | Path) -> bool:
-    """Say whether a file begins as all do that torch writes; old ones did not."""
-    with Path(path).open("rb") as file:
-        return file.read(2) == b"PK"
 
 
 def check_format(saved: Mapping[str, Any], path: object) -> None:

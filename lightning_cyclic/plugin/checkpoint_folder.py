@@ -114,7 +114,8 @@ def write_folder(
     if rank == 0:
         before = part.with_suffix(".before")
         _remove(before)
-        if path.exists():
+        sync_folder(part)
+        if path.is_symlink() or path.exists():
             path.rename(before)
         part.rename(path)
         sync_folder(path.parent)
@@ -127,7 +128,10 @@ def _meet(group: Any) -> None:
 
 
 def _remove(path: Path) -> None:
-    shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 @final
@@ -210,9 +214,7 @@ class CheckpointFolder:
     def _unread(self, model: str, index: Mapping[str, Any]) -> dict[str, Any]:
         keys = {key.removeprefix(f"{model}."): key for key in index if key.startswith(f"{model}.")}
         return {
-            name: UnreadTensor(
-                about.size, about.properties.dtype, partial(self._one, model, name), key
-            )
+            name: UnreadTensor(about.size, about.properties.dtype, partial(self._one, model, name))
             if isinstance(about := index[key], TensorStorageMetadata)
             else self._one(model, name)
             for name, key in keys.items()

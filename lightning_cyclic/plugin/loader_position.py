@@ -120,10 +120,13 @@ class LoaderPosition:
     def _begin(self, data_fetcher: Any) -> None:
         num_done = self._trainer.fit_loop.epoch_loop.batch_progress.current.ready
         saved, self._saved, self._has_begun = self._saved, None, True
-        if saved is not None and saved["batches"] == num_done == 0:
-            self._begin_anew(data_fetcher, saved)
-        elif saved is not None or num_done:
-            self._go_on(data_fetcher, saved, num_done)
+        if saved is None and num_done:
+            self._warn_of(num_done, self._lacks)
+        elif saved is not None and (lacks := self._doubt(saved, num_done)):
+            self._warn_of(saved["batches"], lacks)
+            self._set(saved["now"])
+        elif saved is not None:
+            self._put_back(data_fetcher, saved)
         combined, before = data_fetcher.combined_loader, self.now()
         iterator = combined._iterator
         self._own[self._begin](data_fetcher)
@@ -131,42 +134,29 @@ class LoaderPosition:
         if is_early or combined._iterator is not iterator:
             self._began, self._first = before, None
 
-    def _begin_anew(self, data_fetcher: Any, saved: Position) -> None:
-        """Draw an epoch's order behind the hooks of its start, as where no run was stopped."""
-        self._began, self._first = self.now(), None
+    def _put_back(self, data_fetcher: Any, saved: Position) -> None:
+        """Begin the epoch of a file, or the next one, behind the hooks of its start."""
+        num_done, before = saved["batches"], self.now()
         if saved["states"] is not None and self._have_states:
             for loader, state in zip(self._loaders, saved["states"], strict=True):
                 loader.load_state_dict(state)
-                if next(iter(loader), loader) is not loader:  # behind what is over: the next one
-                    loader.load_state_dict(state)
-            self._set(self._began)
-        iter(data_fetcher)
-
-    def _go_on(self, data_fetcher: Any, saved: Position | None, num_done: int) -> None:
-        lacks = self._lacks if saved is None else self._doubt(saved, num_done)
-        if lacks:
-            self._began = self._first = None
-            batches = num_done if saved is None else saved["batches"]
-            rank_zero_warn(
-                f"The checkpoint was written behind batch {batches} of an epoch, and {lacks}: "
-                "this run goes on with data as Lightning itself does, "
-                "so that some may come twice in this epoch, others not at all. To go on from "
-                "there use a DataLoader that torch shuffles, or torchdata's StatefulDataLoader, "
-                "or save checkpoints at the end of epochs."
-            )
-        elif saved is not None and saved["states"] is not None and self._have_states:
-            for loader, state in zip(self._loaders, saved["states"], strict=True):
-                loader.load_state_dict(state)
-            iter(data_fetcher)
-        elif saved is not None:
+                if not num_done and next(iter(loader), loader) is not loader:
+                    loader.load_state_dict(state)  # it was over, and has begun the next by itself
+            self._set(before)
+        elif num_done:
             self._set(saved["began"] or {})
-            iter(data_fetcher)
+        iter(data_fetcher)
+        self._began, self._first = before, None
+        if not num_done:
+            return
+        if saved["states"] is None or not self._have_states:
             self._set(saved["first"] or {})
-            _skip(data_fetcher, num_done)
-        if saved is not None:
-            if not lacks:
-                self._began, self._first = saved["began"], saved["first"]
-            self._set(saved["now"])
+            is_ahead = isinstance(data_fetcher, _PrefetchDataFetcher)
+            for _ in range(num_done):
+                next(data_fetcher if is_ahead else data_fetcher.iterator)
+            data_fetcher.fetched = 0  # the loop counts them itself
+        self._began, self._first = saved["began"], saved["first"]
+        self._set(saved["now"])
 
     def _fetch(self) -> None:
         if self._first is None:
@@ -179,11 +169,20 @@ class LoaderPosition:
         """Say why this epoch would be another one if it were drawn again; nothing if it is not."""
         if saved["batches"] != num_done:
             return f"the training loader has {self._trainer.num_training_batches}"
-        if saved["states"] is not None and self._have_states:
+        if num_done == 0 or (saved["states"] is not None and self._have_states):
             return ""
         if saved["began"] is None or saved["first"] is None:
             return "does not say how the epoch began"
         return next(filter(None, map(_doubt, self._loaders)), "")
+
+    def _warn_of(self, num_done: int, lacks: str) -> None:
+        self._began = self._first = None
+        rank_zero_warn(
+            f"The checkpoint was written behind batch {num_done} of an epoch, and {lacks}: this "
+            "run goes on with data as Lightning itself does, so that some may come twice in this "
+            "epoch, others not at all. To go on from there use a DataLoader that torch shuffles, "
+            "or torchdata's StatefulDataLoader, or save checkpoints at the end of epochs."
+        )
 
     @property
     def _loaders(self) -> list[Any]:
@@ -209,15 +208,6 @@ class LoaderPosition:
         parts = [part for loader in self._loaders for part in (loader, *_samplers(loader))]
         found = (getattr(part, "generator", None) for part in parts)
         return list({id(g): g for g in found if isinstance(g, torch.Generator)}.values())
-
-
-def _skip(data_fetcher: Any, num_done: int) -> None:
-    """Take the batches that were trained; the loop counts them itself."""
-    is_ahead = isinstance(data_fetcher, _PrefetchDataFetcher)
-    for _ in range(num_done):
-        next(data_fetcher if is_ahead else data_fetcher.iterator)
-    if is_ahead:
-        data_fetcher.fetched -= num_done
 
 
 def _samplers(loader: Any) -> Iterator[Any]:

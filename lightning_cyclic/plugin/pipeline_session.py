@@ -23,7 +23,7 @@ from lightning_cyclic.plugin.checks import scaler_of
 from lightning_cyclic.plugin.options import Options
 from lightning_cyclic.plugin.split_hook import split_hook
 from lightning_cyclic.plugin.training import agreed_seed
-from lightning_cyclic.runtime.lending import lending
+from lightning_cyclic.runtime.meta import lending
 from lightning_cyclic.runtime.partial_step.config import StagewiseConfig
 from lightning_cyclic.runtime.partial_step.ranks import rank_of
 from lightning_cyclic.runtime.partial_step.session import StagewiseSession

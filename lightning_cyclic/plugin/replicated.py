@@ -410,11 +410,6 @@ class ReplicatedTraining(AbstractTraining):
 
     # ------------------------------------------------------------------ checkpoints
 
-    @property
-    @override
-    def is_larger_than_memory(self) -> bool:
-        return self._session.is_larger_than_memory
-
     @override
     def _whole_weights(self, own: Own) -> dict[str, Any]:
         state: dict[str, Any] = own()

@@ -41,7 +41,7 @@ from lightning_cyclic.plugin.callbacks.drain import DrainCallback
 from lightning_cyclic.plugin.checkpoint_file import CheckpointFile, none_on_exception
 from lightning_cyclic.plugin.checkpoint_folder import CheckpointFolder
 from lightning_cyclic.plugin.checks import (
-    check_has_values,
+    check_beyond_memory,
     check_hosts_of_groups,
     check_no_averaging,
     check_plan,
@@ -66,17 +66,16 @@ from lightning_cyclic.plugin.strategy_checkpoints import Checkpoints
 from lightning_cyclic.plugin.synchronous_pipeline import SynchronousPipelineTraining
 from lightning_cyclic.plugin.training import (
     AbstractTraining,
-    random_as_on_rank_0,
     start_alike,
 )
 from lightning_cyclic.runtime.agreement import gather_texts, require_same_lines
-from lightning_cyclic.runtime.deferred import Deferral
 from lightning_cyclic.runtime.failure_words import words_of
 from lightning_cyclic.runtime.launchers import (
     apart_from_earlier_attempts,
     end_with_agent,
     shelter,
 )
+from lightning_cyclic.runtime.meta import MetaWeights
 from lightning_cyclic.runtime.plain_copies import plain_copies
 from lightning_cyclic.runtime.transport.choice import naming_shared_gpus, refuse_shared_gpus
 from lightning_cyclic.runtime.transport.crew import Crew, naming_peers, naming_start
@@ -136,7 +135,7 @@ class PlannedStrategy(Reports, Checkpoints):
         self.crew: Crew | None = None  # from the start of the process group on
         self._saved: Mapping[str, Any] | None = None
         self._folder: CheckpointFolder | None = None  # from which a run goes on
-        self._deferral: Deferral | None = None  # of a module that is made within the strategy
+        self._unmade: MetaWeights | None = None  # until setup
         self._undo = ExitStack()  # what setup has changed of the Trainer, until teardown
 
     def _refuse_unknown(
@@ -183,8 +182,6 @@ class PlannedStrategy(Reports, Checkpoints):
     def connect(self, model: LightningModule) -> None:
         """Insert the drain in front of all callbacks."""
         super().connect(model)
-        if self._deferral is not None:
-            self._deferral.adopt(model)
         if _kind_of_training(self._options, fitting=True) is None:
             return
         if model._trainer is None:  # whoever connects by hand runs no loop
@@ -193,27 +190,6 @@ class PlannedStrategy(Reports, Checkpoints):
         if not any(isinstance(callback, DrainCallback) for callback in callbacks):
             callbacks.insert(0, DrainCallback(self._get_training, self._fail))
 
-    @override
-    @contextmanager
-    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """Let a module be made without memory, where memory has a limit.
-
-        Each worker of a pipeline, or of a plan that shards, makes its own stages.
-        """
-        options = self._options
-        workers = options.num_workers or 1
-        is_whole = not options.makes_stages_apart or workers == 1
-        if is_whole or options.memory_limit_bytes is None or empty_init:
-            with super().tensor_init_context(empty_init):
-                yield
-            return
-        self._deferral = self._deferral or Deferral(self.root_device)
-        noted = self._deferral.running()
-        with super().tensor_init_context(empty_init), random_as_on_rank_0(), noted:
-            yield
-        if self.lightning_module is not None:
-            self._deferral.adopt(self.lightning_module)
-
     def _get_training(self) -> AbstractTraining | None:  # a method, as a Trainer may be pickled
         return self._training if isinstance(self._training, AbstractTraining) else None
 
@@ -221,7 +197,7 @@ class PlannedStrategy(Reports, Checkpoints):
     def setup_environment(self) -> None:
         """Forget the training before this one: a checkpoint is loaded before setup."""
         self._plan = self._training.plan or self._plan
-        self._training = Hooks()
+        self._training, self._unmade = Hooks(), None
         self._part()
         super().setup_environment()
         assert self.lightning_module is not None
@@ -251,7 +227,7 @@ class PlannedStrategy(Reports, Checkpoints):
     def setup(self, trainer: Trainer) -> None:
         """Check everything that can be checked before the first step."""
         fitting = trainer.state.fn == TrainerFn.FITTING
-        check_has_values(trainer.lightning_module)
+        self._make_unmade(trainer, fitting=fitting)
         self._prepare(trainer, self._options, fitting=fitting)
         if fitting and isinstance(self.precision_plugin, SparseStatePrecision):
             self.model_to_device()
@@ -280,6 +256,21 @@ class PlannedStrategy(Reports, Checkpoints):
         elif self._saved is not None:  # Lightning itself trains, on the newest weights
             ckpt.warn_of_other_plan(self._saved, "sync")
             self._saved = None
+
+    def _make_unmade(self, trainer: Trainer, *, fitting: bool) -> None:
+        """Make layers of the meta device, or let each rank make its own of what exceeds all."""
+        self._note_unmade()
+        unmade, self._unmade = self._unmade, None
+        if unmade is None:
+            return
+        unmade.check()
+        if not self._exceeds_memory:
+            unmade.make_all()
+        elif fitting:
+            check_beyond_memory(
+                trainer, in_files=not self._chosen.save_distributed_checkpoint,
+                by_stages=self._options.is_stagewise,
+            )  # fmt: skip
 
     def _prepare(self, trainer: Trainer, options: Options, *, fitting: bool) -> None:
         """Check the Trainer, and let workers that see the same batches have the whole loader."""
@@ -329,16 +320,15 @@ class PlannedStrategy(Reports, Checkpoints):
             f"preset={options.preset!r}, which predicts weights": options.predicts,
             "save_distributed_checkpoint=True": options.save_distributed_checkpoint,
             "memory_limit_bytes": options.memory_limit_bytes is not None,
-            "a module without values (trainer.init_module)": self._deferral is not None,
             "error_feedback=True": options.error_feedback,
         }
         first = next((what for what, is_so in found.items() if is_so), None)
         if first is not None:
             raise ConfigurationError(
                 f"SparseStatePrecision was given with {first}, where gradients or weights are "
-                "dense; allowed: presets that predict no weights, modules with values, "
-                "checkpoints of one file; use Trainer(strategy='cyclic_dp'), 'cyclic_zero', "
-                "'1f1b' or 'pipedream_2bw', without that"
+                "dense; allowed: presets that predict no weights, checkpoints of one file; use "
+                "Trainer(strategy='cyclic_dp'), 'cyclic_zero', '1f1b' or 'pipedream_2bw', without "
+                "that"
             )
 
     @override

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,10 +21,12 @@ from lightning_cyclic.plugin.checkpoint_folder import (
     check_folder,
     write_folder,
 )
+from lightning_cyclic.plugin.checks import refuse_file
 from lightning_cyclic.plugin.hooks import Hooks
 from lightning_cyclic.plugin.options import Options
-from lightning_cyclic.plugin.training import AbstractTraining
-from lightning_cyclic.runtime.deferred import Deferral
+from lightning_cyclic.plugin.training import AbstractTraining, agreed_seed
+from lightning_cyclic.runtime.absent import num_bytes_of
+from lightning_cyclic.runtime.meta import MetaWeights, is_unmade
 
 _READ_BY_TORCH = (CheckpointFile, TorchCheckpointIO, AsyncCheckpointIO)
 TO_WRITE = "to write a checkpoint"
@@ -35,7 +37,7 @@ class Checkpoints(DDPStrategy):
 
     _training: Hooks
     _chosen: Options
-    _deferral: Deferral | None
+    _unmade: MetaWeights | None
     _saved: Mapping[str, Any] | None
     _folder: CheckpointFolder | None
 
@@ -96,24 +98,48 @@ class Checkpoints(DDPStrategy):
         if is_ours and ckpt.is_local(path):
             with self.naming("to check a checkpoint"):  # a rank of each host does, for the others
                 check_file(Path(path), reads=self.local_rank == 0)
-        # no rank reads more than it needs, if it makes its own stages
-        is_lean = self._deferral is not None and is_ours and self._folder is None
-        loaded = (ckpt.mapped if is_lean else super().load_checkpoint)(path, *args, **kwargs)
-        if self._folder is not None:
-            loaded = self._folder.completed(loaded, lazily=self._deferral is not None)
+        loaded = super().load_checkpoint(path, *args, **kwargs)
+        if (
+            self._folder is not None
+        ):  # no rank reads more than it needs, if it makes its own stages
+            module = self.lightning_module
+            loaded = self._folder.completed(
+                loaded, lazily=module is not None and is_unmade(module)
+            )
         saved = dict(loaded.get(ckpt.KEY) or {})
         ckpt.check_format(saved, checkpoint_path)
         saved.pop("format", None)
         self._saved = saved or None
         return loaded
 
+    def _note_unmade(self) -> None:
+        """Find layers on the meta device, to which a checkpoint may give values before setup."""
+        module, is_plain = self.lightning_module, not isinstance(self._training, AbstractTraining)
+        if is_plain and self._unmade is None and module is not None and is_unmade(module):
+            self._unmade = MetaWeights(module, self.root_device, agreed_seed())
+
+    @property
+    def _exceeds_memory(self) -> bool:
+        """Say whether no rank may have all parameters, and the plan needs none to."""
+        options, limit = self._options, self._chosen.memory_limit_bytes
+        if limit is None or self.world_size == 1 or not options.makes_stages_apart:
+            return False
+        assert self.lightning_module is not None
+        return sum(map(num_bytes_of, self.lightning_module.parameters())) > limit
+
+    @property
+    def _options(self) -> Options:
+        raise NotImplementedError
+
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load weights; versions in flight give way to them."""
         assert self.lightning_module is not None
         self.flush()
-        later = nullcontext() if self._deferral is None else self._deferral.loading()
-        with self._training.writable(), later:
+        self._note_unmade()
+        if self._unmade is not None and self._folder is None and self._exceeds_memory:
+            refuse_file("a checkpoint to go on from")
+        with self._training.writable():
             super().load_model_state_dict(checkpoint, strict=strict)
         self._resume()
 

@@ -10,7 +10,6 @@ What a training does not say is as in hooks.py.
 
 from __future__ import annotations
 
-import json
 import socket
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,7 +23,6 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_cyclic.compat import LightningModule, Trainer, TrainerFn, rank_zero_info
-from lightning_cyclic.errors import ConfigurationError
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.plugin import checkpoint as ckpt
 from lightning_cyclic.plugin.checks import check_optimizers
@@ -47,7 +45,6 @@ from lightning_cyclic.runtime.agreement import (
     require_same_module,
     require_same_number,
 )
-from lightning_cyclic.runtime.deferred import beginnings
 from lightning_cyclic.runtime.flight_recorder import FOLDER, FlightRecorder, write_down
 from lightning_cyclic.runtime.memory_words import lack_of_memory, relief
 from lightning_cyclic.runtime.stages.named_places import paste
@@ -320,13 +317,6 @@ class AbstractTraining(Hooks, ABC):
     def lightning_module_state_dict(self, own: Own) -> dict[str, Any]:
         """Return the newest weights: full on every worker, or the part that each one writes."""
         if not self._writes_parts:
-            if self.is_larger_than_memory:
-                raise ConfigurationError(
-                    f"a checkpoint of one file was asked for, where no rank may have the whole "
-                    f"module (memory_limit_bytes={self._options.memory_limit_bytes}); allowed: "
-                    "folders, into which each rank writes what it has; use "
-                    "save_distributed_checkpoint=True, or raise memory_limit_bytes"
-                )
             self.flush()
             return self._whole_weights(own)
         self.flush_own()
@@ -374,11 +364,6 @@ class AbstractTraining(Hooks, ABC):
     def group(self) -> Any:
         """Return the process group of what is in the host's memory; None for one worker."""
         return self._session.group
-
-    @property
-    def is_larger_than_memory(self) -> bool:
-        """Say whether no worker may hold the whole module."""
-        return False
 
     def delayed_state(self) -> dict[str, Any] | None:
         """Return what else a checkpoint needs, if anything, to go on with the same bits.
@@ -447,9 +432,7 @@ class AbstractTraining(Hooks, ABC):
         rank, num_ranks = self._trainer.global_rank, self._trainer.world_size
         num_loaders, num_then = num_ranks // self._workers_per_loader, len(loaders)
         if num_then != num_loaders:
-            lacks = (
-                f"was by {num_then} ranks with loaders of their own; this run has {num_loaders}"
-            )
+            lacks = f"by {num_then} ranks with loaders of their own; this run has {num_loaders}"
             mine.put_state(None, lacks if loaders else "")
             return
         position = loaders[str(self._replica)]
@@ -484,54 +467,13 @@ def start_alike(module: nn.Module) -> None:
     """Give all workers worker 0's weights; all must call it.
 
     Raises:
-        ConfigurationError: on every worker, where modules differ in more than values, or where
-            values are to be drawn from different random states.
+        ConfigurationError: on every worker, where modules differ in more than values.
     """
     require_same_module(module)
-    require_same_beginnings(module)
-    tensors = [*module.parameters(), *module.buffers()]
-    away = [k for k, x in enumerate(tensors) if is_absent(x)]
-    # each rank makes what it needs, alike, or goes on with what it has had
-    apart = {k for text in gather_texts(json.dumps(away)) for k in json.loads(text)}
     with torch.no_grad():
-        for tensor in (x for k, x in enumerate(tensors) if k not in apart):
-            torch.distributed.broadcast(tensor, 0)
-
-
-@contextmanager
-def random_as_on_rank_0() -> Iterator[None]:
-    """Let the body draw rank 0's random numbers, where ranks have met.
-
-    A rank whose generator was as rank 0's goes on behind it, as one device would; any other one
-    goes on from where it was.
-    """
-    if not torch.distributed.is_initialized():
-        yield
-        return
-    own = torch.get_rng_state()
-    shared = own.to(device_for())
-    torch.distributed.broadcast(shared, 0)
-    shared = shared.cpu()
-    torch.set_rng_state(shared)
-    yield
-    if not torch.equal(shared, own):
-        torch.set_rng_state(own)
-
-
-def require_same_beginnings(module: nn.Module) -> None:
-    """Refuse ranks that would make the same parameters with different values; all must call it.
-
-    Raises:
-        ConfigurationError: on every rank.
-    """
-    if len(set(gather_texts(beginnings(module)))) > 1:
-        raise ConfigurationError(
-            "ranks make their modules by different code, or from different random states or "
-            "files, so that what one of them makes does not go with what others make; allowed: "
-            "the same on every rank; call seed_everything before trainer.init_module, or make "
-            "layers in configure_model, for which all ranks take rank 0's state; read the same "
-            "files everywhere"
-        )
+        for x in (*module.parameters(), *module.buffers()):
+            if not is_absent(x):  # of which each makes what it needs, alike
+                torch.distributed.broadcast(x, 0)
 
 
 def agreed_seed() -> int:

@@ -33,7 +33,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.plan.actions import Action
-from lightning_cyclic.runtime.unseen_changes import unseen
+from lightning_cyclic.runtime.bits import unseen
 
 Guess: TypeAlias = Callable[[Sequence[nn.Parameter], int, int], list[Tensor]]
 """(parameters, the version that they hold, updates to look ahead) -> values."""

@@ -21,25 +21,14 @@ class UnreadTensor(Tensor):
     """Stand for a tensor of the host that is read where it is used."""
 
     _read: Callable[[], Tensor]
-    origin: Tensor
-    """Bytes that say where the values lie, in one dimension."""
 
     @staticmethod
     def __new__(
-        cls, shape: torch.Size, dtype: torch.dtype, read: Callable[[], Tensor], origin: str
+        cls, shape: torch.Size, dtype: torch.dtype, read: Callable[[], Tensor]
     ) -> UnreadTensor:
-        """Make one.
-
-        Args:
-            cls: this class.
-            shape: of the values.
-            dtype: of the values.
-            read: returns them.
-            origin: says where they lie.
-        """
+        """Make one of what is read."""
         made: UnreadTensor = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype)
         made._read = read
-        made.origin = torch.tensor(list(origin.encode()), dtype=torch.uint8)
         return made
 
     @override

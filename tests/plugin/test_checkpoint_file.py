@@ -13,11 +13,14 @@ import pytest
 import torch
 from lightning.fabric.utilities.cloud_io import _atomic_save
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins import AsyncCheckpointIO
+from lightning.pytorch.plugins.io import async_plugin
 
 from lightning_cyclic.errors import ConfigurationError
 from lightning_cyclic.plugin.checkpoint_file import check_file, part_of, write_whole
 from tests import processes
 from tests.corpus import Classifier, assert_same, make_trainer, train_data, weights_of
+from tests.interrupted import contents, difference
 from tests.rows import more
 
 
@@ -101,11 +104,18 @@ def test_a_disk_that_takes_nothing_is_named_and_the_old_file_stays(tmp_path: Pat
     assert [x.name for x in tmp_path.iterdir()] == ["a.ckpt"]
 
 
-def fit(strategy: Any, folder: Path, num_steps: int, path: str | Path = "last") -> Any:
+def fit(
+    strategy: Any, folder: Path, num_steps: int, path: str | Path = "last", plugins: Any = ()
+) -> Any:
     module = Classifier("batchnorm_mlp", "adamw")
     saver = ModelCheckpoint(folder, "{step}", every_n_train_steps=2, save_last=True)
     trainer = make_trainer(
-        strategy, max_steps=num_steps, max_epochs=-1, enable_checkpointing=True, callbacks=[saver]
+        strategy,
+        max_steps=num_steps,
+        max_epochs=-1,
+        enable_checkpointing=True,
+        callbacks=[saver],
+        plugins=[*plugins],
     )
     trainer.fit(module, train_data(module, 3), ckpt_path=path)
     return trainer.ckpt_path, trainer.global_step, weights_of(module)
@@ -124,6 +134,18 @@ def test_a_run_goes_on_from_the_last(preset: str, is_folder: bool, tmp_path: Pat
     for began, step, weights in processes.run(fit, 2, strategy, mine, 8):
         assert (began, step) == (str(last), 8)
         assert_same(weights, expected)
+
+
+@pytest.mark.multi
+@pytest.mark.skipif(not hasattr(async_plugin, "_clone_tensor"), reason="Lightning copies nothing")
+def test_lightnings_thread_writes_the_same(tmp_path: Path) -> None:
+    files = [tmp_path / name / "step=4.ckpt" for name in ("now", "later")]
+    for file, plugins in zip(files, ([], [AsyncCheckpointIO()]), strict=True):
+        processes.run(fit, 2, "pipedream_2bw", file.parent, 5, "last", plugins)
+    assert difference(*map(contents, files)) is None
+    file.write_bytes(file.read_bytes()[:-9])
+    with pytest.raises(processes.RanksFailedError, match="is no whole archive of torch.save"):
+        processes.run(fit, 2, "1f1b", tmp_path, 8, file, [AsyncCheckpointIO()])
 
 
 @pytest.mark.multi

@@ -156,7 +156,8 @@ def fit(
 
 def reads(strategy: dict[str, Any], num_ranks: int) -> list[int]:
     """Return the ranks whose loaders count: of a pipeline that of its first stage."""
-    return list(range(num_ranks)) if strategy is REPLICAS else list(range(1, num_ranks, 2))
+    one_each = strategy is REPLICAS or num_ranks == 1
+    return list(range(num_ranks)) if one_each else list(range(1, num_ranks, 2))
 
 
 ROWS_OF_TESTS = [
@@ -190,11 +191,18 @@ def test_loaders_go_on_in_mid_epoch(
     assert not any("was written" in text for rank in resumed for text in rank["said"])
 
 
-@pytest.mark.parametrize("kind", [more("generator"), "stateful"])
-def test_and_at_its_end(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "n", "kind"),
+    [
+        more(PIPELINE, 2, "generator"), (PIPELINE, 2, "stateful"), (REPLICAS, 2, "plain"),
+        more(PIPELINE | {"preset": "cyclic_mp"}, 2, "plain"),
+        (PIPELINE | {"preset": "pipedream_2bw"}, 2, "plain"), (PIPELINE, 1, "plain"),
+    ],
+)  # fmt: skip
+def test_and_at_its_end(strategy: dict[str, Any], n: int, kind: str, tmp_path: Path) -> None:
     if kind == "stateful":
         pytest.importorskip("torchdata")
-    go_on(PIPELINE, 2, kind, tmp_path, PER_EPOCH, draws=False)
+    go_on(strategy, n, kind, tmp_path, PER_EPOCH, draws=False)
 
 
 @pytest.mark.parametrize("kind", ["plain", more("stateful")])

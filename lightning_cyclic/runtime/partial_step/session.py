@@ -44,7 +44,6 @@ from lightning_cyclic.runtime.partial_step.ownership import Ownership
 from lightning_cyclic.runtime.partial_step.packets import Lesson
 from lightning_cyclic.runtime.partial_step.plans import Plans
 from lightning_cyclic.runtime.partial_step.ranks import rank_of
-from lightning_cyclic.runtime.partial_step.side_effects import SideEffects
 from lightning_cyclic.runtime.partial_step.stage_step import Micro, StageStep
 from lightning_cyclic.runtime.partial_step.time_major import refusing_time_major
 from lightning_cyclic.runtime.partial_step.verification import PlainStep
@@ -223,8 +222,8 @@ class StagewiseSession:
         self.ownership = ownership = Ownership(
             self.module, cuts, stages_of(plan, self.worker), self.config.forms
         )
-        self._was_whole = not any(map(is_absent, self.module.parameters()))
-        make_present(*(p for n, p in self.module.named_parameters() if n not in ownership.foreign))
+        fits = not any(map(is_absent, self.module.parameters()))
+        make_present(*ownership.here().values())
         self.router = CallRouter(self.module, cuts, self.device)
         if self.transport is not None:
             stages = {w: stages_of(plan, w) for w in range(self.num_workers)}
@@ -234,7 +233,7 @@ class StagewiseSession:
         self._messages = self._make_messages(plan)
         repeated = set(cuts.repeated) - set(ownership.stale)
         self._state = ModuleState(
-            self.module, self.config.not_state, ownership.stages, plan.num_stages,
+            self.module, cuts, self.config.not_state, ownership.stages, plan.num_stages,
             self.config.say, repeated,
         )  # fmt: skip
         self._grads = GradientStore(self.trained_of, self.config.sums)
@@ -261,26 +260,19 @@ class StagewiseSession:
         self._modes = [(m, m.training) for m in self.module.modules()]
         self.foreign = ForeignWeights(
             self.module, cuts.changing, ownership, lambda j: rank_of(plan.owner(j), self._size),
-            self.config.memory_limit_bytes, self._gather,
+            fits, self._gather,
         )  # fmt: skip
         self.verifier = Verifier(self, self._make_plain_step(cuts), self._held)
-        self._take_over()
-        self.config.forms.leave(self.with_state)
-
-    def _take_over(self) -> None:
-        """Give up what other workers hold, when they have it from the fit before this one."""
-        if self.group is not None and self.config.memory_limit_bytes is not None:
-            with self.naming_peers("to have the weights of its stages"):
-                self._collectives.meet()
-        if not self.foreign.fits:  # else the first step lets it go
+        if not fits:  # else the first step lets it go
             self.foreign.leave()
+        self.config.forms.leave(self.with_state)
 
     def _make_step(self, cuts: Cuts, plan: Plan) -> StageStep:
         """Return what runs F and B; note which weights nothing else may change meanwhile."""
         assert self.router is not None
         config, versions, ownership = self.config, self.versions, self.ownership
         step = StageStep(
-            self.router, plan, ownership, SideEffects(self.module, cuts, self._state),
+            self.router, plan, ownership, self._state,
             config.seed, config.remat, versions, config.is_one_stage,
         )  # fmt: skip
         step.held = self._held = generators_of(self.module, config.not_state)
@@ -801,16 +793,6 @@ class StagewiseSession:
         assert self.cuts is not None
         with self.naming_peers("to put the weights together"):
             return self._collectives.gather(self.cuts, self._plans.usual)
-
-    @property
-    def was_whole(self) -> bool:
-        """Say whether this worker had the whole module when its stages were found."""
-        return self._was_whole
-
-    @property
-    def is_larger_than_memory(self) -> bool:
-        """Say whether no worker may ever have the whole module: none has had it."""
-        return not (self._was_whole or self.foreign.fits)
 
     @contextmanager
     def writable(self) -> Iterator[None]:

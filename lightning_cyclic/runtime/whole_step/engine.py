@@ -512,6 +512,8 @@ class Engine:
         self._worker.settle()
         self._is_whole = whole or not self.plan.axes.sharding.gathers
         self._show_newest(range(self.plan.num_stages) if self._is_whole else self.owned)
+        if not self._is_whole:
+            self._shown.drop_copies()
         self._ended = last
         self._flushed_at = self._starts_at = self.t
 

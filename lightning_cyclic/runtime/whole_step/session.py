@@ -22,12 +22,12 @@ from torch.nn.parameter import is_lazy
 
 from lightning_cyclic.errors import StepError
 from lightning_cyclic.plan import Plan
-from lightning_cyclic.runtime.absent import is_absent, make_present
+from lightning_cyclic.runtime.absent import is_absent, make_present, num_bytes_of
 from lightning_cyclic.runtime.failure_words import words_of
 from lightning_cyclic.runtime.flight_recorder import FlightRecorder
 from lightning_cyclic.runtime.late_values import LateValues
-from lightning_cyclic.runtime.lending import lending, num_bytes_of
 from lightning_cyclic.runtime.loss_scaling import Outcomes
+from lightning_cyclic.runtime.meta import lending
 from lightning_cyclic.runtime.stages.profile import Profile
 from lightning_cyclic.runtime.stages.stage_map import StageMap, make_stages
 from lightning_cyclic.runtime.stages.survey import survey
@@ -60,8 +60,7 @@ class SessionConfig:
         paced: whether workers that start together are brought into the timetable's stagger.
         accumulates: whether a step may have several batches in one round of the plan, of which
             the last hands buffers on.
-        memory_limit_bytes: most bytes of parameters that a worker may have where each makes its
-            own stages alone; they may be read between steps as far as they fit. [any number]
+        memory_limit_bytes: most bytes of parameters that a worker may have for good. [any number]
         outcomes: is told whether gradients were finite, where a loss scale follows from it.
             [gradients must be]
         forms: what of weights is trained, and travels. [all]
@@ -145,11 +144,8 @@ class Session:
         named = () if isinstance(config.stages, int | str) else config.stages
         self._draws = KeyedDraws(module, named, device)
         self._has_first_draws = True
-        # workers that make their own stages alone never have the whole module
+        # no worker may ever have the whole module
         self.is_apart = any(map(is_absent, module.parameters()))
-        if self.is_apart and not self._probe.axes.sharding.gathers:
-            make_present(*module.parameters())  # as replicas are
-            self.is_apart = False
 
     @property
     def t(self) -> int:
@@ -327,7 +323,7 @@ class Session:
             self._losses.settle()
             if not self.engine.is_flushed:
                 self._begin_watch()
-            self.engine.flush(whole=whole and self._fits)
+            self.engine.flush(whole=whole and not self.is_apart)
             self._watch.end()
 
     @property
@@ -584,19 +580,6 @@ class Session:
                 "fit; use more ranks, other stages, stages=..., or raise "
                 "memory_limit_bytes"
             )
-
-    @property
-    def _fits(self) -> bool:
-        """Say whether a worker may have all parameters at once."""
-        limit = self._config.memory_limit_bytes
-        if limit is None or not self.is_apart:
-            return True
-        return sum(map(num_bytes_of, self._module.parameters())) <= limit
-
-    @property
-    def is_larger_than_memory(self) -> bool:
-        """Say whether no worker may ever have the whole module."""
-        return self.engine is not None and not self._fits
 
     # ------------------------------------------------------------------ checks
 
