@@ -29,7 +29,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias, final
 
 from lightning_cyclic.plan.actions import Action, Kind, Payload
-from lightning_cyclic.plan.passes.ties import first_users, later_users, reads_tied
+from lightning_cyclic.plan.passes.sums import first_users, later_users, reads_tied
 
 if TYPE_CHECKING:
     from lightning_cyclic.plan.plan import Plan

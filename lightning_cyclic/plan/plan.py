@@ -27,10 +27,7 @@ from lightning_cyclic.plan.presets import (
     WEIGHTS,
     Axes,
 )
-from lightning_cyclic.plan.schedules.base import AbstractSchedule
-from lightning_cyclic.plan.schedules.in_groups import InGroups
-from lightning_cyclic.plan.schedules.rounds import Rounds
-from lightning_cyclic.plan.schedules.wide import Wide
+from lightning_cyclic.plan.schedules import AbstractSchedule, InGroups, Rounds, Wide
 
 if TYPE_CHECKING:
     from lightning_cyclic.plan.check.proof import Proof

@@ -17,23 +17,28 @@ from lightning_cyclic.plan.placement import (
     Shared,
     Single,
 )
-from lightning_cyclic.plan.schedules.base import TWO_SLOTS, AbstractSchedule
-from lightning_cyclic.plan.schedules.cyclic import Cyclic
-from lightning_cyclic.plan.schedules.gpipe import GPipe
-from lightning_cyclic.plan.schedules.lockstep import Lockstep
-from lightning_cyclic.plan.schedules.one_f_one_b import OneFOneB
+from lightning_cyclic.plan.schedules import (
+    TWO_SLOTS,
+    AbstractSchedule,
+    Cyclic,
+    GPipe,
+    Lockstep,
+    OneFOneB,
+)
 from lightning_cyclic.plan.sharding import (
     AbstractSharding,
     FullSharding,
     NoSharding,
     OptimizerSharding,
 )
-from lightning_cyclic.plan.weights.base import AbstractWeights
-from lightning_cyclic.plan.weights.delayed import Delayed
-from lightning_cyclic.plan.weights.freshest import Freshest
-from lightning_cyclic.plan.weights.predicted import Predicted
-from lightning_cyclic.plan.weights.stashed import Stashed
-from lightning_cyclic.plan.weights.sync import Sync
+from lightning_cyclic.plan.weights import (
+    AbstractWeights,
+    Delayed,
+    Freshest,
+    Predicted,
+    Stashed,
+    Sync,
+)
 
 SCHEDULES: Final[dict[str, type[AbstractSchedule]]] = {
     "lockstep": Lockstep,

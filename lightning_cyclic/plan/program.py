@@ -37,8 +37,8 @@ from lightning_cyclic.plan.passes.messages import (
     ring_of,
     step_of,
 )
+from lightning_cyclic.plan.passes.receives import start_signals
 from lightning_cyclic.plan.passes.shards import last_version
-from lightning_cyclic.plan.passes.starts import start_signals
 
 if TYPE_CHECKING:
     from lightning_cyclic.plan.plan import Plan

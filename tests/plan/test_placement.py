@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_cyclic.plan.placement import Pipelined, Replicated, Shared, Single
-from lightning_cyclic.plan.schedules.cyclic import Cyclic
+from lightning_cyclic.plan.schedules import Cyclic
 
 
 def table(placement):

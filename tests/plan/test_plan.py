@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from lightning_cyclic.errors import PlanError, ValidationError
 from lightning_cyclic.plan import PRESETS, make_plan
 from lightning_cyclic.plan.actions import Kind, Lane, Payload
-from lightning_cyclic.plan.check.validate import validate
+from lightning_cyclic.plan.check.proof import validate
 from tests.program_texts import from_text, to_text
 
 

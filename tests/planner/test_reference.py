@@ -1,8 +1,7 @@
 import pytest
 
 from lightning_cyclic.planner import Problem, Stages
-from lightning_cyclic.planner.reference import reference
-from lightning_cyclic.planner.table import table
+from lightning_cyclic.planner.table import reference, table
 from lightning_cyclic.simulate import Network, best_lockstep
 
 from .test_search import profile

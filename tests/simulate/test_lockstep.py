@@ -3,7 +3,7 @@ import math
 import pytest
 
 from lightning_cyclic.simulate import Costs, Network, best_lockstep, lockstep
-from lightning_cyclic.simulate.all_reduce import ALL_REDUCES, ring, tree, two_level
+from lightning_cyclic.simulate.lockstep import ALL_REDUCES, ring, tree, two_level
 
 NARROW = Network(latency_s=0.1, bandwidth_bytes_per_s=10.0)
 EVEN = Costs.even(4, compute_s=12.0, model_bytes=80.0)  # per stage: F 1 s, B 2 s, 20 bytes

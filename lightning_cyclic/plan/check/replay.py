@@ -22,16 +22,21 @@ from typing import TYPE_CHECKING, NoReturn, final
 from lightning_cyclic.plan.actions import Action, Kind, Lane, Payload
 from lightning_cyclic.plan.check.refusal import refuse
 from lightning_cyclic.plan.dataflow import Dataflow, Datum, Item
-from lightning_cyclic.plan.passes.descriptions import described
 from lightning_cyclic.plan.passes.messages import (
     Channel,
     Ring,
     channel_of,
+    described,
     is_for_one_use,
     ring_of,
 )
-from lightning_cyclic.plan.passes.sums import first_that_counts, source_of_sum
-from lightning_cyclic.plan.passes.ties import gradient_sources, later_users, version_readers
+from lightning_cyclic.plan.passes.sums import (
+    first_that_counts,
+    gradient_sources,
+    later_users,
+    source_of_sum,
+    version_readers,
+)
 
 if TYPE_CHECKING:
     from lightning_cyclic.plan.plan import Plan

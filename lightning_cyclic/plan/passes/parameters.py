@@ -3,7 +3,7 @@
     P   a stage's parameters         replicas hand them on along a chain, in the order of need, of
                                      groups from lead to lead, who give them to their group; else
                                      the owner sends them to all who hold the stage
-    V   those that other stages use  owner -> the workers of these stages (see ``ties.py``)
+    V   those that other stages use  owner -> the workers of these stages (see ``sums.py``)
 
 Both carry the step in which the version is read first. The totals that updates apply (T) are
 received right before them; where updates are late, as soon as they are there, since all others
@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING
 
 from lightning_cyclic.plan.actions import Action, Kind, Payload, Program
 from lightning_cyclic.plan.passes.messages import message
-from lightning_cyclic.plan.passes.sums import adder
-from lightning_cyclic.plan.passes.ties import first_users, reads_tied, version_readers
+from lightning_cyclic.plan.passes.sums import adder, first_users, reads_tied, version_readers
 
 if TYPE_CHECKING:
     from lightning_cyclic.plan.plan import Plan

@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 from lightning_cyclic.errors import PlanError, ValidationError
 from lightning_cyclic.plan import PRESETS, make_plan
 from lightning_cyclic.plan.actions import Kind, parse
-from lightning_cyclic.plan.check.proof import KEPT, probe
+from lightning_cyclic.plan.check.proof import KEPT, probe, validate
 from lightning_cyclic.plan.check.replay import Replay
-from lightning_cyclic.plan.check.validate import validate
 from lightning_cyclic.plan.passes.messages import ring_of
 from lightning_cyclic.plan.plan import Plan
 from tests.program_texts import from_text, to_text

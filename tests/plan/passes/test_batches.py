@@ -5,7 +5,7 @@ import pytest
 from lightning_cyclic.errors import ValidationError
 from lightning_cyclic.plan import PRESETS, make_plan
 from lightning_cyclic.plan.actions import Kind, Payload, parse
-from lightning_cyclic.plan.check.validate import validate
+from lightning_cyclic.plan.check.proof import validate
 from tests.program_texts import from_text, to_text
 
 PIPELINED = [name for name, preset in PRESETS.items() if preset.placement == "pipelined"]

@@ -5,8 +5,8 @@ import pytest
 from lightning_cyclic.errors import ValidationError
 from lightning_cyclic.plan import make_plan
 from lightning_cyclic.plan.actions import Kind, Payload, parse
-from lightning_cyclic.plan.check.validate import validate
-from lightning_cyclic.plan.passes.ties import first_users, later_users
+from lightning_cyclic.plan.check.proof import validate
+from lightning_cyclic.plan.passes.sums import first_users, later_users
 from tests.program_texts import from_text, to_text
 
 

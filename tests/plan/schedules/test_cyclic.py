@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from lightning_cyclic.plan import make_plan
 from lightning_cyclic.plan.clock import Entry, picture
-from lightning_cyclic.plan.schedules.cyclic import Cyclic
+from lightning_cyclic.plan.schedules import Cyclic
 
 
 def draw(preset, num_stages, num_workers, num_steps=2):

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from lightning_cyclic.plan import make_plan
 from lightning_cyclic.plan.clock import Entry, picture
-from lightning_cyclic.plan.schedules.lockstep import Lockstep
+from lightning_cyclic.plan.schedules import Lockstep
 
 
 def test_timetable():

@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 from lightning_cyclic.errors import PlanError
 from lightning_cyclic.plan import make_plan
 from lightning_cyclic.plan.actions import Kind, Lane, Payload
-from lightning_cyclic.plan.check.proof import probe
+from lightning_cyclic.plan.check.proof import probe, validate
 from lightning_cyclic.plan.check.replay import Replay
-from lightning_cyclic.plan.check.validate import validate
 from lightning_cyclic.plan.clock import Entry, picture
 from lightning_cyclic.plan.dataflow import Datum
 from lightning_cyclic.plan.passes.messages import step_of

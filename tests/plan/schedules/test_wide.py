@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from lightning_cyclic.errors import ValidationError
 from lightning_cyclic.plan import make_plan
 from lightning_cyclic.plan.actions import Kind, Payload
-from lightning_cyclic.plan.check.proof import probe
-from lightning_cyclic.plan.check.validate import validate
+from lightning_cyclic.plan.check.proof import probe, validate
 from lightning_cyclic.plan.clock import Entry, picture
 from lightning_cyclic.plan.dataflow import live_activations
 from tests.program_texts import from_text, to_text

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from lightning_cyclic.errors import PlanError
 from lightning_cyclic.plan import make_plan
 from lightning_cyclic.plan.dataflow import live_versions
-from lightning_cyclic.plan.weights.delayed import Delayed
+from lightning_cyclic.plan.weights import Delayed
 
 
 @settings(deadline=None)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from lightning_cyclic.plan import make_plan
 from lightning_cyclic.plan.dataflow import live_versions
-from lightning_cyclic.plan.weights.freshest import Freshest
+from lightning_cyclic.plan.weights import Freshest
 
 
 def test_never_older_than_two_versions_nor_newer_than_there_is():

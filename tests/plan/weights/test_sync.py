@@ -1,7 +1,7 @@
 """sync reads version t whatever exists."""
 
 from lightning_cyclic.plan import make_plan
-from lightning_cyclic.plan.weights.sync import Sync
+from lightning_cyclic.plan.weights import Sync
 
 
 def test_reads_the_step():
