@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from lightning_cyclic.plan.actions import Program, parse
+from lightning_cyclic.plan import Plan
+from lightning_cyclic.plan.actions import Kind, Payload, Program, parse
 
 
 def to_text(programs: Iterable[Program]) -> str:
@@ -13,3 +14,21 @@ def to_text(programs: Iterable[Program]) -> str:
 
 def from_text(text: str) -> tuple[Program, ...]:
     return tuple(tuple(map(parse, line.split(","))) for line in text.splitlines())
+
+
+def swapped(plan: Plan, w: int, first: str, second: str) -> tuple[Program, ...]:
+    """Return the programs with two actions of worker w in each other's place."""
+    programs = [list(program) for program in plan.programs]
+    m, n = (programs[w].index(parse(text)) for text in (first, second))
+    programs[w][m], programs[w][n] = programs[w][n], programs[w][m]
+    return tuple(map(tuple, programs))
+
+
+def sent(plan: Plan, payload: Payload) -> list[tuple[int | None, ...]]:
+    """List step, stage, version, from and to of the sends of a payload."""
+    return sorted(
+        (a.t, a.j, a.v, w, a.peer)
+        for w, program in enumerate(plan.programs)
+        for a in program
+        if a.kind is Kind.SEND and a.payload is payload
+    )

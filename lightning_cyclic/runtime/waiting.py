@@ -11,7 +11,7 @@ from typing import Protocol, final
 from lightning_cyclic.errors import CyclicError, PeerError, WaitTimeoutError
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.plan.actions import Action, Kind, Payload
-from lightning_cyclic.plan.check.refusal import rows_around, timetable_around
+from lightning_cyclic.plan.clock import rows_around, timetable_around
 from lightning_cyclic.runtime.failure_words import LATE, heard, look_at
 from lightning_cyclic.runtime.transport import AbstractPending, AbstractTransport
 from lightning_cyclic.runtime.transport.line import is_late, is_of_loader

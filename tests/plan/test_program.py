@@ -82,19 +82,6 @@ def test_what_a_flush_has_done_is_left_out_of_later_blocks(plan):
     assert behind == [a for a in whole if a not in set(flushed)]
 
 
-@pytest.mark.parametrize("name", sorted(set(PRESETS) - {"cyclic_zero"}))
-@pytest.mark.parametrize("flush_at", [{0}, {1, 2}, {0, 3, 4}])
-def test_any_flush_leaves_nothing_pending(name, flush_at):
-    plan = make_plan(name, num_stages=4, num_workers=4, relayed=[0, 2])
-    replay, ended, program = Replay(plan), -1, plan.program
-    for t in range(7):
-        replay.run([program.step(w, t, ended=ended, starts=ended == t - 1) for w in range(4)])
-        if t in flush_at | {6}:
-            replay.run([program.flush(w, t, ended=ended) for w in range(4)])
-            replay.check_flushed(t)
-            ended = t
-
-
 @given(
     preset=st.sampled_from(sorted(set(PRESETS) - {"cyclic_zero"})),
     num_stages=st.integers(1, 8),
