@@ -28,7 +28,7 @@ SUITES = {
     "parity": (
         "tests/test_strategy_parity.py", "tests/test_pipeline_parity.py",
         "tests/test_flow_parity.py", "tests/test_single_device.py", "tests/test_hooks.py",
-        "tests/test_registration.py", "tests/test_freezing.py", "tests/test_deferred.py",
+        "tests/test_registration.py", "tests/test_freezing.py", "tests/test_meta.py",
     ),
     "parts": ("tests/runtime", "tests/plugin", "tests/planner", "tests/cli"),
     "recipes": ("tests/recipes",),

@@ -26,7 +26,7 @@ from lightning_cyclic.runtime.messages import Message
 from lightning_cyclic.runtime.partial_step.config import StagewiseConfig, Summarise
 from lightning_cyclic.runtime.partial_step.ranks import rank_of
 from lightning_cyclic.runtime.partial_step.session import StagewiseSession
-from lightning_cyclic.runtime.prediction.guesses import guesses
+from lightning_cyclic.runtime.predict import guesses
 from lightning_cyclic.runtime.stages.cuts import choose_cuts
 from lightning_cyclic.runtime.stages.survey import survey
 from lightning_cyclic.runtime.transport import NamedTransport

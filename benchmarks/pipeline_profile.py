@@ -30,7 +30,7 @@ from pipeline_model import Case, cut_by_hand, loss_of
 from torch import Tensor, nn
 
 from lightning_cyclic import Plan, make_plan
-from lightning_cyclic.runtime.prediction.guesses import guesses
+from lightning_cyclic.runtime.predict import guesses
 from lightning_cyclic.simulate import Costs, Network, simulate
 
 # preset -> one that runs as much Python

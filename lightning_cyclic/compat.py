@@ -29,8 +29,9 @@ if TYPE_CHECKING:  # found below, in the host; tests compare both lists
     from lightning.fabric.utilities.data import (
         _auto_add_worker_init_fn as _auto_add_worker_init_fn,
     )
-    from lightning.fabric.utilities.data import _set_sampler_epoch as _set_sampler_epoch
     from lightning.fabric.utilities.load import _METADATA_FILENAME as _METADATA_FILENAME
+    from lightning.fabric.utilities.seed import _collect_rng_states as _collect_rng_states
+    from lightning.fabric.utilities.seed import _set_rng_states as _set_rng_states
     from lightning.fabric.utilities.types import Steppable as Steppable
     from lightning.pytorch import Callback as Callback
     from lightning.pytorch import LightningDataModule as LightningDataModule
@@ -78,7 +79,8 @@ HOSTS: Final = {  # name -> where its Trainer is, where its Fabric is, and what 
 }
 _NAMES: Final = {  # module of the host -> names that are used of it
     "fabric.plugins.environments": "ClusterEnvironment LightningEnvironment",
-    "fabric.utilities.data": "_auto_add_worker_init_fn _set_sampler_epoch",
+    "fabric.utilities.data": "_auto_add_worker_init_fn",
+    "fabric.utilities.seed": "_collect_rng_states _set_rng_states",
     "fabric.utilities.load": "_METADATA_FILENAME",
     "fabric.utilities.types": "Steppable",
     "pytorch": "Callback LightningDataModule LightningModule Trainer",
@@ -226,20 +228,26 @@ OF_TORCH: Final = (
     Private("torch.autograd.profiler", "_is_profiler_enabled", "names of actions in profiles"),
     Private("torch.autograd.grad_mode", "_unsafe_preserve_version_counter", "unseen changes"),
     Private("torch.distributed", "_functional_collectives", "collectives within steps"),
-    Private("torch.distributed.checkpoint._traverse", "set_element", "folders of checkpoints"),
+    Private(
+        "torch.distributed.checkpoint.default_planner", "_EmptyStateDictLoadPlanner", "folders"
+    ),
+    Private("torch.distributed.checkpoint.state_dict_loader", "_load_state_dict", "folders"),
     Private("torch.distributed.distributed_c10d", "_get_default_store", _STORE),
     Private("torch.distributed.rendezvous", "_create_c10d_store", "a store for each attempt"),
     Private("torch.nn.modules.batchnorm", "_NormBase", "statistics of norms that are unfrozen"),
     Private("torch.utils._python_dispatch", "TorchDispatchMode", "counting the work of stages"),
+    Private("torch.utils._pytree", "SUPPORTED_NODES", "walking through containers"),
     Private("torch.utils._pytree", "tree_flatten", "walking through containers"),
     Private("torch.utils._pytree", "tree_iter", "walking through containers"),
     Private("torch.utils._pytree", "tree_leaves", "walking through containers"),
+    Private("torch.utils._pytree", "tree_map", "walking through containers"),
     Private("torch.utils._pytree", "tree_map_only", "walking through containers"),
     Private("torch.utils._pytree", "tree_unflatten", "walking through containers"),
 )
 OF_LIGHTNING: Final = (
     Private("fabric.utilities.data", "_auto_add_worker_init_fn", "seeds of loaders"),
-    Private("fabric.utilities.data", "_set_sampler_epoch", "the order of a new epoch"),
+    Private("fabric.utilities.seed", "_collect_rng_states", "random states in files"),
+    Private("fabric.utilities.seed", "_set_rng_states", "random states in files"),
     Private("fabric.utilities.load", "_METADATA_FILENAME", "folders of checkpoints"),
     Private("pytorch.loops.fetchers", "_PrefetchDataFetcher", "places of loaders"),
     Private("pytorch.trainer.call", "_call_callback_hooks", "hooks of late updates"),
@@ -249,14 +257,12 @@ OF_LIGHTNING: Final = (
 _EPOCH: Final = "fit_loop.epoch_loop"
 OF_TRAINERS: Final = (
     Private("", "_accelerator_connector", "samplers of replicas"),
-    Private("", "_checkpoint_connector", "going on from the newest checkpoint"),
     Private("_checkpoint_connector", "_loaded_checkpoint", "states of pruned networks"),
     Private("_signal_connector", "_sigterm_notifier_fn", "stopping behind one step at SIGTERM"),
     Private("_signal_connector", "_slurm_sigusr_handler_fn", "requeueing jobs of SLURM"),
     Private("strategy", "_get_process_group_backend", "choosing how messages travel"),
     Private("strategy", "_layer_sync", "refusing BatchNorm over all ranks"),
     Private("fit_loop", "_combined_loader", "places of loaders"),
-    Private("fit_loop", "_combined_loader_states_to_load", "places of loaders"),
     Private("fit_loop", "_load_combined_loader_states", "places of loaders"),
     Private(_EPOCH, "_broadcast_sigterm_tensor", "stopping behind one step, without a barrier"),
     Private(_EPOCH, "_on_before_fetch", "places of loaders"),

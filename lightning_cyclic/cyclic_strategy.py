@@ -53,9 +53,8 @@ class CyclicStrategy(PlannedStrategy):
             where one device runs it in stages: "first_step", a number, or False.
         **inherited: arguments of DDPStrategy: accelerator, parallel_devices,
             cluster_environment, checkpoint_io, precision_plugin, process_group_backend,
-            start_method, and timeout, the limit of every wait for another rank. [5 minutes; 30
-            until training has begun, in the first steps of a fit and behind its first
-            evaluation, which may be compiled]
+            start_method, and timeout, the limit of every wait for another rank. [30 minutes, as
+            torch has it]
 
     Raises:
         PlanError: impossible numbers, or a plan that cannot be run yet.

@@ -53,7 +53,7 @@ def plan_table(trainer: L.Trainer, module: nn.Module, *, remat: str | None = Non
     rows = {
         "strategy": getattr(plan, "preset", type(trainer.strategy).__name__),
         "workers": trainer.world_size,
-        "replicas of the pipeline (width)": plan.width if pipelined else None,
+        "replicas of the pipeline": plan.replicas if pipelined else None,
         "weights read": getattr(plan, "weights", None),
         "stages": getattr(plan, "num_stages", None),
         "micro-batches per update": getattr(plan, "num_microbatches", None),
@@ -71,7 +71,7 @@ def stage_ranks(trainer: L.Trainer) -> dict[int, list[int]]:
     plan = getattr(trainer.strategy, "plan", None)
     if getattr(plan, "placement", None) != "pipelined":
         return {}
-    size = plan.num_workers // plan.width
+    size = plan.num_workers // plan.replicas
     workers_of = plan.axes.placement.workers_of
     return {
         j: sorted(rank_of(worker, size) for worker in workers_of(j))

@@ -11,11 +11,9 @@ from pathlib import Path
 from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig
 
-from lightning_cyclic.plugin.newest import newest_whole
-
 
 def checkpoint_of(cfg: DictConfig) -> str | None:
-    """Return the newest checkpoint of the run's own that is whole, or the one that is asked for.
+    """Return the newest checkpoint of the run's own, or the one that is asked for.
 
     Args:
         cfg: a recipe's, of which ``resume`` says whether to look at all.
@@ -26,7 +24,8 @@ def checkpoint_of(cfg: DictConfig) -> str | None:
     asked: str | None = cfg.ckpt_path
     if not cfg.resume:
         return asked
-    newest = newest_whole(Path(cfg.trainer.default_root_dir).rglob("*.ckpt"))
+    found = Path(cfg.trainer.default_root_dir).rglob("*.ckpt")  # each is whole, or not there
+    newest = max(found, key=lambda path: path.stat().st_mtime_ns, default=None)
     return asked if newest is None else str(newest)
 
 

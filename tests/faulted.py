@@ -76,16 +76,16 @@ def main(
     seed_everything(7, workers=True, verbose=False)
     saver = ModelCheckpoint(
         folder / "checkpoints", "{step}", every_n_train_steps=1, save_top_k=-1,
-        enable_version_counter=False,
+        save_last=True, enable_version_counter=False,
     )  # fmt: skip
-    strategy: Any = make_strategy(preset, timeout=timedelta(seconds=limit_s), resume="auto")
+    strategy: Any = make_strategy(preset, timeout=timedelta(seconds=limit_s))
     trainer = Trainer(
         strategy=strategy, accelerator="cpu", num_nodes=num_nodes, devices=devices,
         max_steps=num_steps, max_epochs=-1, callbacks=[Progress(folder), saver], logger=False,
         enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
     module = Net()
-    trainer.fit(module)
+    trainer.fit(module, ckpt_path="last")
     if trainer.is_global_zero:
         part = folder / "part"
         torch.save(module.state_dict(), part)

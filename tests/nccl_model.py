@@ -38,10 +38,11 @@ from lightning_cyclic.runtime.transport.base import (
     AbstractTransport,
     Part,
 )
+from lightning_cyclic.runtime.transport.crew import Crew
 from lightning_cyclic.runtime.transport.line import Line, Way
 from lightning_cyclic.runtime.transport.local import LocalTransport, PostOffice
 from lightning_cyclic.runtime.transport.named import NamedTransport
-from lightning_cyclic.runtime.transport.peers import name_of
+from tests.runtime.transport.rings import reason_of
 
 _HEAD_BYTES = 32
 _NOT_YET = 0xFF  # four of which are a NaN
@@ -64,7 +65,9 @@ class Operation:
 
     def __str__(self) -> str:
         source, target, *_ = self.ring.channel
-        return f"{self.way} of {name_of(self.ring)}, worker {source} -> worker {target}"
+        lane = f" on lane {self.ring.channel.lane}" if self.ring.channel.lane else ""
+        name = f"{self.ring.payload} of stage {self.ring.j}{lane}"
+        return f"{self.way} of {name}, worker {source} -> worker {target}"
 
     @property
     def head(self) -> str:
@@ -96,7 +99,6 @@ class AbstractModel(AbstractTransport):
     Args:
         worker: this worker.
         num_workers: how many there are.
-        timeout_s: limit of every wait, in seconds.
         rules: what is checked.
         control: carries words between hosts.
     """
@@ -105,11 +107,11 @@ class AbstractModel(AbstractTransport):
         self,
         worker: int,
         num_workers: int,
-        timeout_s: float,
         rules: Rules,
         control: AbstractTransport,
     ) -> None:
-        super().__init__(worker, num_workers, timeout_s)
+        super().__init__(worker, num_workers, control.crew)
+        self.crew.hang_up = self.hang_up
         self._warm = {c for c in rules.channels if worker in (c.source, c.target)}
         self._depths = rules.depths
         self._control = control
@@ -135,13 +137,9 @@ class AbstractModel(AbstractTransport):
         return self._post(Operation("recv", ring, data, None), part)
 
     @override
-    def failure(self) -> str | None:
-        return self._control.failure()
-
-    @override
-    def report_failure(self, text: str) -> None:
-        self._control.report_failure(text)
-        self._break(text)
+    def hang_up(self) -> None:
+        self._control.hang_up()
+        self._break(self.crew.failure() or "")
 
     def pending(self) -> int:
         """Count the operations of this worker that have not run."""
@@ -208,8 +206,8 @@ class _Pending(AbstractPending):
         self._model = model
 
     def wait(self) -> None:
-        if not self._operation.ran.wait(self._model.timeout_s):
-            limit = f"not run within {self._model.timeout_s:g} s"
+        if not self._operation.ran.wait(self._model.crew.timeout_s):
+            limit = f"not run within {self._model.crew.timeout_s:g} s"
             raise TimeoutError(f"worker {self._model.worker}, {self._operation}: {limit}")
         if self._operation.error is not None:
             raise self._operation.error
@@ -285,7 +283,7 @@ class ThreadedModel(AbstractModel):
         self, fabric: Fabric, worker: int, num_workers: int, timeout_s: float, rules: Rules
     ) -> None:
         control = LocalTransport(fabric.office, worker, num_workers, timeout_s)
-        super().__init__(worker, num_workers, timeout_s, rules, control)
+        super().__init__(worker, num_workers, rules, control)
         self._fabric = fabric
 
     def _launch(self, operation: Operation) -> None:
@@ -319,8 +317,8 @@ class GlooModel(AbstractModel):
         self, timeout_s: float, rules: Rules, rank_of: Callable[[int], int] = lambda w: w
     ) -> None:
         channels = tuple(rules.channels)
-        control = NamedTransport({c.lane for c in channels}, timeout_s, rank_of)
-        super().__init__(control.worker, control.num_workers, timeout_s, rules, control)
+        control = NamedTransport({c.lane for c in channels}, Crew(timeout_s), rank_of)
+        super().__init__(control.worker, control.num_workers, rules, control)
         # an operation may be posted long before it can run: waits have limits of their own
         self._line = Line(dist.new_group(timeout=timedelta(days=1), backend="gloo"))
         self._rank_of = rank_of
@@ -351,7 +349,7 @@ class GlooModel(AbstractModel):
                 run = self._send if operation.way == "send" else self._receive
                 operation.end(run(operation, tag))
             except RuntimeError as error:
-                reason = self.failure() or str(error)
+                reason = reason_of(self.crew) or str(error)
                 operation.end(ConnectionError(f"worker {self.worker}, {operation}: {reason}"))
 
     def _send(self, send: Operation, tag: int) -> ModelError | None:

@@ -82,7 +82,7 @@ EXPECTED_WARNINGS = [
     r"`.fit\(ckpt_path=None\)` was called without a model",  # with OnExceptionCheckpoint
     r".fit\(ckpt_path=\"last\"\) is set",
     r"(You are using the|Found) `dataloader_iter`",
-    r"The checkpoint was written behind batch \d+ of an epoch, by \d+ ranks with loaders",
+    r"The checkpoint was written behind batch \d+ of an epoch, and by \d+ ranks with loaders",
     r"'set_vital' is deprecated",  # which torchdata calls
     r"`torch.jit.script` is deprecated",  # which torch_geometric calls
     r"The \.grad attribute of a Tensor that is not a leaf",  # torch.compile, of its inputs

@@ -16,8 +16,8 @@ import torch
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_cyclic.plan import make_plan
-from lightning_cyclic.plugin.failure_file import FOLDER
 from lightning_cyclic.registration import make_strategy
+from lightning_cyclic.runtime.flight_recorder import FOLDER
 from tests import processes, test_pipeline_failures
 from tests.corpus import MicroBatches, loader, make_trainer
 from tests.test_failures import Troubled, be_asked_to_stop, die, errors_of, fail, said_by

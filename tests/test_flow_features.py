@@ -79,8 +79,8 @@ def validated(job: Job, strategy: dict[str, Any]) -> Outcome:
 
 @pytest.mark.parametrize(
     ("preset", "num_ranks"),
-    [("cyclic_pipeline", 2), ("pipedream", 2), ("pipeoptim", 2), ("pipedream_2bw", 1),
-     ("pipedream", 1)],
+    [("cyclic_pipeline", 2), ("cyclic_mp", 2), ("pipedream", 2), ("pipeoptim", 2),
+     ("pipedream_2bw", 1), ("pipedream", 1)],
 )  # fmt: skip
 def test_validation_within_an_epoch_changes_nothing(preset: str, num_ranks: int) -> None:
     job = job_of(preset)

@@ -296,12 +296,6 @@ def refused(kind: type[Net], strategy: dict[str, Any]) -> str:
             {},
             "'net.0.weight' of stage 0, which rank 1 has and .* in the middle of a step",
         ),
-        (
-            Epochs,
-            {"memory_limit_bytes": 200},
-            "reads 'net.0.weight' of stage 0, .* as all parameters have 720 bytes and "
-            "memory_limit_bytes=200",
-        ),
     ],
 )
 def test_reads_that_cannot_be_right_are_refused_by_name(

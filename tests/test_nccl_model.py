@@ -129,7 +129,7 @@ def test_what_is_pending_is_named() -> None:
 def test_a_failure_wakes_all_who_wait() -> None:
     sender, receiver = pair()
     pending = receiver.irecv(FIRST, room())
-    threading.Timer(0.05, sender.report_failure, ("worker 0: boom",)).start()
+    threading.Timer(0.05, sender.crew.tell, ("worker 0: boom",)).start()
     with pytest.raises(ConnectionError, match="worker 0: boom"):
         pending.wait()
     with pytest.raises(ConnectionError, match="worker 0: boom"):
@@ -221,7 +221,7 @@ def fail_on_rank_1() -> tuple[list[str], float]:
     start, texts = time.monotonic(), []
     if rank == 1:
         time.sleep(0.2)
-        model.report_failure("worker 1: boom")
+        model.crew.tell("worker 1: boom")
         time.sleep(1)
     else:
         posted = [model.irecv(ring(BACK), room()), model.irecv(ring(BACK), room())]

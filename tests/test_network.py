@@ -174,11 +174,14 @@ def test_where_all_have_met_the_host_that_is_cut_off_is_named(
     assert all(ended_at < cut[0] + MEETING_S + 5 for _, ended_at in ends)
     for rank, (text, _) in enumerate(ends):
         if rank == k == 0:
-            expected = r"rank 1 on \S+ and rank 2 on \S+ and rank 3 on \S+ did not answer"
+            expected = r"rank 1 on \S+ .*and rank 2 on \S+ .*and rank 3 on \S+ .*did not answer"
         elif k in (0, rank):
-            expected = rf"rank 0 on \S+, through which .* cannot be reached from rank {rank} on"
+            expected = (
+                rf"rank 0 on \S+( .*)?, through which .* cannot be reached from rank {rank} on"
+            )
         else:
             expected = (
-                rf"waited {MEETING_S:g} s for rank {k} on .* to dine, .* {k} on \S+ did not answer"
+                rf"waited {MEETING_S:g} s for rank {k} on .* to dine, .*; "
+                rf"rank {k} on .* did not answer"
             )
         assert re.search(expected, text.splitlines()[0]), (rank, text)

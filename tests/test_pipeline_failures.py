@@ -214,7 +214,7 @@ def test_a_stage_that_fails_and_lives_on_holds_up_nobody(
     _, failed_at = ends[bad]
     for r, (text, ended_at) in enumerate(ends):
         if r != bad:
-            when = f"in step {BAD_STEP}" if phase == "train" else r"in validation_step number \d+"
+            when = f"in step {BAD_STEP if phase == 'train' else NUM_STEPS}"
             reason = f"{name_of(bad)} failed {when}: ZeroDivisionError: the batch is broken \\("
             assert re.match(reason, text), text
             assert f"(stage {num_ranks - 1 - bad}) failed" in text

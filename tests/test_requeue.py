@@ -7,18 +7,14 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.plugins import AsyncCheckpointIO
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 
-from lightning_cyclic.plugin import sealed_file
 from tests import processes
 from tests.corpus import Classifier, assert_same, make_trainer, train_data, weights_of
 from tests.rows import more
@@ -56,7 +52,7 @@ class Asked(Classifier):
 
 
 def fit(
-    preset: str, folder: str, asked: int | None, flags: dict[str, Any], plugins: Any = ()
+    preset: str, folder: str, asked: int | None, flags: dict[str, Any]
 ) -> tuple[dict[str, Tensor], int, int]:
     """Return weights, batches of this process, and steps; as a task of a job."""
     here = processes.here()
@@ -75,7 +71,7 @@ def fit(
     module = Asked(asked)
     trainer = make_trainer(
         {"preset": preset}, max_epochs=2, default_root_dir=folder,
-        plugins=[SLURMEnvironment(auto_requeue=True), *plugins], **flags,
+        plugins=[SLURMEnvironment(auto_requeue=True)], **flags,
     )  # fmt: skip
     data = train_data(module, NUM_BATCHES)
     if asked is None or here.num_ranks == 1:  # Lightning's own handler lets one process go on
@@ -113,31 +109,3 @@ def test_a_requeued_job_ends_with_the_same_bits(preset: str, tmp_path: Path) -> 
 )
 def test_gradients_that_are_accumulated_are_applied_before(preset: str, tmp_path: Path) -> None:
     assert_goes_on(preset, tmp_path, 2, accumulate_grad_batches=4)
-
-
-def fit_with_slow_files(preset: str, folder: str, asked: int) -> None:
-    write = sealed_file.write
-
-    def slowly(checkpoint: Any, path: Path) -> None:
-        time.sleep(0.7)
-        write(checkpoint, path)
-
-    sealed_file.write = slowly  # of a process that ends soon
-    flags = {
-        "enable_checkpointing": True,
-        "callbacks": [ModelCheckpoint(folder, "{step}", every_n_train_steps=2)],
-    }
-    fit(preset, folder, asked, flags, [AsyncCheckpointIO()])
-
-
-@pytest.mark.parametrize(("preset", "num_ranks"), [("cyclic_dp", 2), more("1f1b", 2), ("1f1b", 1)])
-def test_a_job_is_requeued_when_all_files_of_a_thread_are_there(
-    preset: str, num_ranks: int, tmp_path: Path
-) -> None:
-    processes.run(fit_with_slow_files, num_ranks, preset, str(tmp_path), num_ranks - 1)
-    assert (tmp_path / "asked").read_text() == f"requeue {JOB}\n"
-    there = (tmp_path / "there").read_text().split()
-    assert there[0] == "hpc_ckpt_1.ckpt"
-    assert len(there) == 2  # and the newest of the callback
-    for path in tmp_path.glob("*.ckpt"):
-        sealed_file.check(path)

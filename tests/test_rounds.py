@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from lightning.pytorch import Callback
 from lightning.pytorch import callbacks as lc
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
@@ -296,41 +295,6 @@ def test_messages_are_as_many_as_derived(n: int, rounds: int) -> None:
     assert [x.get(Payload.H, 0) for x in last] == [4 * (n - 1)] * n
     for _, held in ranks:  # until the last round, the gradients of all stages stay
         assert held[2 * rounds : 3 * rounds - 1] == [n] * (rounds - 1)
-
-
-# ---------------------------------------------------------------------- beyond memory
-
-
-class Late(Dropping):
-    """Makes its layers in configure_model."""
-
-    def __init__(self) -> None:
-        super().__init__(normalises=True)
-        self.net: Any = None
-
-    def configure_model(self) -> None:
-        if self.net is None:
-            self.net = self.make_net()
-
-
-def fit_late(strategy: dict[str, Any], within: bool) -> dict[str, Any]:
-    module = Late()
-    trainer = make_trainer(strategy, max_epochs=2, accumulate_grad_batches=2)
-    torch.manual_seed(4)
-    if not within:
-        module.configure_model()
-    trainer.fit(module, batches(5), batches(2))
-    weights = weights_of(module)
-    torch.distributed.barrier()  # a process that ends so gives nothing to others
-    return weights
-
-
-def test_weights_that_no_rank_ever_has_all_of() -> None:
-    plan = {"stages": ["net.2"], "slack": 1}
-    whole = processes.run(fit_late, 2, {"preset": "cyclic_dp", **plan}, False)
-    strategy = {"preset": "cyclic_zero", "memory_limit_bytes": 4 * SIZE * SIZE * 2, **plan}
-    for rank in processes.run(fit_late, 2, strategy, True):
-        assert_same(rank, whole[0])
 
 
 # ---------------------------------------------------------------------- refused by name

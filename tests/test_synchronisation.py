@@ -55,7 +55,7 @@ ALLOWED = {
     "runtime.partial_step.collectives:Collectives.reduce to": ON_GROUP,
     "runtime.partial_step.module_state:_Leaf.value item": "numbers that the user's step has asked "
     "a GPU for, to keep them on the module",
-    "runtime.prediction.guesses:_direction __float__": COUNTERS,
+    "runtime.predict:_direction __float__": COUNTERS,
     "runtime.weight_watch:WeightWatch._check_seen tolist": "once in each of steps 0, 1, 2, 4, ...",
 }
 """Who may ask, and why no GPU is waited for, or why it would be without the package, too."""

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_cyclic.compat import Trainer
+from lightning_cyclic.compat import Trainer, rank_zero_warn
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.plugin import checkpoint as ckpt
 from lightning_cyclic.plugin.checks import check_flow, check_no_exchange, scaler_of
@@ -30,17 +30,16 @@ from lightning_cyclic.plugin.deferred_update import DeferredUpdates
 from lightning_cyclic.plugin.hooks import Closure, Own
 from lightning_cyclic.plugin.options import Options
 from lightning_cyclic.plugin.pipeline import PipelineTraining
-from lightning_cyclic.plugin.prediction import Predictor
 from lightning_cyclic.plugin.reductions import HeldReductions
 from lightning_cyclic.plugin.step_arguments import StepArguments
 from lightning_cyclic.plugin.summaries import StepOutcome
 from lightning_cyclic.plugin.surrogate_loss import stand_in
 from lightning_cyclic.plugin.training import epoch_ends
 from lightning_cyclic.plugin.weight_guard import WeightGuard
-from lightning_cyclic.runtime.agreement import Together, put_together
 from lightning_cyclic.runtime.gradient_store import Gradients
 from lightning_cyclic.runtime.loss_scaling import LossScaling
 from lightning_cyclic.runtime.partial_step.config import Share, StagewiseConfig, Summarise
+from lightning_cyclic.runtime.predict import Predictor
 
 
 @final
@@ -65,7 +64,7 @@ class AsynchronousPipelineTraining(PipelineTraining):
             late, norms = decides_together(plan), "all" if scaler else "owners"
             options = replace(options, late_updates=late, norms=norms)
             plan = replace(plan, late_updates=late, norms=norms)
-        self._predictor = Predictor(trainer, self._groups_of)
+        self._predictor = Predictor(lambda: trainer.optimizers[0], self._groups_of, rank_zero_warn)
         self._latest: StepOutcome | None = None
         self._stops_at: int | None = None  # step before which all workers stop
         self._owned_is_kept = False
@@ -230,7 +229,6 @@ class AsynchronousPipelineTraining(PipelineTraining):
 
     @override
     def end_batch(self) -> None:
-        super().end_batch()
         if self._session.group is not None:
             check_monitors(self._trainer, self._the_plan.preset, validates=False)
 
@@ -244,7 +242,6 @@ class AsynchronousPipelineTraining(PipelineTraining):
             if trainer.validating and session.plan is not None:
                 check_monitors(trainer, session.plan.preset, validates=True)
             if trainer.should_stop:  # others may go on, and never come
-                self._limit.end()
                 what = stopping(trainer)
         with session.naming_peers(what):
             require_same_stop(trainer, session.group)
@@ -262,15 +259,14 @@ class AsynchronousPipelineTraining(PipelineTraining):
             self._scaling.catch_up(session.t)
 
     @override
-    def delayed_state(self, together: Together = put_together) -> dict[str, Any] | None:
-        state = super().delayed_state(together)
+    def _part_of_delayed_state(self) -> dict[str, Any] | None:
+        state = super()._part_of_delayed_state()
         t = self._session.t
         if state is not None and t > 0:
             named = self._session.named()
             state["groups"] = self._updates.groups_of(t - 1)
             state["scales"] = self._scaling and self._scaling.state()
-            displacements = self._predictor.state(named)
-            state["displacements"] = together("displacements", displacements, self._session.group)
+            state["displacements"] = self._predictor.state(named)
         return state
 
     @override

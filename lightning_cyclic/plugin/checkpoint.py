@@ -3,7 +3,7 @@
 state_dict, optimizer_states, ...    full and unsharded: any other strategy can load them
 lightning_cyclic                     steps done, stages, and the previous version of the
                                      stages that the next step still reads so
-    format                           a number; older ones have none
+    format                           a number
     starts                           the module paths that begin stages 1, 2, ...: what
                                      stages=[...] takes for the same cut
 
@@ -16,7 +16,6 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -24,31 +23,23 @@ from lightning_cyclic.compat import rank_zero_warn
 from lightning_cyclic.errors import ConfigurationError
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.plugin.group_values import values_of
-from lightning_cyclic.runtime.agreement import gathered, merged
-from lightning_cyclic.runtime.shelf import New, in_memory
+from lightning_cyclic.runtime.agreement import merged
 
 KEY = "lightning_cyclic"
-FORMAT = 1  # of what is under it; a reader refuses higher ones
+FORMAT = 2  # of what is under it; a reader refuses others
 
 
-def gather_optimizer_state(
-    optimizer: Optimizer, owned: Sequence[nn.Parameter], group: Any, new: New = in_memory
-) -> dict[str, Any]:
+def whole_state(optimizer: Optimizer, owned: Sequence[nn.Parameter], group: Any) -> dict[str, Any]:
     """Return the whole optimizer state on worker 0, this worker's part elsewhere.
 
     Args:
         optimizer: holds state for the parameters that this worker owns.
         owned: those parameters.
         group: process group of all workers for what is in the host's memory; None for one worker.
-        new: makes the tensors into which those of other workers come.
     """
     mine = owned_state(optimizer, owned, group)
-    if "state" not in mine:
-        return mine
-    parts = gathered(mine["state"], group, new)
-    if parts is not None:
-        merged = {k: v for part in parts for k, v in part.items()}
-        mine["state"] = dict(sorted(merged.items()))
+    if "state" in mine:
+        mine["state"] = dict(sorted(merged(mine["state"], group).items()))
     return mine
 
 
@@ -86,21 +77,6 @@ def part_of_state(module: nn.Module, own: Collection[str], *, rest: bool) -> dic
     }
 
 
-def whole_state(module: nn.Module, whole: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return whole weights under the names of ``module.state_dict()``.
-
-    Args:
-        module: of which this worker has a part.
-        whole: parameters and buffers by name, each under one of its names.
-    """
-    named = [*module.named_parameters(), *module.named_buffers()]
-    by_id = {id(x): n for n, x in named}
-    return {
-        key: whole[by_id[id(x)]] if id(x) in by_id else x
-        for key, x in module.state_dict(keep_vars=True).items()
-    }
-
-
 def keep_owned_state(optimizer: Optimizer, owned: Sequence[nn.Parameter]) -> None:
     """Drop the state of parameters that other workers own (after a full checkpoint's load)."""
     kept = {id(p) for p in owned}
@@ -108,31 +84,17 @@ def keep_owned_state(optimizer: Optimizer, owned: Sequence[nn.Parameter]) -> Non
         del optimizer.state[p]
 
 
-def mapped(path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-    """Read a checkpoint of which values stay in the file until they are used."""
-    found: dict[str, Any] = torch.load(
-        path, map_location="cpu", mmap=_is_archive(path), weights_only=weights_only
-    )
-    return found
-
-
-def _is_archive(path: str | Path) -> bool:
-    """Say whether a file begins as all do that torch writes; old ones did not."""
-    with Path(path).open("rb") as file:
-        return file.read(2) == b"PK"
-
-
 def check_format(saved: Mapping[str, Any], path: object) -> None:
-    """Refuse what a later version of the package has written in another way.
+    """Refuse what another version of the package has written in another way.
 
     Raises:
         ConfigurationError: with what to do.
     """
-    if (found := saved.get("format", FORMAT)) > FORMAT:
+    if saved and (found := saved.get("format")) != FORMAT:
         raise ConfigurationError(
-            f"the checkpoint {path} has what is delayed in format {found}, of a later version of "
-            f"lightning_cyclic; allowed: up to {FORMAT}; pip install --upgrade lightning-cyclic, "
-            "or begin anew with its weights: load_from_checkpoint, and fit without ckpt_path"
+            f"the checkpoint {path} has what is delayed in format {found}, of another version of "
+            f"lightning_cyclic; allowed: {FORMAT}; go on with the version that wrote it, or begin "
+            "anew with its weights: load_from_checkpoint, and fit without ckpt_path"
         )
 
 

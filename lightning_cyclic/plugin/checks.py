@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import groupby
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -25,9 +26,8 @@ from lightning_cyclic.compat import (
 from lightning_cyclic.errors import ConfigurationError, PlanError
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.plan.presets import AXES
-from lightning_cyclic.runtime.absent import is_absent
+from lightning_cyclic.runtime.absent import is_absent, num_bytes_of
 from lightning_cyclic.runtime.compiled import is_compiled
-from lightning_cyclic.runtime.lending import num_bytes_of
 from lightning_cyclic.runtime.weight_forms import WeightForms
 
 RUNNABLE = (
@@ -273,27 +273,46 @@ def check_is_apart(module: nn.Module, memory_limit_bytes: int) -> None:
     if present > memory_limit_bytes and dist.is_initialized() and dist.get_world_size() > 1:
         raise ConfigurationError(
             f"every rank has parameters of {present} bytes before training begins, but "
-            f"memory_limit_bytes={memory_limit_bytes}; allowed: layers that are made in "
-            "configure_model, or within trainer.init_module(), which ranks then make for "
-            "themselves, and no hook or callback that reads them all before; make them there, or "
-            "raise memory_limit_bytes"
+            f"memory_limit_bytes={memory_limit_bytes}; allowed: layers on the meta device, of "
+            "which each rank makes its own, and no hook or callback that reads them all before; "
+            "make them within torch.device('meta') in configure_model, or raise "
+            "memory_limit_bytes"
         )
 
 
-def check_has_values(module: nn.Module) -> None:
-    """Refuse parameters that were never given values.
+def check_beyond_memory(trainer: Trainer, *, in_files: bool, by_stages: bool) -> None:
+    """Refuse what needs the whole of a module that no rank may have.
+
+    Args:
+        trainer: of the fit.
+        in_files: whether checkpoints are files, not folders.
+        by_stages: whether ranks run stages; else whole steps.
 
     Raises:
-        ConfigurationError: with the first of them.
+        ConfigurationError: checkpoints in one file, or validation on every rank.
     """
-    for name, p in module.named_parameters():
-        if p.is_meta:
-            raise ConfigurationError(
-                f"parameter {name!r} is on the meta device, and nothing says which values it is "
-                "to have; allowed: parameters that are initialised; make layers in "
-                "configure_model without torch.device('meta'): pipelines make them there without "
-                "memory, and each rank gives those of its own stages their values"
-            )
+    if in_files and trainer.checkpoint_callbacks:
+        refuse_file("checkpoints of this run")
+    if not by_stages and trainer.enable_validation:
+        raise ConfigurationError(
+            "all parameters together exceed memory_limit_bytes, and validation under "
+            "'cyclic_zero' runs on the whole module; allowed: a fit without validation; use "
+            "Trainer(limit_val_batches=0), and trainer.validate(module, ckpt_path=...) on a "
+            "checkpoint folder behind it, or strategy='1f1b', which validates by stages"
+        )
+
+
+def refuse_file(what: str) -> NoReturn:
+    """Refuse a checkpoint of one file, which a rank would read or write whole.
+
+    Raises:
+        ConfigurationError: always.
+    """
+    raise ConfigurationError(
+        f"{what} would be one file, of which a rank has the whole, but all parameters together "
+        "exceed memory_limit_bytes; allowed: folders, of which each rank has its part; use "
+        "CyclicStrategy(save_distributed_checkpoint=True), or Trainer(enable_checkpointing=False)"
+    )
 
 
 def trained_parameters(

@@ -51,10 +51,9 @@ DEPARTED: Final[dict[str, str]] = {
     "remat": "use activation_checkpointing",
     "wire_dtype": "use reduce_dtype",
     "clip": "use clip_norm",
-    "groups": "use group_size, the workers of each group; 'host' (the default) makes those of a "
-    "host "
-    "one",
-    "resume": "use fit(ckpt_path='last'), which Lightning looks for",
+    "groups": "use group_size, how many workers a group has; 'host' is the default",
+    "resume": "name the checkpoint to fit: trainer.fit(..., ckpt_path='last'), with "
+    "ModelCheckpoint(dirpath=..., save_last=True)",
     "rank_order": "launch neighbours on one host, as srun --distribution=block and torchrun do",
     "trace": "profile with torch.profiler or Trainer(profiler='pytorch'), which show each action",
     # flags of the command line

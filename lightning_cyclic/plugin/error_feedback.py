@@ -36,14 +36,7 @@ class ErrorFeedback:
     def corrected(
         self, plan: Plan, stages: Mapping[int, Sequence[nn.Parameter]]
     ) -> Iterator[None]:
-        """Correct, behind the body, by how much the update before missed what it should have been.
-
-        A parameter without a gradient is left alone, as torch's optimizers leave it.
-
-        Args:
-            plan: says which stages have old gradients.
-            stages: stage -> its parameters, which the body changes in place.
-        """
+        """Correct, behind the body, what it changes of parameters of stages with gradients."""
         if not self._is_on:
             yield
             return
@@ -57,8 +50,6 @@ class ErrorFeedback:
                 self._updates[p] = update
                 p.data.sub_(update if previous is None else update - previous)
 
-    # ------------------------------------------------------------------ checkpoints
-
     def state(self, named: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
         """Return name -> last update, of the parameters that this worker updates."""
         return {n: self._updates[p] for n, p in named.items() if p in self._updates}
@@ -66,5 +57,4 @@ class ErrorFeedback:
     def put_state(self, state: Mapping[str, Tensor], named: Mapping[str, nn.Parameter]) -> None:
         """Take last updates from a checkpoint, and forget any others."""
         if self._is_on:
-            saved = {p: state[n].to(p.device) for n, p in named.items() if n in state}
-            self._updates = saved
+            self._updates = {p: state[n].to(p.device) for n, p in named.items() if n in state}

@@ -3,7 +3,8 @@
 Ranks that hold several versions of a stage have made their plans for what is trained. Where that
 changes (BaseFinetuning, or a hook that calls ``requires_grad_``), they finish the updates in
 flight, compare notes, and go on with other plans. The rule of the preset stays what it is: what
-was frozen has had the same values in all versions.
+was frozen has had the same values in all versions. It is no check that the comparison of the first
+step could make: what it notices, between any two steps, is carried out.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 Replicated workers, and steps that flow into each other, update stage by stage: each gradient is
 whole for a moment, on one worker. A hook that read all of them, to log their norm, got some of
-them, its own part of them, or nothing. Now it gets those that are whole, or an error.
+them, its own part of them, or nothing. Now it gets those that are whole, or an error. The
+comparison of the first step sees sums of gradients, but not what a hook makes of them.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, final
 
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_cyclic.compat import Trainer, is_overridden
 from lightning_cyclic.errors import ConfigurationError
@@ -73,11 +74,11 @@ class HiddenGradients:
 
         vars(plugin)["post_backward"] = post_backward
 
-    def read(self, names: Sequence[str], operands: Sequence[Tensor]) -> None:
+    def read(self, names: Sequence[str]) -> None:
         """Let values be read, if they are here."""
         away = [n for n in names if self._homes[n] is not None]
         if away and (home := self._homes[away[0]]) is not None:  # they have one home
-            home.read(away, operands)
+            home.read(away)
 
     def read_gradient(self, name: str) -> None:
         """Refuse.

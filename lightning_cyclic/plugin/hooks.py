@@ -14,8 +14,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_cyclic.plan import Plan
-from lightning_cyclic.runtime.agreement import Together, put_together
-from lightning_cyclic.runtime.shelf import New, in_memory
 from lightning_cyclic.runtime.transport import CountingTransport
 
 Own: TypeAlias = Callable[..., Any]
@@ -133,16 +131,6 @@ class Hooks:
         """Return the parameters that this worker has optimizer state for; None: nobody knows."""
         return None
 
-    @property
-    def new(self) -> New:
-        """Return what makes tensors for a checkpoint."""
-        return in_memory
-
-    @property
-    def is_larger_than_memory(self) -> bool:
-        """Say whether no worker may hold the whole module."""
-        return False
-
     def lightning_module_state_dict(self, own: Own) -> dict[str, Any]:
         """Return the newest weights: full on every worker, or the part that each one writes."""
         state: dict[str, Any] = own()
@@ -153,12 +141,8 @@ class Hooks:
         state: dict[str, Any] = own(optimizer)
         return state
 
-    def delayed_state(self, together: Together = put_together) -> dict[str, Any] | None:
-        """Return what else a checkpoint needs, if anything, to go on with the same bits.
-
-        Args:
-            together: makes one of what each worker has by names of parameters.
-        """
+    def delayed_state(self) -> dict[str, Any] | None:
+        """Return what else a checkpoint needs, if anything, to go on with the same bits."""
         return None
 
     def writable(self) -> AbstractContextManager[None]:

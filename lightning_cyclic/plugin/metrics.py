@@ -13,8 +13,8 @@ from torch import nn
 
 from lightning_cyclic.compat import Trainer
 from lightning_cyclic.runtime.messages import Message
+from lightning_cyclic.runtime.partial_step.module_state import state_of
 from lightning_cyclic.runtime.partial_step.session import StagewiseSession
-from lightning_cyclic.runtime.partial_step.side_effects import state_of
 from lightning_cyclic.runtime.stages.evidence import is_metric
 from lightning_cyclic.runtime.values.plain import decode, encode
 

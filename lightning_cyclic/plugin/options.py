@@ -26,9 +26,6 @@ from lightning_cyclic.runtime.transport.choice import Route
 from lightning_cyclic.runtime.whole_step.session import auto_stages
 from lightning_cyclic.simulate import Network, parse_bandwidth, parse_seconds
 
-TRAINING_S = 300.0  # limit of a wait for another rank, where the user sets none
-STARTING_S = 1800.0  # until training has begun, and where code may be compiled; as torch has it
-
 Checkpointing: TypeAlias = Literal["never", "always", "except_last"]
 ReduceDtype: TypeAlias = Literal["fp32", "bf16", "fp16"]
 Clipping: TypeAlias = Literal["stage", "global"]
@@ -198,8 +195,6 @@ class Options:
     Args:
         preset: a name; of a mapping of axes the nearest one's.
         axes: axis -> value, where they are not the preset's.
-        timeout_s: limit of every wait for another rank in training, in seconds.
-        starting_s: limit before it, and where code may be compiled, in seconds.
         network: the links between workers, by which stages are cut.
         num_workers: how many there are; None while it is not known.
         workers_per_host: how many of them share a host, if all hosts have as many neighbours.
@@ -224,8 +219,6 @@ class Options:
     transport: Route
     save_distributed_checkpoint: bool
     verify: Literal["first_step"] | int
-    timeout_s: float = TRAINING_S
-    starting_s: float = STARTING_S
     network: Network = Network()
     num_workers: int | None = None
     workers_per_host: int = 1

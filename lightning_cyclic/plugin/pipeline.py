@@ -38,8 +38,9 @@ from lightning_cyclic.plugin.step_arguments import StepArguments
 from lightning_cyclic.plugin.stop_signal import StopBoard
 from lightning_cyclic.plugin.summaries import Summaries
 from lightning_cyclic.plugin.training import AbstractTraining
+from lightning_cyclic.runtime.absent import is_absent
 from lightning_cyclic.runtime.agreement import require_same_number
-from lightning_cyclic.runtime.lending import lending, num_bytes_of
+from lightning_cyclic.runtime.meta import lending
 from lightning_cyclic.runtime.partial_step.config import StagewiseConfig
 from lightning_cyclic.runtime.partial_step.ghosts import user_line
 from lightning_cyclic.runtime.partial_step.ranks import rank_of
@@ -64,7 +65,7 @@ class PipelineTraining(AbstractTraining):
         fitting = trainer.state.fn == TrainerFn.FITTING
         kept = state_per_param(trainer.optimizers) if fitting else None
         self._finder = CutFinder(options, kept)
-        self._transport, group = join_workers(trainer, options, self._limit)
+        self._transport, group = join_workers(trainer, options)
         self._session: StagewiseSession = make_session(
             trainer, options, plan, self._finder, self._transport, group, self._configured
         )
@@ -181,11 +182,9 @@ class PipelineTraining(AbstractTraining):
 
     @property
     def _needs_stages(self) -> bool:
-        """Say whether no rank may have the whole module, though nothing has been trained."""
-        if self._trainer.state.fn == TrainerFn.FITTING:
-            return False  # before the first step
-        limit, parameters = self._options.memory_limit_bytes, list(self._module.parameters())
-        return limit is not None and sum(map(num_bytes_of, parameters)) > limit
+        """Say whether no rank may have the whole module, and nothing is to be trained."""
+        is_fitting = self._trainer.state.fn == TrainerFn.FITTING  # a step of it finds the stages
+        return not is_fitting and any(map(is_absent, self._module.parameters()))
 
     def _caller(self, kind: str, context: str, given: StepArguments) -> Callable[[Any], Any]:
         """Return what runs the user's step on a batch, in the precision plugin's context."""
@@ -224,7 +223,6 @@ class PipelineTraining(AbstractTraining):
         Raises:
             ConfigurationError: on each of them, with every number.
         """
-        super().begin_evaluation(what, numbers)
         session, trainer = self._session, self._trainer
         if session.group is None:
             return
@@ -253,17 +251,9 @@ class PipelineTraining(AbstractTraining):
     @override
     def _whole_weights(self, own: Own) -> dict[str, Any]:
         """Put the whole weights together, under the names of ``module.state_dict()``."""
-        if not self.is_larger_than_memory:
-            self.bring()
-            state: dict[str, Any] = own()
-            return state
-        whole = self._session.gather_on_rank_0(self.new)
-        return ckpt.whole_state(self._module, whole) if whole else {}
-
-    @property
-    @override
-    def is_larger_than_memory(self) -> bool:
-        return self._is_apart and self._session.is_larger_than_memory
+        self.bring()
+        state: dict[str, Any] = own()
+        return state
 
     @override
     def writable(self) -> AbstractContextManager[None]:

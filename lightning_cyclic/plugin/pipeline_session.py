@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, final
+from typing import Any, cast, final
 
 import torch
 from torch import nn
@@ -23,7 +23,7 @@ from lightning_cyclic.plugin.checks import scaler_of
 from lightning_cyclic.plugin.options import Options
 from lightning_cyclic.plugin.split_hook import split_hook
 from lightning_cyclic.plugin.training import agreed_seed
-from lightning_cyclic.runtime.lending import lending
+from lightning_cyclic.runtime.meta import lending
 from lightning_cyclic.runtime.partial_step.config import StagewiseConfig
 from lightning_cyclic.runtime.partial_step.ranks import rank_of
 from lightning_cyclic.runtime.partial_step.session import StagewiseSession
@@ -37,7 +37,6 @@ from lightning_cyclic.runtime.stages.survey import survey
 from lightning_cyclic.runtime.stages.written import refuse_written
 from lightning_cyclic.runtime.transport import CountingTransport
 from lightning_cyclic.runtime.transport.choice import link
-from lightning_cyclic.runtime.transport.limit import Limit
 
 
 @final
@@ -153,20 +152,18 @@ def state_per_param(optimizers: Sequence[Optimizer]) -> float:
     return float(any(g["momentum"] for optimizer in optimizers for g in optimizer.param_groups))
 
 
-def join_workers(
-    trainer: Trainer, options: Options, limit: Limit
-) -> tuple[CountingTransport | None, Any]:
+def join_workers(trainer: Trainer, options: Options) -> tuple[CountingTransport | None, Any]:
     """Return what messages travel by, and its process group; None and None for one worker.
 
     Args:
         trainer: knows how many there are.
         options: what the user chose.
-        limit: of every wait.
     """
     if trainer.world_size == 1:
         return None, None
-    size, device = trainer.world_size // options.replicas, trainer.strategy.root_device
-    links = link(options.transport, device, limit, lambda w: rank_of(w, size))
+    size, strategy = trainer.world_size // options.replicas, cast("Any", trainer.strategy)
+    device, crew = strategy.root_device, strategy.crew
+    links = link(options.transport, device, crew, lambda w: rank_of(w, size))
     return links.transport, links.group
 
 

@@ -20,7 +20,7 @@ from lightning_cyclic.errors import StepError
 from lightning_cyclic.plugin.outputs import weights_for
 from lightning_cyclic.runtime.plain_copies import ours
 from lightning_cyclic.runtime.stages.evidence import is_metric
-from lightning_cyclic.runtime.values.plain import decode_leaf, encode_leaf
+from lightning_cyclic.runtime.values.plain import leaf_from_data, leaf_to_data
 
 Log = tuple[str, Any, dict[str, Any]]  # name, value, further arguments of self.log
 _SIGNATURE = inspect.signature(LightningModule.log)
@@ -174,7 +174,10 @@ def to_summary(records: Sequence[Record]) -> tuple[list[Tensor], Any]:
             r.name,
             r.value is not None,
             r.metric,
-            [[k, _encoded(r.name, v)] for k, v in r.arguments.items()],
+            {
+                k: leaf_to_data(v, f"an argument of self.log({r.name!r}, ...)")
+                for k, v in r.arguments.items()
+            },
         ]
         for r in records
     ]
@@ -186,7 +189,10 @@ def from_summary(tensors: Sequence[Tensor], facts: Any) -> list[Record]:
     left = iter(tensors)
     return [
         Record(
-            name, next(left) if has_value else None, metric, {k: _decoded(v) for k, v in arguments}
+            name,
+            next(left) if has_value else None,
+            metric,
+            {k: leaf_from_data(v) for k, v in arguments.items()},
         )
         for name, has_value, metric, arguments in facts
     ]
@@ -231,14 +237,3 @@ def _reduce(
         'over micro-batches; allowed: "mean", "sum", "max", "min"; use one of these, or '
         "num_microbatches=1"
     )
-
-
-def _encoded(name: str, value: Any) -> Any:
-    if callable(value) and getattr(torch, getattr(value, "__name__", ""), None) is value:
-        return ["torch", value.__name__]  # type: ignore[union-attr]
-    return ["plain", encode_leaf(value, f"an argument of self.log({name!r}, ...)")]
-
-
-def _decoded(data: Any) -> Any:
-    kind, value = data
-    return getattr(torch, value) if kind == "torch" else decode_leaf(value)

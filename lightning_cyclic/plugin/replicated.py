@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any, final
+from typing import Any, cast, final
 
 import torch
 from torch import Tensor, nn
@@ -48,7 +48,7 @@ from lightning_cyclic.plugin.step_arguments import StepArguments
 from lightning_cyclic.plugin.training import AbstractTraining, agreed_seed, epoch_ends
 from lightning_cyclic.plugin.weight_guard import WeightGuard
 from lightning_cyclic.runtime.absent import is_absent
-from lightning_cyclic.runtime.agreement import Together, put_together, require_same_number
+from lightning_cyclic.runtime.agreement import require_same_number
 from lightning_cyclic.runtime.stages.named_places import paste
 from lightning_cyclic.runtime.transport import CountingTransport
 from lightning_cyclic.runtime.values.trees import map_tensors
@@ -106,7 +106,7 @@ class ReplicatedTraining(AbstractTraining):
             make_plan=partial(plan_of_rounds, options),
             stages=options.stages,
             seed=agreed_seed(),
-            limit=self._limit,
+            crew=cast("Any", trainer.strategy).crew,
             route=options.transport,
             relay_buffers=options.relay_buffers,
             paced=clip != "global" or plan.weights != "freshest",
@@ -393,8 +393,8 @@ class ReplicatedTraining(AbstractTraining):
             self._guard.note()
 
     @override
-    def delayed_state(self, together: Together = put_together) -> dict[str, Any] | None:
-        state = super().delayed_state(together)
+    def _part_of_delayed_state(self) -> dict[str, Any] | None:
+        state = super()._part_of_delayed_state()
         if state is not None and self._scaling is not None:
             state["scales"] = self._scaling.state()
         return state
@@ -410,16 +410,8 @@ class ReplicatedTraining(AbstractTraining):
 
     # ------------------------------------------------------------------ checkpoints
 
-    @property
-    @override
-    def is_larger_than_memory(self) -> bool:
-        return self._session.is_larger_than_memory
-
     @override
     def _whole_weights(self, own: Own) -> dict[str, Any]:
-        if self.is_larger_than_memory:
-            whole = self._session.gather_on_rank_0(self.new)
-            return ckpt.whole_state(self._module, whole) if whole else {}
         state: dict[str, Any] = own()
         if self._trainer.is_global_zero:
             # parameters are views of flat buffers, which torch.save would write whole

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
+from torch.distributed.constants import default_pg_timeout
 from typing_extensions import TypedDict, override
 
 from lightning_cyclic.compat import (
@@ -37,10 +38,10 @@ from lightning_cyclic.plan import Plan
 from lightning_cyclic.plugin import checkpoint as ckpt
 from lightning_cyclic.plugin.asynchronous_pipeline import AsynchronousPipelineTraining
 from lightning_cyclic.plugin.callbacks.drain import DrainCallback
-from lightning_cyclic.plugin.checkpoint_files import CheckpointFiles
+from lightning_cyclic.plugin.checkpoint_file import CheckpointFile, none_on_exception
 from lightning_cyclic.plugin.checkpoint_folder import CheckpointFolder
 from lightning_cyclic.plugin.checks import (
-    check_has_values,
+    check_beyond_memory,
     check_hosts_of_groups,
     check_no_averaging,
     check_plan,
@@ -51,8 +52,6 @@ from lightning_cyclic.plugin.departed import refuse_departed
 from lightning_cyclic.plugin.hooks import Hooks
 from lightning_cyclic.plugin.options import (
     CHECKS,
-    STARTING_S,
-    TRAINING_S,
     Options,
     check_values,
     chosen_preset,
@@ -67,20 +66,21 @@ from lightning_cyclic.plugin.strategy_checkpoints import Checkpoints
 from lightning_cyclic.plugin.synchronous_pipeline import SynchronousPipelineTraining
 from lightning_cyclic.plugin.training import (
     AbstractTraining,
-    random_as_on_rank_0,
     start_alike,
 )
-from lightning_cyclic.plugin.unwritten import none_on_exception
 from lightning_cyclic.runtime.agreement import gather_texts, require_same_lines
-from lightning_cyclic.runtime.deferred import Deferral
+from lightning_cyclic.runtime.failure_words import words_of
 from lightning_cyclic.runtime.launchers import (
     apart_from_earlier_attempts,
     end_with_agent,
     shelter,
 )
-from lightning_cyclic.runtime.meetings import START, Meetings, naming_start
+from lightning_cyclic.runtime.meta import MetaWeights
 from lightning_cyclic.runtime.plain_copies import plain_copies
 from lightning_cyclic.runtime.transport.choice import naming_shared_gpus, refuse_shared_gpus
+from lightning_cyclic.runtime.transport.crew import Crew, naming_peers, naming_start
+
+_START = "before training began"
 
 
 class Inherited(TypedDict, total=False):
@@ -122,25 +122,20 @@ class PlannedStrategy(Reports, Checkpoints):
         self._refuse_unknown(preset, own, inherited)
         name, axes = chosen_preset(preset, self.presets, self.placements, self.other)
         check_values(own)
-        timeout = inherited.pop("timeout", None)
-        limits: dict[str, Any] = {"starting_s": STARTING_S, "timeout_s": TRAINING_S}
-        if timeout is not None:
-            limits = dict.fromkeys(limits, timeout.total_seconds())
-        inherited["timeout"] = timedelta(seconds=limits["starting_s"])
-        super().__init__(**inherited)
+        timeout = inherited.pop("timeout", None) or default_pg_timeout
+        super().__init__(timeout=timeout, **inherited)
         self._workers_per_host = 1  # until ranks have met
         chosen = dict(own)
         network = network_of(chosen.pop("bandwidth", None))
-        self._chosen = Options(preset=name, axes=axes, network=network, **limits, **chosen)
+        self._chosen = Options(preset=name, axes=axes, network=network, **chosen)
         self._options.check()
         self._plan: Plan | None = None
         self._training: Hooks = Hooks()  # Lightning itself answers
         self._reductions = HeldReductions()
-        self._files = CheckpointFiles(self._get_checkpoint_io, self._is_fitting)
-        self._meetings: Meetings | None = None  # from the start of the process group on
+        self.crew: Crew | None = None  # from the start of the process group on
         self._saved: Mapping[str, Any] | None = None
         self._folder: CheckpointFolder | None = None  # from which a run goes on
-        self._deferral: Deferral | None = None  # of a module that is made within the strategy
+        self._unmade: MetaWeights | None = None  # until setup
         self._undo = ExitStack()  # what setup has changed of the Trainer, until teardown
 
     def _refuse_unknown(
@@ -187,8 +182,6 @@ class PlannedStrategy(Reports, Checkpoints):
     def connect(self, model: LightningModule) -> None:
         """Insert the drain in front of all callbacks."""
         super().connect(model)
-        if self._deferral is not None:
-            self._deferral.adopt(model)
         if _kind_of_training(self._options, fitting=True) is None:
             return
         if model._trainer is None:  # whoever connects by hand runs no loop
@@ -197,27 +190,6 @@ class PlannedStrategy(Reports, Checkpoints):
         if not any(isinstance(callback, DrainCallback) for callback in callbacks):
             callbacks.insert(0, DrainCallback(self._get_training, self._fail))
 
-    @override
-    @contextmanager
-    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """Let a module be made without memory, where memory has a limit.
-
-        Each worker of a pipeline, or of a plan that shards, makes its own stages.
-        """
-        options = self._options
-        workers = options.num_workers or 1
-        is_whole = not options.makes_stages_apart or workers == 1
-        if is_whole or options.memory_limit_bytes is None or empty_init:
-            with super().tensor_init_context(empty_init):
-                yield
-            return
-        self._deferral = self._deferral or Deferral(self.root_device)
-        noted = self._deferral.running()
-        with super().tensor_init_context(empty_init), random_as_on_rank_0(), noted:
-            yield
-        if self.lightning_module is not None:
-            self._deferral.adopt(self.lightning_module)
-
     def _get_training(self) -> AbstractTraining | None:  # a method, as a Trainer may be pickled
         return self._training if isinstance(self._training, AbstractTraining) else None
 
@@ -225,11 +197,13 @@ class PlannedStrategy(Reports, Checkpoints):
     def setup_environment(self) -> None:
         """Forget the training before this one: a checkpoint is loaded before setup."""
         self._plan = self._training.plan or self._plan
-        self._training = Hooks()
+        self._training, self._unmade = Hooks(), None
         self._part()
         super().setup_environment()
         assert self.lightning_module is not None
         check_trainer(self.lightning_module.trainer)
+        if self._checkpoint_io is None:
+            self._checkpoint_io = CheckpointFile()
 
     @override
     def setup_distributed(self) -> None:
@@ -237,7 +211,8 @@ class PlannedStrategy(Reports, Checkpoints):
         end_with_agent()
         over_nccl = "nccl" in self._get_process_group_backend()
         refuse_shared_gpus(self.parallel_devices, has_nccl=over_nccl)
-        limit_s = self._chosen.starting_s
+        assert self._timeout is not None
+        limit_s = self._timeout.total_seconds()
         self.set_world_ranks()
         with (
             naming_start(self.global_rank, self.world_size, limit_s),
@@ -245,15 +220,14 @@ class PlannedStrategy(Reports, Checkpoints):
             apart_from_earlier_attempts(),
         ):
             super().setup_distributed()
-        if self.world_size > 1:
-            self._meetings = Meetings(limit_s)
-            self._workers_per_host = workers_per_host(self._meetings.names.hosts)
+            self.crew = Crew(limit_s)
+        self._workers_per_host = workers_per_host(self.crew.names.hosts)
 
     @override
     def setup(self, trainer: Trainer) -> None:
         """Check everything that can be checked before the first step."""
         fitting = trainer.state.fn == TrainerFn.FITTING
-        check_has_values(trainer.lightning_module)
+        self._make_unmade(trainer, fitting=fitting)
         self._prepare(trainer, self._options, fitting=fitting)
         if fitting and isinstance(self.precision_plugin, SparseStatePrecision):
             self.model_to_device()
@@ -265,8 +239,8 @@ class PlannedStrategy(Reports, Checkpoints):
             return
         self._plan = options.plan(options.expected_stages(self.lightning_module))
         check_plan(self._plan)
-        if self._meetings is not None and self._plan.group_size > 1:
-            check_hosts_of_groups(self._plan, self._meetings.names.hosts)
+        if self.crew is not None and self._plan.group_size > 1:
+            check_hosts_of_groups(self._plan, self.crew.names.hosts)
             rank_zero_info(
                 f"lightning_cyclic trains in {self._plan.num_groups} groups of "
                 f"{self._plan.group_size} workers, those of a host, side by side"
@@ -277,13 +251,26 @@ class PlannedStrategy(Reports, Checkpoints):
                 self._undo.enter_context(plain_copies(trainer.lightning_module))
                 if self.world_size > 1:
                     self._undo.enter_context(refusing_collectives(self._reductions))
-                self._training = training = kind(trainer, options, self._plan, self._reductions)
-            if self._meetings is not None:
-                self._meetings.heed(training)
+                self._training = kind(trainer, options, self._plan, self._reductions)
             self._resume()
         elif self._saved is not None:  # Lightning itself trains, on the newest weights
             ckpt.warn_of_other_plan(self._saved, "sync")
             self._saved = None
+
+    def _make_unmade(self, trainer: Trainer, *, fitting: bool) -> None:
+        """Make layers of the meta device, or let each rank make its own of what exceeds all."""
+        self._note_unmade()
+        unmade, self._unmade = self._unmade, None
+        if unmade is None:
+            return
+        unmade.check()
+        if not self._exceeds_memory:
+            unmade.make_all()
+        elif fitting:
+            check_beyond_memory(
+                trainer, in_files=not self._chosen.save_distributed_checkpoint,
+                by_stages=self._options.is_stagewise,
+            )  # fmt: skip
 
     def _prepare(self, trainer: Trainer, options: Options, *, fitting: bool) -> None:
         """Check the Trainer, and let workers that see the same batches have the whole loader."""
@@ -333,16 +320,15 @@ class PlannedStrategy(Reports, Checkpoints):
             f"preset={options.preset!r}, which predicts weights": options.predicts,
             "save_distributed_checkpoint=True": options.save_distributed_checkpoint,
             "memory_limit_bytes": options.memory_limit_bytes is not None,
-            "a module without values (trainer.init_module)": self._deferral is not None,
             "error_feedback=True": options.error_feedback,
         }
         first = next((what for what, is_so in found.items() if is_so), None)
         if first is not None:
             raise ConfigurationError(
                 f"SparseStatePrecision was given with {first}, where gradients or weights are "
-                "dense; allowed: presets that predict no weights, modules with values, "
-                "checkpoints of one file; use Trainer(strategy='cyclic_dp'), 'cyclic_zero', "
-                "'1f1b' or 'pipedream_2bw', without that"
+                "dense; allowed: presets that predict no weights, checkpoints of one file; use "
+                "Trainer(strategy='cyclic_dp'), 'cyclic_zero', '1f1b' or 'pipedream_2bw', without "
+                "that"
             )
 
     @override
@@ -444,12 +430,12 @@ class PlannedStrategy(Reports, Checkpoints):
 
     def naming(self, what: str) -> AbstractContextManager[None]:
         """Name the ranks that do not come while the body waits for all of them."""
-        return nullcontext() if self._meetings is None else self._meetings.naming(self._when, what)
+        return nullcontext() if self.crew is None else naming_peers(self.crew, self._when, what)
 
     @property
     def _when(self) -> str:
         training = self._get_training()
-        return START if training is None else training.when
+        return _START if training is None else training.when
 
     def _fail(self, error: BaseException) -> None:
         """Tell the other ranks why this one ends."""
@@ -458,13 +444,13 @@ class PlannedStrategy(Reports, Checkpoints):
             training.fail(error)
             assert self.lightning_module is not None
             self._undo.enter_context(none_on_exception(self.lightning_module.trainer))
-        elif self._meetings is not None:
-            self._meetings.fail(error)
+        elif self.crew is not None:
+            self.crew.tell(words_of(error, self.crew.names, _START))
 
     def _part(self) -> None:
-        if self._meetings is not None:
-            self._meetings.close()
-        self._meetings = None
+        if self.crew is not None:
+            self.crew.close()
+        self.crew = None
 
     # ------------------------------------------------------------------ between steps
 
@@ -476,11 +462,7 @@ class PlannedStrategy(Reports, Checkpoints):
 
     @override
     def teardown(self) -> None:
-        """Take everything off the module again, and finish what a thread writes."""
-        with closing(self._files):  # last, as nobody waits for its files
-            self._take_off()
-
-    def _take_off(self) -> None:
+        """Take everything off the module again."""
         self._training.close()
         self._part()
         self._undo.close()

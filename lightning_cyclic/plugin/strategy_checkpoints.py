@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,25 +11,24 @@ from typing import Any
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_cyclic.compat import CheckpointIO, DDPStrategy, TrainerFn, TrainerStatus
+from lightning_cyclic.compat import _METADATA_FILENAME as META
+from lightning_cyclic.compat import AsyncCheckpointIO, DDPStrategy, TorchCheckpointIO
 from lightning_cyclic.plugin import checkpoint as ckpt
-from lightning_cyclic.plugin import sealed_file
-from lightning_cyclic.plugin.checkpoint_files import CheckpointFiles
+from lightning_cyclic.plugin.checkpoint_file import CheckpointFile, check_file
 from lightning_cyclic.plugin.checkpoint_folder import (
-    Apart,
     CheckpointFolder,
     by_names,
     check_folder,
-    check_names,
-    with_tensors,
     write_folder,
 )
+from lightning_cyclic.plugin.checks import refuse_file
 from lightning_cyclic.plugin.hooks import Hooks
 from lightning_cyclic.plugin.options import Options
-from lightning_cyclic.plugin.training import AbstractTraining
-from lightning_cyclic.runtime.agreement import Together, put_together
-from lightning_cyclic.runtime.deferred import Deferral
+from lightning_cyclic.plugin.training import AbstractTraining, agreed_seed
+from lightning_cyclic.runtime.absent import num_bytes_of
+from lightning_cyclic.runtime.meta import MetaWeights, is_unmade
 
+_READ_BY_TORCH = (CheckpointFile, TorchCheckpointIO, AsyncCheckpointIO)
 TO_WRITE = "to write a checkpoint"
 
 
@@ -38,8 +37,7 @@ class Checkpoints(DDPStrategy):
 
     _training: Hooks
     _chosen: Options
-    _files: CheckpointFiles
-    _deferral: Deferral | None
+    _unmade: MetaWeights | None
     _saved: Mapping[str, Any] | None
     _folder: CheckpointFolder | None
 
@@ -66,86 +64,82 @@ class Checkpoints(DDPStrategy):
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None
     ) -> None:
         """Write a checkpoint with one more key for what is delayed: a file, or a folder."""
-        if self._chosen.save_distributed_checkpoint:
-            self._save_folder(checkpoint, filepath, storage_options)
-            return
-        self._add_delayed(checkpoint, partial(put_together, new=self._training.new))
-        if not self._files.has(filepath) or storage_options is not None:
-            super().save_checkpoint(checkpoint, filepath, storage_options)
-        elif self.is_global_zero:
-            has_room = not self._training.is_larger_than_memory
-            self._files.save(checkpoint, Path(filepath), has_room=has_room)
-
-    @override
-    def remove_checkpoint(self, filepath: Any) -> None:
-        """Remove a checkpoint, but for one that the last should have replaced and could not."""
-        self._files.remove(filepath, super().remove_checkpoint, writes=self.is_global_zero)
-
-    def _get_checkpoint_io(self) -> CheckpointIO:
-        return self.checkpoint_io  # by a method, as a Trainer may be pickled
-
-    def _is_fitting(self) -> bool:
-        state = self.lightning_module.trainer.state if self.lightning_module is not None else None
-        return state is not None and (state.fn, state.status) == (
-            TrainerFn.FITTING,
-            TrainerStatus.RUNNING,
-        )
-
-    def _add_delayed(self, checkpoint: dict[str, Any], together: Together) -> None:
         with self.naming(TO_WRITE):
-            state = self._training.delayed_state(together)
+            state = self._training.delayed_state()
+        if self._chosen.save_distributed_checkpoint:
+            self._save_folder(checkpoint, state, filepath, storage_options)
+            return
         if state is not None:
-            checkpoint[ckpt.KEY] = {"format": ckpt.FORMAT} | state
+            checkpoint[ckpt.KEY] = state
+        super().save_checkpoint(checkpoint, filepath, storage_options)
 
-    def _save_folder(self, checkpoint: dict[str, Any], path: Any, storage_options: Any) -> None:
+    def _save_folder(
+        self, checkpoint: dict[str, Any], state: Any, path: Any, storage_options: Any
+    ) -> None:
         """Write this rank's part of a checkpoint."""
         check_folder(path, self.checkpoint_io, storage_options)
         assert self.lightning_module is not None
-        apart, training = Apart(), self._training
-        self._add_delayed(checkpoint, apart.together)
+        training = self._training
         if not isinstance(training, AbstractTraining) and not self.is_global_zero:
             checkpoint["state_dict"] = {}  # rank 0 has the same
         named = partial(by_names, module=self.lightning_module)
         states = checkpoint.get("optimizer_states", [])
         checkpoint["optimizer_states"] = list(map(named, states, self.optimizers))
-        folder = Path(self.broadcast(path))
-        with self._files.warning(folder), self.naming(TO_WRITE):
-            write_folder(checkpoint, folder, apart.tensors, training.group)
+        with self.naming(TO_WRITE):
+            write_folder(checkpoint, Path(self.broadcast(path)), state, training.group)
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> Any:
         """Read a checkpoint, and keep what is delayed for the training."""
-        if self._files.is_behind(checkpoint_path):  # it may be on its way
-            self._files.wait()
-            self.barrier("load_checkpoint")
-        is_file, self._folder = self._files.has(checkpoint_path), None
-        if is_file:
-            with self.naming("to check a checkpoint"):
-                sealed_file.check(checkpoint_path, together=True)
-        if is_file and Path(checkpoint_path).is_dir():
-            self._folder = CheckpointFolder(Path(checkpoint_path))
-            meta = super().load_checkpoint(self._folder.meta, *args, **kwargs)
-            loaded = self._folder.completed(meta)
-        elif is_file:  # of which no rank reads more than it needs, if it makes its own stages
-            read = super().load_checkpoint if self._deferral is None else ckpt.mapped
-            loaded = read(checkpoint_path, *args, **kwargs)
-        else:
-            loaded = super().load_checkpoint(checkpoint_path, *args, **kwargs)  # from 2.6 on more
-        saved = with_tensors(loaded)
+        path, is_ours = checkpoint_path, type(self.checkpoint_io) in _READ_BY_TORCH
+        self._folder = CheckpointFolder(Path(path)) if is_ours and Path(path).is_dir() else None
+        if self._folder is not None:
+            path = Path(path) / META
+        if is_ours and ckpt.is_local(path):
+            with self.naming("to check a checkpoint"):  # a rank of each host does, for the others
+                check_file(Path(path), reads=self.local_rank == 0)
+        loaded = super().load_checkpoint(path, *args, **kwargs)
+        if (
+            self._folder is not None
+        ):  # no rank reads more than it needs, if it makes its own stages
+            module = self.lightning_module
+            loaded = self._folder.completed(
+                loaded, lazily=module is not None and is_unmade(module)
+            )
+        saved = dict(loaded.get(ckpt.KEY) or {})
         ckpt.check_format(saved, checkpoint_path)
         saved.pop("format", None)
         self._saved = saved or None
         return loaded
 
+    def _note_unmade(self) -> None:
+        """Find layers on the meta device, to which a checkpoint may give values before setup."""
+        module, is_plain = self.lightning_module, not isinstance(self._training, AbstractTraining)
+        if is_plain and self._unmade is None and module is not None and is_unmade(module):
+            self._unmade = MetaWeights(module, self.root_device, agreed_seed())
+
+    @property
+    def _exceeds_memory(self) -> bool:
+        """Say whether no rank may have all parameters, and the plan needs none to."""
+        options, limit = self._options, self._chosen.memory_limit_bytes
+        if limit is None or self.world_size == 1 or not options.makes_stages_apart:
+            return False
+        assert self.lightning_module is not None
+        return sum(map(num_bytes_of, self.lightning_module.parameters())) > limit
+
+    @property
+    def _options(self) -> Options:
+        raise NotImplementedError
+
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load weights; versions in flight give way to them."""
         assert self.lightning_module is not None
-        if self._folder is not None:
-            check_names(self._folder.path, checkpoint["state_dict"], self.lightning_module, strict)
         self.flush()
-        later = nullcontext() if self._deferral is None else self._deferral.loading()
-        with self._training.writable(), later:
+        self._note_unmade()
+        if self._unmade is not None and self._folder is None and self._exceeds_memory:
+            refuse_file("a checkpoint to go on from")
+        with self._training.writable():
             super().load_model_state_dict(checkpoint, strict=strict)
         self._resume()
 
@@ -156,10 +150,9 @@ class Checkpoints(DDPStrategy):
             module, training = self.lightning_module, self._training
             assert module is not None
             wanted = training.with_state
-            states = checkpoint["optimizer_states"]
             read = [
-                self._folder.optimizer_state(k, saved, optimizer, module, wanted)
-                for k, (saved, optimizer) in enumerate(zip(states, self.optimizers, strict=True))
+                self._folder.optimizer_state(k, optimizer, module, wanted)
+                for k, optimizer in enumerate(self.optimizers)
             ]
             checkpoint = {**checkpoint, "optimizer_states": read}
             self._folder = None

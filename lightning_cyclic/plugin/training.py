@@ -10,7 +10,6 @@ What a training does not say is as in hooks.py.
 
 from __future__ import annotations
 
-import json
 import socket
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,17 +18,15 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_cyclic.compat import LightningModule, Trainer, TrainerFn, rank_zero_info
-from lightning_cyclic.errors import ConfigurationError
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.plugin import checkpoint as ckpt
 from lightning_cyclic.plugin.checks import check_optimizers
 from lightning_cyclic.plugin.error_feedback import ErrorFeedback
-from lightning_cyclic.plugin.failure_file import FOLDER, Place, report, written
 from lightning_cyclic.plugin.freezing import FreezingWatch
 from lightning_cyclic.plugin.hooks import Hooks, Own
 from lightning_cyclic.plugin.loader_position import LoaderPosition
@@ -42,20 +39,15 @@ from lightning_cyclic.plugin.stop_signal import (
 )
 from lightning_cyclic.runtime.absent import is_absent
 from lightning_cyclic.runtime.agreement import (
-    Together,
     device_for,
     gather_texts,
     merged,
-    put_together,
     require_same_module,
     require_same_number,
 )
-from lightning_cyclic.runtime.deferred import beginnings
-from lightning_cyclic.runtime.flight_recorder import FlightRecorder
+from lightning_cyclic.runtime.flight_recorder import FOLDER, FlightRecorder, write_down
 from lightning_cyclic.runtime.memory_words import lack_of_memory, relief
-from lightning_cyclic.runtime.shelf import New, Shelf, in_memory
 from lightning_cyclic.runtime.stages.named_places import paste
-from lightning_cyclic.runtime.transport.limit import FIRST_STEPS, Limit
 from lightning_cyclic.runtime.weight_forms import ALL, WeightForms
 
 
@@ -94,11 +86,10 @@ class AbstractSession(Protocol):
         are those of the module.
         """
 
-    def state(self, together: Together = put_together) -> dict[str, Any] | None:
-        """Return what a checkpoint needs, in plain types; None before any step.
+    def state(self) -> dict[str, Any] | None:
+        """Return this worker's part of what a checkpoint needs; None before any step.
 
-        Args:
-            together: makes one of what each worker has by names of parameters.
+        It is of plain types. What a part lacks is in those of others.
         """
 
     def resume(self, saved: Mapping[str, Any] | None, *, fits: bool) -> bool:
@@ -144,15 +135,9 @@ class AbstractTraining(Hooks, ABC):
         self._plan = plan
         self._reductions = reductions
         self._feedback = ErrorFeedback(is_on=options.error_feedback)
-        # a step that flows ends as many steps later, and waits for what others compile in theirs
-        first = FIRST_STEPS + (plan.steps_under_way if plan.flows else 0)
-        self._limit = Limit(options.timeout_s, options.starting_s, first)
-        self._evaluated: set[str] = set()
-        self._counted = trainer.global_step
         self._accumulating = False
         self._has_told_stages = self._closed = False
         self._signals: StopSignals | None = None
-        self._draws: Tensor | None = None  # torch's random state, from a file without positions
         self._loaders: LoaderPosition | None = None
         self._freezing: FreezingWatch | None = None
         self._forms = ALL
@@ -182,9 +167,7 @@ class AbstractTraining(Hooks, ABC):
         precision = trainer.precision_plugin
         if not isinstance(precision, SparseStatePrecision):
             return ALL
-        return precision.forms(
-            gather_texts, lambda what, mine: put_together(what, mine, self._session.group)
-        )
+        return precision.forms(gather_texts, lambda _, mine: merged(mine, self._session.group))
 
     def _stop_as(self, asked: Asked, has_agreed: Callable[[], bool]) -> None:
         """Let all workers stop at the same step, without a broadcast in every one."""
@@ -283,17 +266,11 @@ class AbstractTraining(Hooks, ABC):
                     "numbers of training batches", trainer.num_training_batches, session.group
                 )
 
-    def begin_evaluation(self, what: str, numbers: Sequence[float]) -> None:
-        """Wait longer while what is evaluated the first time may be compiled."""
-        if what not in self._evaluated and not self._trainer.sanity_checking:
-            self._evaluated.add(what)
-            self._limit.begin()
+    def begin_evaluation(self, what: str, numbers: Sequence[float]) -> None:  # noqa: B027
+        """Check the numbers of batches of each dataloader."""
 
-    def end_batch(self) -> None:
-        """Wait less long as soon as nothing is compiled any more."""
-        if self._trainer.global_step != self._counted:  # else gradients accumulate
-            self._counted = self._trainer.global_step
-            self._limit.end_step()
+    def end_batch(self) -> None:  # noqa: B027  # only where ranks learn metrics late
+        """Check what has been decided by metrics of the step."""
 
     def end_epoch(self) -> None:
         """Show the newest weights, and what metrics have seen, before anybody computes."""
@@ -308,33 +285,27 @@ class AbstractTraining(Hooks, ABC):
         if lack:
             todo = relief(self.plan or self._plan, self._options.activation_checkpointing)
             error.add_note(f"{self._name} ran {lack} {self.when}. {todo}")
-        text = report(error, self._place, self._session.flight)
-        with written(self._failure_path, text, error):
-            self._session.fail(error, todo)
+        flight, plan = self._session.flight, self.plan or self._plan
+        rows = flight.take() if flight is not None else []
+        self._session.fail(error, todo)
+        rank, worker = f"{self._name} ended {self.when}", self._worker
+        write_down(self._failure_path, error, rank, worker, plan, rows)
 
     @property
     def _name(self) -> str:
         if self.transport is not None:
-            return self.transport.names.own
+            return self.transport.crew.names.of(self._trainer.global_rank)
         return f"rank {self._trainer.global_rank} on {socket.gethostname()}"
 
-    def _place(self) -> Place:
-        worker = self._options.worker_of(self._trainer.global_rank)
-        return Place(self._name, worker, self.plan or self._plan, self.when)
+    @property
+    def _worker(self) -> int:
+        return self._options.worker_of(self._trainer.global_rank)
 
     @property
     def _failure_path(self) -> Path:
         root = self._trainer.default_root_dir
         folder = Path(root if ckpt.is_local(root) else ".")
         return folder / FOLDER / f"failure-rank{self._trainer.global_rank}.txt"
-
-    def failure(self) -> str | None:
-        """Return the words that a failing rank left, or None."""
-        return None if self.transport is None else self.transport.failure()
-
-    def silent(self) -> list[int] | None:
-        """Call all ranks; return those that do not answer, None where the store does not."""
-        return [] if self.transport is None else self.transport.silent()
 
     @property
     def when(self) -> str:
@@ -382,7 +353,7 @@ class AbstractTraining(Hooks, ABC):
         mine = [p for p in self._session.with_state if id(p) in held]
         if self._writes_parts:
             return ckpt.owned_state(optimizer, mine, self._session.group)
-        return ckpt.gather_optimizer_state(optimizer, mine, self._session.group, self.new)
+        return ckpt.whole_state(optimizer, mine, self._session.group)
 
     @property
     def with_state(self) -> Sequence[nn.Parameter] | None:
@@ -394,46 +365,37 @@ class AbstractTraining(Hooks, ABC):
         """Return the process group of what is in the host's memory; None for one worker."""
         return self._session.group
 
-    @property
-    def new(self) -> New:
-        """Return what makes tensors for a checkpoint."""
-        if not self.is_larger_than_memory:
-            return in_memory
-        return Shelf(self._trainer.default_root_dir).new
-
-    @property
-    def is_larger_than_memory(self) -> bool:
-        """Say whether no worker may hold the whole module."""
-        return False
-
-    def delayed_state(self, together: Together = put_together) -> dict[str, Any] | None:
+    def delayed_state(self) -> dict[str, Any] | None:
         """Return what else a checkpoint needs, if anything, to go on with the same bits.
 
-        Args:
-            together: makes one of what each worker has by names of parameters.
+        It is whole on worker 0, and this worker's part elsewhere; or that for each.
         """
+        state = self._part_of_delayed_state()
+        if state is None or self._writes_parts:
+            return state
+        return merged(state, self._session.group)
+
+    def _part_of_delayed_state(self) -> dict[str, Any] | None:
         session = self._session
-        state = session.state(together)
+        state = session.state()
         if state is None or session.plan is None:
             return None
-        updates = self._feedback.state(session.named())
-        feedback = together("feedback", updates, session.group)
-        used = {"plan": ckpt.numbers(session.plan), "starts": list(session.starts or ())}
+        feedback = self._feedback.state(session.named())
+        used = {
+            "format": ckpt.FORMAT,
+            "plan": ckpt.numbers(session.plan),
+            "starts": list(session.starts or ()),
+        }
         return used | state | {"feedback": feedback} | self._positions()
 
     def _positions(self) -> dict[str, Any]:
-        """Return which batches come next, in which order, and what hooks draw on each rank."""
-        if self._loaders is None:
-            return {"loaders": merged({}, self._session.group)}
-        rank, loaders, generators = self._trainer.global_rank, dict[str, Any](), dict[str, Any]()
-        if self._input_rank == rank:
+        """Return which batches come next, in which order, and what hooks draw on this rank."""
+        loaders, generators = dict[str, Any](), dict[str, Any]()
+        if self._loaders is not None and self._input_rank == self._trainer.global_rank:
             loaders[str(self._replica)] = self._loaders.state()
-        else:  # which has those of its generators as well
-            generators[str(rank)] = self._loaders.now()
-        return {
-            "loaders": merged(loaders, self._session.group),
-            "generators": merged(generators, self._session.group),
-        }
+        elif self._loaders is not None:  # which has those of its generators as well
+            generators[str(self._trainer.global_rank)] = self._loaders.now()
+        return {"loaders": loaders, "generators": generators}
 
     @property
     def _input_rank(self) -> int:
@@ -458,7 +420,6 @@ class AbstractTraining(Hooks, ABC):
         fits = saved is not None and ckpt.fits(saved, self._plan)
         if saved is not None and not fits:
             ckpt.warn_of_other_plan(saved, self._plan.weights)
-        self._draws = (saved or {}).get("draws", {}).get(str(self._input_rank))
         if self._loaders is not None:
             self._put_positions(self._loaders, saved or {})
         goes_on = self._session.resume(saved, fits=fits)
@@ -467,27 +428,27 @@ class AbstractTraining(Hooks, ABC):
         return goes_on
 
     def _put_positions(self, mine: LoaderPosition, saved: Mapping[str, Any]) -> None:
-        loaders, generators = saved.get("loaders", {}), saved.get("generators")
+        loaders, generators = saved.get("loaders", {}), saved.get("generators", {})
         rank, num_ranks = self._trainer.global_rank, self._trainer.world_size
-        own = (generators or {}).get(str(rank))
-        if generators is not None and (num := len(loaders) + len(generators)) != num_ranks:
-            own = None  # of another place
+        num_loaders, num_then = num_ranks // self._workers_per_loader, len(loaders)
+        if num_then != num_loaders:
+            lacks = f"by {num_then} ranks with loaders of their own; this run has {num_loaders}"
+            mine.put_state(None, lacks if loaders else "")
+            return
+        position = loaders[str(self._replica)]
+        if num_then + len(generators) == num_ranks:
+            position = position | {"now": generators.get(str(rank), position["now"])}
+        else:
+            then = num_then + len(generators)
             rank_zero_info(
-                f"The checkpoint has the random states of {num} ranks, and this run has "
+                f"The checkpoint has the random states of {then} ranks, and this run has "
                 f"{num_ranks}: what hooks draw is not what they would have drawn there"
             )
-        num_loaders = num_ranks // self._workers_per_loader
-        mine.put_state(loaders, self._replica, num_loaders, own)
+        mine.put_state(position)
 
     def load_optimizer_state_dict(self, own: Own, checkpoint: Mapping[str, Any]) -> None:
-        """Load the whole optimizer state, and let loaders shuffle as they would have."""
+        """Load the whole optimizer state."""
         own(checkpoint)
-        # here, as what else draws when a fit begins has done so
-        if self._loaders is not None:
-            self._loaders.draw_again()
-        if self._draws is not None:
-            torch.set_rng_state(self._draws)
-            self._draws = None
 
     # ------------------------------------------------------------------ the end
 
@@ -506,54 +467,13 @@ def start_alike(module: nn.Module) -> None:
     """Give all workers worker 0's weights; all must call it.
 
     Raises:
-        ConfigurationError: on every worker, where modules differ in more than values, or where
-            values are to be drawn from different random states.
+        ConfigurationError: on every worker, where modules differ in more than values.
     """
     require_same_module(module)
-    require_same_beginnings(module)
-    tensors = [*module.parameters(), *module.buffers()]
-    away = [k for k, x in enumerate(tensors) if is_absent(x)]
-    # each rank makes what it needs, alike, or goes on with what it has had
-    apart = {k for text in gather_texts(json.dumps(away)) for k in json.loads(text)}
     with torch.no_grad():
-        for tensor in (x for k, x in enumerate(tensors) if k not in apart):
-            torch.distributed.broadcast(tensor, 0)
-
-
-@contextmanager
-def random_as_on_rank_0() -> Iterator[None]:
-    """Let the body draw rank 0's random numbers, where ranks have met.
-
-    A rank whose generator was as rank 0's goes on behind it, as one device would; any other one
-    goes on from where it was.
-    """
-    if not torch.distributed.is_initialized():
-        yield
-        return
-    own = torch.get_rng_state()
-    shared = own.to(device_for())
-    torch.distributed.broadcast(shared, 0)
-    shared = shared.cpu()
-    torch.set_rng_state(shared)
-    yield
-    if not torch.equal(shared, own):
-        torch.set_rng_state(own)
-
-
-def require_same_beginnings(module: nn.Module) -> None:
-    """Refuse ranks that would make the same parameters with different values; all must call it.
-
-    Raises:
-        ConfigurationError: on every rank.
-    """
-    if len(set(gather_texts(beginnings(module)))) > 1:
-        raise ConfigurationError(
-            "ranks make their modules by different code, or from different random states or "
-            "files, so that what one of them makes does not go with what others make; allowed: "
-            "the same on every rank; call seed_everything before trainer.init_module, or make "
-            "layers in configure_model, for which all ranks take rank 0's state; read the same "
-            "files everywhere"
-        )
+        for x in (*module.parameters(), *module.buffers()):
+            if not is_absent(x):  # of which each makes what it needs, alike
+                torch.distributed.broadcast(x, 0)
 
 
 def agreed_seed() -> int:

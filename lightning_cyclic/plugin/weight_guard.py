@@ -2,7 +2,8 @@
 
 Where workers read different versions of a stage, a change of what the module shows between two
 steps reaches some versions and not others. It gave other weights in silence, and is refused by
-name. What is frozen or unfrozen is another matter (freezing.py).
+name. What is frozen or unfrozen is another matter (freezing.py). The comparison of the first step
+sees nothing of it: it ends before hooks run, and looks at one step.
 """
 
 from __future__ import annotations

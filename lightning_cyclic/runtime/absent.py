@@ -8,8 +8,8 @@ of memory. Code that asks for more than these, a hook or a callback between step
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any, Protocol, final
 
@@ -29,19 +29,15 @@ _ASKS_NOTHING = frozenset(
 _MANAGES_GRADIENTS = ("torch.", "lightning_cyclic.", "lightning.pytorch.plugins.",
                       "lightning.pytorch.strategies.", "lightning.fabric.")  # fmt: skip
 _GRAD: Any = Tensor.grad
-_MAKES_NO_GRAPH = (Tensor.detach, Tensor.data.__get__)  # type: ignore[attr-defined]
+_MODULE = "torch.nn.modules.module"
+_MOVES = (Tensor.to, Tensor.cpu, Tensor.cuda)
 
 
 class Home(Protocol):
     """Be who knows where absent tensors are."""
 
-    def read(self, names: Sequence[str], operands: Sequence[Tensor]) -> None:
-        """Make absent tensors present, whose values one operation reads; or refuse.
-
-        Args:
-            names: of those that are absent.
-            operands: all that it reads.
-        """
+    def read(self, names: Sequence[str]) -> None:
+        """Make absent tensors present, whose values one operation reads; or refuse."""
 
     def read_gradient(self, name: str) -> None:
         """Refuse that a gradient is read, unless an optimizer only looks whether there is one."""
@@ -59,12 +55,12 @@ class _Absent(Tensor):
         if Ghost in types:
             return NotImplemented  # a step is run one stage at a time: ghosts know how
         kwargs = kwargs or {}
-        if _moves_nowhere(func, args, kwargs) or _is_taken(func, args):
+        if func in _MOVES and sys._getframe(1).f_globals.get("__name__") == _MODULE:
+            return _moved(func, args[0], args[1:], kwargs)
+        if _is_taken(func, args):
             return args[0]
         if not (reads_metadata(func) or func.__name__ in _ASKS_NOTHING):
-            # what makes no graph may leave again, whatever the mode
-            with torch.no_grad() if func in _MAKES_NO_GRAPH else nullcontext():
-                _read(list(tensors_in(args, kwargs)))
+            make_present(*tensors_in(args, kwargs))
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
@@ -108,7 +104,7 @@ def come_back(x: Tensor) -> None:
 def _as_it_was(x: Tensor) -> Iterator[None]:
     """Run the body, which copies a tensor, with its values and without its home."""
     home, name, _ = getattr(x, _HOME)
-    home.read([name], [x])
+    home.read([name])
     is_hidden = home_of(x) is not None  # a home that had nothing to fetch: values are here
     come_back(x)
     try:
@@ -124,13 +120,14 @@ def is_absent(x: Tensor) -> bool:
 
 
 def make_present(*tensors: Tensor) -> None:
-    """Let absent tensors have their values, for good."""
-    for home, names in _by_home(tensors):
-        keep = getattr(home, "keep", None)
-        if keep is not None:
-            keep(names)
-        else:
-            home.read(names, tensors)
+    """Let absent tensors have their values, or have their home refuse it."""
+    by_home: dict[int, tuple[Home, list[str]]] = {}
+    for x in tensors:
+        home, name, _ = getattr(x, _HOME, _NOWHERE)
+        if home is not None:
+            by_home.setdefault(id(home), (home, []))[1].append(name)
+    for home, names in by_home.values():
+        home.read(names)
 
 
 def home_of(x: Tensor) -> Home | None:
@@ -139,10 +136,20 @@ def home_of(x: Tensor) -> Home | None:
     return home
 
 
-def name_of(x: Tensor) -> str:
-    """Return the name that an absent tensor has at its home."""
-    name: str = getattr(x, _HOME)[1]
-    return name
+def num_bytes_of(x: Tensor) -> int:
+    """Return how many bytes a tensor of its shape has."""
+    return x.numel() * x.element_size()
+
+
+def without_memory(x: Tensor, like: Tensor | None = None) -> Tensor:
+    """Return a tensor of the same shape whose elements share one place.
+
+    Args:
+        x: has the shape.
+        like: has the device and dtype. [the same]
+    """
+    like = x if like is None else like
+    return torch.zeros((), dtype=like.dtype, device=like.device).expand(x.shape)
 
 
 def _is_taken(func: Any, args: Any) -> bool:
@@ -154,30 +161,14 @@ def _is_taken(func: Any, args: Any) -> bool:
     return accept is not None and bool(accept(name, args[1]))
 
 
-def _moves_nowhere(func: Any, args: Any, kwargs: Any) -> bool:
-    """Say whether a tensor is asked to be where and what it is, as Module.to asks each."""
-    if func is Tensor.cpu:
-        return bool(args[0].is_cpu)
-    if func is not Tensor.to:
-        return False
+def _moved(func: Any, x: Tensor, args: Any, kwargs: Any) -> Tensor:
+    """Return what a module moves in place of an absent tensor, which has no values to be moved."""
     with torch._C.DisableTorchFunctionSubclass():
-        device, dtype, _, _ = torch._C._nn._parse_to(*args[1:], **kwargs)
-        x = args[0]
-        return device in (None, x.device) and dtype in (None, x.dtype)
-
-
-def _read(tensors: Sequence[Tensor]) -> None:
-    for home, names in _by_home(tensors):
-        home.read(names, tensors)
-
-
-def _by_home(tensors: Iterable[Tensor]) -> Collection[tuple[Home, list[str]]]:
-    by_home: dict[int, tuple[Home, list[str]]] = {}
-    for x in tensors:
-        home, name, _ = getattr(x, _HOME, _NOWHERE)
-        if home is not None:
-            by_home.setdefault(id(home), (home, []))[1].append(name)
-    return by_home.values()
+        like = func(torch.empty(0, dtype=x.dtype, device=x.device), *args, **kwargs)
+        is_there = (like.device, like.dtype) == (x.device, x.dtype)
+        if is_there or x.untyped_storage().nbytes() >= num_bytes_of(x):  # its values are here
+            return x if is_there else func(x, *args, **kwargs)
+        return without_memory(x, like)
 
 
 def _read_gradient(x: Tensor, asking: FrameType) -> None:

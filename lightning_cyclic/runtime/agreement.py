@@ -10,8 +10,7 @@ import hashlib
 import inspect
 import io
 import pickle
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterable, Mapping, Sequence
 from numbers import Number
 from types import CodeType, FunctionType
 from typing import Any
@@ -19,16 +18,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map
 
 from lightning_cyclic.errors import ConfigurationError, StepError
-from lightning_cyclic.runtime.shelf import New, in_memory
 
 _DIGEST = 16  # characters
 _LIBRARIES = ("torch.", "lightning.", "pytorch_lightning.", "lightning_cyclic.", "builtins")
-_SMALL = 1024  # elements of tensors that travel with what is said about them
-Together = Callable[[str, Mapping[str, Any], Any], dict[str, Any]]
-"""(name, what this worker has, process group) -> on worker 0 what all have."""
 
 
 def device_for(group: Any = None) -> torch.device:
@@ -192,55 +187,54 @@ def require_same_lines(what: str, texts: list[str], allowed: str) -> None:
         raise StepError(f"ranks differ in {what}: {difference}; allowed: {allowed}")
 
 
-def gathered(
-    mine: Mapping[Any, Any], group: Any, new: New = in_memory
-) -> list[Mapping[Any, Any]] | None:
-    """Return on worker 0 what all workers have; None elsewhere.
+def merged(mine: Mapping[Any, Any], group: Any) -> dict[Any, Any]:
+    """Return on worker 0 what all workers have, in nested mappings; elsewhere the own."""
+    return together(gathered(mine, group) or [mine])
 
-    Large tensors travel one by one, so that nothing is there twice.
+
+def gathered(mine: Mapping[Any, Any], group: Any) -> list[Mapping[Any, Any]] | None:
+    """Return on worker 0 what all workers have; None elsewhere.
 
     Args:
         mine: what this worker has.
         group: process group of all workers for what is in the host's memory; None for one worker.
-        new: makes the tensors into which those of others come.
     """
     if group is None:
         return [mine]
-    leaves, tree = tree_flatten(dict(mine))
     if dist.get_rank() != 0:
-        described = _packed(tree_unflatten([_described(x) for x in leaves], tree))
-        dist.send(torch.tensor([described.numel()]), 0, group=group)
-        for x in (described, *filter(_is_large, leaves)):
-            dist.send(x.detach().cpu().contiguous(), 0, group=group)
+        packed = _packed(mine)
+        for x in (torch.tensor([packed.numel()]), packed):
+            dist.send(x, 0, group=group)
         return None
-
-    def received(rank: int, form: Tensor) -> Tensor:
-        if not form.is_meta:  # it came with what is said about the others
-            return form
-        into = new(form.shape, form.dtype)
-        dist.recv(into, rank, group=group)
-        return into
-
-    others = []
+    parts = [mine]
     for rank in range(1, dist.get_world_size()):
         size = torch.zeros(1, dtype=torch.int64)
         dist.recv(size, rank, group=group)
         packed = torch.empty(int(size), dtype=torch.uint8)
         dist.recv(packed, rank, group=group)
-        part = torch.load(io.BytesIO(packed.numpy().data), weights_only=True)
-        others.append(tree_map_only(Tensor, partial(received, rank), part))
-    return [mine, *others]
+        parts.append(torch.load(io.BytesIO(packed.numpy().data), weights_only=True))
+    return parts
 
 
-def _is_large(x: Any) -> bool:
-    """Say whether a leaf travels by itself; of other kinds only torch.save knows all."""
-    return type(x) is Tensor and x.layout is torch.strided and x.numel() > _SMALL
+def together(parts: Sequence[Mapping[Any, Any]]) -> dict[Any, Any]:
+    """Return nested mappings as one; where several have a value, it is that of the first.
+
+    Example:
+        >>> together([{"t": 3, "previous": {"a": 1}}, {"t": 4, "previous": {"b": 2}}])
+        {'t': 3, 'previous': {'a': 1, 'b': 2}}
+    """
+    whole: dict[Any, Any] = {}
+    for part in parts:
+        for key, value in part.items():
+            if isinstance(value, Mapping) and isinstance(whole.get(key, {}), Mapping):
+                whole[key] = together([whole.get(key, {}), value])
+            else:
+                whole.setdefault(key, value)
+    return whole
 
 
-def _described(x: Any) -> Any:
-    """Return what is sent first: a small leaf as it is, and the form alone of a large one."""
-    if _is_large(x):
-        return torch.empty(x.shape, dtype=x.dtype, device="meta")
+def _plain(x: Any) -> Any:
+    """Return a leaf as a file is to have it."""
     if type(x) is Tensor and x.layout is torch.strided:
         return x.detach().cpu().clone()  # a file has all of the storage in which a tensor lies
     if isinstance(x, Tensor):
@@ -248,14 +242,14 @@ def _described(x: Any) -> Any:
     return x.item() if isinstance(x, Number) and hasattr(x, "item") else x  # numpy's, as Python's
 
 
-def _packed(described: Any) -> Tensor:
+def _packed(mine: Mapping[Any, Any]) -> Tensor:
     """Return values as bytes of a file, from which nothing but such values can be read.
 
     Raises:
         ConfigurationError: for a kind of values that no checkpoint could be read with.
     """
     file = io.BytesIO()
-    torch.save(described, file)
+    torch.save(tree_map(_plain, dict(mine)), file)
     try:
         torch.load(io.BytesIO(file.getbuffer()), weights_only=True)
     except pickle.UnpicklingError as error:
@@ -267,62 +261,6 @@ def _packed(described: Any) -> Tensor:
             "torch.serialization.add_safe_globals on every rank"
         ) from error
     return torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
-
-
-def merged(mine: Mapping[str, Any], group: Any, new: New = in_memory) -> dict[str, Any]:
-    """Return on worker 0 what all workers have of parameters, by name; elsewhere the own.
-
-    Where several have versions of one, some may have more of them than others.
-    """
-    if group is None:
-        return dict(mine)
-    parts = gathered(mine, group, new) or [mine]
-    whole: dict[str, Any] = {}
-    for name, values in (item for part in parts for item in part.items()):
-        together = isinstance(values, dict) and name in whole
-        whole[name] = whole[name] | values if together else values
-    return whole
-
-
-def sent_to_rank_0(
-    named: Mapping[str, Tensor], sources: Mapping[str, int], group: Any, new: New
-) -> dict[str, Tensor]:
-    """Return tensors of all workers on rank 0, in the memory of the host; nothing elsewhere.
-
-    Args:
-        named: name -> tensor, of the same names everywhere.
-        sources: name -> rank whose values count.
-        group: process group of all workers for what is in the host's memory.
-        new: makes the tensors into which those of other ranks come.
-    """
-    whole: dict[str, Tensor] = {}
-    rank = dist.get_rank()
-    for name, source in sources.items():
-        x = named[name]
-        if rank == 0 and source == 0:
-            whole[name] = x.detach().cpu()
-        elif rank == 0:
-            whole[name] = new(x.shape, x.dtype)
-            dist.recv(whole[name], source, group=group)
-        elif rank == source:
-            dist.send(x.detach().cpu().contiguous(), 0, group=group)
-    return whole
-
-
-def put_together(
-    what: str, mine: Mapping[str, Any], group: Any, *, new: New = in_memory
-) -> dict[str, Any]:
-    """Return on worker 0 what all workers have of parameters, by name; elsewhere the own.
-
-    Args:
-        what: name of it.
-        mine: what this worker has.
-        group: process group of all workers for what is in the host's memory; None for one worker.
-        new: makes the tensors into which those of others come, and own ones from buffers.
-    """
-    if new is not in_memory and (group is None or dist.get_rank() == 0):
-        mine = tree_map_only(Tensor, lambda x: new(x.shape, x.dtype).copy_(x), dict(mine))
-    return merged(mine, group, new)
 
 
 def _leaf(leaf: Any) -> str:

@@ -1,15 +1,30 @@
-"""Bits: notice that a tensor has changed, or differs from another, without a copy of it."""
+"""Bits: notice that a tensor has changed, or differs from another, without a copy of it.
+
+And the other way round: change tensors in place, and let autograd not count it.
+"""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 _AT_ONCE = 1 << 18
 _ODD = 0x5851F42D4C957F2D  # spreads places over 64 bits
+
+
+@contextmanager
+def unseen(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Let the body change tensors in place, unnoticed by graphs that hold them."""
+    with ExitStack() as each:
+        for x in tensors:  # one by one, as torch 2.6 takes no tuple
+            each.enter_context(_unsafe_preserve_version_counter(x))
+        yield
 
 
 def sum_of_bits(x: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
     Worker.flight    every action and every wait as it begins, and whether it is over
     take()           the last of them, when the run fails
-    lines            the same as text:
+    write_down       the same as text, in a file of each rank, behind those of earlier attempts:
 
       before    taken  action          what it is
       0.0312   0.0021  0F0@2#3         forward, stage 0, micro-batch 0, of step 3, on version 2 ...
@@ -15,18 +15,30 @@ torch runs, each is a ``torch.profiler.record_function`` of the same words, too.
 
 from __future__ import annotations
 
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from datetime import datetime
+from pathlib import Path
 from typing import Any, TypeAlias, final
 
 from torch.autograd import profiler
 
+from lightning_cyclic.plan import Plan
 from lightning_cyclic.plan.actions import Action
+from lightning_cyclic.plan.presets import AXES
+from lightning_cyclic.runtime.failure_words import reason_of
 from lightning_cyclic.viz.words import sentence, waiting
 
 MOST = 256  # actions and waits that are kept: some steps of a small plan, part of one of a large
+FOLDER = "lightning_cyclic_failures"  # in the Trainer's default_root_dir
+_LEGEND = """\
+What this worker did last, the newest last; seconds before it failed, and seconds that it took.
+> was not over. Between actions a rank runs what is yours: training_step and its backward, hooks,
+callbacks, loaders.
+"""
 _LANES = {  # name of a thread -> what it does
     "cyclic-sums": "sums of gradients",
     "cyclic-weights": "new weights that are passed on",
@@ -98,6 +110,36 @@ class FlightRecorder:
     def take(self) -> list[Row]:
         """Return what was done last, and forget it; lanes may go on meanwhile."""
         return [self._rows.popleft() for _ in range(len(self._rows))]
+
+
+def write_down(
+    path: Path, error: BaseException, rank: str, worker: int, plan: Plan, rows: Sequence[Row]
+) -> None:
+    """Add to a file what a worker did until it failed; the error says where, or why not.
+
+    Args:
+        path: of the file.
+        error: with which the rank ends.
+        rank: its name, and when it ended.
+        worker: which it is.
+        plan: of the run.
+        rows: what it did, as it was taken.
+    """
+    now = datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
+    numbers = ("num_workers", "num_stages", "num_microbatches", "replicas", *AXES)
+    chosen = ", ".join(f"{name}={getattr(plan, name)}" for name in numbers)
+    did = _LEGEND + "\n".join(lines(rows, _now_ns())) if rows else "It had begun no action."
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a", encoding="utf-8", errors="replace") as file:
+            file.write(
+                f"{'=' * 80}\n{now}: {rank}\n{reason_of(error)}\n"
+                f"worker {worker}, process {os.getpid()}, {plan.preset}: {chosen}\n\n{did}\n"
+            )
+    except OSError as problem:  # the error is what matters
+        error.add_note(f"{path} is not written: {problem}")
+    else:
+        error.add_note(f"What this rank did last is in {path}")
 
 
 def lines(rows: Sequence[Row], at_ns: int) -> list[str]:

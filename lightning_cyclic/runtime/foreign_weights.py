@@ -2,7 +2,7 @@
 
 behind a flush    all workers gather what they lack; the next step lets it go again
 elsewhere         who reads them is told their name, stage and worker, and where they can be read
-do not fit        the same, with both numbers of bytes
+do not fit        the same: a worker that has never had the whole module (meta.py) never gets it
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class ForeignWeights:
         stage_of: name -> stage, of parameters and of the buffers that training changes.
         holdings: which of them this worker has.
         rank_of_stage: stage -> rank of the worker that updates it.
-        memory_limit_bytes: most bytes of parameters that this worker may have. [any number]
+        fits: whether a worker may have the whole module.
         gather: returns all parameters and buffers by name; all workers call it together.
     """
 
@@ -60,14 +60,14 @@ class ForeignWeights:
         stage_of: Mapping[str, int],
         holdings: Holdings,
         rank_of_stage: Callable[[int], int],
-        memory_limit_bytes: int | None,
+        fits: bool,
         gather: Callable[[], Mapping[str, Tensor]],
     ) -> None:
         self._module = module
         self._stage_of = stage_of
         self._holdings = holdings
         self._rank_of_stage = rank_of_stage
-        self._memory_limit_bytes = memory_limit_bytes
+        self.fits = fits
         self._gather = gather
         self.is_running = False  # a part of the program
 
@@ -75,15 +75,6 @@ class ForeignWeights:
     def are_here(self) -> bool:
         """Say whether this worker has the whole module."""
         return not self._holdings.is_freed
-
-    @property
-    def fits(self) -> bool:
-        """Say whether a worker may have all parameters at once."""
-        limit = self._memory_limit_bytes
-        return limit is None or self._num_bytes() <= limit
-
-    def _num_bytes(self) -> int:
-        return sum(p.numel() * p.element_size() for p in self._module.parameters())
 
     def bring(self) -> None:
         """Have the whole module on every worker until the next step; all workers must call it.
@@ -115,7 +106,7 @@ class ForeignWeights:
 
     # ------------------------------------------------------------------ who reads what is absent
 
-    def read(self, names: Sequence[str], operands: Sequence[Tensor]) -> NoReturn:
+    def read(self, names: Sequence[str]) -> NoReturn:
         """Refuse that an absent parameter or buffer is read.
 
         Raises:
@@ -131,9 +122,9 @@ class ForeignWeights:
     def _why(self) -> str:
         if not self.fits:
             return (
-                f"as all parameters have {self._num_bytes()} bytes and memory_limit_bytes="
-                f"{self._memory_limit_bytes}; allowed: parameters of a rank's own stages; read a "
-                "checkpoint behind training, or raise memory_limit_bytes"
+                "as all parameters together exceed memory_limit_bytes; allowed: parameters of a "
+                "rank's own stages; behind training read a checkpoint folder, or raise "
+                "memory_limit_bytes"
             )
         if self.is_running:
             return (

@@ -1,8 +1,4 @@
-"""Launchers: what torchrun, SLURM and terminals do to ranks, beyond what torch and Lightning see to.
-
-    killed agent    its ranks end, too                                       end_with_agent
-    restarts        ranks read nothing that those before them have written   apart_from_earlier_attempts
-    signals         workers of loaders leave them to the rank                shelter
+"""Launchers: what torchrun, SLURM and terminals do to ranks, and torch does not see to.
 
 **Restarts.** torchrun's agent has one store for all attempts, in torch 2.13 without a prefix for
 each, and the addresses of ranks that are gone still stand in it. (Counts of restarts differ from
@@ -12,11 +8,10 @@ node to node.) So the ranks of an attempt agree on a prefix, which rank 0 draws:
     rank 0  ->  attempt/TOKEN = the prefix          for each token that it sees, until all have it
     rank R  ->  attempt/PREFIX/joined, one more
 
-**Signals.** A signal to stop often reaches all processes at once: Ctrl-C in a terminal, torchrun's
-agent, and SLURM send it to whatever a rank has started, too. A worker that ends by it takes the
-next batch with it, so that its rank fails in the middle of a step, before all ranks could stop
-behind one.
-"""  # noqa: E501  (the table)
+**Signals.** Ctrl-C in a terminal, torchrun's agent, and SLURM send a signal to stop to whatever a
+rank has started, too. A worker of a loader that ends by it takes the next batch with it, so that
+its rank fails in the middle of a step, before all ranks could stop behind one.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +28,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from functools import cache
-from typing import Any, final
+from functools import cache, partial
+from typing import Any
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
@@ -48,24 +43,14 @@ _heard: set[int] = set()  # signals, by a worker
 
 
 def end_with_agent() -> None:
-    """Ask the kernel for SIGTERM where torchrun's agent, the parent of this process, ends.
-
-    An agent ends its ranks if it can, which it cannot when it is killed. Nothing is asked for
-    where no agent has started this process: the shell of a user may well end before.
-    """
+    """Ask the kernel for SIGTERM where torchrun's agent, which may be killed, ends before us."""
     if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform.startswith("linux"):
         ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGTERM)
 
 
-# ---------------------------------------------------------------------- restarts
-
-
 @contextmanager
 def apart_from_earlier_attempts() -> Iterator[None]:
-    """Give the process group that the body makes a part of the agent's store for itself.
-
-    Where no agent of torchrun shares its store, nothing is changed.
-    """
+    """Give the process group that the body makes a part of the agent's store for itself."""
     rendezvous = importlib.import_module("torch.distributed.rendezvous")  # not its function
     make = getattr(rendezvous, _MAKES_STORE)
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
@@ -80,8 +65,7 @@ def apart_from_earlier_attempts() -> Iterator[None]:
             return PrefixStore(_welcomed(store, rank, mine, limit), store)
         # by a connection of its own: on the other one rank 0 waits for those who are welcomed, or,
         # where a group is made without all of its ranks (NCCL), goes on before they are
-        doors = make(host, port, rank, num_ranks, limit, *more)
-        arguments = (doors, num_ranks, mine, limit)
+        arguments = (make(host, port, rank, num_ranks, limit, *more), num_ranks, mine, limit)
         threading.Thread(target=_welcome, args=arguments, name="attempt", daemon=True).start()
         return PrefixStore(mine, store)
 
@@ -93,17 +77,9 @@ def apart_from_earlier_attempts() -> Iterator[None]:
 
 
 def _welcomed(store: Store, rank: int, mine: str, limit: timedelta) -> str:
-    """Return the prefix that rank 0 has drawn.
-
-    Raises:
-        DistStoreError: rank 0 is not there in time.
-    """
+    """Return the prefix that rank 0 has drawn."""
     store.set(f"attempt/rank{rank}", mine)
-    end = time.monotonic() + limit.total_seconds()
-    while not store.check([f"attempt/{mine}"]):
-        if time.monotonic() > end:
-            raise dist.DistStoreError("rank 0 did not come to the store of torchrun's agent")
-        time.sleep(_POLL_S)
+    store.wait([f"attempt/{mine}"], limit)
     prefix: str = store.get(f"attempt/{mine}").decode()
     store.add(f"attempt/{prefix}/joined", 1)
     return prefix
@@ -122,47 +98,13 @@ def _welcome(store: Store, num_ranks: int, mine: str, limit: timedelta) -> None:
             time.sleep(_POLL_S)
 
 
-# ---------------------------------------------------------------------- signals
-
-
-@final
-class Sheltered:
-    """Begin a loader's worker so that signals do not end it; one that is sent twice does.
-
-    Args:
-        own: what else it begins with. [nothing]
-        signals: that a rank answers itself.
-    """
-
-    def __init__(self, own: Callable[[int], Any] | None, signals: frozenset[int]) -> None:
-        self._own = own
-        self._signals = signals
-
-    def __call__(self, worker: int) -> None:
-        """Begin it; in its own process."""
-        for number in self._signals:
-            signal.signal(number, _leave_to_rank)
-        if self._own is not None:
-            self._own(worker)
-
-
 def shelter(loader: object, signals: frozenset[int]) -> Callable[[], None]:
-    """Let the workers that a loader starts from now on leave these signals to the rank.
-
-    Args:
-        loader: of any kind; only torch's have workers of this kind.
-        signals: their numbers.
-
-    Returns:
-        What gives the loader back what it had.
-    """
+    """Let workers that a loader starts leave signals to the rank; return what ends that."""
     if not isinstance(loader, DataLoader) or not loader.num_workers:
         return lambda: None
     _end_workers_at_exit()
-    if isinstance(loader.worker_init_fn, Sheltered):  # it is used twice
-        return lambda: None
     own = loader.worker_init_fn
-    loader.worker_init_fn = sheltered = Sheltered(own, signals)
+    loader.worker_init_fn = sheltered = partial(_begin_worker, own, signals)
 
     def restore() -> None:
         if loader.worker_init_fn is sheltered:
@@ -171,14 +113,21 @@ def shelter(loader: object, signals: frozenset[int]) -> Callable[[], None]:
     return restore
 
 
+def _begin_worker(own: Callable[[int], Any] | None, signals: frozenset[int], worker: int) -> None:
+    for number in signals:
+        signal.signal(number, _leave_to_rank)
+    if own is not None:
+        own(worker)
+
+
 @cache
 def _end_workers_at_exit() -> None:
-    """Let a rank end that an error ends while its loaders still have workers."""
     atexit.register(_end_workers)
 
 
 def _end_workers() -> None:
-    # Python sends SIGTERM, which they leave to the rank the first time, and waits without limit
+    # an error may end a rank while loaders have workers: Python sends SIGTERM, which they leave to
+    # the rank the first time, and waits without limit
     left = [child for child in multiprocessing.active_children() if child.daemon]
     if left and hasattr(signal, "SIGCHLD"):
         # torch answers it with an error: a worker that had not yet begun ends by the first one

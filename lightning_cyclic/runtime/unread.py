@@ -7,7 +7,7 @@ rank does with the stages of others, reads nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from typing import Any, final
 
 import torch
@@ -21,25 +21,14 @@ class UnreadTensor(Tensor):
     """Stand for a tensor of the host that is read where it is used."""
 
     _read: Callable[[], Tensor]
-    origin: Tensor
-    """Bytes that say where the values lie, in one dimension."""
 
     @staticmethod
     def __new__(
-        cls, shape: torch.Size, dtype: torch.dtype, read: Callable[[], Tensor], origin: str
+        cls, shape: torch.Size, dtype: torch.dtype, read: Callable[[], Tensor]
     ) -> UnreadTensor:
-        """Make one.
-
-        Args:
-            cls: this class.
-            shape: of the values.
-            dtype: of the values.
-            read: returns them.
-            origin: says where they lie.
-        """
+        """Make one of what is read."""
         made: UnreadTensor = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype)
         made._read = read
-        made.origin = torch.tensor(list(origin.encode()), dtype=torch.uint8)
         return made
 
     @override
@@ -54,36 +43,3 @@ class UnreadTensor(Tensor):
             return args[0]
         args, kwargs = tree_map_only(UnreadTensor, lambda x: x._read(), (args, kwargs or {}))
         return func(*args, **kwargs)
-
-
-@final
-class UnreadMapping(Mapping[Any, Any]):
-    """Give what a mapping has, nested ones too, and read a tensor where it is asked for.
-
-    Args:
-        plain: holds words in the place of tensors.
-        read: returns the tensor for a word; anything else as it is.
-    """
-
-    def __init__(self, plain: Mapping[Any, Any], read: Callable[[Any], Any]) -> None:
-        self._plain = plain
-        self._read = read
-
-    @override
-    def __getitem__(self, key: Any) -> Any:
-        value = self._plain[key]
-        return (
-            UnreadMapping(value, self._read) if isinstance(value, Mapping) else self._read(value)
-        )
-
-    @override
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._plain)
-
-    @override
-    def __len__(self) -> int:
-        return len(self._plain)
-
-    @override
-    def __contains__(self, key: object) -> bool:
-        return key in self._plain  # a mapping's own would read

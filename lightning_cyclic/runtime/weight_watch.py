@@ -7,6 +7,8 @@
 Several ranks have copies of a weight, or one rank several versions, and what the user's step, a
 module or a hook changes reaches one of them. That gave other weights in silence.
 
+The comparison of the first step does not look at weights, and sees no later step.
+
 Counts cost nothing, and do not see what ``.data`` changes. Bits do, and reading them takes a look
 at every weight: they are compared in steps 0, 1, 2, 4, 8, ... from the first on, so that whoever
 begins to change weights in step t is found by step 2t.

@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -201,7 +200,6 @@ def fit(
     preset: str | None,
     stage_of: Mapping[str, int],
     rule: str,
-    share: float | None = None,
 ) -> dict[str, Any]:
     """Train on this rank; as the reference of a rule without a preset.
 
@@ -210,8 +208,6 @@ def fit(
         preset: of the column; None for the reference.
         stage_of: parameter -> stage, for the reference.
         rule: preset whose rule the reference keeps.
-        share: of the bytes of its parameters, that a rank may have of a module which is made
-            within the strategy. [it is made outside]
     """
     case = cases()[name]
     flags = dict(case.flags())
@@ -231,7 +227,7 @@ def fit(
     with TemporaryDirectory() as root:
         return _outcome(case, preset, loader(case, preset, order), {
             "default_root_dir": root, "max_epochs": case.num_epochs, "callbacks": callbacks,
-        } | flags, share)  # fmt: skip
+        } | flags)  # fmt: skip
 
 
 def _outcome(
@@ -239,14 +235,11 @@ def _outcome(
     preset: str | None,
     batches: DataLoader[Any],
     flags: dict[str, Any],
-    share: float | None,
 ) -> dict[str, Any]:
-    limit = {} if share is None else limited(case, share)
-    trainer = make_trainer("auto" if preset is None else case.strategy(preset) | limit, **flags)
+    trainer = make_trainer("auto" if preset is None else case.strategy(preset), **flags)
     make = case.make if preset or case.reference is None else case.reference
     torch.manual_seed(0)
-    with nullcontext() if share is None else trainer.init_module():
-        module = make()
+    module = make()
     valid = evaluation_batches(case) if case.validates else None
     trainer.fit(module, batches, valid)
     outcome = {
@@ -263,18 +256,7 @@ def _outcome(
     }
     if case.behind is not None:
         outcome["behind"] = case.behind(trainer, module, evaluation_batches(case))
-    if share is not None:  # others may still ask this process for weights
-        torch.distributed.barrier()
     return outcome
-
-
-def limited(case: Case, share: float) -> dict[str, Any]:
-    """Return the option by which a rank may have a share of a module's parameters; 1: any."""
-    if share == 1:
-        return {}
-    with torch.random.fork_rng():
-        num_bytes = sum(p.numel() * p.element_size() for p in case.make().parameters())
-    return {"memory_limit_bytes": int(share * num_bytes) or 1000}
 
 
 def check(name: str, preset: str) -> None:

@@ -5,10 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 
 from lightning_cyclic.plan.presets import PRESETS
-from lightning_cyclic.plugin import sealed_file
 from tests import processes
 from tests.interrupted import Way, contents, difference, fit
 from tests.rows import chosen
@@ -69,17 +67,3 @@ def test_every_file_behind_is_that_of_a_run_that_was_not_broken_off(
     broken.go_on("once", "whole", PER_EPOCH)
     broken.go_on("at the next end", "once", 2 * PER_EPOCH)
     broken.go_on("in the epoch behind", "once", PER_EPOCH + 2)
-
-
-@pytest.mark.parametrize("num_done", [2, PER_EPOCH])
-def test_files_of_earlier_versions_do_not_say_that_an_epoch_is_under_way(
-    num_done: int, tmp_path: Path
-) -> None:
-    broken = Broken(tmp_path, "1f1b", False, 0)
-    path = broken.file("whole", PER_EPOCH + num_done)
-    file = torch.load(path, weights_only=True)
-    for counts in file["loops"]["fit_loop"]["epoch_progress"].values():
-        assert (counts["ready"], counts["started"], counts["processed"]) == (2, 2, 1)
-        counts["ready"] = counts["started"] = 1
-    sealed_file.write(file, path)
-    broken.go_on("behind it", "whole", PER_EPOCH + num_done)

@@ -118,18 +118,18 @@ def test_a_run_that_goes_on_tells_the_stages_of_the_checkpoint(preset: str, tmp_
     assert pasted(resumed[0]["told"][0]) == ["layers.2"]
 
 
-def test_a_checkpoint_of_a_later_format_is_refused(tmp_path: Any) -> None:
+def test_a_checkpoint_of_another_format_is_refused(tmp_path: Any) -> None:
     path, strategy = str(tmp_path / "run.ckpt"), {"preset": "cyclic_dp"}
     processes.run(train, 2, strategy, path)
     saved = torch.load(path, weights_only=True)
-    assert saved["lightning_cyclic"]["format"] == 1
-    saved["lightning_cyclic"]["format"] = 2
+    assert saved["lightning_cyclic"]["format"] == 2
+    saved["lightning_cyclic"]["format"] = 1
     torch.save(saved, path)
     with pytest.raises(processes.RanksFailedError) as caught:
         processes.run(train, 2, strategy, "", path)
     assert len(caught.value.errors) == 2
     for text in caught.value.errors.values():
-        assert "run.ckpt has what is delayed in format 2, of a later version of" in text
+        assert "run.ckpt has what is delayed in format 1, of another version of" in text
 
 
 def report(strategy: dict[str, Any]) -> str:

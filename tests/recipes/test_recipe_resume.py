@@ -10,8 +10,6 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from resume import checkpoint_of, keep_rows
 from train import make_callbacks
 
-from lightning_cyclic.plugin.checkpoint_folder import write_folder
-
 ASKED = "ckpt_path=somewhere.ckpt"
 
 
@@ -35,27 +33,6 @@ def test_the_newest_checkpoint_of_the_run_is_before_the_one_that_is_named(compos
     write("metrics/checkpoints/epoch=0-step=40.ckpt", 30)
     assert checkpoint_of(compose_recipe("resume=true", ASKED)) == str(newest)
     assert checkpoint_of(compose_recipe(ASKED)) == "somewhere.ckpt"
-
-
-def test_a_checkpoint_that_is_not_whole_is_passed_over(compose_recipe, write):
-    before, newest = write("hpc_ckpt_1.ckpt", 20), write("hpc_ckpt_2.ckpt", 10)
-    newest.write_bytes(newest.read_bytes()[:-7])
-    os.utime(newest, (1e9, 1e9))
-    with pytest.warns(UserWarning, match="hpc_ckpt_2.ckpt has .* is passed over"):
-        assert checkpoint_of(compose_recipe("resume=true")) == str(before)
-
-
-def test_a_folder_that_is_not_whole_and_a_link_to_nowhere_are_passed_over(
-    compose_recipe, write, tmp_path
-):
-    before, folder = write("hpc_ckpt_1.ckpt", 20), tmp_path / "step=4.ckpt"
-    saved = {"state_dict": {"a": torch.ones(9)}, "optimizer_states": [], "lr_schedulers": []}
-    write_folder(saved, folder, {}, None)
-    (tmp_path / "last.ckpt").symlink_to("nowhere")
-    assert checkpoint_of(compose_recipe("resume=true")) == str(folder)
-    (folder / "__0_0.distcp").write_bytes(b"other")
-    with pytest.warns(UserWarning, match="step=4.ckpt has been changed .* is passed over"):
-        assert checkpoint_of(compose_recipe("resume=true")) == str(before)
 
 
 def test_the_first_run_begins_as_it_is_told(compose_recipe):

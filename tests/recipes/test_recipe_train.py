@@ -219,7 +219,7 @@ class TestReport:
         trainer = self.trainer(plan=self.pipeline())
         text = self.text(plan_table(trainer, self.module, activation_checkpointing="except_last"))
         for row in (
-            r"replicas of the pipeline \(width\) +│ 2",
+            r"replicas of the pipeline +│ 2",
             r"micro-batches per update +│ 8",
             r"rematerialisation +│ except_last",
         ):

@@ -16,7 +16,6 @@ from lightning_cyclic.runtime.agreement import (
     describe_batch,
     gather_texts,
     gathered,
-    put_together,
     require_same_lines,
     require_same_module,
     require_same_number,
@@ -157,25 +156,18 @@ def bring() -> Any:
         "nested": {"more": [large + 1, 2.5]}, "kind": large.clone().as_subclass(Kept),
         "sparse": torch.eye(60).to_sparse(), "rate": np.float64(0.5),
     }  # fmt: skip
-    made: list[int] = []
-
-    def new(shape: Any, dtype: torch.dtype) -> torch.Tensor:
-        made.append(torch.Size(shape).numel())
-        return torch.empty(shape, dtype=dtype)
-
-    parts = gathered(mine, dist.group.WORLD, new)
+    parts = gathered(mine, dist.group.WORLD)
     for part in parts or []:
         kept: Any = part["kind"]
         part |= {"kind": [type(kept).__name__, kept.as_subclass(torch.Tensor)]}  # type: ignore[operator]
         part |= {"sparse": part["sparse"].to_dense()}
-    return parts, made
+    return parts
 
 
 @pytest.mark.multi
-def test_what_ranks_have_comes_to_rank_0_large_tensors_one_by_one() -> None:
-    (parts, made), *others = processes.run(bring, 3)
-    assert [other for other, _ in others] == [None, None]
-    assert made == 2 * [5000] * 4  # of two other ranks; the rest comes with their forms
+def test_what_ranks_have_comes_to_rank_0() -> None:
+    parts, *others = processes.run(bring, 3)
+    assert others == [None, None]
     for rank, part in enumerate(parts):
         large = torch.arange(5000.0).add_(rank)
         assert torch.equal(part["large"], large)
@@ -200,19 +192,6 @@ def test_values_that_no_checkpoint_can_be_read_with_are_refused_by_name() -> Non
     found = r"rank 1 has values of tests.*test_agreement.Unknown in .*; allowed: tensors, numbers"
     with pytest.raises(processes.RanksFailedError, match=found):
         processes.run(bring_unknown, 2)
-
-
-def test_what_is_put_together_in_a_file_keeps_no_buffer() -> None:
-    buffer, made = torch.arange(5000.0), []
-
-    def new(shape: Any, dtype: torch.dtype) -> torch.Tensor:
-        made.append(torch.empty(shape, dtype=dtype))
-        return made[-1]
-
-    whole = put_together("previous", {"a": buffer[:4000], "b": buffer[4000:]}, None, new=new)
-    assert torch.equal(torch.cat([whole["a"], whole["b"]]), buffer)
-    assert [whole["a"] is made[0], whole["b"] is made[1]] == [True, True]
-    assert put_together("previous", {"a": buffer}, None)["a"] is buffer
 
 
 def pickled(num: int) -> list[int] | None:

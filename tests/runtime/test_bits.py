@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_cyclic.runtime import bits
-from lightning_cyclic.runtime.bits import sum_of_bits
+from lightning_cyclic.runtime.bits import sum_of_bits, unseen
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.complex64])
@@ -35,3 +35,17 @@ def test_no_part_takes_much_more_memory_than_it_has(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch.Tensor, "sum", noted)
     sum_of_bits(torch.randn(1000))
     assert max(sizes) == 100
+
+
+def test_a_backward_reads_what_was_written_unseen() -> None:
+    factors = [torch.ones(3), torch.ones(3)]
+    x = torch.ones(3, requires_grad=True)
+    made = x * factors[0] + x * factors[1]
+    before = [f._version for f in factors]
+    with torch.no_grad(), unseen(factors):
+        for f in factors:
+            f.fill_(5)
+    made.sum().backward()
+    assert [f._version for f in factors] == before
+    assert x.grad is not None
+    assert x.grad.tolist() == [10, 10, 10]

@@ -7,10 +7,10 @@ import pytest
 from torch.utils.data import DataLoader
 
 from lightning_cyclic.errors import PeerError, StepError, WaitTimeoutError
-from lightning_cyclic.runtime.failure_words import heard, reason_of, words_of
-from lightning_cyclic.runtime.transport.names import Names
+from lightning_cyclic.runtime.failure_words import reason_of, words_of
+from lightning_cyclic.runtime.transport.crew import Names
 
-NAMES = Names(1, lambda w: 3 - w, ["a", "b", "node7", "d"])
+NAMES = Names(2, ["a", "b", "node7", "d"])
 
 
 def test_all_that_an_own_error_says_is_told_on_one_line_but_for_the_timetable() -> None:
@@ -41,23 +41,20 @@ def test_of_other_errors_the_innermost_line_that_is_the_users_is_told(num_worker
     data: Any = Broken()
     with pytest.raises((ValueError, RuntimeError), match="Expecting value") as caught:
         next(iter(DataLoader(data, num_workers=num_workers)))
-    line = Broken.__getitem__.__code__.co_firstlineno + 1
+    said, line = "JSONDecodeError: Expecting value: line 1 column 1 (char 0)", 1
+    line += Broken.__getitem__.__code__.co_firstlineno
+    in_worker = f"json.decoder.{said}"  # the last line of its traceback
     assert reason_of(caught.value) == (
-        "JSONDecodeError: Expecting value: line 1 column 1 (char 0) "
-        f"(test_failure_words.py:{line})"
+        in_worker if num_workers else f"{said} (test_failure_words.py:{line})"
     )
 
 
 def test_a_failure_names_the_culprit_first_with_host_and_stages() -> None:
-    NAMES.know_stages({1: (0, 2)})
+    NAMES.know_stages({2: (0, 2)})
     words = words_of(ZeroDivisionError("broken"), NAMES, "in step 12")
     assert words == (
         "rank 2 on node7 (stages 0 and 2) failed in step 12: ZeroDivisionError: broken\n"
         "Look at the log of rank 2."
-    )
-    assert heard(words, Names(3)) == (
-        "rank 2 on node7 (stages 0 and 2) failed in step 12: ZeroDivisionError: broken; "
-        "this rank (3) stopped because of it. Look at the log of rank 2."
     )
 
 
@@ -66,7 +63,3 @@ def test_what_a_rank_met_in_a_wait_is_told_as_it_is() -> None:
     words = words_of(error, NAMES, "in step 12")
     assert words == "rank 2 waited: it did not come in time.\nLook there."
     assert words_of(PeerError("gone"), NAMES, "in step 12") == "gone\n"
-    assert heard(words, Names(3), "rank 0 on a", "Look at rank 0.") == (
-        "rank 2 waited: it did not come in time; this rank (3) stopped because of it, and "
-        "waited itself for rank 0 on a. Look at rank 0."
-    )

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import re
 import threading
 import time
+from pathlib import Path
 
 import pytest
 from torch.profiler import ProfilerActivity, profile
 
+from lightning_cyclic.plan import make_plan
 from lightning_cyclic.plan.actions import Action, Lane, parse
-from lightning_cyclic.runtime.flight_recorder import MOST, FlightRecorder, lines
+from lightning_cyclic.runtime.flight_recorder import MOST, FlightRecorder, lines, write_down
 from lightning_cyclic.runtime.worker import Worker
 from tests.runtime.test_worker import Pair
 
@@ -120,3 +124,42 @@ def test_profilers_see_actions_waits_and_updates_by_name() -> None:
         "forward, stage 0, micro-batch 1, of step 1, on version 1 of the weights",
         "update, stage 0, of step 1, makes version 2 of the weights",
     } <= {event.name for event in found.events() or ()}
+
+
+# ---------------------------------------------------------------------- files
+
+PLAN = make_plan("cyclic_dp", num_stages=2, num_workers=2)
+
+
+def write(path: Path, flight: FlightRecorder) -> list[str]:
+    """Write down what was done before an error; return its notes."""
+    error = ZeroDivisionError("the batch is broken\nin its third row")
+    write_down(path, error, "rank 1 on node7 (stage 0) ended in step 3", 1, PLAN, flight.take())
+    return getattr(error, "__notes__", [])
+
+
+def test_a_file_says_who_failed_where_with_what_and_what_was_done_last(tmp_path: Path) -> None:
+    path, flight = tmp_path / "made" / "failure-rank1.txt", FlightRecorder()
+    flight.recorded(lambda a: None)(parse("0F1@2#3"))
+    assert write(path, flight) == [f"What this rank did last is in {path}"]
+    rule, head, reason, numbers, blank, *rest = path.read_text().splitlines()
+    assert rule == "=" * 80
+    assert head.endswith(": rank 1 on node7 (stage 0) ended in step 3")
+    assert abs(time.mktime(time.strptime(head[:19], "%Y-%m-%d %H:%M:%S")) - time.time()) < 60
+    assert reason == "ZeroDivisionError: the batch is broken"
+    assert numbers == (
+        f"worker 1, process {os.getpid()}, cyclic_dp: num_workers=2, num_stages=2, num_microbatches=2, "
+        "replicas=1, schedule=cyclic, placement=replicated, weights=freshest, sharding=optimizer"
+    )
+    assert blank == ""
+    (action,) = [line for line in rest if "#3" in line]
+    assert re.search(r"0F1@2#3 +forward, stage 0, micro-batch 1, of step 3, on version 2", action)
+    write(path, FlightRecorder())  # another attempt, which had begun nothing
+    assert path.read_text().count(rule) == 2
+    assert path.read_text().endswith("\n\nIt had begun no action.\n")
+
+
+def test_of_a_folder_that_cannot_be_made_the_error_says_why(tmp_path: Path) -> None:
+    (tmp_path / "made").touch()
+    (note,) = write(tmp_path / "made" / "failure-rank1.txt", FlightRecorder())
+    assert "failure-rank1.txt is not written: " in note

@@ -20,6 +20,7 @@ from lightning_cyclic.runtime.transport import (
     Part,
     PostOffice,
 )
+from lightning_cyclic.runtime.transport.local import LocalCrew
 
 CPU = torch.device("cpu")
 X = torch.arange(24.0).reshape(4, 6)
@@ -329,12 +330,6 @@ class Edge(AbstractTransport):
         self.log.append((str(ring.payload), part))
         return post(ring, data if data.is_cpu else torch.zeros(1, dtype=torch.uint8), part)
 
-    def report_failure(self, text): ...
-
-    def failure(self): ...
-
-    def close(self): ...
-
 
 def test_what_goes_by_control_is_in_the_memory_of_the_host():
     office, log, meta = PostOffice(), [], torch.device("meta")
@@ -386,7 +381,7 @@ class Slow(AbstractTransport):
     """Take what is sent, and have it leave later."""
 
     def __init__(self) -> None:
-        super().__init__(0, 2, 5.0)
+        super().__init__(0, 2, LocalCrew(PostOffice(), 0, 5.0))
         self.sent: list[Told] = []
 
     def isend(self, ring, data, part=Part.CONTENT):
@@ -395,15 +390,6 @@ class Slow(AbstractTransport):
 
     def irecv(self, ring, data, part=Part.CONTENT):
         raise NotImplementedError
-
-    def report_failure(self, text):
-        raise NotImplementedError
-
-    def failure(self):
-        return None
-
-    def close(self):
-        """Do nothing."""
 
 
 def test_memory_that_is_not_kept_goes_when_it_has_left_though_nothing_else_is_sent():

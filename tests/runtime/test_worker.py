@@ -92,9 +92,9 @@ def test_all_that_need_a_message_that_does_not_come_fail_for_the_same_reason() -
     pair = Pair(Lane.WEIGHTS, timeout_s=0.2)
     pair.run(1, "0RECV_P@1<0#1", "0SEND_P@1>0#1~weights")  # the lane waits for the message first
     for _ in range(2):  # then, or meanwhile, the main thread
-        with pytest.raises(TimeoutError, match="P of stage 0 from worker 0"):
+        with pytest.raises(TimeoutError, match="no message"):
             pair.run(1, "0F1@1#1")
-    with pytest.raises(CyclicError, match="P of stage 0 from worker 0"):
+    with pytest.raises(CyclicError, match="no message"):
         pair.workers[1].settle()
     for worker in pair.workers:
         worker.close()

@@ -31,7 +31,6 @@ from lightning_cyclic.runtime.partial_step.ownership import Ownership
 from lightning_cyclic.runtime.partial_step.packets import Gradients
 from lightning_cyclic.runtime.partial_step.run import Run
 from lightning_cyclic.runtime.partial_step.session import StagewiseSession
-from lightning_cyclic.runtime.partial_step.side_effects import SideEffects
 from lightning_cyclic.runtime.partial_step.stage_step import StageStep
 from lightning_cyclic.runtime.partial_step.versions import Versions
 from lightning_cyclic.runtime.randomness import Randomness
@@ -401,7 +400,7 @@ add(
 add(
     "a run again counts its statistics once more",
     BUFFER,
-    around(SideEffects, "undone", lambda original, *args: stage_steps._NOTHING),
+    around(ModuleState, "again", lambda original, *args: stage_steps._NOTHING),
     "remat",
 )
 

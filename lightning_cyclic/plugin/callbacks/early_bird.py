@@ -41,6 +41,7 @@ class EarlyBirdPruning(Callback):
         exclude: what is not pruned, as in ``SparseStatePrecision``.
         stop: whether training stops when the ticket is drawn.
         path: of a file to which rank 0 writes the mask then, by ``torch.save``. [none]
+        unknown: refused, as ``score`` is: tickets are drawn by magnitude.
 
     Attributes:
         mask: name -> bool tensor, True where kept, for ``SparseStatePrecision(mask=...)``; None
@@ -71,17 +72,20 @@ class EarlyBirdPruning(Callback):
         exclude: Sequence[str] = EXCLUDED,
         stop: bool = True,
         path: str | Path | None = None,
+        **unknown: object,
     ) -> None:
-        check_sparsity(sparsity, "EarlyBirdPruning")
-        if not isinstance(window, int) or isinstance(window, bool) or window < 2:
+        if unknown:
             raise ConfigurationError(
-                f"window={window!r}; allowed: a whole number of epochs from 2 on, so that there "
-                "are masks to compare; use EarlyBirdPruning(sparsity=0.9, window=5)"
+                f"EarlyBirdPruning does not know {', '.join(unknown)}; allowed: sparsity, window, "
+                "tolerance, exclude, stop and path; tickets are drawn by magnitude: give masks of "
+                "another score to SparseStatePrecision(mask={name: mask})"
             )
-        if not 0 <= tolerance < 1:
+        check_sparsity(sparsity, "EarlyBirdPruning")
+        if type(window) is not int or window < 2 or not 0 <= tolerance < 1:
             raise ConfigurationError(
-                f"tolerance={tolerance!r}; allowed: a fraction from 0 on and below 1; use "
-                "EarlyBirdPruning(sparsity=0.9, tolerance=0.1)"
+                f"window={window!r} and tolerance={tolerance!r}; allowed: a whole number of "
+                "epochs from 2 on, whose masks are compared, and a fraction below 1; use "
+                "EarlyBirdPruning(sparsity=0.9, window=5, tolerance=0.1)"
             )
         self.mask: Masks | None = None
         self.epoch: int | None = None
@@ -126,12 +130,8 @@ class EarlyBirdPruning(Callback):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "mask": self.mask,
-            "epoch": self.epoch,
-            "distances": self.distances,
-            "window": list(self._window),
-        }
+        return {"mask": self.mask, "epoch": self.epoch, "distances": self.distances,
+                "window": list(self._window)}  # fmt: skip
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

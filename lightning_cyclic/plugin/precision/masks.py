@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 
 from lightning_cyclic.errors import ConfigurationError
-from lightning_cyclic.plugin.precision.compressed import SparseLayout, check_size
+from lightning_cyclic.plugin.precision.compressed import Layout, check_size
 
 Masks: TypeAlias = dict[str, Tensor]
 Given: TypeAlias = Mapping[str, Tensor] | str | Path | None  # masks, or a file of torch.save
@@ -20,35 +20,12 @@ EXCLUDED = ("bias", "norm", "embedding")
 
 
 def check_sparsity(sparsity: object, owner: str) -> None:
-    """Refuse what is no fraction between 0 and 1.
-
-    Args:
-        sparsity: fraction of elements that are pruned.
-        owner: name of the class that was given it.
-
-    Raises:
-        ConfigurationError: with the value.
-    """
+    """Refuse what is no fraction between 0 and 1, given to a class of this name."""
     is_number = isinstance(sparsity, int | float) and not isinstance(sparsity, bool)
     if not (is_number and 0 < sparsity < 1):  # type: ignore[operator]
         raise ConfigurationError(
             f"sparsity={sparsity!r}; allowed: the fraction of elements that are pruned, above 0 "
             f"and below 1; use {owner}(sparsity=0.9)"
-        )
-
-
-def check_choice(mask: Given, sparsity: float | None) -> None:
-    """Refuse both a mask and a sparsity, or a sparsity that is none.
-
-    Raises:
-        ConfigurationError: with what was given.
-    """
-    if sparsity is not None:
-        check_sparsity(sparsity, "SparseStatePrecision")
-    if mask is not None and sparsity is not None:
-        raise ConfigurationError(
-            f"mask and sparsity={sparsity} were both given; allowed: one of them; leave out "
-            "sparsity, which the mask has already"
         )
 
 
@@ -58,7 +35,7 @@ def layouts_of(
     sparsity: float | None,
     exclude: Sequence[str],
     saved: Mapping[str, Tensor],
-) -> dict[str, SparseLayout]:
+) -> dict[str, Layout]:
     """Return the layouts of all pruned parameters of a module.
 
     Args:
@@ -78,7 +55,7 @@ def layouts_of(
             "what it had: SparseStatePrecision(mask={'net.0.weight': layer.weight_mask.bool()})"
         )
     if mask is None and saved:
-        return {n: SparseLayout(x, module.get_parameter(n).shape) for n, x in saved.items()}
+        return {n: Layout(x, module.get_parameter(n).shape) for n, x in saved.items()}
     if mask is None and sparsity is None:
         raise ConfigurationError(
             "SparseStatePrecision() has no mask, nor has the checkpoint one; allowed: "
@@ -95,7 +72,7 @@ def layouts_of(
                 "mask prunes no parameter; allowed: masks of at least one; use "
                 "SparseStatePrecision(sparsity=0.9), or leave it out"
             )
-    found = {n: SparseLayout.of(mask) for n, mask in given_masks(given, module).items()}
+    found = {n: Layout.of(mask) for n, mask in given_masks(given, module).items()}
     if saved:
         check_same(found, saved)
     return found
@@ -112,15 +89,11 @@ def _read(path: str | Path) -> Masks:
     return found if isinstance(found, dict) else {}
 
 
-def check_same(layouts: Mapping[str, SparseLayout], saved: Mapping[str, Tensor]) -> None:
-    """Refuse to go on from a checkpoint that has other masks.
-
-    Raises:
-        ConfigurationError: with the first parameter whose mask differs.
-    """
+def check_same(layouts: Mapping[str, Layout], saved: Mapping[str, Tensor]) -> None:
+    """Refuse to go on from a checkpoint that has other masks."""
     for name in dict.fromkeys([*layouts, *saved]):
         pair = layouts.get(name), saved.get(name)
-        if None in pair or not torch.equal(pair[0].index.cpu(), pair[1].cpu()):  # type: ignore[union-attr]
+        if None in pair or not torch.equal(pair[0].kept.cpu(), pair[1].cpu()):  # type: ignore[union-attr]
             raise ConfigurationError(
                 f"parameter {name!r} has another mask in the checkpoint; allowed: the masks that "
                 "the run had; use SparseStatePrecision(sparsity=...), which takes them from the "
@@ -234,12 +207,17 @@ def magnitude_masks(parameters: Mapping[str, Tensor], sparsity: float) -> Masks:
                 f"parameter {name!r} has NaN, so that nothing says which of its elements are "
                 "small; allowed: numbers; look at how it is initialised or trained"
             )
-    limit, num_ties = _threshold(list(parameters.values()), num_pruned)
+    # magnitudes in float32, read as int32, have the same order
+    scores = {
+        n: p.detach().abs().float().contiguous().view(torch.int32) for n, p in parameters.items()
+    }
+    every = torch.cat([x.view(-1) for x in scores.values()])
+    limit = every.kthvalue(num_pruned).values
+    num_ties = num_pruned - int((every < limit).sum())
     masks: Masks = {}
-    for name, p in parameters.items():
-        scores = _as_integers(p)
-        masks[name] = scores > limit
-        ties = (scores == limit).view(-1).nonzero().view(-1)
+    for name, x in scores.items():
+        masks[name] = x > limit
+        ties = (x == limit).view(-1).nonzero().view(-1)
         masks[name].view(-1)[ties[num_ties:]] = True
         num_ties = max(0, num_ties - len(ties))
     return masks
@@ -248,25 +226,3 @@ def magnitude_masks(parameters: Mapping[str, Tensor], sparsity: float) -> Masks:
 def without_full(masks: Mapping[str, Tensor]) -> Masks:
     """Return the masks that prune anything; who keeps everything needs none."""
     return {name: mask for name, mask in masks.items() if not bool(mask.all())}
-
-
-def _threshold(parameters: Sequence[Tensor], num_pruned: int) -> tuple[int, int]:
-    """Return the largest pruned magnitude, as an integer, and how many of that size are pruned.
-
-    By bisection, which takes no memory; to sort all magnitudes would take twelve bytes for each,
-    more than training does.
-    """
-    low, high = 0, max(int(_as_integers(p).max()) for p in parameters)
-    while low < high:
-        middle = (low + high) // 2
-        if sum(int((_as_integers(p) <= middle).sum()) for p in parameters) >= num_pruned:
-            high = middle
-        else:
-            low = middle + 1
-    smaller = sum(int((_as_integers(p) < low).sum()) for p in parameters)
-    return low, num_pruned - smaller
-
-
-def _as_integers(p: Tensor) -> Tensor:
-    """Return magnitudes in float32, read as int32, which has the same order."""
-    return p.detach().abs().float().contiguous().view(torch.int32)

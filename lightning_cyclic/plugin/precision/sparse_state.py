@@ -18,30 +18,32 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_cyclic.compat import HalfPrecision, LightningModule, Precision, Steppable, TrainerFn
-from lightning_cyclic.errors import ConfigurationError, one_of
-from lightning_cyclic.plugin.precision.checks import (
-    check_fit,
-    check_gradients,
-    check_optimizer,
-    check_weights,
+from lightning_cyclic.compat import (
+    HalfPrecision,
+    LightningModule,
+    ModelPruning,
+    Precision,
+    SingleDeviceStrategy,
+    Steppable,
+    Trainer,
+    TrainerFn,
 )
-from lightning_cyclic.plugin.precision.compressed import DenseLayout, SparseLayout
+from lightning_cyclic.errors import ConfigurationError, one_of
+from lightning_cyclic.plugin.optimizers import SAID_BY, updates_each
+from lightning_cyclic.plugin.precision.compressed import Layout, ParameterState
 from lightning_cyclic.plugin.precision.masks import (
     EXCLUDED,
     Masks,
-    check_choice,
     check_same,
+    check_sparsity,
     layouts_of,
 )
-from lightning_cyclic.plugin.precision.optimizer_state import (
+from lightning_cyclic.plugin.precision.masters import (
+    SparseForms,
     compressed,
     expanded,
     give_masters,
-    numbered,
 )
-from lightning_cyclic.plugin.precision.parameter_state import ParameterState
-from lightning_cyclic.plugin.precision.worker_forms import SparseForms
 from lightning_cyclic.runtime.agreement import require_same_lines
 
 _Together: TypeAlias = Callable[[str, dict[str, Any]], dict[str, Any]]
@@ -109,7 +111,13 @@ class SparseStatePrecision(Precision):
         self.precision = compute
         self._dtype = _DTYPES[compute]
         self._plain = Precision() if compute == "32-true" else HalfPrecision(compute)
-        check_choice(mask, sparsity)
+        if sparsity is not None:
+            check_sparsity(sparsity, "SparseStatePrecision")
+            if mask is not None:
+                raise ConfigurationError(
+                    f"mask and sparsity={sparsity} were both given; allowed: one of them; leave "
+                    "out sparsity, which the mask has already"
+                )
         self._choice = mask, sparsity, tuple(exclude)
         self._states: list[ParameterState] = []
         self._names: dict[int, str] = {}  # of the module's parameters, by id
@@ -124,8 +132,8 @@ class SparseStatePrecision(Precision):
         return {name: layout.mask for name, layout in self._layouts.items()}
 
     @property
-    def _layouts(self) -> dict[str, SparseLayout]:
-        return {s.name: s.layout for s in self._states if isinstance(s.layout, SparseLayout)}
+    def _layouts(self) -> dict[str, Layout]:
+        return {s.name: s.layout for s in self._states if s.is_compressed}
 
     def gradient_of(self, parameter: nn.Parameter) -> Tensor | None:
         """Return a parameter's gradient in the optimizer's step and in hooks before it.
@@ -162,7 +170,7 @@ class SparseStatePrecision(Precision):
         if not self._is_fitting:
             return self._plain.convert_module(module)
         assert isinstance(module, LightningModule)
-        check_fit(module.trainer, module)
+        _check_fit(module.trainer, module)
         parameters = {id(p) for p in module.parameters()}
         is_known = self._states and all(id(s.weight) in parameters for s in self._states)
         if is_known:
@@ -170,22 +178,20 @@ class SparseStatePrecision(Precision):
             for state in self._states:  # of the fit before this one
                 state.reread()
             return module
-        check_weights(module, self._dtype)
+        _check_weights(module, self._dtype)
         connector = module.trainer._checkpoint_connector
         checkpoint = getattr(connector, "_loaded_checkpoint", {})  # loaded, but not yet taken
         layouts = layouts_of(module, *self._choice, _own(checkpoint).get("index", {}))
         self._states = self._made(module, layouts)
         return self._plain.convert_module(module)
 
-    def _made(
-        self, module: nn.Module, layouts: Mapping[str, SparseLayout]
-    ) -> list[ParameterState]:
+    def _made(self, module: nn.Module, layouts: Mapping[str, Layout]) -> list[ParameterState]:
         states = []
         for name, p in module.named_parameters():
             if name in layouts:
                 states.append(ParameterState(name, p, layouts[name], self._dtype))
             elif p.requires_grad and p.is_floating_point() and self._dtype != torch.float32:
-                states.append(ParameterState(name, p, DenseLayout(), self._dtype))
+                states.append(ParameterState(name, p, Layout(None), self._dtype))
         return states
 
     @override
@@ -224,7 +230,7 @@ class SparseStatePrecision(Precision):
 
     def _check_gradients(self) -> None:
         assert self._optimizer is not None
-        check_gradients(self._optimizer, self._names, self._dtype)
+        _check_gradients(self._optimizer, self._names, self._dtype)
 
     @override
     def optimizer_step(  # type: ignore[override]  # as Lightning's own plugins do
@@ -243,15 +249,7 @@ class SparseStatePrecision(Precision):
     # ------------------------------------------------------------------ several workers
 
     def forms(self, gather_texts: Callable[[str], list[str]], together: _Together) -> SparseForms:
-        """Return what is trained on each of several workers, which have the same masks.
-
-        Args:
-            gather_texts: gives every worker's text; all must call this.
-            together: makes one of what each worker has of parameters by name.
-
-        Raises:
-            StepError: on every worker, where masks differ.
-        """
+        """Return what is trained on each of several workers, which must have the same masks."""
         lines = [f"{name}: {layout.digest}" for name, layout in self._layouts.items()]
         require_same_lines(
             "masks",
@@ -269,11 +267,11 @@ class SparseStatePrecision(Precision):
         """Save optimizer state as dense training has it, and master weights and index besides."""
         if self._optimizer is None:
             return
-        of = numbered(self._optimizer, self._trained)
+        own = self._optimizer, self._trained
         states = checkpoint["optimizer_states"]
-        checkpoint["optimizer_states"] = [expanded(saved, of) for saved in states]
+        checkpoint["optimizer_states"] = [expanded(saved, *own) for saved in states]
         checkpoint[type(self).__qualname__] = {
-            "index": {name: layout.index.cpu() for name, layout in self._layouts.items()},
+            "index": {name: layout.kept.cpu() for name, layout in self._layouts.items()},
             "masters": self._together(
                 "masters", {s.name: x for s in self._states if (x := s.saved) is not None}
             ),
@@ -294,11 +292,87 @@ class SparseStatePrecision(Precision):
             if name in by_name:
                 by_name[name].load(values)
         if "optimizer_states" in checkpoint:
-            of = numbered(self._optimizer, self._trained)
+            trained = self._optimizer, self._trained
             states = checkpoint["optimizer_states"]
-            checkpoint["optimizer_states"] = [compressed(saved, of) for saved in states]
+            checkpoint["optimizer_states"] = [compressed(saved, *trained) for saved in states]
 
 
 def _own(checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
     saved: Mapping[str, Any] = checkpoint.get(SparseStatePrecision.__qualname__, {})
     return saved
+
+
+# ---------------------------------------------------------------------- refusals
+
+
+def _check_fit(trainer: Trainer, module: LightningModule) -> None:
+    """Refuse strategies, loops and callbacks that do not know of compressed gradients."""
+    if (check := getattr(trainer.strategy, "check_compressed_states", None)) is not None:
+        check()
+    elif not isinstance(trainer.strategy, SingleDeviceStrategy):
+        raise ConfigurationError(
+            f"SparseStatePrecision was given with {type(trainer.strategy).__name__}, which "
+            "exchanges dense gradients or parameters; allowed: one device, strategy='cyclic_dp', "
+            "'cyclic_zero', '1f1b' and others of lightning_cyclic; use "
+            "Trainer(strategy='cyclic_dp')"
+        )
+    if not module.automatic_optimization:
+        raise ConfigurationError(
+            f"{type(module).__name__}.automatic_optimization is False, but SparseStatePrecision "
+            "takes gradients from the parameters as they appear, and toggle_optimizer does not "
+            "see those; allowed: automatic optimization; return the loss from training_step, or "
+            "leave SparseStatePrecision out"
+        )
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, ModelPruning):
+            raise ConfigurationError(
+                f"{type(callback).__name__} prunes while SparseStatePrecision trains, whose masks "
+                "stay as they are; allowed: pruning before; fit with the callback first, then "
+                "with SparseStatePrecision and without it"
+            )
+
+
+def _check_weights(module: nn.Module, dtype: torch.dtype) -> None:
+    """Refuse weights of another dtype where they are to be trained as they are."""
+    for name, p in module.named_parameters():
+        if dtype == torch.float32 and p.is_floating_point() and p.dtype != dtype:
+            raise ConfigurationError(
+                f"parameter {name!r} is {p.dtype}, but SparseStatePrecision(compute='32-true') "
+                "trains the module's own weights; allowed: torch.float32; use module.float(), or "
+                "compute='bf16-true'"
+            )
+
+
+def check_optimizer(optimizers: Sequence[Optimizer]) -> Optimizer:
+    """Return the optimizer; refuse those that do not update each element by itself."""
+    if len(optimizers) != 1:
+        raise ConfigurationError(
+            f"configure_optimizers returned {len(optimizers)} optimizers; allowed: 1 under "
+            "SparseStatePrecision; use parameter groups of one optimizer"
+        )
+    name = type(optimizers[0]).__name__
+    if not updates_each("element", optimizers[0]):
+        raise ConfigurationError(
+            f"nothing says that {name} updates each element by its own gradient and state, and "
+            "leaves a zero without a gradient at zero, as SparseStatePrecision needs; allowed: "
+            "SGD, Adam, AdamW, NAdam, RAdam, Adamax, Adagrad, Adadelta, RMSprop, Rprop and ASGD "
+            "of torch.optim, and others that say so; if it has no norm and no mean over elements, "
+            "and no use for the shape of a matrix, use "
+            f"optimizer.{SAID_BY} = 'element'; else use torch.optim.AdamW(self.parameters())"
+        )
+    return optimizers[0]
+
+
+def _check_gradients(optimizer: Optimizer, names: Mapping[int, str], dtype: torch.dtype) -> None:
+    """Refuse low-precision parameters that the optimizer would train without a master weight."""
+    if dtype == torch.float32:
+        return
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            if p.dtype == dtype and p.grad is not None:
+                raise ConfigurationError(
+                    f"parameter {names.get(id(p), '?')!r} was unfrozen, or given to the "
+                    "optimizer, after the fit began, and has no float32 master weight; allowed: "
+                    "parameters that require gradients from the start; call requires_grad_() "
+                    "before fit, or use SparseStatePrecision(compute='32-true')"
+                )

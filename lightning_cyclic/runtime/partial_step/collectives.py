@@ -13,9 +13,8 @@ from torch import Tensor, nn
 
 from lightning_cyclic.errors import CyclicError, PlanError, StepError, VerificationError
 from lightning_cyclic.plan import Plan
-from lightning_cyclic.runtime.agreement import device_for, gather_texts, sent_to_rank_0
+from lightning_cyclic.runtime.agreement import device_for, gather_texts
 from lightning_cyclic.runtime.partial_step.ranks import rank_of
-from lightning_cyclic.runtime.shelf import New
 from lightning_cyclic.runtime.stages.cuts import Cuts
 
 _RAISED = {kind.__name__: kind for kind in (StepError, VerificationError)}
@@ -109,21 +108,6 @@ class Collectives:
             return mine
         parts = zip(mine.items(), torch.split(flat, sizes), strict=True)
         return {n: part.view(x.shape) for (n, x), part in parts}
-
-    def gather_on_rank_0(self, cuts: Cuts, plan: Plan, new: New) -> dict[str, Tensor]:
-        """Return all parameters and buffers, whole, on rank 0; nothing elsewhere.
-
-        Args:
-            cuts: say which stage each belongs to.
-            plan: says who has the stage.
-            new: makes the tensors into which those of other ranks come.
-        """
-        sources = {
-            name: rank_of(plan.owner(j), self._size)
-            for j in range(cuts.num_stages)
-            for name in [*cuts.parameters[j], *cuts.buffers[j]]
-        }
-        return sent_to_rank_0(self._named(), sources, self._group, new)
 
     def reduce(self, tensor: Tensor, how: str) -> Tensor:
         """Reduce over replicas: over the workers that have this one's place in them.

@@ -14,7 +14,7 @@ from lightning_cyclic.runtime.messages import Message
 from lightning_cyclic.runtime.partial_step.batch_cutter import SplitBatch
 from lightning_cyclic.runtime.partial_step.exchange import ReadState, WriteState
 from lightning_cyclic.runtime.partial_step.stage_step import Outcome
-from lightning_cyclic.runtime.prediction.foresight import Guess
+from lightning_cyclic.runtime.predict import Guess
 from lightning_cyclic.runtime.stages.cuts import Cuts
 from lightning_cyclic.runtime.sum_dtypes import AS_MADE, SumDtypes
 from lightning_cyclic.runtime.weight_forms import ALL, WeightForms

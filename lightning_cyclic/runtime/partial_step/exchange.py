@@ -23,6 +23,7 @@ from lightning_cyclic.plan import Plan
 from lightning_cyclic.plan.actions import Action, Payload
 from lightning_cyclic.plan.passes.sums import completes
 from lightning_cyclic.plan.passes.ties import gradient_sources
+from lightning_cyclic.runtime.bits import unseen
 from lightning_cyclic.runtime.gradient_store import GradientStore, Sum, refuse_sparse
 from lightning_cyclic.runtime.messages import Message
 from lightning_cyclic.runtime.norms import Norms
@@ -31,7 +32,6 @@ from lightning_cyclic.runtime.partial_step.ownership import Ownership
 from lightning_cyclic.runtime.partial_step.packets import Gradients, Packet
 from lightning_cyclic.runtime.partial_step.stage_step import StageStep
 from lightning_cyclic.runtime.partial_step.tape import Tape
-from lightning_cyclic.runtime.unseen_changes import unseen
 from lightning_cyclic.runtime.weight_forms import ALL, WeightForms
 
 Key = tuple[int, int, int]  # step, micro-batch, stage

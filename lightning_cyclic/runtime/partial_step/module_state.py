@@ -1,50 +1,51 @@
-"""What the user's step keeps on the module: lists of outputs, counters, moving means.
+"""What the user's step keeps on the module: lists of outputs, counters, buffers, metrics.
 
 A worker runs the step once for each of its stages, and ends it where the stage ends. So
 
     the last stage    passes all code of the step; what it changes is told to the other workers
     other stages      what their part of the step changes, their next run finds again
-    a run again       finds what the first run found, and leaves nothing behind
+    a run again       finds what the first run found, and leaves nothing but gradients
 
-So it is with buffers that code between modules changes. Other buffers and metrics are no concern
-of this file, nor are attributes of modules inside.
+The first steps are compared with the plain one, which shows attributes that come out otherwise.
+Two things it cannot show stay refused here: what a rank without the last stage has counted by
+itself, as one rank with the right value is enough there; and that an earlier stage reads what a
+later one changes, as a condition on a counter may come out alike for hundreds of steps.
 """
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
 
 from lightning_cyclic.errors import StepError
-from lightning_cyclic.runtime.partial_step.attributes import (
-    ORDERED,
-    Attributes,
-    Kept,
-    differs,
-    keep,
-    made_of,
-    restore,
-)
+from lightning_cyclic.runtime.bits import unseen
 from lightning_cyclic.runtime.plain_copies import ours
+from lightning_cyclic.runtime.stages.cuts import Cuts
 from lightning_cyclic.runtime.values.plain import (
-    decode_leaf,
-    encode_leaf,
-    from_json,
     is_plain,
-    to_json,
+    leaf_from_data,
+    leaf_to_data,
+    structure_from_data,
+    structure_to_data,
 )
 from lightning_cyclic.runtime.values.trees import flatten, map_tensors, unflatten
 
 _MANY = 1024  # elements of tensors that each step sets anew, and that others are not told
-_RULE = (
-    "what training_step keeps on the module may be read and changed by the code of one stage "
-    "alone; keep it in a buffer (register_buffer), or move the code that uses it together"
-)
+_ORDERED = (list, deque)
+_ATOMS = frozenset({type(None), bool, int, float, str})
+
+
+class Kept(NamedTuple):
+    """Hold a value, and what of it may be changed in place."""
+
+    value: Any
+    inside: Any  # of a list its items, of a dictionary these again, of a tensor its version
 
 
 class Change(NamedTuple):
@@ -63,24 +64,25 @@ class Change(NamedTuple):
     value: Any
 
 
-class Visit(NamedTuple):
-    """Hold what the module had when a run began: for hooks, and for the run."""
+class Seen(NamedTuple):
+    """Hold what a module has.
 
-    shown: Attributes
-    found: Attributes
-    buffers_shown: list[Tensor]  # copies
-    buffers_found: list[Tensor]
-
-
-class Found(NamedTuple):
-    """Hold what a run again is to find."""
+    Args:
+        attributes: by name.
+        buffers: copies of those that code between modules changes.
+        of_stage: copies of those that modules of a stage change, where it is run again.
+    """
 
     attributes: dict[str, Kept]
     buffers: list[Tensor]
+    of_stage: list[Tensor]
 
 
-_NOTHING_FOUND = Found({}, [])
-_NOT_NOTING: AbstractContextManager[None] = nullcontext()
+class Visit(NamedTuple):
+    """Hold what the module had when a run began: for hooks, and for the run."""
+
+    shown: Seen
+    found: Seen
 
 
 @final
@@ -89,6 +91,7 @@ class ModuleState:
 
     Args:
         module: the user's.
+        cuts: which buffers and metrics belong to which stage.
         ignored: names of attributes that are not the user's.
         stages: of this worker.
         num_stages: of the module.
@@ -97,153 +100,124 @@ class ModuleState:
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        ignored: Collection[str],
-        stages: Sequence[int],
-        num_stages: int,
-        say: Callable[[str], None],
-        buffers: Collection[str] = (),
-    ) -> None:
-        self._buffers = sorted(buffers)
-        self._buffers_apart: dict[int, list[Tensor]] = {}
-        self._buffers_left: list[Tensor] = []  # what hooks found behind the last run
+        self, module: nn.Module, cuts: Cuts, ignored: Collection[str], stages: Sequence[int],
+        num_stages: int, say: Callable[[str], None], buffers: Collection[str] = (),
+    ) -> None:  # fmt: skip
         self._module = module
+        self._cuts = cuts
         self._ignored = frozenset(ignored)
-        self._names: tuple[str, ...] = ()  # of the user's, while there are so many attributes
-        self._num_attributes = -1
-        self._seen: Attributes | None = None  # last, in this step
-        self._last = num_stages - 1
+        self._buffers = sorted(buffers)
         self._say = say
         self._apart: dict[int, dict[str, Any]] = {j: {} for j in stages if j != max(stages)}
+        self._buffers_apart: dict[int, list[Tensor]] = {}
         self._changed: set[str] = set()  # by runs on this worker
-        self._left: dict[str, Kept] = {}  # of these, behind the last run, before hooks
-        self._tells = self._last in stages
+        self._left = Seen({}, [], [])  # of these, behind the last run, before hooks
+        self._tells = num_stages - 1 in stages
         self._looked: set[bool] = set()
         self._read: set[str] = set()  # by first runs that end before the last stage
-        self._set: dict[str, set[int]] = {}  # by first runs: attribute -> stages
-        self._grown: dict[tuple[int, int], dict[tuple[str, Any], int]] = {}  # by micro-batch
+        self._own: dict[tuple[int, int], dict[tuple[str, Any], Any]] = {}  # by micro-batch
         self._secret: set[str] = set()  # attributes that others are not told
 
     # ------------------------------------------------------------------ runs
 
-    def begin(self, j: int) -> Visit:
+    def begin(self, j: int, *, runs_again: bool = False) -> Visit:
         """Let the module have what runs of stage ``j`` left, before the next one."""
-        shown = self._attributes()
-        if not (self._changed or self._buffers):  # nothing has ever been kept
-            return Visit(shown, shown, [], [])
-        kept, buffers = self._apart.get(j), self._buffers_now()
-        if kept is None:
-            return Visit(shown, shown, buffers, buffers)
-        for name, x in self._left.items():  # what a hook has changed, all stages follow
-            if name in kept and (name not in shown.kept or differs(x, shown.kept[name].value)):
+        of_stage = self._copies(self._changing(j)) if runs_again else []
+        shown, kept = self._seen()._replace(of_stage=of_stage), self._apart.get(j)
+        if kept is None or not (self._changed or self._buffers):
+            return Visit(shown, shown)
+        for name, x in self._left.attributes.items():  # what a hook has changed, all follow
+            if name in kept and _differs(x, vars(self._module).get(name)):
                 del kept[name]
-        vars(self._module).update(kept)
-        if not all(map(torch.equal, self._buffers_left, buffers)):
+        if not all(map(torch.equal, self._left.buffers, shown.buffers)):
             self._buffers_apart.clear()
-        found = self._buffers_apart.get(j, buffers)
-        self._put_buffers(found)
-        return Visit(shown, self._attributes() if kept else shown, buffers, found)
+        vars(self._module).update(kept)
+        self._put_buffers(self._buffers, self._buffers_apart.get(j, shown.buffers))
+        return Visit(shown, self._seen()._replace(of_stage=of_stage))
 
     def begin_anew(self, visit: Visit) -> None:
         """Take back what a run has changed that begins once more."""
         self._put_back(visit.found)
-        self._put_buffers(visit.buffers_found)
 
-    def end(self, j: int, visit: Visit, of: tuple[int, int] | None = None) -> Found:
+    def end(self, j: int, visit: Visit, of: tuple[int, int] | None = None) -> Seen:
         """Keep what a run changed.
 
         Args:
             j: its stage.
             visit: what :meth:`begin` returned.
-            of: step and micro-batch, where it ended before the last stage: by how much it has let
-                lists grow is to be compared with what the last stage does.
+            of: step and micro-batch, where it ended before the last stage: what it has changed is
+                to be what the last stage changes.
 
         Returns:
             What a run again is to find.
         """
         changed = self._changed_since(visit)
-        if of is not None:
-            self._grown[of] = {
-                (c.name, c.key): len(c.value)
-                for name, value in changed.items()
-                for c in _changes(name, value, visit.found.kept.get(name))
-                if c.grew
-            }
         self._changed |= changed.keys()
-        if not (self._changed or self._buffers):
-            return _NOTHING_FOUND
-        kept = self._apart.get(j)
+        if of is not None and changed:
+            self._own[of] = {(c.name, c.key): _comparable(c) for c in _changes(changed, visit)}
+        kept, held = self._apart.get(j), vars(self._module)
         if kept is None:
-            now = dict(zip(self._names, self._values(), strict=True)) if self._changed else {}
-            self._left = {n: keep(now[n]) for n in self._changed if n in now}
-            self._buffers_left = self._buffers_now() if self._apart else []
-        elif changed or kept:
-            kept.update({n: self._moved(n, keep(x), visit) for n, x in changed.items()})
+            left = {n: _keep(held[n]) for n in self._changed if n in held}
+            self._left = Seen(left, self._copies(self._buffers), [])
+        elif changed or kept or self._buffers:
+            kept.update({n: _moved(n, _keep(x), visit) for n, x in changed.items()})
+            self._buffers_apart[j] = self._copies(self._buffers)
             self._put_back(visit.shown)
-        if kept is not None:
-            self._buffers_apart[j] = self._buffers_now()
-            self._put_buffers(visit.buffers_shown)
-        before = visit.found.kept
-        found = {n: before[n] for n in self._changed if n in before}
-        return Found(found, visit.buffers_found)
-
-    def forget(self) -> None:
-        """Let go of what attributes were in this step: hooks may want it to be free."""
-        self._seen = None
+        before = visit.found.attributes
+        return visit.found._replace(
+            attributes={n: before[n] for n in self._changed if n in before}
+        )
 
     @contextmanager
-    def again(self, found: Found) -> Iterator[None]:
-        """Run the body, a run again, with what the first run found; nothing of it stays."""
-        if not (found.attributes or found.buffers):
-            yield
-            return
-        shown, buffers = self._attributes(), self._buffers_now()
-        vars(self._module).update({n: made_of(x) for n, x in found.attributes.items()})
-        self._put_buffers(found.buffers)
+    def again(self, j: int, found: Seen) -> Iterator[None]:
+        """Run the body, a run again and its backward, on what the first run found.
+
+        Nothing of it stays but gradients: buffers and metrics of the stage are put back, too.
+        """
+        shown, names = self._seen(), self._changing(j)
+        held, values = [self._module.get_buffer(n) for n in names], self._copies(names)
+        metrics = [self._module.get_submodule(p) for p, k in self._cuts.metrics.items() if k == j]
+        states = [state_of(m) for m in metrics]
+        for n, x in found.attributes.items():
+            vars(self._module)[n] = _refilled(x, anew=True)
+        self._put_buffers(self._buffers, found.buffers)
+        with unseen(held):  # they will be what they were: graphs that hold them need not notice
+            self._put_buffers(names, found.of_stage)
         try:
             yield
         finally:
             self._put_back(shown)
-            self._put_buffers(buffers)
-
-    def noting(self, *, training: bool, region: Callable[[], int]) -> AbstractContextManager[None]:
-        """Note what the first run, which the body makes, looks at and sets.
-
-        Args:
-            training: of training, or of evaluation.
-            region: returns the stage whose code is under way.
-        """
-        if training in self._looked:
-            return _NOT_NOTING
-        self._looked.add(training)
-        return self._noting(region)
+            for name, b in zip(names, held, strict=True):
+                path, _, last = name.rpartition(".")
+                owner = self._module.get_submodule(path)
+                if getattr(owner, last) is not b:  # the step has put another in its place
+                    setattr(owner, last, b)
+            with unseen(held):
+                self._put_buffers(names, values)
+            for m, state in zip(metrics, states, strict=True):
+                m.__dict__.update(state)
 
     @contextmanager
-    def _noting(self, region: Callable[[], int]) -> Iterator[None]:
-        kind, read, written = type(self._module), self._read, self._set
+    def noting(self, *, training: bool) -> Iterator[None]:
+        """Note what the first run of a kind looks at that ends before the last stage."""
+        if self._tells or training in self._looked:
+            yield
+            return
+        self._looked.add(training)
+        kind, read = type(self._module), self._read
 
         def look(module: nn.Module, name: str) -> Any:
             read.add(name)
             return kind.__getattribute__(module, name)
 
-        def put(module: nn.Module, name: str, value: Any) -> None:
-            written.setdefault(name, set()).add(region())
-            kind.__setattr__(module, name, value)
-
-        names: dict[str, Any] = {
-            "__module__": kind.__module__,
-            "__doc__": kind.__doc__,
-            "__setattr__": put,
-        }
-        if not self._tells:
-            names["__getattribute__"] = look
+        names = {
+            "__module__": kind.__module__, "__doc__": kind.__doc__, "__getattribute__": look,
+        }  # fmt: skip
         self._module.__class__ = ours(type(kind.__name__, (kind,), names), kind)
         try:
             yield
         finally:
             self._module.__class__ = kind
-            region = _nowhere  # the class lives until garbage is collected; what is run does not
 
     # ------------------------------------------------------------------ telling others
 
@@ -254,21 +228,11 @@ class ModuleState:
             visit: what :meth:`begin` returned.
             filled: gives the tensors for what stands for them.
             what: name of the step, for the user.
-
-        Raises:
-            StepError: an attribute that the code of several stages sets.
         """
-        found = [
-            change
-            for name, value in self._changed_since(visit).items()
-            if name not in self._secret
-            for change in _changes(name, value, visit.found.kept.get(name))
-        ]
-        for name in {change.name for change in found}:
-            if len(self._set.get(name, ())) > 1:
-                raise _several(name)
         told = []
-        for change in found:
+        for change in _changes(self._changed_since(visit), visit):
+            if change.name in self._secret:
+                continue
             if not _can_be_told(change):
                 self._secret.add(change.name)
                 self._say(
@@ -277,8 +241,13 @@ class ModuleState:
                     "rank finds what was there before."
                 )
                 continue
-            told.append(change._replace(value=map_tensors(Tensor.detach, filled(change.value))))
-            self._fill(change, filled)
+            value = filled(change.value)
+            told.append(change._replace(value=map_tensors(Tensor.detach, value)))
+            held, name = self._holder(change)
+            if isinstance(held[name], list):
+                held[name][-len(value) :] = value
+            else:
+                held[name] = value
         return told
 
     def adopt(self, t: int, tensors: Sequence[Tensor], facts: Any) -> None:
@@ -294,143 +263,182 @@ class ModuleState:
         """
         given = iter(tensors)
         for i, changes in facts:
-            grown = self._grown.pop((t, i), {})
-            for name, key, grew, structure, kinds in changes:
-                leaves = [_Leaf(x, next(given) if isinstance(x, str) else None) for x in kinds]
-                num = len(structure[2]) if grew else None
-                if name not in self._changed:
-                    self._check_unread(name)
-                    made = unflatten(from_json(structure), [x.value for x in leaves])
-                    self._take(Change(name, key, grew, made))
-                elif grew and grown.get((name, key)) != num:
-                    raise _several(name)
+            own = self._own.pop((t, i), {})
+            for change in [_unpacked(data, given) for data in changes]:
+                held, name = self._holder(change)
+                if change.name in self._changed:
+                    if own.get((change.name, change.key)) != _comparable(change):
+                        raise _refused(change.name, "changed", "in the code of several stages")
+                elif change.name in self._read:
+                    raise _refused(
+                        change.name, "read", "in the code of one stage, and changed in that of a "
+                        "later one, which is a micro-batch behind by then",
+                    )  # fmt: skip
+                elif change.grew:
+                    held[name].extend(change.value)
+                else:
+                    held[name] = change.value
 
-    def _check_unread(self, name: str) -> None:
-        if name in self._read:
-            raise StepError(
-                f"self.{name} is read by the code of one stage and changed by that of a later "
-                "one, which is a micro-batch behind by then; allowed: both in one stage; "
-                f"{_RULE}"
-            )
+    def _holder(self, change: Change) -> tuple[dict[Any, Any], Any]:
+        held = vars(self._module)
+        return (held, change.name) if change.key is None else (held[change.name], change.key)
 
-    def _take(self, change: Change) -> None:
-        attributes = vars(self._module)
-        name, key, grew, value = change
-        if key is not None:
-            attributes, name = attributes[name], key
-        if isinstance(attributes.get(name), deque) and not grew:
-            attributes[name].clear()
-            grew = True
-        if grew:
-            attributes[name].extend(value)
-        else:
-            attributes[name] = value
+    # ------------------------------------------------------------------ what there is
 
-    def _fill(self, change: Change, filled: Callable[[Any], Any]) -> None:
-        """Replace what stands for tensors where the step has kept it."""
-        attributes = vars(self._module)
-        name, key, grew, value = change
-        if key is not None:
-            attributes, name = attributes[name], key
-        if isinstance(attributes[name], ORDERED) and isinstance(value, list):
-            for k, x in enumerate(filled(value), start=-len(value)):
-                attributes[name][k] = x
-        else:
-            attributes[name] = filled(value)
+    def _changing(self, j: int) -> list[str]:
+        return [n for n in self._cuts.buffers[j] if n in self._cuts.changed]
 
-    # ------------------------------------------------------------------ buffers
+    def _copies(self, buffers: Sequence[str]) -> list[Tensor]:
+        return [self._module.get_buffer(n).detach().clone() for n in buffers]
 
-    def _buffers_now(self) -> list[Tensor]:
-        return [self._module.get_buffer(n).detach().clone() for n in self._buffers]
+    def _mine(self) -> list[tuple[str, Any]]:
+        return [(n, x) for n, x in vars(self._module).items() if n not in self._ignored]
 
-    def _put_buffers(self, values: Sequence[Tensor]) -> None:
-        if not self._buffers:  # no context costs nothing
-            return
+    def _seen(self) -> Seen:
+        attributes = {n: _keep(x) for n, x in self._mine()}
+        return Seen(attributes, self._copies(self._buffers), [])
+
+    def _changed_since(self, visit: Visit) -> dict[str, Any]:
+        before = visit.found.attributes
+        return {n: x for n, x in self._mine() if n not in before or _differs(before[n], x)}
+
+    def _put_back(self, seen: Seen) -> None:
+        held = vars(self._module)
+        for name, _ in self._mine():
+            if name not in seen.attributes:
+                del held[name]
+        for name, x in seen.attributes.items():
+            if name not in held or _differs(x, held[name]):
+                held[name] = _refilled(x)
+        self._put_buffers(self._buffers, seen.buffers)
+
+    def _put_buffers(self, names: Sequence[str], values: Sequence[Tensor]) -> None:
         with torch.no_grad():
-            for name, value in zip(self._buffers, values, strict=True):
+            for name, value in zip(names, values, strict=False):
                 if not torch.equal(buffer := self._module.get_buffer(name), value):
                     buffer.copy_(value)  # else graphs that hold it would notice
 
-    # ------------------------------------------------------------------ attributes
 
-    def _values(self) -> tuple[Any, ...]:
-        """Return the values of what is the user's, whose names are at hand behind it."""
-        attributes = vars(self._module)
-        if len(attributes) == self._num_attributes:
-            try:
-                return tuple(map(attributes.__getitem__, self._names))
-            except KeyError:  # one has gone, and another come
-                pass
-        self._num_attributes = len(attributes)
-        self._names = tuple(n for n in attributes if n not in self._ignored)
-        return tuple(map(attributes.__getitem__, self._names))
-
-    def _attributes(self) -> Attributes:
-        values = self._values()
-        if self._seen is None or not self._seen.hold(self._names, values):
-            self._seen = Attributes(self._names, values)
-        return self._seen
-
-    def _changed_since(self, visit: Visit) -> dict[str, Any]:
-        """Return what a run has changed or set."""
-        values = self._values()
-        return visit.found.changed(self._names, values)
-
-    def _moved(self, name: str, x: Kept, visit: Visit) -> Any:
-        """Return what a stage has for its next run, apart from what hooks see."""
-        shown = visit.shown.kept.get(name)
-        if shown is None or x.value is not shown.value:
-            return x.value
-        if isinstance(x.value, Tensor):
-            raise StepError(
-                f"self.{name}, a tensor, is changed in place by training_step, which this worker "
-                "runs once for each of its stages; allowed: a new tensor each time, or a buffer; "
-                f"use self.register_buffer({name!r}, ...)"
-            )
-        return made_of(x)
-
-    def _put_back(self, attributes: Attributes) -> None:
-        held = vars(self._module)
-        self._values()
-        for name in set(self._names) - attributes.kept.keys():
-            del held[name]
-        for name, x in attributes.kept.items():
-            if name not in held or differs(x, held[name]):
-                restore(x)
-                held[name] = x.value
+_REMEMBERED = ("_update_count", "_computed", "_forward_cache", "_cache", "_is_synced")
 
 
-def _changes(name: str, value: Any, before: Kept | None) -> list[Change]:
-    """Return how a value became what it is."""
-    if before is None or before.value is not value or not isinstance(value, (*ORDERED, dict)):
-        return [Change(name, None, False, value)]
-    if isinstance(value, ORDERED):
-        items, num = list(value), len(before.inside)
-        grew = len(items) > num and all(map(_is, before.inside[-1:], items[num - 1 : num]))
-        whole = items if isinstance(value, deque) else value  # whoever has one refills it
-        return [Change(name, None, grew, items[num:] if grew else whole)]
-    if before.inside.keys() - value.keys():
-        return [Change(name, None, False, value)]
-    return [
-        Change(name, key, change.grew, change.value)
-        for key, x in value.items()
-        if key not in before.inside or differs(before.inside[key], x)
-        for change in _changes(name, x, before.inside.get(key))[:1]
-    ]
+def state_of(metric: nn.Module) -> dict[str, Any]:
+    """Return a copy of a torchmetrics metric's state and of what it knows of its last batch."""
+    names = [*metric.__dict__["_defaults"], *_REMEMBERED]
+    values = {n: getattr(metric, n) for n in names if hasattr(metric, n)}
+    return {
+        n: x.detach().clone() if isinstance(x, Tensor)
+        else copy.copy(x) if isinstance(x, list | Mapping) else x
+        for n, x in values.items()
+    }  # fmt: skip
 
 
-def _several(name: str) -> StepError:
+# ---------------------------------------------------------------------- values
+
+
+def _keep(value: Any) -> Kept:
+    if type(value) in _ATOMS:  # which most are, in every run
+        return Kept(value, None)
+    if isinstance(value, _ORDERED):
+        return Kept(value, list(value))
+    if isinstance(value, set):
+        return Kept(value, set(value))
+    if isinstance(value, dict):
+        return Kept(value, {k: _keep(x) for k, x in value.items()})
+    is_counted = isinstance(value, Tensor) and not value.is_inference()
+    return Kept(value, value._version if is_counted else None)
+
+
+def _refilled(x: Kept, *, anew: bool = False) -> Any:
+    """Let a container have again what it had, or make one of its type; a tensor stays changed."""
+    if not isinstance(x.value, (*_ORDERED, set, dict)):
+        return x.value
+    made = copy.copy(x.value) if anew else x.value  # of its largest length, and its default
+    made.clear()
+    if isinstance(made, dict):
+        made.update({k: _refilled(y, anew=anew) for k, y in x.inside.items()})
+    else:
+        (made.update if isinstance(made, set) else made.extend)(x.inside)
+    return made
+
+
+def _differs(x: Kept, value: Any) -> bool:
+    """Say whether a value is another than it was; of lists, by their ends."""
+    if x.value is not value or x.inside is None:
+        return x.value is not value
+    if isinstance(value, set):
+        return len(value) != len(x.inside)
+    if isinstance(value, _ORDERED):
+        same = len(value) == len(x.inside)
+        return not (same and (not value or x.inside[-1] is value[-1]))
+    if isinstance(value, dict):
+        return x.inside.keys() != value.keys() or any(
+            _differs(y, value[k]) for k, y in x.inside.items()
+        )
+    return bool(x.inside != value._version)
+
+
+def _moved(name: str, x: Kept, visit: Visit) -> Any:
+    """Return what a stage has for its next run, apart from what hooks see."""
+    shown = visit.shown.attributes.get(name)
+    if shown is None or x.value is not shown.value:
+        return x.value
+    if isinstance(x.value, Tensor):
+        raise StepError(
+            f"self.{name}, a tensor, is changed in place by training_step, which this worker "
+            "runs once for each of its stages; allowed: a new tensor each time, or a buffer; "
+            f"use self.register_buffer({name!r}, ...)"
+        )
+    return _refilled(x, anew=True)
+
+
+def _changes(changed: Mapping[str, Any], visit: Visit) -> list[Change]:
+    """Return how values became what they are."""
+    before = visit.found.attributes
+    return [c for name, x in changed.items() for c in _change(name, None, x, before.get(name))]
+
+
+def _change(name: str, key: Any, value: Any, before: Kept | None) -> list[Change]:
+    if before is None or before.value is not value:
+        return [Change(name, key, False, value)]
+    if type(value) is list:
+        num = len(before.inside)
+        grew = len(value) > num and (not num or before.inside[-1] is value[num - 1])
+        return [Change(name, key, grew, value[num:] if grew else value)]
+    if key is not None or not isinstance(value, dict) or before.inside.keys() - value.keys():
+        return [Change(name, key, False, value)]
+    pairs = ((k, x, before.inside.get(k)) for k, x in value.items())
+    return [c for k, x, y in pairs if y is None or _differs(y, x) for c in _change(name, k, x, y)]
+
+
+def _comparable(change: Change) -> Any:
+    """Return what of a change workers can compare that have both made it: no tensors."""
+    if change.grew:
+        return len(change.value)
+    return change.value if isinstance(change.value, bool | int | float | str) else None
+
+
+def _can_be_told(change: Change) -> bool:
+    leaves = flatten(change.value)[0]
+    size = sum(x.numel() for x in leaves if isinstance(x, Tensor))
+    is_small = change.grew or size <= _MANY
+    return is_small and all(isinstance(x, Tensor) or is_plain(x) for x in leaves)
+
+
+def _refused(name: str, how: str, where: str) -> StepError:
     return StepError(
-        f"self.{name} is changed by training_step in the code of several stages; allowed: one of "
-        f"them; {_RULE}"
+        f"self.{name} is {how} by training_step {where}; allowed: all in one stage; keep it in a "
+        "buffer (register_buffer), or move the code that uses it together"
     )
 
 
 # ---------------------------------------------------------------------- on the wire
 
-_NUMBERS: dict[str, tuple[type, torch.dtype]] = {
-    "bool": (bool, torch.int64), "int": (int, torch.int64), "float": (float, torch.float64),
-}  # fmt: skip
+_NUMBERS = {
+    "bool": (bool, torch.int64),
+    "int": (int, torch.int64),
+    "float": (float, torch.float64),
+}
 
 
 def packed(told: Mapping[int, Sequence[Change]]) -> tuple[list[Tensor], Any]:
@@ -446,44 +454,23 @@ def _packed(change: Change, tensors: list[Tensor]) -> list[Any]:
     leaves, structure = flatten(change.value)
     kinds: list[Any] = []
     for x in leaves:
-        number = _NUMBERS.get(type(x).__name__)
-        if isinstance(x, Tensor):
-            tensors.append(x)
-            kinds.append("")
-        elif number is not None and type(x) is number[0] and _fits(x):
-            tensors.append(torch.tensor(x, dtype=number[1]))
-            kinds.append(type(x).__name__)
+        kind = type(x).__name__
+        is_number = type(x) in (bool, float) or (type(x) is int and abs(x) < 1 << 62)
+        if isinstance(x, Tensor) or is_number:
+            tensors.append(torch.tensor(x, dtype=_NUMBERS[kind][1]) if is_number else x)
+            kinds.append(kind if is_number else "")
         else:
-            kinds.append([encode_leaf(x, f"self.{change.name}")])
-    return [change.name, change.key, change.grew, to_json(structure), kinds]
+            kinds.append([leaf_to_data(x, f"self.{change.name}")])
+    told = structure_to_data(structure, f"self.{change.name}")
+    return [change.name, leaf_to_data(change.key), change.grew, told, kinds]
 
 
-def _fits(x: Any) -> bool:
-    return not isinstance(x, int) or abs(x) < 1 << 62
-
-
-class _Leaf(NamedTuple):
-    kind: Any
-    tensor: Tensor | None
-
-    @property
-    def value(self) -> Any:
-        if self.tensor is None:
-            return decode_leaf(self.kind[0])
-        number = _NUMBERS.get(self.kind)
-        return self.tensor if number is None else number[0](self.tensor.item())
-
-
-def _nowhere() -> int:
-    raise AssertionError("nothing is run")
-
-
-def _is(a: Any, b: Any) -> bool:
-    return a is b
-
-
-def _can_be_told(change: Change) -> bool:
-    leaves = flatten(change.value)[0]
-    tensors = [x for x in leaves if isinstance(x, Tensor)]
-    is_small = change.grew or sum(x.numel() for x in tensors) <= _MANY
-    return is_small and all(isinstance(x, Tensor) or is_plain(x) for x in leaves)
+def _unpacked(data: Any, given: Iterator[Tensor]) -> Change:
+    name, key, grew, structure, kinds = data
+    leaves = [
+        leaf_from_data(kind[0]) if isinstance(kind, list)
+        else _NUMBERS[kind][0](next(given).item()) if kind else next(given)
+        for kind in kinds
+    ]  # fmt: skip
+    value = unflatten(structure_from_data(structure), leaves)
+    return Change(name, leaf_from_data(key), grew, value)

@@ -20,7 +20,7 @@ from lightning_cyclic.runtime.partial_step.tape import (
     is_again,
     names,
 )
-from lightning_cyclic.runtime.values.plain import encode_leaf
+from lightning_cyclic.runtime.values.plain import leaf_to_data
 from lightning_cyclic.runtime.values.specs import TensorSpec
 from lightning_cyclic.runtime.values.trees import LEAF, tensors
 
@@ -154,4 +154,4 @@ def _check_plain(event: Event) -> None:
     """Refuse outputs that the workers of later stages cannot be told of."""
     for out in event.outs:
         if isinstance(out, Plain):
-            encode_leaf(out.value, f"what {event.name} returned")
+            leaf_to_data(out.value, f"what {event.name} returned")

@@ -24,7 +24,6 @@ from lightning_cyclic.plan.dataflow import Datum, Item
 from lightning_cyclic.plan.passes.messages import step_of
 from lightning_cyclic.plan.program import Program
 from lightning_cyclic.runtime.absent import is_absent, make_present
-from lightning_cyclic.runtime.agreement import Together, put_together
 from lightning_cyclic.runtime.cast_copies import CastCopies
 from lightning_cyclic.runtime.failure_words import words_of
 from lightning_cyclic.runtime.flight_recorder import FlightRecorder
@@ -45,23 +44,26 @@ from lightning_cyclic.runtime.partial_step.ownership import Ownership
 from lightning_cyclic.runtime.partial_step.packets import Lesson
 from lightning_cyclic.runtime.partial_step.plans import Plans
 from lightning_cyclic.runtime.partial_step.ranks import rank_of
-from lightning_cyclic.runtime.partial_step.side_effects import SideEffects
 from lightning_cyclic.runtime.partial_step.stage_step import Micro, StageStep
 from lightning_cyclic.runtime.partial_step.time_major import refusing_time_major
 from lightning_cyclic.runtime.partial_step.verification import PlainStep
 from lightning_cyclic.runtime.partial_step.verifier import Expect, Verifier
 from lightning_cyclic.runtime.partial_step.versions import Versions
 from lightning_cyclic.runtime.partial_step.weighting import shares_of, whole_share
-from lightning_cyclic.runtime.prediction.foresight import Foresight
+from lightning_cyclic.runtime.predict import Foresight
 from lightning_cyclic.runtime.randomness import undisturbed
-from lightning_cyclic.runtime.shelf import New
 from lightning_cyclic.runtime.snapshot import generators_of
 from lightning_cyclic.runtime.stages.cuts import Cuts
 from lightning_cyclic.runtime.transport import AbstractTransport
-from lightning_cyclic.runtime.values.batches import refuse_iterators, tensors_of, with_tensors
-from lightning_cyclic.runtime.values.split import MicroBatch, family, signature
-from lightning_cyclic.runtime.values.trees import map_tensors
-from lightning_cyclic.runtime.waiting import Waiter, naming_peers
+from lightning_cyclic.runtime.transport.crew import naming_peers
+from lightning_cyclic.runtime.values.split import (
+    MicroBatch,
+    family,
+    refuse_iterators,
+    signature,
+)
+from lightning_cyclic.runtime.values.trees import map_tensors, tensors
+from lightning_cyclic.runtime.waiting import Waiter
 from lightning_cyclic.runtime.weight_watch import WeightWatch
 from lightning_cyclic.runtime.worker import Worker
 
@@ -220,18 +222,18 @@ class StagewiseSession:
         self.ownership = ownership = Ownership(
             self.module, cuts, stages_of(plan, self.worker), self.config.forms
         )
-        self._was_whole = not any(map(is_absent, self.module.parameters()))
-        make_present(*(p for n, p in self.module.named_parameters() if n not in ownership.foreign))
+        fits = not any(map(is_absent, self.module.parameters()))
+        make_present(*ownership.here().values())
         self.router = CallRouter(self.module, cuts, self.device)
         if self.transport is not None:
             stages = {w: stages_of(plan, w) for w in range(self.num_workers)}
-            self.transport.names.know_stages(stages)
+            self.transport.crew.names.know_stages(stages)
         if plan.weights != "sync" and (self.flows or not plan.flows):
             self.versions = self._make_versions(plan, ownership)
         self._messages = self._make_messages(plan)
         repeated = set(cuts.repeated) - set(ownership.stale)
         self._state = ModuleState(
-            self.module, self.config.not_state, ownership.stages, plan.num_stages,
+            self.module, cuts, self.config.not_state, ownership.stages, plan.num_stages,
             self.config.say, repeated,
         )  # fmt: skip
         self._grads = GradientStore(self.trained_of, self.config.sums)
@@ -258,26 +260,19 @@ class StagewiseSession:
         self._modes = [(m, m.training) for m in self.module.modules()]
         self.foreign = ForeignWeights(
             self.module, cuts.changing, ownership, lambda j: rank_of(plan.owner(j), self._size),
-            self.config.memory_limit_bytes, self._gather,
+            fits, self._gather,
         )  # fmt: skip
         self.verifier = Verifier(self, self._make_plain_step(cuts), self._held)
-        self._take_over()
-        self.config.forms.leave(self.with_state)
-
-    def _take_over(self) -> None:
-        """Give up what other workers hold, when they have it from the fit before this one."""
-        if self.group is not None and self.config.memory_limit_bytes is not None:
-            with self.naming_peers("to have the weights of its stages"):
-                self._collectives.meet()
-        if not self.foreign.fits:  # else the first step lets it go
+        if not fits:  # else the first step lets it go
             self.foreign.leave()
+        self.config.forms.leave(self.with_state)
 
     def _make_step(self, cuts: Cuts, plan: Plan) -> StageStep:
         """Return what runs F and B; note which weights nothing else may change meanwhile."""
         assert self.router is not None
         config, versions, ownership = self.config, self.versions, self.ownership
         step = StageStep(
-            self.router, plan, ownership, SideEffects(self.module, cuts, self._state),
+            self.router, plan, ownership, self._state,
             config.seed, config.remat, versions, config.is_one_stage,
         )  # fmt: skip
         step.held = self._held = generators_of(self.module, config.not_state)
@@ -691,7 +686,7 @@ class StagewiseSession:
         if not sharing:
             return batch
         peer = sharing[-1].peer
-        mine = tensors_of(batch)
+        mine = tensors(batch)
         self._exchange.batches[t] = Message(mine, len(mine))
         (run or self._run)(sharing)
         self._worker.fetch((Datum.BATCH, t))
@@ -702,7 +697,8 @@ class StagewiseSession:
                 f"{self._name(peer)} has {shared.facts}; allowed: batches of one structure; "
                 "check the dataset of each rank"
             )
-        return with_tensors(batch, shared.tensors)
+        told = iter(shared.tensors)
+        return map_tensors(lambda x: next(told), batch)
 
     @contextmanager
     def _as_in_training(self) -> Iterator[None]:
@@ -774,19 +770,15 @@ class StagewiseSession:
         assert self.cuts is not None
         return {n for j in self._owned for n in (*self.cuts.parameters[j], *self.cuts.buffers[j])}
 
-    def state(self, together: Together = put_together) -> dict[str, Any] | None:
-        """Return what a checkpoint needs, on worker 0; None before any step. All must call it."""
+    def state(self) -> dict[str, Any] | None:
+        """Return this worker's part of what a checkpoint needs; None before any step."""
         if self.cuts is None:
             return None
-        previous = {} if self.versions is None else self.versions.previous()
         return {
             "cuts": self.cuts.as_data(),
             "t": self.t,
             "seed": self.config.seed,
-            "previous": {
-                kind: together(f"previous.{kind}", values, self.group)
-                for kind, values in previous.items()
-            },
+            "previous": {} if self.versions is None else self.versions.previous(),
         }
 
     def bring(self) -> None:
@@ -801,22 +793,6 @@ class StagewiseSession:
         assert self.cuts is not None
         with self.naming_peers("to put the weights together"):
             return self._collectives.gather(self.cuts, self._plans.usual)
-
-    def gather_on_rank_0(self, new: New) -> dict[str, Tensor]:
-        """Return all parameters and buffers, whole, on rank 0 alone; all must call it."""
-        assert self.cuts is not None
-        with self.naming_peers("to put the weights together"):
-            return self._collectives.gather_on_rank_0(self.cuts, self._plans.usual, new)
-
-    @property
-    def was_whole(self) -> bool:
-        """Say whether this worker had the whole module when its stages were found."""
-        return self._was_whole
-
-    @property
-    def is_larger_than_memory(self) -> bool:
-        """Say whether no worker may ever have the whole module: none has had it."""
-        return not (self._was_whole or self.foreign.fits)
 
     @contextmanager
     def writable(self) -> Iterator[None]:
@@ -840,8 +816,8 @@ class StagewiseSession:
         if not self.failed:
             self.failed = True
             if self.transport is not None:
-                words = words_of(error, self.transport.names, self.when, todo)
-                self.transport.report_failure(words)
+                crew = self.transport.crew
+                crew.tell(words_of(error, crew.names, self.when, todo))
 
     @property
     def when(self) -> str:
@@ -854,7 +830,8 @@ class StagewiseSession:
     def _name(self, worker: int | None) -> str:
         assert self.transport is not None
         assert worker is not None
-        return self.transport.names.of(worker)
+        names = self.transport.crew.names
+        return names.of(names.rank_of(worker))
 
     def close(self) -> None:
         """End what runs in the background."""
@@ -877,7 +854,7 @@ class StagewiseSession:
         """Name the workers that do not come while the body waits for them."""
         if self.transport is None:
             return nullcontext()
-        return naming_peers(self.transport, self.when, what)
+        return naming_peers(self.transport.crew, self.when, what)
 
 
 def _shares_state(plan: Plan) -> bool:

@@ -2,7 +2,8 @@
 
 Views of one tensor that cross to the next stage arrive as copies. As long as none of them is
 changed in place, nobody can tell. The survey keeps stages from beginning where one is; what it did
-not see (another branch of the code, a validation step) is refused here when it happens.
+not see (another branch of the code, a validation step) is refused here when it happens; so does
+the comparison of the first step not see it.
 """
 
 from __future__ import annotations

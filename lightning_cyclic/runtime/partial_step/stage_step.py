@@ -36,14 +36,13 @@ from lightning_cyclic.runtime.partial_step.evidence import Notes
 from lightning_cyclic.runtime.partial_step.ghosts import Handle
 from lightning_cyclic.runtime.partial_step.losses import check_loss, loss_of
 from lightning_cyclic.runtime.partial_step.micro_errors import noted, noting
-from lightning_cyclic.runtime.partial_step.module_state import Change, Found, Visit
+from lightning_cyclic.runtime.partial_step.module_state import Change, ModuleState, Seen, Visit
 from lightning_cyclic.runtime.partial_step.ownership import Ownership
 from lightning_cyclic.runtime.partial_step.packets import Gradients, Lesson, Packet
 from lightning_cyclic.runtime.partial_step.passage import Habit, Habits, Passage
 from lightning_cyclic.runtime.partial_step.record import Delivery
 from lightning_cyclic.runtime.partial_step.run import Run
 from lightning_cyclic.runtime.partial_step.sharing import Sharing
-from lightning_cyclic.runtime.partial_step.side_effects import SideEffects
 from lightning_cyclic.runtime.partial_step.versions import Version, Versions
 from lightning_cyclic.runtime.randomness import Randomness
 from lightning_cyclic.runtime.values.trees import map_tensors
@@ -92,8 +91,7 @@ class _Cell:
     edges: dict[Handle, GradientEdge] = field(default_factory=dict)
     loss: Tensor | None = None
     versions: tuple[Version, ...] = ()  # whose stand-ins the graph holds
-    found: Found | None = None  # of what the module keeps
-    buffers: list[Tensor] = field(default_factory=list)  # before it, if it is run again
+    found: Seen | None = None  # of what the module keeps
     again: _Again | None = None  # if it is run again
 
 
@@ -116,7 +114,7 @@ class StageStep:
         router: of the module's calls.
         plan: which stages there are, and what is run again.
         ownership: the parameters that this worker has.
-        effects: what running a stage again must not repeat.
+        state: what the module keeps, which running a stage again must not change twice.
         seed: of the randomness.
         remat: "never", "always" or "except_last".
         versions: of the parameters, where forwards read older ones too.
@@ -137,7 +135,7 @@ class StageStep:
         router: CallRouter,
         plan: Plan,
         ownership: Ownership,
-        effects: SideEffects,
+        state: ModuleState,
         seed: int,
         remat: str = "never",
         versions: Versions | None = None,
@@ -147,7 +145,7 @@ class StageStep:
         self._router = router
         self._plan = plan
         self._ownership = ownership
-        self._effects = effects
+        self._state = state
         self._seed = seed
         self._remat = remat
         self._versions = versions
@@ -192,7 +190,6 @@ class StageStep:
         """Forget the micro-batches of step ``t``, behind their last backward; and older ones."""
         self._micro = {k: m for k, m in self._micro.items() if not _is_over(k[0], t)}
         self._calls = {k: call for k, call in self._calls.items() if not _is_over(k, t)}
-        self._effects.state.forget()
 
     # ------------------------------------------------------------------ forward
 
@@ -209,8 +206,7 @@ class StageStep:
         cell, micro = _Cell(), self._of(a)
         again = self._training and self._is_run_again(a)
         passage = Passage(take_packet, self._lessons.get(micro.family), copied=again)
-        visit = self._effects.state.begin(a.j)
-        cell.buffers = self._effects.buffers(a.j) if again else []
+        visit = self._state.begin(a.j, runs_again=again)
         if not again and self._versions is None and self.casts is None:  # which costs nothing
             run, output = self._pass(a, micro, passage, visit)
         else:
@@ -220,7 +216,7 @@ class StageStep:
         gone = self._finish_forward(a, run, cell, passage, output, visit)
         assert a.i is not None
         of = None if gone is None else (a.t, a.i)
-        cell.found = self._effects.state.end(a.j, visit, of)
+        cell.found = self._state.end(a.j, visit, of)
         return gone
 
     def _pass(self, a: Action, micro: Micro, passage: Passage, visit: Visit) -> tuple[Run, Any]:
@@ -230,7 +226,7 @@ class StageStep:
         while True:
             run = self._new_run(a, habit, partial(passage.deliver, habit), micro.reads)
             try:
-                with self._effects.state.noting(training=self._training, region=run.stage):
+                with self._state.noting(training=self._training):
                     output = run(self._step(a, micro))
             except Exception:
                 if run.is_real or habit.fits(passage.packet.tapes):
@@ -238,7 +234,7 @@ class StageStep:
             else:
                 if not run.was_misled:
                     return run, output
-            self._effects.state.begin_anew(visit)
+            self._state.begin_anew(visit)
             if micro.reads is not None:
                 micro.reads.forget()
             habit = habits.begin(kind, a.j, passage.packet.tapes)
@@ -320,7 +316,7 @@ class StageStep:
         if self._training and not self._skips(output):
             check_loss(output, a.t)
         what = "training_step" if self._training else "the step"
-        changes = self._effects.state.changes(visit, run.filled, what)
+        changes = self._state.changes(visit, run.filled, what)
         logs = [(name, _detached(run.filled(value)), kw) for name, value, kw in run.logs]
         run.logs = []  # they hold graphs
         self._outcomes[a.t, a.i] = Outcome(_without_graph(output), logs, changes)
@@ -355,9 +351,8 @@ class StageStep:
         cell = self._cells.pop((a.t, a.i, a.j))
         if cell.again is None:
             return self._backward_of(a, cell, take_gradients())
-        with self._effects.undone(
-            a.j, cell.buffers
-        ):  # behind the backward, which may look at buffers
+        assert cell.found is not None
+        with self._state.again(a.j, cell.found):  # the backward may look at buffers, too
             self._run_again(a, cell, cell.again)
             return self._backward_of(a, cell, take_gradients())
 
@@ -397,9 +392,7 @@ class StageStep:
         sharing = Sharing.of(packet.shared, packet.stale)
         delivery = Delivery(entry.values, captured, None, habit.likely(None), sharing)
         run = self._new_run(a, habit, lambda: delivery, self._of(a).reads)
-        assert cell.found is not None
-        found = self._effects.state.again(cell.found)
-        with torch.enable_grad(), self._showing(a, cell), found:
+        with torch.enable_grad(), self._showing(a, cell):
             output = run(self._step(a, self._of(a)))
         self._keep(cell, run, entry, output)
         cell.again = None

@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from lightning_cyclic.runtime.values.plain import (
-    decode_leaf,
-    encode_leaf,
-    from_json,
-    to_json,
+    leaf_from_data,
+    leaf_to_data,
+    structure_from_data,
+    structure_to_data,
 )
 from lightning_cyclic.runtime.values.specs import TensorSpec, spec_from_data, spec_to_data
 from lightning_cyclic.runtime.values.trees import LEAF, Structure, flatten
@@ -115,7 +115,7 @@ def tape_to_data(tape: Tape) -> list[Any]:
     return [
         [
             e.name,
-            to_json(e.structure),
+            structure_to_data(e.structure),
             [_out_to_data(out) for out in e.outs],
             list(e.mutated),
             e.is_read,
@@ -128,7 +128,11 @@ def tape_from_data(data: Sequence[Any]) -> Tape:
     """Make a tape from what :func:`tape_to_data` returned."""
     return tuple(
         Event(
-            name, from_json(structure), tuple(map(_out_from_data, outs)), tuple(mutated), is_read
+            name,
+            structure_from_data(structure),
+            tuple(map(_out_from_data, outs)),
+            tuple(mutated),
+            is_read,
         )
         for name, structure, outs, mutated, is_read in data
     )
@@ -139,11 +143,11 @@ def _out_to_data(out: Out) -> list[Any]:
         return ["t", *spec_to_data(out)]
     if isinstance(out, Alias):
         return ["a", out.place]
-    return ["p", encode_leaf(out.value)]
+    return ["p", leaf_to_data(out.value)]
 
 
 def _out_from_data(data: Sequence[Any]) -> Out:
     kind, *rest = data
     if kind == "t":
         return spec_from_data(rest)
-    return Alias(rest[0]) if kind == "a" else Plain(decode_leaf(rest[0]))
+    return Alias(rest[0]) if kind == "a" else Plain(leaf_from_data(rest[0]))

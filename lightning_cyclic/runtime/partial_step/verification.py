@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.plan.actions import Action, Kind
 from lightning_cyclic.plan.passes.sums import source_of_sum
+from lightning_cyclic.runtime.bits import unseen
 from lightning_cyclic.runtime.gradient_store import takes
 from lightning_cyclic.runtime.partial_step.call_router import CallRouter
 from lightning_cyclic.runtime.partial_step.evidence import NOTHING, Evidence, Item, Notes
@@ -31,7 +32,6 @@ from lightning_cyclic.runtime.partial_step.stage_step import Outcome
 from lightning_cyclic.runtime.randomness import Randomness, undisturbed
 from lightning_cyclic.runtime.snapshot import Print, Snapshot, print_of, prints, tensor_print
 from lightning_cyclic.runtime.sum_dtypes import SumDtypes
-from lightning_cyclic.runtime.unseen_changes import unseen
 from lightning_cyclic.runtime.values.trees import map_tensors
 from lightning_cyclic.runtime.weight_forms import WeightForms
 

@@ -82,18 +82,12 @@ class Verifier:
     def runs_plainly(self) -> bool:
         """Say whether this worker runs the plain steps: the one on rank 0, if it can have all."""
         session = self._session
-        return session.rank == 0 and session.config.verify > 0 and self._fits
+        return session.rank == 0 and session.config.verify > 0 and session.foreign.fits
 
     @property
     def is_comparing(self) -> bool:
         """Say whether the step under way is compared."""
         return self._notes is not None
-
-    @property
-    def _fits(self) -> bool:
-        session = self._session
-        is_bounded = session.config.memory_limit_bytes is not None
-        return session.was_whole and (not is_bounded or session.foreign.fits)
 
     @property
     def _may_compare(self) -> bool:
@@ -137,7 +131,7 @@ class Verifier:
         self._notes = Notes(self._held, session.device)
         self._again = Notes(self._held, session.device)
         self._gradients, self._state = {}, {}
-        if self._fits:
+        if self._session.foreign.fits:
             session.bring()  # on all workers, for the one that runs the plain step
         if self.runs_plainly:
             session.ownership.kept = {}
@@ -158,7 +152,7 @@ class Verifier:
         step = session.stage_step
         step.notes, step.notes_again = self._notes, self._again
         step.noted = self._t = session.t if self.is_comparing else -1
-        step.runs_again = self.is_comparing and not self._fits
+        step.runs_again = self.is_comparing and not self._session.foreign.fits
         if not self.is_comparing:
             return
         everyone = self._parts_of_all(parts, accumulate)

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.plan.actions import Action
-from lightning_cyclic.runtime.prediction.foresight import Foresight, overwrite
+from lightning_cyclic.runtime.predict import Foresight, overwrite
 from lightning_cyclic.runtime.weight_forms import ALL, WeightForms
 
 _Place = tuple[dict[str, nn.Parameter | None], str, nn.Parameter, nn.Parameter]

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from lightning_cyclic.plan.passes.messages import Ring
-from lightning_cyclic.runtime.transport.limit import Limit
-from lightning_cyclic.runtime.transport.names import Names
+from lightning_cyclic.runtime.transport.crew import AbstractCrew
 
 if TYPE_CHECKING:
     from lightning_cyclic.plan.program import Program
@@ -55,22 +54,13 @@ class AbstractTransport(ABC):
     Args:
         worker: this worker.
         num_workers: how many there are.
-        limit: of every wait, which may change; or in seconds.
-        names: of all workers. [ranks alone, without hosts]
+        crew: the ranks of all workers, and the limit of every wait.
     """
 
-    def __init__(
-        self, worker: int, num_workers: int, limit: Limit | float, names: Names | None = None
-    ) -> None:
+    def __init__(self, worker: int, num_workers: int, crew: AbstractCrew) -> None:
         self.worker = worker
         self.num_workers = num_workers
-        self.limit = limit if isinstance(limit, Limit) else Limit(limit)
-        self.names = names or Names(worker)
-
-    @property
-    def timeout_s(self) -> float:
-        """Return the limit of a wait that begins now, in seconds."""
-        return self.limit.seconds
+        self.crew = crew
 
     @property
     def control(self) -> AbstractTransport | None:
@@ -93,25 +83,10 @@ class AbstractTransport(ABC):
     def irecv(self, ring: Ring, data: Tensor, part: Part = Part.CONTENT) -> AbstractPending:
         """Begin to receive into ``data`` (uint8, 1-d); its content is valid after the wait."""
 
-    @abstractmethod
-    def report_failure(self, text: str) -> None:
-        """Leave word, for the other workers, of why this one fails."""
+    def hang_up(self) -> None:  # noqa: B027  # some have no connections
+        """Close all connections of this worker, so that nobody waits for it any longer."""
 
-    @abstractmethod
-    def failure(self) -> str | None:
-        """Return the word that a failing worker left, or None."""
-
-    def silent(self) -> list[int] | None:
-        """Call all ranks; return those that do not answer.
-
-        Returns:
-            Nobody where ranks cannot be called; None where the store does not answer, over which
-            they are.
-        """
-        return []
-
-    @abstractmethod
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027  # few run anything
         """Stop what the transport runs in the background; pending messages are dropped."""
 
     def disconnect(self) -> None:  # noqa: B027  # some have no connections

@@ -21,9 +21,9 @@ from lightning_cyclic.plan.actions import Lane
 from lightning_cyclic.runtime.agreement import gather_texts
 from lightning_cyclic.runtime.transport.base import AbstractTransport
 from lightning_cyclic.runtime.transport.counting import CountingTransport
+from lightning_cyclic.runtime.transport.crew import Crew
 from lightning_cyclic.runtime.transport.edges import LateEdges
 from lightning_cyclic.runtime.transport.host_staged import HostStagedTransport
-from lightning_cyclic.runtime.transport.limit import Limit
 from lightning_cyclic.runtime.transport.named import NamedTransport
 
 Route = Literal["auto", "named", "edges", "host_staged"]
@@ -53,7 +53,7 @@ class Links(NamedTuple):
 def link(
     route: Route,
     device: torch.device,
-    limit: Limit | float,
+    crew: Crew,
     rank_of: Callable[[int], int] = lambda w: w,
 ) -> Links:
     """Join all workers, which must call it at the same time.
@@ -61,13 +61,13 @@ def link(
     Args:
         route: what the user chose.
         device: of this worker.
-        limit: of every wait, which may change; or in seconds.
+        crew: their ranks.
         rank_of: worker -> rank, and rank -> worker: its own inverse. [worker w is rank w]
 
     Raises:
         ConfigurationError: on every worker, where its GPU does not go with the route.
     """
-    named = NamedTransport(Lane, limit, rank_of)
+    named = NamedTransport(Lane, crew, rank_of)
     if dist.get_world_size() == 1:
         route = "named"  # nothing travels
     elif device.type == "cuda":

@@ -48,7 +48,7 @@ class CountingTransport(AbstractTransport):
     def __init__(
         self, inner: AbstractTransport, counts: Counts | None = None, route: str = ""
     ) -> None:
-        super().__init__(inner.worker, inner.num_workers, inner.limit, inner.names)
+        super().__init__(inner.worker, inner.num_workers, inner.crew)
         self.route = route
         self._inner = inner
         self.counts = counts or Counts()
@@ -84,16 +84,8 @@ class CountingTransport(AbstractTransport):
         return self._inner.irecv(ring, data, part)
 
     @override
-    def report_failure(self, text: str) -> None:
-        self._inner.report_failure(text)
-
-    @override
-    def failure(self) -> str | None:
-        return self._inner.failure()
-
-    @override
-    def silent(self) -> list[int] | None:
-        return self._inner.silent()
+    def hang_up(self) -> None:
+        self._inner.hang_up()
 
     @override
     def close(self) -> None:

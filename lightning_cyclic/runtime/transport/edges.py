@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
-from typing import Literal, final
+from typing import Any, Literal, final
 
 import torch
 import torch.distributed as dist
@@ -29,8 +29,7 @@ from lightning_cyclic.runtime.transport.base import (
     AbstractTransport,
     Part,
 )
-from lightning_cyclic.runtime.transport.limit import set_timeout
-from lightning_cyclic.runtime.transport.line import Line, Says, Way
+from lightning_cyclic.runtime.transport.line import Line, Way
 from lightning_cyclic.runtime.transport.named import NamedTransport
 from lightning_cyclic.runtime.transport.streams import ChannelStreams, own_error_handling
 
@@ -58,16 +57,14 @@ class EdgeTransport(AbstractTransport):
         device: torch.device,
         backend: Backend = "nccl",
     ) -> None:
-        super().__init__(control.worker, control.num_workers, control.limit, control.names)
+        super().__init__(control.worker, control.num_workers, control.crew)
         self._control = control
         self._device = device
         self._streams: ChannelStreams | None = None
         with own_error_handling() if backend == "nccl" else nullcontext():
             self._lines = dict(self._connect(channels, backend))
         if backend == "nccl":
-            self._streams = ChannelStreams(
-                self._lines, device, self.limit, control.failure, self.hang_up
-            )
+            self._streams = ChannelStreams(self._lines, device, self.crew, self.hang_up)
         self._warm_up()
 
     @property
@@ -79,30 +76,15 @@ class EdgeTransport(AbstractTransport):
     def isend(self, ring: Ring, data: Tensor, part: Part = Part.CONTENT) -> AbstractPending:
         if ring.channel.is_control:
             return self._control.isend(ring, data, part)
-        return self._post("send", ring.channel, data, self._says(ring, part))
+        assert part is Part.CONTENT, f"{part.name} of {ring} has to go by control: no names here"
+        return self._post("send", ring.channel, data)
 
     @override
     def irecv(self, ring: Ring, data: Tensor, part: Part = Part.CONTENT) -> AbstractPending:
         if ring.channel.is_control:
             return self._control.irecv(ring, data, part)
-        return self._post("recv", ring.channel, data, self._says(ring, part))
-
-    @override
-    def report_failure(self, text: str) -> None:
-        self._control.report_failure(text)
-        self.hang_up()
-
-    @override
-    def failure(self) -> str | None:
-        return self._control.failure()
-
-    @override
-    def silent(self) -> list[int] | None:
-        return self._control.silent()
-
-    @override
-    def close(self) -> None:
-        """Do nothing: nothing runs in the background, and control belongs to who made it."""
+        assert part is Part.CONTENT, f"{part.name} of {ring} has to go by control: no names here"
+        return self._post("recv", ring.channel, data)
 
     @override
     def disconnect(self) -> None:
@@ -110,8 +92,10 @@ class EdgeTransport(AbstractTransport):
             line.disconnect()
         self._lines.clear()
 
+    @override
     def hang_up(self) -> None:
-        """Close all channels of this worker, so that nobody waits for it any longer."""
+        if self._streams is not None:  # what is aborted looks as if it had run
+            self._streams.fail(ConnectionError("another rank has failed"))
         for line in self._lines.values():
             line.hang_up()
 
@@ -119,15 +103,15 @@ class EdgeTransport(AbstractTransport):
         self, channels: Sequence[Channel], backend: Backend
     ) -> Iterator[tuple[Channel, Line]]:
         """Make the groups of all channels, which takes all workers, and yield this worker's."""
-        limit = timedelta(seconds=self.timeout_s)
+        limit = timedelta(seconds=self.crew.timeout_s)
         for channel in channels:
             if not channel.is_control:
-                ranks = list(map(self._control.peers.rank_of, channel[:2]))
+                ranks = list(map(self.crew.names.rank_of, channel[:2]))
                 group = dist.new_group(ranks, timeout=limit, backend=backend)
                 if self.worker in (channel.source, channel.target):
                     if backend == "nccl":  # whose limits ChannelStreams keeps from now on
-                        set_timeout(_NEVER, group)
-                    yield channel, Line(group, self.limit)
+                        _set_timeout(_NEVER, group)
+                    yield channel, Line(group)
 
     def _warm_up(self) -> None:
         """Send one byte on every channel: the first contact of two blocks both their hosts.
@@ -137,20 +121,20 @@ class EdgeTransport(AbstractTransport):
         byte = torch.zeros(1, dtype=torch.uint8, device=self._device)
         for channel in self._lines:
             way: Way = "send" if channel.source == self.worker else "recv"
-            says = partial(self._control.peers.first_contact, channel)
-            self._post(way, channel, byte, says).wait()
+            peer = channel.target if way == "send" else channel.source
+            try:
+                self._post(way, channel, byte).wait()
+            except (TimeoutError, ConnectionError) as error:
+                rank, late = self.crew.names.rank_of(peer), isinstance(error, TimeoutError)
+                raise self.crew.failed("to connect", rank, late=late) from None
 
-    def _says(self, ring: Ring, part: Part) -> Says:
-        assert part is Part.CONTENT, f"{part.name} of {ring} has to go by control: no names here"
-        return partial(self._control.peers.waits, ring)
-
-    def _post(self, way: Way, channel: Channel, data: Tensor, says: Says) -> AbstractPending:
+    def _post(self, way: Way, channel: Channel, data: Tensor) -> AbstractPending:
         line = self._lines[channel]
         peer = 1 - line.group.rank()
         if self._streams is None:
-            return line.post(way, data, peer, 0, says)
+            return line.post(way, data, peer, 0)
         start = partial(line.start, way, data, peer, 0)
-        return self._streams.begin(channel, start, data, says)
+        return self._streams.begin(channel, start, data)
 
 
 @final
@@ -164,11 +148,12 @@ class LateEdges(AbstractTransport):
     """
 
     def __init__(self, control: NamedTransport, device: torch.device, backend: Backend) -> None:
-        super().__init__(control.worker, control.num_workers, control.limit, control.names)
+        super().__init__(control.worker, control.num_workers, control.crew)
         self._control = control
         self._device = device
         self._backend = backend
         self._made: list[EdgeTransport] = []
+        self.crew.hang_up = self.hang_up
 
     @override
     def connect(self, program: Program) -> EdgeTransport:
@@ -185,18 +170,10 @@ class LateEdges(AbstractTransport):
         return self._control.irecv(ring, data, part)
 
     @override
-    def report_failure(self, text: str) -> None:
-        self._control.report_failure(text)
+    def hang_up(self) -> None:
+        self._control.hang_up()
         for made in self._made:
             made.hang_up()
-
-    @override
-    def failure(self) -> str | None:
-        return self._control.failure()
-
-    @override
-    def silent(self) -> list[int] | None:
-        return self._control.silent()
 
     @override
     def close(self) -> None:
@@ -208,3 +185,8 @@ class LateEdges(AbstractTransport):
             made.disconnect()
         self._made.clear()
         self._control.disconnect()
+
+
+def _set_timeout(limit: timedelta, group: Any) -> None:
+    public = getattr(dist, "set_timeout", None)  # torch 2.15 has it, and warns of the other
+    (public or dist.distributed_c10d._set_pg_timeout)(limit, group)

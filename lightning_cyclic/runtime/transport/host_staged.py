@@ -30,7 +30,6 @@ from lightning_cyclic.runtime.transport.copies import (
     HostCopies,
     StreamCopies,
 )
-from lightning_cyclic.runtime.transport.peers import name_of
 from lightning_cyclic.runtime.transport.streams import Event
 
 
@@ -46,7 +45,7 @@ class HostStagedTransport(AbstractTransport):
     """
 
     def __init__(self, inner: AbstractTransport) -> None:
-        super().__init__(inner.worker, inner.num_workers, inner.limit, inner.names)
+        super().__init__(inner.worker, inner.num_workers, inner.crew)
         self._inner = inner
         self._copies: dict[torch.device, AbstractCopies] = {}
         self._copying = threading.Lock()
@@ -58,8 +57,7 @@ class HostStagedTransport(AbstractTransport):
         with self._copying:  # the order of the copies is that of the messages, in all threads
             host, copied = self._copies_of(data.device).to_host(data)
             begun = self._sender.submit(self._send, ring, host, part, copied)
-        said = f"{self.names.own} waited for {name_of(ring, part)} to be copied to the host"
-        return _Sent(begun, self.timeout_s, said)
+        return _Sent(begun, self.crew.timeout_s)
 
     @override
     def irecv(self, ring: Ring, data: Tensor, part: Part = Part.CONTENT) -> AbstractPending:
@@ -69,16 +67,8 @@ class HostStagedTransport(AbstractTransport):
         return _Received(self._inner.irecv(ring, host, part), copies, host, data)
 
     @override
-    def report_failure(self, text: str) -> None:
-        self._inner.report_failure(text)
-
-    @override
-    def failure(self) -> str | None:
-        return self._inner.failure()
-
-    @override
-    def silent(self) -> list[int] | None:
-        return self._inner.silent()
+    def hang_up(self) -> None:
+        self._inner.hang_up()
 
     @override
     def close(self) -> None:
@@ -103,18 +93,15 @@ class HostStagedTransport(AbstractTransport):
 
 @final
 class _Sent(AbstractPending):
-    def __init__(self, begun: Future[AbstractPending], timeout_s: float, said: str) -> None:
+    def __init__(self, begun: Future[AbstractPending], timeout_s: float) -> None:
         self._begun = begun
         self._timeout_s = timeout_s
-        self._said = said
 
     def wait(self) -> None:
         try:
             sent = self._begun.result(self._timeout_s)
         except CancelledError:
-            raise ConnectionError(f"{self._said}: the transport is closed") from None
-        except TimeoutError:
-            raise TimeoutError(f"{self._said}; the limit is {self._timeout_s:g} s") from None
+            raise ConnectionError("the transport is closed") from None
         sent.wait()
 
     def is_done(self) -> bool:

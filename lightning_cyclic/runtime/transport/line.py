@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Literal, final
 
@@ -13,10 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_cyclic.runtime.transport.base import AbstractPending
-from lightning_cyclic.runtime.transport.limit import Limit
+from lightning_cyclic.runtime.transport.crew import is_late
 
 Way = Literal["send", "recv"]
-Says = Callable[[], str]  # who waited for whom, in words; asked only when something fails
 
 _UNUSED_TAG = (1 << 31) - 1  # of no message
 
@@ -27,15 +25,13 @@ class Line:
 
     Args:
         group: of which this process is a member.
-        limit: of every wait. [the group's own]
     """
 
-    def __init__(self, group: Any, limit: Limit | None = None) -> None:
+    def __init__(self, group: Any) -> None:
         self.group = group
-        self._limit = limit
         self._posting = threading.Lock()  # gloo does not promise that two threads may post at once
 
-    def post(self, way: Way, data: Tensor, rank: int, tag: int, says: Says) -> AbstractPending:
+    def post(self, way: Way, data: Tensor, rank: int, tag: int) -> AbstractPending:
         """Begin to send or receive; whoever waits is told if the peer has gone already.
 
         Args:
@@ -43,14 +39,13 @@ class Line:
             data: uint8, 1-d.
             rank: of the peer, in the group.
             tag: which messages match each other.
-            says: who waits for whom.
         """
         try:
-            return Work(self.start(way, data, rank, tag), says, self._limit)
+            return Work(self.start(way, data, rank, tag))
         except RuntimeError as error:
             if is_of_loader(error):
                 raise
-            return Gone(ConnectionError(f"{says()}: {error}"))
+            return Gone(ConnectionError(str(error)))
 
     def start(self, way: Way, data: Tensor, rank: int, tag: int) -> dist.Work:
         """Begin to send or receive.
@@ -88,18 +83,14 @@ class Line:
 
 @final
 class Work(AbstractPending):
-    """Wait for what torch.distributed has begun, and say in the transport's words how it ended.
+    """Wait for what torch.distributed has begun, as long as its group says.
 
     Args:
         work: what has begun.
-        says: who waits for whom.
-        limit: of the wait, as it is when that begins. [that of the group]
     """
 
-    def __init__(self, work: dist.Work, says: Says, limit: Limit | None = None) -> None:
+    def __init__(self, work: dist.Work) -> None:
         self._work: dist.Work | None = work
-        self._says = says
-        self._limit = limit
         self._error: OSError | None = None
         self._waiting = threading.Lock()  # a lane and the main thread may need the same buffer
 
@@ -108,14 +99,12 @@ class Work(AbstractPending):
         with self._waiting:
             if self._work is not None:
                 try:
-                    if self._limit is None:
-                        self._work.wait()
-                    else:
-                        self._work.wait(timedelta(seconds=self._limit.seconds))
+                    self._work.wait()
                 except RuntimeError as error:
                     if is_of_loader(error):
                         raise
-                    self._error = _named(str(error), self._says())
+                    kind = TimeoutError if is_late(str(error)) else ConnectionError
+                    self._error = kind(str(error))
                 self._work = None
         if self._error is not None:
             raise self._error
@@ -146,19 +135,9 @@ class Gone(AbstractPending):
         return True
 
 
-def _named(text: str, said: str) -> OSError:
-    kind = TimeoutError if is_late(text) else ConnectionError
-    return kind(f"{said}: {text}")
-
-
 def is_of_loader(error: RuntimeError) -> bool:
     """Say whether a worker of a loader has died: no peer is to blame.
 
     torch says so by its handler of a signal, in whatever the main thread is doing, waits included.
     """
     return str(error).startswith("DataLoader worker")
-
-
-def is_late(text: str) -> bool:
-    """Say whether torch's words for a wait that failed mean that it took too long."""
-    return "timed out" in text.lower() or "timeout" in text.lower()

@@ -15,7 +15,7 @@ from lightning_cyclic.runtime.transport.base import (
     AbstractTransport,
     Part,
 )
-from lightning_cyclic.runtime.transport.peers import name_of
+from lightning_cyclic.runtime.transport.crew import AbstractCrew, Names
 
 _Address = tuple[Ring, Part]
 
@@ -58,6 +58,34 @@ class PostOffice:
 
 
 @final
+class LocalCrew(AbstractCrew):
+    """Be the workers of one process, all of which answer.
+
+    Args:
+        office: what they share.
+        worker: this one.
+        timeout_s: limit of every wait, in seconds.
+    """
+
+    def __init__(self, office: PostOffice, worker: int, timeout_s: float) -> None:
+        super().__init__(Names(worker), timeout_s)
+        self._office = office
+
+    @override
+    def failure(self) -> str | None:
+        return self._office.failure
+
+    @override
+    def tell(self, words: str) -> None:
+        self._office.fail(words)
+        self.hang_up()
+
+    @override
+    def call(self) -> dict[int, str]:
+        return {}
+
+
+@final
 class LocalTransport(AbstractTransport):
     """Pass messages between threads of one process.
 
@@ -71,7 +99,7 @@ class LocalTransport(AbstractTransport):
     def __init__(
         self, office: PostOffice, worker: int, num_workers: int, timeout_s: float = 60.0
     ) -> None:
-        super().__init__(worker, num_workers, timeout_s)
+        super().__init__(worker, num_workers, LocalCrew(office, worker, timeout_s))
         self._office = office
 
     @override
@@ -83,21 +111,9 @@ class LocalTransport(AbstractTransport):
     @override
     def irecv(self, ring: Ring, data: Tensor, part: Part = Part.CONTENT) -> AbstractPending:
         assert ring.channel.target == self.worker, f"worker {self.worker} receives on {ring}"
-        awaited = _Awaited(self._office, data, self.timeout_s, (ring, part))
+        awaited = _Awaited(self._office, data, self.crew.timeout_s)
         self._office.receive((ring, part), awaited)
         return awaited
-
-    @override
-    def report_failure(self, text: str) -> None:
-        self._office.fail(text)
-
-    @override
-    def failure(self) -> str | None:
-        return self._office.failure
-
-    @override
-    def close(self) -> None:
-        """Do nothing: nothing runs in the background."""
 
 
 @final
@@ -117,16 +133,12 @@ class _Awaited(AbstractPending):
         office: whose failure note ends the wait.
         data: the buffer.
         timeout_s: limit of the wait, in seconds.
-        address: what is awaited.
     """
 
-    def __init__(
-        self, office: PostOffice, data: Tensor, timeout_s: float, address: _Address
-    ) -> None:
+    def __init__(self, office: PostOffice, data: Tensor, timeout_s: float) -> None:
         self._office = office
         self._data = data
         self._timeout_s = timeout_s
-        self._address = address
         self._message: Tensor | None = None
         self._has_come = False
         self._woken = threading.Event()
@@ -144,17 +156,12 @@ class _Awaited(AbstractPending):
     def wait(self) -> None:
         self._woken.wait(self._timeout_s)
         if not self._has_come:
-            raise self._named()
+            if self._office.failure is not None:
+                raise ConnectionError(self._office.failure)
+            raise TimeoutError(f"no message within {self._timeout_s:g} s")
         if self._message is not None:  # or a second wait would undo what was written since
             self._data.copy_(self._message)
             self._message = None
 
     def is_done(self) -> bool:
         return self._woken.is_set()
-
-    def _named(self) -> OSError:
-        (source, target, *_), text = self._address[0].channel, name_of(*self._address)
-        said = f"worker {target} waited for {text} from worker {source}"
-        if self._office.failure is not None:
-            return ConnectionError(f"{said}: {self._office.failure}")
-        return TimeoutError(f"{said}: no message within {self._timeout_s:g} s")

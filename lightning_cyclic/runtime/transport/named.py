@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from datetime import timedelta
-from functools import partial
 from itertools import product
 from typing import NamedTuple, final
 
@@ -20,11 +19,8 @@ from lightning_cyclic.runtime.transport.base import (
     AbstractTransport,
     Part,
 )
-from lightning_cyclic.runtime.transport.failure_board import FailureBoard
-from lightning_cyclic.runtime.transport.limit import Limit
-from lightning_cyclic.runtime.transport.line import Line, Says, Way
-from lightning_cyclic.runtime.transport.names import exchange_names
-from lightning_cyclic.runtime.transport.peers import Peers
+from lightning_cyclic.runtime.transport.crew import Crew
+from lightning_cyclic.runtime.transport.line import Line, Way
 
 _PLACES = {payload: place for place, payload in enumerate(Payload)}
 
@@ -35,7 +31,6 @@ class _Address(NamedTuple):
     line: Line
     rank: int
     tag: int
-    says: Says
 
 
 @final
@@ -48,30 +43,26 @@ class NamedTransport(AbstractTransport):
 
     Args:
         lanes: on which messages travel.
-        limit: of every wait, which may change; or in seconds.
+        crew: all ranks, whose words end the waits of this one.
         rank_of: worker -> rank, and rank -> worker: its own inverse. [worker w is rank w]
     """
 
     def __init__(
         self,
         lanes: Iterable[Lane],
-        limit: Limit | float,
+        crew: Crew,
         rank_of: Callable[[int], int] = lambda w: w,
     ) -> None:
-        super().__init__(rank_of(dist.get_rank()), dist.get_world_size(), limit)
-        first = timedelta(seconds=self.timeout_s)
+        super().__init__(rank_of(dist.get_rank()), dist.get_world_size(), crew)
+        limit = timedelta(seconds=crew.timeout_s)
         self._lines = {
-            (lane, is_upward): Line(dist.new_group(timeout=first, backend="gloo"), self.limit)
+            (lane, is_upward): Line(dist.new_group(timeout=limit, backend="gloo"))
             for lane, is_upward in product(sorted(set(lanes)), (True, False))  # in one order
         }
         self.group = next(iter(self._lines.values())).group
         """A group of all workers that breaks when one of them fails."""
-        # a group's name is the same on every worker and new with every transport
-        key = f"lightning_cyclic/{self.group.group_name}"
-        self.names = exchange_names(key, self.timeout_s, rank_of)
-        self.limit.govern(self.group)
-        self.peers = Peers(self.worker, self.names, self.limit)
-        self._board = FailureBoard(key, self.names.of(rank_of(0)), self.names.tell_ended)
+        crew.names.rank_of = rank_of
+        crew.hang_up = self.hang_up
         self._addresses: dict[tuple[Ring, Part], _Address] = {}
 
     @override
@@ -90,31 +81,17 @@ class NamedTransport(AbstractTransport):
                 " which copies, or one process per GPU with NCCL"
             )
         if (to := self._addresses.get((ring, part))) is None:
-            rank = self.peers.rank_of(self.peers.other(ring.channel))
-            says = partial(self.peers.waits, ring, part)
             source, target, lane, _ = ring.channel
-            line = self._lines[lane, source < target]
-            to = _Address(line, rank, tag_of(ring, part), says)
+            assert self.worker in (source, target), f"{ring.channel} of others"
+            rank = self.crew.names.rank_of(target if source == self.worker else source)
+            to = _Address(self._lines[lane, source < target], rank, tag_of(ring, part))
             self._addresses[ring, part] = to
-        return to.line.post(way, data, to.rank, to.tag, to.says)
+        return to.line.post(way, data, to.rank, to.tag)
 
     @override
-    def report_failure(self, text: str) -> None:
-        self._board.report(text)
-        for line in self._lines.values():
+    def hang_up(self) -> None:
+        for line in list(self._lines.values()):
             line.hang_up()
-
-    @override
-    def failure(self) -> str | None:
-        return self._board.read()
-
-    @override
-    def silent(self) -> list[int] | None:
-        return self._board.silent()
-
-    @override
-    def close(self) -> None:
-        self._board.close()
 
     @override
     def disconnect(self) -> None:

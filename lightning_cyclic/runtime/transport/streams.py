@@ -25,8 +25,8 @@ from torch import Tensor
 
 from lightning_cyclic.plan.passes.messages import Channel
 from lightning_cyclic.runtime.transport.base import AbstractPending
-from lightning_cyclic.runtime.transport.limit import Limit
-from lightning_cyclic.runtime.transport.line import Gone, Says, is_of_loader
+from lightning_cyclic.runtime.transport.crew import AbstractCrew
+from lightning_cyclic.runtime.transport.line import Gone, is_of_loader
 
 Event = Any  # torch.cuda.Event: torch gives its methods no types
 
@@ -46,8 +46,7 @@ class ChannelStreams:
     Args:
         channels: of this worker.
         device: of all buffers.
-        limit: how long a message may take from the wait for it on, which may change.
-        failure: the word that a failing worker has left, or None.
+        crew: has the limit of a wait, and the words of a rank that has failed.
         hang_up: aborts all messages of this worker.
     """
 
@@ -55,20 +54,18 @@ class ChannelStreams:
         self,
         channels: Iterable[Channel],
         device: torch.device,
-        limit: Limit,
-        failure: Callable[[], str | None],
+        crew: AbstractCrew,
         hang_up: Callable[[], None],
     ) -> None:
         # with the device: threads begin on device 0, whatever that of the one that made them
         self._streams = {channel: stream_on(device) for channel in channels}
         self._device = device
-        self._limit = limit
-        self._failure = failure
+        self._crew = crew
         self._hang_up = hang_up
         self._error: OSError | None = None
 
     def begin(
-        self, channel: Channel, start: Callable[[], dist.Work], data: Tensor, says: Says
+        self, channel: Channel, start: Callable[[], dist.Work], data: Tensor
     ) -> AbstractPending:
         """Enqueue a message behind what the current stream and its channel have to do.
 
@@ -76,7 +73,6 @@ class ChannelStreams:
             channel: on which it travels.
             start: begins it on the current stream.
             data: its buffer.
-            says: who waits for whom.
         """
         if self._error is not None:
             return Gone(self._error)
@@ -88,11 +84,11 @@ class ChannelStreams:
         except RuntimeError as error:
             if is_of_loader(error):
                 raise
-            return Gone(ConnectionError(f"{says()}: {error}"))
+            return Gone(ConnectionError(str(error)))
         data.record_stream(stream)  # or its memory may be another's while the message runs
-        return _Streamed(self, stream.record_event(), says)
+        return _Streamed(self, stream.record_event())
 
-    def wait(self, event: Event, says: Says) -> None:
+    def wait(self, event: Event) -> None:
         """Block the host until a message has run.
 
         Raises:
@@ -101,15 +97,15 @@ class ChannelStreams:
         """
         self.check()
         now = time.monotonic()
-        until, look_at = now + self._limit.seconds, now + _POLL_S
+        until, look_at = now + self._crew.timeout_s, now + _POLL_S
         while not event.query():
             now = time.monotonic()
             if now >= until:
-                self._end(TimeoutError(f"{says()}: it has not run"))
+                self._end(TimeoutError("it has not run"))
             elif now >= look_at:
                 look_at = now + _POLL_S
-                if (reason := self._failure()) is not None:
-                    self._end(ConnectionError(f"{says()}: {reason}"))
+                if (reason := self._crew.failure()) is not None:
+                    self._end(ConnectionError(reason))
             self.check()
             time.sleep(_LOOK_S)
         self.check()  # what is aborted has run, too
@@ -124,22 +120,25 @@ class ChannelStreams:
         if self._error is not None:
             raise self._error
 
+    def fail(self, error: OSError) -> bool:
+        """Let all messages end with an error, if no other has ended them; say whether."""
+        first = self._error is None
+        self._error = self._error or error
+        return first
+
     def _end(self, error: OSError) -> None:
-        """End all messages, unless another thread was first."""
-        if self._error is None:
-            self._error = error  # before the abort, which ends other waits
+        if self.fail(error):  # before the abort, which ends other waits
             self._hang_up()
 
 
 @final
 class _Streamed(AbstractPending):
-    def __init__(self, streams: ChannelStreams, event: Event, says: Says) -> None:
+    def __init__(self, streams: ChannelStreams, event: Event) -> None:
         self._streams = streams
         self._event = event
-        self._says = says
 
     def wait(self) -> None:
-        self._streams.wait(self._event, self._says)
+        self._streams.wait(self._event)
 
     def is_done(self) -> bool:
         return self._streams.has_failed or bool(self._event.query())

@@ -18,8 +18,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from lightning_cyclic.errors import StepError
-from lightning_cyclic.runtime.values.containers import labels_of
-from lightning_cyclic.runtime.values.trees import flatten, open_value
+from lightning_cyclic.runtime.values.trees import flatten, labels, open_value
 
 _MOST_NAMED = 8
 
@@ -56,13 +55,16 @@ def read(batch: Any) -> Reading:
     for reading in found:
         if reading.size == 1:  # whatever else it may be: nothing is cut
             return reading
-    if len(found) > 1:
-        raise _ambiguous(batch, [_evidence(batch, reading) for reading in found])
-    (reading,) = found
-    other = _second_axis(batch, reading) or _zipped(batch, reading) or _listed(batch, reading)
-    if other:
-        raise _ambiguous(batch, [_evidence(batch, reading), other])
-    return reading
+    numbers = [_evidence(batch, reading) for reading in found]
+    if len(found) == 1:
+        (reading,) = found
+        marked = [(x, mark.how) for _, x, mark in _marked(batch, reading.mark)]
+        numbers += [_second_axis(marked) or _zipped(batch, reading) or _listed(batch, reading)]
+    if len(numbers := [x for x in numbers if x]) > 1:
+        raise StepError(
+            f"a batch may have {' or '.join(numbers)} samples: {_told(batch)}; {_ALLOWED}"
+        )
+    return found[0]
 
 
 def size_of(batch: Any) -> int:
@@ -76,18 +78,13 @@ def size_of(batch: Any) -> int:
         return found[0].size
     if error := _no_samples(batch):
         raise error
-    return next((n for _, x in _tensors(batch) if (n := num_rows(x))), 1)
+    return next((n for _, x in with_rows(batch) if (n := num_rows(x))), 1)
 
 
 def has_tensor(batch: Any) -> bool:
     """Say whether there is a tensor that tells how many samples there are."""
-    return first_tensor(batch) is not None
-
-
-def first_tensor(batch: Any) -> Any:
-    """Return the first tensor with a dim or packed sequence, None without any."""
     flatten(batch)  # refuses a batch that contains itself
-    return next((x for _, x in _tensors(batch) if isinstance(x, Tensor | PackedSequence)), None)
+    return any(isinstance(x, Tensor | PackedSequence) for _, x in with_rows(batch))
 
 
 def names(batch: Any, reading: Reading) -> tuple[list[str], list[str]]:
@@ -104,25 +101,6 @@ def names(batch: Any, reading: Reading) -> tuple[list[str], list[str]]:
     return cut, [name for name, how in named if how == "whole"]
 
 
-def mark_of(value: Any, size: int, *, outermost: bool = True) -> Mark:
-    """Say what becomes of each part of a value if there are so many samples.
-
-    Args:
-        value: a batch, or a part of one.
-        size: number of samples.
-        outermost: whether it is the batch, which is no list of samples.
-    """
-    rows = num_rows(value)
-    if rows is not None:
-        return Mark("rows" if rows == size else "whole")
-    if not outermost and is_per_sample(value, size):
-        return Mark("items")
-    structure, children = open_value(value)
-    if structure.kind is None:
-        return Mark("plain")
-    return Mark("open", tuple(mark_of(child, size, outermost=False) for child in children))
-
-
 def num_rows(value: Any) -> int | None:
     """Return the length along the batch of tensors, packed sequences and arrays, else None."""
     if isinstance(value, PackedSequence):
@@ -131,6 +109,22 @@ def num_rows(value: Any) -> int | None:
         return None
     shape = value.shape
     return int(shape[0]) if isinstance(shape, tuple) and shape else None
+
+
+# ---------------------------------------------------------------------- numbers that explain
+
+
+def _mark_of(value: Any, size: int, *, outermost: bool = True) -> Mark:
+    """Say what becomes of a value if there are so many samples; a batch is no list of them."""
+    rows = num_rows(value)
+    if rows is not None:
+        return Mark("rows" if rows == size else "whole")
+    if not outermost and is_per_sample(value, size):
+        return Mark("items")
+    structure, children = open_value(value)
+    if structure.kind is None:
+        return Mark("plain")
+    return Mark("open", tuple(_mark_of(child, size, outermost=False) for child in children))
 
 
 def is_per_sample(items: Any, size: int) -> bool:
@@ -145,20 +139,35 @@ def is_per_sample(items: Any, size: int) -> bool:
     batched = [_is_batched(item, size) for item in items]
     if not any(batched) or _are_records(items):
         return True
-    return not all(batched) and len(set(map(_kind, items))) == 1
+    return not all(batched) and len({_kind(item) for item in items}) == 1
 
 
-# ---------------------------------------------------------------------- numbers that explain
+def _is_batched(value: Any, size: int) -> bool:
+    if num_rows(value) is not None:
+        return num_rows(value) == size
+    if type(value) in (list, tuple) and len(value) == size:
+        return True
+    return any(_is_batched(child, size) for child in open_value(value)[1])
+
+
+def _are_records(items: Any) -> bool:
+    """Say whether a list holds dicts with the same keys, and tensors in them."""
+    return (
+        len(items) > 1
+        and all(isinstance(item, Mapping) for item in items)
+        and len({tuple(item) for item in items}) == 1
+        and bool(with_rows(items[0]))
+    )
 
 
 def _readings(batch: Any) -> list[Reading]:
     """Return every number of samples that explains a batch, with what it makes of it."""
     flatten(batch)  # refuses a batch that contains itself
-    lengths = (len(x) for x in _lists(batch) if len(x) > 1)
-    sizes = dict.fromkeys([n for _, x in _tensors(batch) if (n := num_rows(x))])
+    sizes = dict.fromkeys([n for _, x in with_rows(batch) if (n := num_rows(x))])
+    lengths = dict.fromkeys(n for n in _lengths(batch) if n > 1) if sizes else {}
     found, decided = [], []
-    for size in (sizes | dict.fromkeys(lengths)) if sizes else ():
-        reading = Reading(size, mark_of(batch, size))
+    for size in sizes | lengths:
+        reading = Reading(size, _mark_of(batch, size))
         marked = [(x, mark.how) for _, x, mark in _marked(batch, reading.mark)]
         items = [x for x, how in marked if how == "items"]
         has_rows = any(how == "rows" for _, how in marked)
@@ -183,18 +192,16 @@ def _is_zip(lists: list[Any]) -> bool:
     Batches of several loaders may lie in lists, too: one must hold what no loader collates.
     """
     return len(lists) > 1 and any(
-        _are_records(items) or not any(True for item in items for _ in _tensors(item))
-        for items in lists
+        _are_records(items) or not any(map(with_rows, items)) for items in lists
     )
 
 
-def _second_axis(batch: Any, reading: Reading) -> str:
+def _second_axis(marked: Sequence[tuple[Any, str]]) -> str:
     """Return what dim 1 says where the batch may just as well lie along it.
 
     A tensor of T, B and F values beside one of B is cut right if its first dim is time. A square
     mask [T, T] says nothing.
     """
-    marked = [(x, mark.how) for _, x, mark in _marked(batch, reading.mark)]
     if any(how == "items" or isinstance(x, PackedSequence) for x, how in marked):
         return ""
     cut = [x.shape for x, how in marked if how == "rows"]
@@ -216,7 +223,7 @@ def _zipped(batch: Any, reading: Reading) -> str:
     lengths = {len(x) if type(x) is tuple else 0 for x in batch}
     if len(lengths) > 1 or lengths & {0, 1} or any(m.how != "open" for m in reading.mark.parts):
         return ""
-    alike = all(len({_shape(item) for item in items}) == 1 for items in batch)
+    alike = all(len({_kind(item, exactly=True) for item in items}) == 1 for items in batch)
     return f"{lengths.pop()} (items of tuples)" if alike else ""
 
 
@@ -235,16 +242,10 @@ def _listed(batch: Any, reading: Reading) -> str:
 # ---------------------------------------------------------------------- parts of a batch
 
 
-def _tensors(value: Any, place: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield place and value of all that has rows."""
-    if num_rows(value) is not None:
-        yield place, value
-        return
-    structure, children = open_value(value)
-    if structure.kind is not None:
-        labels = labels_of(structure.kind, structure.keys, len(children))
-        for label, child in zip(labels, children, strict=True):
-            yield from _tensors(child, place + label)
+def with_rows(value: Any) -> list[tuple[str, Any]]:
+    """Return place and value of all that has rows."""
+    marked = _marked(value, _mark_of(value, -1))  # no list has -1 items
+    return [(place, x) for place, x, mark in marked if mark.how == "whole"]
 
 
 def _marked(value: Any, mark: Mark, place: str = "") -> Iterator[tuple[str, Any, Mark]]:
@@ -253,46 +254,24 @@ def _marked(value: Any, mark: Mark, place: str = "") -> Iterator[tuple[str, Any,
         yield place, value, mark
         return
     structure, children = open_value(value)
-    assert structure.kind is not None
-    labels = labels_of(structure.kind, structure.keys, len(children))
-    for label, child, part in zip(labels, children, mark.parts, strict=True):
+    for label, child, part in zip(labels(structure), children, mark.parts, strict=True):
         yield from _marked(child, part, place + label)
 
 
-def _lists(value: Any) -> Iterator[Any]:
-    """Yield the outermost lists and tuples within a batch."""
+def _lengths(value: Any) -> Iterator[int]:
+    """Yield those of the outermost lists and tuples within a batch."""
     if num_rows(value) is None:
         for child in open_value(value)[1]:
             if type(child) in (list, tuple):
-                yield child
+                yield len(child)
             else:
-                yield from _lists(child)
+                yield from _lengths(child)
 
 
-def _is_batched(value: Any, size: int) -> bool:
-    if num_rows(value) is not None:
-        return num_rows(value) == size
-    if type(value) in (list, tuple) and len(value) == size:
-        return True
-    return any(_is_batched(child, size) for child in open_value(value)[1])
-
-
-def _are_records(items: Any) -> bool:
-    """Say whether a list holds dicts with the same keys, and tensors in them."""
-    return (
-        len(items) > 1
-        and all(isinstance(item, Mapping) for item in items)
-        and len({tuple(item) for item in items}) == 1
-        and any(True for _ in _tensors(items[0]))
-    )
-
-
-def _kind(item: Any) -> Any:
-    return (item.dtype, item.ndim) if _has_dims(item) else type(item)
-
-
-def _shape(item: Any) -> Any:
-    return (item.dtype, tuple(item.shape)) if isinstance(item, Tensor) else type(item)
+def _kind(item: Any, *, exactly: bool = False) -> Any:
+    if not _has_dims(item):
+        return type(item)
+    return (item.dtype, tuple(item.shape)) if exactly else (item.dtype, item.ndim)
 
 
 def _has_dims(x: Any) -> bool:
@@ -307,19 +286,26 @@ def _name(place: str) -> str:
 
 # ---------------------------------------------------------------------- refusals
 
+_ALLOWED = (
+    "allowed: tensors whose dim 0 is the batch, lists with one item per sample beside them, and "
+    "tensors of the sizes of later dims, as a mask [T, T] beside x [B, T, C], which are copied "
+    "whole; say how it is cut in the module's or datamodule's split_batch(batch, "
+    "num_microbatches), or use num_microbatches=1"
+)
+
 
 def _no_samples(batch: Any) -> StepError | None:
-    leaves = [x for _, x in _tensors(batch)]
-    if not leaves or any(num_rows(x) for x in leaves):
+    found = with_rows(batch)
+    if not found or any(num_rows(x) for _, x in found):
         return None
     return StepError(
-        f"the batch holds no samples: its first tensor is {_text(leaves[0])}; allowed: at least "
-        "one sample; use drop_last=True, or leave empty batches out of the data"
+        f"the batch holds no samples: its first tensor is {text_of(found[0][1])}; allowed: at "
+        "least one sample; use drop_last=True, or leave empty batches out of the data"
     )
 
 
 def _unexplained(batch: Any) -> StepError:
-    shapes = [x.shape for _, x in _tensors(batch) if _has_dims(x)]
+    shapes = [x.shape for _, x in with_rows(batch) if _has_dims(x)]
     seconds = {shape[1] for shape in shapes if len(shape) > 1}
     hint = ""
     if len(seconds) == 1 and sum(len(shape) > 1 for shape in shapes) > 1:
@@ -330,37 +316,23 @@ def _unexplained(batch: Any) -> StepError:
     )
 
 
-def _ambiguous(batch: Any, numbers: list[str]) -> StepError:
-    return StepError(
-        f"a batch may have {' or '.join(numbers)} samples: {_told(batch)}; {_ALLOWED}"
-    )
-
-
 def _evidence(batch: Any, reading: Reading) -> str:
     """Say what speaks for a number of samples."""
-    marked = [(place, mark.how) for place, _, mark in _marked(batch, reading.mark)]
+    marked = ((place, mark.how) for place, _, mark in _marked(batch, reading.mark))
     place, how = next((place, how) for place, how in marked if how in ("rows", "items"))
     return f"{reading.size} ({how} of {_name(place)})"
 
 
-_ALLOWED = (
-    "allowed: tensors whose dim 0 is the batch, lists with one item per sample beside them, and "
-    "tensors of the sizes of later dims, as a mask [T, T] beside x [B, T, C], which are copied "
-    "whole; say how it is cut in the module's or datamodule's split_batch(batch, "
-    "num_microbatches), or use num_microbatches=1"
-)
-
-
 def _told(batch: Any) -> str:
-    found = [f"{_name(place)} {_text(x)}" for place, x in _tensors(batch)]
+    found = [f"{_name(place)} {text_of(x)}" for place, x in with_rows(batch)]
     more = [f"and {len(found) - _MOST_NAMED} more"] if len(found) > _MOST_NAMED else []
-    kind = type(batch)
-    told = ", ".join([*found[:_MOST_NAMED], *more])
+    told, kind = ", ".join([*found[:_MOST_NAMED], *more]), type(batch)
     plain = kind in (list, tuple, dict)
     return told if plain else f"{told} in a {kind.__module__}.{kind.__qualname__}"
 
 
-def _text(x: Any) -> str:
+def text_of(x: Any) -> str:
+    """Describe what has rows."""
     if isinstance(x, PackedSequence):
         return f"a PackedSequence of {num_rows(x)}"
     return f"{str(getattr(x, 'dtype', type(x).__name__)).removeprefix('torch.')}{list(x.shape)}"

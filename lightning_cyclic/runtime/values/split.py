@@ -8,7 +8,7 @@ What is cut, and what goes to every micro-batch whole: :mod:`reading`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -20,14 +20,20 @@ from lightning_cyclic.errors import StepError
 from lightning_cyclic.runtime.values.reading import (
     Mark,
     Reading,
-    first_tensor,
     has_tensor,
     is_per_sample,
     num_rows,
     read,
     size_of,
+    text_of,
+    with_rows,
 )
-from lightning_cyclic.runtime.values.trees import close_value, flatten, open_value
+from lightning_cyclic.runtime.values.trees import (
+    flatten,
+    labels,
+    open_value,
+    unflatten,
+)
 
 _LONGEST_REPR = 40
 _SHOWN = frozenset({
@@ -110,8 +116,21 @@ def signature(batch: Any) -> str:
         "dict['x', 'name', 'k'](float32[2, 3], str, 4)"
     """
     flatten(batch)  # refuses a batch that contains itself
-    first = first_tensor(batch)
-    return _text(batch, num_rows(first) or 0, outermost=True)
+    found = with_rows(batch)
+    return _text(batch, num_rows(found[0][1]) or 0 if found else 0, outermost=True)
+
+
+def refuse_iterators(batch: Any) -> None:
+    """Refuse an iterator in the place of a batch.
+
+    Raises:
+        StepError: with what to do.
+    """
+    if isinstance(batch, Iterator):
+        raise StepError(
+            f"a batch is an iterator ({type(batch).__name__}), from which every stage would take "
+            "for itself; allowed: batches of tensors; use list(...) where the batch is made"
+        )
 
 
 def family(batch: Any) -> str:
@@ -141,9 +160,7 @@ class _Cutter:
             return [value] * len(self._ends)
         structure, children = open_value(value)
         parts = list(map(self.cut, children, mark.parts))
-        return [
-            close_value(structure, [part[i] for part in parts]) for i in range(len(self._ends))
-        ]
+        return [unflatten(structure, [part[i] for part in parts]) for i in range(len(self._ends))]
 
     def _slices(self, rows: Any) -> list[Any]:
         starts = [0, *self._ends[:-1]]
@@ -156,7 +173,7 @@ class _Cutter:
             rows = torch.arange(self._size, device=x.device)
             return [x.index_select(0, part) for part in self._slices(rows)]
         raise StepError(
-            f"the batch holds {_leaf_text(x)} of layout {x.layout}, which cannot be cut into "
+            f"the batch holds {text_of(x)} of layout {x.layout}, which cannot be cut into "
             "micro-batches; allowed: dense tensors, and sparse ones by coordinates; convert it in "
             "the collate function, or use num_microbatches=1"
         )
@@ -173,32 +190,24 @@ class _Cutter:
 
 def _text(value: Any, size: int, *, outermost: bool = False) -> str:
     structure, children = open_value(value)
-    if structure.kind is None:
+    kind = _type_name(type(value))
+    if structure.kind is None or isinstance(value, PackedSequence):
         return _leaf_text(value)
-    kind = _type_name(structure.kind)
     is_list = not outermost and is_per_sample(value, size)
     if is_list and all(open_value(x)[0].kind is None for x in children):
         held = {_leaf_text(x) if isinstance(x, Tensor) else _type_name(type(x)) for x in children}
         return f"{kind} of {len(children)} of {' | '.join(sorted(held))}"
-    keys = f"[{', '.join(map(_key_text, structure.keys))}]" if structure.keys else ""
-    return f"{kind}{keys}({', '.join(_text(child, size) for child in children)})"
+    keys = ", ".join(label.strip(".[]") for label in labels(structure))
+    is_shown = type(value) not in (list, tuple) and not set("<{") & set(keys)  # addresses, sets
+    named = f"[{keys}]" if is_shown else ""
+    return f"{kind}{named}({', '.join(_text(child, size) for child in children)})"
 
 
 def _leaf_text(leaf: Any) -> str:
-    if isinstance(leaf, PackedSequence):
-        return f"a PackedSequence of {num_rows(leaf)}"
-    if isinstance(leaf, Tensor):
-        return f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}"
+    if isinstance(leaf, Tensor | PackedSequence):
+        return text_of(leaf)
     text = repr(leaf) if type(leaf) in _SHOWN else str(leaf) if isinstance(leaf, Enum) else ""
     return text if 0 < len(text) <= _LONGEST_REPR else _type_name(type(leaf))
-
-
-def _key_text(key: Any) -> str:
-    if type(key) is tuple:
-        return f"({', '.join(map(_key_text, key))})"
-    if isinstance(key, type):
-        return _type_name(key)
-    return repr(key) if type(key) in _SHOWN or type(key) is str else _type_name(type(key))
 
 
 def _type_name(kind: type) -> str:

@@ -151,7 +151,7 @@ class Engine:
         # what the main thread waits for has less, and says more
         self._worker = Worker(
             plan.program.flow, self._messages, hooks, self._exchange, hooks, lanes,
-            lambda: transport.timeout_s * 1.1 + 1,
+            lambda: transport.crew.timeout_s * 1.1 + 1,
         )  # fmt: skip
         for j in range(plan.num_stages):
             for payload, layout in self._exchange.layouts(j).items():
@@ -512,6 +512,8 @@ class Engine:
         self._worker.settle()
         self._is_whole = whole or not self.plan.axes.sharding.gathers
         self._show_newest(range(self.plan.num_stages) if self._is_whole else self.owned)
+        if not self._is_whole:
+            self._shown.drop_copies()
         self._ended = last
         self._flushed_at = self._starts_at = self.t
 

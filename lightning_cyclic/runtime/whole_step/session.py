@@ -22,22 +22,19 @@ from torch.nn.parameter import is_lazy
 
 from lightning_cyclic.errors import StepError
 from lightning_cyclic.plan import Plan
-from lightning_cyclic.runtime.absent import is_absent, make_present
-from lightning_cyclic.runtime.agreement import Together, put_together, sent_to_rank_0
+from lightning_cyclic.runtime.absent import is_absent, make_present, num_bytes_of
 from lightning_cyclic.runtime.failure_words import words_of
 from lightning_cyclic.runtime.flight_recorder import FlightRecorder
 from lightning_cyclic.runtime.late_values import LateValues
-from lightning_cyclic.runtime.lending import lending, num_bytes_of
 from lightning_cyclic.runtime.loss_scaling import Outcomes
-from lightning_cyclic.runtime.shelf import New
+from lightning_cyclic.runtime.meta import lending
 from lightning_cyclic.runtime.stages.profile import Profile
 from lightning_cyclic.runtime.stages.stage_map import StageMap, make_stages
 from lightning_cyclic.runtime.stages.survey import survey
 from lightning_cyclic.runtime.sum_dtypes import AS_MADE, SumDtypes
 from lightning_cyclic.runtime.transport import CountingTransport
 from lightning_cyclic.runtime.transport.choice import Route, link
-from lightning_cyclic.runtime.transport.limit import Limit
-from lightning_cyclic.runtime.waiting import naming_peers
+from lightning_cyclic.runtime.transport.crew import Crew, naming_peers
 from lightning_cyclic.runtime.weight_forms import ALL, WeightForms
 from lightning_cyclic.runtime.weight_watch import Weights, WeightWatch, changed_within
 from lightning_cyclic.runtime.whole_step.bootstrap import FirstStep
@@ -57,14 +54,13 @@ class SessionConfig:
             rounds) -> plan.
         stages: "auto", a number, or module paths that begin stages 1, 2, ...
         seed: key of the randomness inside training steps.
-        limit: of every wait.
+        crew: the ranks of all workers, and the limit of every wait.
         route: how messages travel.
         relay_buffers: "auto" relays the buffers that the first step changed, "all" every one.
         paced: whether workers that start together are brought into the timetable's stagger.
         accumulates: whether a step may have several batches in one round of the plan, of which
             the last hands buffers on.
-        memory_limit_bytes: most bytes of parameters that a worker may have where each makes its
-            own stages alone; they may be read between steps as far as they fit. [any number]
+        memory_limit_bytes: most bytes of parameters that a worker may have for good. [any number]
         outcomes: is told whether gradients were finite, where a loss scale follows from it.
             [gradients must be]
         forms: what of weights is trained, and travels. [all]
@@ -75,7 +71,7 @@ class SessionConfig:
     make_plan: Callable[[int, tuple[int, ...], tuple[int, ...], int], Plan]
     stages: int | str | Sequence[str]
     seed: int
-    limit: Limit
+    crew: Crew
     route: Route = "auto"
     relay_buffers: str = "auto"
     paced: bool = True
@@ -148,11 +144,8 @@ class Session:
         named = () if isinstance(config.stages, int | str) else config.stages
         self._draws = KeyedDraws(module, named, device)
         self._has_first_draws = True
-        # workers that make their own stages alone never have the whole module
+        # no worker may ever have the whole module
         self.is_apart = any(map(is_absent, module.parameters()))
-        if self.is_apart and not self._probe.axes.sharding.gathers:
-            make_present(*module.parameters())  # as replicas are
-            self.is_apart = False
 
     @property
     def t(self) -> int:
@@ -330,7 +323,7 @@ class Session:
             self._losses.settle()
             if not self.engine.is_flushed:
                 self._begin_watch()
-            self.engine.flush(whole=whole and self._fits)
+            self.engine.flush(whole=whole and not self.is_apart)
             self._watch.end()
 
     @property
@@ -351,17 +344,17 @@ class Session:
         named = [*self._module.named_parameters(), *self._module.named_buffers()]
         return own | ({n for n, _ in named} - self.stages.stage_of.keys())
 
-    def state(self, together: Together = put_together) -> dict[str, Any] | None:
-        """Return what a checkpoint needs, behind a flush; None before any step."""
+    def state(self) -> dict[str, Any] | None:
+        """Return this worker's part of what a checkpoint needs, behind a flush; None before."""
         if self.engine is None or self.stages is None or self.failed:
             return None
         state = self.engine.state()
-        # with parameters sharded each has those of its own stages; else worker 0 has all
-        group = self.group if self.engine.plan.axes.sharding.gathers else None
+        # with parameters sharded each has those of its own stages; else all have all
+        writes = self._worker == 0 or self.engine.plan.axes.sharding.gathers
         return {
             "stages": self.stages.as_data(),
             "t": state.t,
-            "previous": together("previous", state.previous, group),
+            "previous": state.previous if writes else {},
             "seed": self._seed,
         }
 
@@ -395,14 +388,13 @@ class Session:
         Args:
             trained: name -> parameter, for all that are trained now.
         """
-        saved = self.state()
-        if saved is None or self.stages is None or self.engine is None:
+        if self.stages is None or self.engine is None or self.failed:
             self._trained = dict(trained)
             self._first = FirstStep(self._module, trained, self.group)
             return
         self._trained |= trained
+        state = self.engine.state()
         self.engine.close()
-        state = EngineState(t=saved["t"], previous=saved["previous"])
         self._start(self.stages.training(trained).relaying(self._normalising()), state)
 
     def _normalising(self) -> Iterator[tuple[str, str]]:
@@ -429,8 +421,8 @@ class Session:
         """Tell the other ranks why this one fails, and what to do; communicate no more."""
         if not self.failed:
             self.failed = True
-            words = words_of(error, self.transport.names, self.when, todo)
-            self.transport.report_failure(words)
+            crew = self.transport.crew
+            crew.tell(words_of(error, crew.names, self.when, todo))
 
     @property
     def when(self) -> str:
@@ -475,7 +467,7 @@ class Session:
 
     def naming_peers(self, what: str, peer: int | None = None) -> AbstractContextManager[None]:
         """Name the ranks that do not come while the body waits for them: one, or all."""
-        return naming_peers(self.transport, self.when, what, peer)
+        return naming_peers(self.transport.crew, self.when, what, peer)
 
     def _begin(self) -> None:
         self._watch.end()  # before others are waited for
@@ -589,29 +581,6 @@ class Session:
                 "memory_limit_bytes"
             )
 
-    @property
-    def _fits(self) -> bool:
-        """Say whether a worker may have all parameters at once."""
-        limit = self._config.memory_limit_bytes
-        if limit is None or not self.is_apart:
-            return True
-        return sum(map(num_bytes_of, self._module.parameters())) <= limit
-
-    @property
-    def is_larger_than_memory(self) -> bool:
-        """Say whether no worker may ever have the whole module."""
-        return self.engine is not None and not self._fits
-
-    def gather_on_rank_0(self, new: New) -> dict[str, Tensor]:
-        """Return all parameters and buffers, whole, on rank 0 alone; all must call it."""
-        assert self.engine is not None
-        assert self.stages is not None
-        stage_of, owner = self.stages.stage_of, self.engine.plan.owner
-        named = {**dict(self._module.named_parameters()), **dict(self._module.named_buffers())}
-        sources = {n: owner(stage_of[n]) if n in stage_of else 0 for n in named}
-        with self.naming_peers("to put the weights together"):
-            return sent_to_rank_0(named, sources, self.group, new)
-
     # ------------------------------------------------------------------ checks
 
     def _check_loss(self, loss: Tensor) -> None:
@@ -634,7 +603,7 @@ class Session:
             )
 
     def _new_transport(self) -> CountingTransport:
-        links = link(self._config.route, self._device, self._config.limit)
+        links = link(self._config.route, self._device, self._config.crew)
         self.group = links.group
         return links.transport
 

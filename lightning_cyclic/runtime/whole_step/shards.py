@@ -21,9 +21,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from typing_extensions import override
 
 from lightning_cyclic.errors import StepError
-from lightning_cyclic.runtime.absent import Home, come_back, leave
+from lightning_cyclic.runtime.absent import Home, come_back, leave, without_memory
 from lightning_cyclic.runtime.cast_copies import cast_of
-from lightning_cyclic.runtime.lending import without_memory
 from lightning_cyclic.runtime.stages.stage_map import StageMap
 from lightning_cyclic.runtime.whole_step.versions import VersionStore
 
@@ -108,6 +107,9 @@ class Replica:
     def free_all(self) -> None:
         """Give up what has come for those who look at the whole module, between steps."""
 
+    def drop_copies(self) -> None:
+        """Behind a flush that brings nothing, keep no old copies of what several modules have."""
+
     def release(self) -> None:
         """End."""
 
@@ -146,13 +148,12 @@ class Shards(Replica):
         self._shown: dict[int, int] = {}  # foreign stage -> version
         self._stays = False
         self._is_apart = False  # whether no worker ever has all parameters
-        self._is_freed = True
         for j in self._foreign:
             for v in stores[j].versions:
                 self._note(j, v)
             if not stores[j].versions:
                 self._is_apart = True
-                self._leave(j, self)
+                self._leave(j)
 
     # ------------------------------------------------------------------ coming and going
 
@@ -239,44 +240,15 @@ class Shards(Replica):
         """Return the names of the parameters that come and go."""
         return [n for j in self._foreign for n in self._names[j]]
 
-    @property
-    def stale(self) -> tuple[str, ...]:
-        """Return no buffers: a flush brings them."""
-        return ()
+    @override
+    def drop_copies(self) -> None:
+        for j in (j for j in self._foreign if j not in self._shown):
+            with self._stores[j].changing():
+                self._leave(j)
 
-    @property
-    def stages(self) -> list[int]:
-        """Return the stages that this worker updates."""
-        return [j for j in range(len(self._stores)) if j not in self._foreign]
-
-    @property
-    def own(self) -> list[nn.Parameter]:
-        """Return their parameters."""
-        return [p for j in self.stages for p in self._stores[j].parameters]
-
-    @property
-    def is_freed(self) -> bool:
-        """Say whether parameters of others have no memory between steps."""
-        return self._is_freed
-
-    def free_foreign(self, home: Home | None) -> None:
-        """Give up what has come between steps; its home, or this, is told who reads it."""
-        self._is_freed = True
-        for j in self._foreign:
-            self._leave(j, home or self)
-
-    def _leave(self, j: int, home: Home) -> None:
-        # between steps nobody keeps what several modules have: it is old when its owner goes on
+    def _leave(self, j: int) -> None:
         for p, name in zip(self._stores[j].parameters, self._names[j], strict=True):
-            _leave(p, name, home)
-
-    def restore(self) -> None:
-        """Give parameters of others memory, without values."""
-        self._is_freed = False
-        for j in self._foreign:
-            for p in self._stores[j].parameters:
-                come_back(p)
-                p.data = torch.empty(p.shape, dtype=p.dtype, device=p.device)
+            _leave(p, name, self)
 
     # ------------------------------------------------------------------ what autograd saves
 
@@ -315,7 +287,7 @@ class Shards(Replica):
 
     # ------------------------------------------------------------------ who reads what is absent
 
-    def read(self, names: Sequence[str], operands: Sequence[Tensor]) -> NoReturn:
+    def read(self, names: Sequence[str]) -> NoReturn:
         """Refuse that an absent parameter is read.
 
         Raises:

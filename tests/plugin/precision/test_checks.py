@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import ModelPruning
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_cyclic import ConfigurationError, SparseStatePrecision
-from lightning_cyclic.plugin.precision.checks import check_optimizer
+from lightning_cyclic.plugin.precision.sparse_state import check_optimizer
 from tests import processes
 from tests import pruned as t
 

@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from lightning_cyclic import ConfigurationError
 from lightning_cyclic.plugin.precision import compressed
-from lightning_cyclic.plugin.precision.compressed import DenseLayout, SparseLayout, check_size
+from lightning_cyclic.plugin.precision.compressed import Layout, check_size
 
 
 @st.composite
@@ -26,7 +26,7 @@ def masks(draw: st.DrawFn) -> Tensor:
 @settings(deadline=None)
 @given(masks())
 def test_what_is_compressed_comes_back_where_it_was(mask: Tensor) -> None:
-    layout = SparseLayout.of(mask)
+    layout = Layout.of(mask)
     dense = torch.randn(mask.shape)
     values = layout.compress(dense)
     assert layout.index.dtype == torch.int32
@@ -39,7 +39,7 @@ def test_what_is_compressed_comes_back_where_it_was(mask: Tensor) -> None:
 
 
 def test_weight_is_written_in_place_and_in_its_own_dtype() -> None:
-    layout = SparseLayout.of(torch.tensor([[True, False], [False, True]]))
+    layout = Layout.of(torch.tensor([[True, False], [False, True]]))
     weight = torch.nn.Parameter(torch.zeros(2, 2, dtype=torch.bfloat16))
     address, version = weight.data_ptr(), weight._version
     layout.expand_into(torch.tensor([1.0, 2.0]), weight)
@@ -51,7 +51,7 @@ def test_weight_is_written_in_place_and_in_its_own_dtype() -> None:
 def test_channels_last() -> None:
     torch.manual_seed(0)
     weight = torch.randn(4, 3, 2, 2).to(memory_format=torch.channels_last)
-    layout = SparseLayout.of(weight > 0)
+    layout = Layout.of(weight > 0)
     values = layout.compress(weight)
     assert torch.equal(values, weight[weight > 0])
     layout.expand_into(-values, weight)
@@ -62,7 +62,7 @@ def test_channels_last() -> None:
 def test_many_elements_are_written_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compressed, "_AT_ONCE", 3)
     mask = torch.arange(20) % 3 != 0
-    layout, dense = SparseLayout.of(mask), torch.zeros(20)
+    layout, dense = Layout.of(mask), torch.zeros(20)
     layout.expand_into(torch.arange(1.0, 14.0), dense)
     assert dense[mask].tolist() == list(range(1, 14))
 
@@ -70,7 +70,7 @@ def test_many_elements_are_written_in_parts(monkeypatch: pytest.MonkeyPatch) -> 
 def test_positions_as_int64_are_never_there_at_once() -> None:
     """Only a profiler sees the copy that index_put_ makes within."""
     mask = torch.arange(3_000_000) % 2 == 0
-    layout, weight = SparseLayout.of(mask), torch.zeros(3_000_000, dtype=torch.bfloat16)
+    layout, weight = Layout.of(mask), torch.zeros(3_000_000, dtype=torch.bfloat16)
     values = torch.ones(1_500_000)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         layout.expand_into(values, weight)
@@ -82,7 +82,7 @@ def test_positions_as_int64_are_never_there_at_once() -> None:
 
 
 def test_dense_layout_is_the_tensor_itself() -> None:
-    layout, weight = DenseLayout(), torch.nn.Parameter(torch.zeros(2, 2, dtype=torch.float16))
+    layout, weight = Layout(None), torch.nn.Parameter(torch.zeros(2, 2, dtype=torch.float16))
     layout.expand_into(torch.ones(2, 2), weight)
     assert weight.tolist() == [[1, 1], [1, 1]]
     assert layout.compress(weight).data_ptr() == weight.data_ptr()
@@ -90,10 +90,10 @@ def test_dense_layout_is_the_tensor_itself() -> None:
 
 def test_equal_masks_have_equal_digests() -> None:
     mask = torch.tensor([[True, False], [False, True]])
-    digest = SparseLayout.of(mask).digest
-    assert digest == SparseLayout.of(mask.clone()).digest
-    assert digest != SparseLayout.of(~mask).digest
-    assert digest != SparseLayout.of(mask.view(4)).digest
+    digest = Layout.of(mask).digest
+    assert digest == Layout.of(mask.clone()).digest
+    assert digest != Layout.of(~mask).digest
+    assert digest != Layout.of(mask.view(4)).digest
 
 
 def test_more_elements_than_int32_can_tell_apart() -> None:
@@ -101,4 +101,4 @@ def test_more_elements_than_int32_can_tell_apart() -> None:
     with pytest.raises(ConfigurationError, match=r"'w' has 2147483648 elements.*up to 2147483647"):
         check_size((2**16, 2**15), "w")
     with pytest.raises(ConfigurationError, match="positions of kept elements are int32"):
-        SparseLayout.of(torch.empty(2**16, 2**15, dtype=torch.bool, device="meta"))
+        Layout.of(torch.empty(2**16, 2**15, dtype=torch.bool, device="meta"))

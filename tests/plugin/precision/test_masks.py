@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn.utils import prune
 
-from lightning_cyclic import ConfigurationError
+from lightning_cyclic import ConfigurationError, SparseStatePrecision
 from lightning_cyclic.plugin.precision import masks as m
 from tests import pruned as t
 
@@ -184,7 +184,7 @@ def test_files(tmp_path: Path) -> None:
 
 def test_both_are_refused_and_so_is_neither() -> None:
     with pytest.raises(ConfigurationError, match=r"mask and sparsity=0.9 were both given"):
-        m.check_choice({}, 0.9)
+        SparseStatePrecision({}, 0.9)
     with pytest.raises(ConfigurationError, match=r"has no mask, nor has the checkpoint one"):
         layouts()
     with pytest.raises(ConfigurationError, match=r"mask prunes no parameter"):

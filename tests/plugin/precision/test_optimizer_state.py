@@ -5,14 +5,12 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from lightning_cyclic.plugin.precision.compressed import DenseLayout, SparseLayout
-from lightning_cyclic.plugin.precision.optimizer_state import (
+from lightning_cyclic.plugin.precision.compressed import Layout, ParameterState
+from lightning_cyclic.plugin.precision.masters import (
     compressed,
     expanded,
     give_masters,
-    numbered,
 )
-from lightning_cyclic.plugin.precision.parameter_state import ParameterState
 
 MASK = torch.tensor([[True, False, True], [False, True, False]])
 
@@ -20,7 +18,7 @@ MASK = torch.tensor([[True, False, True], [False, True, False]])
 def states() -> list[ParameterState]:
     torch.manual_seed(0)
     weight, bias = nn.Parameter(torch.randn(2, 3)), nn.Parameter(torch.randn(2))
-    layouts = SparseLayout.of(MASK), DenseLayout()
+    layouts = Layout.of(MASK), Layout(None)
     return [
         ParameterState(name, p, layout, torch.bfloat16)
         for name, p, layout in zip(("w", "b"), (weight, bias), layouts, strict=True)
@@ -55,10 +53,8 @@ def test_saved_state_has_the_shapes_of_parameters_and_comes_back() -> None:
     for state in (one, two):
         state.master.grad = torch.randn_like(state.master)
     optimizer.step()
-    of = numbered(optimizer, [one, two])
-    assert of == {1: one}
     before = optimizer.state_dict()
-    saved = expanded(before, of)
+    saved = expanded(before, optimizer, [one, two])
     own = before["state"][1]["exp_avg"]
     assert own.shape == (3,)  # the optimizer's own is as it was
     assert saved["state"][1]["exp_avg"][MASK].tolist() == own.tolist()
@@ -66,6 +62,6 @@ def test_saved_state_has_the_shapes_of_parameters_and_comes_back() -> None:
     assert saved["state"][1]["step"] is before["state"][1]["step"]
     assert saved["state"][0] is before["state"][0]
     assert saved["param_groups"] == before["param_groups"]
-    again = compressed(saved, of)
+    again = compressed(saved, optimizer, [one, two])
     assert torch.equal(again["state"][1]["exp_avg"], own)
     optimizer.load_state_dict(again)

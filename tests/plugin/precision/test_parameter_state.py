@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_cyclic.plugin.precision.compressed import DenseLayout, SparseLayout
-from lightning_cyclic.plugin.precision.parameter_state import ParameterState
+from lightning_cyclic.plugin.precision.compressed import Layout, ParameterState
 
 MASK = torch.tensor([[True, False], [False, True]])
 BF16 = torch.bfloat16
@@ -15,7 +14,7 @@ BF16 = torch.bfloat16
 
 def state(dtype: torch.dtype = BF16, *, dense: bool = False) -> ParameterState:
     weight = nn.Parameter(torch.tensor([[1.001, 2.0], [3.0, 4.001]]))
-    layout = DenseLayout() if dense else SparseLayout.of(MASK)
+    layout = Layout(None) if dense else Layout.of(MASK)
     return ParameterState("w", weight, layout, dtype)
 
 
@@ -72,7 +71,7 @@ def test_one_hook_however_often_it_is_watched() -> None:
 
 def test_what_is_frozen_may_be_unfrozen() -> None:
     weight = nn.Parameter(torch.ones(2, 2), requires_grad=False)
-    found = ParameterState("w", weight, SparseLayout.of(MASK), BF16)
+    found = ParameterState("w", weight, Layout.of(MASK), BF16)
     found.watch()
     assert not weight.requires_grad
     weight.requires_grad_().sum().backward()

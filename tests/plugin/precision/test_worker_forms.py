@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from lightning_cyclic.plugin.precision.compressed import DenseLayout, SparseLayout
-from lightning_cyclic.plugin.precision.parameter_state import ParameterState
-from lightning_cyclic.plugin.precision.worker_forms import SparseForms
+from lightning_cyclic.plugin.precision.compressed import Layout, ParameterState
+from lightning_cyclic.plugin.precision.masters import SparseForms
 from lightning_cyclic.runtime.weight_forms import ALL
 
 BF16 = torch.bfloat16
@@ -19,8 +18,8 @@ class Worker:
         self.checks = 0
         self.pruned, self.bias, self.other = (nn.Parameter(torch.ones(2, 2)) for _ in range(3))
         self.states = [
-            ParameterState("pruned", self.pruned, SparseLayout.of(MASK), BF16),
-            ParameterState("bias", self.bias, DenseLayout(), BF16),
+            ParameterState("pruned", self.pruned, Layout.of(MASK), BF16),
+            ParameterState("bias", self.bias, Layout(None), BF16),
         ]
         self.forms = SparseForms(self.states, self.states, self.check)
 

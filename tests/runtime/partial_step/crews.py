@@ -80,7 +80,7 @@ class Crew:
             num_microbatches=plan.num_microbatches, replicas=1, remat=remat, seed=0,
             expected_stages=plan.num_stages,
             apply=lambda t, j: self.apply(w, t, j),
-            guess=lambda j, stage, v, updates: self.guess(w, stage, v, updates), **self.options,
+            guess=lambda stage, v, updates: self.guess(w, stage, v, updates), **self.options,
         )  # fmt: skip
 
     def apply(self, w: int, t: int, j: int) -> None:

@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_cyclic.plugin.precision.compressed import SparseLayout
-from lightning_cyclic.plugin.precision.parameter_state import ParameterState
-from lightning_cyclic.plugin.precision.worker_forms import SparseForms
+from lightning_cyclic.plugin.precision.compressed import Layout, ParameterState
+from lightning_cyclic.plugin.precision.masters import SparseForms
 from lightning_cyclic.runtime.partial_step.ownership import Ownership
 from lightning_cyclic.runtime.weight_forms import ALL
 from tests.runtime.partial_step.hand import cuts_of
@@ -141,7 +140,7 @@ def test_gradients_of_borrowed_parameters_are_kept_apart():
 def test_of_what_is_trained_in_place_of_a_weight_its_gradients_are_kept_apart():
     model = Model()
     weight = model.a.weight
-    state = ParameterState("a", weight, SparseLayout.of(torch.eye(3).bool()), torch.float32)
+    state = ParameterState("a", weight, Layout.of(torch.eye(3).bool()), torch.float32)
     state.watch()
     _, ownership = held(0, 2, model=model, forms=SparseForms([state], [state], lambda: None))
     state.master.grad = before = torch.full((3,), 5.0)

@@ -162,7 +162,7 @@ def test_a_result_that_cannot_be_told_to_other_workers_is_refused():
 
     model = Giving()
     model.a = Odd("a", model.seen)
-    with pytest.raises(StepError, match=r"what a\(\) returned.* is a builtins.tuple_iterator"):
+    with pytest.raises(StepError, match=r"what a\(\) returned.* holds a builtins.tuple_it"):
         run_stages(router_of(model, "b"), step_of(model))
 
 

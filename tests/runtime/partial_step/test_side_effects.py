@@ -7,10 +7,10 @@ import torch
 from torch import nn
 from torchmetrics import CatMetric, MeanMetric
 
-from lightning_cyclic.runtime.partial_step.module_state import ModuleState
-from lightning_cyclic.runtime.partial_step.side_effects import SideEffects, state_of
+from lightning_cyclic.runtime.partial_step.module_state import ModuleState, Seen, state_of
 from tests.runtime.partial_step.hand import cuts_of
 
+NOTHING = Seen({}, [], [])
 X = torch.linspace(-1, 1, 8).reshape(4, 2)
 STATISTICS = [f"{m}.{n}" for m in ("one", "two") for n in ("running_mean", "running_var")]
 COUNTS = [f"{m}.num_batches_tracked" for m in ("one", "two")]
@@ -40,7 +40,7 @@ def made():
     cuts = cuts_of(
         model, ["two"], metrics={"mean": 0, "cat": 1}, changed=[*STATISTICS, *COUNTS, "two.moving"]
     )
-    return model, SideEffects(model, cuts, ModuleState(model, vars(model), [0], 1, print))
+    return model, ModuleState(model, cuts, vars(model), [0], 1, print)
 
 
 def state(model):
@@ -58,7 +58,7 @@ def of_stage(j, picture):
 def test_statistics_and_metrics_of_a_stage_are_undone(j):
     model, effects = made()
     before = state(model)
-    with effects.undone(j):
+    with effects.again(j, NOTHING):
         model(X - 1)
         inside = state(model)
     after = state(model)
@@ -70,7 +70,7 @@ def test_statistics_and_metrics_of_a_stage_are_undone(j):
 def test_buffers_are_the_same_objects():
     model, effects = made()
     before = {n: id(b) for n, b in model.named_buffers()}
-    with effects.undone(1):
+    with effects.again(1, NOTHING):
         model(X - 1)
         assert id(model.two.moving) != before["two.moving"]
     assert {n: id(b) for n, b in model.named_buffers()} == before
@@ -79,7 +79,7 @@ def test_buffers_are_the_same_objects():
 def test_metrics_go_on_as_if_nothing_had_been():
     model, effects = made()
     reference, _ = made()
-    with effects.undone(0):
+    with effects.again(0, NOTHING):
         model.mean(X)
         model.mean.update(X - 1)
     for m in (model, reference):
@@ -91,7 +91,7 @@ def test_metrics_go_on_as_if_nothing_had_been():
 def test_a_computed_value_and_the_last_batch_are_remembered():
     model, effects = made()
     computed, forward = model.mean.compute(), model.mean._forward_cache
-    with effects.undone(0):
+    with effects.again(0, NOTHING):
         model.mean(torch.tensor(99.0))
         assert model.mean._computed is None
         assert model.mean._forward_cache == 99
@@ -102,7 +102,7 @@ def test_a_computed_value_and_the_last_batch_are_remembered():
 def test_a_list_of_states_is_cut_back():
     model, effects = made()
     before = [x.clone() for x in model.cat.value]
-    with effects.undone(1):
+    with effects.again(1, NOTHING):
         model.cat.update(X)
         assert len(model.cat.value) == len(before) + 1
     assert len(model.cat.value) == len(before)
@@ -112,7 +112,7 @@ def test_a_list_of_states_is_cut_back():
 def test_everything_is_undone_behind_an_error():
     model, effects = made()
     before = state(model)
-    with pytest.raises(KeyError), effects.undone(0):  # noqa: PT012
+    with pytest.raises(KeyError), effects.again(0, NOTHING):  # noqa: PT012
         model.one(X)
         model.mean.update(X)
         raise KeyError
@@ -121,7 +121,7 @@ def test_everything_is_undone_behind_an_error():
 
 def test_gradients_stay():
     model, effects = made()
-    with effects.undone(1):
+    with effects.again(1, NOTHING):
         model.two(X).square().sum().backward()
         inside = model.two.weight.grad.clone()
     assert torch.equal(model.two.weight.grad, inside)
@@ -132,7 +132,7 @@ def test_graphs_that_hold_buffers_do_not_notice():
     model, effects = made()
     model.two.eval()  # the backward needs the statistics
     loss = model.two(X.clone().requires_grad_()).sum()
-    with effects.undone(1):
+    with effects.again(1, NOTHING):
         pass
     loss.backward()
     assert model.two.weight.grad is not None
@@ -140,9 +140,7 @@ def test_graphs_that_hold_buffers_do_not_notice():
 
 def test_buffers_that_do_not_change_are_left_alone():
     model = Model()
-    effects = SideEffects(
-        model, cuts_of(model, ["two"]), ModuleState(model, vars(model), [0], 1, print)
-    )
-    with effects.undone(0):
+    effects = ModuleState(model, cuts_of(model, ["two"]), vars(model), [0], 1, print)
+    with effects.again(0, NOTHING):
         model.one(X)
     assert model.one.num_batches_tracked == 1

@@ -17,7 +17,6 @@ from lightning_cyclic.runtime.partial_step.ghosts import Ghost
 from lightning_cyclic.runtime.partial_step.module_state import ModuleState
 from lightning_cyclic.runtime.partial_step.ownership import Ownership
 from lightning_cyclic.runtime.partial_step.packets import Gradients, Packet
-from lightning_cyclic.runtime.partial_step.side_effects import SideEffects
 from lightning_cyclic.runtime.partial_step.stage_step import Micro, StageStep
 from tests.runtime.partial_step.hand import router_of
 from tests.runtime.partial_step.rows import Row, X
@@ -33,9 +32,10 @@ class Rig:
         num_stages = self.router.num_stages
         plan = make_plan("1f1b", num_stages=num_stages, num_workers=1, num_microbatches=1)
         ownership = Ownership(model, self.router.cuts, range(num_stages))
-        state = ModuleState(model, vars(model), range(num_stages), num_stages, print)
-        effects = SideEffects(model, self.router.cuts, state)
-        self.stage = StageStep(self.router, plan, ownership, effects, 0, remat)
+        state = ModuleState(
+            model, self.router.cuts, vars(model), range(num_stages), num_stages, print
+        )
+        self.stage = StageStep(self.router, plan, ownership, state, 0, remat)
 
     def step(self, t: int, x: Tensor = X, *, backward: bool = True) -> tuple[Tensor, list[Any]]:
         """Return the loss and the gradients of a step."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -9,6 +11,7 @@ from torch import Tensor
 from lightning_cyclic.plan import make_plan
 from lightning_cyclic.plan.actions import Lane, Payload
 from lightning_cyclic.plan.passes.messages import Channel, Ring
+from lightning_cyclic.runtime.transport.crew import AbstractCrew
 from tests import processes
 
 THERE = Channel(0, 1, Lane.MAIN)
@@ -38,6 +41,14 @@ def join() -> tuple[int, int]:
     place = processes.here()
     dist.init_process_group("gloo", rank=place.rank, world_size=place.num_ranks)
     return place.rank, place.num_ranks
+
+
+def reason_of(crew: AbstractCrew) -> str | None:
+    """Return the words of a rank that fails, which its others see a little later."""
+    end = time.monotonic() + 3
+    while crew.failure() is None and time.monotonic() < end:
+        time.sleep(0.02)
+    return crew.failure()
 
 
 def backwards(num_ranks: int, rank: int) -> int:

@@ -17,6 +17,7 @@ from lightning_cyclic.runtime.transport.choice import (
     refuse_shared_gpus,
     route_on_gpus,
 )
+from lightning_cyclic.runtime.transport.crew import Crew
 from lightning_cyclic.runtime.transport.edges import LateEdges
 from tests import processes
 from tests.runtime.transport.rings import join
@@ -84,7 +85,7 @@ def linked(route: Any, device: str) -> tuple[str, str, str]:
     """Return what is made for workers that have one GPU, if any: what it is does not matter."""
     join()
     choice._identity = lambda device: "host/a"  # type: ignore[assignment]
-    links = link(route, torch.device(device), 20.0)
+    links = link(route, torch.device(device), Crew(20.0))
     inner = links.transport._inner
     torch.distributed.barrier(links.group)  # the store ends with rank 0: all have read the hosts
     links.transport.close()

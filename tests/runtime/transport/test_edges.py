@@ -11,6 +11,7 @@ import torch
 from lightning_cyclic.plan.actions import Payload
 from lightning_cyclic.plan.passes.messages import Channel, Ring
 from lightning_cyclic.runtime.transport.base import Part
+from lightning_cyclic.runtime.transport.crew import Crew
 from lightning_cyclic.runtime.transport.edges import EdgeTransport
 from lightning_cyclic.runtime.transport.named import NamedTransport
 from tests import processes
@@ -21,6 +22,7 @@ from tests.runtime.transport.rings import (
     backwards,
     channels_of,
     join,
+    reason_of,
     ring,
     room,
     some,
@@ -34,8 +36,10 @@ Log = list[tuple[str, Channel]]
 
 
 def edges(channels: Sequence[Channel], timeout_s: float) -> EdgeTransport:
-    control = NamedTransport({c.lane for c in channels}, timeout_s)
-    return EdgeTransport(channels, control, CPU, "gloo")
+    control = NamedTransport({c.lane for c in channels}, Crew(timeout_s))
+    transport = EdgeTransport(channels, control, CPU, "gloo")
+    transport.crew.hang_up = transport.hang_up
+    return transport
 
 
 def exchange(preset: str) -> tuple[Log, dict[Channel, list[int]]]:
@@ -50,7 +54,7 @@ def exchange(preset: str) -> tuple[Log, dict[Channel, list[int]]]:
         return post(self, way, channel, *args)
 
     EdgeTransport._post = logged  # type: ignore[method-assign]
-    control = NamedTransport({c.lane for c in channels}, 20.0, partial(backwards, num))
+    control = NamedTransport({c.lane for c in channels}, Crew(20.0), partial(backwards, num))
     transport = EdgeTransport(channels, control, CPU, "gloo")
     EdgeTransport._post = post  # type: ignore[method-assign]
     worker, sent, posted = transport.worker, [], {}
@@ -93,41 +97,38 @@ def use_no_names() -> list[int]:
     return [int(b) for b in got]
 
 
-def wait_in_vain() -> str:
+def wait_in_vain() -> None:
     """Time out on one channel; the others go on."""
     rank, _ = join()
     transport = edges((THERE, BACK, SUMS), 0.3)
-    text = ""
     if rank == 1:
-        with pytest.raises(TimeoutError) as caught:
+        with pytest.raises(TimeoutError):
             transport.irecv(ring(SUMS, Payload.S, 4), room()).wait()
-        text = str(caught.value)
     torch.distributed.barrier()
     byte = some(7) if rank == 0 else room()
     (transport.isend if rank == 0 else transport.irecv)(ring(THERE), byte).wait()
     assert byte == 7
     transport.close()
     transport.control.close()
-    return text
 
 
-def fail_on_the_last() -> tuple[float, str, str | None]:
+def fail_on_the_last() -> tuple[float, str | None]:
     rank, num = join()
     channels = channels_of("cyclic_dp", num)
     transport = edges(channels, 30.0)
     if rank == num - 1:
         time.sleep(0.2)
-        transport.report_failure("worker 3: boom")
+        transport.crew.tell("worker 3: boom")
         time.sleep(1)
-        return 0.0, "", None
+        return 0.0, None
     start = time.monotonic()
     channel = next(c for c in channels if {rank, num - 1} == set(c[:2]) and not c.is_control)
     post = transport.isend if channel.source == rank else transport.irecv
-    with pytest.raises(ConnectionError) as caught:
+    with pytest.raises(ConnectionError):
         post(ring(channel), room(1 << 22)).wait()
-    waited, reason = time.monotonic() - start, transport.failure()
+    waited, reason = time.monotonic() - start, reason_of(transport.crew)
     time.sleep(1)  # the store that the others read ends with rank 0
-    return waited, str(caught.value), reason
+    return waited, reason
 
 
 @pytest.mark.parametrize(
@@ -150,15 +151,11 @@ def test_messages_have_no_names_but_by_control() -> None:
     assert processes.run(use_no_names, 2) == [[0, 0, 0, 0], [1, 2, 3, 9]]
 
 
-def test_a_time_out_is_named_and_breaks_its_channel_only() -> None:
-    text = processes.run(wait_in_vain, 2)[1]
-    assert text.startswith("rank 1 on ")
-    assert "waited for S of stage 4 on lane sums from rank 0 on " in text
-    assert "the limit is 0.3 s" in text
+def test_a_time_out_breaks_its_channel_only() -> None:
+    processes.run(wait_in_vain, 2)
 
 
 def test_a_failure_wakes_all_who_wait() -> None:
-    for waited, error, reason in processes.run(fail_on_the_last, 4)[:3]:
+    for waited, reason in processes.run(fail_on_the_last, 4)[:3]:
         assert waited < 5
-        assert "rank 3 on " in error
         assert reason == "worker 3: boom"

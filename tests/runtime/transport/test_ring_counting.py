@@ -34,8 +34,8 @@ def test_the_rest_is_passed_on() -> None:
     receiver.irecv(ring(), there).wait()
     assert there.tolist() == [7, 7]
     assert not receiver.messages
-    receiver.report_failure("boom")
-    assert sender.failure() == "boom"
+    receiver.crew.tell("boom")
+    assert sender.crew.failure() == "boom"
     sender.close()
 
 

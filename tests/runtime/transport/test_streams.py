@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from lightning_cyclic.runtime.transport import streams
-from lightning_cyclic.runtime.transport.limit import Limit
 from lightning_cyclic.runtime.transport.line import Gone
+from lightning_cyclic.runtime.transport.local import LocalCrew, PostOffice
 from lightning_cyclic.runtime.transport.streams import ChannelStreams, own_error_handling
 from tests.runtime.transport.rings import SUMS, THERE, room
 
@@ -53,7 +53,7 @@ class Fake:
         self.log: Log = []
         self.current = FakeStream(self.log, "compute")
         self.made: list[FakeStream] = []
-        self.failure: str | None = None
+        self.office = PostOffice()
         monkeypatch.setattr(streams, "_POLL_S", 0.01)
         monkeypatch.setattr(streams, "stream_on", self.make)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: self.current)
@@ -81,13 +81,12 @@ class Fake:
         return ChannelStreams(
             (THERE, SUMS),
             DEVICE,
-            Limit(timeout_s),
-            lambda: self.failure,
+            LocalCrew(self.office, 0, timeout_s),
             lambda: self.log.append("hang up"),
         )
 
-    def begin(self, made: ChannelStreams, says: str = "worker 0 waited") -> Any:
-        return made.begin(SUMS, self.start, self.data, lambda: says)
+    def begin(self, made: ChannelStreams) -> Any:
+        return made.begin(SUMS, self.start, self.data)
 
 
 @pytest.fixture
@@ -132,11 +131,11 @@ def test_the_host_waits_and_no_stream_does(fake: Fake) -> None:
 
 def test_a_message_that_is_late_ends_all(fake: Fake) -> None:
     made = fake.streams(0.05)
-    never_waited_for, late = fake.begin(made), fake.begin(made, "worker 0 waited for P")
+    never_waited_for, late = fake.begin(made), fake.begin(made)
     time.sleep(0.1)
     assert not made.has_failed  # nobody waits: a receive may be posted long before its send
     for error in (late.wait, never_waited_for.wait, made.check, fake.begin(made).wait):
-        with pytest.raises(TimeoutError, match="^worker 0 waited for P: it has not run$"):
+        with pytest.raises(TimeoutError, match="^it has not run$"):
             error()
     assert never_waited_for.is_done()
     assert isinstance(fake.begin(made), Gone)
@@ -164,8 +163,8 @@ def test_what_another_thread_has_aborted_is_an_error(fake: Fake) -> None:
 
 def test_the_failure_of_another_worker_ends_all(fake: Fake) -> None:
     pending = fake.begin(fake.streams(20.0))
-    fake.failure = "worker 1: boom"
-    with pytest.raises(ConnectionError, match="^worker 0 waited: worker 1: boom$"):
+    fake.office.fail("worker 1: boom")
+    with pytest.raises(ConnectionError, match="^worker 1: boom$"):
         pending.wait()
     assert "hang up" in fake.log
 
@@ -175,8 +174,8 @@ def test_a_message_that_cannot_begin_says_so_when_it_is_waited_for(fake: Fake) -
         raise RuntimeError("NCCL communicator was aborted")
 
     made = fake.streams(20.0)
-    pending = made.begin(SUMS, start, fake.data, lambda: "worker 0 waited")
-    with pytest.raises(ConnectionError, match="^worker 0 waited: NCCL communicator was aborted$"):
+    pending = made.begin(SUMS, start, fake.data)
+    with pytest.raises(ConnectionError, match="^NCCL communicator was aborted$"):
         pending.wait()
 
 
@@ -195,7 +194,7 @@ def test_error_handling_is_ours_for_the_groups_made_inside(
 
 @pytest.mark.gpu
 def test_channels_run_beside_each_other_and_beside_compute() -> None:
-    made = ChannelStreams((THERE, SUMS), DEVICE, Limit(20.0), lambda: None, lambda: None)
+    made = ChannelStreams((THERE, SUMS), DEVICE, LocalCrew(PostOffice(), 0, 20.0), lambda: None)
     data = room(1 << 20).to(DEVICE)
     torch.cuda._sleep(1)  # what has not run before is loaded, for which the GPU must be idle
     assert int(data.fill_(0).sum()) == 0
@@ -206,8 +205,8 @@ def test_channels_run_beside_each_other_and_beside_compute() -> None:
         return SimpleNamespace(wait=lambda: None)
 
     begin = time.monotonic()
-    pending = made.begin(THERE, start, data, lambda: "")
-    other = made.begin(SUMS, lambda: SimpleNamespace(wait=lambda: None), data, lambda: "")
+    pending = made.begin(THERE, start, data)
+    other = made.begin(SUMS, lambda: SimpleNamespace(wait=lambda: None), data)
     assert soon(other.is_done)  # behind no other channel
     assert not pending.is_done()
     assert time.monotonic() - begin < 0.3
@@ -220,14 +219,16 @@ def test_channels_run_beside_each_other_and_beside_compute() -> None:
 @pytest.mark.gpu
 def test_a_late_event_is_named() -> None:
     hung_up: list[bool] = []
-    made = ChannelStreams((THERE,), DEVICE, Limit(0.1), lambda: None, lambda: hung_up.append(True))
+    made = ChannelStreams(
+        (THERE,), DEVICE, LocalCrew(PostOffice(), 0, 0.1), lambda: hung_up.append(True)
+    )
 
     def start() -> Any:
         torch.cuda._sleep(int(2e9))
         return SimpleNamespace(wait=lambda: None)
 
-    pending = made.begin(THERE, start, room().to(DEVICE), lambda: "worker 0 waited")
-    with pytest.raises(TimeoutError, match="worker 0 waited"):
+    pending = made.begin(THERE, start, room().to(DEVICE))
+    with pytest.raises(TimeoutError):
         pending.wait()
     assert hung_up == [True]
     torch.cuda.synchronize()

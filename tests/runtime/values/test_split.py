@@ -22,7 +22,7 @@ from transformers import BatchEncoding, PreTrainedTokenizerFast
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from lightning_cyclic.errors import StepError
-from lightning_cyclic.runtime.values.plain import decode_leaf, encode_leaf
+from lightning_cyclic.runtime.values.plain import leaf_from_data, leaf_to_data
 from lightning_cyclic.runtime.values.reading import names, read, size_of
 from lightning_cyclic.runtime.values.split import MicroBatch, signature, split
 from lightning_cyclic.runtime.values.trees import flatten, map_tensors, unflatten
@@ -334,7 +334,7 @@ def test_what_a_tokenizer_made_keeps_the_encodings_of_its_samples() -> None:
     first, second = parts_of(batch, 2)
     assert [first.tokens(0), first.tokens(1), second.tokens(0)] == [["a"], ["b"], ["?"]]
     leaves, structure = flatten(second)
-    sent = [x if isinstance(x, Tensor) else decode_leaf(encode_leaf(x)) for x in leaves]
+    sent = [x if isinstance(x, Tensor) else leaf_from_data(leaf_to_data(x)) for x in leaves]
     assert unflatten(structure, sent).word_ids(0) == second.word_ids(0) == [0]
 
 

@@ -7,10 +7,8 @@ import enum
 import functools
 import json
 import logging
-import math
 import pathlib
 import timeit
-import types
 from collections import Counter, OrderedDict, UserDict, defaultdict
 from typing import Any, NamedTuple
 
@@ -22,25 +20,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
+from torch.utils._pytree import register_pytree_node
 from transformers import BatchEncoding, BatchFeature, DynamicCache
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
 from lightning_cyclic.errors import StepError
 from lightning_cyclic.runtime.values.plain import (
-    decode_leaf,
-    encode_leaf,
-    from_json,
     is_plain,
-    to_json,
+    leaf_from_data,
+    leaf_to_data,
+    structure_from_data,
+    structure_to_data,
 )
 from lightning_cyclic.runtime.values.trees import (
     LEAF,
-    Structure,
-    close_value,
     flatten,
+    labels,
     map_tensors,
     open_value,
-    places,
     tensors,
     unflatten,
 )
@@ -107,6 +104,10 @@ class Needy:
         self.x = x
 
 
+class Known(Needy):
+    pass
+
+
 class Colour(enum.Enum):
     RED = "red"
 
@@ -142,7 +143,6 @@ CONTAINERS = {
     "dict subclass": named(dict.__new__(Keyed), note=X),
     "list subclass": named(Stack([X, Y]), name="mine"),
     "UserDict": UserDict(a=X),
-    "mapping proxy": types.MappingProxyType({"a": X}),
     "namedtuple": Pair(X, Pair(Y)),
     "tuple subclass": named(Point((X, Y)), note=Z),
     "return type": torch.max(X, dim=0),
@@ -168,14 +168,13 @@ def test_a_container_comes_back_with_its_type_and_content(name: str) -> None:
     assert back is not value
     assert same(back, value)
     assert LEAF != structure == flatten(back)[1]
-    assert hash(structure) == hash(flatten(back)[1])
-    assert len(places(structure)) == len(leaves)
+    assert len(labels(structure)) == len(structure.children)
 
 
-@pytest.mark.parametrize("name", sorted(CONTAINERS.keys() - {"mapping proxy"}))
+@pytest.mark.parametrize("name", CONTAINERS)
 def test_a_structure_survives_json(name: str) -> None:
     leaves, structure = flatten(CONTAINERS[name])
-    back = from_json(json.loads(json.dumps(to_json(structure))))
+    back = structure_from_data(json.loads(json.dumps(structure_to_data(structure))))
     assert back == structure
     assert same(unflatten(back, leaves), CONTAINERS[name])
 
@@ -221,7 +220,7 @@ PLAIN = st.one_of(
 def test_any_tree_comes_back(value: Any) -> None:
     leaves, structure = flatten(value)
     assert same(unflatten(structure, leaves), value)
-    assert from_json(json.loads(json.dumps(to_json(structure)))) == structure
+    assert structure_from_data(json.loads(json.dumps(structure_to_data(structure)))) == structure
     assert map_tensors(lambda x: x, value) is value
     assert list(map(id, tensors(value))) == [id(x) for x in leaves if isinstance(x, Tensor)]
 
@@ -229,20 +228,9 @@ def test_any_tree_comes_back(value: Any) -> None:
 @given(PLAIN)
 def test_a_plain_leaf_survives_json(leaf: Any) -> None:
     assert is_plain(leaf)
-    back = decode_leaf(json.loads(json.dumps(encode_leaf(leaf))))
+    back = leaf_from_data(json.loads(json.dumps(leaf_to_data(leaf))))
     assert type(back) is type(leaf)
     assert repr(back) == repr(leaf) or back == leaf  # nan differs from itself, -0.0 does not
-
-
-def test_floats_survive_json_bit_by_bit() -> None:
-    for x in (math.nan, math.inf, -math.inf, -0.0, 0.1, 5e-324):
-        assert repr(decode_leaf(json.loads(json.dumps(encode_leaf(x), allow_nan=False)))) == repr(
-            x
-        )
-
-
-def test_sets_are_encoded_in_the_same_order_everywhere() -> None:
-    assert encode_leaf({"b", "a", 3}) == {"set": ["a", "b", 3]}
 
 
 @pytest.mark.parametrize(
@@ -269,40 +257,6 @@ def test_what_is_no_container_is_a_leaf(leaf: Any) -> None:
     assert leaves[0] is leaf is unflatten(structure, leaves)
 
 
-def test_leaves_come_depth_first_and_know_their_places() -> None:
-    value = (X, {"a": [1, Frozen(Y)], 7: Pair(None, "s")}, CONTAINERS["ModelOutput"])
-    leaves, structure = flatten(value)
-    assert leaves[0] is X
-    assert leaves[2] is Y
-    assert (leaves[1], *leaves[3:6]) == (1, 3, None, "s")
-    told = places(structure, "batch")
-    assert told[:4] == ["batch[0]", "batch[1]['a'][0]", "batch[1]['a'][1].x", "batch[1]['a'][1].n"]
-    assert told[4:7] == ["batch[1][7][0]", "batch[1][7][1]", "batch[2].loss"]
-
-
-def test_structures_differ_with_types_keys_and_nesting() -> None:
-    values = [
-        X,
-        (X,),
-        [X],
-        {"a": X},
-        {"b": X},
-        OrderedDict(a=X),
-        ((X,),),
-        (X, X),
-        Pair(X),
-        Frozen(X),
-    ]
-    structures = [flatten(value)[1] for value in values]
-    assert len(set(structures)) == len(values)
-    assert flatten((Y, {"a": 2}))[1] == flatten((None, {"a": X}))[1]
-
-
-def test_user_code_does_not_run_when_a_value_is_put_together() -> None:
-    sample = unflatten(flatten(Sample(X))[1], [Y, None, 1, "set later"])
-    assert (sample.x, sample.calls, sample.extra) == (Y, 1, "set later")
-
-
 def test_a_model_output_keeps_both_faces() -> None:
     out = CausalLMOutputWithPast(logits=X, hidden_states=(X, Y))
     back = map_tensors(lambda x: x + 1, out)
@@ -320,8 +274,8 @@ def test_a_cache_of_keys_and_values_works_after_it_was_put_together() -> None:
     cache.update(torch.ones(1, 1, 2, 3), torch.zeros(1, 1, 2, 3), 0)
     out = BaseModelOutputWithPast(last_hidden_state=X, past_key_values=cache)
     leaves, structure = flatten(out)
-    structure = from_json(json.loads(json.dumps(to_json(structure))))
-    sent = [x if isinstance(x, Tensor) else decode_leaf(encode_leaf(x)) for x in leaves]
+    structure = structure_from_data(json.loads(json.dumps(structure_to_data(structure))))
+    sent = [x if isinstance(x, Tensor) else leaf_from_data(leaf_to_data(x)) for x in leaves]
     back = unflatten(structure, sent).past_key_values
     keys, _ = back.update(torch.ones(1, 1, 1, 3), torch.zeros(1, 1, 1, 3), 0)
     assert back.get_seq_length() == 3
@@ -334,6 +288,15 @@ def test_a_batch_encoding_still_moves_and_reads_its_tensors() -> None:
     assert type(back) is BatchEncoding
     assert back.input_ids.dtype == back["input_ids"].dtype == torch.float64
     assert back.to("cpu")["n"] == [1, 2]
+
+
+def test_types_that_users_register_are_taken_apart_as_they_say() -> None:
+    register_pytree_node(
+        Known, lambda value: ([value.x], "context"), lambda parts, _: Known(*parts)
+    )
+    leaves, structure = flatten([Known(X)])
+    assert leaves == [X]
+    assert unflatten(structure, [Y])[0].x is Y
 
 
 def test_a_distribution_gives_what_it_gave() -> None:
@@ -351,26 +314,10 @@ def test_a_packed_sequence_keeps_its_fields() -> None:
     assert torch.equal(back.data, packed.data)
 
 
-def test_mapping_tensors_keeps_what_did_not_change() -> None:
-    unchanged = {"a": [Y, 1]}
-    value = (X, unchanged, Plain(x=Y))
-    mapped = map_tensors(lambda x: x * 2 if x is X else x, value)
-    assert torch.equal(mapped[0], X * 2)
-    assert mapped[1] is unchanged
-    assert mapped[2] is value[2]
-
-
-def test_a_value_met_twice_is_flattened_twice() -> None:
-    shared = [X]
-    leaves, structure = flatten({"a": shared, "b": shared})
-    assert [leaf is X for leaf in leaves] == [True, True]
-    assert structure.children[0] == structure.children[1]
-
-
 def test_one_level_opens_and_closes() -> None:
     structure, children = open_value({"a": [X], "b": 2})
-    assert structure == Structure(dict, ("a", "b"), (LEAF, LEAF))
-    assert same(close_value(structure, [[Y], 3]), {"a": [Y], "b": 3})
+    assert labels(structure) == ["['a']", "['b']"]
+    assert same(unflatten(structure, [[Y], 3]), {"a": [Y], "b": 3})
     assert open_value(X) == (LEAF, ())
     assert children[0][0] is X
 
@@ -404,56 +351,28 @@ def test_configurations_are_leaves_although_they_know_their_parents() -> None:
     assert flatten(config)[0][0] is config
 
 
-def test_deep_values_are_fine() -> None:
-    value: Any = X
-    for _ in range(90):
-        value = [value]
-    assert places(flatten(value)[1]) == ["value" + "[0]" * 90]
-
-
 def test_an_object_that_needs_arguments_is_refused() -> None:
     with pytest.raises(StepError, match=r"test_trees.Needy cannot be put together again"):
         map_tensors(torch.clone, Needy(X))
 
 
-def test_what_is_not_plain_is_refused_with_its_place() -> None:
-    for leaf in (
-        X,
-        pathlib.Path("a"),
-        nn.Linear(1, 1),
-        Plain(x=object()),
-        lambda: 0,
-        {X},
-        np.zeros(2).view(Array),
-    ):
+def test_what_cannot_be_sent_is_refused_with_its_place() -> None:
+    for leaf in (X, nn.Linear(1, 1), object(), lambda: 0, {X}, pathlib.Path("a"), iter([])):
         assert not is_plain(leaf)
-    with pytest.raises(StepError) as caught:
-        encode_leaf(Plain(x={"a": [object()]}), "batch[0]")
-    assert str(caught.value) == (
-        "batch[0].x['a'][0] is a builtins.object, which cannot be sent to another worker; "
-        "allowed: tensors, numbers, strings, None and containers or objects of these; convert it, "
-        "or keep it out of the batch and of what one module hands to the next"
-    )
+    with pytest.raises(StepError, match="what a gave is or holds a builtins.object, which can"):
+        leaf_to_data(Plain(x={"a": [object()]}), "what a gave")
 
-
-def test_objects_of_plain_values_are_plain() -> None:
-    leaf = Plain(x={"a": [Plain(x=math.inf), (1,)], "empty": DynamicCache()})
-    back = decode_leaf(json.loads(json.dumps(encode_leaf(leaf))))
-    assert back.x["a"][0].x == math.inf
-    assert back.x["a"][1] == (1,)
-    assert back.x["empty"].get_seq_length() == 0
-
-
-def test_a_type_that_cannot_be_imported_is_refused_with_its_place() -> None:
     class Local(NamedTuple):
         x: Any
 
-    with pytest.raises(StepError, match=r"value\['a'\]\[1\] is or holds .*<locals>.Local"):
-        to_json(flatten({"a": [X, Local(X)]})[1])
-    with pytest.raises(StepError, match="a key of value is or holds .*<lambda>"):
-        to_json(flatten(defaultdict(lambda: 0, a=X))[1])
+    for value in ({"a": [X, Local(X)]}, defaultdict(lambda: 0, a=X)):
+        with pytest.raises(StepError, match=r"a batch is or holds .*<locals>.*, which another"):
+            structure_to_data(flatten(value)[1], "a batch")
+
+
+def test_a_type_that_cannot_be_imported_here_is_refused() -> None:
     with pytest.raises(StepError, match="no_such:Type cannot be imported here"):
-        from_json(["no_such:Type", [], []])
+        structure_from_data(["no_such:Type", [], []])
 
 
 def test_flattening_the_usual_arguments_costs_microseconds() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_cyclic.runtime.prediction.guesses import guesses, knows
+from lightning_cyclic.runtime.predict import guesses, knows
 
 KNOWN = {
     "momentum": lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9, dampening=0.5),

@@ -1,1 +1,0 @@
-"""Guessing the weights that a backward will find."""

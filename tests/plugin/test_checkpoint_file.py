@@ -1,0 +1,162 @@
+"""A file is whole or not there, a damaged one is refused, and a run goes on from the last one."""
+
+from __future__ import annotations
+
+import random
+import resource
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.fabric.utilities.cloud_io import _atomic_save
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins import AsyncCheckpointIO
+from lightning.pytorch.plugins.io import async_plugin
+
+from lightning_cyclic.errors import ConfigurationError
+from lightning_cyclic.plugin.checkpoint_file import check_file, part_of, write_whole
+from tests import processes
+from tests.corpus import Classifier, assert_same, make_trainer, train_data, weights_of
+from tests.interrupted import contents, difference
+from tests.rows import more
+
+
+def checkpoint(seed: int = 0, size: int = 40) -> dict[str, Any]:
+    torch.manual_seed(seed)
+    state = {f"layer.{k}": torch.randn(size, size) for k in range(6)}
+    return {"state_dict": state, "global_step": seed}
+
+
+def assert_is(path: Path, seed: int, size: int = 40, **flags: Any) -> None:
+    read = torch.load(path, weights_only=True, **flags)
+    assert read["global_step"] == seed
+    assert_same(read["state_dict"], checkpoint(seed, size)["state_dict"])
+
+
+@pytest.mark.parametrize("write", [write_whole, _atomic_save])
+def test_no_damaged_file_is_read_as_another_one(write: Any, tmp_path: Path) -> None:
+    path, choice, num_refused = tmp_path / "run" / "a.ckpt", random.Random(1), 0
+    path.parent.mkdir()
+    write(checkpoint(), path)
+    check_file(path, reads=True)
+    for mmap in (False, True):
+        assert_is(path, 0, mmap=mmap)
+    assert [x.name for x in path.parent.iterdir()] == ["a.ckpt"]
+    whole = path.read_bytes()
+    places = choice.sample(range(len(whole)), 300)
+    for place in [*places, *range(len(whole) - 60, len(whole))]:
+        damaged = bytearray(whole)
+        damaged[place] ^= 1 << choice.randrange(8)
+        path.write_bytes(damaged)
+        try:
+            check_file(path, reads=True)
+        except ConfigurationError:
+            num_refused += 1
+            continue
+        with suppress(RuntimeError):  # the list of members, which torch looks at itself
+            assert_is(path, 0)  # a time, or room between members
+    assert num_refused > 270
+    for end in choice.sample(range(len(whole)), 60):
+        path.write_bytes(whole[:end])
+        with pytest.raises(ConfigurationError, match=f"has {end} bytes and is no whole archive"):
+            check_file(path, reads=True)
+
+
+def write_for_ever(path: Path) -> None:
+    for k in range(1, 10**6):
+        write_whole(checkpoint(k, 200), path)
+
+
+def test_whoever_is_killed_while_writing_leaves_a_whole_file(tmp_path: Path) -> None:
+    path, choice, seen = tmp_path / "a.ckpt", random.Random(4), set()
+    write_whole(checkpoint(0, 200), path)
+    for _ in range(4):
+        before = path.stat().st_mtime_ns
+        child = processes._context().Process(target=write_for_ever, args=(path,))
+        child.start()
+        until = time.monotonic() + 60
+        while path.stat().st_mtime_ns == before and time.monotonic() < until:
+            time.sleep(0.001)
+        time.sleep(choice.uniform(0, 0.02))
+        child.kill()
+        child.join()
+        check_file(path, reads=True)
+        seed = torch.load(path, weights_only=True)["global_step"]
+        assert_is(path, seed, 200)
+        seen.add(seed)
+    assert len(seen) > 1  # it was written
+
+
+def test_a_disk_that_takes_nothing_is_named_and_the_old_file_stays(tmp_path: Path) -> None:
+    path = tmp_path / "a.ckpt"
+    write_whole(checkpoint(1), path)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            write_whole(checkpoint(2), path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert_is(path, 1)
+    assert [x.name for x in tmp_path.iterdir()] == ["a.ckpt"]
+
+
+def fit(
+    strategy: Any, folder: Path, num_steps: int, path: str | Path = "last", plugins: Any = ()
+) -> Any:
+    module = Classifier("batchnorm_mlp", "adamw")
+    saver = ModelCheckpoint(folder, "{step}", every_n_train_steps=2, save_last=True)
+    trainer = make_trainer(
+        strategy,
+        max_steps=num_steps,
+        max_epochs=-1,
+        enable_checkpointing=True,
+        callbacks=[saver],
+        plugins=[*plugins],
+    )
+    trainer.fit(module, train_data(module, 3), ckpt_path=path)
+    return trainer.ckpt_path, trainer.global_step, weights_of(module)
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize(
+    ("preset", "is_folder"), [("cyclic_dp", False), ("1f1b", True), more("pipedream_2bw", False)]
+)
+def test_a_run_goes_on_from_the_last(preset: str, is_folder: bool, tmp_path: Path) -> None:
+    strategy = {"preset": preset, "save_distributed_checkpoint": is_folder}
+    (_, _, expected), *_ = processes.run(fit, 2, strategy, tmp_path / "whole", 8)
+    mine, last = tmp_path / "mine", tmp_path / "mine" / "last.ckpt"
+    assert [began for began, *_ in processes.run(fit, 2, strategy, mine, 4)] == [None, None]
+    part_of(last).write_bytes(b"of a run that was killed, and newer")
+    for began, step, weights in processes.run(fit, 2, strategy, mine, 8):
+        assert (began, step) == (str(last), 8)
+        assert_same(weights, expected)
+
+
+@pytest.mark.multi
+@pytest.mark.skipif(not hasattr(async_plugin, "_clone_tensor"), reason="Lightning copies nothing")
+def test_lightnings_thread_writes_the_same(tmp_path: Path) -> None:
+    files = [tmp_path / name / "step=4.ckpt" for name in ("now", "later")]
+    for file, plugins in zip(files, ([], [AsyncCheckpointIO()]), strict=True):
+        processes.run(fit, 2, "pipedream_2bw", file.parent, 5, "last", plugins)
+    assert difference(*map(contents, files)) is None
+    file.write_bytes(file.read_bytes()[:-9])
+    with pytest.raises(processes.RanksFailedError, match="is no whole archive of torch.save"):
+        processes.run(fit, 2, "1f1b", tmp_path, 8, file, [AsyncCheckpointIO()])
+
+
+@pytest.mark.multi
+def test_all_ranks_refuse_a_damaged_file(tmp_path: Path) -> None:
+    processes.run(fit, 2, "1f1b", tmp_path, 2)
+    path = tmp_path / "last.ckpt"
+    damaged = bytearray(path.read_bytes())
+    damaged[len(damaged) // 2] ^= 1
+    path.write_bytes(damaged)
+    with pytest.raises(processes.RanksFailedError) as caught:
+        processes.run(fit, 2, "1f1b", tmp_path, 4, path)
+    for rank in (0, 1):
+        said = f"ConfigurationError: the checkpoint {path} has been changed since it was written"
+        assert said in caught.value.errors[rank]

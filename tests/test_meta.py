@@ -1,0 +1,311 @@
+"""Modules on the meta device, of which each rank makes its own stages: no rank ever has all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, callbacks, seed_everything
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+from lightning_cyclic.errors import ConfigurationError, PeerError, StepError
+from lightning_cyclic.runtime.absent import is_absent, num_bytes_of
+from lightning_cyclic.runtime.bits import digest
+from tests import processes
+from tests.capped import capped, is_possible
+from tests.conformance.harness import Batches, same
+from tests.conformance.modules import CLASSES, SIZE, Plain, vectors
+from tests.corpus import make_trainer
+from tests.rows import more
+
+pytestmark = pytest.mark.multi
+NUM_STEPS = 4
+
+
+class Layer(nn.Linear):
+    """Notes how many bytes of its module are here when it is called."""
+
+    root: LightningModule
+    sizes: dict[str, int]
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        here = {n for n, p in Layer.root.named_parameters() if not is_absent(p)}
+        HERE.append(sum(Layer.sizes[n] for n in here))
+        return y
+
+
+HERE: list[int] = []
+
+
+class Late(Plain):
+    """Makes its layers on the meta device; those of two places are tied."""
+
+    def make_net(self) -> Any:
+        return None
+
+    def configure_model(self) -> None:
+        if self.net is None:
+            Layer.root = self
+            with torch.device("meta"):
+                layers = [Layer(SIZE, SIZE), nn.BatchNorm1d(SIZE), Layer(SIZE, SIZE), nn.Tanh()]
+                self.net = nn.Sequential(*layers, nn.Dropout(0.3), Layer(SIZE, CLASSES))
+            Layer.sizes = {n: num_bytes_of(p) for n, p in self.named_parameters()}
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), 0.05)
+
+
+class Tied(Late):
+    """Uses the weight of its first layer once more, in its last stage."""
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        if len(self.net) == 6:
+            with torch.device("meta"):
+                self.net.insert(5, nn.Linear(SIZE, SIZE))
+            self.net[5].weight = self.net[0].weight
+            Layer.sizes = {n: num_bytes_of(p) for n, p in self.named_parameters()}
+
+
+TOTAL = 4 * (2 * SIZE * (SIZE + 1) + 2 * SIZE + CLASSES * (SIZE + 1))  # bytes
+LEAN = {"memory_limit_bytes": TOTAL - 4, "save_distributed_checkpoint": True}
+STAGED = {"stages": ["net.2"], "num_microbatches": 2}
+FINE = ["net.1", "net.2", "net.5"]  # a rank has its own stages, and the one that it uses
+
+
+def batches(num: int = NUM_STEPS) -> DataLoader[Any]:
+    return DataLoader(Batches(vectors, [[2 * t, 2 * t + 1] for t in range(num)]), batch_size=None)
+
+
+def here_of(module: nn.Module) -> dict[str, Tensor]:
+    """Return a copy of what this rank has of a module."""
+    named = [*module.named_parameters(), *module.named_buffers()]
+    return {n: x.detach().clone() for n, x in named if not is_absent(x)}
+
+
+class Freezes(Callback):
+    """Does not train the first layer in the second epoch."""
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        pl_module.net[0].requires_grad_(trainer.current_epoch != 1)
+
+
+def fit(strategy: Any, validates: bool, make: Any = Late, rounds: int = 1) -> Any:
+    trainer = make_trainer(
+        strategy, max_epochs=2, accumulate_grad_batches=rounds,
+        callbacks=[] if make is Tied else [Freezes()],
+    )  # fmt: skip
+    seed_everything(4, verbose=False)
+    module = make()
+    trainer.fit(module, batches(), batches(2) if validates else None)
+    return here_of(module), HERE, float(trainer.callback_metrics.get("val_loss", 0))
+
+
+def check(whole: Any, apart: Any) -> None:
+    """Compare the parts of ranks, which have all together, with the whole."""
+    parts = dict[str, Tensor]()
+    for rank, one in zip(apart, whole, strict=True):
+        assert rank[0].items()
+        assert all(same(x, one[0][n]) for n, x in rank[0].items())
+        parts |= rank[0]
+        assert 0 < max(rank[1]) < TOTAL
+        assert rank[2] == one[2]
+    assert parts.keys() == whole[0][0].keys()
+
+
+@pytest.mark.parametrize(
+    ("preset", "make"),
+    [("1f1b", Late), ("1f1b", Tied), ("pipedream_2bw", Late), ("cyclic_mp", Late),
+     more("gpipe", Late)],
+)  # fmt: skip
+def test_pipelines_of_stages_that_each_rank_makes(preset: str, make: type[Late]) -> None:
+    strategy = {"preset": preset, **STAGED}
+    whole = processes.run(fit, 2, strategy, True, make)
+    check(whole, processes.run(fit, 2, strategy | LEAN, True, make))
+    if preset == "1f1b":  # as of one device
+        alone = processes.run(fit, 1, strategy, True, make)
+        assert same(alone[0][0], whole[0][0])
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "stages", "rounds", "make"),
+    [(2, FINE, 1, Tied), (2, FINE, 2, Late), more(4, "auto", 1, Late), more(3, "auto", 1, Late)],
+    ids=str,
+)
+def test_sharded_weights(num_ranks: int, stages: Any, rounds: int, make: type[Late]) -> None:
+    plan = {"stages": stages, "slack": 1}
+    whole, lean = {"preset": "cyclic_dp", **plan}, {"preset": "cyclic_zero", **plan, **LEAN}
+    check(*(processes.run(fit, num_ranks, x, False, make, rounds) for x in (whole, lean)))
+
+
+def test_replicas_of_a_pipeline() -> None:
+    strategy = {"preset": "1f1b", **STAGED, "replicas": 2}
+    check(*(processes.run(fit, 4, x, False) for x in (strategy, strategy | LEAN)))
+
+
+def go_on(strategy: Any, folder: Path, epochs: int, file: str | None, tests: bool) -> Any:
+    """Save a checkpoint behind each epoch, and test the first one behind the fit."""
+    saver = ModelCheckpoint(folder, "{epoch}", save_top_k=-1)
+    trainer = make_trainer(
+        strategy, max_epochs=epochs, enable_checkpointing=True, callbacks=[saver],
+        default_root_dir=folder,
+    )  # fmt: skip
+    seed_everything(4, verbose=False)
+    module = Late()
+    trainer.fit(module, batches(), ckpt_path=file)
+    outcome = here_of(module), list(HERE), 0.0
+    if tests:
+        (tested,) = trainer.test(
+            module, batches(2), ckpt_path=folder / "epoch=0.ckpt", verbose=False
+        )
+        outcome = *outcome[:2], tested["test_loss"]
+    return outcome
+
+
+@pytest.mark.parametrize("preset", ["1f1b", "cyclic_zero", more("pipedream_2bw")])
+def test_checkpoints_go_from_ranks_into_folders_and_back(preset: str, tmp_path: Path) -> None:
+    strategy = {"preset": preset} | ({"stages": FINE} if preset == "cyclic_zero" else STAGED)
+    lean = strategy | LEAN
+    args = ("whole", 2, None, True), ("apart", 1, None, False), ("apart", 2, "epoch=0.ckpt", True)
+    whole, _, resumed = (
+        processes.run(
+            go_on, 2, strategy if name == "whole" else lean, tmp_path / name, epochs,
+            file and str(tmp_path / name / file), tests,
+        )
+        for name, epochs, file, tests in args
+    )  # fmt: skip
+    check(whole, resumed)
+
+
+# ---------------------------------------------------------------------- what is refused
+
+
+class Reads(Callback):
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+        with trainer.strategy.whole():
+            assert [p.sum() for p in pl_module.parameters()]
+
+
+class Bare(Late):
+    """Has a parameter that nothing initialises."""
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        self.scale = nn.Parameter(torch.ones(3, device="meta"))
+
+
+def refused(what: str, folder: Path) -> str:
+    preset = "cyclic_zero" if what in ("validates", "share", "averages") else "1f1b"
+    stages = {"stages": FINE} if preset == "cyclic_zero" else STAGED
+    flags: dict[str, Any] = {"callbacks": []}
+    if what == "reads":
+        flags["callbacks"] = [Reads()]
+    if what == "averages":
+        flags["callbacks"] = [callbacks.StochasticWeightAveraging(0.01)]
+    options = dict(LEAN)
+    options["save_distributed_checkpoint"] = what not in ("file", "from file", "averages")
+    if what == "file":
+        flags |= {"enable_checkpointing": True, "default_root_dir": folder}
+    if what in ("share", "from file"):
+        options["memory_limit_bytes"] = 100 if what == "share" else 1 << 30
+    trainer = make_trainer({"preset": preset, **stages, **options}, max_epochs=1, **flags)
+    module = Bare() if what == "bare" else Late()
+    data = batches(2)
+    if what == "from file":
+        trainer.fit(module, data)
+        trainer.save_checkpoint(folder / "whole.ckpt")
+        lean = {"preset": preset, **stages, **LEAN}
+        trainer, module = make_trainer(lean, max_epochs=2), Late()
+    if what == "goes on":
+        trainer.fit(module, data)
+    with pytest.raises((ConfigurationError, StepError, PeerError)) as caught:
+        trainer.fit(
+            module, data, data if what == "validates" else None,
+            ckpt_path=folder / "whole.ckpt" if what == "from file" else None,
+        )  # fmt: skip
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("reads", "as all parameters together exceed memory_limit_bytes"),
+        ("bare", "parameter 'scale' of Bare was made on the meta device"),
+        ("file", "checkpoints of this run would be one file"),
+        ("from file", "a checkpoint to go on from would be one file"),
+        ("validates", "validation under 'cyclic_zero' runs on the whole module"),
+        ("share", "is to keep parameters of "),
+        ("averages", "StochasticWeightAveraging copies the whole module, of which no rank"),
+        ("goes on", "or left to other ranks by a fit that is over"),
+    ],
+)
+def test_what_needs_the_whole_is_refused_by_name(what: str, said: str, tmp_path: Path) -> None:
+    texts = processes.run(refused, 2, what, tmp_path)
+    assert any(said in text for text in texts), texts
+
+
+# ---------------------------------------------------------------------- by the system
+
+
+class Large(LightningModule):
+    """A GPT, of 580 MiB."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net: Any = None
+
+    def configure_model(self) -> None:
+        if self.net is None:
+            with torch.device("meta"):
+                blocks = [
+                    nn.TransformerEncoderLayer(512, 8, 2048, 0, batch_first=True, norm_first=True)
+                    for _ in range(48)
+                ]
+                self.net = nn.Sequential(nn.Embedding(256, 512), *blocks, nn.Linear(512, 256))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return F.cross_entropy(self.net(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+CAP = 520 << 20
+
+
+def fit_large(strategy: Any, cap: int, folder: Path, epochs: int, file: Path | None) -> Any:
+    with capped(cap):
+        seed_everything(1, verbose=False)
+        module, g = Large(), torch.Generator().manual_seed(0)
+        data = [torch.randint(0, 256, (4, 17), generator=g) for _ in range(4)]
+        trainer = make_trainer(
+            strategy, max_epochs=epochs, enable_checkpointing=True, default_root_dir=folder,
+            callbacks=[ModelCheckpoint(folder, "{epoch}", save_top_k=-1)],
+        )  # fmt: skip
+        trainer.fit(module, DataLoader(data, batch_size=None), ckpt_path=file)
+        assert sum(map(num_bytes_of, module.parameters())) > CAP
+        return {n: digest(x) for n, x in here_of(module).items()}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(not is_possible(), reason="no control group of memory may be made here")
+def test_a_gpt_whose_bare_weights_exceed_the_memory_of_each_rank(tmp_path: Path) -> None:
+    strategy = {
+        "preset": "1f1b",
+        "stages": 4,
+        "num_microbatches": 4,
+        "save_distributed_checkpoint": True,
+    }
+    lean = strategy | {"memory_limit_bytes": CAP}
+    with pytest.raises(processes.RanksFailedError, match="died without a word"):
+        processes.run(fit_large, 4, strategy, CAP, tmp_path, 1, None)
+    processes.run(fit_large, 4, lean, CAP, tmp_path, 1, None)
+    ranks = processes.run(fit_large, 4, lean, CAP, tmp_path, 2, tmp_path / "epoch=0.ckpt")
+    (alone,) = processes.run(fit_large, 1, strategy, 1 << 40, tmp_path / "one", 2, None)
+    assert {n: x for rank in ranks for n, x in rank.items()} == alone
