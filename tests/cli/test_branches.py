@@ -2,7 +2,6 @@
 
 from itertools import pairwise, permutations
 
-import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -142,15 +141,6 @@ def test_what_is_changed_in_place_is_used_in_turn():
         "left ---> more",
         "more ---> right",  # behind which the input of right is changed
     ]
-
-
-@pytest.mark.parametrize("name", list(MODULES))
-def test_in_the_order_of_calls_the_graph_sends_what_crosses_at_places(name):
-    points = CutPoints(surveyed(name))
-    pieces = StepPieces(points)
-    graph = pieces.graph(FORWARD)
-    found = [graph.crossing_bytes((1 << n + 1) - 1) for n in range(len(pieces.begins))]
-    assert found == [place.crossing_bytes for place in pieces.begins]
 
 
 # ---------------------------------------------------------------------- against all orders
