@@ -76,28 +76,14 @@ class Stages:
         return cls.of(profile, balance(weights, num_stages), together=together)
 
     @classmethod
-    def alike(
-        cls,
-        num_stages: int,
-        *,
-        param_bytes: float = 1,
-        activation_bytes: float = 1,
-        input_bytes: float = 1,
-    ) -> Stages:
-        """Make stages that all take the same, by default one byte of each kind.
-
-        With one byte of each, bytes count copies.
-        """
+    def alike(cls, num_stages: int) -> Stages:
+        """Make stages that take one byte of each kind, so that bytes count copies."""
+        one = (1,) * num_stages
         return cls(
-            names=("",) * num_stages,
-            forward_s=(1,) * num_stages,
-            backward_s=(2,) * num_stages,
-            param_bytes=(param_bytes,) * num_stages,
-            activation_bytes=(activation_bytes,) * num_stages,
-            input_bytes=(input_bytes,) * num_stages,
-            tied_bytes=(0,) * num_stages,
+            names=("",) * num_stages, forward_s=one, backward_s=(2,) * num_stages,
+            param_bytes=one, activation_bytes=one, input_bytes=one, tied_bytes=(0,) * num_stages,
             tied=(),
-        )
+        )  # fmt: skip
 
     @property
     def num_stages(self) -> int:

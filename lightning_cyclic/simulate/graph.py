@@ -88,13 +88,10 @@ class Graph:
         self.blockers[node] += 1
 
     def lane(self, node: int) -> Lane:
-        return lane_of(self.actions[node])
-
-
-def lane_of(action: Action) -> Lane:
-    if action.kind in (Kind.SEND, Kind.ADD):  # an ADD takes no time, and holds nothing up
-        return Lane.SEND
-    return Lane.RECEIVE if action.kind is Kind.RECV else Lane.COMPUTE
+        kind = self.actions[node].kind
+        if kind in (Kind.SEND, Kind.ADD):  # an ADD takes no time, and holds nothing up
+            return Lane.SEND
+        return Lane.RECEIVE if kind is Kind.RECV else Lane.COMPUTE
 
 
 def build(

@@ -18,7 +18,7 @@ from __future__ import annotations
 import io
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -85,7 +85,7 @@ def save_picture(plan: Plan, path: str | Path, *, first_slot: int = 0) -> None:
             f".json; write it like {path.stem}.svg"
         )
     if form == "json":
-        data = trace_of(plan.programs, cells_of(plan.programs))
+        data = trace_of(plan.programs)
     else:
         data = _drawn(plan, _slots(plan, first_slot), form)
     try:
@@ -449,21 +449,19 @@ def _introduction(rows: Rows) -> str:
 _SLOT_US = 1000.0  # a slot is shown as a millisecond
 
 
-def trace_of(programs: Sequence[Sequence[Action]], cells: Iterable[Cell]) -> bytes:
+def trace_of(programs: Sequence[Sequence[Action]]) -> bytes:
     """Return the file of a plan for ui.perfetto.dev, with a process for each worker.
 
     Source: Trace Event Format (Google), the JSON array form.
     """
-    return json.dumps(list(_events(programs, cells)), indent=0).encode()
+    return json.dumps(list(_events(programs)), indent=0).encode()
 
 
-def _events(
-    programs: Sequence[Sequence[Action]], cells: Iterable[Cell]
-) -> Iterator[dict[str, Any]]:
+def _events(programs: Sequence[Sequence[Action]]) -> Iterator[dict[str, Any]]:
     for w in range(len(programs)):
         name = {"name": f"worker {w}"}
         yield {"name": "process_name", "ph": "M", "pid": w + 1, "args": name}
-    for cell in cells:
+    for cell in cells_of(programs):
         length = {"ph": "X", "cat": "compute", "dur": round(cell.width * _SLOT_US, 3)}
         yield _event(cell.action, cell.x, cell.w) | length
     for w, program in enumerate(programs):

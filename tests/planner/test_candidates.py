@@ -187,7 +187,7 @@ def test_messages_carry_the_kept_elements_alone(preset):
         preset, num_stages=2, num_workers=4 if replicas == 2 else 2,
         num_microbatches=4 if replicas == 2 else 2, replicas=replicas,
     )  # fmt: skip
-    stages = Stages.alike(2, param_bytes=64, input_bytes=8)
+    stages = replace(Stages.alike(2), param_bytes=(64,) * 2, input_bytes=(8,) * 2)
     dense, sparse = (account(plan.programs, stages.costs(kept=f)).workers for f in (1.0, 0.25))
     shares = {
         payload.name: few.sent_bytes[payload] / size
@@ -204,7 +204,7 @@ def test_sums_of_low_precision_gradients_travel_in_float32():
 
     states = StatesPerParam.of("bf16-true", None, 2.0)
     plan = make_plan("cyclic_dp", num_stages=2, num_workers=2)
-    stages = Stages.alike(2, param_bytes=64)
+    stages = replace(Stages.alike(2), param_bytes=(64,) * 2)
     costs = (stages.costs(sums=x) for x in (1.0, states.sums))
     alike, wider = (account(plan.programs, each).workers[0].sent_bytes for each in costs)
     assert wider[Payload.S] == 2 * alike[Payload.S] > 0

@@ -1,5 +1,7 @@
 """Where in a program workers that run whole micro-batches have what."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -69,7 +71,7 @@ def test_counts_are_those_of_the_program(preset, num_stages, more, remat):
 
 def test_rematerialisation_keeps_inputs_and_one_forward():
     plan = make_plan("1f1b", num_stages=3, num_workers=3, num_microbatches=6)
-    stages = Stages.alike(3, activation_bytes=100, input_bytes=5)
+    stages = replace(Stages.alike(3), activation_bytes=(100,) * 3, input_bytes=(5,) * 3)
     never, always = (memory(plan, stages.costs(), remat=remat) for remat in (False, True))
     assert [worker.activations for worker in never] == [300, 200, 100]
     assert [worker.activations for worker in always] == [100, 100, 100]
@@ -124,7 +126,7 @@ def test_replicas_of_a_pipeline_sum_their_gradients():
 
 def test_what_the_optimizer_and_the_gradient_take_is_asked():
     plan = make_plan("1f1b", num_stages=2, num_workers=2)
-    stages = Stages.alike(2, param_bytes=10)
+    stages = replace(Stages.alike(2), param_bytes=(10,) * 2)
     first = memory(plan, stages.costs(), state_per_param=6, gradient_per_param=2)[0]
     assert (first.optimizer, first.gradients) == (60, 20)
 
