@@ -1,5 +1,6 @@
 """validate refuses every broken program, and points at what is wrong."""
 
+import re
 from collections import Counter
 from dataclasses import MISSING, field, fields, make_dataclass, replace
 
@@ -10,31 +11,25 @@ from hypothesis import strategies as st
 from lightning_cyclic.errors import PlanError, ValidationError
 from lightning_cyclic.plan import PRESETS, make_plan
 from lightning_cyclic.plan.actions import Kind, parse
-from lightning_cyclic.plan.check.proof import KEPT, probe
+from lightning_cyclic.plan.check.proof import KEPT, probe, validate
 from lightning_cyclic.plan.check.replay import Replay
-from lightning_cyclic.plan.check.validate import validate
 from lightning_cyclic.plan.passes.messages import ring_of
 from lightning_cyclic.plan.plan import Plan
-from tests.program_texts import from_text, to_text
+from tests.program_texts import from_text, swapped, to_text
 
-PLANS = {name: make_plan(name, num_stages=3, num_workers=3, relayed=[1]) for name in PRESETS} | {
-    f"cyclic_zero, {len(relayed)} relayed in rounds": make_plan(
-        "cyclic_zero", num_stages=2, num_workers=3, num_microbatches=9, relayed=relayed
-    )
-    for relayed in ([], [0])
+
+def relayed(preset, **more):
+    return make_plan(preset, **{"num_stages": 3, "num_workers": 3, "relayed": [1]} | more)
+
+
+ROUNDS = {"num_stages": 2, "num_microbatches": 9}
+WIDE = {"num_stages": 4, "num_workers": 4, "replicas": 2, "tied": ((0, 3),)}
+PLANS = {name: relayed(name) for name in PRESETS} | {
+    "zero, in rounds": relayed("cyclic_zero", **ROUNDS, relayed=[]),
+    "zero, relayed in rounds": relayed("cyclic_zero", **ROUNDS, relayed=[0]),
+    "wide gpipe": relayed("gpipe", **WIDE),
+    "wide 1f1b": relayed("1f1b", **WIDE),
 }
-
-
-def swapped(program, first, second):
-    program = list(program)
-    m, n = program.index(parse(first)), program.index(parse(second))
-    program[m], program[n] = program[n], program[m]
-    return tuple(program)
-
-
-def with_worker(plan, w, program):
-    programs = from_text(to_text(plan.programs))
-    return (*programs[:w], program(programs[w]), *programs[w + 1 :])
 
 
 def refusal(plan, programs):
@@ -48,69 +43,101 @@ def refusal(plan, programs):
     return text
 
 
+def with_worker(plan, w, program):
+    return (*plan.programs[:w], tuple(program), *plan.programs[w + 1 :])
+
+
 @pytest.mark.parametrize("name", PLANS)
 def test_programs_survive_text(name):
     validate(PLANS[name], from_text(to_text(PLANS[name].programs)))
 
 
+def left_out(program, n, _change):
+    return program[:n] + program[n + 1 :]
+
+
+def run_twice(program, n, _change):
+    return program[: n + 1] + program[n:]
+
+
+def of_another_version(program, n, change):
+    n = next((m for m in [*range(n, len(program)), *range(n)] if program[m].v is not None), n)
+    a = program[n]
+    return *program[:n], replace(a, v=a.v + (change if a.v else 1)), *program[n + 1 :]
+
+
+@pytest.mark.parametrize("altered", [left_out, run_twice, of_another_version])
 @given(name=st.sampled_from(sorted(PLANS)), data=st.data())
-@settings(deadline=None, max_examples=150)
-def test_no_action_can_be_left_out(name, data):
+@settings(deadline=None, max_examples=120)
+def test_no_action_can_be(altered, name, data):
     plan = PLANS[name]
-    w = data.draw(st.integers(0, 2))
-    n = data.draw(st.integers(0, len(plan.programs[w]) - 1))
-    program = plan.programs[w][:n] + plan.programs[w][n + 1 :]
-    refusal(plan, (*plan.programs[:w], program, *plan.programs[w + 1 :]))
+    w = data.draw(st.integers(0, plan.num_workers - 1))
+    program = plan.programs[w]
+    n, change = data.draw(st.integers(0, len(program) - 1)), data.draw(st.sampled_from([-1, 1]))
+    refusal(plan, with_worker(plan, w, altered(program, n, change)))
 
 
 @given(name=st.sampled_from(sorted(PLANS)), data=st.data())
 @settings(deadline=None, max_examples=100)
-def test_no_action_can_be_run_twice(name, data):
+def test_no_message_can_be_left_out_on_both_sides(name, data):
     plan = PLANS[name]
-    w = data.draw(st.integers(0, 2))
-    n = data.draw(st.integers(0, len(plan.programs[w]) - 1))
-    program = plan.programs[w][: n + 1] + plan.programs[w][n:]
-    refusal(plan, (*plan.programs[:w], program, *plan.programs[w + 1 :]))
+    sends = [(w, a) for w, p in enumerate(plan.programs) for a in p if a.kind is Kind.SEND]
+    w, a = data.draw(st.sampled_from(sends))
+    both = w, replace(a, s=0), a.peer, replace(a, kind=Kind.RECV, peer=w)
+    refusal(plan, tuple(
+        tuple(b for b in program if (v, b) not in (both[:2], both[2:]))
+        for v, program in enumerate(plan.programs)
+    ))  # fmt: skip
 
 
-@given(name=st.sampled_from(sorted(PLANS)), data=st.data())
-@settings(deadline=None, max_examples=100)
-def test_no_version_can_be_another(name, data):
-    plan = PLANS[name]
-    w = data.draw(st.integers(0, 2))
-    versioned = [n for n, a in enumerate(plan.programs[w]) if a.v is not None]
-    n = data.draw(st.sampled_from(versioned))
-    a = plan.programs[w][n]
-    change = data.draw(st.sampled_from([-1, 1])) if a.v else 1
-    program = list(plan.programs[w])
-    program[n] = replace(a, v=a.v + change)
-    refusal(plan, (*plan.programs[:w], tuple(program), *plan.programs[w + 1 :]))
+ONE = {"preset": "gpipe", "num_microbatches": 1}
+TWO = {"preset": "gpipe", "num_microbatches": 2}
+CYCLIC = {"preset": "cyclic_dp"}
+IN_ROUNDS = {**CYCLIC, "num_stages": 1, "num_microbatches": 4, "relayed": [0]}
+THREE = {**CYCLIC, "num_stages": 3, "num_workers": 3}
+TIED = {**TWO, "num_stages": 4, "num_workers": 4, "num_steps": 2, "tied": ((0, 3),)}
+NOT_YET = "before what it needs|which is not there"
 
 
-def test_two_workers_that_wait_for_each_other():
-    plan = make_plan("gpipe", num_stages=2, num_workers=2, num_microbatches=1, num_steps=1)
-    waits = with_worker(plan, 0, lambda p: swapped(p, "1SEND_A0>1#0", "0B0@0#0"))
-    text = refusal(plan, waits)
-    assert "waits for ever" in text
-    assert "0B0@0#0" in text
+@pytest.mark.parametrize(
+    ("numbers", "w", "first", "second", "said"),
+    [
+        (ONE, 0, "1SEND_A0>1#0", "0B0@0#0", r"waits for ever.*0B0@0#0"),
+        (ONE, 0, "0F0@0#0", "1SEND_A0>1#0", NOT_YET),
+        (TWO, 1, "1RECV_A0<0#0", "1RECV_A1<0#0", "takes what was sent as 1SEND_A0>1#0"),
+        (TWO, 1, "1RECV_D<0#0", "1F0@0#0", NOT_YET),
+        (TWO, 1, "0SEND_L>0#0", "1F1@0#0", NOT_YET),
+        ({**CYCLIC, "num_steps": 2}, 1, "0ADD1#0~sums", "0UPDATE@1#0", "0UPDATE@1#0"),
+        (IN_ROUNDS, 0, "0F2@0#0", "0SEND_R1>1#0", "0SEND_R1>1#0"),
+        # which is behind it on its lane
+        (THREE, 1, "1ADD1#0~sums", "1SEND_S1>2#0~sums", rf"({NOT_YET}).*1SEND_S1>2#0~sums"),
+        # messages of other kinds share one queue
+        ({**CYCLIC, "num_steps": 3, "relayed": [0]}, 0, "0RECV_R0<1#1", "0RECV_P@1<1#1",
+         "takes what was sent as 0SEND_R0>0#1"),
+        (TIED, 3, "3B0@0#0", "0SEND_W0>0#0", NOT_YET),
+        (TIED, 0, "0RECV_W0<3#0", "0B0@0#0", NOT_YET),
+        (TIED, 0, "0UPDATE@1#0", "0SEND_V@1>3#1", NOT_YET),
+        (TIED, 3, "0RECV_V@1<0#1", "3F0@1#1", NOT_YET),
+    ],
+)  # fmt: skip
+def test_what_is_out_of_order_is_refused(numbers, w, first, second, said):
+    plan = make_plan(**{"num_stages": 2, "num_workers": 2, "num_steps": 1} | numbers)
+    assert re.search(said, refusal(plan, swapped(plan, w, first, second)))
 
 
-def test_messages_out_of_order():
-    plan = make_plan("gpipe", num_stages=2, num_workers=2, num_microbatches=2, num_steps=1)
-    swaps = with_worker(plan, 1, lambda p: swapped(p, "1RECV_A0<0#0", "1RECV_A1<0#0"))
-    assert "takes what was sent as 1SEND_A0>1#0" in refusal(plan, swaps)
-
-
-def test_a_send_before_what_it_sends():
-    plan = make_plan("gpipe", num_stages=2, num_workers=2, num_microbatches=1, num_steps=1)
-    early = with_worker(plan, 0, lambda p: swapped(p, "0F0@0#0", "1SEND_A0>1#0"))
-    assert "before what it needs" in refusal(plan, early)
-
-
-def test_an_update_before_its_sum_is_whole():
-    plan = make_plan("cyclic_dp", num_stages=2, num_workers=2, num_steps=2)
-    early = with_worker(plan, 1, lambda p: swapped(p, "0ADD1#0~sums", "0UPDATE@1#0"))
-    assert "0UPDATE@1#0" in refusal(plan, early)
+@pytest.mark.parametrize(
+    ("numbers", "w", "action", "said"),
+    [
+        (CYCLIC, 0, "0UPDATE@2#1", "updates somebody else's stage"),
+        ({"preset": "1f1b"}, 0, "0RECV_L<1#0", "waits for a message that nobody sends"),
+        ({"preset": "1f1b"}, 1, "0SEND_L>0#0", "is sent and never received"),
+    ],
+)
+def test_what_is_too_much_is_refused(numbers, w, action, said):
+    plan = make_plan(**numbers, num_stages=2, num_workers=2, num_steps=1)
+    text = refusal(plan, with_worker(plan, w, (*plan.programs[w], parse(action))))
+    assert said in text
+    assert action in text
 
 
 def test_a_round_before_the_one_whose_gradient_it_adds_to():
@@ -128,24 +155,25 @@ def test_a_sum_that_leaves_before_the_last_round():
     assert "0SEND_S0>1#0" in refusal(plan, programs)
 
 
-def test_buffers_of_a_round_that_is_not_the_last():
-    plan = make_plan(
-        "cyclic_dp", num_stages=1, num_workers=2, num_microbatches=4, num_steps=1, relayed=[0]
-    )
-    early = with_worker(plan, 0, lambda p: swapped(p, "0F2@0#0", "0SEND_R1>1#0"))
-    assert "0SEND_R1>1#0" in refusal(plan, early)
-
-
-def test_somebody_else_updates():
-    plan = make_plan("cyclic_dp", num_stages=2, num_workers=2, num_steps=1)
-    more = with_worker(plan, 0, lambda p: (*p, parse("0UPDATE@2#1")))
-    assert "updates somebody else's stage" in refusal(plan, more)
-
-
 def test_more_in_flight_than_the_timetable_says():
     plan = make_plan("1f1b", num_stages=2, num_workers=2, num_microbatches=4, num_steps=1)
     eager = make_plan("gpipe", num_stages=2, num_workers=2, num_microbatches=4, num_steps=1)
     assert "keeps 4 activations at once" in refusal(plan, eager.programs)
+
+
+@pytest.mark.parametrize("replicas", [2, 64])
+def test_a_probe_is_small_and_as_wide_as_needed(replicas):
+    plan = make_plan(
+        "1f1b", num_stages=64, num_workers=64 * replicas, replicas=replicas, tied=((0, 63),)
+    )
+    small = probe(plan)
+    assert small.num_stages * small.num_microbatches * small.num_steps <= 2_000
+    assert (small.replicas, small.num_workers) == (min(replicas, 3), 8 * min(replicas, 3))
+    assert small.tied == ((0, 7),)
+
+
+def test_micro_batches_default_to_one_per_stage_and_replica():
+    assert make_plan("gpipe", num_stages=3, num_workers=6, replicas=2).num_microbatches == 6
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -224,36 +252,6 @@ def test_owners_meet_where_they_must_though_fewer_workers_need_not():
 def test_what_only_the_plan_itself_can_prove_is_refused_where_that_takes_too_long():
     with pytest.raises(PlanError, match=r"relayed_until=\(2,\) .*; allowed: fewer stages and"):
         make_plan("cyclic_dp", num_stages=512, num_workers=512, relayed=[1], relayed_until=[2])
-
-
-def test_a_sum_sent_on_before_the_one_before_has_come():
-    plan = make_plan("cyclic_dp", num_stages=3, num_workers=3, num_steps=1)
-    early = with_worker(plan, 1, lambda p: swapped(p, "1ADD1#0~sums", "1SEND_S1>2#0~sums"))
-    text = refusal(plan, early)
-    assert "before what it needs" in text  # which is behind it on its lane
-    assert "1SEND_S1>2#0~sums" in text
-
-
-def test_messages_of_other_kinds_share_one_queue():
-    plan = make_plan("cyclic_dp", num_stages=2, num_workers=2, num_steps=3, relayed=[0])
-    swaps = with_worker(plan, 0, lambda p: swapped(p, "0RECV_R0<1#1", "0RECV_P@1<1#1"))
-    assert "takes what was sent as 0SEND_R0>0#1" in refusal(plan, swaps)
-
-
-def test_a_message_that_nobody_sends():
-    plan = make_plan("1f1b", num_stages=2, num_workers=2, num_microbatches=1, num_steps=1)
-    waits = with_worker(plan, 0, lambda p: (*p, parse("0RECV_L<1#0")))
-    text = refusal(plan, waits)
-    assert "waits for a message that nobody sends" in text
-    assert "0RECV_L<1#0" in text
-
-
-def test_a_message_that_nobody_posts():
-    plan = make_plan("1f1b", num_stages=2, num_workers=2, num_microbatches=1, num_steps=1)
-    waits = with_worker(plan, 1, lambda p: (*p, parse("0SEND_L>0#0")))
-    text = refusal(plan, waits)
-    assert "is sent and never received" in text
-    assert "0SEND_L>0#0" in text
 
 
 def test_sends_wait_where_as_many_are_under_way_as_there_are_buffers():

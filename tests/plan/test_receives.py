@@ -1,8 +1,16 @@
-"""Receives are posted as early as there is room, and in the order of sends."""
+"""Where receives are posted, and what messages belong to."""
+
+import pytest
 
 from lightning_cyclic.plan import make_plan
-from lightning_cyclic.plan.actions import Kind, Payload, parse
-from lightning_cyclic.plan.passes.messages import begins_of_steps, channel_of, step_of
+from lightning_cyclic.plan.actions import Lane, Payload, parse
+from lightning_cyclic.plan.passes.messages import (
+    Channel,
+    begins_of_steps,
+    channel_of,
+    ring_of,
+    step_of,
+)
 from lightning_cyclic.plan.passes.receives import receives
 
 PIPELINE = make_plan("1f1b", num_stages=4, num_workers=4, tied=((0, 3),))
@@ -56,13 +64,6 @@ def test_versions_of_replicas_have_two_buffers():
     )
 
 
-def test_a_receive_that_is_early_takes_the_slot_of_its_place():
-    plan = make_plan("cyclic_dp", num_stages=4, num_workers=4)
-    for program in plan.programs:
-        for a, after in zip(program, program[1:], strict=False):
-            assert a.kind is not Kind.RECV or a.payload is Payload.K or a.s <= after.s
-
-
 def test_nothing_is_posted_ahead_of_its_step():
     for preset in ("cyclic_dp", "cyclic_dp_v1", "1f1b", "pipedream", "cyclic_mp"):
         plan = make_plan(preset, num_stages=4, num_workers=4, num_steps=5, relayed=[1])
@@ -85,13 +86,29 @@ def test_totals_are_received_in_the_order_of_backwards():
     ]  # fmt: skip
 
 
-def test_the_nth_receive_of_a_channel_is_its_nth_send():
-    plan = make_plan("cyclic_dp", num_stages=8, num_workers=3, relayed=[0, 5], num_steps=3)
-    queues = {}
-    for w, program in enumerate(plan.programs):
-        for a in program:
-            if a.kind in (Kind.SEND, Kind.RECV):
-                sent, received = queues.setdefault(channel_of(a, w), ([], []))
-                mine = sent if a.kind is Kind.SEND else received
-                mine.append((a.payload, a.t, a.i, a.j, a.v))
-    assert all(sent == received for sent, received in queues.values())
+@pytest.mark.parametrize(
+    ("text", "t"),
+    [
+        ("2F0@3#4", 4),
+        ("2UPDATE@5#4", 4),
+        ("2SEND_P@3>1#6", 2),  # a version is that of its update
+        ("2SEND_P0@3>1#6", 6),  # but where it is fetched for one use
+        ("0RECV_V@3<1#4", 2),
+        ("2SEND_R0>1#4", 3),  # left by the last micro-batch of the step before
+        ("2SEND_R1>1#4", 4),
+    ],
+)
+def test_a_message_belongs_to_the_step_without_which_it_would_not_be(text, t):
+    assert step_of(parse(text)) == t
+
+
+def test_both_ends_of_a_message_name_one_channel_and_ring():
+    send, receive = parse("2SEND_S0>1#4~sums"), parse("2RECV_S0<0#4~sums")
+    assert channel_of(send, 0) == channel_of(receive, 1) == Channel(0, 1, Lane.SUMS)
+    assert ring_of(send, 0) == ring_of(receive, 1)
+    assert channel_of(parse("0SEND_K>1#4"), 0).is_control
+
+
+def test_begins_of_steps():
+    program = tuple(map(parse, ["0F0#0", "0F0#2", "0B0#0", "0F0#3"]))
+    assert begins_of_steps(program) == [0, 1, 1, 3]

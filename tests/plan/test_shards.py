@@ -8,6 +8,7 @@ from lightning_cyclic.plan import make_plan
 from lightning_cyclic.plan.actions import Kind, Payload
 from lightning_cyclic.plan.check.replay import Replay
 from lightning_cyclic.plan.passes.shards import shards
+from tests.program_texts import replayed
 from tests.rows import more
 
 FULL = {"preset": "cyclic_zero"}
@@ -82,16 +83,8 @@ def test_flushes_anywhere_leave_nothing_pending(num_workers, num_stages, axes, r
         **axes, num_stages=num_stages, num_workers=num_workers,
         relayed=stages, relayed_until=stages, proved=False,
     )  # fmt: skip
-    workers, program = range(num_workers), plan.program
     for behind in ({0, 1, 2, 3, 4}, {0}, {2, 3}, {4}):
-        replay, ended = Replay(plan), -1
-        for t in range(6):
-            begins = t == ended + 1
-            replay.run([program.step(w, t, ended=ended, starts=begins) for w in workers])
-            if t in behind or t == 5:
-                replay.run([program.flush(w, t, ended=ended) for w in workers])
-                replay.check_flushed(t)
-                ended = t
+        replayed(plan, behind)
 
 
 @pytest.mark.parametrize("axes", [FULL, {"slack": 2, **FULL}, {"slack": 5, **FULL}])

@@ -6,56 +6,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_cyclic.errors import PlanError
 from lightning_cyclic.plan import make_plan
 from lightning_cyclic.plan.actions import Kind, Lane, Payload
-from lightning_cyclic.plan.check.proof import probe
+from lightning_cyclic.plan.check.proof import probe, validate
 from lightning_cyclic.plan.check.replay import Replay
-from lightning_cyclic.plan.check.validate import validate
-from lightning_cyclic.plan.clock import Entry, picture
 from lightning_cyclic.plan.dataflow import Datum
 from lightning_cyclic.plan.passes.messages import step_of
 from lightning_cyclic.runtime.whole_step.engine import waiting_lanes
-
-
-def picture_of(plan):
-    cells = [Entry(s, w, f"{a.j}{a.kind}{a.i}") for s, w, a in plan.timetable]
-    return picture(cells).splitlines()
-
-
-def test_the_cyclic_timetable_runs_on():
-    plan = make_plan("cyclic_zero", num_stages=2, num_workers=2, num_microbatches=4, num_steps=1)
-    assert picture_of(plan) == [
-        "slot   0   1   2   3   4   5   6   7   8   9",
-        "w0   0F0 1F0 1B0 0B0 0F2 1F2 1B2 0B2   .   .",
-        "w1     .   . 0F1 1F1 1B1 0B1 0F3 1F3 1B3 0B3",
-    ]
-    one = make_plan("cyclic_zero", num_stages=2, num_workers=2, num_steps=2)
-    cells = [(s, w, a.kind, a.j) for s, w, a in plan.timetable]
-    assert sorted(cells) == sorted((s, w, a.kind, a.j) for s, w, a in one.timetable)
-
-
-def test_lockstep_goes_round():
-    plan = make_plan("lockstep_dp", num_stages=1, num_workers=2, num_microbatches=4, num_steps=1)
-    assert picture_of(plan) == [
-        "slot   0   1   2   3",
-        "w0   0F0 0B0 0F2 0B2",
-        "w1   0F1 0B1 0F3 0B3",
-    ]
-
-
-def test_where_buffers_are_relayed_workers_come_in_succession():
-    plan = make_plan(
-        "cyclic_dp", num_stages=1, num_workers=2, num_microbatches=4, num_steps=2, relayed=[0]
-    )
-    assert picture_of(plan) == [
-        "slot   0   1   2   3   4   5   6   7   8   9  10  11  12",
-        "w0   0F0 0B0 0F2 0B2   .   . 0F0 0B0 0F2 0B2   .   .   .",
-        "w1     .   .   . 0F1 0B1 0F3 0B3   .   . 0F1 0B1 0F3 0B3",
-    ]
-    relays = [str(a) for p in plan.programs for a in p if a.payload is Payload.R and a.t == 0]
-    assert relays == ["0SEND_R1>1#0", "0RECV_R1<0#0"]  # from the last round to the first
-
 
 numbers = {
     "preset": st.sampled_from(["cyclic_zero", "cyclic_dp", "cyclic_dp_v1", "lockstep_dp"]),
@@ -174,10 +131,3 @@ def test_many_workers_are_proved_on_fewer_with_few_rounds():
     assert (small.num_workers, small.num_stages, small.rounds) == (2, 8, 3)
     assert small.spacing == Fraction(2 * 8, 2)
     validate(small)
-
-
-def test_numbers_that_do_not_fit():
-    with pytest.raises(
-        PlanError, match=r"num_microbatches=5 with num_workers=2; .*use num_microbatches=4"
-    ):
-        make_plan("cyclic_zero", num_stages=2, num_workers=2, num_microbatches=5)
