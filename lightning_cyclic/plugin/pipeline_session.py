@@ -24,8 +24,8 @@ from lightning_cyclic.plugin.options import Options
 from lightning_cyclic.plugin.split_hook import split_hook
 from lightning_cyclic.plugin.training import agreed_seed
 from lightning_cyclic.runtime.meta import lending
+from lightning_cyclic.runtime.partial_step.collectives import rank_of
 from lightning_cyclic.runtime.partial_step.config import StagewiseConfig
-from lightning_cyclic.runtime.partial_step.ranks import rank_of
 from lightning_cyclic.runtime.partial_step.session import StagewiseSession
 from lightning_cyclic.runtime.stages.best_places import most_stages
 from lightning_cyclic.runtime.stages.cuts import Cuts, choose_cuts, whole

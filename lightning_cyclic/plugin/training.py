@@ -45,8 +45,8 @@ from lightning_cyclic.runtime.agreement import (
     require_same_module,
     require_same_number,
 )
+from lightning_cyclic.runtime.failure_words import lack_of_memory, relief
 from lightning_cyclic.runtime.flight_recorder import FOLDER, FlightRecorder, write_down
-from lightning_cyclic.runtime.memory_words import lack_of_memory, relief
 from lightning_cyclic.runtime.stages.named_places import paste
 from lightning_cyclic.runtime.weight_forms import ALL, WeightForms
 
@@ -266,10 +266,10 @@ class AbstractTraining(Hooks, ABC):
                     "numbers of training batches", trainer.num_training_batches, session.group
                 )
 
-    def begin_evaluation(self, what: str, numbers: Sequence[float]) -> None:  # noqa: B027
+    def begin_evaluation(self, what: str, numbers: Sequence[float]) -> None:
         """Check the numbers of batches of each dataloader."""
 
-    def end_batch(self) -> None:  # noqa: B027  # only where ranks learn metrics late
+    def end_batch(self) -> None:  # only where ranks learn metrics late
         """Check what has been decided by metrics of the step."""
 
     def end_epoch(self) -> None:

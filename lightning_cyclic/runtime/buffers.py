@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lightning_cyclic.plan.actions import Action
 from lightning_cyclic.runtime.transport import AbstractPending
-from lightning_cyclic.runtime.values.specs import TensorSpec
+from lightning_cyclic.runtime.values.plain import TensorSpec
 
 NUM_WORDS = 16  # bytes of a head before the marks of tensors that are there
 _ALIGNMENT = 512  # of allocators on GPUs: kernels may take another way on less

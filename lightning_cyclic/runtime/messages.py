@@ -43,7 +43,7 @@ from lightning_cyclic.runtime.buffers import (
     write_words_to,
 )
 from lightning_cyclic.runtime.transport import AbstractPending, AbstractTransport, Part
-from lightning_cyclic.runtime.values.specs import TensorSpec, spec_from_data, spec_to_data
+from lightning_cyclic.runtime.values.plain import TensorSpec, spec_from_data, spec_to_data
 
 _MOST_FORMS = 256  # of one ring: inputs of many sizes must not fill the memory
 _LEAST_DEPTH = 2  # one that is under way, and one that is made

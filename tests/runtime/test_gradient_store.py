@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_cyclic.runtime.gradient_store import GradientStore, Sum
-from lightning_cyclic.runtime.sum_dtypes import SumDtypes
+from lightning_cyclic.runtime.gradient_store import GradientStore, Sum, SumDtypes
 
 
 def stage(*values: float) -> list[nn.Parameter]:

@@ -13,8 +13,7 @@ import torch
 
 from lightning_cyclic import PRESETS, make_plan
 from lightning_cyclic.errors import PeerError, StepError
-from lightning_cyclic.runtime.failure_words import reason_of
-from lightning_cyclic.runtime.memory_words import lack_of_memory, relief
+from lightning_cyclic.runtime.failure_words import lack_of_memory, reason_of, relief
 
 MOST = 10**17  # bytes: more than any machine can address
 CUDA = "CUDA out of memory. Tried to allocate 20.50 MiB. GPU 0 has a total capacity of 15.77 GiB"

@@ -18,15 +18,16 @@ from torch import Tensor, nn
 from lightning_cyclic.errors import ConfigurationError
 from lightning_cyclic.runtime.compiled import IN_PLACE, is_compiled_in_place, named_modules
 from lightning_cyclic.runtime.partial_step.ghosts import Ghost
-from lightning_cyclic.runtime.partial_step.record import MARK, OWNED
+from lightning_cyclic.runtime.partial_step.tape import MARK, OWNED
 from lightning_cyclic.runtime.partial_step.watch import Watch
 from lightning_cyclic.runtime.plain_copies import ours
+from lightning_cyclic.runtime.stages.evidence import is_inside, is_metric
 
 if TYPE_CHECKING:
-    from lightning_cyclic.runtime.partial_step.plain_run import PlainRun
+    from lightning_cyclic.runtime.partial_step.plain_step import PlainRun
     from lightning_cyclic.runtime.partial_step.run import Run
     from lightning_cyclic.runtime.stages.cuts import Cuts
-from lightning_cyclic.runtime.stages.evidence import is_inside, is_metric
+
 
 _CALL = "forward"  # inside hooks, which run whether the forward is skipped or not
 _WITH_HOOKS = "_call_impl"

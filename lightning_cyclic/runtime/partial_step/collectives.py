@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from lightning_cyclic.errors import CyclicError, PlanError, StepError, VerificationError
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.runtime.agreement import device_for, gather_texts
-from lightning_cyclic.runtime.partial_step.ranks import rank_of
 from lightning_cyclic.runtime.stages.cuts import Cuts
 
 _RAISED = {kind.__name__: kind for kind in (StepError, VerificationError)}
@@ -147,3 +146,17 @@ def _peers(replicas: int, size: int) -> Any:
             made = dist.new_group(ranks, use_local_synchronization=by_members)
             mine = made if rank in ranks else mine
     return mine
+
+
+def rank_of(worker: int, size: int) -> int:
+    """Return the rank of a worker, or the worker of a rank.
+
+    The last stage of a replica is on its first rank: rank 0 has the loss and the metrics, which
+    it shows and logs.
+
+    Args:
+        worker: counted from the input side, replica by replica.
+        size: workers per replica.
+    """
+    replica, place = divmod(worker, size)
+    return replica * size + size - 1 - place

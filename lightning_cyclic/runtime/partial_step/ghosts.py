@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_cyclic.errors import StepError
-from lightning_cyclic.runtime.values.specs import TensorSpec
+from lightning_cyclic.runtime.values.plain import TensorSpec
 
 if TYPE_CHECKING:
     from lightning_cyclic.runtime.partial_step.call_router import CallRouter

@@ -22,7 +22,7 @@ from lightning_cyclic.runtime.partial_step.tape import (
     Plain,
     Tape,
 )
-from lightning_cyclic.runtime.values.specs import TensorSpec
+from lightning_cyclic.runtime.values.plain import TensorSpec
 from lightning_cyclic.runtime.values.trees import unflatten
 
 if TYPE_CHECKING:

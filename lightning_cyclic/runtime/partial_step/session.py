@@ -25,31 +25,32 @@ from lightning_cyclic.plan.passes.messages import step_of
 from lightning_cyclic.plan.program import Program
 from lightning_cyclic.runtime.absent import is_absent, make_present
 from lightning_cyclic.runtime.cast_copies import CastCopies
-from lightning_cyclic.runtime.failure_words import words_of
+from lightning_cyclic.runtime.failure_words import Waiter, words_of
 from lightning_cyclic.runtime.flight_recorder import FlightRecorder
-from lightning_cyclic.runtime.foreign_weights import ForeignWeights
 from lightning_cyclic.runtime.gradient_store import Gradients, GradientStore
 from lightning_cyclic.runtime.late_values import LateValues
 from lightning_cyclic.runtime.messages import Message, Messages
 from lightning_cyclic.runtime.norms import Norms
-from lightning_cyclic.runtime.partial_step.batch_cutter import BatchCutter
-from lightning_cyclic.runtime.partial_step.batch_reads import BatchReads
 from lightning_cyclic.runtime.partial_step.call_router import CallRouter
-from lightning_cyclic.runtime.partial_step.collectives import Collectives
-from lightning_cyclic.runtime.partial_step.config import StagewiseConfig, Summarise
+from lightning_cyclic.runtime.partial_step.collectives import Collectives, rank_of
+from lightning_cyclic.runtime.partial_step.config import Plans, StagewiseConfig, Summarise
 from lightning_cyclic.runtime.partial_step.exchange import Callbacks, Exchange, stages_of
-from lightning_cyclic.runtime.partial_step.micro_errors import noted, words_for
+from lightning_cyclic.runtime.partial_step.micro_batches import (
+    BatchCutter,
+    BatchReads,
+    noted,
+    refusing_time_major,
+    shares_of,
+    whole_share,
+    words_for,
+)
 from lightning_cyclic.runtime.partial_step.module_state import ModuleState, packed
-from lightning_cyclic.runtime.partial_step.ownership import Ownership
+from lightning_cyclic.runtime.partial_step.ownership import ForeignWeights, Ownership
 from lightning_cyclic.runtime.partial_step.packets import Lesson
-from lightning_cyclic.runtime.partial_step.plans import Plans
-from lightning_cyclic.runtime.partial_step.ranks import rank_of
+from lightning_cyclic.runtime.partial_step.plain_step import PlainStep
 from lightning_cyclic.runtime.partial_step.stage_step import Micro, StageStep
-from lightning_cyclic.runtime.partial_step.time_major import refusing_time_major
-from lightning_cyclic.runtime.partial_step.verification import PlainStep
 from lightning_cyclic.runtime.partial_step.verifier import Expect, Verifier
 from lightning_cyclic.runtime.partial_step.versions import Versions
-from lightning_cyclic.runtime.partial_step.weighting import shares_of, whole_share
 from lightning_cyclic.runtime.predict import Foresight
 from lightning_cyclic.runtime.randomness import undisturbed
 from lightning_cyclic.runtime.snapshot import generators_of
@@ -63,7 +64,6 @@ from lightning_cyclic.runtime.values.split import (
     signature,
 )
 from lightning_cyclic.runtime.values.trees import map_tensors, tensors
-from lightning_cyclic.runtime.waiting import Waiter
 from lightning_cyclic.runtime.weight_watch import WeightWatch
 from lightning_cyclic.runtime.worker import Worker
 

@@ -29,20 +29,18 @@ from torch.autograd.graph import (
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.plan.actions import Action, Kind
 from lightning_cyclic.runtime.cast_copies import CastCopies
-from lightning_cyclic.runtime.partial_step.batch_reads import BatchReads
 from lightning_cyclic.runtime.partial_step.call_router import CallRouter
-from lightning_cyclic.runtime.partial_step.entry import Entry
 from lightning_cyclic.runtime.partial_step.evidence import Notes
 from lightning_cyclic.runtime.partial_step.ghosts import Handle
 from lightning_cyclic.runtime.partial_step.losses import check_loss, loss_of
-from lightning_cyclic.runtime.partial_step.micro_errors import noted, noting
+from lightning_cyclic.runtime.partial_step.micro_batches import BatchReads, noted, noting
 from lightning_cyclic.runtime.partial_step.module_state import Change, ModuleState, Seen, Visit
 from lightning_cyclic.runtime.partial_step.ownership import Ownership
 from lightning_cyclic.runtime.partial_step.packets import Gradients, Lesson, Packet
-from lightning_cyclic.runtime.partial_step.passage import Habit, Habits, Passage
-from lightning_cyclic.runtime.partial_step.record import Delivery
+from lightning_cyclic.runtime.partial_step.passage import Entry, Habit, Habits, Passage
 from lightning_cyclic.runtime.partial_step.run import Run
 from lightning_cyclic.runtime.partial_step.sharing import Sharing
+from lightning_cyclic.runtime.partial_step.tape import Delivery
 from lightning_cyclic.runtime.partial_step.versions import Version, Versions
 from lightning_cyclic.runtime.randomness import Randomness
 from lightning_cyclic.runtime.values.trees import map_tensors

@@ -18,13 +18,11 @@ from torch import Tensor, nn
 from lightning_cyclic.errors import StepError, VerificationError
 from lightning_cyclic.runtime.agreement import gather_texts, gathered
 from lightning_cyclic.runtime.gradient_store import Gradients
-from lightning_cyclic.runtime.partial_step.evidence import Evidence, Item, Notes
-from lightning_cyclic.runtime.partial_step.verification import (
-    MOST_KINDS,
+from lightning_cyclic.runtime.partial_step.evidence import (
     Difference,
-    Part,
-    Plain,
-    PlainStep,
+    Evidence,
+    Item,
+    Notes,
     as_text,
     differences,
     from_text,
@@ -34,7 +32,8 @@ from lightning_cyclic.runtime.partial_step.verification import (
     unlike_itself,
     words,
 )
-from lightning_cyclic.runtime.partial_step.weighting import shares_of
+from lightning_cyclic.runtime.partial_step.micro_batches import shares_of
+from lightning_cyclic.runtime.partial_step.plain_step import Part, Plain, PlainStep
 from lightning_cyclic.runtime.snapshot import Print
 from lightning_cyclic.runtime.values.plain import decode, encode
 from lightning_cyclic.runtime.values.split import MicroBatch, signature
@@ -43,6 +42,7 @@ if TYPE_CHECKING:
     from lightning_cyclic.runtime.partial_step.session import StagewiseSession
     from lightning_cyclic.runtime.partial_step.stage_step import Outcome
 
+_MOST_KINDS = 8  # of batches that look otherwise than those before, that are compared
 Expect = Callable[[Sequence["Outcome"], Sequence[int]], Mapping[str, Print]]
 
 
@@ -119,7 +119,7 @@ class Verifier:
         # of several workers some would not know that a batch looks new to another
         if session.group is None and session.plan is not None and session.plan.weights == "sync":
             kind = signature(batch)
-            if kind not in self._kinds and self._kinds and self._num_kinds < MOST_KINDS:
+            if kind not in self._kinds and self._kinds and self._num_kinds < _MOST_KINDS:
                 wants, self._num_kinds = True, self._num_kinds + 1
             self._kinds.add(kind)
         if wants:

@@ -26,15 +26,14 @@ from lightning_cyclic.plan.actions import Action, Kind, Lane, Payload
 from lightning_cyclic.plan.dataflow import Datum, Item
 from lightning_cyclic.plan.passes.messages import is_for_one_use
 from lightning_cyclic.runtime.absent import is_absent
+from lightning_cyclic.runtime.failure_words import Waiter
 from lightning_cyclic.runtime.flight_recorder import FlightRecorder
-from lightning_cyclic.runtime.gradient_store import GradientStore, Sum
+from lightning_cyclic.runtime.gradient_store import AS_MADE, GradientStore, Sum, SumDtypes
 from lightning_cyclic.runtime.loss_scaling import Outcomes
 from lightning_cyclic.runtime.messages import Messages
 from lightning_cyclic.runtime.norms import Norms
 from lightning_cyclic.runtime.stages.stage_map import StageMap
-from lightning_cyclic.runtime.sum_dtypes import AS_MADE, SumDtypes
 from lightning_cyclic.runtime.transport import AbstractTransport
-from lightning_cyclic.runtime.waiting import Waiter
 from lightning_cyclic.runtime.weight_forms import ALL, WeightForms
 from lightning_cyclic.runtime.weight_watch import WeightWatch
 from lightning_cyclic.runtime.whole_step.entrances import Entrances

@@ -25,13 +25,13 @@ from lightning_cyclic.plan import Plan
 from lightning_cyclic.runtime.absent import is_absent, make_present, num_bytes_of
 from lightning_cyclic.runtime.failure_words import words_of
 from lightning_cyclic.runtime.flight_recorder import FlightRecorder
+from lightning_cyclic.runtime.gradient_store import AS_MADE, SumDtypes
 from lightning_cyclic.runtime.late_values import LateValues
 from lightning_cyclic.runtime.loss_scaling import Outcomes
 from lightning_cyclic.runtime.meta import lending
 from lightning_cyclic.runtime.stages.profile import Profile
 from lightning_cyclic.runtime.stages.stage_map import StageMap, make_stages
 from lightning_cyclic.runtime.stages.survey import survey
-from lightning_cyclic.runtime.sum_dtypes import AS_MADE, SumDtypes
 from lightning_cyclic.runtime.transport import CountingTransport
 from lightning_cyclic.runtime.transport.choice import Route, link
 from lightning_cyclic.runtime.transport.crew import Crew, naming_peers

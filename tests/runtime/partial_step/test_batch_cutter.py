@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightning_cyclic.errors import StepError
-from lightning_cyclic.runtime.partial_step.batch_cutter import BatchCutter
+from lightning_cyclic.runtime.partial_step.micro_batches import BatchCutter
 
 x, y, mask = torch.ones(8, 5), torch.ones(8), torch.ones(5, 5)
 

@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
-from lightning_cyclic.runtime.partial_step.batch_reads import BatchReads
+from lightning_cyclic.runtime.partial_step.micro_batches import BatchReads
 from tests import processes
 from tests.corpus import assert_same, make_trainer, weights_of
 from tests.runtime.partial_step.hand import replays_of, router_of, run_stage

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.autograd.graph import get_gradient_edge
 
-from lightning_cyclic.runtime.partial_step.entry import Entry
+from lightning_cyclic.runtime.partial_step.passage import Entry
 
 A, B, C = (0, 0, 0), (0, 1, 0), (0, 2, 0)
 

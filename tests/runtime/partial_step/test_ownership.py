@@ -69,7 +69,7 @@ def test_freed_parameters_have_one_element_of_memory_and_their_shapes():
     kept, known = model.b.weight.clone(), dict(model.named_parameters())
     shapes = {n: p.shape for n, p in known.items()}
     assert not ownership.is_freed
-    ownership.free_foreign()
+    ownership.free_foreign(None)
     assert ownership.is_freed
     for n, p in model.named_parameters():
         assert p is known[n]
@@ -86,7 +86,7 @@ def test_restored_parameters_can_be_written():
     ownership.restore()  # nothing was freed
     assert torch.equal(model.a.weight, kept)
     weight = model.b.weight
-    ownership.free_foreign()
+    ownership.free_foreign(None)
     ownership.restore()
     assert not ownership.is_freed
     assert model.b.weight is weight

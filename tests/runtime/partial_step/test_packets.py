@@ -8,7 +8,7 @@ import torch
 
 from lightning_cyclic.runtime.partial_step.packets import Lesson, Packet
 from lightning_cyclic.runtime.partial_step.tape import Event
-from lightning_cyclic.runtime.values.specs import TensorSpec
+from lightning_cyclic.runtime.values.plain import TensorSpec
 from lightning_cyclic.runtime.values.trees import LEAF
 
 A, B, C = (0, 0, 0), (0, 3, 1), (1, 0, 0)

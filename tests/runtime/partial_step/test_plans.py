@@ -7,8 +7,7 @@ import pytest
 
 from lightning_cyclic.plan import Plan, make_plan
 from lightning_cyclic.plan.actions import Action, Kind, Payload
-from lightning_cyclic.runtime.partial_step.config import StagewiseConfig
-from lightning_cyclic.runtime.partial_step.plans import Plans
+from lightning_cyclic.runtime.partial_step.config import Plans, StagewiseConfig
 from lightning_cyclic.runtime.stages.cuts import Cuts
 
 CUTS = Cuts(

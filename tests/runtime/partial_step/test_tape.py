@@ -19,7 +19,7 @@ from lightning_cyclic.runtime.partial_step.tape import (
     tape_from_data,
     tape_to_data,
 )
-from lightning_cyclic.runtime.values.specs import TensorSpec
+from lightning_cyclic.runtime.values.plain import TensorSpec
 from lightning_cyclic.runtime.values.trees import LEAF, flatten, unflatten
 
 X, Y = torch.arange(6.0).reshape(2, 3), torch.ones(2, dtype=torch.int64)
