@@ -25,7 +25,6 @@ class Cast(NamedTuple):
     """Say what a tensor is a cast of.
 
     Args:
-        parameter: that was cast.
         copy: the whole cast, of which the tensor may be a view.
     """
 
@@ -112,7 +111,6 @@ class CastCopies:
 
     @property
     def num_known(self) -> int:
-        """Count the copies that are known, alive or not."""
         return len(self._known)
 
 

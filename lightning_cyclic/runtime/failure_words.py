@@ -42,12 +42,6 @@ def words_of(error: BaseException, names: Names, when: str, todo: str = "") -> s
     """Return what other ranks are told of an error on this one.
 
     What this rank met while it waited for others is told as it is: it failed by no fault of its.
-
-    Args:
-        error: with which this rank ends.
-        names: of the ranks.
-        when: it came, as "in step 12".
-        todo: what else to do than to look at its log.
     """
     if isinstance(error, PeerError | WaitTimeoutError):
         first, todo, *_ = [*str(error).splitlines(), ""]
@@ -175,7 +169,6 @@ class Waiter:
 
     Args:
         plan: whose timetable is drawn.
-        transport: carries them.
         when: step -> how to say it. ["in step 12"]
     """
 
@@ -187,7 +180,6 @@ class Waiter:
         self._when = when or "in step {}".format
 
     def follow(self, plan: Plan) -> None:
-        """Draw another plan from now on."""
         self._plan = plan
 
     def wait(self, pending: AbstractPending, action: Action) -> None:

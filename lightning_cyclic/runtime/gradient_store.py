@@ -34,7 +34,6 @@ class SumDtypes:
     sum over hundreds of workers would soon be too large for another gradient to change it.
 
     Args:
-        wire: in which they travel.
         may_overflow: whether somebody looks for sums that are too large for it.
     """
 
@@ -42,7 +41,6 @@ class SumDtypes:
     may_overflow: bool = False
 
     def of_sums(self, gradient: torch.dtype) -> torch.dtype:
-        """Return in which dtype sums of gradients of a dtype travel."""
         if self.wire is None or gradient.is_complex:
             return torch.promote_types(gradient, torch.float32)
         return self.wire
@@ -53,7 +51,6 @@ class SumDtypes:
         return gradient if torch.promote_types(sent, gradient) == sent else sent
 
     def of_addition(self, total: torch.dtype, own: torch.dtype) -> torch.dtype:
-        """Return in which dtype two are added."""
         widest = torch.promote_types(total, own)
         return torch.promote_types(widest, torch.float32 if self.wire is None else self.wire)
 
@@ -96,7 +93,6 @@ class Sum(NamedTuple):
 
     Args:
         grads: None for a parameter without a gradient.
-        word: bits that any worker has said.
         buffer: in which the gradients lie, if they do.
     """
 
@@ -163,13 +159,11 @@ class GradientStore:
         return [None] * len(self.parameters_of(j))
 
     def take(self, t: int, j: int) -> Sum:
-        """Take the sum of a step away."""
         own, total = self._own.pop((t, j), None), self._sums.pop((t, j), None)
         assert total is None or own is None or not any(x is not None for x in own.grads)
         return total or own or Sum([None] * len(self.parameters_of(j)))
 
     def put(self, t: int, j: int, found: Sum) -> None:
-        """Keep the sum of a step that has come."""
         self._sums[t, j] = found
 
     def extend(self, t: int, j: int, found: Sum) -> None:

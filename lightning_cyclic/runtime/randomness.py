@@ -50,10 +50,6 @@ class Randomness:
     """Seed what one micro-batch of one step draws.
 
     Args:
-        seed: of the run.
-        t: training step.
-        i: micro-batch.
-        device: of this worker.
         held: generators that the module keeps, by name.
     """
 
@@ -77,7 +73,6 @@ class Randomness:
         return bool(self._held)
 
     def begin_stage(self, j: int) -> None:
-        """Begin the stream of stage ``j``."""
         self._seed(f"stage {j}")
 
     def begin_region(self, j: int) -> None:
@@ -138,7 +133,6 @@ class _PlainGenerators:
         self._value = 0
 
     def seed(self, who: object, value: int) -> None:
-        """Seed them for somebody."""
         with self._lock:
             self._seeded_for, self._value = who, value
             _seed_python(value)
@@ -146,7 +140,6 @@ class _PlainGenerators:
                 numpy.random.seed(value % 2**32)
 
     def state(self) -> tuple[Any, Any]:
-        """Return what :meth:`restore` needs."""
         with self._lock:
             numpy = sys.modules.get("numpy")
             return random.getstate(), numpy.random.get_state() if numpy else None
@@ -184,7 +177,6 @@ class _PlainGenerators:
 
 
 def _seed_python(value: int) -> None:
-    """Do what random.seed does for an integer."""
     _seed_words(value)
     _PYTHON.gauss_next = None
 

@@ -50,12 +50,7 @@ _LONGEST = 60  # characters of a value, as it is shown
 
 
 class Print(NamedTuple):
-    """Hold what two values are compared by, and how one is shown.
-
-    Args:
-        bits: equal where the values are.
-        text: for people.
-    """
+    """Hold what two values are compared by, and how one is shown."""
 
     bits: str
     text: str
@@ -101,7 +96,6 @@ class Snapshot:
     """Know how a module was.
 
     Args:
-        module: the whole module.
         ignored: attributes of it that are not the user's.
     """
 
@@ -319,7 +313,6 @@ def tensor_print(x: Tensor) -> Print:
 
 
 def is_generator(x: Any) -> bool:
-    """Say whether an object is a generator of random numbers."""
     if isinstance(x, torch.Generator | random.Random):
         return True
     kind = type(x)
@@ -334,7 +327,6 @@ def generators_of(module: nn.Module, ignored: Collection[str] = ()) -> dict[str,
 
 
 def seed_generator(x: Any, value: int) -> None:
-    """Seed a generator of random numbers."""
     if isinstance(x, torch.Generator):
         x.manual_seed(value)
     elif hasattr(x, "bit_generator"):
@@ -346,12 +338,10 @@ def seed_generator(x: Any, value: int) -> None:
 
 
 def state_of_generator(x: Any) -> Any:
-    """Return where a generator is."""
     return _access(x)[0]()
 
 
 def put_generator(x: Any, state: Any) -> None:
-    """Let a generator be where it was."""
     _access(x)[1](state)  # which is a copy
 
 

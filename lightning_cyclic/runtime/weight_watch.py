@@ -48,7 +48,6 @@ class WeightWatch:
     """Compare weights within one step.
 
     Args:
-        rank: of this process, for errors.
         may_freeze: whether weights may be frozen and unfrozen within a step.
     """
 
@@ -79,10 +78,6 @@ class WeightWatch:
     @contextmanager
     def watching(self, t: int, groups: Sequence[Weights]) -> Iterator[None]:
         """Run the body, in which no weight may change.
-
-        Args:
-            t: the step.
-            groups: weights by name.
 
         Raises:
             StepError: one has changed.
@@ -188,5 +183,4 @@ def changed_within(name: str, rank: int, t: int) -> StepError:
 
 
 def _differing(names: Iterable[str], now: Sequence[int], before: Sequence[int]) -> str:
-    """Return the first name whose values differ."""
     return next(n for n, a, b in zip(names, now, before, strict=True) if a != b)

@@ -29,9 +29,6 @@ class Collectives:
     """Carry out what every worker must call.
 
     Args:
-        module: the whole module.
-        replicas: number of replicas.
-        size: workers per replica.
         group: process group of all workers for tensors of the host; None for one worker.
     """
 
@@ -44,7 +41,6 @@ class Collectives:
 
     @property
     def is_alone(self) -> bool:
-        """Say whether there is one worker."""
         return self._group is None
 
     @property
@@ -127,7 +123,6 @@ class Collectives:
         return tensor.div_(self._width, rounding_mode="floor")
 
     def meet(self) -> None:
-        """Wait until all workers have come here."""
         dist.barrier(group=self._group)
 
     def _named(self) -> dict[str, Tensor]:

@@ -36,19 +36,14 @@ class StagewiseConfig:
             change) -> plan.
         find_cuts: (module, step) -> where the stages begin; run on worker 0 alone.
         num_microbatches: into how many micro-batches each replica cuts its batch.
-        replicas: number of replicas.
         split_batch: cuts a batch in the place of what its tensors say. [none]
-        remat: "never", "always" or "except_last".
-        seed: of the randomness inside steps.
         apply: makes a new version of a stage, where steps flow into each other.
         unscale: takes the scale of a step out of gradients of a stage there: (step, gradients).
         scaled: multiplies the share of a micro-batch in the loss of a step there.
         guess: predicts the weights of a stage, for plans that read predicted ones.
         read_state: gives what an owner must tell replicas of a stage, so that they can guess.
-        write_state: takes it.
         memory_limit_bytes: most bytes of parameters on a worker, also where a hook reads the
             whole module. [any number]
-        say: tells the user what happens.
         not_state: attributes of the module that are not the user's. [those of any module]
         is_delayed: whether the plan reads versions older than the newest.
         forms: what of weights is trained, and travels. [all]
@@ -96,9 +91,6 @@ class Plans:
     of evaluation is not cut at all.
 
     Args:
-        config: what the user chose.
-        cuts: where stages begin.
-        num_workers: how many there are.
         frozen: names of the parameters that are not trained.
     """
 
@@ -115,7 +107,6 @@ class Plans:
         self.usual = self.of(config.num_microbatches)  # whose batch has as many as asked for
 
     def of(self, num_microbatches: int) -> Plan:
-        """Return the plan of a step whose replicas have so many micro-batches each."""
         if num_microbatches not in self._plans:
             self._plans[num_microbatches] = self._made(num_microbatches)
         return self._plans[num_microbatches]

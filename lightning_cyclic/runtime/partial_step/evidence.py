@@ -36,7 +36,6 @@ class Item(NamedTuple):
         j: stage; -1 where nobody can say.
         n: how many of the same come before it.
         name: of a module, parameter, buffer, attribute or value.
-        what: of it.
     """
 
     kind: str
@@ -52,12 +51,7 @@ Evidence = dict[Item, Print]
 
 @final
 class Notes:
-    """Take the evidence of a step while it runs.
-
-    Args:
-        generators: of the module's own, by name.
-        device: of this worker.
-    """
+    """Take the evidence of a step while it runs."""
 
     def __init__(self, generators: Mapping[str, Any], device: torch.device) -> None:
         named = {f"self.{name}": x for name, x in generators.items()}
@@ -94,11 +88,9 @@ class Notes:
             found[Item("draws", i, j, 0, name)] = print_of(x)
 
     def outcome(self, i: int, outcome: Outcome) -> None:
-        """Note what a micro-batch gave."""
         self._outcomes |= outcome_evidence(i, outcome)
 
     def evidence(self) -> Evidence:
-        """Return it in the order of micro-batches and stages."""
         return self._outcomes | {
             item: x for key in sorted(self._found) for item, x in self._found[key].items()
         }
@@ -138,13 +130,7 @@ def log_print(value: Any, arguments: Mapping[str, Any]) -> Print:
 
 
 def gradient_evidence(j: int, names: Sequence[str], grads: Sequence[Tensor | None]) -> Evidence:
-    """Return the sums of gradients of a stage.
-
-    Args:
-        j: the stage.
-        names: of its parameters.
-        grads: of these.
-    """
+    """Return the sums of gradients of a stage."""
     return {
         Item("gradient", -1, j, 0, name): NOTHING if grad is None else tensor_print(grad)
         for name, grad in zip(names, grads, strict=True)
@@ -168,12 +154,10 @@ def state_evidence(
 
 
 def as_text(evidence: Evidence) -> str:
-    """Write evidence down, to be sent."""
     return json.dumps([[*item, *found] for item, found in evidence.items()])
 
 
 def from_text(text: str) -> Evidence:
-    """Read what :func:`as_text` wrote."""
     num = len(Item._fields)
     return {Item(*row[:num]): Print(*row[num:]) for row in json.loads(text)}
 
@@ -321,7 +305,6 @@ def told_differences(expected: Mapping[str, Print], told: Mapping[str, Print]) -
 
 
 def unlike_itself(d: Difference, num_microbatches: int) -> str:
-    """Say that the plain step does not come out alike when it is run twice."""
     return (
         "training_step on the whole module does not come out alike when it is run twice: "
         f"{_name_of(d.item, num_microbatches)} differs. What is trained in stages may differ by "

@@ -171,7 +171,6 @@ def noting(where: str) -> Iterator[None]:
 
 
 def noted(where: str, call: Callable[[Any], Any], batch: Any) -> Any:
-    """Run the user's step on a micro-batch."""
     with noting(where):
         return call(batch)
 
@@ -183,12 +182,6 @@ def refusing_time_major(
     module: nn.Module, size: int, call: Callable[[Any], Any], batch: Any
 ) -> Any:
     """Run the user's step on the first of several micro-batches.
-
-    Args:
-        module: whose layers are looked at.
-        size: samples of the micro-batch.
-        call: runs the step.
-        batch: the micro-batch.
 
     Raises:
         StepError: if a layer without batch_first has as many time steps as there are samples, and
@@ -254,14 +247,7 @@ class BatchReads:
         self._found: dict[tuple[int, int], tuple[str, Any]] = {}
 
     def read(self, region: int, number: int, name: str, ask: Callable[[], Any]) -> Any:
-        """Return the answer to a question, which is asked where it is not known.
-
-        Args:
-            region: of the step's code that asks.
-            number: of the questions of that region before it.
-            name: of the question.
-            ask: asks it.
-        """
+        """Return the answer to a question, which is asked where it is not known."""
         known = self._found.get((region, number))
         if known is not None and known[0] == name:
             return known[1]
@@ -271,5 +257,4 @@ class BatchReads:
         return answer
 
     def forget(self) -> None:
-        """Forget all, as a run was misled."""
         self._found.clear()

@@ -20,14 +20,7 @@ if TYPE_CHECKING:
 
 @final
 class Ownership:
-    """Say which parameters a worker has, and move their gradients.
-
-    Args:
-        module: the whole module.
-        cuts: which stage each parameter belongs to.
-        stages: those that this worker runs.
-        forms: have the gradients of parameters.
-    """
+    """Say which parameters a worker has, and move their gradients."""
 
     def __init__(
         self, module: nn.Module, cuts: Cuts, stages: Sequence[int], forms: WeightForms = ALL
@@ -56,7 +49,6 @@ class Ownership:
         return list(self.named().values())
 
     def named(self) -> dict[str, nn.Parameter]:
-        """Return the parameters that this worker updates, by name."""
         return {n: p for n, p in self._named.items() if self._stage_of.get(n) in self.stages}
 
     def here(self) -> dict[str, nn.Parameter]:
@@ -66,7 +58,6 @@ class Ownership:
 
     @property
     def num_stages(self) -> int:
-        """Return how many stages there are."""
         return self._cuts.num_stages
 
     def owned(self, j: int) -> list[nn.Parameter]:
@@ -75,7 +66,6 @@ class Ownership:
 
     @property
     def has_ties(self) -> bool:
-        """Say whether any stages share a parameter."""
         return bool(self._cuts.tied)
 
     def lent(self, j: int) -> list[tuple[str, nn.Parameter]]:
@@ -169,7 +159,6 @@ class Ownership:
                 x.data = x.detach().new_full((), torch.nan).expand(x.shape)
 
     def restore(self) -> None:
-        """Give every parameter memory again, without values."""
         if not self._is_freed:
             return
         for _, x in self._away():
@@ -198,7 +187,6 @@ class Ownership:
             self.free_foreign(self._home)
 
     def _away(self) -> Iterator[tuple[str, Tensor]]:
-        """Iterate over what other workers have."""
         for n in self.foreign:
             yield n, self._named[n]
         for n in self.stale:
@@ -206,7 +194,6 @@ class Ownership:
 
     @property
     def is_freed(self) -> bool:
-        """Say whether only this worker's parameters have memory."""
         return self._is_freed
 
 
@@ -220,9 +207,7 @@ class ForeignWeights:
                           gets it
 
     Args:
-        module: the whole module.
         stage_of: name -> stage, of parameters and of the buffers that training changes.
-        ownership: which of them this worker has.
         rank_of_stage: stage -> rank of the worker that updates it.
         fits: whether a worker may have the whole module.
         gather: returns all parameters and buffers by name; all workers call it together.
@@ -247,7 +232,6 @@ class ForeignWeights:
 
     @property
     def are_here(self) -> bool:
-        """Say whether this worker has the whole module."""
         return not self._ownership.is_freed
 
     def bring(self) -> None:
@@ -265,7 +249,6 @@ class ForeignWeights:
                 named[n].copy_(came[n])
 
     def leave(self) -> None:
-        """Have no foreign weights from here on."""
         self._ownership.free_foreign(self)
 
     @contextmanager

@@ -34,7 +34,6 @@ class Entry:
     in the order in which one graph over all stages would add them.
 
     Args:
-        tensors: what was received, by handle.
         with_grad: handles of those whose gradients are wanted.
         copied: hand out copies, since the tensors are needed again.
     """
@@ -66,7 +65,6 @@ class Entry:
         self._given = ()
 
     def keep(self, grads: tuple[Tensor | None, ...]) -> None:
-        """Keep the gradients that a backward brought."""
         self.grads = {h: g for h, g in zip(self.handles, grads, strict=True) if g is not None}
 
 
@@ -112,9 +110,7 @@ class Habit:
     """Hold how a kind of micro-batch passed one stage.
 
     Args:
-        j: the stage.
         tapes: of the regions before it.
-        replays: of these tapes.
     """
 
     def __init__(self, j: int, tapes: tuple[Tape, ...], replays: tuple[Replay, ...]) -> None:
@@ -130,7 +126,6 @@ class Habit:
         self._holds = False
 
     def fits(self, tapes: tuple[Tape, ...]) -> bool:
-        """Say whether these are the tapes of the regions before."""
         return tapes is self.tapes or tapes == self.tapes
 
     def holds(self, lesson: Lesson) -> bool:
@@ -143,7 +138,6 @@ class Habit:
         return self._holds
 
     def likely(self, path: tuple[str, ...] | None) -> Tape:
-        """Return the stage's last tape, if it is of this path."""
         own = self._own or ()
         return own if path is None or self._own_path == path else ()
 
@@ -156,18 +150,13 @@ class Habit:
 
 @final
 class Habits:
-    """Keep the habits of few kinds.
-
-    Args:
-        router: of the module's calls.
-    """
+    """Keep the habits of few kinds."""
 
     def __init__(self, router: CallRouter) -> None:
         self._router = router
         self._habits: dict[tuple[str, int], Habit] = {}
 
     def get(self, kind: str, j: int) -> Habit | None:
-        """Return the last habit of a kind of micro-batch."""
         return self._habits.get((kind, j))
 
     def begin(self, kind: str, j: int, tapes: tuple[Tape, ...]) -> Habit:
@@ -190,7 +179,6 @@ class Passage:
 
     Args:
         take_packet: waits for what crossed from the stage before.
-        lesson: what is known of such micro-batches.
         copied: hand out copies of what came, since it is needed again.
     """
 
@@ -226,7 +214,6 @@ class Passage:
         return Delivery(entry.values, wanted, path, habit.likely(path), sharing)
 
     def packet_behind(self, run: Run) -> Packet:
-        """Return what crosses to the next stage."""
         packet, captured, stale = self.packet, run.record.captured, run.sharing.stale
         handles = sorted(captured)
         learning = self.lesson is None or run.record.has_strayed

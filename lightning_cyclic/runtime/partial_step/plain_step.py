@@ -52,7 +52,6 @@ class Part(NamedTuple):
 
     Args:
         i: its number among those of all replicas.
-        batch: what the step is given.
         weight: its share of the step's loss, as a function of a tensor of ones.
     """
 
@@ -65,9 +64,7 @@ class Plain(NamedTuple):
     """Hold what the plain step did.
 
     Args:
-        evidence: of it.
         expected: what the caller made of its outcomes, by name.
-        again: runs it once more.
     """
 
     evidence: Evidence
@@ -80,14 +77,9 @@ class PlainStep:
     """Run the plain step on one process, and leave the module as it was.
 
     Args:
-        module: the whole module.
-        router: of its calls.
         stage_of: name -> stage, of parameters and buffers.
-        device: of this worker.
-        seed: of the randomness.
         held: generators that the module keeps, by name.
         not_state: attributes of the module that are not the user's.
-        forms: of weights.
         sums: dtypes of sums of gradients.
         written: names of parameters that the step itself may change.
     """
@@ -228,9 +220,6 @@ class PlainSums:
 
     Args:
         plan: says which worker runs what, and where sums go.
-        t: number of the step.
-        holders: stages, and parameters of them.
-        dtypes: of sums.
     """
 
     def __init__(
@@ -285,14 +274,7 @@ class PlainSums:
 
 @final
 class PlainRun:
-    """Run a step for one micro-batch.
-
-    Args:
-        router: of the module's calls.
-        i: micro-batch.
-        randomness: that of this step and micro-batch.
-        notes: of what happens.
-    """
+    """Run a step for one micro-batch."""
 
     depth = 0
     region = 0
@@ -307,11 +289,9 @@ class PlainRun:
         self._notes = notes
 
     def stage(self) -> int:
-        """Return the stage whose code is under way."""
         return self.region
 
     def __call__(self, step: Callable[[], Any]) -> Any:
-        """Run the step; return what it returned."""
         router, depth = self.router, _len_torch_function_stack()
         router.run = router.looking = self
         try:
@@ -326,7 +306,6 @@ class PlainRun:
                 _pop_torch_function_stack()
 
     def call(self, unit: Unit, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Answer a call of a module with parameters, or of a metric."""
         self.reach(unit.path, unit.begins)
         if unit.is_split:
             return original(*args, **kwargs)
@@ -346,14 +325,12 @@ class PlainRun:
         return result
 
     def function(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        """Answer a call of a torch function outside all units."""
         if not known(func).is_random:
             return func(*args, **kwargs)
         with self._randomness.of_glue():
             return func(*args, **kwargs)
 
     def reach(self, path: str, stage: int) -> None:
-        """Begin a stage with the call of a module, unless it has begun."""
         if stage > self.region:
             self._leave()
             self._enter(stage)

@@ -60,12 +60,10 @@ class Run:
     """Run a step for one stage and one micro-batch.
 
     Args:
-        router: of the module's calls.
         target: the stage that is run for real.
         replays: of the regions before it.
         take: waits for what crossed, when the stage begins; None if that does not fit the
             replays.
-        randomness: that of this step and micro-batch.
         reads: what Python has read of the micro-batch; None where that takes no time.
     """
 
@@ -435,7 +433,6 @@ def _is_dispatched(about: Known, types: Any, args: Any) -> bool:
 
 
 def refuse_begin(path: str, stage: int, region: int) -> NoReturn:
-    """Refuse a stage that begins before the one ahead of it."""
     raise StepError(
         f"stage {stage} begins ({path!r}, {user_line()}) before stage {region + 1}; allowed: the "
         "order in which the stages were found; name module paths in the order of their calls, "
@@ -444,7 +441,6 @@ def refuse_begin(path: str, stage: int, region: int) -> NoReturn:
 
 
 def refuse_home(path: str, stages: Sequence[int], region: int, beside: str) -> NoReturn:
-    """Refuse a call of a module in a stage that does not have it."""
     what = f"module {path!r}, whose parameters or buffers belong to stage {list(stages)}"
     if beside:
         near = beside.rpartition(".")[0]
@@ -463,7 +459,6 @@ def refuse_home(path: str, stages: Sequence[int], region: int, beside: str) -> N
 
 
 def refuse_read(region: int, target: int) -> NoReturn:
-    """Refuse to read a value that another worker has."""
     raise StepError(
         f"{user_line()} reads a value of stage {region}, which the worker of stage {target} does "
         "not have; allowed: values of the last stage, and of the batch; let no stage begin behind "
@@ -484,7 +479,6 @@ def refuse_path(name: str, expected: str | None, region: int, target: int) -> No
 
 
 def refuse_end(starts: Sequence[str], region: int, target: int, *, gave_nothing: bool) -> NoReturn:
-    """Refuse a step that ended before the stage did."""
     if gave_nothing:
         raise StepError(
             f"the step returned None before {starts[region]!r} was called, with which stage "

@@ -76,12 +76,7 @@ class StagewiseSession:
     """Run one worker's part of pipelined steps.
 
     Args:
-        module: the whole module.
-        config: what the user chose.
         transport: how messages travel; None for one worker.
-        worker: this worker.
-        num_workers: how many there are.
-        device: where its tensors live.
         group: process group for what workers agree on; None for one worker.
     """
 
@@ -140,7 +135,6 @@ class StagewiseSession:
 
     @property
     def program(self) -> Program:
-        """Return its program."""
         return self._plans.usual.program
 
     @property
@@ -375,11 +369,9 @@ class StagewiseSession:
 
     @property
     def stage_step(self) -> StageStep:
-        """Return what runs stages."""
         return self._step
 
     def plan_of(self, num_microbatches: int) -> Plan:
-        """Return the plan of a step whose replicas have so many micro-batches each."""
         return self._plans.of(num_microbatches)
 
     def agree(self, find: Callable[[], Any]) -> Any:
@@ -393,7 +385,6 @@ class StagewiseSession:
 
     @property
     def owns(self) -> bool:
-        """Say whether this worker updates any stage."""
         return bool(self._owned)
 
     @property
@@ -417,11 +408,9 @@ class StagewiseSession:
 
     @property
     def rank(self) -> int:
-        """Return the rank of this worker."""
         return rank_of(self.worker, self._size)
 
     def worker_of(self, stage: int) -> int:
-        """Return the worker of a stage in this worker's replica."""
         return self._plans.usual.worker_of(self.worker // self._size, stage)
 
     @property
@@ -641,7 +630,6 @@ class StagewiseSession:
         self.arrived.append((a.t, Message(summary.tensors[:num], facts)))
 
     def _conclude(self, t: int) -> Message:
-        """Return what all workers are told of step ``t``."""
         if t not in self._concluded:
             outcomes = self._step.take_outcomes(t)
             summary = self._summarise[t](list(outcomes.values()))
@@ -681,7 +669,6 @@ class StagewiseSession:
         actions: Sequence[Action],
         run: Callable[[Sequence[Action]], None] | None = None,
     ) -> Any:
-        """Return the batch of the worker that begins a step."""
         sharing = actions[: len(actions) - len(_shared(actions))]
         if not sharing:
             return batch
@@ -796,7 +783,6 @@ class StagewiseSession:
 
     @contextmanager
     def writable(self) -> Iterator[None]:
-        """Let the body write to every parameter."""
         if self.cuts is None:
             yield
             return
@@ -834,7 +820,6 @@ class StagewiseSession:
         return names.of(names.rank_of(worker))
 
     def close(self) -> None:
-        """End what runs in the background."""
         if self.failed and self.cuts is not None:
             self.ownership.give_up()
         if self.transport is not None:
@@ -863,7 +848,6 @@ def _shares_state(plan: Plan) -> bool:
 
 
 def _updates(a: Action) -> bool:
-    """Say whether an action is one of an update, or prepares one."""
     return a.kind is Kind.UPDATE or (a.kind is Kind.SEND and a.payload is Payload.N)
 
 

@@ -51,10 +51,8 @@ class Micro(NamedTuple):
     """Hold one micro-batch.
 
     Args:
-        batch: what the step is given.
         weight: its share of the step's loss, as a function of a tensor of ones.
         kind: what its tensors look like, sizes included.
-        family: the same without sizes.
         reads: what Python has read of it; None where that takes no time.
         where: names it for errors in it; empty for evaluation.
     """
@@ -71,7 +69,6 @@ class Outcome(NamedTuple):
     """Hold what the last stage got from one micro-batch.
 
     Args:
-        output: of the step.
         logs: name, value and arguments of what it logged.
         changes: of what it keeps on the module.
     """
@@ -83,8 +80,6 @@ class Outcome(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class _Cell:
-    """Hold what B(i,j) needs of F(i,j)."""
-
     entry: Entry | None = None
     edges: dict[Handle, GradientEdge] = field(default_factory=dict)
     loss: Tensor | None = None
@@ -94,8 +89,6 @@ class _Cell:
 
 
 class _Again(NamedTuple):
-    """Hold what running a stage again needs."""
-
     packet: Packet
     habit: Habit
     captured: frozenset[Handle]
@@ -109,12 +102,8 @@ class StageStep:
     """Run forwards and backwards of the stages of one worker.
 
     Args:
-        router: of the module's calls.
         plan: which stages there are, and what is run again.
-        ownership: the parameters that this worker has.
         state: what the module keeps, which running a stage again must not change twice.
-        seed: of the randomness.
-        remat: "never", "always" or "except_last".
         versions: of the parameters, where forwards read older ones too.
         may_skip: whether the step may return None: then there is nothing to go back through.
     """
@@ -258,7 +247,6 @@ class StageStep:
         return self._micro[a.t, a.i]
 
     def _showing(self, a: Action, cell: _Cell) -> AbstractContextManager[None]:
-        """Let the parameters of a stage have the version that the plan says."""
         if self._versions is None or not self._training:
             return _NOTHING
         return self._showing_versions(self._versions, a, cell)
@@ -273,7 +261,6 @@ class StageStep:
             yield
 
     def _watching(self, a: Action, cell: _Cell) -> AbstractContextManager[None]:
-        """Refuse that the user's code changes weights."""
         if self.watch is None:
             return _NOTHING
         return self.watch.watching(a.t, [*cell.versions, self._here, self.still])
@@ -404,7 +391,6 @@ class StageStep:
     def _tied_roots(
         self, j: int, cell: _Cell, tied: Mapping[str, Tensor]
     ) -> list[tuple[nn.Parameter, Tensor]]:
-        """Return the gradients that later stages have for parameters of this one."""
         shown = {n: q for version in cell.versions for n, q in version.items()}
         lent = self._ownership.lent(j)
         return [(shown.get(name, p), tied[name]) for name, p in lent if name in tied]
@@ -431,7 +417,6 @@ def _run_backward(roots: tuple[Any, ...], grads: tuple[Tensor, ...]) -> None:
 
 
 def _place(a: Action, micro: Micro) -> str:
-    """Say where an action runs the user's code."""
     what = "forward" if a.kind is Kind.F else "backward"
     return f"{micro.where}, stage {a.j}, {what}" if micro.where else ""
 

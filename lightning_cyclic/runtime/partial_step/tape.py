@@ -49,10 +49,7 @@ class Event(NamedTuple):
 
     Args:
         name: path of a unit with "()", or name of a torch function.
-        structure: of what was given back.
-        outs: its leaves.
         mutated: inputs known to every worker that the event changed in place, by their place.
-        is_read: whether a value went to Python.
     """
 
     name: str
@@ -116,7 +113,6 @@ def names(tape: Tape) -> tuple[str, ...]:
 
 
 def tape_to_data(tape: Tape) -> list[Any]:
-    """Return plain data that JSON can hold."""
     return [
         [
             e.name,
@@ -130,7 +126,6 @@ def tape_to_data(tape: Tape) -> list[Any]:
 
 
 def tape_from_data(data: Sequence[Any]) -> Tape:
-    """Make a tape from what :func:`tape_to_data` returned."""
     return tuple(
         Event(
             name,
@@ -167,7 +162,6 @@ class Delivery(NamedTuple):
     """Hold what a run needs from the begin of its stage on.
 
     Args:
-        came: the tensors that crossed, by handle.
         wanted: handles of what later stages need; None while that is being learnt: everything
             that is alive when the stage ends.
         path: names of the stage's events for which that holds; None for any.
@@ -184,13 +178,7 @@ class Delivery(NamedTuple):
 
 @final
 class Record:
-    """Write down the events of a stage; for the last, of which nobody is told, mark tensors only.
-
-    Args:
-        number: of the run.
-        region: the stage.
-        is_last: whether it is the last.
-    """
+    """Write down the events of a stage; for the last, which nobody is told of, mark tensors."""
 
     def __init__(self, number: int, region: int, *, is_last: bool) -> None:
         self.tape: list[Event] = []
@@ -205,20 +193,12 @@ class Record:
         self._made: list[tuple[Handle, ref[Tensor]]] = []
 
     def expect(self, delivery: Delivery) -> None:
-        """Take in what is known of the stage."""
         _, self._wanted, self._path, self._likely, _ = delivery
 
     def write(
         self, name: str, result: Any, inputs: Sequence[Tensor], mutated: Sequence[int]
     ) -> Any:
-        """Write down a call, and return its result.
-
-        Args:
-            name: of the event.
-            result: what the call returned.
-            inputs: the tensors that it was given.
-            mutated: places of those that depend on the batch alone, and that it changed.
-        """
+        """Write down a call, and return its result."""
         if self._is_last:
             for x in (result,) if isinstance(result, Tensor) else tensors(result):
                 setattr(x, MARK, (self._number, _UNNAMED))
@@ -241,7 +221,6 @@ class Record:
         return result
 
     def write_read(self, name: str) -> None:
-        """Write down that a value went to Python."""
         if not self._is_last:
             self.tape.append(Event(name, LEAF, (), (), True))
 

@@ -51,8 +51,6 @@ class Verifier:
     """Compare the first steps of a session, and batches that look otherwise, with plain ones.
 
     Args:
-        session: of this worker.
-        plain: runs plain steps.
         held: generators that the module keeps, by name.
     """
 
@@ -86,7 +84,6 @@ class Verifier:
 
     @property
     def is_comparing(self) -> bool:
-        """Say whether the step under way is compared."""
         return self._notes is not None
 
     @property
@@ -179,7 +176,6 @@ class Verifier:
                 self._own = [(p, p.detach().clone()) for p in session.ownership.own]
 
     def _parts_of_all(self, parts: Sequence[MicroBatch], accumulate: int) -> list[Part] | None:
-        """Return the micro-batches of all replicas on rank 0."""
         session = self._session
         replicas = session.config.replicas
         each = [[(part.batch, part.size) for part in parts]]
@@ -323,7 +319,6 @@ class Verifier:
 
 
 def _of_reruns(first: Evidence, again: Evidence) -> list[Difference]:
-    """Return what differs where stages were run again for their backward."""
     calls = {item: x for item, x in again.items() if item.kind in ("call", "draws")}
     return [
         Difference(item, first[item], x)

@@ -36,9 +36,7 @@ class Version(dict[str, nn.Parameter]):
     """Hold the stand-ins of one version of a stage, by name.
 
     Args:
-        j: stage.
         v: version; the one from which it was predicted.
-        parameters: by name.
     """
 
     __slots__ = ("__weakref__", "j", "places", "v")
@@ -55,13 +53,10 @@ class Versions:
     """Keep the versions of stages.
 
     Args:
-        module: the whole module.
-        plan: says which version is read.
         stages: stage -> name -> trained parameter, of the stages that this worker has.
         newest: the version that the parameters hold now.
         readers: stage -> the stages that read its parameters, itself among them.
         foresight: guesses what forwards read, where the plan's rule predicts.
-        forms: have the gradients of stand-ins.
     """
 
     def __init__(
@@ -133,7 +128,6 @@ class Versions:
         return self._foresight is not None
 
     def newest(self, j: int) -> int:
-        """Return the version that the module's own parameters of stage ``j`` hold."""
         return self._newest[j]
 
     @contextmanager
@@ -161,12 +155,7 @@ class Versions:
     def shown_again(
         self, a: Action, versions: tuple[Version, ...]
     ) -> Iterator[tuple[Version, ...]]:
-        """Let stages have what a backward reads, before which they are run again.
-
-        Args:
-            a: the backward.
-            versions: of its forward.
-        """
+        """Let stages have what a backward reads, before which they are run again."""
         if self._foresight is not None:
             newest = self._newest[a.j]
             if self._plan.backward_horizon(a.j) > 0:

@@ -29,7 +29,6 @@ class Mark(NamedTuple):
     Args:
         how: "rows" are cut in dim 0, "items" as a list is; "whole" is a tensor and "plain"
             anything else that every micro-batch gets as it is; "open" is a container.
-        parts: of a container.
     """
 
     how: Literal["rows", "items", "whole", "plain", "open"]
@@ -82,7 +81,6 @@ def size_of(batch: Any) -> int:
 
 
 def has_tensor(batch: Any) -> bool:
-    """Say whether there is a tensor that tells how many samples there are."""
     flatten(batch)  # refuses a batch that contains itself
     return any(isinstance(x, Tensor | PackedSequence) for _, x in with_rows(batch))
 
@@ -243,13 +241,11 @@ def _listed(batch: Any, reading: Reading) -> str:
 
 
 def with_rows(value: Any) -> list[tuple[str, Any]]:
-    """Return place and value of all that has rows."""
     marked = _marked(value, _mark_of(value, -1))  # no list has -1 items
     return [(place, x) for place, x, mark in marked if mark.how == "whole"]
 
 
 def _marked(value: Any, mark: Mark, place: str = "") -> Iterator[tuple[str, Any, Mark]]:
-    """Yield place, value and mark of all that is no open container."""
     if mark.how != "open":
         yield place, value, mark
         return
@@ -317,7 +313,6 @@ def _unexplained(batch: Any) -> StepError:
 
 
 def _evidence(batch: Any, reading: Reading) -> str:
-    """Say what speaks for a number of samples."""
     marked = ((place, mark.how) for place, _, mark in _marked(batch, reading.mark))
     place, how = next((place, how) for place, how in marked if how in ("rows", "items"))
     return f"{reading.size} ({how} of {_name(place)})"
@@ -332,7 +327,6 @@ def _told(batch: Any) -> str:
 
 
 def text_of(x: Any) -> str:
-    """Describe what has rows."""
     if isinstance(x, PackedSequence):
         return f"a PackedSequence of {num_rows(x)}"
     return f"{str(getattr(x, 'dtype', type(x).__name__)).removeprefix('torch.')}{list(x.shape)}"

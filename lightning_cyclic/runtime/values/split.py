@@ -46,7 +46,6 @@ class MicroBatch(NamedTuple):
 
     Args:
         batch: of the type of the whole batch.
-        size: number of its samples.
     """
 
     batch: Any
@@ -148,7 +147,6 @@ class _Cutter:
         self._ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
 
     def cut(self, value: Any, mark: Mark) -> list[Any]:
-        """Return one part per micro-batch."""
         if mark.how == "rows":
             if isinstance(value, PackedSequence):
                 return self._cut_packed(value)
