@@ -93,24 +93,12 @@ class Crew:
 
     def train(self, flush_after: tuple[int, ...] = ()) -> None:
         """Train all workers for as many steps as there are."""
-        errors: list[BaseException] = []
 
-        def run(w: int) -> None:
-            try:
-                with self._stream():
-                    self._train(w, flush_after)
-            except BaseException as error:
-                errors.append(error)
-                self.sessions[w].fail(error)
+        def train(w: int) -> None:
+            with self._stream():
+                self._train(w, flush_after)
 
-        threads = [threading.Thread(target=run, args=(w,)) for w in range(self.plan.num_workers)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(60.0)
-            assert not thread.is_alive()
-        if errors:
-            raise errors[0]
+        run_all(self.sessions, train)
 
     def _stream(self) -> AbstractContextManager[Any]:
         if self.device.type == "cpu":
@@ -141,6 +129,27 @@ class Crew:
     def compare(self, expected: nn.Module) -> None:
         """Compare what each worker holds, bit by bit."""
         compare(self.sessions, expected)
+
+
+def run_all(sessions: Sequence[StagewiseSession], train: Callable[[int], None]) -> None:
+    """Train the worker of each session in a thread of its own."""
+    errors: list[BaseException] = []
+
+    def run(w: int) -> None:
+        try:
+            train(w)
+        except BaseException as error:
+            errors.append(error)
+            sessions[w].fail(error)
+
+    threads = [threading.Thread(target=run, args=(w,)) for w in range(len(sessions))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60.0)
+        assert not thread.is_alive()
+    if errors:
+        raise errors[0]
 
 
 def compare(sessions: Sequence[StagewiseSession], expected: nn.Module) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import threading
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -23,7 +22,7 @@ from lightning_cyclic.runtime.transport import CountingTransport
 from lightning_cyclic.runtime.transport.local import LocalTransport, PostOffice
 from tests.rows import in_turn
 
-from .crews import compare, summarise
+from .crews import compare, run_all, summarise
 
 CPU = torch.device("cpu")
 NUM_STEPS = 5
@@ -107,23 +106,7 @@ class Crew:
         )  # fmt: skip
 
     def train(self) -> None:
-        errors: list[BaseException] = []
-
-        def run(w: int) -> None:
-            try:
-                self._train(w)
-            except BaseException as error:
-                errors.append(error)
-                self.sessions[w].fail(error)
-
-        threads = [threading.Thread(target=run, args=(w,)) for w in range(self.num_workers)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(60.0)
-            assert not thread.is_alive()
-        if errors:
-            raise errors[0]
+        run_all(self.sessions, self._train)
 
     def _train(self, w: int) -> None:
         torch.set_num_threads(1)

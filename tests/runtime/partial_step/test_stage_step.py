@@ -107,13 +107,6 @@ def test_a_known_way_is_not_described_again_and_makes_no_ghosts(monkeypatch):
     assert all(a is b for a, b in zip(after, before, strict=True))
 
 
-def test_of_the_last_stage_nothing_is_written_down():
-    rig = Rig(Row())
-    rig.step(0)
-    assert len(rig.packets) == 3
-    assert [len(p.tapes) for p in rig.packets] == [0, 1, 2]
-
-
 class Turning(Row):
     """Go a way that depends on the values of the batch."""
 

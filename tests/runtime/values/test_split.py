@@ -119,10 +119,6 @@ def test_what_has_other_sizes_goes_everywhere() -> None:
         assert (part["k"], part["s"]) == (7, "text")
 
 
-def test_a_batch_smaller_than_the_number_is_cut_into_ones() -> None:
-    assert [part.size for part in split(rows(3), 8)] == [1, 1, 1]
-
-
 @pytest.mark.parametrize(
     "items",
     [
