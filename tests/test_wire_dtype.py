@@ -103,7 +103,9 @@ def test_workers_of_stages(preset: str, precision: str, dtype: str | None) -> No
 
 @pytest.mark.parametrize("preset", ["1f1b", "pipedream_2bw"])
 def test_one_pipeline_sends_no_sums(preset: str) -> None:
-    with pytest.raises(ConfigurationError, match="reduce_dtype='bf16' with preset .*, which does not use it"):
+    with pytest.raises(
+        ConfigurationError, match="reduce_dtype='bf16' with preset .*, which does not use it"
+    ):
         make_strategy(preset, reduce_dtype="bf16")
     make_strategy(preset, reduce_dtype="bf16", replicas=2, num_microbatches=2)
 
@@ -149,6 +151,8 @@ def fit_unlike(preset: str) -> str:
 @pytest.mark.parametrize("preset", ["cyclic_dp", "gpipe"])
 def test_ranks_with_other_arguments_are_refused(preset: str) -> None:
     for text in processes.run(fit_unlike, 2, preset):
-        assert text.startswith(f"ranks differ in the arguments of {type(make_strategy(preset)).__name__}: ")
+        assert text.startswith(
+            f"ranks differ in the arguments of {type(make_strategy(preset)).__name__}: "
+        )
         assert "reduce_dtype=None" in text
         assert "reduce_dtype='bf16'" in text

@@ -24,7 +24,7 @@ import torch
 from lightning_cyclic.errors import CyclicError, PeerError, WaitTimeoutError
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.plan.actions import Action, Kind
-from lightning_cyclic.plan.check.refusal import rows_around, timetable_around
+from lightning_cyclic.plan.clock import rows_around, timetable_around
 from lightning_cyclic.runtime.transport import AbstractPending, AbstractTransport
 from lightning_cyclic.runtime.transport.crew import Names, look_at
 from lightning_cyclic.simulate.units import show_bytes

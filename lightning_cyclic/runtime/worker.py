@@ -31,10 +31,11 @@ T = TypeVar("T")
 
 @final
 class LaneThread(Generic[T]):
-    """Do actions of one lane in a thread, in their order.
+    """Do actions in a thread, in their order.
 
-    It never waits for a message that comes behind one that it would have to pass on first: the
-    order of its actions is proved.
+    The program says which lane runs an action. A lane does its actions in their order, in a thread
+    of its own if any of them waits for other workers, else at once. It never waits for a message
+    that comes behind one that it would have to pass on first: the order of its actions is proved.
 
     Args:
         do: carries out an action, as it was put: alone, or with what belongs to it.

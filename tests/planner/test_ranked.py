@@ -1,12 +1,13 @@
+import sys
 from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_cyclic.planner import Candidate, ModelProfile, Problem, UnitProfile, ranked
+from lightning_cyclic.planner import Candidate, ModelProfile, Problem, UnitProfile
 from lightning_cyclic.planner.fit import Fitter
-from lightning_cyclic.planner.ranked import least_step_s, timed
+from lightning_cyclic.planner.search import least_step_s, timed
 from lightning_cyclic.simulate import Network
 
 
@@ -105,7 +106,7 @@ def test_where_simulation_takes_too_long(monkeypatch, preset, num_microbatches):
     given_ = problem()
     fit = fitted(given_, preset, num_microbatches=num_microbatches)
     simulated = timed(fit, given_)
-    monkeypatch.setattr(ranked, "_MOST_CELLS", 0)
+    monkeypatch.setattr(sys.modules["lightning_cyclic.planner.search"], "_MOST_SIMULATED", 0)
     plan = timed(fit, given_)
     assert not plan.is_simulated
     assert (plan.step_s, plan.bubble) == (simulated.step_s, simulated.bubble)  # free messages
@@ -120,8 +121,3 @@ def test_workers_that_share_hosts_have_the_links_of_hosts():
         seconds = [timed(fit, x).step_s for x in (given_, problem(network=far), problem())]
         assert seconds[0] == seconds[2 if is_near else 1]
         assert seconds[1] > seconds[2]
-
-
-def test_samples_per_second():
-    given_ = problem()
-    assert timed(fitted(given_, "cyclic_pipeline"), given_).samples_per_s == 4 / 24

@@ -58,9 +58,3 @@ def test_what_a_worker_shares_with_itself_is_kept_once():
 def test_even_stages():
     assert Stages.even(profile(5, 1, 1, 1, 4, 2), 3).names == ("u0", "u1", "u4")
     assert Stages.even(profile(1e-4, 1e-4, 2e-4), 2).names == ("u0", "u2")
-
-
-def test_stages_alike_count_copies():
-    alike = Stages.alike(3)
-    assert alike.num_stages == 3
-    assert alike.param_bytes == alike.activation_bytes == alike.input_bytes == (1, 1, 1)
