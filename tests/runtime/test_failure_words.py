@@ -22,8 +22,8 @@ from lightning_cyclic.runtime.failure_words import (
     relief,
     words_of,
 )
-from lightning_cyclic.runtime.transport import LocalTransport, PostOffice
 from lightning_cyclic.runtime.transport.crew import Names
+from tests.local_transport import LocalTransport, PostOffice
 from tests.runtime.whole_step.test_engine import Worker, find_stages, loss, mlp, run_workers, sgd
 
 NAMES = Names(2, ["a", "b", "node7", "d"])

@@ -26,8 +26,6 @@ class Place:
 
     Args:
         path: the module whose first call is the place; the outermost with parameters.
-        names: all modules that begin there.
-        tick: when.
         before_ns: computing time before it.
         crossing_bytes: of the tensors that earlier stages make and later ones use.
         split: the modules whose calls are under way.
@@ -61,8 +59,6 @@ class Load:
 
     Args:
         compute_ns: of its forward, for the surveyed micro-batch.
-        parameter_bytes: of the parameters that it uses.
-        activation_bytes: of the tensors that it makes.
         crossing_bytes: of those that it receives from earlier stages.
     """
 
@@ -82,7 +78,6 @@ class CutPoints:
     """Hold the places of a survey, and answer what lies before, between and at them.
 
     Args:
-        survey: what was seen.
         balance: what stages are to have equal parts of. Counted times and bytes of activations
             are the same in every run; measured times differ a little.
     """
@@ -109,7 +104,6 @@ class CutPoints:
 
     @property
     def possible(self) -> list[Place]:
-        """Return the places at which stages can begin unasked."""
         return [p for p in self.places if p.is_possible and p.has_parameters]
 
     def pieces(self, starts: Sequence[str] = ()) -> list[Place]:

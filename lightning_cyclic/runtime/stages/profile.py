@@ -44,7 +44,6 @@ class Profile:
     """Hold what the first training step showed.
 
     Args:
-        units: in order of execution.
         unused: names of trained parameters that the step did not use.
         resting: names of other parameters that the step did not use.
         buffers: the module buffers whose values the step changed: name -> (unit of the first
@@ -80,7 +79,6 @@ class Recorder:
     """Record the order of first use while one training step runs.
 
     Args:
-        module: the whole module.
         parameters: name -> parameter, for those that are trained.
     """
 
@@ -114,7 +112,6 @@ class Recorder:
                 end()
 
     def profile(self) -> Profile:
-        """Return what was recorded."""
         after = dict(self._module.named_buffers())
         last = len(self._units) - 1
         changed = {
@@ -133,7 +130,6 @@ class Recorder:
         return Unit(starts=tuple(starts), parameters=trained, glue=glue, frozen=frozen)
 
     def _apart(self, names: list[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Return the names of what is trained, and of what is not."""
         trained = tuple(n for n in names if n in self._trained)
         return trained, tuple(n for n in names if n not in self._trained)
 

@@ -18,7 +18,6 @@ class Stage:
 
     Args:
         start: path of the module whose first call begins the stage; "" for the step's beginning.
-        parameters: names, in order of first use.
         glue: those, trained or frozen, that code outside their own module uses.
         buffers: names of the buffers that training changes (BatchNorm statistics) and that are
             first used here.
@@ -39,7 +38,6 @@ class StageMap:
     """Hold the stages of a module, in order of execution.
 
     Args:
-        stages: the stages.
         untrained: names of those parameters of stages that get no gradients.
     """
 
@@ -48,12 +46,10 @@ class StageMap:
 
     @property
     def stage_of(self) -> dict[str, int]:
-        """Return parameter name -> stage."""
         return {name: j for j, stage in enumerate(self.stages) for name in stage.parameters}
 
     @property
     def trained(self) -> tuple[tuple[str, ...], ...]:
-        """Return the names of the parameters of each stage that get gradients."""
         return tuple(
             tuple(n for n in stage.parameters if n not in self.untrained) for stage in self.stages
         )
@@ -100,23 +96,16 @@ class StageMap:
         return replace(self, stages=tuple(stages))
 
     def holding(self, names: Iterable[str], trained: Container[str]) -> Self:
-        """Return the map with all parameters in stages, of which some are trained.
-
-        Args:
-            names: of all parameters.
-            trained: names of those that are.
-        """
+        """Return the map with all parameters in stages, of which some are trained."""
         held = dict.fromkeys(names)
         untrained = frozenset(n for n in held if n not in trained)
         return replace(self.training(held), untrained=untrained)
 
     def as_data(self) -> list[dict[str, Any]]:
-        """Return plain data, for a checkpoint or a message."""
         return [asdict(stage) for stage in self.stages]
 
     @classmethod
     def from_data(cls, data: Sequence[Mapping[str, Any]]) -> Self:
-        """Make the map from what :meth:`as_data` returned."""
         return cls(
             tuple(
                 Stage(
@@ -217,7 +206,6 @@ def _thawed(stage: Stage, names: Collection[str]) -> Stage:
 def _with_buffers(
     stages: Sequence[Stage], buffers: Mapping[str, tuple[int, int]], starts: Sequence[int]
 ) -> tuple[Stage, ...]:
-    """Give each buffer to the stage in which its module is first called."""
     spans = {
         n: (bisect_right(starts, a) - 1, bisect_right(starts, b) - 1)
         for n, (a, b) in buffers.items()

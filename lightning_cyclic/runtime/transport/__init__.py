@@ -4,7 +4,6 @@ from lightning_cyclic.runtime.transport.base import AbstractPending, AbstractTra
 from lightning_cyclic.runtime.transport.counting import CountingTransport
 from lightning_cyclic.runtime.transport.edges import EdgeTransport
 from lightning_cyclic.runtime.transport.host_staged import HostStagedTransport
-from lightning_cyclic.runtime.transport.local import LocalTransport, PostOffice
 from lightning_cyclic.runtime.transport.named import NamedTransport
 
 __all__ = [
@@ -13,8 +12,6 @@ __all__ = [
     "CountingTransport",
     "EdgeTransport",
     "HostStagedTransport",
-    "LocalTransport",
     "NamedTransport",
     "Part",
-    "PostOffice",
 ]

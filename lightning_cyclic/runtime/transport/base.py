@@ -52,8 +52,6 @@ class AbstractTransport(ABC):
     No call blocks.
 
     Args:
-        worker: this worker.
-        num_workers: how many there are.
         crew: the ranks of all workers, and the limit of every wait.
     """
 

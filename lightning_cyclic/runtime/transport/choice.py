@@ -41,7 +41,6 @@ class Links(NamedTuple):
     """Hold what joins the workers of a training.
 
     Args:
-        transport: carries messages, and counts them.
         group: process group of all workers for what they agree on: gloo's, for tensors of the
             host; it breaks when a worker fails.
     """
@@ -149,7 +148,6 @@ def naming_shared_gpus() -> Iterator[None]:
 
 
 def _identity(device: torch.device) -> str:
-    """Name a GPU, alike in all processes that have it."""
     properties = torch.cuda.get_device_properties(device)
     return f"{socket.gethostname()}/{getattr(properties, 'uuid', device.index)}"
 

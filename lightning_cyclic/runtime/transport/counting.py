@@ -21,15 +21,12 @@ from lightning_cyclic.runtime.transport.base import (
 
 @final
 class Counts:
-    """Count messages and bytes sent, from any thread."""
-
     def __init__(self) -> None:
         self._lock = threading.Lock()  # lanes send from threads of their own
         self.messages: Counter[Payload] = Counter()
         self.num_bytes: Counter[Payload] = Counter()
 
     def add(self, payload: Payload, num_bytes: int) -> None:
-        """Count one message, or a part of one that needs several."""
         with self._lock:
             self.messages[payload] += 1
             self.num_bytes[payload] += num_bytes
@@ -40,7 +37,6 @@ class CountingTransport(AbstractTransport):
     """Count messages and bytes sent, by payload, and pass everything on.
 
     Args:
-        inner: the transport that does the work.
         counts: where to count. [counts of its own]
         route: how messages travel, for those who ask.
     """

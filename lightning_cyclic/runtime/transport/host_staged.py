@@ -25,12 +25,12 @@ from lightning_cyclic.runtime.transport.base import (
     AbstractTransport,
     Part,
 )
-from lightning_cyclic.runtime.transport.copies import (
+from lightning_cyclic.runtime.transport.streams import (
     AbstractCopies,
+    Event,
     HostCopies,
     StreamCopies,
 )
-from lightning_cyclic.runtime.transport.streams import Event
 
 
 @final

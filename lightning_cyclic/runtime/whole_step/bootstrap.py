@@ -28,7 +28,6 @@ class FirstStep:
     """Run the forwards of step 0 in the order of workers and record them.
 
     Args:
-        module: the whole module.
         parameters: name -> parameter, for those that are trained.
         group: process group of all workers for tensors of the host.
     """
@@ -58,7 +57,6 @@ class FirstStep:
             yield
 
     def note(self) -> None:
-        """Keep what was recorded, before the module is put back as it was."""
         self._profile = self._recorder.profile()
 
     def receive(self) -> None:

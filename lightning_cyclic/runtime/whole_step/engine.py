@@ -36,9 +36,8 @@ from lightning_cyclic.runtime.stages.stage_map import StageMap
 from lightning_cyclic.runtime.transport import AbstractTransport
 from lightning_cyclic.runtime.weight_forms import ALL, WeightForms
 from lightning_cyclic.runtime.weight_watch import WeightWatch
-from lightning_cyclic.runtime.whole_step.entrances import Entrances
-from lightning_cyclic.runtime.whole_step.exchange import Exchange
-from lightning_cyclic.runtime.whole_step.gradients import GradientCollector
+from lightning_cyclic.runtime.whole_step.exchange import Exchange, Word, Words
+from lightning_cyclic.runtime.whole_step.hooks import Entrances, GradientCollector
 from lightning_cyclic.runtime.whole_step.shards import (
     Replica,
     Shards,
@@ -46,7 +45,6 @@ from lightning_cyclic.runtime.whole_step.shards import (
     refuse_return,
 )
 from lightning_cyclic.runtime.whole_step.versions import VersionStore
-from lightning_cyclic.runtime.whole_step.words import Word, Words
 from lightning_cyclic.runtime.worker import Worker
 
 Update = Callable[[int, Sequence[int]], Collection[int] | None]
@@ -72,9 +70,7 @@ class Engine:
 
     Args:
         module: the whole module; its parameters hold version ``state.t``.
-        plan: a plan with replicated placement.
         stages: which parameters and buffers belong to which stage.
-        transport: how messages travel.
         update: applies the total gradients of a step to the owned stages (step, stages).
         state: where to go on; None at the beginning.
         paced: whether workers that start together are brought into the timetable's stagger.
@@ -168,7 +164,6 @@ class Engine:
 
     @property
     def flight(self) -> FlightRecorder:
-        """Return what keeps the last actions of this worker."""
         return self._worker.flight
 
     def note_outcomes(self, outcomes: Outcomes) -> None:
@@ -249,7 +244,6 @@ class Engine:
             yield
 
     def end_step(self) -> None:
-        """Do what is left of the step's block, and count the step."""
         self._run_to(None, 0)
         self.t += 1
         self._shown.stay_no_longer()
@@ -356,7 +350,6 @@ class Engine:
         self._worker.fetch(item)
 
     def _enter(self, a: Action) -> None:
-        """Show the version that a forward reads."""
         assert a.v is not None
         self._shown.enter(a.j, a.v)
         self._note_word(a.j, a.v)
@@ -475,7 +468,6 @@ class Engine:
 
     @property
     def owned(self) -> tuple[int, ...]:
-        """Return the stages that this worker updates."""
         return tuple(j for j in range(self.plan.num_stages) if self.plan.owner(j) == self._w)
 
     def _lasting(self) -> frozenset[int]:
@@ -522,7 +514,6 @@ class Engine:
             self._note_word(j, self.t)
 
     def state(self) -> EngineState:
-        """Return what a checkpoint needs; only behind a flush."""
         previous: dict[str, Tensor] = {}
         for stage, store in zip(self.stages.stages, self.stores, strict=True):
             if self.t - 1 in store:
@@ -554,7 +545,6 @@ class Engine:
         return min(self.plan.reads(t, w, j) for w in readers)
 
     def parameters(self, j: int) -> Sequence[nn.Parameter]:
-        """Return what the optimizer has of a stage: the parameters that get gradients."""
         return self._parameters[j]
 
     def close(self) -> None:
