@@ -109,10 +109,6 @@ class CastCopies:
         self._known[key] = _Known(gone, p._version, weakref.ref(made))
         return made
 
-    @property
-    def num_known(self) -> int:
-        return len(self._known)
-
 
 def _unpack(x: Tensor | _View) -> Tensor:
     return x if isinstance(x, Tensor) else x.copy.as_strided(x.size, x.stride, x.offset)

@@ -39,15 +39,6 @@ class Collectives:
         self._group = group
         self._peers = _peers(replicas, size) if group is not None and replicas > 1 else None
 
-    @property
-    def is_alone(self) -> bool:
-        return self._group is None
-
-    @property
-    def decides(self) -> bool:
-        """Say whether this worker finds what all agree on."""
-        return self._group is None or dist.get_rank() == 0
-
     def agree(self, find: Callable[[], Any], waiting: AbstractContextManager[None]) -> Any:
         """Return on every worker what rank 0 finds.
 
@@ -61,7 +52,7 @@ class Collectives:
         if self._group is None:
             return find()
         text = ""
-        if self.decides:
+        if dist.get_rank() == 0:
             try:
                 text = json.dumps(["found", find()])
             except CyclicError as error:
@@ -88,11 +79,9 @@ class Collectives:
 
     def _sent_to_all(self, mine: dict[str, Tensor], source: int) -> dict[str, Tensor]:
         """Return tensors of one dtype that a rank has, on every rank, by one message."""
-        is_source = self._group is None or source == dist.get_rank()
+        is_source = source == dist.get_rank()
         if is_source:
             mine = {n: x.detach() for n, x in mine.items()}
-        if self._group is None:
-            return mine
         sizes = [x.numel() for x in mine.values()]
         if is_source:
             flat = torch.cat([x.reshape(-1).cpu() for x in mine.values()])

@@ -56,10 +56,6 @@ class Ownership:
         foreign = set(self.foreign)
         return {n: p for n, p in self._named.items() if n not in foreign}
 
-    @property
-    def num_stages(self) -> int:
-        return self._cuts.num_stages
-
     def owned(self, j: int) -> list[nn.Parameter]:
         """Return the parameters of stage ``j``: those that it is the first to use."""
         return [self._named[n] for n in self._cuts.parameters[j]]

@@ -288,9 +288,6 @@ class PlainRun:
         self._randomness = randomness
         self._notes = notes
 
-    def stage(self) -> int:
-        return self.region
-
     def __call__(self, step: Callable[[], Any]) -> Any:
         router, depth = self.router, _len_torch_function_stack()
         router.run = router.looking = self

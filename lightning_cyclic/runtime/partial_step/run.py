@@ -181,10 +181,6 @@ class Run:
         """Say whether the stage itself is under way."""
         return self.region == self.target
 
-    def stage(self) -> int:
-        """Return the stage whose code is under way."""
-        return self.region
-
     def __call__(self, step: Callable[[], Any]) -> Any:
         """Run the step; return what it returned, or None where the stage is not the last.
 
