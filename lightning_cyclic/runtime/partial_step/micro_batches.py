@@ -16,8 +16,16 @@ from typing import Any, final
 from torch import Tensor, nn
 
 from lightning_cyclic.errors import PeerError, StepError, WaitTimeoutError
-from lightning_cyclic.runtime.values.reading import Mark, Reading, has_tensor, names, read
-from lightning_cyclic.runtime.values.split import MicroBatch, read_to_cut, split
+from lightning_cyclic.runtime.values.split import (
+    Mark,
+    MicroBatch,
+    Reading,
+    has_tensor,
+    names,
+    read,
+    read_to_cut,
+    split,
+)
 
 SplitBatch = Callable[[Any, int], Any]  # (batch, number of micro-batches) -> parts
 _MOST_MAKES = 16  # of batches, of which it is told how they are cut

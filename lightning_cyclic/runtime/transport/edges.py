@@ -27,9 +27,10 @@ from lightning_cyclic.plan.program import Program
 from lightning_cyclic.runtime.transport.base import (
     AbstractPending,
     AbstractTransport,
+    Line,
     Part,
+    Way,
 )
-from lightning_cyclic.runtime.transport.line import Line, Way
 from lightning_cyclic.runtime.transport.named import NamedTransport
 from lightning_cyclic.runtime.transport.streams import ChannelStreams, own_error_handling
 

@@ -17,10 +17,11 @@ from lightning_cyclic.plan.passes.messages import Ring
 from lightning_cyclic.runtime.transport.base import (
     AbstractPending,
     AbstractTransport,
+    Line,
     Part,
+    Way,
 )
 from lightning_cyclic.runtime.transport.crew import Crew
-from lightning_cyclic.runtime.transport.line import Line, Way
 
 _PLACES = {payload: place for place, payload in enumerate(Payload)}
 

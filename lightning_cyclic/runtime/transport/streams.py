@@ -26,9 +26,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_cyclic.plan.passes.messages import Channel
-from lightning_cyclic.runtime.transport.base import AbstractPending
+from lightning_cyclic.runtime.transport.base import AbstractPending, Gone, is_of_loader
 from lightning_cyclic.runtime.transport.crew import AbstractCrew
-from lightning_cyclic.runtime.transport.line import Gone, is_of_loader
 
 Event = Any  # torch.cuda.Event: torch gives its methods no types
 

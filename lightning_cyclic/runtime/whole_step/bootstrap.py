@@ -20,7 +20,7 @@ from torch import nn
 from lightning_cyclic.errors import StepError
 from lightning_cyclic.runtime.agreement import describe_batch, gather_texts, require_same_lines
 from lightning_cyclic.runtime.buffers import Layout
-from lightning_cyclic.runtime.stages.profile import Profile, Recorder, Unit
+from lightning_cyclic.runtime.stages.stage_map import Profile, Recorder, Unit
 
 
 @final

@@ -29,8 +29,7 @@ from lightning_cyclic.runtime.gradient_store import AS_MADE, SumDtypes
 from lightning_cyclic.runtime.late_values import LateValues
 from lightning_cyclic.runtime.loss_scaling import Outcomes
 from lightning_cyclic.runtime.meta import lending
-from lightning_cyclic.runtime.stages.profile import Profile
-from lightning_cyclic.runtime.stages.stage_map import StageMap, make_stages
+from lightning_cyclic.runtime.stages.stage_map import Profile, StageMap, make_stages
 from lightning_cyclic.runtime.stages.survey import survey
 from lightning_cyclic.runtime.transport import CountingTransport
 from lightning_cyclic.runtime.transport.choice import Route, link

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from lightning_cyclic.runtime.stages.cuts import choose_cuts
-from lightning_cyclic.runtime.stages.report import loads, report
+from lightning_cyclic.runtime.stages.report import report
 
 from .scripts import Writer
 

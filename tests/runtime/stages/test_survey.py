@@ -1,6 +1,5 @@
 """One run of a step: what is noted."""
 
-import linecache
 import time
 
 import pytest

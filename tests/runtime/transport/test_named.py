@@ -3,21 +3,19 @@ from __future__ import annotations
 import time
 from functools import partial
 from itertools import permutations
+from typing import Any
+
 import pytest
 import torch
+
 from lightning_cyclic.errors import ConfigurationError
 from lightning_cyclic.plan.actions import Lane, Payload
 from lightning_cyclic.plan.passes.messages import Channel
-from lightning_cyclic.runtime.transport.base import Part
+from lightning_cyclic.runtime.transport.base import Part, Work
 from lightning_cyclic.runtime.transport.crew import Crew
 from lightning_cyclic.runtime.transport.named import NamedTransport, tag_of
 from tests import processes
 from tests.runtime.transport.rings import BACK, THERE, backwards, join, reason_of, ring, room, some
-from typing import Any
-import pytest
-from lightning_cyclic.runtime.transport.line import Gone, Line, Work
-from tests.runtime.transport.rings import room
-
 
 LANES = (Lane.MAIN, Lane.SUMS)
 

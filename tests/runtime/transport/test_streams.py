@@ -9,18 +9,20 @@ from contextlib import contextmanager
 from threading import Thread
 from types import SimpleNamespace
 from typing import Any
-import pytest
-import torch
-from lightning_cyclic.runtime.transport import streams
-from lightning_cyclic.runtime.transport.line import Gone
-from lightning_cyclic.runtime.transport.streams import ChannelStreams, own_error_handling
-from tests.local_transport import LocalCrew, PostOffice
-from tests.runtime.transport.rings import SUMS, THERE, room
-import pytest
-import torch
-from lightning_cyclic.runtime.transport.streams import HostCopies, StreamCopies
-from tests.runtime.transport.rings import room, some
 
+import pytest
+import torch
+
+from lightning_cyclic.runtime.transport import streams
+from lightning_cyclic.runtime.transport.base import Gone
+from lightning_cyclic.runtime.transport.streams import (
+    ChannelStreams,
+    HostCopies,
+    StreamCopies,
+    own_error_handling,
+)
+from tests.local_transport import LocalCrew, PostOffice
+from tests.runtime.transport.rings import SUMS, THERE, room, some
 
 Log = list[str]
 DEVICE = torch.device("cuda", 0)

@@ -23,8 +23,14 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from lightning_cyclic.errors import StepError
 from lightning_cyclic.runtime.values.plain import leaf_from_data, leaf_to_data
-from lightning_cyclic.runtime.values.reading import names, read, size_of
-from lightning_cyclic.runtime.values.split import MicroBatch, signature, split
+from lightning_cyclic.runtime.values.split import (
+    MicroBatch,
+    names,
+    read,
+    signature,
+    size_of,
+    split,
+)
 from lightning_cyclic.runtime.values.trees import flatten, map_tensors, unflatten
 
 
