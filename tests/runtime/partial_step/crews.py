@@ -38,6 +38,7 @@ class Crew:
         remat: "never", "always" or "except_last".
         device: of all workers; on a GPU each has a stream of its own.
         join: (post office, worker, number of workers) -> its transport. [the local one]
+        starts: of stages. [of as many layers each]
         **options: of the session's configuration.
     """
 
@@ -45,13 +46,13 @@ class Crew:
         self, plan: Plan, make_model: Callable[[], Any],
         make_optimizer: Callable[[Any], torch.optim.Optimizer], *, remat: str = "never",
         device: str = "cpu", join: Callable[[PostOffice, int, int], Any] = LocalTransport,
-        **options: Any,
+        starts: Sequence[str] = (), **options: Any,
     ) -> None:  # fmt: skip
         self.plan, self.make_optimizer, self.options = plan, make_optimizer, options
         self.make_model, self.device = make_model, torch.device(device)
         model = make_model()
         size = 8 // plan.num_stages
-        starts = [f"layers.{k}" for k in range(size, 8, size)]
+        starts = starts or [f"layers.{k}" for k in range(size, 8, size)]
         self.cuts = choose_cuts(survey(model, lambda: model.step(batch(0))), starts)
         office = PostOffice()
         self.models = [make_model().to(device) for _ in range(plan.num_workers)]
@@ -68,19 +69,21 @@ class Crew:
 
     def _config(self, w: int, remat: str) -> StagewiseConfig:
         plan = self.plan
+        more = {"replicas": plan.replicas} if plan.replicas > 1 else {}
+        options = {"apply": lambda t, j: self.apply(w, t, j)} | self.options
 
         def planned(num_stages: int, num_microbatches: int, tied: Any, relayed: Any) -> Plan:
             return make_plan(
                 plan.preset, num_stages=num_stages, num_workers=plan.num_workers,
-                num_microbatches=num_microbatches, tied=tied, relayed=relayed,
+                num_microbatches=num_microbatches, tied=tied, relayed=relayed, **more,
             )  # fmt: skip
 
         return StagewiseConfig(
             make_plan=planned, find_cuts=lambda module, step: self.cuts,
-            num_microbatches=plan.num_microbatches, replicas=1, remat=remat, seed=0,
+            num_microbatches=plan.num_microbatches // plan.replicas, replicas=plan.replicas,
+            remat=remat, seed=0,
             expected_stages=plan.num_stages,
-            apply=lambda t, j: self.apply(w, t, j),
-            guess=lambda stage, v, updates: self.guess(w, stage, v, updates), **self.options,
+            guess=lambda stage, v, updates: self.guess(w, stage, v, updates), **options,
         )  # fmt: skip
 
     def apply(self, w: int, t: int, j: int) -> None:
