@@ -99,12 +99,7 @@ class Layout:
         return buffer.home is self.spare
 
     def content(self, buffer: Buffer, *, with_head: bool = False) -> list[Tensor]:
-        """Return the bytes of a message, if there are any: NCCL is not asked to send none.
-
-        Args:
-            buffer: of this layout.
-            with_head: whether the head comes before them.
-        """
+        """Return the bytes of a message, if there are any: NCCL is not asked to send none."""
         begin = 0 if with_head else self.head_bytes
         return [buffer.data[begin:]] if begin < self.num_bytes else []
 

@@ -168,7 +168,6 @@ class Waiter:
     """Wait for messages; of those that do not come, say from whom, what, and in which step.
 
     Args:
-        plan: whose timetable is drawn.
         when: step -> how to say it. ["in step 12"]
     """
 

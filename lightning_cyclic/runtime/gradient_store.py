@@ -93,7 +93,6 @@ class Sum(NamedTuple):
 
     Args:
         grads: None for a parameter without a gradient.
-        buffer: in which the gradients lie, if they do.
     """
 
     grads: Gradients

@@ -42,12 +42,7 @@ class StageNorms(NamedTuple):
 
 @final
 class Norms:
-    """Keep the norms of some steps.
-
-    Args:
-        plan: says who owns which stage, and who is told.
-        fetch: takes in what is on its way.
-    """
+    """Keep the norms of some steps."""
 
     def __init__(
         self,

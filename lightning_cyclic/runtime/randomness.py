@@ -47,11 +47,7 @@ _NONE: Mapping[str, Any] = {}
 
 @final
 class Randomness:
-    """Seed what one micro-batch of one step draws.
-
-    Args:
-        held: generators that the module keeps, by name.
-    """
+    """Seed what one micro-batch of one step draws."""
 
     def __init__(
         self, seed: int, t: int, i: int, device: torch.device, held: Mapping[str, Any] = _NONE
@@ -188,12 +184,7 @@ _PLAIN = _PlainGenerators()
 
 @contextmanager
 def undisturbed(device: torch.device, held: Mapping[str, Any] = _NONE) -> Iterator[None]:
-    """Run the body; leave all generators of random numbers behind it as they were.
-
-    Args:
-        device: of this worker.
-        held: generators that the module keeps, by name.
-    """
+    """Run the body; leave all generators of random numbers behind it as they were."""
     state, plain_state = torch.get_rng_state(), _PLAIN.state()
     states = [(x, state_of_generator(x)) for x in held.values()]
     on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None

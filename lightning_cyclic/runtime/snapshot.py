@@ -93,11 +93,7 @@ def _put_on(device: torch.device) -> Callable[[Any], object]:
 
 @final
 class Snapshot:
-    """Know how a module was.
-
-    Args:
-        ignored: attributes of it that are not the user's.
-    """
+    """Know how a module was."""
 
     def __init__(self, module: nn.Module, ignored: Collection[str] = ()) -> None:
         self._module = module
@@ -190,12 +186,7 @@ class Snapshot:
 
 
 def walk(module: nn.Module, ignored: Collection[str] = ()) -> Iterator[tuple[str, Any]]:
-    """Iterate over what a module's code can reach: names, and all but containers' plain items.
-
-    Args:
-        module: the whole module.
-        ignored: attributes of it that are not the user's.
-    """
+    """Iterate over what a module's code can reach: names, and all but containers' plain items."""
     seen = {id(m) for m in module.modules()} | {id(p) for p in module.parameters()}
     for path, m in module.named_modules():
         dot = f"{path}." if path else ""

@@ -62,12 +62,7 @@ class WeightWatch:
         self._seen: list[tuple[str, Tensor, Tensor]] = []  # bits before and behind
 
     def begin(self, t: int, groups: Sequence[Weights]) -> None:
-        """Note what weights are.
-
-        Args:
-            t: the step.
-            groups: weights by name, in groups of those that change together.
-        """
+        """Note what weights are."""
         self._first = t if self._first is None else self._first
         since = t - self._first
         self._looks = since & (since - 1) == 0

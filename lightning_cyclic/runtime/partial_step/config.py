@@ -89,9 +89,6 @@ class Plans:
 
     The number of micro-batches decides: a last batch may give fewer than the others, and a batch
     of evaluation is not cut at all.
-
-    Args:
-        frozen: names of the parameters that are not trained.
     """
 
     def __init__(
@@ -112,12 +109,7 @@ class Plans:
         return self._plans[num_microbatches]
 
     def evaluation(self, worker: int, t: int) -> list[Action]:
-        """Return the forward of one batch that is not cut.
-
-        Args:
-            worker: whose actions are asked for.
-            t: the step that they are to have.
-        """
+        """Return the forward of one batch that is not cut."""
         if self._evaluation is None:
             actions = [*self.of(1).program.first(1)[worker], *self._told_besides(worker)]
             self._evaluation = [a for a in actions if (a.payload or a.kind) in _EVALUATES]

@@ -75,13 +75,7 @@ class Notes:
             found[Item("call", i, j, n, path, f"output {k}")] = tensor_print(x)
 
     def end(self, i: int, j: int, draws: int) -> None:
-        """Note how far generators of random numbers have gone where a stage ends.
-
-        Args:
-            i: micro-batch.
-            j: stage.
-            draws: number of draws between modules since the micro-batch began.
-        """
+        """Note how far generators of random numbers have gone where a stage ends."""
         found = self._found[i, j]
         found[Item("draws", i, j, 0, "between modules")] = print_of(draws)
         for name, x in self._generators.items():

@@ -223,12 +223,7 @@ def _check(
 
 
 def shares_of(sizes: Sequence[int], parts: int) -> list[Callable[[Tensor], Tensor]]:
-    """Return the share of each micro-batch: by samples, where their numbers differ.
-
-    Args:
-        sizes: samples of the replica's micro-batches.
-        parts: how many such batches make an update.
-    """
+    """Return the share of each micro-batch: by samples, where their numbers differ."""
     if len(set(sizes)) == 1:  # as Lightning divides while it accumulates
         count = len(sizes) * parts
         return [lambda ones: ones / count] * len(sizes)

@@ -66,7 +66,6 @@ class Seen(NamedTuple):
     """Hold what a module has.
 
     Args:
-        buffers: copies of those that code between modules changes.
         of_stage: copies of those that modules of a stage change, where it is run again.
     """
 
@@ -84,13 +83,7 @@ class Visit(NamedTuple):
 
 @final
 class ModuleState:
-    """Keep the attributes of a module as if the whole step were run for each micro-batch.
-
-    Args:
-        cuts: which buffers and metrics belong to which stage.
-        ignored: names of attributes that are not the user's.
-        buffers: names of those that code between modules changes.
-    """
+    """Keep the attributes of a module as if the whole step were run for each micro-batch."""
 
     def __init__(
         self, module: nn.Module, cuts: Cuts, ignored: Collection[str], stages: Sequence[int],

@@ -32,10 +32,6 @@ class Entry:
 
     What is handed out is no leaf, so that it may be changed in place, and its gradients are added
     in the order in which one graph over all stages would add them.
-
-    Args:
-        with_grad: handles of those whose gradients are wanted.
-        copied: hand out copies, since the tensors are needed again.
     """
 
     def __init__(
@@ -107,11 +103,7 @@ _MOST_HABITS = 256  # kinds times stages: inputs of many sizes must not fill the
 
 @final
 class Habit:
-    """Hold how a kind of micro-batch passed one stage.
-
-    Args:
-        tapes: of the regions before it.
-    """
+    """Hold how a kind of micro-batch passed one stage."""
 
     def __init__(self, j: int, tapes: tuple[Tape, ...], replays: tuple[Replay, ...]) -> None:
         self.tapes = tapes
@@ -178,7 +170,6 @@ class Passage:
     """Take the packet of a forward when its run needs it, and make that of the next stage.
 
     Args:
-        take_packet: waits for what crossed from the stage before.
         copied: hand out copies of what came, since it is needed again.
     """
 

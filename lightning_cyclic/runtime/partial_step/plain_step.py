@@ -51,7 +51,6 @@ class Part(NamedTuple):
     """Hold one micro-batch of the plain step.
 
     Args:
-        i: its number among those of all replicas.
         weight: its share of the step's loss, as a function of a tensor of ones.
     """
 
@@ -61,11 +60,7 @@ class Part(NamedTuple):
 
 
 class Plain(NamedTuple):
-    """Hold what the plain step did.
-
-    Args:
-        expected: what the caller made of its outcomes, by name.
-    """
+    """Hold what the plain step did."""
 
     evidence: Evidence
     expected: Mapping[str, Print]
@@ -78,10 +73,7 @@ class PlainStep:
 
     Args:
         stage_of: name -> stage, of parameters and buffers.
-        held: generators that the module keeps, by name.
-        not_state: attributes of the module that are not the user's.
         sums: dtypes of sums of gradients.
-        written: names of parameters that the step itself may change.
     """
 
     def __init__(  # noqa: PLR0913, PLR0917
@@ -115,15 +107,7 @@ class PlainStep:
         self, plan: Plan, t: int, parts: Sequence[Part], call: Callable[[Any], Any],
         expect: Callable[[list[Outcome]], Mapping[str, Print]],
     ) -> Plain:  # fmt: skip
-        """Run the step for each micro-batch in order; leave everything as it was.
-
-        Args:
-            plan: in whose order gradients are added.
-            t: number of the step.
-            parts: of its batch.
-            call: runs the user's step on one of them.
-            expect: makes of their outcomes what all workers are to be told.
-        """
+        """Run the step for each micro-batch in order; leave everything as it was."""
         before = Snapshot(self._module, self._not_state)
         parts = [part._replace(batch=map_tensors(torch.clone, part.batch)) for part in parts]
         evidence, expected = self._run(before, plan, t, parts, call, expect)
@@ -216,11 +200,7 @@ class PlainStep:
 
 @final
 class PlainSums:
-    """Add gradients of micro-batches as workers would: each its own, and to what comes.
-
-    Args:
-        plan: says which worker runs what, and where sums go.
-    """
+    """Add gradients of micro-batches as workers would: each its own, and to what comes."""
 
     def __init__(
         self, plan: Plan, t: int, holders: Sequence[tuple[int, nn.Parameter]], dtypes: SumDtypes

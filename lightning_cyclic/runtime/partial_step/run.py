@@ -127,8 +127,6 @@ class Run:
     """Run a step for one stage and one micro-batch.
 
     Args:
-        target: the stage that is run for real.
-        replays: of the regions before it.
         take: waits for what crossed, when the stage begins; None if that does not fit the
             replays.
         reads: what Python has read of the micro-batch; None where that takes no time.

@@ -102,9 +102,7 @@ class StageStep:
     """Run forwards and backwards of the stages of one worker.
 
     Args:
-        plan: which stages there are, and what is run again.
         state: what the module keeps, which running a stage again must not change twice.
-        versions: of the parameters, where forwards read older ones too.
         may_skip: whether the step may return None: then there is nothing to go back through.
     """
 
@@ -182,10 +180,6 @@ class StageStep:
 
     def forward(self, a: Action, take_packet: Callable[[], Packet]) -> Packet | None:
         """Run F(i,j).
-
-        Args:
-            a: the forward.
-            take_packet: gives what crossed from the stage before.
 
         Returns:
             What crosses to the next stage; None behind the last.

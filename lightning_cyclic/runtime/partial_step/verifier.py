@@ -48,11 +48,7 @@ Expect = Callable[[Sequence["Outcome"], Sequence[int]], Mapping[str, Print]]
 
 @final
 class Verifier:
-    """Compare the first steps of a session, and batches that look otherwise, with plain ones.
-
-    Args:
-        held: generators that the module keeps, by name.
-    """
+    """Compare the first steps of a session, and batches that look otherwise, with plain ones."""
 
     def __init__(
         self, session: StagewiseSession, plain: PlainStep, held: Mapping[str, Any]
@@ -96,12 +92,7 @@ class Verifier:
     # ------------------------------------------------------------------ before a step
 
     def prepare(self, batch: Any, *, is_first: bool) -> None:
-        """Decide whether the next step is compared.
-
-        Args:
-            batch: that this worker has been given.
-            is_first: whether gradients of no batch before it are added to.
-        """
+        """Decide whether the next step is compared."""
         session = self._session
         if session.config.verify == 0 or not is_first:
             return
@@ -137,14 +128,7 @@ class Verifier:
         self, parts: Sequence[MicroBatch], accumulate: int, call: Callable[[Any], Any],
         expect: Expect,
     ) -> None:  # fmt: skip
-        """Run the plain step, on rank 0; all workers must call it.
-
-        Args:
-            parts: micro-batches of this worker's replica.
-            accumulate: batches per update.
-            call: runs the user's step on one of them.
-            expect: outcomes of this replica's micro-batches, and their sizes -> what is told.
-        """
+        """Run the plain step, on rank 0; all workers must call it."""
         session = self._session
         step = session.stage_step
         step.notes, step.notes_again = self._notes, self._again
@@ -233,9 +217,6 @@ class Verifier:
 
     def finish(self, told: Mapping[str, Print]) -> None:
         """Compare; all workers must call it.
-
-        Args:
-            told: what this worker was told of the step.
 
         Raises:
             VerificationError: on every worker, with what differs first.

@@ -54,9 +54,7 @@ class Versions:
 
     Args:
         stages: stage -> name -> trained parameter, of the stages that this worker has.
-        newest: the version that the parameters hold now.
         readers: stage -> the stages that read its parameters, itself among them.
-        foresight: guesses what forwards read, where the plan's rule predicts.
     """
 
     def __init__(
@@ -94,11 +92,7 @@ class Versions:
         self._own = {n: p for stage in stages.values() for n, p in stage.items()}
 
     def train_others(self, stages: Mapping[int, Mapping[str, nn.Parameter]]) -> None:
-        """Keep versions of other parameters from now on, behind a flush: no graph is alive.
-
-        Args:
-            stages: as those that the constructor took, of the same stages.
-        """
+        """Keep versions of other parameters from now on, behind a flush: no graph is alive."""
         self._take(stages)
         for j, kept in self._kept.items():
             for v, version in kept.items():  # what was frozen has its value in every version
@@ -133,10 +127,6 @@ class Versions:
     @contextmanager
     def shown(self, a: Action, stages: Sequence[int]) -> Iterator[tuple[Version, ...]]:
         """Let stages have the versions that a forward reads, while the body runs.
-
-        Args:
-            a: the forward.
-            stages: its own, and those of which it uses parameters.
 
         Yields:
             The versions; graphs that are made in the body need them until their backward.

@@ -38,11 +38,7 @@ class Watch(TorchFunctionMode):
         return run.function(func, types, args, kwargs or {})
 
     def insert(self, depth: int) -> None:
-        """Begin to watch, beneath the modes that the user's code has entered meanwhile.
-
-        Args:
-            depth: how many modes were there before the step began.
-        """
+        """Begin to watch, beneath the modes that the user's code has entered meanwhile."""
         if _len_torch_function_stack() == depth:  # most often none are above
             _push_on_torch_function_stack(self)
             return

@@ -178,8 +178,6 @@ class CountedClock(AbstractClock):
 
 @final
 class MeasuredClock(AbstractClock):
-    """Measure time."""
-
     def __init__(self, *, on_cuda: bool) -> None:
         self._on_cuda = on_cuda
         self._begun_ns = 0

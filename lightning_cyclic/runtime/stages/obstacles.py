@@ -83,12 +83,7 @@ class Obstacles:
         ) or any(m.anew is not None for m in survey.changed.values())
 
     def against(self, tick: int, split: Split) -> tuple[Obstacle, ...]:
-        """Return what stands against a cut, hard ones first.
-
-        Args:
-            tick: where the stage would begin.
-            split: modules within which this cut or another lies.
-        """
+        """Return what stands against a cut, hard ones first."""
         found = dict.fromkeys(h.obstacle for h in self._hazards if h.strikes(tick, split))
         return tuple(sorted(found, key=lambda o: not o.is_hard))
 

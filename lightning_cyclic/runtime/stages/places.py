@@ -263,10 +263,6 @@ _MOST_REASONS = 3
 def named_places(points: CutPoints, paths: Sequence[str]) -> list[Place]:
     """Return the places that begin the stages 1, 2, ..., as named.
 
-    Args:
-        points: where stages can begin.
-        paths: of modules, in the order of their first calls.
-
     Raises:
         PlanError: a path that is no module or is not called, in the wrong order, a stage without
             parameters, or a place where no stage can begin.

@@ -166,7 +166,6 @@ class _Surveyor:
 
     Args:
         parameters: name -> tensor.
-        keeper: told of what is about to change.
     """
 
     def __init__(

@@ -110,11 +110,7 @@ _UNUSED_TAG = (1 << 31) - 1  # of no message
 
 @final
 class Line:
-    """Post messages on a process group, one thread at a time.
-
-    Args:
-        group: of which this process is a member.
-    """
+    """Post messages on a process group, one thread at a time."""
 
     def __init__(self, group: Any) -> None:
         self.group = group
@@ -172,11 +168,7 @@ class Line:
 
 @final
 class Work(AbstractPending):
-    """Wait for what torch.distributed has begun, as long as its group says.
-
-    Args:
-        work: what has begun.
-    """
+    """Wait for what torch.distributed has begun, as long as its group says."""
 
     def __init__(self, work: dist.Work) -> None:
         self._work: dist.Work | None = work
@@ -206,11 +198,7 @@ class Work(AbstractPending):
 
 @final
 class Gone(AbstractPending):
-    """Stand for a message that cannot begin.
-
-    Args:
-        error: why.
-    """
+    """Stand for a message that cannot begin."""
 
     def __init__(self, error: OSError) -> None:
         self._error = error
@@ -220,7 +208,6 @@ class Gone(AbstractPending):
         raise self._error
 
     def is_done(self) -> bool:
-        """Say yes."""
         return True
 
 
@@ -251,7 +238,6 @@ class CountingTransport(AbstractTransport):
 
     Args:
         counts: where to count. [counts of its own]
-        route: how messages travel, for those who ask.
     """
 
     def __init__(

@@ -39,9 +39,6 @@ class HostStagedTransport(AbstractTransport):
 
     A wait blocks the host until the message has travelled; the copy back is left to the
     current stream to wait for.
-
-    Args:
-        inner: carries tensors of the host, with names.
     """
 
     def __init__(self, inner: AbstractTransport) -> None:

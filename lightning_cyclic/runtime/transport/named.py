@@ -43,7 +43,6 @@ class NamedTransport(AbstractTransport):
     read from it, and asks again and again.
 
     Args:
-        crew: all ranks, whose words end the waits of this one.
         rank_of: worker -> rank, and rank -> worker: its own inverse. [worker w is rank w]
     """
 

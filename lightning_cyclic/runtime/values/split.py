@@ -351,11 +351,7 @@ _SHOWN = frozenset({
 
 
 class MicroBatch(NamedTuple):
-    """Be a part of a batch.
-
-    Args:
-        batch: of the type of the whole batch.
-    """
+    """Be a part of a batch."""
 
     batch: Any
     size: int

@@ -29,7 +29,6 @@ class FirstStep:
 
     Args:
         parameters: name -> parameter, for those that are trained.
-        group: process group of all workers for tensors of the host.
     """
 
     def __init__(

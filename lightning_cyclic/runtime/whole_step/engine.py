@@ -70,14 +70,12 @@ class Engine:
 
     Args:
         module: the whole module; its parameters hold version ``state.t``.
-        stages: which parameters and buffers belong to which stage.
         update: applies the total gradients of a step to the owned stages (step, stages).
         state: where to go on; None at the beginning.
         paced: whether workers that start together are brought into the timetable's stagger.
         aside: lets the body do, in the middle of the step, what is not of the step.
         forms: what of weights is trained, and travels. [all]
         sums: dtypes of sums of gradients.
-        watch: of weights by stages, while steps are under way.
     """
 
     _outcomes: Outcomes | None = None  # where updates may be skipped
@@ -179,10 +177,6 @@ class Engine:
         A step has several batches while gradients accumulate, and all of them read the same
         versions. Each is a round of the plan; or the plan has one round for all of them, in which
         the first batch runs its forward, and the last its backward.
-
-        Args:
-            first: whether it is the first batch of the step.
-            last: whether it is the last batch of the step.
         """
         if first:
             self._begin(starts=self._paced and self.t == self._starts_at)

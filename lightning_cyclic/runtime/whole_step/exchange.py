@@ -34,7 +34,6 @@ class Exchange:
     """Keep what comes and what goes.
 
     Args:
-        messages: whose buffers all lies in.
         sums_travel: whether sums of gradients do, and not only gradients, to who adds all.
     """
 

@@ -24,7 +24,6 @@ class GradientCollector:
     when backward has ended; so is every stage of which a parameter got no gradient.
 
     Args:
-        parameters: the parameters of each stage that get gradients.
         holders: those in whose ``grad`` these are, as soon as a parameter's is there.
         lasting: stages whose backward needs parameters of which it makes no gradients, also when
             it has made all.

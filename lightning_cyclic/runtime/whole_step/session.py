@@ -297,11 +297,7 @@ class Session:
     # ------------------------------------------------------------------ between steps
 
     def flush(self, *, whole: bool = True) -> None:
-        """Finish updates in flight; do nothing behind a failure, when peers may be gone.
-
-        Args:
-            whole: whether parameters of other workers' stages come, too.
-        """
+        """Finish updates in flight; do nothing behind a failure, when peers may be gone."""
         if self.engine is not None and not self.failed:
             self._losses.settle()
             if not self.engine.is_flushed:

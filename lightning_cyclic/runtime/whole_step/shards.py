@@ -75,12 +75,7 @@ class Replica:
         self._stores[j].drop_below(oldest)
 
     def oldest(self, v: int, read: int) -> int:
-        """Return the oldest version of an own stage to keep when version v is there.
-
-        Args:
-            v: version.
-            read: the oldest that this worker reads itself.
-        """
+        """Return the oldest version of an own stage to keep when version v is there."""
         return read
 
     def packing(self) -> AbstractContextManager[Any]:
