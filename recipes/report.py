@@ -12,7 +12,7 @@ from rich import get_console
 from rich.table import Table
 from torch import nn
 
-from lightning_cyclic.runtime.partial_step.ranks import rank_of
+from lightning_cyclic.runtime.partial_step.collectives import rank_of
 
 
 @final

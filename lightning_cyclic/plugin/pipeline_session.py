@@ -24,17 +24,15 @@ from lightning_cyclic.plugin.options import Options
 from lightning_cyclic.plugin.split_hook import split_hook
 from lightning_cyclic.plugin.training import agreed_seed
 from lightning_cyclic.runtime.meta import lending
+from lightning_cyclic.runtime.partial_step.collectives import rank_of
 from lightning_cyclic.runtime.partial_step.config import StagewiseConfig
-from lightning_cyclic.runtime.partial_step.ranks import rank_of
 from lightning_cyclic.runtime.partial_step.session import StagewiseSession
-from lightning_cyclic.runtime.stages.best_places import most_stages
-from lightning_cyclic.runtime.stages.cuts import Cuts, choose_cuts, whole
-from lightning_cyclic.runtime.stages.demands import Demands
+from lightning_cyclic.runtime.stages.best_places import Demands, most_stages
+from lightning_cyclic.runtime.stages.cuts import Cuts, choose_cuts, refuse_written, whole
 from lightning_cyclic.runtime.stages.evidence import Survey
 from lightning_cyclic.runtime.stages.places import CutPoints
 from lightning_cyclic.runtime.stages.report import loads, report
 from lightning_cyclic.runtime.stages.survey import survey
-from lightning_cyclic.runtime.stages.written import refuse_written
 from lightning_cyclic.runtime.transport import CountingTransport
 from lightning_cyclic.runtime.transport.choice import link
 

@@ -49,7 +49,7 @@ from lightning_cyclic.plugin.training import AbstractTraining, agreed_seed, epoc
 from lightning_cyclic.plugin.weight_guard import WeightGuard
 from lightning_cyclic.runtime.absent import is_absent
 from lightning_cyclic.runtime.agreement import require_same_number
-from lightning_cyclic.runtime.stages.named_places import paste
+from lightning_cyclic.runtime.stages.places import paste
 from lightning_cyclic.runtime.transport import CountingTransport
 from lightning_cyclic.runtime.values.trees import map_tensors
 from lightning_cyclic.runtime.whole_step.session import Session, SessionConfig

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from lightning_cyclic.errors import ConfigurationError
-from lightning_cyclic.runtime.partial_step.batch_cutter import BatchCutter, SplitBatch
+from lightning_cyclic.runtime.partial_step.micro_batches import BatchCutter, SplitBatch
 
 
 def split_hook(module: Any, datamodule: Any) -> SplitBatch | None:

@@ -86,7 +86,6 @@ class AbsentBuffer(_Absent):
 
 
 def leave(x: Tensor, name: str, home: Home) -> None:
-    """Let a parameter or buffer be absent."""
     home_and_kind = (home, name, getattr(x, _HOME, (None, "", type(x)))[2])
     x.__class__ = AbsentParameter if isinstance(x, nn.Parameter) else AbsentBuffer
     setattr(x, _HOME, home_and_kind)
@@ -137,7 +136,6 @@ def home_of(x: Tensor) -> Home | None:
 
 
 def num_bytes_of(x: Tensor) -> int:
-    """Return how many bytes a tensor of its shape has."""
     return x.numel() * x.element_size()
 
 

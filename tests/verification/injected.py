@@ -24,11 +24,11 @@ from lightning_cyclic.plugin import records, summaries
 from lightning_cyclic.runtime.gradient_store import GradientStore, Sum
 from lightning_cyclic.runtime.partial_step import session as sessions
 from lightning_cyclic.runtime.partial_step import stage_step as stage_steps
-from lightning_cyclic.runtime.partial_step.entry import Entry
 from lightning_cyclic.runtime.partial_step.exchange import Exchange
 from lightning_cyclic.runtime.partial_step.module_state import ModuleState
 from lightning_cyclic.runtime.partial_step.ownership import Ownership
 from lightning_cyclic.runtime.partial_step.packets import Gradients
+from lightning_cyclic.runtime.partial_step.passage import Entry
 from lightning_cyclic.runtime.partial_step.run import Run
 from lightning_cyclic.runtime.partial_step.session import StagewiseSession
 from lightning_cyclic.runtime.partial_step.stage_step import StageStep

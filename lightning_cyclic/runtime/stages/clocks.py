@@ -107,14 +107,7 @@ _FURTHER: Mapping[Any, Callable[..., int]] = {
 def moved_bytes(
     name: str, inputs: Sequence[Tensor], changed: Sequence[Tensor], outputs: Sequence[Tensor]
 ) -> int:
-    """Return the bytes that a torch function reads and writes; views move none.
-
-    Args:
-        name: of the function.
-        inputs: what it was given.
-        changed: what it changed of that.
-        outputs: what it returned.
-    """
+    """Return the bytes that a torch function reads and writes; views move none."""
     given = {storage_of(x) for x in inputs} - {None}
     made = [x for x in outputs if storage_of(x) not in given]
     if not made and not changed:
@@ -160,8 +153,6 @@ class AbstractClock(ABC):
 
 @final
 class CountedClock(AbstractClock):
-    """Count FLOPs and bytes."""
-
     def __init__(self) -> None:
         self._counter = FlopCounter()
         self._num_bytes = 0
@@ -187,12 +178,6 @@ class CountedClock(AbstractClock):
 
 @final
 class MeasuredClock(AbstractClock):
-    """Measure time.
-
-    Args:
-        on_cuda: whether to wait for the GPU.
-    """
-
     def __init__(self, *, on_cuda: bool) -> None:
         self._on_cuda = on_cuda
         self._begun_ns = 0

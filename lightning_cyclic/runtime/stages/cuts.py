@@ -15,11 +15,15 @@ from typing import Any, Self
 from torch import nn
 
 from lightning_cyclic.errors import PlanError
-from lightning_cyclic.runtime.stages.best_places import best_places
-from lightning_cyclic.runtime.stages.demands import Demands
-from lightning_cyclic.runtime.stages.evidence import Survey, Use, is_inside, is_metric
-from lightning_cyclic.runtime.stages.named_places import named_places
-from lightning_cyclic.runtime.stages.places import Balance, CutPoints, Place, split_by
+from lightning_cyclic.runtime.stages.best_places import Demands, best_places
+from lightning_cyclic.runtime.stages.evidence import Survey, Use, Written, is_inside, is_metric
+from lightning_cyclic.runtime.stages.places import (
+    Balance,
+    CutPoints,
+    Place,
+    named_places,
+    split_by,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +64,6 @@ class Cuts:
 
     @property
     def num_stages(self) -> int:
-        """Return how many stages there are."""
         return len(self.starts) + 1
 
     @property
@@ -87,7 +90,6 @@ class Cuts:
             )
 
     def as_data(self) -> dict[str, Any]:
-        """Return plain data, for a checkpoint or a message."""
         return {
             "starts": list(self.starts),
             "split": sorted(self.split),
@@ -105,7 +107,6 @@ class Cuts:
 
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> Self:
-        """Make the cuts from what :meth:`as_data` returned."""
         return cls(
             starts=tuple(data["starts"]),
             split=frozenset(data["split"]),
@@ -236,3 +237,40 @@ def _may_change(survey: Survey) -> frozenset[str]:
 
 def _first(uses: tuple[Use, ...]) -> float:
     return uses[0].tick if uses else float("inf")
+
+
+def refuse_written(survey: Survey, *, keeps_order: bool) -> None:
+    """Refuse changes that would not be those of one device, wherever stages begin.
+
+    Args:
+        survey: of the step.
+        keeps_order: whether forwards meet the weights as on one device: in one version, once for
+            each micro-batch.
+
+    Raises:
+        PlanError: with the parameter.
+    """
+    for written in survey.written:
+        if not (keeps_order and _is_within_its_module(written, survey)):
+            raise PlanError(
+                f"training_step changes parameter {written.name!r} ({written.at.line}) in its "
+                "forward, but ranks have several versions or copies of it, which the change does "
+                "not reach in the order of one device; allowed: weights that the optimizer alone "
+                "changes; change them in the optimizer's step(), keep what moves in a buffer, or "
+                "use strategy='ddp'"
+            )
+
+
+def _is_within_its_module(written: Written, survey: Survey) -> bool:
+    """Say whether a parameter is changed in place, and used, by a module that no stage divides.
+
+    Autograd refuses such a change of what a backward still needs; through ``.data`` it sees none.
+    """
+    owner = written.name.rpartition(".")[0]
+
+    def is_inside(call: int | None) -> bool:
+        return owner != "" and owner in {c.path for c in survey.around(call)}
+
+    uses = [written.at, *survey.parameters[written.name].uses]
+    parts = [c for c in survey.calls if c.is_unit and c.path.startswith(f"{owner}.")]
+    return written.itself and not parts and all(is_inside(use.call) for use in uses)

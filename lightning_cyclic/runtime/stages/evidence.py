@@ -30,7 +30,6 @@ class Line(NamedTuple):
 
     @property
     def short(self) -> str:
-        """Return the file's own name and the line's number."""
         return f"{os.path.basename(self.file)}:{self.number}"
 
 
@@ -53,10 +52,7 @@ class Call:
         path: of the module, "" for the root.
         n: how many calls of it came before.
         parent: number of the call within which it was made; None: outside all.
-        begin: its first tick.
-        end: its last tick.
         begin_ns: time since the step began, by the survey's clock.
-        end_ns: the same, of its end.
         is_unit: it has parameters, or is a metric, or has buffers that the step changes: other
             stages' workers skip it whole.
         outputs: numbers of the tensors that a unit call returned.
@@ -79,12 +75,9 @@ class Value:
 
     Args:
         storage: number of what it shares with its views.
-        num_bytes: of its own elements.
-        derived: it was computed from parameters.
         made: where it was made; None for what was given: parameters, buffers, the batch.
         units: numbers of the innermost unit calls within which it, or what it was computed from,
             was made.
-        uses: in order.
     """
 
     storage: int
@@ -135,10 +128,7 @@ class Moved(NamedTuple):
     """Say how the step changed a buffer.
 
     Args:
-        first: its first use.
-        last: its last use.
         within: path of the innermost module within whose calls all uses are; "": the root.
-        is_leaf: whether these calls make no others.
         by_derived: whether by values that depend on parameters, or nobody knows by which.
         units: paths of the unit calls within which it, or what it was changed by, was made.
         anew: where another tensor was put into its place; None: it was changed in place.
@@ -171,8 +161,6 @@ class Closed(NamedTuple):
 
 
 class Held(NamedTuple):
-    """Hold the bytes of a parameter and where it was used."""
-
     num_bytes: int
     uses: tuple[Use, ...]
 
@@ -182,23 +170,15 @@ class Survey:
     """Hold what the run showed.
 
     Args:
-        title: name of the module's class.
-        modules: the paths of all modules.
         calls: in order of their begins; their place here is their number.
-        values: their place here is their number.
-        storages: the same.
         reads: of values that depend on parameters or were made within units.
         changes: in place, of storages that did not depend on parameters.
-        parameters: by name, all of them.
         buffers: name of every buffer -> tick of its first use; of its module's first call, where
             none was seen; None: not called.
         changed: name of every buffer that the step changed -> how.
         metrics: path of every metric -> ticks of its updates.
-        end: the last tick.
         duration_ns: of the step, by the survey's clock.
         edits: in place, of all storages but those of buffers.
-        written: the parameters that the step changed.
-        closed: what stages cannot begin within.
         aliases: further names of modules -> the first, which is among ``modules``.
         clock: whose times they are (clocks.py).
         stateful: paths of the modules that are units for their buffers alone.
@@ -234,9 +214,6 @@ class Survey:
 
         It is of the same module, or of the innermost one around it that has any; of these, the
         one that is defined before it, else behind it. None if the step uses none.
-
-        Args:
-            name: with its path.
         """
         names = list(self.parameters)
         at = names.index(name) if name in self.parameters else len(names)

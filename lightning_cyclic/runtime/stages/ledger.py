@@ -60,8 +60,6 @@ class _Moves:
 
 @final
 class Ledger:
-    """Keep the records."""
-
     def __init__(self) -> None:
         self._reads: list[Read] = []
         self.changes: list[Change] = []
@@ -121,7 +119,6 @@ class Ledger:
         return x if entry.made is None else None
 
     def uses(self, number: int) -> list[Use]:
-        """Return the uses of a tensor so far."""
         return self._entries[number].uses
 
     def made(self, number: int) -> Use | None:
@@ -129,7 +126,6 @@ class Ledger:
         return self._entries[number].made
 
     def num_bytes(self, number: int) -> int:
-        """Return the bytes of a tensor."""
         return self._entries[number].num_bytes
 
     def note(
@@ -166,7 +162,6 @@ class Ledger:
                 self._enter(x, derived=derived, made=use, home=unit, units=units, among=inputs)
 
     def values(self) -> tuple[Value, ...]:
-        """Return the records of the tensors as plain data."""
         return tuple(
             Value(
                 storage=e.storage,
@@ -185,7 +180,6 @@ class Ledger:
         return tuple(r for r in self._reads if self._is_derived(r.value) or values[r.value].units)
 
     def storages(self) -> tuple[Storage, ...]:
-        """Return the records of what views share."""
         return tuple(self._storages)
 
     def _units_of_state(self, storage: int) -> frozenset[int]:
@@ -235,7 +229,6 @@ class Ledger:
 
 
 def arguments(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors among a torch function's arguments or results."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, list | tuple):
@@ -248,7 +241,6 @@ def arguments(value: Any) -> Iterator[Tensor]:
 
 
 def about_to_change(name: str, args: Any, kwargs: Any) -> Iterator[Tensor]:
-    """Yield the tensors that a torch function says it will change in place."""
     in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
     if name in _LIMITS_NORM and kwargs.get("max_norm") is not None:
         yield from arguments(args)
@@ -263,7 +255,6 @@ def is_the_users() -> bool:
 
 
 def version(x: Tensor) -> int:
-    """Return how often a tensor was changed in place."""
     return 0 if x.is_inference() else x._version
 
 
@@ -276,7 +267,6 @@ def user_line() -> Line:
 
 
 def num_bytes(x: Tensor) -> int:
-    """Return the bytes of a tensor's elements."""
     return x.numel() * x.element_size()
 
 

@@ -22,7 +22,7 @@ from lightning_cyclic.runtime.snapshot import untouched
 from lightning_cyclic.runtime.stages.evidence import Survey
 from lightning_cyclic.runtime.stages.places import CutPoints
 from lightning_cyclic.runtime.stages.survey import survey
-from lightning_cyclic.runtime.values.reading import size_of
+from lightning_cyclic.runtime.values.split import size_of
 from lightning_cyclic.runtime.values.trees import tensors
 from lightning_cyclic.simulate.costs import BACKWARD_PER_FORWARD
 

@@ -119,7 +119,6 @@ class _State(NamedTuple):
     derived: frozenset[str] = frozenset()
 
     def with_changes_of(self, seen: Survey) -> _State:
-        """Add what a run of the step has shown."""
         units = {c.path for c in seen.calls if c.is_unit}
         shut = {m.within for m in seen.changed.values() if m.is_leaf}
         return _State(
@@ -166,11 +165,7 @@ class _Surveyor:
     """Take the notes.
 
     Args:
-        module: the whole module.
         parameters: name -> tensor.
-        keeper: told of what is about to change.
-        clock: tells the times.
-        state: what is known of buffers.
     """
 
     def __init__(
@@ -203,7 +198,6 @@ class _Surveyor:
     # ------------------------------------------------------------------ running
 
     def run(self, step: Callable[[], Any]) -> None:
-        """Run the step and take notes of it."""
         with _no_collection(), torch.no_grad(), uncompiled(self._module), _quiet(), \
                 self._followed(), _Watch(self), self._clock.running():  # fmt: skip
             result = step()
@@ -316,7 +310,6 @@ class _Surveyor:
     # ------------------------------------------------------------------ torch functions
 
     def function(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Call a torch function and note what it did."""
         self._clock.pause()
         if reads_metadata(func):
             self._clock.resume()
@@ -374,7 +367,6 @@ class _Surveyor:
     # ------------------------------------------------------------------ the result
 
     def result(self) -> Survey:
-        """Return the notes as plain data."""
         first_calls: dict[str, int] = {}
         for call in reversed(self._calls):
             first_calls[call.path] = call.begin
@@ -457,7 +449,6 @@ class _Surveyor:
         return next((p for p in paths if all(p in other for other in others)), "")
 
     def _paths_around(self, call: int | None) -> list[str]:
-        """Return the paths of the modules that are called, from the inside out."""
         found = []
         while call is not None:
             found.append(self._calls[call].path)
@@ -470,8 +461,6 @@ class _Surveyor:
 
 @final
 class _Watch(TorchFunctionMode):
-    """Hand every torch function to the surveyor."""
-
     def __init__(self, surveyor: _Surveyor) -> None:
         super().__init__()
         self._surveyor = surveyor

@@ -1,10 +1,13 @@
 """Transports: how flat buffers travel between workers."""
 
-from lightning_cyclic.runtime.transport.base import AbstractPending, AbstractTransport, Part
-from lightning_cyclic.runtime.transport.counting import CountingTransport
+from lightning_cyclic.runtime.transport.base import (
+    AbstractPending,
+    AbstractTransport,
+    CountingTransport,
+    Part,
+)
 from lightning_cyclic.runtime.transport.edges import EdgeTransport
 from lightning_cyclic.runtime.transport.host_staged import HostStagedTransport
-from lightning_cyclic.runtime.transport.local import LocalTransport, PostOffice
 from lightning_cyclic.runtime.transport.named import NamedTransport
 
 __all__ = [
@@ -13,8 +16,6 @@ __all__ = [
     "CountingTransport",
     "EdgeTransport",
     "HostStagedTransport",
-    "LocalTransport",
     "NamedTransport",
     "Part",
-    "PostOffice",
 ]

@@ -19,8 +19,7 @@ import torch.distributed as dist
 from lightning_cyclic.errors import ConfigurationError
 from lightning_cyclic.plan.actions import Lane
 from lightning_cyclic.runtime.agreement import gather_texts
-from lightning_cyclic.runtime.transport.base import AbstractTransport
-from lightning_cyclic.runtime.transport.counting import CountingTransport
+from lightning_cyclic.runtime.transport.base import AbstractTransport, CountingTransport
 from lightning_cyclic.runtime.transport.crew import Crew
 from lightning_cyclic.runtime.transport.edges import LateEdges
 from lightning_cyclic.runtime.transport.host_staged import HostStagedTransport
@@ -41,7 +40,6 @@ class Links(NamedTuple):
     """Hold what joins the workers of a training.
 
     Args:
-        transport: carries messages, and counts them.
         group: process group of all workers for what they agree on: gloo's, for tensors of the
             host; it breaks when a worker fails.
     """
@@ -149,7 +147,6 @@ def naming_shared_gpus() -> Iterator[None]:
 
 
 def _identity(device: torch.device) -> str:
-    """Name a GPU, alike in all processes that have it."""
     properties = torch.cuda.get_device_properties(device)
     return f"{socket.gethostname()}/{getattr(properties, 'uuid', device.index)}"
 

@@ -50,7 +50,6 @@ class Names:
     """Know what people call ranks: rank and host stand in logs, and stages are what they do.
 
     Args:
-        rank: of this process.
         hosts: of each rank. [none are named]
     """
 
@@ -87,7 +86,6 @@ class AbstractCrew(ABC):
     """Be the ranks that wait for each other.
 
     Args:
-        names: of the ranks.
         timeout_s: limit of every wait for another rank, in seconds.
     """
 
@@ -154,7 +152,6 @@ class AbstractCrew(ABC):
         )
 
     def _others(self, ranks: Iterable[int]) -> list[int]:
-        """Return all ranks but these, and this one."""
         return sorted({*range(len(self.names.hosts))} - {self.names.rank, *ranks})
 
 

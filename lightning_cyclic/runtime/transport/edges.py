@@ -27,9 +27,10 @@ from lightning_cyclic.plan.program import Program
 from lightning_cyclic.runtime.transport.base import (
     AbstractPending,
     AbstractTransport,
+    Line,
     Part,
+    Way,
 )
-from lightning_cyclic.runtime.transport.line import Line, Way
 from lightning_cyclic.runtime.transport.named import NamedTransport
 from lightning_cyclic.runtime.transport.streams import ChannelStreams, own_error_handling
 
@@ -46,7 +47,6 @@ class EdgeTransport(AbstractTransport):
         channels: all of the program, in one order for all workers: ``Program.channels``.
         control: carries words between hosts, and the limit of every wait; whoever made it closes
             it, behind this transport.
-        device: of all content.
         backend: "nccl" for tensors on GPUs, one per worker; "gloo" for those of the host.
     """
 
@@ -144,7 +144,6 @@ class LateEdges(AbstractTransport):
     Args:
         control: as in :class:`EdgeTransport`; closed with this transport.
         device: as in :class:`EdgeTransport`, as is the backend.
-        backend: "nccl" or "gloo".
     """
 
     def __init__(self, control: NamedTransport, device: torch.device, backend: Backend) -> None:

@@ -25,12 +25,12 @@ from lightning_cyclic.runtime.transport.base import (
     AbstractTransport,
     Part,
 )
-from lightning_cyclic.runtime.transport.copies import (
+from lightning_cyclic.runtime.transport.streams import (
     AbstractCopies,
+    Event,
     HostCopies,
     StreamCopies,
 )
-from lightning_cyclic.runtime.transport.streams import Event
 
 
 @final
@@ -39,9 +39,6 @@ class HostStagedTransport(AbstractTransport):
 
     A wait blocks the host until the message has travelled; the copy back is left to the
     current stream to wait for.
-
-    Args:
-        inner: carries tensors of the host, with names.
     """
 
     def __init__(self, inner: AbstractTransport) -> None:

@@ -17,10 +17,11 @@ from lightning_cyclic.plan.passes.messages import Ring
 from lightning_cyclic.runtime.transport.base import (
     AbstractPending,
     AbstractTransport,
+    Line,
     Part,
+    Way,
 )
 from lightning_cyclic.runtime.transport.crew import Crew
-from lightning_cyclic.runtime.transport.line import Line, Way
 
 _PLACES = {payload: place for place, payload in enumerate(Payload)}
 
@@ -42,8 +43,6 @@ class NamedTransport(AbstractTransport):
     read from it, and asks again and again.
 
     Args:
-        lanes: on which messages travel.
-        crew: all ranks, whose words end the waits of this one.
         rank_of: worker -> rank, and rank -> worker: its own inverse. [worker w is rank w]
     """
 

@@ -20,7 +20,7 @@ from torch import nn
 from lightning_cyclic.errors import StepError
 from lightning_cyclic.runtime.agreement import describe_batch, gather_texts, require_same_lines
 from lightning_cyclic.runtime.buffers import Layout
-from lightning_cyclic.runtime.stages.profile import Profile, Recorder, Unit
+from lightning_cyclic.runtime.stages.stage_map import Profile, Recorder, Unit
 
 
 @final
@@ -28,9 +28,7 @@ class FirstStep:
     """Run the forwards of step 0 in the order of workers and record them.
 
     Args:
-        module: the whole module.
         parameters: name -> parameter, for those that are trained.
-        group: process group of all workers for tensors of the host.
     """
 
     def __init__(
@@ -58,7 +56,6 @@ class FirstStep:
             yield
 
     def note(self) -> None:
-        """Keep what was recorded, before the module is put back as it was."""
         self._profile = self._recorder.profile()
 
     def receive(self) -> None:

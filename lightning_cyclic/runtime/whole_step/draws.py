@@ -35,9 +35,7 @@ class KeyedDraws:
     """Key what the training step of an unmodified module draws.
 
     Args:
-        module: the whole module.
         starts: paths of the modules that begin stages 1, 2, ...; none while they are not known.
-        device: of this worker.
     """
 
     def __init__(self, module: nn.Module, starts: Iterable[str], device: torch.device) -> None:
@@ -62,7 +60,6 @@ class KeyedDraws:
         return self._watch.aside
 
     def remove(self) -> None:
-        """Take the hooks off the module."""
         for end in self._ends:
             end()
 
@@ -90,7 +87,6 @@ class _Watch(TorchFunctionMode):
 
     @contextmanager
     def over(self, randomness: Randomness) -> Iterator[None]:
-        """Watch the body."""
         self._randomness, self._stage, self._depth = randomness, 0, 0
         randomness.begin_region(0)
         randomness.begin_stage(0)

@@ -26,20 +26,18 @@ from lightning_cyclic.plan.actions import Action, Kind, Lane, Payload
 from lightning_cyclic.plan.dataflow import Datum, Item
 from lightning_cyclic.plan.passes.messages import is_for_one_use
 from lightning_cyclic.runtime.absent import is_absent
+from lightning_cyclic.runtime.failure_words import Waiter
 from lightning_cyclic.runtime.flight_recorder import FlightRecorder
-from lightning_cyclic.runtime.gradient_store import GradientStore, Sum
+from lightning_cyclic.runtime.gradient_store import AS_MADE, GradientStore, Sum, SumDtypes
 from lightning_cyclic.runtime.loss_scaling import Outcomes
 from lightning_cyclic.runtime.messages import Messages
 from lightning_cyclic.runtime.norms import Norms
 from lightning_cyclic.runtime.stages.stage_map import StageMap
-from lightning_cyclic.runtime.sum_dtypes import AS_MADE, SumDtypes
 from lightning_cyclic.runtime.transport import AbstractTransport
-from lightning_cyclic.runtime.waiting import Waiter
 from lightning_cyclic.runtime.weight_forms import ALL, WeightForms
 from lightning_cyclic.runtime.weight_watch import WeightWatch
-from lightning_cyclic.runtime.whole_step.entrances import Entrances
-from lightning_cyclic.runtime.whole_step.exchange import Exchange
-from lightning_cyclic.runtime.whole_step.gradients import GradientCollector
+from lightning_cyclic.runtime.whole_step.exchange import Exchange, Word, Words
+from lightning_cyclic.runtime.whole_step.hooks import Entrances, GradientCollector
 from lightning_cyclic.runtime.whole_step.shards import (
     Replica,
     Shards,
@@ -47,7 +45,6 @@ from lightning_cyclic.runtime.whole_step.shards import (
     refuse_return,
 )
 from lightning_cyclic.runtime.whole_step.versions import VersionStore
-from lightning_cyclic.runtime.whole_step.words import Word, Words
 from lightning_cyclic.runtime.worker import Worker
 
 Update = Callable[[int, Sequence[int]], Collection[int] | None]
@@ -73,16 +70,12 @@ class Engine:
 
     Args:
         module: the whole module; its parameters hold version ``state.t``.
-        plan: a plan with replicated placement.
-        stages: which parameters and buffers belong to which stage.
-        transport: how messages travel.
         update: applies the total gradients of a step to the owned stages (step, stages).
         state: where to go on; None at the beginning.
         paced: whether workers that start together are brought into the timetable's stagger.
         aside: lets the body do, in the middle of the step, what is not of the step.
         forms: what of weights is trained, and travels. [all]
         sums: dtypes of sums of gradients.
-        watch: of weights by stages, while steps are under way.
     """
 
     _outcomes: Outcomes | None = None  # where updates may be skipped
@@ -169,7 +162,6 @@ class Engine:
 
     @property
     def flight(self) -> FlightRecorder:
-        """Return what keeps the last actions of this worker."""
         return self._worker.flight
 
     def note_outcomes(self, outcomes: Outcomes) -> None:
@@ -185,10 +177,6 @@ class Engine:
         A step has several batches while gradients accumulate, and all of them read the same
         versions. Each is a round of the plan; or the plan has one round for all of them, in which
         the first batch runs its forward, and the last its backward.
-
-        Args:
-            first: whether it is the first batch of the step.
-            last: whether it is the last batch of the step.
         """
         if first:
             self._begin(starts=self._paced and self.t == self._starts_at)
@@ -250,7 +238,6 @@ class Engine:
             yield
 
     def end_step(self) -> None:
-        """Do what is left of the step's block, and count the step."""
         self._run_to(None, 0)
         self.t += 1
         self._shown.stay_no_longer()
@@ -357,7 +344,6 @@ class Engine:
         self._worker.fetch(item)
 
     def _enter(self, a: Action) -> None:
-        """Show the version that a forward reads."""
         assert a.v is not None
         self._shown.enter(a.j, a.v)
         self._note_word(a.j, a.v)
@@ -476,7 +462,6 @@ class Engine:
 
     @property
     def owned(self) -> tuple[int, ...]:
-        """Return the stages that this worker updates."""
         return tuple(j for j in range(self.plan.num_stages) if self.plan.owner(j) == self._w)
 
     def _lasting(self) -> frozenset[int]:
@@ -523,7 +508,6 @@ class Engine:
             self._note_word(j, self.t)
 
     def state(self) -> EngineState:
-        """Return what a checkpoint needs; only behind a flush."""
         previous: dict[str, Tensor] = {}
         for stage, store in zip(self.stages.stages, self.stores, strict=True):
             if self.t - 1 in store:
@@ -555,7 +539,6 @@ class Engine:
         return min(self.plan.reads(t, w, j) for w in readers)
 
     def parameters(self, j: int) -> Sequence[nn.Parameter]:
-        """Return what the optimizer has of a stage: the parameters that get gradients."""
         return self._parameters[j]
 
     def close(self) -> None:

@@ -10,6 +10,7 @@ N, K        norms of gradients; the word that a step may begin
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Sequence
 from typing import final
 
@@ -33,14 +34,6 @@ class Exchange:
     """Keep what comes and what goes.
 
     Args:
-        module: the whole module.
-        worker: this worker.
-        stages: which buffers belong to which stage.
-        stores: versions of each stage.
-        grads: gradients of each stage.
-        norms: of gradients.
-        messages: whose buffers all lies in.
-        forms: what travels of weights and gradients.
         sums_travel: whether sums of gradients do, and not only gradients, to who adds all.
     """
 
@@ -103,7 +96,6 @@ class Exchange:
         self._grads.add(a.t, a.j, self._gradients.pop((a.t, a.i, a.j), None))
 
     def free(self, a: Action) -> None:
-        """Give up a version of another worker's stage."""
         assert self.shards is not None
         assert a.v is not None
         self.shards.free(a.j, a.v)
@@ -144,24 +136,20 @@ class Exchange:
         """Let the messages of a ring have one form."""
 
     def hold(self, a: Action) -> None:
-        """Keep a version that a lane is about to hand on."""
         if a.payload is Payload.P and a.kind is Kind.SEND:
             assert a.v is not None
             self._stores[a.j].hold(a.v)
 
     def let_go(self, a: Action) -> None:
-        """Let a version be dropped that has been handed on."""
         if a.payload is Payload.P:
             assert a.v is not None
             self._stores[a.j].let_go(a.v)
 
     def give(self, a: Action) -> Message:
-        """Return what a SEND sends."""
         assert a.payload is not None
         return _GIVES[a.payload](self, a)
 
     def take(self, a: Action, message: Message) -> None:
-        """Take in what has come for a RECV, when it is read."""
         assert a.payload is not None
         _TAKES[a.payload](self, a, message)
 
@@ -269,3 +257,47 @@ _TAKES: dict[Payload, Callable[[Exchange, Action, Message], None]] = {
     Payload.N: Exchange._take_norms,
     Payload.K: Exchange._take_start,
 }
+
+
+class Word(enum.IntFlag):
+    """Say something about a step; a sum carries what any worker said."""
+
+    NONE = 0
+    STOP = 1  # somebody asked to end training (SIGTERM)
+    ENDS = 2  # somebody had the last batch of the epoch
+    GOES_ON = 4  # somebody has more batches
+    OVERFLOW = 8  # gradients overflowed, and the version is the one before (its owner says so)
+
+
+@final
+class Words:
+    """Say what this worker has to say about a step, and keep what was heard of all."""
+
+    def __init__(self) -> None:
+        self.ends = False  # whether this worker's batch is its last of the epoch
+        self.stop_wanted = False
+        self._stop_version: int | None = None
+
+    def said(self) -> Word:
+        word = Word.ENDS if self.ends else Word.GOES_ON
+        return word | Word.STOP if self.stop_wanted else word
+
+    def hear(self, v: int, word: Word) -> None:
+        """Note what all workers said of the step that made version ``v``.
+
+        Raises:
+            StepError: some workers had their last batch, others had not.
+        """
+        if word & Word.STOP and self._stop_version is None:
+            self._stop_version = v
+        if word & Word.ENDS and word & Word.GOES_ON:
+            raise StepError(
+                f"some workers had their last batch in step {v - 1}, others have more; allowed: "
+                "the same number of batches on every worker; drop the surplus in the "
+                "IterableDataset, or set Trainer(limit_train_batches=...)"
+            )
+
+    def stops(self, t: int) -> bool:
+        """Say whether training ends before step ``t``; the same on every worker."""
+        # a version made with a stop byte has been read by every worker two steps later
+        return self._stop_version is not None and t >= self._stop_version + 2

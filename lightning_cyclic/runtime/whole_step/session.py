@@ -25,13 +25,12 @@ from lightning_cyclic.plan import Plan
 from lightning_cyclic.runtime.absent import is_absent, make_present, num_bytes_of
 from lightning_cyclic.runtime.failure_words import words_of
 from lightning_cyclic.runtime.flight_recorder import FlightRecorder
+from lightning_cyclic.runtime.gradient_store import AS_MADE, SumDtypes
 from lightning_cyclic.runtime.late_values import LateValues
 from lightning_cyclic.runtime.loss_scaling import Outcomes
 from lightning_cyclic.runtime.meta import lending
-from lightning_cyclic.runtime.stages.profile import Profile
-from lightning_cyclic.runtime.stages.stage_map import StageMap, make_stages
+from lightning_cyclic.runtime.stages.stage_map import Profile, StageMap, make_stages
 from lightning_cyclic.runtime.stages.survey import survey
-from lightning_cyclic.runtime.sum_dtypes import AS_MADE, SumDtypes
 from lightning_cyclic.runtime.transport import CountingTransport
 from lightning_cyclic.runtime.transport.choice import Route, link
 from lightning_cyclic.runtime.transport.crew import Crew, naming_peers
@@ -55,7 +54,6 @@ class SessionConfig:
         stages: "auto", a number, or module paths that begin stages 1, 2, ...
         seed: key of the randomness inside training steps.
         crew: the ranks of all workers, and the limit of every wait.
-        route: how messages travel.
         relay_buffers: "auto" relays the buffers that the first step changed, "all" every one.
         paced: whether workers that start together are brought into the timetable's stagger.
         accumulates: whether a step may have several batches in one round of the plan, of which
@@ -65,7 +63,6 @@ class SessionConfig:
             [gradients must be]
         forms: what of weights is trained, and travels. [all]
         sums: dtypes of sums of gradients.
-        say: tells the user, once.
     """
 
     make_plan: Callable[[int, tuple[int, ...], tuple[int, ...], int], Plan]
@@ -102,11 +99,7 @@ class Session:
     """Train one worker's replica.
 
     Args:
-        module: the whole module.
         parameters: name -> parameter, for those that the optimizer trains.
-        config: what the user chose.
-        worker: this worker.
-        device: where its tensors live.
         update: applies the total gradients of a step to the owned stages (step, stages).
     """
 
@@ -159,17 +152,14 @@ class Session:
 
     @property
     def flight(self) -> FlightRecorder | None:
-        """Return what keeps the last actions of this worker; None before it begins any."""
         return self.engine.flight if self.engine is not None else None
 
     @property
     def stage_of(self) -> dict[str, int] | None:
-        """Return parameter name -> stage; None before the stages are found."""
         return self.stages.stage_of if self.stages is not None else None
 
     @property
     def starts(self) -> list[str] | None:
-        """Return the module paths that begin stages 1, 2, ...; None before they are found."""
         return None if self.stages is None else [s.start for s in self.stages.stages[1:]]
 
     @property
@@ -192,7 +182,6 @@ class Session:
         return list(map(self._config.forms.trained, weights))
 
     def named(self) -> dict[str, nn.Parameter]:
-        """Return all parameters by name."""
         return dict(self._module.named_parameters())
 
     @property
@@ -211,7 +200,6 @@ class Session:
 
     @property
     def stopping(self) -> bool:
-        """Say whether training ends here; true on every worker from the same step on."""
         return self.engine is not None and self.engine.stopping
 
     # ------------------------------------------------------------------ steps
@@ -244,11 +232,7 @@ class Session:
         self._first = None
 
     def take_rounds(self, rounds: int) -> None:
-        """Run so many batches in each step from now on; behind a flush, on all workers at once.
-
-        Args:
-            rounds: of the plan.
-        """
+        """Run so many batches in each step from now on; behind a flush, on all workers at once."""
         self._rounds = rounds
         if self.engine is not None:
             self.engine.follow(self._make_plan())
@@ -304,7 +288,6 @@ class Session:
             yield
 
     def end_step(self) -> None:
-        """Count the step."""
         assert self.engine is not None
         self.engine.end_step()
         self._watch.end()
@@ -314,11 +297,7 @@ class Session:
     # ------------------------------------------------------------------ between steps
 
     def flush(self, *, whole: bool = True) -> None:
-        """Finish updates in flight; do nothing behind a failure, when peers may be gone.
-
-        Args:
-            whole: whether parameters of other workers' stages come, too.
-        """
+        """Finish updates in flight; do nothing behind a failure, when peers may be gone."""
         if self.engine is not None and not self.failed:
             self._losses.settle()
             if not self.engine.is_flushed:
@@ -328,7 +307,6 @@ class Session:
 
     @property
     def is_flushed(self) -> bool:
-        """Say whether no update is in flight."""
         return self.engine is None or self.engine.is_flushed
 
     def own_names(self) -> set[str]:
@@ -345,7 +323,6 @@ class Session:
         return own | ({n for n, _ in named} - self.stages.stage_of.keys())
 
     def state(self) -> dict[str, Any] | None:
-        """Return this worker's part of what a checkpoint needs, behind a flush; None before."""
         if self.engine is None or self.stages is None or self.failed:
             return None
         state = self.engine.state()
@@ -430,7 +407,6 @@ class Session:
         return f"in step {self.t}"
 
     def close(self) -> None:
-        """End what runs in the background, when all workers have what they need of each other."""
         if not self.failed:
             with self.naming_peers("to finish"):
                 dist.barrier(group=self.group)
@@ -487,7 +463,6 @@ class Session:
         return stages
 
     def _draw_by_stages(self) -> None:
-        """Draw as the stages do from here on."""
         self._has_first_draws = False
         self._draws.remove()
         self._draws = KeyedDraws(self._module, self.starts or (), self._device)
@@ -558,7 +533,6 @@ class Session:
     # ------------------------------------------------------------------ no worker has all
 
     def _take_own(self, plan: Plan) -> None:
-        """Have the own stages for good, and what belongs to none."""
         assert self.stages is not None
         stage_of = self.stages.stage_of
         named = self._module.named_parameters()

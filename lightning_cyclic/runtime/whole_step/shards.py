@@ -56,17 +56,12 @@ class _Cast(NamedTuple):
 
 
 class Replica:
-    """Show versions of stages on a worker that has the parameters of all of them.
-
-    Args:
-        stores: versions of each stage.
-    """
+    """Show versions of stages on a worker that has the parameters of all of them."""
 
     def __init__(self, stores: Sequence[VersionStore]) -> None:
         self._stores = stores
 
     def has(self, j: int) -> bool:
-        """Say whether the module shows the parameters of a stage."""
         return True
 
     def enter(self, j: int, v: int) -> None:
@@ -75,23 +70,12 @@ class Replica:
         self._stores[j].drop_below(v)
 
     def show_newest(self, j: int, v: int, oldest: int) -> None:
-        """Let the module show the newest version, between steps.
-
-        Args:
-            j: stage.
-            v: version.
-            oldest: that is read later.
-        """
+        """Let the module show the newest version, between steps."""
         self._stores[j].show(v)
         self._stores[j].drop_below(oldest)
 
     def oldest(self, v: int, read: int) -> int:
-        """Return the oldest version of an own stage to keep when version v is there.
-
-        Args:
-            v: version.
-            read: the oldest that this worker reads itself.
-        """
+        """Return the oldest version of an own stage to keep when version v is there."""
         return read
 
     def packing(self) -> AbstractContextManager[Any]:
@@ -119,11 +103,7 @@ class Shards(Replica):
     """Show and hide the parameters of other workers' stages.
 
     Args:
-        module: the whole module.
-        stages: its stages.
-        stores: versions of each stage.
         owner_of: stage -> rank of the worker that updates it.
-        worker: this worker.
         bring: (stage, version) -> has it come again, for a backward.
     """
 
@@ -162,7 +142,6 @@ class Shards(Replica):
         return j not in self._foreign or j in self._shown
 
     def show(self, j: int, v: int) -> None:
-        """Let the module show a version that is here."""
         for p in self._stores[j].parameters:
             come_back(p)
         self._stores[j].show(v)
@@ -186,7 +165,6 @@ class Shards(Replica):
         self._shown[j] = v
 
     def free(self, j: int, v: int) -> None:
-        """Give a version up."""
         store = self._stores[j]
         if v not in store:  # a flush would have brought it, and there was none
             return
@@ -344,7 +322,6 @@ def refuse_return(worker: int, j: int) -> NoReturn:
 
 
 def shared_parameters(module: nn.Module) -> Collection[int]:
-    """Return ids of the parameters that several modules have."""
     seen: dict[int, int] = {}
     for m in module.modules():
         for p in set(m._parameters.values()) - {None}:

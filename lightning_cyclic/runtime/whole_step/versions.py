@@ -79,13 +79,11 @@ class VersionStore:
 
     @property
     def newest(self) -> int:
-        """Return the newest version kept."""
         with self._changing:
             return max(self._versions)
 
     @property
     def versions(self) -> list[int]:
-        """Return the versions kept."""
         with self._changing:
             return list(self._versions)
 
@@ -96,7 +94,6 @@ class VersionStore:
         return self._versions[v]
 
     def show(self, v: int) -> None:
-        """Point the parameters at version ``v``."""
         buffer = self._versions[v]
         if buffer is not self._shown:
             with self.changing():
@@ -113,7 +110,6 @@ class VersionStore:
         self._shown = None
 
     def put(self, v: int, buffer: Buffer, word: int = 0) -> None:
-        """Keep ``buffer`` as version ``v``."""
         with self._changing:
             self._versions[v] = buffer
             self.words[v] = word
@@ -132,7 +128,6 @@ class VersionStore:
         self.drop_below(v)
 
     def forget(self, v: int) -> None:
-        """Forget one version, which the parameters do not show any more."""
         with self._changing:
             buffer = self._versions.pop(v)
             self.words.pop(v, None)
@@ -189,7 +184,6 @@ class VersionStore:
                 p.data = view
 
     def write(self, v: int, values: Sequence[torch.Tensor]) -> None:
-        """Keep a copy of ``values`` as version ``v``."""
         buffer = self._messages.room(self.layout)
         buffer.write(list(values))
         self.put(v, buffer)

@@ -5,9 +5,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from lightning_cyclic.plan.actions import Payload
-from lightning_cyclic.runtime.transport.base import Part
-from lightning_cyclic.runtime.transport.counting import CountingTransport
-from lightning_cyclic.runtime.transport.local import LocalTransport, PostOffice
+from lightning_cyclic.runtime.transport.base import CountingTransport, Part
+from tests.local_transport import LocalTransport, PostOffice
 from tests.nccl_model import Fabric, Rules, ThreadedModel
 from tests.runtime.transport.rings import SUMS, THERE, ring, room
 
@@ -25,18 +24,6 @@ def test_messages_and_bytes_are_counted_from_all_threads() -> None:
     assert (transport.worker, transport.num_workers, transport.control) == (0, 2, None)
 
 
-def test_the_rest_is_passed_on() -> None:
-    office = PostOffice()
-    sender = CountingTransport(LocalTransport(office, 0, 2))
-    receiver = CountingTransport(LocalTransport(office, 1, 2))
-    sender.isend(ring(), room(2) + 7).wait()
-    there = room(2)
-    receiver.irecv(ring(), there).wait()
-    assert there.tolist() == [7, 7]
-    assert not receiver.messages
-    receiver.crew.tell("boom")
-    assert sender.crew.failure() == "boom"
-    sender.close()
 
 
 def test_what_goes_by_control_is_counted_too() -> None:

@@ -62,8 +62,6 @@ class LocalCrew(AbstractCrew):
     """Be the workers of one process, all of which answer.
 
     Args:
-        office: what they share.
-        worker: this one.
         timeout_s: limit of every wait, in seconds.
     """
 
@@ -91,8 +89,6 @@ class LocalTransport(AbstractTransport):
 
     Args:
         office: what the workers share; one per plan that runs.
-        worker: this worker.
-        num_workers: how many there are.
         timeout_s: limit of every wait, in seconds.
     """
 
@@ -131,7 +127,6 @@ class _Awaited(AbstractPending):
 
     Args:
         office: whose failure note ends the wait.
-        data: the buffer.
         timeout_s: limit of the wait, in seconds.
     """
 
@@ -144,7 +139,6 @@ class _Awaited(AbstractPending):
         self._woken = threading.Event()
 
     def deliver(self, message: Tensor) -> None:
-        """Take the message."""
         self._message = message
         self._has_come = True
         self._woken.set()
