@@ -18,8 +18,8 @@ from typing import final
 
 from lightning_cyclic.errors import PlanError
 from lightning_cyclic.planner.ideals import CostGraph, GraphSplit, GraphTensor, split_ideals
+from lightning_cyclic.runtime.stages.best_places import Demands
 from lightning_cyclic.runtime.stages.cuts import Cuts
-from lightning_cyclic.runtime.stages.demands import Demands
 from lightning_cyclic.runtime.stages.evidence import Survey
 from lightning_cyclic.runtime.stages.places import CutPoints
 from lightning_cyclic.simulate.units import show_seconds

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from lightning_cyclic.compat import rank_zero_warn
 from lightning_cyclic.errors import ConfigurationError
 from lightning_cyclic.plan import Plan
-from lightning_cyclic.plugin.group_values import values_of
+from lightning_cyclic.plugin.optimizers import values_of
 from lightning_cyclic.runtime.agreement import merged
 
 KEY = "lightning_cyclic"

@@ -12,15 +12,17 @@ from torch.optim import Optimizer
 
 from lightning_cyclic.compat import Trainer, call, is_overridden
 from lightning_cyclic.errors import ConfigurationError, StepError
-from lightning_cyclic.plugin.group_values import (
+from lightning_cyclic.plugin.optimizers import (
     Values,
+    Written,
     changed_values,
+    check_parted,
     copied,
     noted_values,
     put_values,
     values_of,
+    without_closure,
 )
-from lightning_cyclic.plugin.optimizers import Written, check_parted, without_closure
 from lightning_cyclic.plugin.records import refused_in_update
 from lightning_cyclic.plugin.reductions import HeldReductions
 from lightning_cyclic.runtime.absent import Home, come_back, home_of, leave

@@ -17,24 +17,22 @@ from lightning_cyclic.compat import (
     TrainerFn,
     rank_zero_info,
 )
-from lightning_cyclic.errors import PlanError
+from lightning_cyclic.errors import ConfigurationError, PlanError
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.plugin.checks import scaler_of
 from lightning_cyclic.plugin.options import Options
-from lightning_cyclic.plugin.split_hook import split_hook
 from lightning_cyclic.plugin.training import agreed_seed
 from lightning_cyclic.runtime.meta import lending
+from lightning_cyclic.runtime.partial_step.batch_cutter import BatchCutter, SplitBatch
 from lightning_cyclic.runtime.partial_step.config import StagewiseConfig
 from lightning_cyclic.runtime.partial_step.ranks import rank_of
 from lightning_cyclic.runtime.partial_step.session import StagewiseSession
-from lightning_cyclic.runtime.stages.best_places import most_stages
+from lightning_cyclic.runtime.stages.best_places import Demands, most_stages
 from lightning_cyclic.runtime.stages.cuts import Cuts, choose_cuts, whole
-from lightning_cyclic.runtime.stages.demands import Demands
-from lightning_cyclic.runtime.stages.evidence import Survey
+from lightning_cyclic.runtime.stages.evidence import Survey, refuse_written
 from lightning_cyclic.runtime.stages.places import CutPoints
 from lightning_cyclic.runtime.stages.report import loads, report
 from lightning_cyclic.runtime.stages.survey import survey
-from lightning_cyclic.runtime.stages.written import refuse_written
 from lightning_cyclic.runtime.transport import CountingTransport
 from lightning_cyclic.runtime.transport.choice import link
 
@@ -225,3 +223,27 @@ def make_session(
         device,
         group,
     )
+
+
+def split_hook(module: Any, datamodule: Any) -> SplitBatch | None:
+    """Return the hook of the LightningModule, else that of the datamodule; None without.
+
+    Raises:
+        ConfigurationError: if it cannot be called.
+    """
+    for owner in (module, datamodule):
+        hook: SplitBatch | None = getattr(owner, "split_batch", None)
+        if hook is not None and not callable(hook):
+            raise ConfigurationError(
+                f"{type(owner).__name__}.split_batch is of type {type(hook).__name__}; allowed: a "
+                "method split_batch(self, batch, num_microbatches) that returns the parts of a "
+                "batch; give the attribute another name"
+            )
+        if hook is not None:
+            return hook
+    return None
+
+
+def first_part(batch: Any, num_parts: int, module: Any, datamodule: Any) -> Any:
+    """Return the first of the micro-batches that a fit would cut a batch into."""
+    return BatchCutter(num_parts, split_hook(module, datamodule)).cut(batch)[0].batch

@@ -17,18 +17,14 @@ from typing import Any, cast, final
 
 import torch
 from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_cyclic.compat import Trainer, rank_zero_info
+from lightning_cyclic.compat import GradientAccumulationScheduler, Trainer, rank_zero_info
 from lightning_cyclic.errors import ConfigurationError, StepError
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.plugin import checkpoint as ckpt
-from lightning_cyclic.plugin.accumulation import (
-    batches_of_step,
-    may_accumulate,
-    plan_of_rounds,
-)
 from lightning_cyclic.plugin.checks import (
     check_is_apart,
     check_no_averaging,
@@ -43,15 +39,16 @@ from lightning_cyclic.plugin.hooks import Closure, Own
 from lightning_cyclic.plugin.options import Options
 from lightning_cyclic.plugin.records import Recorder
 from lightning_cyclic.plugin.reductions import HeldReductions
-from lightning_cyclic.plugin.scaled_updates import ScaledUpdates
 from lightning_cyclic.plugin.step_arguments import StepArguments
 from lightning_cyclic.plugin.training import AbstractTraining, agreed_seed, epoch_ends
 from lightning_cyclic.plugin.weight_guard import WeightGuard
 from lightning_cyclic.runtime.absent import is_absent
 from lightning_cyclic.runtime.agreement import require_same_number
-from lightning_cyclic.runtime.stages.named_places import paste
+from lightning_cyclic.runtime.loss_scaling import LossScaling, Outcomes, State
+from lightning_cyclic.runtime.stages.places import paste
 from lightning_cyclic.runtime.transport import CountingTransport
 from lightning_cyclic.runtime.values.trees import map_tensors
+from lightning_cyclic.runtime.whole_step.engine import Engine
 from lightning_cyclic.runtime.whole_step.session import Session, SessionConfig
 
 
@@ -441,3 +438,98 @@ class ReplicatedTraining(AbstractTraining):
         self._guard.forget()
         self._session.close()
         super().close()
+
+
+def batches_of_step(trainer: Trainer) -> int:
+    """Count the batches of the step that begins: fewer at the end of an epoch, which ends it.
+
+    Args:
+        trainer: whose loop has counted the first of them.
+    """
+    ready = trainer.fit_loop.epoch_loop.batch_progress.current.ready
+    every = trainer.accumulate_grad_batches
+    left = trainer.num_training_batches - ready + 1
+    return int(min(every - (ready - 1) % every, left))
+
+
+def plan_of_rounds(
+    options: Options,
+    num_stages: int,
+    relayed: tuple[int, ...],
+    relayed_until: tuple[int, ...],
+    rounds: int,
+) -> Plan:
+    """Make a plan in which each worker runs so many batches per step.
+
+    Args:
+        options: what the user chose.
+        num_stages: how many stages there are.
+        relayed: stages whose buffers travel.
+        relayed_until: the last stage in which those of each change.
+        rounds: batches of each worker.
+    """
+    num_microbatches = rounds * (options.num_workers or 1) if rounds > 1 else None
+    return options.plan(num_stages, relayed, relayed_until, num_microbatches=num_microbatches)
+
+
+def may_accumulate(trainer: Trainer) -> bool:
+    """Say whether a step may have several batches."""
+    scheduled = any(isinstance(c, GradientAccumulationScheduler) for c in trainer.callbacks)  # type: ignore[attr-defined]
+    return scheduled or trainer.accumulate_grad_batches != 1
+
+
+@final
+class ScaledUpdates:
+    """Give each step its scale, and say which stages an update leaves as they were.
+
+    Args:
+        scaler: the Trainer's.
+        together: whether all stages decide about an update together.
+    """
+
+    def __init__(self, scaler: GradScaler, *, together: bool) -> None:
+        self.outcomes = Outcomes()
+        self._scaling = LossScaling(scaler, self._is_finite)
+        self._together = together
+        self._num_stages = 0
+
+    def _is_finite(self, t: int) -> bool:
+        return self.outcomes.are_finite(t, self._num_stages)
+
+    def begin_backward(self, plan: Plan, t: int) -> None:
+        """Let the scaler have the scale of step ``t``, before a loss is multiplied by it."""
+        self._num_stages = plan.num_stages
+        self._scaling.show(plan, t)
+        self.outcomes.forget(plan.ended_before(t))
+
+    def skipped(self, engine: Engine, t: int, stages: Sequence[int]) -> Collection[int]:
+        """Take the scale out of the gradients of own stages; return those not to be updated.
+
+        Args:
+            engine: in whose parameters the gradients of step ``t`` are.
+            t: step.
+            stages: that are to be updated.
+        """
+        overflowed = [
+            j for j in stages
+            if not self._scaling.unscaled(engine.plan, t, [p.grad for p in engine.parameters(j)])
+        ]  # fmt: skip
+        if not self._together:
+            return overflowed
+        return () if engine.all_finite(t, overflowed) else stages
+
+    def settle(self, t: int, group: Any) -> None:
+        """Let every worker's scaler hold the state behind all steps before ``t``.
+
+        All workers must call it, behind a flush.
+        """
+        self.outcomes.settle(self._scaling.known, t, group)
+        self._scaling.catch_up(t)
+
+    def state(self) -> dict[int, State]:
+        """Return the states that later steps may need."""
+        return self._scaling.state()
+
+    def put_state(self, states: Mapping[int, State]) -> None:
+        """Take states from a checkpoint."""
+        self._scaling.put_state(states)

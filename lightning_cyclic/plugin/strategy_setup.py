@@ -32,17 +32,16 @@ from lightning_cyclic.plugin.checks import (
     check_hosts_of_groups,
     check_no_averaging,
     check_plan,
+    check_samplers,
     workers_per_host,
 )
-from lightning_cyclic.plugin.collective_calls import refusing_collectives
 from lightning_cyclic.plugin.hooks import Hooks
 from lightning_cyclic.plugin.options import (
     Options,
 )
 from lightning_cyclic.plugin.precision.sparse_state import SparseStatePrecision
-from lightning_cyclic.plugin.reductions import HeldReductions
+from lightning_cyclic.plugin.reductions import HeldReductions, refusing_collectives
 from lightning_cyclic.plugin.replicated import ReplicatedTraining
-from lightning_cyclic.plugin.samplers import check_samplers
 from lightning_cyclic.plugin.strategy_checkpoints import Checkpoints
 from lightning_cyclic.plugin.synchronous_pipeline import SynchronousPipelineTraining
 from lightning_cyclic.plugin.training import (

@@ -16,8 +16,15 @@ from torch import Tensor
 
 from lightning_cyclic.compat import LightningModule
 from lightning_cyclic.errors import StepError
-from lightning_cyclic.plugin.outputs import further_outputs, weighted_mean
-from lightning_cyclic.plugin.records import Log, Record, Recorder, from_summary, to_summary
+from lightning_cyclic.plugin.records import (
+    Log,
+    Record,
+    Recorder,
+    from_summary,
+    further_outputs,
+    to_summary,
+    weighted_mean,
+)
 from lightning_cyclic.plugin.reductions import HeldReductions
 from lightning_cyclic.runtime.messages import Message
 from lightning_cyclic.runtime.partial_step.evidence import log_print

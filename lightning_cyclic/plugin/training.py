@@ -47,7 +47,7 @@ from lightning_cyclic.runtime.agreement import (
 )
 from lightning_cyclic.runtime.flight_recorder import FOLDER, FlightRecorder, write_down
 from lightning_cyclic.runtime.memory_words import lack_of_memory, relief
-from lightning_cyclic.runtime.stages.named_places import paste
+from lightning_cyclic.runtime.stages.places import paste
 from lightning_cyclic.runtime.weight_forms import ALL, WeightForms
 
 

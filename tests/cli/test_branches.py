@@ -12,9 +12,8 @@ from lightning_cyclic.cli.branches import StepPieces, faster_order
 from lightning_cyclic.plan import make_plan
 from lightning_cyclic.planner import CostGraph, GraphSplit, split_ideals
 from lightning_cyclic.planner.ideals import ideals
-from lightning_cyclic.runtime.stages.best_places import best_places, most_stages
+from lightning_cyclic.runtime.stages.best_places import Demands, best_places, most_stages
 from lightning_cyclic.runtime.stages.cuts import choose_cuts
-from lightning_cyclic.runtime.stages.demands import Demands
 from lightning_cyclic.runtime.stages.places import CutPoints
 from lightning_cyclic.runtime.stages.survey import survey
 from lightning_cyclic.simulate import Network

@@ -15,11 +15,15 @@ from typing import Any, Self
 from torch import nn
 
 from lightning_cyclic.errors import PlanError
-from lightning_cyclic.runtime.stages.best_places import best_places
-from lightning_cyclic.runtime.stages.demands import Demands
+from lightning_cyclic.runtime.stages.best_places import Demands, best_places
 from lightning_cyclic.runtime.stages.evidence import Survey, Use, is_inside, is_metric
-from lightning_cyclic.runtime.stages.named_places import named_places
-from lightning_cyclic.runtime.stages.places import Balance, CutPoints, Place, split_by
+from lightning_cyclic.runtime.stages.places import (
+    Balance,
+    CutPoints,
+    Place,
+    named_places,
+    split_by,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

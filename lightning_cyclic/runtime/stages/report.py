@@ -12,9 +12,8 @@ from rich.table import Table
 from lightning_cyclic.runtime.stages.clocks import FLOPS_PER_BYTE, FLOPS_PER_NS
 from lightning_cyclic.runtime.stages.cuts import Cuts
 from lightning_cyclic.runtime.stages.evidence import NO_LINE, Call, Survey
-from lightning_cyclic.runtime.stages.named_places import paste
 from lightning_cyclic.runtime.stages.obstacles import Obstacle
-from lightning_cyclic.runtime.stages.places import CutPoints, Load, Place
+from lightning_cyclic.runtime.stages.places import CutPoints, Load, Place, paste
 from lightning_cyclic.simulate.units import show_bytes, show_seconds
 
 _WIDTH = 100

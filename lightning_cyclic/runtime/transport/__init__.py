@@ -1,7 +1,11 @@
 """Transports: how flat buffers travel between workers."""
 
-from lightning_cyclic.runtime.transport.base import AbstractPending, AbstractTransport, Part
-from lightning_cyclic.runtime.transport.counting import CountingTransport
+from lightning_cyclic.runtime.transport.base import (
+    AbstractPending,
+    AbstractTransport,
+    CountingTransport,
+    Part,
+)
 from lightning_cyclic.runtime.transport.edges import EdgeTransport
 from lightning_cyclic.runtime.transport.host_staged import HostStagedTransport
 from lightning_cyclic.runtime.transport.local import LocalTransport, PostOffice

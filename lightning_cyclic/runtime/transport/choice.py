@@ -19,8 +19,7 @@ import torch.distributed as dist
 from lightning_cyclic.errors import ConfigurationError
 from lightning_cyclic.plan.actions import Lane
 from lightning_cyclic.runtime.agreement import gather_texts
-from lightning_cyclic.runtime.transport.base import AbstractTransport
-from lightning_cyclic.runtime.transport.counting import CountingTransport
+from lightning_cyclic.runtime.transport.base import AbstractTransport, CountingTransport
 from lightning_cyclic.runtime.transport.crew import Crew
 from lightning_cyclic.runtime.transport.edges import LateEdges
 from lightning_cyclic.runtime.transport.host_staged import HostStagedTransport

@@ -37,9 +37,8 @@ from lightning_cyclic.runtime.transport import AbstractTransport
 from lightning_cyclic.runtime.waiting import Waiter
 from lightning_cyclic.runtime.weight_forms import ALL, WeightForms
 from lightning_cyclic.runtime.weight_watch import WeightWatch
-from lightning_cyclic.runtime.whole_step.entrances import Entrances
-from lightning_cyclic.runtime.whole_step.exchange import Exchange
-from lightning_cyclic.runtime.whole_step.gradients import GradientCollector
+from lightning_cyclic.runtime.whole_step.exchange import Exchange, Word, Words
+from lightning_cyclic.runtime.whole_step.gradients import Entrances, GradientCollector
 from lightning_cyclic.runtime.whole_step.shards import (
     Replica,
     Shards,
@@ -47,7 +46,6 @@ from lightning_cyclic.runtime.whole_step.shards import (
     refuse_return,
 )
 from lightning_cyclic.runtime.whole_step.versions import VersionStore
-from lightning_cyclic.runtime.whole_step.words import Word, Words
 from lightning_cyclic.runtime.worker import Worker
 
 Update = Callable[[int, Sequence[int]], Collection[int] | None]

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from lightning_cyclic.errors import PlanError
 from lightning_cyclic.plan import make_plan
-from lightning_cyclic.runtime.stages.best_places import best_places
-from lightning_cyclic.runtime.stages.demands import Demands
+from lightning_cyclic.runtime.stages.best_places import Demands, best_places
 from lightning_cyclic.runtime.stages.places import CutPoints, Load, split_by
 from lightning_cyclic.simulate import Network
 

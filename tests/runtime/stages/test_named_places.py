@@ -3,8 +3,7 @@
 import pytest
 
 from lightning_cyclic.errors import PlanError
-from lightning_cyclic.runtime.stages.named_places import named_places
-from lightning_cyclic.runtime.stages.places import CutPoints
+from lightning_cyclic.runtime.stages.places import CutPoints, named_places
 
 from .scripts import Writer
 

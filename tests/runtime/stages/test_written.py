@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_cyclic.errors import PlanError
+from lightning_cyclic.runtime.stages.evidence import refuse_written
 from lightning_cyclic.runtime.stages.survey import survey
-from lightning_cyclic.runtime.stages.written import refuse_written
 
 Change = Callable[[nn.Parameter], object]
 

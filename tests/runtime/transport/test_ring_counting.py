@@ -5,8 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from lightning_cyclic.plan.actions import Payload
-from lightning_cyclic.runtime.transport.base import Part
-from lightning_cyclic.runtime.transport.counting import CountingTransport
+from lightning_cyclic.runtime.transport.base import CountingTransport, Part
 from lightning_cyclic.runtime.transport.local import LocalTransport, PostOffice
 from tests.nccl_model import Fabric, Rules, ThreadedModel
 from tests.runtime.transport.rings import SUMS, THERE, ring, room
