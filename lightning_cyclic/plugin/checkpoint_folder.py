@@ -52,11 +52,7 @@ def by_names(state: Mapping[str, Any], optimizer: Optimizer, module: nn.Module) 
 
 
 def check_folder(path: Any, checkpoint_io: CheckpointIO, storage_options: Any) -> None:
-    """Refuse what cannot write folders.
-
-    Raises:
-        ConfigurationError: with the path, or with who was to write.
-    """
+    """Refuse what cannot write folders."""
     given = ""
     if not is_local(path):
         given = f"the path {str(path)!r}"
@@ -81,7 +77,6 @@ def write_folder(
         checkpoint: of this rank, with its part of the weights and of the state of optimizers.
         path: of the folder, the same on all ranks.
         delayed: this rank's part of what is delayed, if anything is.
-        group: process group of all ranks; None for one rank, or the default group.
 
     Raises:
         CheckpointException: on every rank, where one cannot write.
@@ -136,11 +131,7 @@ def _remove(path: Path) -> None:
 
 @final
 class CheckpointFolder:
-    """Read a folder; ranks do so without each other.
-
-    Args:
-        path: of the folder.
-    """
+    """Read a folder; ranks do so without each other."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -197,9 +188,6 @@ class CheckpointFolder:
         """Return an optimizer's state, by names of its parameters.
 
         Args:
-            k: number of the optimizer.
-            optimizer: that is to have the state.
-            module: of its parameters.
             wanted: parameters whose state is read. [all]
         """
         name, keys = f"optimizer_{k}", [f"optimizer_{k}"]
@@ -226,6 +214,5 @@ class CheckpointFolder:
 
 
 def _names_of(optimizer: Optimizer, module: nn.Module) -> list[str]:
-    """Return the names of an optimizer's parameters, in its order; else their numbers."""
     names = {id(p): n for n, p in module.named_parameters()}
     return [names.get(id(p), str(k)) for k, p in enumerate(in_order(optimizer))]

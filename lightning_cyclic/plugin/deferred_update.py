@@ -40,10 +40,6 @@ class HiddenGradients:
     Replicated workers, and steps that flow into each other, update stage by stage: each gradient
     is whole for a moment, on one worker. A hook that read all of them, to log their norm, got some
     of them, its own part of them, or nothing. Now it gets those that are whole, or an error.
-
-    Args:
-        trainer: whose callbacks and module have the hooks.
-        preset: name of the plan, for errors.
     """
 
     def __init__(self, trainer: Trainer, preset: str) -> None:
@@ -58,7 +54,6 @@ class HiddenGradients:
         """Run the body, which calls a hook, with only some gradients to be read.
 
         Args:
-            hook: its name.
             shown: parameters whose gradients are whole.
         """
         if not self._is_used(hook):
@@ -92,17 +87,11 @@ class HiddenGradients:
         vars(plugin)["post_backward"] = post_backward
 
     def read(self, names: Sequence[str]) -> None:
-        """Let values be read, if they are here."""
         away = [n for n in names if self._homes[n] is not None]
         if away and (home := self._homes[away[0]]) is not None:  # they have one home
             home.read(away)
 
     def read_gradient(self, name: str) -> None:
-        """Refuse.
-
-        Raises:
-            ConfigurationError: always.
-        """
         raise ConfigurationError(
             f"{user_line()} reads the gradient of {name!r} in {self._hook}, which under preset "
             f"{self._preset!r} is not whole there: stages are updated one by one, each where its "
@@ -125,15 +114,11 @@ class DeferredUpdates:
     """Remember an optimizer's hyper-parameters by step, and apply updates with them.
 
     Args:
-        trainer: whose hooks and clipping run around each update.
-        preset: name of the plan, for errors.
         clip: "stage" clips each stage by its own norm, "global" by the norm over all stages.
-        reductions: refuses what would wait for all workers while an update is applied.
         parameters_of: stage -> its parameters on this worker.
         total_norm: (step, parameters) -> the norm over all stages.
         lag: steps by which an update, or what reads its hyper-parameters, is late at most.
         is_scaled: whether norms are taken before hooks run, to look for overflows.
-        forms: which weights the parameters stand for, and what an update does besides.
         may_log: whether all ranks run the hooks of an update in its own step, and once.
     """
 
@@ -206,15 +191,10 @@ class DeferredUpdates:
         self._remembered[t] = _Remembered(groups, {}, self._trainer.global_step)
 
     def groups_of(self, t: int) -> Values:
-        """Return the hyper-parameters of step ``t``, by parameter group."""
         return self._remembered[t].groups
 
     def require(self, t: int) -> None:
-        """Refuse that step ``t`` is run without an update.
-
-        Raises:
-            StepError: nothing is remembered of it.
-        """
+        """Refuse that step ``t`` is run without an update."""
         if t not in self._remembered:
             raise no_update(self._preset, t)
 
@@ -228,7 +208,6 @@ class DeferredUpdates:
         """Run hooks, clipping and the optimizer on the gradients of the given stages.
 
         Args:
-            t: step.
             stages: whose gradients are in ``p.grad``.
             skips: leave the optimizer out, as a gradient scaler does that finds an overflow.
         """
@@ -287,7 +266,6 @@ class DeferredUpdates:
                 group.update(new)
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
-        """Stand in for the precision plugin's method: one stage's norm, or all stages'."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         if self._clip == "stage":
             torch.nn.utils.clip_grad_norm_(parameters, clip_val)
@@ -345,7 +323,6 @@ class _Remembered(NamedTuple):
 
 
 def no_update(preset: str, t: int) -> StepError:
-    """Make the error of a step whose gradients nobody applies."""
     return StepError(
         f"the module's optimizer_step did not call optimizer.step(closure) in step {t}, but under "
         f"preset {preset!r} other ranks wait for each update; allowed: an update in every step; "

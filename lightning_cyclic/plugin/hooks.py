@@ -62,27 +62,21 @@ class Hooks:
     # ------------------------------------------------------------------ steps
 
     def training_step(self, own: Own, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's training step."""
         return own(*args, **kwargs)
 
     def validation_step(self, own: Own, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's validation step."""
         return own(*args, **kwargs)
 
     def test_step(self, own: Own, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's test step."""
         return own(*args, **kwargs)
 
     def predict_step(self, own: Own, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's predict step."""
         return own(*args, **kwargs)
 
     def pre_backward(self, own: Own, closure_loss: Tensor) -> None:
-        """Prepare for a backward."""
         own(closure_loss)
 
     def post_backward(self, own: Own, closure_loss: Tensor) -> None:
-        """End a backward."""
         own(closure_loss)
 
     def optimizer_step(
@@ -97,7 +91,6 @@ class Hooks:
         return context
 
     def reduce(self, own: Own, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduce over all workers."""
         return own(tensor, group, reduce_op)
 
     def reduce_boolean_decision(self, own: Own, decision: bool, all: bool = True) -> bool:
@@ -150,7 +143,6 @@ class Hooks:
         return nullcontext()
 
     def load_optimizer_state_dict(self, own: Own, checkpoint: Mapping[str, Any]) -> None:
-        """Load the whole optimizer state."""
         own(checkpoint)
 
     # ------------------------------------------------------------------ the end

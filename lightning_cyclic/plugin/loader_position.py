@@ -40,11 +40,7 @@ class Position(TypedDict):
 
 @final
 class LoaderPosition:
-    """Note where the training loaders of this rank are, and bring them back there.
-
-    Args:
-        trainer: of which four methods are wrapped, on its own objects.
-    """
+    """Note where the training loaders of this rank are, and bring them back there."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
@@ -65,7 +61,6 @@ class LoaderPosition:
             setattr(holder, name, method)
 
     def close(self) -> None:
-        """Take everything off the Trainer again."""
         for holder, name, _ in self._wrapped:
             vars(holder).pop(name, None)
         self._wrapped = []
@@ -73,7 +68,6 @@ class LoaderPosition:
     # ------------------------------------------------------------------ files
 
     def state(self) -> Position:
-        """Return where the loaders are."""
         batches: Any = self._trainer.fit_loop.epoch_loop.batch_progress
         done = int(batches.current.processed)
         is_over = batches.is_last_batch or done >= self._trainer.num_training_batches
@@ -211,7 +205,6 @@ class LoaderPosition:
 
 
 def _samplers(loader: Any) -> Iterator[Any]:
-    """Yield a loader's samplers, and those within them."""
     todo = [getattr(loader, name, None) for name in ("batch_sampler", "sampler")]
     while todo:
         if (sampler := todo.pop()) is not None:

@@ -35,10 +35,6 @@ def updates_each(what: str, optimizer: Optimizer) -> bool:
 
     A subclass counts as its parent unless it has a ``step`` of its own.
 
-    Args:
-        what: "parameter" or "element".
-        optimizer: whichever.
-
     Raises:
         ConfigurationError: it says something else.
 
@@ -72,16 +68,7 @@ def _package(kind: type) -> str:
 
 
 def check_parted(optimizer: Optimizer, updated: Sequence[nn.Parameter], preset: str) -> None:
-    """Refuse to call an optimizer for some of its parameters, unless it treats each by itself.
-
-    Args:
-        optimizer: before its step.
-        updated: parameters that it has gradients of.
-        preset: name of the plan.
-
-    Raises:
-        ConfigurationError: with its class, and how it is let in.
-    """
+    """Refuse to call an optimizer for some of its parameters, unless it treats each by itself."""
     if not updated or updates_each("parameter", optimizer):
         return
     known = {id(p) for p in updated}
@@ -104,9 +91,6 @@ class Written:
     """Find the values that a call of step() writes into groups: counts of steps, most often.
 
     Where stages are updated apart, each call has to begin with what the step before has left.
-
-    Args:
-        optimizer: before its step.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -166,7 +150,6 @@ def put_values(
 
     Args:
         optimizer: whose groups; those behind the last that has values stay as they are.
-        values: by group.
         added: keys that are taken out where there is no value.
     """
     for group, given in zip(optimizer.param_groups, values, strict=False):
@@ -177,7 +160,6 @@ def put_values(
 
 
 def copied(value: Any) -> Any:
-    """Return a value that nobody changes in place."""
     return value.clone() if isinstance(value, Tensor) else value
 
 

@@ -32,13 +32,7 @@ Clipping: TypeAlias = Literal["stage", "global"]
 
 
 class Check(NamedTuple):
-    """Say which values an option may have.
-
-    Args:
-        passes: whether a value is one.
-        allowed: the same in words.
-        example: that passes.
-    """
+    """Say which values an option may have."""
 
     passes: Callable[[Any], bool]
     allowed: str
@@ -70,7 +64,6 @@ def _are_stages(given: object) -> bool:
 
 
 def _bandwidth(given: object) -> float:
-    """Return bytes per second; 0 of what is no bandwidth."""
     if isinstance(given, int | float) and not isinstance(given, bool):
         return float(given)
     try:
@@ -118,14 +111,7 @@ CHECKS: Final[Mapping[str, Check]] = {
 
 
 def check_values(given: Mapping[str, Any]) -> None:
-    """Refuse values that options cannot have.
-
-    Args:
-        given: name of an option -> its value.
-
-    Raises:
-        ConfigurationError: with the first of them, what is allowed, and an example.
-    """
+    """Refuse values that options cannot have."""
     for name, value in given.items():
         check = CHECKS[name]
         if not check.passes(value):
@@ -252,7 +238,6 @@ class Options:
 
     @property
     def is_stagewise(self) -> bool:
-        """Say whether workers run single stages of the step."""
         return is_stagewise(self._probe())
 
     @property
@@ -288,7 +273,6 @@ class Options:
 
     @property
     def predicts(self) -> bool:
-        """Say whether forwards read guesses of weights."""
         return self._probe().axes.weights.looks_ahead
 
     @property
@@ -318,11 +302,9 @@ class Options:
 
     @property
     def clock(self) -> ClockName:
-        """Return whose times decide where stages begin."""
         return "measured" if self.stages == "measured" else "counted"
 
     def worker_of(self, rank: int) -> int:
-        """Return which worker a rank is; known once the number of workers is."""
         assert self.num_workers is not None
         return rank_of(rank, self.num_workers // self.replicas) if self.is_stagewise else rank
 
@@ -341,10 +323,7 @@ class Options:
         """Make the plan.
 
         Args:
-            num_stages: how many stages there are.
-            relayed: stages whose buffers travel.
             relayed_until: the last stage in which those of each change.
-            num_workers: None for as many as there are.
             num_microbatches: of all replicas together; None for the user's choice.
             tied: groups of stages that share parameters.
 

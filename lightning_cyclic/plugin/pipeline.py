@@ -60,11 +60,6 @@ class SharedMetrics:
 
     A metric is an attribute of the whole module, on every worker, but only one worker runs the
     code that updates it. The others are told its state before anybody computes it.
-
-    Args:
-        trainer: whose loops of evaluation compute metrics.
-        module: whose metrics they are.
-        session: knows which worker updates which.
     """
 
     def __init__(self, trainer: Trainer, module: nn.Module, session: StagewiseSession) -> None:
@@ -113,14 +108,7 @@ def _syncing(metric: nn.Module) -> dict[str, Any]:
 
 
 class PipelineTraining(AbstractTraining):
-    """Evaluate, save and load a module whose stages are apart.
-
-    Args:
-        trainer: whose loops call, set up but for this.
-        options: what the user chose.
-        plan: with as many stages as are expected.
-        reductions: refuses meetings inside steps.
-    """
+    """Evaluate, save and load a module whose stages are apart."""
 
     def __init__(
         self, trainer: Trainer, options: Options, plan: Plan, reductions: HeldReductions
@@ -153,7 +141,6 @@ class PipelineTraining(AbstractTraining):
         return writers
 
     def _configured(self, config: StagewiseConfig) -> StagewiseConfig:
-        """Return a session's configuration with what this training adds."""
         return replace(config, forms=self._forms)
 
     @override
@@ -215,21 +202,17 @@ class PipelineTraining(AbstractTraining):
     # ------------------------------------------------------------------ evaluation
 
     def validation_step(self, own: Own, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's validation step on the whole module; where it fits."""
         return self._evaluate("validation_step", "val_step_context", args, kwargs)
 
     def test_step(self, own: Own, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's test step."""
         return self._evaluate("test_step", "test_step_context", args, kwargs)
 
     def predict_step(self, own: Own, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's predict step."""
         return self._evaluate("predict_step", "predict_step_context", args, kwargs)
 
     def _evaluate(
         self, step: str, context: str, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        """Run a step of evaluation on the whole batch; the output everywhere."""
         session, given = self._session, StepArguments(args, kwargs)
         call, kind, batch = self._caller(step, context, given), given.kind(step), given.batch
         if session.group is None or (session.cuts is None and not self._needs_stages):
@@ -270,7 +253,6 @@ class PipelineTraining(AbstractTraining):
         return self._over_replicas(tensor, reduce_op)
 
     def reduce_boolean_decision(self, own: Own, decision: bool, all: bool = True) -> bool:
-        """Decide by all (or any) replicas' decisions."""
         device = self._trainer.strategy.root_device
         agreed = self._over_replicas(torch.tensor(int(decision), device=device), "sum")
         return bool(agreed == self._options.replicas) if all else bool(agreed > 0)
@@ -314,7 +296,6 @@ class PipelineTraining(AbstractTraining):
 
     @override
     def _whole_weights(self, own: Own) -> dict[str, Any]:
-        """Put the whole weights together, under the names of ``module.state_dict()``."""
         self.bring()
         state: dict[str, Any] = own()
         return state
@@ -335,7 +316,6 @@ class PipelineTraining(AbstractTraining):
 
     @override
     def load_optimizer_state_dict(self, own: Own, checkpoint: Mapping[str, Any]) -> None:
-        """Load the whole optimizer state; each worker keeps the part that it owns."""
         super().load_optimizer_state_dict(own, checkpoint)
         if self._is_apart:
             mine = self._session.with_state

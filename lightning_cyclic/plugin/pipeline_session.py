@@ -42,7 +42,6 @@ class CutFinder:
     """Find where the stages of a module begin, and remember what was seen of it.
 
     Args:
-        options: what the user chose.
         state_per_param: bytes of optimizer state per byte of parameters; None for evaluation.
     """
 
@@ -52,7 +51,6 @@ class CutFinder:
         self._survey: Survey | None = None
 
     def find(self, module: nn.Module, step: Callable[[], Any]) -> Cuts:
-        """Choose cuts for a module by a run of its whole step."""
         options = self._options
         if options.is_one_stage:
             return whole(module)  # without a run that users would see in their hooks and counts
@@ -73,11 +71,6 @@ class CutFinder:
         return cuts
 
     def _stages(self, survey: Survey, module: nn.Module) -> int | Sequence[str]:
-        """Return how many stages, or which: as many as there can be where none are asked for.
-
-        Raises:
-            PlanError: fewer than the processes need.
-        """
         options = self._options
         if not isinstance(options.stages, int | str):
             return options.stages
@@ -151,12 +144,7 @@ def state_per_param(optimizers: Sequence[Optimizer]) -> float:
 
 
 def join_workers(trainer: Trainer, options: Options) -> tuple[CountingTransport | None, Any]:
-    """Return what messages travel by, and its process group; None and None for one worker.
-
-    Args:
-        trainer: knows how many there are.
-        options: what the user chose.
-    """
+    """Return what messages travel by, and its process group; None and None for one worker."""
     if trainer.world_size == 1:
         return None, None
     size, strategy = trainer.world_size // options.replicas, cast("Any", trainer.strategy)
@@ -174,17 +162,7 @@ def make_session(
     group: Any,
     configured: Callable[[StagewiseConfig], StagewiseConfig],
 ) -> StagewiseSession:
-    """Make this worker's session; all workers must call it.
-
-    Args:
-        trainer: knows the place of this worker.
-        options: what the user chose.
-        plan: with as many stages as are expected.
-        finder: chooses the stages on worker 0.
-        transport: None for one worker.
-        group: process group for what workers agree on; None for one worker.
-        configured: adds to the configuration.
-    """
+    """Make this worker's session; all workers must call it."""
 
     def make_plan(
         num_stages: int,

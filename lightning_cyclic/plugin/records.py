@@ -30,7 +30,6 @@ class Record(NamedTuple):
     """Hold one call of ``self.log``.
 
     Args:
-        name: of the value.
         value: shape (), or what a metric gave for its last batch.
         metric: path of the metric that was logged; None for a plain value.
         arguments: further arguments of the call.
@@ -44,11 +43,7 @@ class Record(NamedTuple):
 
 @final
 class Recorder:
-    """Hold back what a module logs.
-
-    Args:
-        module: whose ``log`` is held back.
-    """
+    """Hold back what a module logs."""
 
     def __init__(self, module: LightningModule) -> None:
         self._module = module
@@ -56,11 +51,7 @@ class Recorder:
 
     @contextmanager
     def holding(self, note: Callable[[str, Any, dict[str, Any]], None]) -> Iterator[None]:
-        """Hold back what is logged while the body runs.
-
-        Args:
-            note: called with name, value and further arguments instead.
-        """
+        """Hold back what is logged while the body runs."""
 
         def log(*args: Any, **kwargs: Any) -> None:
             bound = dict(_SIGNATURE.bind(self._module, *args, **kwargs).arguments)
@@ -72,10 +63,6 @@ class Recorder:
 
     def combine(self, logs: Sequence[Sequence[Log]], sizes: Sequence[int]) -> list[Record]:
         """Put together what each micro-batch logged.
-
-        Args:
-            logs: of each micro-batch, in their order.
-            sizes: samples of each micro-batch.
 
         Raises:
             StepError: a value that cannot be sent.
@@ -241,10 +228,6 @@ def _reduce(
 
 def further_outputs(outputs: Sequence[Any], sizes: Sequence[int]) -> dict[str, Any]:
     """Put together what the micro-batches of a batch returned besides the loss.
-
-    Args:
-        outputs: of ``training_step``, by micro-batch.
-        sizes: samples of each micro-batch.
 
     Example:
         >>> import torch

@@ -38,7 +38,6 @@ class HeldReductions:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Hold back what the body asks for."""
         self.holding = True
         try:
             yield
@@ -115,7 +114,6 @@ class HeldReductions:
         return tensor
 
     def run(self, reduce: Reduce) -> None:
-        """Reduce everything that is held."""
         held, self._held = self._held, []
         for tensor, group, reduce_op in held:
             reduced = reduce(tensor, group, reduce_op)

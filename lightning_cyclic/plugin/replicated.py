@@ -54,14 +54,7 @@ from lightning_cyclic.runtime.whole_step.session import Session, SessionConfig
 
 @final
 class ReplicatedTraining(AbstractTraining):
-    """Train a replica of the module on each worker.
-
-    Args:
-        trainer: whose loops call, set up but for this.
-        options: what the user chose.
-        plan: with as many stages as are expected.
-        reductions: are held back inside steps.
-    """
+    """Train a replica of the module on each worker."""
 
     def __init__(
         self, trainer: Trainer, options: Options, plan: Plan, reductions: HeldReductions
@@ -226,7 +219,6 @@ class ReplicatedTraining(AbstractTraining):
             )
 
     def _find_stages(self, own: Own, given: StepArguments) -> tuple[Any, ...]:
-        """Find the stages with a run of the step that logs nothing; return its arguments."""
         copied = given.around(map_tensors(torch.clone, given.batch))
         records = Recorder(self._module)
         running = self._reductions.running(together=False)
@@ -253,7 +245,6 @@ class ReplicatedTraining(AbstractTraining):
         self._owned_is_kept = False
 
     def reduce(self, own: Own, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduce over all workers; what training_step asks for, when its forward is over."""
         if (self._reductions.holding or self._reductions.updating) and isinstance(tensor, Tensor):
             return self._reductions.hold(tensor, group, reduce_op)
         if isinstance(tensor, Tensor):  # anything else is returned as it is
@@ -279,7 +270,6 @@ class ReplicatedTraining(AbstractTraining):
     def optimizer_step(
         self, own: Own, optimizer: Optimizer, closure: Closure, model: Any = None, **kwargs: Any
     ) -> Any:
-        """Run the closure and leave the update to the program."""
         output = closure()
         self._keep_owned_state()
         self._updates.remember(self._session.t, self._trainer.optimizers[0], kwargs)
@@ -291,11 +281,6 @@ class ReplicatedTraining(AbstractTraining):
         return output
 
     def _require_update(self) -> None:
-        """Refuse that a step is left without an update, for which other ranks wait.
-
-        Raises:
-            StepError: with the step.
-        """
         if self._owes_update and not self._session.failed:
             raise no_update(self._plan.preset, self._session.t)
 
@@ -417,7 +402,6 @@ class ReplicatedTraining(AbstractTraining):
 
     @override
     def load_optimizer_state_dict(self, own: Own, checkpoint: Mapping[str, Any]) -> None:
-        """Load the whole optimizer state; this worker keeps the part that it owns."""
         super().load_optimizer_state_dict(own, checkpoint)
         self._owned_is_kept = False
 
@@ -441,11 +425,7 @@ class ReplicatedTraining(AbstractTraining):
 
 
 def batches_of_step(trainer: Trainer) -> int:
-    """Count the batches of the step that begins: fewer at the end of an epoch, which ends it.
-
-    Args:
-        trainer: whose loop has counted the first of them.
-    """
+    """Count the batches of the step that begins: fewer at the end of an epoch, which ends it."""
     ready = trainer.fit_loop.epoch_loop.batch_progress.current.ready
     every = trainer.accumulate_grad_batches
     left = trainer.num_training_batches - ready + 1
@@ -459,33 +439,19 @@ def plan_of_rounds(
     relayed_until: tuple[int, ...],
     rounds: int,
 ) -> Plan:
-    """Make a plan in which each worker runs so many batches per step.
-
-    Args:
-        options: what the user chose.
-        num_stages: how many stages there are.
-        relayed: stages whose buffers travel.
-        relayed_until: the last stage in which those of each change.
-        rounds: batches of each worker.
-    """
+    """Make a plan in which each worker runs so many batches per step."""
     num_microbatches = rounds * (options.num_workers or 1) if rounds > 1 else None
     return options.plan(num_stages, relayed, relayed_until, num_microbatches=num_microbatches)
 
 
 def may_accumulate(trainer: Trainer) -> bool:
-    """Say whether a step may have several batches."""
     scheduled = any(isinstance(c, GradientAccumulationScheduler) for c in trainer.callbacks)  # type: ignore[attr-defined]
     return scheduled or trainer.accumulate_grad_batches != 1
 
 
 @final
 class ScaledUpdates:
-    """Give each step its scale, and say which stages an update leaves as they were.
-
-    Args:
-        scaler: the Trainer's.
-        together: whether all stages decide about an update together.
-    """
+    """Give each step its scale, and say which stages an update leaves as they were."""
 
     def __init__(self, scaler: GradScaler, *, together: bool) -> None:
         self.outcomes = Outcomes()
@@ -503,13 +469,7 @@ class ScaledUpdates:
         self.outcomes.forget(plan.ended_before(t))
 
     def skipped(self, engine: Engine, t: int, stages: Sequence[int]) -> Collection[int]:
-        """Take the scale out of the gradients of own stages; return those not to be updated.
-
-        Args:
-            engine: in whose parameters the gradients of step ``t`` are.
-            t: step.
-            stages: that are to be updated.
-        """
+        """Take the scale out of the gradients of own stages; return those not to be updated."""
         overflowed = [
             j for j in stages
             if not self._scaling.unscaled(engine.plan, t, [p.grad for p in engine.parameters(j)])
@@ -531,5 +491,4 @@ class ScaledUpdates:
         return self._scaling.state()
 
     def put_state(self, states: Mapping[int, State]) -> None:
-        """Take states from a checkpoint."""
         self._scaling.put_state(states)

@@ -42,8 +42,7 @@ class Asked(Protocol):
     """Be what a signal tells."""
 
     @property
-    def stop_requested(self) -> bool:
-        """Say whether this worker was asked to stop."""
+    def stop_requested(self) -> bool: ...
 
     def request_stop(self) -> None:
         """Ask every worker to stop; safe to call from a signal handler."""
@@ -55,9 +54,6 @@ class StopBoard:
 
     Who was asked writes it before his next step. The last stage's worker looks when it has had
     everybody's part of a step, and all learn of it with what that step gave.
-
-    Args:
-        key: where in the store the request is written; the same on every worker.
     """
 
     def __init__(self, key: str) -> None:
@@ -68,7 +64,6 @@ class StopBoard:
         self._store = dist.distributed_c10d._get_default_store()
 
     def request_stop(self) -> None:
-        """Ask every worker to stop; safe to call from a signal handler."""
         self.stop_requested = True
 
     def tell(self) -> None:
@@ -98,7 +93,6 @@ class StopSignals:
     """Let all ranks stop behind the same step, whichever of them a signal was sent to.
 
     Args:
-        trainer: whose loops, and whose handlers of signals, are led here.
         session: is asked to stop.
         has_agreed: says, before a batch, whether all ranks stop there.
     """

@@ -44,7 +44,6 @@ from lightning_cyclic.runtime.failure_words import words_of
 from lightning_cyclic.runtime.meta import MetaWeights
 from lightning_cyclic.runtime.transport.crew import Crew, naming_peers
 
-
 _START = "before training began"
 
 

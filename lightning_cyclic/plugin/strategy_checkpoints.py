@@ -42,11 +42,9 @@ class Checkpoints(DDPStrategy):
     _folder: CheckpointFolder | None
 
     def naming(self, what: str) -> AbstractContextManager[None]:
-        """Name the ranks that do not come while the body waits for all of them."""
         raise NotImplementedError
 
     def flush(self) -> None:
-        """Finish updates in flight, so that the module holds the newest weights."""
         raise NotImplementedError
 
     @override
@@ -76,7 +74,6 @@ class Checkpoints(DDPStrategy):
     def _save_folder(
         self, checkpoint: dict[str, Any], state: Any, path: Any, storage_options: Any
     ) -> None:
-        """Write this rank's part of a checkpoint."""
         check_folder(path, self.checkpoint_io, storage_options)
         assert self.lightning_module is not None
         training = self._training

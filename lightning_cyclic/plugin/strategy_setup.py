@@ -70,7 +70,6 @@ class Setup(Checkpoints):
 
     @property
     def preset(self) -> str:
-        """Return the name of the plan."""
         raise NotImplementedError
 
     def _fail(self, error: BaseException) -> None:
@@ -208,14 +207,7 @@ class Setup(Checkpoints):
                 start_alike(self.lightning_module)
 
     def check_compressed_states(self, options: Options | None = None) -> None:
-        """Refuse to train with SparseStatePrecision where gradients or weights must be dense.
-
-        Args:
-            options: that may be chosen. [those of this run]
-
-        Raises:
-            ConfigurationError: with what was found.
-        """
+        """Refuse to train with SparseStatePrecision where gradients or weights must be dense."""
         options = options or self._options
         found = {
             f"preset={options.preset!r}, which predicts weights": options.predicts,
@@ -247,7 +239,6 @@ class Setup(Checkpoints):
     @property
     @override
     def root_device(self) -> torch.device:
-        """Return this rank's device; on CPUs Ray gives a node's ranks one for all."""
         devices = self.parallel_devices or []
         if len(devices) == 1 and devices[0].type == "cpu":
             return devices[0]

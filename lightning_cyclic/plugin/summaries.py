@@ -56,13 +56,7 @@ class StepOutcome(NamedTuple):
 
 @final
 class Summaries:
-    """Write summaries where a step ends, and read them on every worker.
-
-    Args:
-        module: the user's.
-        session: runs the stages.
-        reductions: are refused while a step runs.
-    """
+    """Write summaries where a step ends, and read them on every worker."""
 
     def __init__(
         self, module: LightningModule, session: StagewiseSession, reductions: HeldReductions
@@ -79,18 +73,12 @@ class Summaries:
             yield
 
     def log(self, records: Sequence[Record]) -> None:
-        """Log on this worker what was told."""
         self._recorder.replay(records)
 
     # ------------------------------------------------------------------ training
 
     def of_step(self, outcomes: Sequence[Outcome], sizes: Sequence[int], *, stops: int) -> Message:
         """Summarise a training step.
-
-        Args:
-            outcomes: of its micro-batches.
-            sizes: their samples.
-            stops: as in :class:`StepOutcome`.
 
         Raises:
             StepError: a loss that is not finite, or a value that cannot be sent.
@@ -106,7 +94,6 @@ class Summaries:
         )
 
     def _together(self, outcomes: Sequence[Outcome], sizes: Sequence[int]) -> StepOutcome:
-        """Put together what micro-batches gave."""
         given = [(x.output, n) for x, n in zip(outcomes, sizes, strict=True)]
         given = [(output, n) for output, n in given if output is not None]  # None: skipped
         outputs, of_given = [output for output, _ in given], [n for _, n in given]
@@ -133,7 +120,6 @@ class Summaries:
         return found
 
     def read_step(self, summary: Message) -> StepOutcome:
-        """Read what :meth:`of_step` wrote."""
         has_loss, num, structure, logs, stops = summary.facts
         loss = summary.tensors[0] if has_loss else None
         others = summary.tensors[has_loss:]

@@ -14,7 +14,7 @@ from typing import NamedTuple, final
 import torch
 from torch import Tensor
 
-from lightning_cyclic.runtime.transport.copies import AbstractCopies, HostCopies, StreamCopies
+from lightning_cyclic.runtime.transport.host_staged import AbstractCopies, HostCopies, StreamCopies
 from lightning_cyclic.runtime.transport.streams import Event
 
 Look = Callable[[float], None]

@@ -67,13 +67,11 @@ class Layout:
 
     @property
     def kept(self) -> Tensor:
-        """Return the index of a pruned weight."""
         assert self.index is not None, "nothing is pruned"
         return self.index
 
     @property
     def mask(self) -> Tensor:
-        """Return the mask, bool, of the weight's shape."""
         return self.expand(torch.ones_like(self.kept, dtype=torch.bool))
 
     @property
@@ -118,7 +116,6 @@ class Layout:
 
 
 def check_size(shape: Sequence[int], name: str = "") -> None:
-    """Refuse a weight of more elements than int32 can tell apart."""
     numel = torch.Size(shape).numel()
     if numel > MOST_ELEMENTS:
         raise ConfigurationError(
@@ -133,7 +130,6 @@ class ParameterState:
     """Train one parameter by what is kept of it.
 
     Args:
-        name: of the parameter.
         weight: the module's own, as it was initialised. Pruned elements become zero, and the
             others are rounded.
         layout: of what is trained.
@@ -242,7 +238,6 @@ class ParameterState:
         self._version = self.weight._version
 
     def load(self, values: Tensor) -> None:
-        """Take the master weight of a checkpoint, if the weight is here."""
         if is_absent(self.weight):
             return
         self.master.data = values.to(self.weight.device, torch.float32, copy=True)
@@ -250,7 +245,6 @@ class ParameterState:
         self.write()
 
     def to(self, device: torch.device) -> None:
-        """Follow the weight to its device."""
         self.layout = self.layout.to(device)
         if not self._rests:
             self.master.data = self.master.data.to(device)
@@ -273,7 +267,6 @@ class ParameterState:
 
     @property
     def is_compressed(self) -> bool:
-        """Say whether the parameter is pruned."""
         return self.layout.index is not None
 
     @property

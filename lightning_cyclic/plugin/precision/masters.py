@@ -89,8 +89,6 @@ class SparseForms(WeightForms):
     """Train master weights, and send the kept elements alone.
 
     Args:
-        states: of all parameters that have one.
-        trained: those of them that the optimizer has.
         check: refuses gradients that the optimizer is not to have, before each update.
     """
 

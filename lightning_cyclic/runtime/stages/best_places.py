@@ -38,8 +38,6 @@ def best_places(
     Places that would share a module among stages are used only if there are too few others.
 
     Args:
-        points: where stages can begin.
-        stages: how many.
         memory_limit_bytes: of parameters and activations of one stage; with demands, of all that
             its worker keeps. [any number]
         demands: of the plan, for as many stages. [none: stages weigh what the points say]
@@ -115,7 +113,6 @@ def _best_of_row(
 
 
 def _reaches(points: CutPoints, places: Sequence[Place]) -> list[int]:
-    """Return for each place the tick of the last place that may be used with it."""
     found = []
     for k, place in enumerate(places):
         reach = place.tick
@@ -149,7 +146,6 @@ class _Row:
         self._lows = [0] * len(self._ends) if limit is None else self._memory_lows(points, limit)
 
     def best(self, stages: int) -> list[Place] | None:
-        """Return the best choice; None if there is none."""
         starts = balance_between(self._ends, stages, lows=self._lows, highs=self._highs)
         return None if starts is None else [self._places[k - 1] for k in starts[1:]]
 
@@ -263,7 +259,6 @@ class Demands:
     Args:
         copies: that the worker of each stage keeps, of each kind.
         forwards: that forward and backward take as long as.
-        network: the links between workers.
     """
 
     def __init__(self, copies: Sequence[Memory], *, forwards: float, network: Network) -> None:
@@ -278,9 +273,7 @@ class Demands:
         """Count the copies along a plan's programs; None where workers have several stages.
 
         Args:
-            plan: with as many stages as are asked for.
             again: whether backwards run their forward again.
-            network: the links between workers.
             state_per_param: bytes of optimizer state per byte of parameters.
         """
         homes = [plan.axes.placement.workers_of(j) for j in range(plan.num_stages)]
@@ -318,7 +311,6 @@ class Demands:
         """Return what the worker of a stage keeps.
 
         Args:
-            j: number of the stage.
             load: of the stage; what it receives included.
             sent_bytes: that it sends to the next.
         """

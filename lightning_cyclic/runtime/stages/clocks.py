@@ -110,10 +110,8 @@ def moved_bytes(
     """Return the bytes that a torch function reads and writes; views move none.
 
     Args:
-        name: of the function.
         inputs: what it was given.
         changed: what it changed of that.
-        outputs: what it returned.
     """
     given = {storage_of(x) for x in inputs} - {None}
     made = [x for x in outputs if storage_of(x) not in given]
@@ -135,8 +133,7 @@ class AbstractClock(ABC):
     """Say how far a step has come."""
 
     @abstractmethod
-    def running(self) -> AbstractContextManager[object]:
-        """Run while the body runs the step."""
+    def running(self) -> AbstractContextManager[object]: ...
 
     @abstractmethod
     def now_ns(self) -> int:
@@ -146,7 +143,7 @@ class AbstractClock(ABC):
         """Leave out what follows: the survey's own doings."""
 
     def resume(self) -> None:  # noqa: B027
-        """Go on behind a pause."""
+        ...
 
     def move(  # noqa: B027
         self,
@@ -160,8 +157,6 @@ class AbstractClock(ABC):
 
 @final
 class CountedClock(AbstractClock):
-    """Count FLOPs and bytes."""
-
     def __init__(self) -> None:
         self._counter = FlopCounter()
         self._num_bytes = 0
@@ -187,11 +182,7 @@ class CountedClock(AbstractClock):
 
 @final
 class MeasuredClock(AbstractClock):
-    """Measure time.
-
-    Args:
-        on_cuda: whether to wait for the GPU.
-    """
+    """Measure time."""
 
     def __init__(self, *, on_cuda: bool) -> None:
         self._on_cuda = on_cuda

@@ -64,7 +64,6 @@ class Cuts:
 
     @property
     def num_stages(self) -> int:
-        """Return how many stages there are."""
         return len(self.starts) + 1
 
     @property
@@ -91,7 +90,6 @@ class Cuts:
             )
 
     def as_data(self) -> dict[str, Any]:
-        """Return plain data, for a checkpoint or a message."""
         return {
             "starts": list(self.starts),
             "split": sorted(self.split),
@@ -109,7 +107,6 @@ class Cuts:
 
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> Self:
-        """Make the cuts from what :meth:`as_data` returned."""
         return cls(
             starts=tuple(data["starts"]),
             split=frozenset(data["split"]),
@@ -156,7 +153,6 @@ def choose_cuts(
     stages 1, 2, ... begin.
 
     Args:
-        survey: of the module's step.
         stages: how many, or paths of modules.
         memory_limit_bytes: most bytes of parameters and activations, of one micro-batch, that
             a stage may have. [any number]

@@ -20,8 +20,6 @@ ClockName: TypeAlias = Literal["counted", "measured"]
 
 
 class Line(NamedTuple):
-    """Name a line of the user's code."""
-
     file: str
     number: int
 
@@ -32,7 +30,6 @@ class Line(NamedTuple):
 
     @property
     def short(self) -> str:
-        """Return the file's own name and the line's number."""
         return f"{os.path.basename(self.file)}:{self.number}"
 
 
@@ -52,11 +49,9 @@ class Call:
     """Hold one call of a module.
 
     Args:
-        path: of the module, "" for the root.
         n: how many calls of it came before.
         parent: number of the call within which it was made; None: outside all.
         begin: its first tick.
-        end: its last tick.
         begin_ns: time since the step began, by the survey's clock.
         end_ns: the same, of its end.
         is_unit: it has parameters, or is a metric, or has buffers that the step changes: other
@@ -236,9 +231,6 @@ class Survey:
 
         It is of the same module, or of the innermost one around it that has any; of these, the
         one that is defined before it, else behind it. None if the step uses none.
-
-        Args:
-            name: with its path.
         """
         names = list(self.parameters)
         at = names.index(name) if name in self.parameters else len(names)

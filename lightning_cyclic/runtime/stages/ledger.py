@@ -38,8 +38,6 @@ _PACKAGE = str(Path(__file__).parents[2])
 
 @dataclass(slots=True)
 class _Entry:
-    """Hold a tensor's record while it grows."""
-
     storage: int
     num_bytes: int
     derived: bool
@@ -74,12 +72,10 @@ class Ledger:
         self._numbers: dict[int, tuple[weakref.ref[Tensor], int]] = {}
 
     def number(self, x: Tensor) -> int:
-        """Return a tensor's number; one that was never met was given to the step."""
         known = self.known(x)
         return self._enter(x) if known is None else known
 
     def known(self, x: Tensor) -> int | None:
-        """Return a tensor's number if it was met before."""
         entry = self._numbers.get(id(x))
         return entry[1] if entry is not None and entry[0]() is x else None
 
@@ -121,7 +117,6 @@ class Ledger:
         return x if entry.made is None else None
 
     def uses(self, number: int) -> list[Use]:
-        """Return the uses of a tensor so far."""
         return self._entries[number].uses
 
     def made(self, number: int) -> Use | None:
@@ -129,7 +124,6 @@ class Ledger:
         return self._entries[number].made
 
     def num_bytes(self, number: int) -> int:
-        """Return the bytes of a tensor."""
         return self._entries[number].num_bytes
 
     def note(
@@ -142,7 +136,6 @@ class Ledger:
         """Note what a torch function did.
 
         Args:
-            name: of the function.
             use: where it ran.
             unit: number of the innermost unit call within which it ran.
             tensors: what it was given, what it changed of that, what it returned.
@@ -166,7 +159,6 @@ class Ledger:
                 self._enter(x, derived=derived, made=use, home=unit, units=units, among=inputs)
 
     def values(self) -> tuple[Value, ...]:
-        """Return the records of the tensors as plain data."""
         return tuple(
             Value(
                 storage=e.storage,
@@ -276,7 +268,6 @@ def user_line() -> Line:
 
 
 def num_bytes(x: Tensor) -> int:
-    """Return the bytes of a tensor's elements."""
     return x.numel() * x.element_size()
 
 

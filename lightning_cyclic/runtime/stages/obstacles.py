@@ -35,13 +35,7 @@ Split = frozenset[str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Obstacle:
-    """Hold why a stage cannot, or rather should not, begin somewhere.
-
-    Args:
-        kind: of the list above.
-        reason: in words.
-        line: of the user's code.
-    """
+    """Hold why a stage cannot, or rather should not, begin somewhere."""
 
     kind: str
     reason: str
@@ -69,11 +63,7 @@ class _Hazard:
 
 @final
 class Obstacles:
-    """Answer for any set of cuts what stands against each.
-
-    Args:
-        survey: what was seen.
-    """
+    """Answer for any set of cuts what stands against each."""
 
     def __init__(self, survey: Survey) -> None:
         self._survey = survey

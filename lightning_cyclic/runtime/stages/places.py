@@ -29,7 +29,6 @@ class Place:
     Args:
         path: the module whose first call is the place; the outermost with parameters.
         names: all modules that begin there.
-        tick: when.
         before_ns: computing time before it.
         crossing_bytes: of the tensors that earlier stages make and later ones use.
         split: the modules whose calls are under way.
@@ -84,7 +83,6 @@ class CutPoints:
     """Hold the places of a survey, and answer what lies before, between and at them.
 
     Args:
-        survey: what was seen.
         balance: what stages are to have equal parts of. Counted times and bytes of activations
             are the same in every run; measured times differ a little.
     """
@@ -111,7 +109,6 @@ class CutPoints:
 
     @property
     def possible(self) -> list[Place]:
-        """Return the places at which stages can begin unasked."""
         return [p for p in self.places if p.is_possible and p.has_parameters]
 
     def pieces(self, starts: Sequence[str] = ()) -> list[Place]:
@@ -166,7 +163,6 @@ class CutPoints:
         return self.time_at(tick)
 
     def kept_bytes(self, begin: int, end: int) -> int:
-        """Return the bytes of parameters and activations of a stage."""
         return self.parameter_bytes(begin, end) + self._activation_bytes(begin, end)
 
     def time_at(self, tick: int) -> int:
@@ -268,7 +264,6 @@ def named_places(points: CutPoints, paths: Sequence[str]) -> list[Place]:
     """Return the places that begin the stages 1, 2, ..., as named.
 
     Args:
-        points: where stages can begin.
         paths: of modules, in the order of their first calls.
 
     Raises:

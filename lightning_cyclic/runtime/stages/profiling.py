@@ -35,7 +35,6 @@ def measured(module: nn.Module, step: Callable[[], Any], batch: Any) -> ModelPro
 
     Args:
         module: is left as it was, but for its gradients, which are dropped.
-        step: runs the module on the batch.
         batch: of which the samples and bytes count.
     """
     return profile_of(
@@ -56,7 +55,6 @@ def profile_of(
     """Turn a survey into a profile.
 
     Args:
-        survey: of a step.
         micro_size: samples of the micro-batch that it was run on.
         batch_bytes: of that micro-batch. [0]
         backward_per_forward: how much longer a backward takes. [2]

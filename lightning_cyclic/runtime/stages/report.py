@@ -29,8 +29,6 @@ def report(survey: Survey, cuts: Cuts, *, rows: int = 120, remark: str | None = 
     """Print what a step does, where stages can begin, what stands against others, and a choice.
 
     Args:
-        survey: of the step.
-        cuts: the stages.
         rows: most calls to list; of deep modules the inner ones are left out.
         remark: what else there is to say of the choice. [nothing]
 
@@ -59,7 +57,6 @@ def report(survey: Survey, cuts: Cuts, *, rows: int = 120, remark: str | None = 
 
 
 def loads(survey: Survey, cuts: Cuts) -> list[Load]:
-    """Return the load of each stage, for the surveyed micro-batch."""
     return _loads(CutPoints(survey), cuts)
 
 

@@ -76,7 +76,6 @@ def survey(
     in place are restored, also when the step raises. The caller silences ``self.log``.
 
     Args:
-        module: the whole module.
         step: runs e.g. ``module.training_step(batch, 0)``.
         parameters: name -> the tensor that stands for it. [``module.named_parameters()``]
         clock: what times are: "counted", the same in every run, or "measured", for which the step
@@ -163,16 +162,6 @@ _TAKES_GRADIENTS = (torch.autograd.grad, torch.autograd.backward, Tensor.backwar
 
 @final
 class _Surveyor:
-    """Take the notes.
-
-    Args:
-        module: the whole module.
-        parameters: name -> tensor.
-        keeper: told of what is about to change.
-        clock: tells the times.
-        state: what is known of buffers.
-    """
-
     def __init__(
         self,
         module: nn.Module,
@@ -203,7 +192,6 @@ class _Surveyor:
     # ------------------------------------------------------------------ running
 
     def run(self, step: Callable[[], Any]) -> None:
-        """Run the step and take notes of it."""
         with _no_collection(), torch.no_grad(), uncompiled(self._module), _quiet(), \
                 self._followed(), _Watch(self), self._clock.running():  # fmt: skip
             result = step()
@@ -316,7 +304,6 @@ class _Surveyor:
     # ------------------------------------------------------------------ torch functions
 
     def function(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Call a torch function and note what it did."""
         self._clock.pause()
         if reads_metadata(func):
             self._clock.resume()
@@ -374,7 +361,6 @@ class _Surveyor:
     # ------------------------------------------------------------------ the result
 
     def result(self) -> Survey:
-        """Return the notes as plain data."""
         first_calls: dict[str, int] = {}
         for call in reversed(self._calls):
             first_calls[call.path] = call.begin
@@ -470,8 +456,6 @@ class _Surveyor:
 
 @final
 class _Watch(TorchFunctionMode):
-    """Hand every torch function to the surveyor."""
-
     def __init__(self, surveyor: _Surveyor) -> None:
         super().__init__()
         self._surveyor = surveyor

@@ -58,11 +58,6 @@ class AbstractTransport(ABC):
     match the receives of a channel with its sends, in the order in which either were posted, so
     that only ``Part.CONTENT`` may travel on them: all other parts go by :attr:`control`.
     No call blocks.
-
-    Args:
-        worker: this worker.
-        num_workers: how many there are.
-        crew: the ranks of all workers, and the limit of every wait.
     """
 
     def __init__(self, worker: int, num_workers: int, crew: AbstractCrew) -> None:
@@ -114,7 +109,6 @@ class Counts:
         self.num_bytes: Counter[Payload] = Counter()
 
     def add(self, payload: Payload, num_bytes: int) -> None:
-        """Count one message, or a part of one that needs several."""
         with self._lock:
             self.messages[payload] += 1
             self.num_bytes[payload] += num_bytes
@@ -125,7 +119,6 @@ class CountingTransport(AbstractTransport):
     """Count messages and bytes sent, by payload, and pass everything on.
 
     Args:
-        inner: the transport that does the work.
         counts: where to count. [counts of its own]
         route: how messages travel, for those who ask.
     """
@@ -146,12 +139,10 @@ class CountingTransport(AbstractTransport):
 
     @property
     def messages(self) -> Counter[Payload]:
-        """Return how many were sent, each part as one, those by control too."""
         return self.counts.messages
 
     @property
     def num_bytes(self) -> Counter[Payload]:
-        """Return how many bytes were sent, those by control too."""
         return self.counts.num_bytes
 
     @property

@@ -58,9 +58,6 @@ def link(
     """Join all workers, which must call it at the same time.
 
     Args:
-        route: what the user chose.
-        device: of this worker.
-        crew: their ranks.
         rank_of: worker -> rank, and rank -> worker: its own inverse. [worker w is rank w]
 
     Raises:
@@ -86,7 +83,6 @@ def route_on_gpus(route: Route, devices: Sequence[str], *, has_nccl: bool) -> Ro
     """Choose for workers on GPUs, or check what the user chose.
 
     Args:
-        route: what the user chose.
         devices: the GPU of each rank; several have one where it is the same.
         has_nccl: whether the default process group sends tensors of GPUs over NCCL.
 

@@ -47,12 +47,7 @@ _GONE = (
 
 @final
 class Names:
-    """Know what people call ranks: rank and host stand in logs, and stages are what they do.
-
-    Args:
-        rank: of this process.
-        hosts: of each rank. [none are named]
-    """
+    """Know what people call ranks: rank and host stand in logs, and stages are what they do."""
 
     def __init__(self, rank: int, hosts: Sequence[str] = ()) -> None:
         self.rank = rank
@@ -87,7 +82,6 @@ class AbstractCrew(ABC):
     """Be the ranks that wait for each other.
 
     Args:
-        names: of the ranks.
         timeout_s: limit of every wait for another rank, in seconds.
     """
 
@@ -154,16 +148,12 @@ class AbstractCrew(ABC):
         )
 
     def _others(self, ranks: Iterable[int]) -> list[int]:
-        """Return all ranks but these, and this one."""
         return sorted({*range(len(self.names.hosts))} - {self.names.rank, *ranks})
 
 
 @final
 class Crew(AbstractCrew):
     """Be all ranks of the default process group; every rank must build it at the same time.
-
-    Args:
-        timeout_s: limit of every wait for another rank, in seconds.
 
     Raises:
         DistError: a rank did not come.
@@ -270,9 +260,7 @@ def naming_peers(
     """Run the body, in which a rank waits for others; name them if they do not come.
 
     Args:
-        crew: whose ranks they are.
         when: it waits, as "in step 12".
-        what: they were to do, as "to finish".
         peer: the worker that is waited for. [all ranks, which all run the body]
 
     Raises:

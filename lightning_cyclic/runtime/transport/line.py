@@ -21,25 +21,12 @@ _UNUSED_TAG = (1 << 31) - 1  # of no message
 
 @final
 class Line:
-    """Post messages on a process group, one thread at a time.
-
-    Args:
-        group: of which this process is a member.
-    """
-
     def __init__(self, group: Any) -> None:
         self.group = group
         self._posting = threading.Lock()  # gloo does not promise that two threads may post at once
 
     def post(self, way: Way, data: Tensor, rank: int, tag: int) -> AbstractPending:
-        """Begin to send or receive; whoever waits is told if the peer has gone already.
-
-        Args:
-            way: whether ``data`` leaves or comes.
-            data: uint8, 1-d.
-            rank: of the peer, in the group.
-            tag: which messages match each other.
-        """
+        """Begin to send or receive; whoever waits is told if the peer has gone already."""
         try:
             return Work(self.start(way, data, rank, tag))
         except RuntimeError as error:
@@ -48,11 +35,6 @@ class Line:
             return Gone(ConnectionError(str(error)))
 
     def start(self, way: Way, data: Tensor, rank: int, tag: int) -> dist.Work:
-        """Begin to send or receive.
-
-        Raises:
-            RuntimeError: the peer has gone.
-        """
         with self._posting:
             work: dist.Work = getattr(self.group, way)([data], rank, tag)
             return work
@@ -83,11 +65,7 @@ class Line:
 
 @final
 class Work(AbstractPending):
-    """Wait for what torch.distributed has begun, as long as its group says.
-
-    Args:
-        work: what has begun.
-    """
+    """Wait for what torch.distributed has begun, as long as its group says."""
 
     def __init__(self, work: dist.Work) -> None:
         self._work: dist.Work | None = work
@@ -117,21 +95,15 @@ class Work(AbstractPending):
 
 @final
 class Gone(AbstractPending):
-    """Stand for a message that cannot begin.
-
-    Args:
-        error: why.
-    """
+    """Stand for a message that cannot begin."""
 
     def __init__(self, error: OSError) -> None:
         self._error = error
 
     def wait(self) -> None:
-        """Raise the error."""
         raise self._error
 
     def is_done(self) -> bool:
-        """Say yes."""
         return True
 
 

@@ -62,8 +62,6 @@ class LocalCrew(AbstractCrew):
     """Be the workers of one process, all of which answer.
 
     Args:
-        office: what they share.
-        worker: this one.
         timeout_s: limit of every wait, in seconds.
     """
 
@@ -87,14 +85,7 @@ class LocalCrew(AbstractCrew):
 
 @final
 class LocalTransport(AbstractTransport):
-    """Pass messages between threads of one process.
-
-    Args:
-        office: what the workers share; one per plan that runs.
-        worker: this worker.
-        num_workers: how many there are.
-        timeout_s: limit of every wait, in seconds.
-    """
+    """Pass messages between threads of one process."""
 
     def __init__(
         self, office: PostOffice, worker: int, num_workers: int, timeout_s: float = 60.0
@@ -127,13 +118,7 @@ class _Sent(AbstractPending):
 
 @final
 class _Awaited(AbstractPending):
-    """Wait for a message in the thread of its receiver, which also copies it.
-
-    Args:
-        office: whose failure note ends the wait.
-        data: the buffer.
-        timeout_s: limit of the wait, in seconds.
-    """
+    """Wait for a message in the thread of its receiver, which also copies it."""
 
     def __init__(self, office: PostOffice, data: Tensor, timeout_s: float) -> None:
         self._office = office
@@ -144,13 +129,11 @@ class _Awaited(AbstractPending):
         self._woken = threading.Event()
 
     def deliver(self, message: Tensor) -> None:
-        """Take the message."""
         self._message = message
         self._has_come = True
         self._woken.set()
 
     def wake(self) -> None:
-        """End the wait: no message will come."""
         self._woken.set()
 
     def wait(self) -> None:

@@ -42,8 +42,6 @@ class NamedTransport(AbstractTransport):
     read from it, and asks again and again.
 
     Args:
-        lanes: on which messages travel.
-        crew: all ranks, whose words end the waits of this one.
         rank_of: worker -> rank, and rank -> worker: its own inverse. [worker w is rank w]
     """
 

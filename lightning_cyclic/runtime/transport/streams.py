@@ -44,8 +44,6 @@ class ChannelStreams:
     proved.
 
     Args:
-        channels: of this worker.
-        device: of all buffers.
         crew: has the limit of a wait, and the words of a rank that has failed.
         hang_up: aborts all messages of this worker.
     """
@@ -70,9 +68,7 @@ class ChannelStreams:
         """Enqueue a message behind what the current stream and its channel have to do.
 
         Args:
-            channel: on which it travels.
             start: begins it on the current stream.
-            data: its buffer.
         """
         if self._error is not None:
             return Gone(self._error)
@@ -145,7 +141,6 @@ class _Streamed(AbstractPending):
 
 
 def stream_on(device: torch.device) -> Any:
-    """Return a new stream of a GPU."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 

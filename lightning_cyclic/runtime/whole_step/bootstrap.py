@@ -20,18 +20,12 @@ from torch import nn
 from lightning_cyclic.errors import StepError
 from lightning_cyclic.runtime.agreement import describe_batch, gather_texts, require_same_lines
 from lightning_cyclic.runtime.buffers import Layout
-from lightning_cyclic.runtime.stages.profile import Profile, Recorder, Unit
+from lightning_cyclic.runtime.stages.stage_map import Profile, Recorder, Unit
 
 
 @final
 class FirstStep:
-    """Run the forwards of step 0 in the order of workers and record them.
-
-    Args:
-        module: the whole module.
-        parameters: name -> parameter, for those that are trained.
-        group: process group of all workers for tensors of the host.
-    """
+    """Run the forwards of step 0 in the order of workers and record them."""
 
     def __init__(
         self,
@@ -99,9 +93,6 @@ class FirstStep:
 
         Workers may use parameters differently, as long as they do so inside one stage. What only
         some of them use is in stage 0, which is there before a step begins.
-
-        Raises:
-            StepError: on every worker, with the order of the one that differs.
         """
         for w, order in enumerate(self._orders):
             entered = list(dict.fromkeys(j for j in map(stage_of.__getitem__, order) if j > 0))

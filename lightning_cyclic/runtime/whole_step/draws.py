@@ -35,9 +35,7 @@ class KeyedDraws:
     """Key what the training step of an unmodified module draws.
 
     Args:
-        module: the whole module.
         starts: paths of the modules that begin stages 1, 2, ...; none while they are not known.
-        device: of this worker.
     """
 
     def __init__(self, module: nn.Module, starts: Iterable[str], device: torch.device) -> None:
@@ -62,7 +60,6 @@ class KeyedDraws:
         return self._watch.aside
 
     def remove(self) -> None:
-        """Take the hooks off the module."""
         for end in self._ends:
             end()
 
@@ -78,8 +75,6 @@ class KeyedDraws:
 
 @final
 class _Watch(TorchFunctionMode):
-    """See the torch functions of code between modules, and no others."""
-
     def __init__(self) -> None:
         super().__init__()
         self._randomness: Randomness | None = None
@@ -90,7 +85,6 @@ class _Watch(TorchFunctionMode):
 
     @contextmanager
     def over(self, randomness: Randomness) -> Iterator[None]:
-        """Watch the body."""
         self._randomness, self._stage, self._depth = randomness, 0, 0
         randomness.begin_region(0)
         randomness.begin_stage(0)
@@ -115,7 +109,6 @@ class _Watch(TorchFunctionMode):
             self._is_off = True
 
     def leave(self) -> None:
-        """End a module's call, also one that failed."""
         if self._randomness is None or self._depth == 0:  # failed before it began
             return
         self._depth -= 1

@@ -58,7 +58,6 @@ class EngineState:
 
     Args:
         t: steps done; every update up to version t has been applied.
-        previous: name -> value in version t-1, for the stages that step t still reads so.
     """
 
     t: int
@@ -70,16 +69,10 @@ class Engine:
     """Run the program of one worker that runs whole micro-batches.
 
     Args:
-        module: the whole module; its parameters hold version ``state.t``.
-        plan: a plan with replicated placement.
-        stages: which parameters and buffers belong to which stage.
-        transport: how messages travel.
         update: applies the total gradients of a step to the owned stages (step, stages).
         state: where to go on; None at the beginning.
         paced: whether workers that start together are brought into the timetable's stagger.
         aside: lets the body do, in the middle of the step, what is not of the step.
-        forms: what of weights is trained, and travels. [all]
-        sums: dtypes of sums of gradients.
         watch: of weights by stages, while steps are under way.
     """
 
@@ -167,7 +160,6 @@ class Engine:
 
     @property
     def flight(self) -> FlightRecorder:
-        """Return what keeps the last actions of this worker."""
         return self._worker.flight
 
     def note_outcomes(self, outcomes: Outcomes) -> None:
@@ -183,10 +175,6 @@ class Engine:
         A step has several batches while gradients accumulate, and all of them read the same
         versions. Each is a round of the plan; or the plan has one round for all of them, in which
         the first batch runs its forward, and the last its backward.
-
-        Args:
-            first: whether it is the first batch of the step.
-            last: whether it is the last batch of the step.
         """
         if first:
             self._begin(starts=self._paced and self.t == self._starts_at)
@@ -269,7 +257,6 @@ class Engine:
 
     @property
     def ends(self) -> bool:
-        """Say whether this worker's batch is its last of the epoch."""
         return self._words.ends
 
     @ends.setter
@@ -282,7 +269,6 @@ class Engine:
 
     @property
     def stopping(self) -> bool:
-        """Say whether training ends here; true on every worker from the same step on."""
         return self._words.stops(self.t)
 
     # ------------------------------------------------------------------ along the program
@@ -474,7 +460,6 @@ class Engine:
 
     @property
     def owned(self) -> tuple[int, ...]:
-        """Return the stages that this worker updates."""
         return tuple(j for j in range(self.plan.num_stages) if self.plan.owner(j) == self._w)
 
     def _lasting(self) -> frozenset[int]:
@@ -487,7 +472,6 @@ class Engine:
 
     @property
     def is_flushed(self) -> bool:
-        """Say whether no update is in flight."""
         return self._flushed_at == self.t
 
     def flush(self, *, whole: bool = True) -> None:

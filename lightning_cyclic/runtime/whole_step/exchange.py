@@ -31,19 +31,7 @@ from lightning_cyclic.runtime.whole_step.versions import VersionStore
 
 @final
 class Exchange:
-    """Keep what comes and what goes.
-
-    Args:
-        module: the whole module.
-        worker: this worker.
-        stages: which buffers belong to which stage.
-        stores: versions of each stage.
-        grads: gradients of each stage.
-        norms: of gradients.
-        messages: whose buffers all lies in.
-        forms: what travels of weights and gradients.
-        sums_travel: whether sums of gradients do, and not only gradients, to who adds all.
-    """
+    """Keep what comes and what goes."""
 
     def __init__(  # noqa: PLR0913  (all that is exchanged meets here)
         self,
@@ -141,17 +129,14 @@ class Exchange:
             Payload.K: Layout([], torch.device("cpu")),  # a word between hosts
         }
 
-    def key(self, a: Action) -> None:
-        """Let the messages of a ring have one form."""
+    def key(self, a: Action) -> None: ...
 
     def hold(self, a: Action) -> None:
-        """Keep a version that a lane is about to hand on."""
         if a.payload is Payload.P and a.kind is Kind.SEND:
             assert a.v is not None
             self._stores[a.j].hold(a.v)
 
     def let_go(self, a: Action) -> None:
-        """Let a version be dropped that has been handed on."""
         if a.payload is Payload.P:
             assert a.v is not None
             self._stores[a.j].let_go(a.v)
@@ -273,8 +258,6 @@ _TAKES: dict[Payload, Callable[[Exchange, Action, Message], None]] = {
 
 
 class Word(enum.IntFlag):
-    """Say something about a step; a sum carries what any worker said."""
-
     NONE = 0
     STOP = 1  # somebody asked to end training (SIGTERM)
     ENDS = 2  # somebody had the last batch of the epoch
@@ -292,7 +275,6 @@ class Words:
         self._stop_version: int | None = None
 
     def said(self) -> Word:
-        """Return the word that goes with this worker's gradients."""
         word = Word.ENDS if self.ends else Word.GOES_ON
         return word | Word.STOP if self.stop_wanted else word
 

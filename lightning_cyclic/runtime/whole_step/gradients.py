@@ -26,8 +26,6 @@ class GradientCollector:
     Args:
         parameters: the parameters of each stage that get gradients.
         holders: those in whose ``grad`` these are, as soon as a parameter's is there.
-        hand_over: takes a stage's gradients away.
-        worker: this worker, for messages.
         lasting: stages whose backward needs parameters of which it makes no gradients, also when
             it has made all.
     """
@@ -70,7 +68,6 @@ class GradientCollector:
 
     @property
     def is_collecting(self) -> bool:
-        """Say whether a backward is under way whose gradients are handed over."""
         return self._collecting
 
     def is_turn_of(self, j: int) -> bool:
@@ -87,7 +84,6 @@ class GradientCollector:
             self._take_next()
 
     def remove(self) -> None:
-        """Take the hooks off the parameters."""
         for handle in self._handles:
             handle.remove()
 
@@ -129,10 +125,7 @@ class Entrances:
     it: where a step skips the first one (a dropped layer), the next one enters.
 
     Args:
-        module: the whole module.
-        stages: its stages.
         enter: does what the program has before F(.,j), and for stages skipped before it.
-        worker: this worker, for messages.
         enter_again: called instead where a module runs behind the forward, in a backward that
             runs it again. [nothing is to be done]
     """
@@ -163,10 +156,6 @@ class Entrances:
     def close(self, t: int, entered: int) -> None:
         """End a step's forward and check what it did.
 
-        Args:
-            t: the step, for messages.
-            entered: the last stage that was entered.
-
         Raises:
             StepError: the stages ran in another order than in the profiled step, or parameters
                 used by glue code may have been read in the wrong version.
@@ -180,7 +169,6 @@ class Entrances:
             raise self._order_error(t, first)
 
     def remove(self) -> None:
-        """Take the hooks off the module."""
         for end in self._ends:
             end()
 

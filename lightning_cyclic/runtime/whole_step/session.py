@@ -28,8 +28,7 @@ from lightning_cyclic.runtime.flight_recorder import FlightRecorder
 from lightning_cyclic.runtime.late_values import LateValues
 from lightning_cyclic.runtime.loss_scaling import Outcomes
 from lightning_cyclic.runtime.meta import lending
-from lightning_cyclic.runtime.stages.profile import Profile
-from lightning_cyclic.runtime.stages.stage_map import StageMap, make_stages
+from lightning_cyclic.runtime.stages.stage_map import Profile, StageMap, make_stages
 from lightning_cyclic.runtime.stages.survey import survey
 from lightning_cyclic.runtime.sum_dtypes import AS_MADE, SumDtypes
 from lightning_cyclic.runtime.transport import CountingTransport
@@ -54,8 +53,6 @@ class SessionConfig:
             rounds) -> plan.
         stages: "auto", a number, or module paths that begin stages 1, 2, ...
         seed: key of the randomness inside training steps.
-        crew: the ranks of all workers, and the limit of every wait.
-        route: how messages travel.
         relay_buffers: "auto" relays the buffers that the first step changed, "all" every one.
         paced: whether workers that start together are brought into the timetable's stagger.
         accumulates: whether a step may have several batches in one round of the plan, of which
@@ -63,8 +60,6 @@ class SessionConfig:
         memory_limit_bytes: most bytes of parameters that a worker may have for good. [any number]
         outcomes: is told whether gradients were finite, where a loss scale follows from it.
             [gradients must be]
-        forms: what of weights is trained, and travels. [all]
-        sums: dtypes of sums of gradients.
         say: tells the user, once.
     """
 
@@ -88,10 +83,6 @@ def auto_stages(num_workers: int, num_bytes: int) -> int:
 
     One stage per worker, or two (up to 8 in all) where each has 1.5 MiB: they overlap better where
     bytes take long, but every message has a price of its own (benchmarks/replicated.py).
-
-    Args:
-        num_workers: how many workers there are.
-        num_bytes: bytes of all trained parameters.
     """
     fine = 2 * num_workers
     return fine if fine <= _MOST_FINE and num_bytes >= fine * _LEAST_BYTES else num_workers
@@ -99,16 +90,7 @@ def auto_stages(num_workers: int, num_bytes: int) -> int:
 
 @final
 class Session:
-    """Train one worker's replica.
-
-    Args:
-        module: the whole module.
-        parameters: name -> parameter, for those that the optimizer trains.
-        config: what the user chose.
-        worker: this worker.
-        device: where its tensors live.
-        update: applies the total gradients of a step to the owned stages (step, stages).
-    """
+    """Train one worker's replica."""
 
     def __init__(
         self,
@@ -149,27 +131,22 @@ class Session:
 
     @property
     def t(self) -> int:
-        """Return the step under way, or the number of steps done between steps."""
         return self.engine.t if self.engine else 0
 
     @property
     def plan(self) -> Plan | None:
-        """Return the plan with the stages that were found; None before they are."""
         return self.engine.plan if self.engine is not None else None
 
     @property
     def flight(self) -> FlightRecorder | None:
-        """Return what keeps the last actions of this worker; None before it begins any."""
         return self.engine.flight if self.engine is not None else None
 
     @property
     def stage_of(self) -> dict[str, int] | None:
-        """Return parameter name -> stage; None before the stages are found."""
         return self.stages.stage_of if self.stages is not None else None
 
     @property
     def starts(self) -> list[str] | None:
-        """Return the module paths that begin stages 1, 2, ...; None before they are found."""
         return None if self.stages is None else [s.start for s in self.stages.stages[1:]]
 
     @property
@@ -184,7 +161,6 @@ class Session:
 
     @property
     def with_state(self) -> list[nn.Parameter]:
-        """Return the parameters that this worker has optimizer state for: those it updates."""
         engine = self.engine
         if engine is None:
             return []
@@ -192,7 +168,6 @@ class Session:
         return list(map(self._config.forms.trained, weights))
 
     def named(self) -> dict[str, nn.Parameter]:
-        """Return all parameters by name."""
         return dict(self._module.named_parameters())
 
     @property
@@ -244,11 +219,7 @@ class Session:
         self._first = None
 
     def take_rounds(self, rounds: int) -> None:
-        """Run so many batches in each step from now on; behind a flush, on all workers at once.
-
-        Args:
-            rounds: of the plan.
-        """
+        """Run so many batches in each step from now on; behind a flush, on all workers at once."""
         self._rounds = rounds
         if self.engine is not None:
             self.engine.follow(self._make_plan())
@@ -263,9 +234,7 @@ class Session:
         """Run the body as the training step of one batch.
 
         Args:
-            batch: what the step is given.
             last: False while gradients only accumulate on this worker.
-            ends: whether it is this worker's last batch of the epoch.
         """
         first = self._batches == 0
         key = self._worker + (self._batches << 32)  # the micro-batch, and which of its batches
@@ -304,7 +273,6 @@ class Session:
             yield
 
     def end_step(self) -> None:
-        """Count the step."""
         assert self.engine is not None
         self.engine.end_step()
         self._watch.end()
@@ -314,11 +282,7 @@ class Session:
     # ------------------------------------------------------------------ between steps
 
     def flush(self, *, whole: bool = True) -> None:
-        """Finish updates in flight; do nothing behind a failure, when peers may be gone.
-
-        Args:
-            whole: whether parameters of other workers' stages come, too.
-        """
+        """Finish updates in flight; do nothing behind a failure, when peers may be gone."""
         if self.engine is not None and not self.failed:
             self._losses.settle()
             if not self.engine.is_flushed:
@@ -328,7 +292,6 @@ class Session:
 
     @property
     def is_flushed(self) -> bool:
-        """Say whether no update is in flight."""
         return self.engine is None or self.engine.is_flushed
 
     def own_names(self) -> set[str]:
@@ -359,15 +322,6 @@ class Session:
         }
 
     def resume(self, saved: Mapping[str, Any] | None, *, fits: bool) -> bool:
-        """Go on from weights that were loaded, and from what :meth:`state` returned beside them.
-
-        Args:
-            saved: None for weights alone.
-            fits: whether it is of the plan of this run, so that the stages are known.
-
-        Returns:
-            Whether training goes on with the same bits.
-        """
         if saved is None or not fits:
             self._restart()
             return False
@@ -412,13 +366,11 @@ class Session:
             self._start(self.stages, EngineState(t=t, previous={}))
 
     def request_stop(self) -> None:
-        """Ask every worker to stop; safe to call from a signal handler."""
         self.stop_requested = True
         if self.engine is not None:
             self.engine.request_stop()
 
     def fail(self, error: BaseException, todo: str = "") -> None:
-        """Tell the other ranks why this one fails, and what to do; communicate no more."""
         if not self.failed:
             self.failed = True
             crew = self.transport.crew
@@ -426,7 +378,6 @@ class Session:
 
     @property
     def when(self) -> str:
-        """Say where this worker is, as "in step 12"."""
         return f"in step {self.t}"
 
     def close(self) -> None:
@@ -608,7 +559,6 @@ class Session:
         return links.transport
 
     def _replace_transport(self) -> None:
-        """Take another transport, behind the making of which no worker needs the old one's."""
         old, group = self.transport, self.group
         self.transport = self._new_transport()
         old.disconnect()

@@ -56,11 +56,7 @@ class _Cast(NamedTuple):
 
 
 class Replica:
-    """Show versions of stages on a worker that has the parameters of all of them.
-
-    Args:
-        stores: versions of each stage.
-    """
+    """Show versions of stages on a worker that has the parameters of all of them."""
 
     def __init__(self, stores: Sequence[VersionStore]) -> None:
         self._stores = stores
@@ -75,34 +71,21 @@ class Replica:
         self._stores[j].drop_below(v)
 
     def show_newest(self, j: int, v: int, oldest: int) -> None:
-        """Let the module show the newest version, between steps.
-
-        Args:
-            j: stage.
-            v: version.
-            oldest: that is read later.
-        """
+        """Let the module show the newest version, between steps."""
         self._stores[j].show(v)
         self._stores[j].drop_below(oldest)
 
     def oldest(self, v: int, read: int) -> int:
-        """Return the oldest version of an own stage to keep when version v is there.
-
-        Args:
-            v: version.
-            read: the oldest that this worker reads itself.
-        """
+        """Return the oldest version of an own stage to keep when version v is there."""
         return read
 
     def packing(self) -> AbstractContextManager[Any]:
-        """Return a context in which forwards run."""
         return nullcontext()
 
     def stay(self) -> None:
         """Hide nothing until the end of the step."""
 
-    def stay_no_longer(self) -> None:
-        """Hide what has stayed."""
+    def stay_no_longer(self) -> None: ...
 
     def free_all(self) -> None:
         """Give up what has come for those who look at the whole module, between steps."""
@@ -110,8 +93,7 @@ class Replica:
     def drop_copies(self) -> None:
         """Behind a flush that brings nothing, keep no old copies of what several modules have."""
 
-    def release(self) -> None:
-        """End."""
+    def release(self) -> None: ...
 
 
 @final
@@ -119,11 +101,7 @@ class Shards(Replica):
     """Show and hide the parameters of other workers' stages.
 
     Args:
-        module: the whole module.
-        stages: its stages.
-        stores: versions of each stage.
         owner_of: stage -> rank of the worker that updates it.
-        worker: this worker.
         bring: (stage, version) -> has it come again, for a backward.
     """
 
@@ -186,7 +164,6 @@ class Shards(Replica):
         self._shown[j] = v
 
     def free(self, j: int, v: int) -> None:
-        """Give a version up."""
         store = self._stores[j]
         if v not in store:  # a flush would have brought it, and there was none
             return
@@ -288,11 +265,7 @@ class Shards(Replica):
     # ------------------------------------------------------------------ who reads what is absent
 
     def read(self, names: Sequence[str]) -> NoReturn:
-        """Refuse that an absent parameter is read.
-
-        Raises:
-            StepError: with its stage and the rank that has it.
-        """
+        """Refuse that an absent parameter is read."""
         name = names[0]
         j = self._stage_of[name]
         raise StepError(
@@ -302,11 +275,7 @@ class Shards(Replica):
         )
 
     def read_gradient(self, name: str) -> NoReturn:
-        """Refuse that its gradient is read.
-
-        Raises:
-            StepError: with its stage and the rank that has it.
-        """
+        """Refuse that its gradient is read."""
         j = self._stage_of[name]
         raise StepError(
             f"the gradient of {name!r} of stage {j} is read on rank {self._worker}, where it is "
@@ -317,11 +286,7 @@ class Shards(Replica):
 
 
 def refuse_block(worker: int, j: int) -> NoReturn:
-    """Refuse that a backward runs modules again before the turn of their stage.
-
-    Raises:
-        StepError: with the stage.
-    """
+    """Refuse that a backward runs modules again before the turn of their stage."""
     raise StepError(
         f"a backward on rank {worker} runs a module of stage {j} again, while a later "
         "stage is not over: a checkpointed block reaches over the place where a stage begins; "
@@ -331,11 +296,7 @@ def refuse_block(worker: int, j: int) -> NoReturn:
 
 
 def refuse_return(worker: int, j: int) -> NoReturn:
-    """Refuse that a module is called when its stage is over.
-
-    Raises:
-        StepError: with the stage.
-    """
+    """Refuse that a module is called when its stage is over."""
     raise StepError(
         f"rank {worker} calls a module of stage {j} again, when a later stage has begun "
         "and its parameters are gone; allowed: calls within one stage; let one stage have "

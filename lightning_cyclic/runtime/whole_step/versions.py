@@ -27,7 +27,6 @@ class VersionStore:
     Args:
         parameters: the stage's parameters; their present values become version ``v``.
         v: the version that the parameters hold now.
-        messages: whose buffers versions lie in.
         keeps: whether their memory waits for the next version, or goes.
         is_here: whether the parameters have values; else there is no version yet.
         changing: is entered while the parameters change, for who watches them.
@@ -79,13 +78,11 @@ class VersionStore:
 
     @property
     def newest(self) -> int:
-        """Return the newest version kept."""
         with self._changing:
             return max(self._versions)
 
     @property
     def versions(self) -> list[int]:
-        """Return the versions kept."""
         with self._changing:
             return list(self._versions)
 
@@ -162,12 +159,7 @@ class VersionStore:
             self.words.pop(old, None)
 
     def begin_update(self, v: int, oldest: int) -> None:
-        """Let the parameters be version ``v``, still with the values of the one before.
-
-        Args:
-            v: the version that is about to be made.
-            oldest: version that is read later.
-        """
+        """Let the parameters be version ``v``, still with the values of the one before."""
         if v - 1 >= oldest:
             self.drop_below(oldest)
             buffer = self._messages.room(self.layout)
@@ -189,7 +181,6 @@ class VersionStore:
                 p.data = view
 
     def write(self, v: int, values: Sequence[torch.Tensor]) -> None:
-        """Keep a copy of ``values`` as version ``v``."""
         buffer = self._messages.room(self.layout)
         buffer.write(list(values))
         self.put(v, buffer)

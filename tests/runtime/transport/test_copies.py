@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_cyclic.runtime.transport.copies import HostCopies, StreamCopies
+from lightning_cyclic.runtime.transport.host_staged import HostCopies, StreamCopies
 from tests.runtime.transport.rings import room, some
 
 
