@@ -7,8 +7,7 @@ import torch
 from torch import nn
 
 from lightning_cyclic.errors import PlanError
-from lightning_cyclic.runtime.stages.stage_map import Profile, Recorder
-from lightning_cyclic.runtime.stages.stage_map import StageMap, make_stages
+from lightning_cyclic.runtime.stages.stage_map import Profile, Recorder, StageMap, make_stages
 
 
 def profiled(*frozen: int) -> tuple[Profile, dict[str, int]]:
