@@ -138,7 +138,6 @@ class CheckpointFolder:
         self._stateless: dict[str, Any] = {}  # optimizers
 
     def read(self, *keys: str) -> dict[str, Any]:
-        """Return what lies under some keys, whole names or beginnings of them up to a dot."""
         found: dict[str, Any] = {}
         planner = _EmptyStateDictLoadPlanner(keys=set(keys))  # type: ignore[no-untyped-call]
         _load_state_dict(
@@ -150,7 +149,6 @@ class CheckpointFolder:
         """Return what a plain file would hold, but for the state of optimizers, as it is large.
 
         Args:
-            meta: what ``meta.pt`` holds.
             lazily: whether weights are read where they are used, one by one.
         """
         index = FileSystemReader(self._path).read_metadata().state_dict_metadata

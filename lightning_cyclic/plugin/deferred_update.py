@@ -187,7 +187,6 @@ class DeferredUpdates:
                 )
 
     def put_groups(self, t: int, groups: Values) -> None:
-        """Take the hyper-parameters of step ``t`` from a checkpoint."""
         self._remembered[t] = _Remembered(groups, {}, self._trainer.global_step)
 
     def groups_of(self, t: int) -> Values:
@@ -275,11 +274,7 @@ class DeferredUpdates:
         torch.nn.utils.clip_grads_with_norm_(parameters, clip_val, total)
 
     def _check_measured(self) -> None:
-        """Refuse gradients that are others than those whose norms all have been told.
-
-        Raises:
-            StepError: a hook has changed them.
-        """
+        """Refuse gradients that are others than those whose norms all have been told."""
         for p, grad, version in self._measured:
             if p.grad is not grad or (grad is not None and grad._version != version):
                 raise StepError(
@@ -315,8 +310,6 @@ class DeferredUpdates:
 
 
 class _Remembered(NamedTuple):
-    """Hold what an update needs of its step: values by group, arguments, and the step's number."""
-
     groups: Values
     kwargs: dict[str, Any]
     global_step: int
@@ -332,7 +325,6 @@ def no_update(preset: str, t: int) -> StepError:
 
 @contextmanager
 def _counting(trainer: Trainer, global_step: int) -> Iterator[None]:
-    """Let ``trainer.global_step`` be the number of the step whose update is made."""
     loop = trainer.fit_loop.epoch_loop.automatic_optimization
     steps = loop.optim_progress.optimizer.step.total
     now, steps.completed = steps.completed, global_step

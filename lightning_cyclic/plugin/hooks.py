@@ -47,12 +47,10 @@ class Hooks:
 
     @property
     def transport(self) -> CountingTransport | None:
-        """Return what messages travel by, if any do."""
         return None
 
     @property
     def steps_compared(self) -> int:
-        """Return how many steps have been found equal to the plain ones."""
         return 0
 
     def report(self) -> str | None:
@@ -82,11 +80,9 @@ class Hooks:
     def optimizer_step(
         self, own: Own, optimizer: Optimizer, closure: Closure, model: Any = None, **kwargs: Any
     ) -> Any:
-        """Run the closure; update, or leave it to the program."""
         return own(optimizer, closure, model, **kwargs)
 
     def accumulating(self, own: Own) -> AbstractContextManager[None]:
-        """Let gradients only accumulate while the body runs."""
         context: AbstractContextManager[None] = own()
         return context
 
@@ -147,5 +143,4 @@ class Hooks:
 
     # ------------------------------------------------------------------ the end
 
-    def close(self) -> None:
-        """Take everything off the module and the Trainer again."""
+    def close(self) -> None: ...

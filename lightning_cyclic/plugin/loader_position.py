@@ -77,7 +77,6 @@ class LoaderPosition:
         )  # fmt: skip
 
     def now(self) -> dict[str, Any]:
-        """Return where this rank's generators are."""
         states = _collect_rng_states(include_cuda=False)
         if isinstance(numpy := states.pop("numpy", None), tuple):  # whose array no file may have
             states["numpy"] = [numpy[0], torch.tensor(numpy[1].tolist()), *numpy[2:]]
@@ -198,7 +197,6 @@ class LoaderPosition:
             generator.set_state(state)
 
     def _generators(self) -> list[torch.Generator]:
-        """Return the generators that loaders and their samplers draw from, each once."""
         parts = [part for loader in self._loaders for part in (loader, *_samplers(loader))]
         found = (getattr(part, "generator", None) for part in parts)
         return list({id(g): g for g in found if isinstance(g, torch.Generator)}.values())

@@ -104,7 +104,6 @@ class Written:
 
 
 def closure_called(optimizer: Optimizer, preset: str) -> ConfigurationError:
-    """Make the error of an optimizer that computes gradients again, at weights of its own."""
     return ConfigurationError(
         f"{type(optimizer).__name__}.step() calls its closure, to compute gradients itself, but "
         f"under preset {preset!r} these are of steps and weights that are over when it is called; "
@@ -134,7 +133,6 @@ Noted: TypeAlias = list[dict[str, tuple[Any, int]]]  # by group, and how often e
 
 
 def values_of(optimizer: Optimizer) -> Values:
-    """Return copies of the values of each group."""
     return [
         {k: copied(v) for k, v in group.items() if k != "params"}
         for group in optimizer.param_groups
@@ -164,7 +162,6 @@ def copied(value: Any) -> Any:
 
 
 def noted_values(optimizer: Optimizer) -> Noted:
-    """Return the values of each group themselves, to tell later what has changed."""
     return [
         {k: (v, _version(v)) for k, v in group.items() if k != "params"}
         for group in optimizer.param_groups

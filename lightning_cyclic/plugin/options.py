@@ -179,10 +179,7 @@ class Options:
     """Hold what the user chose, and make plans of it.
 
     Args:
-        preset: a name; of a mapping of axes the nearest one's.
-        axes: axis -> value, where they are not the preset's.
         network: the links between workers, by which stages are cut.
-        num_workers: how many there are; None while it is not known.
         workers_per_host: how many of them share a host, if all hosts have as many neighbours.
         late_updates: whether stages decide together about a step, as the Trainer's flags ask.
         norms: who is told the norms of all gradients, as these flags ask.
@@ -360,7 +357,6 @@ class Options:
         return plan
 
     def _group_size(self, num_workers: int) -> int:
-        """Return how many workers a group has: by "host" as many as each of several hosts."""
         if num_workers != self.num_workers:
             return 1  # of a plan of plausible numbers
         if self.group_size != "host":
@@ -410,10 +406,6 @@ class Options:
 
     @property
     def _placement(self) -> str | None:
-        """Return the placement that was chosen; None for the preset's.
-
-        One worker that is given several micro-batches runs them on the timetable of as many.
-        """
         given = dict(self.axes).get("placement")
         if given is None and self.num_workers == 1 and (self.num_microbatches or 1) > 1:
             return "single" if PRESETS[self.preset].placement == "replicated" else None
@@ -427,12 +419,6 @@ def chosen_preset(
     given: object, allowed: Sequence[str], placements: Sequence[str], other: str
 ) -> tuple[str, Axes]:
     """Return the name of a preset, and the axis values that are not its own.
-
-    Args:
-        given: a name, or a mapping axis -> value.
-        allowed: presets of the strategy.
-        placements: that it has.
-        other: name of the strategy that has the other presets.
 
     Raises:
         ConfigurationError: neither a name of one, nor a value for each of the four axes; or what
@@ -478,11 +464,7 @@ def _nearest(
 
 
 def network_of(bandwidth: str | float | None) -> Network:
-    """Return the links between workers, by default those of `lightning-cyclic plan`.
-
-    Args:
-        bandwidth: like "10Gbit/s", or bytes per second.
-    """
+    """Return the links between workers, by default those of `lightning-cyclic plan`."""
     return Network(
         latency_s=parse_seconds(DEFAULT_LATENCY),
         bandwidth_bytes_per_s=_bandwidth(DEFAULT_BANDWIDTH if bandwidth is None else bandwidth),

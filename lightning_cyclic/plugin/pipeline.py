@@ -85,7 +85,6 @@ class SharedMetrics:
         return share_and_compute
 
     def share(self) -> None:
-        """Bring the states of metrics from the workers that update them to all of a replica."""
         session = self._session
         if session.cuts is None or len(session.replica) == 1:
             return
@@ -96,7 +95,6 @@ class SharedMetrics:
                 metric.__dict__.update(decode(shared.tensors, shared.facts))
 
     def release(self) -> None:
-        """Let metrics synchronize as they did before."""
         for loop in self._loops:
             vars(loop).pop(_STORES_METRICS, None)
         for path, attributes in self._before.items():
@@ -229,12 +227,10 @@ class PipelineTraining(AbstractTraining):
 
     @property
     def _needs_stages(self) -> bool:
-        """Say whether no rank may have the whole module, and nothing is to be trained."""
         is_fitting = self._trainer.state.fn == TrainerFn.FITTING  # a step of it finds the stages
         return not is_fitting and any(map(is_absent, self._module.parameters()))
 
     def _caller(self, kind: str, context: str, given: StepArguments) -> Callable[[Any], Any]:
-        """Return what runs the user's step on a batch, in the precision plugin's context."""
         step = getattr(self._module, kind)
         make_context = getattr(self._trainer.precision_plugin, context)
 
@@ -248,7 +244,6 @@ class PipelineTraining(AbstractTraining):
     # ------------------------------------------------------------------ all replicas together
 
     def reduce(self, own: Own, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduce over replicas; the workers of one have the same value."""
         self._reductions.check_meeting("a reduction")
         return self._over_replicas(tensor, reduce_op)
 
@@ -264,11 +259,6 @@ class PipelineTraining(AbstractTraining):
 
     @override
     def begin_evaluation(self, what: str, numbers: Sequence[float]) -> None:
-        """Check that the workers of a replica have the same numbers of batches.
-
-        Raises:
-            ConfigurationError: on each of them, with every number.
-        """
         session, trainer = self._session, self._trainer
         if session.group is None:
             return
@@ -291,7 +281,6 @@ class PipelineTraining(AbstractTraining):
 
     @property
     def _is_apart(self) -> bool:
-        """Say whether the stages are known, and each worker has its own alone."""
         return self._has_stages and not self._closed
 
     @override
@@ -326,7 +315,6 @@ class PipelineTraining(AbstractTraining):
 
     @override
     def close(self) -> None:
-        """Give every worker the whole weights again."""
         if not self._closed:
             self._closed = True
             self._session.bring()
@@ -341,5 +329,4 @@ class PipelineTraining(AbstractTraining):
 _WRITES = ("write_on_batch_end", "write_on_epoch_end")  # of a BasePredictionWriter
 
 
-def _write_nothing(*args: Any, **kwargs: Any) -> None:
-    """Leave writing to the worker that does it for all."""
+def _write_nothing(*args: Any, **kwargs: Any) -> None: ...

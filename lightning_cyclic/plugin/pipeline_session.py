@@ -112,7 +112,6 @@ class CutFinder:
         )
 
     def report(self, cuts: Cuts | None) -> str | None:
-        """Return where stages could begin and where they do; None where nobody looked."""
         if self._survey is None or cuts is None:
             return None
         return report(self._survey, cuts)
@@ -137,7 +136,6 @@ def _counted(num_stages: int) -> str:
 
 
 def state_per_param(optimizers: Sequence[Optimizer]) -> float:
-    """Return the bytes of optimizer state per byte of parameters: Adam's, where nobody knows."""
     if not all(isinstance(optimizer, torch.optim.SGD) for optimizer in optimizers):
         return 2.0
     return float(any(g["momentum"] for optimizer in optimizers for g in optimizer.param_groups))

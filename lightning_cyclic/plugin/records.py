@@ -30,9 +30,7 @@ class Record(NamedTuple):
     """Hold one call of ``self.log``.
 
     Args:
-        value: shape (), or what a metric gave for its last batch.
         metric: path of the metric that was logged; None for a plain value.
-        arguments: further arguments of the call.
     """
 
     name: str
@@ -113,11 +111,7 @@ class Recorder:
 
 @contextmanager
 def refused_in_update(trainer: Trainer, preset: str) -> Iterator[None]:
-    """Refuse what the body logs: hooks of an update, called apart from the step that it is of.
-
-    Raises:
-        StepError: with the name of the value, and that of the hook.
-    """
+    """Refuse what the body logs: hooks of an update, called apart from the step that it is of."""
     module, results = trainer.lightning_module, trainer._results
 
     def log(hook: str | None, name: str, *args: Any, **kwargs: Any) -> None:
@@ -142,7 +136,6 @@ def refused_in_update(trainer: Trainer, preset: str) -> Iterator[None]:
 
 @contextmanager
 def _put(holder: object, name: str, value: object) -> Iterator[None]:
-    """Let an object have an attribute of its own while the body runs."""
     attributes = vars(holder)
     before = {name: attributes[name]} if name in attributes else {}
     attributes[name] = value
@@ -154,7 +147,6 @@ def _put(holder: object, name: str, value: object) -> Iterator[None]:
 
 
 def to_summary(records: Sequence[Record]) -> tuple[list[Tensor], Any]:
-    """Return records as tensors and JSON."""
     tensors = [r.value for r in records if r.value is not None]
     facts = [
         [
@@ -172,7 +164,6 @@ def to_summary(records: Sequence[Record]) -> tuple[list[Tensor], Any]:
 
 
 def from_summary(tensors: Sequence[Tensor], facts: Any) -> list[Record]:
-    """Make records from what :func:`to_summary` returned."""
     left = iter(tensors)
     return [
         Record(

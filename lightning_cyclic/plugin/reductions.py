@@ -76,12 +76,7 @@ class HeldReductions:
             self.updating = False
 
     def check_meeting(self, what: str) -> None:
-        """Refuse to wait for all workers where not all of them pass at the same time.
-
-        Raises:
-            StepError: inside training_step, between batches of one step, or while an update is
-                applied.
-        """
+        """Refuse to wait for all workers where not all of them pass at the same time."""
         if self.adding and not self.updating and not self.holding:
             raise StepError(
                 f"{what} waits for all workers, but was called behind a batch that is added to "

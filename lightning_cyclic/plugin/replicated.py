@@ -155,7 +155,6 @@ class ReplicatedTraining(AbstractTraining):
 
     @override
     def training_step(self, own: Own, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's training step as the forward of this worker's micro-batch."""
         if self._skips_backward():
             return own(*args, **kwargs)
         self._plan_batches()
@@ -186,7 +185,6 @@ class ReplicatedTraining(AbstractTraining):
         return output
 
     def _plan_batches(self) -> None:
-        """Before a step, let the plan have a round for each of its batches."""
         if not self._plans_batches or not self._session.is_between_steps:
             return
         trainer, session = self._trainer, self._session
@@ -201,11 +199,7 @@ class ReplicatedTraining(AbstractTraining):
             session.take_rounds(rounds)
 
     def _check_planned(self, *, last: bool) -> None:
-        """Check that a step ends with the batch with which its plan does.
-
-        Raises:
-            StepError: it ends earlier, or goes on.
-        """
+        """Check that a step ends with the batch with which its plan does."""
         done, rounds = self._session.batches + 1, self._session.rounds
         if self._plans_batches and last != (done == rounds):
             raise StepError(
@@ -252,7 +246,6 @@ class ReplicatedTraining(AbstractTraining):
         return own(tensor, group, reduce_op)
 
     def pre_backward(self, own: Own, closure_loss: Tensor) -> None:
-        """Begin a backward, in which gradients leave for the sum as their stages complete."""
         last = not self._accumulating
         if self._scaling is not None and self.plan is not None:  # else the scaler has step 0's
             self._scaling.begin_backward(self.plan, self._session.t)
@@ -262,7 +255,6 @@ class ReplicatedTraining(AbstractTraining):
         self._backward.enter_context(self._reductions.running(together=together))
 
     def post_backward(self, own: Own, closure_loss: Tensor) -> None:
-        """Hand over the gradients of stages that the backward did not complete."""
         self._backward.close()
         self._owes_update = not self._accumulating
 
@@ -331,11 +323,7 @@ class ReplicatedTraining(AbstractTraining):
         return self._session.is_between_steps
 
     def _check_between_steps(self) -> None:
-        """Refuse to finish updates while batches are added up to a step.
-
-        Raises:
-            StepError: with how many there are.
-        """
+        """Refuse to finish updates while batches are added up to a step."""
         if not self._session.is_between_steps and not self._session.failed:
             raise StepError(
                 f"validation, a checkpoint or the end of an epoch came behind "
@@ -487,7 +475,6 @@ class ScaledUpdates:
         self._scaling.catch_up(t)
 
     def state(self) -> dict[int, State]:
-        """Return the states that later steps may need."""
         return self._scaling.state()
 
     def put_state(self, states: Mapping[int, State]) -> None:

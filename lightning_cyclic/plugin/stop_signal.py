@@ -44,8 +44,7 @@ class Asked(Protocol):
     @property
     def stop_requested(self) -> bool: ...
 
-    def request_stop(self) -> None:
-        """Ask every worker to stop; safe to call from a signal handler."""
+    def request_stop(self) -> None: ...
 
 
 @final
@@ -67,7 +66,6 @@ class StopBoard:
         self.stop_requested = True
 
     def tell(self) -> None:
-        """Write down that this worker was asked."""
         if self.stop_requested and not self._told:
             self._told = True
             with suppress(dist.DistError):  # the store is gone, which all see
@@ -84,7 +82,6 @@ class StopBoard:
             return True
 
     def agree(self, step: int) -> int:
-        """Return the step before which all replicas stop: the first that any of them names."""
         return int(self._store.compare_set(f"{self._key}/step", "", str(step)))
 
 
@@ -126,7 +123,6 @@ class StopSignals:
             self._handled = signal.signal(signal.SIGINT, self._interrupt)
 
     def end(self) -> None:
-        """Undo what was replaced."""
         for holder, name in self._replaced:
             vars(holder).pop(name, None)
         self._replaced.clear()

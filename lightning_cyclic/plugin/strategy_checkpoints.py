@@ -130,7 +130,6 @@ class Checkpoints(DDPStrategy):
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load weights; versions in flight give way to them."""
         assert self.lightning_module is not None
         self.flush()
         self._note_unmade()
@@ -142,7 +141,6 @@ class Checkpoints(DDPStrategy):
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load the state of optimizers; of a folder each rank reads what it needs of it."""
         if self._folder is not None:
             module, training = self.lightning_module, self._training
             assert module is not None

@@ -80,7 +80,6 @@ class Setup(Checkpoints):
 
     @override
     def connect(self, model: LightningModule) -> None:
-        """Insert the drain in front of all callbacks."""
         super().connect(model)
         if _kind_of_training(self._options, fitting=True) is None:
             return
@@ -125,7 +124,6 @@ class Setup(Checkpoints):
 
     @override
     def setup(self, trainer: Trainer) -> None:
-        """Check everything that can be checked before the first step."""
         fitting = trainer.state.fn == TrainerFn.FITTING
         self._make_unmade(trainer, fitting=fitting)
         self._prepare(trainer, self._options, fitting=fitting)
@@ -158,7 +156,6 @@ class Setup(Checkpoints):
             self._saved = None
 
     def _make_unmade(self, trainer: Trainer, *, fitting: bool) -> None:
-        """Make layers of the meta device, or let each rank make its own of what exceeds all."""
         self._note_unmade()
         unmade, self._unmade = self._unmade, None
         if unmade is None:
@@ -173,7 +170,6 @@ class Setup(Checkpoints):
             )  # fmt: skip
 
     def _prepare(self, trainer: Trainer, options: Options, *, fitting: bool) -> None:
-        """Check the Trainer, and let workers that see the same batches have the whole loader."""
         if options.is_stagewise and options.replicas == 1:
             # all workers see the same batches, in the loader's own order
             connector, name = trainer._accelerator_connector, "use_distributed_sampler"

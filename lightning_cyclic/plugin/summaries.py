@@ -68,7 +68,6 @@ class Summaries:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Keep what the user's step logs for the summary while the body runs it."""
         with self._recorder.holding(self._note), self._reductions.held():
             yield
 
@@ -146,7 +145,6 @@ class Summaries:
         return Message([*tensors, *logged], [len(tensors), structure, logs])
 
     def tell_output(self, summary: Message) -> Any:
-        """Log what :meth:`of_output` wrote down, and return the output."""
         num, structure, logs = summary.facts
         self.log(from_summary(summary.tensors[num:], logs))
         return decode(summary.tensors[:num], structure)

@@ -52,7 +52,6 @@ class SharedScaler:
         self._put: tuple[int, int] | None = None  # what the scaler held then
 
     def get_scale(self) -> float:
-        """Return by what losses of the step under way are multiplied."""
         return self._state[0]
 
     def scaled(self, t: int, share: Share) -> Share:
@@ -93,7 +92,6 @@ class SharedScaler:
             del vars(self._scaler)["step"]
 
     def end_step(self, session: StagewiseSession) -> None:
-        """Let the scaler hold the state behind the step that has just ended."""
         if session.was_finite is not None:  # else there was no loss, and no update
             self._state = state_behind(self._scaler, self._state, session.was_finite)
             put_state(self._scaler, self._state)

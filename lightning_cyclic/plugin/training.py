@@ -100,7 +100,6 @@ class AbstractTraining(Hooks, ABC):
         return precision.forms(gather_texts, lambda _, mine: merged(mine, self._session.group))
 
     def _stop_as(self, asked: Asked, has_agreed: Callable[[], bool]) -> None:
-        """Let all workers stop at the same step, without a broadcast in every one."""
         self._signals = StopSignals(self._trainer, asked, has_agreed)
         self._signals.begin()
 
@@ -140,7 +139,6 @@ class AbstractTraining(Hooks, ABC):
         rank_zero_info(f"lightning_cyclic trains {name} in {count}: {paste(starts)}")
 
     def _follow_freezing(self) -> None:
-        """Before a step, take over what was frozen or unfrozen since the last one."""
         if self._freezing is not None and self._freezing.has_changed:
             self.flush()
             self._freezing.agree(self._session)
@@ -250,7 +248,6 @@ class AbstractTraining(Hooks, ABC):
 
     @property
     def _writes_parts(self) -> bool:
-        """Say whether checkpoints are folders, of which each worker writes what it has."""
         return self._options.save_distributed_checkpoint
 
     @property

@@ -118,7 +118,6 @@ class WeightGuard:
         _WatchedData.remove(self)
 
     def look(self, p: nn.Parameter) -> None:
-        """Keep what a parameter is before it may be changed."""
         if type(p) is nn.Parameter and p not in self._looked:
             self._looked[p] = p.data_ptr(), sum_of_bits(p)
 
@@ -237,7 +236,6 @@ class FreezingWatch:
 
     @property
     def has_changed(self) -> bool:
-        """Say whether something was frozen, unfrozen, or given to the optimizer since."""
         return self._look() != self._seen
 
     def agree(self, session: Any) -> None:

@@ -76,13 +76,11 @@ class Layout:
 
     @property
     def digest(self) -> str:
-        """Return a hash of shape and positions, the same wherever the mask is."""
         told = hashlib.sha256(repr(tuple(self.shape)).encode())
         told.update(self.kept.cpu().contiguous().view(torch.uint8).numpy().data)
         return told.hexdigest()
 
     def compress(self, dense: Tensor) -> Tensor:
-        """Return the kept elements of a tensor of the weight's shape, in its dtype."""
         if self.index is None:
             return dense.detach()
         flat = (dense.to_dense() if dense.is_sparse else dense).detach().reshape(-1)
@@ -111,7 +109,6 @@ class Layout:
             flat.index_put_((self.index[part],), values.detach()[part].to(dense.dtype))
 
     def to(self, device: torch.device) -> Layout:
-        """Return the same layout for tensors of a device."""
         return self if self.index is None else Layout(self.index.to(device), self.shape)
 
 
@@ -194,7 +191,6 @@ class ParameterState:
         self._is_shown = True
 
     def write(self) -> None:
-        """Write the updated master weight into the weight; drop what only the step needs."""
         if not self._is_shown:  # the optimizer has not called its closure
             return
         self._is_shown = False
@@ -205,7 +201,6 @@ class ParameterState:
 
     @property
     def _rests(self) -> bool:
-        """Say whether the master weight has no memory now."""
         return self._is_away or not (self._keeps_master or self._is_shown)
 
     def _rest(self) -> None:
@@ -213,7 +208,6 @@ class ParameterState:
             self.master.data = self.master.data.new_zeros(()).expand(self.trained_shape)
 
     def leave(self) -> None:
-        """Give the master weight's memory up: another worker updates it."""
         self._is_away = True
         self._rest()
 
@@ -253,14 +247,12 @@ class ParameterState:
             self._rest()
 
     def release(self) -> None:
-        """Take gradients no more: the fit is over."""
         if self._hook is not None:
             self._hook.remove()
         self._hook = self._sum = self.master.grad = None
 
     @property
     def kept(self) -> list[Tensor]:
-        """Return what is alive now beside the weight and the optimizer's state."""
         master = None if self._rests else self.master.detach()
         found = (self.layout.index, master, self._sum, self.master.grad)
         return [x for x in found if x is not None]

@@ -78,7 +78,6 @@ def _read(path: str | Path) -> Masks:
 
 
 def check_same(layouts: Mapping[str, Layout], saved: Mapping[str, Tensor]) -> None:
-    """Refuse to go on from a checkpoint that has other masks."""
     for name in dict.fromkeys([*layouts, *saved]):
         pair = layouts.get(name), saved.get(name)
         if None in pair or not torch.equal(pair[0].kept.cpu(), pair[1].cpu()):  # type: ignore[union-attr]
@@ -207,5 +206,4 @@ def magnitude_masks(parameters: Mapping[str, Tensor], sparsity: float) -> Masks:
 
 
 def without_full(masks: Mapping[str, Tensor]) -> Masks:
-    """Return the masks that prune anything; who keeps everything needs none."""
     return {name: mask for name, mask in masks.items() if not bool(mask.all())}

@@ -52,7 +52,6 @@ def expanded(
 def compressed(
     saved: Mapping[str, Any], optimizer: Optimizer, states: Sequence[ParameterState]
 ) -> dict[str, Any]:
-    """Return a ``state_dict()`` with tensors of parameters' shapes as master weights have it."""
     return _each(saved, optimizer, states, _compressed)
 
 

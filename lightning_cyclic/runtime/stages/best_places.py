@@ -92,7 +92,6 @@ def _best(
 
 
 def _rows_by_end(points: CutPoints, places: Sequence[Place]) -> Iterator[list[Place]]:
-    """Yield for each place that may be the last one those that can be used with it."""
     reach = _reaches(points, places)
     for last, end in enumerate(places):
         yield [*(p for p, r in zip(places[:last], reach, strict=False) if r >= end.tick), end]
@@ -105,7 +104,6 @@ def _best_of_row(
     limit: float | None,
     demands: Demands | None,
 ) -> tuple[list[Place] | None, float]:
-    """Return the best of places that do not stand against each other, and its largest stage."""
     if demands is not None:
         return _Planned(points, places, demands, limit).best(stages)
     found = _Row(points, places, limit).best(stages)
@@ -150,7 +148,6 @@ class _Row:
         return None if starts is None else [self._places[k - 1] for k in starts[1:]]
 
     def most(self) -> int:
-        """Return the largest number of stages, each with a parameter of its own."""
         # the furthest place from which a stage can reach the end, and so on to the front
         count, b = 0, len(self._ends) - 1
         while b > 0 and self._highs[b] >= 0:
@@ -185,7 +182,6 @@ class _Planned:
         self._load = cache(lambda a, b: points.load(ticks[a], ticks[b], self._crossing[a]))
 
     def best(self, stages: int) -> tuple[list[Place] | None, float]:
-        """Return the best choice and the seconds of its slowest stage; None if there is none."""
         return self._cut(stages, self._slowest, self._is_allowed)
 
     def least_memory(self, stages: int) -> float:
@@ -223,7 +219,6 @@ class _Planned:
 
 
 def most_stages(points: CutPoints) -> int:
-    """Return the largest number of stages, each with a parameter of its own."""
     places = points.possible
     if not points.obstacles.depend_on_other_cuts:
         return _Row(points, places, None).most()
@@ -300,7 +295,6 @@ class Demands:
         return cls((one,) * num_stages, forwards=1.0, network=Network())
 
     def compute_s(self, compute_ns: int) -> float:
-        """Return the seconds of a stage's forward and backward, by those of its forward."""
         return compute_ns / _NS_PER_S * self._forwards
 
     def sent_s(self, crossing_bytes: int) -> float:

@@ -84,7 +84,6 @@ def _like_flash(*args: Any, **kwargs: Any) -> int:
 
 
 def _rnn(x: Tensor, *args: Any, **kwargs: Any) -> int:
-    """Count the products of every row with each matrix of a fused recurrent network."""
     weights = args[0] if isinstance(args[0], list | tuple) else args[:2]
     rows = x.numel() // x.shape[-1]
     matrices = (w.shape for w in weights if w.dim() == 2)
@@ -136,11 +135,10 @@ class AbstractClock(ABC):
     def running(self) -> AbstractContextManager[object]: ...
 
     @abstractmethod
-    def now_ns(self) -> int:
-        """Return the time since the step began."""
+    def now_ns(self) -> int: ...
 
     def pause(self) -> None:  # noqa: B027  # only time passes by itself
-        """Leave out what follows: the survey's own doings."""
+        ...
 
     def resume(self) -> None:  # noqa: B027
         ...
@@ -182,8 +180,6 @@ class CountedClock(AbstractClock):
 
 @final
 class MeasuredClock(AbstractClock):
-    """Measure time."""
-
     def __init__(self, *, on_cuda: bool) -> None:
         self._on_cuda = on_cuda
         self._begun_ns = 0

@@ -68,7 +68,6 @@ class Cuts:
 
     @property
     def changing(self) -> dict[str, int]:
-        """Return name -> stage, of parameters and of the buffers that the step changed."""
         return {
             n: j
             for j in range(self.num_stages)
@@ -76,11 +75,7 @@ class Cuts:
         }
 
     def refuse_early_metrics(self) -> None:
-        """Refuse metrics of stages with which workers take turns: each would see a part.
-
-        Raises:
-            PlanError: with the first of them.
-        """
+        """Refuse metrics of stages with which workers take turns: each would see a part."""
         early = [path for path, j in self.metrics.items() if j < self.num_stages - 1]
         if early:
             raise PlanError(
@@ -225,7 +220,6 @@ def _tick_beside(survey: Survey, name: str) -> int:
 
 
 def _may_change(survey: Survey) -> frozenset[str]:
-    """Return the names of the buffers of modules with parameters that the step did not call."""
     parts = (n.split(".") for n in survey.parameters)
     having = {".".join(p[:k]) for p in parts for k in range(1, len(p))}
     uncalled = having - {c.path for c in survey.calls}

@@ -244,17 +244,14 @@ class Survey:
         return None
 
     def uses_beside(self, name: str) -> tuple[Use, ...]:
-        """Return the uses of a parameter; of one that was not used, the first of one beside it."""
         uses = self.parameters[name].uses if name in self.parameters else ()
         near = None if uses else self.beside(name)
         return uses if near is None else self.parameters[near].uses[:1]
 
     def in_metric(self, path: str) -> bool:
-        """Say whether a call's path is that of a metric, of its update or of what it holds."""
         return any(path == metric or path.startswith(f"{metric}.") for metric in self.metrics)
 
     def around(self, call: int | None) -> list[Call]:
-        """Return a call and those within which it was made, from the inside out."""
         found = []
         while call is not None:
             found.append(self.calls[call])
@@ -281,7 +278,6 @@ _START, _END = -2, -1  # stand for ticks before and behind all others
 
 
 def _times(run: Survey) -> dict[int, int]:
-    """Return when each call began and ended, by tick, and when the step ended."""
     times = {c.begin: c.begin_ns for c in run.calls} | {c.end: c.end_ns for c in run.calls}
     return times | {_END: run.duration_ns}
 
@@ -313,12 +309,8 @@ def refuse_written(survey: Survey, *, keeps_order: bool) -> None:
     """Refuse changes that would not be those of one device, wherever stages begin.
 
     Args:
-        survey: of the step.
         keeps_order: whether forwards meet the weights as on one device: in one version, once for
             each micro-batch.
-
-    Raises:
-        PlanError: with the parameter.
     """
     for written in survey.written:
         if not (keeps_order and _is_within_its_module(written, survey)):

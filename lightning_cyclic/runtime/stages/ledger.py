@@ -58,8 +58,6 @@ class _Moves:
 
 @final
 class Ledger:
-    """Keep the records."""
-
     def __init__(self) -> None:
         self._reads: list[Read] = []
         self.changes: list[Change] = []
@@ -120,7 +118,6 @@ class Ledger:
         return self._entries[number].uses
 
     def made(self, number: int) -> Use | None:
-        """Return where a tensor was made; None for what was given to the step."""
         return self._entries[number].made
 
     def num_bytes(self, number: int) -> int:
@@ -177,7 +174,6 @@ class Ledger:
         return tuple(r for r in self._reads if self._is_derived(r.value) or values[r.value].units)
 
     def storages(self) -> tuple[Storage, ...]:
-        """Return the records of what views share."""
         return tuple(self._storages)
 
     def _units_of_state(self, storage: int) -> frozenset[int]:
@@ -227,7 +223,6 @@ class Ledger:
 
 
 def arguments(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors among a torch function's arguments or results."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, list | tuple):
@@ -240,7 +235,6 @@ def arguments(value: Any) -> Iterator[Tensor]:
 
 
 def about_to_change(name: str, args: Any, kwargs: Any) -> Iterator[Tensor]:
-    """Yield the tensors that a torch function says it will change in place."""
     in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
     if name in _LIMITS_NORM and kwargs.get("max_norm") is not None:
         yield from arguments(args)
@@ -255,12 +249,10 @@ def is_the_users() -> bool:
 
 
 def version(x: Tensor) -> int:
-    """Return how often a tensor was changed in place."""
     return 0 if x.is_inference() else x._version
 
 
 def user_line() -> Line:
-    """Return the innermost line outside torch and this folder."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith((_TORCH, _OWN)):
         frame = frame.f_back

@@ -83,12 +83,7 @@ class Obstacles:
         ) or any(m.anew is not None for m in survey.changed.values())
 
     def against(self, tick: int, split: Split) -> tuple[Obstacle, ...]:
-        """Return what stands against a cut, hard ones first.
-
-        Args:
-            tick: where the stage would begin.
-            split: modules within which this cut or another lies.
-        """
+        """Return what stands against a cut, hard ones first."""
         found = dict.fromkeys(h.obstacle for h in self._hazards if h.strikes(tick, split))
         return tuple(sorted(found, key=lambda o: not o.is_hard))
 
@@ -110,7 +105,6 @@ class Obstacles:
             split |= frozenset(more)
 
     def _to_open(self, value: int, units: list[int], split: Split) -> Iterator[str]:
-        """Name the units from the one that is skipped down to the one that returns a tensor."""
         for n in dropwhile(lambda n: self._survey.calls[n].path in split, units):
             if value in self._survey.calls[n].outputs:
                 return
@@ -123,7 +117,6 @@ class Obstacles:
         )
 
     def _unit_paths(self) -> list[Split]:
-        """Return, for each call, the paths of the unit calls around it, itself included."""
         found: list[Split] = []
         for call in self._survey.calls:
             around = frozenset() if call.parent is None else found[call.parent]

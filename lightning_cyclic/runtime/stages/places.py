@@ -47,12 +47,10 @@ class Place:
 
     @property
     def is_possible(self) -> bool:
-        """Say whether a stage can begin there, other stages aside."""
         return not any(o.is_hard for o in self.obstacles)
 
 
 def split_by(places: Sequence[Place]) -> Split:
-    """Return the modules within whose calls places lie."""
     return frozenset[str]().union(*(p.split for p in places))
 
 
@@ -115,9 +113,6 @@ class CutPoints:
         """Return where the smallest stages begin, each with a parameter that it uses first.
 
         Places that would share a module among stages are used only where there are no others.
-
-        Args:
-            starts: paths of places where stages do begin: they are taken before others. [none]
         """
         clean = [p for p in self.possible if not p.obstacles]
         is_enough = bool(clean) and {*starts} <= {p.path for p in clean}
@@ -131,12 +126,10 @@ class CutPoints:
         return kept
 
     def clash(self, places: Sequence[Place]) -> bool:
-        """Say whether stages cannot begin at all of some places at once."""
         split = split_by(places)
         return any(o.is_hard for p in places for o in self.obstacles.against(p.tick, split))
 
     def at(self, path: str) -> Place | None:
-        """Return the place with a name, seen as that module's; None if it is never called."""
         call = next((c for c in self.survey.calls if c.path == path and c.n == 0), None)
         if call is None:
             return None
@@ -144,11 +137,9 @@ class CutPoints:
         return self._place(call, names, call.is_unit)
 
     def first_uses_before(self, tick: int) -> int:
-        """Return how many parameters are used before a tick."""
         return bisect_left(self._first_uses, tick)
 
     def load(self, begin: int, end: int, crossing_bytes: int = 0) -> Load:
-        """Return the load of a stage from one tick (0: the step's begin) to another."""
         return Load(
             compute_ns=self.time_at(end) - self.time_at(begin),
             parameter_bytes=self.parameter_bytes(begin, end),
@@ -362,14 +353,12 @@ def _refuse(points: CutPoints, places: Sequence[Place], k: int, reason: str) -> 
 
 
 def _nearest(points: CutPoints, places: Sequence[Place], k: int) -> Place | None:
-    """Return the place, nearest in time, that works in the k-th's stead beside the others."""
     found = [p for p in points.possible if _fits(points, [*places[:k], p, *places[k + 1 :]], k)]
     wanted = places[k].before_ns
     return min(found, key=lambda p: abs(p.before_ns - wanted), default=None)
 
 
 def _fits(points: CutPoints, places: Sequence[Place], k: int) -> bool:
-    """Say whether the k-th place works, with a parameter on both sides."""
     ticks = [0, *(p.tick for p in places), points.survey.end + 1]
     counts = [points.first_uses_before(tick) for tick in ticks[k : k + 3]]
     in_order = ticks[k] < ticks[k + 1] < ticks[k + 2] and counts[0] < counts[1] < counts[2]

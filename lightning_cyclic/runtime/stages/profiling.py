@@ -55,8 +55,6 @@ def profile_of(
     """Turn a survey into a profile.
 
     Args:
-        micro_size: samples of the micro-batch that it was run on.
-        batch_bytes: of that micro-batch. [0]
         backward_per_forward: how much longer a backward takes. [2]
 
     Returns:
@@ -91,7 +89,6 @@ def profile_of(
 
 
 def _ties(survey: Survey, begins: Sequence[int]) -> tuple[Tie, ...]:
-    """Add up the parameters that the same units share."""
     sizes: defaultdict[tuple[int, ...], int] = defaultdict(int)
     for held in survey.parameters.values():
         users = tuple(sorted({bisect_right(begins, use.tick) for use in held.uses}))

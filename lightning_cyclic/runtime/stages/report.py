@@ -73,7 +73,6 @@ def _loads(points: CutPoints, cuts: Cuts) -> list[Load]:
 
 
 def _reasons(points: CutPoints) -> dict[Obstacle, int]:
-    """Number what stands against places, in order of appearance."""
     found = dict.fromkeys(o for p in points.places if p.has_parameters for o in p.obstacles[:1])
     return {obstacle: n for n, obstacle in enumerate(found, start=1)}
 
@@ -148,7 +147,6 @@ def _begins(path: str, cuts: Cuts) -> str:
 
 
 def _listed(survey: Survey, cuts: Cuts, rows: int) -> tuple[list[Call], int]:
-    """Return the calls to list, none deeper than fits, and how many are left out."""
     depths = [len(survey.around(c.parent)) for c in survey.calls]
     worth = [
         (depth, c)

@@ -164,8 +164,6 @@ class Recorder:
 
 @final
 class _ParameterWatch(TorchFunctionMode):
-    """Call back with every parameter that a torch function is given."""
-
     def __init__(self, note: Callable[[nn.Parameter], None]) -> None:
         super().__init__()
         self._note = note
@@ -231,10 +229,7 @@ class StageMap:
         return tuple(j for j, stage in enumerate(self.stages) if stage.buffers)
 
     def training(self, names: Iterable[str]) -> Self:
-        """Return the map with some parameters trained that were frozen; begins stay as they are.
-
-        Args:
-            names: of the parameters; those that are trained already change nothing.
+        """Return the map with some frozen parameters trained; begins stay as they are.
 
         Raises:
             PlanError: nobody knows the stage of one.
@@ -252,11 +247,7 @@ class StageMap:
         return type(self)(tuple(_thawed(stage, asked) for stage in self.stages))
 
     def relaying(self, buffers: Iterable[tuple[str, str]]) -> Self:
-        """Return the map with more buffers that travel; nobody knows where they change last.
-
-        Args:
-            buffers: path of a module, and name of a buffer of it.
-        """
+        """Return the map with more buffers that travel; nobody knows where they change last."""
         known = {name for stage in self.stages for name in stage.buffers}
         homes = {name.rpartition(".")[0]: j for name, j in self.stage_of.items()}
         new = [(homes.get(path, 0), name) for path, name in buffers if name not in known]
@@ -375,7 +366,6 @@ def _thawed(stage: Stage, names: Collection[str]) -> Stage:
 def _with_buffers(
     stages: Sequence[Stage], buffers: Mapping[str, tuple[int, int]], starts: Sequence[int]
 ) -> tuple[Stage, ...]:
-    """Give each buffer to the stage in which its module is first called."""
     spans = {
         n: (bisect_right(starts, a) - 1, bisect_right(starts, b) - 1)
         for n, (a, b) in buffers.items()

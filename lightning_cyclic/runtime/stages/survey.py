@@ -132,8 +132,6 @@ class _State(NamedTuple):
 
 @dataclass(slots=True)
 class _Open:
-    """Hold a call's record while it grows."""
-
     path: str
     n: int
     parent: int | None
@@ -148,8 +146,6 @@ class _Open:
 
 @dataclass(slots=True, eq=False)
 class _Checkpoint:
-    """Hold a call of activation checkpointing, and the ticks within it."""
-
     frame: FrameType
     begin: int
     end: int
@@ -401,7 +397,6 @@ class _Surveyor:
             yield Written(names[k], use, itself)
 
     def _closed(self) -> Iterator[Closed]:
-        """Iterate over what stages cannot begin within."""
         yield from (*self._reruns, *map(_closed, self._checkpoints))
         compiled = {path for path, m in self._module.named_modules() if path and is_compiled(m)}
         for call in self._calls:
@@ -416,7 +411,6 @@ class _Surveyor:
         return Held(self._ledger.num_bytes(k), uses)
 
     def _moved(self, buffer: str, calling: set[str]) -> Moved:
-        """Return how a buffer changed; of modules that call others, the paths are given."""
         now = dict(self._module.named_buffers()).get(buffer)
         before = self._buffers[buffer]
         number = before if now is None else self._ledger.number(now)
@@ -438,12 +432,10 @@ class _Surveyor:
         )
 
     def _innermost(self, uses: Sequence[Use]) -> str:
-        """Return the path of the innermost module within whose calls all uses are."""
         paths, *others = [self._paths_around(use.call) for use in uses]
         return next((p for p in paths if all(p in other for other in others)), "")
 
     def _paths_around(self, call: int | None) -> list[str]:
-        """Return the paths of the modules that are called, from the inside out."""
         found = []
         while call is not None:
             found.append(self._calls[call].path)

@@ -115,11 +115,7 @@ def route_on_gpus(route: Route, devices: Sequence[str], *, has_nccl: bool) -> Ro
 
 
 def refuse_shared_gpus(devices: Sequence[torch.device] | None, *, has_nccl: bool) -> None:
-    """Refuse early that workers of one process's list share a GPU over NCCL.
-
-    Raises:
-        ConfigurationError: some device is named twice.
-    """
+    """Refuse early that workers of one process's list share a GPU over NCCL."""
     on_gpus = [str(device) for device in devices or () if device.type == "cuda"]
     if has_nccl and (sharing := _sharing(on_gpus)):
         raise ConfigurationError(f"{sharing} share a GPU, which NCCL refuses; {_INSTEAD}")

@@ -93,8 +93,7 @@ class AbstractCrew(ABC):
         """Ends all waits of this rank, in any thread."""
 
     @abstractmethod
-    def failure(self) -> str | None:
-        """Return the words that a failing rank left, or None."""
+    def failure(self) -> str | None: ...
 
     @abstractmethod
     def tell(self, words: str) -> None:
@@ -235,7 +234,6 @@ class Crew(AbstractCrew):
                 self._heed(f"{self.names.of(0)} {gone}")
 
     def _in_time(self, ask: Callable[[], T], limit_s: float) -> T | None:
-        """Return what the store answers, or None: it is late, or gone."""
         answers: list[T] = []
 
         def run() -> None:

@@ -157,8 +157,6 @@ class AbstractCopies(ABC):
 
 @final
 class HostCopies(AbstractCopies):
-    """Copy inside the host's memory, at once."""
-
     @override
     def to_host(self, data: Tensor) -> tuple[Tensor, None]:
         return data.clone(), None

@@ -59,11 +59,7 @@ class PostOffice:
 
 @final
 class LocalCrew(AbstractCrew):
-    """Be the workers of one process, all of which answer.
-
-    Args:
-        timeout_s: limit of every wait, in seconds.
-    """
+    """Be the workers of one process, all of which answer."""
 
     def __init__(self, office: PostOffice, worker: int, timeout_s: float) -> None:
         super().__init__(Names(worker), timeout_s)

@@ -52,11 +52,9 @@ class FirstStep:
             yield
 
     def note(self) -> None:
-        """Keep what was recorded, before the module is put back as it was."""
         self._profile = self._recorder.profile()
 
     def receive(self) -> None:
-        """Take in all buffers as the worker before this one left them."""
         if dist.get_rank() > 0 and self._buffers():
             buffer = self._layout.new()
             dist.recv(buffer.data, dist.get_rank() - 1, group=self._group)
@@ -64,7 +62,6 @@ class FirstStep:
                 own.copy_(view)
 
     def send(self) -> None:
-        """Hand all buffers to the worker behind this one."""
         if dist.get_rank() < dist.get_world_size() - 1 and self._buffers():
             buffer = self._layout.new()
             buffer.write(self._buffers())

@@ -56,7 +56,6 @@ class KeyedDraws:
             yield
 
     def aside(self) -> AbstractContextManager[None]:
-        """Run the body, in the middle of a step, as what does not belong to it."""
         return self._watch.aside
 
     def remove(self) -> None:
@@ -127,8 +126,6 @@ class _Watch(TorchFunctionMode):
 
 @final
 class _Aside(AbstractContextManager[None]):
-    """Let the watch look away."""
-
     def __init__(self, watch: _Watch) -> None:
         self._watch = watch
 

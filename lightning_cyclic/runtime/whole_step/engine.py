@@ -236,7 +236,6 @@ class Engine:
             yield
 
     def end_step(self) -> None:
-        """Do what is left of the step's block, and count the step."""
         self._run_to(None, 0)
         self.t += 1
         self._shown.stay_no_longer()
@@ -341,7 +340,6 @@ class Engine:
         self._worker.fetch(item)
 
     def _enter(self, a: Action) -> None:
-        """Show the version that a forward reads."""
         assert a.v is not None
         self._shown.enter(a.j, a.v)
         self._note_word(a.j, a.v)
@@ -405,14 +403,12 @@ class Engine:
         self.norms.forget(t)
 
     def _advance(self, v: int, j: int) -> Sum:
-        """Let the parameters be version ``v``, with its gradients, and the values before it."""
         for item in ((Datum.SUM, v - 1, j, None), (Datum.TOTAL, v - 1, j)):
             self._fetch(item)
         self.stores[j].begin_update(v, self._oldest(j, v))
         return self._grads.show(v - 1, j)
 
     def _oldest(self, j: int, v: int) -> int:
-        """Return the oldest version of an own stage that is needed when version v is there."""
         if self.plan.axes.weights.at_end_of_step:
             return v  # whoever is behind has used the one before, as its gradients are there
         is_over = v == self.t and self._older.get(j, self._at + 1) <= self._at
@@ -432,22 +428,12 @@ class Engine:
         self.norms.note(t, j, self._grads.of(t, j) if shown.count(None) == len(shown) else shown)
 
     def total_norm(self, t: int, order: Sequence[nn.Parameter]) -> Tensor:
-        """Return the 2-norm of step ``t``'s gradients over all stages, shape ().
-
-        Args:
-            t: the step whose totals lie in ``p.grad`` of the stages that are updated.
-            order: all trained parameters, in the order in which the norms are reduced.
-        """
+        """Return the 2-norm of step ``t``'s gradients over all stages, shape ()."""
         self._tell_all_norms(t)
         return self.norms.total(t, order)
 
     def all_finite(self, t: int, overflowed: Collection[int]) -> bool:
-        """Say whether the gradients of all stages are finite; where owners know all norms.
-
-        Args:
-            t: the step whose totals lie in ``p.grad`` of the stages that are updated.
-            overflowed: own stages whose gradients are not.
-        """
+        """Say whether the gradients of all stages are finite; where owners know all norms."""
         for j in overflowed:
             self.norms.note_overflow(t, j)
         self._tell_all_norms(t)
@@ -531,13 +517,11 @@ class Engine:
                 store.write(state.t - 1, [state.previous.get(n, p.data) for n, p in named])
 
     def _oldest_read(self, t: int, j: int) -> int:
-        """Return the oldest version of a stage that step t has of this worker."""
         gathers = self.plan.axes.sharding.gathers  # owners serve all others
         readers = range(self.plan.num_workers) if gathers else (self._w,)
         return min(self.plan.reads(t, w, j) for w in readers)
 
     def parameters(self, j: int) -> Sequence[nn.Parameter]:
-        """Return what the optimizer has of a stage: the parameters that get gradients."""
         return self._parameters[j]
 
     def close(self) -> None:
@@ -571,7 +555,6 @@ class _Hooks:
 
 
 def waiting_lanes(plan: Plan, worker: int) -> frozenset[Lane]:
-    """List the lanes of a worker on which something waits for other workers."""
     program = plan.program
     steady = program.step(worker, program.steady)
     come = {(program.flow(a).makes[0][0], a.j) for a in steady if a.kind is Kind.RECV}

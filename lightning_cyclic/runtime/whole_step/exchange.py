@@ -92,7 +92,6 @@ class Exchange:
         self._grads.add(a.t, a.j, self._gradients.pop((a.t, a.i, a.j), None))
 
     def free(self, a: Action) -> None:
-        """Give up a version of another worker's stage."""
         assert self.shards is not None
         assert a.v is not None
         self.shards.free(a.j, a.v)
@@ -142,12 +141,10 @@ class Exchange:
             self._stores[a.j].let_go(a.v)
 
     def give(self, a: Action) -> Message:
-        """Return what a SEND sends."""
         assert a.payload is not None
         return _GIVES[a.payload](self, a)
 
     def take(self, a: Action, message: Message) -> None:
-        """Take in what has come for a RECV, when it is read."""
         assert a.payload is not None
         _TAKES[a.payload](self, a, message)
 

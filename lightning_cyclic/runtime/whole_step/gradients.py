@@ -71,11 +71,9 @@ class GradientCollector:
         return self._collecting
 
     def is_turn_of(self, j: int) -> bool:
-        """Say whether all stages behind one have been handed over."""
         return self._next <= j
 
     def is_over(self, j: int) -> bool:
-        """Say whether a stage has been handed over."""
         return self._next < j
 
     def begin_stage(self, j: int) -> None:
@@ -150,7 +148,6 @@ class Entrances:
             self._ends += self._hook(module, j, stage)
 
     def open(self) -> None:
-        """Begin to notice: a step's forward begins."""
         self._open, self._order = True, []
 
     def close(self, t: int, entered: int) -> None:

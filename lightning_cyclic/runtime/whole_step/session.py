@@ -156,7 +156,6 @@ class Session:
 
     @property
     def batches(self) -> int:
-        """Count the batches of the step under way whose forwards have begun."""
         return self._batches
 
     @property
@@ -195,7 +194,6 @@ class Session:
         """Find the stages before the first step, where no worker may have the whole module.
 
         Args:
-            batch: that this worker has been given.
             step: runs the user's step on a copy of it; it leaves nothing behind, and the
                 parameters of a module are there while it is called.
         """
@@ -308,7 +306,6 @@ class Session:
         return own | ({n for n, _ in named} - self.stages.stage_of.keys())
 
     def state(self) -> dict[str, Any] | None:
-        """Return this worker's part of what a checkpoint needs, behind a flush; None before."""
         if self.engine is None or self.stages is None or self.failed:
             return None
         state = self.engine.state()
@@ -338,9 +335,6 @@ class Session:
 
         What is unfrozen goes to the stage that uses it first. What is frozen stays in its stage,
         without gradients: workers still read older versions of it.
-
-        Args:
-            trained: name -> parameter, for all that are trained now.
         """
         if self.stages is None or self.engine is None or self.failed:
             self._trained = dict(trained)
@@ -352,7 +346,6 @@ class Session:
         self._start(self.stages.training(trained).relaying(self._normalising()), state)
 
     def _normalising(self) -> Iterator[tuple[str, str]]:
-        """List the statistics of normalising modules that training changes from now on."""
         for path, m in self._module.named_modules():
             if isinstance(m, _NormBase) and m.training and m.track_running_stats:
                 yield from ((path, f"{path}.{name}") for name, _ in m.named_buffers())
@@ -408,7 +401,6 @@ class Session:
                 self._first.send()
 
     def _begin_watch(self) -> None:
-        """Notice what changes weights of which others have copies or versions."""
         if self._probe.num_workers == 1:
             return
         groups = self._weights
@@ -509,7 +501,6 @@ class Session:
     # ------------------------------------------------------------------ no worker has all
 
     def _take_own(self, plan: Plan) -> None:
-        """Have the own stages for good, and what belongs to none."""
         assert self.stages is not None
         stage_of = self.stages.stage_of
         named = self._module.named_parameters()
@@ -573,7 +564,6 @@ class Session:
         ]
 
     def _check_buffers(self) -> None:
-        """Refuse a buffer that begins to change later than in the first step."""
         for name, buffer, version in self._watched:
             if buffer._version != version:
                 raise StepError(

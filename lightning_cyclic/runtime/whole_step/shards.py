@@ -35,8 +35,6 @@ _WHERE = (
 
 
 class _Place(NamedTuple):
-    """Say where in a version of a stage a tensor lies."""
-
     j: int
     v: int
     dtype: torch.dtype
@@ -62,11 +60,9 @@ class Replica:
         self._stores = stores
 
     def has(self, j: int) -> bool:
-        """Say whether the module shows the parameters of a stage."""
         return True
 
     def enter(self, j: int, v: int) -> None:
-        """Let the module show what a forward reads; older versions have been read."""
         self._stores[j].show(v)
         self._stores[j].drop_below(v)
 
@@ -82,8 +78,7 @@ class Replica:
     def packing(self) -> AbstractContextManager[Any]:
         return nullcontext()
 
-    def stay(self) -> None:
-        """Hide nothing until the end of the step."""
+    def stay(self) -> None: ...
 
     def stay_no_longer(self) -> None: ...
 
@@ -140,7 +135,6 @@ class Shards(Replica):
         return j not in self._foreign or j in self._shown
 
     def show(self, j: int, v: int) -> None:
-        """Let the module show a version that is here."""
         for p in self._stores[j].parameters:
             come_back(p)
         self._stores[j].show(v)
@@ -214,7 +208,6 @@ class Shards(Replica):
 
     @property
     def foreign(self) -> list[str]:
-        """Return the names of the parameters that come and go."""
         return [n for j in self._foreign for n in self._names[j]]
 
     @override

@@ -93,7 +93,6 @@ class VersionStore:
         return self._versions[v]
 
     def show(self, v: int) -> None:
-        """Point the parameters at version ``v``."""
         buffer = self._versions[v]
         if buffer is not self._shown:
             with self.changing():
@@ -110,7 +109,6 @@ class VersionStore:
         self._shown = None
 
     def put(self, v: int, buffer: Buffer, word: int = 0) -> None:
-        """Keep ``buffer`` as version ``v``."""
         with self._changing:
             self._versions[v] = buffer
             self.words[v] = word
@@ -129,7 +127,6 @@ class VersionStore:
         self.drop_below(v)
 
     def forget(self, v: int) -> None:
-        """Forget one version, which the parameters do not show any more."""
         with self._changing:
             buffer = self._versions.pop(v)
             self.words.pop(v, None)
@@ -138,7 +135,6 @@ class VersionStore:
         buffer.let_go()
 
     def has_left(self, v: int) -> bool:
-        """Say whether nothing of a version is on its way to others any more."""
         return all(sent.pending.is_done() for sent in self._versions[v].sent)
 
     def hold(self, v: int) -> None:
