@@ -21,7 +21,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_cyclic.compat import GradientAccumulationScheduler, Trainer, rank_zero_info
+from lightning_cyclic.compat import GradientAccumulationScheduler, Trainer
 from lightning_cyclic.errors import ConfigurationError, StepError
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.plugin import checkpoint as ckpt
@@ -103,7 +103,6 @@ class ReplicatedTraining(AbstractTraining):
             accumulates=may_accumulate(trainer) and not self._plans_batches,
             memory_limit_bytes=options.memory_limit_bytes,
             outcomes=self._scaling and self._scaling.outcomes,
-            say=rank_zero_info,
         )
         self._session: Session = Session(
             self._module,

@@ -60,7 +60,6 @@ class SessionConfig:
         memory_limit_bytes: most bytes of parameters that a worker may have for good. [any number]
         outcomes: is told whether gradients were finite, where a loss scale follows from it.
             [gradients must be]
-        say: tells the user, once.
     """
 
     make_plan: Callable[[int, tuple[int, ...], tuple[int, ...], int], Plan]
@@ -75,7 +74,6 @@ class SessionConfig:
     outcomes: Outcomes | None = None
     forms: WeightForms = ALL
     sums: SumDtypes = AS_MADE
-    say: Callable[[str], None] = print
 
 
 def auto_stages(num_workers: int, num_bytes: int) -> int:
@@ -110,8 +108,8 @@ class Session:
         self._update = update
         self._seed = config.seed
         self.stop_requested = False
-        self._batches = 0  # of the step under way
-        self._rounds = 1  # of the plan
+        self.batches = 0  # of the step under way whose forwards have begun
+        self.rounds = 1  # batches of a step, as far as the plan knows
         self.failed = False
         self._losses = LateValues()
         self._watched: list[tuple[str, Tensor, int]] = []
@@ -152,11 +150,7 @@ class Session:
     @property
     def is_between_steps(self) -> bool:
         """Say whether the batch that comes is the first of its step."""
-        return self._batches == 0
-
-    @property
-    def batches(self) -> int:
-        return self._batches
+        return self.batches == 0
 
     @property
     def with_state(self) -> list[nn.Parameter]:
@@ -218,14 +212,9 @@ class Session:
 
     def take_rounds(self, rounds: int) -> None:
         """Run so many batches in each step from now on; behind a flush, on all workers at once."""
-        self._rounds = rounds
+        self.rounds = rounds
         if self.engine is not None:
             self.engine.follow(self._make_plan())
-
-    @property
-    def rounds(self) -> int:
-        """Return how many batches a step has, as far as the plan knows."""
-        return self._rounds
 
     @contextmanager
     def forward(self, batch: Any, *, last: bool, ends: bool = False) -> Iterator[None]:
@@ -234,9 +223,9 @@ class Session:
         Args:
             last: False while gradients only accumulate on this worker.
         """
-        first = self._batches == 0
-        key = self._worker + (self._batches << 32)  # the micro-batch, and which of its batches
-        self._batches = 0 if last else self._batches + 1
+        first = self.batches == 0
+        key = self._worker + (self.batches << 32)  # the micro-batch, and which of its batches
+        self.batches = 0 if last else self.batches + 1
         if first:
             self._begin_watch()
         with self._draws.keyed(self._seed, self.t, key):
@@ -473,7 +462,7 @@ class Session:
             self._update,
             state,
             paced=self._config.paced,
-            aside=self._aside,
+            aside=lambda: self._draws.aside(),  # others follow the draws of the step
             forms=self._config.forms,
             sums=self._config.sums,
             watch=self._watch,
@@ -493,10 +482,7 @@ class Session:
         until = tuple(stages.stages[j].buffers_final_after for j in stages.relayed)
         if self._config.accumulates:  # forwards of the last batch begin when all of the first end
             until = (len(stages.stages) - 1,) * len(until)
-        return self._config.make_plan(len(stages.stages), stages.relayed, until, self._rounds)
-
-    def _aside(self) -> AbstractContextManager[None]:
-        return self._draws.aside()  # of the draws of the step, which others follow
+        return self._config.make_plan(len(stages.stages), stages.relayed, until, self.rounds)
 
     # ------------------------------------------------------------------ no worker has all
 
