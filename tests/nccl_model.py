@@ -40,8 +40,8 @@ from lightning_cyclic.runtime.transport.base import (
 )
 from lightning_cyclic.runtime.transport.crew import Crew
 from lightning_cyclic.runtime.transport.line import Line, Way
-from lightning_cyclic.runtime.transport.local import LocalTransport, PostOffice
 from lightning_cyclic.runtime.transport.named import NamedTransport
+from tests.local_transport import LocalTransport, PostOffice
 from tests.runtime.transport.rings import reason_of
 
 _HEAD_BYTES = 32

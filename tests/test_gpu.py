@@ -32,9 +32,10 @@ from lightning_cyclic.plan import PRESETS, make_plan
 from lightning_cyclic.plugin.precision.sparse_state import SparseStatePrecision
 from lightning_cyclic.registration import make_strategy
 from lightning_cyclic.runtime.messages import Message
-from lightning_cyclic.runtime.transport import HostStagedTransport, LocalTransport, PostOffice
+from lightning_cyclic.runtime.transport import HostStagedTransport
 from tests import processes, pruned
 from tests.corpus import assert_same
+from tests.local_transport import LocalTransport, PostOffice
 from tests.processes import here
 from tests.runtime.partial_step.crews import Crew, compare
 

@@ -16,11 +16,9 @@ from lightning_cyclic.runtime.transport import (
     AbstractPending,
     AbstractTransport,
     CountingTransport,
-    LocalTransport,
     Part,
-    PostOffice,
 )
-from lightning_cyclic.runtime.transport.local import LocalCrew
+from tests.local_transport import LocalCrew, LocalTransport, PostOffice
 
 CPU = torch.device("cpu")
 X = torch.arange(24.0).reshape(4, 6)

@@ -9,8 +9,8 @@ import pytest
 from lightning_cyclic.errors import PeerError, WaitTimeoutError
 from lightning_cyclic.plan import make_plan
 from lightning_cyclic.plan.actions import Kind
-from lightning_cyclic.runtime.transport import LocalTransport, PostOffice
 from lightning_cyclic.runtime.waiting import Waiter
+from tests.local_transport import LocalTransport, PostOffice
 from tests.runtime.whole_step.test_engine import Worker, find_stages, loss, mlp, run_workers, sgd
 
 

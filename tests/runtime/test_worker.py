@@ -13,8 +13,8 @@ from lightning_cyclic.plan import make_plan
 from lightning_cyclic.plan.actions import Action, Lane, parse
 from lightning_cyclic.plan.dataflow import Dataflow
 from lightning_cyclic.runtime.messages import Message, Messages
-from lightning_cyclic.runtime.transport import LocalTransport, PostOffice
 from lightning_cyclic.runtime.worker import Worker
+from tests.local_transport import LocalTransport, PostOffice
 
 CPU = torch.device("cpu")
 PLAN = make_plan("cyclic_dp", num_stages=2, num_workers=2)

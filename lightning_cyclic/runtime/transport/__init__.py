@@ -8,7 +8,6 @@ from lightning_cyclic.runtime.transport.base import (
 )
 from lightning_cyclic.runtime.transport.edges import EdgeTransport
 from lightning_cyclic.runtime.transport.host_staged import HostStagedTransport
-from lightning_cyclic.runtime.transport.local import LocalTransport, PostOffice
 from lightning_cyclic.runtime.transport.named import NamedTransport
 
 __all__ = [
@@ -17,8 +16,6 @@ __all__ = [
     "CountingTransport",
     "EdgeTransport",
     "HostStagedTransport",
-    "LocalTransport",
     "NamedTransport",
     "Part",
-    "PostOffice",
 ]

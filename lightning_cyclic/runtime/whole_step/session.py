@@ -462,7 +462,7 @@ class Session:
             self._update,
             state,
             paced=self._config.paced,
-            aside=lambda: self._draws.aside(),  # others follow the draws of the step
+            aside=self._aside,
             forms=self._config.forms,
             sums=self._config.sums,
             watch=self._watch,
@@ -483,6 +483,9 @@ class Session:
         if self._config.accumulates:  # forwards of the last batch begin when all of the first end
             until = (len(stages.stages) - 1,) * len(until)
         return self._config.make_plan(len(stages.stages), stages.relayed, until, self.rounds)
+
+    def _aside(self) -> AbstractContextManager[None]:
+        return self._draws.aside()  # of the draws of the step, which others follow
 
     # ------------------------------------------------------------------ no worker has all
 

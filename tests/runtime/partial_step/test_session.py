@@ -20,7 +20,7 @@ from lightning_cyclic.runtime.stages.cuts import Cuts, choose_cuts
 from lightning_cyclic.runtime.stages.places import CutPoints
 from lightning_cyclic.runtime.stages.survey import survey
 from lightning_cyclic.runtime.transport import CountingTransport
-from lightning_cyclic.runtime.transport.local import LocalTransport, PostOffice
+from tests.local_transport import LocalTransport, PostOffice
 from tests.rows import in_turn
 
 from .crews import compare, summarise

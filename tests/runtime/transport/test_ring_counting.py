@@ -6,7 +6,7 @@ import pytest
 
 from lightning_cyclic.plan.actions import Payload
 from lightning_cyclic.runtime.transport.base import CountingTransport, Part
-from lightning_cyclic.runtime.transport.local import LocalTransport, PostOffice
+from tests.local_transport import LocalTransport, PostOffice
 from tests.nccl_model import Fabric, Rules, ThreadedModel
 from tests.runtime.transport.rings import SUMS, THERE, ring, room
 

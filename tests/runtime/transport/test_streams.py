@@ -15,8 +15,8 @@ import torch
 
 from lightning_cyclic.runtime.transport import streams
 from lightning_cyclic.runtime.transport.line import Gone
-from lightning_cyclic.runtime.transport.local import LocalCrew, PostOffice
 from lightning_cyclic.runtime.transport.streams import ChannelStreams, own_error_handling
+from tests.local_transport import LocalCrew, PostOffice
 from tests.runtime.transport.rings import SUMS, THERE, room
 
 Log = list[str]

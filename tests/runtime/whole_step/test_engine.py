@@ -15,8 +15,9 @@ from torch.nn import functional as F
 from lightning_cyclic.plan import make_plan
 from lightning_cyclic.plan.actions import Action, Kind, Payload
 from lightning_cyclic.runtime.stages.stage_map import Recorder, StageMap, make_stages
-from lightning_cyclic.runtime.transport import CountingTransport, LocalTransport, PostOffice
+from lightning_cyclic.runtime.transport import CountingTransport
 from lightning_cyclic.runtime.whole_step.engine import Engine, up_to_updates
+from tests.local_transport import LocalTransport, PostOffice
 from tests.rows import more
 from tests.sequential import train
 
