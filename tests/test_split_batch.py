@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from lightning_cyclic.errors import ConfigurationError, StepError
-from lightning_cyclic.plugin.split_hook import split_hook
+from lightning_cyclic.plugin.pipeline_session import split_hook
 from tests import processes
 from tests.corpus import assert_same, make_trainer, weights_of
 

@@ -25,7 +25,7 @@ from lightning_cyclic.compat import (
 )
 from lightning_cyclic.errors import CyclicError, PlanError
 from lightning_cyclic.planner.profile import ModelProfile
-from lightning_cyclic.plugin.split_hook import first_part
+from lightning_cyclic.plugin.pipeline_session import first_part
 from lightning_cyclic.runtime.snapshot import untouched
 from lightning_cyclic.runtime.stages.best_places import most_stages
 from lightning_cyclic.runtime.stages.cuts import choose_cuts

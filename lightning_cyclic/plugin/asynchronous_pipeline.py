@@ -83,7 +83,6 @@ def check_monitors(trainer: Trainer, preset: str, *, validates: bool) -> None:
 
 
 def _decides(callback: Any, trainer: Trainer, *, validates: bool) -> bool:
-    """Say whether a callback decides by its metric behind a batch, or behind validation."""
     if isinstance(callback, EarlyStopping):
         return validates and not callback._check_on_train_epoch_end
     if not isinstance(callback, ModelCheckpoint):
@@ -124,14 +123,7 @@ def _ranks(ranks: list[int]) -> str:
 
 @final
 class AsynchronousPipelineTraining(PipelineTraining):
-    """Train a module whose stages are apart, steps flowing into each other.
-
-    Args:
-        trainer: whose loops call, set up but for this.
-        options: what the user chose.
-        plan: with as many stages as are expected.
-        reductions: refuses meetings inside steps.
-    """
+    """Train a module whose stages are apart, steps flowing into each other."""
 
     def __init__(
         self, trainer: Trainer, options: Options, plan: Plan, reductions: HeldReductions
@@ -258,7 +250,6 @@ class AsynchronousPipelineTraining(PipelineTraining):
         self._guard.forget()
 
     def _asked_before(self) -> int:
-        """Return the step before which all workers stop; 0 if none was asked to."""
         if self._stop is None or not self._asked():
             return 0
         # replicas run ahead of each other by two steps at most, as they read common versions
@@ -277,7 +268,6 @@ class AsynchronousPipelineTraining(PipelineTraining):
     def optimizer_step(
         self, own: Own, optimizer: Optimizer, closure: Closure, model: Any = None, **kwargs: Any
     ) -> Any:
-        """Run the closure, in which the program updates what is due."""
         self._updates.remember(self._session.t, self._trainer.optimizers[0], kwargs)
         with self._updates.unchanged():
             return closure()

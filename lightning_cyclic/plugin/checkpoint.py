@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from lightning_cyclic.compat import rank_zero_warn
 from lightning_cyclic.errors import ConfigurationError
 from lightning_cyclic.plan import Plan
-from lightning_cyclic.plugin.group_values import values_of
+from lightning_cyclic.plugin.optimizers import values_of
 from lightning_cyclic.runtime.agreement import merged
 
 KEY = "lightning_cyclic"
@@ -30,13 +30,7 @@ FORMAT = 2  # of what is under it; a reader refuses others
 
 
 def whole_state(optimizer: Optimizer, owned: Sequence[nn.Parameter], group: Any) -> dict[str, Any]:
-    """Return the whole optimizer state on worker 0, this worker's part elsewhere.
-
-    Args:
-        optimizer: holds state for the parameters that this worker owns.
-        owned: those parameters.
-        group: process group of all workers for what is in the host's memory; None for one worker.
-    """
+    """Return the whole optimizer state on worker 0, this worker's part elsewhere."""
     mine = owned_state(optimizer, owned, group)
     if "state" in mine:
         mine["state"] = dict(sorted(merged(mine["state"], group).items()))
@@ -61,13 +55,7 @@ def owned_state(optimizer: Optimizer, owned: Sequence[nn.Parameter], group: Any)
 
 
 def part_of_state(module: nn.Module, own: Collection[str], *, rest: bool) -> dict[str, Any]:
-    """Return a part of the weights under the names of ``module.state_dict()``.
-
-    Args:
-        module: of which this worker has a part.
-        own: parameters and buffers, each under one of its names.
-        rest: whether what is neither goes with them.
-    """
+    """Return a part of the weights under the names of ``module.state_dict()``."""
     named = [*module.named_parameters(), *module.named_buffers()]
     by_id = {id(x): n for n, x in named}
     return {
@@ -99,7 +87,6 @@ def check_format(saved: Mapping[str, Any], path: object) -> None:
 
 
 def is_local(path: str | Path) -> bool:
-    """Say whether a path is one of this host's file systems."""
     return "://" not in str(path)
 
 
@@ -146,5 +133,4 @@ def numbers(plan: Plan) -> dict[str, Any]:
 
 
 def in_order(optimizer: Optimizer) -> list[nn.Parameter]:
-    """Return an optimizer's parameters in the order of their numbers."""
     return [p for group in optimizer.param_groups for p in group["params"]]

@@ -82,8 +82,6 @@ def check_file(path: Path, *, reads: bool) -> None:
     """Refuse a file that is not as it was written; all ranks must call it, and do so alike.
 
     Args:
-        path: of the file, by whoever wrote it with torch.save; one that is not there is left to
-            who reads it.
         reads: whether this rank is one that reads all of it.
 
     Raises:

@@ -53,11 +53,7 @@ def by_names(state: Mapping[str, Any], optimizer: Optimizer, module: nn.Module) 
 
 
 def check_folder(path: Any, checkpoint_io: CheckpointIO, storage_options: Any) -> None:
-    """Refuse what cannot write folders.
-
-    Raises:
-        ConfigurationError: with the path, or with who was to write.
-    """
+    """Refuse what cannot write folders."""
     given = ""
     if not is_local(path):
         given = f"the path {str(path)!r}"
@@ -82,7 +78,6 @@ def write_folder(
         checkpoint: of this rank, with its part of the weights and of the state of optimizers.
         path: of the folder, the same on all ranks.
         delayed: this rank's part of what is delayed, if anything is.
-        group: process group of all ranks; None for one rank, or the default group.
 
     Raises:
         CheckpointException: on every rank, where one cannot write.
@@ -137,18 +132,13 @@ def _remove(path: Path) -> None:
 
 @final
 class CheckpointFolder:
-    """Read a folder; ranks do so without each other.
-
-    Args:
-        path: of the folder.
-    """
+    """Read a folder; ranks do so without each other."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._stateless: dict[str, Any] = {}  # optimizers
 
     def read(self, *keys: str) -> dict[str, Any]:
-        """Return what lies under some keys, whole names or beginnings of them up to a dot."""
         found: dict[str, Any] = {}
         planner = _EmptyStateDictLoadPlanner(keys=set(keys))  # type: ignore[no-untyped-call]
         _load_state_dict(
@@ -160,7 +150,6 @@ class CheckpointFolder:
         """Return what a plain file would hold, but for the state of optimizers, as it is large.
 
         Args:
-            meta: what ``meta.pt`` holds.
             lazily: whether weights are read where they are used, one by one.
         """
         index = FileSystemReader(self._path).read_metadata().state_dict_metadata
@@ -198,9 +187,6 @@ class CheckpointFolder:
         """Return an optimizer's state, by names of its parameters.
 
         Args:
-            k: number of the optimizer.
-            optimizer: that is to have the state.
-            module: of its parameters.
             wanted: parameters whose state is read. [all]
         """
         name, keys = f"optimizer_{k}", [f"optimizer_{k}"]
@@ -227,7 +213,6 @@ class CheckpointFolder:
 
 
 def _names_of(optimizer: Optimizer, module: nn.Module) -> list[str]:
-    """Return the names of an optimizer's parameters, in its order; else their numbers."""
     names = {id(p): n for n, p in module.named_parameters()}
     return [names.get(id(p), str(k)) for k, p in enumerate(in_order(optimizer))]
 

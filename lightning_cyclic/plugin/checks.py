@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -60,25 +60,13 @@ def check_plan(plan: Plan) -> None:
 
 
 def workers_per_host(hosts: Sequence[str]) -> int:
-    """Return how many neighbouring ranks share a host, if all of several hosts have as many.
-
-    Args:
-        hosts: of each rank.
-    """
+    """Return how many neighbouring ranks share a host, if all of several hosts have as many."""
     runs = [len(list(run)) for _, run in groupby(hosts)]
     return runs[0] if len(set(runs)) == 1 and len(set(hosts)) == len(runs) > 1 else 1
 
 
 def check_hosts_of_groups(plan: Plan, hosts: Sequence[str]) -> None:
-    """Refuse groups whose workers are on several hosts, between which messages take longer.
-
-    Args:
-        plan: whose workers are ranks.
-        hosts: of each rank.
-
-    Raises:
-        ConfigurationError: with the ranks of a group, and where they are.
-    """
+    """Refuse groups whose workers are on several hosts, between which messages take longer."""
     for first in range(0, plan.num_workers, plan.group_size):
         ranks = plan.group(first)
         found = [hosts[rank] for rank in ranks]
@@ -120,11 +108,7 @@ def _not_run(plan: Plan, what: str) -> PlanError:
 
 
 def check_trainer(trainer: Trainer, module: LightningModule, *, sync_batchnorm: bool) -> None:
-    """Refuse Trainer flags and modules that cannot be trained so.
-
-    Raises:
-        ConfigurationError: with the flag, what is allowed and what to do.
-    """
+    """Refuse Trainer flags and modules that cannot be trained so."""
     if isinstance(trainer.accelerator, MPSAccelerator):
         raise ConfigurationError(
             "accelerator 'mps' cannot send point-to-point messages between processes; allowed: "
@@ -171,11 +155,7 @@ def scaler_of(trainer: Trainer) -> GradScaler | None:
 def check_pipeline(
     trainer: Trainer, module: LightningModule, *, fitting: bool, sync_batchnorm: bool
 ) -> None:
-    """Refuse what pipelines cannot do.
-
-    Raises:
-        ConfigurationError: with the flag, what is allowed and what to do.
-    """
+    """Refuse what pipelines cannot do."""
     if fitting:
         check_trainer(trainer, module, sync_batchnorm=sync_batchnorm)
     check_no_averaging(trainer, "of which each worker of a pipeline has a part")
@@ -185,11 +165,7 @@ def check_no_averaging(trainer: Trainer, why: str) -> None:
     """Refuse callbacks that average weights, where there are several workers.
 
     Args:
-        trainer: with its callbacks.
         why: they cannot, in words behind "the whole module".
-
-    Raises:
-        ConfigurationError: with the callback.
     """
     callbacks = trainer.callbacks if trainer.world_size > 1 else []  # type: ignore[attr-defined]
     for callback in callbacks:
@@ -202,11 +178,7 @@ def check_no_averaging(trainer: Trainer, why: str) -> None:
 
 
 def check_flow(trainer: Trainer) -> None:
-    """Refuse what pipelines without a flush cannot do.
-
-    Raises:
-        ConfigurationError: gradients accumulated over batches, or a backward of the module's own.
-    """
+    """Refuse what pipelines without a flush cannot do."""
     if is_overridden("backward", trainer.lightning_module):
         raise ConfigurationError(
             f"{type(trainer.lightning_module).__name__}.backward is not Lightning's own, but a "
@@ -230,11 +202,7 @@ def check_flow(trainer: Trainer) -> None:
 
 
 def check_optimizers(optimizers: Sequence[Optimizer]) -> None:
-    """Refuse optimizers that cannot update one stage without the others.
-
-    Raises:
-        ConfigurationError: no optimizer, several, or one that couples parameters.
-    """
+    """Refuse optimizers that cannot update one stage without the others."""
     if len(optimizers) != 1:
         raise ConfigurationError(
             f"configure_optimizers returned {len(optimizers)} optimizers; allowed: 1; "
@@ -249,11 +217,7 @@ def check_optimizers(optimizers: Sequence[Optimizer]) -> None:
 
 
 def check_no_exchange(optimizer: Optimizer, preset: str) -> None:
-    """Refuse schedule-free optimizers where workers read several versions of the weights.
-
-    Raises:
-        ConfigurationError: an optimizer that exchanges them between steps.
-    """
+    """Refuse schedule-free optimizers where workers read several versions of the weights."""
     if all(callable(getattr(optimizer, name, None)) for name in ("train", "eval")):
         raise ConfigurationError(
             f"{type(optimizer).__name__} exchanges the weights between steps, by train() and "
@@ -264,11 +228,7 @@ def check_no_exchange(optimizer: Optimizer, preset: str) -> None:
 
 
 def check_is_apart(module: nn.Module, memory_limit_bytes: int) -> None:
-    """Refuse a module that exceeds a rank's limit, but that each rank has as a whole.
-
-    Raises:
-        ConfigurationError: with both numbers of bytes.
-    """
+    """Refuse a module that exceeds a rank's limit, but that each rank has as a whole."""
     present = sum(num_bytes_of(p) for p in module.parameters() if not is_absent(p))
     if present > memory_limit_bytes and dist.is_initialized() and dist.get_world_size() > 1:
         raise ConfigurationError(
@@ -284,12 +244,8 @@ def check_beyond_memory(trainer: Trainer, *, in_files: bool, by_stages: bool) ->
     """Refuse what needs the whole of a module that no rank may have.
 
     Args:
-        trainer: of the fit.
         in_files: whether checkpoints are files, not folders.
         by_stages: whether ranks run stages; else whole steps.
-
-    Raises:
-        ConfigurationError: checkpoints in one file, or validation on every rank.
     """
     if in_files and trainer.checkpoint_callbacks:
         refuse_file("checkpoints of this run")
@@ -303,11 +259,7 @@ def check_beyond_memory(trainer: Trainer, *, in_files: bool, by_stages: bool) ->
 
 
 def refuse_file(what: str) -> NoReturn:
-    """Refuse a checkpoint of one file, which a rank would read or write whole.
-
-    Raises:
-        ConfigurationError: always.
-    """
+    """Refuse a checkpoint of one file, which a rank would read or write whole."""
     raise ConfigurationError(
         f"{what} would be one file, of which a rank has the whole, but all parameters together "
         "exceed memory_limit_bytes; allowed: folders, of which each rank has its part; use "
@@ -371,3 +323,31 @@ def _check_dense(module: nn.Module) -> None:
                 f"{path!r} makes sparse gradients, whose size differs from worker to worker; "
                 f"allowed: dense ones; use nn.{type(m).__name__}(..., sparse=False)"
             )
+
+
+_INSIDE = ("sampler", "batch_sampler")  # of loaders, of batch samplers, and of what wraps them
+
+
+def check_samplers(loader: object, wanted: Mapping[str, int], preset: str) -> None:
+    """Refuse a sampler that gives ranks of one replica different data."""
+    for sampler in _samplers(loader):
+        given = {name: getattr(sampler, name, None) for name in wanted}
+        if all(isinstance(x, int) for x in given.values()) and given != wanted:
+            raise ConfigurationError(
+                f"a loader has a {type(sampler).__name__} with {_words(given)}, but under preset "
+                f"{preset!r} the ranks of a replica run stages of the same batches; allowed on "
+                f"this rank: {_words(wanted)}; make it with "
+                "DistributedSampler(data, **self.trainer.distributed_sampler_kwargs), or leave "
+                "sampler=... out, and Lightning makes one where data are to be divided"
+            )
+
+
+def _samplers(holder: Any, depth: int = 4) -> Iterator[Any]:
+    for inner in (getattr(holder, name, None) for name in _INSIDE if depth):
+        if inner is not None:
+            yield inner
+            yield from _samplers(inner, depth - 1)
+
+
+def _words(numbers: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={number}" for name, number in numbers.items())

@@ -89,10 +89,6 @@ def clip_stages(
     """Clip gradients by the norm over all stages, as one process that has them all would.
 
     Args:
-        session: whose stages they are.
-        optimizer: of this worker's parameters.
-        clip_val: largest norm.
-        by_stage: clip each stage by its own norm, as freshest weights do.
         overflowed: whether gradients of this worker were not finite, when hooks had not seen them.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]

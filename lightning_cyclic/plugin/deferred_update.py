@@ -12,15 +12,17 @@ from torch.optim import Optimizer
 
 from lightning_cyclic.compat import Trainer, call, is_overridden
 from lightning_cyclic.errors import ConfigurationError, StepError
-from lightning_cyclic.plugin.group_values import (
+from lightning_cyclic.plugin.optimizers import (
     Values,
+    Written,
     changed_values,
+    check_parted,
     copied,
     noted_values,
     put_values,
     values_of,
+    without_closure,
 )
-from lightning_cyclic.plugin.optimizers import Written, check_parted, without_closure
 from lightning_cyclic.plugin.records import refused_in_update
 from lightning_cyclic.plugin.reductions import HeldReductions
 from lightning_cyclic.runtime.absent import Home, come_back, home_of, leave
@@ -38,10 +40,6 @@ class HiddenGradients:
     Replicated workers, and steps that flow into each other, update stage by stage: each gradient
     is whole for a moment, on one worker. A hook that read all of them, to log their norm, got some
     of them, its own part of them, or nothing. Now it gets those that are whole, or an error.
-
-    Args:
-        trainer: whose callbacks and module have the hooks.
-        preset: name of the plan, for errors.
     """
 
     def __init__(self, trainer: Trainer, preset: str) -> None:
@@ -56,7 +54,6 @@ class HiddenGradients:
         """Run the body, which calls a hook, with only some gradients to be read.
 
         Args:
-            hook: its name.
             shown: parameters whose gradients are whole.
         """
         if not self._is_used(hook):
@@ -90,17 +87,11 @@ class HiddenGradients:
         vars(plugin)["post_backward"] = post_backward
 
     def read(self, names: Sequence[str]) -> None:
-        """Let values be read, if they are here."""
         away = [n for n in names if self._homes[n] is not None]
         if away and (home := self._homes[away[0]]) is not None:  # they have one home
             home.read(away)
 
     def read_gradient(self, name: str) -> None:
-        """Refuse.
-
-        Raises:
-            ConfigurationError: always.
-        """
         raise ConfigurationError(
             f"{user_line()} reads the gradient of {name!r} in {self._hook}, which under preset "
             f"{self._preset!r} is not whole there: stages are updated one by one, each where its "
@@ -123,15 +114,11 @@ class DeferredUpdates:
     """Remember an optimizer's hyper-parameters by step, and apply updates with them.
 
     Args:
-        trainer: whose hooks and clipping run around each update.
-        preset: name of the plan, for errors.
         clip: "stage" clips each stage by its own norm, "global" by the norm over all stages.
-        reductions: refuses what would wait for all workers while an update is applied.
         parameters_of: stage -> its parameters on this worker.
         total_norm: (step, parameters) -> the norm over all stages.
         lag: steps by which an update, or what reads its hyper-parameters, is late at most.
         is_scaled: whether norms are taken before hooks run, to look for overflows.
-        forms: which weights the parameters stand for, and what an update does besides.
         may_log: whether all ranks run the hooks of an update in its own step, and once.
     """
 
@@ -200,19 +187,13 @@ class DeferredUpdates:
                 )
 
     def put_groups(self, t: int, groups: Values) -> None:
-        """Take the hyper-parameters of step ``t`` from a checkpoint."""
         self._remembered[t] = _Remembered(groups, {}, self._trainer.global_step)
 
     def groups_of(self, t: int) -> Values:
-        """Return the hyper-parameters of step ``t``, by parameter group."""
         return self._remembered[t].groups
 
     def require(self, t: int) -> None:
-        """Refuse that step ``t`` is run without an update.
-
-        Raises:
-            StepError: nothing is remembered of it.
-        """
+        """Refuse that step ``t`` is run without an update."""
         if t not in self._remembered:
             raise no_update(self._preset, t)
 
@@ -226,7 +207,6 @@ class DeferredUpdates:
         """Run hooks, clipping and the optimizer on the gradients of the given stages.
 
         Args:
-            t: step.
             stages: whose gradients are in ``p.grad``.
             skips: leave the optimizer out, as a gradient scaler does that finds an overflow.
         """
@@ -285,7 +265,6 @@ class DeferredUpdates:
                 group.update(new)
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
-        """Stand in for the precision plugin's method: one stage's norm, or all stages'."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         if self._clip == "stage":
             torch.nn.utils.clip_grad_norm_(parameters, clip_val)
@@ -295,11 +274,7 @@ class DeferredUpdates:
         torch.nn.utils.clip_grads_with_norm_(parameters, clip_val, total)
 
     def _check_measured(self) -> None:
-        """Refuse gradients that are others than those whose norms all have been told.
-
-        Raises:
-            StepError: a hook has changed them.
-        """
+        """Refuse gradients that are others than those whose norms all have been told."""
         for p, grad, version in self._measured:
             if p.grad is not grad or (grad is not None and grad._version != version):
                 raise StepError(
@@ -335,15 +310,12 @@ class DeferredUpdates:
 
 
 class _Remembered(NamedTuple):
-    """Hold what an update needs of its step: values by group, arguments, and the step's number."""
-
     groups: Values
     kwargs: dict[str, Any]
     global_step: int
 
 
 def no_update(preset: str, t: int) -> StepError:
-    """Make the error of a step whose gradients nobody applies."""
     return StepError(
         f"the module's optimizer_step did not call optimizer.step(closure) in step {t}, but under "
         f"preset {preset!r} other ranks wait for each update; allowed: an update in every step; "
@@ -353,7 +325,6 @@ def no_update(preset: str, t: int) -> StepError:
 
 @contextmanager
 def _counting(trainer: Trainer, global_step: int) -> Iterator[None]:
-    """Let ``trainer.global_step`` be the number of the step whose update is made."""
     loop = trainer.fit_loop.epoch_loop.automatic_optimization
     steps = loop.optim_progress.optimizer.step.total
     now, steps.completed = steps.completed, global_step

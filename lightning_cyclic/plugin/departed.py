@@ -69,14 +69,7 @@ DEPARTED: Final[dict[str, str]] = {
 
 
 def refuse_departed(given: Mapping[str, object]) -> None:
-    """Say what to do in the place of arguments, or values of them, that there were.
-
-    Args:
-        given: name of an argument -> its value.
-
-    Raises:
-        ConfigurationError: with the first of them that is known no more.
-    """
+    """Say what to do in the place of arguments, or values of them, that there were."""
     for name, value in given.items():
         for text in (f"{name}={value!r}", name):
             if text in DEPARTED:

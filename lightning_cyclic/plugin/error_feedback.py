@@ -22,11 +22,7 @@ from lightning_cyclic.plan import Plan
 
 @final
 class ErrorFeedback:
-    """Correct the updates of stages whose gradients are old (``plan.delay(j) > 0``).
-
-    Args:
-        is_on: whether the user asked for it.
-    """
+    """Correct the updates of stages whose gradients are old (``plan.delay(j) > 0``)."""
 
     def __init__(self, *, is_on: bool) -> None:
         self._is_on = is_on

@@ -47,12 +47,10 @@ class Hooks:
 
     @property
     def transport(self) -> CountingTransport | None:
-        """Return what messages travel by, if any do."""
         return None
 
     @property
     def steps_compared(self) -> int:
-        """Return how many steps have been found equal to the plain ones."""
         return 0
 
     def report(self) -> str | None:
@@ -62,42 +60,33 @@ class Hooks:
     # ------------------------------------------------------------------ steps
 
     def training_step(self, own: Own, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's training step."""
         return own(*args, **kwargs)
 
     def validation_step(self, own: Own, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's validation step."""
         return own(*args, **kwargs)
 
     def test_step(self, own: Own, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's test step."""
         return own(*args, **kwargs)
 
     def predict_step(self, own: Own, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's predict step."""
         return own(*args, **kwargs)
 
     def pre_backward(self, own: Own, closure_loss: Tensor) -> None:
-        """Prepare for a backward."""
         own(closure_loss)
 
     def post_backward(self, own: Own, closure_loss: Tensor) -> None:
-        """End a backward."""
         own(closure_loss)
 
     def optimizer_step(
         self, own: Own, optimizer: Optimizer, closure: Closure, model: Any = None, **kwargs: Any
     ) -> Any:
-        """Run the closure; update, or leave it to the program."""
         return own(optimizer, closure, model, **kwargs)
 
     def accumulating(self, own: Own) -> AbstractContextManager[None]:
-        """Let gradients only accumulate while the body runs."""
         context: AbstractContextManager[None] = own()
         return context
 
     def reduce(self, own: Own, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduce over all workers."""
         return own(tensor, group, reduce_op)
 
     def reduce_boolean_decision(self, own: Own, decision: bool, all: bool = True) -> bool:
@@ -150,10 +139,8 @@ class Hooks:
         return nullcontext()
 
     def load_optimizer_state_dict(self, own: Own, checkpoint: Mapping[str, Any]) -> None:
-        """Load the whole optimizer state."""
         own(checkpoint)
 
     # ------------------------------------------------------------------ the end
 
-    def close(self) -> None:
-        """Take everything off the module and the Trainer again."""
+    def close(self) -> None: ...

@@ -40,11 +40,7 @@ class Position(TypedDict):
 
 @final
 class LoaderPosition:
-    """Note where the training loaders of this rank are, and bring them back there.
-
-    Args:
-        trainer: of which four methods are wrapped, on its own objects.
-    """
+    """Note where the training loaders of this rank are, and bring them back there."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
@@ -65,7 +61,6 @@ class LoaderPosition:
             setattr(holder, name, method)
 
     def close(self) -> None:
-        """Take everything off the Trainer again."""
         for holder, name, _ in self._wrapped:
             vars(holder).pop(name, None)
         self._wrapped = []
@@ -73,7 +68,6 @@ class LoaderPosition:
     # ------------------------------------------------------------------ files
 
     def state(self) -> Position:
-        """Return where the loaders are."""
         batches: Any = self._trainer.fit_loop.epoch_loop.batch_progress
         done = int(batches.current.processed)
         is_over = batches.is_last_batch or done >= self._trainer.num_training_batches
@@ -83,7 +77,6 @@ class LoaderPosition:
         )  # fmt: skip
 
     def now(self) -> dict[str, Any]:
-        """Return where this rank's generators are."""
         states = _collect_rng_states(include_cuda=False)
         if isinstance(numpy := states.pop("numpy", None), tuple):  # whose array no file may have
             states["numpy"] = [numpy[0], torch.tensor(numpy[1].tolist()), *numpy[2:]]
@@ -204,14 +197,12 @@ class LoaderPosition:
             generator.set_state(state)
 
     def _generators(self) -> list[torch.Generator]:
-        """Return the generators that loaders and their samplers draw from, each once."""
         parts = [part for loader in self._loaders for part in (loader, *_samplers(loader))]
         found = (getattr(part, "generator", None) for part in parts)
         return list({id(g): g for g in found if isinstance(g, torch.Generator)}.values())
 
 
 def _samplers(loader: Any) -> Iterator[Any]:
-    """Yield a loader's samplers, and those within them."""
     todo = [getattr(loader, name, None) for name in ("batch_sampler", "sampler")]
     while todo:
         if (sampler := todo.pop()) is not None:

@@ -13,15 +13,14 @@ from __future__ import annotations
 
 import inspect
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Final, final
+from typing import Any, Final, TypeAlias, final
 
-from torch import nn, optim
+from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
 from lightning_cyclic.errors import ConfigurationError
-from lightning_cyclic.plugin.group_values import Values, changed_values, copied, noted_values
 
 SAID_BY: Final = "updates_apart"  # the attribute of an optimizer, or of its class
 _BY_ELEMENT: Final = (
@@ -35,10 +34,6 @@ def updates_each(what: str, optimizer: Optimizer) -> bool:
     """Say whether an optimizer is known, or says itself, to update each of something by itself.
 
     A subclass counts as its parent unless it has a ``step`` of its own.
-
-    Args:
-        what: "parameter" or "element".
-        optimizer: whichever.
 
     Raises:
         ConfigurationError: it says something else.
@@ -73,16 +68,7 @@ def _package(kind: type) -> str:
 
 
 def check_parted(optimizer: Optimizer, updated: Sequence[nn.Parameter], preset: str) -> None:
-    """Refuse to call an optimizer for some of its parameters, unless it treats each by itself.
-
-    Args:
-        optimizer: before its step.
-        updated: parameters that it has gradients of.
-        preset: name of the plan.
-
-    Raises:
-        ConfigurationError: with its class, and how it is let in.
-    """
+    """Refuse to call an optimizer for some of its parameters, unless it treats each by itself."""
     if not updated or updates_each("parameter", optimizer):
         return
     known = {id(p) for p in updated}
@@ -105,9 +91,6 @@ class Written:
     """Find the values that a call of step() writes into groups: counts of steps, most often.
 
     Where stages are updated apart, each call has to begin with what the step before has left.
-
-    Args:
-        optimizer: before its step.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -121,7 +104,6 @@ class Written:
 
 
 def closure_called(optimizer: Optimizer, preset: str) -> ConfigurationError:
-    """Make the error of an optimizer that computes gradients again, at weights of its own."""
     return ConfigurationError(
         f"{type(optimizer).__name__}.step() calls its closure, to compute gradients itself, but "
         f"under preset {preset!r} these are of steps and weights that are over when it is called; "
@@ -144,3 +126,74 @@ def without_closure(optimizer: Optimizer, preset: str) -> Iterator[None]:
         if any("closure" in text for text in (str(error), *(f.line or "" for f in frames))):
             raise closure_called(optimizer, preset) from error
         raise
+
+
+Values: TypeAlias = list[dict[str, Any]]  # by group, without its parameters
+Noted: TypeAlias = list[dict[str, tuple[Any, int]]]  # by group, and how often each was changed
+
+
+def values_of(optimizer: Optimizer) -> Values:
+    return [
+        {k: copied(v) for k, v in group.items() if k != "params"}
+        for group in optimizer.param_groups
+    ]
+
+
+def put_values(
+    optimizer: Optimizer,
+    values: Sequence[Mapping[str, Any]],
+    added: Collection[str] = (),
+) -> None:
+    """Give groups values.
+
+    Args:
+        optimizer: whose groups; those behind the last that has values stay as they are.
+        added: keys that are taken out where there is no value.
+    """
+    for group, given in zip(optimizer.param_groups, values, strict=False):
+        for key in added:
+            if key not in given:
+                group.pop(key, None)
+        group.update({k: copied(v) for k, v in given.items()})
+
+
+def copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def noted_values(optimizer: Optimizer) -> Noted:
+    return [
+        {k: (v, _version(v)) for k, v in group.items() if k != "params"}
+        for group in optimizer.param_groups
+    ]
+
+
+def changed_values(optimizer: Optimizer, before: Noted) -> Values:
+    """Return what is new or has changed in each group; not copies.
+
+    Raises:
+        ConfigurationError: there are other groups.
+    """
+    if len(optimizer.param_groups) != len(before):
+        raise ConfigurationError(
+            "a parameter group of the optimizer was added within a step, by training_step or a "
+            "hook of its backward or update, when it is known what the step updates; allowed: "
+            "groups that come between steps; add it in on_train_batch_start, or where epochs begin"
+        )
+    return [
+        {k: v for k, v in group.items() if k != "params" and _differs(v, noted.get(k))}
+        for group, noted in zip(optimizer.param_groups, before, strict=True)
+    ]
+
+
+def _version(value: Any) -> int:
+    return value._version if isinstance(value, Tensor) else 0
+
+
+def _differs(value: Any, before: tuple[Any, int] | None) -> bool:
+    if before is None:
+        return True
+    then, version = before
+    if isinstance(value, Tensor):  # whose values, on a GPU, would have to be waited for
+        return value is not then or value._version != version
+    return value is not then and bool(value != then)

@@ -32,13 +32,7 @@ Clipping: TypeAlias = Literal["stage", "global"]
 
 
 class Check(NamedTuple):
-    """Say which values an option may have.
-
-    Args:
-        passes: whether a value is one.
-        allowed: the same in words.
-        example: that passes.
-    """
+    """Say which values an option may have."""
 
     passes: Callable[[Any], bool]
     allowed: str
@@ -70,7 +64,6 @@ def _are_stages(given: object) -> bool:
 
 
 def _bandwidth(given: object) -> float:
-    """Return bytes per second; 0 of what is no bandwidth."""
     if isinstance(given, int | float) and not isinstance(given, bool):
         return float(given)
     try:
@@ -118,14 +111,7 @@ CHECKS: Final[Mapping[str, Check]] = {
 
 
 def check_values(given: Mapping[str, Any]) -> None:
-    """Refuse values that options cannot have.
-
-    Args:
-        given: name of an option -> its value.
-
-    Raises:
-        ConfigurationError: with the first of them, what is allowed, and an example.
-    """
+    """Refuse values that options cannot have."""
     for name, value in given.items():
         check = CHECKS[name]
         if not check.passes(value):
@@ -193,10 +179,7 @@ class Options:
     """Hold what the user chose, and make plans of it.
 
     Args:
-        preset: a name; of a mapping of axes the nearest one's.
-        axes: axis -> value, where they are not the preset's.
         network: the links between workers, by which stages are cut.
-        num_workers: how many there are; None while it is not known.
         workers_per_host: how many of them share a host, if all hosts have as many neighbours.
         late_updates: whether stages decide together about a step, as the Trainer's flags ask.
         norms: who is told the norms of all gradients, as these flags ask.
@@ -252,7 +235,6 @@ class Options:
 
     @property
     def is_stagewise(self) -> bool:
-        """Say whether workers run single stages of the step."""
         return is_stagewise(self._probe())
 
     @property
@@ -288,7 +270,6 @@ class Options:
 
     @property
     def predicts(self) -> bool:
-        """Say whether forwards read guesses of weights."""
         return self._probe().axes.weights.looks_ahead
 
     @property
@@ -318,11 +299,9 @@ class Options:
 
     @property
     def clock(self) -> ClockName:
-        """Return whose times decide where stages begin."""
         return "measured" if self.stages == "measured" else "counted"
 
     def worker_of(self, rank: int) -> int:
-        """Return which worker a rank is; known once the number of workers is."""
         assert self.num_workers is not None
         return rank_of(rank, self.num_workers // self.replicas) if self.is_stagewise else rank
 
@@ -341,10 +320,7 @@ class Options:
         """Make the plan.
 
         Args:
-            num_stages: how many stages there are.
-            relayed: stages whose buffers travel.
             relayed_until: the last stage in which those of each change.
-            num_workers: None for as many as there are.
             num_microbatches: of all replicas together; None for the user's choice.
             tied: groups of stages that share parameters.
 
@@ -381,7 +357,6 @@ class Options:
         return plan
 
     def _group_size(self, num_workers: int) -> int:
-        """Return how many workers a group has: by "host" as many as each of several hosts."""
         if num_workers != self.num_workers:
             return 1  # of a plan of plausible numbers
         if self.group_size != "host":
@@ -431,10 +406,6 @@ class Options:
 
     @property
     def _placement(self) -> str | None:
-        """Return the placement that was chosen; None for the preset's.
-
-        One worker that is given several micro-batches runs them on the timetable of as many.
-        """
         given = dict(self.axes).get("placement")
         if given is None and self.num_workers == 1 and (self.num_microbatches or 1) > 1:
             return "single" if PRESETS[self.preset].placement == "replicated" else None
@@ -448,12 +419,6 @@ def chosen_preset(
     given: object, allowed: Sequence[str], placements: Sequence[str], other: str
 ) -> tuple[str, Axes]:
     """Return the name of a preset, and the axis values that are not its own.
-
-    Args:
-        given: a name, or a mapping axis -> value.
-        allowed: presets of the strategy.
-        placements: that it has.
-        other: name of the strategy that has the other presets.
 
     Raises:
         ConfigurationError: neither a name of one, nor a value for each of the four axes; or what
@@ -499,11 +464,7 @@ def _nearest(
 
 
 def network_of(bandwidth: str | float | None) -> Network:
-    """Return the links between workers, by default those of `lightning-cyclic plan`.
-
-    Args:
-        bandwidth: like "10Gbit/s", or bytes per second.
-    """
+    """Return the links between workers, by default those of `lightning-cyclic plan`."""
     return Network(
         latency_s=parse_seconds(DEFAULT_LATENCY),
         bandwidth_bytes_per_s=_bandwidth(DEFAULT_BANDWIDTH if bandwidth is None else bandwidth),

@@ -60,11 +60,6 @@ class SharedMetrics:
 
     A metric is an attribute of the whole module, on every worker, but only one worker runs the
     code that updates it. The others are told its state before anybody computes it.
-
-    Args:
-        trainer: whose loops of evaluation compute metrics.
-        module: whose metrics they are.
-        session: knows which worker updates which.
     """
 
     def __init__(self, trainer: Trainer, module: nn.Module, session: StagewiseSession) -> None:
@@ -90,7 +85,6 @@ class SharedMetrics:
         return share_and_compute
 
     def share(self) -> None:
-        """Bring the states of metrics from the workers that update them to all of a replica."""
         session = self._session
         if session.cuts is None or len(session.replica) == 1:
             return
@@ -101,7 +95,6 @@ class SharedMetrics:
                 metric.__dict__.update(decode(shared.tensors, shared.facts))
 
     def release(self) -> None:
-        """Let metrics synchronize as they did before."""
         for loop in self._loops:
             vars(loop).pop(_STORES_METRICS, None)
         for path, attributes in self._before.items():
@@ -113,14 +106,7 @@ def _syncing(metric: nn.Module) -> dict[str, Any]:
 
 
 class PipelineTraining(AbstractTraining):
-    """Evaluate, save and load a module whose stages are apart.
-
-    Args:
-        trainer: whose loops call, set up but for this.
-        options: what the user chose.
-        plan: with as many stages as are expected.
-        reductions: refuses meetings inside steps.
-    """
+    """Evaluate, save and load a module whose stages are apart."""
 
     def __init__(
         self, trainer: Trainer, options: Options, plan: Plan, reductions: HeldReductions
@@ -153,7 +139,6 @@ class PipelineTraining(AbstractTraining):
         return writers
 
     def _configured(self, config: StagewiseConfig) -> StagewiseConfig:
-        """Return a session's configuration with what this training adds."""
         return replace(config, forms=self._forms)
 
     @override
@@ -215,21 +200,17 @@ class PipelineTraining(AbstractTraining):
     # ------------------------------------------------------------------ evaluation
 
     def validation_step(self, own: Own, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's validation step on the whole module; where it fits."""
         return self._evaluate("validation_step", "val_step_context", args, kwargs)
 
     def test_step(self, own: Own, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's test step."""
         return self._evaluate("test_step", "test_step_context", args, kwargs)
 
     def predict_step(self, own: Own, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's predict step."""
         return self._evaluate("predict_step", "predict_step_context", args, kwargs)
 
     def _evaluate(
         self, step: str, context: str, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        """Run a step of evaluation on the whole batch; the output everywhere."""
         session, given = self._session, StepArguments(args, kwargs)
         call, kind, batch = self._caller(step, context, given), given.kind(step), given.batch
         if session.group is None or (session.cuts is None and not self._needs_stages):
@@ -246,12 +227,10 @@ class PipelineTraining(AbstractTraining):
 
     @property
     def _needs_stages(self) -> bool:
-        """Say whether no rank may have the whole module, and nothing is to be trained."""
         is_fitting = self._trainer.state.fn == TrainerFn.FITTING  # a step of it finds the stages
         return not is_fitting and any(map(is_absent, self._module.parameters()))
 
     def _caller(self, kind: str, context: str, given: StepArguments) -> Callable[[Any], Any]:
-        """Return what runs the user's step on a batch, in the precision plugin's context."""
         step = getattr(self._module, kind)
         make_context = getattr(self._trainer.precision_plugin, context)
 
@@ -265,12 +244,10 @@ class PipelineTraining(AbstractTraining):
     # ------------------------------------------------------------------ all replicas together
 
     def reduce(self, own: Own, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduce over replicas; the workers of one have the same value."""
         self._reductions.check_meeting("a reduction")
         return self._over_replicas(tensor, reduce_op)
 
     def reduce_boolean_decision(self, own: Own, decision: bool, all: bool = True) -> bool:
-        """Decide by all (or any) replicas' decisions."""
         device = self._trainer.strategy.root_device
         agreed = self._over_replicas(torch.tensor(int(decision), device=device), "sum")
         return bool(agreed == self._options.replicas) if all else bool(agreed > 0)
@@ -282,11 +259,6 @@ class PipelineTraining(AbstractTraining):
 
     @override
     def begin_evaluation(self, what: str, numbers: Sequence[float]) -> None:
-        """Check that the workers of a replica have the same numbers of batches.
-
-        Raises:
-            ConfigurationError: on each of them, with every number.
-        """
         session, trainer = self._session, self._trainer
         if session.group is None:
             return
@@ -309,12 +281,10 @@ class PipelineTraining(AbstractTraining):
 
     @property
     def _is_apart(self) -> bool:
-        """Say whether the stages are known, and each worker has its own alone."""
         return self._has_stages and not self._closed
 
     @override
     def _whole_weights(self, own: Own) -> dict[str, Any]:
-        """Put the whole weights together, under the names of ``module.state_dict()``."""
         self.bring()
         state: dict[str, Any] = own()
         return state
@@ -335,7 +305,6 @@ class PipelineTraining(AbstractTraining):
 
     @override
     def load_optimizer_state_dict(self, own: Own, checkpoint: Mapping[str, Any]) -> None:
-        """Load the whole optimizer state; each worker keeps the part that it owns."""
         super().load_optimizer_state_dict(own, checkpoint)
         if self._is_apart:
             mine = self._session.with_state
@@ -346,7 +315,6 @@ class PipelineTraining(AbstractTraining):
 
     @override
     def close(self) -> None:
-        """Give every worker the whole weights again."""
         if not self._closed:
             self._closed = True
             self._session.bring()
@@ -361,5 +329,4 @@ class PipelineTraining(AbstractTraining):
 _WRITES = ("write_on_batch_end", "write_on_epoch_end")  # of a BasePredictionWriter
 
 
-def _write_nothing(*args: Any, **kwargs: Any) -> None:
-    """Leave writing to the worker that does it for all."""
+def _write_nothing(*args: Any, **kwargs: Any) -> None: ...

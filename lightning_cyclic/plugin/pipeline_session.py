@@ -17,15 +17,15 @@ from lightning_cyclic.compat import (
     TrainerFn,
     rank_zero_info,
 )
-from lightning_cyclic.errors import PlanError
+from lightning_cyclic.errors import ConfigurationError, PlanError
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.plugin.checks import scaler_of
 from lightning_cyclic.plugin.options import Options
-from lightning_cyclic.plugin.split_hook import split_hook
 from lightning_cyclic.plugin.training import agreed_seed
 from lightning_cyclic.runtime.meta import lending
 from lightning_cyclic.runtime.partial_step.collectives import rank_of
 from lightning_cyclic.runtime.partial_step.config import StagewiseConfig
+from lightning_cyclic.runtime.partial_step.micro_batches import BatchCutter, SplitBatch
 from lightning_cyclic.runtime.partial_step.session import StagewiseSession
 from lightning_cyclic.runtime.stages.best_places import Demands, most_stages
 from lightning_cyclic.runtime.stages.cuts import Cuts, choose_cuts, refuse_written, whole
@@ -42,7 +42,6 @@ class CutFinder:
     """Find where the stages of a module begin, and remember what was seen of it.
 
     Args:
-        options: what the user chose.
         state_per_param: bytes of optimizer state per byte of parameters; None for evaluation.
     """
 
@@ -52,7 +51,6 @@ class CutFinder:
         self._survey: Survey | None = None
 
     def find(self, module: nn.Module, step: Callable[[], Any]) -> Cuts:
-        """Choose cuts for a module by a run of its whole step."""
         options = self._options
         if options.is_one_stage:
             return whole(module)  # without a run that users would see in their hooks and counts
@@ -73,11 +71,6 @@ class CutFinder:
         return cuts
 
     def _stages(self, survey: Survey, module: nn.Module) -> int | Sequence[str]:
-        """Return how many stages, or which: as many as there can be where none are asked for.
-
-        Raises:
-            PlanError: fewer than the processes need.
-        """
         options = self._options
         if not isinstance(options.stages, int | str):
             return options.stages
@@ -119,7 +112,6 @@ class CutFinder:
         )
 
     def report(self, cuts: Cuts | None) -> str | None:
-        """Return where stages could begin and where they do; None where nobody looked."""
         if self._survey is None or cuts is None:
             return None
         return report(self._survey, cuts)
@@ -144,19 +136,13 @@ def _counted(num_stages: int) -> str:
 
 
 def state_per_param(optimizers: Sequence[Optimizer]) -> float:
-    """Return the bytes of optimizer state per byte of parameters: Adam's, where nobody knows."""
     if not all(isinstance(optimizer, torch.optim.SGD) for optimizer in optimizers):
         return 2.0
     return float(any(g["momentum"] for optimizer in optimizers for g in optimizer.param_groups))
 
 
 def join_workers(trainer: Trainer, options: Options) -> tuple[CountingTransport | None, Any]:
-    """Return what messages travel by, and its process group; None and None for one worker.
-
-    Args:
-        trainer: knows how many there are.
-        options: what the user chose.
-    """
+    """Return what messages travel by, and its process group; None and None for one worker."""
     if trainer.world_size == 1:
         return None, None
     size, strategy = trainer.world_size // options.replicas, cast("Any", trainer.strategy)
@@ -174,17 +160,7 @@ def make_session(
     group: Any,
     configured: Callable[[StagewiseConfig], StagewiseConfig],
 ) -> StagewiseSession:
-    """Make this worker's session; all workers must call it.
-
-    Args:
-        trainer: knows the place of this worker.
-        options: what the user chose.
-        plan: with as many stages as are expected.
-        finder: chooses the stages on worker 0.
-        transport: None for one worker.
-        group: process group for what workers agree on; None for one worker.
-        configured: adds to the configuration.
-    """
+    """Make this worker's session; all workers must call it."""
 
     def make_plan(
         num_stages: int,
@@ -223,3 +199,27 @@ def make_session(
         device,
         group,
     )
+
+
+def split_hook(module: Any, datamodule: Any) -> SplitBatch | None:
+    """Return the hook of the LightningModule, else that of the datamodule; None without.
+
+    Raises:
+        ConfigurationError: if it cannot be called.
+    """
+    for owner in (module, datamodule):
+        hook: SplitBatch | None = getattr(owner, "split_batch", None)
+        if hook is not None and not callable(hook):
+            raise ConfigurationError(
+                f"{type(owner).__name__}.split_batch is of type {type(hook).__name__}; allowed: a "
+                "method split_batch(self, batch, num_microbatches) that returns the parts of a "
+                "batch; give the attribute another name"
+            )
+        if hook is not None:
+            return hook
+    return None
+
+
+def first_part(batch: Any, num_parts: int, module: Any, datamodule: Any) -> Any:
+    """Return the first of the micro-batches that a fit would cut a batch into."""
+    return BatchCutter(num_parts, split_hook(module, datamodule)).cut(batch)[0].batch

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 from lightning_cyclic.compat import LightningModule, Trainer
 from lightning_cyclic.errors import StepError
-from lightning_cyclic.plugin.outputs import weights_for
 from lightning_cyclic.runtime.plain_copies import ours
 from lightning_cyclic.runtime.stages.evidence import is_metric
 from lightning_cyclic.runtime.values.plain import leaf_from_data, leaf_to_data
+from lightning_cyclic.runtime.values.trees import flatten, unflatten
 
 Log = tuple[str, Any, dict[str, Any]]  # name, value, further arguments of self.log
 _SIGNATURE = inspect.signature(LightningModule.log)
@@ -30,10 +30,7 @@ class Record(NamedTuple):
     """Hold one call of ``self.log``.
 
     Args:
-        name: of the value.
-        value: shape (), or what a metric gave for its last batch.
         metric: path of the metric that was logged; None for a plain value.
-        arguments: further arguments of the call.
     """
 
     name: str
@@ -44,11 +41,7 @@ class Record(NamedTuple):
 
 @final
 class Recorder:
-    """Hold back what a module logs.
-
-    Args:
-        module: whose ``log`` is held back.
-    """
+    """Hold back what a module logs."""
 
     def __init__(self, module: LightningModule) -> None:
         self._module = module
@@ -56,11 +49,7 @@ class Recorder:
 
     @contextmanager
     def holding(self, note: Callable[[str, Any, dict[str, Any]], None]) -> Iterator[None]:
-        """Hold back what is logged while the body runs.
-
-        Args:
-            note: called with name, value and further arguments instead.
-        """
+        """Hold back what is logged while the body runs."""
 
         def log(*args: Any, **kwargs: Any) -> None:
             bound = dict(_SIGNATURE.bind(self._module, *args, **kwargs).arguments)
@@ -72,10 +61,6 @@ class Recorder:
 
     def combine(self, logs: Sequence[Sequence[Log]], sizes: Sequence[int]) -> list[Record]:
         """Put together what each micro-batch logged.
-
-        Args:
-            logs: of each micro-batch, in their order.
-            sizes: samples of each micro-batch.
 
         Raises:
             StepError: a value that cannot be sent.
@@ -126,11 +111,7 @@ class Recorder:
 
 @contextmanager
 def refused_in_update(trainer: Trainer, preset: str) -> Iterator[None]:
-    """Refuse what the body logs: hooks of an update, called apart from the step that it is of.
-
-    Raises:
-        StepError: with the name of the value, and that of the hook.
-    """
+    """Refuse what the body logs: hooks of an update, called apart from the step that it is of."""
     module, results = trainer.lightning_module, trainer._results
 
     def log(hook: str | None, name: str, *args: Any, **kwargs: Any) -> None:
@@ -155,7 +136,6 @@ def refused_in_update(trainer: Trainer, preset: str) -> Iterator[None]:
 
 @contextmanager
 def _put(holder: object, name: str, value: object) -> Iterator[None]:
-    """Let an object have an attribute of its own while the body runs."""
     attributes = vars(holder)
     before = {name: attributes[name]} if name in attributes else {}
     attributes[name] = value
@@ -167,7 +147,6 @@ def _put(holder: object, name: str, value: object) -> Iterator[None]:
 
 
 def to_summary(records: Sequence[Record]) -> tuple[list[Tensor], Any]:
-    """Return records as tensors and JSON."""
     tensors = [r.value for r in records if r.value is not None]
     facts = [
         [
@@ -185,7 +164,6 @@ def to_summary(records: Sequence[Record]) -> tuple[list[Tensor], Any]:
 
 
 def from_summary(tensors: Sequence[Tensor], facts: Any) -> list[Record]:
-    """Make records from what :func:`to_summary` returned."""
     left = iter(tensors)
     return [
         Record(
@@ -237,3 +215,56 @@ def _reduce(
         'over micro-batches; allowed: "mean", "sum", "max", "min"; use one of these, or '
         "num_microbatches=1"
     )
+
+
+def further_outputs(outputs: Sequence[Any], sizes: Sequence[int]) -> dict[str, Any]:
+    """Put together what the micro-batches of a batch returned besides the loss.
+
+    Example:
+        >>> import torch
+        >>> outputs = [{"loss": torch.ones(()), "y": torch.ones(n)} for n in (2, 1)]
+        >>> further_outputs(outputs, [2, 1])
+        {'y': tensor([1., 1., 1.])}
+    """
+    if not outputs or not all(isinstance(output, Mapping) for output in outputs):
+        return {}
+    names = [n for n in outputs[0] if n != "loss" and all(n in output for output in outputs)]
+    return {n: _together([output[n] for output in outputs], sizes) for n in names}
+
+
+def weighted_mean(values: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
+    """Return the mean of tensors of shape (), each weighted by its number of samples."""
+    if len(values) == 1:
+        return values[0]
+    weights = weights_for(values[0], sizes)
+    return (torch.stack(list(values)) * weights).sum() / weights.sum()
+
+
+def weights_for(x: Tensor, sizes: Sequence[int]) -> Tensor:
+    """Return numbers of samples as a tensor of the type of ``x``, and where it is."""
+    weights = torch.tensor(sizes, dtype=x.dtype)
+    # from memory that is not pinned the host would wait for the copy
+    return weights.pin_memory().to(x.device, non_blocking=True) if x.is_cuda else weights
+
+
+def _together(values: Sequence[Any], sizes: Sequence[int]) -> Any:
+    first, *rest = values
+    if not rest:
+        return first
+    flat = [flatten(value) for value in values]
+    if any(structure != flat[0][1] for _, structure in flat):
+        return list(values)
+    leaves = [_leaf(parts, sizes) for parts in zip(*(x for x, _ in flat), strict=True)]
+    return unflatten(flat[0][1], leaves)
+
+
+def _leaf(parts: Sequence[Any], sizes: Sequence[int]) -> Any:
+    if all(isinstance(x, Tensor) for x in parts):
+        if all(x.dim() == 0 and x.is_floating_point() for x in parts):
+            return weighted_mean(parts, sizes)
+        with_rows = (x.dim() > 0 and len(x) == n for x, n in zip(parts, sizes, strict=True))
+        same_rest = len({(x.dtype, x.shape[1:]) for x in parts}) == 1
+        return torch.cat(list(parts)) if same_rest and all(with_rows) else list(parts)
+    if any(isinstance(x, Tensor) or type(x) is not type(parts[0]) for x in parts):
+        return list(parts)
+    return parts[0] if all(bool(x == parts[0]) for x in parts) else list(parts)

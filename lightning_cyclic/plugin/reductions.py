@@ -9,13 +9,18 @@ parameters that others have, in the middle of their steps, it does so when the s
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any, final
 
 from torch import Tensor
+from torch.distributed import _functional_collectives as functional
+from torch.distributed import distributed_c10d as c10d
 
 from lightning_cyclic.errors import StepError
+from lightning_cyclic.runtime.partial_step.ghosts import user_line
 
 Reduce = Callable[[Tensor, Any, Any], Tensor]
 
@@ -33,7 +38,6 @@ class HeldReductions:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Hold back what the body asks for."""
         self.holding = True
         try:
             yield
@@ -72,12 +76,7 @@ class HeldReductions:
             self.updating = False
 
     def check_meeting(self, what: str) -> None:
-        """Refuse to wait for all workers where not all of them pass at the same time.
-
-        Raises:
-            StepError: inside training_step, between batches of one step, or while an update is
-                applied.
-        """
+        """Refuse to wait for all workers where not all of them pass at the same time."""
         if self.adding and not self.updating and not self.holding:
             raise StepError(
                 f"{what} waits for all workers, but was called behind a batch that is added to "
@@ -110,9 +109,65 @@ class HeldReductions:
         return tensor
 
     def run(self, reduce: Reduce) -> None:
-        """Reduce everything that is held."""
         held, self._held = self._held, []
         for tensor, group, reduce_op in held:
             reduced = reduce(tensor, group, reduce_op)
             if reduced is not tensor:
                 tensor.copy_(reduced)
+
+
+_ASKED_FIRST = (
+    (c10d, "_rank_not_in_group"),  # by collectives
+    (c10d, "_new_group_with_tag"),  # by new_group
+    (functional, "_resolve_group"),
+    (functional, "_resolve_group_name"),  # the same, in older versions of torch
+)
+
+
+_OURS = "lightning_cyclic.runtime"
+_SEEN_THROUGH = (  # torch, and what is shown the functions that the user's code calls
+    "torch.",
+    *(f"{_OURS}.partial_step.{name}" for name in ("run", "watch", "plain_step", "ghosts")),
+    *(f"{_OURS}.{name}" for name in ("whole_step.draws", "whole_step.engine", "absent")),
+    *(f"{_OURS}.stages.{name}" for name in ("survey", "stage_map", "ledger")),
+)
+
+
+@contextmanager
+def refusing_collectives(reductions: HeldReductions) -> Iterator[None]:
+    """Refuse collectives, while the body runs, in code of the user's that keeps ranks apart."""
+    usual = [(m, name, getattr(m, name)) for m, name in _ASKED_FIRST if hasattr(m, name)]
+    for module, name, function in usual:
+        setattr(module, name, _Asked(reductions, function))
+    try:
+        yield
+    finally:
+        for module, name, function in usual:
+            setattr(module, name, function)
+
+
+@final
+class _Asked:
+    """Be what a function of torch.distributed asks first."""
+
+    def __init__(self, reductions: HeldReductions, usual: Any) -> None:
+        self._reductions = reductions
+        self._usual = usual
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._reductions.keeps_apart:
+            name = sys._getframe(1).f_code.co_name
+            if not name.startswith("get_") and not _is_ours(sys._getframe(1)):
+                self._reductions.check_meeting(f"torch.distributed.{name} ({user_line()})")
+        return self._usual(*args, **kwargs)
+
+
+def _is_ours(frame: FrameType | None) -> bool:
+    """Say whether it is the package that calls torch.distributed: what it agrees on, it may."""
+    while frame is not None and _name_of(frame).startswith(_SEEN_THROUGH):
+        frame = frame.f_back
+    return frame is not None and _name_of(frame).startswith("lightning_cyclic.")
+
+
+def _name_of(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__"))

@@ -17,18 +17,14 @@ from typing import Any, cast, final
 
 import torch
 from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_cyclic.compat import Trainer, rank_zero_info
+from lightning_cyclic.compat import GradientAccumulationScheduler, Trainer
 from lightning_cyclic.errors import ConfigurationError, StepError
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.plugin import checkpoint as ckpt
-from lightning_cyclic.plugin.accumulation import (
-    batches_of_step,
-    may_accumulate,
-    plan_of_rounds,
-)
 from lightning_cyclic.plugin.checks import (
     check_is_apart,
     check_no_averaging,
@@ -43,28 +39,22 @@ from lightning_cyclic.plugin.hooks import Closure, Own
 from lightning_cyclic.plugin.options import Options
 from lightning_cyclic.plugin.records import Recorder
 from lightning_cyclic.plugin.reductions import HeldReductions
-from lightning_cyclic.plugin.scaled_updates import ScaledUpdates
 from lightning_cyclic.plugin.step_arguments import StepArguments
 from lightning_cyclic.plugin.training import AbstractTraining, agreed_seed, epoch_ends
 from lightning_cyclic.plugin.weight_guard import WeightGuard
 from lightning_cyclic.runtime.absent import is_absent
 from lightning_cyclic.runtime.agreement import require_same_number
+from lightning_cyclic.runtime.loss_scaling import LossScaling, Outcomes, State
 from lightning_cyclic.runtime.stages.places import paste
 from lightning_cyclic.runtime.transport import CountingTransport
 from lightning_cyclic.runtime.values.trees import map_tensors
+from lightning_cyclic.runtime.whole_step.engine import Engine
 from lightning_cyclic.runtime.whole_step.session import Session, SessionConfig
 
 
 @final
 class ReplicatedTraining(AbstractTraining):
-    """Train a replica of the module on each worker.
-
-    Args:
-        trainer: whose loops call, set up but for this.
-        options: what the user chose.
-        plan: with as many stages as are expected.
-        reductions: are held back inside steps.
-    """
+    """Train a replica of the module on each worker."""
 
     def __init__(
         self, trainer: Trainer, options: Options, plan: Plan, reductions: HeldReductions
@@ -113,7 +103,6 @@ class ReplicatedTraining(AbstractTraining):
             accumulates=may_accumulate(trainer) and not self._plans_batches,
             memory_limit_bytes=options.memory_limit_bytes,
             outcomes=self._scaling and self._scaling.outcomes,
-            say=rank_zero_info,
         )
         self._session: Session = Session(
             self._module,
@@ -165,7 +154,6 @@ class ReplicatedTraining(AbstractTraining):
 
     @override
     def training_step(self, own: Own, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's training step as the forward of this worker's micro-batch."""
         if self._skips_backward():
             return own(*args, **kwargs)
         self._plan_batches()
@@ -196,7 +184,6 @@ class ReplicatedTraining(AbstractTraining):
         return output
 
     def _plan_batches(self) -> None:
-        """Before a step, let the plan have a round for each of its batches."""
         if not self._plans_batches or not self._session.is_between_steps:
             return
         trainer, session = self._trainer, self._session
@@ -211,11 +198,7 @@ class ReplicatedTraining(AbstractTraining):
             session.take_rounds(rounds)
 
     def _check_planned(self, *, last: bool) -> None:
-        """Check that a step ends with the batch with which its plan does.
-
-        Raises:
-            StepError: it ends earlier, or goes on.
-        """
+        """Check that a step ends with the batch with which its plan does."""
         done, rounds = self._session.batches + 1, self._session.rounds
         if self._plans_batches and last != (done == rounds):
             raise StepError(
@@ -229,7 +212,6 @@ class ReplicatedTraining(AbstractTraining):
             )
 
     def _find_stages(self, own: Own, given: StepArguments) -> tuple[Any, ...]:
-        """Find the stages with a run of the step that logs nothing; return its arguments."""
         copied = given.around(map_tensors(torch.clone, given.batch))
         records = Recorder(self._module)
         running = self._reductions.running(together=False)
@@ -256,7 +238,6 @@ class ReplicatedTraining(AbstractTraining):
         self._owned_is_kept = False
 
     def reduce(self, own: Own, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduce over all workers; what training_step asks for, when its forward is over."""
         if (self._reductions.holding or self._reductions.updating) and isinstance(tensor, Tensor):
             return self._reductions.hold(tensor, group, reduce_op)
         if isinstance(tensor, Tensor):  # anything else is returned as it is
@@ -264,7 +245,6 @@ class ReplicatedTraining(AbstractTraining):
         return own(tensor, group, reduce_op)
 
     def pre_backward(self, own: Own, closure_loss: Tensor) -> None:
-        """Begin a backward, in which gradients leave for the sum as their stages complete."""
         last = not self._accumulating
         if self._scaling is not None and self.plan is not None:  # else the scaler has step 0's
             self._scaling.begin_backward(self.plan, self._session.t)
@@ -274,7 +254,6 @@ class ReplicatedTraining(AbstractTraining):
         self._backward.enter_context(self._reductions.running(together=together))
 
     def post_backward(self, own: Own, closure_loss: Tensor) -> None:
-        """Hand over the gradients of stages that the backward did not complete."""
         self._backward.close()
         self._owes_update = not self._accumulating
 
@@ -282,7 +261,6 @@ class ReplicatedTraining(AbstractTraining):
     def optimizer_step(
         self, own: Own, optimizer: Optimizer, closure: Closure, model: Any = None, **kwargs: Any
     ) -> Any:
-        """Run the closure and leave the update to the program."""
         output = closure()
         self._keep_owned_state()
         self._updates.remember(self._session.t, self._trainer.optimizers[0], kwargs)
@@ -294,11 +272,6 @@ class ReplicatedTraining(AbstractTraining):
         return output
 
     def _require_update(self) -> None:
-        """Refuse that a step is left without an update, for which other ranks wait.
-
-        Raises:
-            StepError: with the step.
-        """
         if self._owes_update and not self._session.failed:
             raise no_update(self._plan.preset, self._session.t)
 
@@ -349,11 +322,7 @@ class ReplicatedTraining(AbstractTraining):
         return self._session.is_between_steps
 
     def _check_between_steps(self) -> None:
-        """Refuse to finish updates while batches are added up to a step.
-
-        Raises:
-            StepError: with how many there are.
-        """
+        """Refuse to finish updates while batches are added up to a step."""
         if not self._session.is_between_steps and not self._session.failed:
             raise StepError(
                 f"validation, a checkpoint or the end of an epoch came behind "
@@ -420,7 +389,6 @@ class ReplicatedTraining(AbstractTraining):
 
     @override
     def load_optimizer_state_dict(self, own: Own, checkpoint: Mapping[str, Any]) -> None:
-        """Load the whole optimizer state; this worker keeps the part that it owns."""
         super().load_optimizer_state_dict(own, checkpoint)
         self._owned_is_kept = False
 
@@ -441,3 +409,72 @@ class ReplicatedTraining(AbstractTraining):
         self._guard.forget()
         self._session.close()
         super().close()
+
+
+def batches_of_step(trainer: Trainer) -> int:
+    """Count the batches of the step that begins: fewer at the end of an epoch, which ends it."""
+    ready = trainer.fit_loop.epoch_loop.batch_progress.current.ready
+    every = trainer.accumulate_grad_batches
+    left = trainer.num_training_batches - ready + 1
+    return int(min(every - (ready - 1) % every, left))
+
+
+def plan_of_rounds(
+    options: Options,
+    num_stages: int,
+    relayed: tuple[int, ...],
+    relayed_until: tuple[int, ...],
+    rounds: int,
+) -> Plan:
+    """Make a plan in which each worker runs so many batches per step."""
+    num_microbatches = rounds * (options.num_workers or 1) if rounds > 1 else None
+    return options.plan(num_stages, relayed, relayed_until, num_microbatches=num_microbatches)
+
+
+def may_accumulate(trainer: Trainer) -> bool:
+    scheduled = any(isinstance(c, GradientAccumulationScheduler) for c in trainer.callbacks)  # type: ignore[attr-defined]
+    return scheduled or trainer.accumulate_grad_batches != 1
+
+
+@final
+class ScaledUpdates:
+    """Give each step its scale, and say which stages an update leaves as they were."""
+
+    def __init__(self, scaler: GradScaler, *, together: bool) -> None:
+        self.outcomes = Outcomes()
+        self._scaling = LossScaling(scaler, self._is_finite)
+        self._together = together
+        self._num_stages = 0
+
+    def _is_finite(self, t: int) -> bool:
+        return self.outcomes.are_finite(t, self._num_stages)
+
+    def begin_backward(self, plan: Plan, t: int) -> None:
+        """Let the scaler have the scale of step ``t``, before a loss is multiplied by it."""
+        self._num_stages = plan.num_stages
+        self._scaling.show(plan, t)
+        self.outcomes.forget(plan.ended_before(t))
+
+    def skipped(self, engine: Engine, t: int, stages: Sequence[int]) -> Collection[int]:
+        """Take the scale out of the gradients of own stages; return those not to be updated."""
+        overflowed = [
+            j for j in stages
+            if not self._scaling.unscaled(engine.plan, t, [p.grad for p in engine.parameters(j)])
+        ]  # fmt: skip
+        if not self._together:
+            return overflowed
+        return () if engine.all_finite(t, overflowed) else stages
+
+    def settle(self, t: int, group: Any) -> None:
+        """Let every worker's scaler hold the state behind all steps before ``t``.
+
+        All workers must call it, behind a flush.
+        """
+        self.outcomes.settle(self._scaling.known, t, group)
+        self._scaling.catch_up(t)
+
+    def state(self) -> dict[int, State]:
+        return self._scaling.state()
+
+    def put_state(self, states: Mapping[int, State]) -> None:
+        self._scaling.put_state(states)

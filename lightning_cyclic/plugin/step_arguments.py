@@ -20,7 +20,6 @@ class StepArguments:
     """Hold the arguments of one call of a step by Lightning.
 
     Args:
-        args: by position.
         kwargs: behind them, by name, in the order of the step's own.
 
     Raises:
@@ -35,7 +34,6 @@ class StepArguments:
             self.batch, *self._rest = next(self._loader)
 
     def kind(self, step: str) -> str:
-        """Return the name of a step on one of several loaders."""
         number = self._rest[1] if len(self._rest) > 1 else 0
         return f"{step} on dataloader {number}" if number else step
 
@@ -48,12 +46,7 @@ class StepArguments:
 
 @final
 class OneBatch(Iterator[Any]):
-    """Give a run of a step its batch, as often as a batch of the loader was taken: once.
-
-    Args:
-        loader: an iterator from which the batch was taken; knows how many are left.
-        item: batch, its index, and that of its loader.
-    """
+    """Give a run of a step its batch, as often as a batch of the loader was taken: once."""
 
     def __init__(self, loader: Iterator[Any], item: tuple[Any, ...]) -> None:
         self._loader = loader

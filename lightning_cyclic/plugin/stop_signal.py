@@ -42,11 +42,9 @@ class Asked(Protocol):
     """Be what a signal tells."""
 
     @property
-    def stop_requested(self) -> bool:
-        """Say whether this worker was asked to stop."""
+    def stop_requested(self) -> bool: ...
 
-    def request_stop(self) -> None:
-        """Ask every worker to stop; safe to call from a signal handler."""
+    def request_stop(self) -> None: ...
 
 
 @final
@@ -55,9 +53,6 @@ class StopBoard:
 
     Who was asked writes it before his next step. The last stage's worker looks when it has had
     everybody's part of a step, and all learn of it with what that step gave.
-
-    Args:
-        key: where in the store the request is written; the same on every worker.
     """
 
     def __init__(self, key: str) -> None:
@@ -68,11 +63,9 @@ class StopBoard:
         self._store = dist.distributed_c10d._get_default_store()
 
     def request_stop(self) -> None:
-        """Ask every worker to stop; safe to call from a signal handler."""
         self.stop_requested = True
 
     def tell(self) -> None:
-        """Write down that this worker was asked."""
         if self.stop_requested and not self._told:
             self._told = True
             with suppress(dist.DistError):  # the store is gone, which all see
@@ -89,7 +82,6 @@ class StopBoard:
             return True
 
     def agree(self, step: int) -> int:
-        """Return the step before which all replicas stop: the first that any of them names."""
         return int(self._store.compare_set(f"{self._key}/step", "", str(step)))
 
 
@@ -98,7 +90,6 @@ class StopSignals:
     """Let all ranks stop behind the same step, whichever of them a signal was sent to.
 
     Args:
-        trainer: whose loops, and whose handlers of signals, are led here.
         session: is asked to stop.
         has_agreed: says, before a batch, whether all ranks stop there.
     """
@@ -132,7 +123,6 @@ class StopSignals:
             self._handled = signal.signal(signal.SIGINT, self._interrupt)
 
     def end(self) -> None:
-        """Undo what was replaced."""
         for holder, name in self._replaced:
             vars(holder).pop(name, None)
         self._replaced.clear()

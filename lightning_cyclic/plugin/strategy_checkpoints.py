@@ -42,11 +42,9 @@ class Checkpoints(DDPStrategy):
     _folder: CheckpointFolder | None
 
     def naming(self, what: str) -> AbstractContextManager[None]:
-        """Name the ranks that do not come while the body waits for all of them."""
         raise NotImplementedError
 
     def flush(self) -> None:
-        """Finish updates in flight, so that the module holds the newest weights."""
         raise NotImplementedError
 
     @override
@@ -76,7 +74,6 @@ class Checkpoints(DDPStrategy):
     def _save_folder(
         self, checkpoint: dict[str, Any], state: Any, path: Any, storage_options: Any
     ) -> None:
-        """Write this rank's part of a checkpoint."""
         check_folder(path, self.checkpoint_io, storage_options)
         assert self.lightning_module is not None
         training = self._training
@@ -133,7 +130,6 @@ class Checkpoints(DDPStrategy):
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load weights; versions in flight give way to them."""
         assert self.lightning_module is not None
         self.flush()
         self._note_unmade()
@@ -145,7 +141,6 @@ class Checkpoints(DDPStrategy):
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load the state of optimizers; of a folder each rank reads what it needs of it."""
         if self._folder is not None:
             module, training = self.lightning_module, self._training
             assert module is not None

@@ -32,17 +32,16 @@ from lightning_cyclic.plugin.checks import (
     check_hosts_of_groups,
     check_no_averaging,
     check_plan,
+    check_samplers,
     workers_per_host,
 )
-from lightning_cyclic.plugin.collective_calls import refusing_collectives
 from lightning_cyclic.plugin.hooks import Hooks
 from lightning_cyclic.plugin.options import (
     Options,
 )
 from lightning_cyclic.plugin.precision.sparse_state import SparseStatePrecision
-from lightning_cyclic.plugin.reductions import HeldReductions
+from lightning_cyclic.plugin.reductions import HeldReductions, refusing_collectives
 from lightning_cyclic.plugin.replicated import ReplicatedTraining
-from lightning_cyclic.plugin.samplers import check_samplers
 from lightning_cyclic.plugin.strategy_checkpoints import Checkpoints
 from lightning_cyclic.plugin.synchronous_pipeline import SynchronousPipelineTraining
 from lightning_cyclic.plugin.training import (
@@ -71,7 +70,6 @@ class Setup(Checkpoints):
 
     @property
     def preset(self) -> str:
-        """Return the name of the plan."""
         raise NotImplementedError
 
     def _fail(self, error: BaseException) -> None:
@@ -82,7 +80,6 @@ class Setup(Checkpoints):
 
     @override
     def connect(self, model: LightningModule) -> None:
-        """Insert the drain in front of all callbacks."""
         super().connect(model)
         if _kind_of_training(self._options, fitting=True) is None:
             return
@@ -127,7 +124,6 @@ class Setup(Checkpoints):
 
     @override
     def setup(self, trainer: Trainer) -> None:
-        """Check everything that can be checked before the first step."""
         fitting = trainer.state.fn == TrainerFn.FITTING
         self._make_unmade(trainer, fitting=fitting)
         self._prepare(trainer, self._options, fitting=fitting)
@@ -160,7 +156,6 @@ class Setup(Checkpoints):
             self._saved = None
 
     def _make_unmade(self, trainer: Trainer, *, fitting: bool) -> None:
-        """Make layers of the meta device, or let each rank make its own of what exceeds all."""
         self._note_unmade()
         unmade, self._unmade = self._unmade, None
         if unmade is None:
@@ -175,7 +170,6 @@ class Setup(Checkpoints):
             )  # fmt: skip
 
     def _prepare(self, trainer: Trainer, options: Options, *, fitting: bool) -> None:
-        """Check the Trainer, and let workers that see the same batches have the whole loader."""
         if options.is_stagewise and options.replicas == 1:
             # all workers see the same batches, in the loader's own order
             connector, name = trainer._accelerator_connector, "use_distributed_sampler"
@@ -209,14 +203,7 @@ class Setup(Checkpoints):
                 start_alike(self.lightning_module)
 
     def check_compressed_states(self, options: Options | None = None) -> None:
-        """Refuse to train with SparseStatePrecision where gradients or weights must be dense.
-
-        Args:
-            options: that may be chosen. [those of this run]
-
-        Raises:
-            ConfigurationError: with what was found.
-        """
+        """Refuse to train with SparseStatePrecision where gradients or weights must be dense."""
         options = options or self._options
         found = {
             f"preset={options.preset!r}, which predicts weights": options.predicts,
@@ -248,7 +235,6 @@ class Setup(Checkpoints):
     @property
     @override
     def root_device(self) -> torch.device:
-        """Return this rank's device; on CPUs Ray gives a node's ranks one for all."""
         devices = self.parallel_devices or []
         if len(devices) == 1 and devices[0].type == "cpu":
             return devices[0]

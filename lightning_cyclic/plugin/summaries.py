@@ -16,8 +16,15 @@ from torch import Tensor
 
 from lightning_cyclic.compat import LightningModule
 from lightning_cyclic.errors import StepError
-from lightning_cyclic.plugin.outputs import further_outputs, weighted_mean
-from lightning_cyclic.plugin.records import Log, Record, Recorder, from_summary, to_summary
+from lightning_cyclic.plugin.records import (
+    Log,
+    Record,
+    Recorder,
+    from_summary,
+    further_outputs,
+    to_summary,
+    weighted_mean,
+)
 from lightning_cyclic.plugin.reductions import HeldReductions
 from lightning_cyclic.runtime.messages import Message
 from lightning_cyclic.runtime.partial_step.evidence import log_print
@@ -49,13 +56,7 @@ class StepOutcome(NamedTuple):
 
 @final
 class Summaries:
-    """Write summaries where a step ends, and read them on every worker.
-
-    Args:
-        module: the user's.
-        session: runs the stages.
-        reductions: are refused while a step runs.
-    """
+    """Write summaries where a step ends, and read them on every worker."""
 
     def __init__(
         self, module: LightningModule, session: StagewiseSession, reductions: HeldReductions
@@ -67,23 +68,16 @@ class Summaries:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Keep what the user's step logs for the summary while the body runs it."""
         with self._recorder.holding(self._note), self._reductions.held():
             yield
 
     def log(self, records: Sequence[Record]) -> None:
-        """Log on this worker what was told."""
         self._recorder.replay(records)
 
     # ------------------------------------------------------------------ training
 
     def of_step(self, outcomes: Sequence[Outcome], sizes: Sequence[int], *, stops: int) -> Message:
         """Summarise a training step.
-
-        Args:
-            outcomes: of its micro-batches.
-            sizes: their samples.
-            stops: as in :class:`StepOutcome`.
 
         Raises:
             StepError: a loss that is not finite, or a value that cannot be sent.
@@ -99,7 +93,6 @@ class Summaries:
         )
 
     def _together(self, outcomes: Sequence[Outcome], sizes: Sequence[int]) -> StepOutcome:
-        """Put together what micro-batches gave."""
         given = [(x.output, n) for x, n in zip(outcomes, sizes, strict=True)]
         given = [(output, n) for output, n in given if output is not None]  # None: skipped
         outputs, of_given = [output for output, _ in given], [n for _, n in given]
@@ -126,7 +119,6 @@ class Summaries:
         return found
 
     def read_step(self, summary: Message) -> StepOutcome:
-        """Read what :meth:`of_step` wrote."""
         has_loss, num, structure, logs, stops = summary.facts
         loss = summary.tensors[0] if has_loss else None
         others = summary.tensors[has_loss:]
@@ -153,7 +145,6 @@ class Summaries:
         return Message([*tensors, *logged], [len(tensors), structure, logs])
 
     def tell_output(self, summary: Message) -> Any:
-        """Log what :meth:`of_output` wrote down, and return the output."""
         num, structure, logs = summary.facts
         self.log(from_summary(summary.tensors[num:], logs))
         return decode(summary.tensors[:num], structure)

@@ -20,12 +20,7 @@ from lightning_cyclic.compat import Trainer, is_overridden
 
 @final
 class Surrogates:
-    """Keep the gradients of a window of batches, and make surrogates that deposit them.
-
-    Args:
-        trainer: says which batches are one window.
-        get_scale: returns by what losses are multiplied, their gradients then already are.
-    """
+    """Keep the gradients of a window of batches, and make surrogates that deposit them."""
 
     def __init__(self, trainer: Trainer, get_scale: Callable[[], float] | None = None) -> None:
         self._trainer = trainer
@@ -38,7 +33,6 @@ class Surrogates:
 
     @property
     def batches_per_update(self) -> int:
-        """Return ``accumulate_grad_batches`` of today."""
         return int(self._trainer.accumulate_grad_batches)
 
     @contextmanager
@@ -58,9 +52,7 @@ class Surrogates:
 
     def stand_for(self, loss: Tensor) -> Tensor:
         """Return a surrogate of the loss of the batch that was collected."""
-        anchor = torch.zeros((), requires_grad=True, device=loss.device)
-        surrogate: Tensor = _Deposit.apply(anchor, loss, self._deposit)  # type: ignore[no-untyped-call]
-        return surrogate
+        return stand_in(loss, self._deposit)
 
     @property
     def starts(self) -> bool:
@@ -110,12 +102,8 @@ class _Deposit(torch.autograd.Function):
         return None, None, None
 
 
-def stand_in(loss: Tensor) -> Tensor:
-    """Return a stand-in of a loss whose gradients the program itself applies."""
+def stand_in(loss: Tensor, deposit: Callable[[Tensor], None] = lambda grad: None) -> Tensor:
+    """Return a stand-in of a loss, whose gradients the program has applied, or deposits."""
     anchor = torch.zeros((), requires_grad=True, device=loss.device)
-    made: Tensor = _Deposit.apply(anchor, loss, _nothing)  # type: ignore[no-untyped-call]
+    made: Tensor = _Deposit.apply(anchor, loss, deposit)  # type: ignore[no-untyped-call]
     return made
-
-
-def _nothing(grad: Tensor) -> None:
-    """Deposit no gradients."""

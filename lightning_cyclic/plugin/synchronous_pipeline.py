@@ -44,9 +44,6 @@ class SharedScaler:
     step, which looks at what the rank has found. Before it does, ranks tell each other the norms
     of their gradients, as they do for clipping; a rank whose gradients overflowed tells infinite
     ones.
-
-    Args:
-        scaler: the Trainer's.
     """
 
     def __init__(self, scaler: GradScaler) -> None:
@@ -55,7 +52,6 @@ class SharedScaler:
         self._put: tuple[int, int] | None = None  # what the scaler held then
 
     def get_scale(self) -> float:
-        """Return by what losses of the step under way are multiplied."""
         return self._state[0]
 
     def scaled(self, t: int, share: Share) -> Share:
@@ -96,7 +92,6 @@ class SharedScaler:
             del vars(self._scaler)["step"]
 
     def end_step(self, session: StagewiseSession) -> None:
-        """Let the scaler hold the state behind the step that has just ended."""
         if session.was_finite is not None:  # else there was no loss, and no update
             self._state = state_behind(self._scaler, self._state, session.was_finite)
             put_state(self._scaler, self._state)
@@ -105,14 +100,7 @@ class SharedScaler:
 
 @final
 class SynchronousPipelineTraining(PipelineTraining):
-    """Train a module whose stages are apart, one step after the other.
-
-    Args:
-        trainer: whose loops call, set up but for this.
-        options: what the user chose.
-        plan: with as many stages as are expected.
-        reductions: refuses meetings inside steps.
-    """
+    """Train a module whose stages are apart, one step after the other."""
 
     def __init__(
         self, trainer: Trainer, options: Options, plan: Plan, reductions: HeldReductions
@@ -137,7 +125,6 @@ class SynchronousPipelineTraining(PipelineTraining):
 
     @override
     def training_step(self, own: Own, *args: Any, **kwargs: Any) -> Any:
-        """Run a step, and return the surrogate of its loss."""
         self._follow_freezing()
         session, given = self._session, StepArguments(args, kwargs)
         if self._stop is not None:
@@ -193,7 +180,6 @@ class SynchronousPipelineTraining(PipelineTraining):
     def optimizer_step(
         self, own: Own, optimizer: Optimizer, closure: Closure, model: Any = None, **kwargs: Any
     ) -> Any:
-        """Update, and send on what the update has changed."""
         late = ExitStack()
         written: list[Written] = []
 
@@ -229,7 +215,6 @@ class SynchronousPipelineTraining(PipelineTraining):
 
     @override
     def _clip(self, optimizer: Optimizer, clip_val: float) -> None:
-        """Stand in for the precision plugin's method: one stage's norm, or all stages'."""
         by_stage = clip_mode(self._trainer, self._plan, self._options.clip_norm) == "stage"
         overflowed = self._scaler is not None and self._scaler.has_overflowed(optimizer)
         clip_stages(self._session, optimizer, clip_val, by_stage=by_stage, overflowed=overflowed)

@@ -13,9 +13,9 @@ from __future__ import annotations
 import socket
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,7 +27,6 @@ from lightning_cyclic.plan import Plan
 from lightning_cyclic.plugin import checkpoint as ckpt
 from lightning_cyclic.plugin.checks import check_optimizers
 from lightning_cyclic.plugin.error_feedback import ErrorFeedback
-from lightning_cyclic.plugin.freezing import FreezingWatch
 from lightning_cyclic.plugin.hooks import Hooks, Own
 from lightning_cyclic.plugin.loader_position import LoaderPosition
 from lightning_cyclic.plugin.options import Options
@@ -37,6 +36,7 @@ from lightning_cyclic.plugin.stop_signal import (
     Asked,
     StopSignals,
 )
+from lightning_cyclic.plugin.weight_guard import FreezingWatch
 from lightning_cyclic.runtime.absent import is_absent
 from lightning_cyclic.runtime.agreement import (
     device_for,
@@ -46,86 +46,17 @@ from lightning_cyclic.runtime.agreement import (
     require_same_number,
 )
 from lightning_cyclic.runtime.failure_words import lack_of_memory, relief
-from lightning_cyclic.runtime.flight_recorder import FOLDER, FlightRecorder, write_down
+from lightning_cyclic.runtime.flight_recorder import FOLDER, write_down
+from lightning_cyclic.runtime.partial_step.session import StagewiseSession
 from lightning_cyclic.runtime.stages.places import paste
 from lightning_cyclic.runtime.weight_forms import ALL, WeightForms
-
-
-class AbstractSession(Protocol):
-    """Be one worker's training in the runtime, however it runs its steps."""
-
-    group: Any  # of all workers, for what they agree on; None for one worker
-    failed: bool
-
-    @property
-    def plan(self) -> Plan | None:
-        """Return the plan with the stages that were found; None before they are."""
-
-    @property
-    def stage_of(self) -> dict[str, int] | None:
-        """Return parameter name -> stage; None before the stages are found."""
-
-    @property
-    def starts(self) -> Sequence[str] | None:
-        """Return the module paths that begin stages 1, 2, ...; None before they are found."""
-
-    @property
-    def with_state(self) -> Sequence[nn.Parameter]:
-        """Return the parameters that this worker has optimizer state for."""
-
-    def named(self) -> dict[str, nn.Parameter]:
-        """Return the parameters that this worker may update, by name."""
-
-    def flush(self) -> None:
-        """Finish updates in flight."""
-
-    def own_names(self) -> set[str]:
-        """Return the names of what this worker writes of a module that no worker puts together.
-
-        These are the parameters and buffers of the stages that it updates; all workers' names
-        are those of the module.
-        """
-
-    def state(self) -> dict[str, Any] | None:
-        """Return this worker's part of what a checkpoint needs; None before any step.
-
-        It is of plain types. What a part lacks is in those of others.
-        """
-
-    def resume(self, saved: Mapping[str, Any] | None, *, fits: bool) -> bool:
-        """Go on from what :meth:`state` returned, and say whether with the same bits.
-
-        Args:
-            saved: None for weights alone.
-            fits: whether it is of the plan of this run.
-        """
-
-    @property
-    def when(self) -> str:
-        """Say where this worker is, as "in step 12"."""
-
-    @property
-    def flight(self) -> FlightRecorder | None:
-        """Return what keeps the last actions of this worker; None before it begins any."""
-
-    def fail(self, error: BaseException, todo: str = "") -> None:
-        """Tell the other ranks why this one fails, and what to do; communicate no more."""
-
-    def naming_peers(self, what: str) -> AbstractContextManager[None]:
-        """Name the workers that do not come while the body waits for them."""
+from lightning_cyclic.runtime.whole_step.session import Session
 
 
 class AbstractTraining(Hooks, ABC):
-    """Answer a strategy's hooks, from its setup to its teardown.
+    """Answer a strategy's hooks, from its setup to its teardown."""
 
-    Args:
-        trainer: whose loops call, set up but for this.
-        options: what the user chose.
-        plan: with as many stages as are expected.
-        reductions: holds back, or refuses, meetings of all workers inside steps.
-    """
-
-    _session: AbstractSession
+    _session: Session | StagewiseSession
 
     def __init__(
         self, trainer: Trainer, options: Options, plan: Plan, reductions: HeldReductions
@@ -159,8 +90,7 @@ class AbstractTraining(Hooks, ABC):
         """
 
     @abstractmethod
-    def _clip(self, optimizer: Optimizer, clip_val: float) -> None:
-        """Clip by norm, in place of the precision plugin's method."""
+    def _clip(self, optimizer: Optimizer, clip_val: float) -> None: ...
 
     def _make_forms(self, trainer: Trainer) -> WeightForms:
         """Return what of weights is trained, and travels; all workers must call it."""
@@ -170,7 +100,6 @@ class AbstractTraining(Hooks, ABC):
         return precision.forms(gather_texts, lambda _, mine: merged(mine, self._session.group))
 
     def _stop_as(self, asked: Asked, has_agreed: Callable[[], bool]) -> None:
-        """Let all workers stop at the same step, without a broadcast in every one."""
         self._signals = StopSignals(self._trainer, asked, has_agreed)
         self._signals.begin()
 
@@ -187,17 +116,14 @@ class AbstractTraining(Hooks, ABC):
 
     @property
     def plan(self) -> Plan | None:
-        """Return the plan with the stages that were found; None before they are."""
         return self._session.plan
 
     @property
     def stage_of(self) -> dict[str, int] | None:
-        """Return parameter name -> stage; None before the stages are found."""
         return self._session.stage_of
 
     @property
     def updated_parameters(self) -> Sequence[nn.Parameter]:
-        """Return those whose whole gradients on_before_optimizer_step sees."""
         return list(self._session.named().values())
 
     # ------------------------------------------------------------------ steps
@@ -213,7 +139,6 @@ class AbstractTraining(Hooks, ABC):
         rank_zero_info(f"lightning_cyclic trains {name} in {count}: {paste(starts)}")
 
     def _follow_freezing(self) -> None:
-        """Before a step, take over what was frozen or unfrozen since the last one."""
         if self._freezing is not None and self._freezing.has_changed:
             self.flush()
             self._freezing.agree(self._session)
@@ -245,7 +170,6 @@ class AbstractTraining(Hooks, ABC):
         return self._plan.weights != "sync"
 
     def flush(self) -> None:
-        """Finish updates in flight, so that the module holds the newest weights."""
         self._session.flush()
 
     def agree_to_stop(self) -> None:  # only where ranks learn metrics late
@@ -266,8 +190,7 @@ class AbstractTraining(Hooks, ABC):
                     "numbers of training batches", trainer.num_training_batches, session.group
                 )
 
-    def begin_evaluation(self, what: str, numbers: Sequence[float]) -> None:
-        """Check the numbers of batches of each dataloader."""
+    def begin_evaluation(self, what: str, numbers: Sequence[float]) -> None: ...
 
     def end_batch(self) -> None:  # only where ranks learn metrics late
         """Check what has been decided by metrics of the step."""
@@ -309,13 +232,11 @@ class AbstractTraining(Hooks, ABC):
 
     @property
     def when(self) -> str:
-        """Say how far training is, as "in step 12"."""
         return self._session.when
 
     # ------------------------------------------------------------------ checkpoints
 
     def lightning_module_state_dict(self, own: Own) -> dict[str, Any]:
-        """Return the newest weights: full on every worker, or the part that each one writes."""
         if not self._writes_parts:
             self.flush()
             return self._whole_weights(own)
@@ -327,7 +248,6 @@ class AbstractTraining(Hooks, ABC):
 
     @property
     def _writes_parts(self) -> bool:
-        """Say whether checkpoints are folders, of which each worker writes what it has."""
         return self._options.save_distributed_checkpoint
 
     @property
@@ -343,7 +263,6 @@ class AbstractTraining(Hooks, ABC):
     def _whole_weights(self, own: Own) -> dict[str, Any]: ...
 
     def optimizer_state(self, own: Own, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the whole optimizer state on worker 0; or the part that this worker writes."""
         if not self._has_stages:
             state: dict[str, Any] = own(optimizer)
             return state
@@ -357,12 +276,10 @@ class AbstractTraining(Hooks, ABC):
 
     @property
     def with_state(self) -> Sequence[nn.Parameter] | None:
-        """Return the parameters that this worker has optimizer state for; None: nobody knows."""
         return self._session.with_state if self._has_stages else None
 
     @property
     def group(self) -> Any:
-        """Return the process group of what is in the host's memory; None for one worker."""
         return self._session.group
 
     def delayed_state(self) -> dict[str, Any] | None:
@@ -446,14 +363,9 @@ class AbstractTraining(Hooks, ABC):
             )
         mine.put_state(position)
 
-    def load_optimizer_state_dict(self, own: Own, checkpoint: Mapping[str, Any]) -> None:
-        """Load the whole optimizer state."""
-        own(checkpoint)
-
     # ------------------------------------------------------------------ the end
 
     def close(self) -> None:
-        """Take everything off the module and the Trainer again."""
         self._closed = True
         for name in ("clip_grad_by_norm", "post_backward"):
             self._trainer.precision_plugin.__dict__.pop(name, None)
@@ -477,7 +389,6 @@ def start_alike(module: nn.Module) -> None:
 
 
 def agreed_seed() -> int:
-    """Return the seed of worker 0, on every worker."""
     seed = torch.tensor([torch.initial_seed() % 2**63], device=device_for())
     torch.distributed.broadcast(seed, 0)
     return int(seed)

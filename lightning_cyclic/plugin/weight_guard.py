@@ -2,13 +2,13 @@
 
 Where workers read different versions of a stage, a change of what the module shows between two
 steps reaches some versions and not others. It gave other weights in silence, and is refused by
-name. What is frozen or unfrozen is another matter (freezing.py). The comparison of the first step
+name. What is frozen or unfrozen is taken over (FreezingWatch). The comparison of the first step
 sees nothing of it: it ends before hooks run, and looks at one step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any, NoReturn, final
@@ -17,8 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_cyclic.compat import Trainer
 from lightning_cyclic.errors import ConfigurationError
+from lightning_cyclic.runtime.agreement import gather_texts
 from lightning_cyclic.runtime.bits import sum_of_bits
+from lightning_cyclic.runtime.weight_forms import WeightForms
 
 _NAME = "data"
 _DATA: Any = Tensor.data
@@ -33,8 +36,6 @@ class WeightGuard:
     validation, is no change: behind a flush, the bits are compared.
 
     Args:
-        named: returns the parameters that this worker has, by name.
-        preset: name of the plan, for errors.
         optimizer: returns the optimizer, whose state is compared as well, where updates of steps
             may be on their way. [none is]
     """
@@ -96,11 +97,7 @@ class WeightGuard:
         self._versions, self._totals, self._state = [], None, None
 
     def check(self) -> None:
-        """Refuse what has changed since.
-
-        Raises:
-            ConfigurationError: with the parameter.
-        """
+        """Refuse what has changed since."""
         self._unwatch()
         if self._optimizer is not None and self._state not in (None, _marks(self._optimizer())):
             self._refuse_state()
@@ -121,7 +118,6 @@ class WeightGuard:
         _WatchedData.remove(self)
 
     def look(self, p: nn.Parameter) -> None:
-        """Keep what a parameter is before it may be changed."""
         if type(p) is nn.Parameter and p not in self._looked:
             self._looked[p] = p.data_ptr(), sum_of_bits(p)
 
@@ -175,7 +171,6 @@ class _WatchedData:
 
     @classmethod
     def add(cls, guard: WeightGuard, parameters: dict[int, nn.Parameter]) -> None:
-        """Tell a guard from now on."""
         found = vars(nn.Parameter).get(_NAME)
         if not isinstance(found, cls):
             found = cls()
@@ -211,3 +206,68 @@ def _marks(optimizer: Optimizer) -> list[Any]:
     """Return what changes when somebody changes the state of an optimizer."""
     values = (v for state in optimizer.state.values() for v in state.values())
     return [(id(v), v._version) if isinstance(v, Tensor) else id(v) for v in values]
+
+
+_is_trained = attrgetter("requires_grad")
+
+
+@final
+class FreezingWatch:
+    """Notice that other parameters are trained than in the last step.
+
+    Args:
+        forms: what the optimizer has in the place of weights.
+    """
+
+    def __init__(self, trainer: Trainer, forms: WeightForms) -> None:
+        self._trainer = trainer
+        self._forms = forms
+        self._parameters: list[nn.Parameter] = []
+        self._seen: tuple[list[bool], list[int]] = ([], [])
+        self._trained = self._note()
+
+    def _note(self) -> dict[str, nn.Parameter]:
+        module, groups = self._trainer.lightning_module, self._trainer.optimizers[0].param_groups
+        self._parameters = list(module.parameters())
+        self._seen = self._look()
+        held = {id(p) for group in groups for p in group["params"]}
+        trained = {n: p for n, p in module.named_parameters() if p.requires_grad}
+        return {n: p for n, p in trained.items() if id(self._forms.trained(p)) in held}
+
+    @property
+    def has_changed(self) -> bool:
+        return self._look() != self._seen
+
+    def agree(self, session: Any) -> None:
+        """Take what is trained now for known, if all other ranks train it, too.
+
+        Raises:
+            ConfigurationError: on every rank, where ranks train different parameters.
+        """
+        before, self._trained = self._trained, self._note()
+        changed = [n for n in before | self._trained if (n in before) != (n in self._trained)]
+        if session.group is None:
+            return
+        what = f", as it did with {changed[0]!r}" if changed else ""
+        with session.naming_peers(f"to freeze or unfreeze parameters{what}"):
+            texts = gather_texts("\n".join(self._trained), session.group)
+        _require_same([set(text.splitlines()) for text in texts])
+
+    def _look(self) -> tuple[list[bool], list[int]]:
+        optimizer = self._trainer.optimizers[0]
+        # absent parameters know it, too; as plain ones they say it in a tenth of the time
+        with torch._C.DisableTorchFunctionSubclass():
+            trained = list(map(_is_trained, self._parameters))
+        return trained, [len(group["params"]) for group in optimizer.param_groups]
+
+
+def _require_same(everyone: list[Collection[str]]) -> None:
+    for rank, names in enumerate(everyone):
+        different = sorted({*names} ^ {*everyone[0]})
+        if different:
+            here, there = (rank, 0) if different[0] in names else (0, rank)
+            raise ConfigurationError(
+                f"parameter {different[0]!r} is trained on rank {here} and frozen on rank "
+                f"{there}; allowed: the same trained parameters on every rank; freeze and "
+                "unfreeze alike everywhere, by the epoch or the step, not by the rank or its batch"
+            )

@@ -26,8 +26,11 @@ _ASKS_NOTHING = frozenset(
     {"__set__", "__delete__", "data_ptr", "untyped_storage", "_has_compatible_shallow_copy_type"}
     | {"register_hook", "register_post_accumulate_grad_hook", "retain_grad"}
 )
-_MANAGES_GRADIENTS = ("torch.", "lightning_cyclic.", "lightning.pytorch.plugins.",
-                      "lightning.pytorch.strategies.", "lightning.fabric.")  # fmt: skip
+_MANAGES_GRADIENTS = (
+    "torch.", "lightning_cyclic.", "lightning.fabric.", "lightning_fabric.",
+    *(f"{host}.{part}." for host in ("lightning.pytorch", "pytorch_lightning")
+      for part in ("plugins", "strategies")),
+)  # fmt: skip
 _GRAD: Any = Tensor.grad
 _MODULE = "torch.nn.modules.module"
 _MOVES = (Tensor.to, Tensor.cpu, Tensor.cuda)

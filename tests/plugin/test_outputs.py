@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_cyclic.errors import StepError
-from lightning_cyclic.plugin.outputs import further_outputs, weighted_mean
+from lightning_cyclic.plugin.records import further_outputs, weighted_mean
 from lightning_cyclic.runtime.values.plain import decode, encode
 
 LOSS = torch.ones(())

@@ -8,7 +8,7 @@ import pytest
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler
 
 from lightning_cyclic.errors import ConfigurationError
-from lightning_cyclic.plugin.samplers import check_samplers
+from lightning_cyclic.plugin.checks import check_samplers
 
 DATA = range(16)
 ONE, SECOND_OF_TWO = {"num_replicas": 1, "rank": 0}, {"num_replicas": 2, "rank": 1}

@@ -6,13 +6,14 @@ averaging), so the strategy inserts this callback in front of all others.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Final, Protocol, final
+from collections.abc import Callable
+from typing import Any, Final, final
 
 from typing_extensions import override
 
 from lightning_cyclic.compat import Callback, SIGTERMException, WeightAveraging
 from lightning_cyclic.plugin.stop_signal import AgreedInterrupt
+from lightning_cyclic.plugin.training import AbstractTraining
 
 _LAST_SAVED: Final = "_last_global_step_saved"  # of a ModelCheckpoint
 STATE_KEY: Final = (
@@ -21,55 +22,15 @@ STATE_KEY: Final = (
 )
 
 
-class Drained(Protocol):
-    """Hold updates in flight."""
-
-    @property
-    def has_versions(self) -> bool:
-        """Say whether checkpoints have weights of more than one version."""
-
-    @property
-    def is_between_steps(self) -> bool:
-        """Say whether no batches have been added up that an update waits for."""
-
-    def flush(self) -> None:
-        """Finish updates in flight."""
-
-    def fail(self, error: BaseException) -> None:
-        """Communicate no more, and tell others why."""
-
-    def end_batch(self) -> None:
-        """Count a batch of training."""
-
-    def bring(self) -> None:
-        """Behind a flush, have the whole module on every worker until the next step."""
-
-    def agree_to_stop(self) -> None:
-        """Behind a flush, see that all ranks go on, or that all stop."""
-
-    def begin_epoch(self) -> None:
-        """Check what may have changed between epochs."""
-
-    def begin_evaluation(self, what: str, numbers: Sequence[float]) -> None:
-        """Check the numbers of batches of each dataloader."""
-
-    def end_epoch(self) -> None:
-        """Bring together what is computed at the end of an epoch."""
-
-
 @final
 class DrainCallback(Callback):
     """Flush before validation, at the end of epoch and fit, and where weights are averaged.
 
     On exceptions, stop talking.
-
-    Args:
-        drained: returns what is flushed, if there is anything.
-        fail: tells the other ranks why this one ends, also before there is anything.
     """
 
     def __init__(
-        self, drained: Callable[[], Drained | None], fail: Callable[[BaseException], None]
+        self, drained: Callable[[], AbstractTraining | None], fail: Callable[[BaseException], None]
     ) -> None:
         self._drained = drained
         self._fail = fail

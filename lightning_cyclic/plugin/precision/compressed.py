@@ -67,24 +67,20 @@ class Layout:
 
     @property
     def kept(self) -> Tensor:
-        """Return the index of a pruned weight."""
         assert self.index is not None, "nothing is pruned"
         return self.index
 
     @property
     def mask(self) -> Tensor:
-        """Return the mask, bool, of the weight's shape."""
         return self.expand(torch.ones_like(self.kept, dtype=torch.bool))
 
     @property
     def digest(self) -> str:
-        """Return a hash of shape and positions, the same wherever the mask is."""
         told = hashlib.sha256(repr(tuple(self.shape)).encode())
         told.update(self.kept.cpu().contiguous().view(torch.uint8).numpy().data)
         return told.hexdigest()
 
     def compress(self, dense: Tensor) -> Tensor:
-        """Return the kept elements of a tensor of the weight's shape, in its dtype."""
         if self.index is None:
             return dense.detach()
         flat = (dense.to_dense() if dense.is_sparse else dense).detach().reshape(-1)
@@ -113,12 +109,10 @@ class Layout:
             flat.index_put_((self.index[part],), values.detach()[part].to(dense.dtype))
 
     def to(self, device: torch.device) -> Layout:
-        """Return the same layout for tensors of a device."""
         return self if self.index is None else Layout(self.index.to(device), self.shape)
 
 
 def check_size(shape: Sequence[int], name: str = "") -> None:
-    """Refuse a weight of more elements than int32 can tell apart."""
     numel = torch.Size(shape).numel()
     if numel > MOST_ELEMENTS:
         raise ConfigurationError(
@@ -133,7 +127,6 @@ class ParameterState:
     """Train one parameter by what is kept of it.
 
     Args:
-        name: of the parameter.
         weight: the module's own, as it was initialised. Pruned elements become zero, and the
             others are rounded.
         layout: of what is trained.
@@ -198,7 +191,6 @@ class ParameterState:
         self._is_shown = True
 
     def write(self) -> None:
-        """Write the updated master weight into the weight; drop what only the step needs."""
         if not self._is_shown:  # the optimizer has not called its closure
             return
         self._is_shown = False
@@ -209,7 +201,6 @@ class ParameterState:
 
     @property
     def _rests(self) -> bool:
-        """Say whether the master weight has no memory now."""
         return self._is_away or not (self._keeps_master or self._is_shown)
 
     def _rest(self) -> None:
@@ -217,7 +208,6 @@ class ParameterState:
             self.master.data = self.master.data.new_zeros(()).expand(self.trained_shape)
 
     def leave(self) -> None:
-        """Give the master weight's memory up: another worker updates it."""
         self._is_away = True
         self._rest()
 
@@ -242,7 +232,6 @@ class ParameterState:
         self._version = self.weight._version
 
     def load(self, values: Tensor) -> None:
-        """Take the master weight of a checkpoint, if the weight is here."""
         if is_absent(self.weight):
             return
         self.master.data = values.to(self.weight.device, torch.float32, copy=True)
@@ -250,7 +239,6 @@ class ParameterState:
         self.write()
 
     def to(self, device: torch.device) -> None:
-        """Follow the weight to its device."""
         self.layout = self.layout.to(device)
         if not self._rests:
             self.master.data = self.master.data.to(device)
@@ -259,21 +247,18 @@ class ParameterState:
             self._rest()
 
     def release(self) -> None:
-        """Take gradients no more: the fit is over."""
         if self._hook is not None:
             self._hook.remove()
         self._hook = self._sum = self.master.grad = None
 
     @property
     def kept(self) -> list[Tensor]:
-        """Return what is alive now beside the weight and the optimizer's state."""
         master = None if self._rests else self.master.detach()
         found = (self.layout.index, master, self._sum, self.master.grad)
         return [x for x in found if x is not None]
 
     @property
     def is_compressed(self) -> bool:
-        """Say whether the parameter is pruned."""
         return self.layout.index is not None
 
     @property

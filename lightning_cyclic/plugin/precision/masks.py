@@ -20,7 +20,6 @@ EXCLUDED = ("bias", "norm", "embedding")
 
 
 def check_sparsity(sparsity: object, owner: str) -> None:
-    """Refuse what is no fraction between 0 and 1, given to a class of this name."""
     is_number = isinstance(sparsity, int | float) and not isinstance(sparsity, bool)
     if not (is_number and 0 < sparsity < 1):  # type: ignore[operator]
         raise ConfigurationError(
@@ -36,18 +35,7 @@ def layouts_of(
     exclude: Sequence[str],
     saved: Mapping[str, Tensor],
 ) -> dict[str, Layout]:
-    """Return the layouts of all pruned parameters of a module.
-
-    Args:
-        module: that is trained.
-        mask: that was given.
-        sparsity: in its place.
-        exclude: what is not pruned by magnitude.
-        saved: name -> index of the checkpoint from which training goes on.
-
-    Raises:
-        ConfigurationError: masks that do not fit the module, or the checkpoint, or are none.
-    """
+    """Return the layouts of all pruned parameters of a module."""
     if prune.is_pruned(module):
         raise ConfigurationError(
             f"{type(module).__name__} is pruned by torch.nn.utils.prune; allowed: plain "
@@ -90,7 +78,6 @@ def _read(path: str | Path) -> Masks:
 
 
 def check_same(layouts: Mapping[str, Layout], saved: Mapping[str, Tensor]) -> None:
-    """Refuse to go on from a checkpoint that has other masks."""
     for name in dict.fromkeys([*layouts, *saved]):
         pair = layouts.get(name), saved.get(name)
         if None in pair or not torch.equal(pair[0].kept.cpu(), pair[1].cpu()):  # type: ignore[union-attr]
@@ -105,12 +92,7 @@ def check_same(layouts: Mapping[str, Layout], saved: Mapping[str, Tensor]) -> No
 
 
 def given_masks(given: Mapping[str, Tensor], module: nn.Module) -> Masks:
-    """Return masks by the first name of each parameter, checked.
-
-    Raises:
-        ConfigurationError: an unknown name, another shape or dtype, nothing or everything kept,
-            two masks of one tied parameter, or a parameter of too many elements.
-    """
+    """Return masks by the first name of each parameter, checked."""
     named = dict(module.named_parameters(remove_duplicate=False))
     first = {id(p): name for name, p in module.named_parameters()}
     masks: Masks = {}
@@ -224,5 +206,4 @@ def magnitude_masks(parameters: Mapping[str, Tensor], sparsity: float) -> Masks:
 
 
 def without_full(masks: Mapping[str, Tensor]) -> Masks:
-    """Return the masks that prune anything; who keeps everything needs none."""
     return {name: mask for name, mask in masks.items() if not bool(mask.all())}

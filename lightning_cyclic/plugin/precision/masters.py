@@ -52,7 +52,6 @@ def expanded(
 def compressed(
     saved: Mapping[str, Any], optimizer: Optimizer, states: Sequence[ParameterState]
 ) -> dict[str, Any]:
-    """Return a ``state_dict()`` with tensors of parameters' shapes as master weights have it."""
     return _each(saved, optimizer, states, _compressed)
 
 
@@ -89,8 +88,6 @@ class SparseForms(WeightForms):
     """Train master weights, and send the kept elements alone.
 
     Args:
-        states: of all parameters that have one.
-        trained: those of them that the optimizer has.
         check: refuses gradients that the optimizer is not to have, before each update.
     """
 

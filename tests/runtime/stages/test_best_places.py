@@ -99,12 +99,6 @@ def test_the_memory_that_a_refusal_allows_is_the_least(script, stages):
 ROW = [("layer", ns, 1, 1) for ns in (3, 1, 1, 2, 5)]
 
 
-
-
-
-
-
-
 @pytest.mark.parametrize("stages", [0, -1, 6])
 def test_impossible_numbers(stages):
     points = CutPoints(Writer(ROW).survey())

@@ -80,5 +80,3 @@ def test_a_shared_module_is_named_and_a_tied_parameter_too():
     text = report(seen, choose_cuts(seen, ["1"]))
     assert "[1] '0' runs on both sides" in text
     assert "0 is used in stages 0, 1: kept alike" in text
-
-

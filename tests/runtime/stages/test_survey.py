@@ -36,8 +36,6 @@ def seen_of(model, *batch):
     return survey(model, lambda: model(*batch))
 
 
-
-
 def users(seen, name):
     paths = []
     for use in seen.parameters[name].uses:
@@ -52,8 +50,6 @@ def test_uses_of_parameters_by_their_module_by_glue_and_by_nobody():
     assert users(seen, "head.bias") == ["head", "head"]
     assert users(seen, "unused.weight") == []
     assert seen.parameters["body.0.weight"].num_bytes == 48
-
-
 
 
 def test_a_parameter_that_only_an_unseen_kernel_uses_counts_where_its_module_is_called():
@@ -87,10 +83,6 @@ def test_buffers_that_change():
     assert seen.calls[0].begin < seen.buffers["fixed"] < norm.begin
     assert seen.buffers["norm.running_mean"] == first.tick
     assert set(seen_of(Net().eval(), X).changed) == {"seen"}
-
-
-
-
 
 
 class Measured(nn.Module):

@@ -170,13 +170,9 @@ class FakeWork:
         return False
 
 
-
-
 def work(error: str = "") -> tuple[Any, Work]:
     fake: Any = FakeWork(error)
     return fake, Work(fake)
-
-
 
 
 @pytest.mark.parametrize(
@@ -194,8 +190,6 @@ def test_errors_are_named(text: str, kind: type[OSError]) -> None:
             pending.wait()
     assert pending.is_done()
     assert fake.waits == 1
-
-
 
 
 def test_a_worker_of_a_loader_that_dies_meanwhile_is_no_peers_fault() -> None:

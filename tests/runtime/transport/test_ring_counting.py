@@ -24,8 +24,6 @@ def test_messages_and_bytes_are_counted_from_all_threads() -> None:
     assert (transport.worker, transport.num_workers, transport.control) == (0, 2, None)
 
 
-
-
 def test_what_goes_by_control_is_counted_too() -> None:
     model = ThreadedModel(Fabric(), 0, 2, 5.0, Rules([THERE]))
     transport = CountingTransport(model)
