@@ -130,7 +130,12 @@ def fit_actor(out: Path, preset: str) -> None:
     launched.fit(out, make_strategy(preset, cluster_environment=OfActors()), devices=1)
 
 
-@pytest.mark.parametrize("preset", ["cyclic_dp", more("1f1b")])
+@pytest.mark.parametrize(
+    "preset",
+    [
+        "cyclic_dp",
+    ],
+)
 def test_ranks_of_one_node_may_share_the_one_device_of_its_cpus(
     preset: str, tmp_path: Path
 ) -> None:

@@ -82,8 +82,6 @@ def fresh(request: pytest.FixtureRequest) -> Iterator[Commands]:
 @pytest.mark.parametrize(
     "code",
     [
-        pytest.param("lightning first", marks=pytest.mark.exhaustive),
-        pytest.param("lightning last", marks=pytest.mark.exhaustive),
         "lightning alone",
     ],
 )

@@ -31,7 +31,7 @@ from tests.corpus import (
     train_data,
     weights_of,
 )
-from tests.rows import in_turn, more
+from tests.rows import in_turn
 
 NUM_MICRO = 4
 NUM_STEPS = 9
@@ -199,7 +199,10 @@ def fit_together(preset: str, n: int, seed: int) -> dict[str, Any]:
 
 @pytest.mark.multi
 @pytest.mark.parametrize(
-    ("preset", "n"), [*((preset, 2) for preset in RULES), more("cyclic_dp", 4)]
+    ("preset", "n"),
+    [
+        *((preset, 2) for preset in RULES),
+    ],
 )
 def test_what_is_drawn_is_the_same_on_one_device_and_in_many_processes(
     preset: str, n: int

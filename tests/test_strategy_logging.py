@@ -12,8 +12,6 @@ from lightning.pytorch.callbacks import (
     EarlyStopping,
     LearningRateMonitor,
     ModelCheckpoint,
-    RichProgressBar,
-    TQDMProgressBar,
 )
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
@@ -31,7 +29,7 @@ from tests.corpus import (
 )
 from tests.delayed_chain import Chain
 from tests.delayed_chain import loader as steps
-from tests.rows import chosen, in_turn
+from tests.rows import in_turn
 
 pytestmark = pytest.mark.multi
 
@@ -219,7 +217,7 @@ def fit_plainly(preset: str) -> dict[str, Any]:
     return outcome(trainer, module)
 
 
-@pytest.mark.parametrize("preset", chosen(PRESETS, PRESETS[:1]))
+@pytest.mark.parametrize("preset", PRESETS[:1])
 def test_checkpoint_callbacks_and_loggers(preset: str, tmp_path: Path) -> None:
     ranks = processes.run(fit_with_checkpoints, 2, preset, tmp_path)
     for rank in ranks:
@@ -258,24 +256,3 @@ def test_early_stopping(preset: str, monitor: str) -> None:
         for what in ("epoch", "stopped", "global_step"):
             assert rank[what] == ranks[0][what]
         assert_same(rank["weights"], ranks[0]["weights"])
-
-
-def fit_with_bar(preset: str, rich: bool) -> dict[str, Any]:
-    module = Logging("mlp")
-    bar = RichProgressBar() if rich else TQDMProgressBar()
-    trainer = make_trainer(preset, max_epochs=2, enable_progress_bar=True, callbacks=[bar])
-    trainer.fit(module, train_data(module, 4), valid_data(module))
-    shown = bar.get_metrics(trainer, module)
-    return outcome(trainer, module) | {"shown": sorted(shown)}
-
-
-@pytest.mark.parametrize("rich", [False, True], ids=["tqdm", "rich"])
-@pytest.mark.parametrize(
-    "preset",
-    ["cyclic_dp", *(pytest.param(p, marks=pytest.mark.exhaustive) for p in PRESETS[1:])],
-)
-def test_progress_bars(preset: str, rich: bool) -> None:
-    ranks = processes.run(fit_with_bar, 2, preset, rich)
-    for rank in ranks:
-        assert rank["global_step"] == 8
-        assert rank["shown"] == ["own_epoch", "own_step"]
