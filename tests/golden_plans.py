@@ -2,14 +2,10 @@
 
 They are those of commit f251310. What a redesign adds to programs may differ; what each worker
 computes, on which weights and in which order, and which tensors travel, may not.
-
-    python -m tests.golden_plans          write them anew: only for what is to be pinned
 """
 
 from __future__ import annotations
 
-import csv
-import io
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +15,7 @@ from tests.program_texts import to_text
 
 FOLDER = Path(__file__).parent / "golden"
 REPLICATED = ("cyclic_dp", "cyclic_dp_v1", "lockstep_dp", "cyclic_zero")
+NAMED_THEN = {"num_microbatches": "num_micro", "replicas": "width"}
 PIPELINES = ("cyclic_pipeline", "gpipe", "1f1b", "pipedream", "pipedream_2bw", "pipeoptim",
              "spectrain")  # fmt: skip
 
@@ -28,7 +25,7 @@ def grid() -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
 
     def add(preset: str, stages: int, workers: int, **more: Any) -> None:
-        rest = "".join(f"-{k}{_written(v)}" for k, v in more.items())
+        rest = "".join(f"-{NAMED_THEN.get(k, k)}{_written(v)}" for k, v in more.items())
         numbers = {"num_stages": stages, "num_workers": workers}
         found[f"{preset}-s{stages}-n{workers}{rest}"] = {"preset": preset, **numbers, **more}
 
@@ -92,18 +89,3 @@ def program_of(name: str) -> str:
 def figures_of(name: str) -> list[str]:
     """Return the figures of a plan of the grid, over ten steps."""
     return figures(make_plan(**grid()[name], num_steps=10))
-
-
-def main() -> None:
-    """Write everything."""
-    text = io.StringIO()
-    rows = csv.writer(text, lineterminator="\n")
-    rows.writerow(COLUMNS)
-    for name in grid():
-        (FOLDER / "programs" / f"{name}.csv").write_text(program_of(name))
-        rows.writerow([name, *figures_of(name)])
-    (FOLDER / "figures.csv").write_text(text.getvalue())
-
-
-if __name__ == "__main__":
-    main()

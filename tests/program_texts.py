@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
-from lightning_cyclic.plan.actions import Program, parse
+from lightning_cyclic.plan import Plan
+from lightning_cyclic.plan.actions import Kind, Payload, Program, parse
+from lightning_cyclic.plan.check.replay import Replay
 
 
 def to_text(programs: Iterable[Program]) -> str:
@@ -13,3 +15,33 @@ def to_text(programs: Iterable[Program]) -> str:
 
 def from_text(text: str) -> tuple[Program, ...]:
     return tuple(tuple(map(parse, line.split(","))) for line in text.splitlines())
+
+
+def swapped(plan: Plan, w: int, first: str, second: str) -> tuple[Program, ...]:
+    """Return the programs with two actions of worker w in each other's place."""
+    programs = [list(program) for program in plan.programs]
+    m, n = (programs[w].index(parse(text)) for text in (first, second))
+    programs[w][m], programs[w][n] = programs[w][n], programs[w][m]
+    return tuple(map(tuple, programs))
+
+
+def sent(plan: Plan, payload: Payload) -> list[tuple[int | None, ...]]:
+    """List step, stage, version, from and to of the sends of a payload."""
+    return sorted(
+        (a.t, a.j, a.v, w, a.peer)
+        for w, program in enumerate(plan.programs)
+        for a in program
+        if a.kind is Kind.SEND and a.payload is payload
+    )
+
+
+def replayed(plan: Plan, flush_at: Collection[int]) -> None:
+    """Replay six steps, with flushes behind some and the last, which leave nothing pending."""
+    replay, ended, program, workers = Replay(plan), -1, plan.program, range(plan.num_workers)
+    for t in range(6):
+        begins = ended == t - 1
+        replay.run([program.step(w, t, ended=ended, starts=begins) for w in workers])
+        if t in flush_at or t == 5:
+            replay.run([program.flush(w, t, ended=ended) for w in workers])
+            replay.check_flushed(t)
+            ended = t

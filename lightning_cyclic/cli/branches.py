@@ -32,7 +32,6 @@ def faster_order(survey: Survey, cuts: Cuts) -> str | None:
     """Say how much faster the slowest stage could be if branches were called in another order.
 
     Args:
-        survey: of the step.
         cuts: its stages, the best in the order of its calls.
 
     Returns:
@@ -79,7 +78,6 @@ class StepPieces:
     """Turn a step into a graph of pieces, each from one place to the next.
 
     Args:
-        points: where stages can begin.
         starts: paths of the places where stages begin. [none]
     """
 
@@ -95,7 +93,6 @@ class StepPieces:
         return bisect_right(self._ticks, tick)
 
     def name(self, number: int) -> str:
-        """Return the path of the module with which a piece begins."""
         if number:
             return self.begins[number - 1].path
         calls = (c for c in self._survey.calls if c.is_unit and self.number(c.end) == 0)
@@ -107,11 +104,7 @@ class StepPieces:
         return [(1 << n) - 1 for n in (*(paths.index(s) + 1 for s in starts), len(paths) + 1)]
 
     def graph(self, demands: Demands) -> CostGraph:
-        """Return what pieces take, send and wait for.
-
-        Args:
-            demands: say what computing and messages take.
-        """
+        """Return what pieces take, send and wait for."""
         time_at = self._points.time_at
         return CostGraph(
             seconds=tuple(demands.compute_s(time_at(b) - time_at(a)) for a, b in self._bounds),

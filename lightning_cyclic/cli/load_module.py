@@ -7,11 +7,12 @@ import importlib.util
 import inspect
 import logging
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 import yaml
 
 from lightning_cyclic.cli.branches import faster_order
@@ -23,11 +24,14 @@ from lightning_cyclic.compat import (
     is_param_in_hook_signature,
 )
 from lightning_cyclic.errors import CyclicError, PlanError
+from lightning_cyclic.planner.profile import ModelProfile
 from lightning_cyclic.plugin.split_hook import first_part
+from lightning_cyclic.runtime.snapshot import untouched
 from lightning_cyclic.runtime.stages.best_places import most_stages
 from lightning_cyclic.runtime.stages.cuts import choose_cuts
 from lightning_cyclic.runtime.stages.evidence import ClockName
 from lightning_cyclic.runtime.stages.places import CutPoints
+from lightning_cyclic.runtime.stages.profiling import measured
 from lightning_cyclic.runtime.stages.report import report
 from lightning_cyclic.runtime.stages.survey import survey
 from lightning_cyclic.runtime.values.split import split
@@ -45,30 +49,16 @@ def examine(
     memory_limit_bytes: int | None = None,
     clock: ClockName = "counted",
 ) -> str:
-    """Make a module, run its step and report on its stages.
+    """Make a module, run the first of its batch's micro-batches, and report on its stages.
 
     Args:
-        where: of its class, "PATH:CLASS".
-        data: of a LightningDataModule's class. [the module's own data]
+        where: "PATH:CLASS", as ``data`` is.
         texts: arguments, "name=value".
         stages: how many, or paths. [2 where that is possible]
-        num_microbatches: micro-batches that the first batch is cut into; the first is run.
-        memory_limit_bytes: of a stage. [any]
-        clock: what times are, "counted" or "measured".
-
-    Returns:
-        The report.
-
-    Raises:
-        PlanError: what was given is wrong, or the stages cannot be.
     """
-    try:
-        mine, its_data = _arguments(texts)
-        module = _make(_find(where, LightningModule), mine)
-        feed = None if data is None else _make(_find(data, LightningDataModule), its_data)
+    with _patient(where, data, texts) as (module, feed):
         with _detached(module, feed):
-            step = _step(module, feed, num_microbatches)
-            seen = survey(module, step, clock=clock)
+            seen = survey(module, _step(module, feed, num_microbatches), clock=clock)
         most, asked = most_stages(CutPoints(seen)), stages
         if stages is None or isinstance(stages, int):
             stages = min(2 if stages is None else stages, most)
@@ -81,6 +71,17 @@ def examine(
                 "against others"  # fmt: skip
             remark = more if remark is None else f"{more}\n{remark}"
         return report(seen, cuts, remark=remark)
+
+
+@contextmanager
+def _patient(
+    where: str, data: str | None, texts: Sequence[str]
+) -> Iterator[tuple[LightningModule, LightningDataModule | None]]:
+    """Make the module and its data; what is wrong with them becomes one line."""
+    try:
+        mine, its_data = _arguments(texts)
+        module = _make(_find(where, LightningModule), mine)
+        yield module, None if data is None else _make(_find(data, LightningDataModule), its_data)
     except PlanError:
         raise
     except CyclicError as error:
@@ -91,7 +92,6 @@ def examine(
 
 
 def _find(where: str, base: type[_T]) -> type[_T]:
-    """Return the class of "PATH:CLASS"."""
     path, colon, name = where.rpartition(":")
     if not colon or not path or not name:
         raise PlanError(
@@ -250,3 +250,46 @@ def _training_step(module: LightningModule, batch: Any) -> Callable[[], Any]:
     if is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2):
         return lambda: module.training_step(batch, 0)
     return lambda: module.training_step(batch)
+
+
+def measure(
+    where: str,
+    *,
+    data: str | None = None,
+    texts: Sequence[str] = (),
+    num_micros: Sequence[int] = (1,),
+) -> tuple[ModelProfile, ...]:
+    """Make a module and return what its units take, a profile for each size of a micro-batch.
+
+    Of each of the numbers of micro-batches that a batch is cut into, the first is run.
+    """
+    with _patient(where, data, texts) as (module, feed), _detached(module, feed):
+        found = []
+        for num_microbatches in num_micros:
+            step = _step(module, feed, num_microbatches)
+            found.append(measured(module, step, _given(module, step)))
+        return tuple({profile.micro_size: profile for profile in found}.values())
+
+
+def _given(module: LightningModule, step: Callable[[], Any]) -> Any:
+    """Return what a step gives the module: the batch, or the example input."""
+    given: list[Any] = []
+    run = module.training_step
+
+    def training_step(*args: Any, **kwargs: Any) -> Any:
+        given.append(args)
+        return run(*args, **kwargs)
+
+    def before_forward(_: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        given.append(args or kwargs)
+
+    module.__dict__["training_step"] = training_step
+    handle = module.register_forward_pre_hook(before_forward, with_kwargs=True)
+    try:
+        with untouched(module), torch.no_grad():  # which forgets what hooks have kept
+            step()
+            first = given[0]
+    finally:
+        del module.__dict__["training_step"]
+        handle.remove()
+    return first

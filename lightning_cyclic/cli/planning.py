@@ -4,7 +4,7 @@
     lightning-cyclic plan profile.json --workers 16 --memory 16GB --save strategy.yaml
 
 Only its arguments are known here, so that the command line starts without torch; modules are
-measured in :mod:`lightning_cyclic.cli.measurement`.
+measured in :mod:`lightning_cyclic.cli.load_module`.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from lightning_cyclic.planner.candidates import (
     DEFAULT_PRESETS,
     INSIDE_BANDWIDTH,
     INSIDE_LATENCY,
+    PRECISIONS,
     Problem,
 )
 from lightning_cyclic.planner.profile import ModelProfile, from_json, to_json
 from lightning_cyclic.planner.ring import sizes_of_groups
 from lightning_cyclic.planner.search import search
-from lightning_cyclic.planner.states import PRECISIONS
 from lightning_cyclic.planner.table import as_config, as_data, table
 from lightning_cyclic.simulate import Network, parse_bandwidth, parse_bytes, parse_seconds
 
@@ -42,12 +42,6 @@ _REMATS = {"both": (False, True), "never": (False,), "always": (True,)}
 
 
 def add_plan(commands: Any, has_colours: Callable[[], bool]) -> None:
-    """Add the command to those of a parser.
-
-    Args:
-        commands: of the parser.
-        has_colours: says whether to print in colours.
-    """
     parser = commands.add_parser(
         "plan",
         help="rank the ways to train a model on given workers",
@@ -62,12 +56,12 @@ def add_plan(commands: Any, has_colours: Callable[[], bool]) -> None:
     add("model", metavar="PROFILE.json|PATH:CLASS", nargs="+", help="a LightningModule, which is "
         "measured here, or what --save-profile kept of it")  # fmt: skip
     add("--workers", type=_number(int, 1), required=True, metavar="N", help="number of workers")
-    add("--memory", type=_read(parse_bytes), required=True, metavar="SIZE", help="of each worker, "
-        "like 24GB; leave some to the framework")  # fmt: skip
-    add("--bandwidth", type=_read(parse_bandwidth), default=DEFAULT_BANDWIDTH,
+    add("--memory", type=explained(parse_bytes), required=True, metavar="SIZE", help="of each "
+        "worker, like 24GB; leave some to the framework")  # fmt: skip
+    add("--bandwidth", type=explained(parse_bandwidth), default=DEFAULT_BANDWIDTH,
         metavar=DEFAULT_BANDWIDTH, help="of each worker, in each direction "
         f"(default: {DEFAULT_BANDWIDTH})")  # fmt: skip
-    add("--latency", type=_read(parse_seconds), default=DEFAULT_LATENCY,
+    add("--latency", type=explained(parse_seconds), default=DEFAULT_LATENCY,
         metavar=DEFAULT_LATENCY, help=f"of a message (default: {DEFAULT_LATENCY})")  # fmt: skip
     add("--workers-per-host", type=_number(int, 1), default=1, metavar="K", help="workers that "
         f"share a host, joined by {INSIDE_BANDWIDTH} and {INSIDE_LATENCY}, or better (default: "
@@ -167,7 +161,7 @@ def _profiles(arguments: argparse.Namespace) -> tuple[ModelProfile, ...]:
             f"{' '.join(arguments.model)} is more than one model; allowed: one PATH:CLASS, or "
             "files of profiles that end in .json; give one"
         )
-    from lightning_cyclic.cli.measurement import measure  # noqa: PLC0415
+    from lightning_cyclic.cli.load_module import measure  # noqa: PLC0415
 
     found = measure(
         arguments.model[0],
@@ -200,7 +194,7 @@ def _text(path: Path) -> str:
         ) from error
 
 
-def _read(parse: Callable[[str], float]) -> Callable[[str], float]:
+def explained(parse: Callable[[str], float]) -> Callable[[str], float]:
     """Let argparse print the message of a PlanError, which it hides as any ValueError's."""
 
     def parse_or_explain(text: str) -> float:

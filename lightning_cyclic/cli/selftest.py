@@ -23,8 +23,7 @@ from lightning_cyclic.errors import PlanError, one_of
 from lightning_cyclic.plan import PRESETS
 
 if TYPE_CHECKING:
-    from lightning_cyclic.cli.crew import Ended
-    from lightning_cyclic.cli.trial import Trial
+    from lightning_cyclic.cli.trial import Ended, Trial
 
 _ROUTES = ("auto", "named", "edges", "host_staged")
 _PRECISIONS = ("32-true", "bf16-mixed", "16-mixed")
@@ -42,8 +41,6 @@ class Place(NamedTuple):
 
     Args:
         accelerator: "cpu" or "gpu".
-        devices: the GPU of each worker.
-        num_workers: how many there are.
         backend: of their process group. [Lightning's choice]
     """
 
@@ -54,7 +51,6 @@ class Place(NamedTuple):
 
 
 def add_selftest(commands: Any) -> None:
-    """Add the command to those of a parser."""
     parser = commands.add_parser(
         "selftest",
         help="train every preset on your devices, and compare bits",
@@ -81,7 +77,7 @@ def add_selftest(commands: Any) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> tuple[str, int]:
-    from lightning_cyclic.cli.crew import run  # noqa: PLC0415
+    from lightning_cyclic.cli.trial import run  # noqa: PLC0415
 
     presets = presets_of(arguments.preset)
     place = _place(arguments.accelerator, arguments.devices)
@@ -111,11 +107,7 @@ def _run(arguments: argparse.Namespace) -> tuple[str, int]:
 
 
 def presets_of(given: Sequence[str]) -> list[str]:
-    """Return the presets that are tried: those that were named, or all.
-
-    Raises:
-        PlanError: a name that is none.
-    """
+    """Return the presets that are tried: those that were named, or all."""
     for name in given:
         if name not in PRESETS:
             raise PlanError(one_of(name, list(PRESETS), "--preset", "leave it out to try all"))

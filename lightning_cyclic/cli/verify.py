@@ -37,8 +37,6 @@ class Verdict(NamedTuple):
 
     Args:
         word: "equal", "different", "refused" or "failed".
-        num_compared: steps.
-        seconds: of the fit.
         text: why, or what differs first; "" where all is equal.
     """
 
@@ -60,17 +58,7 @@ def verify(
 ) -> Iterator[tuple[str, bool]]:
     """Yield a row for each preset, and whether all is equal there; first the heads of columns.
 
-    Args:
-        where: of the module's class, "PATH:CLASS".
-        data: of a LightningDataModule's class. [the module's own data]
-        texts: arguments, "name=value".
-        stages: how many, or paths.
-        num_microbatches: micro-batches that a batch is cut into.
-        num_steps: that are compared; one where later ones read several versions of the weights.
-        presets: that are tried.
-
-    Raises:
-        PlanError: what was given is wrong.
+    Fewer than ``num_steps`` are compared where later ones read several versions of the weights.
     """
     mine, its_data = _arguments(texts)
     kind = _find(where, LightningModule)

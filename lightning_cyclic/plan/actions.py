@@ -40,8 +40,6 @@ class _Name(enum.StrEnum):
 
 
 class Kind(_Name):
-    """Say what a worker does."""
-
     F = "F"
     B = "B"
     ADD = "ADD"
@@ -54,8 +52,6 @@ class Kind(_Name):
 
 
 class Payload(_Name):
-    """Say what travels in a message."""
-
     A = "A"  # activations, stage j-1 -> j
     G = "G"  # activation gradients, stage j+1 -> j
     S = "S"  # partial gradient sums, micro-batch i -> i+1
@@ -75,8 +71,6 @@ class Payload(_Name):
 
 
 class Lane(_Name):
-    """Say beside what else of its worker an action runs."""
-
     MAIN = ""
     SUMS = "sums"  # gradients are added and passed on while the backward goes on
     WEIGHTS = "weights"  # versions are passed on as soon as they have come
@@ -87,7 +81,6 @@ class Action:
     """Hold one action of one worker.
 
     Args:
-        kind: what is done.
         payload: what travels; only for SEND and RECV.
         t: training step (0-based). Of an UPDATE: the step whose gradients it applies.
         j: stage (0 = input side).
@@ -95,7 +88,6 @@ class Action:
             P where parameters are fetched for each use.
         v: weight version; only of F, B, UPDATE, GATHER, FREE, P and V.
         peer: the other worker of a SEND or RECV.
-        lane: beside what else it runs.
         s: slot in which the timetable places the action; no part of its identity or text.
     """
 

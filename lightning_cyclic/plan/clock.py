@@ -1,4 +1,4 @@
-"""Slot arithmetic that is exact, and the text picture of a timetable.
+"""Slot arithmetic that is exact, the text picture of a timetable, and refusals that show it.
 
 A timetable counts in slots: one stage forward or backward. Worker i of cyclic data parallelism
 runs 2S/N slots behind worker i-1, which is a fraction when N does not divide 2S. So schedules
@@ -12,8 +12,14 @@ whole slots. No comparison in this package ever needs a tolerance.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
+
+from lightning_cyclic.errors import ValidationError
+from lightning_cyclic.plan.actions import Action, Kind
+
+if TYPE_CHECKING:
+    from lightning_cyclic.plan import Plan
 
 
 class Entry(NamedTuple):
@@ -66,16 +72,48 @@ def picture(
     head = max(len("slot"), len(f"w{num_workers - 1}"))
     lines = [_line("slot", head, (str(s) for s in slots), replicas)]
     for w in range(first_row, num_workers):
-        lines.append(_line(f"w{w}", head, _row(cells, slots, w), replicas))
+        lines.append(_line(f"w{w}", head, (cells.get((s, w), ".") for s in slots), replicas))
         if arrow is not None and arrow[1] == w:
             marks = ("^" if s == arrow[0] else "" for s in slots)
             lines.append(_line("", head, marks, replicas).rstrip())
     return "\n".join(lines)
 
 
-def _row(cells: Mapping[tuple[int, int], str], slots: range, w: int) -> Iterable[str]:
-    return (cells.get((s, w), ".") for s in slots)
-
-
 def _line(name: str, head: int, cells: Iterable[str], replicas: int) -> str:
     return " ".join([name.ljust(head), *(cell.rjust(replicas) for cell in cells)])
+
+
+_SLOTS_BEFORE, _SLOTS_AFTER, _ROWS = 10, 4, 8
+
+
+def refuse(plan: Plan, a: Action, w: int, *, given: str, allowed: str, todo: str) -> NoReturn:
+    """Refuse a program because of one action."""
+    where = f"worker {w}, slot {a.s}, action {a}"
+    raise ValidationError(
+        f"{given} ({where}); allowed: {allowed}; {todo}\n{timetable_around(plan, a, w)}"
+    )
+
+
+def rows_around(plan: Plan, w: int) -> range:
+    """Return the workers whose rows are drawn near one."""
+    first_row = max(0, min(w - _ROWS // 2, plan.num_workers - _ROWS))
+    return range(first_row, min(first_row + _ROWS, plan.num_workers))
+
+
+def timetable_around(plan: Plan, a: Action, w: int) -> str:
+    """Draw the timetable near an action, with an arrow under it.
+
+    Args:
+        plan: whose F and B are drawn; of large plans, only slots and workers near the action.
+        a: the action to point at; drawn too if it is neither F nor B.
+    """
+    rows = rows_around(plan, w)
+    slots = range(a.s - _SLOTS_BEFORE, a.s + _SLOTS_AFTER + 1)
+    entries = [
+        Entry(s, row, str(cell).partition("#")[0])
+        for s, row, cell in plan.timetable
+        if s in slots and row in rows
+    ]
+    if a.kind not in (Kind.F, Kind.B):
+        entries.append(Entry(a.s, w, str(a).partition("#")[0]))
+    return picture(entries, arrow=(a.s, w), first_row=rows.start)

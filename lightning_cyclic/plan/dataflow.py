@@ -36,8 +36,6 @@ if TYPE_CHECKING:
 
 
 class Datum(enum.Enum):
-    """Say what kind of data an item is."""
-
     __hash__ = object.__hash__  # an enum's own runs Python, and items are keys
 
     WEIGHTS = enum.auto()  # (j, v)
@@ -153,15 +151,9 @@ class Dataflow:
             reads += [(Datum.NORMS, a.t, j) for j in stages]
         return Flow(tuple(reads), ((Datum.WEIGHTS, a.j, a.v),), taken)
 
-    def _tell(self, a: Action) -> Flow:
-        return Flow(((Datum.LOSSES, a.t),))
-
     def _free(self, a: Action) -> Flow:
         weights = ((Datum.WEIGHTS, a.j, a.v),)
         return Flow(weights, (), weights)
-
-    def _nothing(self, a: Action) -> Flow:
-        return Flow()
 
     def _message(self, a: Action) -> Flow:
         carried = _CARRIED.get(a.payload)  # type: ignore[arg-type]
@@ -234,8 +226,8 @@ _ROWS: defaultdict[Kind | Payload, Callable[[Dataflow, Action], Flow]] = default
         Kind.B: Dataflow._backward,
         Kind.ADD: Dataflow._add,
         Kind.UPDATE: Dataflow._update,
-        Kind.TELL: Dataflow._tell,
-        Kind.GATHER: Dataflow._nothing,
+        Kind.TELL: lambda _, a: Flow(((Datum.LOSSES, a.t),)),
+        Kind.GATHER: lambda _, a: Flow(),
         Kind.FREE: Dataflow._free,
     },
 )
@@ -263,10 +255,6 @@ def lives(program: Iterable[Action], kinds: frozenset[Datum]) -> Iterator[Life]:
     received, to the one that frees it, or to behind the last that reads it. An update replaces
     the version before it in place where nothing reads that later. What is made and never read is
     kept for its own action.
-
-    Args:
-        program: of one worker.
-        kinds: of items.
     """
     flow, concerned = Dataflow(), _concerned_with(kinds)
     found: dict[Item, Life] = {}

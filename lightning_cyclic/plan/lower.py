@@ -17,14 +17,11 @@ from lightning_cyclic.errors import PlanError, ValidationError, one_of
 from lightning_cyclic.plan.actions import Action
 from lightning_cyclic.plan.actions import Program as Actions
 from lightning_cyclic.plan.check.fit import check_fit, groups_of_stages, relays
-from lightning_cyclic.plan.check.proof import prove
-from lightning_cyclic.plan.check.versions import check_timetable
-from lightning_cyclic.plan.passes.batches import batches
-from lightning_cyclic.plan.passes.lanes import lanes
-from lightning_cyclic.plan.passes.norms import norms
-from lightning_cyclic.plan.passes.receives import receives
+from lightning_cyclic.plan.check.proof import check_timetable, prove
+from lightning_cyclic.plan.passes.receives import lanes, receives
 from lightning_cyclic.plan.passes.shards import shards
-from lightning_cyclic.plan.passes.transfers import transfers
+from lightning_cyclic.plan.passes.sums import norms
+from lightning_cyclic.plan.passes.transfers import batches, transfers
 from lightning_cyclic.plan.passes.updates import updates
 from lightning_cyclic.plan.plan import Plan
 from lightning_cyclic.plan.presets import (

@@ -1,4 +1,4 @@
-"""Placement: which worker runs micro-batch i on stage j.
+"""Placement: which worker runs micro-batch i on stage j; sharding: who keeps which bytes of it.
 
 Four answers:
 
@@ -8,11 +8,20 @@ Four answers:
                                 several replicas, micro-batch i runs on replica i % replicas
     shared       S-j places     a device per live activation, S(S+1)/2 in all, not S*S
     single       w = 0          one worker runs everything: the reference
+
+Of a stage that several workers hold, its *owner* keeps the optimizer state and applies the
+updates; three answers:
+
+    none        the last worker owns every stage; all keep all parameters
+    optimizer   the first reader of a new version owns the stage: optimizer state is spread
+    full        as optimizer, and the others hold parameters only around each F and B, for which
+                their owner sends them; they send it their gradients, which it adds up
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import gcd, lcm
 from typing import ClassVar, final
@@ -23,9 +32,6 @@ class AbstractPlacement(ABC):
     """Say which worker runs F(i, j) and B(i, j) of step t.
 
     Args:
-        num_stages: S.
-        num_workers: N.
-        num_microbatches: m, micro-batches per step.
         replicas: replicas of the pipeline, for placements that allow more than one. [1]
     """
 
@@ -79,11 +85,9 @@ class Replicated(AbstractPlacement):
     schedules: ClassVar[tuple[str, ...]] = ("lockstep", "cyclic")
 
     def worker(self, t: int, i: int, j: int) -> int:
-        """Give the worker of micro-batch i of step t on stage j."""
         return i % self.num_workers
 
     def misfit(self) -> str | None:
-        """Say what is wrong with the numbers and what to do, or None where they fit."""
         if self.num_microbatches % self.num_workers == 0:
             return None
         fewer = self.num_microbatches // self.num_workers * self.num_workers
@@ -112,15 +116,12 @@ class Pipelined(AbstractPlacement):
 
     @property
     def depth(self) -> int:
-        """Workers per replica."""
         return self.num_workers // self.replicas
 
     def worker(self, t: int, i: int, j: int) -> int:
-        """Give the worker of micro-batch i of step t on stage j."""
         return i % self.replicas * self.depth + j * self.depth // self.num_stages
 
     def misfit(self) -> str | None:
-        """Say what is wrong with the numbers and what to do, or None where they fit."""
         if self.num_workers % self.replicas:
             return (
                 f"num_workers={self.num_workers} with replicas={self.replicas}; all replicas of a "
@@ -181,7 +182,6 @@ class Shared(AbstractPlacement):
 
     @property
     def repeats(self) -> int:
-        """Steps after which the same workers run the same micro-batches of a step again."""
         sizes = [self.num_stages - j for j in range(self.num_stages)]
         return lcm(*(size // gcd(self.num_microbatches, size) for size in sizes))
 
@@ -201,11 +201,9 @@ class Shared(AbstractPlacement):
         return next(s for s in range(1, num_workers + 1) if s * (s + 1) // 2 >= num_workers)
 
     def worker(self, t: int, i: int, j: int) -> int:
-        """Give the worker of micro-batch i of step t on stage j."""
         return self._worker_at(j, (t * self.num_microbatches + i) % (self.num_stages - j))
 
     def misfit(self) -> str | None:
-        """Say what is wrong with the numbers and what to do, or None where they fit."""
         if self.num_workers <= self.num_places:
             return None
         return (
@@ -235,14 +233,80 @@ class Single(AbstractPlacement):
     )  # fmt: skip
 
     def worker(self, t: int, i: int, j: int) -> int:
-        """Give the worker of micro-batch i of step t on stage j."""
         return 0
 
     def misfit(self) -> str | None:
-        """Say what is wrong with the numbers and what to do, or None where they fit."""
         if self.num_workers == 1:
             return None
         return (
             f"num_workers={self.num_workers}; placement 'single' runs on one worker; "
             "use num_workers=1"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class AbstractSharding(ABC):
+    """Say who owns a stage, and whether the others give its parameters back after use."""
+
+    gathers: ClassVar[bool] = False
+    """Whether parameters are fetched before each F and B, and gradients sent to who adds them.
+
+    Both are the owner's. Else all have the parameters, and sums of gradients travel.
+    """
+
+    @abstractmethod
+    def owner(
+        self, j: int, first_readers: Sequence[int], *, num_workers: int, num_stages: int
+    ) -> int:
+        """Choose the owner of stage j.
+
+        Args:
+            first_readers: workers that read a new version in the earliest slot, ascending.
+        """
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class NoSharding(AbstractSharding):
+    """Let the last worker own everything, as it is where the sums end."""
+
+    def owner(
+        self, j: int, first_readers: Sequence[int], *, num_workers: int, num_stages: int
+    ) -> int:
+        """Choose the owner of stage j: N-1."""
+        return num_workers - 1
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class OptimizerSharding(AbstractSharding):
+    """Let the first reader own a stage; where several are first, deal the stages out."""
+
+    def owner(
+        self, j: int, first_readers: Sequence[int], *, num_workers: int, num_stages: int
+    ) -> int:
+        """Choose the owner of stage j: the last stages, whose sums end first, go to worker 0."""
+        return first_readers[-1 - j * len(first_readers) // num_stages]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class FullSharding(AbstractSharding):
+    """Own as under ``optimizer``; owners send parameters to each user, who drops them again.
+
+    Shards stay in place, as in ZeRO, and in TawPipe within a group of workers. So do the sums of
+    gradients: workers come to a stage one after the other, so that their gradients reach its
+    owner in the order of micro-batches, in which they are added. A sum that travelled would wait
+    at each worker until that one comes to the stage.
+
+    Source: ZeRO, https://arxiv.org/abs/1910.02054; TawPipe, https://arxiv.org/abs/2511.09741.
+    """
+
+    gathers: ClassVar[bool] = True
+
+    def owner(
+        self, j: int, first_readers: Sequence[int], *, num_workers: int, num_stages: int
+    ) -> int:
+        return OptimizerSharding().owner(
+            j, first_readers, num_workers=num_workers, num_stages=num_stages
         )

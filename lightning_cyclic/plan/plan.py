@@ -27,10 +27,7 @@ from lightning_cyclic.plan.presets import (
     WEIGHTS,
     Axes,
 )
-from lightning_cyclic.plan.schedules.base import AbstractSchedule
-from lightning_cyclic.plan.schedules.in_groups import InGroups
-from lightning_cyclic.plan.schedules.rounds import Rounds
-from lightning_cyclic.plan.schedules.wide import Wide
+from lightning_cyclic.plan.schedules import AbstractSchedule, Rounds, SideBySide
 
 if TYPE_CHECKING:
     from lightning_cyclic.plan.check.proof import Proof
@@ -42,33 +39,14 @@ if TYPE_CHECKING:
 class Plan:
     """Hold one value of each axis and the numbers; derive the rest.
 
-    Made by :func:`~lightning_cyclic.plan.lower.make_plan`, which checks that everything fits.
+    Made by :func:`~lightning_cyclic.plan.lower.make_plan`, which says what the numbers are, and
+    checks that everything fits.
 
     Args:
-        preset: name that the plan was made from.
-        num_stages: S.
-        num_workers: N.
-        num_microbatches: m, micro-batches per update, of all replicas together; of workers that
-            run whole ones, N in each of several rounds.
-        num_steps: training steps that the program covers.
-        slack: slots that a new version needs to travel, for the ``freshest`` rule.
-        schedule: name of the axis value, as are the next three.
-        placement: who runs what.
-        weights: which version is read.
-        sharding: who keeps what.
-        relayed: stages whose buffers travel from micro-batch to micro-batch.
         spacing: slots between a micro-batch and the next on the cyclic schedule.
-        replicas: replicas of a pipeline.
-        tied: groups of stages that share parameters, the first that uses them first.
-        late_updates: whether each stage is updated right before its new version is first read,
-            so that all stages can decide together about a step without making one wait.
-        norms: who is told the norms of all gradients of a step before it is applied: "none", all
-            "owners" of stages, or "all" workers.
-        relayed_until: the last stage in which the buffers of each relayed stage change.
         updates_meet: whether owners, who wait for each other's norms, update at one point: where
             the first worker reads a new version of sharded weights, else each behind its step. If
             not, each updates where it first reads a new version.
-        group_size: replicas next to each other that run in the same slots, as one of them would.
         lowering: makes the program; no part of what a plan is.
         proving: proves it; the same.
     """
@@ -113,42 +91,36 @@ class Plan:
     @cached_property
     def _one_round(self) -> AbstractSchedule:
         """The schedule of one replica, or of one round of all."""
-        num_stages, num_microbatches = (
-            self.num_stages,
-            self.num_microbatches // self.replicas // self.rounds,
-        )
+        num_microbatches = self.num_microbatches // self.replicas // self.rounds
         of_groups = SCHEDULES[self.schedule](
-            num_stages=num_stages,
+            num_stages=self.num_stages,
             num_microbatches=num_microbatches // self.group_size,
             spacing=self.spacing,
         )
-        if self.group_size == 1:
-            return of_groups
-        return InGroups(
-            num_stages=num_stages,
-            num_microbatches=num_microbatches,
-            base=of_groups,
-            size=self.group_size,
-        )
+        return self._side_by_side(of_groups, num_microbatches, self.group_size)
 
     @cached_property
     def _schedule(self) -> AbstractSchedule:
         """The schedule of all replicas, and of all rounds."""
-        base = self._one_round
-        if self.rounds > 1:
-            return Rounds(
-                num_stages=self.num_stages,
-                num_microbatches=self.num_microbatches,
-                base=base,
-                in_succession=bool(self.relayed),
-            )
-        if self.replicas == 1:
-            return base
-        return Wide(
+        if self.rounds == 1:
+            return self._side_by_side(self._one_round, self.num_microbatches, self.replicas)
+        return Rounds(
             num_stages=self.num_stages,
             num_microbatches=self.num_microbatches,
+            base=self._one_round,
+            in_succession=bool(self.relayed),
+        )
+
+    def _side_by_side(
+        self, base: AbstractSchedule, num_microbatches: int, size: int
+    ) -> AbstractSchedule:
+        if size == 1:
+            return base
+        return SideBySide(
+            num_stages=self.num_stages,
+            num_microbatches=num_microbatches,
             base=base,
-            replicas=self.replicas,
+            size=size,
         )
 
     @property
@@ -159,10 +131,8 @@ class Plan:
         are changes nothing but the batch. Their gradients stay with the worker until the last,
         which adds their sum to that of the workers before: in the order of workers.
         """
-        return self._micro_per_worker if PLACEMENTS[self.placement].runs_whole_micro else 1
-
-    @property
-    def _micro_per_worker(self) -> int:
+        if not PLACEMENTS[self.placement].runs_whole_micro:
+            return 1
         return max(1, self.num_microbatches // self.num_workers)
 
     def handed_on_as(self, i: int) -> int:
@@ -178,6 +148,10 @@ class Plan:
         schedule = self.axes.schedule
         start = schedule.forward if kind is Kind.F else schedule.backward
         return schedule.slot(t, start(i, j))
+
+    def end(self, t: int, j: int) -> int:
+        """Give the slot of the last backward of stage j in step t: then its sum is whole."""
+        return self.slot(Kind.B, t, self.num_microbatches - 1, j)
 
     def worker_of(self, i: int, j: int, t: int = 0) -> int:
         """Give the worker that runs micro-batch i of step t on stage j.
@@ -290,7 +264,8 @@ class Plan:
         A mean over the micro-batches of a step, once the run is under way; predictions do not
         count against it.
         """
-        return self._delays[j]
+        lags = (self.lag(self.late_step, i, j) for i in range(self.num_microbatches))
+        return Fraction(sum(lags), self.num_microbatches)
 
     @property
     def steps_under_way(self) -> int:
@@ -329,10 +304,6 @@ class Plan:
         """Give the worker that keeps the optimizer state of stage j and updates it."""
         return self._owners[j]
 
-    def first_readers(self, j: int) -> tuple[int, ...]:
-        """List the workers that read a new version of replicated stage j first."""
-        return self._first_readers[j]
-
     def first_read(self, v: int, j: int) -> int:
         """Give the step in which version v of stage j is read first."""
         if v == 0:
@@ -340,10 +311,6 @@ class Plan:
         t, ends = self.late_step, (0, self.num_microbatches - 1)
         reads = [f(t, i, j) for i in ends for f in (self.reads, self.backward_reads)]
         return v + t - max(reads)
-
-    def is_late(self, j: int) -> bool:
-        """Say whether the owner of a replicated stage reads a new version after somebody else."""
-        return self.owner(j) not in self.first_readers(j)
 
     def chain(self, j: int) -> tuple[int, ...]:
         """List the workers in the order in which a new version of replicated stage j travels.
@@ -455,21 +422,14 @@ class Plan:
         return max(self.lag(self.late_step, i, j) for i, j in cells)
 
     @cached_property
-    def _first_readers(self) -> tuple[tuple[int, ...], ...]:
+    def first_readers(self) -> tuple[tuple[int, ...], ...]:
+        """Of each replicated stage the workers that read a new version first."""
         readers = []
         for j in range(self.num_stages):
             needs = [self._need(i, j) for i in range(self.num_microbatches // self.rounds)]
             least = min(needs)
             readers.append(tuple(i for i, need in enumerate(needs) if need == least))
         return tuple(readers)
-
-    @cached_property
-    def _delays(self) -> tuple[Fraction, ...]:
-        sums = (
-            sum(self.lag(self.late_step, i, j) for i in range(self.num_microbatches))
-            for j in range(self.num_stages)
-        )
-        return tuple(Fraction(total, self.num_microbatches) for total in sums)
 
     @cached_property
     def _owners(self) -> tuple[int, ...]:
@@ -484,21 +444,16 @@ class Plan:
 
     def _owning_group(self, j: int) -> int:
         """Give the group that owns a replicated stage; a worker alone is one."""
-        first_readers = tuple({w // self.group_size: None for w in self.first_readers(j)})
+        first_readers = tuple({w // self.group_size: None for w in self.first_readers[j]})
         return self.axes.sharding.owner(
             j, first_readers, num_workers=self.num_groups, num_stages=self.num_stages
         )
 
     @cached_property
     def _chains(self) -> tuple[tuple[int, ...], ...]:
-        return tuple(
-            tuple(sorted(self._leads(j), key=lambda w: self._place_in_chain(w, j)))
-            for j in range(self.num_stages)
-        )
+        return tuple(map(self._chain_of, range(self.num_stages)))
 
-    def _leads(self, j: int) -> range:
-        return range(self.lead(0, j), self.num_workers, self.group_size)
-
-    def _place_in_chain(self, w: int, j: int) -> tuple[bool, int, int]:
-        owner = self.owner(j)
-        return w != owner, self._need(w, j), (w - owner) % self.num_workers
+    def _chain_of(self, j: int) -> tuple[int, ...]:
+        owner, leads = self.owner(j), range(self.lead(0, j), self.num_workers, self.group_size)
+        places = {w: (w != owner, self._need(w, j), (w - owner) % self.num_workers) for w in leads}
+        return tuple(sorted(places, key=places.__getitem__))

@@ -12,28 +12,31 @@ from typing import Any, Final, NamedTuple, final
 from lightning_cyclic.errors import PlanError, one_of
 from lightning_cyclic.plan.placement import (
     AbstractPlacement,
+    AbstractSharding,
+    FullSharding,
+    NoSharding,
+    OptimizerSharding,
     Pipelined,
     Replicated,
     Shared,
     Single,
 )
-from lightning_cyclic.plan.schedules.base import TWO_SLOTS, AbstractSchedule
-from lightning_cyclic.plan.schedules.cyclic import Cyclic
-from lightning_cyclic.plan.schedules.gpipe import GPipe
-from lightning_cyclic.plan.schedules.lockstep import Lockstep
-from lightning_cyclic.plan.schedules.one_f_one_b import OneFOneB
-from lightning_cyclic.plan.sharding import (
-    AbstractSharding,
-    FullSharding,
-    NoSharding,
-    OptimizerSharding,
+from lightning_cyclic.plan.schedules import (
+    TWO_SLOTS,
+    AbstractSchedule,
+    Cyclic,
+    GPipe,
+    Lockstep,
+    OneFOneB,
 )
-from lightning_cyclic.plan.weights.base import AbstractWeights
-from lightning_cyclic.plan.weights.delayed import Delayed
-from lightning_cyclic.plan.weights.freshest import Freshest
-from lightning_cyclic.plan.weights.predicted import Predicted
-from lightning_cyclic.plan.weights.stashed import Stashed
-from lightning_cyclic.plan.weights.sync import Sync
+from lightning_cyclic.plan.weights import (
+    AbstractWeights,
+    Delayed,
+    Freshest,
+    Predicted,
+    Stashed,
+    Sync,
+)
 
 SCHEDULES: Final[dict[str, type[AbstractSchedule]]] = {
     "lockstep": Lockstep,
@@ -152,11 +155,7 @@ def check_number(name: str, value: object, *, least: int = 1) -> None:
 
 
 def check_group_size(group_size: int, num_workers: int) -> None:
-    """Refuse groups that would not have as many workers each.
-
-    Raises:
-        PlanError: with the sizes that there can be.
-    """
+    """Refuse groups that would not have as many workers each."""
     check_number("group_size", group_size)
     if num_workers % group_size:
         allowed = [n for n in range(1, num_workers + 1) if num_workers % n == 0]

@@ -28,17 +28,17 @@ from typing import TYPE_CHECKING, final
 from lightning_cyclic.plan.actions import Action, Kind, Payload
 from lightning_cyclic.plan.actions import Program as Actions
 from lightning_cyclic.plan.dataflow import Dataflow
-from lightning_cyclic.plan.passes.buffers import copies
 from lightning_cyclic.plan.passes.messages import (
     Channel,
     Ring,
     channel_of,
     is_for_one_use,
+    message,
     ring_of,
     step_of,
 )
 from lightning_cyclic.plan.passes.shards import last_version
-from lightning_cyclic.plan.passes.starts import start_signals
+from lightning_cyclic.plan.passes.transfers import copies
 
 if TYPE_CHECKING:
     from lightning_cyclic.plan.plan import Plan
@@ -49,7 +49,6 @@ class Program:
     """Answer what workers do.
 
     Args:
-        plan: of which this is the program.
         window: the actions of each worker over some steps, from the first on.
         shown: the plan of the window: with as many steps.
 
@@ -69,7 +68,6 @@ class Program:
 
     @property
     def num_workers(self) -> int:
-        """Return how many workers there are."""
         return len(self._window)
 
     # ------------------------------------------------------------------ what a worker does
@@ -80,10 +78,7 @@ class Program:
         It ends before the first that needs the next batch.
 
         Args:
-            w: worker.
-            t: step.
             ended: the last step that has ended by a flush; what is left of it has been done.
-            starts: whether all workers begin this step together.
         """
         back, slots = self._behind(t)
         block = self._block(w, t - back)
@@ -98,8 +93,6 @@ class Program:
         """Return what is left of the steps up to ``t`` behind the block of step ``t``.
 
         Args:
-            w: worker.
-            t: step, the last that has begun.
             ended: the last step that has ended by an earlier flush.
             whole: whether all workers are to have all parameters behind it.
         """
@@ -107,12 +100,7 @@ class Program:
         return [*left, *self.bring(w, t)] if whole else left
 
     def bring(self, w: int, t: int) -> list[Action]:
-        """Return what gives all workers the parameters that step ``t`` has made, behind a flush.
-
-        Args:
-            w: worker.
-            t: step, the last that has begun.
-        """
+        """Return what gives all workers the parameters of step ``t``, behind a flush."""
         return list(last_version(self.plan, t + 1, w))
 
     def _flush(self, w: int, t: int, ended: int, dropped: list[Action]) -> list[Action]:
@@ -339,11 +327,7 @@ class Program:
 
 
 def last_that_repeats(shown: Plan) -> int:
-    """Return the last step of a window whose block, and the one to compare with, are whole.
-
-    Args:
-        shown: the plan of the window.
-    """
+    """Return the last step of a window whose block, and the one to compare with, are whole."""
     return shown.num_steps - 1 - shown.steps_under_way - shown.axes.placement.repeats
 
 
@@ -361,3 +345,23 @@ def _reads_weights(a: Action) -> bool:
 
 def _moved(a: Action, steps: int, slots: int) -> Action:
     return a if steps == 0 else a.moved(steps, slots)
+
+
+def start_signals(plan: Plan, block: Sequence[Action], w: int) -> Iterator[Action]:
+    """Insert K into the block of a step that all workers begin together.
+
+    Nothing in the data that they exchange makes them stagger as wide as the timetable has it, so
+    in that one step worker w + 1 (of groups: the one in the same place of the next) waits for a
+    signal that worker w sends when it is as far into its step as the timetable says. In all other
+    steps the stagger holds by itself, and gives way where messages need longer.
+    """
+    own = [a for a in block if a.kind in (Kind.F, Kind.B)] if plan.is_staggered else []
+    behind = min(2 * plan.num_stages // plan.num_groups, plan.num_stages)  # slots
+    if plan.rounds > 1 and plan.relayed:  # in succession
+        behind += 2 * plan.num_stages * (plan.rounds - 1)
+    for a in block:
+        if own and a is own[0] and w >= plan.group_size:
+            yield message(Kind.RECV, Payload.K, a, w - plan.group_size)
+        if own and a is own[behind] and w + plan.group_size < plan.num_workers:
+            yield message(Kind.SEND, Payload.K, a, w + plan.group_size, j=0)
+        yield a

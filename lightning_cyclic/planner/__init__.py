@@ -5,9 +5,8 @@ from lightning_cyclic.planner.fit import Fit
 from lightning_cyclic.planner.ideals import CostGraph, GraphSplit, GraphTensor, split_ideals
 from lightning_cyclic.planner.partition import balance, balance_between
 from lightning_cyclic.planner.profile import ModelProfile, Tie, UnitProfile, from_json, to_json
-from lightning_cyclic.planner.ranked import RankedPlan
 from lightning_cyclic.planner.ring import RingNumbers, best_around_ring
-from lightning_cyclic.planner.search import Ranking, search
+from lightning_cyclic.planner.search import RankedPlan, Ranking, search
 from lightning_cyclic.planner.stages import Stages
 from lightning_cyclic.simulate.memory import Memory, memory
 

@@ -5,17 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Final, final
+from typing import Final, Self, final
 
 from lightning_cyclic.errors import PlanError, one_of
 from lightning_cyclic.plan import Plan, make_plan
-from lightning_cyclic.plan.presets import PLACEMENTS, PRESETS, SHARDINGS, Preset
+from lightning_cyclic.plan.placement import Shared
+from lightning_cyclic.plan.presets import PLACEMENTS, PRESETS, SHARDINGS
 from lightning_cyclic.planner.profile import ModelProfile
 from lightning_cyclic.planner.ring import RingNumbers, best_around_ring
 from lightning_cyclic.planner.stages import Stages
-from lightning_cyclic.planner.states import StatesPerParam
 from lightning_cyclic.simulate.costs import Network
 
+PRECISIONS: Final = {"32-true": 4, "bf16-true": 2, "16-true": 2}  # bytes of each weight
+_FLOAT32_BYTES = 4
+_INDEX_BYTES = 4  # int32
 _FINENESS = (1, 2, 4)  # stages per worker that runs whole micro-batches: finer ones overlap better
 DEFAULT_BANDWIDTH: Final = "10Gbit/s"  # of each worker, in each direction
 DEFAULT_LATENCY: Final = "50us"  # of a message
@@ -24,16 +27,87 @@ INSIDE_LATENCY: Final = "5us"
 _DOUBLINGS = 2  # of a single profile's micro-batch
 
 
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StatesPerParam:
+    """Hold what training keeps and sends beside the weights, of each byte of them in forwards.
+
+        dense       weights | gradient | masters, float32 gradient | optimizer state
+        compressed  weights | gradient f | masters, float32 gradient, state f | index f
+
+    Weights stay dense, with zeros where they are pruned, as forwards and backwards need them so.
+    Everything else has the kept fraction f of the elements alone, behind one int32 index. Bytes
+    per parameter with Adam, at the optimizer's step: 20 or 22 f + 2 in low precision with master
+    weights, 16 or 20 f + 4 in "32-true".
+
+    Args:
+        gradient: of a gradient, and of a sum of them.
+        optimizer: of its state, and of what it has in its step: master weights and gradients in
+            float32, or the kept weights side by side.
+        kept: fraction of the elements that are kept, and that messages carry.
+        sums: of a sum of gradients of several workers, which is float32.
+        break_even: fraction from which on compressed states take more than dense ones.
+    """
+
+    gradient: float
+    optimizer: float
+    index: float
+    kept: float
+    sums: float
+    break_even: float
+
+    @classmethod
+    def of(cls, precision: str, sparsity: float | None, state_per_param: float) -> Self:
+        """Count what is kept.
+
+        Args:
+            sparsity: pruned fraction; None for dense training.
+            state_per_param: bytes of optimizer state per byte of parameters in float32.
+
+        Raises:
+            PlanError: an unknown precision, or a sparsity outside [0, 1).
+
+        Source: section III of SAMO, https://arxiv.org/abs/2302.05045, without its copy in the
+            step, as weights are written in place.
+
+        Example:
+            >>> states = StatesPerParam.of("bf16-true", 0.9, 2.0)
+            >>> round(2 * (1 + states.gradient + states.optimizer + states.index), 9)
+            4.2
+        """
+        if precision not in PRECISIONS:
+            raise PlanError(one_of(precision, list(PRECISIONS), "precision", "use bf16-true"))
+        if sparsity is not None and not 0 <= sparsity < 1:
+            raise PlanError(
+                f"sparsity={sparsity}; allowed: from 0 to below 1, the pruned fraction of the "
+                "parameters; give 0.9 for nine in ten, or leave it out for dense training"
+            )
+        size = PRECISIONS[precision]
+        float32 = _FLOAT32_BYTES / size
+        is_low = size < _FLOAT32_BYTES
+        dense = state_per_param * float32 + 2 * float32 * is_low  # masters, gradients in float32
+        # weights in float32 are no masters: the optimizer's step has a copy of those kept
+        compressed = dense + float32 * (not is_low)
+        index = _INDEX_BYTES / size
+        kept = 1.0 if sparsity is None else 1.0 - sparsity
+        is_dense = sparsity is None
+        return cls(
+            gradient=kept,
+            optimizer=dense if is_dense else kept * compressed,
+            index=0.0 if is_dense else kept * index,
+            kept=kept,
+            sums=float32,
+            break_even=(1 + dense) / (1 + compressed + index),
+        )
+
+
 def _default_presets() -> tuple[str, ...]:
     """Leave out names for the axes of an earlier preset."""
     first: dict[tuple[str, ...], str] = {}
     for name, preset in PRESETS.items():
-        first.setdefault(_axes(preset), name)
+        axes = preset.schedule, preset.placement, preset.weights, preset.sharding
+        first.setdefault(axes, name)
     return tuple(first.values())
-
-
-def _axes(preset: Preset) -> tuple[str, ...]:
-    return preset.schedule, preset.placement, preset.weights, preset.sharding
 
 
 DEFAULT_PRESETS: Final = _default_presets()
@@ -48,9 +122,6 @@ class Problem:
         profiles: of the model, one per size of a micro-batch that was measured. A single one is
             also taken twofold and fourfold, which is safe: samples are not slower in company.
             Smaller ones are not guessed, as they would look faster than they are.
-        num_workers: N.
-        memory_bytes: of each worker.
-        network: the links between the workers.
         batch_size: samples per update. [for each worker the largest measured micro-batch]
         presets: names of presets to look at. [those that a strategy runs]
         remats: whether to look at plans without and with rematerialisation.
@@ -99,7 +170,8 @@ class Problem:
                 f"memory_bytes={self.memory_bytes}; allowed: above 0; give what a worker has"
             )
         sizes = [profile.micro_size for profile in self.profiles]
-        if not sizes or len(set(sizes)) != len(sizes) or len({*map(_names, self.profiles)}) > 1:
+        units = {tuple(unit.name for unit in profile.units) for profile in self.profiles}
+        if not sizes or len(set(sizes)) != len(sizes) or len(units) > 1:
             raise PlanError(
                 f"profiles of micro-batches of {sizes} samples; allowed: one or more of the same "
                 "units, each of another size; give one profile per size"
@@ -109,7 +181,6 @@ class Problem:
 
     @cached_property
     def states(self) -> StatesPerParam:
-        """Return what is kept and sent of each byte of the parameters."""
         return StatesPerParam.of(self.precision, self.sparsity, self.state_per_param)
 
     @property
@@ -119,7 +190,6 @@ class Problem:
 
     @property
     def samples(self) -> int:
-        """Return the samples per update."""
         return self.batch_size or max(p.micro_size for p in self.profiles) * self.num_workers
 
     @cached_property
@@ -142,12 +212,7 @@ class Problem:
 
     @property
     def num_units(self) -> int:
-        """Return how many units the model has."""
         return len(self.profiles[0].units)
-
-
-def _names(profile: ModelProfile) -> tuple[str, ...]:
-    return tuple(unit.name for unit in profile.units)
 
 
 @final
@@ -156,12 +221,7 @@ class Candidate:
     """Hold one way to spend the workers, before anybody knows where stages begin.
 
     Args:
-        preset: name of the preset.
-        replicas: replicas of a pipeline.
-        num_stages: S.
         num_microbatches: micro-batches per update, of all replicas together.
-        micro_size: samples of each.
-        remat: backwards run their forward again.
         ring: numbers of workers around a ring that were chosen for their network. [no groups, and
             the problem's slack]
     """
@@ -192,11 +252,7 @@ class Candidate:
     def plan(
         self, problem: Problem, *, num_steps: int, tied: Sequence[Sequence[int]] = ()
     ) -> Plan:
-        """Make the plan; that its program can run is for :func:`prove` to say.
-
-        Raises:
-            PlanError: these axes and numbers do not fit together.
-        """
+        """Make the plan; that its program can run is for :func:`prove` to say."""
         return make_plan(
             self.preset,
             num_stages=self.num_stages,
@@ -228,7 +284,7 @@ def candidates(problem: Problem) -> Iterator[Candidate]:
         if placement.runs_whole_micro:
             yield from _replicated(problem, preset)
         elif PRESETS[preset].placement == "shared":
-            yield from _pipelines(problem, preset, 1, _stages_of_places(problem.num_workers))
+            yield from _pipelines(problem, preset, 1, Shared.fewest_stages(problem.num_workers))
         else:
             for replicas in range(1, problem.num_workers + 1):
                 if problem.num_workers % replicas == 0:
@@ -296,11 +352,3 @@ def _pipelines(problem: Problem, preset: str, replicas: int, depth: int) -> Iter
                 micro_size=micro_size,
                 remat=remat,
             )
-
-
-def _stages_of_places(num_workers: int) -> int:
-    """Return the fewest stages that have a place for each worker, as placement "shared" has."""
-    stages = 1
-    while stages * (stages + 1) // 2 < num_workers:
-        stages += 1
-    return stages

@@ -15,7 +15,7 @@ cannot be, the plan's own is counted. Parameters that stages share add messages,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import pairwise
 from typing import TypeAlias, final
 
@@ -37,7 +37,6 @@ class Counter:
     """Count copies, and remember what small programs keep.
 
     Args:
-        slack: of all plans.
         state_per_param: bytes of optimizer state per byte of parameters.
         gradient_per_param: bytes of gradient per byte of parameters. [1]
         index_per_param: bytes of the index of kept elements per byte of parameters. [0: dense]
@@ -64,19 +63,9 @@ class Counter:
     ) -> Copies:
         """Return the copies of each kind that the workers of some replicas keep.
 
-        Args:
-            preset: of the plan.
-            num_stages: S.
-            of_each: micro-batches of each replica.
-            replicas: number of replicas.
-            remat: backwards run their forward again.
-
         Returns:
             By replica and stage; where there are more than three replicas, the second stands for
             all between the first and the last.
-
-        Raises:
-            PlanError: the axes and numbers do not fit together.
         """
 
         def count(stages: int, micro: int) -> Copies:
@@ -87,7 +76,10 @@ class Counter:
         except PlanError:  # of a small program; the plan's own may be possible
             found = None
         whole = count(num_stages, of_each) if found is None else found
-        return [[_shared(row, self._shares) for row in rows] for rows in whole]
+        return [
+            [tuple(x * share for x, share in zip(row, self._shares, strict=True)) for row in rows]
+            for rows in whole
+        ]
 
     def _by_small_programs(self, count: _Count, num_stages: int, of_each: int) -> Copies | None:
         spare = 2 + self._slack  # micro-batches beyond one per stage that fill the pipeline
@@ -116,6 +108,7 @@ class Counter:
                 replicas=replicas,
                 proved=False,
             )
+            homes = [plan.axes.placement.workers_of(j) for j in range(num_stages)]
             for again in (False, True):
                 workers = memory(
                     plan,
@@ -125,8 +118,8 @@ class Counter:
                     index_per_param=1.0,
                 )
                 self._counted[*key[:-1], again] = [
-                    [tuple(getattr(workers[w], kind) for kind in KINDS) for w in row]
-                    for row in _replicas(plan.axes.placement.workers_of, num_stages, replicas)
+                    [tuple(getattr(workers[home[q]], kind) for kind in KINDS) for home in homes]
+                    for q in range(replicas)
                 ]
         return self._counted[key]
 
@@ -134,13 +127,6 @@ class Counter:
 def steps_to_count(num_stages: int, of_each: int) -> int:
     """Return the steps after which the workers of a plan have kept the most that they ever do."""
     return 4 + -(-2 * num_stages // of_each)
-
-
-def _replicas(
-    workers_of: Callable[[int], Sequence[int]], num_stages: int, replicas: int
-) -> list[list[int]]:
-    """Return the worker of each stage, replica by replica."""
-    return [[workers_of(j)[q] for j in range(num_stages)] for q in range(replicas)]
 
 
 def _filled(count: _Count, num_stages: int, full: int, of_each: int) -> Copies | None:
@@ -186,10 +172,6 @@ def _alongside(count: _Count, num_stages: int, excess: int) -> Copies | None:
         first = _grown(some[0], many[0], added + 1)
         found.append([first, *between, _grown(some[-1], many[-1], added + 1)])
     return found
-
-
-def _shared(row: Row, shares: Row) -> Row:
-    return tuple(copies * share for copies, share in zip(row, shares, strict=True))
 
 
 def _plus(a: Row, b: Row, times: int = 1) -> Row:

@@ -15,8 +15,8 @@ from typing import TypeAlias, final
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.planner.candidates import Candidate, Problem
 from lightning_cyclic.planner.copies import Copies, Counter, Row, steps_to_count
+from lightning_cyclic.planner.partition import cut_row, row_of
 from lightning_cyclic.planner.profile import ModelProfile
-from lightning_cyclic.planner.row import cut_row, row_of
 from lightning_cyclic.planner.stages import Stages
 from lightning_cyclic.simulate.costs import Network
 from lightning_cyclic.simulate.memory import KINDS, Memory, memory
@@ -31,10 +31,8 @@ class Fit:
     """Hold a candidate that fits.
 
     Args:
-        candidate: what was asked for.
         plan: its plan, of enough steps to reach the steady state.
         stages: where its stages begin, and what each takes.
-        memory: of each worker.
     """
 
     candidate: Candidate
@@ -50,12 +48,6 @@ class Fit:
 
 @final
 class Fitter:
-    """Fit candidates, and remember plans that several of them share.
-
-    Args:
-        problem: what is asked.
-    """
-
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
         self._plans: dict[tuple[object, ...], Plan] = {}
@@ -91,11 +83,7 @@ class Fitter:
         return found if found.memory_bytes <= limit else None
 
     def least(self, candidate: Candidate) -> Fit:
-        """Cut the model so that the worker with most bytes keeps as few as can be.
-
-        Raises:
-            PlanError: as for :meth:`fit`.
-        """
+        """Cut the model so that the worker with most bytes keeps as few as can be."""
         profile = self._problem.profile(candidate.micro_size)
         plan = self._plan(candidate)
         if not _has_one_stage_per_worker(plan):

@@ -7,7 +7,7 @@ row of stages is a row of ideals, each with more nodes than the last, from the e
     c -> d      stages:   a   c       b          d
 
 Sorted by size, ideals are a row like that of the places at which one order of the nodes can be
-cut, so ``row.py`` cuts them; only that a part may begin at smaller ideals alone. A chain of n
+cut, so :func:`cut_row` cuts them; only that a part may begin at smaller ideals alone. A chain of n
 nodes has n + 1 ideals, two parallel chains have (n/2 + 1)^2, and so on: exact for graphs that are
 narrow, out of reach for wide ones.
 
@@ -35,7 +35,7 @@ from itertools import pairwise
 from typing import NamedTuple, final
 
 from lightning_cyclic.errors import PlanError
-from lightning_cyclic.planner.row import cut_row
+from lightning_cyclic.planner.partition import cut_row
 from lightning_cyclic.simulate.costs import Network
 
 MOST_IDEALS = 2_000  # some seconds in pure Python
@@ -46,8 +46,6 @@ class GraphTensor(NamedTuple):
 
     Args:
         num_bytes: that are sent where a cut goes through it.
-        maker: number of the node that makes it.
-        users: numbers of those that use it.
     """
 
     num_bytes: int
@@ -61,7 +59,6 @@ class CostGraph:
     """Hold a directed acyclic graph of costs, its nodes numbered in an order in which they run.
 
     Args:
-        seconds: of each node, forward and backward together.
         tensors: what is sent where a cut goes through it.
         keeps: further pairs of nodes that must not change places, the earlier one first. [none]
         network: the links between workers. [messages take no time]
@@ -106,7 +103,6 @@ class CostGraph:
 
     @property
     def num_nodes(self) -> int:
-        """Return the number of nodes."""
         return len(self.seconds)
 
     @property
@@ -156,12 +152,7 @@ class CostGraph:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphSplit:
-    """Hold the stages of a graph.
-
-    Args:
-        stages: nodes of each stage, stage by stage.
-        slowest_s: seconds of the slowest stage.
-    """
+    """Hold the stages of a graph."""
 
     stages: tuple[tuple[int, ...], ...]
     slowest_s: float
@@ -200,11 +191,6 @@ def check_parts(graph: CostGraph, parts: int) -> None:
 def split_ideals(graph: CostGraph, parts: int, *, most: int = MOST_IDEALS) -> GraphSplit:
     """Cut a graph into stages, none empty, in whatever order is best.
 
-    Args:
-        graph: the graph.
-        parts: number of stages.
-        most: most ideals to look at.
-
     Returns:
         Of all stages, those whose slowest is fastest.
 
@@ -240,13 +226,9 @@ def ideals(graph: CostGraph, most: int = MOST_IDEALS) -> list[int]:
 
     Args:
         graph: of which only the order of the nodes counts.
-        most: how many there may be.
 
     Returns:
         Each as a bit mask of nodes.
-
-    Raises:
-        PlanError: there are more.
 
     Example:
         >>> ideals(CostGraph(seconds=(1, 1), keeps=((0, 1),)))
@@ -274,7 +256,6 @@ def smaller_ideals(found: Sequence[int], weights: Sequence[float]) -> list[list[
     """Return for each ideal the places of those that are part of it, heavy and large ones first.
 
     Args:
-        found: ideals.
         weights: of each; one that is part of another must not be heavier.
     """
     heavy_first = sorted(range(len(found)), key=weights.__getitem__)[::-1]

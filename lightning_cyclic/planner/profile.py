@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from math import isfinite
 from typing import Any, final
 
@@ -27,9 +27,6 @@ class UnitProfile:
 
     Args:
         name: path of the module at which it begins.
-        forward_s: seconds of its forward.
-        backward_s: seconds of its backward.
-        param_bytes: bytes of its parameters.
         activation_bytes: bytes that its forward leaves for its backward.
         crossing_bytes: bytes that a stage which begins here receives: all that is made before it
             and used from here on. Of the first unit, those of the batch.
@@ -49,7 +46,6 @@ class Tie:
     """Hold parameters that several units share.
 
     Args:
-        units: their numbers, ascending.
         bytes: of the parameters, which each of the units counts as its own.
     """
 
@@ -66,10 +62,8 @@ class ModelProfile:
     """Hold what a model takes.
 
     Args:
-        name: of the model.
         micro_size: samples of the micro-batch that the costs are for.
         units: its parts, in the order in which they run.
-        ties: parameters that units share.
 
     Raises:
         PlanError: no unit, a cost below zero or not finite, or a tie of units that do not exist.
@@ -114,22 +108,12 @@ class ModelProfile:
         that small micro-batches look faster than they are: measure those that matter.
         """
         factor = micro_size / self.micro_size
-        return ModelProfile(
-            name=self.name,
-            micro_size=micro_size,
-            units=tuple(
-                UnitProfile(
-                    name=unit.name,
-                    forward_s=unit.forward_s * factor,
-                    backward_s=unit.backward_s * factor,
-                    param_bytes=unit.param_bytes,
-                    activation_bytes=unit.activation_bytes * factor,
-                    crossing_bytes=unit.crossing_bytes * factor,
-                )
-                for unit in self.units
-            ),
-            ties=self.ties,
+        grows = [cost for cost in COSTS if cost != "param_bytes"]
+        units = tuple(
+            replace(unit, **{cost: getattr(unit, cost) * factor for cost in grows})
+            for unit in self.units
         )
+        return replace(self, micro_size=micro_size, units=units)
 
 
 def to_json(profiles: Sequence[ModelProfile]) -> str:

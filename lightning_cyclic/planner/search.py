@@ -15,19 +15,136 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import islice
+from functools import cached_property
+from itertools import accumulate, islice
 from math import ceil
 from typing import TypeAlias, final
 
 from lightning_cyclic.errors import PlanError
 from lightning_cyclic.plan.plan import Plan
 from lightning_cyclic.planner.candidates import Candidate, Problem, candidates
-from lightning_cyclic.planner.fit import Fit, Fitter, pace_s
-from lightning_cyclic.planner.ranked import RankedPlan, least_step_s, staleness, timed
-from lightning_cyclic.planner.ring_bound import quickest
+from lightning_cyclic.planner.fit import Fit, Fitter, pace_s, paces_s
+from lightning_cyclic.planner.ring import quickest
+from lightning_cyclic.simulate.engine import simulate
 from lightning_cyclic.simulate.units import show_bytes
 
+_MOST_SIMULATED = 20_000  # (micro-batch, stage, step) cells to simulate: some two seconds
 _MOST_CELLS = 100_000  # (micro-batch, stage, step) cells to count memory on: some ten seconds
+_Key: TypeAlias = tuple[float, float, float]
+
+
+@final
+@dataclass(frozen=True, kw_only=True)  # no slots: what is derived is cached in __dict__
+class RankedPlan:
+    """Hold a plan that fits, and what to expect of it.
+
+    Args:
+        step_s: seconds per update: of the simulator, in steady state; where that would take too
+            long, what no run can be faster than.
+        bubble: share of it for which the idlest worker's compute is idle.
+    """
+
+    fit: Fit
+    samples: int
+    step_s: float
+    bubble: float
+    is_simulated: bool
+
+    @property
+    def samples_per_s(self) -> float:
+        return self.samples / self.step_s if self.step_s else float("inf")
+
+    @cached_property
+    def staleness(self) -> tuple[float, int]:
+        """Return by how many updates forwards are behind, on average and at most."""
+        return staleness(self.fit)
+
+    @cached_property
+    def horizon(self) -> int:
+        plan = self.fit.plan
+        cells = ((i, j) for i in range(plan.num_microbatches) for j in range(plan.num_stages))
+        return max(plan.horizon(plan.late_step, i, j) for i, j in cells)
+
+
+def timed(fit: Fit, problem: Problem, *, at_any_cost: bool = False) -> RankedPlan:
+    """Simulate a plan, or compute its closed form where that would take too long.
+
+    Args:
+        at_any_cost: simulate it, however long that takes. [False]
+    """
+    costs = fit.stages.costs(
+        remat=fit.candidate.remat, kept=problem.states.kept, sums=problem.states.sums
+    )
+    plan, runs_whole = fit.plan, fit.candidate.runs_whole_micro
+    num_cells = plan.num_microbatches * plan.num_stages * plan.num_steps
+    if at_any_cost or num_cells <= _MOST_SIMULATED:
+        network = problem.ring_network if runs_whole else problem.network
+        result = simulate(plan.programs, costs, network, plan)
+        step_s, bubble, is_simulated = result.step_s, max(result.bubble), True
+    else:
+        step_s, bubble, is_simulated = _closed_form(fit, problem)
+    return RankedPlan(
+        fit=fit,
+        samples=problem.samples,
+        step_s=step_s,
+        bubble=bubble,
+        is_simulated=is_simulated,
+    )
+
+
+def staleness(fit: Fit) -> tuple[float, int]:
+    """Count by how many updates forwards are behind, once the run is under way.
+
+    Step t of the sequential rule reads version t. Rules that predict move what they read on to
+    that version; how well depends on the optimizer and the model, and is not counted here.
+
+    Returns:
+        The mean over micro-batches and stages, and the most.
+    """
+    plan, t = fit.plan, fit.plan.late_step
+    late = [
+        t - plan.reads(t, i, j)
+        for i in range(plan.num_microbatches)
+        for j in range(plan.num_stages)
+    ]
+    return sum(late) / len(late), max(late)
+
+
+def _closed_form(fit: Fit, problem: Problem) -> tuple[float, float, bool]:
+    step_s, compute_s = least_step_s(fit, problem), _compute_s(fit)
+    of_each = fit.candidate.num_microbatches // fit.candidate.replicas
+    busy_s = sum(compute_s) if fit.candidate.runs_whole_micro else of_each * min(compute_s)
+    return step_s, 1 - busy_s / step_s if step_s else 0.0, False
+
+
+def _compute_s(fit: Fit) -> list[float]:
+    """Return the seconds of each stage's compute per micro-batch."""
+    costs = fit.stages.costs(remat=fit.candidate.remat)
+    return [f + b for f, b in zip(costs.forward_s, costs.backward_s, strict=True)]
+
+
+def least_step_s(fit: Fit, problem: Problem) -> float:
+    """Return a step time that a plan with these stages cannot beat.
+
+    A stage runs all micro-batches of its replica. With a flush, the first of them has to come to
+    it from the input, and the gradient of the last to go back there.
+    """
+    candidate, network = fit.candidate, problem.network
+    compute_s = _compute_s(fit)
+    if candidate.runs_whole_micro:
+        return float(sum(compute_s))
+    of_each = candidate.num_microbatches // candidate.replicas
+    paces = paces_s(fit.stages, candidate, network)
+    if not candidate.has_flush:
+        return of_each * max(paces)
+    sent_s = [2 * (network.latency_s + network.transfer_s(n)) for n in fit.stages.input_bytes[1:]]
+    ways_s = accumulate(
+        (s + sent for s, sent in zip(compute_s, sent_s, strict=False)), initial=0.0
+    )
+    return max(
+        of_each * max(paces),
+        *(of_each * s + way_s for s, way_s in zip(compute_s, ways_s, strict=True)),
+    )
 
 
 @final
@@ -36,11 +153,9 @@ class Ranking:
     """Hold the best plans, the best first.
 
     Args:
-        problem: what was asked.
         plans: fastest first; of those whose times print alike the least stale, then the one with
             least memory.
         bounds: what may be as fast, and would take too long to simulate; the least bound first.
-        num_candidates: how many were looked at.
         num_left_out: how many more have too many micro-batches and stages to look at.
     """
 
@@ -56,7 +171,6 @@ def search(problem: Problem, *, most: int = 10) -> Ranking:
 
     Args:
         problem: the model, the workers, and what to look at.
-        most: plans to return.
 
     Returns:
         The best plans, at least one, each simulated; the same as if every candidate had been that
@@ -118,13 +232,8 @@ def _cells(candidate: Candidate) -> int:
     return 4 * of_each + 2 * candidate.num_stages**2 * candidate.replicas
 
 
-_Key: TypeAlias = tuple[float, float, float]
-
-
 @final
 class _Search:
-    """Hold the heap."""
-
     def __init__(self, problem: Problem, chosen: list[Candidate]) -> None:
         self._problem = problem
         self._chosen = chosen

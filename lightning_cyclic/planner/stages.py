@@ -20,14 +20,10 @@ class Stages:
     """Hold what each stage takes, for one micro-batch.
 
     Args:
-        names: of the units at which they begin.
-        forward_s: seconds of the forward.
-        backward_s: seconds of the backward.
         param_bytes: bytes of the parameters; what units of one stage share counts once.
         activation_bytes: bytes that the forward leaves for the backward.
         input_bytes: bytes that the stage receives; of the first, of the batch.
         tied_bytes: bytes of those parameters that later stages use, too.
-        tied: groups of stages that share parameters.
     """
 
     names: tuple[str, ...]
@@ -44,7 +40,6 @@ class Stages:
         """Cut a profile.
 
         Args:
-            profile: for the micro-batch's size.
             starts: number of the first unit of each stage; the first is 0.
             together: each worker runs all stages, so that what they share belongs to the first
                 that uses it, and ties none. [False]
@@ -81,39 +76,23 @@ class Stages:
         return cls.of(profile, balance(weights, num_stages), together=together)
 
     @classmethod
-    def alike(
-        cls,
-        num_stages: int,
-        *,
-        param_bytes: float = 1,
-        activation_bytes: float = 1,
-        input_bytes: float = 1,
-    ) -> Stages:
-        """Make stages that all take the same, by default one byte of each kind.
-
-        With one byte of each, bytes count copies.
-        """
+    def alike(cls, num_stages: int) -> Stages:
+        """Make stages that take one byte of each kind, so that bytes count copies."""
+        one = (1,) * num_stages
         return cls(
-            names=("",) * num_stages,
-            forward_s=(1,) * num_stages,
-            backward_s=(2,) * num_stages,
-            param_bytes=(param_bytes,) * num_stages,
-            activation_bytes=(activation_bytes,) * num_stages,
-            input_bytes=(input_bytes,) * num_stages,
-            tied_bytes=(0,) * num_stages,
+            names=("",) * num_stages, forward_s=one, backward_s=(2,) * num_stages,
+            param_bytes=one, activation_bytes=one, input_bytes=one, tied_bytes=(0,) * num_stages,
             tied=(),
-        )
+        )  # fmt: skip
 
     @property
     def num_stages(self) -> int:
-        """Return the number of stages."""
         return len(self.names)
 
     def costs(self, *, remat: bool = False, kept: float = 1.0, sums: float = 1.0) -> Costs:
         """Return what the simulator asks for.
 
         Args:
-            remat: a backward runs the forward again first.
             kept: fraction of the parameters' elements that messages carry. [1: all]
             sums: bytes of a sum of gradients in a message, per byte of parameters that it carries.
         """

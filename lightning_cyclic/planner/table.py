@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from textwrap import wrap
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, final
 
-from lightning_cyclic.planner.ranked import RankedPlan
-from lightning_cyclic.planner.reference import reference
+from lightning_cyclic.planner.candidates import Problem
 from lightning_cyclic.planner.ring import ALIKE
-from lightning_cyclic.planner.search import Ranking
+from lightning_cyclic.planner.search import RankedPlan, Ranking
+from lightning_cyclic.planner.stages import Stages
+from lightning_cyclic.simulate.compare import memory_of_lockstep
+from lightning_cyclic.simulate.lockstep import Lockstep, best_lockstep
 from lightning_cyclic.simulate.memory import Memory
 from lightning_cyclic.simulate.units import show_bytes, show_seconds
 
@@ -23,17 +25,44 @@ _BOUNDS = "too long to simulate; no step with these stages is faster, and it may
 _COLUMNS = ("w x S", "micro", "remat", "step", "samples/s", "memory", "bubble", "stale")
 
 
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reference:
+    step: Lockstep
+    samples: int
+    memory_bytes: float
+
+    @property
+    def samples_per_s(self) -> float:
+        return self.samples / self.step.step_s if self.step.step_s else float("inf")
+
+
+def reference(problem: Problem) -> Reference | None:
+    """Predict DistributedDataParallel, each worker with an equal part of the samples.
+
+    Returns:
+        What is predicted; None where workers have no equal parts, a worker has no room for it, or
+        states are compressed, which DistributedDataParallel does not know.
+    """
+    micro_size, rest = divmod(problem.samples, problem.num_workers)
+    if rest or not micro_size or problem.sparsity is not None:
+        return None
+    profile = problem.profile(micro_size)
+    costs = Stages.of(profile, range(len(profile.units)), together=True).costs()
+    memory = memory_of_lockstep(costs, problem.states.optimizer)
+    if memory.total > problem.memory_bytes:
+        return None
+    step = best_lockstep(costs, problem.ring_network, problem.num_workers)
+    return Reference(step=step, samples=problem.samples, memory_bytes=memory.total)
+
+
 def table(ranking: Ranking, *, colour: bool = False) -> str:
     """Print the plans, and of the first what to write and what its fullest worker keeps.
 
     Behind them those that would take too long to simulate, by their bounds.
 
     Args:
-        ranking: the plans.
         colour: use the colours of a terminal. [False: plain text]
-
-    Returns:
-        Lines of text.
     """
     from rich.console import Console  # noqa: PLC0415
 
@@ -141,26 +170,18 @@ def arguments_of(plan: RankedPlan) -> dict[str, Any]:
     Where stages begin is said by paths, so that the strategy need not choose.
     """
     candidate, names, made = plan.fit.candidate, plan.fit.stages.names[1:], plan.fit.plan
-    usual = {
-        "num_microbatches": None,
-        "replicas": 1,
-        "activation_checkpointing": "never",
-        "slack": 0,
-    }
-    staggered = candidate.runs_whole_micro and made.schedule == "cyclic"
-    found = {
-        "num_microbatches": None if candidate.runs_whole_micro else candidate.of_each,
-        "replicas": candidate.replicas,
-        "activation_checkpointing": "always" if candidate.remat else "never",
-        "slack": made.slack,
-    }
-    if staggered:  # said also where it is 1, as the strategy's own choice depends on hosts
-        found["group_size"] = made.group_size
-    return {
-        "preset": candidate.preset,
-        "stages": list(names) if names else 1,
-        **{name: value for name, value in found.items() if value != usual.get(name)},
-    }
+    found: dict[str, Any] = {"preset": candidate.preset, "stages": list(names) if names else 1}
+    if not candidate.runs_whole_micro:
+        found["num_microbatches"] = candidate.of_each
+    if candidate.replicas > 1:
+        found["replicas"] = candidate.replicas
+    if candidate.remat:
+        found["activation_checkpointing"] = "always"
+    if made.slack:
+        found["slack"] = made.slack
+    if candidate.runs_whole_micro and made.schedule == "cyclic":
+        found["group_size"] = made.group_size  # also 1, as the strategy's choice depends on hosts
+    return found
 
 
 def written(plan: RankedPlan) -> str:
@@ -178,7 +199,6 @@ def as_config(plan: RankedPlan, layout: str) -> dict[str, Any]:
     """Return a plan as the configuration of a strategy.
 
     Args:
-        plan: to run.
         layout: "lightning", as LightningCLI reads it, or "hydra", as Hydra instantiates it.
     """
     arguments, door = arguments_of(plan), f"lightning_cyclic.{_door(plan)}"
@@ -188,7 +208,6 @@ def as_config(plan: RankedPlan, layout: str) -> dict[str, Any]:
 
 
 def as_data(ranking: Ranking) -> list[dict[str, Any]]:
-    """Return the plans as names and plain numbers, for JSON; bounds last."""
     return [
         asdict(plan.fit.candidate)
         | {

@@ -7,7 +7,7 @@ lightning_cyclic                     steps done, stages, and the previous versio
     starts                           the module paths that begin stages 1, 2, ...: what
                                      stages=[...] takes for the same cut
 
-Of a folder (checkpoint_folder.py) each worker writes its part of the first.
+Of a folder (checkpoint_folder.py) each worker writes its part.
 """
 
 from __future__ import annotations

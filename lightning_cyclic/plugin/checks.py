@@ -311,7 +311,7 @@ def refuse_file(what: str) -> NoReturn:
     raise ConfigurationError(
         f"{what} would be one file, of which a rank has the whole, but all parameters together "
         "exceed memory_limit_bytes; allowed: folders, of which each rank has its part; use "
-        "CyclicStrategy(save_distributed_checkpoint=True), or Trainer(enable_checkpointing=False)"
+        "save_distributed_checkpoint=True, or Trainer(enable_checkpointing=False)"
     )
 
 

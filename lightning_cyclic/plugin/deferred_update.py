@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple, final
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_cyclic.compat import call
+from lightning_cyclic.compat import Trainer, call, is_overridden
 from lightning_cyclic.errors import ConfigurationError, StepError
 from lightning_cyclic.plugin.group_values import (
     Values,
@@ -20,14 +20,102 @@ from lightning_cyclic.plugin.group_values import (
     put_values,
     values_of,
 )
-from lightning_cyclic.plugin.hidden_gradients import HiddenGradients
 from lightning_cyclic.plugin.optimizers import Written, check_parted, without_closure
 from lightning_cyclic.plugin.records import refused_in_update
 from lightning_cyclic.plugin.reductions import HeldReductions
+from lightning_cyclic.runtime.absent import Home, come_back, home_of, leave
+from lightning_cyclic.runtime.partial_step.ghosts import user_line
 from lightning_cyclic.runtime.weight_forms import ALL, WeightForms
 
 if TYPE_CHECKING:
     from lightning_cyclic.compat import Trainer
+
+
+@final
+class HiddenGradients:
+    """Refuse reads of gradients in hooks.
+
+    Replicated workers, and steps that flow into each other, update stage by stage: each gradient
+    is whole for a moment, on one worker. A hook that read all of them, to log their norm, got some
+    of them, its own part of them, or nothing. Now it gets those that are whole, or an error.
+
+    Args:
+        trainer: whose callbacks and module have the hooks.
+        preset: name of the plan, for errors.
+    """
+
+    def __init__(self, trainer: Trainer, preset: str) -> None:
+        self._trainer = trainer
+        self._preset = preset
+        self._hook = ""
+        self._homes: dict[str, Home | None] = {}  # of parameters that other workers have
+        self._used: dict[str, bool] = {}
+
+    @contextmanager
+    def in_hook(self, hook: str, shown: Iterable[nn.Parameter] = ()) -> Iterator[None]:
+        """Run the body, which calls a hook, with only some gradients to be read.
+
+        Args:
+            hook: its name.
+            shown: parameters whose gradients are whole.
+        """
+        if not self._is_used(hook):
+            yield
+            return
+        self._hook = hook
+        kept = {id(p) for p in shown}
+        named = self._trainer.lightning_module.named_parameters()
+        hidden = {n: p for n, p in named if p.requires_grad and id(p) not in kept}
+        self._homes = {n: home_of(p) for n, p in hidden.items()}
+        for n, p in hidden.items():
+            leave(p, n, self)
+        try:
+            yield
+        finally:
+            for n, p in hidden.items():
+                if home_of(p) is self:  # else it has been fetched meanwhile
+                    come_back(p)
+                    if (home := self._homes[n]) is not None:
+                        leave(p, n, home)
+
+    def hide_behind_backward(self) -> None:
+        """Hide all of them in on_after_backward, until a training takes its methods back."""
+        plugin = self._trainer.precision_plugin
+        own = type(plugin).post_backward  # calls the hook
+
+        def post_backward(*args: Any, **kwargs: Any) -> Any:
+            with self.in_hook("on_after_backward"):
+                return own(plugin, *args, **kwargs)
+
+        vars(plugin)["post_backward"] = post_backward
+
+    def read(self, names: Sequence[str]) -> None:
+        """Let values be read, if they are here."""
+        away = [n for n in names if self._homes[n] is not None]
+        if away and (home := self._homes[away[0]]) is not None:  # they have one home
+            home.read(away)
+
+    def read_gradient(self, name: str) -> None:
+        """Refuse.
+
+        Raises:
+            ConfigurationError: always.
+        """
+        raise ConfigurationError(
+            f"{user_line()} reads the gradient of {name!r} in {self._hook}, which under preset "
+            f"{self._preset!r} is not whole there: stages are updated one by one, each where its "
+            "gradients are summed; allowed: in on_before_optimizer_step, which is called for each "
+            "of a rank's stages, the gradients of that stage, those of "
+            "trainer.strategy.updated_parameters; read these, or let the callback "
+            "lightning_cyclic.GradientNorms log norms"
+        )
+
+    def _is_used(self, hook: str) -> bool:
+        if hook not in self._used:
+            callbacks = self._trainer.callbacks  # type: ignore[attr-defined]
+            whose = [self._trainer.lightning_module, *callbacks]
+            self._used[hook] = any(is_overridden(hook, x) for x in whose)
+        return self._used[hook]
 
 
 @final

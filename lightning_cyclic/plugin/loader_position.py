@@ -49,7 +49,7 @@ class LoaderPosition:
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
         self._saved: Position | None = None
-        self._lacks = "does not say where the training loader was"
+        self._lacks = ""
         self._has_begun = False
         self._began: dict[str, Any] | None = None
         self._first: dict[str, Any] | None = None
@@ -85,7 +85,7 @@ class LoaderPosition:
     def now(self) -> dict[str, Any]:
         """Return where this rank's generators are."""
         states = _collect_rng_states(include_cuda=False)
-        if isinstance(numpy := states.get("numpy"), tuple):  # whose array no file may have
+        if isinstance(numpy := states.pop("numpy", None), tuple):  # whose array no file may have
             states["numpy"] = [numpy[0], torch.tensor(numpy[1].tolist()), *numpy[2:]]
         device = self._trainer.strategy.root_device
         if device.type == "cuda":
@@ -97,9 +97,9 @@ class LoaderPosition:
 
         Args:
             saved: this rank's; None of a file that has none for it.
-            lacks: why there is none.
+            lacks: why there is none, if it has some for others.
         """
-        self._saved, self._lacks = (None if self._has_begun else saved), lacks or self._lacks
+        self._saved, self._lacks = (None if self._has_begun else saved), lacks
 
     # ------------------------------------------------------------------ Lightning's loops
 
@@ -120,8 +120,8 @@ class LoaderPosition:
     def _begin(self, data_fetcher: Any) -> None:
         num_done = self._trainer.fit_loop.epoch_loop.batch_progress.current.ready
         saved, self._saved, self._has_begun = self._saved, None, True
-        if saved is None and num_done:
-            self._warn_of(num_done, self._lacks)
+        if saved is None and num_done and (self._lacks or not self._have_states):
+            self._warn_of(num_done, self._lacks or "does not say where the training loader was")
         elif saved is not None and (lacks := self._doubt(saved, num_done)):
             self._warn_of(saved["batches"], lacks)
             self._set(saved["now"])

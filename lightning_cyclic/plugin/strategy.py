@@ -1,7 +1,6 @@
 """PlannedStrategy: Lightning's hooks, each handed on to the training that is under way.
 
-setup      check, make the plan, and the training: replicated.py, synchronous_pipeline.py,
-           asynchronous_pipeline.py, or none
+setup      strategy_setup.py makes the training
 hooks      the training answers, given what Lightning itself would do (hooks.py, training.py)
 
 What users ask is answered in reports.py, checkpoints in strategy_checkpoints.py.
@@ -9,7 +8,6 @@ What users ask is answered in reports.py, checkpoints in strategy_checkpoints.py
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
@@ -25,29 +23,12 @@ from lightning_cyclic.compat import (
     Accelerator,
     CheckpointIO,
     ClusterEnvironment,
-    LightningModule,
     Precision,
-    Trainer,
-    TrainerFn,
-    _auto_add_worker_init_fn,
-    check_trainer,
-    rank_zero_info,
 )
 from lightning_cyclic.errors import ConfigurationError
 from lightning_cyclic.plan import Plan
-from lightning_cyclic.plugin import checkpoint as ckpt
-from lightning_cyclic.plugin.asynchronous_pipeline import AsynchronousPipelineTraining
-from lightning_cyclic.plugin.callbacks.drain import DrainCallback
-from lightning_cyclic.plugin.checkpoint_file import CheckpointFile, none_on_exception
+from lightning_cyclic.plugin.checkpoint_file import none_on_exception
 from lightning_cyclic.plugin.checkpoint_folder import CheckpointFolder
-from lightning_cyclic.plugin.checks import (
-    check_beyond_memory,
-    check_hosts_of_groups,
-    check_no_averaging,
-    check_plan,
-    workers_per_host,
-)
-from lightning_cyclic.plugin.collective_calls import refusing_collectives
 from lightning_cyclic.plugin.departed import refuse_departed
 from lightning_cyclic.plugin.hooks import Hooks
 from lightning_cyclic.plugin.options import (
@@ -57,28 +38,12 @@ from lightning_cyclic.plugin.options import (
     chosen_preset,
     network_of,
 )
-from lightning_cyclic.plugin.precision.sparse_state import SparseStatePrecision
 from lightning_cyclic.plugin.reductions import HeldReductions
-from lightning_cyclic.plugin.replicated import ReplicatedTraining
 from lightning_cyclic.plugin.reports import Reports
-from lightning_cyclic.plugin.samplers import check_samplers
-from lightning_cyclic.plugin.strategy_checkpoints import Checkpoints
-from lightning_cyclic.plugin.synchronous_pipeline import SynchronousPipelineTraining
-from lightning_cyclic.plugin.training import (
-    AbstractTraining,
-    start_alike,
-)
-from lightning_cyclic.runtime.agreement import gather_texts, require_same_lines
+from lightning_cyclic.plugin.strategy_setup import Setup
 from lightning_cyclic.runtime.failure_words import words_of
-from lightning_cyclic.runtime.launchers import (
-    apart_from_earlier_attempts,
-    end_with_agent,
-    shelter,
-)
 from lightning_cyclic.runtime.meta import MetaWeights
-from lightning_cyclic.runtime.plain_copies import plain_copies
-from lightning_cyclic.runtime.transport.choice import naming_shared_gpus, refuse_shared_gpus
-from lightning_cyclic.runtime.transport.crew import Crew, naming_peers, naming_start
+from lightning_cyclic.runtime.transport.crew import Crew, naming_peers
 
 _START = "before training began"
 
@@ -96,7 +61,7 @@ class Inherited(TypedDict, total=False):
     start_method: Literal["popen", "spawn", "fork", "forkserver"]
 
 
-class PlannedStrategy(Reports, Checkpoints):
+class PlannedStrategy(Reports, Setup):
     """Be what CyclicStrategy and PipelineStrategy have in common: training by a plan.
 
     Lightning asks whether a strategy is a DDPStrategy before it lets modules be compiled, gives
@@ -175,192 +140,6 @@ class PlannedStrategy(Reports, Checkpoints):
         """
         with self._training.whole():
             yield
-
-    # ------------------------------------------------------------------ setting up
-
-    @override
-    def connect(self, model: LightningModule) -> None:
-        """Insert the drain in front of all callbacks."""
-        super().connect(model)
-        if _kind_of_training(self._options, fitting=True) is None:
-            return
-        if model._trainer is None:  # whoever connects by hand runs no loop
-            return
-        callbacks: list[Any] = model.trainer.callbacks  # type: ignore[attr-defined]
-        if not any(isinstance(callback, DrainCallback) for callback in callbacks):
-            callbacks.insert(0, DrainCallback(self._get_training, self._fail))
-
-    def _get_training(self) -> AbstractTraining | None:  # a method, as a Trainer may be pickled
-        return self._training if isinstance(self._training, AbstractTraining) else None
-
-    @override
-    def setup_environment(self) -> None:
-        """Forget the training before this one: a checkpoint is loaded before setup."""
-        self._plan = self._training.plan or self._plan
-        self._training, self._unmade = Hooks(), None
-        self._part()
-        super().setup_environment()
-        assert self.lightning_module is not None
-        check_trainer(self.lightning_module.trainer)
-        if self._checkpoint_io is None:
-            self._checkpoint_io = CheckpointFile()
-
-    @override
-    def setup_distributed(self) -> None:
-        """Let the workers meet, and refuse early that some share a GPU over NCCL."""
-        end_with_agent()
-        over_nccl = "nccl" in self._get_process_group_backend()
-        refuse_shared_gpus(self.parallel_devices, has_nccl=over_nccl)
-        assert self._timeout is not None
-        limit_s = self._timeout.total_seconds()
-        self.set_world_ranks()
-        with (
-            naming_start(self.global_rank, self.world_size, limit_s),
-            naming_shared_gpus(),  # inside, or their error is taken for ranks that do not come
-            apart_from_earlier_attempts(),
-        ):
-            super().setup_distributed()
-            self.crew = Crew(limit_s)
-        self._workers_per_host = workers_per_host(self.crew.names.hosts)
-
-    @override
-    def setup(self, trainer: Trainer) -> None:
-        """Check everything that can be checked before the first step."""
-        fitting = trainer.state.fn == TrainerFn.FITTING
-        self._make_unmade(trainer, fitting=fitting)
-        self._prepare(trainer, self._options, fitting=fitting)
-        if fitting and isinstance(self.precision_plugin, SparseStatePrecision):
-            self.model_to_device()
-            self._start_alike()  # now, as weights say what is pruned
-        super().setup(trainer)
-        options = self._options
-        kind = _kind_of_training(options, fitting=fitting)
-        if kind is None and not fitting:
-            return
-        self._plan = options.plan(options.expected_stages(self.lightning_module))
-        check_plan(self._plan)
-        if self.crew is not None and self._plan.group_size > 1:
-            check_hosts_of_groups(self._plan, self.crew.names.hosts)
-            rank_zero_info(
-                f"lightning_cyclic trains in {self._plan.num_groups} groups of "
-                f"{self._plan.group_size} workers, those of a host, side by side"
-            )
-        if kind is not None:
-            with self.naming("to set training up"):
-                super().barrier()  # who fails before it is noticed here, and not in new groups
-                self._undo.enter_context(plain_copies(trainer.lightning_module))
-                if self.world_size > 1:
-                    self._undo.enter_context(refusing_collectives(self._reductions))
-                self._training = kind(trainer, options, self._plan, self._reductions)
-            self._resume()
-        elif self._saved is not None:  # Lightning itself trains, on the newest weights
-            ckpt.warn_of_other_plan(self._saved, "sync")
-            self._saved = None
-
-    def _make_unmade(self, trainer: Trainer, *, fitting: bool) -> None:
-        """Make layers of the meta device, or let each rank make its own of what exceeds all."""
-        self._note_unmade()
-        unmade, self._unmade = self._unmade, None
-        if unmade is None:
-            return
-        unmade.check()
-        if not self._exceeds_memory:
-            unmade.make_all()
-        elif fitting:
-            check_beyond_memory(
-                trainer, in_files=not self._chosen.save_distributed_checkpoint,
-                by_stages=self._options.is_stagewise,
-            )  # fmt: skip
-
-    def _prepare(self, trainer: Trainer, options: Options, *, fitting: bool) -> None:
-        """Check the Trainer, and let workers that see the same batches have the whole loader."""
-        if options.is_stagewise and options.replicas == 1:
-            # all workers see the same batches, in the loader's own order
-            connector, name = trainer._accelerator_connector, "use_distributed_sampler"
-            self._undo.callback(setattr, connector, name, getattr(connector, name))
-            setattr(connector, name, False)
-        self._check(trainer, options, fitting=fitting)
-
-    def _check(self, trainer: Trainer, options: Options, *, fitting: bool) -> None:
-        if options.save_distributed_checkpoint:
-            check_no_averaging(trainer, "but only rank 0's own values are kept in a folder")
-        if fitting and isinstance(self.precision_plugin, SparseStatePrecision):
-            self.check_compressed_states(options)
-        kind = _kind_of_training(options, fitting=fitting)
-        if kind is not None:
-            kind.check(trainer, sync_batchnorm=self._layer_sync is not None)
-
-    @override
-    def configure_ddp(self) -> None:
-        """Make all workers start from worker 0's module, without wrapping it."""
-        self._start_alike()
-
-    def _start_alike(self) -> None:
-        assert self.lightning_module is not None
-        if self.world_size > 1:
-            with self.naming("to start alike"):
-                require_same_lines(
-                    f"the arguments of {type(self).__name__}",
-                    gather_texts(self._options.lines),
-                    "the same on every rank; start all ranks with one configuration",
-                )
-                start_alike(self.lightning_module)
-
-    def check_compressed_states(self, options: Options | None = None) -> None:
-        """Refuse to train with SparseStatePrecision where gradients or weights must be dense.
-
-        Args:
-            options: that may be chosen. [those of this run]
-
-        Raises:
-            ConfigurationError: with what was found.
-        """
-        options = options or self._options
-        found = {
-            f"preset={options.preset!r}, which predicts weights": options.predicts,
-            "save_distributed_checkpoint=True": options.save_distributed_checkpoint,
-            "memory_limit_bytes": options.memory_limit_bytes is not None,
-            "error_feedback=True": options.error_feedback,
-        }
-        first = next((what for what, is_so in found.items() if is_so), None)
-        if first is not None:
-            raise ConfigurationError(
-                f"SparseStatePrecision was given with {first}, where gradients or weights are "
-                "dense; allowed: presets that predict no weights, checkpoints of one file; use "
-                "Trainer(strategy='cyclic_dp'), 'cyclic_zero', '1f1b' or 'pipedream_2bw', without "
-                "that"
-            )
-
-    @override
-    def process_dataloader(self, dataloader: object) -> object:
-        """Let the workers of a loader live on when a signal asks this rank to stop; check it."""
-        _auto_add_worker_init_fn(dataloader, self.global_rank)  # which Lightning does behind this
-        usual = getattr(signal, "SIGUSR1", signal.SIGTERM)  # there is none on Windows
-        requeue = getattr(self.cluster_environment, "requeue_signal", None) or usual
-        signals = frozenset({signal.SIGTERM, signal.SIGINT, requeue})
-        self._undo.callback(shelter(dataloader, signals))
-        if self._options.is_stagewise and self.world_size > 1:
-            check_samplers(dataloader, self.distributed_sampler_kwargs, self.preset)
-        return super().process_dataloader(dataloader)
-
-    @property
-    @override
-    def root_device(self) -> torch.device:
-        """Return this rank's device; on CPUs Ray gives a node's ranks one for all."""
-        devices = self.parallel_devices or []
-        if len(devices) == 1 and devices[0].type == "cpu":
-            return devices[0]
-        return super().root_device
-
-    @property
-    @override
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Feed replicas, not workers."""
-        options = self._options
-        if not options.is_stagewise:  # Ray's ranks are more than devices times nodes
-            return {"num_replicas": self.world_size, "rank": self.global_rank}
-        size = self.world_size // options.replicas
-        return {"num_replicas": options.replicas, "rank": self.global_rank // size}
 
     # ------------------------------------------------------------------ what a training answers
 
@@ -470,19 +249,3 @@ class PlannedStrategy(Reports, Checkpoints):
         if module is not None and any(p.is_meta for p in module.parameters()):
             self._lightning_module = None  # it was refused; Lightning would move it, and fail
         super().teardown()
-
-
-def _kind_of_training(
-    options: Options, *, fitting: bool
-) -> type[SynchronousPipelineTraining | AsynchronousPipelineTraining | ReplicatedTraining] | None:
-    """Return what is to be set up; None where Lightning's own step runs on whole weights.
-
-    That is also so behind a replicated fit, whose session still answers for checkpoints.
-    """
-    if options.is_cut:
-        return (
-            AsynchronousPipelineTraining
-            if options.flows and fitting
-            else SynchronousPipelineTraining
-        )
-    return ReplicatedTraining if fitting and not options.trains_plainly else None

@@ -266,10 +266,10 @@ class AbstractTraining(Hooks, ABC):
                     "numbers of training batches", trainer.num_training_batches, session.group
                 )
 
-    def begin_evaluation(self, what: str, numbers: Sequence[float]) -> None:  # noqa: B027
+    def begin_evaluation(self, what: str, numbers: Sequence[float]) -> None:
         """Check the numbers of batches of each dataloader."""
 
-    def end_batch(self) -> None:  # noqa: B027  # only where ranks learn metrics late
+    def end_batch(self) -> None:  # only where ranks learn metrics late
         """Check what has been decided by metrics of the step."""
 
     def end_epoch(self) -> None:

@@ -163,21 +163,21 @@ class MetaWeights:
             if home_of(p) is not self:  # it has come with another one
                 continue
             if name in self._given:
-                values = self._given[name].detach()
+                values = _copied(self._given[name].detach(), p)
             elif isinstance(source, _Stored):
-                values = _loaded(source, p, name)
+                values = _copied(_loaded(source, p, name), p)
             else:
                 assert source is not None
                 if source != unit:
-                    made, unit = self._reset(source), source
-                values = made[id(p)]
+                    made, unit = {}, source  # nothing twice
+                    made = self._reset(source)
+                values = made.pop(id(p))
             self._come(p, name, values)
 
     def _come(self, p: nn.Parameter, name: str, values: Tensor) -> None:
         with torch.inference_mode(mode=False), torch.no_grad():
             come_back(p)
-            here = torch.empty(p.shape, dtype=p.dtype, device=p.device)
-            p.data = here.copy_(values)
+            p.data = values.to(p.device, p.dtype).contiguous()
         if self._lent is not None:
             self._lent[id(p)] = p, name
             if torch.is_grad_enabled():
@@ -330,6 +330,12 @@ def _loaded(source: _Stored, like: Tensor, name: str) -> Tensor:
             f"{tuple(values.shape)}; allowed: the same; make the module as the file's was made"
         )
     return values
+
+
+def _copied(values: Tensor, like: Tensor) -> Tensor:
+    """Return values in memory of their own; they may be read only now."""
+    with torch.inference_mode(mode=False), torch.no_grad():
+        return torch.empty(like.shape, dtype=like.dtype, device=like.device).copy_(values)
 
 
 def _on_meta(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

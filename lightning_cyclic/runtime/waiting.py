@@ -8,7 +8,7 @@ from typing import TypeAlias, final
 
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.plan.actions import Action, Kind
-from lightning_cyclic.plan.check.refusal import rows_around, timetable_around
+from lightning_cyclic.plan.clock import rows_around, timetable_around
 from lightning_cyclic.runtime.transport import AbstractPending, AbstractTransport
 from lightning_cyclic.viz.words import title
 

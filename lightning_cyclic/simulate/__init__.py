@@ -1,14 +1,12 @@
 """The simulator: what a plan costs in seconds, bytes, messages and memory, without running it."""
 
 from lightning_cyclic.simulate.account import Account, WorkerAccount, account
-from lightning_cyclic.simulate.compare import Comparison, Figures, compare
+from lightning_cyclic.simulate.compare import Comparison, Figures, compare, table
 from lightning_cyclic.simulate.costs import Costs, Network
-from lightning_cyclic.simulate.engine import simulate
+from lightning_cyclic.simulate.engine import Event, Result, simulate
 from lightning_cyclic.simulate.graph import Lane
 from lightning_cyclic.simulate.lockstep import Lockstep, best_lockstep, lockstep
 from lightning_cyclic.simulate.memory import Memory, memory
-from lightning_cyclic.simulate.result import Event, Result
-from lightning_cyclic.simulate.table import table
 from lightning_cyclic.simulate.units import (
     parse_bandwidth,
     parse_bytes,

@@ -28,7 +28,6 @@ class WorkerAccount:
         param_bytes: most bytes of parameters, of all versions and stages, alive at once.
         activations: most forwards whose backward is still to come, each of one stage and one
             micro-batch.
-        updates: stages whose optimizer state the worker keeps.
     """
 
     sent_messages: Mapping[Payload, int]
@@ -45,7 +44,6 @@ class Account:
     """Hold the accounts of all workers.
 
     Args:
-        workers: account of each worker.
         activations: most forwards whose backward is still to come, over all workers at once,
             in one slot of the timetable.
     """
@@ -60,7 +58,6 @@ def account(programs: Sequence[Sequence[Action]], costs: Costs) -> Account:
     Args:
         programs: actions of each worker, in program order; of at least three steps, so that the
             middle one is steady.
-        costs: bytes of each stage.
 
     Returns:
         The messages of the middle step, and the peaks over all steps.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import final
 
@@ -11,6 +12,20 @@ from lightning_cyclic.simulate.costs import Costs, Network
 from lightning_cyclic.simulate.engine import simulate
 from lightning_cyclic.simulate.lockstep import Lockstep, best_lockstep, lockstep
 from lightning_cyclic.simulate.memory import Memory, memory
+from lightning_cyclic.simulate.units import show_bytes, show_seconds
+
+_WIDTH = 100
+_MEMORY = {
+    "parameters": "parameters",
+    "versions": "further versions of them",
+    "gradients": "gradients",
+    "optimizer": "optimizer state",
+    "activations": "activations",
+    "inputs": "inputs of stages, and the batch",
+    "returns": "gradients of outputs",
+    "in_flight": "gradients in buffers of messages",
+    "index": "places of kept elements",
+}
 
 
 @final
@@ -19,11 +34,8 @@ class Figures:
     """Hold what a way of training costs; per worker, the worker with the most.
 
     Args:
-        step_s: seconds per training step, in steady state.
         num_microbatches: micro-batches per training step, of all workers.
         bubble: share of the step for which a worker's compute is idle.
-        sent_bytes: bytes that a worker sends per step.
-        sent_messages: messages that a worker sends per step.
         versions: weight versions of one stage that a worker keeps at once.
         activations: stage-activations that a worker keeps at once.
         all_activations: stage-activations that all workers together keep at once.
@@ -42,15 +54,12 @@ class Figures:
 
     @property
     def micro_per_s(self) -> float:
-        """Return the micro-batches per second, of all workers."""
         return self.num_microbatches / self.step_s if self.step_s else float("inf")
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """Hold the figures of a plan and of the reference, and what they were computed for."""
-
     preset: str
     num_workers: int
     num_stages: int
@@ -86,8 +95,6 @@ def compare(
 
     Args:
         plan: the plan; of ten steps or so, so that some are steady.
-        costs: what each stage costs.
-        network: the links between the workers.
         bucket_bytes: size of the reference's ring all-reduces; 0 for one per stage. [the best
             all-reduce, in the best number of buckets]
         state_per_param: bytes of optimizer state per byte of parameters. [2: Adam]
@@ -155,7 +162,6 @@ def memory_of_lockstep(costs: Costs, state_per_param: float) -> Memory:
     """Return what a worker of lockstep data parallelism keeps.
 
     Args:
-        costs: of the model.
         state_per_param: bytes of optimizer state per byte of parameters.
     """
     params = sum(costs.param_bytes)
@@ -169,3 +175,96 @@ def memory_of_lockstep(costs: Costs, state_per_param: float) -> Memory:
         returns=0.0,
         in_flight=params,  # buckets, as DistributedDataParallel has them by default
     )
+
+
+def table(comparison: Comparison, *, colour: bool = False) -> str:
+    """Print a plan beside lockstep data parallelism.
+
+    Args:
+        colour: use the colours of a terminal. [False: plain text]
+
+    Returns:
+        Lines of text, at first what is assumed of the cluster and of the model; a worker's
+        figures are those of the worker with the most.
+    """
+    from rich.box import SIMPLE_HEAD  # noqa: PLC0415
+    from rich.console import Console  # noqa: PLC0415
+    from rich.table import Table  # noqa: PLC0415
+
+    grid = Table(box=SIMPLE_HEAD)
+    grid.add_column("")
+    grid.add_column(comparison.preset, justify="right", style="bold")
+    grid.add_column("lockstep data parallelism", justify="right")
+    ours, theirs = _rows(comparison.plan), _rows(comparison.lockstep)
+    nothing = show_bytes(0)
+    for (name, mine), (_, other) in zip(ours, theirs, strict=True):
+        if not mine == other == nothing:
+            grid.add_row(name, mine, other)
+    grid.add_row("speed", f"{comparison.speed:.2f}x", "1.00x", style="green")
+    console = Console(width=_WIDTH, force_terminal=colour, no_color=not colour, highlight=False)
+    with console.capture() as capture:
+        console.print(grid)
+    rows = "\n".join(line.rstrip() for line in capture.get().rstrip().splitlines())
+    reference = comparison.reference
+    rows += (
+        f"\nlockstep: {reference.all_reduce} all-reduce, {reference.num_buckets} "
+        f"{'bucket' if reference.num_buckets == 1 else 'buckets'} per step"
+    )
+    title = _title(comparison)  # rich would wrap it to the width of the table
+    return f"{title}\n{rows}"
+
+
+def _title(comparison: Comparison) -> str:
+    network = comparison.network
+    cluster = f"{comparison.num_workers} workers, {comparison.num_stages} stages, {_link(network)}"
+    if network.inside is not None:
+        cluster += f"; on {len(set(network.hosts))} hosts, inside of them {_link(network.inside)}"
+    return "\n".join([cluster, *_assumptions(comparison.costs)])
+
+
+def _link(network: Network) -> str:
+    return (
+        f"{show_seconds(network.latency_s)} latency, {show_bytes(network.bandwidth_bytes_per_s)}/s"
+    )
+
+
+def _assumptions(costs: Costs) -> Iterator[str]:
+    """Yield what is taken for given of the model, as nobody has measured it here."""
+    forward_s, backward_s = sum(costs.forward_s), sum(costs.backward_s)
+    cuts = costs.cut_bytes[1:]  # nothing enters stage 0 from another
+    between = f"; {_each(cuts, show_bytes)} of activations per cut" if cuts else ""
+    yield (
+        f"assumed model: {show_bytes(sum(costs.param_bytes))} of parameters, "
+        f"{_each(costs.param_bytes, show_bytes)} per stage{between}"
+    )
+    ratio = f" ({backward_s / forward_s:.3g} times as long)" if forward_s else ""
+    yield (
+        f"assumed compute: {show_seconds(forward_s + backward_s)} per micro-batch, "
+        f"{show_seconds(forward_s)} forward and {show_seconds(backward_s)} backward{ratio}"
+    )
+    yield (
+        f"    of a stage: {_each(costs.forward_s, show_seconds)} forward, "
+        f"{_each(costs.backward_s, show_seconds)} backward, "
+        f"{_each(costs.update_s, show_seconds)} per update"
+    )
+
+
+def _each(by_stage: Sequence[float], show: Callable[[float], str]) -> str:
+    """Say how much it is of one stage: a number where all are alike, else from which to which."""
+    least, most = show(min(by_stage)), show(max(by_stage))
+    return least if least == most else f"{least} to {most}"
+
+
+def _rows(figures: Figures) -> Iterator[tuple[str, str]]:
+    yield "time per step", show_seconds(figures.step_s)
+    yield "micro-batches per step", f"{figures.num_microbatches:g}"
+    yield "micro-batches per second", f"{figures.micro_per_s:.4g}"
+    yield "bubble", f"{figures.bubble:.1%}"
+    yield "bytes sent per worker and step", show_bytes(figures.sent_bytes)
+    yield "messages sent per worker and step", str(figures.sent_messages)
+    yield "weight versions read", str(figures.versions)
+    yield "stage-activations kept per worker", f"{figures.activations:g}"
+    yield "stage-activations kept by all workers", f"{figures.all_activations:g}"
+    yield "memory of the worker with the most", show_bytes(figures.memory.total)
+    for kind, name in _MEMORY.items():
+        yield f"    {name}", show_bytes(getattr(figures.memory, kind))

@@ -32,7 +32,6 @@ class Network:
         latency_s: seconds from the start of sending to the start of receiving.
         bandwidth_bytes_per_s: bytes per second of each port and direction.
         hosts: of each worker, where messages inside a host cost less. [each has its own]
-        inside: what they cost then.
 
     Example:
         >>> network = Network(latency_s=1.0, hosts=(0, 0, 1, 1), inside=Network(latency_s=0.1))
@@ -77,11 +76,7 @@ class Network:
         return self.inside if self.inside is not None and len(set(self.hosts)) == 1 else self
 
     def check(self, num_workers: int) -> None:
-        """Refuse hosts that are not those of so many workers.
-
-        Raises:
-            PlanError: there are more or fewer.
-        """
+        """Refuse hosts that are not those of so many workers."""
         if self.hosts and len(self.hosts) != num_workers:
             raise PlanError(
                 f"hosts={self.hosts} of {num_workers} workers; allowed: {num_workers} numbers, "
@@ -95,8 +90,6 @@ class Costs:
     """Hold what each stage costs.
 
     Args:
-        forward_s: seconds of one forward.
-        backward_s: seconds of one backward.
         param_bytes: bytes of the parameters; a gradient has as many.
         update_s: seconds of one optimizer step; none by default.
         cut_bytes: bytes of the activations that enter the stage, for one micro-batch; of stage
@@ -152,15 +145,10 @@ class Costs:
         """Split a model into equal stages.
 
         Args:
-            num_stages: number of stages.
             compute_s: seconds of forward and backward of one micro-batch through all stages.
-            model_bytes: bytes of all parameters.
             update_s: seconds of one optimizer step of the whole model.
             cut_bytes: bytes of the activations at each cut, for one micro-batch.
             activation_bytes: bytes that one micro-batch leaves for its backward, of all stages.
-
-        Returns:
-            The costs, every stage alike.
 
         Example:
             >>> Costs.even(2, compute_s=6.0).backward_s
@@ -177,7 +165,6 @@ class Costs:
         )
 
     def compute_s(self, action: Action) -> float:
-        """Return the seconds for which ``action`` keeps its worker's compute lane busy."""
         if action.kind is Kind.F:
             return self.forward_s[action.j]
         if action.kind is Kind.B:
@@ -185,7 +172,6 @@ class Costs:
         return self.update_s[action.j] if action.kind is Kind.UPDATE else 0.0
 
     def message_bytes(self, action: Action) -> float:
-        """Return the bytes of the message that ``action`` sends or receives."""
         if action.payload is Payload.A:
             return self.cut_bytes[action.j]
         if action.payload is Payload.G:  # enters stage j from behind, over the next cut

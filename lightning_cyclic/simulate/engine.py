@@ -9,18 +9,95 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Sequence
-from typing import final
+from dataclasses import dataclass
+from typing import NamedTuple, final
 
 from lightning_cyclic.errors import PlanError
-from lightning_cyclic.plan.actions import Action
+from lightning_cyclic.plan.actions import Action, Kind
 from lightning_cyclic.plan.plan import Plan
 from lightning_cyclic.simulate.costs import Costs, Network
 from lightning_cyclic.simulate.graph import Graph, Lane, build
-from lightning_cyclic.simulate.result import Event, Result, summarise
 
 # Moments this close (relative) are one moment: sums of floats differ in their last digits, and
 # which of two ready messages goes first must not depend on that.
 _SAME_MOMENT = 1e-9
+
+
+class Event(NamedTuple):
+    worker: int
+    lane: Lane
+    action: Action
+    start_s: float
+    end_s: float
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """Hold the outcome of a simulation.
+
+    Args:
+        step_s: seconds per training step in steady state, of the slowest worker.
+        busy_s: seconds of compute of each worker, over the whole run.
+        bubble: share of a steady step for which each worker's compute lane is idle.
+        events: every action with its times, worker by worker in program order.
+    """
+
+    makespan_s: float
+    step_s: float
+    busy_s: tuple[float, ...]
+    bubble: tuple[float, ...]
+    events: tuple[Event, ...]
+
+
+def summarise(events: Sequence[Event], num_workers: int) -> Result:
+    """Derive the figures of a run from its events.
+
+    The steady step time is the mean over the steps from the middle to the last but one: the
+    first steps fill the pipe, and beside the last there is less traffic than in steady state.
+    """
+    compute = [event for event in events if event.action.kind in (Kind.F, Kind.B, Kind.UPDATE)]
+    num_steps = 1 + max((event.action.t for event in compute), default=0)
+    first, last = steady_window(num_steps)
+    ends = _ends_of_steps(compute, num_workers, num_steps)
+    step_s = max(((end[last] - end[first]) / (last - first) for end in ends), default=0.0)
+    busy_s, steady_s = [0.0] * num_workers, [0.0] * num_workers
+    for event in compute:
+        busy_s[event.worker] += event.end_s - event.start_s
+        if first < event.action.t <= last:
+            steady_s[event.worker] += (event.end_s - event.start_s) / (last - first)
+    return Result(
+        makespan_s=max((event.end_s for event in events), default=0.0),
+        step_s=step_s,
+        busy_s=tuple(busy_s),
+        bubble=tuple(max(1 - busy / step_s, 0.0) if step_s else 0.0 for busy in steady_s),
+        events=tuple(events),
+    )
+
+
+def steady_window(num_steps: int) -> tuple[int, int]:
+    """Return the steps between whose ends the steady step time is measured.
+
+    Example:
+        >>> steady_window(12), steady_window(2), steady_window(1)
+        ((5, 10), (0, 1), (-1, 0))
+    """
+    last = num_steps - 2 if num_steps > 3 else num_steps - 1
+    return (last // 2 if last else -1), last
+
+
+def _ends_of_steps(
+    compute: Sequence[Event], num_workers: int, num_steps: int
+) -> list[list[float]]:
+    """Return when each worker ended its compute of each step, with 0.0 appended.
+
+    The appended value is ``ends[-1]``: the end of the step before step 0 is the start of the run.
+    """
+    ends = [[0.0] * (num_steps + 1) for _ in range(num_workers)]
+    for event in compute:
+        of_worker, t = ends[event.worker], event.action.t
+        of_worker[t] = max(of_worker[t], event.end_s)
+    return ends
 
 
 def simulate(
@@ -32,8 +109,6 @@ def simulate(
     """Run the programs of all workers against a clock.
 
     Args:
-        programs: actions of each worker, in program order.
-        costs: what each stage costs.
         network: the links between the workers; free by default.
         plan: of the programs, where stages share parameters. [they share none]
 
@@ -93,16 +168,19 @@ class _Clock:
         heapq.heapify(self.queue)
 
     def run(self) -> None:
-        """Serve all nodes."""
         while self.queue:
             now_s = self.queue[0][0]
             for lane in self._wake(now_s * (1 + _SAME_MOMENT)):
                 self._serve(lane, now_s)
         if -1.0 in self.start_s:
-            raise _waits_for_ever(self.graph, self.start_s.index(-1.0))
+            node = self.start_s.index(-1.0)
+            raise PlanError(
+                f"worker {self.graph.workers[node]} waits for ever before "
+                f"{self.graph.actions[node]}; allowed: programs without cyclic waits; "
+                "validate the programs first"
+            )
 
     def events(self) -> tuple[Event, ...]:
-        """Return when each node ran."""
         graph = self.graph
         return tuple(
             Event(worker, graph.lane(node), graph.actions[node], start_s, end_s)
@@ -156,11 +234,3 @@ class _Clock:
         self.blockers[node] -= 1
         if not self.blockers[node]:
             heapq.heappush(self.queue, (self.ready_s[node], node))
-
-
-def _waits_for_ever(graph: Graph, node: int) -> PlanError:
-    """Return the error for a node that is never served."""
-    return PlanError(
-        f"worker {graph.workers[node]} waits for ever before {graph.actions[node]}; allowed: "
-        "programs without cyclic waits; validate the programs first"
-    )

@@ -55,8 +55,6 @@ class Graph:
     """Hold the actions of all workers as numbered nodes; parallel lists, for speed.
 
     Args:
-        actions: action of each node.
-        workers: worker of each node.
         after: nodes that wait for the end of each node.
         feeds: of a SEND, its RECV, which waits for the message's first byte; else -1.
         told: nodes that wait for the end of each node, and for one latency more.
@@ -71,7 +69,6 @@ class Graph:
     blockers: list[int] = field(default_factory=list)
 
     def add(self, worker: int, action: Action) -> int:
-        """Append a node and return its number."""
         self.actions.append(action)
         self.workers.append(worker)
         self.after.append([])
@@ -91,15 +88,10 @@ class Graph:
         self.blockers[node] += 1
 
     def lane(self, node: int) -> Lane:
-        """Return the lane on which a node runs."""
-        return lane_of(self.actions[node])
-
-
-def lane_of(action: Action) -> Lane:
-    """Return the lane on which an action runs."""
-    if action.kind in (Kind.SEND, Kind.ADD):  # an ADD takes no time, and holds nothing up
-        return Lane.SEND
-    return Lane.RECEIVE if action.kind is Kind.RECV else Lane.COMPUTE
+        kind = self.actions[node].kind
+        if kind in (Kind.SEND, Kind.ADD):  # an ADD takes no time, and holds nothing up
+            return Lane.SEND
+        return Lane.RECEIVE if kind is Kind.RECV else Lane.COMPUTE
 
 
 def build(
@@ -109,7 +101,6 @@ def build(
     """Connect the actions of all workers by the data and the order that they wait for.
 
     Args:
-        programs: actions of each worker, in program order.
         plan: of the programs, where stages share parameters. [they share none]
         network: the links, where hosts have several workers. [each has its own]
 
@@ -132,15 +123,7 @@ def _read_program(
     graph: Graph, flow: Dataflow, worker: int, program: Iterable[Action],
     inside: Callable[[int | None], bool],
 ) -> dict[int, int]:  # fmt: skip
-    """Add the actions of a worker; return RECV -> GATHER, from which on there is room for it.
-
-    Args:
-        graph: gets them.
-        flow: says what each reads and makes.
-        worker: whose actions they are.
-        program: gives them.
-        inside: whether another worker is on its host.
-    """
+    """Add the actions of a worker; return RECV -> GATHER, from which on there is room for it."""
     made = _Made(graph)
     previous: dict[object, int] = {}  # the last node of the compute lane and of each payload
     rooms: dict[int, int] = {}
@@ -168,11 +151,7 @@ def _read_program(
 
 @final
 class _Made:
-    """Know which nodes of a worker have made its data so far, and which wait for what is to come.
-
-    Args:
-        graph: whose nodes they are.
-    """
+    """Know which nodes of a worker have made its data, and which wait for what is to come."""
 
     def __init__(self, graph: Graph) -> None:
         self._graph = graph

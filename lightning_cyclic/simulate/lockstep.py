@@ -6,16 +6,24 @@ As PyTorch's DistributedDataParallel does it, every worker at the same time:
                        | all-reduce of bucket 0 | of bucket 1 | ... | update
 
 A bucket is reduced when all its gradients are ready and the bucket before it is through. How long
-that takes says all_reduce.py.
+that takes depends on the way that the library has:
+
+    ring        2 (N-1) rounds of 1/N of the bytes
+    tree        2 log2(N) rounds of 1/2, 1/4, ... of them, as many bytes in all: fewer latencies
+    two-level   inside each host, then between hosts, each worker its share of the bytes
+
+The tree stands for what libraries with trees come close to: recursive halving and doubling
+(Thakur, Rabenseifner and Gropp 2005, section 4).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import final
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import ceil, inf, log2
+from typing import NamedTuple, final
 
-from lightning_cyclic.simulate.all_reduce import ALL_REDUCES
 from lightning_cyclic.simulate.costs import Costs, Network
 
 _COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
@@ -27,12 +35,7 @@ class Lockstep:
     """Hold what one step of lockstep data parallelism costs each worker.
 
     Args:
-        step_s: seconds per step.
-        compute_s: seconds of it with compute.
-        sent_bytes: bytes that each worker sends per step.
-        sent_messages: messages that each worker sends per step.
-        num_buckets: number of all-reduces per step.
-        all_reduce: which of :data:`~lightning_cyclic.simulate.all_reduce.ALL_REDUCES` they are.
+        all_reduce: which of :data:`~lightning_cyclic.simulate.lockstep.ALL_REDUCES` they are.
     """
 
     step_s: float
@@ -44,7 +47,6 @@ class Lockstep:
 
     @property
     def bubble(self) -> float:
-        """Return the share of the step for which compute is idle."""
         return 1 - self.compute_s / self.step_s if self.step_s else 0.0
 
 
@@ -60,17 +62,11 @@ def lockstep(
     """Compute one step of lockstep data parallelism.
 
     Args:
-        costs: what each stage costs.
         network: the links between the workers; a round is as fast as the slowest of them.
-        num_workers: number of workers.
         micro_per_worker: micro-batches that each worker accumulates before it reduces; gradients
             are reduced during the backward of the last.
         bucket_bytes: least size of a bucket; whole stages are added, from the last to the first,
             until it is reached. 0 gives one bucket per stage, PyTorch's default is 25 MiB.
-        all_reduce: how a bucket is reduced.
-
-    Returns:
-        The step.
 
     Example:
         >>> costs = Costs.even(8, compute_s=1.0, model_bytes=1e6)
@@ -88,8 +84,6 @@ def best_lockstep(
 
     Args:
         costs: what each stage costs; gradients of a stage are ready little by little.
-        network: the links between the workers.
-        num_workers: number of workers.
         micro_per_worker: as in :func:`lockstep`.
 
     Example:
@@ -155,3 +149,42 @@ def _buckets(costs: Costs, bucket_bytes: float) -> Iterator[tuple[float, float]]
         if num_bytes >= bucket_bytes or j == 0:
             yield elapsed_s, num_bytes
             num_bytes = 0.0
+
+
+class AllReduce(NamedTuple):
+    seconds: float
+    messages: int
+
+
+def ring(num_bytes: float, num_workers: int, network: Network) -> AllReduce:
+    """Return what a ring all-reduce costs; a round is as slow as the slowest link."""
+    link, rounds = network.slowest, 2 * (num_workers - 1)
+    one_round_s = link.latency_s + link.transfer_s(num_bytes / num_workers)
+    return AllReduce(rounds * one_round_s, rounds)
+
+
+def tree(num_bytes: float, num_workers: int, network: Network) -> AllReduce:
+    link, rounds = network.slowest, 2 * ceil(log2(num_workers))
+    sent = 2 * num_bytes * (num_workers - 1) / num_workers
+    return AllReduce(rounds * link.latency_s + link.transfer_s(sent), rounds)
+
+
+def two_level(num_bytes: float, num_workers: int, network: Network) -> AllReduce:
+    """Return what sums inside hosts cost, then between them, and telling them inside.
+
+    Endless where no host has several workers, or hosts are unlike each other.
+    """
+    per_host = set(Counter(network.hosts).values())
+    if network.inside is None or len(per_host) != 1:
+        return AllReduce(inf, 0)
+    (k,) = per_host
+    inside = tree(num_bytes, k, network.inside)
+    between = tree(num_bytes / k, num_workers // k, replace(network, hosts=(), inside=None))
+    return AllReduce(inside.seconds + between.seconds, inside.messages + between.messages)
+
+
+ALL_REDUCES: Mapping[str, Callable[[float, int, Network], AllReduce]] = {
+    "ring": ring,
+    "tree": tree,
+    "two-level": two_level,
+}

@@ -16,6 +16,7 @@ other way round. The same plan gives the same bytes.
 from __future__ import annotations
 
 import io
+import json
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -26,8 +27,7 @@ from lightning_cyclic.errors import PlanError
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.plan.actions import Action, Kind, Payload
 from lightning_cyclic.plan.dataflow import Item
-from lightning_cyclic.viz.trace_events import trace_of
-from lightning_cyclic.viz.words import CARRIED
+from lightning_cyclic.viz.words import CARRIED, sentence
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -65,12 +65,18 @@ _NO_METADATA: dict[str, dict[str, Any]] = {  # which would name the time and the
     "png": {"Software": None},
 }
 
+_COUNTED = {
+    "stage": "through stage {} (some layers of the model)",
+    "micro-batch": "of micro-batch {} (a part of the batch)",
+    "step": "of the batch of step {}",
+}
+_SLOT_US = 1000.0  # a slot is shown as a millisecond
+
 
 def save_picture(plan: Plan, path: str | Path, *, first_slot: int = 0) -> None:
     """Draw the timetable of a plan into a file; the same plan gives the same bytes.
 
     Args:
-        plan: all of its steps are drawn.
         path: ends in .svg, .png, or .json (a trace for ui.perfetto.dev, of all slots).
         first_slot: slot at which the picture begins. [0]
 
@@ -86,7 +92,7 @@ def save_picture(plan: Plan, path: str | Path, *, first_slot: int = 0) -> None:
             f".json; write it like {path.stem}.svg"
         )
     if form == "json":
-        data = trace_of(plan.programs, cells_of(plan.programs))
+        data = trace_of(plan.programs)
     else:
         data = _drawn(plan, _slots(plan, first_slot), form)
     try:
@@ -213,16 +219,11 @@ def _first_readers(plan: Plan, program: Sequence[Action]) -> dict[tuple[object, 
 
 
 def _name(a: Action) -> tuple[object, ...]:
-    """Name a message alike at both ends."""
     return a.payload, a.t, a.i, a.j, a.v
 
 
 class Rows:
-    """Know what the cells of each row have in common, and what tells them apart.
-
-    Args:
-        plan: that is shown.
-    """
+    """Know what the cells of each row have in common, and what tells them apart."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
@@ -257,7 +258,6 @@ class Rows:
         return [f"{a.kind}{self.number(a)}", *([] if is_known else [f"stage {a.j}"])]
 
     def number(self, a: Action) -> int:
-        """Return the number of what cells count."""
         return {"stage": a.j, "micro-batch": a.i or 0, "step": a.t}[self.counted]
 
     def colours(self, a: Action) -> tuple[str, str, str]:
@@ -307,7 +307,6 @@ def _paint(axes: Axes, plan: Plan, slots: range) -> None:
 
 
 def _paint_frame(axes: Axes, plan: Plan, rows: Rows, slots: range) -> None:
-    """Name the picture, its rows and its slots."""
     num_workers = plan.num_workers
     numbers = [
         f"{num} {what if num == 1 else what + ending}"
@@ -375,7 +374,6 @@ def _write(
     axes: Axes, x: float, y: float, text: str, size: float, colour: str = _DARK, *, on: int = 0,
     **style: str,
 ) -> None:  # fmt: skip
-    """Write a text, in front of all; or on white, in a layer of its own."""
     white = {"boxstyle": "round,pad=0.15", "facecolor": "white", "edgecolor": "none"}
     how: dict[str, Any] = {"ha": "center", "va": "center", **style}
     box: Any = white if on else None
@@ -385,12 +383,6 @@ def _write(
 
 
 # ---------------------------------------------------------------------- what signs mean
-
-_COUNTED = {
-    "stage": "through stage {} (some layers of the model)",
-    "micro-batch": "of micro-batch {} (a part of the batch)",
-    "step": "of the batch of step {}",
-}
 
 
 def _explain(
@@ -445,7 +437,6 @@ def _explain(
 
 
 def _introduction(rows: Rows) -> str:
-    """Say how to read the picture."""
     row = "Each row is a worker"
     if rows.has_own_stage:
         row += ", which has a stage (some layers of the model) of its own"
@@ -454,3 +445,32 @@ def _introduction(rows: Rows) -> str:
     else:
         row += "; cells say which stage (some layers of the model) it runs"
     return f"{row}.\nTime goes from left to right; a slot is one forward or backward of one stage."
+
+
+def trace_of(programs: Sequence[Sequence[Action]]) -> bytes:
+    """Return the file of a plan for ui.perfetto.dev, with a process for each worker.
+
+    Source: Trace Event Format (Google), the JSON array form.
+    """
+    return json.dumps(list(_events(programs)), indent=0).encode()
+
+
+def _events(programs: Sequence[Sequence[Action]]) -> Iterator[dict[str, Any]]:
+    for w in range(len(programs)):
+        name = {"name": f"worker {w}"}
+        yield {"name": "process_name", "ph": "M", "pid": w + 1, "args": name}
+    for cell in cells_of(programs):
+        length = {"ph": "X", "cat": "compute", "dur": round(cell.width * _SLOT_US, 3)}
+        yield _event(cell.action, cell.x, cell.w) | length
+    for w, program in enumerate(programs):
+        for a in program:
+            if a.kind is Kind.UPDATE:
+                yield _event(a, float(a.s or 0), w) | {"ph": "i", "cat": "update", "s": "t"}
+
+
+def _event(a: Action, x: float, w: int) -> dict[str, Any]:
+    numbers = {"step": a.t, "stage": a.j, "micro-batch": a.i, "version": a.v, "action": str(a)}
+    args = {name: number for name, number in numbers.items() if number is not None}
+    # process 0 is the viewers' own
+    place = {"ts": round(x * _SLOT_US, 3), "pid": w + 1, "tid": 1}
+    return {"name": sentence(a), **place, "args": args}

@@ -109,7 +109,6 @@ def _draw_within(plan: Plan, first: int, width: int) -> str:
 
 
 def _coloured(text: str) -> str:
-    """Colour the cells of a picture with the escape codes of a terminal."""
     from rich.console import Console  # noqa: PLC0415
     from rich.text import Text  # noqa: PLC0415
 

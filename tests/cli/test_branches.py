@@ -2,7 +2,6 @@
 
 from itertools import pairwise, permutations
 
-import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -70,24 +69,6 @@ class Siamese(nn.Module):
         return self.out((a - b).abs()).sum()
 
 
-class Inception(nn.Module):
-    """Four branches as in GoogLeNet, of which the last begins with a pooling."""
-
-    def __init__(self):
-        super().__init__()
-        self.stem = nn.Conv1d(1, 4, 1)
-        self.one = nn.Conv1d(4, 2, 1)
-        self.three = nn.Sequential(nn.Conv1d(4, 2, 1), nn.Conv1d(2, 4, 3, padding=1))
-        self.five = nn.Sequential(nn.Conv1d(4, 1, 1), nn.Conv1d(1, 2, 5, padding=2))
-        self.pool = nn.Sequential(nn.MaxPool1d(3, 1, 1), nn.Conv1d(4, 2, 1))
-        self.head = nn.Conv1d(10, 1, 1)
-
-    def forward(self, x):
-        x = self.stem(x)
-        parts = [branch(x) for branch in (self.one, self.three, self.five, self.pool)]
-        return self.head(torch.cat(parts, 1)).sum()
-
-
 class InPlace(nn.Module):
     """Branches of which one changes what the other reads."""
 
@@ -106,7 +87,7 @@ class InPlace(nn.Module):
 
 MODULES = {
     "u-net": (UNet, (1, 3, 8, 8)), "towers": (Towers, (1, 4)), "siamese": (Siamese, (1, 8)),
-    "inception": (Inception, (1, 1, 4)), "in place": (InPlace, (1, 4)),
+    "in place": (InPlace, (1, 4)),
 }  # fmt: skip
 
 
@@ -150,25 +131,6 @@ def test_layers_that_are_called_again_keep_their_turns():
     assert drawn(apart)[-1] == "tower.0 ---> tower.2"
 
 
-def test_branches_of_a_block_are_free_but_for_the_last_which_joins_them():
-    graph = pieces_of("inception").graph(FORWARD)
-    names = [pieces_of("inception").name(v) for v in range(graph.num_nodes)]
-    before = {
-        name: {names[u] for u in range(graph.num_nodes) if mask >> u & 1}
-        for name, mask in zip(names, graph.before, strict=True)
-    }
-    assert before == {
-        "stem": set(),
-        "one": {"stem"},
-        "three": {"stem"},
-        "three.1": {"three"},
-        "five": {"stem"},
-        "five.1": {"five"},
-        "pool": {"stem", "one", "three.1", "five.1"},
-        "head": {"pool"},
-    }
-
-
 def test_what_is_changed_in_place_is_used_in_turn():
     assert drawn(pieces_of("in place")) == [
         "stem -16-> left more right",
@@ -179,15 +141,6 @@ def test_what_is_changed_in_place_is_used_in_turn():
         "left ---> more",
         "more ---> right",  # behind which the input of right is changed
     ]
-
-
-@pytest.mark.parametrize("name", list(MODULES))
-def test_in_the_order_of_calls_the_graph_sends_what_crosses_at_places(name):
-    points = CutPoints(surveyed(name))
-    pieces = StepPieces(points)
-    graph = pieces.graph(FORWARD)
-    found = [graph.crossing_bytes((1 << n + 1) - 1) for n in range(len(pieces.begins))]
-    assert found == [place.crossing_bytes for place in pieces.begins]
 
 
 # ---------------------------------------------------------------------- against all orders

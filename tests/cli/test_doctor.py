@@ -9,7 +9,9 @@ import pytest
 
 from lightning_cyclic.cli import load_module
 from lightning_cyclic.cli.main import main
+from lightning_cyclic.planner import to_json
 from tests.cli.test_branches import SAID, SEEN
+from tests.planner.test_search import profile
 
 MODEL = """
 import torch
@@ -243,10 +245,18 @@ def test_refusals(doctor, arguments, message):
     assert err.count("\n") == 1
 
 
-def test_drawing_starts_without_torch():
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["draw", "cyclic_dp", "--workers", "2"],
+        ["plan", "net.json", "--workers", "2", "--memory", "1GB", "--preset", "1f1b"],
+    ],
+)
+def test_the_command_line_starts_without_torch(command, tmp_path):
+    (tmp_path / "net.json").write_text(to_json([profile()]))
     code = (
-        "import sys; from lightning_cyclic.cli.main import main; "
-        "main(['draw', 'cyclic_dp', '--workers', '2']); "
-        "sys.exit('torch' in sys.modules or 'lightning' in sys.modules)"
+        f"import sys; from lightning_cyclic.cli.main import main; main({command}); "
+        "sys.exit(bool({'torch', 'lightning', 'matplotlib'} & set(sys.modules)))"
     )
-    subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL, check=True)
+    done = [sys.executable, "-c", code]
+    subprocess.run(done, stdout=subprocess.DEVNULL, check=True, cwd=tmp_path)

@@ -6,8 +6,8 @@ import torch
 from lightning import LightningModule
 from torch import nn
 
+from lightning_cyclic.cli.load_module import measure
 from lightning_cyclic.cli.main import main
-from lightning_cyclic.cli.measurement import measure
 from lightning_cyclic.planner import Tie, from_json
 from lightning_cyclic.runtime.stages.profiling import profile_of
 from lightning_cyclic.runtime.stages.survey import survey
@@ -135,23 +135,6 @@ def test_plans_of_a_module(capsys, tmp_path):
     assert kept.micro_size == 4
     assert main(["plan", "kept.json", *arguments[:4], "--json"]) == 0
     assert json.loads(capsys.readouterr().out)[0]["strategy"] in out
-
-
-def test_three_sizes_are_measured_and_kept(capsys, tmp_path):
-    arguments = (
-        "--workers",
-        "2",
-        "--memory",
-        "1GB",
-        "--save-profile",
-        "kept.json",
-        "--preset",
-        "1f1b",
-    )
-    assert main(["plan", "measured_model.py:Model", *arguments]) == 0
-    assert capsys.readouterr().out.startswith("Model: 16 samples per update")
-    kept = from_json((tmp_path / "kept.json").read_text())
-    assert [profile.micro_size for profile in kept] == [8, 4, 2]
 
 
 @pytest.mark.parametrize(

@@ -1,23 +1,14 @@
 import json
 import sys
+from dataclasses import replace
 
 import pytest
 
 import lightning_cyclic
-from lightning_cyclic.cli.main import main
-from lightning_cyclic.planner import ModelProfile, UnitProfile, to_json
+from lightning_cyclic.planner import to_json
+from tests.planner.test_search import profile
 
 from .test_main import run
-
-UNIT = {
-    "forward_s": 0.01, "backward_s": 0.02, "param_bytes": 1e6, "activation_bytes": 4e6,
-    "crossing_bytes": 1e5,
-}  # fmt: skip
-
-
-def profile(micro_size=4):
-    units = tuple(UnitProfile(name=f"h.{k}", **UNIT) for k in range(4))
-    return ModelProfile(name="net", micro_size=micro_size, units=units)
 
 
 @pytest.fixture
@@ -54,7 +45,7 @@ def test_all_options(capsys, file):
 
 
 def test_profiles_of_several_sizes(capsys, file, tmp_path):
-    (tmp_path / "more.json").write_text(to_json([profile(8)]))
+    (tmp_path / "more.json").write_text(to_json([replace(profile(), micro_size=8)]))
     arguments = "--workers", "1", "--memory", "1GB", "--batch", "8", "--json"
     _, out, _ = run(capsys, "plan", file, "more.json", "--preset", "1f1b", *arguments)
     assert {plan["micro_size"] for plan in json.loads(out)} == {4, 8}
@@ -95,6 +86,10 @@ def test_colours_are_for_terminals(capsys, monkeypatch, file, is_terminal, colou
         ("bad.json --workers 2 --memory 1GB", ["unit 0 of profile 'net' has no backward_s"]),
         ("negative.json --workers 2 --memory 1GB", ["forward_s=-1 of unit 0 ('h.0')"]),
         ("net.json --workers 2 --memory 1GB --batch 7", ["batch_size=7"]),
+        (
+            "net.json --workers 2 --memory 1GB --sparsity 1",
+            ["sparsity=1.0; allowed: from 0 to bel"],
+        ),
     ],
 )
 def test_errors_are_one_line_and_exit_status_two(capsys, file, tmp_path, arguments, parts):
@@ -160,32 +155,8 @@ def test_hosts_of_several_workers_may_be_groups(capsys, file):
     assert ["group_size=2" in text for text in found] == [False, True]
 
 
-def test_profiles_need_no_torch(file):
-    import subprocess
-
-    code = (
-        "import sys; from lightning_cyclic.cli.main import main; "
-        f"main(['plan', {file!r}, '--workers', '2', '--memory', '1GB', '--preset', '1f1b']); "
-        "sys.exit('torch' in sys.modules or 'lightning' in sys.modules)"
-    )
-    subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL, check=True)
-
-
-def test_help(capsys):
-    with pytest.raises(SystemExit):
-        main(["plan", "--help"])
-    assert "PROFILE.json|PATH:CLASS" in capsys.readouterr().out
-
-
 def test_pruned_training_below_break_even_is_said(capsys, file):
     arguments = "--workers", "4", "--memory", "30MB", "--preset", "1f1b", "--sparsity", "0.1"
     _, out, _ = run(capsys, "plan", file, *arguments, "--precision", "bf16-true")
     assert "of index" in out
     assert "sparsity=0.1 is below break-even: of bf16-true with f > 0.818 kept" in out
-
-
-def test_a_sparsity_that_cannot_be(capsys, file):
-    arguments = "--workers", "2", "--memory", "1GB", "--sparsity", "1"
-    status, _, err = run(capsys, "plan", file, *arguments)
-    assert status == 2
-    assert "sparsity=1.0; allowed: from 0 to below 1" in err

@@ -16,9 +16,8 @@ import pytest
 import torch
 
 from lightning_cyclic.cli import selftest
-from lightning_cyclic.cli.crew import Ended
 from lightning_cyclic.cli.main import main
-from lightning_cyclic.cli.trial import Came, Trial, digests
+from lightning_cyclic.cli.trial import Came, Ended, Trial, digests
 from lightning_cyclic.plugin.checks import RUNNABLE
 
 COMMAND = [sys.executable, "-m", "lightning_cyclic.cli.main", "selftest", "--accelerator", "cpu"]

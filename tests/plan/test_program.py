@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from lightning_cyclic.plan import PRESETS, make_plan
 from lightning_cyclic.plan.actions import Kind, Payload
-from lightning_cyclic.plan.check.replay import Replay
 from lightning_cyclic.plan.lower import window
 from lightning_cyclic.plan.passes.messages import step_of
+from tests.program_texts import replayed
 
 PLANS = [
     ("pipedream_2bw", 3, 3, 4), ("pipedream_2bw", 4, 2, 4), ("cyclic_pipeline", 4, 4, 3),
@@ -82,76 +82,34 @@ def test_what_a_flush_has_done_is_left_out_of_later_blocks(plan):
     assert behind == [a for a in whole if a not in set(flushed)]
 
 
-@pytest.mark.parametrize("name", sorted(set(PRESETS) - {"cyclic_zero"}))
-@pytest.mark.parametrize("flush_at", [{0}, {1, 2}, {0, 3, 4}])
-def test_any_flush_leaves_nothing_pending(name, flush_at):
-    plan = make_plan(name, num_stages=4, num_workers=4, relayed=[0, 2])
-    replay, ended, program = Replay(plan), -1, plan.program
-    for t in range(7):
-        replay.run([program.step(w, t, ended=ended, starts=ended == t - 1) for w in range(4)])
-        if t in flush_at | {6}:
-            replay.run([program.flush(w, t, ended=ended) for w in range(4)])
-            replay.check_flushed(t)
-            ended = t
-
-
 @given(
-    preset=st.sampled_from(sorted(set(PRESETS) - {"cyclic_zero"})),
+    preset=st.sampled_from([*sorted(set(PRESETS) - {"cyclic_zero"}), "cyclic_mp, late"]),
     num_stages=st.integers(1, 8),
-    num_workers=st.integers(1, 5),
+    num_workers=st.integers(1, 6),
     slack=st.sampled_from([0, 1, 3, 50]),
     norms=st.sampled_from(["none", "owners", "all"]),
     flush_at=st.sets(st.integers(0, 5)),
 )
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=100)
 def test_any_program_survives_any_flush(preset, num_stages, num_workers, slack, norms, flush_at):
-    is_replicated = PRESETS[preset].placement == "replicated"
-    if not is_replicated:
-        num_workers = min(num_workers, num_stages)
-    if norms == "all" and is_replicated:
-        norms = "owners"
-    flows = PRESETS[preset].schedule == "cyclic" and not is_replicated
+    preset, _, late = preset.partition(", ")
+    more = {"weights": "delayed", "num_microbatches": num_stages + slack % 4} if late else {}
+    if is_replicated := PRESETS[preset].placement == "replicated":
+        norms = "owners" if norms == "all" else norms
+    else:
+        places = num_stages * (num_stages + 1) // 2 if preset == "cyclic_mp" else num_stages
+        num_workers, slack = min(num_workers, places), 0
     if slack and PRESETS[preset].weights == "freshest":
         norms = "none"
-    if norms == "owners" and flows and preset != "pipedream_2bw":
+    may_be_late = late or preset == "pipedream_2bw"
+    flows = PRESETS[preset].schedule == "cyclic" and not is_replicated
+    if norms == "owners" and flows and not may_be_late:
         norms = "all"
     plan = make_plan(
-        preset, num_stages=num_stages, num_workers=num_workers,
-        slack=slack if is_replicated else 0, relayed=[0], norms=norms,
-        late_updates=preset == "pipedream_2bw" and norms != "none", proved=False,
+        preset, num_stages=num_stages, num_workers=num_workers, slack=slack, relayed=[0],
+        norms=norms, late_updates=bool(may_be_late) and norms != "none", proved=False, **more,
     )  # fmt: skip
-    _run_with_flushes(plan, flush_at | {5})
-
-
-@given(
-    num_stages=st.integers(1, 4),
-    num_workers=st.integers(1, 6),
-    num_more=st.integers(0, 3),
-    norms=st.sampled_from(["owners", "all"]),
-    flush_at=st.sets(st.integers(0, 5)),
-)
-@settings(deadline=None, max_examples=30)
-def test_late_updates_of_workers_that_take_turns_survive_any_flush(
-    num_stages, num_workers, num_more, norms, flush_at
-):
-    plan = make_plan(
-        "cyclic_mp", num_stages=num_stages,
-        num_workers=min(num_workers, num_stages * (num_stages + 1) // 2),
-        num_microbatches=num_stages + num_more, weights="delayed", late_updates=True, norms=norms,
-        relayed=[0], proved=False,
-    )  # fmt: skip
-    _run_with_flushes(plan, flush_at | {5})
-
-
-def _run_with_flushes(plan, flush_at):
-    replay, ended, program = Replay(plan), -1, plan.program
-    workers = range(plan.num_workers)
-    for t in range(6):
-        replay.run([program.step(w, t, ended=ended, starts=ended == t - 1) for w in workers])
-        if t in flush_at:
-            replay.run([program.flush(w, t, ended=ended) for w in workers])
-            replay.check_flushed(t)
-            ended = t
+    replayed(plan, flush_at)
 
 
 def test_workers_that_begin_together_signal_each_other():

@@ -18,7 +18,7 @@ from graphlib import TopologicalSorter
 from typing import NamedTuple
 
 from lightning_cyclic.planner.ideals import CostGraph, ideals, nodes_in, smaller_ideals
-from lightning_cyclic.planner.row import cut_row
+from lightning_cyclic.planner.partition import cut_row
 
 
 class Workload(NamedTuple):

@@ -3,14 +3,22 @@ from dataclasses import replace
 import pytest
 
 from lightning_cyclic.errors import PlanError
-from lightning_cyclic.planner import DEFAULT_PRESETS, ModelProfile, Problem, UnitProfile
-from lightning_cyclic.planner.candidates import candidates
+from lightning_cyclic.plan.actions import Payload
+from lightning_cyclic.planner import (
+    DEFAULT_PRESETS,
+    Candidate,
+    ModelProfile,
+    Problem,
+    Stages,
+    UnitProfile,
+)
+from lightning_cyclic.planner.candidates import StatesPerParam, candidates
+from lightning_cyclic.planner.fit import Fitter
 from lightning_cyclic.planner.ring import best_around_ring
-from lightning_cyclic.planner.stages import Stages
-from lightning_cyclic.simulate import Network
+from lightning_cyclic.simulate import Network, account
 
 
-def profile(count=8, micro_size=4):
+def profile_of(count=8, micro_size=4):
     unit = {
         "forward_s": 0.01, "backward_s": 0.02, "param_bytes": 10, "activation_bytes": 50,
         "crossing_bytes": 5,
@@ -19,14 +27,16 @@ def profile(count=8, micro_size=4):
     return ModelProfile(name="net", micro_size=micro_size, units=units)
 
 
-def problem(**changes):
-    return Problem(**{"profiles": (profile(),), "num_workers": 4, "memory_bytes": 1e9} | changes)
+def problem_of(**changes):
+    return Problem(
+        **{"profiles": (profile_of(),), "num_workers": 4, "memory_bytes": 1e9} | changes
+    )
 
 
 def found(**changes):
     return [
         (c.replicas, c.num_stages, c.num_microbatches, c.micro_size, c.remat)
-        for c in candidates(problem(**changes))
+        for c in candidates(problem_of(**changes))
     ]
 
 
@@ -40,7 +50,7 @@ def test_pipelines_have_every_width_and_size_that_divide():
 
 
 def test_no_more_stages_than_units():
-    got = found(profiles=(profile(3),), presets=("gpipe",))
+    got = found(profiles=(profile_of(3),), presets=("gpipe",))
     assert {case[:2] for case in got} == {(2, 2), (4, 1)}
 
 
@@ -56,7 +66,7 @@ def test_workers_that_run_whole_micro_batches_have_finer_and_finer_stages():
 def test_around_a_ring_numbers_are_those_that_the_network_asks_for(slack):
     far = Network(latency_s=0.02, bandwidth_bytes_per_s=1e3)
     hosts = replace(far, hosts=(0, 0, 1, 1), inside=Network())
-    given = problem(
+    given = problem_of(
         presets=("cyclic_dp", "cyclic_dp_v1", "cyclic_zero"), network=Network(),
         host_network=hosts, group_sizes=(1, 2), slack=slack,
     )  # fmt: skip
@@ -86,18 +96,18 @@ def test_names_of_the_same_axes_are_looked_at_once():
 
 
 def test_a_single_profile_is_scaled_and_several_are_taken_as_they_are():
-    assert sorted(problem().by_size) == [4, 8, 16]
-    slow = replace(profile(micro_size=8), name="slow")
-    both = problem(profiles=(profile(), slow))
-    assert both.by_size == {4: profile(), 8: slow}
+    assert sorted(problem_of().by_size) == [4, 8, 16]
+    slow = replace(profile_of(micro_size=8), name="slow")
+    both = problem_of(profiles=(profile_of(), slow))
+    assert both.by_size == {4: profile_of(), 8: slow}
     assert both.profile(16).name == "slow"  # the nearest
     assert both.profile(16).units[0].forward_s == 0.02
 
 
 def test_a_batch_is_the_largest_measured_micro_batch_per_worker():
-    assert problem().samples == 16
-    assert problem(profiles=(profile(), profile(micro_size=2))).samples == 16
-    assert problem(batch_size=48).samples == 48
+    assert problem_of().samples == 16
+    assert problem_of(profiles=(profile_of(), profile_of(micro_size=2))).samples == 16
+    assert problem_of(batch_size=48).samples == 48
 
 
 @pytest.mark.parametrize(
@@ -109,10 +119,104 @@ def test_a_batch_is_the_largest_measured_micro_batch_per_worker():
         ({"memory_bytes": 0}, "memory_bytes=0; allowed: above 0"),
         ({"presets": ("cdp",)}, "preset 'cdp' is unknown; allowed: cyclic_dp"),
         ({"profiles": ()}, r"profiles of micro-batches of \[\] samples"),
-        ({"profiles": (profile(), profile())}, r"\[4, 4\] samples; allowed: one or more"),
-        ({"profiles": (profile(), profile(3, 8))}, "of the same units"),
+        ({"profiles": (profile_of(), profile_of())}, r"\[4, 4\] samples; allowed: one or more"),
+        ({"profiles": (profile_of(), profile_of(3, 8))}, "of the same units"),
     ],
 )
 def test_problems_that_cannot_be(changes, message):
     with pytest.raises(PlanError, match=message):
-        problem(**changes)
+        problem_of(**changes)
+
+
+def fitted(preset, *, num_workers=1, num_stages=1, replicas=1, **changes):
+    units = (
+        UnitProfile(
+            name="h", forward_s=1, backward_s=2, param_bytes=2e6, activation_bytes=0,
+            crossing_bytes=0,
+        ),
+    ) * num_stages  # fmt: skip
+    asked = Problem(
+        profiles=(ModelProfile(name="net", micro_size=1, units=units),),
+        num_workers=num_workers,
+        memory_bytes=1e12,
+        **changes,
+    )
+    chosen = Candidate(
+        preset=preset, replicas=replicas, num_stages=num_stages, num_microbatches=2 * num_workers,
+        micro_size=1, remat=False,
+    )  # fmt: skip
+    return Fitter(asked).fit(chosen).memory[0]
+
+
+@pytest.mark.parametrize(
+    ("precision", "sparsity", "bytes_per_param"),
+    [
+        ("32-true", None, 16),
+        ("32-true", 0.9, 6.0),  # 20 f + 4
+        ("bf16-true", None, 20),
+        ("bf16-true", 0.9, 4.2),  # 22 f + 2
+        ("16-true", 0.5, 13),
+        ("bf16-true", 0.0, 24),
+    ],
+)
+def test_bytes_per_parameter(precision, sparsity, bytes_per_param):
+    size = 4 if precision == "32-true" else 2
+    kept = fitted("1f1b", sparsity=sparsity, precision=precision)
+    assert kept.total / (2e6 / size) == pytest.approx(bytes_per_param, abs=1e-9)
+
+
+def test_bytes_by_what_they_are_for():
+    kept = fitted("1f1b", sparsity=0.75, precision="bf16-true")  # a million parameters, f = 1/4
+    assert (kept.parameters, kept.index, kept.gradients) == (2e6, 1e6, 0.5e6)
+    assert kept.optimizer == 4e6  # masters 1, float32 gradients 1, Adam's means 2
+
+
+@pytest.mark.parametrize(
+    ("precision", "break_even"), [("bf16-true", 18 / 22), ("32-true", 12 / 20)]
+)
+def test_break_even(precision, break_even):
+    assert StatesPerParam.of(precision, 0.5, 2.0).break_even == pytest.approx(break_even)
+
+
+@pytest.mark.parametrize("preset", ["lockstep_dp", "cyclic_zero", "1f1b"])
+def test_messages_carry_the_kept_elements_alone(preset):
+    from lightning_cyclic.plan import make_plan
+
+    replicas = 2 if preset == "1f1b" else 1
+    plan = make_plan(
+        preset, num_stages=2, num_workers=4 if replicas == 2 else 2,
+        num_microbatches=4 if replicas == 2 else 2, replicas=replicas,
+    )  # fmt: skip
+    stages = replace(Stages.alike(2), param_bytes=(64,) * 2, input_bytes=(8,) * 2)
+    dense, sparse = (account(plan.programs, stages.costs(kept=f)).workers for f in (1.0, 0.25))
+    shares = {
+        payload.name: few.sent_bytes[payload] / size
+        for many, few in zip(dense, sparse, strict=True)
+        for payload, size in many.sent_bytes.items()
+        if size
+    }
+    assert {share for name, share in shares.items() if name not in "AG"} == {0.25}
+    assert {share for name, share in shares.items() if name in "AG"} <= {1.0}
+
+
+def test_sums_of_low_precision_gradients_travel_in_float32():
+    from lightning_cyclic.plan import make_plan
+
+    states = StatesPerParam.of("bf16-true", None, 2.0)
+    plan = make_plan("cyclic_dp", num_stages=2, num_workers=2)
+    stages = replace(Stages.alike(2), param_bytes=(64,) * 2)
+    costs = (stages.costs(sums=x) for x in (1.0, states.sums))
+    alike, wider = (account(plan.programs, each).workers[0].sent_bytes for each in costs)
+    assert wider[Payload.S] == 2 * alike[Payload.S] > 0
+    assert wider[Payload.P] == alike[Payload.P] > 0
+
+
+@pytest.mark.parametrize("sparsity", [-0.1, 1, float("nan")])
+def test_a_sparsity_that_cannot_be(sparsity):
+    with pytest.raises(PlanError, match=r"sparsity=.*; allowed: from 0 to below 1"):
+        fitted("1f1b", sparsity=sparsity)
+
+
+def test_an_unknown_precision():
+    with pytest.raises(PlanError, match="precision 'bf16' is unknown; allowed: 32-true"):
+        fitted("1f1b", precision="bf16")

@@ -91,13 +91,6 @@ def test_replicas_between_the_first_and_the_last_are_alike(preset, replicas, rem
         assert whole(found, replicas) == expected
 
 
-@pytest.mark.parametrize("preset", ["gpipe", "1f1b", "cyclic_pipeline", "pipedream_2bw"])
-def test_shared_parameters_change_no_copies(preset):
-    for tied in [((0, 3),), ((0, 1), (2, 3)), ((0, 1, 3),)]:
-        expected = counted(preset, 4, 5, 1, remat=False)
-        assert counted(preset, 4, 5, 1, remat=False, tied=tied) == expected
-
-
 def test_many_stages_are_counted_on_programs_of_few():
     counter = Counter(0, 1)
     (copies,) = counter.copies("1f1b", 64, 256, 1, remat=False)

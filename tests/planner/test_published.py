@@ -86,37 +86,8 @@ def load(workload, stage, is_host):
     return sum(workload.graph.seconds[v] for v in stage) + pays
 
 
-def test_forward_and_backward_become_one_node_with_two_outputs():
-    found = read(*training(3))
-    assert found.graph.seconds == (3, 6, 9)
-    assert found.host_s == (30, 60, 90)
-    assert found.num_bytes == (2, 2, 2)
-    assert found.graph.keeps == ((0, 1), (0, 2), (1, 2))
-    assert sorted((s, *sorted(ends)) for s, ends in found.sent) == [
-        (1, 0, 1, 2), (1, 1, 2), (2, 0, 1), (2, 0, 1, 2),
-    ]  # fmt: skip
-    # 0 | 1 2: 0 sends its output and receives two gradients; 0 1 | 2: three tensors cross
-    assert found.best_s() == best_of_all(found) == 9 + 1 + 1 + 2
-
-
 @pytest.mark.parametrize("count", [5, 7])
 @pytest.mark.parametrize(("hosts", "host_factor", "limit"), [(0, 1, 50), (1, 2, 50), (1, 1, 6)])
 def test_graphs_of_the_published_shape(count, hosts, host_factor, limit):
     workload = read(*training(count, host_factor), hosts, limit)
     assert workload.best_s() == best_of_all(workload)
-
-
-def test_a_backward_node_without_forward_node_keeps_between_its_neighbours():
-    nodes = [node(0, colour=0), node(1, colour=1, seconds=5)]
-    nodes += [node(9, colour=1, backward=True), node(8, backward=True, seconds=3)]
-    nodes += [node(7, colour=0, backward=True)]
-    graph = read(nodes, [edge(0, 1), edge(9, 8), edge(8, 7)]).graph
-    assert graph.seconds == (2, 3, 6)
-    assert graph.is_chain
-
-
-def test_nodes_that_would_need_each_other_become_one():
-    nodes = [node(0, colour=5, seconds=1), node(1, seconds=2), node(2, colour=5, seconds=4)]
-    found = read(nodes, [edge(0, 1), edge(1, 2)])  # 0 and 2 stay together, 1 lies between
-    assert found.graph.seconds == (7,)
-    assert found.graph.keeps == found.sent == ()

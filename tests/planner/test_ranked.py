@@ -1,44 +1,34 @@
+import sys
 from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_cyclic.planner import Candidate, ModelProfile, Problem, UnitProfile, ranked
+from lightning_cyclic.planner import Problem
 from lightning_cyclic.planner.fit import Fitter
-from lightning_cyclic.planner.ranked import least_step_s, timed
+from lightning_cyclic.planner.search import least_step_s, timed
 from lightning_cyclic.simulate import Network
+
+from .profiles import candidate, profile_of, unit
 
 
 def problem(*, seconds=(1.0,) * 4, num_workers=4, network=None, crossing=0.0):
-    units = tuple(
-        UnitProfile(
-            name=f"h.{k}",
-            forward_s=s,
-            backward_s=2 * s,
-            param_bytes=1,
-            activation_bytes=1,
-            crossing_bytes=crossing,
-        )
+    units = (
+        unit(f"h.{k}", forward_s=s, backward_s=2 * s, param_bytes=1, activation_bytes=1,
+             crossing_bytes=crossing)
         for k, s in enumerate(seconds)
-    )
+    )  # fmt: skip
     return Problem(
-        profiles=(ModelProfile(name="net", micro_size=1, units=units),),
+        profiles=(profile_of(units),),
         num_workers=num_workers,
         memory_bytes=1e9,
         network=network or Network(),
     )
 
 
-def fitted(given_, preset, *, num_stages=4, num_microbatches=8, replicas=1, remat=False):
-    asked = Candidate(
-        preset=preset,
-        replicas=replicas,
-        num_stages=num_stages,
-        num_microbatches=num_microbatches,
-        micro_size=1,
-        remat=remat,
-    )
+def fitted(given_, preset, *, num_stages=4, num_microbatches=8, **more):
+    asked = candidate(preset, num_stages=num_stages, num_microbatches=num_microbatches, **more)
     return Fitter(given_).fit(asked)
 
 
@@ -105,7 +95,7 @@ def test_where_simulation_takes_too_long(monkeypatch, preset, num_microbatches):
     given_ = problem()
     fit = fitted(given_, preset, num_microbatches=num_microbatches)
     simulated = timed(fit, given_)
-    monkeypatch.setattr(ranked, "_MOST_CELLS", 0)
+    monkeypatch.setattr(sys.modules["lightning_cyclic.planner.search"], "_MOST_SIMULATED", 0)
     plan = timed(fit, given_)
     assert not plan.is_simulated
     assert (plan.step_s, plan.bubble) == (simulated.step_s, simulated.bubble)  # free messages
@@ -120,8 +110,3 @@ def test_workers_that_share_hosts_have_the_links_of_hosts():
         seconds = [timed(fit, x).step_s for x in (given_, problem(network=far), problem())]
         assert seconds[0] == seconds[2 if is_near else 1]
         assert seconds[1] > seconds[2]
-
-
-def test_samples_per_second():
-    given_ = problem()
-    assert timed(fitted(given_, "cyclic_pipeline"), given_).samples_per_s == 4 / 24

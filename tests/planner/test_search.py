@@ -6,29 +6,25 @@ import pytest
 from lightning_cyclic.errors import PlanError
 from lightning_cyclic.plan import make_plan
 from lightning_cyclic.plan.check.proof import prove
-from lightning_cyclic.planner import ModelProfile, Problem, Tie, UnitProfile, search
+from lightning_cyclic.planner import Problem, Tie, search
 from lightning_cyclic.planner.candidates import candidates
 from lightning_cyclic.planner.fit import Fitter
-from lightning_cyclic.planner.ranked import timed
-from lightning_cyclic.planner.search import _have_same_programs
+from lightning_cyclic.planner.search import _have_same_programs, timed
 from lightning_cyclic.simulate import Network
 
+from .profiles import profile_of, unit
+
+SEARCH = sys.modules["lightning_cyclic.planner.search"]  # the package has a function of that name
 FEW = ("gpipe", "1f1b", "pipedream_2bw", "cyclic_pipeline", "cyclic_dp")
 
 
 def profile(count=4, *, params=1e6, activations=4e6, crossing=1e5, ties=()):
-    units = tuple(
-        UnitProfile(
-            name=f"h.{k}",
-            forward_s=0.01,
-            backward_s=0.02,
-            param_bytes=params,
-            activation_bytes=activations,
-            crossing_bytes=crossing,
-        )
+    units = (
+        unit(f"h.{k}", forward_s=0.01, backward_s=0.02, param_bytes=params,
+             activation_bytes=activations, crossing_bytes=crossing)
         for k in range(count)
-    )
-    return ModelProfile(name="net", micro_size=4, units=units, ties=ties)
+    )  # fmt: skip
+    return profile_of(units, micro_size=4, ties=ties)
 
 
 def problem(**changes):
@@ -106,35 +102,29 @@ def test_a_program_is_listed_under_one_name():
 
 
 @pytest.mark.parametrize(
-    ("one", "other", "numbers"),
+    ("one", "other", "num_stages", "num_microbatches"),
     [
-        (
-            "cyclic_pipeline",
-            "pipedream",
-            {"num_stages": 2, "num_workers": 2, "num_microbatches": 4},
-        ),
-        (
-            "cyclic_pipeline",
-            "pipedream",
-            {"num_stages": 3, "num_workers": 3, "num_microbatches": 4},
-        ),
-        ("cyclic_pipeline", "pipedream_2bw", {"num_stages": 2, "num_workers": 2}),
-        ("cyclic_pipeline", "pipeoptim", {"num_stages": 2, "num_workers": 2}),
-        ("gpipe", "1f1b", {"num_stages": 3, "num_workers": 3, "num_microbatches": 1}),
-        ("gpipe", "1f1b", {"num_stages": 3, "num_workers": 3, "num_microbatches": 3}),
-        ("cyclic_dp", "cyclic_dp_v1", {"num_stages": 2, "num_workers": 2}),
-        ("pipedream_2bw", "pipedream", {"num_stages": 1, "num_workers": 1, "num_microbatches": 1}),
-        (
-            "cyclic_pipeline",
-            "pipedream",
-            {"num_stages": 1, "num_workers": 1, "num_microbatches": 2},
-        ),
-        ("gpipe", "cyclic_pipeline", {"num_stages": 1, "num_workers": 1, "num_microbatches": 2}),
-        ("pipedream", "1f1b", {"num_stages": 1, "num_workers": 1, "num_microbatches": 2}),
+        ("cyclic_pipeline", "pipedream", 2, 4),
+        ("cyclic_pipeline", "pipedream", 3, 4),
+        ("cyclic_pipeline", "pipedream_2bw", 2, None),
+        ("cyclic_pipeline", "pipeoptim", 2, None),
+        ("gpipe", "1f1b", 3, 1),
+        ("gpipe", "1f1b", 3, 3),
+        ("cyclic_dp", "cyclic_dp_v1", 2, None),
+        ("pipedream_2bw", "pipedream", 1, 1),
+        ("cyclic_pipeline", "pipedream", 1, 2),
+        ("gpipe", "cyclic_pipeline", 1, 2),
+        ("pipedream", "1f1b", 1, 2),
     ],
 )
-def test_programs_are_compared_without_their_messages(one, other, numbers):
-    first, second = make_plan(one, **numbers), make_plan(other, **numbers)
+def test_programs_are_compared_without_their_messages(one, other, num_stages, num_microbatches):
+    first, second = (
+        make_plan(
+            preset, num_stages=num_stages, num_workers=num_stages,
+            num_microbatches=num_microbatches,
+        )
+        for preset in (one, other)
+    )  # fmt: skip
     assert _have_same_programs(first, second) == (first.programs == second.programs)
 
 
@@ -204,9 +194,8 @@ def test_why_no_plan_can_be_made():
 def test_candidates_that_are_too_large(monkeypatch):
     given_ = problem(presets=("gpipe",), profiles=(profile(), profile().scaled(1)))
     every = len(list(candidates(given_)))
-    # by name of the module, as the package has a function of the same name
-    for module, most in (("ranked", 30), ("search", 60)):
-        monkeypatch.setattr(sys.modules[f"lightning_cyclic.planner.{module}"], "_MOST_CELLS", most)
+    monkeypatch.setattr(SEARCH, "_MOST_SIMULATED", 30)
+    monkeypatch.setattr(SEARCH, "_MOST_CELLS", 60)
     ranking = search(given_, most=every)
     assert 0 < ranking.num_left_out == every - ranking.num_candidates
     assert ranking.bounds
@@ -224,7 +213,7 @@ def test_no_bound_comes_before_what_was_simulated(monkeypatch):
     fine = max(by_time, key=lambda c: c.num_microbatches * c.num_stages)
     assert fine != by_time[0]
     most = 5 * fine.num_microbatches * fine.num_stages - 1
-    monkeypatch.setattr(sys.modules["lightning_cyclic.planner.ranked"], "_MOST_CELLS", most)
+    monkeypatch.setattr(SEARCH, "_MOST_SIMULATED", most)
     ranking = search(given_)
     (bound,) = ranking.bounds
     assert bound.fit.candidate == fine
@@ -235,7 +224,7 @@ def test_no_bound_comes_before_what_was_simulated(monkeypatch):
 def test_the_least_bound_is_simulated_where_all_would_take_too_long(monkeypatch):
     given_ = problem(presets=("gpipe",))
     every = search(given_, most=100).plans
-    monkeypatch.setattr(sys.modules["lightning_cyclic.planner.ranked"], "_MOST_CELLS", 0)
+    monkeypatch.setattr(SEARCH, "_MOST_SIMULATED", 0)
     ranking = search(given_, most=100)
     (best,) = ranking.plans
     assert best.is_simulated
@@ -243,9 +232,3 @@ def test_the_least_bound_is_simulated_where_all_would_take_too_long(monkeypatch)
     assert {plan.fit.candidate for plan in ranking.bounds} | {best.fit.candidate} == {
         plan.fit.candidate for plan in every
     }
-
-
-def test_a_single_worker():
-    plans = search(problem(num_workers=1)).plans
-    assert plans[0].fit.candidate.num_stages == 1
-    assert plans[0].bubble == pytest.approx(0, abs=1e-9)

@@ -1,23 +1,15 @@
-from lightning_cyclic.planner import ModelProfile, Stages, Tie, UnitProfile
+from lightning_cyclic.planner import Stages, Tie
+
+from .profiles import profile_of, unit
 
 
 def profile(*forward_s, ties=()):
-    return ModelProfile(
-        name="net",
-        micro_size=1,
-        units=tuple(
-            UnitProfile(
-                name=f"u{k}",
-                forward_s=s,
-                backward_s=2 * s,
-                param_bytes=10,
-                activation_bytes=100 + k,
-                crossing_bytes=k,
-            )
-            for k, s in enumerate(forward_s)
-        ),
-        ties=ties,
-    )
+    units = (
+        unit(f"u{k}", forward_s=s, backward_s=2 * s, param_bytes=10, activation_bytes=100 + k,
+             crossing_bytes=k)
+        for k, s in enumerate(forward_s)
+    )  # fmt: skip
+    return profile_of(units, ties=ties)
 
 
 def test_a_stage_is_the_sum_of_its_units():
@@ -58,9 +50,3 @@ def test_what_a_worker_shares_with_itself_is_kept_once():
 def test_even_stages():
     assert Stages.even(profile(5, 1, 1, 1, 4, 2), 3).names == ("u0", "u1", "u4")
     assert Stages.even(profile(1e-4, 1e-4, 2e-4), 2).names == ("u0", "u2")
-
-
-def test_stages_alike_count_copies():
-    alike = Stages.alike(3)
-    assert alike.num_stages == 3
-    assert alike.param_bytes == alike.activation_bytes == alike.input_bytes == (1, 1, 1)

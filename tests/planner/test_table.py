@@ -3,11 +3,11 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_cyclic.planner import Problem, search
-from lightning_cyclic.planner.table import as_data, table, written
-from lightning_cyclic.simulate import Network
+from lightning_cyclic.planner import Problem, Stages, search
+from lightning_cyclic.planner.table import as_data, reference, table, written
+from lightning_cyclic.simulate import Network, best_lockstep
 
-from .test_search import profile
+from .test_search import SEARCH, profile
 
 PRINTED = """\
 net: 16 samples per update, 3 workers of 1 GB, 0 s latency, 1 GB/s
@@ -78,7 +78,7 @@ def test_the_strategy_to_write(changes, text):
 
 
 def test_predictions_and_bounds_are_marked(monkeypatch):
-    monkeypatch.setattr("lightning_cyclic.planner.ranked._MOST_CELLS", 0)
+    monkeypatch.setattr(SEARCH, "_MOST_SIMULATED", 0)
     found = ranking(presets=("pipeoptim", "1f1b"), batch_size=8)
     text = table(found)
     assert "1, 1 p" in text or "0.5, 1 p" in text
@@ -122,3 +122,37 @@ def test_json():
         }
     ] * 3
     assert first["strategy"].startswith("PipelineStrategy(")
+
+
+NETWORK = Network(latency_s=1e-3, bandwidth_bytes_per_s=1e9)
+
+
+def problem(**changes):
+    given = {"profiles": (profile(),), "num_workers": 4, "memory_bytes": 1e9, "network": NETWORK}
+    return Problem(**given | changes)
+
+
+def test_it_is_the_best_lockstep_of_the_whole_model_on_each_worker():
+    asked = problem(batch_size=4 * profile().micro_size)
+    found = reference(asked)
+    costs = Stages.of(profile(), range(asked.num_units), together=True).costs()
+    assert found is not None
+    assert found.step == best_lockstep(costs, NETWORK, 4)
+    assert found.samples_per_s == asked.samples / found.step.step_s
+    params = sum(costs.param_bytes)
+    kept = 5 * params + sum(costs.activation_bytes) + costs.cut_bytes[0]  # with Adam, and buckets
+    assert found.memory_bytes == kept
+
+
+@pytest.mark.parametrize(
+    "changes", [{"memory_bytes": 1000}, {"batch_size": 6}, {"batch_size": 2}, {"sparsity": 0.5}]
+)
+def test_where_there_is_none(changes):
+    assert reference(problem(**changes)) is None
+
+
+def test_it_stands_below_the_table():
+    from lightning_cyclic.planner import search
+
+    text = table(search(problem(presets=("cyclic_dp",))))
+    assert 'strategy="ddp" (' in text

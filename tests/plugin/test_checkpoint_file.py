@@ -87,7 +87,7 @@ def test_whoever_is_killed_while_writing_leaves_a_whole_file(tmp_path: Path) -> 
         seed = torch.load(path, weights_only=True)["global_step"]
         assert_is(path, seed, 200)
         seen.add(seed)
-    assert len(seen) > 1  # it was written
+    assert 0 not in seen  # it was written
 
 
 def test_a_disk_that_takes_nothing_is_named_and_the_old_file_stays(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from lightning.pytorch import Callback, LightningModule
 from torch import nn
 
 from lightning_cyclic.errors import ConfigurationError
-from lightning_cyclic.plugin.hidden_gradients import HiddenGradients
+from lightning_cyclic.plugin.deferred_update import HiddenGradients
 from lightning_cyclic.runtime.absent import AbsentParameter, home_of, leave
 
 
@@ -32,7 +32,7 @@ class Elsewhere:
     def __init__(self) -> None:
         self.read_names: list[str] = []
 
-    def read(self, names, operands) -> None:
+    def read(self, names) -> None:
         self.read_names += names
 
     def read_gradient(self, name: str) -> None: ...

@@ -8,7 +8,7 @@ import pytest
 
 from lightning_cyclic.errors import PlanError, StepError
 from lightning_cyclic.plan.actions import Action, parse
-from lightning_cyclic.runtime.lanes import LaneThread
+from lightning_cyclic.runtime.worker import LaneThread
 
 ACTIONS = tuple(parse(f"0ADD{i}#0~sums") for i in range(1, 5))
 

@@ -3,7 +3,7 @@ import math
 import pytest
 
 from lightning_cyclic.simulate import Costs, Network, best_lockstep, lockstep
-from lightning_cyclic.simulate.all_reduce import ALL_REDUCES, ring, tree, two_level
+from lightning_cyclic.simulate.lockstep import ALL_REDUCES, ring, tree, two_level
 
 NARROW = Network(latency_s=0.1, bandwidth_bytes_per_s=10.0)
 EVEN = Costs.even(4, compute_s=12.0, model_bytes=80.0)  # per stage: F 1 s, B 2 s, 20 bytes
@@ -74,11 +74,6 @@ def test_ways_to_sum():
     # inside: 2 rounds and as many bytes as there are; between: half of the bytes
     assert two_level(8.0, 4, HOSTS) == ((2 * 0.25 + 8 / 4) + (2 * 1.0 + 4 / 1), 4)
     assert two_level(8.0, 8, network).seconds == math.inf
-
-
-def test_one_worker_has_its_sum():
-    for name in ("ring", "tree"):
-        assert ALL_REDUCES[name](80.0, 1, Network(latency_s=1.0)) == (0.0, 0)
 
 
 @pytest.mark.parametrize("all_reduce", ALL_REDUCES)

@@ -1,12 +1,23 @@
+"""Where in a program workers that run whole micro-batches have what."""
+
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_cyclic.plan import make_plan
+from lightning_cyclic.plan.actions import Kind, Payload
 from lightning_cyclic.plan.dataflow import live_activations, live_versions
 from lightning_cyclic.planner import Stages
 from lightning_cyclic.simulate import Costs
-from lightning_cyclic.simulate.memory import Memory, _looks_ahead, memory
+from lightning_cyclic.simulate.memory import (
+    Span,
+    _looks_ahead,
+    memory,
+    most_at_once,
+    spans,
+)
 
 PIPELINES = ("gpipe", "1f1b", "pipedream", "pipedream_2bw", "cyclic_pipeline", "pipeoptim")
 
@@ -60,7 +71,7 @@ def test_counts_are_those_of_the_program(preset, num_stages, more, remat):
 
 def test_rematerialisation_keeps_inputs_and_one_forward():
     plan = make_plan("1f1b", num_stages=3, num_workers=3, num_microbatches=6)
-    stages = Stages.alike(3, activation_bytes=100, input_bytes=5)
+    stages = replace(Stages.alike(3), activation_bytes=(100,) * 3, input_bytes=(5,) * 3)
     never, always = (memory(plan, stages.costs(), remat=remat) for remat in (False, True))
     assert [worker.activations for worker in never] == [300, 200, 100]
     assert [worker.activations for worker in always] == [100, 100, 100]
@@ -115,13 +126,63 @@ def test_replicas_of_a_pipeline_sum_their_gradients():
 
 def test_what_the_optimizer_and_the_gradient_take_is_asked():
     plan = make_plan("1f1b", num_stages=2, num_workers=2)
-    stages = Stages.alike(2, param_bytes=10)
+    stages = replace(Stages.alike(2), param_bytes=(10,) * 2)
     first = memory(plan, stages.costs(), state_per_param=6, gradient_per_param=2)[0]
     assert (first.optimizer, first.gradients) == (60, 20)
 
 
-def test_the_total():
-    of_parameters = {"parameters": 1, "versions": 2, "gradients": 4, "optimizer": 8}
-    found = Memory(**of_parameters, activations=16, inputs=32, returns=64, in_flight=128)
-    assert found.of_parameters == 143
-    assert found.total == 255
+GRADIENTS = (Payload.S, Payload.T, Payload.H)
+WHOLE_MICRO = ("cyclic_dp", "cyclic_dp_v1", "lockstep_dp", "cyclic_zero")
+
+
+@pytest.mark.parametrize("preset", WHOLE_MICRO)
+@pytest.mark.parametrize(("n", "num_stages"), [(2, 2), (3, 5), (4, 8)])
+def test_every_gradient_and_every_sum_has_one_place(preset, n, num_stages):
+    plan = make_plan(preset, num_stages=num_stages, num_workers=n, num_steps=6)
+    for program, found in zip(plan.programs, spans(plan), strict=True):
+        backwards = [(m, a.j) for m, a in enumerate(program) if a.kind is Kind.B]
+        own = [(x.begin, x.j) for x in found if x.kind == "gradients"]
+        assert sorted(own) == backwards
+        left = sum(a.kind is Kind.SEND and a.payload in GRADIENTS for a in program)
+        used = sum(a.kind is Kind.UPDATE for a in program)
+        came = [a.i for a in program if a.kind is Kind.RECV and a.payload is Payload.H]
+        added = len(came) - came.count(0)  # the first becomes the sum
+        assert sum(x.kind == "sums" for x in found) == left + used + added
+        assert all(0 <= x.begin < x.end for x in found)
+
+
+@pytest.mark.parametrize(
+    ("preset", "payload", "w"), [("cyclic_zero", Payload.H, 0), ("lockstep_dp", Payload.S, 0)]
+)
+def test_what_is_sent_waits_until_its_receiver_waits_for_it(preset, payload, w):
+    plan = make_plan(preset, num_stages=2, num_workers=2, num_steps=6)
+    program, found = plan.programs[w], spans(plan)[w]
+
+    def is_it(a, kind):
+        return a.kind is kind and a.payload is payload and a.t == 2
+
+    n, sent = next((n, a) for n, a in enumerate(program) if is_it(a, Kind.SEND))
+    (taken,) = (a.s for a in plan.programs[1 - w] if is_it(a, Kind.RECV) and a.j == sent.j)
+    (span,) = (x for x in found if x.kind == "sums" and x.end == _end(program, max(taken, sent.s)))
+    assert span.begin <= n < span.end
+
+
+def _end(program, slot):
+    """Return the first place behind a slot."""
+    return next(n for n, a in enumerate(program) if a.s > slot)
+
+
+def test_stages_of_others_are_there_from_their_receive_to_their_free():
+    plan = make_plan("cyclic_zero", num_stages=4, num_workers=2, num_steps=6)
+    for program, found in zip(plan.programs, spans(plan), strict=True):
+        fetched = [x for x in found if x.kind == "fetched"]
+        frees = [n for n, a in enumerate(program) if a.kind is Kind.FREE]
+        assert [x.end for x in fetched] == frees
+        for x in fetched:
+            assert (program[x.begin].kind, program[x.begin].payload) == (Kind.RECV, Payload.P)
+            assert {program[x.begin].j, program[x.end].j} == {x.j}
+
+
+def test_what_is_there_at_once_is_counted():
+    found = Span("sums", 0, 0, 2), Span("sums", 0, 1, 3), Span("sums", 1, 1, 2)
+    assert most_at_once((*found, Span("gradients", 0, 0, 9)), "sums") == {0: 2, 1: 1}

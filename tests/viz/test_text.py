@@ -31,12 +31,6 @@ w1   1F1@1 2F1@1 2B1@1 1B1@1 0B1@0
 w2   0B2@0 0F2@1 1F2@1 2F2@1 2B2@1
 """
 
-ONE_F_ONE_B = """\
-slot     0     1     2     3     4     5     6     7
-w0   0F0@0 0F1@0     . 0B0@0 0F2@0 0B1@0     . 0B2@0
-w1       . 1F0@0 1B0@0 1F1@0 1B1@0 1F2@0 1B2@0     .
-"""
-
 
 def test_a_whole_plan():
     assert draw(plan()) == CYCLIC.rstrip("\n")
@@ -65,11 +59,6 @@ def test_a_look_at_later_slots():
 def test_workers_that_idle_are_drawn():
     lines = draw(plan(n=4), width=12).splitlines()
     assert lines == ["slot     0 ...", "w0   0F0@0", "w1       .", "w2       .", "w3       ."]
-
-
-def test_a_pipeline_with_a_flush():
-    drawn = draw(plan("1f1b", 2, num_microbatches=3, num_steps=1))
-    assert drawn == ONE_F_ONE_B.rstrip("\n")
 
 
 @pytest.mark.parametrize(

@@ -13,11 +13,7 @@ if TYPE_CHECKING:
 
 
 def check_fit(plan: Plan) -> None:
-    """Refuse axes and numbers that do not fit together, before any program is made.
-
-    Raises:
-        PlanError: says what was given, what is allowed and what to do.
-    """
+    """Refuse axes and numbers that do not fit together, before any program is made."""
     schedule, placement, weights, _ = plan.axes
     _check_width(plan)
     _check_ties(plan)
@@ -60,9 +56,7 @@ def relays(
     """Sort stages whose buffers travel, each with the last stage in which they change.
 
     Args:
-        relayed: such stages.
         until: those last stages, in the same order; empty where each is the stage itself.
-        num_stages: S.
 
     Returns:
         Both, in the order of stages; the second is empty where each is the stage itself.
@@ -86,11 +80,7 @@ def relays(
 
 
 def groups_of_stages(tied: Iterable[Iterable[int]]) -> tuple[tuple[int, ...], ...]:
-    """Sort groups of stages.
-
-    Raises:
-        PlanError: they are no groups, or not of stages.
-    """
+    """Sort groups of stages."""
     if isinstance(tied, Iterable) and all(isinstance(group, Iterable) for group in tied):
         return tuple(sorted({stage_list("tied", group) for group in tied}))
     raise PlanError(
@@ -100,11 +90,7 @@ def groups_of_stages(tied: Iterable[Iterable[int]]) -> tuple[tuple[int, ...], ..
 
 
 def stage_list(name: str, given: Iterable[int]) -> tuple[int, ...]:
-    """Return numbers of stages.
-
-    Raises:
-        PlanError: they are none.
-    """
+    """Return numbers of stages."""
     found = tuple(given) if isinstance(given, Iterable) else (None,)
     if all(isinstance(j, int) and not isinstance(j, bool) for j in found):
         return tuple(j for j in found if j is not None)

@@ -1,29 +1,34 @@
 """proof: show, before any process starts, that a program can run and is right.
 
-[1] In the timetable, everything is computed after what it needs (versions.py).
+[1] In the timetable, everything is computed after what it needs.
 [2] The program is replayed on integers: nobody waits for ever, every message meets the one that
     was meant on a channel that is one queue, and what an action takes is there (replay.py); from
     the beginning, and again behind a flush, which leaves nothing pending. Workers that run whole
     steps need nobody's next step to end their own.
-[3] No worker keeps more versions or activations than the timetable says (validate.py).
+[3] No worker keeps more versions or activations than the timetable says.
 """
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, Final, NoReturn, final
 
 from lightning_cyclic.errors import PlanError
+from lightning_cyclic.plan.actions import Action, Kind, Program
 from lightning_cyclic.plan.check.replay import Replay
-from lightning_cyclic.plan.check.validate import validate
+from lightning_cyclic.plan.clock import refuse
+from lightning_cyclic.plan.dataflow import live_activations, live_versions, peak
 
 if TYPE_CHECKING:
     from lightning_cyclic.plan.plan import Plan
 
+_COMPUTE = (Kind.F, Kind.B)
+_USE_MADE = "use the programs of make_plan(...)"
 _MOST_CELLS = 2_000  # (micro-batch, stage, step) cells that a probe may have: about a second
 _TOO_MANY_CELLS = 200_000  # of plans that only they themselves can stand for: some minutes
-
 # What a smaller plan may have fewer of, and the lists of stages that it has fewer of with them.
 SMALLER: Final = frozenset(
     {
@@ -40,13 +45,138 @@ KEPT: Final = frozenset(
 )  # fmt: skip
 
 
+def check_timetable(plan: Plan) -> None:
+    """Check that the timetable computes everything after what it needs.
+
+    Of each stage, the first and the last micro-batch (of the first round and of all) stand for
+    all: starts grow with i, and a rule that asks for too much asks it of the first.
+
+    Raises:
+        ValidationError: an F or B starts too early for the version that it reads.
+    """
+    for t in range(3):
+        for j in range(plan.num_stages):
+            for i in sorted(
+                {0, plan.num_microbatches // plan.rounds - 1, plan.num_microbatches - 1}
+            ):
+                _check_version(plan, Kind.F, t, i, j, plan.reads(t, i, j))
+                _check_version(plan, Kind.B, t, i, j, plan.backward_reads(t, i, j))
+                _check_order(plan, t, i, j)
+
+
+def _check_version(plan: Plan, kind: Kind, t: int, i: int, j: int, v: int) -> None:
+    schedule = plan.axes.schedule
+    start = schedule.forward(i, j) if kind is Kind.F else schedule.backward(i, j)
+    newest = schedule.updates_before(t, start, j)
+    if v > newest:
+        a = Action(kind=kind, t=t, i=i, j=j, v=v, s=plan.slot(kind, t, i, j))
+        refuse(
+            plan,
+            a,
+            plan.worker_of(i, j, t),
+            given=f"weights {plan.weights!r} on schedule {plan.schedule!r} read version {v} of "
+            f"stage {j} before its update has been made",
+            allowed=f"version {newest} or older, which exists in that slot",
+            todo='use weights="delayed" or weights="freshest", or schedule="lockstep" '
+            'or schedule="gpipe"',
+        )
+
+
+def _check_order(plan: Plan, t: int, i: int, j: int) -> None:
+    """Check that a micro-batch meets its stages one after the other, there and back."""
+    schedule = plan.axes.schedule
+    before = schedule.forward(i, j - 1) if j else -schedule.unit
+    after = schedule.backward(i, j + 1) if j + 1 < plan.num_stages else schedule.forward(i, j)
+    for kind, start, needed in (
+        (Kind.F, schedule.forward(i, j), before),
+        (Kind.B, schedule.backward(i, j), after),
+    ):
+        if start - needed < schedule.unit:
+            a = Action(kind=kind, t=t, i=i, j=j, s=plan.slot(kind, t, i, j))
+            refuse(
+                plan,
+                a,
+                plan.worker_of(i, j, t),
+                given=f"schedule {plan.schedule!r} starts this before what it needs has ended",
+                allowed="F after F of the stage before, B after B of the stage behind it",
+                todo="move it to a later slot",
+            )
+
+
+def validate(plan: Plan, programs: tuple[Program, ...] | None = None) -> None:
+    """Check a plan's programs, or others for the same plan, action by action.
+
+    Args:
+        programs: one per worker, of the plan's steps and a flush behind them. [the plan's own]
+
+    Raises:
+        ValidationError: an action breaks a rule; the text has the timetable with an arrow.
+    """
+    check_timetable(plan)
+    programs = plan.programs if programs is None else programs
+    replay = Replay(plan)
+    replay.run(programs)
+    replay.check_flushed(plan.num_steps - 1)
+    check_completeness(plan, programs)
+    check_buffers(plan, programs)
+
+
+def check_completeness(plan: Plan, programs: Sequence[Program]) -> None:
+    """Check that each F and B is run once, by its worker and on its version."""
+    done = Counter(
+        (a, w) for w, program in enumerate(programs) for a in program if a.kind in _COMPUTE
+    )
+    for _, w, a in plan.timetable:
+        if done[a, w] != 1:
+            refuse(
+                plan,
+                a,
+                w,
+                given=f"on the version that the rule names, runs {done[a, w]} times",
+                allowed="once, by the worker that the placement names",
+                todo=_USE_MADE,
+            )
+
+
+def check_buffers(plan: Plan, programs: Sequence[Program]) -> None:
+    """Check that no worker keeps more than the timetable says."""
+    bounds = _activations_in_timetable(plan)
+    for w, program in enumerate(programs):
+        found = [("activations", live_activations(program), bounds[w])]
+        for j, most in live_versions(program).items():
+            found.append((f"versions of stage {j}", most, plan.depth(j)))
+        for what, most, bound in found:
+            if most > bound:
+                refuse(
+                    plan,
+                    next(a for a in program if a.kind in _COMPUTE),
+                    w,
+                    given=f"keeps {most} {what} at once",
+                    allowed=f"{bound}, as the timetable says",
+                    todo=_USE_MADE,
+                )
+
+
+def _activations_in_timetable(plan: Plan) -> dict[int, int]:
+    """Count the most activations that each worker keeps, by the slots of the timetable."""
+    spans: defaultdict[int, dict[tuple[int, int, int], list[int]]] = defaultdict(dict)
+    one_by_one = 0 if plan.axes.placement.overlaps else 1 << 32
+    for s, w, a in plan.timetable:
+        key, slot = (a.t, a.i or 0, a.j), s + a.t * one_by_one
+        # within a slot, what is freed comes after what is made: a worker may do both there
+        spans[w].setdefault(key, []).append(2 * slot if a.kind is Kind.F else 2 * slot + 1)
+    return {
+        w: int(peak((begin, end, 1) for begin, end in found.values()))
+        for w, found in spans.items()
+    }
+
+
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proof:
     """Say on which plan it was shown that a program can run.
 
     Args:
-        plan: whose program was replayed.
         is_smaller: whether it stands for one with more workers, stages or micro-batches.
     """
 
@@ -54,7 +184,6 @@ class Proof:
     is_smaller: bool
 
     def __str__(self) -> str:
-        """Say it in a sentence."""
         steps = f"{self.plan.num_steps} steps and two flushes replayed"
         if not self.is_smaller:
             return f"proved on the plan itself: {steps}"

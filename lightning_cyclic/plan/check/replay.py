@@ -6,6 +6,9 @@ What is played is the strictest transport that the package runs on:
   send meets the n-th receive, whatever was meant;
 * sends are rendezvous: one is over when its receive has been posted, and a sender waits where as
   many of a kind are not over as it has buffers for;
+* every message may be followed, on its channel, by another with its description and content (X),
+  as it is where it has not the form of the last of its kind, which both ends remember; where
+  forms stay as they are X is left out at both ends, which changes no order;
 * receives are posted where they stand in the program, and wait for nothing; what waits is the
   action that reads what was received. Actions on lanes wait beside the others of their worker.
 
@@ -15,14 +18,14 @@ Whatever an action takes must be there by then, or under way to it: see dataflow
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from operator import attrgetter
 from typing import TYPE_CHECKING, NoReturn, final
 
 from lightning_cyclic.plan.actions import Action, Kind, Lane, Payload
-from lightning_cyclic.plan.check.refusal import refuse
+from lightning_cyclic.plan.clock import refuse
 from lightning_cyclic.plan.dataflow import Dataflow, Datum, Item
-from lightning_cyclic.plan.passes.descriptions import described
 from lightning_cyclic.plan.passes.messages import (
     Channel,
     Ring,
@@ -36,6 +39,9 @@ from lightning_cyclic.plan.passes.ties import gradient_sources, later_users, ver
 if TYPE_CHECKING:
     from lightning_cyclic.plan.plan import Plan
 
+_WITHOUT_FORM = frozenset({Payload.K, Payload.X})
+
+
 _ONE_OF = {
     datum: pair
     for pair in ((Datum.SUM, Datum.TOTAL), (Datum.BUFFERS, Datum.LEFT_BUFFERS))
@@ -47,11 +53,7 @@ _TODO = "move or correct it, or use the programs of make_plan(...)"
 
 @final
 class Replay:
-    """Play the programs of all workers, part after part.
-
-    Args:
-        plan: whose rules hold.
-    """
+    """Play the programs of all workers, part after part."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
@@ -66,7 +68,7 @@ class Replay:
                 something that is not there.
         """
         for worker, program in zip(self._workers, programs, strict=True):
-            worker.todo.extend(described(program))
+            worker.todo.extend(_described(program))
         turns = [True]
         while any(turns):
             turns = [worker.run() for worker in self._workers]
@@ -76,18 +78,12 @@ class Replay:
 
         Behind a step of Lightning's all workers may meet (to write a checkpoint, to reduce a
         value), so those steps may begin only when every worker has ended this one.
-
-        Raises:
-            ValidationError: a worker cannot end its step.
         """
         for worker in self._workers:
             worker.check_step_ended()
 
     def check_flushed(self, t: int) -> None:
         """Check that nothing is left to do, and that all have come to the same point.
-
-        Args:
-            t: the last step that has begun.
 
         Raises:
             ValidationError: a worker waits for ever, a message is pending, or somebody lacks the
@@ -114,8 +110,6 @@ class Replay:
 
 @final
 class _Queue:
-    """Hold what has been posted on a channel and has not met."""
-
     def __init__(self) -> None:
         self.sends: deque[tuple[_Worker, Action]] = deque()
         self.receives: deque[tuple[_Worker, Action]] = deque()
@@ -129,7 +123,6 @@ class _Queue:
             receiver.has_received(a, sent)
 
     def pending(self, channel: Channel) -> Iterator[tuple[int, Action]]:
-        """Yield worker and action of what has met nothing."""
         yield from ((channel.source, a) for _, a in self.sends)
         yield from ((channel.target, a) for _, a in self.receives)
 
@@ -204,9 +197,6 @@ class _Worker:
 
         On the main lane, what it reads must be under way by then; lanes may be given an action
         before its message is posted.
-
-        Raises:
-            ValidationError: it never can.
         """
         if a.kind is Kind.RECV or a.payload is Payload.X:
             return True
@@ -304,11 +294,7 @@ class _Worker:
         queue.meet()
 
     def has_received(self, a: Action, sent: Action) -> None:
-        """Take in what has come where ``a`` was posted.
-
-        Raises:
-            ValidationError: something else was sent.
-        """
+        """Take in what has come where ``a`` was posted."""
         if _meant(sent) != _meant(a):
             self._refuse(a, f"takes what was sent as {sent}", "receives in the order of the sends")
         self._expected.subtract(self._flow(a).makes)
@@ -430,7 +416,16 @@ class _Worker:
 
     def check_end(self, t: int) -> None:
         """Check that the worker has the newest weights and the losses of the last step."""
-        plan, last = self._plan, Action(kind=Kind.UPDATE, t=t, j=0, v=t + 1, s=self._end(t))
+        plan, last = (
+            self._plan,
+            Action(
+                kind=Kind.UPDATE,
+                t=t,
+                j=0,
+                v=t + 1,
+                s=self._plan.end(t, 0),
+            ),
+        )
         for j in range(plan.num_stages):
             held = (Datum.WEIGHTS, j, t + 1) in self._have
             if j in self._holds and not held:
@@ -450,9 +445,6 @@ class _Worker:
         for step in sorted(x for x in took_part if isinstance(x, int)):
             if step <= t and (Kind.TELL, step) not in self._have:
                 self._refuse(last, f"ends without losses of step {step}", "those of all")
-
-    def _end(self, t: int) -> int:
-        return self._plan.slot(Kind.B, t, self._plan.num_microbatches - 1, 0)
 
     # ------------------------------------------------------------------ refusals
 
@@ -476,6 +468,13 @@ class _Worker:
 
     def _refuse(self, a: Action, given: str, allowed: str) -> NoReturn:
         refuse(self._plan, a, self._w, given=given, allowed=allowed, todo=_TODO)
+
+
+def _described(program: Iterable[Action]) -> Iterator[Action]:
+    for a in program:
+        yield a
+        if a.kind in (Kind.SEND, Kind.RECV) and a.payload not in _WITHOUT_FORM:
+            yield replace(a, payload=Payload.X)
 
 
 def _runs_beside(a: Action) -> bool:

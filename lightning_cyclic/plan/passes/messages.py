@@ -35,13 +35,11 @@ class Ring(NamedTuple):
 
 
 def ring_of(a: Action, w: int) -> Ring:
-    """Name the ring of a message of worker ``w``."""
     assert a.payload is not None
     return Ring(channel_of(a, w), a.payload, a.j)
 
 
 def channel_of(a: Action, w: int) -> Channel:
-    """Name the channel of a message of worker ``w``."""
     assert a.peer is not None  # as for every message
     source, target = (w, a.peer) if a.kind is Kind.SEND else (a.peer, w)
     return Channel(source, target, a.lane, a.payload in (Payload.K, Payload.M))

@@ -1,7 +1,16 @@
-"""receives: say where each message is posted: as early as there is room, in the order of sends.
+"""receives: say what runs beside the compute, and where each message is posted.
 
-Before this pass every receive stands right before the action that reads its message. A message
-can travel while something else is computed only if its receive is posted earlier:
+Of workers that run whole micro-batches, two lanes run beside the compute:
+
+    sums      gradients are added to the sum that has come, and it is passed on
+    weights   a version that has come is passed on at once, wherever the compute is
+
+An owner sends a version itself: behind others on a lane it would wait for what comes later.
+
+Receives are posted as early as there is room, in the order of sends.
+
+Before, every receive stands right before the action that reads its message. A message can travel
+while something else is computed only if its receive is posted earlier:
 
     1F0  1B0  1RECV_A1<0  1F1        ->        1F0  1RECV_A1<0  1B0  1F1
 
@@ -26,7 +35,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, TypeAlias
 
-from lightning_cyclic.plan.actions import Action, Kind, Payload, Program
+from lightning_cyclic.plan.actions import Action, Kind, Lane, Payload, Program
 from lightning_cyclic.plan.dataflow import Dataflow, Item
 from lightning_cyclic.plan.passes.messages import (
     Channel,
@@ -41,6 +50,50 @@ if TYPE_CHECKING:
 # messages of one kind and stage share buffers; gradients that are added, with those of one worker
 _Ring: TypeAlias = tuple[Payload | None, int, int | None]
 _IN_PAIRS = frozenset({Payload.P, Payload.S, Payload.T})
+
+
+def lanes(plan: Plan, programs: tuple[Program, ...]) -> tuple[Program, ...]:
+    """Put actions on lanes, and what is handed on where it can come first.
+
+    Args:
+        plan: whose workers run whole micro-batches, or single stages, which have one lane.
+        programs: with all messages, each receive right before its first reader.
+    """
+    if not plan.axes.placement.runs_whole_micro or plan.num_workers == 1:
+        return programs
+    return tuple(_handed_on_early(plan, program, w) for w, program in enumerate(programs))
+
+
+def _lane(plan: Plan, a: Action, w: int) -> Lane:
+    if a.kind is Kind.ADD or a.payload in (Payload.S, Payload.T):
+        return Lane.SUMS
+    sender = w if a.kind is Kind.SEND else a.peer
+    is_handed_on = a.payload is Payload.P and sender != plan.owner(a.j)
+    return Lane.WEIGHTS if is_handed_on else Lane.MAIN
+
+
+def _handed_on_early(plan: Plan, program: Program, w: int) -> Program:
+    """Move the handing on of versions to where there is room for them.
+
+    There is behind the last read of the version two before, as buffers come in pairs, and not
+    before the step of the update begins.
+    """
+    marked = [replace(a, lane=lane) if (lane := _lane(plan, a, w)) else a for a in program]
+    begins, numbers = begins_of_steps(marked), range(len(marked))
+    last_read = {(a.j, a.v): n for n, a in enumerate(marked) if a.kind in (Kind.F, Kind.B)}
+    handed_on = [
+        n for n in numbers if marked[n].lane is Lane.WEIGHTS and marked[n].kind is Kind.SEND
+    ]
+    places, moved, least = list(numbers), [], 0
+    for n in handed_on:
+        j, v = marked[n].j, marked[n].v or 0
+        room = last_read.get((j, v - 2), -1) + 1
+        least = min(max(least, room, begins[v - 1]), n)
+        places[n] = least
+        moved.append(n)
+    rank = {n: k for k, n in enumerate(moved)}
+    order = sorted(numbers, key=lambda n: (places[n], n not in rank, rank.get(n, n)))
+    return tuple(marked[n] for n in order)
 
 
 def receives(plan: Plan, programs: tuple[Program, ...]) -> tuple[Program, ...]:
@@ -61,7 +114,6 @@ def receives(plan: Plan, programs: tuple[Program, ...]) -> tuple[Program, ...]:
 
 
 def _sent(programs: Sequence[Program]) -> dict[Channel, list[Action]]:
-    """Return what is sent on each channel, as its receiver names it."""
     sent: defaultdict[Channel, list[Action]] = defaultdict(list)
     for w, program in enumerate(programs):
         for a in program:

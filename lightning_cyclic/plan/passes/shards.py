@@ -26,7 +26,6 @@ def shards(plan: Plan, programs: tuple[Program, ...]) -> tuple[Program, ...]:
     """Insert GATHER, FREE and the messages to users; change nothing without sharding.
 
     Args:
-        plan: whose ownership decides.
         programs: with UPDATEs at owners only and without P messages.
 
     Returns:
@@ -117,12 +116,10 @@ def last_version(plan: Plan, v: int, w: int) -> Iterator[Action]:
 
     Args:
         plan: whose ownership decides; without sharding everybody has it already.
-        v: version, the newest.
-        w: worker.
     """
     if not plan.axes.sharding.gathers:
         return
-    s = plan.slot(Kind.B, v - 1, plan.num_microbatches - 1, 0) + 1
+    s = plan.end(v - 1, 0) + 1
     for j in range(plan.num_stages):
         owner = plan.owner(j)
         a = Action(kind=Kind.GATHER, t=v, j=j, v=v, s=s)

@@ -1,4 +1,4 @@
-"""sums: add gradients in the order of micro-batches, wherever these run.
+"""sums: add gradients in the order of micro-batches, wherever these run, and tell their norms.
 
     S     the sum up to micro-batch i, its worker -> that of micro-batch i+1
     ADD   the own gradient to the sum that has come
@@ -18,6 +18,14 @@ Within groups gradients travel, too, to the worker that leads in the stage; sums
 Where one worker runs a micro-batch and the one before it, its backward adds to the sum at once. Of
 replicas that sum their own (pipelines, or workers that run several rounds), the last micro-batch
 of each stands for all of them.
+
+What decides about a step as a whole, the gradient norm over all stages or whether one of them
+overflowed, needs the norms of all gradients before any update:
+
+    N     the norms of a stage's gradients, its owner -> all other owners, or all other workers
+
+They are sent as soon as a stage's sum is whole where updates are late, so that nobody waits; else
+right before the update.
 """
 
 from __future__ import annotations
@@ -91,7 +99,6 @@ def sums_at_owner(plan: Plan, program: Program, w: int) -> Iterator[Action]:
     Args:
         plan: whose ownership decides; nothing is inserted unless its owners add.
         program: of worker ``w``, with UPDATEs.
-        w: worker.
     """
     if not plan.axes.sharding.gathers:
         yield from program
@@ -136,9 +143,7 @@ def source_of_sum(plan: Plan, a: Action, w: int) -> int | None:
     """Give the worker from which the sum comes that a gradient is added to; None for no other.
 
     Args:
-        plan: whose placement says who runs what.
         a: F, B or ADD of a micro-batch.
-        w: its worker.
     """
     i = a.i or 0
     if i <= first_that_counts(plan):
@@ -162,3 +167,63 @@ def completes(plan: Plan, a: Action, w: int) -> bool:
 def first_that_counts(plan: Plan) -> int:
     """Give the first micro-batch whose gradient is handed on."""
     return plan.num_microbatches - plan.copies_of_stages if plan.sums_by_replica else 0
+
+
+def norms(plan: Plan, programs: tuple[Program, ...]) -> tuple[Program, ...]:
+    """Insert N; change nothing where nobody decides about all stages together."""
+    if plan.norms == "none" or plan.num_workers == 1:
+        return programs
+    place = _at_updates if plan.decides_at_end else _early
+    return tuple(tuple(place(plan, program, w)) for w, program in enumerate(programs))
+
+
+def _at_updates(plan: Plan, program: Program, w: int) -> Iterator[Action]:
+    """Exchange right before the updates of each step, which are one behind the other.
+
+    Who updates nothing, but is told, receives before the first new version comes.
+    """
+    told, calls = 0, together(program)  # steps whose norms have been exchanged
+    hears = plan.norms == "all" and not calls
+    for n, a in enumerate(program):
+        comes = hears and a.kind is Kind.RECV and a.payload is Payload.P
+        if (a.kind is Kind.UPDATE or comes) and (a.v or 0) > told:
+            told = a.v or 0
+            for b in () if comes else program[slice(*calls[n])]:
+                yield from _sends(plan, b, w)
+            yield from _receives(plan, a, w, told - 1)
+        yield a
+
+
+def _early(plan: Plan, program: Program, w: int) -> Iterator[Action]:
+    """Send behind what completes a sum; receive before the first action that needs to know."""
+    t = 0  # the next step whose norms are received
+    for a in program:
+        while _needs(plan, a, t):
+            yield from _receives(plan, a, w, t)
+            t += 1
+        yield a
+        if completes(plan, a, w):
+            yield from _sends(plan, a, w)
+
+
+def _needs(plan: Plan, a: Action, t: int) -> bool:
+    """Say whether an action needs to know of all gradients of step ``t``.
+
+    The scale of a loss follows from the steps that have ended when the first loss of its step is
+    computed; backwards multiply by it.
+    """
+    if a.kind is Kind.UPDATE:
+        return plan.late_updates and a.t >= t
+    return plan.norms == "all" and a.kind is Kind.B and plan.ended_before(a.t) > t
+
+
+def _sends(plan: Plan, a: Action, w: int) -> Iterator[Action]:
+    owners = {plan.owner(j) for j in range(plan.num_stages)}
+    told = range(plan.num_workers) if plan.norms == "all" else sorted(owners)
+    return (message(Kind.SEND, Payload.N, a, other) for other in told if other != w)
+
+
+def _receives(plan: Plan, a: Action, w: int, t: int) -> Iterator[Action]:
+    for j in range(plan.num_stages):
+        if plan.owner(j) != w:
+            yield message(Kind.RECV, Payload.N, a, plan.owner(j), t=t, j=j)

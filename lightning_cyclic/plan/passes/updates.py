@@ -29,7 +29,6 @@ def updates(plan: Plan, programs: tuple[Program, ...]) -> tuple[Program, ...]:
     """Insert UPDATEs.
 
     Args:
-        plan: whose rules decide.
         programs: F and B with versions, one program per worker.
 
     Returns:
@@ -77,11 +76,10 @@ def _held(plan: Plan, w: int) -> list[int]:
 
 
 def _at_end(plan: Plan, program: Program, stages: list[int]) -> Iterator[Action]:
-    """Update behind all else of each step."""
     for t, actions in groupby(program, key=lambda a: a.t):
         last = 0
         if plan.rounds > 1:  # others may end later, and are served until then
-            last = plan.slot(Kind.B, t, plan.num_microbatches - 1, 0)
+            last = plan.end(t, 0)
         for a in actions:
             last = max(last, a.s)
             yield a
@@ -96,7 +94,7 @@ def _at_first_use(plan: Plan, program: Program, w: int) -> Iterator[Action]:
     meet, who wait there for the end of the last worker's step.
     """
     own = [j for j in range(plan.num_stages) if plan.owner(j) == w]
-    late = [j for j in own if plan.updates_meet or plan.is_late(j)]
+    late = [j for j in own if plan.updates_meet or w not in plan.first_readers[j]]
     done: set[tuple[int, int]] = set()  # stage, version
     for n, a in enumerate(program):
         if a.kind is Kind.F and a.v and plan.is_new(a.t, w, a.j) and a.j not in late:
@@ -173,7 +171,7 @@ def _by_slot(plan: Plan, program: Program, w: int) -> Iterator[Action]:
 def _slot_of_update(plan: Plan, t: int, j: int) -> int:
     if plan.late_updates:
         return plan.slot(Kind.F, plan.first_read(t + 1, j), 0, j)
-    return plan.slot(Kind.B, t, plan.num_microbatches - 1, j) + 1
+    return plan.end(t, j) + 1
 
 
 def _update(j: int, v: int, s: int) -> Action:

@@ -12,8 +12,8 @@ from typing import final
 
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.plan.actions import Action, Kind, Payload
-from lightning_cyclic.plan.passes.batches import first_stage
 from lightning_cyclic.plan.passes.messages import message
+from lightning_cyclic.plan.passes.transfers import first_stage
 from lightning_cyclic.runtime.partial_step.config import StagewiseConfig
 from lightning_cyclic.runtime.stages.cuts import Cuts
 

@@ -2,10 +2,10 @@
 
 Without a plan a stage weighs what it computes (or its activations), and the cut is found by
 bisection. With one it also takes what its messages take, and may keep no more than its worker has
-memory for; then the cut is the planner's own (planner/row.py). Both are exact, also where calls
-branch: their order makes a row of every graph, and what crosses at a place is all that is made
-before and used behind, passed on from stage to stage (planner/graph.py; ``branches.py`` compares
-with other orders).
+memory for; then the cut is the planner's own (planner/partition.py). Both are exact, also where
+calls branch: their order makes a row of every graph, and what crosses at a place is all that is
+made before and used behind, passed on from stage to stage (planner/ideals.py; ``branches.py``
+compares with other orders).
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from math import ceil, inf
 from typing import final
 
 from lightning_cyclic.errors import PlanError
-from lightning_cyclic.planner.partition import balance_between
-from lightning_cyclic.planner.row import Fits, Pieces, cut_row
+from lightning_cyclic.planner.partition import Fits, Pieces, balance_between, cut_row
 from lightning_cyclic.runtime.stages.demands import Demands
 from lightning_cyclic.runtime.stages.places import CutPoints, Place
 

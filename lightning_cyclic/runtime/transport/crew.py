@@ -37,7 +37,7 @@ _OF_GROUPS = ("gloo", "nccl", "pair closure", "connection closed", "connection r
 _SLOW = (
     "Possible causes: it computes, compiles or loads data for longer than that, waits itself for "
     "another rank, hangs, or cannot be reached. If it was only slow, raise the limit: "
-    "CyclicStrategy(timeout=timedelta(minutes=...))"
+    "timeout=timedelta(minutes=...)"
 )
 _GONE = (
     "Possible causes: it was killed (out of memory, or by whoever started it), it crashed, or its "
@@ -312,7 +312,7 @@ def naming_start(rank: int, num_ranks: int, limit_s: float) -> Iterator[None]:
             f"{num_ranks} ranks in all: they did not come together.\nLook at {at}.\n"
             "It may have ended before training began, as when a download or an import fails "
             "there, or have been started late or not at all. If it was only slow, raise the "
-            "limit: CyclicStrategy(timeout=timedelta(minutes=...)). Torch says: "
+            "limit: timeout=timedelta(minutes=...). Torch says: "
             f"{(str(error).splitlines() or [type(error).__name__])[0]}"
         ) from error
 

@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.flop_counter import flop_registry
 
-from lightning_cyclic.runtime.stages import counting
-from lightning_cyclic.runtime.stages.counting import FlopCounter, moved_bytes
+from lightning_cyclic.runtime.stages import clocks as counting
+from lightning_cyclic.runtime.stages.clocks import FlopCounter, moved_bytes
 
 B, S, D, H = 2, 16, 24, 4  # batch, sequence, features, heads
 

@@ -1,0 +1,262 @@
+"""The first axis: in which slot each forward and backward runs.
+
+Times are integers of ticks (see :mod:`lightning_cyclic.plan.clock`); a slot has ``unit`` of them.
+Steps repeat: step t is step 0 moved by ``t * period`` ticks.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import final
+
+from lightning_cyclic.plan.clock import ceil_div
+
+TWO_SLOTS = Fraction(2)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AbstractSchedule(ABC):
+    """Say at which time each F(i, j) and B(i, j) of a step starts.
+
+    ``spacing``, for schedules that stagger, counts slots between a micro-batch and the next.
+    """
+
+    num_stages: int
+    num_microbatches: int
+    spacing: Fraction = TWO_SLOTS
+
+    @property
+    def unit(self) -> int:
+        """Ticks per slot."""
+        return 1
+
+    @property
+    @abstractmethod
+    def period(self) -> int:
+        """Ticks from the start of a step to the start of the next."""
+
+    @abstractmethod
+    def forward(self, i: int, j: int) -> int:
+        """Give the tick at which F(i, j) of step 0 starts."""
+
+    @abstractmethod
+    def backward(self, i: int, j: int) -> int:
+        """Give the tick at which B(i, j) of step 0 starts."""
+
+    def begin(self, t: int) -> int:
+        return t * self.period
+
+    def slot(self, t: int, ticks: int) -> int:
+        return ceil_div(self.begin(t) + ticks, self.unit)
+
+    def updates_before(self, t: int, start: int, j: int, slack: int = 0) -> int:
+        """Count the updates of stage j that exist ``start`` ticks behind the begin of step t.
+
+        Update u+1 exists as soon as the backward of the last micro-batch of step u has ended, and
+        ``slack`` slots later for a reader to whom it has to travel.
+        """
+        ready = self.backward(self.num_microbatches - 1, j) + (1 + slack) * self.unit
+        return max(0, (self.begin(t) + start - ready) // self.period + 1)
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lockstep(AbstractSchedule):
+    """Run every micro-batch in the same slots, as in plain data parallelism.
+
+    Two workers, two stages:
+
+        slot   0   1   2   3
+        w0   0F0 1F0 1B0 0B0
+        w1   0F1 1F1 1B1 0B1
+    """
+
+    @property
+    def period(self) -> int:
+        return 2 * self.num_stages
+
+    def forward(self, i: int, j: int) -> int:
+        return j
+
+    def backward(self, i: int, j: int) -> int:
+        return 2 * self.num_stages - 1 - j
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cyclic(AbstractSchedule):
+    """Run F(i, j) at slot d*i + j, B(i, j) at slot d*i + 2S-1-j, d being ``spacing``; no flush.
+
+    On workers that run whole micro-batches, the delay d is 2S/N slots, so that nobody ever idles:
+
+        slot   0   1   2   3   4   5   6   7   8   9
+        w0   0F0 1F0 1B0 0B0 0F0 1F0 1B0 0B0
+        w1     .   . 0F1 1F1 1B1 0B1 0F1 1F1 1B1 0B1
+
+    On workers that run a stage each, it is two slots, and this timetable is 1F1B without a flush:
+
+        slot   0   1   2   3   4   5   6   7   8   9
+        w0   0F0   . 0F1 0B0 0F0 0B1 0F1 0B0   . 0B1
+        w1     . 1F0 1B0 1F1 1B1 1F0 1B0 1F1 1B1
+
+    Source: Fournier and Oyallon, "Cyclic Data Parallelism for Efficient Parallelism of Deep
+        Neural Networks", https://arxiv.org/abs/2403.08837.
+    """
+
+    @property
+    def unit(self) -> int:
+        return self.spacing.denominator  # so that all times are integers
+
+    @property
+    def period(self) -> int:
+        return self.spacing.numerator * self.num_microbatches
+
+    def forward(self, i: int, j: int) -> int:
+        return self.spacing.numerator * i + self.unit * j
+
+    def backward(self, i: int, j: int) -> int:
+        return self.spacing.numerator * i + self.unit * (2 * self.num_stages - 1 - j)
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GPipe(AbstractSchedule):
+    """Run all forwards, F(i, j) at slot i+j, then all backwards, then a flush.
+
+    Backwards run in the order of micro-batches, in which gradients are added. Three micro-batches
+    on two pipelined stages:
+
+        slot   0   1   2   3   4   5   6   7
+        w0   0F0 0F1 0F2   .   . 0B0 0B1 0B2
+        w1     . 1F0 1F1 1F2 1B0 1B1 1B2   .
+
+    Source: Huang et al., "GPipe", https://arxiv.org/abs/1811.06965.
+    """
+
+    @property
+    def period(self) -> int:
+        return 2 * (self.num_microbatches + self.num_stages - 1)
+
+    def forward(self, i: int, j: int) -> int:
+        return i + j
+
+    def backward(self, i: int, j: int) -> int:
+        return self.period // 2 + i + self.num_stages - 1 - j
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OneFOneB(AbstractSchedule):
+    """Run min(S-1-j, m) warm-up forwards as early as possible, the others as cyclic does; flush.
+
+    The first forward after the warm-up waits for nothing either, so it is early as well. Three
+    micro-batches on two stages, in as many slots as GPipe, but fewer in flight:
+
+        slot   0   1   2   3   4   5   6   7
+        w0   0F0 0F1   . 0B0 0F2 0B1   . 0B2
+        w1     . 1F0 1B0 1F1 1B1 1F2 1B2   .
+
+    Source: Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training", section 2
+        (PipeDream-Flush), https://arxiv.org/abs/2006.09503.
+    """
+
+    @property
+    def period(self) -> int:
+        return 2 * (self.num_microbatches + self.num_stages - 1)
+
+    def forward(self, i: int, j: int) -> int:
+        is_warm_up = i <= self.num_stages - 1 - j
+        return i + j if is_warm_up else 2 * i + j
+
+    def backward(self, i: int, j: int) -> int:
+        return 2 * i + 2 * self.num_stages - 1 - j
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SideBySide(AbstractSchedule):
+    """Run ``size`` neighbouring micro-batches in the slots of one micro-batch of ``base``.
+
+    So run replicas of a pipeline. Four micro-batches of 1F1B on two (workers 0, 1 and 2, 3):
+
+        slot   0   1   2   3   4   5
+        w0   0F0 0F2   . 0B0   . 0B2
+        w1     . 1F0 1B0 1F2 1B2   .
+        w2   0F1 0F3   . 0B1   . 0B3
+        w3     . 1F1 1B1 1F3 1B3   .
+
+    And groups of workers, which are staggered. Four workers in two groups, one stage:
+
+        slot   0   1   2   3   4   5
+        w0   0F0 0B0 0F0 0B0
+        w1   0F1 0B1 0F1 0B1
+        w2     . 0F2 0B2 0F2 0B2
+        w3     . 0F3 0B3 0F3 0B3
+    """
+
+    base: AbstractSchedule
+    size: int
+
+    @property
+    def unit(self) -> int:
+        return self.base.unit
+
+    @property
+    def period(self) -> int:
+        return self.base.period
+
+    def forward(self, i: int, j: int) -> int:
+        return self.base.forward(i // self.size, j)
+
+    def backward(self, i: int, j: int) -> int:
+        return self.base.backward(i // self.size, j)
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rounds(AbstractSchedule):
+    """Run micro-batch i as ``base``, of one round, runs its micro-batch i % N, i // N rounds on.
+
+    Each worker runs several whole micro-batches in a step. Two rounds of the cyclic timetable, of
+    two workers and one stage; the timetable runs on:
+
+        slot   0   1   2   3   4   5
+        w0   0F0 0B0 0F2 0B2
+        w1     . 0F1 0B1 0F3 0B3
+
+    In succession, a worker begins when the one before it comes to its last round, so that what the
+    last round's forward leaves (module buffers) is there for the first of the next worker:
+
+        slot   0   1   2   3   4   5   6   7
+        w0   0F0 0B0 0F2 0B2
+        w1     .   .   . 0F1 0B1 0F3 0B3
+    """
+
+    base: AbstractSchedule
+    in_succession: bool
+
+    @property
+    def unit(self) -> int:
+        return self.base.unit
+
+    @property
+    def period(self) -> int:
+        waits = self.base.num_microbatches if self.in_succession else 1
+        return self.base.period + waits * self._more
+
+    def forward(self, i: int, j: int) -> int:
+        return self._moved(i) + self.base.forward(i % self.base.num_microbatches, j)
+
+    def backward(self, i: int, j: int) -> int:
+        return self._moved(i) + self.base.backward(i % self.base.num_microbatches, j)
+
+    @property
+    def _more(self) -> int:
+        """Ticks from the first round of a worker to its last."""
+        return (self.num_microbatches // self.base.num_microbatches - 1) * self.base.period
+
+    def _moved(self, i: int) -> int:
+        number, w = divmod(i, self.base.num_microbatches)
+        return number * self.base.period + (w * self._more if self.in_succession else 0)

@@ -1,1 +1,0 @@
-"""The first axis: in which slot each forward and backward runs."""

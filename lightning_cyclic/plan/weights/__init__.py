@@ -1,1 +1,0 @@
-"""The third axis: which weight version each forward and backward reads."""
