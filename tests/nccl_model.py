@@ -30,11 +30,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_cyclic.plan.passes.messages import Channel, Ring
-from lightning_cyclic.runtime.transport.base import (
-    AbstractPending,
-    AbstractTransport,
-    Part,
-)
+from lightning_cyclic.runtime.transport.base import AbstractPending, AbstractTransport, Part
 from lightning_cyclic.runtime.transport.crew import Crew
 from lightning_cyclic.runtime.transport.line import Line, Way
 from lightning_cyclic.runtime.transport.named import NamedTransport

@@ -63,12 +63,7 @@ def rank() -> int:
         ({"relay_buffers": "no"}, "relay_buffers='no'", "'auto', 'all'", "use "),
         ({"replicas": 2}, "'replicas'", "preset, stages", "is an option of PipelineStrategy"),
         ({"find_unused_parameters": True}, "'find_unused_parameters'", "preset", "remove it"),
-        (
-            {"static_graph": True},
-            "'static_graph'",
-            "reduce_dtype, transport",
-            "remove it",
-        ),
+        ({"static_graph": True}, "'static_graph'", "reduce_dtype, transport", "remove it"),
         ({"preset": CDP | {"weights": "sync"}}, "sync", "allowed", "use "),
     ],
 )
@@ -403,14 +398,7 @@ def test_every_worker_refuses_stages_that_one_worker_ran_in_another_order() -> N
         ("returns None", 2, 1, "StepError", "returned None (step 2)", "cyclic_dp_v1"),
         ("has no graph", 3, 0, "StepError", "without a graph (step 3)", "lockstep_dp"),
         ("is not finite", 3, 1, "StepError", "rank 1 is nan in step 3", "cyclic_dp"),
-        (
-            "is not finite",
-            0,
-            0,
-            "StepError",
-            "rank 0 is nan in step 0",
-            "cyclic_dp_v1",
-        ),
+        ("is not finite", 0, 0, "StepError", "rank 0 is nan in step 0", "cyclic_dp_v1"),
         ("raises", 0, 0, "ZeroDivisionError", "the batch is broken", "lockstep_dp"),
         ("raises", 0, 1, "ZeroDivisionError", "the batch is broken", "cyclic_dp"),
         ("raises", 3, 0, "ZeroDivisionError", "the batch is broken", "cyclic_dp_v1"),
@@ -428,9 +416,7 @@ def test_the_others_name_the_reason_of_the_one_that_fails(
 
 # cyclic_dp_v1 makes the updates of all stages on one rank, in whose hook weights may change
 HOOKS = ["on_before_zero_grad", "on_before_backward", "on_after_backward"]
-OF_UPDATE = [
-    ("on_before_optimizer_step", "teacher", "cyclic_dp_v1"),
-]
+OF_UPDATE = [("on_before_optimizer_step", "teacher", "cyclic_dp_v1")]
 
 
 @pytest.mark.multi
@@ -473,13 +459,7 @@ def test_updates_within_a_backward_are_refused(strategy: dict[str, Any]) -> None
 
 
 @pytest.mark.multi
-@pytest.mark.parametrize(
-    "preset",
-    [
-        "cyclic_dp",
-        "cyclic_dp_v1",
-    ],
-)
+@pytest.mark.parametrize("preset", ["cyclic_dp", "cyclic_dp_v1"])
 def test_statistics_that_come_too_late_to_be_relayed_are_refused(preset: str) -> None:
     errors = errors_of(StatisticsLater, strategy={"preset": preset, "stages": ["layers.2"]})
     assert "StepError" in {kind for kind, _, _ in errors}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 import signal
@@ -29,6 +28,7 @@ from tests import processes
 from tests.corpus import (
     Classifier,
     MicroBatches,
+    Said,
     assert_same,
     loader,
     make_trainer,
@@ -43,6 +43,7 @@ LINGERS_S, TIMEOUT_S = 12.0, 20.0
 BAD_BATCH = BAD_STEP = 5  # of twenty, or twelve: in mid-epoch
 NUM_STEPS, NUM_MICRO = 12, 4
 PIPELINES = ("gpipe", "1f1b")
+LOGGER = "lightning.pytorch.lightning_cyclic"
 MADE: list[Any] = []  # modules of this process
 NAME = r"rank {r} on \S+(?: \(stages? [^)]+\))?"
 DO = r"to (?:send|be ready for) [a-z ]+(?:, stage \d+)?(?:, micro-batch \d+)?"
@@ -143,20 +144,6 @@ STOPS: dict[str, tuple[Callable[[], None], type[BaseException]]] = {
     "SIGTERM": (be_asked_to_stop, SIGTERMException),
     "SIGINT": (be_interrupted, SystemExit),  # Lightning ends the program after Ctrl-C
 }
-
-
-class Said(logging.Handler):
-    """Note what is logged about stopping."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-        logger = logging.getLogger("lightning.pytorch.lightning_cyclic")
-        logger.setLevel(logging.INFO)
-        logger.addHandler(self)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
 
 
 def assert_told_of_stop(said: list[list[str]], culprit: int, signal_name: str) -> None:
@@ -412,7 +399,7 @@ def fit_until_asked(
     """Return batches done, weights, when this rank was asked (0: it was not), the end, its log."""
     ask, ends_with = STOPS[how]
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have it ignored
-    said = Said()
+    said = Said(LOGGER)
     with pytest.raises(ends_with) as ended:
         fit(ask, culprit, preset, rounds=2)
     assert ended.type is ends_with
@@ -449,7 +436,7 @@ def fit_and_save(
 ) -> tuple[str, list[str], dict[str, Tensor], list[str]]:
     """Return with what a fit ends, the files it wrote, its weights, and its log."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    module, said = Troubled(trouble, culprit), Said()
+    module, said = Troubled(trouble, culprit), Said(LOGGER)
     callbacks = [
         ModelCheckpoint(folder, "{step}", every_n_train_steps=100, save_on_exception=True),
         OnExceptionCheckpoint(folder, "last"),

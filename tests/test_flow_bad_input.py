@@ -101,8 +101,7 @@ def train(make: Any, num_ranks: int, preset: str, **more: Any) -> tuple[dict[str
 
 
 @pytest.mark.parametrize(
-    ("name", "preset"),
-    in_turn(["momentum", "adamw", "nesterov"], ["pipeoptim", "spectrain"]),
+    ("name", "preset"), in_turn(["momentum", "adamw", "nesterov"], ["pipeoptim", "spectrain"])
 )
 def test_an_optimizer_without_state_knows_no_direction_yet(name: str, preset: str) -> None:
     one, said = train(partial(Edge, name), 1, preset)

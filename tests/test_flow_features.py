@@ -44,13 +44,7 @@ def assert_equals_alone(ranks: list[Outcome], preset: str) -> None:
         assert rank["global_step"] == alone(preset)["global_step"]
 
 
-@pytest.mark.parametrize(
-    ("preset", "num_ranks"),
-    [
-        ("pipeoptim", 4),
-        ("spectrain", 2),
-    ],
-)
+@pytest.mark.parametrize(("preset", "num_ranks"), [("pipeoptim", 4), ("spectrain", 2)])
 def test_predicted_weights_are_the_same_in_every_place(preset: str, num_ranks: int) -> None:
     job = job_of(preset)
     ranks = pipelines(job, num_ranks, preset=preset, stages=4, function=fit)

@@ -102,13 +102,7 @@ class InTheOptimizer(Thawing):
         )
 
 
-@pytest.mark.parametrize(
-    "preset",
-    [
-        "pipedream",
-        "pipeoptim",
-    ],
-)
+@pytest.mark.parametrize("preset", ["pipedream", "pipeoptim"])
 def test_pipelines_that_predict_or_stash_agree_with_one_process(preset: str) -> None:
     strategy = {"preset": preset, "stages": ["net.2"], "num_microbatches": 1}
     (alone,) = processes.run(train, 1, InTheOptimizer, strategy)
@@ -142,10 +136,7 @@ class ThawsByEpoch(Plain):
 
 @pytest.mark.parametrize(
     "strategy",
-    [
-        {"preset": "cyclic_zero", "stages": ["net.2"]},
-        {"preset": "cyclic_mp", **CUT},
-    ],
+    [{"preset": "cyclic_zero", "stages": ["net.2"]}, {"preset": "cyclic_mp", **CUT}],
     ids=lambda s: s["preset"],
 )
 def test_resumed_where_something_else_is_trained(strategy: Any, tmp_path: Path) -> None:
@@ -271,12 +262,7 @@ def test_what_cannot_be_followed_is_refused_on_every_rank(
 
 
 @pytest.mark.parametrize(
-    "strategy",
-    [
-        {"preset": "cyclic_dp"},
-        {"preset": "1f1b", **CUT},
-    ],
-    ids=lambda s: s["preset"],
+    "strategy", [{"preset": "cyclic_dp"}, {"preset": "1f1b", **CUT}], ids=lambda s: s["preset"]
 )
 def test_a_rank_that_freezes_alone_says_for_whom_it_waits(strategy: Any) -> None:
     """The other one is in its step by then: nobody asks it before each step."""

@@ -130,12 +130,7 @@ def test_pipelines_of_stages_that_each_rank_makes(preset: str, make: type[Late])
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "stages", "rounds", "make"),
-    [
-        (2, FINE, 1, Tied),
-        (2, FINE, 2, Late),
-    ],
-    ids=str,
+    ("num_ranks", "stages", "rounds", "make"), [(2, FINE, 1, Tied), (2, FINE, 2, Late)], ids=str
 )
 def test_sharded_weights(num_ranks: int, stages: Any, rounds: int, make: type[Late]) -> None:
     plan = {"stages": stages, "slack": 1}
@@ -167,13 +162,7 @@ def go_on(strategy: Any, folder: Path, epochs: int, file: str | None, tests: boo
     return outcome
 
 
-@pytest.mark.parametrize(
-    "preset",
-    [
-        "1f1b",
-        "cyclic_zero",
-    ],
-)
+@pytest.mark.parametrize("preset", ["1f1b", "cyclic_zero"])
 def test_checkpoints_go_from_ranks_into_folders_and_back(preset: str, tmp_path: Path) -> None:
     strategy = {"preset": preset} | ({"stages": FINE} if preset == "cyclic_zero" else STAGED)
     lean = strategy | LEAN

@@ -30,7 +30,7 @@ class Lines:
     def connect(self, named: NamedTransport, program: Program) -> GlooModel:
         """Stand in for the transport's own method."""
         rules = Rules(program.channels, program.depths)
-        model = GlooModel(TIMEOUT_S, rules, named.peers.rank_of)
+        model = GlooModel(TIMEOUT_S, rules, named.crew.names.rank_of)
         self.models.append(model)
         return model
 

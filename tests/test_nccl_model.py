@@ -15,15 +15,7 @@ from lightning_cyclic.plan.passes.messages import Channel, Ring, ring_of
 from lightning_cyclic.runtime.transport.base import Part
 from tests import processes
 from tests.nccl_model import GlooModel, ModelError, Rules
-from tests.runtime.transport.rings import (
-    BACK,
-    SUMS,
-    THERE,
-    join,
-    ring,
-    room,
-    some,
-)
+from tests.runtime.transport.rings import BACK, SUMS, THERE, join, ring, room, some
 
 pytestmark = pytest.mark.multi
 FIRST, SECOND = ring(), ring(payload=Payload.R, j=3)

@@ -140,12 +140,7 @@ def test_a_link_that_is_cut_for_a_moment_is_borne(hosts: Hosts, tmp_path: Path) 
         assert_same(weights, expected[0])
 
 
-@pytest.mark.parametrize(
-    ("preset", "k"),
-    [
-        ("1f1b", 0),
-    ],
-)
+@pytest.mark.parametrize(("preset", "k"), [("1f1b", 0)])
 def test_where_a_host_is_cut_off_all_end_soon_and_say_for_whom_they_waited(
     preset: str, k: int, hosts: Hosts, tmp_path: Path
 ) -> None:
@@ -157,12 +152,7 @@ def test_where_a_host_is_cut_off_all_end_soon_and_say_for_whom_they_waited(
     assert any(f"rank {k} on " in text for text in said), said  # as one saw it that waited for it
 
 
-@pytest.mark.parametrize(
-    "k",
-    [
-        2,
-    ],
-)
+@pytest.mark.parametrize("k", [2])
 def test_where_all_have_met_the_host_that_is_cut_off_is_named(
     k: int, hosts: Hosts, tmp_path: Path
 ) -> None:

@@ -16,13 +16,13 @@ from lightning.pytorch.plugins.precision import (
     MixedPrecision,
     Precision,
 )
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_cyclic.plan import Plan
-from tests import asynchronous, processes, sequential
+from tests import asynchronous, processes
 from tests.corpus import (
     Classifier,
-    MicroBatches,
+    Reference,
     assert_same,
     by_stage,
     make_trainer,
@@ -68,19 +68,17 @@ def whole_by_rule(
 ) -> dict[str, Tensor]:  # fmt: skip
     own, module, num = plugin(precision), Classifier(NET, "sgd"), plan.num_microbatches
     own.convert_module(module)
-    data = MicroBatches(module.kind, NUM_STEPS * num)
+    loss = module.loss
 
-    def loss(module: nn.Module, t: int, i: int) -> Tensor:
-        batch = own.convert_input(data[t * num + i])  # drawn before floats are of another dtype
+    def converted(batch: Any, t: int) -> Tensor:
         with own.train_step_context():
-            return module.loss(batch, t)
+            return loss(own.convert_input(batch), t)
 
-    sequential.train(
-        module, by_stage(module, stage_of), module.configure_optimizers(), loss, rule=rule,
-        num_workers=num, num_steps=NUM_STEPS, num_groups=num // plan.group_size,
-        wire=wire_of(plan, dtype, torch.promote_types(LEAST, next(module.parameters()).dtype)),
-    )  # fmt: skip
-    return weights_of(module)
+    module.loss = converted  # type: ignore[method-assign]
+    wire = wire_of(plan, dtype, torch.promote_types(LEAST, next(module.parameters()).dtype))
+    groups = num // plan.group_size
+    run = Reference(rule=rule, n=num, num_batches=NUM_STEPS, groups=groups, wire=wire)
+    return run.run(module, stage_of).weights
 
 
 @pytest.mark.parametrize(

@@ -43,9 +43,7 @@ SHARED = replace(GPT, module=SharedLayers)
 
 @pytest.mark.parametrize(
     ("preset", "num_ranks", "job", "compute", "clip", "dense", "more"),
-    [
-        ("pipedream_2bw", 2, SHARED, "bf16-true", None, EMBEDDING, {}),
-    ],
+    [("pipedream_2bw", 2, SHARED, "bf16-true", None, EMBEDDING, {})],
 )
 def test_tied_parameters_have_the_bits_of_dense_masked_training(
     preset: str, num_ranks: int, job: Job, compute: str, clip: float | None, dense: str,

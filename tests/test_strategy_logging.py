@@ -8,11 +8,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import (
-    EarlyStopping,
-    LearningRateMonitor,
-    ModelCheckpoint,
-)
+from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 
@@ -67,16 +63,17 @@ def _numbers(metrics: dict[str, Tensor]) -> dict[str, float]:
     return {name: float(x) for name, x in metrics.items()}
 
 
-def fit_logging(preset: str) -> dict[str, Any]:
+def fit_logging(preset: str, num_batches: int, accumulate: int) -> dict[str, Any]:
     module, reading = Logging("batchnorm_mlp"), Reading()
-    trainer = make_trainer(preset, max_epochs=2, callbacks=[reading])
-    trainer.fit(module, train_data(module, 4), valid_data(module))
+    flags = {"callbacks": [reading], "accumulate_grad_batches": accumulate}
+    trainer = make_trainer(preset, max_epochs=2, **flags)
+    trainer.fit(module, train_data(module, num_batches), valid_data(module))
     return outcome(trainer, module) | {"steps": reading.steps, "epochs": reading.epochs}
 
 
 @pytest.mark.parametrize(("n", "preset"), in_turn([2, 4], PRESETS))
 def test_logged_values(preset: str, n: int) -> None:
-    ranks = processes.run(fit_logging, n, preset)
+    ranks = processes.run(fit_logging, n, preset, 4, 1)
     losses = torch.tensor([rank["losses"] for rank in ranks])  # workers x steps
     for rank, own in zip(ranks, losses, strict=True):
         for t, (seen, first) in enumerate(zip(rank["steps"], ranks[0]["steps"], strict=True)):
@@ -94,16 +91,9 @@ def test_logged_values(preset: str, n: int) -> None:
             assert seen["own_epoch"] == pytest.approx(float(own[4 * e : 4 * e + 4].mean()))
 
 
-def fit_logging_and_accumulating(preset: str) -> dict[str, Any]:
-    module, reading = Logging("batchnorm_mlp"), Reading()
-    trainer = make_trainer(preset, max_epochs=2, callbacks=[reading], accumulate_grad_batches=2)
-    trainer.fit(module, train_data(module, 5), valid_data(module))
-    return outcome(trainer, module) | {"steps": reading.steps, "epochs": reading.epochs}
-
-
 @pytest.mark.parametrize("preset", PRESETS)
 def test_logged_values_while_gradients_accumulate(preset: str) -> None:
-    ranks = processes.run(fit_logging_and_accumulating, 2, preset)
+    ranks = processes.run(fit_logging, 2, preset, 5, 2)
     losses = torch.tensor([rank["losses"] for rank in ranks])
     for rank in ranks:
         for b in (1, 3, 4, 6, 8, 9):  # where a window closes

@@ -50,28 +50,6 @@ def test_every_worker_ends_with_the_bits_of_the_sequential_run(
     run.run(module(), stage_of).compare(ranks)
 
 
-@pytest.mark.parametrize(
-    ("n", "net", "optimizer", "stages"),
-    [
-        (1, "mlp", "sgd", 1),
-        (2, "resnet", "adamw", 8),
-        (4, "gpt2", "adamw", 8),
-    ],
-)
-def test_lockstep_equals_a_single_device_that_accumulates(
-    n: int, net: str, optimizer: str, stages: int
-) -> None:
-    module = partial(Classifier, net, optimizer)
-    lockstep = {"preset": "lockstep_dp", "stages": stages}
-    ranks = processes.run(fit, n, module, lockstep, NUM_STEPS, {})
-    accumulating = {"accumulate_grad_batches": n}
-    (single,) = processes.run(fit, 1, module, "auto", NUM_STEPS * n, accumulating)
-    assert single["global_step"] == NUM_STEPS
-    for i, rank in enumerate(ranks):
-        assert rank["losses"] == single["losses"][i::n]
-        assert_same(rank["weights"], single["weights"], f"worker {i}")
-
-
 def test_the_same_module_trains_under_every_strategy() -> None:
     module = partial(Classifier, "batchnorm_mlp", "adamw")
     names = ["ddp", "cyclic_dp", "cyclic_dp_v1", "lockstep_dp"]

@@ -20,12 +20,6 @@ ALIKE = {  # rows of which others show the same by default, here or elsewhere
     "accumulated", "clipped by value", "max_steps", "early stopping",
     # test_bad_input.py and test_flow_features.py see these refused
     "skipping", "clipped by the norm of all",
-    # two of what other rows have one of, or the same way to a refusal
-    "low rank at the end", "moving teacher", "two optimizers", "Adam, foreach", "RMSprop",
-    "gpt2 checkpointed", "batch norm, accumulated", "batch norm, clipped by the norm of all",
-    "another way, without a sanity check", "evaluated behind, another way", "max_time",
-    "no validation asked for", "some training batches",
-    "rich progress bar", "advanced profiler",
 }  # fmt: skip
 
 
