@@ -137,7 +137,7 @@ def _runs(preset: str, factory: pytest.TempPathFactory) -> Runs:
     return _made[preset]
 
 
-@pytest.fixture(scope="module", params=STRATEGIES.keys() - {"cyclic_pipeline"})
+@pytest.fixture(scope="module", params=sorted(STRATEGIES.keys() - {"cyclic_pipeline"}))
 def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     return _runs(request.param, tmp_path_factory)
 
