@@ -7,7 +7,6 @@ import importlib.util
 import re
 import shlex
 import sys
-import tomllib
 from collections.abc import Iterator
 from functools import cache
 from inspect import signature
@@ -33,12 +32,6 @@ DOCS = ROOT / "docs"
 PAGES = [README, *sorted(DOCS.glob("*.md"))]
 MOST_LINES = 150
 DOORS = (CyclicStrategy, PipelineStrategy)
-FIRST_COMMANDS = """\
-    python3.11 -m venv .venv
-    .venv/bin/pip install -c constraints.txt -e '.[recipes,cli,test]'
-    .venv/bin/python recipes/train.py
-    .venv/bin/python -m pytest
-"""
 # what a reader has of their own before they paste the lines of README
 BEFORE = """\
 import torch
@@ -125,20 +118,6 @@ def test_readme_is_short():
     assert len(read(README).splitlines()) <= MOST_LINES
 
 
-def test_readme_has_the_first_commands_in_order():
-    indented = re.findall(r"^    \S.*\n", read(README), flags=re.M)
-    assert "".join(indented) == FIRST_COMMANDS
-
-
-def test_what_the_first_commands_name_exists():
-    given = tomllib.loads(read(ROOT / "pyproject.toml"))["project"]["optional-dependencies"]
-    named = re.search(r"\[([\w,]+)\]", FIRST_COMMANDS)
-    assert named
-    assert set(named[1].split(",")) <= set(given)
-    assert (ROOT / "constraints.txt").exists()
-    assert (ROOT / "recipes" / "train.py").exists()
-
-
 @pytest.mark.multi
 def test_python_of_readme_trains(tmp_path):
     (code,) = [block.text for block in fenced(README) if block.language == "python"]
@@ -211,10 +190,6 @@ def test_output_is_what_the_page_shows(text, shown, capsys, monkeypatch):
 
 def lines_of(text: str) -> list[str]:
     return [line.rstrip() for line in text.strip().splitlines()]
-
-
-def test_outputs_are_shown():
-    assert {text.split()[0] for text, _ in SHOWN} == {"draw", "simulate"}
 
 
 RECIPES = [
@@ -350,12 +325,6 @@ def test_every_error_is_documented():
 )
 def test_message_is_raised_somewhere(quoted):
     assert any(plain(quoted) in message for message in messages())
-
-
-def test_every_message_quoted_is_explained():
-    found = re.findall(r"^((?:`[^`]+`\n)+)(:   )?", read(DOCS / "errors.md"), flags=re.M)
-    assert len(found) > 40
-    assert [terms for terms, text in found if not text] == []
 
 
 @cache

@@ -119,7 +119,6 @@ BATCHES = {
     "no tensor": lambda t: ["text", 3],
     "no rows": lambda t: [torch.zeros(0, 6)],
     "scalars": lambda t: [torch.tensor(1.0)],
-    "unequal rows": lambda t: [torch.ones(4, 6), torch.ones(5, 6)],
 }
 
 

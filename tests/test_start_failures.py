@@ -19,7 +19,6 @@ from tests.test_failures import assert_stopped, name_of
 pytestmark = pytest.mark.multi
 
 LIMIT_S = 6.0
-END = ": it did not come in time"
 
 
 class Unlucky(Classifier):
