@@ -22,7 +22,7 @@ from tests.verification.injected import FAULTS, NUM_MICRO, STAGES, Shown
 ONE_PROCESS = {
     "1f1b": {"preset": "1f1b"},
     "cyclic_dp": {"preset": "cyclic_dp"},
-    "activation_checkpointing": {"preset": "1f1b", "activation_checkpointing": "always"},
+    "remat": {"preset": "1f1b", "activation_checkpointing": "always"},
     "cyclic_pipeline remat": {"preset": "cyclic_pipeline", "activation_checkpointing": "always"},
 }
 TWO_RANKS = {
