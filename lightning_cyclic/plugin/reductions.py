@@ -129,7 +129,7 @@ _SEEN_THROUGH = (  # torch, and what is shown the functions that the user's code
     "torch.",
     *(f"{_OURS}.partial_step.{name}" for name in ("run", "watch", "plain_run", "ghosts")),
     *(f"{_OURS}.{name}" for name in ("whole_step.draws", "whole_step.engine", "absent")),
-    *(f"{_OURS}.stages.{name}" for name in ("survey", "profile", "ledger")),
+    *(f"{_OURS}.stages.{name}" for name in ("survey", "stage_map", "ledger")),
 )
 
 

@@ -59,12 +59,7 @@ _SETS_DATA: Any = Tensor.data.__set__  # type: ignore[attr-defined]
 _RUNS = 4  # of a step that is measured; the first one warms up
 
 
-def survey(
-    module: nn.Module,
-    step: Callable[[], Any],
-    *,
-    clock: ClockName = "counted",
-) -> Survey:
+def survey(module: nn.Module, step: Callable[[], Any], *, clock: ClockName = "counted") -> Survey:
     """Run a step once, whole, and say what it did; leave everything as it was.
 
     Where the step changes buffers of modules without parameters, it is run once more: with these
@@ -154,11 +149,7 @@ _TAKES_GRADIENTS = (torch.autograd.grad, torch.autograd.backward, Tensor.backwar
 @final
 class _Surveyor:
     def __init__(
-        self,
-        module: nn.Module,
-        keeper: Snapshot,
-        clock: AbstractClock,
-        state: _State,
+        self, module: nn.Module, keeper: Snapshot, clock: AbstractClock, state: _State
     ) -> None:
         self._module = module
         self._keeper = keeper

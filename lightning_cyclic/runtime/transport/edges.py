@@ -24,11 +24,7 @@ from typing_extensions import override
 
 from lightning_cyclic.plan.passes.messages import Channel, Ring
 from lightning_cyclic.plan.program import Program
-from lightning_cyclic.runtime.transport.base import (
-    AbstractPending,
-    AbstractTransport,
-    Part,
-)
+from lightning_cyclic.runtime.transport.base import AbstractPending, AbstractTransport, Part
 from lightning_cyclic.runtime.transport.line import Line, Way
 from lightning_cyclic.runtime.transport.named import NamedTransport
 from lightning_cyclic.runtime.transport.streams import ChannelStreams, own_error_handling

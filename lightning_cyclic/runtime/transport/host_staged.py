@@ -21,11 +21,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_cyclic.plan.passes.messages import Ring
-from lightning_cyclic.runtime.transport.base import (
-    AbstractPending,
-    AbstractTransport,
-    Part,
-)
+from lightning_cyclic.runtime.transport.base import AbstractPending, AbstractTransport, Part
 from lightning_cyclic.runtime.transport.streams import Event, stream_on
 
 

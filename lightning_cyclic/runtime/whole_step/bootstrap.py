@@ -28,10 +28,7 @@ class FirstStep:
     """Run the forwards of step 0 in the order of workers and record them."""
 
     def __init__(
-        self,
-        module: nn.Module,
-        parameters: Mapping[str, nn.Parameter],
-        group: Any,
+        self, module: nn.Module, parameters: Mapping[str, nn.Parameter], group: Any
     ) -> None:
         self._module = module
         self._group = group

@@ -39,12 +39,7 @@ from lightning_cyclic.runtime.weight_forms import ALL, WeightForms
 from lightning_cyclic.runtime.weight_watch import WeightWatch
 from lightning_cyclic.runtime.whole_step.exchange import Exchange, Word, Words
 from lightning_cyclic.runtime.whole_step.gradients import Entrances, GradientCollector
-from lightning_cyclic.runtime.whole_step.shards import (
-    Replica,
-    Shards,
-    refuse_block,
-    refuse_return,
-)
+from lightning_cyclic.runtime.whole_step.shards import Replica, Shards, refuse_block, refuse_return
 from lightning_cyclic.runtime.whole_step.versions import VersionStore
 from lightning_cyclic.runtime.worker import Worker
 

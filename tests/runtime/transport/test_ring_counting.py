@@ -24,20 +24,6 @@ def test_messages_and_bytes_are_counted_from_all_threads() -> None:
     assert (transport.worker, transport.num_workers, transport.control) == (0, 2, None)
 
 
-def test_the_rest_is_passed_on() -> None:
-    office = PostOffice()
-    sender = CountingTransport(LocalTransport(office, 0, 2))
-    receiver = CountingTransport(LocalTransport(office, 1, 2))
-    sender.isend(ring(), room(2) + 7).wait()
-    there = room(2)
-    receiver.irecv(ring(), there).wait()
-    assert there.tolist() == [7, 7]
-    assert not receiver.messages
-    receiver.crew.tell("boom")
-    assert sender.crew.failure() == "boom"
-    sender.close()
-
-
 def test_what_goes_by_control_is_counted_too() -> None:
     model = ThreadedModel(Fabric(), 0, 2, 5.0, Rules([THERE]))
     transport = CountingTransport(model)
