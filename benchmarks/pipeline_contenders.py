@@ -23,8 +23,8 @@ from torch.utils.data import DataLoader
 from lightning_cyclic import CyclicStrategy, make_plan
 from lightning_cyclic.plan.actions import Lane
 from lightning_cyclic.runtime.messages import Message
+from lightning_cyclic.runtime.partial_step.collectives import rank_of
 from lightning_cyclic.runtime.partial_step.config import StagewiseConfig, Summarise
-from lightning_cyclic.runtime.partial_step.ranks import rank_of
 from lightning_cyclic.runtime.partial_step.session import StagewiseSession
 from lightning_cyclic.runtime.predict import guesses
 from lightning_cyclic.runtime.stages.cuts import choose_cuts

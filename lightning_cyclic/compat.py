@@ -1,8 +1,7 @@
 """The host, `lightning` or `pytorch_lightning`, and what this package uses of it and of torch.
 
 Both names are of the same code, with classes of their own: a process trains with one of them. It
-is the one whose Trainer asks for a strategy by name, else the one that is imported when our
-classes are made.
+is the one whose Trainer asks for a strategy by name, else the one that was imported first.
 
 A release may drop private names. So all are looked for before a strategy is used: what is
 missing is an error that names it and the version, in place of a training that does without.
@@ -107,9 +106,10 @@ _host: list[str] = []  # the one of this process, as soon as it is known
 
 
 def host() -> str:
-    """Return the host of this process: the one that asked first, or that is imported."""
+    """Return the host of this process: the one that asked first, or was imported first."""
     if not _host:
-        imported = (name for name, (where, *_) in HOSTS.items() if where in sys.modules)
+        known = {where: name for name, (where, *_) in HOSTS.items()}
+        imported = (known[where] for where in list(sys.modules) if where in known)  # in order
         _host.append(next(imported, "lightning"))
     return _host[0]
 
@@ -140,8 +140,8 @@ def of_other_host(what: str, asking: str) -> ConfigurationError:
         f"{what} was asked of a Trainer of `{asking}`, but lightning_cyclic was made for "
         f"`{_host[0]}` in this process, a second copy of the same code with classes of its own; "
         "allowed: one of them in a process; import Trainer and LightningModule from "
-        f"`{HOSTS[_host[0]][0]}`, or give Trainer(strategy=...) a name before anything else "
-        "makes a strategy"
+        f"`{HOSTS[_host[0]][0]}`; or, to train with `{asking}`, import it before our classes, or "
+        "name the strategy, Trainer(strategy='cyclic_dp')"
     )
 
 

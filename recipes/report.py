@@ -12,7 +12,7 @@ from rich import get_console
 from rich.table import Table
 from torch import nn
 
-from lightning_cyclic.runtime.partial_step.ranks import rank_of
+from lightning_cyclic.runtime.partial_step.collectives import rank_of
 
 
 @final
@@ -20,12 +20,12 @@ class PlanReport(L.Callback):
     """Print what runs where, once the first batch has shown which stages the model has.
 
     Args:
-        remat: Of a pipeline, whether stages are run again for their backward.
+        activation_checkpointing: Of a pipeline, whether stages are run again for their backward.
     """
 
-    def __init__(self, remat: str | None = None) -> None:
+    def __init__(self, activation_checkpointing: str | None = None) -> None:
         self.printed = False
-        self.remat = remat
+        self.activation_checkpointing = activation_checkpointing
 
     def on_train_batch_end(
         self,
@@ -40,13 +40,17 @@ class PlanReport(L.Callback):
             return
         self.printed = True
         console = get_console()  # the progress bar's
-        console.print(plan_table(trainer, pl_module, remat=self.remat))
+        console.print(
+            plan_table(trainer, pl_module, activation_checkpointing=self.activation_checkpointing)
+        )
         stage_of = getattr(trainer.strategy, "stage_of", None)
         if stage_of:
             console.print(stage_table(pl_module, stage_of, stage_ranks(trainer)))
 
 
-def plan_table(trainer: L.Trainer, module: nn.Module, *, remat: str | None = None) -> Table:
+def plan_table(
+    trainer: L.Trainer, module: nn.Module, *, activation_checkpointing: str | None = None
+) -> Table:
     """Say how the work is shared out; a strategy without a plan has fewer rows."""
     plan = getattr(trainer.strategy, "plan", None)
     pipelined = getattr(plan, "placement", None) == "pipelined"
@@ -57,7 +61,7 @@ def plan_table(trainer: L.Trainer, module: nn.Module, *, remat: str | None = Non
         "weights read": getattr(plan, "weights", None),
         "stages": getattr(plan, "num_stages", None),
         "micro-batches per update": getattr(plan, "num_microbatches", None),
-        "rematerialisation": remat if pipelined else None,
+        "rematerialisation": activation_checkpointing if pipelined else None,
         "slack (slots)": None if pipelined else getattr(plan, "slack", None),
         "parameters": f"{sum(p.numel() for p in module.parameters()):,}",
         "updates per epoch": trainer.num_training_batches // trainer.accumulate_grad_batches,

@@ -70,7 +70,7 @@ def make_trainer(cfg: DictConfig) -> L.Trainer:
 
 def make_callbacks(cfg: DictConfig) -> list[L.Callback]:
     """Make the report of the plan, and what saves more often than Lightning by itself."""
-    report = PlanReport(remat=cfg.strategy.get("activation_checkpointing"))
+    report = PlanReport(activation_checkpointing=cfg.strategy.get("activation_checkpointing"))
     if cfg.save_every is None:
         return [report]
     newest = ModelCheckpoint(filename="newest-{step}", every_n_train_steps=cfg.save_every)

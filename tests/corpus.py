@@ -6,6 +6,7 @@ exactly the micro-batches (t, i).
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -294,6 +295,24 @@ def assert_same(given: dict[str, Tensor], expected: dict[str, Tensor], what: str
         assert torch.equal(given[name], x), f"{what} {name}"
 
 
+class Said(logging.Handler):
+    """Note what is logged.
+
+    Args:
+        name: of the logger.
+    """
+
+    def __init__(self, name: str = "lightning.pytorch.utilities.rank_zero") -> None:
+        super().__init__()
+        self.lines: list[str] = []
+        logger = logging.getLogger(name)
+        logger.setLevel(logging.INFO)
+        logger.addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
 # ---------------------------------------------------------------------- the reference
 
 
@@ -313,6 +332,7 @@ class Reference:
         seed_of: (step, micro-batch) -> seed of the randomness inside.
         saved: a checkpoint whose weights, optimizer and scheduler state it begins with.
         groups: of workers. [each is one]
+        wire: between them. [in their own dtype]
     """
 
     rule: str
@@ -327,6 +347,7 @@ class Reference:
     seed_of: Callable[[int, int], int] | None = None
     saved: dict[str, Any] | None = None
     groups: int | None = None
+    wire: sequential.Wire | None = None
 
     def run(self, module: Classifier, stage_of: dict[str, int]) -> Reference:
         """Train the module in place; return the reference with losses and rates by worker."""
@@ -359,6 +380,7 @@ class Reference:
             module, stages, optimizer, self._loss, rule=self.rule, num_workers=self.n,
             num_steps=self.max_steps or self.num_epochs * per_epoch, slack=self.slack,
             before_update=before_update, after_update=after_update, num_groups=self.groups,
+            wire=self.wire,
         )  # fmt: skip
         self.weights = weights_of(module)
         return self

@@ -30,7 +30,7 @@ from tests import processes
 from tests.corpus import adamw, make_trainer, warm_up, weights_of
 from tests.processes import here
 
-NUM_STEPS = 20
+NUM_STEPS, BATCH_SIZE = 20, 8
 COMPARED = [
     "state_dict", "optimizer_states", "lr_schedulers", "loops", "global_step", "epoch",
     "lightning_cyclic",
@@ -45,26 +45,18 @@ class Way:
     Args:
         strategy: arguments of CyclicStrategy.
         num_batches: of an epoch, so that steps of each epoch are interrupted.
-        batch_size: of each loader.
         shared_order: whether Lightning deals one order of the data to replicas; else each loader
             shuffles by itself.
-        accumulate: batches of a step.
-        every: steps between files.
         num_steps: of the run.
         max_epochs: after which the run ends. [behind that number of steps]
-        loader: kind of the loader: "plain", or "stateful" (torchdata's).
         num_workers: of each loader.
     """
 
     strategy: dict[str, Any]
     num_batches: int = 7
-    batch_size: int = 8
     shared_order: bool = False
-    accumulate: int = 1
-    every: int = 1
     num_steps: int = NUM_STEPS
     max_epochs: int | None = None
-    loader: str = "plain"
     num_workers: int = 2
 
 
@@ -192,12 +184,9 @@ class Outcome:
 def loader(way: Way) -> DataLoader[Any]:
     """Make this rank's loader."""
     dealt = here().num_ranks if way.shared_order else 1
-    data = Noisy(way.num_batches * way.batch_size * dealt)
-    kind: Any = DataLoader
-    if way.loader == "stateful":
-        from torchdata.stateful_dataloader import StatefulDataLoader as kind
-    return kind(
-        data, way.batch_size, shuffle=True, num_workers=way.num_workers,
+    data = Noisy(way.num_batches * BATCH_SIZE * dealt)
+    return DataLoader(
+        data, BATCH_SIZE, shuffle=True, num_workers=way.num_workers,
         multiprocessing_context="fork" if way.num_workers else None,
     )  # fmt: skip
 
@@ -209,14 +198,12 @@ def fit(way: Way, folder: str, at: Interruption | None, ckpt_path: str | None) -
         seed(2000 + here().rank)  # a process that goes on is elsewhere
         for p in module.parameters():
             p.data.zero_()  # so that all must come from the file
-    saver = ModelCheckpoint(
-        folder, "{step}", every_n_train_steps=way.every, save_top_k=-1, save_last=True
-    )
+    saver = ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_top_k=-1, save_last=True)
     trainer = make_trainer(
         way.strategy, max_steps=way.num_steps if way.max_epochs is None else -1,
         max_epochs=-1 if way.max_epochs is None else way.max_epochs, enable_checkpointing=True,
         callbacks=[saver, *([Interrupt(at)] if at else [])], logger=logged, log_every_n_steps=1,
-        accumulate_grad_batches=way.accumulate, num_sanity_val_steps=0,
+        num_sanity_val_steps=0,
         use_distributed_sampler=way.shared_order,
     )  # fmt: skip
     stopped = False

@@ -59,7 +59,11 @@ class PostOffice:
 
 @final
 class LocalCrew(AbstractCrew):
-    """Be the workers of one process, all of which answer."""
+    """Be the workers of one process, all of which answer.
+
+    Args:
+        timeout_s: limit of every wait, in seconds.
+    """
 
     def __init__(self, office: PostOffice, worker: int, timeout_s: float) -> None:
         super().__init__(Names(worker), timeout_s)
@@ -81,7 +85,12 @@ class LocalCrew(AbstractCrew):
 
 @final
 class LocalTransport(AbstractTransport):
-    """Pass messages between threads of one process."""
+    """Pass messages between threads of one process.
+
+    Args:
+        office: what the workers share; one per plan that runs.
+        timeout_s: limit of every wait, in seconds.
+    """
 
     def __init__(
         self, office: PostOffice, worker: int, num_workers: int, timeout_s: float = 60.0
@@ -114,7 +123,12 @@ class _Sent(AbstractPending):
 
 @final
 class _Awaited(AbstractPending):
-    """Wait for a message in the thread of its receiver, which also copies it."""
+    """Wait for a message in the thread of its receiver, which also copies it.
+
+    Args:
+        office: whose failure note ends the wait.
+        timeout_s: limit of the wait, in seconds.
+    """
 
     def __init__(self, office: PostOffice, data: Tensor, timeout_s: float) -> None:
         self._office = office
@@ -130,6 +144,7 @@ class _Awaited(AbstractPending):
         self._woken.set()
 
     def wake(self) -> None:
+        """End the wait: no message will come."""
         self._woken.set()
 
     def wait(self) -> None:

@@ -11,8 +11,7 @@ compares; buffers of receives hold NaNs (bytes 0xFF) until the message has run; 
 compared with what it was when the send was posted; sends under way are counted against
 ``Program.depths``. And simpler: a wait blocks the host.
 
-``ThreadedModel`` joins workers that are threads of one process, ``GlooModel`` processes. Both
-have a control transport with names for all that is not ``Part.CONTENT``.
+A control transport with names has all that is not ``Part.CONTENT``.
 """
 
 from __future__ import annotations
@@ -20,8 +19,6 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from abc import abstractmethod
-from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -36,12 +33,12 @@ from lightning_cyclic.plan.passes.messages import Channel, Ring
 from lightning_cyclic.runtime.transport.base import (
     AbstractPending,
     AbstractTransport,
+    Line,
     Part,
+    Way,
 )
 from lightning_cyclic.runtime.transport.crew import Crew
-from lightning_cyclic.runtime.transport.line import Line, Way
 from lightning_cyclic.runtime.transport.named import NamedTransport
-from tests.local_transport import LocalTransport, PostOffice
 from tests.runtime.transport.rings import reason_of
 
 _HEAD_BYTES = 32
@@ -93,31 +90,39 @@ class Rules:
     depths: Mapping[Ring, int] | None = None
 
 
-class AbstractModel(AbstractTransport):
-    """Check what a worker posts, and wait for what the sibling runs.
+@final
+class GlooModel(AbstractTransport):
+    """Be a worker that is a process; every worker must build it at the same time.
+
+    A thread for each channel of this worker runs its operations over gloo, whose sends wait for
+    their receives: one is posted there when it is at the head of its queue.
 
     Args:
-        worker: this worker.
-        num_workers: how many there are.
+        timeout_s: limit of every wait, in seconds.
         rules: what is checked.
-        control: carries words between hosts.
+        rank_of: worker -> rank, and rank -> worker: its own inverse. [worker w is rank w]
     """
 
     def __init__(
-        self,
-        worker: int,
-        num_workers: int,
-        rules: Rules,
-        control: AbstractTransport,
+        self, timeout_s: float, rules: Rules, rank_of: Callable[[int], int] = lambda w: w
     ) -> None:
-        super().__init__(worker, num_workers, control.crew)
+        channels = tuple(rules.channels)
+        control = NamedTransport({c.lane for c in channels}, Crew(timeout_s), rank_of)
+        super().__init__(control.worker, control.num_workers, control.crew)
         self.crew.hang_up = self.hang_up
-        self._warm = {c for c in rules.channels if worker in (c.source, c.target)}
-        self._depths = rules.depths
-        self._control = control
+        self._warm = {c for c in channels if self.worker in (c.source, c.target)}
+        self._depths, self._control, self._rank_of = rules.depths, control, rank_of
         self._posting = threading.Lock()
         self._under_way: list[Operation] = []
         self.mismatches: list[str] = []
+        # an operation may be posted long before it can run: waits have limits of their own
+        self._line = Line(dist.new_group(timeout=timedelta(days=1), backend="gloo"))
+        self._queues: dict[Channel, queue.SimpleQueue[Operation | None]] = {}
+        for tag, channel in enumerate(channels):
+            if channel in self._warm and not channel.is_control:
+                self._queues[channel] = queue.SimpleQueue()
+                args = (self._queues[channel], tag)
+                threading.Thread(target=self._run_all, args=args, daemon=True).start()
 
     @property
     @override
@@ -139,7 +144,7 @@ class AbstractModel(AbstractTransport):
     @override
     def hang_up(self) -> None:
         self._control.hang_up()
-        self._break(self.crew.failure() or "")
+        self._line.hang_up()
 
     def pending(self) -> int:
         """Count the operations of this worker that have not run."""
@@ -166,7 +171,7 @@ class AbstractModel(AbstractTransport):
             self._under_way = [*self._not_run(), operation]
             if operation.way == "recv":
                 operation.data.fill_(_NOT_YET)
-            self._launch(operation)
+            self._queues[operation.ring.channel].put(operation)
         return _Pending(operation, self)
 
     def _check(self, operation: Operation, part: Part) -> None:
@@ -189,151 +194,6 @@ class AbstractModel(AbstractTransport):
         """Note that two operations met that do not belong together."""
         self.mismatches.append(mismatch)
         return ModelError(mismatch)
-
-    @abstractmethod
-    def _launch(self, operation: Operation) -> None:
-        """Queue an operation on its channel."""
-
-    @abstractmethod
-    def _break(self, text: str) -> None:
-        """End all operations that have not run, here and at the peers."""
-
-
-@final
-class _Pending(AbstractPending):
-    def __init__(self, operation: Operation, model: AbstractModel) -> None:
-        self._operation = operation
-        self._model = model
-
-    def wait(self) -> None:
-        if not self._operation.ran.wait(self._model.crew.timeout_s):
-            limit = f"not run within {self._model.crew.timeout_s:g} s"
-            raise TimeoutError(f"worker {self._model.worker}, {self._operation}: {limit}")
-        if self._operation.error is not None:
-            raise self._operation.error
-
-    def is_done(self) -> bool:
-        return self._operation.ran.is_set()
-
-
-# ---------------------------------------------------------------------- threads
-
-
-@final
-class Fabric:
-    """Join the workers of one process: run the two heads of a channel when both are there."""
-
-    def __init__(self) -> None:
-        self.office = PostOffice()
-        self._lock = threading.Lock()
-        self._sends: dict[Channel, deque[tuple[Operation, AbstractModel]]] = defaultdict(deque)
-        self._receives: dict[Channel, deque[tuple[Operation, AbstractModel]]] = defaultdict(deque)
-
-    def put(self, operation: Operation, model: AbstractModel) -> None:
-        """Queue an operation, and run what can run now."""
-        with self._lock:
-            sends = self._sends[operation.ring.channel]
-            receives = self._receives[operation.ring.channel]
-            if self.office.failure is not None:
-                operation.end(ConnectionError(self.office.failure))
-                return
-            (sends if operation.way == "send" else receives).append((operation, model))
-            while sends and receives:
-                _meet(*sends.popleft(), *receives.popleft())
-
-    def fail(self, text: str) -> None:
-        """End all operations that have not run."""
-        with self._lock:
-            for waiting in (*self._sends.values(), *self._receives.values()):
-                while waiting:
-                    waiting.popleft()[0].end(ConnectionError(text))
-
-
-def _meet(
-    send: Operation, sender: AbstractModel, recv: Operation, receiver: AbstractModel
-) -> None:
-    error: Exception | None = None
-    if send.head != recv.head:
-        error = receiver.record(f"{send} of {send.head} met {recv} of {recv.head}")
-    elif _has_changed(send):
-        error = sender.record(f"{send}: its content changed while it was under way")
-    else:
-        recv.data.copy_(send.data)
-    send.end(error)
-    recv.end(error)
-
-
-def _has_changed(send: Operation) -> bool:
-    return send.posted is not None and not torch.equal(send.posted, send.data)
-
-
-@final
-class ThreadedModel(AbstractModel):
-    """Be a worker that is a thread.
-
-    Args:
-        fabric: what the workers share.
-        worker: this worker.
-        num_workers: how many there are.
-        timeout_s: limit of every wait, in seconds.
-        rules: what is checked.
-    """
-
-    def __init__(
-        self, fabric: Fabric, worker: int, num_workers: int, timeout_s: float, rules: Rules
-    ) -> None:
-        control = LocalTransport(fabric.office, worker, num_workers, timeout_s)
-        super().__init__(worker, num_workers, rules, control)
-        self._fabric = fabric
-
-    def _launch(self, operation: Operation) -> None:
-        self._fabric.put(operation, self)
-
-    def _break(self, text: str) -> None:
-        self._fabric.fail(text)
-
-    @override
-    def close(self) -> None:
-        """Do nothing: nothing runs in the background."""
-
-
-# ---------------------------------------------------------------------- processes
-
-
-@final
-class GlooModel(AbstractModel):
-    """Be a worker that is a process; every worker must build it at the same time.
-
-    A thread for each channel of this worker runs its operations over gloo, whose sends wait for
-    their receives: one is posted there when it is at the head of its queue.
-
-    Args:
-        timeout_s: limit of every wait, in seconds.
-        rules: what is checked.
-        rank_of: worker -> rank, and rank -> worker: its own inverse. [worker w is rank w]
-    """
-
-    def __init__(
-        self, timeout_s: float, rules: Rules, rank_of: Callable[[int], int] = lambda w: w
-    ) -> None:
-        channels = tuple(rules.channels)
-        control = NamedTransport({c.lane for c in channels}, Crew(timeout_s), rank_of)
-        super().__init__(control.worker, control.num_workers, rules, control)
-        # an operation may be posted long before it can run: waits have limits of their own
-        self._line = Line(dist.new_group(timeout=timedelta(days=1), backend="gloo"))
-        self._rank_of = rank_of
-        self._queues: dict[Channel, queue.SimpleQueue[Operation | None]] = {}
-        for tag, channel in enumerate(channels):
-            if channel in self._warm and not channel.is_control:
-                self._queues[channel] = queue.SimpleQueue()
-                args = (self._queues[channel], tag)
-                threading.Thread(target=self._run_all, args=args, daemon=True).start()
-
-    def _launch(self, operation: Operation) -> None:
-        self._queues[operation.ring.channel].put(operation)
-
-    def _break(self, text: str) -> None:
-        self._line.hang_up()
 
     @override
     def close(self) -> None:
@@ -370,6 +230,27 @@ class GlooModel(AbstractModel):
         room = recv.data if fits else torch.empty(size, dtype=torch.uint8)  # the next may be right
         self._line.start("recv", room, rank, tag).wait()
         return None if fits else self.record(f"{recv} of {recv.head} met a send of {came}")
+
+
+@final
+class _Pending(AbstractPending):
+    def __init__(self, operation: Operation, model: GlooModel) -> None:
+        self._operation = operation
+        self._model = model
+
+    def wait(self) -> None:
+        if not self._operation.ran.wait(self._model.crew.timeout_s):
+            limit = f"not run within {self._model.crew.timeout_s:g} s"
+            raise TimeoutError(f"worker {self._model.worker}, {self._operation}: {limit}")
+        if self._operation.error is not None:
+            raise self._operation.error
+
+    def is_done(self) -> bool:
+        return self._operation.ran.is_set()
+
+
+def _has_changed(send: Operation) -> bool:
+    return send.posted is not None and not torch.equal(send.posted, send.data)
 
 
 def _encoded(head: str) -> Tensor:

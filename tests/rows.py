@@ -7,7 +7,6 @@ of them are more of the same.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from itertools import product
 from typing import Any
 
 import pytest
@@ -27,18 +26,15 @@ def chosen(rows: Iterable[Any], always: Collection[Any]) -> list[Any]:
 
 
 def in_turn(*axes: Sequence[Any]) -> list[Any]:
-    """Return all combinations; always those of each first, each second value and so on.
+    """Return rows of each first, each second value and so on.
 
-    An axis that is at its end begins anew, so that each of its values is in one that always runs.
+    An axis that is at its end begins anew, so that each of its values is in a row.
 
     Args:
         *axes: values; a tuple is those of several parameters.
     """
-    longest = max(len(axis) for axis in axes)
-    always = {tuple(k % len(axis) for axis in axes) for k in range(longest)}
     rows = []
-    for places in product(*(range(len(axis)) for axis in axes)):
-        values = (axis[k] for axis, k in zip(axes, places, strict=True))
-        row = [x for value in values for x in (value if isinstance(value, tuple) else (value,))]
-        rows.append(tuple(row) if places in always else more(*row))
-    return rows
+    for k in range(max(map(len, axes))):
+        values = (axis[k % len(axis)] for axis in axes)
+        rows.append([x for v in values for x in (v if isinstance(v, tuple) else (v,))])
+    return [tuple(row) for row in rows]

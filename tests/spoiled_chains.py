@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
 
 import torch
 from lightning.pytorch import LightningModule
@@ -65,28 +65,54 @@ class CalledTwice(Chain):
 class HasSparseGradients(Chain):
     """Looks rows up in its first stage, whose gradient is sparse."""
 
+    options: ClassVar[dict[str, Any]] = {"sparse": True}
+
     def __init__(self) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(6, 6, sparse=True)
+        self.embedding = nn.Embedding(6, 6, **self.options)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         rows = self.embedding(torch.arange(6, device=batch[0].device))
         return super().training_step([batch[0] @ rows, *batch[1:]], batch_idx)
 
 
-class LimitsRows(Chain):
+class LimitsRows(HasSparseGradients):
     """Scales rows down as it looks them up in its first stage."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(6, 6, max_norm=0.5)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        rows = self.embedding(torch.arange(6, device=batch[0].device))
-        return super().training_step([batch[0] @ rows, *batch[1:]], batch_idx)
+    options: ClassVar[dict[str, Any]] = {"max_norm": 0.5}
 
 
 # ---------------------------------------------------------------------- what crosses a cut
+
+
+class Returns(nn.Module):
+    """Returns something made of what a layer gives."""
+
+    def __init__(self, made: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.linear, self.made = nn.Linear(6, 6), made
+
+    def forward(self, x: Tensor) -> Any:
+        return self.made(self.linear(x))
+
+
+class Crosses(Chain):
+    """Has a second layer that returns no tensor, of which the next stage makes one again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[1] = Returns(self.made)
+        self.tanh[1] = nn.Identity()
+
+    def between(self, j: int, x: Any) -> Any:
+        return self.taken(x) if j == 1 else x
+
+    @staticmethod
+    def made(y: Tensor) -> Any:
+        raise NotImplementedError
+
+    def taken(self, x: Any) -> Any:
+        raise NotImplementedError
 
 
 class Wrapped:
@@ -96,90 +122,47 @@ class Wrapped:
         self.x = x
 
 
-class Wraps(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(6, 6)
+class CrossesAsObject(Crosses):
+    made = staticmethod(Wrapped)
 
-    def forward(self, x: Tensor) -> Wrapped:
-        return Wrapped(self.linear(x))
+    def taken(self, x: Any) -> Any:
+        return torch.tanh(x.x)
 
 
-class CrossesAsObject(Chain):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers[1] = Wraps()
-        self.tanh[1] = nn.Identity()
-
-    def between(self, j: int, x: Any) -> Any:
-        return torch.tanh(x.x) if j == 1 else x
-
-
-class ReturnsMany(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(6, 6)
-
-    def forward(self, x: Tensor) -> dict[str, Any]:
-        y = self.linear(x)
+class CrossesAsTree(Crosses):
+    @staticmethod
+    def made(y: Tensor) -> Any:
         return {"y": (y, None, "text"), "sizes": [y.shape, 2.5], 3: {y.shape[0]}}
 
-
-class CrossesAsTree(Chain):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers[1] = ReturnsMany()
-        self.tanh[1] = nn.Identity()
-
-    def between(self, j: int, x: Any) -> Any:
-        return x["y"][0] * x["sizes"][1] if j == 1 else x
+    def taken(self, x: Any) -> Any:
+        return x["y"][0] * x["sizes"][1]
 
 
-class Generates(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(6, 6)
-
-    def forward(self, x: Tensor) -> Iterator[Tensor]:
-        yield self.linear(x)
-        yield x
-
-
-class CrossesAsGenerator(Chain):
+class CrossesAsGenerator(Crosses):
     """The second half of the generator's body runs when the next stage asks for it."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers[1] = Generates()
-        self.tanh[1] = nn.Identity()
+    @staticmethod
+    def made(y: Tensor) -> Iterator[Tensor]:
+        yield y
+        yield y * y
 
-    def between(self, j: int, x: Any) -> Any:
-        return sum(x) if j == 1 else x
-
-
-class ReturnsNumber(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(6, 6)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, float]:
-        y = self.linear(x)
-        return y, float(y.detach().abs().mean())
+    def taken(self, x: Any) -> Any:
+        return sum(x)
 
 
-class CrossesAsNumber(Chain):
+class CrossesAsNumber(Crosses):
     """A plain number that depends on values, other in each micro-batch."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers[1] = ReturnsNumber()
-        self.tanh[1] = nn.Identity()
+    @staticmethod
+    def made(y: Tensor) -> Any:
+        return y, float(y.detach().abs().mean())
+
+    def taken(self, x: Any) -> Any:
+        self.number = x[1]
+        return x[0]
 
     def between(self, j: int, x: Any) -> Any:
-        if j == 1:
-            self.number = x[1]
-            return x[0]
-        return x * self.number if j == 3 else x
+        return x * self.number if j == 3 else super().between(j, x)
 
 
 # ---------------------------------------------------------------------- edits in place

@@ -9,7 +9,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 
-from lightning_cyclic.plan.presets import PRESETS
 from lightning_cyclic.plugin.strategy import PlannedStrategy
 from tests import processes
 from tests.corpus import Classifier, make_trainer, train_data
@@ -27,8 +25,6 @@ from tests.processes import here
 pytestmark = pytest.mark.multi
 
 NUM_BATCHES, SAVED_AT, END = 4, 3, 5  # behind a step in the middle of an epoch; in the next one
-SIZES = [1, 2, 4]
-STRATEGIES = [*PRESETS, "ddp"]
 OTHER_PLAN = "The checkpoint was written under"
 
 
@@ -148,19 +144,9 @@ def written(origins: Sequence[Run], folder: Path) -> None:
 
 
 FEW = [Run("cyclic_dp", 2), Run("1f1b", 4), Run("pipedream_2bw", 2), Run("ddp", 1)]
-ALL = [Run(name, n) for name, n in product(STRATEGIES, SIZES)]
 
 
 @pytest.mark.parametrize("run", [Run("cyclic_dp", 4), Run("1f1b", 2), Run("ddp", 2)], ids=str)
 def test_runs_go_on_elsewhere(run: Run, files: Path) -> None:
     written(FEW, files)
     assert_goes_on(run, FEW, files)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.timeout(1200)
-@pytest.mark.parametrize("run", ALL, ids=str)
-def test_every_run_goes_on_from_every_other(run: Run, files: Path) -> None:
-    written(ALL, files)
-    for begin in range(0, len(ALL), 15):
-        assert_goes_on(run, ALL[begin : begin + 15], files)

@@ -18,9 +18,19 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_cyclic.plan import make_plan
 from lightning_cyclic.registration import make_strategy
 from lightning_cyclic.runtime.flight_recorder import FOLDER
-from tests import processes, test_pipeline_failures
+from tests import processes
 from tests.corpus import MicroBatches, loader, make_trainer
-from tests.test_failures import Troubled, be_asked_to_stop, die, errors_of, fail, said_by
+from tests.test_failures import (
+    Troubled,
+    TroubledStage,
+    batches,
+    be_asked_to_stop,
+    die,
+    errors_of,
+    fail,
+    said_by,
+    strategy_of,
+)
 
 pytestmark = pytest.mark.multi
 
@@ -144,11 +154,9 @@ def test_a_rank_that_lacks_memory_says_so_to_all_and_what_to_do(tmp_path: Path) 
 
 
 def lose_a_stage(folder: Path) -> None:
-    module = test_pipeline_failures.Troubled(die, culprit=0, phase="train")
-    trainer = make_trainer(
-        test_pipeline_failures.strategy_of("1f1b", 2), max_epochs=2, default_root_dir=folder
-    )
-    trainer.fit(module, test_pipeline_failures.batches())
+    module = TroubledStage(die, culprit=0, phase="train")
+    trainer = make_trainer(strategy_of("1f1b", 2), max_epochs=2, default_root_dir=folder)
+    trainer.fit(module, batches())
 
 
 def test_of_a_rank_that_is_killed_the_other_shows_what_it_waited_for(tmp_path: Path) -> None:

@@ -101,8 +101,7 @@ def train(make: Any, num_ranks: int, preset: str, **more: Any) -> tuple[dict[str
 
 
 @pytest.mark.parametrize(
-    ("name", "preset"),
-    in_turn(["momentum", "adamw", "nesterov"], ["pipeoptim", "spectrain"]),
+    ("name", "preset"), in_turn(["momentum", "adamw", "nesterov"], ["pipeoptim", "spectrain"])
 )
 def test_an_optimizer_without_state_knows_no_direction_yet(name: str, preset: str) -> None:
     one, said = train(partial(Edge, name), 1, preset)
@@ -122,25 +121,6 @@ def test_an_optimizer_whose_direction_is_unknown_is_displaced_and_that_is_said_o
     two, said = train(partial(Edge, name), 2, "spectrain", flags={"val_check_interval": 3})
     assert [len(each) for each in said] == [1, 0]  # on rank 0 alone
     assert_same(two, one)
-
-
-@pytest.mark.parametrize(
-    ("name", "preset", "num_ranks"),
-    in_turn(
-        ["momentum", "adamw", "adagrad", "halving"],
-        [("spectrain", 1), ("pipeoptim", 2), ("spectrain", 2), ("pipeoptim", 1)],
-    ),
-)
-def test_a_learning_rate_of_0_changes_nothing(name: str, preset: str, num_ranks: int) -> None:
-    start = Edge(name).weights()
-    weights, _ = train(partial(Edge, name, lr=0.0), num_ranks, preset)
-    assert_same(weights, start)
-
-
-def test_a_learning_rate_of_0_changes_nothing_under_any_option() -> None:
-    make = partial(Edge, "momentum", lr=0.0)
-    weights, _ = train(make, 2, "pipeoptim", error_feedback=True)
-    assert_same(weights, Edge("momentum").weights())
 
 
 # ---------------------------------------------------------------------- frozen stages

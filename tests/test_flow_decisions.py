@@ -19,7 +19,6 @@ from lightning_cyclic.plan.actions import Kind
 from tests import processes
 from tests.corpus import assert_same, make_trainer, strategy_of
 from tests.delayed_chain import Chain, loader
-from tests.rows import more
 from tests.stagewise_runs import Job, Outcome, pipelines
 from tests.test_flow_features import saved_and_resumed, validated
 from tests.test_flow_parity import fit, sequential
@@ -51,9 +50,7 @@ def clipped(job: Job, stage_of: dict[str, int], replicas: int = 1) -> Outcome:
 @pytest.mark.parametrize(
     ("case", "num_ranks", "options"),
     [
-        more("resnet", 1, {"stages": 4}),
         ("unet", 2, {"stages": 4}),  # two stages of a worker are updated apart
-        more("vit", 4, {"stages": 4}),
         ("gpt2", 2, {"stages": 2}),  # which shares a parameter
         ("vit", 4, {"stages": 2, "replicas": 2}),
     ],

@@ -1,6 +1,6 @@
 """Pipelines without a flush end with the bits of their rule, whatever the module.
 
-One case by hand: pytest tests/test_flow_parity.py -k "four_processes and unet"
+One case by hand: pytest tests/test_flow_parity.py -k "cyclic_mp and unet"
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from tests import asynchronous, processes
 from tests.corpus import assert_same
-from tests.rows import more
 from tests.stagewise_runs import CLOSE, Job, Outcome, pipelines, prepare
 
 pytestmark = pytest.mark.multi
@@ -75,70 +74,49 @@ def sequential(
     return {"weights": state, "losses": each.mean(1)}
 
 
-def assert_follows(ranks: list[Outcome], job: Job, preset: str) -> None:
-    """Compare every rank with the rule; rank 0, with the last stage, knows losses at once."""
-    (expected,) = processes.run(sequential, 1, job, RULES[preset], ranks[0]["stage_of"])
+@pytest.mark.parametrize(
+    ("name", "preset", "num_ranks", "num_stages", "replicas"),
+    [
+        ("resnet", "cyclic_pipeline", 2, 2, 1), ("vit", "pipedream_2bw", 2, 2, 1),
+        ("bert", "pipedream", 2, 2, 1),
+        ("unet", "cyclic_pipeline", 4, 4, 1), ("resnet", "pipedream_2bw", 4, 4, 1),
+        ("vit", "pipedream", 4, 4, 1),
+        ("resnet", "cyclic_pipeline", 1, 4, 1), ("resnet", "pipedream_2bw", 1, 4, 1),
+        ("resnet", "pipedream", 1, 4, 1),
+        # workers that take turns with stages
+        ("resnet", "cyclic_mp", 3, 2, 1), ("gru", "cyclic_mp", 2, 2, 1),
+        ("unet", "cyclic_mp", 4, 4, 1),
+        # parameters that stages share
+        ("gpt2", "cyclic_pipeline", 2, 2, 1), ("gpt2", "pipedream_2bw", 4, 4, 1),
+        ("t5", "pipedream", 2, 2, 1),
+        # replicas, between which statistics travel; whose stages share a parameter
+        ("resnet", "cyclic_pipeline", 4, 2, 2), ("gpt2", "pipedream_2bw", 4, 2, 2),
+        ("unet", "pipedream", 4, 2, 2),
+        ("vit", "pipedream_2bw", 2, 2, 2),  # one worker has all stages of a replica
+    ],
+)  # fmt: skip
+def test_every_rank_follows_the_rule(
+    name: str, preset: str, num_ranks: int, num_stages: int, replicas: int
+) -> None:
+    job = Job(case=name, num_microbatches=replicas if preset == "pipedream" else 4)
+    plan = {"preset": preset, "stages": num_stages, "replicas": replicas}
+    if replicas == 1:
+        del plan["replicas"]
+    ranks = pipelines(job, num_ranks, function=fit, **plan)
+    args = job, RULES[preset], ranks[0]["stage_of"], replicas
+    (expected,) = processes.run(sequential, 1, *args)
     for r, rank in enumerate(ranks):
         assert rank["global_step"] == job.num_steps * job.num_epochs
-        assert_same(
-            {n: rank["weights"][n] for n in expected["weights"]}, expected["weights"], f"rank {r}"
-        )
-        ends = torch.tensor(rank["logged"][job.num_steps - 1 :: job.num_steps])
-        torch.testing.assert_close(
-            ends.double(), expected["losses"][job.num_steps - 1 :: job.num_steps],
-            rtol=CLOSE, atol=CLOSE,
-        )  # fmt: skip
-    if len(ranks) == ranks[0]["num_stages"]:  # else it has begun the next step before
+        same = {n: rank["weights"][n] for n in expected["weights"]}
+        assert_same(same, expected["weights"], f"rank {r}")
+    last = slice(job.num_steps - 1, None, job.num_steps)  # steps of epochs
+    ends = [torch.tensor(rank["logged"][last]).double() for rank in ranks]
+    if replicas > 1:  # each has logged its own micro-batches
+        ends = [torch.stack(ends).mean(0)]
+    else:
+        assert all(rank["metrics"] == ranks[0]["metrics"] for rank in ranks)
+    for each in ends:
+        torch.testing.assert_close(each, expected["losses"][last], rtol=CLOSE, atol=CLOSE)
+    if replicas == 1 and num_ranks == num_stages:  # else it has begun the next step before
         logged = torch.tensor(ranks[0]["logged"]).double()
         torch.testing.assert_close(logged, expected["losses"], rtol=CLOSE, atol=CLOSE)
-    assert all(rank["metrics"] == ranks[0]["metrics"] for rank in ranks)
-
-
-def untied(preset: str, *names: str) -> list[tuple[str, str]]:
-    return [(name, preset) for name in names]
-
-
-@pytest.mark.parametrize(
-    ("name", "preset"),
-    [*untied("cyclic_pipeline", "resnet", "llama"), *untied("pipedream_2bw", "vit"),
-     *untied("pipedream", "bert"),
-     *(more(*row) for row in [*untied("cyclic_pipeline", "gru"), *untied("pipedream_2bw", "unet"),
-                              *untied("pipedream", "resnet")])],
-)  # fmt: skip
-def test_two_processes(name: str, preset: str) -> None:
-    job = Job(case=name, num_microbatches=1 if preset == "pipedream" else 4)
-    assert_follows(pipelines(job, 2, preset=preset, stages=2, function=fit), job, preset)
-
-
-@pytest.mark.parametrize(
-    ("name", "preset"), [("unet", "cyclic_pipeline"), ("resnet", "pipedream_2bw"),
-                         ("vit", "pipedream")]
-)  # fmt: skip
-def test_four_processes(name: str, preset: str) -> None:
-    job = Job(case=name, num_microbatches=1 if preset == "pipedream" else 4)
-    assert_follows(pipelines(job, 4, preset=preset, stages=4, function=fit), job, preset)
-
-
-@pytest.mark.parametrize("preset", ["pipedream_2bw", "cyclic_pipeline", "pipedream"])
-def test_one_process(preset: str) -> None:
-    job = Job(case="resnet", num_microbatches=1 if preset == "pipedream" else 3)
-    assert_follows(pipelines(job, 1, preset=preset, stages=4, function=fit), job, preset)
-
-
-@pytest.mark.parametrize(
-    ("name", "num_stages", "num_ranks"), [("resnet", 2, 3), ("gru", 2, 2), ("unet", 4, 4)]
-)
-def test_workers_that_take_turns_with_stages(name: str, num_stages: int, num_ranks: int) -> None:
-    job = Job(case=name)
-    ranks = pipelines(job, num_ranks, preset="cyclic_mp", stages=num_stages, function=fit)
-    assert_follows(ranks, job, "cyclic_mp")
-
-
-@pytest.mark.parametrize(
-    ("name", "preset", "num_ranks"),
-    [("gpt2", "cyclic_pipeline", 2), ("gpt2", "pipedream_2bw", 4), ("t5", "pipedream", 2)],
-)
-def test_parameters_that_stages_share(name: str, preset: str, num_ranks: int) -> None:
-    job = Job(case=name, num_microbatches=1 if preset == "pipedream" else 4)
-    ranks = pipelines(job, num_ranks, preset=preset, stages=num_ranks, function=fit)
-    assert_follows(ranks, job, preset)

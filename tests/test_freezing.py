@@ -19,7 +19,6 @@ from tests import processes
 from tests.conformance.harness import Batches
 from tests.conformance.modules import SIZE, Plain, Thawing, vectors
 from tests.corpus import assert_same, make_trainer, weights_of
-from tests.rows import more
 
 pytestmark = pytest.mark.multi
 NUM_STEPS, NUM_EPOCHS = 4, 2
@@ -103,7 +102,7 @@ class InTheOptimizer(Thawing):
         )
 
 
-@pytest.mark.parametrize("preset", ["pipedream", "pipeoptim", more("spectrain")])
+@pytest.mark.parametrize("preset", ["pipedream", "pipeoptim"])
 def test_pipelines_that_predict_or_stash_agree_with_one_process(preset: str) -> None:
     strategy = {"preset": preset, "stages": ["net.2"], "num_microbatches": 1}
     (alone,) = processes.run(train, 1, InTheOptimizer, strategy)
@@ -137,13 +136,7 @@ class ThawsByEpoch(Plain):
 
 @pytest.mark.parametrize(
     "strategy",
-    [
-        more({"preset": "cyclic_dp", "stages": ["net.2"]}),
-        {"preset": "cyclic_zero", "stages": ["net.2"]},
-        more({"preset": "cyclic_dp_v1", "stages": ["net.2"]}),
-        more({"preset": "pipedream_2bw", **CUT}),
-        {"preset": "cyclic_mp", **CUT},
-    ],
+    [{"preset": "cyclic_zero", "stages": ["net.2"]}, {"preset": "cyclic_mp", **CUT}],
     ids=lambda s: s["preset"],
 )
 def test_resumed_where_something_else_is_trained(strategy: Any, tmp_path: Path) -> None:
@@ -251,7 +244,6 @@ ADDED_UP = {"accumulate_grad_batches": 2}
     ("kind", "strategy", "flags", "said"),
     [
         (ThawsOtherOnes, {"preset": "cyclic_dp"}, {}, OTHERS),
-        more(ThawsOtherOnes, {"preset": "1f1b", **CUT}, {}, OTHERS),
         (ThawsOtherOnes, {"preset": "cyclic_mp", **CUT}, {}, OTHERS),
         (ThawsWithinAStep, {"preset": "cyclic_dp"}, ADDED_UP, "between batches that are added up"),
         (
@@ -270,9 +262,7 @@ def test_what_cannot_be_followed_is_refused_on_every_rank(
 
 
 @pytest.mark.parametrize(
-    "strategy",
-    [{"preset": "cyclic_dp"}, {"preset": "1f1b", **CUT}, more({"preset": "cyclic_mp", **CUT})],
-    ids=lambda s: s["preset"],
+    "strategy", [{"preset": "cyclic_dp"}, {"preset": "1f1b", **CUT}], ids=lambda s: s["preset"]
 )
 def test_a_rank_that_freezes_alone_says_for_whom_it_waits(strategy: Any) -> None:
     """The other one is in its step by then: nobody asks it before each step."""

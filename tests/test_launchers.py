@@ -95,8 +95,7 @@ WITH_CLI = ["popen", "fork"]  # which it does, too, below and by name
 
 
 @pytest.mark.parametrize(
-    "launch",
-    [more(x) if x in WITH_CLI else x for x in LAUNCHES if x != "cli, class"],
+    "launch", [more(x) if x in WITH_CLI else x for x in LAUNCHES if x != "cli, class"]
 )
 def test_every_launcher_ends_with_the_same_bits(
     launch: str, weights_of: Callable[[str], Weights], expected: Weights
@@ -130,7 +129,7 @@ def fit_actor(out: Path, preset: str) -> None:
     launched.fit(out, make_strategy(preset, cluster_environment=OfActors()), devices=1)
 
 
-@pytest.mark.parametrize("preset", ["cyclic_dp", more("1f1b")])
+@pytest.mark.parametrize("preset", ["cyclic_dp"])
 def test_ranks_of_one_node_may_share_the_one_device_of_its_cpus(
     preset: str, tmp_path: Path
 ) -> None:

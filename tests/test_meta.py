@@ -10,25 +10,21 @@ import torch
 from lightning.pytorch import Callback, LightningModule, callbacks, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from lightning_cyclic.errors import ConfigurationError, PeerError, StepError
 from lightning_cyclic.runtime.absent import is_absent, num_bytes_of
-from lightning_cyclic.runtime.bits import digest
 from tests import processes
-from tests.capped import capped, is_possible
 from tests.conformance.harness import Batches, same
 from tests.conformance.modules import CLASSES, SIZE, Plain, vectors
 from tests.corpus import make_trainer
-from tests.rows import more
 
 pytestmark = pytest.mark.multi
 NUM_STEPS = 4
 
 
 class Layer(nn.Linear):
-    """Notes how many bytes of its module are here when it is called."""
+    """Notes which part of the bytes of its module is here when it is called."""
 
     root: LightningModule
     sizes: dict[str, int]
@@ -36,11 +32,11 @@ class Layer(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         y = super().forward(x)
         here = {n for n, p in Layer.root.named_parameters() if not is_absent(p)}
-        HERE.append(sum(Layer.sizes[n] for n in here))
+        HERE.append(sum(Layer.sizes[n] for n in here) / sum(Layer.sizes.values()))
         return y
 
 
-HERE: list[int] = []
+HERE: list[float] = []
 
 
 class Late(Plain):
@@ -114,7 +110,7 @@ def check(whole: Any, apart: Any) -> None:
         assert rank[0].items()
         assert all(same(x, one[0][n]) for n, x in rank[0].items())
         parts |= rank[0]
-        assert 0 < max(rank[1]) < TOTAL
+        assert 0 < max(rank[1]) < 1
         assert rank[2] == one[2]
     assert parts.keys() == whole[0][0].keys()
 
@@ -122,7 +118,7 @@ def check(whole: Any, apart: Any) -> None:
 @pytest.mark.parametrize(
     ("preset", "make"),
     [("1f1b", Late), ("1f1b", Tied), ("pipedream_2bw", Late), ("cyclic_mp", Late),
-     more("gpipe", Late)],
+     ],
 )  # fmt: skip
 def test_pipelines_of_stages_that_each_rank_makes(preset: str, make: type[Late]) -> None:
     strategy = {"preset": preset, **STAGED}
@@ -134,9 +130,7 @@ def test_pipelines_of_stages_that_each_rank_makes(preset: str, make: type[Late])
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "stages", "rounds", "make"),
-    [(2, FINE, 1, Tied), (2, FINE, 2, Late), more(4, "auto", 1, Late), more(3, "auto", 1, Late)],
-    ids=str,
+    ("num_ranks", "stages", "rounds", "make"), [(2, FINE, 1, Tied), (2, FINE, 2, Late)], ids=str
 )
 def test_sharded_weights(num_ranks: int, stages: Any, rounds: int, make: type[Late]) -> None:
     plan = {"stages": stages, "slack": 1}
@@ -168,7 +162,7 @@ def go_on(strategy: Any, folder: Path, epochs: int, file: str | None, tests: boo
     return outcome
 
 
-@pytest.mark.parametrize("preset", ["1f1b", "cyclic_zero", more("pipedream_2bw")])
+@pytest.mark.parametrize("preset", ["1f1b", "cyclic_zero"])
 def test_checkpoints_go_from_ranks_into_folders_and_back(preset: str, tmp_path: Path) -> None:
     strategy = {"preset": preset} | ({"stages": FINE} if preset == "cyclic_zero" else STAGED)
     lean = strategy | LEAN
@@ -248,64 +242,3 @@ def refused(what: str, folder: Path) -> str:
 def test_what_needs_the_whole_is_refused_by_name(what: str, said: str, tmp_path: Path) -> None:
     texts = processes.run(refused, 2, what, tmp_path)
     assert any(said in text for text in texts), texts
-
-
-# ---------------------------------------------------------------------- by the system
-
-
-class Large(LightningModule):
-    """A GPT, of 580 MiB."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net: Any = None
-
-    def configure_model(self) -> None:
-        if self.net is None:
-            with torch.device("meta"):
-                blocks = [
-                    nn.TransformerEncoderLayer(512, 8, 2048, 0, batch_first=True, norm_first=True)
-                    for _ in range(48)
-                ]
-                self.net = nn.Sequential(nn.Embedding(256, 512), *blocks, nn.Linear(512, 256))
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return F.cross_entropy(self.net(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), 0.1)
-
-
-CAP = 520 << 20
-
-
-def fit_large(strategy: Any, cap: int, folder: Path, epochs: int, file: Path | None) -> Any:
-    with capped(cap):
-        seed_everything(1, verbose=False)
-        module, g = Large(), torch.Generator().manual_seed(0)
-        data = [torch.randint(0, 256, (4, 17), generator=g) for _ in range(4)]
-        trainer = make_trainer(
-            strategy, max_epochs=epochs, enable_checkpointing=True, default_root_dir=folder,
-            callbacks=[ModelCheckpoint(folder, "{epoch}", save_top_k=-1)],
-        )  # fmt: skip
-        trainer.fit(module, DataLoader(data, batch_size=None), ckpt_path=file)
-        assert sum(map(num_bytes_of, module.parameters())) > CAP
-        return {n: digest(x) for n, x in here_of(module).items()}
-
-
-@pytest.mark.exhaustive
-@pytest.mark.skipif(not is_possible(), reason="no control group of memory may be made here")
-def test_a_gpt_whose_bare_weights_exceed_the_memory_of_each_rank(tmp_path: Path) -> None:
-    strategy = {
-        "preset": "1f1b",
-        "stages": 4,
-        "num_microbatches": 4,
-        "save_distributed_checkpoint": True,
-    }
-    lean = strategy | {"memory_limit_bytes": CAP}
-    with pytest.raises(processes.RanksFailedError, match="died without a word"):
-        processes.run(fit_large, 4, strategy, CAP, tmp_path, 1, None)
-    processes.run(fit_large, 4, lean, CAP, tmp_path, 1, None)
-    ranks = processes.run(fit_large, 4, lean, CAP, tmp_path, 2, tmp_path / "epoch=0.ckpt")
-    (alone,) = processes.run(fit_large, 1, strategy, 1 << 40, tmp_path / "one", 2, None)
-    assert {n: x for rank in ranks for n, x in rank.items()} == alone

@@ -14,7 +14,6 @@ from lightning_cyclic.runtime.transport import NamedTransport
 from tests import processes
 from tests.corpus import Classifier, assert_same, fit
 from tests.nccl_model import GlooModel, Rules
-from tests.rows import more
 from tests.stagewise_runs import Job, loader, pipelines, prepare
 
 pytestmark = pytest.mark.multi
@@ -31,7 +30,7 @@ class Lines:
     def connect(self, named: NamedTransport, program: Program) -> GlooModel:
         """Stand in for the transport's own method."""
         rules = Rules(program.channels, program.depths)
-        model = GlooModel(TIMEOUT_S, rules, named.peers.rank_of)
+        model = GlooModel(TIMEOUT_S, rules, named.crew.names.rank_of)
         self.models.append(model)
         return model
 
@@ -65,13 +64,13 @@ def trained(job: Job, strategy: Any, folder: str) -> Any:
 
 
 PIPELINES = [
-    more("gpipe", "resnet", 2, {}),
-    pytest.param("1f1b", "resnet", 4, {}, marks=pytest.mark.exhaustive),
-    pytest.param("1f1b", "gpt2", 4, {}, marks=pytest.mark.exhaustive),
+
+
+
     ("1f1b", "resnet", 4, {"replicas": 2}), ("cyclic_pipeline", "gpt2", 4, {}),
     ("pipedream", "gpt2", 4, {}), ("pipedream_2bw", "resnet", 4, {}),
-    pytest.param("pipedream_2bw", "gpt2", 4, {"replicas": 2}, marks=pytest.mark.exhaustive),
-    ("pipeoptim", "vit", 4, {}), more("spectrain", "vit", 2, {}),
+
+    ("pipeoptim", "vit", 4, {}),
     ("cyclic_mp", "resnet", 4, {}),
 ]  # fmt: skip
 
@@ -96,31 +95,9 @@ def test_pipelines(
 @pytest.mark.parametrize(
     ("preset", "slack", "net", "num_ranks", "stages", "flags"),
     [
-        pytest.param("cyclic_dp", 0, "resnet", 2, 2, {}, marks=pytest.mark.exhaustive),
-        more("cyclic_dp", 2, "resnet", 4, 8, {}),
-        pytest.param("cyclic_dp", 0, "gpt2", 4, 4, {}, marks=pytest.mark.exhaustive),
         ("cyclic_dp", 0, "resnet", 3, 3, {"accumulate_grad_batches": 2}),
-        pytest.param(
-            "cyclic_dp_v1",
-            0,
-            "resnet",
-            4,
-            4,
-            {"gradient_clip_val": 0.1},
-            marks=pytest.mark.exhaustive,
-        ),
         ("cyclic_dp_v1", 0, "gpt2", 3, 6, {}),
-        pytest.param("cyclic_zero", 0, "resnet", 4, 4, {}, marks=pytest.mark.exhaustive),
         ("cyclic_zero", 2, "gpt2", 3, 6, {}),
-        pytest.param(
-            "lockstep_dp",
-            0,
-            "resnet",
-            4,
-            8,
-            {"gradient_clip_val": 0.1},
-            marks=pytest.mark.exhaustive,
-        ),
         ("lockstep_dp", 0, "mlp", 2, 2, {}),
     ],
 )

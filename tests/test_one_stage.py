@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from tests import processes
-from tests.corpus import assert_same, make_trainer, weights_of
+from tests.corpus import Said, assert_same, make_trainer, weights_of
 from tests.rows import in_turn
 
 pytestmark = pytest.mark.multi
@@ -94,27 +93,12 @@ class Texts(Skipping):
         return super().training_step(torch.tensor([[len(text)] * 4 for text in batch]) / 9, 0)
 
 
-class Heard(logging.Handler):
-    """Keeps what is said."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.said: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.said.append(record.getMessage())
-
-
 def fit_texts(strategy: Any) -> tuple[int, dict[str, Tensor], list[str]]:
     module = Texts()
     data = DataLoader([["a cat", "a dog", "two"]] * NUM_STEPS, batch_size=None)  # type: ignore[arg-type]
-    trainer, heard = make_trainer(strategy, max_epochs=1), Heard()
-    logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
-    logger.addHandler(heard)
-    logger.setLevel(logging.INFO)
+    trainer, said = make_trainer(strategy, max_epochs=1), Said()
     trainer.fit(module, data)
-    logger.removeHandler(heard)
-    return module.steps, weights_of(module), [s for s in heard.said if "not cut into" in s]
+    return module.steps, weights_of(module), [s for s in said.lines if "not cut into" in s]
 
 
 def test_a_batch_that_cannot_be_cut_is_one_micro_batch() -> None:

@@ -11,14 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from torch.utils.data import DataLoader
 
 from lightning_cyclic.errors import ConfigurationError
-from tests import stagewise_torch as own
 from tests.corpus import assert_same
-from tests.rows import chosen, more
 from tests.stagewise_modules import CASES
 from tests.stagewise_runs import (
     Job,
@@ -33,9 +30,6 @@ from tests.stagewise_runs import (
 
 pytestmark = pytest.mark.multi
 
-PLACES = [(1, "gpipe", 4), (2, "1f1b", 2), (4, "gpipe", 4)]  # processes, preset, stages
-EXHAUSTIVE = pytest.mark.exhaustive
-
 
 # ---------------------------------------------------------------------- clipping, accumulation
 
@@ -44,11 +38,9 @@ EXHAUSTIVE = pytest.mark.exhaustive
     ("name", "num_ranks", "preset", "flags"),
     [
         ("resnet", 2, "1f1b", {"gradient_clip_val": 0.3}),
-        more("gpt2", 2, "gpipe", {"gradient_clip_val": 0.1}),
         ("gpt2", 4, "1f1b", {"gradient_clip_val": 0.1}),  # whose tied weights count once
         ("frozen", 2, "gpipe", {"gradient_clip_val": 0.1}),
         ("resnet", 4, "gpipe", {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
-        more("t5", 2, "1f1b", {"gradient_clip_val": 0.001, "gradient_clip_algorithm": "value"}),
     ],
 )
 def test_clipping(name: str, num_ranks: int, preset: str, flags: dict[str, Any]) -> None:
@@ -58,24 +50,20 @@ def test_clipping(name: str, num_ranks: int, preset: str, flags: dict[str, Any])
     assert reference(job)["logged"] != reference(Job(case=name))["logged"]
 
 
-@pytest.mark.parametrize(("num_ranks", "preset", "stages"), chosen(PLACES, PLACES[1:]))
 @pytest.mark.parametrize(
-    "num_steps",
-    [5, pytest.param(8, marks=EXHAUSTIVE)],  # five leave an incomplete window
+    ("num_steps", "accumulate", "num_ranks", "preset", "stages"),
+    [
+        (5, 2, 2, "1f1b", 2),  # which leave an incomplete window
+        (5, 2, 4, "gpipe", 4),
+        (12, 3, 2, "1f1b", 2),  # a third, three times, is not one
+    ],
 )
 def test_accumulating_batches_on_top(
-    num_steps: int, num_ranks: int, preset: str, stages: int
+    num_steps: int, accumulate: int, num_ranks: int, preset: str, stages: int
 ) -> None:
     job = Job(case="resnet", num_steps=num_steps, num_epochs=3, num_microbatches=2,
-              flags=(("accumulate_grad_batches", 2),))  # fmt: skip
-    ranks = pipelines(job, num_ranks, preset=preset, stages=stages)
-    assert_equals_plain(ranks, job)
-
-
-def test_accumulating_three_batches() -> None:  # a third, three times, is not one
-    job = Job(case="resnet", num_steps=12, num_microbatches=2, num_epochs=2,
-              flags=(("accumulate_grad_batches", 3),))  # fmt: skip
-    assert_equals_plain(pipelines(job, 2, preset="1f1b", stages=2), job)
+              flags=(("accumulate_grad_batches", accumulate),))  # fmt: skip
+    assert_equals_plain(pipelines(job, num_ranks, preset=preset, stages=stages), job)
 
 
 def test_clipping_what_two_replicas_accumulated() -> None:
@@ -85,99 +73,21 @@ def test_clipping_what_two_replicas_accumulated() -> None:
     assert_equals_plain(ranks, job, exact_metrics=False)
 
 
-# ---------------------------------------------------------------------- rates
-
-
-class Rates(Callback):
-    def __init__(self) -> None:
-        self.seen: list[float] = []
-
-    def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
-        self.seen.append(trainer.optimizers[0].param_groups[0]["lr"])
-
-
-class OnPlateau(own.ResNet):
-    """Lower the rate when the accuracy has not fallen: often, and by an exact number."""
-
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.SGD(self.parameters(), 0.05)
-        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
-        plateau = {"scheduler": scheduler, "interval": "epoch", "monitor": "train_metric"}
-        return {"optimizer": optimizer, "lr_scheduler": plateau}
-
-
-def fit_and_read_rates(job: Job, strategy: Any) -> Outcome:
-    rates = Rates()
-    run = prepare(job, strategy, [rates])
-    run.trainer.fit(run.module, run.batches)
-    return run.outcome() | {"rates": rates.seen}
-
-
-@pytest.mark.parametrize(
-    ("module", "num_ranks", "preset", "stages"),
-    chosen(
-        [(module, *place) for module in (own.ResNet, OnPlateau) for place in PLACES],
-        [(own.ResNet, *PLACES[1]), (OnPlateau, *PLACES[2])],
-    ),
-)
-def test_rates(module: Any, num_ranks: int, preset: str, stages: int) -> None:
-    job = Job(case="resnet", module=module, num_steps=2, num_epochs=6)
-    ranks = pipelines(job, num_ranks, function=fit_and_read_rates, preset=preset, stages=stages)
-    assert_equals_plain(ranks, job)
-    rates = plainly(fit_and_read_rates, job)["rates"][:: job.num_microbatches]
-    assert len(set(rates)) > 2
-    assert [rank["rates"] for rank in ranks] == [rates] * num_ranks
-
-
 # ---------------------------------------------------------------------- evaluation
 
 
-def fit_and_evaluate(job: Job, strategy: Any) -> Outcome:
-    """Evaluate on whole batches, whatever it was trained on."""
+def fit_and_predict(job: Job, strategy: Any) -> Outcome:
     run = prepare(job, strategy)
-    whole = DataLoader(loader(job, (strategy or {}).get("replicas", 1)).dataset, batch_size=None)
-    untrained = run.trainer.validate(run.module, whole, verbose=False)
-    run.trainer.fit(run.module, run.batches, whole)
-    trained = run.outcome()
-    evaluated = {
-        "untrained": untrained,
-        "valid": run.trainer.validate(run.module, whole, verbose=False),
-        "test": run.trainer.test(run.module, whole, verbose=False),
-        "predictions": run.trainer.predict(run.module, whole),
-    }
-    assert_same(run.outcome()["weights"], trained["weights"], "evaluation")
-    return trained | evaluated
-
-
-EVALUATED = ("untrained", "valid", "test")
-
-
-@pytest.mark.parametrize(
-    ("name", "num_ranks", "preset", "stages"),
-    [
-        pytest.param(name, *place, marks=[] if k in always else [EXHAUSTIVE])
-        for name, always in (("resnet", (0,)), ("gpt2", (1,)), ("t5", ()))
-        for k, place in enumerate(PLACES)
-    ],
-)
-def test_validate_test_and_predict(name: str, num_ranks: int, preset: str, stages: int) -> None:
-    job = Job(case=name)
-    plain = plainly(fit_and_evaluate, job)
-    ranks = pipelines(job, num_ranks, function=fit_and_evaluate, preset=preset, stages=stages)
-    assert plain["untrained"] != plain["valid"]
-    for rank in ranks:
-        assert_same(rank["weights"], plain["weights"])
-        assert rank["metrics"]["val_loss"] == plain["metrics"]["val_loss"]
-        assert {what: rank[what] for what in EVALUATED} == {w: plain[w] for w in EVALUATED}
-        for given, expected in zip(rank["predictions"], plain["predictions"], strict=True):
-            assert torch.equal(given, expected)
+    run.trainer.fit(run.module, run.batches)
+    whole = DataLoader(loader(job, strategy["replicas"]).dataset, batch_size=None)
+    return run.outcome() | {"predictions": torch.cat(run.trainer.predict(run.module, whole))}
 
 
 def test_each_replica_predicts_its_own_batches() -> None:
     job = Job(case="resnet")
-    ranks = pipelines(job, 4, function=fit_and_evaluate, preset="gpipe", stages=2, replicas=2)
+    ranks = pipelines(job, 4, function=fit_and_predict, preset="gpipe", stages=2, replicas=2)
     assert_same(ranks[0]["weights"], reference(job)["weights"])
-    halves = [torch.cat(rank["predictions"]) for rank in ranks]
+    halves = [rank["predictions"] for rank in ranks]
     assert torch.equal(halves[0], halves[1])  # the stages of one replica
     assert torch.equal(halves[2], halves[3])
     assert halves[0].shape == halves[2].shape
@@ -197,31 +107,22 @@ def fit_and_stop(job: Job, strategy: Any, folder: Path) -> Outcome:
     return run.outcome() | {"stopped": stop.stopped_epoch, "best": names}
 
 
-@pytest.fixture(scope="module")
-def plain_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("plain")
-
-
-@pytest.mark.parametrize(("num_ranks", "preset", "stages"), chosen(PLACES, PLACES[1:2]))
-def test_stopping_early_and_keeping_the_best(
-    num_ranks: int, preset: str, stages: int, tmp_path: Path, plain_folder: Path
-) -> None:
+def test_stopping_early_and_keeping_the_best(tmp_path: Path) -> None:
     job = Job(case="resnet", num_epochs=12)
-    plain = plainly(fit_and_stop, job, plain_folder)
+    plain = plainly(fit_and_stop, job, tmp_path / "plain")
     assert 0 < plain["stopped"] < 11
     ranks = pipelines(
-        job, num_ranks, tmp_path / "pipeline", function=fit_and_stop, preset=preset, stages=stages
+        job, 2, tmp_path / "pipeline", function=fit_and_stop, preset="1f1b", stages=2
     )
     for rank in ranks:
         for what in ("stopped", "epoch", "global_step", "best"):
             assert rank[what] == plain[what], what
         assert_same(rank["weights"], plain["weights"])
-    best = plain["best"][0]
-    saved = [
-        torch.load(folder / best, weights_only=True)
-        for folder in (plain_folder, tmp_path / "pipeline")
-    ]
-    assert_same(saved[1]["state_dict"], saved[0]["state_dict"])
+    plain_one, other = (
+        torch.load(tmp_path / kind / plain["best"][0], weights_only=True)
+        for kind in ("plain", "pipeline")
+    )
+    assert_same(other["state_dict"], plain_one["state_dict"])
 
 
 def fit_in_parts(
@@ -243,12 +144,8 @@ def fit_in_parts(
 SAVED_IN = {"preset": "1f1b", "stages": 4}
 
 
-@pytest.mark.parametrize(
-    ("name", "dropout"),
-    [more("resnet", 0.0), more("gpt2", 0.0), more("vae", 0.0), ("bert", 0.2)],
-)
-def test_a_pipeline_goes_on_with_the_same_bits(name: str, dropout: float, tmp_path: Path) -> None:
-    job = Job(case=name, dropout=dropout)
+def test_a_pipeline_goes_on_with_the_same_bits(tmp_path: Path) -> None:
+    job = Job(case="bert", dropout=0.2)
     through = pipelines(job, 2, tmp_path, function=fit_in_parts, **SAVED_IN)
     for begin_with in ("epoch=0.ckpt", "step=3.ckpt"):
         again = pipelines(job, 2, tmp_path, begin_with, function=fit_in_parts, **SAVED_IN)
@@ -258,9 +155,8 @@ def test_a_pipeline_goes_on_with_the_same_bits(name: str, dropout: float, tmp_pa
             assert_same(rank["weights"], through[0]["weights"], begin_with)
 
 
-@pytest.mark.parametrize("name", [pytest.param("resnet", marks=EXHAUSTIVE), "gpt2"])
-def test_checkpoints_move_between_places(name: str, tmp_path: Path) -> None:
-    job = Job(case=name)
+def test_checkpoints_move_between_places(tmp_path: Path) -> None:
+    job = Job(case="gpt2")
     plain = plainly(fit_in_parts, job, tmp_path / "plain", None, 3)
     pipelines(job, 2, tmp_path / "pipeline", function=fit_in_parts, **SAVED_IN)
     ends = [plainly(fit_in_parts, job, tmp_path / "pipeline", "epoch=1.ckpt", 3)]
@@ -291,24 +187,6 @@ def test_a_checkpoint_is_a_plain_one(tmp_path: Path) -> None:
 
 
 # ---------------------------------------------------------------------- precision
-
-
-@pytest.mark.parametrize(
-    ("name", "num_ranks", "precision"),
-    [
-        ("resnet", 2, "bf16-mixed"),
-        more("gpt2", 2, "bf16-mixed"),  # as with rematerialisation, below
-        pytest.param("t5", 1, "bf16-mixed", marks=EXHAUSTIVE),  # and test_precisions.py has more
-        more("t5", 4, "bf16-mixed"),
-        pytest.param("gru", 2, "64-true", marks=EXHAUSTIVE),
-        pytest.param("gpt2", 2, "bf16-true", marks=EXHAUSTIVE),
-    ],
-)
-def test_precision(name: str, num_ranks: int, precision: str) -> None:
-    job = Job(case=name, flags=(("precision", precision),))
-    ranks = pipelines(job, num_ranks, preset="1f1b", stages=2 if num_ranks == 2 else 4)
-    assert_equals_plain(ranks, job)
-    assert reference(job)["logged"] != reference(Job(case=name))["logged"]
 
 
 def test_mixed_precision_with_rematerialisation() -> None:

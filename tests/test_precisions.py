@@ -1,7 +1,7 @@
 """Every precision under every kind of preset: the bits of one process that goes by the same rule.
 
 The reference computes by Lightning's own precision plugin. Half precision with a loss scale is in
-test_loss_scaling.py, test_pipeline_scaling.py and test_flow_scaling.py.
+test_loss_scaling.py and test_pipeline_scaling.py.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from lightning.pytorch.plugins.precision import (
     MixedPrecision,
     Precision,
 )
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_cyclic.plan import Plan
-from tests import asynchronous, processes, sequential
+from tests import asynchronous, processes
 from tests.corpus import (
     Classifier,
-    MicroBatches,
+    Reference,
     assert_same,
     by_stage,
     make_trainer,
@@ -34,32 +34,11 @@ from tests.stagewise_runs import Job, Outcome, pipelines, prepare
 
 pytestmark = pytest.mark.multi
 
-PRECISIONS = ("64-true", "bf16-mixed", "bf16-true", "16-true")
 WHOLE = {"cyclic_dp": "freshest", "cyclic_zero": "freshest"}
 STAGED = {
     "gpipe": "sync", "1f1b": "sync", "pipedream_2bw": "delayed", "cyclic_pipeline": "freshest",
 }  # fmt: skip
-ALWAYS = {
-    ("cyclic_dp", "bf16-true"), ("cyclic_zero", "bf16-mixed"), ("cyclic_zero", "64-true"),
-    ("gpipe", "16-true"), ("1f1b", "bf16-mixed"), ("pipedream_2bw", "bf16-true"),
-    ("cyclic_pipeline", "64-true"),
-}  # fmt: skip
 NUM_STEPS, NET = 6, "resnet"
-
-
-def every(presets: dict[str, str]) -> list[Any]:
-    """Return each preset with each precision on 2 and 4 ranks; one of each preset always runs."""
-    return [
-        pytest.param(
-            preset, precision, num_ranks,
-            marks=()
-            if (preset, precision) in ALWAYS and num_ranks == 2
-            else pytest.mark.exhaustive,
-        )
-        for preset in presets
-        for precision in PRECISIONS
-        for num_ranks in (2, 4)
-    ]  # fmt: skip
 
 
 def plugin(precision: str) -> Precision:
@@ -89,25 +68,25 @@ def whole_by_rule(
 ) -> dict[str, Tensor]:  # fmt: skip
     own, module, num = plugin(precision), Classifier(NET, "sgd"), plan.num_microbatches
     own.convert_module(module)
-    data = MicroBatches(module.kind, NUM_STEPS * num)
+    loss = module.loss
 
-    def loss(module: nn.Module, t: int, i: int) -> Tensor:
-        batch = own.convert_input(data[t * num + i])  # drawn before floats are of another dtype
+    def converted(batch: Any, t: int) -> Tensor:
         with own.train_step_context():
-            return module.loss(batch, t)
+            return loss(own.convert_input(batch), t)
 
-    sequential.train(
-        module, by_stage(module, stage_of), module.configure_optimizers(), loss, rule=rule,
-        num_workers=num, num_steps=NUM_STEPS, num_groups=num // plan.group_size,
-        wire=wire_of(plan, dtype, torch.promote_types(LEAST, next(module.parameters()).dtype)),
-    )  # fmt: skip
-    return weights_of(module)
+    module.loss = converted  # type: ignore[method-assign]
+    wire = wire_of(plan, dtype, torch.promote_types(LEAST, next(module.parameters()).dtype))
+    groups = num // plan.group_size
+    run = Reference(rule=rule, n=num, num_batches=NUM_STEPS, groups=groups, wire=wire)
+    return run.run(module, stage_of).weights
 
 
-@pytest.mark.parametrize(("preset", "precision", "num_ranks"), every(WHOLE))
-def test_whole_steps(preset: str, precision: str, num_ranks: int) -> None:
-    strategy = {"preset": preset, "stages": 4}
-    ranks = processes.run(fit_whole, num_ranks, strategy, precision)
+@pytest.mark.parametrize(
+    ("preset", "precision"),
+    [("cyclic_dp", "bf16-true"), ("cyclic_zero", "bf16-mixed"), ("cyclic_zero", "64-true")],
+)
+def test_whole_steps(preset: str, precision: str) -> None:
+    ranks = processes.run(fit_whole, 2, {"preset": preset, "stages": 4}, precision)
     args = precision, WHOLE[preset], ranks[0]["stage_of"], ranks[0]["plan"]
     (expected,) = processes.run(whole_by_rule, 1, *args)
     for rank in ranks:
@@ -155,9 +134,15 @@ def staged_by_rule(
     return weights_of(module)
 
 
-@pytest.mark.parametrize(("preset", "precision", "num_ranks"), every(STAGED))
-def test_stages_apart(preset: str, precision: str, num_ranks: int) -> None:
-    ranks = pipelines(JOB, num_ranks, precision, preset=preset, stages=4, function=fit_staged)
+@pytest.mark.parametrize(
+    ("preset", "precision"),
+    [
+        ("gpipe", "16-true"), ("1f1b", "bf16-mixed"), ("pipedream_2bw", "bf16-true"),
+        ("cyclic_pipeline", "64-true"),
+    ],
+)  # fmt: skip
+def test_stages_apart(preset: str, precision: str) -> None:
+    ranks = pipelines(JOB, 2, precision, preset=preset, stages=4, function=fit_staged)
     args = JOB, precision, STAGED[preset], ranks[0]["stage_of"], ranks[0]["plan"]
     (expected,) = processes.run(staged_by_rule, 1, *args)
     for rank in ranks:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import random
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, default_collate
 
 from tests import processes
-from tests.corpus import assert_same, make_trainer, weights_of
+from tests.corpus import Said, assert_same, make_trainer, weights_of
 
 pytestmark = pytest.mark.multi
 ROWS, PER_EPOCH, EPOCHS = 24, 6, 3
@@ -119,21 +118,8 @@ def test_behind_an_epoch(strategy: dict[str, Any], tmp_path: Path) -> None:
     assert_goes_on(resumed, expected, PER_EPOCH + 1)
 
 
-class Said(logging.Handler):
-    """Note what is logged."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-
 def fit_alone(strategy: Any, folder: str, goes_on_from: str) -> list[str]:
-    said, logger = Said(), logging.getLogger("lightning.pytorch.utilities.rank_zero")
-    logger.setLevel(logging.INFO)
-    logger.addHandler(said)
+    said = Said()
     fit(strategy, False, folder, goes_on_from)
     return [line for line in said.lines if "random states" in line]
 

@@ -79,14 +79,7 @@ def fresh(request: pytest.FixtureRequest) -> Iterator[Commands]:
 
 
 @pytest.mark.multi
-@pytest.mark.parametrize(
-    "code",
-    [
-        pytest.param("lightning first", marks=pytest.mark.exhaustive),
-        pytest.param("lightning last", marks=pytest.mark.exhaustive),
-        "lightning alone",
-    ],
-)
+@pytest.mark.parametrize("code", ["lightning alone"])
 def test_every_name_is_known_in_whatever_order_things_are_imported(
     code: str, fresh: Commands
 ) -> None:

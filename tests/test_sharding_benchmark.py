@@ -40,22 +40,6 @@ def test_a_case_prints_a_row_for_each_strategy(
     assert rows == list(STRATEGIES[1:])
 
 
-def test_the_table_has_a_row_for_each_latency(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    import sharding
-
-    sharding.main(["--table", "--workers", "2", "10"])
-    _, *rows = capsys.readouterr().out.splitlines()
-    assert [row.split(":")[0].split() for row in rows] == [
-        [str(n), "workers,", str(max(n, 8)), "stages,", *latency.split()]
-        for n in (2, 10) for latency in ("1 µs", "50 µs", "500 µs", "5 ms")
-    ]  # fmt: skip
-    # owners send between forwards of 21 ms and backwards of 42 ms, for which others may wait
-    assert all("cyclic_zero 0.5" in row or "cyclic_zero 0.6" in row for row in rows)
-
-
 def test_a_lockstep_step_waits_for_its_collectives_unless_they_run_ahead(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -170,9 +170,7 @@ def assert_goes_on_from_a_checkpoint(folder: Path) -> None:
     assert behind[0] % SAVE_EVERY == 0
 
 
-@pytest.mark.parametrize(
-    "preset", ["1f1b", *(pytest.param(p, marks=MORE) for p in PRESETS if p != "1f1b")]
-)
+@pytest.mark.parametrize("preset", ["1f1b"])
 def test_a_job_that_is_asked_to_requeue_does_no_step_twice(
     preset: str, cluster: Cluster, clone: Path, expected: Weights
 ) -> None:

@@ -1,4 +1,4 @@
-"""Modules that are not a plain chain: frozen, unused, shared and glued parameters; dropout."""
+"""Modules that are not a plain chain: branches, shared and glued parameters; dropout."""
 
 from __future__ import annotations
 
@@ -13,35 +13,11 @@ from torch.nn import functional as F
 
 from tests import corpus, processes
 from tests.corpus import Batch, Classifier, Reference, assert_same, fit
-from tests.rows import in_turn, more
+from tests.rows import in_turn
 
 pytestmark = pytest.mark.multi
 
 RULES = {"cyclic_dp": "freshest", "cyclic_dp_v1": "delayed", "lockstep_dp": "sync"}
-
-
-class Frozen(Classifier):
-    """Trains all but some layers; the optimizer is given the frozen ones, too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        for k in (0, 6, 7):
-            self.net[k].requires_grad_(False)
-
-
-class FrozenAndLeftOut(Frozen):
-    """Gives the optimizer only what it trains."""
-
-    def configure_optimizers(self) -> Any:
-        return corpus.adamw([p for p in self.parameters() if p.requires_grad])
-
-
-class Unused(Classifier):
-    """Has a layer that no step uses, and weight decay that must not move it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.unused = nn.Linear(12, 12)
 
 
 class UsedSometimes(Classifier):
@@ -107,22 +83,8 @@ class Tied(Classifier):
         self.net[16].weight = self.net[0].weight
 
 
-class Groups(Classifier):
-    """Has groups in an order of its own, with rates and weight decays of their own."""
-
-    def configure_optimizers(self) -> Any:
-        weights = [p for p in self.parameters() if p.dim() > 1]
-        biases = [p for p in self.parameters() if p.dim() < 2]
-        groups = [
-            {"params": biases[::-1], "lr": 0.1, "weight_decay": 0.0},
-            {"params": weights[1::2]},
-            {"params": weights[::2], "lr": 0.02, "nesterov": True},
-        ]
-        return torch.optim.SGD(groups, lr=0.05, momentum=0.9, weight_decay=1e-2)
-
-
 MODULES = [
-    Frozen, FrozenAndLeftOut, Unused, UsedSometimes, UsedLater, UsedSomewhere, Glued, Tied, Groups
+    UsedSometimes, UsedLater, UsedSomewhere, Glued, Tied,
 ]  # fmt: skip
 
 
@@ -183,7 +145,7 @@ def _keeping_the_seed(seed: int) -> Dropping:
     return module
 
 
-@pytest.mark.parametrize("preset", ["cyclic_dp", more("cyclic_dp_v1"), "lockstep_dp"])
+@pytest.mark.parametrize("preset", ["cyclic_dp", "lockstep_dp"])
 def test_dropout_depends_on_seed_step_and_micro_batch_alone(preset: str) -> None:
     ranks = processes.run(fit_seeded, 2, 7, preset)
     again = processes.run(fit_seeded, 2, 7, preset)

@@ -45,6 +45,15 @@ _STEP_BY_STEP = ("pipedream", "pipeoptim", "spectrain")  # which update behind e
 
 Batch = tuple[Tensor, Tensor]
 
+_PRELOAD = [
+    "torch",
+    "lightning.pytorch",
+    "lightning_cyclic.cyclic_strategy",
+    "lightning_cyclic.cli.trial",
+]
+_AFTER_FAILURE_S = 5.0  # for the others to say more
+_TOLD_BY_OTHERS = ("PeerError", "WaitTimeoutError")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
@@ -186,16 +195,6 @@ def _micro_batch(k: int) -> Batch:
     generator = torch.Generator().manual_seed(k)
     x = torch.randn(_ROWS, _WIDTH, generator=generator)
     return x, torch.randint(_CLASSES, (_ROWS,), generator=generator)
-
-
-_PRELOAD = [
-    "torch",
-    "lightning.pytorch",
-    "lightning_cyclic.cyclic_strategy",
-    "lightning_cyclic.cli.trial",
-]
-_AFTER_FAILURE_S = 5.0  # for the others to say more
-_TOLD_BY_OTHERS = ("PeerError", "WaitTimeoutError")
 
 
 class Ended(NamedTuple):

@@ -19,6 +19,12 @@ from lightning_cyclic.simulate.costs import Network
 PRECISIONS: Final = {"32-true": 4, "bf16-true": 2, "16-true": 2}  # bytes of each weight
 _FLOAT32_BYTES = 4
 _INDEX_BYTES = 4  # int32
+_FINENESS = (1, 2, 4)  # stages per worker that runs whole micro-batches: finer ones overlap better
+DEFAULT_BANDWIDTH: Final = "10Gbit/s"  # of each worker, in each direction
+DEFAULT_LATENCY: Final = "50us"  # of a message
+INSIDE_BANDWIDTH: Final = "100Gbit/s"  # the same between workers of a host
+INSIDE_LATENCY: Final = "5us"
+_DOUBLINGS = 2  # of a single profile's micro-batch
 
 
 @final
@@ -93,14 +99,6 @@ class StatesPerParam:
             sums=float32,
             break_even=(1 + dense) / (1 + compressed + index),
         )
-
-
-_FINENESS = (1, 2, 4)  # stages per worker that runs whole micro-batches: finer ones overlap better
-DEFAULT_BANDWIDTH: Final = "10Gbit/s"  # of each worker, in each direction
-DEFAULT_LATENCY: Final = "50us"  # of a message
-INSIDE_BANDWIDTH: Final = "100Gbit/s"  # the same between workers of a host
-INSIDE_LATENCY: Final = "5us"
-_DOUBLINGS = 2  # of a single profile's micro-batch
 
 
 def _default_presets() -> tuple[str, ...]:

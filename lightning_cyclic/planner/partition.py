@@ -16,6 +16,12 @@ from typing import TypeAlias
 
 from lightning_cyclic.errors import PlanError
 
+Pieces: TypeAlias = Callable[[int, int], Iterator[tuple[int, float, float]]]
+"""From a part's number and the place where it ends to (the place where it begins, a floor of its
+cost, its cost), the shortest part first; no longer part may have a lower floor."""
+Fits: TypeAlias = Callable[[int, int, int], bool]
+"""Whether part number p may be from a to b."""
+
 
 def balance(weights: Sequence[int], parts: int) -> list[int]:
     """Cut ``weights`` into ``parts`` contiguous, non-empty parts, minimising the heaviest.
@@ -182,13 +188,6 @@ def _fairest(
         )
         starts.append(b)
     return starts[::-1]
-
-
-Pieces: TypeAlias = Callable[[int, int], Iterator[tuple[int, float, float]]]
-"""From a part's number and the place where it ends to (the place where it begins, a floor of its
-cost, its cost), the shortest part first; no longer part may have a lower floor."""
-Fits: TypeAlias = Callable[[int, int, int], bool]
-"""Whether part number p may be from a to b."""
 
 
 def cut_row(

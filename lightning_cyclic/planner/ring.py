@@ -20,6 +20,13 @@ from lightning_cyclic.plan.presets import PRESETS
 from lightning_cyclic.simulate.costs import Costs, Network
 from lightning_cyclic.simulate.engine import simulate
 
+ALIKE: Final = 1.01  # predictions this close are alike: networks are not known better
+_STEPS = 10  # to be steady, and to see it for some
+_MOST_SIMULATED = 24  # plans: what comes after them gains little
+_MOST_CELLS = 5_000  # (worker, stage, step) cells of one of them: half a second
+Cut: TypeAlias = Callable[[int], Costs]
+"""From a number of stages to what each of them costs."""
+
 
 def ring_bound_s(
     costs: Costs,
@@ -182,15 +189,6 @@ def quickest(network: Network) -> Network:
             network.bandwidth_bytes_per_s, network.inside.bandwidth_bytes_per_s
         ),
     )
-
-
-ALIKE: Final = 1.01  # predictions this close are alike: networks are not known better
-_STEPS = 10  # to be steady, and to see it for some
-_MOST_SIMULATED = 24  # plans: what comes after them gains little
-_MOST_CELLS = 5_000  # (worker, stage, step) cells of one of them: half a second
-
-Cut: TypeAlias = Callable[[int], Costs]
-"""From a number of stages to what each of them costs."""
 
 
 @final

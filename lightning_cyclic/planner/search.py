@@ -29,6 +29,8 @@ from lightning_cyclic.simulate.engine import simulate
 from lightning_cyclic.simulate.units import show_bytes
 
 _MOST_SIMULATED = 20_000  # (micro-batch, stage, step) cells to simulate: some two seconds
+_MOST_CELLS = 100_000  # (micro-batch, stage, step) cells to count memory on: some ten seconds
+_Key: TypeAlias = tuple[float, float, float]
 
 
 @final
@@ -145,9 +147,6 @@ def least_step_s(fit: Fit, problem: Problem) -> float:
     )
 
 
-_MOST_CELLS = 100_000  # (micro-batch, stage, step) cells to count memory on: some ten seconds
-
-
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranking:
@@ -231,9 +230,6 @@ def _cells(candidate: Candidate) -> int:
     # as many steps as it takes to be steady: four, and two rounds through a replica's stages
     of_each = candidate.num_microbatches * candidate.num_stages
     return 4 * of_each + 2 * candidate.num_stages**2 * candidate.replicas
-
-
-_Key: TypeAlias = tuple[float, float, float]
 
 
 @final

@@ -20,6 +20,10 @@ from lightning_cyclic.simulate.units import show_bytes, show_seconds
 if TYPE_CHECKING:
     from rich.table import Table
 
+_WIDTH = 100
+_BOUNDS = "too long to simulate; no step with these stages is faster, and it may be much slower"
+_COLUMNS = ("w x S", "micro", "remat", "step", "samples/s", "memory", "bubble", "stale")
+
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,11 +54,6 @@ def reference(problem: Problem) -> Reference | None:
         return None
     step = best_lockstep(costs, problem.ring_network, problem.num_workers)
     return Reference(step=step, samples=problem.samples, memory_bytes=memory.total)
-
-
-_WIDTH = 100
-_BOUNDS = "too long to simulate; no step with these stages is faster, and it may be much slower"
-_COLUMNS = ("w x S", "micro", "remat", "step", "samples/s", "memory", "bubble", "stale")
 
 
 def table(ranking: Ranking, *, colour: bool = False) -> str:

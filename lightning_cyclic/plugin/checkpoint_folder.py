@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import shutil
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, final
@@ -27,6 +27,8 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
+from typing_extensions import override
 
 from lightning_cyclic.compat import _METADATA_FILENAME as META
 from lightning_cyclic.compat import CheckpointIO
@@ -39,7 +41,6 @@ from lightning_cyclic.plugin.checkpoint_file import (
     write_whole,
 )
 from lightning_cyclic.runtime.agreement import together
-from lightning_cyclic.runtime.unread import UnreadTensor
 
 
 def by_names(state: Mapping[str, Any], optimizer: Optimizer, module: nn.Module) -> dict[str, Any]:
@@ -214,3 +215,37 @@ class CheckpointFolder:
 def _names_of(optimizer: Optimizer, module: nn.Module) -> list[str]:
     names = {id(p): n for n, p in module.named_parameters()}
     return [names.get(id(p), str(k)) for k, p in enumerate(in_order(optimizer))]
+
+
+@final
+class UnreadTensor(Tensor):
+    """Stand for a tensor of a checkpoint's files, with its shape and dtype.
+
+    Each operation on it reads the values anew and keeps none, so that loading a module needs
+    memory for one tensor beside it; and who copies it nowhere, as a rank does with the stages of
+    others, reads nothing.
+    """
+
+    _read: Callable[[], Tensor]
+
+    @staticmethod
+    def __new__(
+        cls, shape: torch.Size, dtype: torch.dtype, read: Callable[[], Tensor]
+    ) -> UnreadTensor:
+        """Make one of what is read."""
+        made: UnreadTensor = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype)
+        made._read = read
+        return made
+
+    @override
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"UnreadTensor(shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return args[0]
+        args, kwargs = tree_map_only(UnreadTensor, lambda x: x._read(), (args, kwargs or {}))
+        return func(*args, **kwargs)

@@ -93,7 +93,7 @@ def clip_stages(
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if by_stage:
-        for j in range(session.ownership.num_stages):
+        for j in range(session.program.plan.num_stages):
             mine = set(map(id, session.trained_of(j)))  # in the order of the optimizer's
             torch.nn.utils.clip_grad_norm_([p for p in parameters if id(p) in mine], clip_val)
         return

@@ -19,9 +19,9 @@ from lightning_cyclic.plan.presets import AXES
 from lightning_cyclic.planner.candidates import DEFAULT_BANDWIDTH, DEFAULT_LATENCY
 from lightning_cyclic.plugin.checks import check_plan, is_stagewise
 from lightning_cyclic.plugin.clipping import CLIPPING
-from lightning_cyclic.runtime.partial_step.ranks import rank_of
+from lightning_cyclic.runtime.gradient_store import WIRE_DTYPES, SumDtypes
+from lightning_cyclic.runtime.partial_step.collectives import rank_of
 from lightning_cyclic.runtime.stages.evidence import ClockName
-from lightning_cyclic.runtime.sum_dtypes import WIRE_DTYPES, SumDtypes
 from lightning_cyclic.runtime.transport.choice import Route
 from lightning_cyclic.runtime.whole_step.session import auto_stages
 from lightning_cyclic.simulate import Network, parse_bandwidth, parse_seconds

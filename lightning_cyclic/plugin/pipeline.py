@@ -41,10 +41,10 @@ from lightning_cyclic.runtime.absent import is_absent
 from lightning_cyclic.runtime.agreement import require_same_number
 from lightning_cyclic.runtime.messages import Message
 from lightning_cyclic.runtime.meta import lending
+from lightning_cyclic.runtime.partial_step.collectives import rank_of
 from lightning_cyclic.runtime.partial_step.config import StagewiseConfig
 from lightning_cyclic.runtime.partial_step.ghosts import user_line
 from lightning_cyclic.runtime.partial_step.module_state import state_of
-from lightning_cyclic.runtime.partial_step.ranks import rank_of
 from lightning_cyclic.runtime.partial_step.session import StagewiseSession
 from lightning_cyclic.runtime.stages.evidence import is_metric
 from lightning_cyclic.runtime.transport import CountingTransport

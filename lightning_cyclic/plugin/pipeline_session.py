@@ -23,13 +23,13 @@ from lightning_cyclic.plugin.checks import scaler_of
 from lightning_cyclic.plugin.options import Options
 from lightning_cyclic.plugin.training import agreed_seed
 from lightning_cyclic.runtime.meta import lending
-from lightning_cyclic.runtime.partial_step.batch_cutter import BatchCutter, SplitBatch
+from lightning_cyclic.runtime.partial_step.collectives import rank_of
 from lightning_cyclic.runtime.partial_step.config import StagewiseConfig
-from lightning_cyclic.runtime.partial_step.ranks import rank_of
+from lightning_cyclic.runtime.partial_step.micro_batches import BatchCutter, SplitBatch
 from lightning_cyclic.runtime.partial_step.session import StagewiseSession
 from lightning_cyclic.runtime.stages.best_places import Demands, most_stages
-from lightning_cyclic.runtime.stages.cuts import Cuts, choose_cuts, whole
-from lightning_cyclic.runtime.stages.evidence import Survey, refuse_written
+from lightning_cyclic.runtime.stages.cuts import Cuts, choose_cuts, refuse_written, whole
+from lightning_cyclic.runtime.stages.evidence import Survey
 from lightning_cyclic.runtime.stages.places import CutPoints
 from lightning_cyclic.runtime.stages.report import loads, report
 from lightning_cyclic.runtime.stages.survey import survey

@@ -26,8 +26,11 @@ _ASKS_NOTHING = frozenset(
     {"__set__", "__delete__", "data_ptr", "untyped_storage", "_has_compatible_shallow_copy_type"}
     | {"register_hook", "register_post_accumulate_grad_hook", "retain_grad"}
 )
-_MANAGES_GRADIENTS = ("torch.", "lightning_cyclic.", "lightning.pytorch.plugins.",
-                      "lightning.pytorch.strategies.", "lightning.fabric.")  # fmt: skip
+_MANAGES_GRADIENTS = (
+    "torch.", "lightning_cyclic.", "lightning.fabric.", "lightning_fabric.",
+    *(f"{host}.{part}." for host in ("lightning.pytorch", "pytorch_lightning")
+      for part in ("plugins", "strategies")),
+)  # fmt: skip
 _GRAD: Any = Tensor.grad
 _MODULE = "torch.nn.modules.module"
 _MOVES = (Tensor.to, Tensor.cpu, Tensor.cuda)
@@ -86,7 +89,6 @@ class AbsentBuffer(_Absent):
 
 
 def leave(x: Tensor, name: str, home: Home) -> None:
-    """Let a parameter or buffer be absent."""
     home_and_kind = (home, name, getattr(x, _HOME, (None, "", type(x)))[2])
     x.__class__ = AbsentParameter if isinstance(x, nn.Parameter) else AbsentBuffer
     setattr(x, _HOME, home_and_kind)
@@ -137,7 +139,6 @@ def home_of(x: Tensor) -> Home | None:
 
 
 def num_bytes_of(x: Tensor) -> int:
-    """Return how many bytes a tensor of its shape has."""
     return x.numel() * x.element_size()
 
 

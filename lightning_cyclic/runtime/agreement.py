@@ -102,7 +102,6 @@ def _function_of(x: Any) -> FunctionType | None:
 
 
 def _text_of(code: CodeType) -> str:
-    """Return what a function does, without where it is written."""
     constants = (
         _text_of(x) if isinstance(x, CodeType)
         else repr(sorted(map(repr, x))) if isinstance(x, frozenset)  # in any order
@@ -234,7 +233,6 @@ def together(parts: Sequence[Mapping[Any, Any]]) -> dict[Any, Any]:
 
 
 def _plain(x: Any) -> Any:
-    """Return a leaf as a file is to have it."""
     if type(x) is Tensor and x.layout is torch.strided:
         return x.detach().cpu().clone()  # a file has all of the storage in which a tensor lies
     if isinstance(x, Tensor):

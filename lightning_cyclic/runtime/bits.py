@@ -68,6 +68,5 @@ def _places(device: torch.device) -> Tensor:
 
 
 def _integers(x: Tensor) -> Tensor:
-    """Return a tensor whose elements' bits are read as integers."""
     numbers = torch.view_as_real(x) if x.is_complex() else x
     return numbers.view(_INTEGERS[numbers.element_size()])

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lightning_cyclic.plan.actions import Action
 from lightning_cyclic.runtime.transport import AbstractPending
-from lightning_cyclic.runtime.values.specs import TensorSpec
+from lightning_cyclic.runtime.values.plain import TensorSpec
 
 NUM_WORDS = 16  # bytes of a head before the marks of tensors that are there
 _ALIGNMENT = 512  # of allocators on GPUs: kernels may take another way on less
@@ -24,8 +24,6 @@ _MOST_SPREAD = 2  # a tensor that spans more of its storage than this is packed 
 
 
 class Sent(NamedTuple):
-    """Hold what must not be written over before it has left."""
-
     action: Action
     pending: AbstractPending
     data: Tensor
@@ -37,8 +35,6 @@ class Buffer:
 
     Args:
         data: all bytes, uint8.
-        tensors: views of it.
-        head_bytes: where they begin.
         home: where the buffer goes when nobody needs it.
     """
 
@@ -63,7 +59,6 @@ class Buffer:
         return self.data[: self.head_bytes].cpu().numpy().data
 
     def write_words(self, words: bytes) -> None:
-        """Write the beginning of the message."""
         if self._words is None:
             write_words_to(self.data, words)
         else:  # much faster than by operators of torch
@@ -84,7 +79,6 @@ class Layout:
 
     Args:
         tensors: whose shapes, strides and dtypes it copies.
-        device: of its buffers.
         num_marks: how many marks its messages have. [one for each tensor]
         keeps: whether buffers that nobody needs wait for the next use, or their memory goes.
     """
@@ -102,28 +96,20 @@ class Layout:
         self.spare: deque[Buffer] = deque(maxlen=None if keeps else 0)
 
     def has(self, buffer: Buffer) -> bool:
-        """Say whether a buffer is one of this layout."""
         return buffer.home is self.spare
 
     def content(self, buffer: Buffer, *, with_head: bool = False) -> list[Tensor]:
-        """Return the bytes of a message, if there are any: NCCL is not asked to send none.
-
-        Args:
-            buffer: of this layout.
-            with_head: whether the head comes before them.
-        """
+        """Return the bytes of a message, if there are any: NCCL is not asked to send none."""
         begin = 0 if with_head else self.head_bytes
         return [buffer.data[begin:]] if begin < self.num_bytes else []
 
     def new(self) -> Buffer:
-        """Make a buffer; its tensors are not initialised."""
         data = torch.empty(self.num_bytes, dtype=torch.uint8, device=self._device)
         tensors = views_of(data, self.head_bytes, self.specs)
         return Buffer(data, tensors, self.head_bytes, self.spare)
 
 
 def write(tensors: Iterable[Tensor | None], laid: Sequence[Tensor]) -> None:
-    """Copy tensors to where they lie in a buffer; None leaves a gap."""
     pairs = [(v, x) for v, x in zip(laid, tensors, strict=True) if x is not None]
     if pairs:
         torch._foreach_copy_([v for v, _ in pairs], [x for _, x in pairs])
@@ -159,7 +145,6 @@ def _num_bytes(spec: TensorSpec) -> int:
 
 
 def total_bytes(specs: Sequence[TensorSpec]) -> int:
-    """Return how many bytes tensors take, one behind the other."""
     return sum(map(_num_bytes, specs))
 
 

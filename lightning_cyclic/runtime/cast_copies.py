@@ -25,7 +25,6 @@ class Cast(NamedTuple):
     """Say what a tensor is a cast of.
 
     Args:
-        parameter: that was cast.
         copy: the whole cast, of which the tensor may be a view.
     """
 
@@ -109,11 +108,6 @@ class CastCopies:
         gone = weakref.ref(p, lambda _: self._known.pop(key, None))
         self._known[key] = _Known(gone, p._version, weakref.ref(made))
         return made
-
-    @property
-    def num_known(self) -> int:
-        """Count the copies that are known, alive or not."""
-        return len(self._known)
 
 
 def _unpack(x: Tensor | _View) -> Tensor:

@@ -18,12 +18,10 @@ IN_PLACE = "_compiled_call_impl"
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Say whether a module's calls run compiled code."""
     return is_compiled_in_place(module) or hasattr(module, "_orig_mod")
 
 
 def is_compiled_in_place(module: nn.Module) -> bool:
-    """Say whether ``module.compile()`` was called."""
     return getattr(module, IN_PLACE, None) is not None
 
 

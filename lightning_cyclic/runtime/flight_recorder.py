@@ -115,16 +115,7 @@ class FlightRecorder:
 def write_down(
     path: Path, error: BaseException, rank: str, worker: int, plan: Plan, rows: Sequence[Row]
 ) -> None:
-    """Add to a file what a worker did until it failed; the error says where, or why not.
-
-    Args:
-        path: of the file.
-        error: with which the rank ends.
-        rank: its name, and when it ended.
-        worker: which it is.
-        plan: of the run.
-        rows: what it did, as it was taken.
-    """
+    """Add to a file what a worker did until it failed; the error says where, or why not."""
     now = datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
     numbers = ("num_workers", "num_stages", "num_microbatches", "replicas", *AXES)
     chosen = ", ".join(f"{name}={getattr(plan, name)}" for name in numbers)

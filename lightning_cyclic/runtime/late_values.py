@@ -14,8 +14,12 @@ from typing import NamedTuple, final
 import torch
 from torch import Tensor
 
-from lightning_cyclic.runtime.transport.host_staged import AbstractCopies, HostCopies, StreamCopies
-from lightning_cyclic.runtime.transport.streams import Event
+from lightning_cyclic.runtime.transport.streams import (
+    AbstractCopies,
+    Event,
+    HostCopies,
+    StreamCopies,
+)
 
 Look = Callable[[float], None]
 

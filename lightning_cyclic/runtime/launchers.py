@@ -77,7 +77,6 @@ def apart_from_earlier_attempts() -> Iterator[None]:
 
 
 def _welcomed(store: Store, rank: int, mine: str, limit: timedelta) -> str:
-    """Return the prefix that rank 0 has drawn."""
     store.set(f"attempt/rank{rank}", mine)
     store.wait([f"attempt/{mine}"], limit)
     prefix: str = store.get(f"attempt/{mine}").decode()
@@ -86,7 +85,6 @@ def _welcomed(store: Store, rank: int, mine: str, limit: timedelta) -> str:
 
 
 def _welcome(store: Store, num_ranks: int, mine: str, limit: timedelta) -> None:
-    """Tell the prefix to all other ranks, as they come."""
     seen: set[bytes] = set()
     end = time.monotonic() + limit.total_seconds()
     with suppress(dist.DistError):  # the agent has ended, which the main thread sees, too

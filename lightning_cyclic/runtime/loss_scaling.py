@@ -35,7 +35,6 @@ def state_of(scaler: GradScaler) -> State:
 
 
 def put_state(scaler: GradScaler, state: State) -> None:
-    """Let a scaler hold a state."""
     scale, tracker = state
     scaler.load_state_dict(
         {
@@ -110,7 +109,6 @@ class Outcomes:
         self._known.clear()
 
     def forget(self, before: int) -> None:
-        """Forget earlier steps."""
         self._known = {t: x for t, x in self._known.items() if t >= before}
 
 
@@ -130,7 +128,6 @@ class LossScaling:
         self._states: dict[int, State] = {}  # outcomes that are counted in -> state
 
     def scale_of(self, plan: Plan, t: int) -> float:
-        """Return by what the losses of step ``t`` are multiplied."""
         return self._state_of(plan, t)[0]
 
     def _state_of(self, plan: Plan, t: int) -> State:
@@ -151,7 +148,6 @@ class LossScaling:
 
     @torch.no_grad()
     def unscale(self, plan: Plan, t: int, grads: Sequence[Tensor | None]) -> None:
-        """Divide the gradients of step ``t`` by its scale."""
         inverse = 1.0 / self.scale_of(plan, t)
         for grad in grads:
             if grad is not None:
@@ -195,5 +191,4 @@ class LossScaling:
         return dict(self._states)
 
     def put_state(self, states: Mapping[int, State]) -> None:
-        """Take states from a checkpoint."""
         self._states = {n: (scale, tracker) for n, (scale, tracker) in states.items()}

@@ -43,7 +43,7 @@ from lightning_cyclic.runtime.buffers import (
     write_words_to,
 )
 from lightning_cyclic.runtime.transport import AbstractPending, AbstractTransport, Part
-from lightning_cyclic.runtime.values.specs import TensorSpec, spec_from_data, spec_to_data
+from lightning_cyclic.runtime.values.plain import TensorSpec, spec_from_data, spec_to_data
 
 _MOST_FORMS = 256  # of one ring: inputs of many sizes must not fill the memory
 _LEAST_DEPTH = 2  # one that is under way, and one that is made
@@ -55,9 +55,7 @@ class Message(NamedTuple):
     """Hold what travels.
 
     Args:
-        tensors: in their order.
         facts: what else is to be said of them in terms of JSON; none in messages of one layout.
-        word: bits, in messages of one layout.
         there: marks, in messages of one layout: of tensors that have values, if nothing else is
             agreed on; None for all.
         buffer: in which the tensors lie, if they do.
@@ -115,7 +113,6 @@ class _Port:
     Args:
         ring: whose messages leave here, or come.
         layout: of all of them, if they have one.
-        depth: how many may be under way.
         is_apart: whether heads and descriptions travel by control, as content has no name.
         lane: whose thread uses it.
     """
@@ -142,8 +139,6 @@ class Incoming:
     """Be a receive that has been posted.
 
     Args:
-        action: that posted it.
-        port: to which it comes.
         key: of its form; None where the layout is known.
         buffer: into which it comes, where the layout is known.
     """
@@ -175,7 +170,6 @@ class Messages:
         transport: how bytes travel; None where nobody else is.
         depths: how many sends of a ring may be under way; two of one that is not named.
         wait: waits for bytes and names them if they do not come.
-        device: where received tensors live.
     """
 
     def __init__(
@@ -205,7 +199,6 @@ class Messages:
     def layout(
         self, tensors: Iterable[Tensor], num_marks: int | None = None, *, keeps: bool = True
     ) -> Layout:
-        """Return a layout of buffers on this worker's device."""
         return Layout(tensors, self._device, num_marks, keeps=keeps)
 
     def know(self, payload: Payload, j: int, layout: Layout) -> None:
@@ -325,7 +318,6 @@ class Messages:
         buffer.sent = []
 
     def settle(self) -> None:
-        """Wait until all that was sent has left."""
         for port in list(self._ports.values()):
             for sent in self._under_way(port):
                 self._end(sent)
@@ -379,7 +371,6 @@ class Messages:
             return sent.popleft() if sent and sent[0].action is action else None
 
     def _drop_sent(self, lane: Lane) -> None:
-        """Hold no longer what has left, of messages of one layout."""
         for port in self._watched.get(lane, ()):  # which the thread of the lane alone looks at
             while (first := self._pop_done(port.under_way)) is not None:
                 self._end(first)

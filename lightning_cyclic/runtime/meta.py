@@ -62,8 +62,6 @@ class MetaWeights:
 
     Args:
         module: of which some are on the meta device, or absent since a fit that is over.
-        device: on which they are to be.
-        seed: the same on all ranks.
     """
 
     def __init__(self, module: nn.Module, device: torch.device, seed: int) -> None:
@@ -97,7 +95,6 @@ class MetaWeights:
     # ------------------------------------------------------------------ where values come from
 
     def _source(self, names: Sequence[str]) -> _Source:
-        """Return where the values of a tensor come from, given all its names."""
         files = filter(None, map(self._file_of, names))
         return next(files, None) or next(filter(None, map(self._unit_of, names)), None)
 
@@ -142,7 +139,6 @@ class MetaWeights:
     # ------------------------------------------------------------------ reading
 
     def make_all(self) -> None:
-        """Make all parameters, for good."""
         self.read([n for n, (p, _) in self._where.items() if home_of(p) is self])
 
     def read(self, names: Sequence[str]) -> None:

@@ -42,14 +42,7 @@ class StageNorms(NamedTuple):
 
 @final
 class Norms:
-    """Keep the norms of some steps.
-
-    Args:
-        plan: says who owns which stage, and who is told.
-        worker: this worker.
-        parameters: of each stage.
-        fetch: takes in what is on its way.
-    """
+    """Keep the norms of some steps."""
 
     def __init__(
         self,
@@ -82,7 +75,6 @@ class Norms:
         self._known.setdefault(t, {})[j] = StageNorms(values.fill_(torch.inf))
 
     def put(self, t: int, j: int, message: Message) -> None:
-        """Take in what the owner of a stage has told."""
         (values,) = message.tensors
         self._known.setdefault(t, {})[j] = StageNorms(values, message.there)
 
@@ -113,7 +105,6 @@ class Norms:
         return not norms or bool(torch.isfinite(torch.cat(norms)).all())  # asked once
 
     def forget(self, t: int) -> None:
-        """Forget the norms of steps up to ``t``."""
         self._known = {k: norms for k, norms in self._known.items() if k > t}
 
     def _all_of(self, t: int) -> dict[int, StageNorms]:

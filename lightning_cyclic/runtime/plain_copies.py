@@ -75,7 +75,6 @@ def _methods(m: nn.Module, clones: _Clones) -> dict[str, Any]:
 
 @contextmanager
 def _taken_off(m: nn.Module) -> Iterator[None]:
-    """Run the body with nothing of ours on a module."""
     own, kind = vars(m), type(m)
     plain = _without_ours(own)
     changed = {k: x for k, x in own.items() if plain.get(k, _MARK) is not x}

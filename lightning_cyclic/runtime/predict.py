@@ -77,7 +77,6 @@ class Foresight:
         return self._reserved.pop((a.t, a.i, a.j), None) or self._made(a, newest)
 
     def backward(self, j: int, newest: int) -> Values:
-        """Return what a backward reads."""
         return self._look(j, newest, self._plan.backward_horizon(j))
 
     def reserve(self, a: Action, newest: int) -> None:
@@ -107,7 +106,6 @@ class Foresight:
         return found
 
     def put_owed(self, owed: Mapping[str, Mapping[tuple[int, int], Tensor]]) -> None:
-        """Take guesses from a checkpoint."""
         for j, stage in self._stages.items():
             for t, i in sorted({key for n in stage for key in owed.get(n, {})}):
                 values = {n: owed.get(n, {}).get((t, i), p) for n, p in stage.items()}
@@ -123,9 +121,7 @@ class Predictor:
     A displacement is a buffer of the size of the weights.
 
     Args:
-        optimizer: returns the one that is asked.
         groups_of: step -> hyper-parameters of its update.
-        say: warns, once.
     """
 
     def __init__(
@@ -189,7 +185,6 @@ class Predictor:
     def write_state(
         self, parameters: Sequence[nn.Parameter], tensors: Sequence[Tensor], facts: Any
     ) -> None:
-        """Take what :meth:`read_state` returned on another worker."""
         optimizer, rest = self._optimizer(), iter(tensors)
         for p, (names, plain) in zip(parameters, facts, strict=True):
             state = {n: next(rest) for n in names}
@@ -203,7 +198,6 @@ class Predictor:
         return {n: self._displacements[p] for n, p in named.items() if p in self._displacements}
 
     def put_state(self, state: Mapping[str, Tensor], named: Mapping[str, Any]) -> None:
-        """Take last displacements from a checkpoint."""
         for n, p in named.items():
             if n in state:
                 self._displacements[p] = state[n].to(p.device)

@@ -47,15 +47,7 @@ _NONE: Mapping[str, Any] = {}
 
 @final
 class Randomness:
-    """Seed what one micro-batch of one step draws.
-
-    Args:
-        seed: of the run.
-        t: training step.
-        i: micro-batch.
-        device: of this worker.
-        held: generators that the module keeps, by name.
-    """
+    """Seed what one micro-batch of one step draws."""
 
     def __init__(
         self, seed: int, t: int, i: int, device: torch.device, held: Mapping[str, Any] = _NONE
@@ -77,7 +69,6 @@ class Randomness:
         return bool(self._held)
 
     def begin_stage(self, j: int) -> None:
-        """Begin the stream of stage ``j``."""
         self._seed(f"stage {j}")
 
     def begin_region(self, j: int) -> None:
@@ -138,7 +129,6 @@ class _PlainGenerators:
         self._value = 0
 
     def seed(self, who: object, value: int) -> None:
-        """Seed them for somebody."""
         with self._lock:
             self._seeded_for, self._value = who, value
             _seed_python(value)
@@ -146,7 +136,6 @@ class _PlainGenerators:
                 numpy.random.seed(value % 2**32)
 
     def state(self) -> tuple[Any, Any]:
-        """Return what :meth:`restore` needs."""
         with self._lock:
             numpy = sys.modules.get("numpy")
             return random.getstate(), numpy.random.get_state() if numpy else None
@@ -184,7 +173,6 @@ class _PlainGenerators:
 
 
 def _seed_python(value: int) -> None:
-    """Do what random.seed does for an integer."""
     _seed_words(value)
     _PYTHON.gauss_next = None
 
@@ -196,12 +184,7 @@ _PLAIN = _PlainGenerators()
 
 @contextmanager
 def undisturbed(device: torch.device, held: Mapping[str, Any] = _NONE) -> Iterator[None]:
-    """Run the body; leave all generators of random numbers behind it as they were.
-
-    Args:
-        device: of this worker.
-        held: generators that the module keeps, by name.
-    """
+    """Run the body; leave all generators of random numbers behind it as they were."""
     state, plain_state = torch.get_rng_state(), _PLAIN.state()
     states = [(x, state_of_generator(x)) for x in held.values()]
     on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None

@@ -50,12 +50,7 @@ _LONGEST = 60  # characters of a value, as it is shown
 
 
 class Print(NamedTuple):
-    """Hold what two values are compared by, and how one is shown.
-
-    Args:
-        bits: equal where the values are.
-        text: for people.
-    """
+    """Hold what two values are compared by, and how one is shown."""
 
     bits: str
     text: str
@@ -98,12 +93,7 @@ def _put_on(device: torch.device) -> Callable[[Any], object]:
 
 @final
 class Snapshot:
-    """Know how a module was.
-
-    Args:
-        module: the whole module.
-        ignored: attributes of it that are not the user's.
-    """
+    """Know how a module was."""
 
     def __init__(self, module: nn.Module, ignored: Collection[str] = ()) -> None:
         self._module = module
@@ -196,12 +186,7 @@ class Snapshot:
 
 
 def walk(module: nn.Module, ignored: Collection[str] = ()) -> Iterator[tuple[str, Any]]:
-    """Iterate over what a module's code can reach: names, and all but containers' plain items.
-
-    Args:
-        module: the whole module.
-        ignored: attributes of it that are not the user's.
-    """
+    """Iterate over what a module's code can reach: names, and all but containers' plain items."""
     seen = {id(m) for m in module.modules()} | {id(p) for p in module.parameters()}
     for path, m in module.named_modules():
         dot = f"{path}." if path else ""
@@ -319,7 +304,6 @@ def tensor_print(x: Tensor) -> Print:
 
 
 def is_generator(x: Any) -> bool:
-    """Say whether an object is a generator of random numbers."""
     if isinstance(x, torch.Generator | random.Random):
         return True
     kind = type(x)
@@ -334,7 +318,6 @@ def generators_of(module: nn.Module, ignored: Collection[str] = ()) -> dict[str,
 
 
 def seed_generator(x: Any, value: int) -> None:
-    """Seed a generator of random numbers."""
     if isinstance(x, torch.Generator):
         x.manual_seed(value)
     elif hasattr(x, "bit_generator"):
@@ -346,12 +329,10 @@ def seed_generator(x: Any, value: int) -> None:
 
 
 def state_of_generator(x: Any) -> Any:
-    """Return where a generator is."""
     return _access(x)[0]()
 
 
 def put_generator(x: Any, state: Any) -> None:
-    """Let a generator be where it was."""
     _access(x)[1](state)  # which is a copy
 
 

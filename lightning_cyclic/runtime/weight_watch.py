@@ -48,7 +48,6 @@ class WeightWatch:
     """Compare weights within one step.
 
     Args:
-        rank: of this process, for errors.
         may_freeze: whether weights may be frozen and unfrozen within a step.
     """
 
@@ -63,12 +62,7 @@ class WeightWatch:
         self._seen: list[tuple[str, Tensor, Tensor]] = []  # bits before and behind
 
     def begin(self, t: int, groups: Sequence[Weights]) -> None:
-        """Note what weights are.
-
-        Args:
-            t: the step.
-            groups: weights by name, in groups of those that change together.
-        """
+        """Note what weights are."""
         self._first = t if self._first is None else self._first
         since = t - self._first
         self._looks = since & (since - 1) == 0
@@ -79,10 +73,6 @@ class WeightWatch:
     @contextmanager
     def watching(self, t: int, groups: Sequence[Weights]) -> Iterator[None]:
         """Run the body, in which no weight may change.
-
-        Args:
-            t: the step.
-            groups: weights by name.
 
         Raises:
             StepError: one has changed.
@@ -188,5 +178,4 @@ def changed_within(name: str, rank: int, t: int) -> StepError:
 
 
 def _differing(names: Iterable[str], now: Sequence[int], before: Sequence[int]) -> str:
-    """Return the first name whose values differ."""
     return next(n for n, a, b in zip(names, now, before, strict=True) if a != b)

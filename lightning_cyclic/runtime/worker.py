@@ -38,7 +38,6 @@ class LaneThread(Generic[T]):
     that comes behind one that it would have to pass on first: the order of its actions is proved.
 
     Args:
-        name: of the thread.
         do: carries out an action, as it was put: alone, or with what belongs to it.
     """
 
@@ -68,7 +67,6 @@ class LaneThread(Generic[T]):
         self.check()
 
     def check(self) -> None:
-        """Raise the error that has ended the lane, if one has."""
         if self.error is not None:
             raise self.error
 
@@ -163,7 +161,6 @@ class _Arrival:
         self._error: Exception | None = None
 
     def take(self, take_in: Callable[[Action, Incoming], None]) -> None:
-        """Take the message in, if nobody has."""
         with self._lock:
             if self._error is not None:
                 raise self._error
@@ -182,11 +179,6 @@ class Worker:
     """Carry out actions.
 
     Args:
-        flow: what each action reads and makes.
-        messages: of this worker.
-        compute: runs its stages.
-        stores: what its messages are made of.
-        host: has the optimizer.
         lanes: those whose actions wait for other workers, and so run in threads of their own.
         limit_s: returns that of waits of a lane for what the main thread does, in seconds.
     """

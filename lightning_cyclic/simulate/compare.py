@@ -14,6 +14,19 @@ from lightning_cyclic.simulate.lockstep import Lockstep, best_lockstep, lockstep
 from lightning_cyclic.simulate.memory import Memory, memory
 from lightning_cyclic.simulate.units import show_bytes, show_seconds
 
+_WIDTH = 100
+_MEMORY = {
+    "parameters": "parameters",
+    "versions": "further versions of them",
+    "gradients": "gradients",
+    "optimizer": "optimizer state",
+    "activations": "activations",
+    "inputs": "inputs of stages, and the batch",
+    "returns": "gradients of outputs",
+    "in_flight": "gradients in buffers of messages",
+    "index": "places of kept elements",
+}
+
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,20 +175,6 @@ def memory_of_lockstep(costs: Costs, state_per_param: float) -> Memory:
         returns=0.0,
         in_flight=params,  # buckets, as DistributedDataParallel has them by default
     )
-
-
-_WIDTH = 100
-_MEMORY = {
-    "parameters": "parameters",
-    "versions": "further versions of them",
-    "gradients": "gradients",
-    "optimizer": "optimizer state",
-    "activations": "activations",
-    "inputs": "inputs of stages, and the batch",
-    "returns": "gradients of outputs",
-    "in_flight": "gradients in buffers of messages",
-    "index": "places of kept elements",
-}
 
 
 def table(comparison: Comparison, *, colour: bool = False) -> str:

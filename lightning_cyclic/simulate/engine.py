@@ -18,6 +18,10 @@ from lightning_cyclic.plan.plan import Plan
 from lightning_cyclic.simulate.costs import Costs, Network
 from lightning_cyclic.simulate.graph import Graph, Lane, build
 
+# Moments this close (relative) are one moment: sums of floats differ in their last digits, and
+# which of two ready messages goes first must not depend on that.
+_SAME_MOMENT = 1e-9
+
 
 class Event(NamedTuple):
     worker: int
@@ -94,11 +98,6 @@ def _ends_of_steps(
         of_worker, t = ends[event.worker], event.action.t
         of_worker[t] = max(of_worker[t], event.end_s)
     return ends
-
-
-# Moments this close (relative) are one moment: sums of floats differ in their last digits, and
-# which of two ready messages goes first must not depend on that.
-_SAME_MOMENT = 1e-9
 
 
 def simulate(

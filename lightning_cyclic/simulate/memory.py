@@ -51,151 +51,9 @@ from lightning_cyclic.plan.passes.updates import calls
 from lightning_cyclic.simulate.account import account
 from lightning_cyclic.simulate.costs import Costs
 
-_SUM_MESSAGES = (Payload.S, Payload.T)
-_GRADIENT_MESSAGES = (*_SUM_MESSAGES, Payload.H)
-_Posted: TypeAlias = Mapping[tuple[object, ...], int]  # a message -> slot of its receive
-
-
-class Span(NamedTuple):
-    """Say what a stage has from where to where in a program: a half-open span of positions."""
-
-    kind: str  # "versions", "fetched", "gradients" or "sums"
-    j: int
-    begin: int
-    end: int
-
-
-def spans(plan: Plan) -> tuple[tuple[Span, ...], ...]:
-    """Return what each worker has, besides one version of its own stages.
-
-    Args:
-        plan: whose workers run whole micro-batches; of enough steps to be steady.
-    """
-    programs = plan.programs
-    posted = {
-        _message(a, a.peer, w): a.s
-        for w, program in enumerate(programs)
-        for a in program
-        if a.kind is Kind.RECV
-    }
-    leavings = (_Leaving(program, w, posted) for w, program in enumerate(programs))
-    return tuple(
-        (
-            *_gradients(plan, program, leaving),
-            *_weights(plan, program, leaving),
-        )
-        for program, leaving in zip(programs, leavings, strict=True)
-    )
-
-
-def _weights(plan: Plan, program: Program, leaving: _Leaving) -> Iterator[Span]:
-    if not plan.axes.sharding.gathers:
-        yield from _versions(program)
-        return
-    yield from _fetched(program)
-    if not plan.axes.weights.at_end_of_step:
-        yield from _older(plan, program, leaving)
-
-
-def most_at_once(found: tuple[Span, ...], kind: str) -> dict[int, int]:
-    """Count the most buffers of a kind that each stage needs at once."""
-    by_stage: defaultdict[int, list[tuple[int, int, int]]] = defaultdict(list)
-    for x in found:
-        if x.kind == kind:
-            by_stage[x.j].append((x.begin, x.end, 1))
-    return {j: int(peak(each)) for j, each in by_stage.items()}
-
-
-class _Leaving:
-    """Know where in a program what is sent has left."""
-
-    def __init__(self, program: Program, w: int, posted: _Posted) -> None:
-        self._slots = list(accumulate((a.s for a in program), max))
-        self._w = w
-        self._posted = posted
-
-    def end(self, a: Action, n: int) -> int:
-        taken = max(a.s, self._posted.get(_message(a, self._w, a.peer), a.s))
-        return max(n + 1, bisect_right(self._slots, taken))
-
-
-def _message(a: Action, source: int | None, target: int | None) -> tuple[object, ...]:
-    return a.payload, a.t, a.i, a.j, a.v, source, target
-
-
-def _gradients(plan: Plan, program: Program, leaving: _Leaving) -> Iterator[Span]:
-    """Yield the gradients of backwards, and the sums that come, grow and go."""
-    own: dict[tuple[int, int], int] = {}  # step, stage -> since when
-    come: dict[tuple[object, ...], int] = {}  # a total may be waited for before a sum has left
-    spans_of_calls = calls(plan, program)
-    for n, a in enumerate(program):
-        key = a.t, a.j
-        if a.kind is Kind.B:
-            own.setdefault(key, n)
-        elif a.kind is Kind.RECV and a.payload in _GRADIENT_MESSAGES:
-            come[a.payload, *key, *[a.i] * (a.payload is Payload.H)] = n
-        elif a.kind is Kind.ADD:
-            begin = come.pop((Payload.H, *key, a.i), None)
-            if begin is None:
-                yield Span("gradients", a.j, own.pop(key), n + 1)
-            elif (Payload.S, *key) in come:
-                yield Span("sums", a.j, begin, n + 1)
-            come.setdefault((Payload.S, *key), n if begin is None else begin)
-        elif a.kind is Kind.UPDATE or (a.kind is Kind.SEND and a.payload in _GRADIENT_MESSAGES):
-            if key in own:
-                yield Span("gradients", a.j, own.pop(key), n + 1)
-            if a.kind is Kind.SEND:
-                begin = n if a.payload is Payload.H else come.pop((Payload.S, *key), n)
-                yield Span("sums", a.j, begin, leaving.end(a, n))
-            else:
-                used = [come.pop((x, *key)) for x in _SUM_MESSAGES if (x, *key) in come]
-                yield from (Span("sums", a.j, begin, spans_of_calls[n][1]) for begin in used)
-
-
-def _fetched(program: Program) -> Iterator[Span]:
-    """Yield the stages of others, from the buffer that waits for one to its FREE."""
-    since: dict[int, int] = {}
-    for n, a in enumerate(program):
-        if a.kind is Kind.RECV and a.payload is Payload.P:
-            since[a.j] = n
-        elif a.kind is Kind.FREE and a.j in since:
-            yield Span("fetched", a.j, since.pop(a.j), n)
-
-
-def _older(plan: Plan, program: Program, leaving: _Leaving) -> Iterator[Span]:
-    """Yield the version before an owner's newest, until nobody reads it any more."""
-    ends: dict[tuple[int, int], int] = {}
-    for n, a in enumerate(program):
-        is_sent = a.kind is Kind.SEND and a.payload is Payload.P
-        if a.v is not None and (is_sent or a.kind in (Kind.F, Kind.B)):
-            end = leaving.end(a, n) if is_sent else n + 1
-            ends[a.j, a.v] = max(end, ends.get((a.j, a.v), 0))
-    for n, (begin, end) in calls(plan, program).items():
-        a = program[n]
-        last_use = ends.get((a.j, (a.v or 0) - 1), 0)
-        if last_use > end:  # else the new one is made in its place
-            yield Span("versions", a.j, begin, last_use)
-
-
-def _versions(program: Program) -> Iterator[Span]:
-    """Yield the versions of each stage but the first that is read, which is there before."""
-    read: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)  # stage -> where, version
-    made: defaultdict[int, list[tuple[int, int, bool]]] = defaultdict(list)
-    for n, a in enumerate(program):
-        if a.kind is Kind.F:
-            read[a.j].append((n, a.v or 0))
-        elif a.kind is Kind.UPDATE or (a.kind is Kind.RECV and a.payload is Payload.P):
-            made[a.j].append((n, a.v or 0, a.kind is Kind.UPDATE))
-    for j, each in made.items():
-        for n, v, is_update in each:
-            later = [(m, u) for m, u in read[j] if m > n]
-            if is_update and (not later or later[0][1] >= v):
-                continue  # in the place of the one before
-            end = next((m for m, u in later if u >= v), len(program))
-            yield Span("versions", j, n, end)  # the one before goes when it is shown
-
-
 _SUMS = (Payload.S, Payload.T)
+_GRADIENTS = (*_SUMS, Payload.H)
+_Posted: TypeAlias = Mapping[tuple[object, ...], int]  # a message -> slot of its receive
 _Span: TypeAlias = tuple[int, int, float]  # begin, end, bytes
 
 
@@ -396,3 +254,142 @@ def _sums(program: Program, params: Sequence[float]) -> float:
 
 def _stage(life: Life) -> int:
     return int(str(life.item[3]))
+
+
+class Span(NamedTuple):
+    """Say what a stage has from where to where in a program: a half-open span of positions."""
+
+    kind: str  # "versions", "fetched", "gradients" or "sums"
+    j: int
+    begin: int
+    end: int
+
+
+def spans(plan: Plan) -> tuple[tuple[Span, ...], ...]:
+    """Return what each worker has, besides one version of its own stages.
+
+    Args:
+        plan: whose workers run whole micro-batches; of enough steps to be steady.
+    """
+    programs = plan.programs
+    posted = {
+        _message(a, a.peer, w): a.s
+        for w, program in enumerate(programs)
+        for a in program
+        if a.kind is Kind.RECV
+    }
+    leavings = (_Leaving(program, w, posted) for w, program in enumerate(programs))
+    return tuple(
+        (
+            *_gradients(plan, program, leaving),
+            *_weights(plan, program, leaving),
+        )
+        for program, leaving in zip(programs, leavings, strict=True)
+    )
+
+
+def _weights(plan: Plan, program: Program, leaving: _Leaving) -> Iterator[Span]:
+    if not plan.axes.sharding.gathers:
+        yield from _versions(program)
+        return
+    yield from _fetched(program)
+    if not plan.axes.weights.at_end_of_step:
+        yield from _older(plan, program, leaving)
+
+
+def most_at_once(found: tuple[Span, ...], kind: str) -> dict[int, int]:
+    """Count the most buffers of a kind that each stage needs at once."""
+    by_stage: defaultdict[int, list[tuple[int, int, int]]] = defaultdict(list)
+    for x in found:
+        if x.kind == kind:
+            by_stage[x.j].append((x.begin, x.end, 1))
+    return {j: int(peak(each)) for j, each in by_stage.items()}
+
+
+class _Leaving:
+    """Know where in a program what is sent has left."""
+
+    def __init__(self, program: Program, w: int, posted: _Posted) -> None:
+        self._slots = list(accumulate((a.s for a in program), max))
+        self._w = w
+        self._posted = posted
+
+    def end(self, a: Action, n: int) -> int:
+        taken = max(a.s, self._posted.get(_message(a, self._w, a.peer), a.s))
+        return max(n + 1, bisect_right(self._slots, taken))
+
+
+def _message(a: Action, source: int | None, target: int | None) -> tuple[object, ...]:
+    return a.payload, a.t, a.i, a.j, a.v, source, target
+
+
+def _gradients(plan: Plan, program: Program, leaving: _Leaving) -> Iterator[Span]:
+    """Yield the gradients of backwards, and the sums that come, grow and go."""
+    own: dict[tuple[int, int], int] = {}  # step, stage -> since when
+    come: dict[tuple[object, ...], int] = {}  # a total may be waited for before a sum has left
+    spans_of_calls = calls(plan, program)
+    for n, a in enumerate(program):
+        key = a.t, a.j
+        if a.kind is Kind.B:
+            own.setdefault(key, n)
+        elif a.kind is Kind.RECV and a.payload in _GRADIENTS:
+            come[a.payload, *key, *[a.i] * (a.payload is Payload.H)] = n
+        elif a.kind is Kind.ADD:
+            begin = come.pop((Payload.H, *key, a.i), None)
+            if begin is None:
+                yield Span("gradients", a.j, own.pop(key), n + 1)
+            elif (Payload.S, *key) in come:
+                yield Span("sums", a.j, begin, n + 1)
+            come.setdefault((Payload.S, *key), n if begin is None else begin)
+        elif a.kind is Kind.UPDATE or (a.kind is Kind.SEND and a.payload in _GRADIENTS):
+            if key in own:
+                yield Span("gradients", a.j, own.pop(key), n + 1)
+            if a.kind is Kind.SEND:
+                begin = n if a.payload is Payload.H else come.pop((Payload.S, *key), n)
+                yield Span("sums", a.j, begin, leaving.end(a, n))
+            else:
+                used = [come.pop((x, *key)) for x in _SUMS if (x, *key) in come]
+                yield from (Span("sums", a.j, begin, spans_of_calls[n][1]) for begin in used)
+
+
+def _fetched(program: Program) -> Iterator[Span]:
+    """Yield the stages of others, from the buffer that waits for one to its FREE."""
+    since: dict[int, int] = {}
+    for n, a in enumerate(program):
+        if a.kind is Kind.RECV and a.payload is Payload.P:
+            since[a.j] = n
+        elif a.kind is Kind.FREE and a.j in since:
+            yield Span("fetched", a.j, since.pop(a.j), n)
+
+
+def _older(plan: Plan, program: Program, leaving: _Leaving) -> Iterator[Span]:
+    """Yield the version before an owner's newest, until nobody reads it any more."""
+    ends: dict[tuple[int, int], int] = {}
+    for n, a in enumerate(program):
+        is_sent = a.kind is Kind.SEND and a.payload is Payload.P
+        if a.v is not None and (is_sent or a.kind in (Kind.F, Kind.B)):
+            end = leaving.end(a, n) if is_sent else n + 1
+            ends[a.j, a.v] = max(end, ends.get((a.j, a.v), 0))
+    for n, (begin, end) in calls(plan, program).items():
+        a = program[n]
+        last_use = ends.get((a.j, (a.v or 0) - 1), 0)
+        if last_use > end:  # else the new one is made in its place
+            yield Span("versions", a.j, begin, last_use)
+
+
+def _versions(program: Program) -> Iterator[Span]:
+    """Yield the versions of each stage but the first that is read, which is there before."""
+    read: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)  # stage -> where, version
+    made: defaultdict[int, list[tuple[int, int, bool]]] = defaultdict(list)
+    for n, a in enumerate(program):
+        if a.kind is Kind.F:
+            read[a.j].append((n, a.v or 0))
+        elif a.kind is Kind.UPDATE or (a.kind is Kind.RECV and a.payload is Payload.P):
+            made[a.j].append((n, a.v or 0, a.kind is Kind.UPDATE))
+    for j, each in made.items():
+        for n, v, is_update in each:
+            later = [(m, u) for m, u in read[j] if m > n]
+            if is_update and (not later or later[0][1] >= v):
+                continue  # in the place of the one before
+            end = next((m for m, u in later if u >= v), len(program))
+            yield Span("versions", j, n, end)  # the one before goes when it is shown

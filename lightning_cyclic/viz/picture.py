@@ -65,6 +65,13 @@ _NO_METADATA: dict[str, dict[str, Any]] = {  # which would name the time and the
     "png": {"Software": None},
 }
 
+_COUNTED = {
+    "stage": "through stage {} (some layers of the model)",
+    "micro-batch": "of micro-batch {} (a part of the batch)",
+    "step": "of the batch of step {}",
+}
+_SLOT_US = 1000.0  # a slot is shown as a millisecond
+
 
 def save_picture(plan: Plan, path: str | Path, *, first_slot: int = 0) -> None:
     """Draw the timetable of a plan into a file; the same plan gives the same bytes.
@@ -377,12 +384,6 @@ def _write(
 
 # ---------------------------------------------------------------------- what signs mean
 
-_COUNTED = {
-    "stage": "through stage {} (some layers of the model)",
-    "micro-batch": "of micro-batch {} (a part of the batch)",
-    "step": "of the batch of step {}",
-}
-
 
 def _explain(
     axes: Axes, plan: Plan, rows: Rows, cells: Sequence[Cell], arrows: Sequence[Arrow], *,
@@ -444,9 +445,6 @@ def _introduction(rows: Rows) -> str:
     else:
         row += "; cells say which stage (some layers of the model) it runs"
     return f"{row}.\nTime goes from left to right; a slot is one forward or backward of one stage."
-
-
-_SLOT_US = 1000.0  # a slot is shown as a millisecond
 
 
 def trace_of(programs: Sequence[Sequence[Action]]) -> bytes:

@@ -158,13 +158,11 @@ CASES: dict[str, Case] = {
     "class weights": row(m.Weighted),
     "unused": row(m.Unused),
     "low rank": row(m.LowRankLayers),
-    "low rank at the end": row(m.LowRankAtTheEnd),
     "embedding": row(m.Sparse, data=m.words, stages=["rnn"]),
     "limited embedding": row(
         m.LimitedNorm, data=m.words, stages=["rnn"], refused=refused(CHANGES, REPLICATED, FLOWS)
     ),
     "changed weights": row(m.ChangesWeights, refused=refused(CHANGES)),
-    "moving teacher": row(m.MovingTeacher, refused=refused(CHANGES)),
     "changed weights, later": row(m.LateChanges, refused=refused(CHANGES)),
     "moving teacher, later": row(m.LateTeacher, refused=refused(f"{CHANGES}|{LATE}|{TIED}")),
     "sparse embedding": row(
@@ -230,7 +228,6 @@ CASES: dict[str, Case] = {
         m.NormsOfGradients, refused=refused("reads the gradient of", GRADIENTS)
     ),
     "manual": row(m.Manual, refused=refused(MANUAL)),
-    "two optimizers": row(m.TwoOptimizers, refused=refused(MANUAL)),
     "Lion": row(partial(m.With, "Lion")),
     "schedule-free": row(
         partial(m.With, "ScheduleFree"), validates=True,
@@ -243,15 +240,9 @@ CASES: dict[str, Case] = {
     ),
     "Adafactor": row(partial(m.With, "Adafactor", lr=0.1)),
     "Muon": row(partial(m.With, "Muon", lr=0.01)),
-    "Adam, foreach": row(partial(m.With, "Adam", lr=0.05, foreach=True)),
     "AdamW, fused": row(partial(m.With, "AdamW", lr=0.05, fused=True)),
-    "RMSprop": row(partial(m.With, "RMSprop", lr=0.01)),
     "LBFGS": row(partial(m.With, "LBFGS"), refused=refused("LBFGS couples")),
     "groups": row(m.Groups),
-    "gpt2 checkpointed": row(
-        partial(m.LanguageModel, checkpointing=True), data=m.words,
-        stages=["model.transformer.h.1"], refused=refused(TIED, "cyclic_mp") | AWAY,
-    ),
     "gpt2 with LoRA": row(
         partial(m.LanguageModel, lora=True), data=m.words,
         stages=["model.base_model.model.transformer.h.1"]),
@@ -285,31 +276,18 @@ CASES: dict[str, Case] = {
         gradient_clip_val=0.1, options={"": {"clip_norm": "global"}},
         refused=refused("would make every stage wait", "cyclic_pipeline", "cyclic_mp"),
     ),
-    "batch norm, accumulated": told(
-        kind=m.Normalised, stages=["net.3"], accumulate_grad_batches=2, num_steps=2,
-        refused=refused("accumulate_grad", FLOWS),
-    ),
-    "batch norm, clipped by the norm of all": told(
-        kind=m.Normalised, stages=["net.3"], gradient_clip_val=0.1,
-        options={"": {"clip_norm": "global"}},
-        refused=refused("would make every stage wait", "cyclic_pipeline", "cyclic_mp"),
-    ),
     "bf16-mixed": told(precision="bf16-mixed"),
     "bf16-true": told(precision="bf16-true"),
     "64-true": told(precision="64-true"),
     "validated in mid epoch": told(Reads, val_check_interval=2),
     "validated every other epoch": told(check_val_every_n_epoch=2, num_epochs=2),
     "without a sanity check": told(num_sanity_val_steps=0, kind=m.SharedStep),
-    "another way, without a sanity check": told(
-        num_sanity_val_steps=0, kind=m.ReversedValidation
-    ),
     "read in hooks": told(Reads),
     "detect_anomaly": told(detect_anomaly=True),
     "deterministic": told(deterministic=True),
     "simple profiler": told(profiler="simple"),
     "without inference mode": told(inference_mode=False),
     "evaluated behind": told(behind=evaluated),
-    "evaluated behind, another way": told(behind=evaluated, kind=m.ReversedValidation),
     "max_steps": told(max_steps=3, num_steps=3),
     "limited batches": told(limit_val_batches=1),
     "synchronised BatchNorm": told(sync_batchnorm=True, refused=refused("sync_batchnorm")),
@@ -335,7 +313,6 @@ CASES: dict[str, Case] = {
         num_epochs=2, behind=best, enable_checkpointing=True,
     ),
     "progress bar": told(lc.TQDMProgressBar, enable_progress_bar=True),
-    "rich progress bar": told(lc.RichProgressBar, enable_progress_bar=True),
     "model summary": told(partial(lc.ModelSummary, 2), enable_model_summary=True),
     "throughput": told(
         partial(lc.ThroughputMonitor, batch_size_fn=len, window_size=2), logger=True,
@@ -343,12 +320,8 @@ CASES: dict[str, Case] = {
     ),
     "logged every step": told(logger=True, log_every_n_steps=1, kind=m.SharedStep),
     "all batches overfitted": told(overfit_batches=2, num_steps=2),
-    "some training batches": told(limit_train_batches=3, num_steps=3),
-    "no validation asked for": told(limit_val_batches=0),
     "loaders made anew": told(reload_dataloaders_every_n_epochs=1, num_epochs=2),
-    "max_time": told(max_time="00:01:00:00"),
     "benchmark": told(benchmark=True),
-    "advanced profiler": told(profiler="advanced"),
     "gradient norms": told(partial(GradientNorms, 1), behind=totals, num_epochs=2),
     "device statistics": told(lc.DeviceStatsMonitor, logger=True),
 }  # fmt: skip

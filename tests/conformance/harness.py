@@ -195,12 +195,7 @@ def cases() -> dict[str, Case]:
     return CASES
 
 
-def fit(
-    name: str,
-    preset: str | None,
-    stage_of: Mapping[str, int],
-    rule: str,
-) -> dict[str, Any]:
+def fit(name: str, preset: str | None, stage_of: Mapping[str, int], rule: str) -> dict[str, Any]:
     """Train on this rank; as the reference of a rule without a preset.
 
     Args:
@@ -231,10 +226,7 @@ def fit(
 
 
 def _outcome(
-    case: Case,
-    preset: str | None,
-    batches: DataLoader[Any],
-    flags: dict[str, Any],
+    case: Case, preset: str | None, batches: DataLoader[Any], flags: dict[str, Any]
 ) -> dict[str, Any]:
     trainer = make_trainer("auto" if preset is None else case.strategy(preset), **flags)
     make = case.make if preset or case.reference is None else case.reference

@@ -504,15 +504,6 @@ class LowRankLayers(Plain):
         return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=0.05)
 
 
-class LowRankAtTheEnd(LowRankLayers):
-    """Trains a low-rank part in its last layer alone, so that all before it is frozen."""
-
-    def make_net(self) -> nn.Module:
-        net = Plain.make_net(self).requires_grad_(False)
-        net[4] = LowRank(net[4])
-        return net
-
-
 class Sparse(LightningModule):
     """Has an embedding, whose gradient would be sparse."""
 
@@ -874,13 +865,6 @@ class Manual(Plain):
         optimizer.step()
 
 
-class TwoOptimizers(Manual):
-    """Has two optimizers."""
-
-    def configure_optimizers(self) -> Any:
-        return [torch.optim.SGD(self.net[k].parameters(), lr=0.1) for k in (0, 2)], []
-
-
 # ---------------------------------------------------------------------- optimizers
 
 
@@ -966,11 +950,10 @@ class LanguageModel(LightningModule):
     """GPT-2, with what Hugging Face lets one switch on.
 
     Args:
-        checkpointing: whether blocks are run again in their backward.
         lora: whether low-rank parts alone are trained (peft).
     """
 
-    def __init__(self, *, checkpointing: bool = False, lora: bool = False) -> None:
+    def __init__(self, *, lora: bool = False) -> None:
         super().__init__()
         from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -980,9 +963,6 @@ class LanguageModel(LightningModule):
         ends = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
         self.model = GPT2LMHeadModel(GPT2Config(**sizes, **none, **ends))
         self.seen: list[Any] = []
-        if checkpointing:
-            enable = getattr(self.model, "activation_checkpointing_enable", None)
-            (enable or self.model.gradient_checkpointing_enable)()
         if lora:
             from peft import LoraConfig, get_peft_model
 

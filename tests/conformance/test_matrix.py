@@ -17,17 +17,9 @@ ALIKE = {  # rows of which others show the same by default, here or elsewhere
     "inception", "lstm", "siamese", "cls_token", "frozen", "bert", "llama", "vit", "mixtral",
     "bf16-mixed", "bf16-true", "64-true",
     # test_strategy_features.py and test_pipeline_features.py have these flags and callbacks
-    "accumulated", "clipped by value", "max_steps", "all batches overfitted", "early stopping",
-    "plateau",
-    # test_bad_input.py, test_hooks.py and test_flow_features.py see these refused
-    "LBFGS", "sparse embedding", "gathers", "norms of gradients", "skipping", "pruning",
-    "clipped by the norm of all",
-    # two of what other rows have one of, or the same way to a refusal
-    "low rank at the end", "moving teacher", "two optimizers", "Adam, foreach", "RMSprop",
-    "gpt2 checkpointed", "batch norm, accumulated", "batch norm, clipped by the norm of all",
-    "another way, without a sanity check", "evaluated behind, another way", "max_time",
-    "no validation asked for", "some training batches",
-    "rich progress bar", "advanced profiler",
+    "accumulated", "clipped by value", "max_steps", "early stopping",
+    # test_bad_input.py and test_flow_features.py see these refused
+    "skipping", "clipped by the norm of all",
 }  # fmt: skip
 
 

@@ -30,6 +30,8 @@ PLANS = {name: relayed(name) for name in PRESETS} | {
     "wide gpipe": relayed("gpipe", **WIDE),
     "wide 1f1b": relayed("1f1b", **WIDE),
 }
+# others signal starts, and hand on versions that are read no more
+PIPELINES = [name for name in PLANS if PLANS[name].axes.placement.replica(0) != range(1)]
 
 
 def refusal(plan, programs):
@@ -77,7 +79,7 @@ def test_no_action_can_be(altered, name, data):
     refusal(plan, with_worker(plan, w, altered(program, n, change)))
 
 
-@given(name=st.sampled_from(sorted(PLANS)), data=st.data())
+@given(name=st.sampled_from(PIPELINES), data=st.data())
 @settings(deadline=None, max_examples=100)
 def test_no_message_can_be_left_out_on_both_sides(name, data):
     plan = PLANS[name]

@@ -6,43 +6,23 @@ from hypothesis import strategies as st
 
 from lightning_cyclic.errors import PlanError
 from lightning_cyclic.planner import (
-    Candidate,
-    ModelProfile,
     Problem,
     Stages,
     Tie,
-    UnitProfile,
     memory,
 )
 from lightning_cyclic.planner.fit import Fitter, paces_s
 from lightning_cyclic.simulate import Network
 
+from .profiles import candidate, profile_of, unit
+
 
 @st.composite
 def profiles(draw, count=5):
     numbers = st.integers(0, 9)
-    units = tuple(
-        UnitProfile(
-            name=f"h.{k}",
-            forward_s=draw(numbers),
-            backward_s=draw(numbers),
-            param_bytes=draw(numbers),
-            activation_bytes=draw(numbers),
-            crossing_bytes=draw(numbers),
-        )
-        for k in range(count)
-    )
-    return ModelProfile(name="net", micro_size=1, units=units)
-
-
-def candidate(preset, *, num_stages=3, num_microbatches=4, remat=False, replicas=1):
-    return Candidate(
-        preset=preset,
-        replicas=replicas,
-        num_stages=num_stages,
-        num_microbatches=num_microbatches,
-        micro_size=1,
-        remat=remat,
+    costs = ("forward_s", "backward_s", "param_bytes", "activation_bytes", "crossing_bytes")
+    return profile_of(
+        unit(f"h.{k}", **{name: draw(numbers) for name in costs}) for k in range(count)
     )
 
 
@@ -79,17 +59,10 @@ def test_the_fastest_of_all_cuts_that_fit(profile, preset, remat, limit):
     assert fitter.least(asked).memory_bytes == min(kept for kept, _ in outcomes)
 
 
-def unit(name, **costs):
-    zero = dict.fromkeys(
-        ("forward_s", "backward_s", "param_bytes", "activation_bytes", "crossing_bytes"), 0
-    )
-    return UnitProfile(name=name, **zero | costs)
-
-
 def test_the_first_stages_of_a_pipeline_get_less():
     # each unit leaves 10 bytes; stage 0 keeps three micro-batches of them, stage 2 one
     units = tuple(unit(f"h.{k}", forward_s=1, backward_s=1, activation_bytes=10) for k in range(6))
-    profile = ModelProfile(name="net", micro_size=1, units=units)
+    profile = profile_of(units)
     roomy = Fitter(problem(profile, 60)).fit(candidate("1f1b"))
     tight = Fitter(problem(profile, 40)).fit(candidate("1f1b"))
     assert roomy.stages.names == ("h.0", "h.2", "h.4")
@@ -103,7 +76,7 @@ def test_a_stage_ends_where_little_crosses():
         unit(f"h.{k}", forward_s=1, backward_s=1, crossing_bytes=size)
         for k, size in enumerate([0, 1, 90, 1])
     )
-    profile = ModelProfile(name="net", micro_size=1, units=units)
+    profile = profile_of(units)
     asked = candidate("1f1b", num_stages=2)
     slow = Fitter(problem(profile, 1e9, num_workers=2, bandwidth=10)).fit(asked)
     fast = Fitter(problem(profile, 1e9, num_workers=2, bandwidth=1e9)).fit(asked)
@@ -113,7 +86,7 @@ def test_a_stage_ends_where_little_crosses():
 
 def tied():
     units = tuple(unit(f"h.{k}", forward_s=1, backward_s=1, param_bytes=8) for k in range(3))
-    return ModelProfile(name="net", micro_size=1, units=units, ties=(Tie(units=(0, 2), bytes=8),))
+    return profile_of(units, ties=(Tie(units=(0, 2), bytes=8),))
 
 
 def test_stages_that_share_parameters_are_part_of_the_plan():
@@ -125,7 +98,7 @@ def test_stages_that_share_parameters_are_part_of_the_plan():
 
 def test_workers_that_take_turns_are_counted_by_their_own_program():
     units = tuple(unit(f"h.{k}", forward_s=1, backward_s=1, activation_bytes=10) for k in range(6))
-    profile = ModelProfile(name="net", micro_size=1, units=units)
+    profile = profile_of(units)
     fit = Fitter(problem(profile, 1e9, num_workers=4)).fit(candidate("cyclic_mp"))
     assert fit.plan.num_workers == len(fit.memory) == 4  # of three stages
     assert all(worker.activations > 0 for worker in fit.memory)

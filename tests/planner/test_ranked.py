@@ -5,41 +5,30 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_cyclic.planner import Candidate, ModelProfile, Problem, UnitProfile
+from lightning_cyclic.planner import Problem
 from lightning_cyclic.planner.fit import Fitter
 from lightning_cyclic.planner.search import least_step_s, timed
 from lightning_cyclic.simulate import Network
 
+from .profiles import candidate, profile_of, unit
+
 
 def problem(*, seconds=(1.0,) * 4, num_workers=4, network=None, crossing=0.0):
-    units = tuple(
-        UnitProfile(
-            name=f"h.{k}",
-            forward_s=s,
-            backward_s=2 * s,
-            param_bytes=1,
-            activation_bytes=1,
-            crossing_bytes=crossing,
-        )
+    units = (
+        unit(f"h.{k}", forward_s=s, backward_s=2 * s, param_bytes=1, activation_bytes=1,
+             crossing_bytes=crossing)
         for k, s in enumerate(seconds)
-    )
+    )  # fmt: skip
     return Problem(
-        profiles=(ModelProfile(name="net", micro_size=1, units=units),),
+        profiles=(profile_of(units),),
         num_workers=num_workers,
         memory_bytes=1e9,
         network=network or Network(),
     )
 
 
-def fitted(given_, preset, *, num_stages=4, num_microbatches=8, replicas=1, remat=False):
-    asked = Candidate(
-        preset=preset,
-        replicas=replicas,
-        num_stages=num_stages,
-        num_microbatches=num_microbatches,
-        micro_size=1,
-        remat=remat,
-    )
+def fitted(given_, preset, *, num_stages=4, num_microbatches=8, **more):
+    asked = candidate(preset, num_stages=num_stages, num_microbatches=num_microbatches, **more)
     return Fitter(given_).fit(asked)
 
 

@@ -6,29 +6,25 @@ import pytest
 from lightning_cyclic.errors import PlanError
 from lightning_cyclic.plan import make_plan
 from lightning_cyclic.plan.check.proof import prove
-from lightning_cyclic.planner import ModelProfile, Problem, Tie, UnitProfile, search
+from lightning_cyclic.planner import Problem, Tie, search
 from lightning_cyclic.planner.candidates import candidates
 from lightning_cyclic.planner.fit import Fitter
 from lightning_cyclic.planner.search import _have_same_programs, timed
 from lightning_cyclic.simulate import Network
+
+from .profiles import profile_of, unit
 
 SEARCH = sys.modules["lightning_cyclic.planner.search"]  # the package has a function of that name
 FEW = ("gpipe", "1f1b", "pipedream_2bw", "cyclic_pipeline", "cyclic_dp")
 
 
 def profile(count=4, *, params=1e6, activations=4e6, crossing=1e5, ties=()):
-    units = tuple(
-        UnitProfile(
-            name=f"h.{k}",
-            forward_s=0.01,
-            backward_s=0.02,
-            param_bytes=params,
-            activation_bytes=activations,
-            crossing_bytes=crossing,
-        )
+    units = (
+        unit(f"h.{k}", forward_s=0.01, backward_s=0.02, param_bytes=params,
+             activation_bytes=activations, crossing_bytes=crossing)
         for k in range(count)
-    )
-    return ModelProfile(name="net", micro_size=4, units=units, ties=ties)
+    )  # fmt: skip
+    return profile_of(units, micro_size=4, ties=ties)
 
 
 def problem(**changes):

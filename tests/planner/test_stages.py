@@ -1,23 +1,15 @@
-from lightning_cyclic.planner import ModelProfile, Stages, Tie, UnitProfile
+from lightning_cyclic.planner import Stages, Tie
+
+from .profiles import profile_of, unit
 
 
 def profile(*forward_s, ties=()):
-    return ModelProfile(
-        name="net",
-        micro_size=1,
-        units=tuple(
-            UnitProfile(
-                name=f"u{k}",
-                forward_s=s,
-                backward_s=2 * s,
-                param_bytes=10,
-                activation_bytes=100 + k,
-                crossing_bytes=k,
-            )
-            for k, s in enumerate(forward_s)
-        ),
-        ties=ties,
-    )
+    units = (
+        unit(f"u{k}", forward_s=s, backward_s=2 * s, param_bytes=10, activation_bytes=100 + k,
+             crossing_bytes=k)
+        for k, s in enumerate(forward_s)
+    )  # fmt: skip
+    return profile_of(units, ties=ties)
 
 
 def test_a_stage_is_the_sum_of_its_units():

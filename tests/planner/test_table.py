@@ -7,7 +7,7 @@ from lightning_cyclic.planner import Problem, Stages, search
 from lightning_cyclic.planner.table import as_data, reference, table, written
 from lightning_cyclic.simulate import Network, best_lockstep
 
-from .test_search import profile
+from .test_search import SEARCH, profile
 
 PRINTED = """\
 net: 16 samples per update, 3 workers of 1 GB, 0 s latency, 1 GB/s
@@ -78,7 +78,7 @@ def test_the_strategy_to_write(changes, text):
 
 
 def test_predictions_and_bounds_are_marked(monkeypatch):
-    monkeypatch.setattr("lightning_cyclic.planner.search._MOST_CELLS", 0)
+    monkeypatch.setattr(SEARCH, "_MOST_SIMULATED", 0)
     found = ranking(presets=("pipeoptim", "1f1b"), batch_size=8)
     text = table(found)
     assert "1, 1 p" in text or "0.5, 1 p" in text

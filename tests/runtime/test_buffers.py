@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_cyclic.runtime.buffers import Buffer, Layout
-from lightning_cyclic.runtime.gradient_store import GradientStore, Sum
-from lightning_cyclic.runtime.sum_dtypes import SumDtypes
+from lightning_cyclic.runtime.gradient_store import GradientStore, Sum, SumDtypes
 
 CPU = torch.device("cpu")
 

@@ -123,7 +123,7 @@ def test_nothing_is_known_of_weights_that_are_gone() -> None:
             loss.backward()
         del loss
         gc.collect()
-        assert copies.num_known == 0
+        assert not copies._known
 
 
 def test_what_is_no_copy_of_a_parameter() -> None:

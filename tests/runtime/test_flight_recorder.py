@@ -148,8 +148,9 @@ def test_a_file_says_who_failed_where_with_what_and_what_was_done_last(tmp_path:
     assert abs(time.mktime(time.strptime(head[:19], "%Y-%m-%d %H:%M:%S")) - time.time()) < 60
     assert reason == "ZeroDivisionError: the batch is broken"
     assert numbers == (
-        f"worker 1, process {os.getpid()}, cyclic_dp: num_workers=2, num_stages=2, num_microbatches=2, "
-        "replicas=1, schedule=cyclic, placement=replicated, weights=freshest, sharding=optimizer"
+        f"worker 1, process {os.getpid()}, cyclic_dp: num_workers=2, num_stages=2, "
+        "num_microbatches=2, replicas=1, schedule=cyclic, "
+        "placement=replicated, weights=freshest, sharding=optimizer"
     )
     assert blank == ""
     (action,) = [line for line in rest if "#3" in line]

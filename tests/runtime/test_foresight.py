@@ -116,7 +116,7 @@ def test_a_flush_changes_no_number(
 def test_a_stage_that_is_run_again_has_the_weights_of_its_backward(
     numbers: tuple[str, int, int, int],
 ) -> None:
-    seer = Seer(plan_of(*numbers), "sgd", activation_checkpointing="always")
+    seer = Seer(plan_of(*numbers), "sgd", remat="always")
     seer.train()
     compare(seer, runs_again=True)
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from lightning_cyclic.runtime.gradient_store import GradientStore, Sum
-from lightning_cyclic.runtime.sum_dtypes import SumDtypes
+from lightning_cyclic.runtime.gradient_store import GradientStore, Sum, SumDtypes
 
 
 def stage(*values: float) -> list[nn.Parameter]:
@@ -27,46 +26,6 @@ def test_steps_and_stages_do_not_meet_in_p_grad() -> None:
     shown = store.show(0, 0)
     assert stages[0][0].grad is shown.grads[0]
     assert store.of(0, 0) == [None, None]  # it has been taken
-
-
-def test_what_came_is_the_first_summand_and_keeps_its_memory() -> None:
-    stages = [stage(1.0, 1.0)]
-    store = GradientStore(stages.__getitem__)
-    come: list[Tensor | None] = [torch.tensor([1e8]), torch.tensor([1.0])]
-    store.extend(4, 0, Sum([torch.tensor([1.0]), torch.tensor([2.0])], word=2))
-    store.put(4, 0, Sum(come, word=4))
-    store.add(4, 0)
-    grads, word, _ = store.take(4, 0)
-    assert word == 6
-    for total, first, expected in zip(grads, come, (1e8 + 1.0, 3.0), strict=True):
-        assert total is first
-        assert torch.equal(total, torch.tensor([expected]))  # type: ignore[arg-type]
-
-
-def test_a_gradient_that_is_missing_on_one_side_is_no_zero() -> None:
-    stages = [stage(1.0, 1.0, 1.0)]
-    store = GradientStore(stages.__getitem__)
-    own, came = torch.tensor([1.0]), torch.tensor([2.0])
-    store.extend(0, 0, Sum([own, None, None]))
-    store.put(0, 0, Sum([None, came, None]))
-    store.add(0, 0)
-    grads = store.take(0, 0).grads
-    assert grads[0] is own
-    assert grads[1] is came
-    assert grads[2] is None
-
-
-def test_gradients_that_come_are_added_in_the_order_in_which_they_are_given() -> None:
-    store = GradientStore([stage(1.0)].__getitem__)
-    came = [Sum([torch.tensor([x])], word=w) for x, w in ((1e8, 1), (-1e8, 4))]
-    store.extend(2, 0, Sum([torch.tensor([1.0])], word=2))
-    store.add(2, 0, came[0])
-    store.add(2, 0)
-    store.add(2, 0, came[1])
-    grads, word, _ = store.take(2, 0)
-    assert grads[0] is came[0].grads[0]
-    assert torch.equal(grads[0], (torch.tensor([1e8]) + 1.0) - 1e8)
-    assert word == 7
 
 
 def low(*values: float) -> list[nn.Parameter]:
@@ -96,12 +55,3 @@ def test_a_backward_adds_to_a_wider_sum_without_rounding_it() -> None:
     with store.adding(0, 0):
         parameters[0].sum().backward()
     assert store.take(0, 0).grads == [torch.tensor([258.0])]
-
-
-def test_of_two_that_are_added_the_wider_one_keeps_its_memory() -> None:
-    store = GradientStore([stage(0.0)].__getitem__, SumDtypes(torch.bfloat16))
-    own = torch.tensor([1.0])
-    store.put(0, 0, Sum([torch.tensor([256.0], dtype=torch.bfloat16)]))
-    store.add(0, 0, Sum([own]))
-    assert store.take(0, 0).grads[0] is own
-    assert float(own) == 257.0

@@ -41,16 +41,6 @@ def test_neighbouring_numbers_make_other_keys():
     assert len(made) == 8
 
 
-def test_python_and_numpy_draw_alike_in_a_region_on_every_worker():
-    def region(j, t=0):
-        Randomness(0, t, 0, CPU).begin_region(j)
-        return draws()[1:]
-
-    assert region(1) == region(1)
-    assert region(1) != region(2)
-    assert region(1) != region(1, t=1)
-
-
 def test_the_region_leaves_torchs_stream_alone_and_the_stage_the_others():
     chance = Randomness(0, 0, 0, CPU)
     chance.begin_stage(0)
@@ -197,17 +187,6 @@ def test_only_regions_that_draw_plainly_are_seeded_when_they_are_replayed(monkey
     assert seeded == [0, 1, 1, 2]  # for stage 0; for 1; for 2, before which 1 has drawn
     assert [run.record.tape[-1:] == [DRAWS_PLAINLY] for run in runs] == [False, True, False]
     assert DRAWS_PLAINLY.name not in names(tuple(runs[1].record.tape))  # the same path
-
-
-def test_the_stages_draw_again_what_they_drew():
-    torch.manual_seed(3)
-    model, x = Drawing(), torch.ones(2, 4)
-    router = router_of(model, "b", "c")
-    outputs = []
-    for k in range(2):
-        torch.rand(k)
-        outputs.append(run_stages(router, lambda: model(x.clone()))[1].item())
-    assert outputs[0] == outputs[1]
 
 
 # ---------------------------------------------------------------------- all that draw

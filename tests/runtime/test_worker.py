@@ -13,7 +13,7 @@ from lightning_cyclic.plan import make_plan
 from lightning_cyclic.plan.actions import Action, Lane, parse
 from lightning_cyclic.plan.dataflow import Dataflow
 from lightning_cyclic.runtime.messages import Message, Messages
-from lightning_cyclic.runtime.worker import Worker
+from lightning_cyclic.runtime.worker import LaneThread, Worker
 from tests.local_transport import LocalTransport, PostOffice
 
 CPU = torch.device("cpu")
@@ -144,3 +144,25 @@ def test_an_error_on_a_lane_reaches_the_main_thread() -> None:
     with pytest.raises(CyclicError, match="cyclic-sums failed: TimeoutError"):
         pair.run(1, "0UPDATE@2#1")
     pair.workers[1].close()
+
+
+ACTIONS = tuple(parse(f"0ADD{i}#0~sums") for i in range(1, 5))
+
+
+def test_who_waits_for_an_action_waits_for_none_behind_it() -> None:
+    goes_on, seen = threading.Event(), list[Action]()
+
+    def do(a: Action) -> None:
+        if a == ACTIONS[2]:
+            assert goes_on.wait(20)
+        seen.append(a)
+
+    lane = LaneThread("lane", do)
+    lane.put(ACTIONS[:1])
+    lane.put(ACTIONS[1:])
+    lane.wait_for(2)  # of a batch whose third action waits for this thread
+    assert seen == list(ACTIONS[:2])
+    goes_on.set()
+    lane.wait_for(lane.num_put)
+    assert seen == list(ACTIONS)
+    lane.close()

@@ -1,7 +1,7 @@
 """Ways of going wrong, injected one by one into the package, and a module that would show each.
 
 A fault is a name, a function that patches the package, what the comparison is to name, and the
-run in which it shows. Those that no comparison with the plain step can see say what sees them.
+run in which it shows.
 """
 
 from __future__ import annotations
@@ -20,20 +20,19 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torchmetrics import MeanMetric
 
-from lightning_cyclic.plugin import records, summaries
+from lightning_cyclic.plugin import summaries
 from lightning_cyclic.runtime.gradient_store import GradientStore, Sum
 from lightning_cyclic.runtime.partial_step import session as sessions
 from lightning_cyclic.runtime.partial_step import stage_step as stage_steps
-from lightning_cyclic.runtime.partial_step.entry import Entry
 from lightning_cyclic.runtime.partial_step.exchange import Exchange
 from lightning_cyclic.runtime.partial_step.module_state import ModuleState
 from lightning_cyclic.runtime.partial_step.ownership import Ownership
 from lightning_cyclic.runtime.partial_step.packets import Gradients
+from lightning_cyclic.runtime.partial_step.passage import Entry
 from lightning_cyclic.runtime.partial_step.run import Run
 from lightning_cyclic.runtime.partial_step.session import StagewiseSession
 from lightning_cyclic.runtime.partial_step.stage_step import StageStep
 from lightning_cyclic.runtime.partial_step.versions import Versions
-from lightning_cyclic.runtime.randomness import Randomness
 
 Patch = Callable[[pytest.MonkeyPatch], None]
 NUM_MICRO = 4
@@ -83,25 +82,15 @@ class Fault:
         named: a pattern in the error of the comparison.
         runs: names of runs of the test in which it shows; the first runs by default.
         steps: how many steps are compared.
-        else_seen: what sees it, where no comparison with the plain step can.
     """
 
     patch: Patch
     named: str = ""
     runs: tuple[str, ...] = ("1f1b",)
     steps: int = 1
-    else_seen: str = ""
 
 
 FAULTS: dict[str, Fault] = {}
-
-
-def fault(name: str, named: str, *runs: str, **more: Any) -> Callable[[Patch], Patch]:
-    def add(patch: Patch) -> Patch:
-        FAULTS[name] = Fault(patch, named, runs or ("1f1b",), **more)
-        return patch
-
-    return add
 
 
 def around(owner: Any, name: str, change: Callable[..., Any]) -> Patch:
@@ -115,7 +104,7 @@ def around(owner: Any, name: str, change: Callable[..., Any]) -> Patch:
 
 
 def add(name: str, named: str, patch: Patch, *runs: str, **more: Any) -> None:
-    fault(name, named, *runs, **more)(patch)
+    FAULTS[name] = Fault(patch, named, runs or ("1f1b",), **more)
 
 
 # ---------------------------------------------------------------------- what crosses stages
@@ -139,12 +128,7 @@ def each_tensor(change: Callable[[Tensor], Tensor]) -> Callable[[Any], None]:
 
 
 CALL = r"(input|output) \d of \w+\(\) \(stage \d\) in micro-batch \d of 4"
-add("a packet is zero", CALL, packets(each_tensor(torch.zeros_like)))
-add("a packet in half precision", CALL, packets(each_tensor(lambda x: x.bfloat16().float())))
 add("a packet with one element off", CALL, packets(each_tensor(lambda x: x + 1e-6)))
-add("a packet of rows in another order", CALL, packets(each_tensor(lambda x: x.flip(0))))
-add("a packet without a residual", CALL, packets(each_tensor(lambda x: x - x.mean()), j=1))
-add("a packet that is scaled", CALL, packets(each_tensor(lambda x: x * (1 + 2**-20)), i=3, j=2))
 
 
 def _without_gradients(packet: Any) -> None:
@@ -179,22 +163,11 @@ def crossed(change: Callable[[dict[Any, Tensor]], dict[Any, Tensor]], i: int = 1
 
 
 GRADIENT = r"the gradient of '[\w.]+' \(stage \d\)"
-add("gradients that cross are lost", GRADIENT, crossed(lambda g: {}))
-add(
-    "gradients that cross are doubled",
-    GRADIENT,
-    crossed(lambda g: {h: 2 * x for h, x in g.items()}),
-)
 add("one gradient that crosses is lost", GRADIENT, crossed(lambda g: dict(list(g.items())[1:])))
 add(
     "gradients that cross are rounded",
     GRADIENT,
     crossed(lambda g: {h: x.half().float() for h, x in g.items()}),
-)
-add(
-    "gradients of one micro-batch have the other sign",
-    GRADIENT,
-    crossed(lambda g: {h: -x for h, x in g.items()}, i=3),
 )
 
 
@@ -228,11 +201,6 @@ def tied(change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> Patch:
 
 
 add("gradients of tied weights are lost", r"gradient of 'b\.weight'", tied(lambda g: {}))
-add(
-    "gradients of tied weights are doubled",
-    r"gradient of 'b\.weight'",
-    tied(lambda g: {n: 2 * x for n, x in g.items()}),
-)
 
 
 # ---------------------------------------------------------------------- batches and shares
@@ -254,28 +222,10 @@ add(
     "cyclic_dp",
     "2 ranks",
 )
-add("the same micro-batch twice", CALL, _micro(lambda m: m | {1: m[0]}))
-add(
-    "samples in another order",
-    CALL,
-    _micro(
-        lambda m: {i: x._replace(batch=tuple(y.flip(0) for y in x.batch)) for i, x in m.items()}
-    ),
-)
 add(
     "labels of the next micro-batch",
     "the loss in micro-batch 1 of 4|output",
     _micro(lambda m: m | {0: m[0]._replace(batch=(m[0].batch[0], m[1].batch[1]))}),
-)
-add(
-    "a sample is left out",
-    CALL,
-    _micro(lambda m: m | {2: m[2]._replace(batch=tuple(y[:-1] for y in m[2].batch))}),
-)
-add(
-    "micro-batches weigh too much",
-    GRADIENT,
-    around(sessions, "shares_of", lambda original, sizes, parts: original(sizes, 2 * parts)),
 )
 add(
     "one micro-batch weighs nothing",
@@ -319,9 +269,6 @@ def _hide(change: Callable[[Tensor], Tensor | None]) -> Patch:
     return around(GradientStore, "hide", hide)
 
 
-add("sums are rounded", GRADIENT, _hide(lambda g: g.bfloat16().float()))
-add("sums are lost", GRADIENT, _hide(lambda g: None))
-add("sums are doubled", GRADIENT, _hide(lambda g: 2 * g))
 add("sums of one element are off", GRADIENT, _hide(lambda g: g + 1e-9))
 
 
@@ -388,20 +335,10 @@ def _undo_statistics(module: nn.Module) -> None:
 BUFFER = r"the buffer self\.norm\.\w+|of norm\(\)"
 add("statistics are undone", BUFFER, _behind_forward(_undo_statistics, i=3))
 add(
-    "statistics of a micro-batch count twice",
-    BUFFER,
-    _behind_forward(lambda m: m.norm.num_batches_tracked.add_(1)),
-)
-add(
-    "statistics are rounded",
-    BUFFER,
-    _behind_forward(lambda m: m.norm.running_var.data.copy_(m.norm.running_var.half())),
-)
-add(
     "a run again counts its statistics once more",
     BUFFER,
     around(ModuleState, "again", lambda original, *args: stage_steps._NOTHING),
-    "remat",
+    "activation_checkpointing",
 )
 
 
@@ -415,11 +352,6 @@ add(
     around(ModuleState, "_put_back", lambda original, *args: None),
     "cyclic_dp",
     "1f1b",
-)
-add(
-    "a counter counts once more",
-    KEPT,
-    _behind_forward(lambda m: setattr(m, "count", m.count + 1), i=2, j=3),
 )
 add("an item of a list is lost", KEPT, _behind_forward(lambda m: m.losses.clear(), i=2, j=3))
 add(
@@ -443,25 +375,10 @@ def _outcomes(change: Callable[[dict[int, Any]], dict[int, Any]]) -> Patch:
 
 TOLD = r"the loss of the whole batch|self\.log\('\w+'\) of the whole batch|output \d of training"
 add("outcomes of another micro-batch", TOLD, _outcomes(lambda o: o | {0: o[1]}))
-add("an outcome is told twice", TOLD, _outcomes(lambda o: o | {3: o[2]}))
-add(
-    "logs of another micro-batch",
-    TOLD,
-    _outcomes(lambda o: o | {3: o[3]._replace(logs=o[0].logs)}),
-)
 add(
     "a log is left out",
     TOLD,
     _outcomes(lambda o: {i: x._replace(logs=x.logs[1:]) for i, x in o.items()}),
-)
-add(
-    "a log has another name",
-    TOLD,
-    _outcomes(
-        lambda o: {
-            i: x._replace(logs=[("other", *x.logs[0][1:]), *x.logs[1:]]) for i, x in o.items()
-        }
-    ),
 )
 add(
     "outputs are lost",
@@ -482,24 +399,7 @@ def _late_records(told: Any) -> Any:
 
 
 add("logs of the step before", TOLD, _told(_late_records))
-add("the loss of the step before", TOLD, _told(lambda t: t._replace(loss=t.loss * 0)))
-add(
-    "a log on_epoch is told on_step",
-    TOLD,
-    _told(
-        lambda t: t._replace(
-            records=[r._replace(arguments={**r.arguments, "on_step": False}) for r in t.records]
-        )
-    ),
-)
 add("the loss is scaled", TOLD, _told(lambda t: t._replace(loss=t.loss / 4)))
-add(
-    "the mean of logs by another rule",
-    "",
-    around(records, "_reduce", lambda original, name, values, *rest: values[0]),
-    else_seen="tests/plugin/test_records.py: what is put together is put together by one rule, "
-    "for the plain step, too",
-)
 
 
 def _output(change: Callable[[Any], Any]) -> Patch:
@@ -516,32 +416,11 @@ add(
 # ---------------------------------------------------------------------- random numbers
 
 
-def _one_draw_more(original: Any, run: Any) -> Any:
-    torch.rand(1)
-    return original(run)
-
-
 DRAWS = r"how far [\w.]+( modules)? has drawn|" + CALL
-add(
-    "a draw too many",
-    DRAWS,
-    around(Run, "_enter_stage", lambda original, run: (original(run), torch.rand(1), None)[2]),
-)
-add(
-    "a draw too many of random",
-    DRAWS,
-    around(Run, "_enter_stage", lambda original, run: (original(run), random.random(), None)[2]),
-)
 add(
     "a draw too many of numpy",
     DRAWS,
     around(Run, "_enter_stage", lambda original, run: (original(run), np.random.rand(), None)[2]),
-)
-add(
-    "draws between modules are not counted",
-    DRAWS,
-    around(Randomness, "skip_glue", lambda original, chance: None),
-    else_seen="no stage of this module pretends a draw: test_randomness.py",
 )
 add(
     "the key of another stage",
@@ -552,17 +431,6 @@ add(
         lambda original, run: (original(run), run._randomness.begin_stage(0), None)[2],
     ),
 )
-add(
-    "the generators of a stage go on",
-    DRAWS,
-    around(
-        Run,
-        "_enter_stage",
-        lambda original, run: (original(run), run._randomness.begin_region(run.target + 1), None)[
-            2
-        ],
-    ),
-)
 
 
 def _unkeyed(original: Any, run: Any, func: Any, args: Any, kwargs: Any) -> Any:
@@ -570,15 +438,14 @@ def _unkeyed(original: Any, run: Any, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 add("draws between modules have no key", DRAWS, around(Run, "_call", _unkeyed))
+
+
 add(
     "keys forget the micro-batch",
-    "",
+    DRAWS,
     around(
         stage_steps, "Randomness", lambda original, seed, t, i, *rest: original(seed, t, 0, *rest)
     ),
-)
-FAULTS["keys forget the micro-batch"] = Fault(
-    FAULTS["keys forget the micro-batch"].patch, DRAWS, ("1f1b",)
 )
 
 
@@ -609,25 +476,6 @@ add(
 )
 
 
-def _zeroed_foreign(original: Any, ownership: Any) -> Any:
-    return {n: p for n, p in original(ownership).items() if n != "c.weight"}
-
-
-def _update_twice(original: Any, session: Any) -> Any:
-    with torch.no_grad():
-        for p in session.ownership.own:
-            p.mul_(1.0001)
-    return original(session)
-
-
-add(
-    "weights change behind the update",
-    "",
-    around(StagewiseSession, "end_step", _update_twice),
-    else_seen="the plain step reads the same weights: parity tests, which follow updates",
-)
-
-
 # ---------------------------------------------------------------------- messages of two ranks
 
 
@@ -648,16 +496,6 @@ def given(payloads: str, change: Callable[[Tensor], Tensor]) -> Patch:
 TWO = "2 ranks"
 add("activations arrive rounded", CALL, given("A", lambda x: x.half().float()), TWO)
 add("gradients arrive rounded", GRADIENT, given("G", lambda x: x.half().float()), TWO)
-add("gradients arrive late", GRADIENT, given("G", torch.zeros_like), TWO)
-add(
-    "losses arrive changed",
-    "",
-    given("L", lambda x: x + 1),
-    TWO,
-    else_seen="rank 0, which has the losses, shows and logs them; test_pipeline_parity.py looks "
-    "at all ranks",
-)
-add("tied gradients arrive changed", r"gradient of 'b\.weight'", given("W", lambda x: 2 * x), TWO)
 add("the batch arrives changed", CALL, given("D", lambda x: x.flip(0)), "2 ranks, two batches")
 add("sums of replicas arrive changed", GRADIENT, given("S T", lambda x: x * 0), "2 replicas")
 add("statistics of replicas arrive changed", BUFFER, given("R C", lambda x: x * 0), "2 replicas")

@@ -25,6 +25,25 @@ from lightning_cyclic.plan.dataflow import live_activations, live_versions, peak
 if TYPE_CHECKING:
     from lightning_cyclic.plan.plan import Plan
 
+_COMPUTE = (Kind.F, Kind.B)
+_USE_MADE = "use the programs of make_plan(...)"
+_MOST_CELLS = 2_000  # (micro-batch, stage, step) cells that a probe may have: about a second
+_TOO_MANY_CELLS = 200_000  # of plans that only they themselves can stand for: some minutes
+# What a smaller plan may have fewer of, and the lists of stages that it has fewer of with them.
+SMALLER: Final = frozenset(
+    {
+        "num_stages", "num_workers", "num_microbatches", "num_steps", "slack", "spacing",
+        "replicas", "group_size", "relayed", "tied",
+    }
+)  # fmt: skip
+# What it has as the plan has it, as it says nothing about single stages or workers.
+KEPT: Final = frozenset(
+    {
+        "preset", "schedule", "placement", "weights", "sharding", "late_updates", "norms",
+        "updates_meet", "lowering", "proving",
+    }
+)  # fmt: skip
+
 
 def check_timetable(plan: Plan) -> None:
     """Check that the timetable computes everything after what it needs.
@@ -82,10 +101,6 @@ def _check_order(plan: Plan, t: int, i: int, j: int) -> None:
                 allowed="F after F of the stage before, B after B of the stage behind it",
                 todo="move it to a later slot",
             )
-
-
-_COMPUTE = (Kind.F, Kind.B)
-_USE_MADE = "use the programs of make_plan(...)"
 
 
 def validate(plan: Plan, programs: tuple[Program, ...] | None = None) -> None:
@@ -154,25 +169,6 @@ def _activations_in_timetable(plan: Plan) -> dict[int, int]:
         w: int(peak((begin, end, 1) for begin, end in found.values()))
         for w, found in spans.items()
     }
-
-
-_MOST_CELLS = 2_000  # (micro-batch, stage, step) cells that a probe may have: about a second
-_TOO_MANY_CELLS = 200_000  # of plans that only they themselves can stand for: some minutes
-
-# What a smaller plan may have fewer of, and the lists of stages that it has fewer of with them.
-SMALLER: Final = frozenset(
-    {
-        "num_stages", "num_workers", "num_microbatches", "num_steps", "slack", "spacing",
-        "replicas", "group_size", "relayed", "tied",
-    }
-)  # fmt: skip
-# What it has as the plan has it, as it says nothing about single stages or workers.
-KEPT: Final = frozenset(
-    {
-        "preset", "schedule", "placement", "weights", "sharding", "late_updates", "norms",
-        "updates_meet", "lowering", "proving",
-    }
-)  # fmt: skip
 
 
 @final

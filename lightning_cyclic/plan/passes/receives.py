@@ -47,6 +47,10 @@ from lightning_cyclic.plan.passes.messages import (
 if TYPE_CHECKING:
     from lightning_cyclic.plan.plan import Plan
 
+# messages of one kind and stage share buffers; gradients that are added, with those of one worker
+_Ring: TypeAlias = tuple[Payload | None, int, int | None]
+_IN_PAIRS = frozenset({Payload.P, Payload.S, Payload.T})
+
 
 def lanes(plan: Plan, programs: tuple[Program, ...]) -> tuple[Program, ...]:
     """Put actions on lanes, and what is handed on where it can come first.
@@ -90,11 +94,6 @@ def _handed_on_early(plan: Plan, program: Program, w: int) -> Program:
     rank = {n: k for k, n in enumerate(moved)}
     order = sorted(numbers, key=lambda n: (places[n], n not in rank, rank.get(n, n)))
     return tuple(marked[n] for n in order)
-
-
-# messages of one kind and stage share buffers; gradients that are added, with those of one worker
-_Ring: TypeAlias = tuple[Payload | None, int, int | None]
-_IN_PAIRS = frozenset({Payload.P, Payload.S, Payload.T})
 
 
 def receives(plan: Plan, programs: tuple[Program, ...]) -> tuple[Program, ...]:

@@ -18,15 +18,16 @@ from torch import Tensor, nn
 from lightning_cyclic.errors import ConfigurationError
 from lightning_cyclic.runtime.compiled import IN_PLACE, is_compiled_in_place, named_modules
 from lightning_cyclic.runtime.partial_step.ghosts import Ghost
-from lightning_cyclic.runtime.partial_step.record import MARK, OWNED
+from lightning_cyclic.runtime.partial_step.tape import MARK, OWNED
 from lightning_cyclic.runtime.partial_step.watch import Watch
 from lightning_cyclic.runtime.plain_copies import ours
+from lightning_cyclic.runtime.stages.evidence import is_inside, is_metric
 
 if TYPE_CHECKING:
-    from lightning_cyclic.runtime.partial_step.plain_run import PlainRun
+    from lightning_cyclic.runtime.partial_step.plain_step import PlainRun
     from lightning_cyclic.runtime.partial_step.run import Run
     from lightning_cyclic.runtime.stages.cuts import Cuts
-from lightning_cyclic.runtime.stages.evidence import is_inside, is_metric
+
 
 _CALL = "forward"  # inside hooks, which run whether the forward is skipped or not
 _WITH_HOOKS = "_call_impl"
@@ -48,7 +49,6 @@ class Unit:
         path: of a module, or of a metric's method.
         event: name of the event that a call is.
         begins: the stage that begins with it; 0 for none.
-        is_split: whether stages begin within it.
         stages: in which it may be called, since its parameters belong to them, or the buffers
             that it changes; None for any.
         beside: name of the parameter with which those went that were not used when the stages
@@ -65,13 +65,7 @@ class Unit:
 
 @final
 class CallRouter:
-    """Route a module's calls to the run that is under way.
-
-    Args:
-        module: the whole module.
-        cuts: where its stages begin.
-        device: of this worker.
-    """
+    """Route a module's calls to the run that is under way."""
 
     def __init__(self, module: nn.Module, cuts: Cuts, device: torch.device) -> None:
         self.module = module
@@ -94,7 +88,6 @@ class CallRouter:
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """Route calls while the body runs."""
         if self._own_methods() != self._own:  # somebody has replaced one meanwhile
             self._methods = list(self._route())
             self._own = self._own_methods()

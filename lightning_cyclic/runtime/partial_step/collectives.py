@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from lightning_cyclic.errors import CyclicError, PlanError, StepError, VerificationError
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.runtime.agreement import device_for, gather_texts
-from lightning_cyclic.runtime.partial_step.ranks import rank_of
 from lightning_cyclic.runtime.stages.cuts import Cuts
 
 _RAISED = {kind.__name__: kind for kind in (StepError, VerificationError)}
@@ -30,9 +29,6 @@ class Collectives:
     """Carry out what every worker must call.
 
     Args:
-        module: the whole module.
-        replicas: number of replicas.
-        size: workers per replica.
         group: process group of all workers for tensors of the host; None for one worker.
     """
 
@@ -42,16 +38,6 @@ class Collectives:
         self._size = size
         self._group = group
         self._peers = _peers(replicas, size) if group is not None and replicas > 1 else None
-
-    @property
-    def is_alone(self) -> bool:
-        """Say whether there is one worker."""
-        return self._group is None
-
-    @property
-    def decides(self) -> bool:
-        """Say whether this worker finds what all agree on."""
-        return self._group is None or dist.get_rank() == 0
 
     def agree(self, find: Callable[[], Any], waiting: AbstractContextManager[None]) -> Any:
         """Return on every worker what rank 0 finds.
@@ -66,7 +52,7 @@ class Collectives:
         if self._group is None:
             return find()
         text = ""
-        if self.decides:
+        if dist.get_rank() == 0:
             try:
                 text = json.dumps(["found", find()])
             except CyclicError as error:
@@ -93,11 +79,9 @@ class Collectives:
 
     def _sent_to_all(self, mine: dict[str, Tensor], source: int) -> dict[str, Tensor]:
         """Return tensors of one dtype that a rank has, on every rank, by one message."""
-        is_source = self._group is None or source == dist.get_rank()
+        is_source = source == dist.get_rank()
         if is_source:
             mine = {n: x.detach() for n, x in mine.items()}
-        if self._group is None:
-            return mine
         sizes = [x.numel() for x in mine.values()]
         if is_source:
             flat = torch.cat([x.reshape(-1).cpu() for x in mine.values()])
@@ -128,7 +112,6 @@ class Collectives:
         return tensor.div_(self._width, rounding_mode="floor")
 
     def meet(self) -> None:
-        """Wait until all workers have come here."""
         dist.barrier(group=self._group)
 
     def _named(self) -> dict[str, Tensor]:
@@ -147,3 +130,17 @@ def _peers(replicas: int, size: int) -> Any:
             made = dist.new_group(ranks, use_local_synchronization=by_members)
             mine = made if rank in ranks else mine
     return mine
+
+
+def rank_of(worker: int, size: int) -> int:
+    """Return the rank of a worker, or the worker of a rank.
+
+    The last stage of a replica is on its first rank: rank 0 has the loss and the metrics, which
+    it shows and logs.
+
+    Args:
+        worker: counted from the input side, replica by replica.
+        size: workers per replica.
+    """
+    replica, place = divmod(worker, size)
+    return replica * size + size - 1 - place

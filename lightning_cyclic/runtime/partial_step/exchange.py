@@ -49,7 +49,6 @@ class Callbacks:
         conclude: gives what all workers are told of a step, where its losses are.
         complete: looks at gradients of a stage that are whole: (step, stage). [nothing]
         read_state: gives what goes with parameters to replicas that predict. [nothing]
-        write_state: takes it.
     """
 
     begin_version: Callable[[Action], None]
@@ -61,18 +60,7 @@ class Callbacks:
 
 @final
 class Exchange:
-    """Run the stages of one worker on what has come, and keep what goes to others.
-
-    Args:
-        plan: says who runs what.
-        worker: this worker.
-        step: runs the stages.
-        ownership: the parameters that this worker has.
-        grads: their gradients.
-        norms: of gradients.
-        callbacks: what the session does.
-        forms: what travels of weights.
-    """
+    """Run the stages of one worker on what has come, and keep what goes to others."""
 
     def __init__(
         self,
@@ -106,7 +94,6 @@ class Exchange:
     # ------------------------------------------------------------------ F, B, ADD
 
     def forward(self, a: Action) -> None:
-        """Run F."""
         assert a.i is not None
         key = (a.t, a.i, a.j)
         packet = self._step.forward(a, lambda: self._packets.pop(key, None) or Packet())
@@ -162,7 +149,6 @@ class Exchange:
         return self._step.kind_of(a) if a.payload in (Payload.A, Payload.G) else None
 
     def give(self, a: Action) -> Message:
-        """Return what a SEND sends."""
         assert a.payload is not None
         return _GIVES[a.payload](self, a)
 
@@ -175,7 +161,6 @@ class Exchange:
     let_go = hold
 
     def take(self, a: Action, message: Message) -> None:
-        """Take in what has come for a RECV, when it is read."""
         assert a.payload is not None
         _TAKES[a.payload](self, a, message)
 
@@ -310,7 +295,6 @@ class Exchange:
 
 
 def stages_of(plan: Plan, worker: int) -> tuple[int, ...]:
-    """List the stages that a worker runs."""
     workers_of = plan.axes.placement.workers_of
     return tuple(j for j in range(plan.num_stages) if worker in workers_of(j))
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_cyclic.errors import StepError
-from lightning_cyclic.runtime.values.specs import TensorSpec
+from lightning_cyclic.runtime.values.plain import TensorSpec
 
 if TYPE_CHECKING:
     from lightning_cyclic.runtime.partial_step.call_router import CallRouter
@@ -45,9 +45,6 @@ class Ghost(Tensor):
     """Stand for a tensor of another stage.
 
     Args:
-        spec: its description.
-        handle: where it is made.
-        device: of this worker.
         router: whose run is asked about functions of it that nobody watches, if it replays.
     """
 
@@ -65,7 +62,6 @@ class Ghost(Tensor):
         device: torch.device,
         router: CallRouter | None = None,
     ) -> Ghost:
-        """Make a ghost without a value."""
         at = torch.device("cpu") if spec.on_host else device
         ghost: Ghost = torch.Tensor._make_wrapper_subclass(
             cls,
@@ -91,25 +87,20 @@ class Ghost(Tensor):
 
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]
-        """Return the sizes."""
         return self.spec.size if self.value is None else self.value.shape
 
     @property
     def dtype(self) -> torch.dtype:  # type: ignore[override]
-        """Return the type of the elements."""
         return self.spec.dtype if self.value is None else self.value.dtype
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
-        """Return where the elements are."""
         return self._device if self.value is None else self.value.device
 
     def size(self, dim: Any = None) -> Any:
-        """Return the sizes, or one of them."""
         return self.shape if dim is None else self.shape[dim]
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        """Show what is known."""
         region, event, leaf = self.handle
         filled = self.value is not None
         return f"Ghost(of stage {region}, event {event}, leaf {leaf}, filled={filled})"

@@ -13,10 +13,6 @@ from lightning_cyclic.errors import StepError
 def check_loss(output: Any, t: int) -> None:
     """Refuse a loss that no backward can begin at.
 
-    Args:
-        output: of the step.
-        t: number of the step, for the error.
-
     Raises:
         StepError: there is none, or it has several numbers or no graph.
     """
@@ -36,10 +32,6 @@ def check_loss(output: Any, t: int) -> None:
 
 def loss_of(output: Any, t: int | None = None) -> Tensor:
     """Return the loss in what a training step returned.
-
-    Args:
-        output: of the step.
-        t: number of the step, for the error.
 
     Raises:
         StepError: there is none.

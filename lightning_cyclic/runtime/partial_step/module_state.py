@@ -52,10 +52,8 @@ class Change(NamedTuple):
     """Hold what a run of the step changed.
 
     Args:
-        name: of the attribute.
         key: of what changed in it, where it is a dictionary; else None.
         grew: whether a list has more items, and these are the value; else the value is new.
-        value: without a graph.
     """
 
     name: str
@@ -68,8 +66,6 @@ class Seen(NamedTuple):
     """Hold what a module has.
 
     Args:
-        attributes: by name.
-        buffers: copies of those that code between modules changes.
         of_stage: copies of those that modules of a stage change, where it is run again.
     """
 
@@ -87,17 +83,7 @@ class Visit(NamedTuple):
 
 @final
 class ModuleState:
-    """Keep the attributes of a module as if the whole step were run for each micro-batch.
-
-    Args:
-        module: the user's.
-        cuts: which buffers and metrics belong to which stage.
-        ignored: names of attributes that are not the user's.
-        stages: of this worker.
-        num_stages: of the module.
-        say: tells the user what happens.
-        buffers: names of those that code between modules changes.
-    """
+    """Keep the attributes of a module as if the whole step were run for each micro-batch."""
 
     def __init__(
         self, module: nn.Module, cuts: Cuts, ignored: Collection[str], stages: Sequence[int],
@@ -393,7 +379,6 @@ def _moved(name: str, x: Kept, visit: Visit) -> Any:
 
 
 def _changes(changed: Mapping[str, Any], visit: Visit) -> list[Change]:
-    """Return how values became what they are."""
     before = visit.found.attributes
     return [c for name, x in changed.items() for c in _change(name, None, x, before.get(name))]
 

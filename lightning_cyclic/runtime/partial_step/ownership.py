@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, NoReturn, final
 
 import torch
 from torch import Tensor, nn
 
-from lightning_cyclic.errors import PlanError
+from lightning_cyclic.errors import PlanError, StepError
 from lightning_cyclic.runtime.absent import Home, come_back, leave
+from lightning_cyclic.runtime.partial_step.ghosts import user_line
 from lightning_cyclic.runtime.weight_forms import ALL, WeightForms
 
 if TYPE_CHECKING:
@@ -19,14 +20,7 @@ if TYPE_CHECKING:
 
 @final
 class Ownership:
-    """Say which parameters a worker has, and move their gradients.
-
-    Args:
-        module: the whole module.
-        cuts: which stage each parameter belongs to.
-        stages: those that this worker runs.
-        forms: have the gradients of parameters.
-    """
+    """Say which parameters a worker has, and move their gradients."""
 
     def __init__(
         self, module: nn.Module, cuts: Cuts, stages: Sequence[int], forms: WeightForms = ALL
@@ -52,10 +46,9 @@ class Ownership:
     @property
     def own(self) -> list[nn.Parameter]:
         """Return the parameters that this worker updates, in the module's order."""
-        return [p for n, p in self._named.items() if self._stage_of.get(n) in self.stages]
+        return list(self.named().values())
 
     def named(self) -> dict[str, nn.Parameter]:
-        """Return the parameters that this worker updates, by name."""
         return {n: p for n, p in self._named.items() if self._stage_of.get(n) in self.stages}
 
     def here(self) -> dict[str, nn.Parameter]:
@@ -63,18 +56,12 @@ class Ownership:
         foreign = set(self.foreign)
         return {n: p for n, p in self._named.items() if n not in foreign}
 
-    @property
-    def num_stages(self) -> int:
-        """Return how many stages there are."""
-        return self._cuts.num_stages
-
     def owned(self, j: int) -> list[nn.Parameter]:
         """Return the parameters of stage ``j``: those that it is the first to use."""
         return [self._named[n] for n in self._cuts.parameters[j]]
 
     @property
     def has_ties(self) -> bool:
-        """Say whether any stages share a parameter."""
         return bool(self._cuts.tied)
 
     def lent(self, j: int) -> list[tuple[str, nn.Parameter]]:
@@ -146,12 +133,8 @@ class Ownership:
 
     # ------------------------------------------------------------------ memory
 
-    def free_foreign(self, home: Home | None = None) -> None:
-        """Give up the memory of what other workers hold.
-
-        Args:
-            home: is told where it is read; None where nobody reads it.
-        """
+    def free_foreign(self, home: Home) -> None:
+        """Give up the memory of what other workers hold; its home is told who reads it."""
         if self._is_freed:
             return
         for n in self.foreign:
@@ -162,8 +145,7 @@ class Ownership:
             p.grad = None
         self._is_freed, self._home = True, home
         for n, x in self._away():
-            if home is not None:
-                leave(x, n, home)
+            leave(x, n, home)
 
     def give_up(self) -> None:
         """Let what other workers hold be not a number: training has failed, and nobody has it."""
@@ -173,7 +155,6 @@ class Ownership:
                 x.data = x.detach().new_full((), torch.nan).expand(x.shape)
 
     def restore(self) -> None:
-        """Give every parameter memory again, without values."""
         if not self._is_freed:
             return
         for _, x in self._away():
@@ -190,6 +171,7 @@ class Ownership:
             yield
             return
         assert self.kept is not None
+        assert self._home is not None
         for _, x in self._away():
             come_back(x)
         for n in self.foreign:
@@ -201,7 +183,6 @@ class Ownership:
             self.free_foreign(self._home)
 
     def _away(self) -> Iterator[tuple[str, Tensor]]:
-        """Iterate over what other workers have."""
         for n in self.foreign:
             yield n, self._named[n]
         for n in self.stale:
@@ -209,5 +190,118 @@ class Ownership:
 
     @property
     def is_freed(self) -> bool:
-        """Say whether only this worker's parameters have memory."""
         return self._is_freed
+
+
+@final
+class ForeignWeights:
+    """Have what other workers have here behind a flush, and absent else.
+
+        behind a flush    all workers gather what they lack; the next step lets it go again
+        elsewhere         who reads them is told their name, stage and worker, and where to read
+        do not fit        the same: a worker that has never had the whole module (meta.py) never
+                          gets it
+
+    Args:
+        stage_of: name -> stage, of parameters and of the buffers that training changes.
+        rank_of_stage: stage -> rank of the worker that updates it.
+        fits: whether a worker may have the whole module.
+        gather: returns all parameters and buffers by name; all workers call it together.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        stage_of: Mapping[str, int],
+        ownership: Ownership,
+        rank_of_stage: Callable[[int], int],
+        fits: bool,
+        gather: Callable[[], Mapping[str, Tensor]],
+    ) -> None:
+        self._module = module
+        self._stage_of = stage_of
+        self._ownership = ownership
+        self._rank_of_stage = rank_of_stage
+        self.fits = fits
+        self._gather = gather
+        self.is_running = False  # a part of the program
+
+    @property
+    def are_here(self) -> bool:
+        return not self._ownership.is_freed
+
+    def bring(self) -> None:
+        """Have the whole module on every worker until the next step; all workers must call it.
+
+        Where it does not fit, do nothing: who reads what is absent is told.
+        """
+        if self.are_here or not self.fits:
+            return
+        came = self._gather()
+        with torch.inference_mode(mode=False), torch.no_grad():
+            self._ownership.restore()
+            named = {**dict(self._module.named_parameters()), **dict(self._module.named_buffers())}
+            for n in (*self._ownership.foreign, *self._ownership.stale):
+                named[n].copy_(came[n])
+
+    def leave(self) -> None:
+        self._ownership.free_foreign(self)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Run the body, a part of the program, without foreign weights."""
+        self.leave()
+        self.is_running = True
+        try:
+            yield
+        finally:
+            self.is_running = False
+
+    # ------------------------------------------------------------------ who reads what is absent
+
+    def read(self, names: Sequence[str]) -> NoReturn:
+        """Refuse that an absent parameter or buffer is read.
+
+        Raises:
+            StepError: with its stage, and the rank that has it.
+        """
+        j = self._stage_of[names[0]]
+        raise StepError(
+            f"{user_line()} reads {names[0]!r} of stage {j}, which rank {self._rank_of_stage(j)} "
+            f"has and this rank has not, {self._why}"
+        )
+
+    @property
+    def _why(self) -> str:
+        if not self.fits:
+            return (
+                "as all parameters together exceed memory_limit_bytes; allowed: parameters of a "
+                "rank's own stages; behind training read a checkpoint folder, or raise "
+                "memory_limit_bytes"
+            )
+        if self.is_running:
+            return (
+                "in the middle of a step; allowed: reads of the whole module in hooks of "
+                "validation and at the end of epochs; or let one stage have what is read and the "
+                "code that reads it, stages=[...]"
+            )
+        return (
+            "between steps; allowed: reads of the whole module in hooks of validation and at the "
+            "end of epochs, where each rank has it; elsewhere do it on all ranks, under "
+            "`with trainer.strategy.whole():`"
+        )
+
+    def read_gradient(self, name: str) -> None:
+        """Refuse to read the gradient of a foreign parameter, which is None here.
+
+        Raises:
+            StepError: unless steps are under way, in which updates are made.
+        """
+        if not self.is_running:
+            j = self._stage_of[name]
+            raise StepError(
+                f"{user_line()} reads the gradient of {name!r} of stage {j}, which rank "
+                f"{self._rank_of_stage(j)} has; allowed: gradients of a rank's own stages, whose "
+                "parameters are [n for n, j in trainer.strategy.stage_of.items() if j in "
+                "trainer.strategy.own_stages]; read those, or use strategy='ddp' for this run"
+            )

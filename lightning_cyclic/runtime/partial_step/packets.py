@@ -26,9 +26,7 @@ class Packet:
     Args:
         tensors: by handle; cut off from the graph.
         with_grad: handles of those whose gradients come back.
-        tapes: of regions 0 .. j.
         used: last stage that used each handle so far; only while learning.
-        learning: whether everything alive is sent.
         shared: numbers of the groups of tensors that share memory in the stages that made them.
         stale: tensors of which another view was changed in place since -> where.
         spread: strides of tensors that travel without the gaps in their memory.
@@ -83,12 +81,7 @@ class Packet:
 
 
 class Gradients(NamedTuple):
-    """Hold gradients that one stage has of what others gave it.
-
-    Args:
-        crossed: of tensors, by handle.
-        tied: of parameters, by name.
-    """
+    """Hold gradients that one stage has of what others gave it."""
 
     crossed: Mapping[Handle, Tensor]
     tied: Mapping[str, Tensor]
@@ -110,12 +103,10 @@ class Lesson(NamedTuple):
         return frozenset(h for h, last in self.last_use.items() if h[0] <= j < last)
 
     def to_data(self) -> Any:
-        """Return plain data that JSON can hold."""
         return [[list(p) for p in self.paths], [[list(h), j] for h, j in self.last_use.items()]]
 
     @classmethod
     def from_data(cls, data: Any) -> Lesson:
-        """Make the lesson from what :meth:`to_data` returned."""
         paths, uses = data
         return cls(tuple(tuple(p) for p in paths), {(h[0], h[1], h[2]): j for h, j in uses})
 

@@ -7,31 +7,103 @@ the packet has come, and the stage's own events be compared with the last ones.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import final
+from collections.abc import Callable, Mapping
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from lightning_cyclic.runtime.partial_step.call_router import CallRouter
-from lightning_cyclic.runtime.partial_step.entry import Entry
 from lightning_cyclic.runtime.partial_step.ghosts import Handle
 from lightning_cyclic.runtime.partial_step.packets import Lesson, Packet
-from lightning_cyclic.runtime.partial_step.record import Delivery
 from lightning_cyclic.runtime.partial_step.replay import Replay
 from lightning_cyclic.runtime.partial_step.run import Run
 from lightning_cyclic.runtime.partial_step.sharing import Sharing, groups_of
-from lightning_cyclic.runtime.partial_step.tape import Tape, names
+from lightning_cyclic.runtime.partial_step.tape import Delivery, Tape, names
+from lightning_cyclic.runtime.stages.ledger import version
+
+_ANCHOR = torch.zeros((), requires_grad=True)  # lets autograd note what is made of it
+
+
+@final
+class Entry:
+    """Hand out received tensors, and keep the gradients that come back for them.
+
+    What is handed out is no leaf, so that it may be changed in place, and its gradients are added
+    in the order in which one graph over all stages would add them.
+    """
+
+    def __init__(
+        self, tensors: Mapping[Handle, Tensor], with_grad: frozenset[Handle], *, copied: bool
+    ) -> None:
+        self.handles = [h for h in tensors if h in with_grad]
+        self.grads: dict[Handle, Tensor] = {}
+        self.values = {h: _copy(x) if copied else _alias(x) for h, x in tensors.items()}
+        if self.handles and torch.is_grad_enabled():
+            made = _begin(_ANCHOR, self, [self.values[h] for h in self.handles])
+            self.values.update(zip(self.handles, made, strict=True))
+        self._given = () if copied else tuple(tensors.values())
+        self._versions = list(map(version, self.values.values()))
+
+    def pass_changes_on(self) -> None:
+        """Let graphs that hold the received tensors, of a stage on this worker, see changes.
+
+        Their backward then raises, as it does where one graph holds all stages.
+        """
+        if not self._given:
+            return
+        now = list(map(version, self.values.values()))
+        if now != self._versions:
+            for x, after, before in zip(self._given, now, self._versions, strict=True):
+                if after != before:
+                    increment_version(x)
+        self._given = ()
+
+    def keep(self, grads: tuple[Tensor | None, ...]) -> None:
+        self.grads = {h: g for h, g in zip(self.handles, grads, strict=True) if g is not None}
+
+
+class _Begin(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, entry: Entry, tensors: list[Tensor]) -> Any:
+        ctx.entry = entry
+        ctx.set_materialize_grads(False)
+        return tuple(tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        ctx.entry.keep(grads)
+        return None, None, None
+
+
+# what apply() does beside this is for functorch, and for functions that need no ctx in forward
+_begin: Any = super(torch.autograd.Function, _Begin).apply
+
+
+def _copy(x: Tensor) -> Tensor:
+    """Copy a tensor, gaps in its memory included: kernels add in another order without."""
+    made = x.clone()
+    if made.stride() == x.stride() or 0 in x.stride():
+        return made
+    return torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device=x.device).copy_(x)
+
+
+def _alias(x: Tensor) -> Tensor:
+    """Return another tensor over the same memory, which is no view in autograd's eyes."""
+    if type(x) is Tensor and not x.is_inference():
+        return x.data
+    with torch.inference_mode(mode=False):  # changes in place are counted there too
+        made = torch.empty(0, dtype=x.dtype, device=x.device)
+        return made.set_(x.untyped_storage(), x.storage_offset(), x.size(), x.stride())
+
 
 _MOST_HABITS = 256  # kinds times stages: inputs of many sizes must not fill the memory
 
 
 @final
 class Habit:
-    """Hold how a kind of micro-batch passed one stage.
-
-    Args:
-        j: the stage.
-        tapes: of the regions before it.
-        replays: of these tapes.
-    """
+    """Hold how a kind of micro-batch passed one stage."""
 
     def __init__(self, j: int, tapes: tuple[Tape, ...], replays: tuple[Replay, ...]) -> None:
         self.tapes = tapes
@@ -46,7 +118,6 @@ class Habit:
         self._holds = False
 
     def fits(self, tapes: tuple[Tape, ...]) -> bool:
-        """Say whether these are the tapes of the regions before."""
         return tapes is self.tapes or tapes == self.tapes
 
     def holds(self, lesson: Lesson) -> bool:
@@ -59,7 +130,6 @@ class Habit:
         return self._holds
 
     def likely(self, path: tuple[str, ...] | None) -> Tape:
-        """Return the stage's last tape, if it is of this path."""
         own = self._own or ()
         return own if path is None or self._own_path == path else ()
 
@@ -72,18 +142,13 @@ class Habit:
 
 @final
 class Habits:
-    """Keep the habits of few kinds.
-
-    Args:
-        router: of the module's calls.
-    """
+    """Keep the habits of few kinds."""
 
     def __init__(self, router: CallRouter) -> None:
         self._router = router
         self._habits: dict[tuple[str, int], Habit] = {}
 
     def get(self, kind: str, j: int) -> Habit | None:
-        """Return the last habit of a kind of micro-batch."""
         return self._habits.get((kind, j))
 
     def begin(self, kind: str, j: int, tapes: tuple[Tape, ...]) -> Habit:
@@ -105,8 +170,6 @@ class Passage:
     """Take the packet of a forward when its run needs it, and make that of the next stage.
 
     Args:
-        take_packet: waits for what crossed from the stage before.
-        lesson: what is known of such micro-batches.
         copied: hand out copies of what came, since it is needed again.
     """
 
@@ -142,7 +205,6 @@ class Passage:
         return Delivery(entry.values, wanted, path, habit.likely(path), sharing)
 
     def packet_behind(self, run: Run) -> Packet:
-        """Return what crosses to the next stage."""
         packet, captured, stale = self.packet, run.record.captured, run.sharing.stale
         handles = sorted(captured)
         learning = self.lesson is None or run.record.has_strayed

@@ -22,7 +22,7 @@ from lightning_cyclic.runtime.partial_step.tape import (
     Plain,
     Tape,
 )
-from lightning_cyclic.runtime.values.specs import TensorSpec
+from lightning_cyclic.runtime.values.plain import TensorSpec
 from lightning_cyclic.runtime.values.trees import unflatten
 
 if TYPE_CHECKING:
@@ -42,13 +42,7 @@ _ALONE_BUT_HERE = _count_here()  # and a function that has just taken it from th
 
 @final
 class Replay:
-    """Pretend that a region of the user's step is run, event by event.
-
-    Args:
-        region: which.
-        tape: of the region.
-        router: of the module's calls.
-    """
+    """Pretend that a region of the user's step is run, event by event."""
 
     def __init__(self, region: int, tape: Tape, router: CallRouter) -> None:
         self.tape = tape
@@ -70,7 +64,6 @@ class Replay:
         self._filled: list[tuple[int, int]] = []
 
     def begin(self) -> None:
-        """Begin with the first event."""
         self._position, self._all_seen = 0, not self._watch_always
 
     def note_unseen(self) -> None:
@@ -78,14 +71,12 @@ class Replay:
         self._all_seen = False
 
     def end(self) -> bool:
-        """End behind the last event; say whether that is where we are."""
         if self._all_seen:
             self.needs_watch = False
         return self._position == len(self._events)
 
     @property
     def expected(self) -> Event | None:
-        """Return the next event, if there is one."""
         is_over = self._position == len(self._events)
         return None if is_over else self._events[self._position]
 
@@ -105,7 +96,6 @@ class Replay:
         return None
 
     def next(self, name: str) -> Event | None:
-        """Go on behind the next event, and return it, if it has this name."""
         if self._names[self._position] != name:
             return None
         self._position += 1
@@ -137,7 +127,6 @@ class Replay:
         return made
 
     def fill(self, handle: Handle, x: Tensor) -> None:
-        """Give a ghost the tensor that came for it."""
         _, n, k = handle
         if k >= 0 and (ghost := self._ghosts[n][k]) is not None:  # else it is of the batch
             ghost.value = x

@@ -26,7 +26,6 @@ from torch._C import (
 
 from lightning_cyclic.errors import StepError
 from lightning_cyclic.runtime.absent import AbsentBuffer, AbsentParameter
-from lightning_cyclic.runtime.partial_step.batch_reads import BatchReads
 from lightning_cyclic.runtime.partial_step.call_router import CallRouter, Unit
 from lightning_cyclic.runtime.partial_step.evidence import Notes
 from lightning_cyclic.runtime.partial_step.ghosts import (
@@ -37,9 +36,10 @@ from lightning_cyclic.runtime.partial_step.ghosts import (
     tensors_in,
     user_line,
 )
-from lightning_cyclic.runtime.partial_step.record import MARK, OWNED, Delivery, Record
+from lightning_cyclic.runtime.partial_step.micro_batches import BatchReads
 from lightning_cyclic.runtime.partial_step.replay import Replay
 from lightning_cyclic.runtime.partial_step.sharing import NO_SHARING
+from lightning_cyclic.runtime.partial_step.tape import MARK, OWNED, Delivery, Record
 from lightning_cyclic.runtime.partial_step.watch import Known, known
 from lightning_cyclic.runtime.randomness import Randomness
 from lightning_cyclic.runtime.snapshot import tensor_print
@@ -47,7 +47,6 @@ from lightning_cyclic.runtime.values.trees import flatten, tensors, unflatten
 
 
 def refuse_begin(path: str, stage: int, region: int) -> NoReturn:
-    """Refuse a stage that begins before the one ahead of it."""
     raise StepError(
         f"stage {stage} begins ({path!r}, {user_line()}) before stage {region + 1}; allowed: the "
         "order in which the stages were found; name module paths in the order of their calls, "
@@ -56,7 +55,6 @@ def refuse_begin(path: str, stage: int, region: int) -> NoReturn:
 
 
 def refuse_home(path: str, stages: Sequence[int], region: int, beside: str) -> NoReturn:
-    """Refuse a call of a module in a stage that does not have it."""
     what = f"module {path!r}, whose parameters or buffers belong to stage {list(stages)}"
     if beside:
         near = beside.rpartition(".")[0]
@@ -75,7 +73,6 @@ def refuse_home(path: str, stages: Sequence[int], region: int, beside: str) -> N
 
 
 def refuse_read(region: int, target: int) -> NoReturn:
-    """Refuse to read a value that another worker has."""
     raise StepError(
         f"{user_line()} reads a value of stage {region}, which the worker of stage {target} does "
         "not have; allowed: values of the last stage, and of the batch; let no stage begin behind "
@@ -96,7 +93,6 @@ def refuse_path(name: str, expected: str | None, region: int, target: int) -> No
 
 
 def refuse_end(starts: Sequence[str], region: int, target: int, *, gave_nothing: bool) -> NoReturn:
-    """Refuse a step that ended before the stage did."""
     if gave_nothing:
         raise StepError(
             f"the step returned None before {starts[region]!r} was called, with which stage "
@@ -131,12 +127,8 @@ class Run:
     """Run a step for one stage and one micro-batch.
 
     Args:
-        router: of the module's calls.
-        target: the stage that is run for real.
-        replays: of the regions before it.
         take: waits for what crossed, when the stage begins; None if that does not fit the
             replays.
-        randomness: that of this step and micro-batch.
         reads: what Python has read of the micro-batch; None where that takes no time.
     """
 
@@ -186,10 +178,6 @@ class Run:
     def is_real(self) -> bool:
         """Say whether the stage itself is under way."""
         return self.region == self.target
-
-    def stage(self) -> int:
-        """Return the stage whose code is under way."""
-        return self.region
 
     def __call__(self, step: Callable[[], Any]) -> Any:
         """Run the step; return what it returned, or None where the stage is not the last.

@@ -25,31 +25,32 @@ from lightning_cyclic.plan.passes.messages import step_of
 from lightning_cyclic.plan.program import Program
 from lightning_cyclic.runtime.absent import is_absent, make_present
 from lightning_cyclic.runtime.cast_copies import CastCopies
-from lightning_cyclic.runtime.failure_words import words_of
+from lightning_cyclic.runtime.failure_words import Waiter, words_of
 from lightning_cyclic.runtime.flight_recorder import FlightRecorder
-from lightning_cyclic.runtime.foreign_weights import ForeignWeights
 from lightning_cyclic.runtime.gradient_store import Gradients, GradientStore
 from lightning_cyclic.runtime.late_values import LateValues
 from lightning_cyclic.runtime.messages import Message, Messages
 from lightning_cyclic.runtime.norms import Norms
-from lightning_cyclic.runtime.partial_step.batch_cutter import BatchCutter
-from lightning_cyclic.runtime.partial_step.batch_reads import BatchReads
 from lightning_cyclic.runtime.partial_step.call_router import CallRouter
-from lightning_cyclic.runtime.partial_step.collectives import Collectives
-from lightning_cyclic.runtime.partial_step.config import StagewiseConfig, Summarise
+from lightning_cyclic.runtime.partial_step.collectives import Collectives, rank_of
+from lightning_cyclic.runtime.partial_step.config import Plans, StagewiseConfig, Summarise
 from lightning_cyclic.runtime.partial_step.exchange import Callbacks, Exchange, stages_of
-from lightning_cyclic.runtime.partial_step.micro_errors import noted, words_for
+from lightning_cyclic.runtime.partial_step.micro_batches import (
+    BatchCutter,
+    BatchReads,
+    noted,
+    refusing_time_major,
+    shares_of,
+    whole_share,
+    words_for,
+)
 from lightning_cyclic.runtime.partial_step.module_state import ModuleState, packed
-from lightning_cyclic.runtime.partial_step.ownership import Ownership
+from lightning_cyclic.runtime.partial_step.ownership import ForeignWeights, Ownership
 from lightning_cyclic.runtime.partial_step.packets import Lesson
-from lightning_cyclic.runtime.partial_step.plans import Plans
-from lightning_cyclic.runtime.partial_step.ranks import rank_of
+from lightning_cyclic.runtime.partial_step.plain_step import PlainStep
 from lightning_cyclic.runtime.partial_step.stage_step import Micro, StageStep
-from lightning_cyclic.runtime.partial_step.time_major import refusing_time_major
-from lightning_cyclic.runtime.partial_step.verification import PlainStep
 from lightning_cyclic.runtime.partial_step.verifier import Expect, Verifier
 from lightning_cyclic.runtime.partial_step.versions import Versions
-from lightning_cyclic.runtime.partial_step.weighting import shares_of, whole_share
 from lightning_cyclic.runtime.predict import Foresight
 from lightning_cyclic.runtime.randomness import undisturbed
 from lightning_cyclic.runtime.snapshot import generators_of
@@ -63,7 +64,6 @@ from lightning_cyclic.runtime.values.split import (
     signature,
 )
 from lightning_cyclic.runtime.values.trees import map_tensors, tensors
-from lightning_cyclic.runtime.waiting import Waiter
 from lightning_cyclic.runtime.weight_watch import WeightWatch
 from lightning_cyclic.runtime.worker import Worker
 
@@ -76,12 +76,7 @@ class StagewiseSession:
     """Run one worker's part of pipelined steps.
 
     Args:
-        module: the whole module.
-        config: what the user chose.
         transport: how messages travel; None for one worker.
-        worker: this worker.
-        num_workers: how many there are.
-        device: where its tensors live.
         group: process group for what workers agree on; None for one worker.
     """
 
@@ -140,7 +135,6 @@ class StagewiseSession:
 
     @property
     def program(self) -> Program:
-        """Return its program."""
         return self._plans.usual.program
 
     @property
@@ -375,11 +369,9 @@ class StagewiseSession:
 
     @property
     def stage_step(self) -> StageStep:
-        """Return what runs stages."""
         return self._step
 
     def plan_of(self, num_microbatches: int) -> Plan:
-        """Return the plan of a step whose replicas have so many micro-batches each."""
         return self._plans.of(num_microbatches)
 
     def agree(self, find: Callable[[], Any]) -> Any:
@@ -393,7 +385,6 @@ class StagewiseSession:
 
     @property
     def owns(self) -> bool:
-        """Say whether this worker updates any stage."""
         return bool(self._owned)
 
     @property
@@ -417,11 +408,9 @@ class StagewiseSession:
 
     @property
     def rank(self) -> int:
-        """Return the rank of this worker."""
         return rank_of(self.worker, self._size)
 
     def worker_of(self, stage: int) -> int:
-        """Return the worker of a stage in this worker's replica."""
         return self._plans.usual.worker_of(self.worker // self._size, stage)
 
     @property
@@ -641,7 +630,6 @@ class StagewiseSession:
         self.arrived.append((a.t, Message(summary.tensors[:num], facts)))
 
     def _conclude(self, t: int) -> Message:
-        """Return what all workers are told of step ``t``."""
         if t not in self._concluded:
             outcomes = self._step.take_outcomes(t)
             summary = self._summarise[t](list(outcomes.values()))
@@ -681,7 +669,6 @@ class StagewiseSession:
         actions: Sequence[Action],
         run: Callable[[Sequence[Action]], None] | None = None,
     ) -> Any:
-        """Return the batch of the worker that begins a step."""
         sharing = actions[: len(actions) - len(_shared(actions))]
         if not sharing:
             return batch
@@ -796,7 +783,6 @@ class StagewiseSession:
 
     @contextmanager
     def writable(self) -> Iterator[None]:
-        """Let the body write to every parameter."""
         if self.cuts is None:
             yield
             return
@@ -834,7 +820,6 @@ class StagewiseSession:
         return names.of(names.rank_of(worker))
 
     def close(self) -> None:
-        """End what runs in the background."""
         if self.failed and self.cuts is not None:
             self.ownership.give_up()
         if self.transport is not None:
@@ -863,7 +848,6 @@ def _shares_state(plan: Plan) -> bool:
 
 
 def _updates(a: Action) -> bool:
-    """Say whether an action is one of an update, or prepares one."""
     return a.kind is Kind.UPDATE or (a.kind is Kind.SEND and a.payload is Payload.N)
 
 

@@ -57,7 +57,6 @@ def groups_of(
 
 
 def _join(group: dict[Handle, int], groups: Mapping[Handle, int]) -> None:
-    """Make one group of those that were one before."""
     first: dict[int, int] = {}
     for h, n in groups.items():
         if h in group:
@@ -69,7 +68,6 @@ def _join(group: dict[Handle, int], groups: Mapping[Handle, int]) -> None:
 
 
 def _span(x: Tensor) -> tuple[int, int] | None:
-    """Return the first and last address of a dense tensor."""
     if x.layout is not torch.strided or x.numel() == 0:
         return None
     last = sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))

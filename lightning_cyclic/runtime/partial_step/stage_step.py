@@ -29,20 +29,18 @@ from torch.autograd.graph import (
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.plan.actions import Action, Kind
 from lightning_cyclic.runtime.cast_copies import CastCopies
-from lightning_cyclic.runtime.partial_step.batch_reads import BatchReads
 from lightning_cyclic.runtime.partial_step.call_router import CallRouter
-from lightning_cyclic.runtime.partial_step.entry import Entry
 from lightning_cyclic.runtime.partial_step.evidence import Notes
 from lightning_cyclic.runtime.partial_step.ghosts import Handle
 from lightning_cyclic.runtime.partial_step.losses import check_loss, loss_of
-from lightning_cyclic.runtime.partial_step.micro_errors import noted, noting
+from lightning_cyclic.runtime.partial_step.micro_batches import BatchReads, noted, noting
 from lightning_cyclic.runtime.partial_step.module_state import Change, ModuleState, Seen, Visit
 from lightning_cyclic.runtime.partial_step.ownership import Ownership
 from lightning_cyclic.runtime.partial_step.packets import Gradients, Lesson, Packet
-from lightning_cyclic.runtime.partial_step.passage import Habit, Habits, Passage
-from lightning_cyclic.runtime.partial_step.record import Delivery
+from lightning_cyclic.runtime.partial_step.passage import Entry, Habit, Habits, Passage
 from lightning_cyclic.runtime.partial_step.run import Run
 from lightning_cyclic.runtime.partial_step.sharing import Sharing
+from lightning_cyclic.runtime.partial_step.tape import Delivery
 from lightning_cyclic.runtime.partial_step.versions import Version, Versions
 from lightning_cyclic.runtime.randomness import Randomness
 from lightning_cyclic.runtime.values.trees import map_tensors
@@ -53,10 +51,8 @@ class Micro(NamedTuple):
     """Hold one micro-batch.
 
     Args:
-        batch: what the step is given.
         weight: its share of the step's loss, as a function of a tensor of ones.
         kind: what its tensors look like, sizes included.
-        family: the same without sizes.
         reads: what Python has read of it; None where that takes no time.
         where: names it for errors in it; empty for evaluation.
     """
@@ -73,7 +69,6 @@ class Outcome(NamedTuple):
     """Hold what the last stage got from one micro-batch.
 
     Args:
-        output: of the step.
         logs: name, value and arguments of what it logged.
         changes: of what it keeps on the module.
     """
@@ -85,8 +80,6 @@ class Outcome(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class _Cell:
-    """Hold what B(i,j) needs of F(i,j)."""
-
     entry: Entry | None = None
     edges: dict[Handle, GradientEdge] = field(default_factory=dict)
     loss: Tensor | None = None
@@ -96,8 +89,6 @@ class _Cell:
 
 
 class _Again(NamedTuple):
-    """Hold what running a stage again needs."""
-
     packet: Packet
     habit: Habit
     captured: frozenset[Handle]
@@ -111,13 +102,7 @@ class StageStep:
     """Run forwards and backwards of the stages of one worker.
 
     Args:
-        router: of the module's calls.
-        plan: which stages there are, and what is run again.
-        ownership: the parameters that this worker has.
         state: what the module keeps, which running a stage again must not change twice.
-        seed: of the randomness.
-        remat: "never", "always" or "except_last".
-        versions: of the parameters, where forwards read older ones too.
         may_skip: whether the step may return None: then there is nothing to go back through.
     """
 
@@ -196,10 +181,6 @@ class StageStep:
     def forward(self, a: Action, take_packet: Callable[[], Packet]) -> Packet | None:
         """Run F(i,j).
 
-        Args:
-            a: the forward.
-            take_packet: gives what crossed from the stage before.
-
         Returns:
             What crosses to the next stage; None behind the last.
         """
@@ -260,7 +241,6 @@ class StageStep:
         return self._micro[a.t, a.i]
 
     def _showing(self, a: Action, cell: _Cell) -> AbstractContextManager[None]:
-        """Let the parameters of a stage have the version that the plan says."""
         if self._versions is None or not self._training:
             return _NOTHING
         return self._showing_versions(self._versions, a, cell)
@@ -275,7 +255,6 @@ class StageStep:
             yield
 
     def _watching(self, a: Action, cell: _Cell) -> AbstractContextManager[None]:
-        """Refuse that the user's code changes weights."""
         if self.watch is None:
             return _NOTHING
         return self.watch.watching(a.t, [*cell.versions, self._here, self.still])
@@ -406,7 +385,6 @@ class StageStep:
     def _tied_roots(
         self, j: int, cell: _Cell, tied: Mapping[str, Tensor]
     ) -> list[tuple[nn.Parameter, Tensor]]:
-        """Return the gradients that later stages have for parameters of this one."""
         shown = {n: q for version in cell.versions for n, q in version.items()}
         lent = self._ownership.lent(j)
         return [(shown.get(name, p), tied[name]) for name, p in lent if name in tied]
@@ -433,7 +411,6 @@ def _run_backward(roots: tuple[Any, ...], grads: tuple[Tensor, ...]) -> None:
 
 
 def _place(a: Action, micro: Micro) -> str:
-    """Say where an action runs the user's code."""
     what = "forward" if a.kind is Kind.F else "backward"
     return f"{micro.where}, stage {a.j}, {what}" if micro.where else ""
 

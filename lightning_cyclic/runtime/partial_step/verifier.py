@@ -18,13 +18,11 @@ from torch import Tensor, nn
 from lightning_cyclic.errors import StepError, VerificationError
 from lightning_cyclic.runtime.agreement import gather_texts, gathered
 from lightning_cyclic.runtime.gradient_store import Gradients
-from lightning_cyclic.runtime.partial_step.evidence import Evidence, Item, Notes
-from lightning_cyclic.runtime.partial_step.verification import (
-    MOST_KINDS,
+from lightning_cyclic.runtime.partial_step.evidence import (
     Difference,
-    Part,
-    Plain,
-    PlainStep,
+    Evidence,
+    Item,
+    Notes,
     as_text,
     differences,
     from_text,
@@ -34,7 +32,8 @@ from lightning_cyclic.runtime.partial_step.verification import (
     unlike_itself,
     words,
 )
-from lightning_cyclic.runtime.partial_step.weighting import shares_of
+from lightning_cyclic.runtime.partial_step.micro_batches import shares_of
+from lightning_cyclic.runtime.partial_step.plain_step import Part, Plain, PlainStep
 from lightning_cyclic.runtime.snapshot import Print
 from lightning_cyclic.runtime.values.plain import decode, encode
 from lightning_cyclic.runtime.values.split import MicroBatch, signature
@@ -43,18 +42,13 @@ if TYPE_CHECKING:
     from lightning_cyclic.runtime.partial_step.session import StagewiseSession
     from lightning_cyclic.runtime.partial_step.stage_step import Outcome
 
+_MOST_KINDS = 8  # of batches that look otherwise than those before, that are compared
 Expect = Callable[[Sequence["Outcome"], Sequence[int]], Mapping[str, Print]]
 
 
 @final
 class Verifier:
-    """Compare the first steps of a session, and batches that look otherwise, with plain ones.
-
-    Args:
-        session: of this worker.
-        plain: runs plain steps.
-        held: generators that the module keeps, by name.
-    """
+    """Compare the first steps of a session, and batches that look otherwise, with plain ones."""
 
     def __init__(
         self, session: StagewiseSession, plain: PlainStep, held: Mapping[str, Any]
@@ -86,7 +80,6 @@ class Verifier:
 
     @property
     def is_comparing(self) -> bool:
-        """Say whether the step under way is compared."""
         return self._notes is not None
 
     @property
@@ -99,12 +92,7 @@ class Verifier:
     # ------------------------------------------------------------------ before a step
 
     def prepare(self, batch: Any, *, is_first: bool) -> None:
-        """Decide whether the next step is compared.
-
-        Args:
-            batch: that this worker has been given.
-            is_first: whether gradients of no batch before it are added to.
-        """
+        """Decide whether the next step is compared."""
         session = self._session
         if session.config.verify == 0 or not is_first:
             return
@@ -119,7 +107,7 @@ class Verifier:
         # of several workers some would not know that a batch looks new to another
         if session.group is None and session.plan is not None and session.plan.weights == "sync":
             kind = signature(batch)
-            if kind not in self._kinds and self._kinds and self._num_kinds < MOST_KINDS:
+            if kind not in self._kinds and self._kinds and self._num_kinds < _MOST_KINDS:
                 wants, self._num_kinds = True, self._num_kinds + 1
             self._kinds.add(kind)
         if wants:
@@ -140,14 +128,7 @@ class Verifier:
         self, parts: Sequence[MicroBatch], accumulate: int, call: Callable[[Any], Any],
         expect: Expect,
     ) -> None:  # fmt: skip
-        """Run the plain step, on rank 0; all workers must call it.
-
-        Args:
-            parts: micro-batches of this worker's replica.
-            accumulate: batches per update.
-            call: runs the user's step on one of them.
-            expect: outcomes of this replica's micro-batches, and their sizes -> what is told.
-        """
+        """Run the plain step, on rank 0; all workers must call it."""
         session = self._session
         step = session.stage_step
         step.notes, step.notes_again = self._notes, self._again
@@ -179,7 +160,6 @@ class Verifier:
                 self._own = [(p, p.detach().clone()) for p in session.ownership.own]
 
     def _parts_of_all(self, parts: Sequence[MicroBatch], accumulate: int) -> list[Part] | None:
-        """Return the micro-batches of all replicas on rank 0."""
         session = self._session
         replicas = session.config.replicas
         each = [[(part.batch, part.size) for part in parts]]
@@ -237,9 +217,6 @@ class Verifier:
 
     def finish(self, told: Mapping[str, Print]) -> None:
         """Compare; all workers must call it.
-
-        Args:
-            told: what this worker was told of the step.
 
         Raises:
             VerificationError: on every worker, with what differs first.
@@ -323,7 +300,6 @@ class Verifier:
 
 
 def _of_reruns(first: Evidence, again: Evidence) -> list[Difference]:
-    """Return what differs where stages were run again for their backward."""
     calls = {item: x for item, x in again.items() if item.kind in ("call", "draws")}
     return [
         Difference(item, first[item], x)

@@ -36,9 +36,7 @@ class Version(dict[str, nn.Parameter]):
     """Hold the stand-ins of one version of a stage, by name.
 
     Args:
-        j: stage.
         v: version; the one from which it was predicted.
-        parameters: by name.
     """
 
     __slots__ = ("__weakref__", "j", "places", "v")
@@ -55,13 +53,8 @@ class Versions:
     """Keep the versions of stages.
 
     Args:
-        module: the whole module.
-        plan: says which version is read.
         stages: stage -> name -> trained parameter, of the stages that this worker has.
-        newest: the version that the parameters hold now.
         readers: stage -> the stages that read its parameters, itself among them.
-        foresight: guesses what forwards read, where the plan's rule predicts.
-        forms: have the gradients of stand-ins.
     """
 
     def __init__(
@@ -99,11 +92,7 @@ class Versions:
         self._own = {n: p for stage in stages.values() for n, p in stage.items()}
 
     def train_others(self, stages: Mapping[int, Mapping[str, nn.Parameter]]) -> None:
-        """Keep versions of other parameters from now on, behind a flush: no graph is alive.
-
-        Args:
-            stages: as those that the constructor took, of the same stages.
-        """
+        """Keep versions of other parameters from now on, behind a flush: no graph is alive."""
         self._take(stages)
         for j, kept in self._kept.items():
             for v, version in kept.items():  # what was frozen has its value in every version
@@ -133,16 +122,11 @@ class Versions:
         return self._foresight is not None
 
     def newest(self, j: int) -> int:
-        """Return the version that the module's own parameters of stage ``j`` hold."""
         return self._newest[j]
 
     @contextmanager
     def shown(self, a: Action, stages: Sequence[int]) -> Iterator[tuple[Version, ...]]:
         """Let stages have the versions that a forward reads, while the body runs.
-
-        Args:
-            a: the forward.
-            stages: its own, and those of which it uses parameters.
 
         Yields:
             The versions; graphs that are made in the body need them until their backward.
@@ -161,12 +145,7 @@ class Versions:
     def shown_again(
         self, a: Action, versions: tuple[Version, ...]
     ) -> Iterator[tuple[Version, ...]]:
-        """Let stages have what a backward reads, before which they are run again.
-
-        Args:
-            a: the backward.
-            versions: of its forward.
-        """
+        """Let stages have what a backward reads, before which they are run again."""
         if self._foresight is not None:
             newest = self._newest[a.j]
             if self._plan.backward_horizon(a.j) > 0:

@@ -27,8 +27,6 @@ _READS_VALUE = frozenset(
 
 @final
 class Watch(TorchFunctionMode):
-    """Show every torch function outside units to a router's run."""
-
     def __init__(self, router: CallRouter) -> None:
         super().__init__()
         self._router = router
@@ -40,11 +38,7 @@ class Watch(TorchFunctionMode):
         return run.function(func, types, args, kwargs or {})
 
     def insert(self, depth: int) -> None:
-        """Begin to watch, beneath the modes that the user's code has entered meanwhile.
-
-        Args:
-            depth: how many modes were there before the step began.
-        """
+        """Begin to watch, beneath the modes that the user's code has entered meanwhile."""
         if _len_torch_function_stack() == depth:  # most often none are above
             _push_on_torch_function_stack(self)
             return
@@ -55,8 +49,6 @@ class Watch(TorchFunctionMode):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Known:
-    """Hold what is known of a torch function."""
-
     name: str
     is_metadata: bool
     is_random: bool
@@ -66,7 +58,6 @@ class Known:
 
 @functools.lru_cache(maxsize=4096)
 def known(func: Any) -> Known:
-    """Return what is known of a torch function."""
     name: str = func.__name__
     in_place = name in ("__setitem__", "__set__") or (
         name.endswith("_") and not name.endswith("__")

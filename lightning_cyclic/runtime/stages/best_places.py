@@ -26,6 +26,82 @@ from lightning_cyclic.runtime.stages.places import CutPoints, Load, Place
 from lightning_cyclic.simulate.costs import BACKWARD_PER_FORWARD, Network
 from lightning_cyclic.simulate.memory import KINDS, Memory, memory
 
+_NS_PER_S = 1e9
+
+
+@final
+class Demands:
+    """Say what a stage takes, by its number and its load.
+
+    Args:
+        copies: that the worker of each stage keeps, of each kind.
+        forwards: that forward and backward take as long as.
+    """
+
+    def __init__(self, copies: Sequence[Memory], *, forwards: float, network: Network) -> None:
+        self._copies = tuple(copies)
+        self._forwards = forwards
+        self.network = network
+
+    @classmethod
+    def of(
+        cls, plan: Plan, *, again: bool, network: Network, state_per_param: float
+    ) -> Self | None:
+        """Count the copies along a plan's programs; None where workers have several stages.
+
+        Args:
+            plan: with as many stages as are asked for.
+            again: whether backwards run their forward again.
+            network: the links between workers.
+            state_per_param: bytes of optimizer state per byte of parameters.
+        """
+        homes = [plan.axes.placement.workers_of(j) for j in range(plan.num_stages)]
+        if len({w for home in homes for w in home}) < sum(map(len, homes)):
+            return None
+        steps = steps_to_count(plan.num_stages, max(1, plan.num_microbatches // plan.replicas))
+        workers = memory(
+            replace(plan, num_steps=steps),
+            Stages.alike(plan.num_stages).costs(),
+            remat=again,
+            state_per_param=state_per_param,
+        )
+        copies = (
+            Memory(**{kind: max(getattr(workers[w], kind) for w in home) for kind in KINDS})
+            for home in homes
+        )
+        forwards = 1 + BACKWARD_PER_FORWARD + again
+        return cls(tuple(copies), forwards=forwards, network=network)
+
+    @classmethod
+    def of_forward(cls, num_stages: int) -> Self:
+        """Ask for forwards and for memory of parameters and activations alone, without a plan."""
+        one = Memory(**dict.fromkeys(KINDS, 0.0) | {"parameters": 1.0, "activations": 1.0})
+        return cls((one,) * num_stages, forwards=1.0, network=Network())
+
+    def compute_s(self, compute_ns: int) -> float:
+        """Return the seconds of a stage's forward and backward, by those of its forward."""
+        return compute_ns / _NS_PER_S * self._forwards
+
+    def sent_s(self, crossing_bytes: int) -> float:
+        """Return for how long what crosses a cut keeps a port busy, in each direction."""
+        return self.network.transfer_s(crossing_bytes)
+
+    def kept_bytes(self, j: int, load: Load, sent_bytes: int) -> float:
+        """Return what the worker of a stage keeps.
+
+        Args:
+            j: number of the stage.
+            load: of the stage; what it receives included.
+            sent_bytes: that it sends to the next.
+        """
+        copies = self._copies[j]
+        return (
+            copies.of_parameters * load.parameter_bytes
+            + copies.activations * load.activation_bytes
+            + copies.inputs * load.crossing_bytes
+            + copies.returns * sent_bytes
+        )
+
 
 def best_places(
     points: CutPoints,
@@ -38,6 +114,8 @@ def best_places(
     Places that would share a module among stages are used only if there are too few others.
 
     Args:
+        points: where stages can begin.
+        stages: how many.
         memory_limit_bytes: of parameters and activations of one stage; with demands, of all that
             its worker keeps. [any number]
         demands: of the plan, for as many stages. [none: stages weigh what the points say]
@@ -92,6 +170,7 @@ def _best(
 
 
 def _rows_by_end(points: CutPoints, places: Sequence[Place]) -> Iterator[list[Place]]:
+    """Yield for each place that may be the last one those that can be used with it."""
     reach = _reaches(points, places)
     for last, end in enumerate(places):
         yield [*(p for p, r in zip(places[:last], reach, strict=False) if r >= end.tick), end]
@@ -104,6 +183,7 @@ def _best_of_row(
     limit: float | None,
     demands: Demands | None,
 ) -> tuple[list[Place] | None, float]:
+    """Return the best of places that do not stand against each other, and its largest stage."""
     if demands is not None:
         return _Planned(points, places, demands, limit).best(stages)
     found = _Row(points, places, limit).best(stages)
@@ -111,6 +191,7 @@ def _best_of_row(
 
 
 def _reaches(points: CutPoints, places: Sequence[Place]) -> list[int]:
+    """Return for each place the tick of the last place that may be used with it."""
     found = []
     for k, place in enumerate(places):
         reach = place.tick
@@ -148,6 +229,7 @@ class _Row:
         return None if starts is None else [self._places[k - 1] for k in starts[1:]]
 
     def most(self) -> int:
+        """Return the largest number of stages, each with a parameter of its own."""
         # the furthest place from which a stage can reach the end, and so on to the front
         count, b = 0, len(self._ends) - 1
         while b > 0 and self._highs[b] >= 0:
@@ -182,6 +264,7 @@ class _Planned:
         self._load = cache(lambda a, b: points.load(ticks[a], ticks[b], self._crossing[a]))
 
     def best(self, stages: int) -> tuple[list[Place] | None, float]:
+        """Return the best choice and the seconds of its slowest stage; None if there is none."""
         return self._cut(stages, self._slowest, self._is_allowed)
 
     def least_memory(self, stages: int) -> float:
@@ -219,6 +302,7 @@ class _Planned:
 
 
 def most_stages(points: CutPoints) -> int:
+    """Return the largest number of stages, each with a parameter of its own."""
     places = points.possible
     if not points.obstacles.depend_on_other_cuts:
         return _Row(points, places, None).most()
@@ -242,76 +326,3 @@ def _least_memory(
         else:
             high = middle
     return low
-
-
-_NS_PER_S = 1e9
-
-
-@final
-class Demands:
-    """Say what a stage takes, by its number and its load.
-
-    Args:
-        copies: that the worker of each stage keeps, of each kind.
-        forwards: that forward and backward take as long as.
-    """
-
-    def __init__(self, copies: Sequence[Memory], *, forwards: float, network: Network) -> None:
-        self._copies = tuple(copies)
-        self._forwards = forwards
-        self.network = network
-
-    @classmethod
-    def of(
-        cls, plan: Plan, *, again: bool, network: Network, state_per_param: float
-    ) -> Self | None:
-        """Count the copies along a plan's programs; None where workers have several stages.
-
-        Args:
-            again: whether backwards run their forward again.
-            state_per_param: bytes of optimizer state per byte of parameters.
-        """
-        homes = [plan.axes.placement.workers_of(j) for j in range(plan.num_stages)]
-        if len({w for home in homes for w in home}) < sum(map(len, homes)):
-            return None
-        steps = steps_to_count(plan.num_stages, max(1, plan.num_microbatches // plan.replicas))
-        workers = memory(
-            replace(plan, num_steps=steps),
-            Stages.alike(plan.num_stages).costs(),
-            remat=again,
-            state_per_param=state_per_param,
-        )
-        copies = (
-            Memory(**{kind: max(getattr(workers[w], kind) for w in home) for kind in KINDS})
-            for home in homes
-        )
-        forwards = 1 + BACKWARD_PER_FORWARD + again
-        return cls(tuple(copies), forwards=forwards, network=network)
-
-    @classmethod
-    def of_forward(cls, num_stages: int) -> Self:
-        """Ask for forwards and for memory of parameters and activations alone, without a plan."""
-        one = Memory(**dict.fromkeys(KINDS, 0.0) | {"parameters": 1.0, "activations": 1.0})
-        return cls((one,) * num_stages, forwards=1.0, network=Network())
-
-    def compute_s(self, compute_ns: int) -> float:
-        return compute_ns / _NS_PER_S * self._forwards
-
-    def sent_s(self, crossing_bytes: int) -> float:
-        """Return for how long what crosses a cut keeps a port busy, in each direction."""
-        return self.network.transfer_s(crossing_bytes)
-
-    def kept_bytes(self, j: int, load: Load, sent_bytes: int) -> float:
-        """Return what the worker of a stage keeps.
-
-        Args:
-            load: of the stage; what it receives included.
-            sent_bytes: that it sends to the next.
-        """
-        copies = self._copies[j]
-        return (
-            copies.of_parameters * load.parameter_bytes
-            + copies.activations * load.activation_bytes
-            + copies.inputs * load.crossing_bytes
-            + copies.returns * sent_bytes
-        )

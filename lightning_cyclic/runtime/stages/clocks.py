@@ -84,6 +84,7 @@ def _like_flash(*args: Any, **kwargs: Any) -> int:
 
 
 def _rnn(x: Tensor, *args: Any, **kwargs: Any) -> int:
+    """Count the products of every row with each matrix of a fused recurrent network."""
     weights = args[0] if isinstance(args[0], list | tuple) else args[:2]
     rows = x.numel() // x.shape[-1]
     matrices = (w.shape for w in weights if w.dim() == 2)
@@ -106,12 +107,7 @@ _FURTHER: Mapping[Any, Callable[..., int]] = {
 def moved_bytes(
     name: str, inputs: Sequence[Tensor], changed: Sequence[Tensor], outputs: Sequence[Tensor]
 ) -> int:
-    """Return the bytes that a torch function reads and writes; views move none.
-
-    Args:
-        inputs: what it was given.
-        changed: what it changed of that.
-    """
+    """Return the bytes that a torch function reads and writes; views move none."""
     given = {storage_of(x) for x in inputs} - {None}
     made = [x for x in outputs if storage_of(x) not in given]
     if not made and not changed:
@@ -132,16 +128,18 @@ class AbstractClock(ABC):
     """Say how far a step has come."""
 
     @abstractmethod
-    def running(self) -> AbstractContextManager[object]: ...
+    def running(self) -> AbstractContextManager[object]:
+        """Run while the body runs the step."""
 
     @abstractmethod
-    def now_ns(self) -> int: ...
+    def now_ns(self) -> int:
+        """Return the time since the step began."""
 
     def pause(self) -> None:  # noqa: B027  # only time passes by itself
-        ...
+        """Leave out what follows: the survey's own doings."""
 
     def resume(self) -> None:  # noqa: B027
-        ...
+        """Go on behind a pause."""
 
     def move(  # noqa: B027
         self,

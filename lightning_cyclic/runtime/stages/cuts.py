@@ -16,7 +16,7 @@ from torch import nn
 
 from lightning_cyclic.errors import PlanError
 from lightning_cyclic.runtime.stages.best_places import Demands, best_places
-from lightning_cyclic.runtime.stages.evidence import Survey, Use, is_inside, is_metric
+from lightning_cyclic.runtime.stages.evidence import Survey, Use, Written, is_inside, is_metric
 from lightning_cyclic.runtime.stages.places import (
     Balance,
     CutPoints,
@@ -68,6 +68,7 @@ class Cuts:
 
     @property
     def changing(self) -> dict[str, int]:
+        """Return name -> stage, of parameters and of the buffers that the step changed."""
         return {
             n: j
             for j in range(self.num_stages)
@@ -75,7 +76,11 @@ class Cuts:
         }
 
     def refuse_early_metrics(self) -> None:
-        """Refuse metrics of stages with which workers take turns: each would see a part."""
+        """Refuse metrics of stages with which workers take turns: each would see a part.
+
+        Raises:
+            PlanError: with the first of them.
+        """
         early = [path for path, j in self.metrics.items() if j < self.num_stages - 1]
         if early:
             raise PlanError(
@@ -148,6 +153,7 @@ def choose_cuts(
     stages 1, 2, ... begin.
 
     Args:
+        survey: of the module's step.
         stages: how many, or paths of modules.
         memory_limit_bytes: most bytes of parameters and activations, of one micro-batch, that
             a stage may have. [any number]
@@ -220,6 +226,7 @@ def _tick_beside(survey: Survey, name: str) -> int:
 
 
 def _may_change(survey: Survey) -> frozenset[str]:
+    """Return the names of the buffers of modules with parameters that the step did not call."""
     parts = (n.split(".") for n in survey.parameters)
     having = {".".join(p[:k]) for p in parts for k in range(1, len(p))}
     uncalled = having - {c.path for c in survey.calls}
@@ -230,3 +237,40 @@ def _may_change(survey: Survey) -> frozenset[str]:
 
 def _first(uses: tuple[Use, ...]) -> float:
     return uses[0].tick if uses else float("inf")
+
+
+def refuse_written(survey: Survey, *, keeps_order: bool) -> None:
+    """Refuse changes that would not be those of one device, wherever stages begin.
+
+    Args:
+        survey: of the step.
+        keeps_order: whether forwards meet the weights as on one device: in one version, once for
+            each micro-batch.
+
+    Raises:
+        PlanError: with the parameter.
+    """
+    for written in survey.written:
+        if not (keeps_order and _is_within_its_module(written, survey)):
+            raise PlanError(
+                f"training_step changes parameter {written.name!r} ({written.at.line}) in its "
+                "forward, but ranks have several versions or copies of it, which the change does "
+                "not reach in the order of one device; allowed: weights that the optimizer alone "
+                "changes; change them in the optimizer's step(), keep what moves in a buffer, or "
+                "use strategy='ddp'"
+            )
+
+
+def _is_within_its_module(written: Written, survey: Survey) -> bool:
+    """Say whether a parameter is changed in place, and used, by a module that no stage divides.
+
+    Autograd refuses such a change of what a backward still needs; through ``.data`` it sees none.
+    """
+    owner = written.name.rpartition(".")[0]
+
+    def is_inside(call: int | None) -> bool:
+        return owner != "" and owner in {c.path for c in survey.around(call)}
+
+    uses = [written.at, *survey.parameters[written.name].uses]
+    parts = [c for c in survey.calls if c.is_unit and c.path.startswith(f"{owner}.")]
+    return written.itself and not parts and all(is_inside(use.call) for use in uses)

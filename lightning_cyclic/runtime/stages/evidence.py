@@ -14,12 +14,12 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Literal, NamedTuple, TypeAlias
 
-from lightning_cyclic.errors import PlanError
-
 ClockName: TypeAlias = Literal["counted", "measured"]
 
 
 class Line(NamedTuple):
+    """Name a line of the user's code."""
+
     file: str
     number: int
 
@@ -49,11 +49,10 @@ class Call:
     """Hold one call of a module.
 
     Args:
+        path: of the module, "" for the root.
         n: how many calls of it came before.
         parent: number of the call within which it was made; None: outside all.
-        begin: its first tick.
         begin_ns: time since the step began, by the survey's clock.
-        end_ns: the same, of its end.
         is_unit: it has parameters, or is a metric, or has buffers that the step changes: other
             stages' workers skip it whole.
         outputs: numbers of the tensors that a unit call returned.
@@ -76,12 +75,9 @@ class Value:
 
     Args:
         storage: number of what it shares with its views.
-        num_bytes: of its own elements.
-        derived: it was computed from parameters.
         made: where it was made; None for what was given: parameters, buffers, the batch.
         units: numbers of the innermost unit calls within which it, or what it was computed from,
             was made.
-        uses: in order.
     """
 
     storage: int
@@ -132,10 +128,7 @@ class Moved(NamedTuple):
     """Say how the step changed a buffer.
 
     Args:
-        first: its first use.
-        last: its last use.
         within: path of the innermost module within whose calls all uses are; "": the root.
-        is_leaf: whether these calls make no others.
         by_derived: whether by values that depend on parameters, or nobody knows by which.
         units: paths of the unit calls within which it, or what it was changed by, was made.
         anew: where another tensor was put into its place; None: it was changed in place.
@@ -168,8 +161,6 @@ class Closed(NamedTuple):
 
 
 class Held(NamedTuple):
-    """Hold the bytes of a parameter and where it was used."""
-
     num_bytes: int
     uses: tuple[Use, ...]
 
@@ -179,23 +170,15 @@ class Survey:
     """Hold what the run showed.
 
     Args:
-        title: name of the module's class.
-        modules: the paths of all modules.
         calls: in order of their begins; their place here is their number.
-        values: their place here is their number.
-        storages: the same.
         reads: of values that depend on parameters or were made within units.
         changes: in place, of storages that did not depend on parameters.
-        parameters: by name, all of them.
         buffers: name of every buffer -> tick of its first use; of its module's first call, where
             none was seen; None: not called.
         changed: name of every buffer that the step changed -> how.
         metrics: path of every metric -> ticks of its updates.
-        end: the last tick.
         duration_ns: of the step, by the survey's clock.
         edits: in place, of all storages but those of buffers.
-        written: the parameters that the step changed.
-        closed: what stages cannot begin within.
         aliases: further names of modules -> the first, which is among ``modules``.
         clock: whose times they are (clocks.py).
         stateful: paths of the modules that are units for their buffers alone.
@@ -244,14 +227,17 @@ class Survey:
         return None
 
     def uses_beside(self, name: str) -> tuple[Use, ...]:
+        """Return the uses of a parameter; of one that was not used, the first of one beside it."""
         uses = self.parameters[name].uses if name in self.parameters else ()
         near = None if uses else self.beside(name)
         return uses if near is None else self.parameters[near].uses[:1]
 
     def in_metric(self, path: str) -> bool:
+        """Say whether a call's path is that of a metric, of its update or of what it holds."""
         return any(path == metric or path.startswith(f"{metric}.") for metric in self.metrics)
 
     def around(self, call: int | None) -> list[Call]:
+        """Return a call and those within which it was made, from the inside out."""
         found = []
         while call is not None:
             found.append(self.calls[call])
@@ -278,6 +264,7 @@ _START, _END = -2, -1  # stand for ticks before and behind all others
 
 
 def _times(run: Survey) -> dict[int, int]:
+    """Return when each call began and ended, by tick, and when the step ended."""
     times = {c.begin: c.begin_ns for c in run.calls} | {c.end: c.end_ns for c in run.calls}
     return times | {_END: run.duration_ns}
 
@@ -303,36 +290,3 @@ def is_metric(module: object) -> bool:
         c.__name__ == "Metric" and c.__module__.startswith("torchmetrics")
         for c in type(module).__mro__
     )
-
-
-def refuse_written(survey: Survey, *, keeps_order: bool) -> None:
-    """Refuse changes that would not be those of one device, wherever stages begin.
-
-    Args:
-        keeps_order: whether forwards meet the weights as on one device: in one version, once for
-            each micro-batch.
-    """
-    for written in survey.written:
-        if not (keeps_order and _is_within_its_module(written, survey)):
-            raise PlanError(
-                f"training_step changes parameter {written.name!r} ({written.at.line}) in its "
-                "forward, but ranks have several versions or copies of it, which the change does "
-                "not reach in the order of one device; allowed: weights that the optimizer alone "
-                "changes; change them in the optimizer's step(), keep what moves in a buffer, or "
-                "use strategy='ddp'"
-            )
-
-
-def _is_within_its_module(written: Written, survey: Survey) -> bool:
-    """Say whether a parameter is changed in place, and used, by a module that no stage divides.
-
-    Autograd refuses such a change of what a backward still needs; through ``.data`` it sees none.
-    """
-    owner = written.name.rpartition(".")[0]
-
-    def is_inside(call: int | None) -> bool:
-        return owner != "" and owner in {c.path for c in survey.around(call)}
-
-    uses = [written.at, *survey.parameters[written.name].uses]
-    parts = [c for c in survey.calls if c.is_unit and c.path.startswith(f"{owner}.")]
-    return written.itself and not parts and all(is_inside(use.call) for use in uses)

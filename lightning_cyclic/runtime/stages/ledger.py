@@ -30,6 +30,8 @@ _PACKAGE = str(Path(__file__).parents[2])
 
 @dataclass(slots=True)
 class _Entry:
+    """Hold a tensor's record while it grows."""
+
     storage: int
     num_bytes: int
     derived: bool
@@ -62,10 +64,12 @@ class Ledger:
         self._numbers: dict[int, tuple[weakref.ref[Tensor], int]] = {}
 
     def number(self, x: Tensor) -> int:
+        """Return a tensor's number; one that was never met was given to the step."""
         known = self.known(x)
         return self._enter(x) if known is None else known
 
     def known(self, x: Tensor) -> int | None:
+        """Return a tensor's number if it was met before."""
         entry = self._numbers.get(id(x))
         return entry[1] if entry is not None and entry[0]() is x else None
 
@@ -110,6 +114,7 @@ class Ledger:
         return self._entries[number].uses
 
     def made(self, number: int) -> Use | None:
+        """Return where a tensor was made; None for what was given to the step."""
         return self._entries[number].made
 
     def num_bytes(self, number: int) -> int:
@@ -125,6 +130,7 @@ class Ledger:
         """Note what a torch function did.
 
         Args:
+            name: of the function.
             use: where it ran.
             unit: number of the innermost unit call within which it ran.
             tensors: what it was given, what it changed of that, what it returned.
@@ -245,6 +251,7 @@ def version(x: Tensor) -> int:
 
 
 def user_line() -> Line:
+    """Return the innermost line outside torch and this folder."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith((_TORCH, _OWN)):
         frame = frame.f_back

@@ -98,6 +98,7 @@ class Obstacles:
             split |= frozenset(more)
 
     def _to_open(self, value: int, units: list[int], split: Split) -> Iterator[str]:
+        """Name the units from the one that is skipped down to the one that returns a tensor."""
         for n in dropwhile(lambda n: self._survey.calls[n].path in split, units):
             if value in self._survey.calls[n].outputs:
                 return
@@ -110,6 +111,7 @@ class Obstacles:
         )
 
     def _unit_paths(self) -> list[Split]:
+        """Return, for each call, the paths of the unit calls around it, itself included."""
         found: list[Split] = []
         for call in self._survey.calls:
             around = frozenset() if call.parent is None else found[call.parent]

@@ -4,6 +4,8 @@ A place is the first call of a module, once parameters have been used. Modules t
 nothing between them are one place with several names:
 
     h.3, h.3.ln_1 | h.3.attn, h.3.attn.c_attn | h.3.attn.c_proj | ...
+
+Those that a user names are checked, and where one cannot be, the nearest that can is named.
 """
 
 from __future__ import annotations
@@ -28,7 +30,6 @@ class Place:
 
     Args:
         path: the module whose first call is the place; the outermost with parameters.
-        names: all modules that begin there.
         before_ns: computing time before it.
         crossing_bytes: of the tensors that earlier stages make and later ones use.
         split: the modules whose calls are under way.
@@ -47,10 +48,12 @@ class Place:
 
     @property
     def is_possible(self) -> bool:
+        """Say whether a stage can begin there, other stages aside."""
         return not any(o.is_hard for o in self.obstacles)
 
 
 def split_by(places: Sequence[Place]) -> Split:
+    """Return the modules within whose calls places lie."""
     return frozenset[str]().union(*(p.split for p in places))
 
 
@@ -60,8 +63,6 @@ class Load:
 
     Args:
         compute_ns: of its forward, for the surveyed micro-batch.
-        parameter_bytes: of the parameters that it uses.
-        activation_bytes: of the tensors that it makes.
         crossing_bytes: of those that it receives from earlier stages.
     """
 
@@ -113,6 +114,9 @@ class CutPoints:
         """Return where the smallest stages begin, each with a parameter that it uses first.
 
         Places that would share a module among stages are used only where there are no others.
+
+        Args:
+            starts: paths of places where stages do begin: they are taken before others. [none]
         """
         clean = [p for p in self.possible if not p.obstacles]
         is_enough = bool(clean) and {*starts} <= {p.path for p in clean}
@@ -126,10 +130,12 @@ class CutPoints:
         return kept
 
     def clash(self, places: Sequence[Place]) -> bool:
+        """Say whether stages cannot begin at all of some places at once."""
         split = split_by(places)
         return any(o.is_hard for p in places for o in self.obstacles.against(p.tick, split))
 
     def at(self, path: str) -> Place | None:
+        """Return the place with a name, seen as that module's; None if it is never called."""
         call = next((c for c in self.survey.calls if c.path == path and c.n == 0), None)
         if call is None:
             return None
@@ -137,9 +143,11 @@ class CutPoints:
         return self._place(call, names, call.is_unit)
 
     def first_uses_before(self, tick: int) -> int:
+        """Return how many parameters are used before a tick."""
         return bisect_left(self._first_uses, tick)
 
     def load(self, begin: int, end: int, crossing_bytes: int = 0) -> Load:
+        """Return the load of a stage from one tick (0: the step's begin) to another."""
         return Load(
             compute_ns=self.time_at(end) - self.time_at(begin),
             parameter_bytes=self.parameter_bytes(begin, end),
@@ -154,6 +162,7 @@ class CutPoints:
         return self.time_at(tick)
 
     def kept_bytes(self, begin: int, end: int) -> int:
+        """Return the bytes of parameters and activations of a stage."""
         return self.parameter_bytes(begin, end) + self._activation_bytes(begin, end)
 
     def time_at(self, tick: int) -> int:
@@ -254,9 +263,6 @@ _MOST_REASONS = 3
 def named_places(points: CutPoints, paths: Sequence[str]) -> list[Place]:
     """Return the places that begin the stages 1, 2, ..., as named.
 
-    Args:
-        paths: of modules, in the order of their first calls.
-
     Raises:
         PlanError: a path that is no module or is not called, in the wrong order, a stage without
             parameters, or a place where no stage can begin.
@@ -353,12 +359,14 @@ def _refuse(points: CutPoints, places: Sequence[Place], k: int, reason: str) -> 
 
 
 def _nearest(points: CutPoints, places: Sequence[Place], k: int) -> Place | None:
+    """Return the place, nearest in time, that works in the k-th's stead beside the others."""
     found = [p for p in points.possible if _fits(points, [*places[:k], p, *places[k + 1 :]], k)]
     wanted = places[k].before_ns
     return min(found, key=lambda p: abs(p.before_ns - wanted), default=None)
 
 
 def _fits(points: CutPoints, places: Sequence[Place], k: int) -> bool:
+    """Say whether the k-th place works, with a parameter on both sides."""
     ticks = [0, *(p.tick for p in places), points.survey.end + 1]
     counts = [points.first_uses_before(tick) for tick in ticks[k : k + 3]]
     in_order = ticks[k] < ticks[k + 1] < ticks[k + 2] and counts[0] < counts[1] < counts[2]

@@ -22,7 +22,7 @@ from lightning_cyclic.runtime.snapshot import untouched
 from lightning_cyclic.runtime.stages.evidence import Survey
 from lightning_cyclic.runtime.stages.places import CutPoints
 from lightning_cyclic.runtime.stages.survey import survey
-from lightning_cyclic.runtime.values.reading import size_of
+from lightning_cyclic.runtime.values.split import size_of
 from lightning_cyclic.runtime.values.trees import tensors
 from lightning_cyclic.simulate.costs import BACKWARD_PER_FORWARD
 
@@ -35,6 +35,7 @@ def measured(module: nn.Module, step: Callable[[], Any], batch: Any) -> ModelPro
 
     Args:
         module: is left as it was, but for its gradients, which are dropped.
+        step: runs the module on the batch.
         batch: of which the samples and bytes count.
     """
     return profile_of(
@@ -55,6 +56,9 @@ def profile_of(
     """Turn a survey into a profile.
 
     Args:
+        survey: of a step.
+        micro_size: samples of the micro-batch that it was run on.
+        batch_bytes: of that micro-batch. [0]
         backward_per_forward: how much longer a backward takes. [2]
 
     Returns:
@@ -89,6 +93,7 @@ def profile_of(
 
 
 def _ties(survey: Survey, begins: Sequence[int]) -> tuple[Tie, ...]:
+    """Add up the parameters that the same units share."""
     sizes: defaultdict[tuple[int, ...], int] = defaultdict(int)
     for held in survey.parameters.values():
         users = tuple(sorted({bisect_right(begins, use.tick) for use in held.uses}))

@@ -29,6 +29,8 @@ def report(survey: Survey, cuts: Cuts, *, rows: int = 120, remark: str | None = 
     """Print what a step does, where stages can begin, what stands against others, and a choice.
 
     Args:
+        survey: of the step.
+        cuts: the stages.
         rows: most calls to list; of deep modules the inner ones are left out.
         remark: what else there is to say of the choice. [nothing]
 
@@ -57,6 +59,7 @@ def report(survey: Survey, cuts: Cuts, *, rows: int = 120, remark: str | None = 
 
 
 def loads(survey: Survey, cuts: Cuts) -> list[Load]:
+    """Return the load of each stage, for the surveyed micro-batch."""
     return _loads(CutPoints(survey), cuts)
 
 
@@ -73,6 +76,7 @@ def _loads(points: CutPoints, cuts: Cuts) -> list[Load]:
 
 
 def _reasons(points: CutPoints) -> dict[Obstacle, int]:
+    """Number what stands against places, in order of appearance."""
     found = dict.fromkeys(o for p in points.places if p.has_parameters for o in p.obstacles[:1])
     return {obstacle: n for n, obstacle in enumerate(found, start=1)}
 
@@ -147,6 +151,7 @@ def _begins(path: str, cuts: Cuts) -> str:
 
 
 def _listed(survey: Survey, cuts: Cuts, rows: int) -> tuple[list[Call], int]:
+    """Return the calls to list, none deeper than fits, and how many are left out."""
     depths = [len(survey.around(c.parent)) for c in survey.calls]
     worth = [
         (depth, c)

@@ -1,4 +1,10 @@
-"""Stages: which parameters and buffers belong together, and which module call begins each."""
+"""Stages of whole steps: what belongs together, and which module call begins each.
+
+The first training step is run as it is, with a note taken whenever a module is called and
+whenever a parameter is first used: by the module that owns it, or by glue code (seen by a
+TorchFunctionMode). A stage may begin at the first call of a module. What lies between two such
+calls and first uses parameters, trained or frozen, is a *unit*; stages are runs of units.
+"""
 
 from __future__ import annotations
 
@@ -41,6 +47,7 @@ class Profile:
     """Hold what the first training step showed.
 
     Args:
+        unused: names of trained parameters that the step did not use.
         resting: names of other parameters that the step did not use.
         buffers: the module buffers whose values the step changed: name -> (unit of the first
             call of their module, unit of its last call).
@@ -72,7 +79,11 @@ class Profile:
 
 @final
 class Recorder:
-    """Record the order of first use while one training step runs."""
+    """Record the order of first use while one training step runs.
+
+    Args:
+        parameters: name -> parameter, for those that are trained.
+    """
 
     def __init__(self, module: nn.Module, parameters: dict[str, nn.Parameter]) -> None:
         self._module = module
@@ -90,6 +101,7 @@ class Recorder:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
+        """Take notes while the body runs one training step."""
         ends = [
             before_calls(m, self._noter(path))
             for path, m in named_modules(self._module)
@@ -164,6 +176,8 @@ class Recorder:
 
 @final
 class _ParameterWatch(TorchFunctionMode):
+    """Call back with every parameter that a torch function is given."""
+
     def __init__(self, note: Callable[[nn.Parameter], None]) -> None:
         super().__init__()
         self._note = note
@@ -186,7 +200,7 @@ class Stage:
     """Hold one stage.
 
     Args:
-        parameters: names, in order of first use.
+        start: path of the module whose first call begins the stage; "" for the step's beginning.
         glue: those, trained or frozen, that code outside their own module uses.
         buffers: names of the buffers that training changes (BatchNorm statistics) and that are
             first used here.
@@ -229,7 +243,10 @@ class StageMap:
         return tuple(j for j, stage in enumerate(self.stages) if stage.buffers)
 
     def training(self, names: Iterable[str]) -> Self:
-        """Return the map with some frozen parameters trained; begins stay as they are.
+        """Return the map with some parameters trained that were frozen; begins stay as they are.
+
+        Args:
+            names: of the parameters; those that are trained already change nothing.
 
         Raises:
             PlanError: nobody knows the stage of one.
@@ -247,7 +264,11 @@ class StageMap:
         return type(self)(tuple(_thawed(stage, asked) for stage in self.stages))
 
     def relaying(self, buffers: Iterable[tuple[str, str]]) -> Self:
-        """Return the map with more buffers that travel; nobody knows where they change last."""
+        """Return the map with more buffers that travel; nobody knows where they change last.
+
+        Args:
+            buffers: path of a module, and name of a buffer of it.
+        """
         known = {name for stage in self.stages for name in stage.buffers}
         homes = {name.rpartition(".")[0]: j for name, j in self.stage_of.items()}
         new = [(homes.get(path, 0), name) for path, name in buffers if name not in known]
@@ -292,6 +313,8 @@ def make_stages(
     a list of module paths says where stages 1, 2, ... begin.
 
     Args:
+        profile: what the first step showed.
+        num_bytes: bytes of each parameter, by name.
         stages: how many, or the paths that begin stages 1, 2, ...
 
     Returns:

@@ -69,6 +69,7 @@ def survey(module: nn.Module, step: Callable[[], Any], *, clock: ClockName = "co
     in place are restored, also when the step raises. The caller silences ``self.log``.
 
     Args:
+        module: the whole module.
         step: runs e.g. ``module.training_step(batch, 0)``.
         clock: what times are: "counted", the same in every run, or "measured", for which the step
             is run several times: each stretch between two calls counts with its shortest, so
@@ -108,7 +109,6 @@ class _State(NamedTuple):
     derived: frozenset[str] = frozenset()
 
     def with_changes_of(self, seen: Survey) -> _State:
-        """Add what a run of the step has shown."""
         units = {c.path for c in seen.calls if c.is_unit}
         shut = {m.within for m in seen.changed.values() if m.is_leaf}
         return _State(
@@ -122,6 +122,8 @@ class _State(NamedTuple):
 
 @dataclass(slots=True)
 class _Open:
+    """Hold a call's record while it grows."""
+
     path: str
     n: int
     parent: int | None
@@ -136,6 +138,8 @@ class _Open:
 
 @dataclass(slots=True, eq=False)
 class _Checkpoint:
+    """Hold a call of activation checkpointing, and the ticks within it."""
+
     frame: FrameType
     begin: int
     end: int
@@ -382,6 +386,7 @@ class _Surveyor:
             yield Written(names[k], use, itself)
 
     def _closed(self) -> Iterator[Closed]:
+        """Iterate over what stages cannot begin within."""
         yield from (*self._reruns, *map(_closed, self._checkpoints))
         compiled = {path for path, m in self._module.named_modules() if path and is_compiled(m)}
         for call in self._calls:
@@ -396,6 +401,7 @@ class _Surveyor:
         return Held(self._ledger.num_bytes(k), uses)
 
     def _moved(self, buffer: str, calling: set[str]) -> Moved:
+        """Return how a buffer changed; of modules that call others, the paths are given."""
         now = dict(self._module.named_buffers()).get(buffer)
         before = self._buffers[buffer]
         number = before if now is None else self._ledger.number(now)
@@ -417,6 +423,7 @@ class _Surveyor:
         )
 
     def _innermost(self, uses: Sequence[Use]) -> str:
+        """Return the path of the innermost module within whose calls all uses are."""
         paths, *others = [self._paths_around(use.call) for use in uses]
         return next((p for p in paths if all(p in other for other in others)), "")
 

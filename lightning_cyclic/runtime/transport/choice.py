@@ -40,7 +40,6 @@ class Links(NamedTuple):
     """Hold what joins the workers of a training.
 
     Args:
-        transport: carries messages, and counts them.
         group: process group of all workers for what they agree on: gloo's, for tensors of the
             host; it breaks when a worker fails.
     """
@@ -55,6 +54,9 @@ def link(
     """Join all workers, which must call it at the same time.
 
     Args:
+        route: what the user chose.
+        device: of this worker.
+        crew: their ranks.
         rank_of: worker -> rank, and rank -> worker: its own inverse. [worker w is rank w]
 
     Raises:
@@ -80,6 +82,7 @@ def route_on_gpus(route: Route, devices: Sequence[str], *, has_nccl: bool) -> Ro
     """Choose for workers on GPUs, or check what the user chose.
 
     Args:
+        route: what the user chose.
         devices: the GPU of each rank; several have one where it is the same.
         has_nccl: whether the default process group sends tensors of GPUs over NCCL.
 
@@ -112,7 +115,11 @@ def route_on_gpus(route: Route, devices: Sequence[str], *, has_nccl: bool) -> Ro
 
 
 def refuse_shared_gpus(devices: Sequence[torch.device] | None, *, has_nccl: bool) -> None:
-    """Refuse early that workers of one process's list share a GPU over NCCL."""
+    """Refuse early that workers of one process's list share a GPU over NCCL.
+
+    Raises:
+        ConfigurationError: some device is named twice.
+    """
     on_gpus = [str(device) for device in devices or () if device.type == "cuda"]
     if has_nccl and (sharing := _sharing(on_gpus)):
         raise ConfigurationError(f"{sharing} share a GPU, which NCCL refuses; {_INSTEAD}")
@@ -137,7 +144,6 @@ def naming_shared_gpus() -> Iterator[None]:
 
 
 def _identity(device: torch.device) -> str:
-    """Name a GPU, alike in all processes that have it."""
     properties = torch.cuda.get_device_properties(device)
     return f"{socket.gethostname()}/{getattr(properties, 'uuid', device.index)}"
 

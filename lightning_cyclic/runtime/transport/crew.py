@@ -47,7 +47,11 @@ _GONE = (
 
 @final
 class Names:
-    """Know what people call ranks: rank and host stand in logs, and stages are what they do."""
+    """Know what people call ranks: rank and host stand in logs, and stages are what they do.
+
+    Args:
+        hosts: of each rank. [none are named]
+    """
 
     def __init__(self, rank: int, hosts: Sequence[str] = ()) -> None:
         self.rank = rank
@@ -93,7 +97,8 @@ class AbstractCrew(ABC):
         """Ends all waits of this rank, in any thread."""
 
     @abstractmethod
-    def failure(self) -> str | None: ...
+    def failure(self) -> str | None:
+        """Return the words that a failing rank left, or None."""
 
     @abstractmethod
     def tell(self, words: str) -> None:
@@ -153,6 +158,9 @@ class AbstractCrew(ABC):
 @final
 class Crew(AbstractCrew):
     """Be all ranks of the default process group; every rank must build it at the same time.
+
+    Args:
+        timeout_s: limit of every wait for another rank, in seconds.
 
     Raises:
         DistError: a rank did not come.
@@ -234,6 +242,7 @@ class Crew(AbstractCrew):
                 self._heed(f"{self.names.of(0)} {gone}")
 
     def _in_time(self, ask: Callable[[], T], limit_s: float) -> T | None:
+        """Return what the store answers, or None: it is late, or gone."""
         answers: list[T] = []
 
         def run() -> None:
@@ -258,7 +267,9 @@ def naming_peers(
     """Run the body, in which a rank waits for others; name them if they do not come.
 
     Args:
+        crew: whose ranks they are.
         when: it waits, as "in step 12".
+        what: they were to do, as "to finish".
         peer: the worker that is waited for. [all ranks, which all run the body]
 
     Raises:

@@ -24,8 +24,13 @@ from typing_extensions import override
 
 from lightning_cyclic.plan.passes.messages import Channel, Ring
 from lightning_cyclic.plan.program import Program
-from lightning_cyclic.runtime.transport.base import AbstractPending, AbstractTransport, Part
-from lightning_cyclic.runtime.transport.line import Line, Way
+from lightning_cyclic.runtime.transport.base import (
+    AbstractPending,
+    AbstractTransport,
+    Line,
+    Part,
+    Way,
+)
 from lightning_cyclic.runtime.transport.named import NamedTransport
 from lightning_cyclic.runtime.transport.streams import ChannelStreams, own_error_handling
 
@@ -42,7 +47,6 @@ class EdgeTransport(AbstractTransport):
         channels: all of the program, in one order for all workers: ``Program.channels``.
         control: carries words between hosts, and the limit of every wait; whoever made it closes
             it, behind this transport.
-        device: of all content.
         backend: "nccl" for tensors on GPUs, one per worker; "gloo" for those of the host.
     """
 
@@ -140,7 +144,6 @@ class LateEdges(AbstractTransport):
     Args:
         control: as in :class:`EdgeTransport`; closed with this transport.
         device: as in :class:`EdgeTransport`, as is the backend.
-        backend: "nccl" or "gloo".
     """
 
     def __init__(self, control: NamedTransport, device: torch.device, backend: Backend) -> None:

@@ -14,9 +14,14 @@ from typing_extensions import override
 from lightning_cyclic.errors import ConfigurationError
 from lightning_cyclic.plan.actions import Lane, Payload
 from lightning_cyclic.plan.passes.messages import Ring
-from lightning_cyclic.runtime.transport.base import AbstractPending, AbstractTransport, Part
+from lightning_cyclic.runtime.transport.base import (
+    AbstractPending,
+    AbstractTransport,
+    Line,
+    Part,
+    Way,
+)
 from lightning_cyclic.runtime.transport.crew import Crew
-from lightning_cyclic.runtime.transport.line import Line, Way
 
 _PLACES = {payload: place for place, payload in enumerate(Payload)}
 
@@ -42,7 +47,10 @@ class NamedTransport(AbstractTransport):
     """
 
     def __init__(
-        self, lanes: Iterable[Lane], crew: Crew, rank_of: Callable[[int], int] = lambda w: w
+        self,
+        lanes: Iterable[Lane],
+        crew: Crew,
+        rank_of: Callable[[int], int] = lambda w: w,
     ) -> None:
         super().__init__(rank_of(dist.get_rank()), dist.get_world_size(), crew)
         limit = timedelta(seconds=crew.timeout_s)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import os
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, final
@@ -22,11 +23,11 @@ from typing import Any, final
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from typing_extensions import override
 
 from lightning_cyclic.plan.passes.messages import Channel
-from lightning_cyclic.runtime.transport.base import AbstractPending
+from lightning_cyclic.runtime.transport.base import AbstractPending, Gone, is_of_loader
 from lightning_cyclic.runtime.transport.crew import AbstractCrew
-from lightning_cyclic.runtime.transport.line import Gone, is_of_loader
 
 Event = Any  # torch.cuda.Event: torch gives its methods no types
 
@@ -45,7 +46,6 @@ class ChannelStreams:
 
     Args:
         crew: has the limit of a wait, and the words of a rank that has failed.
-        hang_up: aborts all messages of this worker.
     """
 
     def __init__(
@@ -65,11 +65,7 @@ class ChannelStreams:
     def begin(
         self, channel: Channel, start: Callable[[], dist.Work], data: Tensor
     ) -> AbstractPending:
-        """Enqueue a message behind what the current stream and its channel have to do.
-
-        Args:
-            start: begins it on the current stream.
-        """
+        """Enqueue a message behind what the current stream and its channel have to do."""
         if self._error is not None:
             return Gone(self._error)
         stream = self._streams[channel]
@@ -112,7 +108,6 @@ class ChannelStreams:
         return self._error is not None
 
     def check(self) -> None:
-        """Raise what has ended the messages of this worker, if anything has."""
         if self._error is not None:
             raise self._error
 
@@ -159,3 +154,94 @@ def own_error_handling() -> Iterator[None]:
             del os.environ[_ERROR_HANDLING]
         else:
             os.environ[_ERROR_HANDLING] = before
+
+
+class AbstractCopies(ABC):
+    """Copy between buffers of one device and the host's memory."""
+
+    @abstractmethod
+    def to_host(self, data: Tensor) -> tuple[Tensor, Event | None]:
+        """Begin to copy to the host.
+
+        Returns:
+            The copy, and what happens when it is complete; None where it is already.
+        """
+
+    @abstractmethod
+    def room(self, data: Tensor) -> Tensor:
+        """Return memory of the host for the content of a buffer."""
+
+    @abstractmethod
+    def now(self) -> Event | None:
+        """Return what happens when the current stream has done what it has to do by now."""
+
+    @abstractmethod
+    def to_device(self, host: Tensor, data: Tensor, free: Event | None) -> None:
+        """Copy back, and make the current stream wait for it.
+
+        Args:
+            host: what is copied.
+            data: where to.
+            free: when ``data`` may be written.
+        """
+
+
+@final
+class HostCopies(AbstractCopies):
+    """Copy inside the host's memory, at once."""
+
+    @override
+    def to_host(self, data: Tensor) -> tuple[Tensor, None]:
+        return data.clone(), None
+
+    @override
+    def room(self, data: Tensor) -> Tensor:
+        return torch.empty_like(data)
+
+    @override
+    def now(self) -> None:
+        return None
+
+    @override
+    def to_device(self, host: Tensor, data: Tensor, free: Event | None) -> None:
+        data.copy_(host)
+
+
+@final
+class StreamCopies(AbstractCopies):
+    """Copy between a GPU and pinned memory, on a stream for each direction.
+
+    torch keeps pinned memory until the copies from and to it have run, and reuses it.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._out = stream_on(device)
+        self._in = stream_on(device)
+
+    @override
+    def to_host(self, data: Tensor) -> tuple[Tensor, Event]:
+        host = self.room(data)
+        self._out.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._out):
+            host.copy_(data, non_blocking=True)
+        data.record_stream(self._out)
+        return host, self._out.record_event()
+
+    @override
+    def room(self, data: Tensor) -> Tensor:
+        with torch.cuda.device(self._device):  # threads begin on device 0, and would wake it
+            return torch.empty(data.shape, dtype=data.dtype, pin_memory=True)
+
+    @override
+    def now(self) -> Event:
+        return torch.cuda.current_stream(self._device).record_event()
+
+    @override
+    def to_device(self, host: Tensor, data: Tensor, free: Event | None) -> None:
+        if free is not None:
+            self._in.wait_event(free)
+        with torch.cuda.stream(self._in):
+            data.copy_(host, non_blocking=True)
+        data.record_stream(self._in)
+        torch.cuda.current_stream(self._device).wait_event(self._in.record_event())

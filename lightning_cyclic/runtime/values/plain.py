@@ -12,7 +12,7 @@ import functools
 import importlib
 import types
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -203,4 +203,31 @@ def _refused(leaf: Any, where: str) -> StepError:
         f"{where} is or holds a {kind.__module__}.{kind.__qualname__}, which cannot be sent to "
         "another worker; allowed: tensors, numbers, strings, None and containers or objects of "
         "these; convert it, or keep it out of the batch and of what one module hands to the next"
+    )
+
+
+class TensorSpec(NamedTuple):
+    size: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    on_host: bool
+    requires_grad: bool
+
+    @classmethod
+    def of(cls, x: Tensor) -> Self:
+        return cls(x.size(), x.stride(), x.dtype, x.is_cpu, x.requires_grad)
+
+    def describes(self, x: Tensor) -> bool:
+        return self == (x.size(), x.stride(), x.dtype, x.is_cpu, x.requires_grad)
+
+
+def spec_to_data(spec: TensorSpec) -> list[Any]:
+    dtype = str(spec.dtype).removeprefix("torch.")
+    return [list(spec.size), list(spec.stride), dtype, spec.on_host, spec.requires_grad]
+
+
+def spec_from_data(data: Sequence[Any]) -> TensorSpec:
+    size, stride, dtype, on_host, requires_grad = data
+    return TensorSpec(
+        torch.Size(size), tuple(stride), getattr(torch, dtype), on_host, requires_grad
     )

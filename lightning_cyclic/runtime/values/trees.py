@@ -47,7 +47,6 @@ class Structure(NamedTuple):
     Args:
         kind: type of the container, None for a leaf.
         context: what else it takes to put the container together, as the keys of a dict.
-        children: one structure per child.
     """
 
     kind: type | None

@@ -25,7 +25,11 @@ from lightning_cyclic.runtime.stages.stage_map import Profile, Recorder, Unit
 
 @final
 class FirstStep:
-    """Run the forwards of step 0 in the order of workers and record them."""
+    """Run the forwards of step 0 in the order of workers and record them.
+
+    Args:
+        parameters: name -> parameter, for those that are trained.
+    """
 
     def __init__(
         self, module: nn.Module, parameters: Mapping[str, nn.Parameter], group: Any
@@ -52,6 +56,7 @@ class FirstStep:
         self._profile = self._recorder.profile()
 
     def receive(self) -> None:
+        """Take in all buffers as the worker before this one left them."""
         if dist.get_rank() > 0 and self._buffers():
             buffer = self._layout.new()
             dist.recv(buffer.data, dist.get_rank() - 1, group=self._group)
@@ -59,6 +64,7 @@ class FirstStep:
                 own.copy_(view)
 
     def send(self) -> None:
+        """Hand all buffers to the worker behind this one."""
         if dist.get_rank() < dist.get_world_size() - 1 and self._buffers():
             buffer = self._layout.new()
             buffer.write(self._buffers())
@@ -87,6 +93,9 @@ class FirstStep:
 
         Workers may use parameters differently, as long as they do so inside one stage. What only
         some of them use is in stage 0, which is there before a step begins.
+
+        Raises:
+            StepError: on every worker, with the order of the one that differs.
         """
         for w, order in enumerate(self._orders):
             entered = list(dict.fromkeys(j for j in map(stage_of.__getitem__, order) if j > 0))

@@ -56,6 +56,7 @@ class KeyedDraws:
             yield
 
     def aside(self) -> AbstractContextManager[None]:
+        """Run the body, in the middle of a step, as what does not belong to it."""
         return self._watch.aside
 
     def remove(self) -> None:
@@ -74,6 +75,8 @@ class KeyedDraws:
 
 @final
 class _Watch(TorchFunctionMode):
+    """See the torch functions of code between modules, and no others."""
+
     def __init__(self) -> None:
         super().__init__()
         self._randomness: Randomness | None = None
@@ -108,6 +111,7 @@ class _Watch(TorchFunctionMode):
             self._is_off = True
 
     def leave(self) -> None:
+        """End a module's call, also one that failed."""
         if self._randomness is None or self._depth == 0:  # failed before it began
             return
         self._depth -= 1
@@ -126,6 +130,8 @@ class _Watch(TorchFunctionMode):
 
 @final
 class _Aside(AbstractContextManager[None]):
+    """Let the watch look away."""
+
     def __init__(self, watch: _Watch) -> None:
         self._watch = watch
 

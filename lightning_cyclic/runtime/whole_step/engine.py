@@ -26,20 +26,24 @@ from lightning_cyclic.plan.actions import Action, Kind, Lane, Payload
 from lightning_cyclic.plan.dataflow import Datum, Item
 from lightning_cyclic.plan.passes.messages import is_for_one_use
 from lightning_cyclic.runtime.absent import is_absent
+from lightning_cyclic.runtime.failure_words import Waiter
 from lightning_cyclic.runtime.flight_recorder import FlightRecorder
-from lightning_cyclic.runtime.gradient_store import GradientStore, Sum
+from lightning_cyclic.runtime.gradient_store import AS_MADE, GradientStore, Sum, SumDtypes
 from lightning_cyclic.runtime.loss_scaling import Outcomes
 from lightning_cyclic.runtime.messages import Messages
 from lightning_cyclic.runtime.norms import Norms
 from lightning_cyclic.runtime.stages.stage_map import StageMap
-from lightning_cyclic.runtime.sum_dtypes import AS_MADE, SumDtypes
 from lightning_cyclic.runtime.transport import AbstractTransport
-from lightning_cyclic.runtime.waiting import Waiter
 from lightning_cyclic.runtime.weight_forms import ALL, WeightForms
 from lightning_cyclic.runtime.weight_watch import WeightWatch
 from lightning_cyclic.runtime.whole_step.exchange import Exchange, Word, Words
-from lightning_cyclic.runtime.whole_step.gradients import Entrances, GradientCollector
-from lightning_cyclic.runtime.whole_step.shards import Replica, Shards, refuse_block, refuse_return
+from lightning_cyclic.runtime.whole_step.hooks import Entrances, GradientCollector
+from lightning_cyclic.runtime.whole_step.shards import (
+    Replica,
+    Shards,
+    refuse_block,
+    refuse_return,
+)
 from lightning_cyclic.runtime.whole_step.versions import VersionStore
 from lightning_cyclic.runtime.worker import Worker
 
@@ -53,6 +57,7 @@ class EngineState:
 
     Args:
         t: steps done; every update up to version t has been applied.
+        previous: name -> value in version t-1, for the stages that step t still reads so.
     """
 
     t: int
@@ -64,11 +69,13 @@ class Engine:
     """Run the program of one worker that runs whole micro-batches.
 
     Args:
+        module: the whole module; its parameters hold version ``state.t``.
         update: applies the total gradients of a step to the owned stages (step, stages).
         state: where to go on; None at the beginning.
         paced: whether workers that start together are brought into the timetable's stagger.
         aside: lets the body do, in the middle of the step, what is not of the step.
-        watch: of weights by stages, while steps are under way.
+        forms: what of weights is trained, and travels. [all]
+        sums: dtypes of sums of gradients.
     """
 
     _outcomes: Outcomes | None = None  # where updates may be skipped
@@ -251,6 +258,7 @@ class Engine:
 
     @property
     def ends(self) -> bool:
+        """Say whether this worker's batch is its last of the epoch."""
         return self._words.ends
 
     @ends.setter
@@ -263,6 +271,7 @@ class Engine:
 
     @property
     def stopping(self) -> bool:
+        """Say whether training ends here; true on every worker from the same step on."""
         return self._words.stops(self.t)
 
     # ------------------------------------------------------------------ along the program
@@ -398,12 +407,14 @@ class Engine:
         self.norms.forget(t)
 
     def _advance(self, v: int, j: int) -> Sum:
+        """Let the parameters be version ``v``, with its gradients, and the values before it."""
         for item in ((Datum.SUM, v - 1, j, None), (Datum.TOTAL, v - 1, j)):
             self._fetch(item)
         self.stores[j].begin_update(v, self._oldest(j, v))
         return self._grads.show(v - 1, j)
 
     def _oldest(self, j: int, v: int) -> int:
+        """Return the oldest version of an own stage that is needed when version v is there."""
         if self.plan.axes.weights.at_end_of_step:
             return v  # whoever is behind has used the one before, as its gradients are there
         is_over = v == self.t and self._older.get(j, self._at + 1) <= self._at
@@ -423,12 +434,22 @@ class Engine:
         self.norms.note(t, j, self._grads.of(t, j) if shown.count(None) == len(shown) else shown)
 
     def total_norm(self, t: int, order: Sequence[nn.Parameter]) -> Tensor:
-        """Return the 2-norm of step ``t``'s gradients over all stages, shape ()."""
+        """Return the 2-norm of step ``t``'s gradients over all stages, shape ().
+
+        Args:
+            t: the step whose totals lie in ``p.grad`` of the stages that are updated.
+            order: all trained parameters, in the order in which the norms are reduced.
+        """
         self._tell_all_norms(t)
         return self.norms.total(t, order)
 
     def all_finite(self, t: int, overflowed: Collection[int]) -> bool:
-        """Say whether the gradients of all stages are finite; where owners know all norms."""
+        """Say whether the gradients of all stages are finite; where owners know all norms.
+
+        Args:
+            t: the step whose totals lie in ``p.grad`` of the stages that are updated.
+            overflowed: own stages whose gradients are not.
+        """
         for j in overflowed:
             self.norms.note_overflow(t, j)
         self._tell_all_norms(t)
@@ -453,6 +474,7 @@ class Engine:
 
     @property
     def is_flushed(self) -> bool:
+        """Say whether no update is in flight."""
         return self._flushed_at == self.t
 
     def flush(self, *, whole: bool = True) -> None:
@@ -486,7 +508,6 @@ class Engine:
             self._note_word(j, self.t)
 
     def state(self) -> EngineState:
-        """Return what a checkpoint needs; only behind a flush."""
         previous: dict[str, Tensor] = {}
         for stage, store in zip(self.stages.stages, self.stores, strict=True):
             if self.t - 1 in store:
@@ -512,6 +533,7 @@ class Engine:
                 store.write(state.t - 1, [state.previous.get(n, p.data) for n, p in named])
 
     def _oldest_read(self, t: int, j: int) -> int:
+        """Return the oldest version of a stage that step t has of this worker."""
         gathers = self.plan.axes.sharding.gathers  # owners serve all others
         readers = range(self.plan.num_workers) if gathers else (self._w,)
         return min(self.plan.reads(t, w, j) for w in readers)
@@ -550,6 +572,7 @@ class _Hooks:
 
 
 def waiting_lanes(plan: Plan, worker: int) -> frozenset[Lane]:
+    """List the lanes of a worker on which something waits for other workers."""
     program = plan.program
     steady = program.step(worker, program.steady)
     come = {(program.flow(a).makes[0][0], a.j) for a in steady if a.kind is Kind.RECV}

@@ -31,7 +31,11 @@ from lightning_cyclic.runtime.whole_step.versions import VersionStore
 
 @final
 class Exchange:
-    """Keep what comes and what goes."""
+    """Keep what comes and what goes.
+
+    Args:
+        sums_travel: whether sums of gradients do, and not only gradients, to who adds all.
+    """
 
     def __init__(  # noqa: PLR0913  (all that is exchanged meets here)
         self,
@@ -128,7 +132,8 @@ class Exchange:
             Payload.K: Layout([], torch.device("cpu")),  # a word between hosts
         }
 
-    def key(self, a: Action) -> None: ...
+    def key(self, a: Action) -> None:
+        """Let the messages of a ring have one form."""
 
     def hold(self, a: Action) -> None:
         if a.payload is Payload.P and a.kind is Kind.SEND:
@@ -255,6 +260,8 @@ _TAKES: dict[Payload, Callable[[Exchange, Action, Message], None]] = {
 
 
 class Word(enum.IntFlag):
+    """Say something about a step; a sum carries what any worker said."""
+
     NONE = 0
     STOP = 1  # somebody asked to end training (SIGTERM)
     ENDS = 2  # somebody had the last batch of the epoch

@@ -25,12 +25,12 @@ from lightning_cyclic.plan import Plan
 from lightning_cyclic.runtime.absent import is_absent, make_present, num_bytes_of
 from lightning_cyclic.runtime.failure_words import words_of
 from lightning_cyclic.runtime.flight_recorder import FlightRecorder
+from lightning_cyclic.runtime.gradient_store import AS_MADE, SumDtypes
 from lightning_cyclic.runtime.late_values import LateValues
 from lightning_cyclic.runtime.loss_scaling import Outcomes
 from lightning_cyclic.runtime.meta import lending
 from lightning_cyclic.runtime.stages.stage_map import Profile, StageMap, make_stages
 from lightning_cyclic.runtime.stages.survey import survey
-from lightning_cyclic.runtime.sum_dtypes import AS_MADE, SumDtypes
 from lightning_cyclic.runtime.transport import CountingTransport
 from lightning_cyclic.runtime.transport.choice import Route, link
 from lightning_cyclic.runtime.transport.crew import Crew, naming_peers
@@ -53,6 +53,7 @@ class SessionConfig:
             rounds) -> plan.
         stages: "auto", a number, or module paths that begin stages 1, 2, ...
         seed: key of the randomness inside training steps.
+        crew: the ranks of all workers, and the limit of every wait.
         relay_buffers: "auto" relays the buffers that the first step changed, "all" every one.
         paced: whether workers that start together are brought into the timetable's stagger.
         accumulates: whether a step may have several batches in one round of the plan, of which
@@ -60,6 +61,8 @@ class SessionConfig:
         memory_limit_bytes: most bytes of parameters that a worker may have for good. [any number]
         outcomes: is told whether gradients were finite, where a loss scale follows from it.
             [gradients must be]
+        forms: what of weights is trained, and travels. [all]
+        sums: dtypes of sums of gradients.
     """
 
     make_plan: Callable[[int, tuple[int, ...], tuple[int, ...], int], Plan]
@@ -74,6 +77,7 @@ class SessionConfig:
     outcomes: Outcomes | None = None
     forms: WeightForms = ALL
     sums: SumDtypes = AS_MADE
+    say: Callable[[str], None] = print
 
 
 def auto_stages(num_workers: int, num_bytes: int) -> int:
@@ -81,6 +85,10 @@ def auto_stages(num_workers: int, num_bytes: int) -> int:
 
     One stage per worker, or two (up to 8 in all) where each has 1.5 MiB: they overlap better where
     bytes take long, but every message has a price of its own (benchmarks/replicated.py).
+
+    Args:
+        num_workers: how many workers there are.
+        num_bytes: bytes of all trained parameters.
     """
     fine = 2 * num_workers
     return fine if fine <= _MOST_FINE and num_bytes >= fine * _LEAST_BYTES else num_workers
@@ -88,7 +96,12 @@ def auto_stages(num_workers: int, num_bytes: int) -> int:
 
 @final
 class Session:
-    """Train one worker's replica."""
+    """Train one worker's replica.
+
+    Args:
+        parameters: name -> parameter, for those that the optimizer trains.
+        update: applies the total gradients of a step to the owned stages (step, stages).
+    """
 
     def __init__(
         self,
@@ -108,8 +121,8 @@ class Session:
         self._update = update
         self._seed = config.seed
         self.stop_requested = False
-        self.batches = 0  # of the step under way whose forwards have begun
-        self.rounds = 1  # batches of a step, as far as the plan knows
+        self._batches = 0  # of the step under way
+        self._rounds = 1  # of the plan
         self.failed = False
         self._losses = LateValues()
         self._watched: list[tuple[str, Tensor, int]] = []
@@ -129,10 +142,12 @@ class Session:
 
     @property
     def t(self) -> int:
+        """Return the step under way, or the number of steps done between steps."""
         return self.engine.t if self.engine else 0
 
     @property
     def plan(self) -> Plan | None:
+        """Return the plan with the stages that were found; None before they are."""
         return self.engine.plan if self.engine is not None else None
 
     @property
@@ -150,10 +165,16 @@ class Session:
     @property
     def is_between_steps(self) -> bool:
         """Say whether the batch that comes is the first of its step."""
-        return self.batches == 0
+        return self._batches == 0
+
+    @property
+    def batches(self) -> int:
+        """Count the batches of the step under way whose forwards have begun."""
+        return self._batches
 
     @property
     def with_state(self) -> list[nn.Parameter]:
+        """Return the parameters that this worker has optimizer state for: those it updates."""
         engine = self.engine
         if engine is None:
             return []
@@ -179,7 +200,6 @@ class Session:
 
     @property
     def stopping(self) -> bool:
-        """Say whether training ends here; true on every worker from the same step on."""
         return self.engine is not None and self.engine.stopping
 
     # ------------------------------------------------------------------ steps
@@ -188,6 +208,7 @@ class Session:
         """Find the stages before the first step, where no worker may have the whole module.
 
         Args:
+            batch: that this worker has been given.
             step: runs the user's step on a copy of it; it leaves nothing behind, and the
                 parameters of a module are there while it is called.
         """
@@ -212,20 +233,27 @@ class Session:
 
     def take_rounds(self, rounds: int) -> None:
         """Run so many batches in each step from now on; behind a flush, on all workers at once."""
-        self.rounds = rounds
+        self._rounds = rounds
         if self.engine is not None:
             self.engine.follow(self._make_plan())
+
+    @property
+    def rounds(self) -> int:
+        """Return how many batches a step has, as far as the plan knows."""
+        return self._rounds
 
     @contextmanager
     def forward(self, batch: Any, *, last: bool, ends: bool = False) -> Iterator[None]:
         """Run the body as the training step of one batch.
 
         Args:
+            batch: what the step is given.
             last: False while gradients only accumulate on this worker.
+            ends: whether it is this worker's last batch of the epoch.
         """
-        first = self.batches == 0
-        key = self._worker + (self.batches << 32)  # the micro-batch, and which of its batches
-        self.batches = 0 if last else self.batches + 1
+        first = self._batches == 0
+        key = self._worker + (self._batches << 32)  # the micro-batch, and which of its batches
+        self._batches = 0 if last else self._batches + 1
         if first:
             self._begin_watch()
         with self._draws.keyed(self._seed, self.t, key):
@@ -308,6 +336,15 @@ class Session:
         }
 
     def resume(self, saved: Mapping[str, Any] | None, *, fits: bool) -> bool:
+        """Go on from weights that were loaded, and from what :meth:`state` returned beside them.
+
+        Args:
+            saved: None for weights alone.
+            fits: whether it is of the plan of this run, so that the stages are known.
+
+        Returns:
+            Whether training goes on with the same bits.
+        """
         if saved is None or not fits:
             self._restart()
             return False
@@ -324,6 +361,9 @@ class Session:
 
         What is unfrozen goes to the stage that uses it first. What is frozen stays in its stage,
         without gradients: workers still read older versions of it.
+
+        Args:
+            trained: name -> parameter, for all that are trained now.
         """
         if self.stages is None or self.engine is None or self.failed:
             self._trained = dict(trained)
@@ -335,6 +375,7 @@ class Session:
         self._start(self.stages.training(trained).relaying(self._normalising()), state)
 
     def _normalising(self) -> Iterator[tuple[str, str]]:
+        """List the statistics of normalising modules that training changes from now on."""
         for path, m in self._module.named_modules():
             if isinstance(m, _NormBase) and m.training and m.track_running_stats:
                 yield from ((path, f"{path}.{name}") for name, _ in m.named_buffers())
@@ -348,11 +389,13 @@ class Session:
             self._start(self.stages, EngineState(t=t, previous={}))
 
     def request_stop(self) -> None:
+        """Ask every worker to stop; safe to call from a signal handler."""
         self.stop_requested = True
         if self.engine is not None:
             self.engine.request_stop()
 
     def fail(self, error: BaseException, todo: str = "") -> None:
+        """Tell the other ranks why this one fails, and what to do; communicate no more."""
         if not self.failed:
             self.failed = True
             crew = self.transport.crew
@@ -360,10 +403,10 @@ class Session:
 
     @property
     def when(self) -> str:
+        """Say where this worker is, as "in step 12"."""
         return f"in step {self.t}"
 
     def close(self) -> None:
-        """End what runs in the background, when all workers have what they need of each other."""
         if not self.failed:
             with self.naming_peers("to finish"):
                 dist.barrier(group=self.group)
@@ -390,6 +433,7 @@ class Session:
                 self._first.send()
 
     def _begin_watch(self) -> None:
+        """Notice what changes weights of which others have copies or versions."""
         if self._probe.num_workers == 1:
             return
         groups = self._weights
@@ -419,7 +463,6 @@ class Session:
         return stages
 
     def _draw_by_stages(self) -> None:
-        """Draw as the stages do from here on."""
         self._has_first_draws = False
         self._draws.remove()
         self._draws = KeyedDraws(self._module, self.starts or (), self._device)
@@ -482,7 +525,7 @@ class Session:
         until = tuple(stages.stages[j].buffers_final_after for j in stages.relayed)
         if self._config.accumulates:  # forwards of the last batch begin when all of the first end
             until = (len(stages.stages) - 1,) * len(until)
-        return self._config.make_plan(len(stages.stages), stages.relayed, until, self.rounds)
+        return self._config.make_plan(len(stages.stages), stages.relayed, until, self._rounds)
 
     def _aside(self) -> AbstractContextManager[None]:
         return self._draws.aside()  # of the draws of the step, which others follow
@@ -539,6 +582,7 @@ class Session:
         return links.transport
 
     def _replace_transport(self) -> None:
+        """Take another transport, behind the making of which no worker needs the old one's."""
         old, group = self.transport, self.group
         self.transport = self._new_transport()
         old.disconnect()
@@ -553,6 +597,7 @@ class Session:
         ]
 
     def _check_buffers(self) -> None:
+        """Refuse a buffer that begins to change later than in the first step."""
         for name, buffer, version in self._watched:
             if buffer._version != version:
                 raise StepError(

@@ -35,6 +35,8 @@ _WHERE = (
 
 
 class _Place(NamedTuple):
+    """Say where in a version of a stage a tensor lies."""
+
     j: int
     v: int
     dtype: torch.dtype
@@ -63,6 +65,7 @@ class Replica:
         return True
 
     def enter(self, j: int, v: int) -> None:
+        """Let the module show what a forward reads; older versions have been read."""
         self._stores[j].show(v)
         self._stores[j].drop_below(v)
 
@@ -76,11 +79,14 @@ class Replica:
         return read
 
     def packing(self) -> AbstractContextManager[Any]:
+        """Return a context in which forwards run."""
         return nullcontext()
 
-    def stay(self) -> None: ...
+    def stay(self) -> None:
+        """Hide nothing until the end of the step."""
 
-    def stay_no_longer(self) -> None: ...
+    def stay_no_longer(self) -> None:
+        """Hide what has stayed."""
 
     def free_all(self) -> None:
         """Give up what has come for those who look at the whole module, between steps."""
@@ -88,7 +94,8 @@ class Replica:
     def drop_copies(self) -> None:
         """Behind a flush that brings nothing, keep no old copies of what several modules have."""
 
-    def release(self) -> None: ...
+    def release(self) -> None:
+        """End."""
 
 
 @final
@@ -208,6 +215,7 @@ class Shards(Replica):
 
     @property
     def foreign(self) -> list[str]:
+        """Return the names of the parameters that come and go."""
         return [n for j in self._foreign for n in self._names[j]]
 
     @override
@@ -258,7 +266,11 @@ class Shards(Replica):
     # ------------------------------------------------------------------ who reads what is absent
 
     def read(self, names: Sequence[str]) -> NoReturn:
-        """Refuse that an absent parameter is read."""
+        """Refuse that an absent parameter is read.
+
+        Raises:
+            StepError: with its stage and the rank that has it.
+        """
         name = names[0]
         j = self._stage_of[name]
         raise StepError(
@@ -268,7 +280,11 @@ class Shards(Replica):
         )
 
     def read_gradient(self, name: str) -> NoReturn:
-        """Refuse that its gradient is read."""
+        """Refuse that its gradient is read.
+
+        Raises:
+            StepError: with its stage and the rank that has it.
+        """
         j = self._stage_of[name]
         raise StepError(
             f"the gradient of {name!r} of stage {j} is read on rank {self._worker}, where it is "
@@ -279,7 +295,11 @@ class Shards(Replica):
 
 
 def refuse_block(worker: int, j: int) -> NoReturn:
-    """Refuse that a backward runs modules again before the turn of their stage."""
+    """Refuse that a backward runs modules again before the turn of their stage.
+
+    Raises:
+        StepError: with the stage.
+    """
     raise StepError(
         f"a backward on rank {worker} runs a module of stage {j} again, while a later "
         "stage is not over: a checkpointed block reaches over the place where a stage begins; "
@@ -289,7 +309,11 @@ def refuse_block(worker: int, j: int) -> NoReturn:
 
 
 def refuse_return(worker: int, j: int) -> NoReturn:
-    """Refuse that a module is called when its stage is over."""
+    """Refuse that a module is called when its stage is over.
+
+    Raises:
+        StepError: with the stage.
+    """
     raise StepError(
         f"rank {worker} calls a module of stage {j} again, when a later stage has begun "
         "and its parameters are gone; allowed: calls within one stage; let one stage have "
@@ -298,7 +322,6 @@ def refuse_return(worker: int, j: int) -> NoReturn:
 
 
 def shared_parameters(module: nn.Module) -> Collection[int]:
-    """Return ids of the parameters that several modules have."""
     seen: dict[int, int] = {}
     for m in module.modules():
         for p in set(m._parameters.values()) - {None}:

@@ -27,6 +27,7 @@ class VersionStore:
     Args:
         parameters: the stage's parameters; their present values become version ``v``.
         v: the version that the parameters hold now.
+        messages: whose buffers versions lie in.
         keeps: whether their memory waits for the next version, or goes.
         is_here: whether the parameters have values; else there is no version yet.
         changing: is entered while the parameters change, for who watches them.
@@ -135,6 +136,7 @@ class VersionStore:
         buffer.let_go()
 
     def has_left(self, v: int) -> bool:
+        """Say whether nothing of a version is on its way to others any more."""
         return all(sent.pending.is_done() for sent in self._versions[v].sent)
 
     def hold(self, v: int) -> None:
@@ -155,7 +157,12 @@ class VersionStore:
             self.words.pop(old, None)
 
     def begin_update(self, v: int, oldest: int) -> None:
-        """Let the parameters be version ``v``, still with the values of the one before."""
+        """Let the parameters be version ``v``, still with the values of the one before.
+
+        Args:
+            v: the version that is about to be made.
+            oldest: version that is read later.
+        """
         if v - 1 >= oldest:
             self.drop_below(oldest)
             buffer = self._messages.room(self.layout)

@@ -38,6 +38,7 @@ class Crew:
         remat: "never", "always" or "except_last".
         device: of all workers; on a GPU each has a stream of its own.
         join: (post office, worker, number of workers) -> its transport. [the local one]
+        starts: of stages. [of as many layers each]
         **options: of the session's configuration.
     """
 
@@ -45,13 +46,13 @@ class Crew:
         self, plan: Plan, make_model: Callable[[], Any],
         make_optimizer: Callable[[Any], torch.optim.Optimizer], *, remat: str = "never",
         device: str = "cpu", join: Callable[[PostOffice, int, int], Any] = LocalTransport,
-        **options: Any,
+        starts: Sequence[str] = (), **options: Any,
     ) -> None:  # fmt: skip
         self.plan, self.make_optimizer, self.options = plan, make_optimizer, options
         self.make_model, self.device = make_model, torch.device(device)
         model = make_model()
         size = 8 // plan.num_stages
-        starts = [f"layers.{k}" for k in range(size, 8, size)]
+        starts = starts or [f"layers.{k}" for k in range(size, 8, size)]
         self.cuts = choose_cuts(survey(model, lambda: model.step(batch(0))), starts)
         office = PostOffice()
         self.models = [make_model().to(device) for _ in range(plan.num_workers)]
@@ -68,19 +69,21 @@ class Crew:
 
     def _config(self, w: int, remat: str) -> StagewiseConfig:
         plan = self.plan
+        more = {"replicas": plan.replicas} if plan.replicas > 1 else {}
+        options = {"apply": lambda t, j: self.apply(w, t, j)} | self.options
 
         def planned(num_stages: int, num_microbatches: int, tied: Any, relayed: Any) -> Plan:
             return make_plan(
                 plan.preset, num_stages=num_stages, num_workers=plan.num_workers,
-                num_microbatches=num_microbatches, tied=tied, relayed=relayed,
+                num_microbatches=num_microbatches, tied=tied, relayed=relayed, **more,
             )  # fmt: skip
 
         return StagewiseConfig(
             make_plan=planned, find_cuts=lambda module, step: self.cuts,
-            num_microbatches=plan.num_microbatches, replicas=1, remat=remat, seed=0,
+            num_microbatches=plan.num_microbatches // plan.replicas, replicas=plan.replicas,
+            remat=remat, seed=0,
             expected_stages=plan.num_stages,
-            apply=lambda t, j: self.apply(w, t, j),
-            guess=lambda stage, v, updates: self.guess(w, stage, v, updates), **self.options,
+            guess=lambda stage, v, updates: self.guess(w, stage, v, updates), **options,
         )  # fmt: skip
 
     def apply(self, w: int, t: int, j: int) -> None:
@@ -93,24 +96,12 @@ class Crew:
 
     def train(self, flush_after: tuple[int, ...] = ()) -> None:
         """Train all workers for as many steps as there are."""
-        errors: list[BaseException] = []
 
-        def run(w: int) -> None:
-            try:
-                with self._stream():
-                    self._train(w, flush_after)
-            except BaseException as error:
-                errors.append(error)
-                self.sessions[w].fail(error)
+        def train(w: int) -> None:
+            with self._stream():
+                self._train(w, flush_after)
 
-        threads = [threading.Thread(target=run, args=(w,)) for w in range(self.plan.num_workers)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(60.0)
-            assert not thread.is_alive()
-        if errors:
-            raise errors[0]
+        run_all(self.sessions, train)
 
     def _stream(self) -> AbstractContextManager[Any]:
         if self.device.type == "cpu":
@@ -141,6 +132,27 @@ class Crew:
     def compare(self, expected: nn.Module) -> None:
         """Compare what each worker holds, bit by bit."""
         compare(self.sessions, expected)
+
+
+def run_all(sessions: Sequence[StagewiseSession], train: Callable[[int], None]) -> None:
+    """Train the worker of each session in a thread of its own."""
+    errors: list[BaseException] = []
+
+    def run(w: int) -> None:
+        try:
+            train(w)
+        except BaseException as error:
+            errors.append(error)
+            sessions[w].fail(error)
+
+    threads = [threading.Thread(target=run, args=(w,)) for w in range(len(sessions))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60.0)
+        assert not thread.is_alive()
+    if errors:
+        raise errors[0]
 
 
 def compare(sessions: Sequence[StagewiseSession], expected: nn.Module) -> None:

@@ -121,7 +121,7 @@ def test_a_flush_changes_no_number(
 def test_running_a_stage_again_reads_the_same_version(
     numbers: tuple[str, int, int, int],
 ) -> None:
-    crew = Crew(plan_of(*numbers), Net, OPTIMIZERS["sgd"], activation_checkpointing="always")
+    crew = Crew(plan_of(*numbers), Net, OPTIMIZERS["sgd"], remat="always")
     crew.train(flush_after=(5,))
     compare(crew)
 

@@ -9,9 +9,16 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torchmetrics import CatMetric, MeanMetric
 
 from lightning_cyclic.errors import StepError
-from lightning_cyclic.runtime.partial_step.module_state import Change, ModuleState, packed
+from lightning_cyclic.runtime.partial_step.module_state import (
+    Change,
+    ModuleState,
+    Seen,
+    packed,
+    state_of,
+)
 from tests.runtime.partial_step.hand import cuts_of
 
 
@@ -28,7 +35,7 @@ class Model(nn.Module):
 IGNORED = frozenset(vars(nn.Module()))
 
 
-def state_of(model: Model, stages: list[int], num_stages: int, said: Any = print) -> ModuleState:
+def state_for(model: Model, stages: list[int], num_stages: int, said: Any = print) -> ModuleState:
     return ModuleState(model, cuts_of(model, []), IGNORED, stages, num_stages, said, ["mean"])
 
 
@@ -51,7 +58,7 @@ def count(model: Model) -> Callable[[], None]:
 
 def test_each_stage_of_one_process_counts_by_itself() -> None:
     model = Model()
-    state = state_of(model, [0, 1], 2)
+    state = state_for(model, [0, 1], 2)
     for _ in range(3):  # all of the first stage's, then all of the second one's
         run(state, 0, count(model))
         assert (model.calls, model.outs) == (0, [])
@@ -65,7 +72,7 @@ def test_each_stage_of_one_process_counts_by_itself() -> None:
 
 def test_what_hooks_change_all_stages_follow() -> None:
     model = Model()
-    state = state_of(model, [0, 1], 2)
+    state = state_for(model, [0, 1], 2)
     for j in (0, 1):
         run(state, j, count(model))
     model.calls = 10
@@ -80,7 +87,7 @@ def test_what_hooks_change_all_stages_follow() -> None:
 
 def test_a_run_again_finds_what_the_first_found_and_leaves_nothing() -> None:
     model = Model()
-    state = state_of(model, [0], 1)
+    state = state_for(model, [0], 1)
     run(state, 0, count(model))
     found, _ = run(state, 0, count(model))
     run(state, 0, count(model))
@@ -92,7 +99,7 @@ def test_a_run_again_finds_what_the_first_found_and_leaves_nothing() -> None:
 
 def test_a_run_that_begins_anew_forgets_what_it_did() -> None:
     model = Model()
-    state = state_of(model, [0, 1], 2)
+    state = state_for(model, [0, 1], 2)
     for j in (0, 1):
         visit = state.begin(j)
         count(model)()
@@ -105,7 +112,7 @@ def test_a_run_that_begins_anew_forgets_what_it_did() -> None:
 def told(code: Callable[[Model], None], other: Model, said: Any = print) -> ModuleState:
     """Let the worker of the last of two stages run code, and tell the other's."""
     model = Model()
-    last, first = state_of(model, [1], 2, said), state_of(other, [0], 2)
+    last, first = state_for(model, [1], 2, said), state_for(other, [0], 2)
     for t in range(2):
         _, changes = run(last, 1, lambda: code(model))
         first.adopt(t, *packed({0: changes}))
@@ -142,7 +149,7 @@ def test_queues_and_sets_are_kept_and_told(largest: int | None) -> None:
         model.names.add(f"n{model.calls}")
 
     alone, expected = prepared(), prepared()
-    state = state_of(alone, [0, 1], 2)
+    state = state_for(alone, [0, 1], 2)
     for j in (0, 0, 0, 1, 1, 1):
         run(state, j, lambda: code(alone))
     for _ in range(3):
@@ -150,7 +157,7 @@ def test_queues_and_sets_are_kept_and_told(largest: int | None) -> None:
     assert (alone.queue, alone.names) == (expected.queue, expected.names)
     assert alone.queue.maxlen == largest
     model, other = prepared(), prepared()
-    last, first = state_of(model, [1], 2), state_of(other, [0], 2)
+    last, first = state_for(model, [1], 2), state_for(other, [0], 2)
     for t in range(3):
         _, changes = run(last, 1, lambda: code(model))
         first.adopt(t, *packed({0: changes}))
@@ -159,7 +166,7 @@ def test_queues_and_sets_are_kept_and_told(largest: int | None) -> None:
 
 def test_messages_of_numbers_have_one_form() -> None:
     model = Model()
-    state = state_of(model, [0], 1)
+    state = state_for(model, [0], 1)
     facts = []
     for _ in range(3):
         _, changes = run(state, 0, count(model))
@@ -188,7 +195,7 @@ def test_an_attribute_that_two_stages_change_is_refused(name: str) -> None:
 
     other = Model()
     model = Model()
-    last, first = state_of(model, [1], 2), state_of(other, [0], 2)
+    last, first = state_for(model, [1], 2), state_for(other, [0], 2)
     _, changes = run(last, 1, lambda: both(model))
     visit = first.begin(0)
     count(other)()
@@ -200,7 +207,7 @@ def test_an_attribute_that_two_stages_change_is_refused(name: str) -> None:
 
 def test_what_an_earlier_stage_alone_counts_is_as_it_is() -> None:
     other, model = Model(), Model()
-    last, first = state_of(model, [1], 2), state_of(other, [0], 2)
+    last, first = state_for(model, [1], 2), state_for(other, [0], 2)
     for t in range(2):
         _, changes = run(last, 1, count(model))
         visit = first.begin(0)
@@ -212,13 +219,13 @@ def test_what_an_earlier_stage_alone_counts_is_as_it_is() -> None:
 
 def test_reading_early_what_a_later_stage_changes_is_refused() -> None:
     other = Model()
-    first = state_of(other, [0], 2)
+    first = state_for(other, [0], 2)
     visit = first.begin(0)
     with first.noting(training=True):
         assert other.calls == 0
     first.end(0, visit)
     last_model = Model()
-    _, changes = run(state_of(last_model, [1], 2), 1, count(last_model))
+    _, changes = run(state_for(last_model, [1], 2), 1, count(last_model))
     with pytest.raises(StepError, match="self.calls is read .* one stage, and changed in"):
         first.adopt(0, *packed({0: changes}))
 
@@ -226,7 +233,7 @@ def test_reading_early_what_a_later_stage_changes_is_refused() -> None:
 def test_a_tensor_changed_in_place_where_stages_share_a_process_is_refused() -> None:
     model = Model()
     model.average = torch.zeros(2)
-    state = state_of(model, [0, 1], 2)
+    state = state_for(model, [0, 1], 2)
 
     def code() -> None:
         average: Tensor = model.average
@@ -234,3 +241,88 @@ def test_a_tensor_changed_in_place_where_stages_share_a_process_is_refused() -> 
 
     with pytest.raises(StepError, match=r"self.average, a tensor, is changed in place"):
         run(state, 0, code)
+
+
+NOTHING = Seen({}, [], [])
+X = torch.linspace(-1, 1, 8).reshape(4, 2)
+STATISTICS = [f"{m}.{n}" for m in ("one", "two") for n in ("running_mean", "running_var")]
+COUNTS = [f"{m}.num_batches_tracked" for m in ("one", "two")]
+
+
+class Normed(nn.Module):
+    """A normalization and a metric in each of two stages, and a buffer that is replaced."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.mean = nn.BatchNorm1d(2), MeanMetric()
+        self.two, self.cat = nn.BatchNorm1d(2), CatMetric()
+        self.two.register_buffer("moving", torch.zeros(2))
+
+    def forward(self, x):
+        h = self.one(x)
+        self.mean(h.detach() + 3)
+        h = self.two(h)
+        self.cat.update(h.detach())
+        self.two.moving = self.two.moving * 0.5 + h.detach().mean(0) + 1
+        return h.sum()
+
+
+def made():
+    model = Normed()
+    model(X * 2)
+    cuts = cuts_of(
+        model, ["two"], metrics={"mean": 0, "cat": 1}, changed=[*STATISTICS, *COUNTS, "two.moving"]
+    )
+    return model, ModuleState(model, cuts, vars(model), [0], 1, print)
+
+
+def picture(model):
+    buffers = {n: b.tolist() for n, b in model.named_buffers()}
+    metrics = {n: repr(state_of(getattr(model, n))) for n in ("mean", "cat")}
+    return buffers | metrics
+
+
+def of_stage(j, found):
+    first = ("one", "mean")
+    return {n: x for n, x in found.items() if n.startswith(first) == (j == 0)}
+
+
+@pytest.mark.parametrize("j", [0, 1])
+def test_statistics_and_metrics_of_a_stage_are_undone(j):
+    model, effects = made()
+    before = picture(model)
+    with effects.again(j, NOTHING):
+        model(X - 1)
+        inside = picture(model)
+    after = picture(model)
+    assert of_stage(j, after) == of_stage(j, before)
+    assert of_stage(1 - j, after) == of_stage(1 - j, inside) != of_stage(1 - j, before)
+    assert all(inside[n] != before[n] for n in [*STATISTICS, *COUNTS, "two.moving", "mean", "cat"])
+
+
+def test_everything_is_undone_behind_an_error():
+    model, effects = made()
+    before = picture(model)
+    with pytest.raises(KeyError), effects.again(0, NOTHING):  # noqa: PT012
+        model.one(X)
+        model.mean.update(X)
+        raise KeyError
+    assert picture(model) == before
+
+
+def test_graphs_that_hold_buffers_do_not_notice():
+    model, effects = made()
+    model.two.eval()  # the backward needs the statistics
+    loss = model.two(X.clone().requires_grad_()).sum()
+    with effects.again(1, NOTHING):
+        pass
+    loss.backward()
+    assert model.two.weight.grad is not None
+
+
+def test_buffers_that_do_not_change_are_left_alone():
+    model = Normed()
+    effects = ModuleState(model, cuts_of(model, ["two"]), vars(model), [0], 1, print)
+    with effects.again(0, NOTHING):
+        model.one(X)
+    assert model.one.num_batches_tracked == 1

@@ -26,39 +26,6 @@ def first(replay: Replay):
     return ghost
 
 
-def test_events_are_passed_in_their_order_and_by_their_names():
-    replay = replay_of()
-    replay.begin()
-    assert replay.expected is TWO[0]
-    assert replay.next("b()") is None
-    assert replay.ghost("b()") is None
-    assert not replay.end()
-    first(replay)
-    assert replay.next("split") is TWO[1]
-    x, number, y = replay.value([])
-    assert (x.handle, number, y.handle) == ((0, 1, 0), 3, (0, 1, 2))
-    assert replay.end()
-    assert replay.expected is None
-    assert replay.ghost("split") is replay.next("split") is None
-
-
-def test_a_ghost_that_nobody_has_is_given_again():
-    replay = replay_of()
-    place = id(first(replay))
-    assert id(first(replay)) == place
-
-
-def test_a_ghost_that_somebody_has_is_left_to_him_with_its_value():
-    replay = replay_of()
-    kept = first(replay)
-    replay.fill((0, 0, 0), X)
-    replay.release()
-    other = first(replay)
-    assert other is not kept
-    assert kept.value is X
-    assert other.value is None
-
-
 def test_a_ghost_that_somebody_refers_to_or_has_written_on_is_not_given_again():
     replay = replay_of()
     reference = weakref.ref(first(replay))
@@ -76,17 +43,6 @@ def test_what_came_is_let_go():
     assert first(replay).value is X
     replay.release()
     assert first(replay).value is None
-
-
-def test_it_is_watched_until_ghosts_alone_have_seen_all():
-    replay = replay_of(TWO[:1])
-    first(replay)
-    replay.note_unseen()
-    assert replay.end()
-    assert replay.needs_watch
-    first(replay)
-    assert replay.end()
-    assert not replay.needs_watch
 
 
 def test_what_ghosts_cannot_see_is_always_watched():

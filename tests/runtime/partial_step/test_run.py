@@ -6,9 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lightning_cyclic.runtime.partial_step.ghosts import Ghost
 from lightning_cyclic.runtime.partial_step.tape import names
-from tests.runtime.partial_step.hand import router_of, run_stage, run_stages
+from tests.runtime.partial_step.hand import router_of, run_stages
 from tests.runtime.partial_step.rows import Layer, Row, X, check, step_of
 
 
@@ -29,33 +28,6 @@ def test_units_run_in_their_stage_only_and_glue_wherever_it_is_passed():
     assert [run.is_real for run in runs] == [True] * 3
 
 
-def test_all_in_one_stage_is_the_plain_run():
-    model = Row()
-    (run,) = check(model)
-    assert run.record.captured == {}
-
-
-def test_gradients_pass_by_hand():
-    model, runs = Row(), []
-    router = router_of(model, "b", "c")
-    for target in range(3):
-        before = runs[-1].record.captured if runs else {}
-        received = {h: x.detach().requires_grad_() for h, x in before.items()}
-        run, output = run_stage(router, step_of(model), target, runs, received=received)
-        runs.append(run)
-        run.entered = received
-    output.backward()
-    for run, later in ((runs[1], runs[2]), (runs[0], runs[1])):
-        for h, x in run.record.captured.items():
-            if later.entered[h].grad is not None and x.requires_grad:
-                x.backward(later.entered[h].grad)
-    staged = {n: p.grad for n, p in model.named_parameters()}
-    model.zero_grad()
-    model(X).backward()
-    for n, p in model.named_parameters():
-        assert torch.equal(p.grad, staged[n]), n
-
-
 def test_what_depends_on_the_batch_alone_is_real_everywhere():
     class Masked(Row):
         def forward(self, x):
@@ -70,20 +42,6 @@ def test_what_depends_on_the_batch_alone_is_real_everywhere():
     runs = check(model, "b")
     assert model.seen.count(4) == 3  # both stages, and the plain run
     assert not any(e.is_read for run in runs for e in run.record.tape)
-
-
-def test_metadata_of_a_ghost_steers_the_code():
-    class Shaped(Row):
-        def forward(self, x):
-            h = self.a(x)
-            self.seen.append(type(h))
-            rows, columns = h.shape
-            weights = torch.ones(columns, dtype=h.dtype, device=h.device)
-            return self.b(h.view(len(h), -1) * weights / rows).sum()
-
-    model = Shaped()
-    check(model, "b")
-    assert Ghost in model.seen
 
 
 def test_a_module_may_contain_the_beginning_of_a_stage():
@@ -147,22 +105,6 @@ def test_only_what_was_used_counts_as_used():
     runs = check(Holding(), "b")
     assert set(runs[0].record.captured) == {(0, 0, 0), (0, 1, 0), (0, 2, 0)}
     assert runs[1].used == {(0, 2, 0)}
-
-
-def test_only_what_is_wanted_is_captured():
-    model = Row()
-    router, path = router_of(model, "b"), ("a()", "relu", "add")
-    run, _ = run_stage(router, step_of(model), 0, wanted=frozenset({(0, 2, 0)}), path=path)
-    assert set(run.record.captured) == {(0, 2, 0)}
-    assert not run.record.has_strayed
-
-
-def test_on_another_path_everything_alive_is_captured():
-    model = Row()
-    router, wanted = router_of(model, "b"), frozenset({(0, 0, 0)})
-    run, _ = run_stage(router, step_of(model), 0, wanted=wanted, path=("a()", "exp", "add"))
-    assert run.record.has_strayed
-    assert (0, 2, 0) in run.record.captured
 
 
 def test_a_tensor_of_the_batch_that_a_stage_changed_crosses():

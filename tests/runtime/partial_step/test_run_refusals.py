@@ -80,15 +80,6 @@ def test_another_way_than_the_tape_is_refused_with_the_event(extra, line, text):
     assert "the worker of stage 1 than on that of stage 0" in str(caught.value)
 
 
-def test_a_shorter_way_than_the_tape_is_refused():
-    model = Turning()
-    router = router_of(model, "b")
-    first, _ = run_stage(router, step_of(model), 0)
-    model.extra = "none"
-    with pytest.raises(StepError):
-        run_stage(router, step_of(model), 1, [first])
-
-
 def test_a_tensor_that_was_not_sent_is_refused_with_the_line():
     class Late(Row):
         def forward(self, x):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import threading
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -12,20 +11,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_cyclic.plan import Plan, make_plan
+from lightning_cyclic.plan import make_plan
 from lightning_cyclic.plan.actions import Kind, Payload
-from lightning_cyclic.runtime.partial_step.config import StagewiseConfig
-from lightning_cyclic.runtime.partial_step.session import StagewiseSession
-from lightning_cyclic.runtime.stages.cuts import Cuts, choose_cuts
 from lightning_cyclic.runtime.stages.places import CutPoints
 from lightning_cyclic.runtime.stages.survey import survey
 from lightning_cyclic.runtime.transport import CountingTransport
 from tests.local_transport import LocalTransport, PostOffice
 from tests.rows import in_turn
 
-from .crews import compare, summarise
+from . import crews
 
-CPU = torch.device("cpu")
 NUM_STEPS = 5
 ROWS = 8  # so that what crosses needs no padding
 HEAD_BYTES = 512  # of a message
@@ -56,7 +51,7 @@ def batch(k: int) -> Tensor:
 
 def sequential(model: Net, num_microbatches: int) -> Net:
     """Train on the micro-batches one after the other."""
-    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    optimizer = sgd(model.parameters())
     for t in range(NUM_STEPS):
         optimizer.zero_grad()
         for i in range(num_microbatches):
@@ -65,90 +60,49 @@ def sequential(model: Net, num_microbatches: int) -> Net:
     return model
 
 
-class Crew:
-    """Every worker of a plan, each in a thread of its own."""
+class Crew(crews.Crew):
+    """Workers whose steps end with a flush, and whose messages are counted."""
 
     def __init__(
         self, model: Any, preset: str, num_workers: int, starts: Sequence[str] = (),
         **numbers: int,
     ) -> None:  # fmt: skip
-        self.replicas, self.num_microbatches = (
-            numbers.get("replicas", 1),
-            numbers["num_microbatches"],
-        )
-        self.remat = "always" if numbers.get("remat") else "never"
-        size = 8 // numbers["num_stages"]
-        starts = starts or [f"layers.{k}" for k in range(size, 8, size)]
-        self.cuts: Cuts = choose_cuts(survey(model, lambda: model.step(batch(0))), starts)
-        self.preset, self.num_workers = preset, num_workers
-        office = PostOffice()
-        self.sessions = [
-            StagewiseSession(
-                copy.deepcopy(model), self._config(),
-                CountingTransport(LocalTransport(office, w, num_workers, timeout_s=30.0)),
-                w, num_workers, CPU,
-            )
-            for w in range(num_workers)
-        ]  # fmt: skip
+        remat = "always" if numbers.pop("remat", 0) else "never"
+        plan = make_plan(preset, num_workers=num_workers, **numbers)
+        super().__init__(
+            plan, lambda: copy.deepcopy(model), sgd, remat=remat, join=counted, starts=starts,
+            apply=None,
+        )  # fmt: skip
         self.sent: list[list[Counter[Any]]] = [[] for _ in self.sessions]
         self.sent_bytes: list[list[Counter[Any]]] = [[] for _ in self.sessions]
 
-    def _config(self) -> StagewiseConfig:
-        return StagewiseConfig(
-            make_plan=self._plan, find_cuts=lambda module, step: self.cuts,
-            num_microbatches=self.num_microbatches // self.replicas, replicas=self.replicas,
-            remat=self.remat, seed=0,
-        )  # fmt: skip
-
-    def _plan(self, num_stages: int, num_microbatches: int, tied: Any, relayed: Any) -> Plan:
-        return make_plan(
-            self.preset, num_stages=num_stages, num_workers=self.num_workers,
-            num_microbatches=num_microbatches, replicas=self.replicas, tied=tied, relayed=relayed,
-        )  # fmt: skip
-
-    def train(self) -> None:
-        errors: list[BaseException] = []
-
-        def run(w: int) -> None:
-            try:
-                self._train(w)
-            except BaseException as error:
-                errors.append(error)
-                self.sessions[w].fail(error)
-
-        threads = [threading.Thread(target=run, args=(w,)) for w in range(self.num_workers)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(60.0)
-            assert not thread.is_alive()
-        if errors:
-            raise errors[0]
-
-    def _train(self, w: int) -> None:
+    def _train(self, w: int, flush_after: tuple[int, ...]) -> None:
         torch.set_num_threads(1)
-        session = self.sessions[w]
+        session, plan, optimizer = self.sessions[w], self.plan, self.optimizers[w]
         session.begin(self.cuts)
         model: Any = session.module
-        optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
         replica = w // len(session.replica)
         for t in range(NUM_STEPS):
             optimizer.zero_grad()
             mine = [
-                batch(t * self.num_microbatches + i)
-                for i in range(replica, self.num_microbatches, self.replicas)
+                batch(t * plan.num_microbatches + i)
+                for i in range(replica, plan.num_microbatches, plan.replicas)
             ]
             given = torch.cat(mine) if w == session.replica[0] else torch.zeros(1, 6)
-            session.train(given, model.step, summarise)
+            session.train(given, model.step, crews.summarise)
             optimizer.step()
             session.end_step()
             assert isinstance(session.transport, CountingTransport)
             self.sent[w].append(Counter(session.transport.messages))
             self.sent_bytes[w].append(Counter(session.transport.num_bytes))
 
-    def compare(self, expected: Net) -> None:
-        """Compare what each worker holds, bit by bit."""
-        compare(self.sessions, expected)
+
+def counted(office: PostOffice, w: int, num_workers: int) -> CountingTransport:
+    return CountingTransport(LocalTransport(office, w, num_workers, timeout_s=30.0))
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, 0.1, momentum=0.9)
 
 
 PLANS = {

@@ -99,28 +99,6 @@ def test_the_memory_that_a_refusal_allows_is_the_least(script, stages):
 ROW = [("layer", ns, 1, 1) for ns in (3, 1, 1, 2, 5)]
 
 
-@pytest.mark.parametrize(
-    ("stages", "starts"), [(1, []), (2, ["3"]), (3, ["1", "4"]), (5, ["1", "2", "3", "4"])]
-)
-def test_a_row_of_layers(stages, starts):
-    points = CutPoints(Writer(ROW).survey())
-    assert [p.path for p in best_places(points, stages)] == starts
-
-
-def test_places_that_share_a_module_are_used_only_for_want_of_others():
-    script = [("layer", ns, 1, 1) for ns in (4, 4, 1)] + [("old", 0), ("layer", 1, 1, 1)]
-    points = CutPoints(Writer(script).survey())
-    assert [p.path for p in best_places(points, 2)] == ["4"]
-    assert [p.path for p in best_places(points, 3)] == ["1", "2"]
-
-
-def test_a_memory_limit_moves_the_cut():
-    script = [("layer", 1, 8, 1), ("layer", 1, 8, 1), ("layer", 1, 1, 1), ("layer", 6, 1, 1)]
-    points = CutPoints(Writer(script).survey())
-    assert [p.path for p in best_places(points, 2)] == ["3"]
-    assert [p.path for p in best_places(points, 2, 13)] == ["1"]
-
-
 @pytest.mark.parametrize("stages", [0, -1, 6])
 def test_impossible_numbers(stages):
     points = CutPoints(Writer(ROW).survey())

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from lightning_cyclic.runtime.stages.cuts import choose_cuts
-from lightning_cyclic.runtime.stages.report import loads, report
+from lightning_cyclic.runtime.stages.report import report
 
 from .scripts import Writer
 
@@ -80,11 +80,3 @@ def test_a_shared_module_is_named_and_a_tied_parameter_too():
     text = report(seen, choose_cuts(seen, ["1"]))
     assert "[1] '0' runs on both sides" in text
     assert "0 is used in stages 0, 1: kept alike" in text
-
-
-def test_loads_add_up():
-    cuts = choose_cuts(SEEN, ["1", "1.1"])
-    found = loads(SEEN, cuts)
-    assert sum(load.compute_ns for load in found) == SEEN.duration_ns == 10_000_000
-    assert [load.parameter_bytes for load in found] == [4000, 4000, 8000]
-    assert [load.activation_bytes for load in found] == [1000, 1000, 3000]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_cyclic.errors import PlanError
-from lightning_cyclic.runtime.stages.evidence import refuse_written
+from lightning_cyclic.runtime.stages.cuts import refuse_written
 from lightning_cyclic.runtime.stages.survey import survey
 
 Change = Callable[[nn.Parameter], object]

@@ -3,6 +3,7 @@ from __future__ import annotations
 import time
 from functools import partial
 from itertools import permutations
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch
 from lightning_cyclic.errors import ConfigurationError
 from lightning_cyclic.plan.actions import Lane, Payload
 from lightning_cyclic.plan.passes.messages import Channel
-from lightning_cyclic.runtime.transport.base import Part
+from lightning_cyclic.runtime.transport.base import Part, Work
 from lightning_cyclic.runtime.transport.crew import Crew
 from lightning_cyclic.runtime.transport.named import NamedTransport, tag_of
 from tests import processes
@@ -151,3 +152,50 @@ def test_tags_are_unique_and_fit_into_32_bits() -> None:
     assert len(set(tags)) == len(tags)
     assert min(tags) >= 0
     assert max(tags) < (1 << 31) - 1
+
+
+class FakeWork:
+    """Be done when waited for, as gloo's works are; or fail."""
+
+    def __init__(self, error: str = "") -> None:
+        self.error = error
+        self.waits = 0
+
+    def wait(self) -> None:
+        self.waits += 1
+        if self.error:
+            raise RuntimeError(self.error)
+
+    def is_completed(self) -> bool:
+        return False
+
+
+def work(error: str = "") -> tuple[Any, Work]:
+    fake: Any = FakeWork(error)
+    return fake, Work(fake)
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        ("Timed out waiting 2000ms for recv operation", TimeoutError),
+        ("Application timeout caused pair closure", TimeoutError),
+        ("Connection closed by peer", ConnectionError),
+    ],
+)
+def test_errors_are_named(text: str, kind: type[OSError]) -> None:
+    fake, pending = work(text)
+    for _ in range(2):
+        with pytest.raises(kind, match=f"^{text}$"):
+            pending.wait()
+    assert pending.is_done()
+    assert fake.waits == 1
+
+
+def test_a_worker_of_a_loader_that_dies_meanwhile_is_no_peers_fault() -> None:
+    fake, pending = work("DataLoader worker (pid 7) is killed by signal: Killed. ")
+    with pytest.raises(RuntimeError, match="^DataLoader worker"):
+        pending.wait()
+    fake.error = ""
+    pending.wait()  # which is not over by that
+    assert fake.waits == 2

@@ -14,10 +14,15 @@ import pytest
 import torch
 
 from lightning_cyclic.runtime.transport import streams
-from lightning_cyclic.runtime.transport.line import Gone
-from lightning_cyclic.runtime.transport.streams import ChannelStreams, own_error_handling
+from lightning_cyclic.runtime.transport.base import Gone
+from lightning_cyclic.runtime.transport.streams import (
+    ChannelStreams,
+    HostCopies,
+    StreamCopies,
+    own_error_handling,
+)
 from tests.local_transport import LocalCrew, PostOffice
-from tests.runtime.transport.rings import SUMS, THERE, room
+from tests.runtime.transport.rings import SUMS, THERE, room, some
 
 Log = list[str]
 DEVICE = torch.device("cuda", 0)
@@ -232,3 +237,34 @@ def test_a_late_event_is_named() -> None:
         pending.wait()
     assert hung_up == [True]
     torch.cuda.synchronize()
+
+
+def test_copies_on_the_host_are_complete_at_once() -> None:
+    copies, data = HostCopies(), some(1, 2)
+    host, copied = copies.to_host(data)
+    data.zero_()
+    assert (host.tolist(), copied, copies.now()) == ([1, 2], None, None)
+    copies.to_device(host, data, None)
+    assert data.tolist() == [1, 2]
+    assert copies.room(data).shape == data.shape
+
+
+@pytest.mark.gpu
+def test_a_buffer_is_written_only_when_it_is_free() -> None:
+    copies = StreamCopies(torch.device("cuda", 0))
+    data = (room(1 << 20) + 3).cuda()
+    host, copied = copies.to_host(data)
+    copied.synchronize()
+    assert host.is_pinned()
+    torch.cuda._sleep(1)
+    _ = data + 1  # what has not run before is loaded, for which the GPU must be idle
+    torch.cuda.synchronize()
+    torch.cuda._sleep(int(1e9))
+    read = data + 1  # enqueued, and still to run
+    free = copies.now()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        copies.to_device(host.zero_(), data, free)
+        assert not free.query()
+    torch.cuda.synchronize()
+    assert bool((read == 4).all())
+    assert bool((data == 0).all())

@@ -23,8 +23,14 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from lightning_cyclic.errors import StepError
 from lightning_cyclic.runtime.values.plain import leaf_from_data, leaf_to_data
-from lightning_cyclic.runtime.values.reading import names, read, size_of
-from lightning_cyclic.runtime.values.split import MicroBatch, signature, split
+from lightning_cyclic.runtime.values.split import (
+    MicroBatch,
+    names,
+    read,
+    signature,
+    size_of,
+    split,
+)
 from lightning_cyclic.runtime.values.trees import flatten, map_tensors, unflatten
 
 
@@ -117,10 +123,6 @@ def test_what_has_other_sizes_goes_everywhere() -> None:
         assert part["t"] is temperature
         assert part["note"] is note
         assert (part["k"], part["s"]) == (7, "text")
-
-
-def test_a_batch_smaller_than_the_number_is_cut_into_ones() -> None:
-    assert [part.size for part in split(rows(3), 8)] == [1, 1, 1]
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.nn.utils.rnn import PackedSequence, pack_sequence
+from torch.nn.utils.rnn import pack_sequence
 from torch.utils._pytree import register_pytree_node
 from transformers import BatchEncoding, BatchFeature, DynamicCache
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
@@ -297,29 +297,6 @@ def test_types_that_users_register_are_taken_apart_as_they_say() -> None:
     leaves, structure = flatten([Known(X)])
     assert leaves == [X]
     assert unflatten(structure, [Y])[0].x is Y
-
-
-def test_a_distribution_gives_what_it_gave() -> None:
-    before = torch.distributions.MultivariateNormal(Y, torch.eye(2))
-    after = map_tensors(torch.clone, before)
-    assert torch.equal(after.log_prob(Y), before.log_prob(Y))
-    assert after.batch_shape == before.batch_shape
-
-
-def test_a_packed_sequence_keeps_its_fields() -> None:
-    packed = CONTAINERS["sorted PackedSequence"]
-    back = map_tensors(torch.clone, packed)
-    assert type(back) is PackedSequence
-    assert back.sorted_indices is back.unsorted_indices is None
-    assert torch.equal(back.data, packed.data)
-
-
-def test_one_level_opens_and_closes() -> None:
-    structure, children = open_value({"a": [X], "b": 2})
-    assert labels(structure) == ["['a']", "['b']"]
-    assert same(unflatten(structure, [[Y], 3]), {"a": [Y], "b": 3})
-    assert open_value(X) == (LEAF, ())
-    assert children[0][0] is X
 
 
 @pytest.mark.parametrize(

@@ -1,18 +1,31 @@
-"""Cut the batches of a replica: as their tensors say together, or as the user's hook does.
+"""Micro-batches: how a replica's batch is cut, what each part counts, and where an error came.
 
     batch, num_microbatches   ->   [MicroBatch(part, size), ...]
 
-How a batch is cut is told once for batches of one make, where that is not plain.
+A batch is cut as its tensors say together, or as the user's hook does; how is told once for
+batches of one make, where that is not plain.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any, final
 
-from lightning_cyclic.errors import StepError
-from lightning_cyclic.runtime.values.reading import Mark, Reading, has_tensor, names, read
-from lightning_cyclic.runtime.values.split import MicroBatch, read_to_cut, split
+from torch import Tensor, nn
+
+from lightning_cyclic.errors import PeerError, StepError, WaitTimeoutError
+from lightning_cyclic.runtime.values.split import (
+    Mark,
+    MicroBatch,
+    Reading,
+    has_tensor,
+    names,
+    read,
+    read_to_cut,
+    split,
+)
 
 SplitBatch = Callable[[Any, int], Any]  # (batch, number of micro-batches) -> parts
 _MOST_MAKES = 16  # of batches, of which it is told how they are cut
@@ -132,3 +145,119 @@ def _may_be(mark: Mark, make: Mark) -> bool:
 
 def _kinds(mark: Mark) -> set[str]:
     return {mark.how}.union(*map(_kinds, mark.parts))
+
+
+_TOO_FEW = "Expected more than 1 value per channel"  # torch's words, of BatchNorm
+
+
+def words_for(i: int, sizes: Sequence[int]) -> str:
+    """Name a micro-batch.
+
+    Example:
+        >>> words_for(1, [2, 2, 2, 2])
+        'in micro-batch 2 of 4 (2 of 8 samples)'
+    """
+    return f"in micro-batch {i + 1} of {len(sizes)} ({sizes[i]} of {sum(sizes)} samples)"
+
+
+@contextmanager
+def noting(where: str) -> Iterator[None]:
+    """Note on what the user's code raises where it was; what other ranks caused has its own."""
+    try:
+        yield
+    except (PeerError, WaitTimeoutError):
+        raise
+    except Exception as error:
+        if where:
+            error.add_note(where)
+            if str(error).startswith(_TOO_FEW):
+                error.add_note(
+                    "BatchNorm sees one micro-batch at a time, and this one is too small for it: "
+                    "use DataLoader(drop_last=True), larger batches, or a smaller num_microbatches"
+                )
+        raise
+
+
+def noted(where: str, call: Callable[[Any], Any], batch: Any) -> Any:
+    with noting(where):
+        return call(batch)
+
+
+_LAYERS = (nn.RNNBase, nn.MultiheadAttention)  # those of nn.Transformer are made of these
+
+
+def refusing_time_major(
+    module: nn.Module, size: int, call: Callable[[Any], Any], batch: Any
+) -> Any:
+    """Run the user's step on the first of several micro-batches.
+
+    Raises:
+        StepError: if a layer without batch_first has as many time steps as there are samples, and
+            another number of samples.
+    """
+    handles = [
+        layer.register_forward_pre_hook(partial(_check, path, size), with_kwargs=True)
+        for path, layer in module.named_modules()
+        if isinstance(layer, _LAYERS) and not layer.batch_first
+    ]
+    try:
+        return call(batch)
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _check(
+    path: str, size: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    x = next((x for x in [*args, *kwargs.values()] if isinstance(x, Tensor)), None)
+    if x is None or x.dim() != 3 or x.shape[0] != size or x.shape[1] == size:
+        return
+    raise StepError(
+        f"{path}, {type(layer).__name__} without batch_first, was given {list(x.shape)} for a "
+        f"micro-batch of {size} samples, as if these were time steps; allowed: batches that are "
+        "cut along their samples; make the layer with batch_first=True if dim 0 is the batch; if "
+        "dim 0 is time, cut dim 1 in the module's or datamodule's split_batch(batch, "
+        "num_microbatches)"
+    )
+
+
+def shares_of(sizes: Sequence[int], parts: int) -> list[Callable[[Tensor], Tensor]]:
+    """Return the share of each micro-batch: by samples, where their numbers differ."""
+    if len(set(sizes)) == 1:  # as Lightning divides while it accumulates
+        count = len(sizes) * parts
+        return [lambda ones: ones / count] * len(sizes)
+    total = sum(sizes) * parts
+    return [lambda ones, size=size: ones * (size / total) for size in sizes]  # type: ignore[misc]
+
+
+def whole_share(ones: Tensor) -> Tensor:
+    """Return the share of a batch that is not cut."""
+    return ones
+
+
+@final
+class BatchReads:
+    """Remember what Python has read of one micro-batch: each value once, for all stages.
+
+    To read a value the host waits for the device. A step asks once; run stage by stage, the code
+    before a stage asks again in each: ``mask.any()`` waits in stage 0, and is known in stages 1
+    and 2. The same code asks the same of the same batch, so answers are known by their region and
+    number; but not of a run that ghosts of another batch have misled.
+    """
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[int, int], tuple[str, Any]] = {}
+
+    def read(self, region: int, number: int, name: str, ask: Callable[[], Any]) -> Any:
+        """Return the answer to a question, which is asked where it is not known."""
+        known = self._found.get((region, number))
+        if known is not None and known[0] == name:
+            return known[1]
+        answer = ask()
+        if isinstance(answer, bool | int | float | complex):  # lists and arrays can be changed
+            self._found[region, number] = name, answer
+        return answer
+
+    def forget(self) -> None:
+        self._found.clear()

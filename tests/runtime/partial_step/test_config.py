@@ -7,8 +7,7 @@ import pytest
 
 from lightning_cyclic.plan import Plan, make_plan
 from lightning_cyclic.plan.actions import Action, Kind, Payload
-from lightning_cyclic.runtime.partial_step.config import StagewiseConfig
-from lightning_cyclic.runtime.partial_step.plans import Plans
+from lightning_cyclic.runtime.partial_step.config import Plans, StagewiseConfig
 from lightning_cyclic.runtime.stages.cuts import Cuts
 
 CUTS = Cuts(
@@ -65,10 +64,3 @@ def test_workers_without_a_part_in_an_evaluation_are_told_what_came_out() -> Non
         ["0RECV_L<2#-1"], ["0RECV_L<2#-1"], ["0SEND_L>0#-1", "0SEND_L>1#-1"],
     ]  # fmt: skip
     assert [sum(a.kind is Kind.TELL for a in x) for x in forward] == [1, 1, 1]
-
-
-@pytest.mark.parametrize("preset", ["gpipe", "pipedream_2bw"])
-def test_a_plan_is_made_once(preset: str) -> None:
-    plans = plans_of(preset)
-    assert plans.of(4) is plans.usual
-    assert plans.of(3) is plans.of(3)

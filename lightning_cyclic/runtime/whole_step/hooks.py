@@ -1,4 +1,4 @@
-"""Gradients: take each stage's gradients out of ``p.grad`` as soon as autograd completes them."""
+"""What hooks notice: in which order stages run, and when autograd has completed gradients."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ class GradientCollector:
     when backward has ended; so is every stage of which a parameter got no gradient.
 
     Args:
-        parameters: the parameters of each stage that get gradients.
         holders: those in whose ``grad`` these are, as soon as a parameter's is there.
         lasting: stages whose backward needs parameters of which it makes no gradients, also when
             it has made all.
@@ -68,9 +67,11 @@ class GradientCollector:
 
     @property
     def is_collecting(self) -> bool:
+        """Say whether a backward is under way whose gradients are handed over."""
         return self._collecting
 
     def is_turn_of(self, j: int) -> bool:
+        """Say whether all stages behind one have been handed over."""
         return self._next <= j
 
     def is_over(self, j: int) -> bool:

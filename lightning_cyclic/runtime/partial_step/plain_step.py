@@ -10,7 +10,6 @@ rule, as there is one version of them.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -18,33 +17,40 @@ from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
+from torch._C import (
+    _get_function_stack_at,
+    _len_torch_function_stack,
+    _pop_torch_function_stack,
+    _push_on_torch_function_stack,
+)
 
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.plan.actions import Action, Kind
 from lightning_cyclic.plan.passes.sums import source_of_sum
 from lightning_cyclic.runtime.bits import unseen
-from lightning_cyclic.runtime.gradient_store import takes
-from lightning_cyclic.runtime.partial_step.call_router import CallRouter
-from lightning_cyclic.runtime.partial_step.evidence import NOTHING, Evidence, Item, Notes
+from lightning_cyclic.runtime.gradient_store import SumDtypes, takes
+from lightning_cyclic.runtime.partial_step.call_router import CallRouter, Unit
+from lightning_cyclic.runtime.partial_step.evidence import (
+    NOTHING,
+    Evidence,
+    Item,
+    Notes,
+    state_evidence,
+)
+from lightning_cyclic.runtime.partial_step.ghosts import tensors_in
 from lightning_cyclic.runtime.partial_step.losses import loss_of
-from lightning_cyclic.runtime.partial_step.plain_run import PlainRun
 from lightning_cyclic.runtime.partial_step.stage_step import Outcome
+from lightning_cyclic.runtime.partial_step.watch import known
 from lightning_cyclic.runtime.randomness import Randomness, undisturbed
-from lightning_cyclic.runtime.snapshot import Print, Snapshot, print_of, prints, tensor_print
-from lightning_cyclic.runtime.sum_dtypes import SumDtypes
-from lightning_cyclic.runtime.values.trees import map_tensors
+from lightning_cyclic.runtime.snapshot import Print, Snapshot, print_of, tensor_print
+from lightning_cyclic.runtime.values.trees import map_tensors, tensors
 from lightning_cyclic.runtime.weight_forms import WeightForms
-
-MOST_KINDS = 8  # of batches that look otherwise than those before, that are compared
-_MOST_SHOWN = 2
 
 
 class Part(NamedTuple):
     """Hold one micro-batch of the plain step.
 
     Args:
-        i: its number among those of all replicas.
-        batch: what the step is given.
         weight: its share of the step's loss, as a function of a tensor of ones.
     """
 
@@ -54,13 +60,7 @@ class Part(NamedTuple):
 
 
 class Plain(NamedTuple):
-    """Hold what the plain step did.
-
-    Args:
-        evidence: of it.
-        expected: what the caller made of its outcomes, by name.
-        again: runs it once more.
-    """
+    """Hold what the plain step did."""
 
     evidence: Evidence
     expected: Mapping[str, Print]
@@ -72,16 +72,8 @@ class PlainStep:
     """Run the plain step on one process, and leave the module as it was.
 
     Args:
-        module: the whole module.
-        router: of its calls.
         stage_of: name -> stage, of parameters and buffers.
-        device: of this worker.
-        seed: of the randomness.
-        held: generators that the module keeps, by name.
-        not_state: attributes of the module that are not the user's.
-        forms: of weights.
         sums: dtypes of sums of gradients.
-        written: names of parameters that the step itself may change.
     """
 
     def __init__(  # noqa: PLR0913, PLR0917
@@ -115,15 +107,7 @@ class PlainStep:
         self, plan: Plan, t: int, parts: Sequence[Part], call: Callable[[Any], Any],
         expect: Callable[[list[Outcome]], Mapping[str, Print]],
     ) -> Plain:  # fmt: skip
-        """Run the step for each micro-batch in order; leave everything as it was.
-
-        Args:
-            plan: in whose order gradients are added.
-            t: number of the step.
-            parts: of its batch.
-            call: runs the user's step on one of them.
-            expect: makes of their outcomes what all workers are to be told.
-        """
+        """Run the step for each micro-batch in order; leave everything as it was."""
         before = Snapshot(self._module, self._not_state)
         parts = [part._replace(batch=map_tensors(torch.clone, part.batch)) for part in parts]
         evidence, expected = self._run(before, plan, t, parts, call, expect)
@@ -216,14 +200,7 @@ class PlainStep:
 
 @final
 class PlainSums:
-    """Add gradients of micro-batches as workers would: each its own, and to what comes.
-
-    Args:
-        plan: says which worker runs what, and where sums go.
-        t: number of the step.
-        holders: stages, and parameters of them.
-        dtypes: of sums.
-    """
+    """Add gradients of micro-batches as workers would: each its own, and to what comes."""
 
     def __init__(
         self, plan: Plan, t: int, holders: Sequence[tuple[int, nn.Parameter]], dtypes: SumDtypes
@@ -275,197 +252,71 @@ class PlainSums:
         return total.to(dtype) + own
 
 
-# ---------------------------------------------------------------------- what is noted of a step
+@final
+class PlainRun:
+    """Run a step for one micro-batch."""
 
+    depth = 0
+    region = 0
+    is_plain = True
 
-def gradient_evidence(j: int, names: Sequence[str], grads: Sequence[Tensor | None]) -> Evidence:
-    """Return the sums of gradients of a stage.
+    def __init__(self, router: CallRouter, i: int, randomness: Randomness, notes: Notes) -> None:
+        self.router = router
+        self.target = router.num_stages - 1  # as a run that goes to the end of the step
+        self.logs: list[tuple[str, Any, dict[str, Any]]] = []
+        self._i = i
+        self._randomness = randomness
+        self._notes = notes
 
-    Args:
-        j: the stage.
-        names: of its parameters.
-        grads: of these.
-    """
-    return {
-        Item("gradient", -1, j, 0, name): NOTHING if grad is None else tensor_print(grad)
-        for name, grad in zip(names, grads, strict=True)
-    }
+    def __call__(self, step: Callable[[], Any]) -> Any:
+        router, depth = self.router, _len_torch_function_stack()
+        router.run = router.looking = self
+        try:
+            self._enter(0)
+            router.watch.insert(depth)
+            output = step()
+            self._leave()
+            return output
+        finally:
+            router.run = router.looking = None
+            while _len_torch_function_stack() > depth:
+                _pop_torch_function_stack()
 
+    def call(self, unit: Unit, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        self.reach(unit.path, unit.begins)
+        if unit.is_split:
+            return original(*args, **kwargs)
+        given = [tensor_print(x) for x in tensors_in(args, kwargs)]
+        router, self.depth = self.router, 1
+        is_top = _get_function_stack_at(_len_torch_function_stack() - 1) is router.watch
+        if is_top:
+            _pop_torch_function_stack()
+        router.looking = None
+        try:
+            result = original(*args, **kwargs)
+        finally:
+            router.looking, self.depth = self, 0
+            if is_top:
+                _push_on_torch_function_stack(router.watch)
+        self._notes.call(self._i, self.region, unit.event, given, tensors(result))
+        return result
 
-def state_evidence(
-    module: nn.Module, not_state: frozenset[str], stage_of: Mapping[str, int]
-) -> Evidence:
-    """Return what the module keeps beside its weights.
+    def function(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        if not known(func).is_random:
+            return func(*args, **kwargs)
+        with self._randomness.of_glue():
+            return func(*args, **kwargs)
 
-    Generators of random numbers are compared where stages end (Notes.end).
-    """
-    buffers = {name for name, _ in module.named_buffers()}
-    return {
-        Item(
-            "buffer" if name in buffers else "attribute", -1, stage_of.get(name, -1), 0, name
-        ): found
-        for name, found in prints(module, not_state).items()
-    }
+    def reach(self, path: str, stage: int) -> None:
+        if stage > self.region:
+            self._leave()
+            self._enter(stage)
 
+    def _enter(self, region: int) -> None:
+        self.region = region
+        self._notes.begin(self._i, region)
+        self._randomness.begin_region(region)
+        self._randomness.begin_stage(region)
 
-def as_text(evidence: Evidence) -> str:
-    """Write evidence down, to be sent."""
-    return json.dumps([[*item, *found] for item, found in evidence.items()])
-
-
-def from_text(text: str) -> Evidence:
-    """Read what :func:`as_text` wrote."""
-    num = len(Item._fields)
-    return {Item(*row[:num]): Print(*row[num:]) for row in json.loads(text)}
-
-
-# ---------------------------------------------------------------------- comparing
-
-
-class Difference(NamedTuple):
-    """Hold one item that is another in the step in stages than in the plain one."""
-
-    item: Item
-    plain: Print
-    staged: Print
-
-
-def differences(
-    plain: Evidence, by_rank: Sequence[Evidence], *, replicas: int, moves: bool
-) -> list[Difference]:
-    """Compare, in the order in which things happen.
-
-    What stages, losses and gradients are is asked of the worker that has them. What a module keeps
-    is to be right on a worker whose code has changed it; buffers on all that have them. Replicas
-    see batches of their own, and keep what they like; the last of them has the buffers.
-
-    Args:
-        plain: of the plain step.
-        by_rank: of all workers, in the order of ranks.
-        replicas: how many there are.
-        moves: whether buffers go from worker to worker, so that the last one has them.
-    """
-    found = []
-    items = dict.fromkeys([*plain, *(item for e in by_rank for item in e)])
-    for item in sorted(items, key=_order):
-        if item.kind == "attribute" and replicas > 1:
-            continue
-        wanted = plain.get(item, NOTHING)
-        given = [e[item] for e in by_rank if item in e] or [NOTHING]
-        if item.kind == "attribute" or (item.kind == "buffer" and moves):
-            given += [NOTHING] * (len(given) < len(by_rank))
-            seen = next((x for x in given if x.bits == wanted.bits), given[0])
-        else:
-            seen = next((x for x in given if x.bits != wanted.bits), given[0])
-        if seen.bits != wanted.bits:
-            found.append(Difference(item, wanted, seen))
-    return found
-
-
-_KINDS = (
-    "raised",
-    "call",
-    "draws",
-    "loss",
-    "output",
-    "log",
-    "gradient",
-    "buffer",
-    "attribute",
-    "told",
-)
-
-
-def _order(item: Item) -> tuple[int, ...]:
-    """Return what items are sorted by: gradients are made from the last stage to the first."""
-    kind = _KINDS.index(item.kind)
-    group = -1 if item.kind == "raised" else 0 if item.kind in ("call", "draws") else kind
-    return group, item.i, -item.j if item.kind == "gradient" else item.j, kind, item.n
-
-
-def words(
-    found: Sequence[Difference], num_microbatches: int, t: int, *, starts: Sequence[str]
-) -> str:
-    """Say what differs first, where it is made, both values, and what to do."""
-    first = found[0]
-    also = [_name_of(d.item, num_microbatches) for d in found[1 : _MOST_SHOWN + 1]]
-    more = len(found) - 1 - len(also)
-    rest = f"; besides: {', '.join(also)}" if also else ""
-    rest += f" and {more} more" if more > 0 else ""
-    return (
-        f"step {t}: {_name_of(first.item, num_microbatches)} is {first.staged.text} where the "
-        "step is "
-        f"run in stages, but {first.plain.text} where training_step is run on the whole module"
-        f"{_bits_remark(first)}{rest}; allowed: steps that come out alike, bit by bit; "
-        f"{_todo(first, starts)}, or leave the comparison out with "
-        "verify=False, if you know why they differ"
-    )
-
-
-def _bits_remark(d: Difference) -> str:
-    if d.plain.text != d.staged.text:
-        return ""
-    return f" (bits {d.staged.bits[-16:]} and {d.plain.bits[-16:]})"
-
-
-_NAMES = {
-    "raised": "the {name} of training_step",
-    "call": "{what} of {name}{stage}{micro}",
-    "draws": "how far {name} has drawn{stage}{micro}",
-    "log": "the value of self.log({name!r}){micro}",
-    "loss": "the loss{micro}",
-    "output": "what training_step returned ({name}){micro}",
-    "told": "{name} of the whole batch",
-    "gradient": "the gradient of {name!r}{stage}",
-    "buffer": "the buffer self.{name}{stage}",
-    "attribute": "self.{name}{stage}",
-}
-
-
-def _name_of(item: Item, num_microbatches: int) -> str:
-    micro = f" in micro-batch {item.i + 1} of {num_microbatches}" if item.i >= 0 else ""
-    stage = f" (stage {item.j})" if item.j >= 0 else ""
-    return _NAMES[item.kind].format(name=item.name, what=item.what, stage=stage, micro=micro)
-
-
-def _todo(d: Difference, starts: Sequence[str]) -> str:
-    item = d.item
-    if item.kind in ("attribute", "buffer"):
-        return (
-            f"let one stage have all code that uses self.{item.name}, "
-            "stages=[...], or change it in a hook between steps"
-        )
-    if item.kind == "draws":
-        return "draw by functions of torch, random or numpy.random, or let the DataLoader draw"
-    if item.kind == "call" and item.what.startswith("input") and item.j == 0:
-        return (
-            "let what the step computes with come with the batch: what it reads elsewhere (a "
-            "global, an iterator, a file) is read once more here, and once for each stage"
-        )
-    if not starts:
-        return "use num_microbatches=1"
-    return (
-        f"let stages begin elsewhere than at {', '.join(map(repr, starts))}, "
-        "stages=[...], so that the code around it is in one of them"
-    )
-
-
-def told_differences(expected: Mapping[str, Print], told: Mapping[str, Print]) -> list[Difference]:
-    """Compare what a step was told to be with what was to be told."""
-    names = dict.fromkeys([*expected, *told])
-    pairs = ((n, expected.get(n, NOTHING), told.get(n, NOTHING)) for n in names)
-    return [
-        Difference(Item("told", -1, -1, k, name), x, y)
-        for k, (name, x, y) in enumerate(pairs)
-        if x.bits != y.bits
-    ]
-
-
-def unlike_itself(d: Difference, num_microbatches: int) -> str:
-    """Say that the plain step does not come out alike when it is run twice."""
-    return (
-        "training_step on the whole module does not come out alike when it is run twice: "
-        f"{_name_of(d.item, num_microbatches)} differs. What is trained in stages may differ by "
-        "as much "
-        "from the plain step; threads, and atomic additions on a GPU, do that."
-    )
+    def _leave(self) -> None:
+        self._notes.end(self._i, self.region, self._randomness.num_draws)
