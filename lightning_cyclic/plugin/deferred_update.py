@@ -197,13 +197,7 @@ class DeferredUpdates:
         if t not in self._remembered:
             raise no_update(self._preset, t)
 
-    def apply(
-        self,
-        t: int,
-        stages: Sequence[int],
-        *,
-        skips: bool = False,
-    ) -> None:
+    def apply(self, t: int, stages: Sequence[int], *, skips: bool = False) -> None:
         """Run hooks, clipping and the optimizer on the gradients of the given stages.
 
         Args:

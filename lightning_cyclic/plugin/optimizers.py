@@ -140,9 +140,7 @@ def values_of(optimizer: Optimizer) -> Values:
 
 
 def put_values(
-    optimizer: Optimizer,
-    values: Sequence[Mapping[str, Any]],
-    added: Collection[str] = (),
+    optimizer: Optimizer, values: Sequence[Mapping[str, Any]], added: Collection[str] = ()
 ) -> None:
     """Give groups values.
 

@@ -19,12 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
 from typing_extensions import TypedDict, override
 
-from lightning_cyclic.compat import (
-    Accelerator,
-    CheckpointIO,
-    ClusterEnvironment,
-    Precision,
-)
+from lightning_cyclic.compat import Accelerator, CheckpointIO, ClusterEnvironment, Precision
 from lightning_cyclic.errors import ConfigurationError
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.plugin.checkpoint_file import none_on_exception

@@ -36,24 +36,15 @@ from lightning_cyclic.plugin.checks import (
     workers_per_host,
 )
 from lightning_cyclic.plugin.hooks import Hooks
-from lightning_cyclic.plugin.options import (
-    Options,
-)
+from lightning_cyclic.plugin.options import Options
 from lightning_cyclic.plugin.precision.sparse_state import SparseStatePrecision
 from lightning_cyclic.plugin.reductions import HeldReductions, refusing_collectives
 from lightning_cyclic.plugin.replicated import ReplicatedTraining
 from lightning_cyclic.plugin.strategy_checkpoints import Checkpoints
 from lightning_cyclic.plugin.synchronous_pipeline import SynchronousPipelineTraining
-from lightning_cyclic.plugin.training import (
-    AbstractTraining,
-    start_alike,
-)
+from lightning_cyclic.plugin.training import AbstractTraining, start_alike
 from lightning_cyclic.runtime.agreement import gather_texts, require_same_lines
-from lightning_cyclic.runtime.launchers import (
-    apart_from_earlier_attempts,
-    end_with_agent,
-    shelter,
-)
+from lightning_cyclic.runtime.launchers import apart_from_earlier_attempts, end_with_agent, shelter
 from lightning_cyclic.runtime.plain_copies import plain_copies
 from lightning_cyclic.runtime.transport.choice import naming_shared_gpus, refuse_shared_gpus
 from lightning_cyclic.runtime.transport.crew import Crew, naming_start

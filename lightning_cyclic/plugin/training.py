@@ -32,10 +32,7 @@ from lightning_cyclic.plugin.loader_position import LoaderPosition
 from lightning_cyclic.plugin.options import Options
 from lightning_cyclic.plugin.precision.sparse_state import SparseStatePrecision
 from lightning_cyclic.plugin.reductions import HeldReductions
-from lightning_cyclic.plugin.stop_signal import (
-    Asked,
-    StopSignals,
-)
+from lightning_cyclic.plugin.stop_signal import Asked, StopSignals
 from lightning_cyclic.plugin.weight_guard import FreezingWatch
 from lightning_cyclic.runtime.absent import is_absent
 from lightning_cyclic.runtime.agreement import (

@@ -132,8 +132,7 @@ def test_the_weights_in_a_file_are_the_newest(preset: str, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("preset", "n", "strategy"),
-    in_turn(["cyclic_dp", "cyclic_dp_v1"], [(1, "auto"), (2, "ddp")]),
+    ("preset", "n", "strategy"), in_turn(["cyclic_dp", "cyclic_dp_v1"], [(1, "auto"), (2, "ddp")])
 )
 def test_other_strategies_go_on_from_a_file(
     preset: str, n: int, strategy: str, tmp_path: Path
@@ -168,8 +167,7 @@ def _plainly(args: tuple[str, str], saved: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("preset", "n", "strategy"),
-    in_turn(["cyclic_dp", "cyclic_dp_v1"], [(2, "ddp"), (1, "auto")]),
+    ("preset", "n", "strategy"), in_turn(["cyclic_dp", "cyclic_dp_v1"], [(2, "ddp"), (1, "auto")])
 )
 def test_going_on_from_a_file_of_another_strategy(
     preset: str, n: int, strategy: str, tmp_path: Path

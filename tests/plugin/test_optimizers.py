@@ -13,12 +13,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from lightning_cyclic.errors import ConfigurationError, CyclicError
-from lightning_cyclic.plugin.optimizers import (
-    Written,
-    check_parted,
-    updates_each,
-    without_closure,
-)
+from lightning_cyclic.plugin.optimizers import Written, check_parted, updates_each, without_closure
 from tests import asynchronous, processes
 from tests import optimizers as o
 from tests.corpus import assert_same, make_trainer, weights_of

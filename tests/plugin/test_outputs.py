@@ -6,11 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from lightning_cyclic.errors import StepError
 from lightning_cyclic.plugin.records import further_outputs, weighted_mean
-from lightning_cyclic.runtime.values.plain import decode, encode
 
 LOSS = torch.ones(())
 
@@ -65,17 +62,3 @@ def test_outputs_that_are_no_mappings_have_nothing_further() -> None:
 def test_one_loss_keeps_its_bits() -> None:
     loss = torch.tensor(0.1)
     assert weighted_mean([loss], [7]) is loss
-
-
-def test_a_value_travels_as_tensors_and_json() -> None:
-    value = {"y": (torch.ones(2), None), "names": ["a", 2.5]}
-    tensors, facts = encode(value, "value")
-    assert [type(x) for x in tensors] == [Tensor]
-    back = decode(tensors, facts)
-    assert back["y"][0] is tensors[0]
-    assert (back["y"][1], back["names"]) == (None, ["a", 2.5])
-
-
-def test_what_cannot_travel_is_refused() -> None:
-    with pytest.raises(StepError, match="what training_step returned"):
-        encode([lambda: None], "what training_step returned")

@@ -15,15 +15,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from lightning_cyclic.runtime.stages.evidence import (
-    Change,
-    Edit,
-    Line,
-    Read,
-    Storage,
-    Use,
-    Value,
-)
+from lightning_cyclic.runtime.stages.evidence import Change, Edit, Line, Read, Storage, Use, Value
 
 READS_VALUE = frozenset(
     {"item", "tolist", "numpy", "__array__", "__bool__", "__int__", "__float__", "__index__"}

@@ -20,14 +20,7 @@ from dataclasses import dataclass
 from itertools import dropwhile, groupby
 from typing import final
 
-from lightning_cyclic.runtime.stages.evidence import (
-    Closed,
-    Line,
-    Moved,
-    Read,
-    Survey,
-    Use,
-)
+from lightning_cyclic.runtime.stages.evidence import Closed, Line, Moved, Read, Survey, Use
 
 Split = frozenset[str]
 """Paths of the modules within whose calls stages begin."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import gc
 import sys
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import FrameType
@@ -59,14 +59,7 @@ _SETS_DATA: Any = Tensor.data.__set__  # type: ignore[attr-defined]
 _RUNS = 4  # of a step that is measured; the first one warms up
 
 
-def survey(
-    module: nn.Module,
-    step: Callable[[], Any],
-    parameters: Mapping[str, Tensor] | None = None,
-    *,
-    clock: ClockName = "counted",
-    stateful: Collection[str] = (),
-) -> Survey:
+def survey(module: nn.Module, step: Callable[[], Any], *, clock: ClockName = "counted") -> Survey:
     """Run a step once, whole, and say what it did; leave everything as it was.
 
     Where the step changes buffers of modules without parameters, it is run once more: with these
@@ -78,25 +71,22 @@ def survey(
     Args:
         module: the whole module.
         step: runs e.g. ``module.training_step(batch, 0)``.
-        parameters: name -> the tensor that stands for it. [``module.named_parameters()``]
         clock: what times are: "counted", the same in every run, or "measured", for which the step
             is run several times: each stretch between two calls counts with its shortest, so
             that neither warm-up nor other processes disturb them.
-        stateful: paths of modules that are units, whether the step changes their buffers or not.
 
     Returns:
         The evidence, plain data.
     """
-    named = dict[str, Tensor](module.named_parameters() if parameters is None else parameters)
-    on_cuda = any(p.is_cuda for p in named.values())
+    on_cuda = any(p.is_cuda for p in module.parameters())
 
     def run(state: _State, clock: AbstractClock) -> Survey:
         with untouched(module) as keeper:
-            surveyor = _Surveyor(module, named, keeper, clock, state)
+            surveyor = _Surveyor(module, keeper, clock, state)
             surveyor.run(step)
             return surveyor.result()
 
-    state = _State(frozenset(stateful))
+    state = _State()
     seen = run(state, CountedClock())
     while (more := state.with_changes_of(seen)) != state:
         state = more
@@ -115,7 +105,7 @@ class _State(NamedTuple):
         derived: names of buffers, used outside of such calls, that derived values change.
     """
 
-    units: frozenset[str]
+    units: frozenset[str] = frozenset()
     derived: frozenset[str] = frozenset()
 
     def with_changes_of(self, seen: Survey) -> _State:
@@ -162,19 +152,8 @@ _TAKES_GRADIENTS = (torch.autograd.grad, torch.autograd.backward, Tensor.backwar
 
 @final
 class _Surveyor:
-    """Take the notes.
-
-    Args:
-        parameters: name -> tensor.
-    """
-
     def __init__(
-        self,
-        module: nn.Module,
-        parameters: dict[str, Tensor],
-        keeper: Snapshot,
-        clock: AbstractClock,
-        state: _State,
+        self, module: nn.Module, keeper: Snapshot, clock: AbstractClock, state: _State
     ) -> None:
         self._module = module
         self._keeper = keeper
@@ -186,7 +165,7 @@ class _Surveyor:
         self._stack: list[int] = []
         self._metrics: dict[str, list[int]] = {}
         self._ledger = Ledger()
-        self._parameters = {name: self._ledger.parameter(p) for name, p in parameters.items()}
+        self._parameters = {n: self._ledger.parameter(p) for n, p in module.named_parameters()}
         self._state = state
         self._buffers = {
             name: self._ledger.buffer(b, derived=name in state.derived)

@@ -49,10 +49,7 @@ class Links(NamedTuple):
 
 
 def link(
-    route: Route,
-    device: torch.device,
-    crew: Crew,
-    rank_of: Callable[[int], int] = lambda w: w,
+    route: Route, device: torch.device, crew: Crew, rank_of: Callable[[int], int] = lambda w: w
 ) -> Links:
     """Join all workers, which must call it at the same time.
 

@@ -32,10 +32,7 @@ class FirstStep:
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        parameters: Mapping[str, nn.Parameter],
-        group: Any,
+        self, module: nn.Module, parameters: Mapping[str, nn.Parameter], group: Any
     ) -> None:
         self._module = module
         self._group = group

@@ -6,11 +6,7 @@ import torch
 from torch import nn
 
 from lightning_cyclic.plugin.precision.compressed import Layout, ParameterState
-from lightning_cyclic.plugin.precision.masters import (
-    compressed,
-    expanded,
-    give_masters,
-)
+from lightning_cyclic.plugin.precision.sparse_state import compressed, expanded, give_masters
 
 MASK = torch.tensor([[True, False, True], [False, True, False]])
 

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from lightning_cyclic.plugin.precision.compressed import Layout, ParameterState
-from lightning_cyclic.plugin.precision.masters import SparseForms
+from lightning_cyclic.plugin.precision.sparse_state import SparseForms
 from lightning_cyclic.runtime.weight_forms import ALL
 
 BF16 = torch.bfloat16

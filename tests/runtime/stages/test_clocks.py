@@ -34,18 +34,6 @@ def row(sleeper=None):
     return nn.Sequential(*(Sleepy(k == sleeper) for k in range(6)))
 
 
-def cut(model, num_stages=2, **more):
-    return choose_cuts(survey(model, lambda: model(X), **more), num_stages).starts
-
-
-@pytest.mark.parametrize("sleeper", [0, 3, 5])
-def test_a_layer_that_sleeps_moves_the_measured_cut_alone(sleeper):
-    assert cut(row(sleeper)) == cut(row()) == ("3",)
-    measured = cut(row(sleeper), 3, clock="measured")
-    assert {str(sleeper), str(sleeper + 1)} <= {"0", *measured, "6"}
-    assert cut(row(sleeper), 3) == ("2", "4")
-
-
 def times_of(seen):
     return [t for c in seen.calls for t in (c.begin_ns, c.end_ns)] + [seen.duration_ns]
 

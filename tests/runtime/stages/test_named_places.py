@@ -30,10 +30,7 @@ def test_an_inner_module_that_begins_with_its_parent_splits_it():
         (["9"], r"names '9', which is no module of Script; allowed: 1, 2, 2.1, 3; name some"),
         ([""], r"names '', which is no module"),
         (["2.2"], r"names '2.2', which is no module .*; did you mean '2.[01]'\?"),
-        (
-            ["3", "1"],
-            r'not begin one after the other; .*use stages=\["1", "3"\]',
-        ),
+        (["3", "1"], r'not begin one after the other; .*use stages=\["1", "3"\]'),
         (["1", "1"], r'one after the other; .*each once; use stages=\["1"\]'),
         (["0"], r"'0': stage 0, from the step's beginning to '0', would be without parameters"),
         (["0"], r'nearest place is \'1\'; use stages=\["1"\]'),

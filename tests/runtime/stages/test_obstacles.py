@@ -42,11 +42,15 @@ def refusal(model, path, *batch):
 
 
 class Row(nn.Module):
-    """Layers of which subclasses say how they are used."""
+    """Layers, and modules of the kinds below, of which subclasses say how they are used."""
+
+    parts = "a b c d"
 
     def __init__(self):
         super().__init__()
-        self.a, self.b, self.c, self.d = (nn.Linear(4, 4) for _ in range(4))
+        for part in self.parts.split():
+            name, _, kind = part.partition(":")
+            self.add_module(name, globals()[kind]() if kind else nn.Linear(4, 4))
 
 
 X = torch.linspace(-1, 1, 8).reshape(2, 4)
@@ -137,20 +141,15 @@ def test_values_of_the_batch_may_be_read():
     assert hard(ReadsBatch(), X) == {"b": [], "c": []}
 
 
-class ReadsInside(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.gate, self.last = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
-        self.inner = Gated()
+class ReadsInside(Row):
+    parts = "first gate last inner:Gated"
 
     def forward(self, x):
         return self.last(self.inner(self.first(x))).sum()
 
 
-class Gated(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
+class Gated(Row):
+    parts = "one two"
 
     def forward(self, x):
         x = self.one(x)
@@ -163,21 +162,17 @@ def test_a_finished_module_may_read_but_not_one_under_way():
     assert hard(ReadsInside(), X) == {"inner": [], "inner.two": ["read"], "last": []}
 
 
-class ReadsLate(nn.Module):
+class ReadsLate(Row):
     """A cut within ``gated`` before the read and one behind the module exclude each other."""
 
-    def __init__(self):
-        super().__init__()
-        self.first, self.gated, self.last = nn.Linear(4, 4), GatedLate(), nn.Linear(4, 4)
+    parts = "first gated:GatedLate last"
 
     def forward(self, x):
         return self.last(self.gated(self.first(x))).sum()
 
 
-class GatedLate(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.one, self.two, self.three = (nn.Linear(4, 4) for _ in range(3))
+class GatedLate(Row):
+    parts = "one two three"
 
     def forward(self, x):
         x = self.two(self.one(x))
@@ -198,11 +193,8 @@ def test_cuts_that_only_exclude_each_other():
         choose_cuts(seen, 4)
 
 
-class Stashes(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.one, self.two = Stasher(), Stasher()
-        self.last = nn.Linear(4, 4)
+class Stashes(Row):
+    parts = "one:Stasher two:Stasher last"
 
     def forward(self, x):
         x = self.two(self.one(x))
@@ -210,10 +202,8 @@ class Stashes(nn.Module):
         return loss + self.one.aux_loss  # use
 
 
-class Stasher(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
+class Stasher(Row):
+    parts = "layer"
 
     def forward(self, x):
         y = self.layer(x)
@@ -227,19 +217,15 @@ def test_a_tensor_stashed_on_an_attribute():
     assert opened(model, X) == {"two": ["one"], "last": ["one"]}
 
 
-class StashesWithin(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.body, self.last = StashUser(), nn.Linear(4, 4)
+class StashesWithin(Row):
+    parts = "body:StashUser last"
 
     def forward(self, x):
         return self.last(self.body(x)).sum()
 
 
-class StashUser(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.one, self.two = Stasher(), nn.Linear(4, 4)
+class StashUser(Row):
+    parts = "one:Stasher two"
 
     def forward(self, x):
         y = self.one(x)
@@ -313,20 +299,16 @@ def test_a_tensor_of_the_batch_overwritten_by_a_derived_value():
     assert 'use stages=["c"]' in message
 
 
-class WritesInside(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.one, self.two = Doubler(), nn.Linear(4, 4)
+class WritesInside(Row):
+    parts = "one:Doubler two"
 
     def forward(self, x):
         y = self.one(x)
         return (self.two(y) * x).sum()
 
 
-class Doubler(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
+class Doubler(Row):
+    parts = "layer"
 
     def forward(self, x):
         x.mul_(2)  # write
@@ -340,10 +322,8 @@ def test_the_batch_changed_within_a_module():
     assert "test_obstacles.py" in refusal(model, "two", x)
 
 
-class Residual(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a, self.b, self.c = (nn.Linear(4, 4) for _ in range(3))
+class Residual(Row):
+    parts = "a b c"
 
     def forward(self, x):
         x = self.a(x)
@@ -356,19 +336,15 @@ def test_changes_of_derived_tensors_are_fine():
     assert hard(Residual(), X) == {"b": [], "c": []}
 
 
-class Masker(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
+class Masker(Row):
+    parts = "one two"
 
     def forward(self, x):
         return self.two(self.one(x)), x > 100
 
 
-class ReadsMask(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.masker, self.last = Masker(), nn.Linear(4, 4)
+class ReadsMask(Row):
+    parts = "masker:Masker last"
 
     def forward(self, x):
         h, mask = self.masker(x)
@@ -381,20 +357,16 @@ def test_what_a_skipped_module_made_of_the_batch_cannot_be_read_but_of_a_split_o
     assert choose_cuts(surveyed(model, X), ["masker.two", "last"]).num_stages == 3
 
 
-class Returned(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.outer, self.last = nn.Linear(4, 4), OuterStasher(), nn.Linear(4, 4)
+class Returned(Row):
+    parts = "first outer:OuterStasher last"
 
     def forward(self, x):
         y, loss = self.outer(self.first(x))
         return self.last(y).sum() + loss
 
 
-class OuterStasher(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.inner, self.layer = Stasher(), nn.Linear(4, 4)
+class OuterStasher(Row):
+    parts = "inner:Stasher layer"
 
     def forward(self, x):
         return self.layer(self.inner(x)), self.inner.aux_loss
@@ -405,10 +377,8 @@ def test_a_stash_that_an_outer_module_returns():
     assert opened(Returned(), X) == {"outer": [], "outer.layer": inner, "last": []}
 
 
-class UsesAtOnce(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.one, self.two = Stasher(), nn.Linear(4, 4)
+class UsesAtOnce(Row):
+    parts = "one:Stasher two"
 
     def forward(self, x):
         return self.two(self.one(x) * self.one.aux_loss).sum()
@@ -430,19 +400,15 @@ class UsesHook(nn.Module):
         return self.last(self.two(self.one(x))).sum() + self.seen[0].sum()
 
 
-class Deepened(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.body = Routed()
+class Deepened(Row):
+    parts = "body:Routed"
 
     def forward(self, x):
         return self.body(x)
 
 
-class Routed(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.gate, self.layer = nn.Linear(4, 4), nn.Linear(4, 4)
+class Routed(Row):
+    parts = "gate layer"
 
     def forward(self, x):
         return self.layer(x) * self.gate(x)
@@ -454,10 +420,8 @@ def test_an_output_that_a_hook_collects_opens_the_modules_around_its_maker():
     assert found["two"] == found["last"] == around
 
 
-class ChangesBatch(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.change, self.last = nn.Linear(4, 4), Changer(), nn.Linear(4, 4)
+class ChangesBatch(Row):
+    parts = "first change:Changer last"
 
     def forward(self, x):
         x = x.clone()
@@ -465,10 +429,8 @@ class ChangesBatch(nn.Module):
         return (self.last(y) * x).sum()
 
 
-class Changer(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
+class Changer(Row):
+    parts = "one two"
 
     def forward(self, y, x):
         x.mul_(2)
@@ -484,19 +446,15 @@ def test_a_change_of_the_batch_in_a_module_that_is_split_is_repeated():
     }
 
 
-class Fills(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.filler, self.last = Filler(), nn.Linear(4, 4)
+class Fills(Row):
+    parts = "filler:Filler last"
 
     def forward(self, x):
         return self.last(self.filler(x)).sum()
 
 
-class Filler(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
+class Filler(Row):
+    parts = "one two"
 
     def forward(self, x):
         out = torch.zeros(2, 4)

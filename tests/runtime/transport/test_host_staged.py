@@ -9,11 +9,7 @@ from torch import Tensor
 
 from lightning_cyclic.plan.actions import Payload
 from lightning_cyclic.plan.passes.messages import Ring
-from lightning_cyclic.runtime.transport.base import (
-    AbstractPending,
-    AbstractTransport,
-    Part,
-)
+from lightning_cyclic.runtime.transport.base import AbstractPending, AbstractTransport, Part
 from lightning_cyclic.runtime.transport.crew import Crew
 from lightning_cyclic.runtime.transport.host_staged import HostStagedTransport
 from lightning_cyclic.runtime.transport.named import NamedTransport
