@@ -25,7 +25,7 @@ from lightning_cyclic.errors import ConfigurationError
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.plugin import checkpoint as ckpt
 from lightning_cyclic.plugin.asynchronous_pipeline import AsynchronousPipelineTraining
-from lightning_cyclic.plugin.callbacks.drain import DrainCallback
+from lightning_cyclic.plugin.callbacks.flush import FlushCallback
 from lightning_cyclic.plugin.checkpoint_file import CheckpointFile
 from lightning_cyclic.plugin.checks import (
     check_beyond_memory,
@@ -77,8 +77,8 @@ class Setup(Checkpoints):
         if model._trainer is None:  # whoever connects by hand runs no loop
             return
         callbacks: list[Any] = model.trainer.callbacks  # type: ignore[attr-defined]
-        if not any(isinstance(callback, DrainCallback) for callback in callbacks):
-            callbacks.insert(0, DrainCallback(self._get_training, self._fail))
+        if not any(isinstance(callback, FlushCallback) for callback in callbacks):
+            callbacks.insert(0, FlushCallback(self._get_training, self._fail))
 
     def _get_training(self) -> AbstractTraining | None:  # a method, as a Trainer may be pickled
         return self._training if isinstance(self._training, AbstractTraining) else None

@@ -1,4 +1,4 @@
-"""The drain: finish updates in flight where the loop shows weights to others.
+"""The flush: finish updates in flight where the loop shows weights to others.
 
 Strategy's own hooks of the same names come after the callbacks that read weights (checkpoints,
 averaging), so the strategy inserts this callback in front of all others.
@@ -23,16 +23,16 @@ STATE_KEY: Final = (
 
 
 @final
-class DrainCallback(Callback):
+class FlushCallback(Callback):
     """Flush before validation, at the end of epoch and fit, and where weights are averaged.
 
     On exceptions, stop talking.
     """
 
     def __init__(
-        self, drained: Callable[[], AbstractTraining | None], fail: Callable[[BaseException], None]
+        self, training: Callable[[], AbstractTraining | None], fail: Callable[[BaseException], None]
     ) -> None:
-        self._drained = drained
+        self._training = training
         self._fail = fail
 
     @property
@@ -44,8 +44,8 @@ class DrainCallback(Callback):
     @override
     def state_dict(self) -> dict[str, Any]:
         """Return something if a strategy that does not know it would lose versions of weights."""
-        drained = self._drained()
-        return {"has_versions": True} if drained and drained.has_versions else {}
+        training = self._training()
+        return {"has_versions": True} if training and training.has_versions else {}
 
     @override
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -54,80 +54,80 @@ class DrainCallback(Callback):
         ModelCheckpoint does not remember the step of the file from which a run goes on. It would
         save it once more behind the first batch, in the middle of gradients that are added up.
         """
-        if (drained := self._drained()) is None or not trainer.fit_loop.restarting:
+        if (training := self._training()) is None or not trainer.fit_loop.restarting:
             return
         for callback in trainer.callbacks:
             if vars(callback).get(_LAST_SAVED) == 0:
                 setattr(callback, _LAST_SAVED, trainer.global_step)
         if trainer.fit_loop.restarted_mid_epoch:  # no hook says that an epoch begins
-            drained.begin_epoch()
+            training.begin_epoch()
 
     @override
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-        if drained := self._drained():
-            drained.begin_epoch()
+        if training := self._training():
+            training.begin_epoch()
 
     @override
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
         """Finish the updates that a callback is about to take into an average of the weights."""
-        if (drained := self._drained()) is None:
+        if (training := self._training()) is None:
             return
-        drained.end_batch()
-        if not drained.is_between_steps:  # no update has been made since the last average
+        training.end_batch()
+        if not training.is_between_steps:  # no update has been made since the last average
             return
         for callback in trainer.callbacks:
             if isinstance(callback, WeightAveraging) and callback.should_update(
                 step_idx=trainer.global_step - 1
             ):
-                drained.flush()
-                drained.bring()
+                training.flush()
+                training.bring()
                 return
 
     @override
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
-        if drained := self._drained():
+        if training := self._training():
             sanity = trainer.sanity_checking
-            drained.flush()  # first: others may wait for what is sent by it
+            training.flush()  # first: others may wait for what is sent by it
             if not sanity:
-                drained.agree_to_stop()
-            drained.bring()
+                training.agree_to_stop()
+            training.bring()
             numbers = trainer.num_sanity_val_batches if sanity else trainer.num_val_batches
-            drained.begin_evaluation("validation", numbers)
+            training.begin_evaluation("validation", numbers)
 
     @override
     def on_test_start(self, trainer: Any, pl_module: Any) -> None:
-        if drained := self._drained():
-            drained.begin_evaluation("test", trainer.num_test_batches)
+        if training := self._training():
+            training.begin_evaluation("test", trainer.num_test_batches)
 
     @override
     def on_predict_start(self, trainer: Any, pl_module: Any) -> None:
-        if drained := self._drained():
-            drained.begin_evaluation("predict", trainer.num_predict_batches)
+        if training := self._training():
+            training.begin_evaluation("predict", trainer.num_predict_batches)
 
     @override
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        if drained := self._drained():
-            drained.flush()  # first, as before validation
-            drained.agree_to_stop()
-            drained.end_epoch()
-            drained.bring()
+        if training := self._training():
+            training.flush()  # first, as before validation
+            training.agree_to_stop()
+            training.end_epoch()
+            training.bring()
 
     @override
     def on_validation_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        if drained := self._drained():
-            drained.end_epoch()
+        if training := self._training():
+            training.end_epoch()
 
     on_test_epoch_end = on_validation_epoch_end
 
     @override
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        if drained := self._drained():
-            drained.flush()
-            drained.bring()
+        if training := self._training():
+            training.flush()
+            training.bring()
 
     @override
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         if not isinstance(exception, (SIGTERMException, AgreedInterrupt)):
             self._fail(exception)
-        elif drained := self._drained():  # all workers stop here, at the same step
-            drained.flush()
+        elif training := self._training():  # all workers stop here, at the same step
+            training.flush()
