@@ -218,7 +218,6 @@ OF_TORCH: Final = (
     Private("torch._C", "_pop_torch_function_stack", _STACK),
     Private("torch._C", "_push_on_torch_function_stack", _STACK),
     Private("torch._C", "DisableTorchFunctionSubclass", "stand-ins of what other stages have"),
-    Private("torch._C", "_disabled_torch_function_impl", "stand-ins of what other stages have"),
     Private("torch._C", "_DisableTorchDispatch", "parameters that this rank does not have"),
     Private("torch._C._distributed_c10d", "PrefixStore", _STORE),
     Private("torch._C._distributed_c10d", "Store", _STORE),

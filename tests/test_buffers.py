@@ -6,6 +6,7 @@ step, in validation, and in the end, on every rank.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import cache
 from typing import Any
 
@@ -104,10 +105,11 @@ class Reads(Callback):
         self.seen: list[list[float]] = []
 
     def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
-        self.seen.append([float(b.double().sum()) for b in module.buffers()])
+        with getattr(trainer.strategy, "whole", nullcontext)():
+            self.on_validation_start(trainer, module)
 
     def on_validation_start(self, trainer: Any, module: Any) -> None:
-        self.on_train_batch_end(trainer, module)
+        self.seen.append([float(b.double().sum()) for b in module.buffers()])
 
 
 def fit(strategy: Any, make: Any = Stateful) -> dict[str, Any]:

@@ -23,10 +23,10 @@ from tests.stagewise_modules import CASES as NETWORKS
 TIED = r"'shared' does not fit tied="
 MANUAL = r"automatic_optimization is False"
 RATE = r"within a step, by training_step"
-LATE = r"in the middle of a step|is read on rank"
+LATE = r"in the middle of a step|this rank has not"
 CHANGES = r"but ranks have several versions or copies"
-NO_CHANGE = r"was changed between two steps"
-GONE = r"is read on rank|its parameters are gone|reaches over the place"
+NO_CHANGE = r"was changed between two steps|this rank has not, between steps"
+GONE = r"is read on rank|this rank has not|its parameters are gone|reaches over the place"
 GRADIENTS = [name for name in PRESETS if name != "cyclic_dp_v1"]  # whose updates are whole
 AUTO = {name: {"stages": "auto"} for name in REPLICATED}
 
@@ -177,9 +177,9 @@ CASES: dict[str, Case] = {
     "compiled block": row(m.CompiledBlock),
     "compiled module": row(m.CompiledModule),
     "hand-made average": row(
-        m.HandMadeAverage, refused=refused("in the middle of a step", FLOWS) | AWAY
+        m.HandMadeAverage, refused=refused(LATE, PIPELINES) | AWAY
     ),
-    "clipped weights": row(m.ClippedWeights, refused=refused(NO_CHANGE, REPLICATED, FLOWS) | AWAY),
+    "clipped weights": row(m.ClippedWeights, refused=refused(NO_CHANGE, REPLICATED, PIPELINES) | AWAY),
     "own clipping": row(m.OwnClipping),
     "gradient hooks": row(m.GradientHooks),
     "backward hooks": row(m.BackwardHooks, refused=refused("has a backward hook", PIPELINES)),
