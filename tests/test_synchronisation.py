@@ -40,8 +40,8 @@ ALLOWED = {
     "plugin.deferred_update:DeferredUpdates.apply item": COUNTERS,
     "plugin.deferred_update:DeferredUpdates.clip_grad_by_norm to": OWN_CLIPPING,
     "plugin.records:_reduce to": "a value stays where it is, unless the next one lies elsewhere",
-    "plugin.shared_scaler:SharedScaler.deciding item": SCALER,
-    "plugin.shared_scaler:SharedScaler.has_overflowed __bool__": SCALER,
+    "plugin.synchronous_pipeline:SharedScaler.deciding item": SCALER,
+    "plugin.synchronous_pipeline:SharedScaler.has_overflowed __bool__": SCALER,
     "plugin.surrogate_loss:Surrogates._deposit __float__": "only where it is the host's",
     "runtime.buffers:Buffer.__init__ numpy": "of buffers in the host's memory, once each",
     "runtime.late_values:LateValues.settle item": "of a pinned copy, one step late on a GPU",
@@ -52,7 +52,7 @@ ALLOWED = {
     "runtime.messages:Messages._described numpy": HEADS,
     "runtime.norms:Norms.is_finite __bool__": SCALER,
     "runtime.partial_step.collectives:Collectives.reduce to": ON_GROUP,
-    "runtime.partial_step.module_state:_Leaf.value item": "numbers that the user's step has asked "
+    "runtime.partial_step.module_state:_unpacked item": "numbers that the user's step has asked "
     "a GPU for, to keep them on the module",
     "runtime.predict:_direction __float__": COUNTERS,
     "runtime.weight_watch:WeightWatch._check_seen tolist": "once in each of steps 0, 1, 2, 4, ...",
@@ -204,7 +204,7 @@ PARTIAL = "lightning_cyclic.runtime.partial_step"
     [
         ("cyclic_dp", f"{WHOLE}.exchange", "Exchange.add",  # which a lane does
          "self._grads.of(a.t, a.j)[0].sum().item()", "item"),
-        ("cyclic_dp", f"{WHOLE}.gradients", "GradientCollector._take_next",  # inside autograd
+        ("cyclic_dp", f"{WHOLE}.hooks", "GradientCollector._take_next",  # inside autograd
          "assert self._holders[0][0].grad is None or self._holders[0][0].grad.sum() < 9",
          "__bool__"),
         ("1f1b", f"{PARTIAL}.stage_step", "StageStep._backward_of",

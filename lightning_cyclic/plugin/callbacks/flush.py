@@ -30,7 +30,9 @@ class FlushCallback(Callback):
     """
 
     def __init__(
-        self, training: Callable[[], AbstractTraining | None], fail: Callable[[BaseException], None]
+        self,
+        training: Callable[[], AbstractTraining | None],
+        fail: Callable[[BaseException], None],
     ) -> None:
         self._training = training
         self._fail = fail

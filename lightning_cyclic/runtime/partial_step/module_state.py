@@ -168,7 +168,7 @@ class ModuleState:
             vars(self._module)[n] = _refilled(x, anew=True)
         self._put_buffers(self._buffers, found.buffers)
         with unseen(held):  # they will be what they were: graphs that hold them need not notice
-            self._put_buffers(names, found.of_stage)
+            _copy(held, found.of_stage)
         try:
             yield
         finally:
@@ -179,7 +179,7 @@ class ModuleState:
                 if getattr(owner, last) is not b:  # the step has put another in its place
                     setattr(owner, last, b)
             with unseen(held):
-                self._put_buffers(names, values)
+                _copy(held, values)
             for m, state in zip(metrics, states, strict=True):
                 m.__dict__.update(state)
 
@@ -303,6 +303,12 @@ class ModuleState:
             for name, value in zip(names, values, strict=False):
                 if not torch.equal(buffer := self._module.get_buffer(name), value):
                     buffer.copy_(value)  # else graphs that hold it would notice
+
+
+@torch.no_grad()
+def _copy(buffers: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    for b, value in zip(buffers, values, strict=False):
+        b.copy_(value)
 
 
 _REMEMBERED = ("_update_count", "_computed", "_forward_cache", "_cache", "_is_synced")
