@@ -147,7 +147,12 @@ def fit(strategy: dict[str, Any], folder: str) -> dict[str, set[str]]:
         (2, {"preset": "lockstep_dp"}, [], ""),
         (2, {"preset": "cyclic_dp"}, [], ""),
         (2, {"preset": "cyclic_zero"}, [*STEP, *WITHIN, *BETWEEN], "is read on rank"),
-        (2, {"preset": "1f1b", "stages": ["net.20"]}, [*STEP, *WITHIN], "in the middle of a step"),
+        (
+            2,
+            {"preset": "1f1b", "stages": ["net.20"]},
+            [*STEP, *WITHIN, *BETWEEN],
+            "this rank has not",
+        ),
         (1, {"preset": "cyclic_dp", "num_microbatches": 2, "stages": ["net.20"]}, [], ""),
         (1, {"preset": "pipedream", "stages": ["net.20"]}, [], ""),
     ],

@@ -179,7 +179,9 @@ CASES: dict[str, Case] = {
     "hand-made average": row(
         m.HandMadeAverage, refused=refused(LATE, PIPELINES) | AWAY
     ),
-    "clipped weights": row(m.ClippedWeights, refused=refused(NO_CHANGE, REPLICATED, PIPELINES) | AWAY),
+    "clipped weights": row(
+        m.ClippedWeights, refused=refused(NO_CHANGE, REPLICATED, PIPELINES) | AWAY
+    ),
     "own clipping": row(m.OwnClipping),
     "gradient hooks": row(m.GradientHooks),
     "backward hooks": row(m.BackwardHooks, refused=refused("has a backward hook", PIPELINES)),

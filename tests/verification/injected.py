@@ -338,7 +338,7 @@ add(
     "a run again counts its statistics once more",
     BUFFER,
     around(ModuleState, "again", lambda original, *args: stage_steps._NOTHING),
-    "activation_checkpointing",
+    "remat",
 )
 
 
