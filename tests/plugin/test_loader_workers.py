@@ -93,6 +93,7 @@ def test_a_worker_that_is_asked_twice_ends() -> None:
     os.kill(pid, signal.SIGTERM)
     for _ in range(4):  # more than wait already: the worker has seen the signal behind them
         next(rows)
+    time.sleep(0.5)  # until it waits for the next row: then it holds no lock that others want
     os.kill(pid, signal.SIGTERM)
     with pytest.raises(RuntimeError, match=rf"DataLoader worker \(pid.* {pid}\)"):
         # the loader says so from a handler of SIGCHLD; who reads rows until then may be told by
