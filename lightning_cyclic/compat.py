@@ -63,7 +63,6 @@ if TYPE_CHECKING:  # found below, in the host; tests compare both lists
     from lightning.pytorch.strategies import SingleDeviceStrategy as SingleDeviceStrategy
     from lightning.pytorch.trainer import call as call
     from lightning.pytorch.trainer.states import TrainerFn as TrainerFn
-    from lightning.pytorch.trainer.states import TrainerStatus as TrainerStatus
     from lightning.pytorch.utilities import rank_zero_info as rank_zero_info
     from lightning.pytorch.utilities import rank_zero_warn as rank_zero_warn
     from lightning.pytorch.utilities.exceptions import SIGTERMException as SIGTERMException
@@ -94,7 +93,7 @@ _NAMES: Final = {  # module of the host -> names that are used of it
     "pytorch.plugins.precision": "TransformerEnginePrecision",
     "pytorch.strategies": "DDPStrategy SingleDeviceStrategy",
     "pytorch.trainer": "call",
-    "pytorch.trainer.states": "TrainerFn TrainerStatus",
+    "pytorch.trainer.states": "TrainerFn",
     "pytorch.utilities": "rank_zero_info rank_zero_warn",
     "pytorch.utilities.exceptions": "SIGTERMException",
     "pytorch.utilities.model_helpers": "is_overridden",
@@ -218,10 +217,8 @@ OF_TORCH: Final = (
     Private("torch._C", "_pop_torch_function_stack", _STACK),
     Private("torch._C", "_push_on_torch_function_stack", _STACK),
     Private("torch._C", "DisableTorchFunctionSubclass", "stand-ins of what other stages have"),
-    Private("torch._C", "_DisableTorchDispatch", "parameters that this rank does not have"),
     Private("torch._C._distributed_c10d", "PrefixStore", _STORE),
     Private("torch._C._distributed_c10d", "Store", _STORE),
-    Private("torch._C._nn", "_parse_to", "moving what other stages have"),
     Private("torch._ops", "OpOverload", "counting the work of stages"),
     Private("torch.autograd.graph", "_engine_run_backward", "backwards of stages"),
     Private("torch.autograd.profiler", "_is_profiler_enabled", "names of actions in profiles"),
@@ -237,11 +234,9 @@ OF_TORCH: Final = (
     Private("torch.utils._python_dispatch", "TorchDispatchMode", "counting the work of stages"),
     Private("torch.utils._pytree", "SUPPORTED_NODES", "walking through containers"),
     Private("torch.utils._pytree", "tree_flatten", "walking through containers"),
-    Private("torch.utils._pytree", "tree_iter", "walking through containers"),
     Private("torch.utils._pytree", "tree_leaves", "walking through containers"),
     Private("torch.utils._pytree", "tree_map", "walking through containers"),
     Private("torch.utils._pytree", "tree_map_only", "walking through containers"),
-    Private("torch.utils._pytree", "tree_unflatten", "walking through containers"),
 )
 OF_LIGHTNING: Final = (
     Private("fabric.utilities.data", "_auto_add_worker_init_fn", "seeds of loaders"),
