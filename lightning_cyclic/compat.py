@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, requires, version
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
@@ -166,6 +167,22 @@ def __getattr__(name: str) -> Any:
 def logger() -> logging.Logger:
     """Return a logger that writes where the host does."""
     return logging.getLogger(f"{HOSTS[host()][0]}.lightning_cyclic")
+
+
+@contextmanager
+def quieted() -> Iterator[None]:
+    """Keep what the host says of each Trainer and fit to itself; errors are still written."""
+    pytorch, fabric, _ = HOSTS[host()]
+    names = pytorch, fabric, f"{pytorch}.utilities.rank_zero", f"{fabric}.utilities.rank_zero"
+    loggers = [logging.getLogger(name) for name in names]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
 def check_versions() -> None:

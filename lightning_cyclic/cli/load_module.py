@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import inspect
-import logging
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import yaml
 
 from lightning_cyclic.cli.branches import faster_order
+from lightning_cyclic.cli.user_code import load
 from lightning_cyclic.compat import (
     LightningDataModule,
     LightningModule,
     Trainer,
     is_overridden,
     is_param_in_hook_signature,
+    quieted,
 )
 from lightning_cyclic.errors import CyclicError, PlanError
 from lightning_cyclic.planner.profile import ModelProfile
@@ -92,13 +89,8 @@ def _patient(
 
 
 def _find(where: str, base: type[_T]) -> type[_T]:
-    path, colon, name = where.rpartition(":")
-    if not colon or not path or not name:
-        raise PlanError(
-            f"{where!r} does not say which class; allowed: FILE.py:CLASS or dotted.module:CLASS; "
-            f"write it like model.py:Model"
-        )
-    found = getattr(_imported(path), name, None)
+    module, path, name = load(where)
+    found = getattr(module, name, None)
     if not (inspect.isclass(found) and issubclass(found, base)):
         what = "does not exist" if found is None else f"is no {base.__name__}"
         raise PlanError(
@@ -106,39 +98,6 @@ def _find(where: str, base: type[_T]) -> type[_T]:
             "check the spelling"
         )
     return found
-
-
-def _imported(path: str) -> Any:
-    if not path.endswith(".py"):
-        sys.path.insert(0, str(Path.cwd()))
-        try:
-            return importlib.import_module(path)
-        except ModuleNotFoundError as error:
-            if error.name is not None and (
-                path == error.name or path.startswith(f"{error.name}.")
-            ):
-                raise PlanError(
-                    f"there is no module {path!r}; allowed: an installed module, one in the "
-                    "current folder, or a file; write a file like model.py:Model"
-                ) from error
-            raise
-        finally:
-            sys.path.remove(str(Path.cwd()))
-    file = Path(path)
-    if not file.is_file():
-        raise PlanError(f"there is no file {path!r}; allowed: a Python file; check the path")
-    # a file that is called like a module of Python or of a package must not take its place
-    is_taken = file.stem in sys.stdlib_module_names or file.stem in sys.modules
-    name = f"_file_{file.stem}" if is_taken else file.stem
-    spec = importlib.util.spec_from_file_location(name, file)
-    assert spec is not None
-    assert spec.loader is not None
-    loaded = importlib.util.module_from_spec(spec)
-    sys.modules[name] = loaded  # dataclasses and pickle look it up there
-    # for its neighbours, as python FILE does
-    sys.path.insert(len(sys.path) if is_taken else 0, str(file.parent))
-    spec.loader.exec_module(loaded)
-    return loaded
 
 
 def _arguments(texts: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -176,16 +135,11 @@ def _make(cls: type[_T], arguments: dict[str, Any]) -> _T:
 @contextmanager
 def _detached(module: LightningModule, data: LightningDataModule | None) -> Iterator[None]:
     """Give the module a Trainer that trains nothing, and a log that keeps nothing."""
-    note = logging.getLogger("lightning.pytorch.utilities.rank_zero")
-    level = note.level
-    note.setLevel(logging.ERROR)
-    try:
+    with quieted():
         trainer = Trainer(
             accelerator="cpu", devices=1, logger=False, enable_checkpointing=False,
             enable_progress_bar=False, enable_model_summary=False,
         )  # fmt: skip
-    finally:
-        note.setLevel(level)
     module.trainer = trainer
     trainer.strategy.connect(module)
     if data is not None:

@@ -1,7 +1,7 @@
 """The command line: draw a plan, and ask the simulator what it costs on a given cluster.
 
     lightning-cyclic draw cyclic_dp --workers 4
-    lightning-cyclic draw 1f1b --workers 4 --micro 8 --out timetable.svg
+    lightning-cyclic draw 1f1b --workers 4 --num-microbatches 8 --out timetable.svg
     lightning-cyclic simulate cyclic_dp --workers 16 --bandwidth 10Gbit/s --latency-s 50us
     lightning-cyclic doctor model.py:Model --stages 4
     lightning-cyclic plan model.py:Model --workers 4 --memory 24GB
@@ -25,6 +25,7 @@ from typing import Any, NoReturn
 
 from lightning_cyclic.cli.planning import add_plan, explained
 from lightning_cyclic.cli.selftest import add_selftest, presets_of
+from lightning_cyclic.cli.user_code import load
 from lightning_cyclic.errors import PlanError
 from lightning_cyclic.plan import PRESETS, Plan, make_plan
 from lightning_cyclic.planner.candidates import INSIDE_BANDWIDTH, INSIDE_LATENCY
@@ -68,7 +69,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Say what is wrong in one line, without the usage above it."""
+    """Say what is wrong in one line, without the usage above it; options have one name each."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(allow_abbrev=False, **kwargs)
 
     def error(self, message: str) -> NoReturn:
         from lightning_cyclic.plugin.departed import DEPARTED  # noqa: PLC0415  (slow to import)
@@ -82,7 +86,6 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="lightning-cyclic",
         description="Draw, simulate and choose plans for delay-tolerant parallel training.",
-        allow_abbrev=False,
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND", title="commands")
     _add_draw(commands)
@@ -173,7 +176,12 @@ def _add_plan(parser: argparse.ArgumentParser, *, num_steps: int) -> None:
     add = parser.add_argument
     add("--workers", type=_count, required=True, metavar="N", help="number of workers")
     add("--stages", type=_count, metavar="S", help="number of stages (default: N/W)")
-    add("--micro", type=_count, metavar="M", help="micro-batches per step (default: the plan's)")
+    add(
+        "--num-microbatches",
+        type=_count,
+        metavar="M",
+        help="micro-batches per step (default: the plan's)",
+    )
     add(
         "--replicas",
         type=_count,
@@ -192,7 +200,7 @@ def _plan(arguments: argparse.Namespace) -> Plan:
         arguments.preset,
         num_stages=arguments.stages or max(1, arguments.workers // arguments.replicas),
         num_workers=arguments.workers,
-        num_microbatches=arguments.micro,
+        num_microbatches=arguments.num_microbatches,
         num_steps=arguments.steps,
         slack=arguments.slack,
         group_size=arguments.group_size,
@@ -301,7 +309,6 @@ def add_doctor(commands: Any) -> None:
         "that balance best, and whether calling branches in another order would help. Times are "
         "counted, of FLOPs and bytes, and the same in every run, unless --measured.",
         epilog="example: lightning-cyclic doctor model.py:Model --stages 4 --arg depth=12",
-        allow_abbrev=False,
     )
     add = parser.add_argument
     add("module", metavar="PATH:CLASS", help="a LightningModule: a file or a dotted module")
@@ -335,6 +342,7 @@ def _run_doctor(arguments: argparse.Namespace) -> str | tuple[str, int]:
                 f"--{name} was given without --verify, whose steps and presets it names; allowed: "
                 "both, or none; add --verify"
             )
+    load(arguments.module)
     from lightning_cyclic.cli.load_module import examine  # noqa: PLC0415
 
     num_microbatches = 1 if arguments.num_microbatches is None else arguments.num_microbatches
@@ -356,6 +364,7 @@ def _run_doctor(arguments: argparse.Namespace) -> str | tuple[str, int]:
 
 
 def _verify(arguments: argparse.Namespace) -> tuple[str, int]:
+    load(arguments.module)
     from lightning_cyclic.cli.verify import NUM_MICRO, verify  # noqa: PLC0415
 
     num_steps = 2 if arguments.steps is None else arguments.steps

@@ -18,6 +18,7 @@ from typing import Any
 
 import yaml
 
+from lightning_cyclic.cli.user_code import load
 from lightning_cyclic.errors import PlanError
 from lightning_cyclic.planner.candidates import (
     DEFAULT_BANDWIDTH,
@@ -50,7 +51,6 @@ def add_plan(commands: Any, has_colours: Callable[[], bool]) -> None:
         "the memory of the workers.",
         epilog="example: lightning-cyclic plan model.py:Model --workers 4 --memory 24GB "
         "--bandwidth 1Gbit/s",
-        allow_abbrev=False,
     )
     add = parser.add_argument
     add("model", metavar="PROFILE.json|PATH:CLASS", nargs="+", help="a LightningModule, which is "
@@ -70,8 +70,8 @@ def add_plan(commands: Any, has_colours: Callable[[], bool]) -> None:
         "workers (default: for each worker the largest measured micro-batch)")  # fmt: skip
     add("--preset", action="append", default=[], metavar="PRESET", help="look at this preset "
         f"only; may be repeated (default: {', '.join(DEFAULT_PRESETS)})")  # fmt: skip
-    add("--remat", choices=tuple(_REMATS), default="both", help="look at plans with "
-        "rematerialisation, without, or both (default: both)")  # fmt: skip
+    add("--activation-checkpointing", choices=tuple(_REMATS), default="both",
+        help="look at plans with rematerialisation, without, or both (default: both)")  # fmt: skip
     add("--state", type=_number(float, 0), default=2.0, metavar="X", help="bytes of optimizer "
         "state per byte of parameters: Adam 2, momentum 1, SGD 0 (default: 2)")  # fmt: skip
     add("--sparsity", type=float, default=None, metavar="S", help="pruned fraction of the "
@@ -115,7 +115,7 @@ def _run(arguments: argparse.Namespace, has_colours: Callable[[], bool]) -> str:
         group_sizes=tuple(sizes_of_groups(arguments.workers, host_network.hosts)),
         batch_size=arguments.batch,
         presets=tuple(dict.fromkeys(arguments.preset)) or DEFAULT_PRESETS,
-        remats=_REMATS[arguments.remat],
+        remats=_REMATS[arguments.activation_checkpointing],
         state_per_param=arguments.state,
         slack=arguments.slack,
         sparsity=arguments.sparsity,
@@ -161,6 +161,7 @@ def _profiles(arguments: argparse.Namespace) -> tuple[ModelProfile, ...]:
             f"{' '.join(arguments.model)} is more than one model; allowed: one PATH:CLASS, or "
             "files of profiles that end in .json; give one"
         )
+    load(arguments.model[0])
     from lightning_cyclic.cli.load_module import measure  # noqa: PLC0415
 
     found = measure(

@@ -58,7 +58,6 @@ def add_selftest(commands: Any) -> None:
         "that share it; with none two on the CPU. The weights are compared, bit by bit, with "
         "those of one process. Exit status 1 if any differ, or a trial fails.",
         epilog="example: lightning-cyclic selftest --accelerator cpu --devices 4",
-        allow_abbrev=False,
     )
     add = parser.add_argument
     add("--devices", type=int, metavar="N", help="number of workers; more than there are GPUs "

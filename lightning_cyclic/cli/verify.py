@@ -9,17 +9,21 @@ compares them with the plain steps (docs/is_it_right.md).
 
 from __future__ import annotations
 
-import logging
 import time
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from torch.utils.data import DataLoader
 
 from lightning_cyclic.cli.load_module import _arguments, _find, _make
-from lightning_cyclic.compat import LightningDataModule, LightningModule, Trainer, is_overridden
+from lightning_cyclic.compat import (
+    LightningDataModule,
+    LightningModule,
+    Trainer,
+    is_overridden,
+    quieted,
+)
 from lightning_cyclic.errors import CyclicError, PlanError, VerificationError
 from lightning_cyclic.plan import PRESETS
 from lightning_cyclic.plugin.strategy import PlannedStrategy
@@ -36,7 +40,7 @@ class Verdict(NamedTuple):
     """Say what came of one preset.
 
     Args:
-        word: "equal", "different", "refused" or "failed".
+        word: "equal", "different", "unclear", "refused" or "failed".
         text: why, or what differs first; "" where all is equal.
     """
 
@@ -89,7 +93,8 @@ def _verdict(
 ) -> Verdict:
     begin, word, text = time.perf_counter(), "equal", ""
     try:
-        with _quiet():
+        with quieted(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
             trainer = Trainer(
                 accelerator="cpu", devices=1, strategy=strategy, max_steps=num_steps,
                 limit_val_batches=0, num_sanity_val_steps=0, logger=False,
@@ -105,6 +110,8 @@ def _verdict(
         word, text = "failed", f"{type(error).__name__}: {' '.join(str(error).split())}"
     if word == "equal" and strategy.steps_compared == 0:
         word, text = "refused", "one worker runs Lightning's own step: there is nothing to compare"
+        if strategy.not_compared:
+            word, text = "unclear", " ".join(strategy.not_compared)
     return Verdict(word, strategy.steps_compared, time.perf_counter() - begin, text)
 
 
@@ -123,20 +130,3 @@ def _batches(
         )
     rows: Any = [example] * num_steps
     return {"train_dataloaders": DataLoader(rows, batch_size=None)}
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep what Lightning says of each fit out of the table."""
-    loggers = [logging.getLogger(n) for n in ("lightning.pytorch", "lightning.fabric")]
-    loggers.append(logging.getLogger("lightning.pytorch.utilities.rank_zero"))
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)

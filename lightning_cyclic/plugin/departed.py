@@ -64,6 +64,8 @@ DEPARTED: Final[dict[str, str]] = {
     "--width": "use --replicas",
     "--groups": "use --group-size, the workers of each group",
     "--num-micro": "use --num-microbatches",
+    "--micro": "use --num-microbatches",
+    "--remat": "use --activation-checkpointing",
     "--milp": "the doctor looks at all orders of branches that it can in a second",
 }
 

@@ -53,6 +53,10 @@ class Hooks:
     def steps_compared(self) -> int:
         return 0
 
+    @property
+    def not_compared(self) -> Sequence[str]:
+        return ()
+
     def report(self) -> str | None:
         """Return where stages could begin and where they do, if known."""
         return None

@@ -59,7 +59,7 @@ def _switch() -> Check:
 
 def _are_stages(given: object) -> bool:
     if isinstance(given, list | tuple):
-        return len(set(given)) == len(given) and all(isinstance(path, str) for path in given)
+        return all(isinstance(path, str) for path in given) and len(set(given)) == len(given)
     return _whole(1, "auto", "measured").passes(given)
 
 
@@ -428,7 +428,7 @@ def chosen_preset(
         return _nearest(given, allowed, placements, other)
     if given in allowed:
         return str(given), ()
-    if given in PRESETS:
+    if isinstance(given, str) and given in PRESETS:
         raise ConfigurationError(
             f"preset {given!r} is one of {other}; allowed here: {', '.join(map(repr, allowed))}; "
             f"use {other}({given!r}), or Trainer(strategy={given!r})"
@@ -447,7 +447,7 @@ def _nearest(
             f"{', '.join(map(repr, AXES))}; use preset={first!r}"
         )
     for axis, value in given.items():
-        if value not in AXES[axis]:
+        if value not in list(AXES[axis]):  # of a list, as it may be anything
             use = f"use preset={ {**given, axis: first[axis]}!r}"
             raise ConfigurationError(one_of(value, list(AXES[axis]), axis, use))
     if given["placement"] not in placements:

@@ -173,6 +173,11 @@ class PipelineTraining(AbstractTraining):
     def steps_compared(self) -> int:
         return 0 if self._session.cuts is None else self._session.verifier.num_compared
 
+    @property
+    @override
+    def not_compared(self) -> Sequence[str]:
+        return () if self._session.cuts is None else self._session.verifier.not_compared
+
     @override
     def bring(self) -> None:
         if self._is_apart:

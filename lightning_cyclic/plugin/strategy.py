@@ -81,7 +81,13 @@ class PlannedStrategy(Setup):
         self._refuse_unknown(preset, own, inherited)
         name, axes = chosen_preset(preset, self.presets, self.placements, self.other)
         check_values(own)
-        timeout = inherited.pop("timeout", None) or default_pg_timeout
+        timeout = inherited.pop("timeout", None)
+        timeout = default_pg_timeout if timeout is None else timeout
+        if not (isinstance(timeout, timedelta) and timeout > timedelta()):
+            raise ConfigurationError(
+                f"timeout={timeout!r}; allowed: a datetime.timedelta above 0; use "
+                "timeout=timedelta(minutes=5)"
+            )
         super().__init__(timeout=timeout, **inherited)
         self._workers_per_host = 1  # until ranks have met
         chosen = dict(own)
@@ -208,6 +214,11 @@ class PlannedStrategy(Setup):
     def steps_compared(self) -> int:
         """Return how many steps of this fit have been found equal to the plain ones."""
         return self._training.steps_compared
+
+    @property
+    def not_compared(self) -> tuple[str, ...]:
+        """Return why steps of this fit were not compared, or not found equal: a text for each."""
+        return tuple(self._training.not_compared)
 
     @property
     def route(self) -> str:

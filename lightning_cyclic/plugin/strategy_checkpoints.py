@@ -12,7 +12,12 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_cyclic.compat import _METADATA_FILENAME as META
-from lightning_cyclic.compat import AsyncCheckpointIO, DDPStrategy, TorchCheckpointIO
+from lightning_cyclic.compat import (
+    AsyncCheckpointIO,
+    CheckpointIO,
+    DDPStrategy,
+    TorchCheckpointIO,
+)
 from lightning_cyclic.plugin import checkpoint as ckpt
 from lightning_cyclic.plugin.checkpoint_file import CheckpointFile, check_file
 from lightning_cyclic.plugin.checkpoint_folder import (
@@ -28,7 +33,7 @@ from lightning_cyclic.plugin.training import AbstractTraining, agreed_seed
 from lightning_cyclic.runtime.absent import num_bytes_of
 from lightning_cyclic.runtime.meta import MetaWeights, is_unmade
 
-_READ_BY_TORCH = (CheckpointFile, TorchCheckpointIO, AsyncCheckpointIO)
+_READ_BY_TORCH = (CheckpointFile, TorchCheckpointIO)
 TO_WRITE = "to write a checkpoint"
 
 
@@ -88,7 +93,11 @@ class Checkpoints(DDPStrategy):
     @override
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> Any:
         """Read a checkpoint, and keep what is delayed for the training."""
-        path, is_ours = checkpoint_path, type(self.checkpoint_io) in _READ_BY_TORCH
+        path = checkpoint_path
+        io: CheckpointIO | None = self.checkpoint_io
+        if isinstance(io, AsyncCheckpointIO):  # which writes and reads as the one within it
+            io = io.checkpoint_io
+        is_ours = type(io) in _READ_BY_TORCH
         self._folder = CheckpointFolder(Path(path)) if is_ours and Path(path).is_dir() else None
         if self._folder is not None:
             path = Path(path) / META
@@ -96,10 +105,8 @@ class Checkpoints(DDPStrategy):
             with self.naming("to check a checkpoint"):  # a rank of each host does, for the others
                 check_file(Path(path), reads=self.local_rank == 0)
         loaded = super().load_checkpoint(path, *args, **kwargs)
-        if (
-            self._folder is not None
-        ):  # no rank reads more than it needs, if it makes its own stages
-            module = self.lightning_module
+        if self._folder is not None:
+            module = self.lightning_module  # of which no rank reads more than the stages it makes
             loaded = self._folder.completed(
                 loaded, lazily=module is not None and is_unmade(module)
             )

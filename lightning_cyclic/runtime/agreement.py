@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import inspect
 import io
-import pickle
 from collections.abc import Iterable, Mapping, Sequence
 from numbers import Number
 from types import CodeType, FunctionType
@@ -248,16 +247,14 @@ def _packed(mine: Mapping[Any, Any]) -> Tensor:
     """
     file = io.BytesIO()
     torch.save(tree_map(_plain, dict(mine)), file)
-    try:
-        torch.load(io.BytesIO(file.getbuffer()), weights_only=True)
-    except pickle.UnpicklingError as error:
-        kinds = torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(file.getvalue()))
+    file.seek(0)  # worker 0 could not read them, and others would wait for it
+    if kinds := torch.serialization.get_unsafe_globals_in_checkpoint(file):
         raise ConfigurationError(
-            f"rank {dist.get_rank()} has values of {', '.join(kinds) or 'unknown kinds'} in what "
-            "a checkpoint keeps; allowed: tensors, numbers, strings, and dictionaries, lists and "
+            f"rank {dist.get_rank()} has values of {', '.join(sorted(kinds))} in what a "
+            "checkpoint keeps; allowed: tensors, numbers, strings, and dictionaries, lists and "
             "tuples of them; keep others out of the optimizer's state, or name their class to "
             "torch.serialization.add_safe_globals on every rank"
-        ) from error
+        )
     return torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
 
 

@@ -260,3 +260,46 @@ def test_the_command_line_starts_without_torch(command, tmp_path):
     )
     done = [sys.executable, "-c", code]
     subprocess.run(done, stdout=subprocess.DEVNULL, check=True, cwd=tmp_path)
+
+
+TRAINED = f"""
+import os
+{MODEL}
+
+class Trained(Model):
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Unrepeatable(Trained):
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) * (1 + os.urandom(1)[0])
+"""
+
+
+def verified(host, name, *presets, folder):
+    """Verify in a process of its own, as a process has one host."""
+    (folder / "model.py").write_text(TRAINED.replace("lightning.pytorch", host))
+    command = ["doctor", f"model.py:{name}", "--verify", "--stages", "2"]
+    command += [word for preset in presets for word in ("--preset", preset)]
+    code = f"from lightning_cyclic.cli.main import main; raise SystemExit(main({command}))"
+    return subprocess.run(
+        [sys.executable, "-c", code], check=False, capture_output=True, text=True, cwd=folder
+    )
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize("host", ["lightning.pytorch", "pytorch_lightning"])
+def test_a_module_is_compared_with_its_plain_step(host, tmp_path):
+    done = verified(host, "Trained", "1f1b", "cyclic_dp", folder=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    rows = [line.split()[:2] for line in done.stdout.splitlines()[1:3]]
+    assert rows == [["1f1b", "equal"], ["cyclic_dp", "equal"]]
+
+
+@pytest.mark.multi
+def test_a_module_whose_step_cannot_be_repeated_is_not_equal(tmp_path):
+    done = verified("lightning.pytorch", "Unrepeatable", "1f1b", folder=tmp_path)
+    assert (done.returncode, done.stderr) == (1, "")
+    assert done.stdout.splitlines()[1].split()[:2] == ["1f1b", "unclear"]
+    assert "does not come out alike when it is run twice" in done.stdout

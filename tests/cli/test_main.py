@@ -74,7 +74,7 @@ def test_colours_are_for_terminals_whose_user_wants_them(
 def test_all_numbers_of_a_plan(capsys):
     status, out, _ = run(
         capsys, "draw", "cyclic_dp", "--workers", "2", "--stages", "4", "--slack", "100",
-        "--steps", "3", "--micro", "2", "--columns", "0",
+        "--steps", "3", "--num-microbatches", "2", "--columns", "0",
     )  # fmt: skip
     assert status == 0
     assert "3F1@1" in out  # of step 2: so much slack delays every read
@@ -170,7 +170,7 @@ def test_simulate_knows_hosts_of_several_workers(capsys):
         ("draw 1f1b --workers 2 --out x.svg --columns 9", ["--columns 9", "leave --columns out"]),
         ("draw 1f1b --workers 99 --out x.svg", ["99 workers", "up to 32 workers", "fewer steps"]),
         (
-            "draw pipedream_2bw --workers 4 --micro 2",
+            "draw pipedream_2bw --workers 4 --num-microbatches 2",
             ["num_microbatches=2", "use num_microbatches=3"],
         ),
         ("simulate gpipe --workers 2 --bandwidth 1GB", ["'1GB'", "Gbit/s", "write it like"]),

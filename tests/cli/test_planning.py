@@ -33,8 +33,9 @@ def test_a_profile(capsys, file):
 def test_all_options(capsys, file):
     status, out, _ = run(
         capsys, "plan", file, "--workers", "4", "--memory", "100MB", "--bandwidth", "10Gbit/s",
-        "--latency", "1ms", "--batch", "32", "--preset", "gpipe", "--preset", "gpipe", "--remat",
-        "always", "--state", "0", "--rows", "3", "--slack", "1", "--json",
+        "--latency", "1ms", "--batch", "32", "--preset", "gpipe", "--preset", "gpipe",
+        "--activation-checkpointing", "always", "--state", "0", "--rows", "3", "--slack", "1",
+        "--json",
     )  # fmt: skip
     plans = json.loads(out)
     assert status == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 import resource
 import time
@@ -13,7 +14,7 @@ import pytest
 import torch
 from lightning.fabric.utilities.cloud_io import _atomic_save
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.plugins import AsyncCheckpointIO
+from lightning.pytorch.plugins import AsyncCheckpointIO, CheckpointIO
 from lightning.pytorch.plugins.io import async_plugin
 
 from lightning_cyclic.errors import ConfigurationError
@@ -146,6 +147,35 @@ def test_lightnings_thread_writes_the_same(tmp_path: Path) -> None:
     file.write_bytes(file.read_bytes()[:-9])
     with pytest.raises(processes.RanksFailedError, match="is no whole archive of torch.save"):
         processes.run(fit, 2, "1f1b", tmp_path, 8, file, [AsyncCheckpointIO()])
+
+
+class Elsewhere(CheckpointIO):
+    """Keeps what it is given in a file of its own kind."""
+
+    def save_checkpoint(self, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).write_bytes(b"mine" + pickle.dumps(checkpoint))
+
+    def load_checkpoint(
+        self, path: Any, map_location: Any = None, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        return dict(pickle.loads(Path(path).read_bytes()[4:]))
+
+    def remove_checkpoint(self, path: Any) -> None:
+        Path(path).unlink()
+
+
+@pytest.mark.multi
+def test_files_of_ones_own_are_left_to_whoever_writes_them(tmp_path: Path) -> None:
+    (_, _, expected), *_ = processes.run(fit, 2, "cyclic_dp", tmp_path / "whole", 8)
+    for name, its in (("now", Elsewhere), ("later", lambda: AsyncCheckpointIO(Elsewhere()))):
+        mine = tmp_path / name
+        processes.run(fit, 2, "cyclic_dp", mine, 4, "last", [its()])
+        file = mine / "step=4.ckpt"
+        assert file.read_bytes()[:4] == b"mine"
+        for _, step, weights in processes.run(fit, 2, "cyclic_dp", mine, 8, file, [its()]):
+            assert step == 8
+            assert_same(weights, expected)
 
 
 @pytest.mark.multi

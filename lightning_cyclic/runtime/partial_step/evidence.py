@@ -302,6 +302,6 @@ def unlike_itself(d: Difference, num_microbatches: int) -> str:
     return (
         "training_step on the whole module does not come out alike when it is run twice: "
         f"{_name_of(d.item, num_microbatches)} differs. What is trained in stages may differ by "
-        "as much "
-        "from the plain step; threads, and atomic additions on a GPU, do that."
+        "as much from the plain step; threads, atomic additions on a GPU, and what a step reads "
+        "elsewhere, as the clock, do that."
     )

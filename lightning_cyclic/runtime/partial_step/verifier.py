@@ -60,7 +60,7 @@ class Verifier:
         self._left = session.config.verify  # steps
         self._kinds: set[str] = set()
         self._num_kinds = 0
-        self._has_said: set[str] = set()
+        self.not_compared: list[str] = []  # why steps were not, or not found equal
         self._notes: Notes | None = None  # of the step under way, if it is compared
         self._again: Notes | None = None
         self._gradients: Evidence = {}
@@ -248,7 +248,7 @@ class Verifier:
         """Refuse what differs, unless the plain step differs from itself by as much.
 
         Returns:
-            Whether there was a plain step.
+            Whether the step was found equal to a plain one.
         """
         if plain is not None:
             by_rank = [from_text(text) for text in texts]
@@ -261,7 +261,7 @@ class Verifier:
         if rest:
             raise VerificationError(self._words(rest))
         self._say_once(unlike_itself(found[0], self._num_micro))
-        return True
+        return False
 
     def _differences(self, plain: Evidence, by_rank: Sequence[Evidence]) -> list[Difference]:
         replicas = self._session.config.replicas
@@ -294,8 +294,8 @@ class Verifier:
         return {n: j for j, names in enumerate(cuts.buffers) for n in names}
 
     def _say_once(self, text: str) -> None:
-        if text not in self._has_said:
-            self._has_said.add(text)
+        if text not in self.not_compared:
+            self.not_compared.append(text)
             self._session.config.say(text)
 
 
