@@ -38,7 +38,7 @@ from torch.utils.data import DataLoader
 _SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux
 _POLL_S = 0.05
 _MAKES_STORE = "_create_c10d_store"
-_LEAVING_S = 1.0
+_LEAVING_S = 10.0
 _heard: set[int] = set()  # signals, by a worker
 
 
@@ -130,11 +130,13 @@ def _end_workers() -> None:
     if left and hasattr(signal, "SIGCHLD"):
         # torch answers it with an error: a worker that had not yet begun ends by the first one
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    for child in left:
-        child.terminate()
-    until = time.monotonic() + _LEAVING_S  # signals that come at once are one
-    for child in left:
-        child.join(max(0.0, until - time.monotonic()))
+    until = time.monotonic() + _LEAVING_S
+    while left and time.monotonic() < until:  # again: signals that come at once are one
+        for child in left:
+            child.terminate()
+        for child in left:
+            child.join(_POLL_S)
+        left = [child for child in left if child.is_alive()]
 
 
 def _leave_to_rank(number: int, frame: Any) -> None:

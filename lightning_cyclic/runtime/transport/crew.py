@@ -7,9 +7,11 @@ does not answer was killed, stopped or cut off.
 
     key         why the first rank fails, in words; or the call
     key/at/R    the answer of rank R
+    key/read/R  rank R has read the words
 
-The store lives in rank 0, or in torchrun's agent. Where that one is frozen, questions to it have
-no limit, so those of a rank that fails are asked in threads.
+The store lives in rank 0, or in torchrun's agent: rank 0 stays until all that answer have read the
+words, as others would take its end for the failure. Where the store is frozen, questions to it
+have no limit, so those of a rank that fails are asked in threads.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ from lightning_cyclic.errors import CyclicError, PeerError, WaitTimeoutError
 T = TypeVar("T")
 
 _POLL_S, _ANSWER_S = 0.5, 2.0  # an answer takes several polls: a rank may be busy
+_READ_S = 5.0  # so long rank 0 stays for ranks that may be dead
 _CALL: Final = "call"
 _OF_GROUPS = ("gloo", "nccl", "pair closure", "connection closed", "connection reset")
 _SLOW = (
@@ -172,6 +175,7 @@ class Crew(AbstractCrew):
         # words of an earlier training that failed are no news: each has a key of its own
         self._key = f"lightning_cyclic/crew/{store.add(f'lightning_cyclic/crews/{rank}', 1)}"
         self._places = [f"{self._key}/at/{r}" for r in range(num_ranks)]
+        self._read = [f"{self._key}/read/{r}" for r in range(num_ranks)]
         hosts = [f"{self._key}/host/{r}" for r in range(num_ranks)]
         store.set(hosts[rank], socket.gethostname())
         store.wait(hosts, timedelta(seconds=timeout_s))
@@ -189,12 +193,11 @@ class Crew(AbstractCrew):
 
     @override
     def tell(self, words: str) -> None:
-        if self._words is not None:
-            return
-        self._in_time(lambda: self._put(words), 1.0)
-        self._heed(self._words or words)
+        if self._words is None:
+            self._in_time(lambda: self._put(words), 1.0)
+            self._heed(self._words or words)
         if self.names.rank == 0:
-            self._closed.wait(3 * _POLL_S)  # the store ends with this process
+            self._in_time(self._stay, _READ_S + 1.0)  # the store ends with this process
 
     @override
     def call(self) -> dict[int, str] | None:
@@ -208,7 +211,21 @@ class Crew(AbstractCrew):
         found = self._store.compare_set(self._key, "", words).decode()
         if found == _CALL:
             found = self._store.compare_set(self._key, _CALL, words).decode()
-        self._heed(found)
+        self._know(found)
+
+    def _know(self, words: str) -> None:
+        self._heed(words)  # first: what is said to rank 0 has no limit
+        self._store.set(self._read[self.names.rank], "")
+
+    def _stay(self) -> None:
+        store, end = self._store, time.monotonic() + _READ_S
+        while time.monotonic() < end:
+            called = any(store.check([at]) for at in self._places)
+            pairs = zip(self._places, self._read, strict=True)
+            alive = [read for at, read in pairs if not called or store.check([at])]
+            if store.check(alive):
+                break
+            time.sleep(0.05)
 
     def _heed(self, words: str) -> None:
         if self._words is None:
@@ -219,7 +236,7 @@ class Crew(AbstractCrew):
     def _answers(self) -> dict[int, str]:
         store, end = self._store, time.monotonic() + _ANSWER_S
         if (words := store.compare_set(self._key, "", _CALL).decode()) != _CALL:
-            self._heed(words)
+            self._know(words)
             return {}
         while not store.check(self._places) and time.monotonic() < end:
             time.sleep(_POLL_S / 2)
@@ -233,11 +250,11 @@ class Crew(AbstractCrew):
                 if not self._store.check([self._key]):
                     continue
                 if (words := self._store.get(self._key).decode()) != _CALL:
-                    self._heed(words)
+                    self._know(words)
                 elif not answered:
                     self._store.set(self._places[self.names.rank], self.waits)
                     answered = True
-            except RuntimeError:
+            except RuntimeError:  # it knows no words yet, or they are heeded already
                 gone = "ended without a word of why\nLook at the log of rank 0."
                 self._heed(f"{self.names.of(0)} {gone}")
 
