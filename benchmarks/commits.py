@@ -86,7 +86,7 @@ def _one_round(checkout: Path, key: str) -> dict[str, float]:
     at = checkout / "benchmarks"
     env = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (checkout, at)))}
     command = [sys.executable, "-c", ONE_ROUND, key, *PIPELINES[key]]
-    done = subprocess.run(command, cwd=at, env=env, check=True, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=at, env=env, check=True, stdout=subprocess.PIPE, text=True)
     found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
     return found
 

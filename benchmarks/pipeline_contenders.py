@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.utils.data import DataLoader
 
-from lightning_cyclic import CyclicStrategy, make_plan
+from lightning_cyclic import PipelineStrategy, make_plan
 from lightning_cyclic.plan.actions import Lane
 from lightning_cyclic.runtime.messages import Message
 from lightning_cyclic.runtime.partial_step.collectives import rank_of
@@ -30,6 +30,7 @@ from lightning_cyclic.runtime.predict import guesses
 from lightning_cyclic.runtime.stages.cuts import choose_cuts
 from lightning_cyclic.runtime.stages.survey import survey
 from lightning_cyclic.runtime.transport import NamedTransport
+from lightning_cyclic.runtime.transport.crew import Crew
 
 WARM_UP = 2  # steps of every fit that are not timed
 CPU = torch.device("cpu")
@@ -100,7 +101,7 @@ def _session(case: Case, preset: str, module: Any, remat: str = "never") -> Cont
     batch, transport, group, worker = case.batch(), None, None, 0
     if case.num_workers > 1:
         worker = rank_of(dist.get_rank(), case.num_workers)
-        transport = NamedTransport(Lane, 600.0, lambda w: rank_of(w, case.num_workers))
+        transport = NamedTransport(Lane, Crew(600.0), lambda w: rank_of(w, case.num_workers))
         group = transport.group
     config = StagewiseConfig(
         make_plan=lambda stages, num_microbatches, tied, relayed: make_plan(
@@ -112,7 +113,7 @@ def _session(case: Case, preset: str, module: Any, remat: str = "never") -> Cont
         num_microbatches=1 if preset in BY_THE_MICRO_BATCH else case.num_microbatches,
         replicas=1, remat=remat, seed=0, expected_stages=case.num_stages,
         apply=lambda t, j: optimizer.step(),
-        guess=lambda j, parameters, v, updates: list(
+        guess=lambda parameters, v, updates: list(
             guesses(optimizer, parameters, updates, optimizer.param_groups, {})
         ),
     )  # fmt: skip
@@ -246,7 +247,7 @@ def _trained(case: Case, preset: str) -> Contender:
             accelerator="cpu", devices=1, num_nodes=case.num_workers, max_epochs=1, logger=False,
             enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
             callbacks=[clock], accumulate_grad_batches=per_step,
-            strategy=SingleDeviceStrategy(CPU) if plain else CyclicStrategy(
+            strategy=SingleDeviceStrategy(CPU) if plain else PipelineStrategy(
                 preset, stages=module.stage_paths, num_microbatches=case.num_microbatches
             ),
         )  # fmt: skip
@@ -264,5 +265,5 @@ def make(name: str, case: Case) -> Contender:
     if executor == "loop":
         return _plain(case) if preset == "plain" else _session(case, preset, LitGPT(case))
     if executor == "sequential":
-        return _session(case, preset, LitSequential(case), activation_checkpointing="except_last")
+        return _session(case, preset, LitSequential(case), remat="except_last")
     return _torchgpipe(case) if executor == "torchgpipe" else _torch_pipelining(case, preset)
