@@ -35,7 +35,7 @@ from tests.corpus import (
     train_data,
     weights_of,
 )
-from tests.spoiled_chains import Chain
+from tests.modules.chains import Chain
 
 pytestmark = pytest.mark.multi
 

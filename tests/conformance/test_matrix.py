@@ -18,7 +18,7 @@ ALIKE = {  # rows of which others show the same by default, here or elsewhere
     "bf16-mixed", "bf16-true", "64-true",
     # test_strategy_features.py and test_pipeline_features.py have these flags and callbacks
     "accumulated", "clipped by value", "max_steps", "early stopping",
-    # test_bad_input.py and test_flow_features.py see these refused
+    # training/test_refusals.py and test_flow_features.py see these refused
     "skipping", "clipped by the norm of all",
 }  # fmt: skip
 

@@ -1,13 +1,18 @@
-"""LightningModules that are hard or impossible to cut: used by test_pipeline_bad_input.py."""
+"""Chains of four layers, each with a fault, or with something that is hard to cut."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import copy
+import math
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
 
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.processes import here
 
 
 class Chain(LightningModule):
@@ -24,25 +29,53 @@ class Chain(LightningModule):
     def between(self, j: int, x: Any) -> Any:
         return x
 
+    def order(self, batch_idx: int) -> Sequence[int]:
+        return range(4)
+
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         x = batch[0]
-        for j, (layer, tanh) in enumerate(zip(self.layers, self.tanh, strict=True)):
-            x = self.between(j, tanh(layer(x)))
+        for j in self.order(batch_idx):
+            x = self.between(j, self.tanh[j](self.layers[j](x)))
         return x.pow(2).mean()
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+class TakesAny(Chain):
+    """Takes rows of whatever dtype and shape."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step([batch[0].float().reshape(-1, 6)], batch_idx)
+
+
 # ---------------------------------------------------------------------- order of calls
 
 
 class OtherOrder(Chain):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        x = batch[0]
-        for j in (0, 2, 1, 3):
-            x = torch.tanh(self.layers[j](x))
-        return x.pow(2).mean()
+    def order(self, batch_idx: int) -> Sequence[int]:
+        return (0, 2, 1, 3)
+
+
+class OtherOrderLater(Chain):
+    def order(self, batch_idx: int) -> Sequence[int]:
+        return range(4) if batch_idx < 3 else (3, 2, 1, 0)
+
+
+class OtherOrderOnOne(Chain):
+    def order(self, batch_idx: int) -> Sequence[int]:
+        return range(4) if here().rank == 0 else (3, 2, 1, 0)
+
+
+class StatisticsLater(Chain):
+    """From step 3 on, the first stage's BatchNorm runs behind the second stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[1] = nn.BatchNorm1d(6)
+
+    def order(self, batch_idx: int) -> Sequence[int]:
+        return range(4) if batch_idx < 3 else (0, 2, 3, 1)
 
 
 class Nested(Chain):
@@ -289,7 +322,8 @@ class CallsList(Chain):
         return x
 
 
-NEEDS_VALUES = [Branches, Loops, SelectsRows, Finds, CallsNumpy, CallsList]
+NEEDS_VALUES = [Branches, Loops, CallsNumpy, CallsList]
+CHOOSES_ROWS = [SelectsRows, Finds]
 
 
 class BranchesOnBatch(Chain):
@@ -306,19 +340,26 @@ class BranchesOnBatch(Chain):
 # ---------------------------------------------------------------------- what goes wrong in a step
 
 
-class ReturnsNone(Chain):
+class Fails(Chain):
+    """Goes wrong in one step.
+
+    Args:
+        how: "returns None", "has no graph", "is not finite" or "raises".
+        at: in which step.
+        ranks: on which.
+    """
+
+    def __init__(self, how: str, at: int = 0, ranks: Sequence[int] = (0, 1)) -> None:
+        super().__init__()
+        self.how, self.at, self.ranks = how, at, ranks
+
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        super().training_step(batch, batch_idx)
-
-
-class NoGraph(Chain):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return super().training_step(batch, batch_idx).detach()
-
-
-class NotFinite(Chain):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return super().training_step(batch, batch_idx) * float("nan")
+        loss = super().training_step(batch, batch_idx)
+        if batch_idx != self.at or here().rank not in self.ranks:
+            return loss
+        if self.how == "raises":
+            raise ZeroDivisionError("the batch is broken")
+        return {"returns None": None, "has no graph": loss.detach()}.get(self.how, loss * math.nan)
 
 
 class FailsInLastStage(Chain):
@@ -333,3 +374,127 @@ class FailsInFirstStage(Chain):
         if j == 0 and torch.is_tensor(x):
             raise ZeroDivisionError("the batch is broken")
         return x
+
+
+class FailsOnSevens(Chain):
+    """Fails on rows that begin with a seven, in its forward or in its backward."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.where = where
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.has_seven = 7.0 in batch[0]
+        return super().training_step(batch, batch_idx)
+
+    def between(self, j: int, x: Any) -> Any:
+        if j == 3 and self.has_seven:
+            if self.where == "forward":
+                raise KeyError("a seven")
+            x.register_hook(self.fail)
+        return x
+
+    def fail(self, grad: Tensor) -> Tensor:
+        raise ZeroDivisionError("in a hook")
+
+
+class Normed(Chain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[1] = nn.BatchNorm1d(6)
+
+
+class ReducesInUpdate(Chain):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.log("norm", torch.ones(()), on_step=True, sync_dist=True)
+
+
+class ReentrantCheckpoint(Chain):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x = batch[0].requires_grad_()
+        for layer in (*self.layers, self.layers[3]):  # the last layer twice: two gradients
+            x = checkpoint(layer, x, use_reentrant=True)
+        return x.pow(2).mean()
+
+
+class TwoBackwards(Chain):
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        loss.backward(retain_graph=True)
+        loss.backward()
+
+
+class ChangesWithin(Chain):
+    """Changes weights in a hook that is called while a step is under way, behind the first one.
+
+    Args:
+        hook: its name.
+        whose: "teacher", a frozen copy that follows, or "own", through ``.data``.
+    """
+
+    def __init__(self, hook: str, whose: str) -> None:
+        super().__init__()
+        self.teacher = copy.deepcopy(self.layers).requires_grad_(False)
+        self.whose = whose
+        setattr(self, hook, self.change)
+
+    def change(self, *_: Any) -> None:
+        if self.trainer.global_step == 0:
+            return
+        if self.whose == "own":
+            for p in self.layers.parameters():
+                p.data.clamp_(-0.2, 0.2)
+            return
+        with torch.no_grad():
+            for mine, its in zip(self.layers.parameters(), self.teacher.parameters(), strict=True):
+                its.lerp_(mine, 0.1)
+
+
+class UpdatesInBackward(Chain):
+    """Updates each parameter as soon as its gradient is there, in a hook."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for p in self.layers.parameters():
+            p.register_post_accumulate_grad_hook(self.update)
+
+    def update(self, p: Tensor) -> None:
+        with torch.no_grad():
+            p.add_(p.grad, alpha=-0.1)
+        p.grad = None
+
+
+# ---------------------------------------------------------------------- what no strategy can train
+
+
+class OtherModule(Chain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 4 + here().rank)
+
+
+class OtherFrozen(Chain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[2].requires_grad_(here().rank == 0)
+
+
+class CompiledInPlace(Chain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.compile(backend="eager")
+
+
+class NothingTrained(Chain):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.requires_grad_(False).parameters(), lr=0.1)
+
+
+class Outside(Chain):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([*self.parameters(), nn.Parameter(torch.zeros(2))], lr=0.1)
+
+
+class SharedStorage(Chain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[3].weight = nn.Parameter(self.layers[0].weight.data)

@@ -1,0 +1,115 @@
+"""One way to train a module on ranks, and to look at what each rank has when it ends.
+
+    run(Chain, {"preset": "1f1b", "stages": 2}, 2, data=batches)[1].weights
+
+What is handed to ranks is pickled: modules and data are made there, by classes, functions of
+modules, or partials of them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule
+from torch import Tensor
+
+from tests import processes
+from tests.corpus import Said, make_trainer, weights_of
+
+TIMEOUT_S = 25.0
+SOON_S = TIMEOUT_S - 5.0  # an error that needs the whole wait is no clear one
+
+
+@dataclass(frozen=True)
+class Result:
+    """Hold what one rank has when training ends.
+
+    Args:
+        error: name of the type with which it ended. [none]
+        text: of that.
+        notes: of that.
+        seconds: from the making of the module on.
+        weights: parameters and buffers, where nothing went wrong; so are all that follow.
+        losses: by batch.
+        metrics: that callbacks see.
+        messages: that rank 0 has logged.
+        stage_of: parameter -> stage.
+        global_step: updates done.
+    """
+
+    error: str = ""
+    text: str = ""
+    notes: Sequence[str] = ()
+    seconds: float = 0.0
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    losses: Sequence[float] = ()
+    metrics: dict[str, float] = field(default_factory=dict)
+    messages: Sequence[str] = ()
+    stage_of: dict[str, int] = field(default_factory=dict)
+    global_step: int = 0
+
+
+class Losses(Callback):
+    """Keeps the loss of each batch."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
+        if outputs is not None:
+            self.losses.append(float(outputs["loss"] if isinstance(outputs, dict) else outputs))
+
+
+def run(
+    make: Callable[[], LightningModule],
+    strategy: dict[str, Any] | str,
+    num_ranks: int = 2,
+    *,
+    data: Callable[[], Any],
+    **flags: Any,
+) -> list[Result]:
+    """Train on ranks, and return what each has at the end, be it an error.
+
+    Args:
+        make: makes the module, on each rank.
+        strategy: its options, of which "preset" is one; or a name.
+        num_ranks: how many processes train.
+        data: makes what is trained on, on each rank.
+        **flags: of the Trainer.
+
+    Raises:
+        RanksFailedError: a rank died, or did not end.
+    """
+    args = make, strategy, data, {"max_epochs": 1} | flags
+    return processes.run(_train, num_ranks, *args, time_limit_s=40, after_failure_s=20)
+
+
+def _train(
+    make: Callable[[], LightningModule],
+    strategy: dict[str, Any] | str,
+    data: Callable[[], Any],
+    flags: dict[str, Any],
+) -> Result:
+    begun, said, losses = time.monotonic(), Said(), Losses()
+    if isinstance(strategy, dict):
+        strategy = {"timeout": timedelta(seconds=TIMEOUT_S)} | strategy
+    try:
+        module = make()
+        trainer = make_trainer(strategy, callbacks=[losses], **flags)
+        trainer.fit(module, data())
+    except BaseException as error:
+        notes = getattr(error, "__notes__", ())
+        return Result(type(error).__name__, str(error), notes, time.monotonic() - begun)
+    return Result(
+        seconds=time.monotonic() - begun,
+        weights=weights_of(module),
+        losses=losses.losses,
+        metrics={name: float(x) for name, x in trainer.callback_metrics.items()},
+        messages=said.lines,
+        stage_of=dict(getattr(trainer.strategy, "stage_of", {})),
+        global_step=trainer.global_step,
+    )

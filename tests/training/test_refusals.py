@@ -1,0 +1,520 @@
+"""What cannot be trained ends with a clear error, on every rank and without a hang.
+
+Clear: what was given, what is allowed, what to do next; for code that no cut can pass, the line.
+Tables: what is given, where it is refused, and the words that are in it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.accelerators import MPSAccelerator
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_cyclic import PRESETS, CyclicStrategy, PipelineStrategy
+from lightning_cyclic.errors import ConfigurationError, PlanError
+from lightning_cyclic.plan.presets import AXES
+from lightning_cyclic.plugin.checks import check_trainer
+from tests.corpus import assert_same
+from tests.harness.runs import SOON_S, Result, run
+from tests.lines import line_of
+from tests.modules import chains as m
+from tests.processes import here
+from tests.rows import in_turn, more
+
+# ---------------------------------------------------------------------- before any process
+
+CDP, F1B = ({x: getattr(PRESETS[name], x) for x in AXES} for name in ("cyclic_dp", "1f1b"))
+PIPELINE = partial(PipelineStrategy, "1f1b")
+
+
+@pytest.mark.parametrize(
+    ("door", "given", "said", "allowed", "todo"),
+    [
+        (CyclicStrategy, {"preset": "cyclic"}, "preset 'cyclic' is", "cyclic_dp", "use "),
+        (CyclicStrategy, {"preset": "1f1b"}, "is one of PipelineStrategy", "cyclic_dp", "use Pip"),
+        (CyclicStrategy, {"preset": ["1f1b"]}, "preset ['1f1b'] is", "cyclic_dp", "use "),
+        (CyclicStrategy, {"preset": F1B}, "placement 'pipelined' is", "replicated", "use Pip"),
+        (CyclicStrategy, {"preset": {"weights": "old"}}, "'weights': 'old'", "each", "use pres"),
+        (CyclicStrategy, {"preset": CDP | {"weights": "old"}}, "'old' is", "freshest", "use pre"),
+        (CyclicStrategy, {"preset": CDP | {"weights": []}}, "weights [] is", "fresh", "use pre"),
+        (CyclicStrategy, {"preset": CDP | {"weights": "sync"}}, "sync", "delayed", "use "),
+        (CyclicStrategy, {"slack": -1}, "slack=-1", "0", "use "),
+        (CyclicStrategy, {"stages": 0}, "stages=0", "a number from 1", "use "),
+        (CyclicStrategy, {"stages": "two"}, "stages='two'", "a number from 1", "use "),
+        (CyclicStrategy, {"stages": "timed"}, "stages='timed'", '"measured" (by tim', "use "),
+        (CyclicStrategy, {"stages": "measured"}, "preset 'cyclic_dp'", "pipelin", "use stages='a"),
+        (CyclicStrategy, {"stages": [1, 2]}, "stages=[1, 2]", "list of module pa", "use "),
+        (CyclicStrategy, {"stages": [["a"]]}, "stages=[['a']]", "list of module pa", "use "),
+        (CyclicStrategy, {"timeout": 5}, "timeout=5", "a datetime.timedelta above 0", "use time"),
+        (CyclicStrategy, {"clip_norm": "all"}, "clip_norm='all'", "'stage', 'global'", "use "),
+        (CyclicStrategy, {"relay_buffers": "no"}, "relay_buffers='no'", "'auto', 'all'", "use "),
+        (CyclicStrategy, {"replicas": 2}, "'replicas'", "preset, stages", "of PipelineStrategy"),
+        (CyclicStrategy, {"activation_checkpointing": "always"}, "'activation", "stages", "of Pi"),
+        (CyclicStrategy, {"find_unused_parameters": True}, "'find_unu", "preset", "remove it"),
+        (CyclicStrategy, {"static_graph": True}, "'static_graph'", "transport", "remove it"),
+        (CyclicStrategy, {"memory_limit_bytes": 9}, "memory_limit_bytes=9", "a pipeline", "use "),
+        (PIPELINE, {"activation_checkpointing": "some"}, "checkpointing='some'", "never", "use "),
+        (PIPELINE, {"activation_checkpointing": True}, "checkpointing=True", "never", "use "),
+        (PIPELINE, {"num_microbatches": 0}, "num_microbatches=0", "from 1", "use "),
+        (PIPELINE, {"num_microbatches": -2}, "num_microbatches=-2", "from 1", "use "),
+        (PIPELINE, {"replicas": 0}, "replicas=0", "from 1", "use "),
+        (PIPELINE, {"stages": 0}, "stages=0", "a number from 1", "use "),
+        (PIPELINE, {"stages": ["a", "a"]}, "'a'", "once", "use "),
+        (PIPELINE, {"stages": "measure"}, "stages='measure'", "a number from 1", "use "),
+        (PipelineStrategy, {"preset": F1B | {"placement": "single"}, "stages": "measured"},
+         "stages='measured'", "use stages='auto', a number", "use "),
+        (PipelineStrategy, {"preset": F1B | {"sharding": "optimizer"}}, "optimizer", "none", ""),
+    ],
+)  # fmt: skip
+def test_options(
+    door: Callable[..., Any], given: dict[str, Any], said: str, allowed: str, todo: str
+) -> None:
+    with pytest.raises((PlanError, ConfigurationError)) as caught:
+        door(**given)
+    what, has_allowed, rest = str(caught.value).partition("allowed")
+    assert said in what
+    assert has_allowed
+    assert allowed in rest
+    assert todo in str(caught.value)
+
+
+def test_a_plan_without_a_runtime() -> None:
+    with pytest.raises(
+        PlanError, match=r"'full' \(preset 'lockstep_dp'\) has no runtime yet.*; use"
+    ):
+        CyclicStrategy(dict(CDP, schedule="lockstep", weights="sync", sharding="full"))
+
+
+def test_mps() -> None:
+    class OnMps:
+        accelerator = MPSAccelerator.__new__(MPSAccelerator)
+
+    with pytest.raises(ConfigurationError, match=r"'mps'.*allowed: 'cpu', 'cuda'; use "):
+        check_trainer(OnMps(), LightningModule(), sync_batchnorm=False)  # type: ignore[arg-type]
+
+
+# ---------------------------------------------------------------------- what ranks train on
+
+NUM_STEPS, NUM_MICRO = 4, 2
+
+
+def rows(k: int) -> Tensor:
+    return torch.randn((3, 6), generator=torch.Generator().manual_seed(k))
+
+
+def whole(t: int) -> list[Tensor]:
+    return [torch.cat([rows(t * NUM_MICRO + i) for i in range(NUM_MICRO)])]
+
+
+def micro_batches() -> Any:
+    return DataLoader([[rows(k)] for k in range(NUM_STEPS * NUM_MICRO)], batch_size=None)  # type: ignore[arg-type]
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return map(whole, range(6 + 2 * here().rank))
+
+
+BATCHES: dict[str, Callable[[int], list[Any]]] = {  # step -> batch
+    "good": whole,
+    "no tensor": lambda t: ["text", 3],
+    "no rows": lambda t: [torch.zeros(0, 6)],
+    "scalars": lambda t: [torch.tensor(1.0)],
+}
+ON_RANK_1: dict[str, Callable[[int], list[Any]]] = {
+    "other structure": lambda t: whole(t) * 2,
+    "other dtype": lambda t: [whole(t)[0].double()],
+    "other dims": lambda t: [whole(t)[0].flatten()],
+}
+
+
+def batches(kind: str) -> Any:
+    if kind == "other number, unsized":
+        return DataLoader(Stream(), batch_size=None)
+    made = BATCHES.get(kind, whole)
+    if here().rank == 1:
+        made = ON_RANK_1.get(kind, made)
+    number = NUM_STEPS + here().rank * (kind == "other number")
+    return DataLoader([made(t) for t in range(number)], batch_size=None)  # type: ignore[arg-type]
+
+
+def sevens() -> Any:
+    x = torch.zeros(8, 6)
+    x[2] = 7.0  # in the second of four micro-batches
+    return DataLoader([[x]], batch_size=None)  # type: ignore[arg-type]
+
+
+def ragged(drop_last: bool) -> Any:
+    """Give batches of 8, 8 and 4 rows."""
+    x = torch.randn(20, 6, generator=torch.Generator().manual_seed(0))
+    return DataLoader([[row] for row in x], batch_size=8, drop_last=drop_last)  # type: ignore[arg-type]
+
+
+# ---------------------------------------------------------------------- by all, or by one
+
+GPIPE = {"preset": "gpipe", "num_microbatches": NUM_MICRO}
+
+
+def pipeline(*stages: str, **more: Any) -> dict[str, Any]:
+    return GPIPE | {"stages": list(stages)} | more
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Say what is refused, and how.
+
+    Args:
+        module: makes what is trained.
+        error: the type of what is raised.
+        says: what is in its text on every rank.
+        strategy: its options.
+        num_ranks: how many train.
+        data: the kind of batches.
+        by: "all", each with its own error, or "one", whose reason others may repeat instead.
+    """
+
+    module: Callable[[], LightningModule]
+    error: str
+    says: Sequence[str]
+    strategy: dict[str, Any]
+    num_ranks: int = 2
+    data: str = "good"
+    by: str = "one"
+
+    def ends(self) -> list[Result]:
+        data = partial(batches, self.data)
+        return run(self.module, self.strategy, self.num_ranks, data=data, max_epochs=2)
+
+    def check(self) -> None:
+        assert_refused(self.ends(), self.error, *self.says, by=self.by)
+
+
+def assert_refused(ends: list[Result], error: str, *says: str, by: str = "one") -> None:
+    assert error in {end.error for end in ends}, ends
+    for rank, end in enumerate(ends):
+        assert end.error in ({error} if by == "all" else {error, "PeerError"}), end
+        assert end.seconds < SOON_S, end
+        for part in says:
+            assert part in end.text, end.text
+        if end.error == "PeerError":
+            assert_heard(end.text, rank)
+
+
+def assert_heard(text: str, rank: int) -> None:
+    """Look for one line in which a rank names another one first, and then what to do."""
+    name = r"rank (\d) on \S+( \(stages? [^)]+\))?"
+    because = rf"this rank \({rank}\) stopped because of it\. Look at the log of rank \1\."
+    assert re.fullmatch(rf"{name} failed .*; {because}.*", text), text
+
+
+def all_refuse(
+    module: Callable[[], Any], error: str, *says: str, data: str = "good", **strategy: Any
+) -> Refusal:
+    return Refusal(module, error, says, {"preset": "cyclic_dp"} | strategy, data=data, by="all")
+
+
+def one_refuses(
+    module: Callable[[], Any], error: str, *says: str, strategy: dict[str, Any],
+    num_ranks: int = 2, data: str = "good",
+) -> Refusal:  # fmt: skip
+    return Refusal(module, error, says, strategy, num_ranks, data)
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize(
+    "refusal",
+    [
+        all_refuse(m.Chain, "PlanError", "99", "4 places", "allowed: 1 to 4", "lower", stages=99),
+        all_refuse(m.Chain, "PlanError", "'layers.7'", "allowed:", "layers.1",
+                   stages=["layers.7"]),
+        all_refuse(m.Chain, "PlanError", "one after the other", "allowed:", "reorder",
+                   stages=["layers.2", "layers.1"]),
+        all_refuse(m.Chain, "PlanError", "num_microbatches=3", "multiples of", "use ",
+                   num_microbatches=3),
+        all_refuse(m.Chain, "PlanError", "num_microbatches=4", "accumulate_grad_batches=2",
+                   num_microbatches=4),
+        all_refuse(m.NothingTrained, "ConfigurationError", "no parameter", "allowed:", "pass "),
+        all_refuse(m.Outside, "ConfigurationError", "1 parameter(s)", "allowed:", "register"),
+        all_refuse(m.SharedStorage, "ConfigurationError", "share one storage", "allowed:", "tie"),
+        all_refuse(m.CompiledInPlace, "ConfigurationError", "compiled as a whole", "block.comp"),
+        all_refuse(partial(m.Fails, "has no graph"), "StepError", "without a graph (step 0)",
+                   "allowed:", "detach"),
+        all_refuse(m.OtherModule, "ConfigurationError", "head.weight (4, 4)", "head.weight (5, 4)",
+                   "allowed:"),
+        all_refuse(m.OtherFrozen, "ConfigurationError", "layers.2.weight", "trained", "frozen",
+                   "allowed:"),
+        all_refuse(m.Chain, "StepError", "of 1: float32", "of 2: float32", "allowed:",
+                   data="other structure"),
+        all_refuse(m.TakesAny, "StepError", "float32 with 2 dims", "float64 with 2 dims",
+                   "allowed:", data="other dtype"),
+        all_refuse(m.TakesAny, "StepError", "float32 with 2 dims", "float32 with 1 dim",
+                   "allowed:", data="other dims"),
+        all_refuse(m.Chain, "ConfigurationError", f"rank 0: {NUM_STEPS}", f"rank 1: {NUM_STEPS+1}",
+                   "training ba", "allowed:", data="other number"),
+        all_refuse(m.OtherOrderOnOne, "StepError",
+                   "rank 1 entered the stages that rank 0 has in the order [3, 2, 1]; allowed:",
+                   "stages=1", stages=4),
+        # a pipeline's stages
+        one_refuses(m.Chain, "PlanError", "stages=40", "allowed: 1 to 4", "use stages=4",
+                    strategy=GPIPE | {"stages": 40}),
+        one_refuses(m.Chain, "PlanError", "'layers.7'", "allowed:", "layers.1",
+                    strategy=pipeline("layers.7")),
+        one_refuses(m.Chain, "PlanError", "'missing.0'", "allowed:",
+                    strategy=pipeline("layers.1", "missing.0")),
+        one_refuses(m.Chain, "PlanError", "'never'", "does not call", "allowed:", "layers.1",
+                    strategy=pipeline("never")),
+        one_refuses(m.Chain, "PlanError", "allowed: the order", 'stages=["layers.1", "layers.2"]',
+                    strategy=pipeline("layers.2", "layers.1")),
+        one_refuses(m.OtherOrder, "PlanError", "allowed:", 'stages=["layers.2", "layers.1"]',
+                    strategy=pipeline("layers.1", "layers.2")),
+        one_refuses(m.Chain, "PlanError", "allowed", "num_workers=3 with num_stages=2",
+                    "use num_stages=3 or num_workers=2", strategy=pipeline("layers.2"),
+                    num_ranks=3),
+        one_refuses(m.Chain, "PlanError", "allowed", "num_workers=4 with num_stages=2",
+                    "num_workers=2, or replicas=2", strategy=pipeline("layers.2"), num_ranks=4),
+        one_refuses(m.Chain, "PlanError", "allowed", "num_workers=3 with replicas=2",
+                    "use num_workers=4", strategy=pipeline("layers.2", replicas=2), num_ranks=3),
+        one_refuses(m.Chain, "PlanError", "allowed", "num_workers=2 with replicas=4",
+                    "use num_workers=4", strategy=pipeline("layers.2", replicas=4)),
+        one_refuses(m.HasSparseGradients, "StepError", "stage 0 has a sparse gradient", "allowed:",
+                    strategy=pipeline("layers.1", replicas=2), num_ranks=4),
+        one_refuses(m.LimitsRows, "PlanError", "'embedding.weight'", "allowed:",
+                    strategy=GPIPE | {"preset": "1f1b", "stages": 1, "replicas": 2}),
+        # stages without parameters
+        one_refuses(m.Chain, "PlanError", "stage 1, from 'tanh.1' to 'layers.2', would be without",
+                    'use stages=["tanh.1", "layers.3"]', strategy=pipeline("tanh.1", "layers.2")),
+        one_refuses(m.Chain, "PlanError", "step's beginning to 'layers.0', would be without",
+                    "allowed: no place", strategy=pipeline("layers.0", "layers.1")),
+        one_refuses(m.Chain, "PlanError", "stage 2, from 'tanh.3' to the end, would be without",
+                    'use stages=["layers.1", "layers.3"]',
+                    strategy=pipeline("layers.1", "tanh.3")),
+        # what it trains on
+        *(one_refuses(m.Chain, "ConfigurationError", "training batches", "allowed:",
+                      f"(rank 0: {NUM_STEPS}, rank 1: {NUM_STEPS + 1})", data="other number",
+                      strategy=pipeline("layers.2", preset=preset))
+          for preset in ("1f1b", "cyclic_pipeline")),
+        *(one_refuses(m.Chain, "StepError", "allowed:", *says, data=data,
+                      strategy=pipeline("layers.2"))
+          for data, says in [("no tensor", ("no tensor", "micro-batches")),
+                             ("no rows", ("no samples", "[0, 6]")), ("scalars", ("dim",))]),
+        # its steps
+        *(one_refuses(partial(m.Fails, how), "StepError", says,
+                      strategy=pipeline("layers.2", preset="1f1b"))
+          for how, says in [("returns None", "returned None (step 0)"),
+                            ("has no graph", "without a graph (step 0)"),
+                            ("is not finite", "nan in step 0")]),
+        *(one_refuses(module, "ZeroDivisionError", "the batch is broken",
+                      strategy=pipeline("layers.2", preset="1f1b"))
+          for module in (m.FailsInLastStage, m.FailsInFirstStage)),
+        one_refuses(m.ReadsTwice, "PlanError", "by __float__", "by item", 'stages=["layers.1"]',
+                    strategy=pipeline("layers.3")),
+        # steps of workers that run whole micro-batches
+        one_refuses(m.ReducesInUpdate, "StepError",
+                    "self.log('norm', ...) was called in on_before_optimizer_step",
+                    strategy={"preset": "cyclic_dp"}),
+        one_refuses(m.OtherOrderLater, "StepError", "ran its stages in the order [3, 2, 1]",
+                    strategy={"preset": "cyclic_dp", "stages": 4}),
+        one_refuses(m.ReentrantCheckpoint, "StepError", "use_reentrant=False",
+                    strategy={"preset": "cyclic_dp", "stages": 4}),
+        one_refuses(m.TwoBackwards, "StepError", "one backward that reaches each parameter once",
+                    strategy={"preset": "cyclic_dp", "stages": 4}),
+        *(one_refuses(m.StatisticsLater, "StepError", "buffer 'layers.1.num_batches_tracked'",
+                      "changed after it had been handed on",
+                      strategy={"preset": preset, "stages": ["layers.2"]})
+          for preset in ("cyclic_dp", "cyclic_dp_v1")),
+        *(one_refuses(m.UpdatesInBackward, "StepError", "while step 0 was under way",
+                      strategy=strategy)
+          for strategy in ({"preset": "cyclic_dp"}, pipeline("layers.2", preset="1f1b"),
+                           pipeline("layers.2", preset="cyclic_pipeline"))),
+    ],
+    ids=lambda x: "-".join([
+        getattr(x.module, "func", x.module).__name__, x.strategy["preset"], x.says[0]
+    ]),
+)  # fmt: skip
+def test_training(refusal: Refusal) -> None:
+    refusal.check()
+
+
+# cyclic_dp_v1 makes the updates of all stages on one rank, in whose hook weights may change
+HOOKS = ["on_before_zero_grad", "on_before_backward", "on_after_backward"]
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize(
+    ("hook", "whose", "preset"),
+    [
+        *in_turn(HOOKS, ["own", "teacher"], ["cyclic_dp", "cyclic_dp_v1", "lockstep_dp"]),
+        ("on_before_optimizer_step", "teacher", "cyclic_dp_v1"),
+    ],
+)
+def test_weights_that_a_hook_changes_within_a_step(hook: str, whose: str, preset: str) -> None:
+    module = partial(m.ChangesWithin, hook, whose)
+    name = f"parameter '{'layers' if whose == 'own' else 'teacher'}."
+    says = (name, "while step", "but ranks have several versions or copies of it")
+    one_refuses(module, "StepError", *says, strategy={"preset": preset}).check()
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize(
+    ("how", "at", "culprit", "error", "reason", "preset"),
+    [
+        ("returns None", 0, 0, "StepError", "returned None (step 0)", "cyclic_dp"),
+        ("returns None", 2, 1, "StepError", "returned None (step 2)", "cyclic_dp_v1"),
+        ("has no graph", 3, 0, "StepError", "without a graph (step 3)", "lockstep_dp"),
+        ("is not finite", 3, 1, "StepError", "rank 1 is nan in step 3", "cyclic_dp"),
+        ("is not finite", 0, 0, "StepError", "rank 0 is nan in step 0", "cyclic_dp_v1"),
+        ("raises", 0, 0, "ZeroDivisionError", "the batch is broken", "lockstep_dp"),
+        ("raises", 0, 1, "ZeroDivisionError", "the batch is broken", "cyclic_dp"),
+        ("raises", 3, 0, "ZeroDivisionError", "the batch is broken", "cyclic_dp_v1"),
+        ("raises", 3, 1, "ZeroDivisionError", "the batch is broken", "lockstep_dp"),
+    ],
+)
+def test_the_others_name_the_reason_of_the_one_that_fails(
+    how: str, at: int, culprit: int, error: str, reason: str, preset: str
+) -> None:
+    module = partial(m.Fails, how, at, [culprit])
+    ends = one_refuses(module, error, strategy={"preset": preset}).ends()
+    assert_refused(ends, error, reason)
+    other = ends[1 - culprit]
+    assert (ends[culprit].error, other.error) == (error, "PeerError")
+    assert re.match(rf"rank {culprit} .*in step ", other.text)
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize("preset", ["cyclic_dp", "lockstep_dp"])
+def test_streams_of_different_length(preset: str) -> None:
+    given = one_refuses(m.Chain, "", strategy={"preset": preset}, data="other number, unsized")
+    for end in given.ends():
+        assert end.error in ("StepError", "ConfigurationError", "PeerError"), end
+        assert "number" in end.text
+        assert "batches" in end.text
+
+
+# ---------------------------------------------------------------------- right here, refused there
+
+
+@cache
+def plainly(module: type[m.Chain]) -> Result:
+    """Return the plain run of a module, made once per session."""
+    (end,) = run(module, "auto", 1, data=micro_batches, accumulate_grad_batches=NUM_MICRO)
+    return end
+
+
+def assert_right(module: type[m.Chain], strategy: dict[str, Any], num_ranks: int = 2) -> None:
+    plain = plainly(module)
+    for r, end in enumerate(run(module, strategy, num_ranks, data=partial(batches, "good"))):
+        assert not end.error, f"rank {r}: {end}"
+        assert end.global_step == plain.global_step == NUM_STEPS
+        assert_same(end.weights, plain.weights, f"rank {r}")
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize(
+    ("module", "strategy"),
+    [
+        (m.Nested, pipeline("net.1")),  # either name of a module will do
+        (m.Nested, pipeline("layers.1")),
+        (m.CalledTwice, pipeline("layers.1")),  # in two stages
+        (m.CalledTwice, pipeline("layers.1", preset="1f1b")),
+        (m.HasSparseGradients, pipeline("layers.1")),
+        (m.LimitsRows, pipeline("layers.1", preset="1f1b")),
+        (m.BranchesOnBatch, pipeline("layers.1", "layers.3")),
+        # numbers of rows that depend on values
+        *((module, pipeline("layers.3")) for module in m.CHOOSES_ROWS),
+        # outputs that are no tensors
+        (m.CrossesAsObject, pipeline("layers.2")),
+        (m.CrossesAsTree, pipeline("layers.1", "layers.3")),
+        (m.CrossesAsGenerator, pipeline("layers.2")),
+        (m.CrossesAsNumber, pipeline("layers.1", "layers.3")),
+    ],
+)
+def test_hard_cuts_that_are_right(module: type[m.Chain], strategy: dict[str, Any]) -> None:
+    assert_right(module, strategy)
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize("module", m.NEEDS_VALUES)
+def test_code_of_an_earlier_stage_that_needs_values(module: type[m.Chain]) -> None:
+    says = ("allowed:", line_of(module).name, 'stages=["layers.2"]')
+    one_refuses(module, "PlanError", *says, strategy=pipeline("layers.3")).check()
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize(
+    ("remat", "module", "num_ranks"),
+    in_turn(
+        ["never", "always"],
+        [(x, n) for n in (2, 1) for x in (m.EditsReceived, m.EditsInput, m.EditsBatch)],
+    ),
+)
+def test_edits_in_place(module: type[m.Chain], num_ranks: int, remat: str) -> None:
+    assert_right(module, pipeline("layers.2", activation_checkpointing=remat), num_ranks)
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_change_of_a_view_where_views_would_travel_apart(num_ranks: int) -> None:
+    says = ("allowed:", "changed in place", line_of(m.EditsView).name, 'stages=["layers.3"]')
+    given = one_refuses(m.EditsView, "PlanError", *says, strategy=pipeline("layers.2"))
+    replace(given, num_ranks=num_ranks).check()
+    assert_right(m.EditsView, pipeline("layers.3"), num_ranks)
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize(
+    ("num_ranks", "remat"), [(1, "never"), (2, "always"), more(1, "always"), more(2, "never")]
+)
+@pytest.mark.parametrize("stages", [["layers.1"], ["layers.1", "layers.2"]], ids=str)
+def test_a_change_of_a_view_that_was_not_seen_before(
+    stages: list[str], num_ranks: int, remat: str
+) -> None:
+    says = ("allowed:", "changed in place", line_of(m.EditsViewLater).name)
+    strategy = pipeline(*stages, activation_checkpointing=remat)
+    given = one_refuses(m.EditsViewLater, "StepError", *says, strategy=strategy)
+    replace(given, num_ranks=num_ranks).check()
+
+
+@pytest.mark.multi
+def test_a_change_of_what_an_earlier_stage_on_the_same_worker_keeps() -> None:
+    says = "modified by an inplace operation"
+    one_refuses(
+        m.EditsSaved, "RuntimeError", says, strategy=pipeline("layers.2"), num_ranks=1
+    ).check()
+
+
+# ---------------------------------------------------------------------- which micro-batch
+
+
+@pytest.mark.parametrize("remat", ["never", "always"])
+@pytest.mark.parametrize(
+    ("where", "error"), [("forward", "KeyError"), ("backward", "ZeroDivisionError")]
+)
+def test_a_note_says_in_which_micro_batch(where: str, error: str, remat: str) -> None:
+    strategy = {"preset": "1f1b", "num_microbatches": 4, "stages": ["layers.3"]}
+    strategy["activation_checkpointing"] = remat
+    (end,) = run(partial(m.FailsOnSevens, where), strategy, 1, data=sevens)
+    note = f"in micro-batch 2 of 4 (2 of 8 samples), stage 1, {where}"
+    assert end.error == error
+    assert list(end.notes).count(note) == 1
+
+
+def test_a_micro_batch_too_small_for_batchnorm_says_what_to_do_and_that_helps() -> None:
+    strategy = {"preset": "1f1b", "stages": ["layers.3"], "num_microbatches": 4}
+    (end,) = run(m.Normed, strategy, 1, data=partial(ragged, False))
+    assert end.error == "ValueError"
+    assert end.notes[0] == "in micro-batch 1 of 4 (1 of 4 samples), stage 0, forward"
+    todo = "use DataLoader(drop_last=True), larger batches, or a smaller num_microbatches"
+    assert todo in end.notes[1]
+    (end,) = run(m.Normed, strategy, 1, data=partial(ragged, True))
+    assert end.global_step == 2
+    (end,) = run(m.Normed, strategy | {"num_microbatches": 2}, 1, data=partial(ragged, False))
+    assert end.global_step == 3
