@@ -97,5 +97,6 @@ def test_a_requeued_job_ends_with_the_same_bits(preset: str, tmp_path: Path) -> 
     assert_goes_on(preset, tmp_path, 2)
 
 
-def test_gradients_that_are_accumulated_are_applied_before(tmp_path: Path) -> None:
-    assert_goes_on("lockstep_dp", tmp_path, 2, accumulate_grad_batches=4)
+@pytest.mark.parametrize("preset", ["lockstep_dp", "1f1b"])
+def test_gradients_that_are_accumulated_are_applied_before(preset: str, tmp_path: Path) -> None:
+    assert_goes_on(preset, tmp_path, 2, accumulate_grad_batches=4)

@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
+from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset
 
 from tests import processes
@@ -104,6 +106,33 @@ def test_draws_values_that_are_reduced_and_flags(name: str) -> None:
         assert_same(one.pop("weights"), other.pop("weights"))
         assert one == other
         assert one["seen"]
+
+
+class Masked(Dropping):
+    """Keeps the mask of each batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.masks: list[tuple[float, ...]] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.masks.append(tuple(F.dropout(torch.ones(64)).tolist()))
+        return super().training_step(batch, batch_idx)
+
+
+def masks(preset: str) -> list[tuple[float, ...]]:
+    module = Masked()
+    make_trainer({"preset": preset}, max_epochs=1, accumulate_grad_batches=2).fit(
+        module, batches()
+    )
+    return module.masks
+
+
+@pytest.mark.parametrize("preset", ["cyclic_dp", "cyclic_zero"])
+def test_each_batch_of_each_step_and_worker_draws_something_else(preset: str) -> None:
+    drawn = [mask for rank in processes.run(masks, 2, preset) for mask in rank]
+    assert len(drawn) == 12
+    assert len(set(drawn)) == 12
 
 
 def go_on(preset: str, folder: str, resumed: bool) -> dict[str, Any]:

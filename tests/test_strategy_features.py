@@ -156,17 +156,20 @@ def test_clipping_by_the_norm_of_all_while_buffers_travel_and_where_all_meet(
     run.run(make(), ranks[0]["stage_of"]).compare(ranks)
 
 
-def warnings_of_fit(flags: dict[str, Any]) -> list[str]:
+def warnings_of_fit(flags: dict[str, Any], options: dict[str, Any]) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.filterwarnings("always", message=r"gradient_clip_val clips")
-        fit(Classifier, "cyclic_dp", 2, flags)
+        fit(Classifier, options, 2, flags)
     return [str(each.message) for each in caught]
 
 
 def test_clipping_of_freshest_weights_says_once_what_it_does() -> None:
-    (said,), others = processes.run(warnings_of_fit, 2, {"gradient_clip_val": CLIP_AT})
+    flags = {"gradient_clip_val": CLIP_AT}
+    (said,), others = processes.run(warnings_of_fit, 2, flags, {})
     assert "clips each stage by its own norm" in said
     assert others == []
+    chosen = processes.run(warnings_of_fit, 2, flags, {"clip_norm": "stage"})
+    assert chosen == [[], []]
 
 
 # ---------------------------------------------------------------------- Trainer flags

@@ -99,7 +99,8 @@ def _train(
         strategy = {"timeout": timedelta(seconds=TIMEOUT_S)} | strategy
     try:
         module = make()
-        trainer = make_trainer(strategy, callbacks=[losses], **flags)
+        callbacks = [losses, *(flags.pop("callbacks", ()))]
+        trainer = make_trainer(strategy, callbacks=callbacks, **flags)
         trainer.fit(module, data())
     except BaseException as error:
         notes = getattr(error, "__notes__", ())

@@ -79,3 +79,9 @@ def test_late_updates_are_refused_where_new_versions_are_read_at_once(change):
 def test_a_norm_over_all_stages_is_refused_where_each_is_updated_at_once(preset):
     with pytest.raises(PlanError, match=r"norms='owners' with weights 'freshest' .*'shared' and "):
         make_plan(preset, num_stages=3, num_workers=3, norms="owners")
+
+
+@pytest.mark.parametrize("norms", ["owners", "all"])
+def test_norms_with_slack_are_refused(norms):
+    with pytest.raises(PlanError, match=r"slack=2 would mix gradients of two steps.*use slack=0"):
+        make_plan("cyclic_dp", num_stages=4, num_workers=4, slack=2, norms=norms)

@@ -163,6 +163,12 @@ def test_more_in_flight_than_the_timetable_says():
     assert "keeps 4 activations at once" in refusal(plan, eager.programs)
 
 
+def test_one_more_in_flight_than_the_timetable_says():
+    numbers = {"num_stages": 2, "num_workers": 2, "num_microbatches": 3, "num_steps": 1}
+    plan, eager = (make_plan(preset, **numbers) for preset in ("1f1b", "gpipe"))
+    assert "keeps 3 activations at once" in refusal(plan, eager.programs)
+
+
 @pytest.mark.parametrize("replicas", [2, 64])
 def test_a_probe_is_small_and_as_wide_as_needed(replicas):
     plan = make_plan(

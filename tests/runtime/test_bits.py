@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_cyclic.runtime import bits
-from lightning_cyclic.runtime.bits import sum_of_bits, unseen
+from lightning_cyclic.runtime.bits import digest, sum_of_bits, unseen
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.complex64])
@@ -35,3 +35,14 @@ def test_a_backward_reads_what_was_written_unseen() -> None:
     assert [f._version for f in factors] == before
     assert x.grad is not None
     assert x.grad.tolist() == [10, 10, 10]
+
+
+def test_a_digest_tells_elements_and_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(3, 50)
+    for at_once in (1 << 18, 7):  # in one part, and in many
+        monkeypatch.setattr(bits, "_AT_ONCE", at_once)
+        others = [x.flip(1), x.flip(0), x.roll(7), x.roll(1), x + 1, x[:2], x.sort().values]
+        found = [int(digest(y)) for y in (x, *others)]
+        assert len(set(found)) == len(found)
+        assert found[0] == int(digest(x.clone())) == int(digest(x.t().contiguous().t()))
+    assert torch.equal(digest(torch.tensor([0.0])), digest(torch.tensor([-0.0])))

@@ -134,6 +134,12 @@ def test_all_together_arrive_in_their_order_and_aligned():
         assert {x.storage_offset() * x.element_size() % 512 for x in arrived} == {0}
 
 
+def test_the_gaps_of_a_large_tensor_are_not_those_of_the_next_one():
+    large = torch.arange(64.0 * 80).reshape(64, 80)[:, :40]
+    arrived = Pair().exchange(large, X)[0].tensors
+    assert list(map(bits, arrived)) == [bits(large), bits(X)]
+
+
 def test_unchanged_is_one_message_and_changed_is_description_and_content():
     pair = Pair()
     assert pair.exchange(X, facts=[1])[1] == 3

@@ -71,6 +71,12 @@ def test_values_do_not_depend_on_what_else_is_made() -> None:
     assert whole.lstm(torch.ones(1, 1, 4))[0].isfinite().all()
 
 
+def test_modules_of_one_kind_do_not_begin_alike() -> None:
+    module, weights = on_meta(lambda: nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)))
+    weights.make_all()
+    assert not torch.equal(module[0].weight.detach(), module[1].weight)
+
+
 def test_what_is_lent_is_there_while_its_module_is_called() -> None:
     (whole, weights), (module, _) = on_meta(Everything), on_meta(Everything)
     weights.make_all()

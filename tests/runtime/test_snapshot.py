@@ -22,6 +22,9 @@ class Busy(nn.Module):
         self.count, self.outputs, self.queue = 0, [], deque([1])
         self.by_kind = {"a": [1], "b": {2}}
         self.state = torch.zeros(2)
+        self.own = torch.Generator().manual_seed(3)
+        self.draws, self.dice = np.random.default_rng(4), random.Random(5)
+        self.array = np.zeros(3)
 
     def forward(self, x):
         h = self.norm(self.layer(x.mul_(2))) + torch.rand(2) + random.random() + np.random.rand()
@@ -34,6 +37,8 @@ class Busy(nn.Module):
         self.by_kind["c"] = self.by_kind["b"].add(3)
         self.stash = h
         self.state += 1
+        self.array += torch.rand((), generator=self.own).item()
+        self.array[0] = self.draws.random() + self.dice.random()
         for mine, fast in zip(self.slow.parameters(), self.layer.parameters(), strict=True):
             mine.mul_(0.9).add_(fast, alpha=0.1)
         self.layer.register_forward_hook(lambda *_: None)
@@ -51,6 +56,10 @@ def picture(model):
 def test_a_survey_leaves_no_trace():
     model, x = Busy(), torch.ones(3, 2)
     before, weights = picture(model)
+    array, rows = model.array, model.array.copy()
+    own, draws, dice = (
+        model.own.get_state(), model.draws.bit_generator.state, model.dice.getstate(),
+    )  # fmt: skip
     buffer, states = model.replaced, (random.getstate(), torch.get_rng_state(), np.random.rand)
     drawn = np.random.get_state()[1].tolist(), np.random.get_state()[2]
     survey(model, lambda: model(x), clock="measured")
@@ -63,6 +72,10 @@ def test_a_survey_leaves_no_trace():
     assert random.getstate() == states[0]
     assert torch.equal(torch.get_rng_state(), states[1])
     assert (np.random.get_state()[1].tolist(), np.random.get_state()[2]) == drawn
+    assert torch.equal(model.own.get_state(), own)
+    assert (model.draws.bit_generator.state, model.dice.getstate()) == (draws, dice)
+    assert model.array is array
+    assert array.tolist() == rows.tolist()
     assert all(m.training for m in model.modules())
 
 

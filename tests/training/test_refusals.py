@@ -48,6 +48,8 @@ PIPELINE = partial(PipelineStrategy, "1f1b")
         (CyclicStrategy, {"preset": CDP | {"weights": []}}, "weights [] is", "fresh", "use pre"),
         (CyclicStrategy, {"preset": CDP | {"weights": "sync"}}, "sync", "delayed", "use "),
         (CyclicStrategy, {"slack": -1}, "slack=-1", "0", "use "),
+        (CyclicStrategy, {"slack": True}, "slack=True", "0", "use "),
+        (CyclicStrategy, {"stages": True}, "stages=True", "a number from 1", "use "),
         (CyclicStrategy, {"stages": 0}, "stages=0", "a number from 1", "use "),
         (CyclicStrategy, {"stages": "two"}, "stages='two'", "a number from 1", "use "),
         (CyclicStrategy, {"stages": "timed"}, "stages='timed'", '"measured" (by tim', "use "),

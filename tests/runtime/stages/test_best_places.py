@@ -193,6 +193,9 @@ def test_the_first_stage_of_a_pipeline_keeps_most():
     load = Load(compute_ns=1, parameter_bytes=10, activation_bytes=100, crossing_bytes=1000)
     # weights, gradients and Adam's moments; activations and inputs of 3, 2 and 1 micro-batches
     assert [demands.kept_bytes(j, load, 0) for j in range(3)] == [3340, 2240, 1140]
+    # and, behind all stages but the last, one gradient of what they have sent
+    more = [demands.kept_bytes(j, load, 7) - demands.kept_bytes(j, load, 0) for j in range(3)]
+    assert more == [7, 7, 0]
 
 
 def test_workers_with_several_stages_have_no_demands_by_stage():

@@ -58,9 +58,12 @@ def test_messages_come_in_order_and_when_they_are_waited_for(device: str) -> Non
         assert sent.is_done()
     for pending in reversed(waits):
         pending.wait()
-        pending.wait()
         assert pending.is_done()
     assert [int(b.unique()) for b in buffers] == list(range(6))
+    for pending, buffer in zip(waits, buffers, strict=True):
+        buffer.fill_(77)
+        pending.wait()  # once more, which leaves what was written since
+        assert int(buffer.unique()) == 77
     sender.close()
     receiver.close()
 
