@@ -99,7 +99,7 @@ def plan_runs(cfg: DictConfig, overrides: Sequence[str] = ()) -> list[Run]:
     @cache  # composing takes long
     def composed(task: str, preset: str) -> DictConfig:
         recipe = [*cfg.compare.tasks[task].recipe, f"strategy={preset}"]
-        return compose("config", [*recipe, f"workers={cfg.workers}", *overrides])
+        return compose("train", [*recipe, f"workers={cfg.workers}", *overrides])
 
     axes = (cfg.seeds, cfg.tasks, cfg.optimizers, cfg.presets)
     return [_run(cfg.compare, *names, composed) for names in product(*axes)]

@@ -63,7 +63,7 @@ def test_every_image_model_fits_every_image_data_set(compose_recipe, model, data
 
 def test_a_requeued_job_has_the_folder_of_its_run(monkeypatch):
     setup_globals()
-    asked = OmegaConf.load(CONF / "config.yaml").hydra.run
+    asked = OmegaConf.load(CONF / "hydra" / "default.yaml").run
     for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"):
         monkeypatch.delenv(name, raising=False)
     assert re.fullmatch(r"outputs/\d{4}-\d\d-\d\d/\d\d-\d\d-\d\d", asked.dir)

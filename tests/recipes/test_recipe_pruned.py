@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from pruned import train_pruned
 from rich.console import Console
 
+from recipes.pruned import train_pruned
 from tests.commands import Command, Commands
 
 ROOT = Path(__file__).parents[2]

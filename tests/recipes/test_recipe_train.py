@@ -15,12 +15,12 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from hydra.utils import instantiate
 from lightning.pytorch.plugins.environments import SLURMEnvironment
-from report import plan_table, print_results, stage_ranks, stage_table
 from rich.console import Console
 from torch import nn
-from train import make_trainer, refuse_popen_sweep
 
 from lightning_cyclic.plan import make_plan
+from recipes.report import plan_table, print_results, stage_ranks, stage_table
+from recipes.train import make_trainer, refuse_popen_sweep
 from tests.commands import Command, Commands, asked_for
 from tests.rows import more
 
