@@ -270,9 +270,13 @@ def run(args: argparse.Namespace) -> None:
 
 def chosen(cases: list[Case], args: argparse.Namespace) -> list[Case]:
     """Return the cases that were asked for, changed as was asked for."""
-    names = ("rounds", "num_steps", "width", "strategies")
-    changes = {name: value for name in names if (value := vars(args)[name])}
-    return [replace(case, **changes) for case in cases if args.only in case.name]
+    fields = ("rounds", "num_steps", "width", "strategies")
+    changes = {name: value for name in fields if (value := vars(args)[name])}
+    asked = [replace(case, **changes) for case in cases if args.only in case.name]
+    if not asked:
+        names = "; ".join(case.name for case in cases)
+        raise SystemExit(f"--only {args.only!r}; allowed: what is in one of: {names}")
+    return asked
 
 
 def report(case: Case) -> None:
