@@ -130,7 +130,8 @@ def _run(
     lr = chosen.lr / updates if comparison.lr_rule == "per_sample" else chosen.lr
     cfg.model.optimizer = {**_unresolved(chosen), "lr": lr, **own, "_partial_": True}
     cfg.model.scheduler = {**_unresolved(recipe.scheduler), "_partial_": True}
-    cfg.trainer.update(_QUIET, default_root_dir=".", enable_checkpointing=False)
+    cfg.paths.output_dir = "."
+    cfg.trainer.update(_QUIET, enable_checkpointing=False)
     for limit in ("max_steps", "limit_train_batches", "val_check_interval"):
         cfg.trainer[limit] = _in_updates(cfg.trainer.get(limit), updates)
     cfg.updates_per_step = updates

@@ -22,7 +22,7 @@ def compose_recipe(tmp_path: Path) -> Iterator[Compose]:
     """Compose conf/train.yaml with overrides; whatever a run writes goes to tmp_path."""
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         yield lambda *overrides: compose(
-            "train", [f"trainer.default_root_dir={tmp_path}", "logger=none", *overrides]
+            "train", [f"paths.output_dir={tmp_path}", "logger=none", *overrides]
         )
 
 
