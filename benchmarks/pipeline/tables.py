@@ -58,8 +58,7 @@ SMOKE = (
 )  # fmt: skip
 ONE = Case(
     name="a: 1 process", num_workers=1, num_stages=4, num_microbatches=4, rows=8, length=128,
-    width=256,
-    depth=8, sleep_ms=0, num_steps=4, rounds=9,
+    width=256, depth=8, sleep_ms=0, num_steps=4, rounds=9,
 )  # fmt: skip
 CASES = {
     "a": ONE,
@@ -71,8 +70,7 @@ CASES = {
     ),
     "d4": replace(
         ONE, name="d: 4 processes, no flush", num_workers=4, num_microbatches=8, rows=4,
-        num_steps=2,
-        rounds=5, sleep_ms=10,
+        num_steps=2, rounds=5, sleep_ms=10,
     ),
     "c": replace(ONE, name="c: 1 process, a Sequential, remat except the last micro-batch"),
 }  # fmt: skip
@@ -91,10 +89,7 @@ PAIRS = {
 NUM_MICRO = {"d2": [2, 4, 8], "d4": [4, 8]}
 _REFERENCE = "1f1b"
 _MOST_PROCESSES = 4
-SLEPT: dict[str, Any] = {
-    "width": 64,
-    "length": 32,
-}  # so that what is computed beside the sleep is little
+SLEPT = {"width": 64, "length": 32}  # so that what is computed beside the sleep is little
 
 
 def report(case: Case, pairs: dict[str, str]) -> None:
@@ -233,7 +228,7 @@ def work(key: str, *names: str) -> None:
 def _changed(key: str, changes: dict[str, Any]) -> Case:
     """Return a case as was asked for; one that sleeps has a small model by default."""
     case = replace(CASES[key], **changes)
-    return replace(case, **(SLEPT | changes)) if case.sleep_ms else case
+    return replace(case, **{**SLEPT, **changes}) if case.sleep_ms else case
 
 
 def _announce(key: str, case: Case) -> None:
