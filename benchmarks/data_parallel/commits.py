@@ -18,6 +18,7 @@ which ask for public names alone. One older than those scripts is not compared.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import subprocess
 import sys
@@ -43,12 +44,13 @@ PIPELINES = {  # table of pipeline -> its contenders, the reference first
 SMOKE = ("--only", "20 ms", "--rounds", "1", "--num-steps", "10", "--width", "64")
 OLD_ROUND = """
 import json, sys
+from dataclasses import replace
 from pipeline import CASES, _sized
 from pipeline_teams import run
 
 def main():
-    key, *names = sys.argv[1:]
-    case = _sized(CASES[key])
+    key, changes, *names = sys.argv[1:]
+    case = replace(_sized(CASES[key]), **json.loads(changes))
     rounds = run(dict.fromkeys(names, case), case.num_steps, 1)
     print("RESULT", json.dumps({n: max(w["wall"] for w in rounds[n][0]) for n in names}))
 
@@ -64,8 +66,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--case", choices=["loopback", "net", "pipeline"], default="loopback")
     parser.add_argument("--only", default="", help="run the cases whose name contains this")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--num-steps", type=int, help="of a fit of replicated training")
-    parser.add_argument("--width", type=int, help="features of its layers")
+    parser.add_argument("--num-steps", type=int, help="of a fit, or of a round")
+    parser.add_argument("--width", type=int, help="features of every layer")
     parser.set_defaults(strategies=STRATEGIES)
 
 
@@ -75,8 +77,10 @@ def run(args: argparse.Namespace) -> None:
     if not (before / "lightning_cyclic").is_dir():
         raise SystemExit(f"{before}; allowed: a checkout of this repository; git worktree add")
     if args.case == "pipeline":
+        sizes = {"num_steps": args.num_steps, "width": args.width}
+        changes = {field: value for field, value in sizes.items() if value}
         for key in [key for key in PIPELINES if key.startswith(args.only)]:
-            compare(key, before, args.rounds, partial(_pipelines, key))
+            compare(key, before, args.rounds, partial(_pipelines, key, changes))
         return
     for case in chosen(LOOPBACK if args.case == "loopback" else NETWORK, args):
         brief = replace(case, rounds=2)
@@ -103,12 +107,13 @@ def _replicated(case: Case, checkout: Path) -> Seconds:
     return {s: min(x.step_s for x in fits) for s, fits in measure(case).items()}
 
 
-def _pipelines(key: str, checkout: Path) -> Seconds:
+def _pipelines(key: str, changes: dict[str, int], checkout: Path) -> Seconds:
     at = checkout / "benchmarks"
-    paths, payload = [checkout], [key, *PIPELINES[key]]
-    command = command_of("pipeline", payload)
+    paths, names = [checkout], PIPELINES[key]
+    command = command_of("pipeline", [key, changes, *names])
     if (at / "pipeline_teams.py").exists():  # from before benchmarks/ was a package
-        paths, command = [checkout, at], [sys.executable, "-c", OLD_ROUND, *payload]
+        paths = [checkout, at]
+        command = [sys.executable, "-c", OLD_ROUND, key, json.dumps(changes), *names]
     elif not (at / "__main__.py").exists():
         raise SystemExit(f"{checkout}; allowed: checkouts that have a pipeline benchmark")
     env = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths))}

@@ -218,9 +218,9 @@ def run(args: argparse.Namespace) -> None:
             report(case, {n: r for n, r in pairs if not (args.loop and n.startswith("trainer"))})
 
 
-def work(key: str, *names: str) -> None:
+def work(key: str, changes: dict[str, Any], *names: str) -> None:
     """Train once by each of some contenders of a table, and print what a step of each took."""
-    case = _changed(key, {})
+    case = _changed(key, changes)
     rounds = run_teams(dict.fromkeys(names, case), case.num_steps, 1)
     result({name: max(w["wall"] for w in rounds[name][0]) for name in names})
 
