@@ -39,6 +39,6 @@ def _options() -> dict[str, Any]:
 
 def pytest_configure(config: Any) -> None:
     """Put the strategy in place of "auto"."""
-    _AcceleratorConnector._choose_strategy = _chosen
+    setattr(_AcceleratorConnector, "_choose_strategy", _chosen)  # noqa: B010
     # every test joins the thread that watches child processes, which sleeps five seconds
     _ChildProcessObserver.__init__.__defaults__ = (0.1,)

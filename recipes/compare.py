@@ -17,12 +17,13 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
-from compare_plot import plot_curves
-from compare_report import Record, result_of, summaries, tables, write_csv
-from compare_runs import Run, handed_on, plan_runs
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 from rich import get_console
+
+from recipes.compare_plot import plot_curves
+from recipes.compare_report import Record, result_of, summaries, tables, write_csv
+from recipes.compare_runs import Run, handed_on, plan_runs
 
 _ONE = Path(__file__).with_name("compare_one.py")
 _LAST_LINES = 3  # of a failed run's log that are shown

@@ -20,6 +20,8 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from torch.utils.data import DataLoader, RandomSampler
 
+sys.path.insert(0, str(Path(__file__).parents[1]))  # what conf/ names is below `recipes`
+
 from lightning_cyclic.errors import StepError
 
 _FINAL_SHARE = 0.1  # of the steps, over which the final loss is averaged

@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
-from compare_report import Record
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
+
+from recipes.compare_report import Record
 
 Curve: TypeAlias = tuple[np.ndarray, np.ndarray]  # places and losses, of equal length
 Row: TypeAlias = Mapping[str, Sequence[Record]]  # contender -> its seeds

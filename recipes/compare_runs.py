@@ -99,7 +99,7 @@ def plan_runs(cfg: DictConfig, overrides: Sequence[str] = ()) -> list[Run]:
     @cache  # composing takes long
     def composed(task: str, preset: str) -> DictConfig:
         recipe = [*cfg.compare.tasks[task].recipe, f"strategy={preset}"]
-        return compose("config", [*recipe, f"workers={cfg.workers}", *overrides])
+        return compose("train", [*recipe, f"workers={cfg.workers}", *overrides])
 
     axes = (cfg.seeds, cfg.tasks, cfg.optimizers, cfg.presets)
     return [_run(cfg.compare, *names, composed) for names in product(*axes)]
@@ -130,7 +130,8 @@ def _run(
     lr = chosen.lr / updates if comparison.lr_rule == "per_sample" else chosen.lr
     cfg.model.optimizer = {**_unresolved(chosen), "lr": lr, **own, "_partial_": True}
     cfg.model.scheduler = {**_unresolved(recipe.scheduler), "_partial_": True}
-    cfg.trainer.update(_QUIET, default_root_dir=".", enable_checkpointing=False)
+    cfg.paths.output_dir = "."
+    cfg.trainer.update(_QUIET, enable_checkpointing=False)
     for limit in ("max_steps", "limit_train_batches", "val_check_interval"):
         cfg.trainer[limit] = _in_updates(cfg.trainer.get(limit), updates)
     cfg.updates_per_step = updates

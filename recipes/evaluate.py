@@ -1,25 +1,31 @@
 """Test a checkpoint of a recipe: what a module's ``test_step`` says of the test data.
 
-    python recipes/evaluate.py experiment=pipeoptim_translation strategy=single
+    python recipes/evaluate.py experiment=pipeoptim_translation
         data.tokenizer=RUN/pieces.json "ckpt_path='RUN/metrics/checkpoints/epoch=7-step=9.ckpt'"
 
 RUN is the folder that training printed as "files". The quotes are for Hydra: the file's name has
-equals signs in it. Whatever strategy wrote the checkpoint, ``strategy=single`` reads it.
+equals signs in it. Whatever strategy wrote the checkpoint, ``strategy=single`` reads
+it: the default of conf/eval.yaml.
 """
 
 from __future__ import annotations
 
+import sys
 import time
+from pathlib import Path
 
 import hydra
 import lightning as L
 from hydra.utils import instantiate
 from omegaconf import DictConfig
-from report import print_results
-from train import limit_threads, make_trainer
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # what conf/ names is below `recipes`
+
+from recipes.report import print_results
+from recipes.train import limit_threads, make_trainer
 
 
-@hydra.main(version_base="1.3", config_path="../conf", config_name="config")
+@hydra.main(version_base="1.3", config_path="../conf", config_name="eval")
 def main(cfg: DictConfig) -> None:
     """Test what the configuration says, and print the metrics."""
     started_s = time.perf_counter()

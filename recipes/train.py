@@ -16,24 +16,29 @@ cyclic data parallelism either: the strategy is one more object that the configu
 from __future__ import annotations
 
 import os
+import sys
 import time
+from pathlib import Path
 
 import hydra
 import lightning as L
 import torch
-from compare import compare_recipes
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from hydra.utils import instantiate
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from omegaconf import DictConfig
-from pruned import train_pruned
-from report import PlanReport, print_results
-from resume import checkpoint_of, keep_rows
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # what conf/ names is below `recipes`
+
+from recipes.compare import compare_recipes
+from recipes.pruned import train_pruned
+from recipes.report import print_results
+from recipes.resume import checkpoint_of, keep_rows
 
 
-@hydra.main(version_base="1.3", config_path="../conf", config_name="config")
+@hydra.main(version_base="1.3", config_path="../conf", config_name="train")
 def main(cfg: DictConfig) -> float:
     """Train what the configuration says.
 
@@ -69,12 +74,12 @@ def make_trainer(cfg: DictConfig) -> L.Trainer:
 
 
 def make_callbacks(cfg: DictConfig) -> list[L.Callback]:
-    """Make the report of the plan, and what saves more often than Lightning by itself."""
-    report = PlanReport(activation_checkpointing=cfg.strategy.get("activation_checkpointing"))
+    """Make those that are named, and what saves more often than Lightning by itself."""
+    callbacks = list(instantiate(cfg.callbacks or {}).values())
     if cfg.save_every is None:
-        return [report]
+        return callbacks
     newest = ModelCheckpoint(filename="newest-{step}", every_n_train_steps=cfg.save_every)
-    return [report, ModelCheckpoint(), newest]
+    return [*callbacks, ModelCheckpoint(), newest]
 
 
 def refuse_popen_sweep(cfg: DictConfig) -> None:

@@ -31,7 +31,7 @@ from typing import final
 
 import torch
 
-from benchmarks.hosts import Hosts
+from benchmarks.data_parallel.hosts import Hosts
 from lightning_cyclic.plugin.checkpoint_file import check_file
 from tests.interrupted import contents, difference
 from tests.processes import free_port

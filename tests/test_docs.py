@@ -203,7 +203,7 @@ RECIPES = [
 @pytest.mark.parametrize("text", dict.fromkeys(RECIPES))
 def test_recipe_composes(text):
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        compose("config", shlex.split(text))
+        compose("train", shlex.split(text))
 
 
 def test_recipes_page_names_every_choice():

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.hosts import Hosts
+from benchmarks.data_parallel.hosts import Hosts
 from tests import faulted, processes
 from tests.faults import ON_HOSTS, ON_ONE_HOST, WAIT_S, Fault, Job, assert_as_unbroken, drawn
 

@@ -17,7 +17,7 @@ import pytest
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.hosts import Hosts
+from benchmarks.data_parallel.hosts import Hosts
 from lightning_cyclic.errors import CyclicError
 from tests import processes
 from tests.corpus import Classifier, assert_same, make_trainer, train_data, weights_of

@@ -78,9 +78,9 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Weights:
     @cache
     def weights(preset: str, num_workers: int = 2, *more: str) -> dict[str, Tensor]:
         folder = str(tmp_path_factory.mktemp("unbroken"))
-        own = ["workers=1", "trainer.logger=false", f"trainer.default_root_dir={folder}"]
+        own = ["workers=1", "trainer.logger=false", f"paths.output_dir={folder}"]
         with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-            cfg = compose("config", [*changes(preset), *own, *more])
+            cfg = compose("train", [*changes(preset), *own, *more])
         recipe = OmegaConf.to_container(cfg, resolve=True)
         ranks = processes.run(
             train_rank, num_workers, recipe, num_workers, folder, time_limit_s=LIMIT_S

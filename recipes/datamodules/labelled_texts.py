@@ -12,8 +12,8 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from datamodules.labelled_images import load_split
-from datamodules.tokens import PAD, learn_tokenizer, load_tokenizer
+from recipes.datamodules.labelled_images import load_split
+from recipes.datamodules.tokens import PAD, learn_tokenizer, load_tokenizer
 
 
 @final

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 
-from datamodules.labelled_images import load_split
-from datamodules.tokens import END, PAD, learn_tokenizer, load_tokenizer
+from recipes.datamodules.labelled_images import load_split
+from recipes.datamodules.tokens import END, PAD, learn_tokenizer, load_tokenizer
 
 Batch = tuple[Tensor, Tensor]
 _PAIRS_AT_ONCE = 1000

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import AutoTokenizer
 
-from datamodules.labelled_images import load_split
+from recipes.datamodules.labelled_images import load_split
 
 BYTES = "bytes"
 _LAST_BYTE = 255

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from models.resnet import Stem
+from recipes.models.resnet import Stem
 
 _SMALLEST = 63  # pixels that survive all strides
 

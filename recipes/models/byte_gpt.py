@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from models.decay import decay_groups
+from recipes.models.decay import decay_groups
 
 
 def gpt2(

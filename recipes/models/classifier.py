@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torchmetrics.classification import MulticlassAccuracy
 
-from models.decay import decay_groups
+from recipes.models.decay import decay_groups
 
 Batch = tuple[Tensor, Tensor]  # inputs (N, ...), labels (N,)
 

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from models.branches import Branches, convolution
-from models.resnet import Stem
+from recipes.models.branches import Branches, convolution
+from recipes.models.resnet import Stem
 
 # Channels of each block: 1x1; 3x3 reduced, 3x3; 5x5 reduced, 5x5; behind the pooling.
 _GROUPS = (

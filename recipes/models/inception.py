@@ -12,8 +12,8 @@ from typing import final
 
 from torch import nn
 
-from models.branches import Branches, convolution
-from models.resnet import Stem
+from recipes.models.branches import Branches, convolution
+from recipes.models.resnet import Stem
 
 _WIDTH = 32  # channels of the first convolution
 _SMALLEST = 75  # pixels that survive all strides

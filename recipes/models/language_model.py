@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from torchmetrics.text import Perplexity
 
-from models.decay import decay_groups
+from recipes.models.decay import decay_groups
 
 
 @final

@@ -8,12 +8,12 @@ from typing import Any, final
 import lightning as L
 import torch
 import torch.nn.functional as F
-from datamodules.tokens import BEGIN, END, PAD
 from torch import Tensor
 from torch.optim import Optimizer
 from torchmetrics.text import Perplexity, SacreBLEUScore
 
-from models.gnmt import GNMT
+from recipes.datamodules.tokens import BEGIN, END, PAD
+from recipes.models.gnmt import GNMT
 
 Batch = tuple[Tensor, Tensor]  # source (N, S) and target (N, T), from BEGIN to END, then PAD
 

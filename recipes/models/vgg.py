@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from models.resnet import Stem
+from recipes.models.resnet import Stem
 
 # convolutions, width over the first width
 _VGG16 = ((2, 1), (2, 2), (3, 4), (3, 8), (3, 8))

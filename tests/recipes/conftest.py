@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,17 +13,16 @@ from omegaconf import DictConfig
 from PIL import Image
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "recipes"))  # what running recipes/train.py does
 
 Compose = Callable[..., DictConfig]
 
 
 @pytest.fixture
 def compose_recipe(tmp_path: Path) -> Iterator[Compose]:
-    """Compose conf/config.yaml with overrides; whatever a run writes goes to tmp_path."""
+    """Compose conf/train.yaml with overrides; whatever a run writes goes to tmp_path."""
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         yield lambda *overrides: compose(
-            "config", [f"trainer.default_root_dir={tmp_path}", "trainer.logger=false", *overrides]
+            "train", [f"paths.output_dir={tmp_path}", "logger=none", *overrides]
         )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -21,11 +20,11 @@ def train_rank(recipe: dict[str, Any], num_ranks: int, folder: str) -> dict[str,
         num_ranks: Number of ranks, each a node of one device for Lightning.
         folder: Where this run keeps its files.
     """
-    sys.path.insert(0, str(ROOT / "recipes"))
     import datasets
     from hydra.utils import instantiate
     from omegaconf import OmegaConf
-    from train import make_trainer
+
+    from recipes.train import make_trainer
 
     # ranks without the last stage have nothing of their own to add to a metric
     warnings.filterwarnings("ignore", "The ``compute`` method of metric")

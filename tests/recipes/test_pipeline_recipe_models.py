@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import pytest
 import torch
-from models.alexnet import alexnet
-from models.byte_gpt import gpt2
-from models.gnmt import GNMT, AdditiveAttention, BothWays
-from models.googlenet import googlenet
-from models.inception import inception_v3
-from models.language_model import LanguageModel
-from models.residual_lstm import residual_lstm
-from models.resnet import resnet101, wide_resnet101
-from models.translator import Translator
-from models.vgg import vgg16, vgg19
 from torch import nn
+
+from recipes.models.alexnet import alexnet
+from recipes.models.byte_gpt import gpt2
+from recipes.models.gnmt import GNMT, AdditiveAttention, BothWays
+from recipes.models.googlenet import googlenet
+from recipes.models.inception import inception_v3
+from recipes.models.language_model import LanguageModel
+from recipes.models.residual_lstm import residual_lstm
+from recipes.models.resnet import resnet101, wide_resnet101
+from recipes.models.translator import Translator
+from recipes.models.vgg import vgg16, vgg19
 
 PIXELS = {alexnet: 63, inception_v3: 75}
 

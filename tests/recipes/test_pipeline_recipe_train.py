@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from evaluate import evaluate
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
-from train import make_trainer
 
+from recipes.evaluate import evaluate
+from recipes.train import make_trainer
 from tests import processes
 from tests.commands import Command, Commands
 from tests.recipes.recipe_ranks import train_rank

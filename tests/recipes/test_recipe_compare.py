@@ -10,16 +10,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from compare import read_records, train_all
-from compare_one import in_order_of, judged, whole_steps
-from compare_plot import plot_curves
-from compare_report import markdown_table, summaries, tables, write_csv
-from compare_runs import handed_on, plan_runs
-from datamodules.digits import Digits
 from hydra.utils import instantiate
 from PIL import Image
 from rich.console import Console
 
+from recipes.compare import read_records, train_all
+from recipes.compare_one import in_order_of, judged, whole_steps
+from recipes.compare_plot import plot_curves
+from recipes.compare_report import markdown_table, summaries, tables, write_csv
+from recipes.compare_runs import handed_on, plan_runs
+from recipes.datamodules.digits import Digits
 from tests.commands import Command, Commands
 
 ROOT = Path(__file__).parents[2]

@@ -8,6 +8,7 @@ from pathlib import Path
 import lightning as L
 import pytest
 import torch
+from hydra import compose
 from hydra.core.utils import setup_globals
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
@@ -63,7 +64,8 @@ def test_every_image_model_fits_every_image_data_set(compose_recipe, model, data
 
 def test_a_requeued_job_has_the_folder_of_its_run(monkeypatch):
     setup_globals()
-    asked = OmegaConf.load(CONF / "config.yaml").hydra.run
+    groups = {name: OmegaConf.load(CONF / name / "default.yaml") for name in ("paths", "hydra")}
+    asked = OmegaConf.create(groups).hydra.run
     for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"):
         monkeypatch.delenv(name, raising=False)
     assert re.fullmatch(r"outputs/\d{4}-\d\d-\d\d/\d\d-\d\d-\d\d", asked.dir)
@@ -100,6 +102,18 @@ def test_single_means_one_device_in_every_experiment(compose_recipe):
     for choice in EXPERIMENTS:
         cfg = compose_recipe(choice, "strategy=single")
         assert (instantiate(cfg.strategy), cfg.trainer.devices) == ("auto", 1)
+
+
+@pytest.mark.parametrize("choice", EXPERIMENTS)
+def test_evaluation_is_on_one_device_whatever_trained(compose_recipe, choice):
+    assert compose_recipe(choice).trainer.logger is False
+    cfg = compose("eval", [choice, "paths.output_dir=here"])
+    assert (instantiate(cfg.strategy), cfg.trainer.devices, cfg.trainer.logger) == (
+        "auto",
+        1,
+        False,
+    )
+    assert compose("eval", [choice, "strategy=gpipe"]).strategy.preset == "gpipe"
 
 
 def test_experiments_carry_the_settings_of_the_paper(compose_recipe):

@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
-from datamodules.augment import CenterCrop, PadCropFlip, ResizedCropFlip
-from datamodules.digits import Digits
-from datamodules.labelled_images import LabelledImages
-from datamodules.stdlib_bytes import StdlibBytes, Windows, read, source_files, split_by_file
+
+from recipes.datamodules.augment import CenterCrop, PadCropFlip, ResizedCropFlip
+from recipes.datamodules.digits import Digits
+from recipes.datamodules.labelled_images import LabelledImages
+from recipes.datamodules.stdlib_bytes import (
+    StdlibBytes,
+    Windows,
+    read,
+    source_files,
+    split_by_file,
+)
 
 
 def set_up(data):

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from models.byte_gpt import gpt2
-from models.decay import decay_groups
-from models.resnet import digits_resnet, resnet18, resnet50
 from torch import nn
+
+from recipes.models.byte_gpt import gpt2
+from recipes.models.decay import decay_groups
+from recipes.models.resnet import digits_resnet, resnet18, resnet50
 
 
 @pytest.mark.parametrize(("make", "count"), [(resnet18, 11_689_512), (resnet50, 25_557_032)])

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from pruned import train_pruned
 from rich.console import Console
 
+from recipes.pruned import train_pruned
 from tests.commands import Command, Commands
 
 ROOT = Path(__file__).parents[2]
@@ -51,7 +51,7 @@ def nothing_left():
 def run(compose_recipe, tmp_path, monkeypatch, nothing_left):
     def run(*changes, recipe=DIGITS):
         console = Console(record=True, width=100)
-        monkeypatch.setattr("pruned.get_console", lambda: console)
+        monkeypatch.setattr("recipes.pruned.get_console", lambda: console)
         cfg = compose_recipe(*recipe, *SMALL, *changes)
         cfg.trainer.default_root_dir = str(tmp_path)
         metric = train_pruned(cfg)

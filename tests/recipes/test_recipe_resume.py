@@ -7,8 +7,9 @@ import os
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from resume import checkpoint_of, keep_rows
-from train import make_callbacks
+
+from recipes.resume import checkpoint_of, keep_rows
+from recipes.train import make_callbacks
 
 ASKED = "ckpt_path=somewhere.ckpt"
 

@@ -15,12 +15,12 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from hydra.utils import instantiate
 from lightning.pytorch.plugins.environments import SLURMEnvironment
-from report import plan_table, print_results, stage_ranks, stage_table
 from rich.console import Console
 from torch import nn
-from train import make_trainer, refuse_popen_sweep
 
 from lightning_cyclic.plan import make_plan
+from recipes.report import plan_table, print_results, stage_ranks, stage_table
+from recipes.train import make_trainer, refuse_popen_sweep
 from tests.commands import Command, Commands, asked_for
 from tests.rows import more
 
@@ -103,6 +103,7 @@ RECIPES = {  # by default a second worker runs the same command line again
     "digits ddp": [*DIGITS, "strategy=ddp", "start_method=fork"],
     "digits cyclic_dp": [*DIGITS, "strategy=cyclic_dp"],
     "digits 1f1b": [*DIGITS, "strategy=1f1b"],
+    "digits debug": ["debug=default", "strategy=1f1b"],
     "byte_lm cyclic_dp": [*BYTE_LM, "strategy=cyclic_dp", "start_method=fork"],
     "byte_lm gpipe": [*BYTE_LM, "strategy=gpipe", "start_method=fork"],
 }
@@ -119,11 +120,11 @@ def printed(request, runs):
     """Name of a recipe -> what the script prints that runs as a user runs it."""
 
     def command(name):
-        script = [sys.executable, "recipes/train.py", f"hydra.run.dir='{runs / name}'"]
+        script = [sys.executable, ROOT / "recipes" / "train.py", f"hydra.run.dir='{runs / name}'"]
         return Command(
             arguments=["env", "-u", "OMP_NUM_THREADS", *script, *RECIPES[name]],
             env={"COLUMNS": "120"},
-            folder=ROOT,
+            folder=runs,  # what conf/ names is found wherever it runs
         )
 
     names = asked_for(request, "recipe")
@@ -152,6 +153,14 @@ class TestTwoWorkers:
         weights = torch.load(checkpoint, weights_only=True)["state_dict"]
         assert sum(w.numel() * w.element_size() for w in weights.values()) > 300_000 * 4
         assert (runs / recipe / "metrics" / "metrics.csv").is_file()
+
+
+@pytest.mark.parametrize("recipe", ["digits debug"])
+def test_a_few_batches_in_one_process_leave_nothing(recipe, printed, runs):
+    text = printed(recipe)
+    assert re.search(r"val accuracy +│ 0\.\d{4}", text)
+    assert re.search(r"updates per epoch +│ 3 ", text)
+    assert not list((runs / recipe).glob("metrics*"))
 
 
 @pytest.mark.multi

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from datamodules.labelled_texts import LabelledTexts
-from datamodules.sentence_pairs import SentencePairs, collate
-from datamodules.text_windows import Cut, TextWindows
-from datamodules.tokens import BEGIN, END, PAD, UNKNOWN, learn_tokenizer, load_tokenizer
 
+from recipes.datamodules.labelled_texts import LabelledTexts
+from recipes.datamodules.sentence_pairs import SentencePairs, collate
+from recipes.datamodules.text_windows import Cut, TextWindows
+from recipes.datamodules.tokens import BEGIN, END, PAD, UNKNOWN, learn_tokenizer, load_tokenizer
 from tests.recipes.tiny_data import (
     SENTENCES,
     write_imdb,

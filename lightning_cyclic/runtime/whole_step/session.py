@@ -84,7 +84,7 @@ def auto_stages(num_workers: int, num_bytes: int) -> int:
     """Return the number of stages that "auto" stands for: of sizes alone, never of timing.
 
     One stage per worker, or two (up to 8 in all) where each has 1.5 MiB: they overlap better where
-    bytes take long, but every message has a price of its own (benchmarks/replicated.py).
+    bytes take long, but every message has a price of its own (`python -m benchmarks replicated`).
 
     Args:
         num_workers: how many workers there are.

@@ -1,9 +1,9 @@
 """Measure the Python that it takes to run an unmodified step one stage at a time.
 
-    python benchmarks/stage_overhead.py                      all models
-    python benchmarks/stage_overhead.py --only mlp --rounds 50
-    python benchmarks/stage_overhead.py --profile gpt        where the time of the forwards goes
-    PYTHONPATH=OTHER_CHECKOUT python benchmarks/stage_overhead.py     of another version
+    python -m benchmarks stage_overhead                      all models
+    python -m benchmarks stage_overhead --only mlp --rounds 50
+    python -m benchmarks stage_overhead --profile gpt  where the time of the forwards goes
+    PYTHONPATH=OTHER_CHECKOUT python -m benchmarks stage_overhead     of another version
 
 One process trains by 1f1b on one device, four micro-batches a step, and plainly, in alternating
 rounds. The models are so small that Python is all that takes time. What the forwards of all
@@ -28,24 +28,14 @@ from torch.nn import functional as F
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from lightning_cyclic import make_plan
+from lightning_cyclic.runtime.messages import Message
 from lightning_cyclic.runtime.partial_step.config import StagewiseConfig
 from lightning_cyclic.runtime.partial_step.session import StagewiseSession
+from lightning_cyclic.runtime.partial_step.stage_step import StageStep
 from lightning_cyclic.runtime.stages.cuts import choose_cuts
 from lightning_cyclic.runtime.stages.survey import survey
 
-try:
-    from lightning_cyclic.runtime.messages import Message
-except ImportError:  # a version in which summaries were no messages
-    from lightning_cyclic.runtime.partial_step.flow import Summary as Message
-try:
-    from lightning_cyclic.runtime.partial_step.stage_step import StageStep
-
-    F_AND_B = (StageStep, "forward"), (StageStep, "backward")
-except ImportError:  # a version in which the executor did this, too
-    from lightning_cyclic.runtime.partial_step.executor import Executor
-
-    F_AND_B = (Executor, "_forward"), (Executor, "_backward")
-
+SMOKE = ("--only", "mlp", "--rounds", "2")
 NUM_MICRO, ROWS, LENGTH, WIDTH = 4, 2, 8, 16
 WARM_UP, STEPS = 3, 5  # of a round
 
@@ -127,22 +117,24 @@ def plain(model: Model) -> Callable[[], Times]:
             run_b()
         model.module.zero_grad()
 
-    return lambda: _times(step, forward, backward)
+    return lambda: times(step, forward, backward)
 
 
 def staged(model: Model) -> Callable[[], Times]:
     """Return what times staged steps."""
     session = _session(model)
     forward, backward = Clock(), Clock()
-    for clock, (owner, name) in zip((forward, backward), F_AND_B, strict=True):
-        setattr(owner, name, clock.timed(getattr(owner, name)))
+    for clock, name in ((forward, "forward"), (backward, "backward")):
+        setattr(StageStep, name, clock.timed(getattr(StageStep, name)))
 
     def step() -> None:
-        _train(session, model)
+        session.find_stages(model.batch, model.step)
+        session.train(model.batch, model.step, lambda sizes: _no_summary)
+        session.take_arrived()
         session.end_step()
         model.module.zero_grad()
 
-    return lambda: _times(step, forward, backward)
+    return lambda: times(step, forward, backward)
 
 
 def _session(model: Model) -> StagewiseSession:
@@ -160,22 +152,11 @@ def _session(model: Model) -> StagewiseSession:
     return StagewiseSession(model.module, config, None, 0, 1, torch.device("cpu"))
 
 
-def _train(session: Any, model: Model) -> None:
-    if not hasattr(session, "share_batch"):
-        session.find_stages(model.batch, model.step)
-        session.train(model.batch, model.step, lambda sizes: _no_summary)
-        session.take_arrived()
-        return
-    parts = session.cut(session.share_batch(model.batch))  # a version before messages were lazy
-    session.find_stages(lambda: model.step(parts[0].batch))
-    session.train(parts, model.step, _no_summary, 1)
-
-
 def _no_summary(outcomes: Sequence[Any]) -> Message:
     return Message([], None)
 
 
-def _times(step: Callable[[], None], forward: Clock, backward: Clock) -> Times:
+def times(step: Callable[[], None], forward: Clock, backward: Clock) -> Times:
     """Run steps; return what their forwards and backwards took per micro-batch."""
     for _ in range(WARM_UP):
         step()
@@ -201,11 +182,12 @@ def report(name: str, rounds: int) -> None:
             "staged": [b[k] for _, b in pairs],
             "overhead per stage run": [(b[k] - a[k]) / num_stages for a, b in pairs],
         }
-        shown = (f"{title} {_spread(values)}" for title, values in figures.items())
+        shown = (f"{title} {quartiles(values)}" for title, values in figures.items())
         print(f"  {what}: {', '.join(shown)}", flush=True)
 
 
-def _spread(values: Sequence[float]) -> str:
+def quartiles(values: Sequence[float]) -> str:
+    """Return median (first - third quartile)."""
     low, _, high = quantiles(values, n=4)
     return f"{median(values):.3f} ({low:.3f} - {high:.3f})"
 
@@ -219,20 +201,18 @@ def profile(name: str) -> None:
     pstats.Stats(profiler).sort_stats("tottime").print_stats(45)
 
 
-def main() -> None:
-    """Measure the models that were asked for."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Say what can be chosen."""
     parser.add_argument("--only", choices=MODELS, nargs="+", default=list(MODELS))
     parser.add_argument("--rounds", type=int, default=20, help="of either way, alternating")
     parser.add_argument("--profile", choices=MODELS, help="print where the time goes, instead")
-    args = parser.parse_args()
+
+
+def run(args: argparse.Namespace) -> None:
+    """Measure the models that were asked for."""
     torch.set_num_threads(1)
     if args.profile:
         profile(args.profile)
         return
     for name in args.only:
         report(name, args.rounds)
-
-
-if __name__ == "__main__":
-    main()

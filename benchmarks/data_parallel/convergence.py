@@ -1,7 +1,7 @@
 """Train by every rule for the weights of a pipeline, and print where each ends.
 
-    python benchmarks/convergence.py --jobs 2            96 runs of about half a minute each
-    python benchmarks/convergence.py --seeds 0 --set tasks=[digits] 'presets=[1f1b,pipedream]'
+    python -m benchmarks convergence --jobs 2            96 runs of about half a minute each
+    python -m benchmarks convergence --seeds 0 --set tasks=[digits] 'presets=[1f1b,pipedream]'
 
 The runs are those of conf/experiment/compare_pipelines.yaml, where models, data and learning rates
 stand, with each of the optimizers: the convergence of small models that do learn, not their speed.
@@ -14,38 +14,37 @@ loss of the last tenth of the steps, mean ± standard deviation over the seeds.
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
 from hydra import compose, initialize_config_dir
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "recipes"))
+from benchmarks.rounds import ROOT
+from recipes.compare import report, train_all
+from recipes.compare_report import markdown_table, summaries
+from recipes.compare_runs import handed_on, plan_runs
 
-from compare import report, train_all  # noqa: E402  (beside recipes/train.py, no package)
-from compare_report import markdown_table, summaries  # noqa: E402
-from compare_runs import handed_on, plan_runs  # noqa: E402
+SMOKE = (
+    "--seeds", "0", "--optimizers", "sgd", "--set", "tasks=[digits]", "presets=[1f1b]",
+    "trainer.max_epochs=1", "trainer.limit_train_batches=4", "--jobs", "1",
+)  # fmt: skip
 
 
-def main() -> int:
-    """Train what is missing, and print the table; return how many runs failed."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Say what can be chosen."""
     parser.add_argument("--out", type=Path, default=ROOT / "outputs" / "convergence")
     parser.add_argument("--jobs", type=int, default=1, help="runs side by side")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--optimizers", nargs="+", default=["sgd", "adamw"])
     parser.add_argument("--set", nargs="*", default=[], help="as on the recipes' command line")
-    args = parser.parse_args()
 
+
+def run(args: argparse.Namespace) -> bool:
+    """Train what is missing, and print the table; return whether any run failed."""
     lists = [f"seeds={args.seeds}", f"optimizers=[{','.join(args.optimizers)}]"]
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        cfg = compose("config", ["experiment=compare_pipelines", *lists, *args.set])
+        cfg = compose("train", ["experiment=compare_pipelines", *lists, *args.set])
         runs = plan_runs(cfg, handed_on(args.set))
     records = train_all(runs, args.out / "runs.jsonl", args.out / "runs", jobs=args.jobs)
     report(records, args.out)
     print(markdown_table(summaries(records)))
-    return sum(record["status"] == "failed" for record in records)
-
-
-if __name__ == "__main__":
-    sys.exit(min(1, main()))
+    return any(record["status"] == "failed" for record in records)

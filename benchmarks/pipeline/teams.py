@@ -1,4 +1,4 @@
-"""The processes of benchmarks/pipeline.py: a team for each contender, all of which take turns.
+"""The processes of the benchmark "pipeline": a team for each contender, all of which take turns.
 
 They are forked from one server that has imported everything and computed nothing, so that a team
 starts within a second and inherits no other's heap.
@@ -12,12 +12,14 @@ import sys
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
-from pipeline_model import Case
-from replicated import free_port
+import torch.distributed as dist
 
-Rounds: TypeAlias = list[list[dict[str, Any]]]  # by round and worker
+from benchmarks.pipeline.contenders import Contender, Figures, make
+from benchmarks.pipeline.model import Case
+from benchmarks.pipeline.profile import profiler
+from benchmarks.rounds import environment, free_port, quiet
 
-_IMPORTED = ["pipeline_contenders", "pipeline_profile"]
+Rounds: TypeAlias = list[list[Figures]]  # by round and worker
 
 
 class Team:
@@ -29,15 +31,10 @@ class Team:
     """
 
     def __init__(self, name: str, case: Case) -> None:
-        port = str(free_port())
-        context = _context()
+        context, port = _context(), free_port()
         self._processes, self._pipes = [], []
         for rank in range(case.num_workers):
-            env = {
-                "NODE_RANK": str(rank), "RANK": str(rank), "LOCAL_RANK": "0",
-                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1",
-                "WORLD_SIZE": str(case.num_workers), "GLOO_SOCKET_IFNAME": "lo",
-            }  # fmt: skip
+            env = environment(rank, case.num_workers, "127.0.0.1", port, "lo")
             ours, theirs = context.Pipe()
             process = context.Process(target=_work, args=(name, case, env, theirs), daemon=True)
             process.start()
@@ -45,7 +42,7 @@ class Team:
             self._processes.append(process)
             self._pipes.append(ours)
 
-    def run(self, num_steps: int) -> list[dict[str, Any]]:
+    def run(self, num_steps: int) -> list[Figures]:
         """Return the figures of all workers."""
         for pipe in self._pipes:
             pipe.send(num_steps)
@@ -62,11 +59,11 @@ class Team:
 
 
 def _context() -> Any:
-    """Return how processes are made; the server finds the files beside this one."""
+    """Return how processes are made; the server finds what this process finds."""
     os.environ["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
     os.environ["OMP_NUM_THREADS"] = "1"
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_IMPORTED)
+    context.set_forkserver_preload([__name__])
     return context
 
 
@@ -82,25 +79,15 @@ def _work(name: str, case: Case, env: Mapping[str, str], pipe: Any) -> None:
         pipe.send(contender(pipe.recv()))
 
 
-def make_contender(name: str, case: Case) -> Any:
+def make_contender(name: str, case: Case) -> Contender:
     """Make a contender, or the profiler, in this process."""
-    import logging
-    import warnings
-
-    import torch
-    import torch.distributed as dist
-    from pipeline_contenders import make
-    from pipeline_profile import profiler
-
-    warnings.filterwarnings("ignore")
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    torch.set_num_threads(1)
+    quiet()
     if case.num_workers > 1:
         dist.init_process_group("gloo")
     return profiler(case) if name == "profile" else make(name, case)
 
 
-def run(cases: Mapping[str, Case], num_steps: int, num_rounds: int) -> dict[str, Rounds]:
+def run_teams(cases: Mapping[str, Case], num_steps: int, num_rounds: int) -> dict[str, Rounds]:
     """Return what every contender's workers measured, round by round.
 
     Args:

@@ -1,10 +1,10 @@
 """Compare training with compressed states (SAMO) with dense training, side by side in one run.
 
-    python benchmarks/sparse_states.py                       90 %, 4 layers of 1024 x 1024
-    python benchmarks/sparse_states.py --sparsity 0.8 --width 2048 --batch 128
+    python -m benchmarks sparse_states                       90 %, 4 layers of 1024 x 1024
+    python -m benchmarks sparse_states --sparsity 0.8 --width 2048 --batch 128
 
-    python benchmarks/sparse_states.py --workers 2 --rate 1gbit   in network namespaces with a rate
-                                                                  limit, under cyclic_dp (root)
+    python -m benchmarks sparse_states --workers 2 --rate 1gbit
+                             under cyclic_dp, in network namespaces with a rate limit (root)
 
 All contenders train the same network from the same weights, one after the other, round after
 round; on one device a step is the median of its fit, on several workers the mean behind the
@@ -16,25 +16,26 @@ weights at all, and is what computes the least.
 from __future__ import annotations
 
 import argparse
-import json
-import logging
 import os
 import time
-import warnings
 from statistics import median
 from typing import Any
 
 import lightning as L
 import torch
-from hosts import Hosts
-from replicated import Case, spread, start, timed
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
+from benchmarks.data_parallel.fits import Case, timed
+from benchmarks.data_parallel.hosts import Hosts
+from benchmarks.rounds import quiet, result, spread, start
 from lightning_cyclic import SparseStatePrecision
 
 WARM_UP = 5
+SMOKE = (
+    "--rounds", "1", "--num-steps", "10", "--width", "32", "--depth", "2", "--batch", "8",
+)  # fmt: skip
 CONTENDERS = ("bf16-mixed", "bf16-true", "compressed")
 
 
@@ -48,12 +49,11 @@ class Net(L.LightningModule):
             *(nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(depth))
         )
 
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        """Return a loss."""
-        return F.mse_loss(self.net(batch).float(), batch.float())
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        return F.mse_loss(self.net(x).float(), y.float())
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Return AdamW."""
         return torch.optim.AdamW(self.parameters(), 1e-4)
 
 
@@ -65,11 +65,9 @@ class Clock(L.Callback):
         self._began_s = 0.0
 
     def on_train_batch_start(self, *args: Any) -> None:
-        """Begin."""
         self._began_s = time.perf_counter()
 
     def on_train_batch_end(self, *args: Any) -> None:
-        """End."""
         self.seconds.append(time.perf_counter() - self._began_s)
 
 
@@ -80,39 +78,32 @@ def flags_of(name: str, sparsity: float) -> dict[str, Any]:
     return {"precision": name}
 
 
-class Pairs(Net):
-    """The same of batches with targets."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """Return a loss."""
-        return super().training_step(batch[0], batch_idx)
-
-
-def work(args: argparse.Namespace) -> None:
-    """Be one of several workers; worker 0 prints the seconds of all contenders as JSON."""
+def work(options: dict[str, Any]) -> None:
+    """Be one of several workers; worker 0 prints the seconds of all contenders."""
+    args = argparse.Namespace(**options)
+    quiet(args.threads)
     case = Case(
-        name="", num_workers=args.workers, step_s=0, width=args.width, depth=args.depth,
+        num_workers=args.workers, step_s=0, width=args.width, depth=args.depth,
         batch=args.batch, rate=args.rate, num_steps=args.num_steps, rounds=args.rounds,
     )  # fmt: skip
     found: dict[str, list[float]] = {name: [] for name in CONTENDERS}
     for k in range(args.rounds + 1):
         for name in CONTENDERS:
-            module, flags = Pairs(args.width, args.depth), flags_of(name, args.sparsity)
+            module, flags = Net(args.width, args.depth), flags_of(name, args.sparsity)
             taken = timed(case, "cyclic_dp", module, shards=args.workers, **flags)
             if k > 0:  # the first warms caches
                 found[name].append(taken.step_s)
     if os.environ["NODE_RANK"] == "0":
-        print("RESULT " + json.dumps(found), flush=True)
+        result(found)
 
 
 def measured(args: argparse.Namespace) -> dict[str, list[float]]:
     """Return the seconds of a step of each contender, round by round."""
     if args.workers > 1:
         network = Hosts(args.workers, args.rate) if args.rate else None
-        arguments = ["--worker", json.dumps(vars(args))]
-        found: dict[str, list[float]] = start(__file__, arguments, args.workers, network)[0]
-        return found
-    found = {name: [] for name in CONTENDERS}
+        (several,) = start("sparse_states", [vars(args)], args.workers, network)
+        return dict(several)
+    found: dict[str, list[float]] = {name: [] for name in CONTENDERS}
     for k in range(args.rounds + 1):
         for name in CONTENDERS:
             seconds = step_s(name, args)
@@ -130,13 +121,13 @@ def step_s(name: str, args: argparse.Namespace) -> float:
     )  # fmt: skip
     g = torch.Generator().manual_seed(1)
     data = [torch.randn(args.batch, args.width, generator=g) for _ in range(args.num_steps)]
-    trainer.fit(Net(args.width, args.depth), DataLoader(data, batch_size=None))
+    rows: Any = [(x, x) for x in data]
+    trainer.fit(Net(args.width, args.depth), DataLoader(rows, batch_size=None))
     return median(clock.seconds[WARM_UP:])
 
 
-def main() -> None:
-    """Run all contenders, and print a row for each."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Say what can be chosen."""
     parser.add_argument("--sparsity", type=float, default=0.9)
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--depth", type=int, default=4)
@@ -146,16 +137,11 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--rate", default="", help='of every link, "1gbit"; [loopback]')
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.worker:
-        args = argparse.Namespace(**json.loads(args.worker))
-    warnings.filterwarnings("ignore")
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    torch.set_num_threads(args.threads)
-    if "NODE_RANK" in os.environ:
-        work(args)
-        return
+
+
+def run(args: argparse.Namespace) -> None:
+    """Run all contenders, and print a row for each."""
+    quiet(args.threads)
     found = measured(args)
     where = f", {args.workers} workers {args.rate}" if args.workers > 1 else ""
     print(f"{args.depth} layers of {args.width} x {args.width}, batches of {args.batch}{where}")
@@ -165,7 +151,3 @@ def main() -> None:
             ratios = [a / b for a, b in zip(seconds, found[other], strict=True)]
             columns.append(f"{spread(ratios)} of {other}'s")
         print(f"  {name:12} " + ", ".join(columns), flush=True)
-
-
-if __name__ == "__main__":
-    main()

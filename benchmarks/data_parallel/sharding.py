@@ -1,11 +1,11 @@
 """Compare cyclic_zero with Lightning's FSDP2 and DDP side by side in one run.
 
-    python benchmarks/sharding.py                          2, 4 and 8 workers on loopback
-    python benchmarks/sharding.py --case late              over links that are late (root)
-    python benchmarks/sharding.py --case late --slower 10  so slow that the host's work is small
-    python benchmarks/sharding.py --case memory            the peak of a rank's memory
-    python benchmarks/sharding.py --only "4 workers"       cases whose name contains this
-    python benchmarks/sharding.py --table                  what is expected of large clusters
+    python -m benchmarks sharding                          2, 4 and 8 workers on loopback
+    python -m benchmarks sharding --case late              over links that are late (root)
+    python -m benchmarks sharding --case late --slower 10  so slow that the host's work is small
+    python -m benchmarks sharding --case memory            the peak of a rank's memory
+    python -m benchmarks sharding --only "4 workers"       cases whose name contains this
+    python -m benchmarks sharding --table                  what is expected of large clusters
 
 Step times are measured as in replicated.py: every case starts its workers once; each trains the
 same module with one strategy after the other, round after round. Figures are ratios to FSDP2 and
@@ -30,29 +30,42 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import json
+import gc
 import os
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from statistics import median
 from typing import Any, NamedTuple
 
-from late_links import LateLinks
-from replicated import (
-    LATENCY_S,
-    STEADY_FROM,
-    WARM_UP,
-    Case,
-    Taken,
-    in_turn,
-    make_module,
-    spread,
-    start,
-    timed,
-)  # fmt: skip
+import lightning as L
+from lightning.pytorch.strategies import ModelParallelStrategy, SingleDeviceStrategy
+from torch.distributed.fsdp import fully_shard
 
+from benchmarks.data_parallel.fits import STEADY_FROM, WARM_UP, Case, Net, Taken, in_turn, timed
+from benchmarks.data_parallel.late_links import LateLinks
+from benchmarks.data_parallel.replicated import BYTES_PER_S, LATENCY_S, chosen
+from benchmarks.data_parallel.sharded_lockstep import best_step_s
+from benchmarks.data_parallel.sharded_lockstep import step_s as lockstep_step_s
+from benchmarks.rounds import quiet, result, spread, start
+from lightning_cyclic import make_plan
+from lightning_cyclic.registration import make_strategy
+from lightning_cyclic.runtime.whole_step.session import auto_stages
+from lightning_cyclic.simulate import (
+    Costs,
+    Network,
+    lockstep,
+    memory,
+    parse_bandwidth,
+    parse_bytes,
+    show_seconds,
+    simulate,
+)
+
+SMOKE = (
+    "--only", "2 workers, 200", "--rounds", "1", "--num-steps", "13", "--width", "16",
+    "--step-s", "0.01",
+)  # fmt: skip
 # behind a slash: the number of stages, or what FSDP2 is told to do
 STRATEGIES = (
     "ddp", "fsdp2", "fsdp2/ahead", "lockstep_dp", "cyclic_dp", "cyclic_zero",
@@ -92,10 +105,6 @@ CASES = {"loopback": LOOPBACK, "late": LATE, "memory": MEMORY}
 
 def strategy_of(name: str, case: Case) -> Any:
     """Return what the Trainer is given for a name of STRATEGIES."""
-    from lightning.pytorch.strategies import ModelParallelStrategy, SingleDeviceStrategy
-
-    from lightning_cyclic.registration import make_strategy
-
     if name == "alone":
         return SingleDeviceStrategy("cpu")
     if name.startswith("fsdp2"):
@@ -106,7 +115,7 @@ def strategy_of(name: str, case: Case) -> Any:
 
 def make(name: str, case: Case) -> Any:
     """Return the module; for FSDP2 one that shards its blocks."""
-    module = make_module(case)
+    module = Net(case)
     if name.startswith("fsdp2"):
 
         def configure_model(self: Any) -> None:
@@ -118,8 +127,6 @@ def make(name: str, case: Case) -> Any:
 
 
 def _shard(module: Any, *, ahead: bool) -> None:
-    from torch.distributed.fsdp import fully_shard
-
     mesh = module.device_mesh["data_parallel"]
     blocks = list(module.net)
     for block in blocks:
@@ -159,10 +166,6 @@ class Peak:
 
 def weigh(case: Case, name: str) -> dict[str, int]:
     """Train once; return the peaks of this process, in bytes."""
-    import gc
-
-    import lightning as L
-
     tiny = replace(case, width=16, num_steps=WARM_UP + 2)
     timed(tiny, strategy_of(name, tiny), make(name, tiny), shards=case.num_workers)
     gc.collect()
@@ -188,20 +191,15 @@ def train(case: Case, name: str) -> Taken:
     return timed(case, strategy_of(name, case), make(name, case), shards=shards)
 
 
-def work(case: Case, weighed: str) -> None:
+def work(case: dict[str, Any], weighed: str = "") -> None:
     """Be one worker; print the peaks of one strategy, or (worker 0) the seconds of all."""
-    warnings.filterwarnings("ignore")
-    import logging
-
-    import torch
-
-    import lightning_cyclic  # noqa: F401
-
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    torch.set_num_threads(1)
-    found: Any = weigh(case, weighed) if weighed else in_turn(case, train)
-    if weighed or os.environ["NODE_RANK"] == "0":
-        print("RESULT " + json.dumps(found), flush=True)
+    quiet()
+    if weighed:
+        result(weigh(Case(**case), weighed))
+        return
+    found = in_turn(Case(**case), train)
+    if os.environ["NODE_RANK"] == "0":
+        result(found)
 
 
 # ---------------------------------------------------------------------- what is expected
@@ -224,19 +222,15 @@ def link_of(case: Case, slower: float) -> Link | None:
 
 def predicted_s(case: Case, name: str, compute_s: float, link: Link | None) -> float:
     """Return the seconds per step by the simulator, from the compute time measured alone."""
-    from sharded_lockstep import step_s
-
-    from lightning_cyclic.simulate import Costs, Network, lockstep, simulate
-
     n, num_bytes = case.num_workers, case.model_bytes
-    latency_s, bytes_per_s = link or Link(0.0, 1.5e9)
+    latency_s, bytes_per_s = link or Link(0.0, BYTES_PER_S)
     network = Network(latency_s=LATENCY_S + latency_s, bandwidth_bytes_per_s=bytes_per_s)
     blocks = Costs.even(case.depth, compute_s=compute_s, model_bytes=num_bytes)
     if name == "ddp":
         return lockstep(blocks, network, n, bucket_bytes=25 << 20).step_s
     if name.startswith("fsdp2"):
         overlaps = name == "fsdp2/ahead"
-        return step_s(blocks, network, n, algorithm="ring", overlaps=overlaps)
+        return lockstep_step_s(blocks, network, n, algorithm="ring", overlaps=overlaps)
     plan = plan_of(case, name)
     costs = Costs.even(plan.num_stages, compute_s=compute_s, model_bytes=num_bytes)
     return simulate(plan.programs, costs, network, plan).step_s
@@ -244,8 +238,6 @@ def predicted_s(case: Case, name: str, compute_s: float, link: Link | None) -> f
 
 def accounted_bytes(case: Case, name: str) -> float | None:
     """Return what the package's own account says of a strategy; None of what is no plan."""
-    from lightning_cyclic.simulate import Costs, memory
-
     if name == "ddp" or name.startswith("fsdp2"):
         return None
     plan = plan_of(case, name)
@@ -255,9 +247,6 @@ def accounted_bytes(case: Case, name: str) -> float | None:
 
 def plan_of(case: Case, name: str) -> Any:
     """Return the plan of a strategy of the package."""
-    from lightning_cyclic import make_plan
-    from lightning_cyclic.runtime.whole_step.session import auto_stages
-
     preset, _, stages = name.partition("/")
     n, num_bytes = case.num_workers, case.model_bytes
     num_stages = int(stages) if stages else min(auto_stages(n, num_bytes), case.depth)
@@ -272,7 +261,7 @@ def report_times(case: Case, slower: float) -> None:
     link = link_of(case, slower)
     case = replace(case, step_s=slower * case.step_s)
     links = LateLinks(case.num_workers, *link) if link else None
-    (found,) = start(__file__, ["--worker", json.dumps(asdict(case))], case.num_workers, links)
+    (found,) = start("sharding", [asdict(case)], case.num_workers, links)
     fits = {s: [Taken(*each) for each in found[s]] for s in found}
     wall = {s: [x.step_s for x in fits[s]] for s in fits}
     steady = {s: [x.steady_s for x in fits[s]] for s in fits}
@@ -307,8 +296,7 @@ def report_memory(case: Case) -> None:
     found: dict[str, list[list[dict[str, int]]]] = {s: [] for s in case.strategies}
     for _ in range(case.rounds):
         for s, rounds in found.items():
-            arguments = ["--worker", json.dumps(asdict(case)), "--weigh", s]
-            rounds.append(start(__file__, arguments, case.num_workers))
+            rounds.append(start("sharding", [asdict(case), s], case.num_workers))
     most = {
         s: {what: [max(rank[what] for rank in ranks) for ranks in rounds] for what in rounds[0][0]}
         for s, rounds in found.items()
@@ -328,16 +316,6 @@ def report_memory(case: Case) -> None:
 
 def report_table(args: argparse.Namespace) -> None:
     """Print what the simulator says of clusters that nobody has here."""
-    from sharded_lockstep import best_step_s
-
-    from lightning_cyclic.simulate import (
-        Costs,
-        Network,
-        parse_bandwidth,
-        parse_bytes,
-        show_seconds,
-    )
-
     step_s, num_bytes = args.step_s or 0.5, parse_bytes(args.model_bytes)
     bandwidth = parse_bandwidth(args.bandwidth)
     print(
@@ -368,9 +346,6 @@ def report_table(args: argparse.Namespace) -> None:
 
 def _simulated(num_workers: int, num_stages: int, costs: Any) -> Callable[[Any], float]:
     """Return what simulates a step of cyclic_zero for a network; of 1024 workers in minutes."""
-    from lightning_cyclic import make_plan
-    from lightning_cyclic.simulate import simulate
-
     plan = make_plan("cyclic_zero", num_stages=num_stages, num_workers=num_workers, num_steps=6)
     programs = plan.programs
     return lambda network: simulate(programs, costs, network, plan).step_s
@@ -384,29 +359,8 @@ def _load() -> str:
     return f"load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Run the cases that were asked for and print their tables."""
-    args = _arguments(argv)
-    if args.worker:
-        work(Case(**json.loads(args.worker)), args.weigh)
-        return
-    if args.table:
-        report_table(args)
-        return
-    changes = {
-        k: v for k in ("rounds", "num_steps", "width", "strategies") if (v := vars(args)[k])
-    }
-    for case in CASES[args.case]:
-        if args.only in case.name:
-            changed = replace(case, **changes)
-            if args.case == "memory":
-                report_memory(changed)
-            else:
-                report_times(changed, args.slower)
-
-
-def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Say what can be chosen."""
     parser.add_argument("--case", choices=CASES, default="loopback")
     parser.add_argument("--only", default="", help="run the cases whose name contains this")
     parser.add_argument("--rounds", type=int, help="how often every strategy trains")
@@ -421,10 +375,16 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--workers", type=int, nargs="+", default=[8, 64, 256, 1024])
     parser.add_argument("--model-bytes", default="100MB", help="of the table")
     parser.add_argument("--bandwidth", default="10Gbit/s", help="of the table")
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
-    parser.add_argument("--weigh", default="", help=argparse.SUPPRESS)
-    return parser.parse_args(argv)
 
 
-if __name__ == "__main__":
-    main()
+def run(args: argparse.Namespace) -> None:
+    """Run the cases that were asked for and print their tables."""
+    if args.table:
+        report_table(args)
+        return
+    for case in chosen(CASES[args.case], args):
+        if args.case == "memory":
+            report_memory(case)
+        else:
+            slept = case.step_s and args.step_s
+            report_times(replace(case, step_s=slept) if slept else case, args.slower)

@@ -1,7 +1,7 @@
 """Measure what running a step one stage at a time costs with no package at all: the floor.
 
-    python benchmarks/stage_floor.py
-    python benchmarks/stage_floor.py --only mlp --rounds 50
+    python -m benchmarks stage_floor
+    python -m benchmarks stage_floor --only mlp --rounds 50
 
 The same models, order and figures as in stage_overhead.py. Whoever runs a stage runs the code
 before it, too, in caches that other stages have used meanwhile; more micro-batches are alive than
@@ -16,11 +16,23 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from stage_overhead import MODELS, NUM_MICRO, ROWS, Clock, Model, Times, _spread, _times, plain
 from torch import Tensor, nn
 
+from benchmarks.pipeline.stage_overhead import (
+    MODELS,
+    NUM_MICRO,
+    ROWS,
+    Clock,
+    Model,
+    Times,
+    plain,
+    quartiles,
+    times,
+)
 from lightning_cyclic import make_plan
 from lightning_cyclic.plan.actions import Kind
+
+SMOKE = ("--only", "mlp", "--rounds", "2")
 
 
 class StageDone(BaseException):
@@ -45,7 +57,7 @@ class Bare:
         self._left: Any = None
         for k, block in enumerate(blocks):
             door = self._door(block.forward, sum(begins[: k + 1]), begins=begins[k])
-            block.forward = door  # type: ignore[method-assign]
+            block.forward = door
 
     def _door(self, forward: Callable[..., Any], j: int, *, begins: bool) -> Callable[..., Any]:
         def call(x: Any, *args: Any, **kwargs: Any) -> Any:
@@ -91,10 +103,10 @@ def bare(model: Model, blocks: list[nn.Module]) -> Callable[[], Times]:
             run_b(root / NUM_MICRO if a.j == last else root, grad)
         model.module.zero_grad()
 
-    return lambda: _times(step, forward, backward)
+    return lambda: times(step, forward, backward)
 
 
-def blocks_of(module: nn.Module) -> list[nn.Module]:
+def blocks_of(module: Any) -> list[nn.Module]:
     """Return the blocks of a model of stage_overhead.py."""
     return list(module.transformer.h if hasattr(module, "transformer") else module.children())
 
@@ -108,20 +120,18 @@ def report(name: str, rounds: int) -> None:
     pairs = [(of_plain(), of_bare()) for _ in range(rounds)]
     print(f"{name}, {num_stages} stages, {NUM_MICRO} micro-batches, bare; ms")
     for k, what in enumerate(("F", "B")):
-        over = _spread([(b[k] - a[k]) / num_stages for a, b in pairs])
-        print(f"  {what}: plain {_spread([a[k] for a, _ in pairs])}, per stage run {over}")
+        over = quartiles([(b[k] - a[k]) / num_stages for a, b in pairs])
+        print(f"  {what}: plain {quartiles([a[k] for a, _ in pairs])}, per stage run {over}")
 
 
-def main() -> None:
-    """Measure the models that were asked for."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Say what can be chosen."""
     parser.add_argument("--only", choices=("gpt", "mlp"), nargs="+", default=["gpt", "mlp"])
     parser.add_argument("--rounds", type=int, default=20, help="of either way, alternating")
-    args = parser.parse_args()
+
+
+def run(args: argparse.Namespace) -> None:
+    """Measure the models that were asked for."""
     torch.set_num_threads(1)
     for name in args.only:
         report(name, args.rounds)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,4 +1,4 @@
-"""What benchmarks/pipeline.py measures for the package's simulator, and what that says.
+"""What the benchmark "pipeline" measures for the package's simulator, and what that says.
 
 Every worker times its stages at the same time as the others theirs, since they share caches and
 memory; two workers time messages between them. What it costs to keep or to guess weights is timed
@@ -13,12 +13,15 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from statistics import median
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from pipeline_contenders import (
+from torch import Tensor, nn
+
+from benchmarks.pipeline.contenders import (
     BY_THE_MICRO_BATCH,
     BY_THE_STEP,
     Contender,
@@ -26,9 +29,7 @@ from pipeline_contenders import (
     Stopwatch,
     make,
 )
-from pipeline_model import Case, cut_by_hand, loss_of
-from torch import Tensor, nn
-
+from benchmarks.pipeline.model import Case, cut_by_hand, loss_of
 from lightning_cyclic import Plan, make_plan
 from lightning_cyclic.runtime.predict import guesses
 from lightning_cyclic.simulate import Costs, Network, simulate
@@ -102,17 +103,18 @@ def _profile(
             x = tokens
             if j > 0:
                 x = torch.randn(case.rows, case.length, case.width, requires_grad=True)
-            y, taken = _timed(lambda x=x: _forward(case, part, j, x, tokens))
+            y, taken = _timed(partial(_forward, case, part, j, x, tokens))
             forwards.append(taken)
-            backwards.append(_timed(lambda y=y: y.backward(torch.ones_like(y)))[1])
+            backwards.append(_timed(partial(y.backward, torch.ones_like(y)))[1])
         updates.append(_timed(optimizer.step)[1])
         optimizer.zero_grad()
         copies.append(_timed(lambda: [p.detach().clone() for p in weights])[1])
         ahead.append(
             _timed(lambda: list(guesses(optimizer, weights, 1, optimizer.param_groups, {})))[1]
         )
-    seconds = map(_mean, (forwards, backwards, updates, copies, ahead))
-    return StageTimes(*seconds, python_s, sum(p.numel() * p.element_size() for p in weights))
+    num_bytes = sum(p.nbytes for p in weights)
+    seconds = [_mean(x) for x in (forwards, backwards, updates, copies, ahead)]
+    return StageTimes._make([*seconds, python_s, num_bytes])
 
 
 def _forward(case: Case, part: nn.Module, j: int, x: Tensor, tokens: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Measure what the comparison of the first step with the plain one costs.
 
-    python -m benchmarks.first_step                        all models, 1, 2 and 4 ranks
-    python -m benchmarks.first_step --only mlp --ranks 2 --rounds 5
+    python -m benchmarks first_step                        all models, 1, 2 and 4 ranks
+    python -m benchmarks first_step --only mlp --ranks 2 --rounds 5
 
 Each fit is a process of its own for each rank, and trains two steps by 1f1b with four
 micro-batches; with and without the comparison in turn. Seconds are from the begin of the first
@@ -12,15 +12,8 @@ rank 0 in it. Median of the rounds (lowest - highest).
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import resource
-import subprocess
-import sys
 import time
-import warnings
-from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
@@ -28,10 +21,14 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
+from transformers import GPT2Config, GPT2LMHeadModel
 
-from lightning_cyclic import CyclicStrategy
+from benchmarks.rounds import quiet, result, spread, start
+from lightning_cyclic import PipelineStrategy
+from recipes.models.resnet import resnet50
 
 NUM_MICRO = 4
+SMOKE = ("--only", "mlp", "--ranks", "2", "--rounds", "1")
 MODELS = ("mlp", "resnet50", "gpt2")
 
 
@@ -58,12 +55,7 @@ def _net(kind: str) -> nn.Module:
         layers = [m for _ in range(8) for m in (nn.Linear(512, 512), nn.ReLU())]
         return nn.Sequential(*layers, nn.Linear(512, 10))
     if kind == "resnet50":
-        sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
-        from models.resnet import resnet50
-
         return resnet50(channels=3, num_classes=10, stem="imagenet")
-    from transformers import GPT2Config, GPT2LMHeadModel
-
     return GPT2LMHeadModel(GPT2Config(n_layer=24, n_embd=512, n_head=8, use_cache=False))
 
 
@@ -87,76 +79,43 @@ class Watch(Callback):
         if trainer.global_step == 1 and trainer.is_global_zero:
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
             found = {"seconds": time.perf_counter() - self.began, "mib": peak / 1024}
-            print("FOUND", json.dumps(found), flush=True)
+            result(found)
 
 
-def fit(kind: str, ranks: int, verify: str) -> None:
-    """Train two steps on this rank."""
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    strategy = CyclicStrategy(
-        "1f1b", num_microbatches=NUM_MICRO, stages=max(ranks, 2), verify=int(verify)
+def work(kind: str, ranks: int, verify: int) -> None:
+    """Be one rank: train two steps."""
+    quiet()
+    strategy = PipelineStrategy(
+        "1f1b", num_microbatches=NUM_MICRO, stages=max(ranks, 2), verify=verify
     )
     trainer = Trainer(
-        accelerator="cpu", devices=ranks, strategy=strategy, max_steps=2, callbacks=[Watch()],
-        logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        accelerator="cpu", devices=1, num_nodes=ranks, strategy=strategy, max_steps=2,
+        callbacks=[Watch()], logger=False, enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False,
     )  # fmt: skip
     rows: Any = [_batch(kind)] * 2
     trainer.fit(Module(kind), DataLoader(rows, batch_size=None))
 
 
-def measured(kind: str, ranks: int, verify: int) -> dict[str, float]:
-    """Run a fit in processes of its own; return what rank 0 found."""
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks.first_step",
-        "--fit",
-        kind,
-        str(ranks),
-        str(verify),
-    ]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ)
-    lines = [x for x in ended.stdout.splitlines() if x.startswith("FOUND ")]
-    if ended.returncode or not lines:
-        raise SystemExit(f"{kind} on {ranks} ranks failed:\n{ended.stderr[-2000:]}")
-    found: dict[str, float] = json.loads(lines[0].removeprefix("FOUND "))
-    return found
-
-
-def _said(values: list[float], digits: int) -> str:
-    low, high = min(values), max(values)
-    return f"{median(values):.{digits}f} ({low:.{digits}f} - {high:.{digits}f})"
-
-
-def main() -> None:
-    """Measure, and print a table as it grows."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--fit", nargs=3, metavar=("MODEL", "RANKS", "VERIFY"))
-    parser.add_argument("--only", choices=MODELS, action="append")
-    parser.add_argument("--ranks", type=int, action="append")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Say what can be chosen."""
+    parser.add_argument("--only", choices=MODELS, nargs="+", default=MODELS)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--rounds", type=int, default=3)
-    given = parser.parse_args()
-    if given.fit:
-        kind, ranks, verify = given.fit
-        fit(kind, int(ranks), verify)
-        return
+
+
+def run(args: argparse.Namespace) -> None:
+    """Measure, and print a table as it grows."""
     print("| model | ranks | first step, s | compared, s | ratio | rank 0, MiB | compared, MiB |")
     print("|---|---:|---:|---:|---:|---:|---:|")
-    for kind in given.only or MODELS:
-        for ranks in given.ranks or (1, 2, 4):
-            pairs = [[measured(kind, ranks, v) for v in (0, 1)] for _ in range(given.rounds)]
+    for kind in args.only:
+        for ranks in args.ranks:
+            pairs = [
+                [start("first_step", [kind, ranks, verify], ranks)[0] for verify in (0, 1)]
+                for _ in range(args.rounds)
+            ]
             seconds = [[x["seconds"] for x in side] for side in zip(*pairs, strict=True)]
             mib = [[x["mib"] for x in side] for side in zip(*pairs, strict=True)]
             ratios = [b / a for a, b in zip(*seconds, strict=True)]
-            cells = [
-                *(_said(x, 2) for x in seconds),
-                _said(ratios, 2),
-                *(_said(x, 0) for x in mib),
-            ]
+            cells = [spread(x, 2) for x in (*seconds, ratios)] + [spread(x, 0) for x in mib]
             print(f"| {kind} | {ranks} | {' | '.join(cells)} |", flush=True)
-
-
-if __name__ == "__main__":
-    main()

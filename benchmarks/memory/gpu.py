@@ -1,8 +1,8 @@
 """Compare, on one GPU, what a step of GPT-2 takes and keeps under the plans of one device.
 
-    python benchmarks/gpu.py                                     GPT-2 medium, bfloat16
-    python benchmarks/gpu.py --micro 8 --rows 2 --rounds 5
-    python benchmarks/gpu.py --device cpu --layers 4 --width 32 --heads 2 --length 16 --rows 2
+    python -m benchmarks gpu                                     GPT-2 medium, bfloat16
+    python -m benchmarks gpu --micro 8 --rows 2 --rounds 5
+    python -m benchmarks gpu --device cpu --layers 4 --width 32 --heads 2 --length 16 --rows 2
 
 Four ways to train on the same batches of N micro-batches, in turn, round after round:
 
@@ -21,10 +21,7 @@ from __future__ import annotations
 
 import argparse
 import gc
-import logging
 import time
-import warnings
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -35,10 +32,15 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from benchmarks.rounds import quiet
 from lightning_cyclic.registration import make_strategy
 
 VOCABULARY = 50_257
 WARM_UP = 3  # updates
+SMOKE = (
+    "--layers", "4", "--width", "32", "--heads", "2", "--length", "16", "--rows", "1",
+    "--vocabulary", "64", "--steps", "2", "--rounds", "1",
+)  # fmt: skip
 WAYS = ("at once", "accumulate", "cyclic_dp", "1f1b")
 GIB = 1 << 30
 
@@ -127,7 +129,8 @@ def train(way: str, args: argparse.Namespace, seen: Seen) -> None:
         callbacks=[Meter(seen)], logger=False, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
-    trainer.fit(LitGPT(args), DataLoader(list(tokens.split(rows)), batch_size=None))
+    batches: Any = tokens.split(rows)
+    trainer.fit(LitGPT(args), DataLoader(batches, batch_size=None))
     assert trainer.global_step == updates
     del trainer
     gc.collect()
@@ -157,8 +160,8 @@ def _memory(seen: Seen, at_once: Seen) -> str:
     return f"{peak:>11}{activations:>14}{share:8.2f}"
 
 
-def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Say what can be chosen."""
     numbers = {
         "layers": (24, "of the model"), "width": (1024, "features"), "heads": (16, "per layer"),
         "length": (1024, "tokens of a sample"), "vocabulary": (VOCABULARY, "tokens there are"),
@@ -168,14 +171,13 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     for name, (default, meaning) in numbers.items():
         parser.add_argument(f"--{name}", type=int, default=default, help=f"{meaning} ({default})")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    return parser.parse_args(argv)
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def run(args: argparse.Namespace) -> None:
     """Run all rounds, and print what they showed."""
-    args = _arguments(argv)
-    warnings.simplefilter("ignore")
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise SystemExit("no GPU; allowed: cuda where there is one, cpu; use --device cpu")
+    quiet(torch.get_num_threads())
     torch.set_float32_matmul_precision("high")
     name = "CPU" if args.device == "cpu" else torch.cuda.get_device_name()
     print(f"{name}, torch {torch.__version__}: GPT-2 of {args.layers} layers of {args.width}, "
@@ -186,7 +188,3 @@ def main(argv: Sequence[str] | None = None) -> None:
             train(way, args, seen)
             print(f"round {k + 1}, {way}: {1e3 * seen.medians_s[-1]:.1f} ms", flush=True)
     print("\n".join(table(found, args)))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,16 +1,17 @@
-"""The GPT that the contenders of benchmarks/pipeline.py train, whole and cut by hand."""
+"""The GPT that the contenders of the benchmark "pipeline" train, whole and cut by hand."""
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
-from typing import Any
+from typing import cast
 
 import lightning as L
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import GPT2Config, GPT2LMHeadModel
+
+from benchmarks.slept import Slept
 
 VOCABULARY = 256  # bytes
 
@@ -69,28 +70,13 @@ class Case:
 # ---------------------------------------------------------------------- the model, whole and cut
 
 
-class _Slept(torch.autograd.Function):
-    """Sleep in forward and twice as long in backward, as compute would take."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
-        ctx.seconds = seconds
-        time.sleep(seconds)
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        time.sleep(2 * ctx.seconds)
-        return grad, None
-
-
 class _Slow(nn.Module):
     def __init__(self, inner: nn.Module, seconds: float) -> None:
         super().__init__()
         self.inner, self.seconds = inner, seconds
 
     def forward(self, x: Tensor) -> Tensor:
-        return _Slept.apply(self.inner(x), self.seconds)
+        return Slept.apply(self.inner(x), self.seconds)
 
 
 def make_gpt(case: Case) -> GPT2LMHeadModel:
@@ -104,7 +90,7 @@ def make_gpt(case: Case) -> GPT2LMHeadModel:
     model = GPT2LMHeadModel(config)
     if case.sleep_ms:
         for block in model.transformer.h:
-            block.mlp = _Slow(block.mlp, case.sleep_ms / 1000)
+            block.mlp = _Slow(cast(nn.Module, block.mlp), case.sleep_ms / 1000)
     return model.train()
 
 

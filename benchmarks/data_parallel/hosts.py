@@ -1,15 +1,31 @@
 """Hosts of their own on this machine: network namespaces on a bridge, with rates and cut links.
 
+    python -m benchmarks hosts 4 --rate 1gbit       four hosts, until it is interrupted
+
 Takes root on Linux, and iproute2.
 """
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import os
 import subprocess
-from typing import Final, final
+import threading
+from typing import Final, Protocol, final
 
+SMOKE = ("2", "--rate", "1gbit", "--hold-s", "0")
 _SWITCH: Final = "sw"
+
+
+class Links(Protocol):
+    """Link workers that have a network namespace each."""
+
+    def up(self) -> tuple[str, list[list[str]]]:
+        """Bring it up; return the first host's address and each host's command prefix."""
+
+    def down(self) -> None:
+        """Take it down."""
 
 
 @final
@@ -115,3 +131,27 @@ class Hosts:
     @staticmethod
     def _ip(arguments: str) -> None:
         subprocess.run(["ip", *arguments.split()], check=True)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Say what can be chosen."""
+    parser.add_argument("num_hosts", type=int)
+    parser.add_argument("--rate", help='of what each host sends, as "1gbit" [no limit]')
+    parser.add_argument("--hold-s", type=float, help="seconds [until it is interrupted]")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Bring hosts up, say how to be on one, and take them down in the end."""
+    hold(Hosts(args.num_hosts, args.rate), args.hold_s)
+
+
+def hold(links: Links, hold_s: float | None) -> None:
+    """Hold links for some time, or until somebody interrupts."""
+    try:
+        address, prefixes = links.up()
+        print(f"the first host is {address}; a command on each, behind")
+        print("\n".join(f"  {' '.join(prefix)}" for prefix in prefixes), flush=True)
+        with contextlib.suppress(KeyboardInterrupt):
+            threading.Event().wait(hold_s)
+    finally:
+        links.down()

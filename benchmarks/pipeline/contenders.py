@@ -1,4 +1,4 @@
-"""The contenders of benchmarks/pipeline.py: one GPT, trained by several executors.
+"""The contenders of the benchmark "pipeline": one GPT, trained by several executors.
 
 Each is made once, in processes of its own, and then asked for steps, round after round:
 
@@ -15,11 +15,18 @@ import lightning as L
 import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import SingleDeviceStrategy
-from pipeline_model import VOCABULARY, Case, LitGPT, LitSequential, cut_by_hand, loss_of
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.utils.data import DataLoader
 
+from benchmarks.pipeline.model import (
+    VOCABULARY,
+    Case,
+    LitGPT,
+    LitSequential,
+    cut_by_hand,
+    loss_of,
+)
 from lightning_cyclic import PipelineStrategy, make_plan
 from lightning_cyclic.plan.actions import Lane
 from lightning_cyclic.runtime.messages import Message
@@ -239,7 +246,7 @@ def _trained(case: Case, preset: str) -> Contender:
     """Train with Lightning's Trainer, a new fit each time."""
     plain = preset == "plain"
     per_step = case.num_microbatches if plain else 1
-    batches = list(case.batch().split(case.rows)) if plain else [case.batch()]
+    batches: Any = list(case.batch().split(case.rows)) if plain else [case.batch()]
 
     def contender(num_steps: int) -> Figures:
         clock, module = _Clock(per_step), LitGPT(case)

@@ -5,20 +5,24 @@ network namespace whose only device is a tap, and what it sends is read, kept, a
 tap of its destination when it is due. As the simulator has it, a frame keeps the sender's port
 busy for its bytes, and the receiver's for as long, one latency later.
 
-    python benchmarks/late_links.py 4 0.001 125000000     4 workers, 1 ms, 1 Gbit/s, until it ends
+    python -m benchmarks late_links 4 --latency-s 0.001     four workers, until it is interrupted
 """
 
 from __future__ import annotations
 
+import argparse
 import fcntl
 import heapq
 import os
 import select
 import struct
 import subprocess
-import sys
 import time
 
+from benchmarks.data_parallel.hosts import hold
+from benchmarks.rounds import command_of, environment
+
+SMOKE = ("2", "--hold-s", "0")
 _MTU = 32_000  # bytes of a frame: fewer of them, as each costs the switch some 20 us
 _TUNSETIFF, _TAP_WITHOUT_HEADER = 0x400454CA, 0x1002
 
@@ -34,13 +38,15 @@ class LateLinks:
 
     def __init__(self, num_workers: int, latency_s: float, bytes_per_s: float) -> None:
         self._names = names(num_workers)
-        self._numbers = [str(num_workers), str(latency_s), str(bytes_per_s)]
+        self._numbers = (num_workers, latency_s, bytes_per_s)
         self._switch: subprocess.Popen[str] | None = None
 
     def up(self) -> tuple[str, list[list[str]]]:
         """Bring them up; return the first worker's address and each worker's command prefix."""
-        command = [sys.executable, __file__, *self._numbers]
-        self._switch = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        self._switch = subprocess.Popen(
+            command_of("late_links", self._numbers), env=environment(0, 1, "", "", ""),
+            stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
         assert self._switch.stdout is not None
         if self._switch.stdout.readline() != "ready\n":
             raise SystemExit(
@@ -133,14 +139,21 @@ class Switch:
                 heapq.heappush(self._due, (due_s, self._number, k, frame))
 
 
-def main() -> None:
+def work(num_workers: int, latency_s: float, bytes_per_s: float) -> None:
     """Be the switch, until somebody ends it."""
-    num_workers, latency_s, bytes_per_s = sys.argv[1:]
-    taps = [_tap(k, name) for k, name in enumerate(names(int(num_workers)))]
-    switch = Switch(taps, float(latency_s), float(bytes_per_s))
+    taps = [_tap(k, name) for k, name in enumerate(names(num_workers))]
     print("ready", flush=True)
-    switch.run()
+    Switch(taps, latency_s, bytes_per_s).run()
 
 
-if __name__ == "__main__":
-    main()
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Say what can be chosen."""
+    parser.add_argument("num_workers", type=int)
+    parser.add_argument("--latency-s", type=float, default=1e-3, help="of every frame (0.001)")
+    parser.add_argument("--bytes-per-s", type=float, default=1.25e8, help="of a port (1.25e8)")
+    parser.add_argument("--hold-s", type=float, help="seconds [until it is interrupted]")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Bring links up, say how to be at one, and take them down in the end."""
+    hold(LateLinks(args.num_workers, args.latency_s, args.bytes_per_s), args.hold_s)

@@ -1,0 +1,1 @@
+"""Workers that hold the whole model, or share it: step times, links, convergence."""

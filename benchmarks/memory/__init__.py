@@ -1,0 +1,1 @@
+"""What a step keeps, and what keeping less of it takes."""

@@ -1,0 +1,1 @@
+"""Models in stages: pipelines beside others, and the cost of running one stage."""

@@ -1,0 +1,1 @@
+"""Recipes: what conf/ names, and the programs that train and test it."""
