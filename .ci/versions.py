@@ -5,7 +5,7 @@
     python .ci/versions.py oldest --tests tests/cli   # a look at some tests
 
 Each environment is made anew, with uv, in a folder that is thrown away. A suite that has run
-writes its row in docs/versions.md.
+writes its row in the last table of docs/figures.md.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import NamedTuple
 from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parents[1]
-TABLE = ROOT / "docs" / "versions.md"
+TABLE = ROOT / "docs" / "figures.md"
 EXTRAS = ".[recipes,cli,test]"
 SHOWN = ("torch", "lightning", "numpy", "transformers")
 SUITES = {

@@ -1,4 +1,4 @@
-"""A pytest plugin that runs Lightning's own tests on another strategy; docs/upstream.md says how.
+"""A pytest plugin that runs Lightning's own tests on another strategy; docs/figures.md says how.
 
 Wherever a test leaves ``strategy="auto"`` and has one CPU device, the Trainer gets the strategy
 that UPSTREAM_STRATEGY names ("cyclic_dp", "gpipe", "ddp", ...) instead of SingleDeviceStrategy.

@@ -327,6 +327,6 @@ def _refuse(where: str, name: str, purpose: str, package: str) -> NoReturn:
         found = "of an unknown version"
     raise ConfigurationError(
         f"{package} {found} has no {where}.{name}, which lightning_cyclic needs for "
-        f"{purpose}; allowed: versions that have it, as those in docs/versions.md; use "
+        f"{purpose}; allowed: versions that have it, as those in docs/figures.md; use "
         f"pip install --upgrade lightning-cyclic, or another {package}"
     )

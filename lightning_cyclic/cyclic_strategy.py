@@ -42,7 +42,7 @@ class CyclicStrategy(PlannedStrategy):
             size of the weights. Experimental.
         reduce_dtype: in which sums of gradients travel: "fp32", "bf16" or "fp16". Each is rounded
             where it is sent, and the next gradient added in the wider of both dtypes. [that of
-            the gradients, and "fp32" where they have a lower precision: docs/precision.md]
+            the gradients, and "fp32" where they have a lower precision: docs/options.md]
         transport: how messages travel: "auto" (on CPUs by name over gloo; on GPUs over NCCL,
             channel by channel; through the host's memory where workers share a GPU, or with
             process_group_backend="gloo"), or "named", "edges", "host_staged".

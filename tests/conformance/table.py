@@ -25,7 +25,7 @@ made from it, by `python -m tests.conformance.table`.
 - **close**: the preset reads old weights by its rule, and the run is equal, bit by bit, to a plain
   Trainer into which a callback puts the weights that the rule says.
 - **refused**: every rank ends with an error that names the cause, at the latest in the first step
-  in which it matters. [Errors](errors.md) explains them.
+  in which it matters. [Limits and errors](limits.md) explains them.
 
 """
 

@@ -1,0 +1,47 @@
+"""The notebook of the first hour runs from top to bottom, and prints what it shows."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+from nbformat import NotebookNode
+
+ROOT = Path(__file__).parents[1]
+NOTEBOOK = ROOT / "docs" / "first_hour.ipynb"
+TIMED = "import subprocess", "start = "  # what these cells print differs from machine to machine
+
+
+def printed(cell: NotebookNode) -> str:
+    text = "".join(output.get("text", "") for output in cell.get("outputs", []))
+    if not cell.source.startswith(TIMED):
+        return text
+    return re.sub(r"\d+\.\d+", "0.0", text)  # accuracy, milliseconds
+
+
+@pytest.mark.multi
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.filterwarnings("ignore")  # those of the kernel's own libraries
+def test_notebook_prints_what_it_shows(tmp_path, monkeypatch):
+    for name, value in {
+        "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT),
+        "IPYTHONDIR": str(tmp_path / "ipython"),
+    }.items():  # fmt: skip
+        monkeypatch.setenv(name, value)
+    shown = nbformat.read(NOTEBOOK, as_version=4)
+    run = nbformat.read(NOTEBOOK, as_version=4)
+    resources = {"metadata": {"path": str(tmp_path)}}
+    NotebookClient(run, timeout=200, kernel_name="python3", resources=resources).execute()
+    cells = [(a, b) for a, b in zip(shown.cells, run.cells, strict=True) if a.cell_type == "code"]
+    assert [printed(b) for _, b in cells] == [printed(a) for a, _ in cells]
+
+
+def test_notebook_trains_the_module_of_the_pages():
+    pages = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    (module,) = re.findall(r"```python\n# model.py\n(.*?)```", pages, flags=re.S)
+    cells = [cell.source for cell in nbformat.read(NOTEBOOK, as_version=4).cells]
+    assert f"%%writefile model.py\n{module.rstrip()}" in cells
