@@ -24,7 +24,7 @@ from tests import processes
 from tests.commands import NOT_INHERITED
 
 ROOT = Path(__file__).parents[1]
-LIMIT_S = 240
+LIMIT_S = 400
 ONE_MORE = pytest.mark.exhaustive
 ON_LINKS = [
     pytest.mark.exhaustive,
