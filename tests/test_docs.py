@@ -179,7 +179,7 @@ TUTORIALS = ["slow_network.md", "big_model.md", "one_device.md", "sparse_states.
 
 
 @pytest.mark.multi
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("page", TUTORIALS)
 def test_tutorial_prints_what_it_shows(page, tmp_path):
