@@ -12,6 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from lightning_cyclic.errors import CyclicError, PeerError, WaitTimeoutError
+from lightning_cyclic.runtime.transport import crew as crews
 from lightning_cyclic.runtime.transport.crew import AbstractCrew, Crew, Names, naming_peers
 from tests import processes
 from tests.runtime.transport.rings import join
@@ -151,6 +152,26 @@ def report_in_turn() -> tuple[str | None, str | None, bool]:
 @pytest.mark.multi
 def test_the_first_reason_stays_and_ends_all_waits() -> None:
     assert processes.run(report_in_turn, 3) == [(None, "the first reason", True)] * 3
+
+
+def learn(slow: int, teller: int) -> str | None:
+    """Tell of a failure or be told, and end; one looks late."""
+    rank, _ = join()
+    crews._POLL_S = 2.0 if rank == slow else 0.1
+    crew = Crew(20.0)
+    if rank == teller:
+        crew.tell(f"rank {teller} failed: boom")
+    until = time.monotonic() + 8.0
+    while crew.failure() is None and time.monotonic() < until:
+        time.sleep(0.02)
+    crew.tell("heard")  # as who fails because of others does: their words stay
+    return crew.failure()
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize("teller", [0, 1])
+def test_the_rank_with_the_store_stays_until_all_have_read(teller: int) -> None:
+    assert processes.run(learn, 3, 2, teller) == [f"rank {teller} failed: boom"] * 3
 
 
 def meet(victim: int, how: int, comes: bool) -> None:
