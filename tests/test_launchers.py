@@ -63,7 +63,8 @@ def weights_of(
     def command(name: str) -> Command:
         script, arguments = LAUNCHES[name]
         arguments = [text.format(config=config) for text in arguments]
-        env = {"GLOO_SOCKET_IFNAME": "lo"}
+        # else Lightning takes one that anybody's connection may have until it listens
+        env = {"GLOO_SOCKET_IFNAME": "lo", "MASTER_PORT": str(processes.free_port())}
         return Command(arguments=[*script, str(folder / name), *arguments], env=env, limit_s=200)
 
     names = asked_for(request, "launch")
