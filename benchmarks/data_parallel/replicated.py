@@ -48,30 +48,17 @@ SMOKE = (
     "--strategies", "alone", "ddp", "cyclic_dp", "cyclic_dp_v1/optimizer", "--slower", "1",
 )  # fmt: skip
 
+BRIEF = Case(
+    name="2 workers, about 20 ms", num_workers=2, step_s=0, width=512, depth=8, batch=96,
+    num_steps=70, rounds=7, strategies=STRATEGIES,
+)  # fmt: skip
 LOOPBACK = [
-    Case(
-        name="2 workers, about 20 ms",
-        num_workers=2,
-        step_s=0,
-        width=512,
-        depth=8,
-        batch=96,
-        num_steps=70,
-        rounds=7,
-        strategies=STRATEGIES,
-    ),
-    Case(
-        name="2 workers, about 200 ms",
-        num_workers=2,
-        step_s=0,
-        width=1024,
-        depth=12,
-        batch=200,
-        num_steps=24,
+    BRIEF,
+    replace(
+        BRIEF, name="2 workers, about 200 ms", width=1024, depth=12, batch=200, num_steps=24,
         rounds=5,
-        strategies=STRATEGIES,
     ),
-]
+]  # fmt: skip
 NETWORK = [
     Case(
         name=f"{n} workers, {rate}, {step_s * 1000:.0f} ms",
