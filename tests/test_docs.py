@@ -17,6 +17,7 @@ import torch
 import yaml
 from hydra import compose, initialize_config_dir
 
+from benchmarks.__main__ import INDEX
 from lightning_cyclic import PRESETS, CyclicStrategy, PipelineStrategy
 from lightning_cyclic import __all__ as public_names
 from lightning_cyclic.cli.main import _parser, main
@@ -231,6 +232,12 @@ def test_python_of_sparse_states_trains(tmp_path, monkeypatch):
 @pytest.mark.parametrize("text", cyclic_commands())
 def test_command_is_understood(text):
     _parser().parse_args(shlex.split(text))  # PlanError, if it is not
+
+
+def test_benchmarks_that_pages_name_exist():
+    named = {n for page in PAGES for n in re.findall(r"python -m benchmarks (\w+)", read(page))}
+    assert len(named) > 5
+    assert named - {"NAME"} <= INDEX.keys()
 
 
 SHOWN = [
