@@ -34,7 +34,7 @@ from lightning_cyclic.errors import CyclicError, PeerError, WaitTimeoutError
 T = TypeVar("T")
 
 _POLL_S, _ANSWER_S = 0.5, 2.0  # an answer takes several polls: a rank may be busy
-_READ_S = 5.0  # so long rank 0 stays for ranks that may be dead
+_READ_S = 3.0  # so long rank 0 stays for ranks that may be dead
 _CALL: Final = "call"
 _OF_GROUPS = ("gloo", "nccl", "pair closure", "connection closed", "connection reset")
 _SLOW = (
@@ -196,6 +196,8 @@ class Crew(AbstractCrew):
         if self._words is None:
             self._in_time(lambda: self._put(words), 1.0)
             self._heed(self._words or words)
+        else:  # this rank may end before the thread that has read them says so
+            self._in_time(self._note_read, 1.0)
         if self.names.rank == 0:
             self._in_time(self._stay, _READ_S + 1.0)  # the store ends with this process
 
@@ -215,6 +217,9 @@ class Crew(AbstractCrew):
 
     def _know(self, words: str) -> None:
         self._heed(words)  # first: what is said to rank 0 has no limit
+        self._note_read()
+
+    def _note_read(self) -> None:
         self._store.set(self._read[self.names.rank], "")
 
     def _stay(self) -> None:

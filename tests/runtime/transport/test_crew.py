@@ -174,6 +174,25 @@ def test_the_rank_with_the_store_stays_until_all_have_read(teller: int) -> None:
     assert processes.run(learn, 3, 2, teller) == [f"rank {teller} failed: boom"] * 3
 
 
+def leave() -> bool:
+    """Let rank 1 end while its thread is busy with what it has read; say on 0 if that is known."""
+    rank, _ = join()
+    crew = Crew(20.0)
+    if rank == 0:
+        crew.tell("rank 0 failed: boom")
+        return crew._store.check([crew._read[1]])
+    crew.hang_up = lambda: time.sleep(2.0)
+    while crew.failure() is None:
+        time.sleep(0.02)
+    crew.tell("heard")
+    return True
+
+
+@pytest.mark.multi
+def test_who_ends_has_said_that_it_has_read() -> None:
+    assert processes.run(leave, 2) == [True, True]
+
+
 def meet(victim: int, how: int, comes: bool) -> None:
     """Send a rank a signal at a meeting, or on the way to it; fail with what others learn."""
     rank, num = join()
