@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from tests.commands import NOT_INHERITED
+from tests.harness.commands import NOT_INHERITED
 
 os.environ["OMP_NUM_THREADS"] = "1"
 settings.register_profile("thorough", max_examples=500)  # --hypothesis-profile=thorough

@@ -20,8 +20,8 @@ from benchmarks.data_parallel.hosts import Hosts
 from benchmarks.data_parallel.sharded_lockstep import step_s
 from benchmarks.rounds import results_in
 from lightning_cyclic.simulate import Costs, Network
-from tests import processes
-from tests.commands import NOT_INHERITED
+from tests.harness import processes
+from tests.harness.commands import NOT_INHERITED
 
 ROOT = Path(__file__).parents[1]
 LIMIT_S = 400

@@ -13,10 +13,10 @@ from torch.distributed import _functional_collectives as functional
 from torch.distributed import all_reduce  # by a name of the user's own
 from torch.utils.data import DataLoader
 
-from tests import processes
 from tests.conformance.harness import Batches
 from tests.conformance.modules import SIZE, Plain, vectors
-from tests.corpus import make_trainer
+from tests.harness import processes
+from tests.harness.trainers import make_trainer
 
 pytestmark = pytest.mark.multi
 Call = Callable[[Tensor], object]

@@ -15,7 +15,7 @@ from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 import lightning_cyclic
 from lightning_cyclic import compat
 from lightning_cyclic.errors import ConfigurationError
-from tests.commands import Command, Commands
+from tests.harness.commands import Command, Commands
 
 FILES = [x for x in Path(lightning_cyclic.__file__).parent.rglob("*.py") if x.name != "compat.py"]
 HOSTS = {"lightning", "pytorch_lightning", "lightning_fabric"}

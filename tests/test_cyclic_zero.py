@@ -17,10 +17,11 @@ from torch.utils.data import DataLoader
 
 from lightning_cyclic.plan.actions import Payload
 from lightning_cyclic.runtime.buffers import Layout
-from tests import processes
 from tests.conformance.harness import Batches
 from tests.conformance.modules import LowRankLayers, Plain, vectors
-from tests.corpus import Classifier, assert_same, make_trainer, train_data, valid_data, weights_of
+from tests.harness import processes
+from tests.harness.trainers import assert_same, make_trainer, train_data, valid_data, weights_of
+from tests.modules.classifier import Classifier
 
 pytestmark = pytest.mark.multi
 NUM_BATCHES, NUM_EPOCHS = 4, 2

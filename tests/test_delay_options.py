@@ -16,19 +16,13 @@ from torch import Tensor
 
 from lightning_cyclic import ConfigurationError, PlanError
 from lightning_cyclic.registration import make_strategy
-from tests import delayed_chain, processes, sequential
-from tests.corpus import (
-    Classifier,
-    MicroBatches,
-    assert_same,
-    loss_of,
-    make_trainer,
-    train_data,
-    valid_data,
-    weights_of,
-)
-from tests.delayed_chain import Chain, fit
-from tests.rows import in_turn
+from tests.harness import processes
+from tests.harness.rows import in_turn
+from tests.harness.trainers import assert_same, make_trainer, train_data, valid_data, weights_of
+from tests.modules.classifier import Classifier, MicroBatches, loss_of
+from tests.references import delayed as delayed_chain
+from tests.references import sequential
+from tests.references.delayed import Chain, fit
 
 pytestmark = pytest.mark.multi
 

@@ -25,11 +25,10 @@ from torch.utils.data import DataLoader
 from lightning_cyclic import ConfigurationError, CyclicStrategy
 from lightning_cyclic.plugin.checkpoint_folder import CheckpointFolder
 from lightning_cyclic.runtime.absent import is_absent
-from tests import processes
 from tests.conformance.harness import Batches
 from tests.conformance.modules import vectors
-from tests.corpus import (
-    Classifier,
+from tests.harness import processes
+from tests.harness.trainers import (
     assert_same,
     make_trainer,
     outcome,
@@ -37,6 +36,7 @@ from tests.corpus import (
     train_data,
     valid_data,
 )
+from tests.modules.classifier import Classifier
 from tests.test_meta import LEAN, STAGED, Late, here_of
 
 pytestmark = pytest.mark.multi

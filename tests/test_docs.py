@@ -24,7 +24,7 @@ from lightning_cyclic.cli.main import _parser, main
 from lightning_cyclic.plan.actions import Payload
 from lightning_cyclic.plan.presets import AXES
 from lightning_cyclic.plugin.checks import RUNNABLE
-from tests.commands import Command, Commands
+from tests.harness.commands import Command, Commands
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"

@@ -17,10 +17,11 @@ import torch
 from lightning.pytorch import Callback
 
 from lightning_cyclic.plugin.strategy import PlannedStrategy
-from tests import processes
-from tests.corpus import Classifier, make_trainer, train_data
-from tests.interrupted import difference
-from tests.processes import here
+from tests.harness import processes
+from tests.harness.interrupted import difference
+from tests.harness.processes import here
+from tests.harness.trainers import make_trainer, train_data
+from tests.modules.classifier import Classifier
 
 pytestmark = pytest.mark.multi
 

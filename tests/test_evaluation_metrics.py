@@ -13,8 +13,8 @@ from torchmetrics import MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 
 from lightning_cyclic.registration import make_strategy
-from tests import processes
-from tests.corpus import make_trainer
+from tests.harness import processes
+from tests.harness.trainers import make_trainer
 
 pytestmark = pytest.mark.multi
 

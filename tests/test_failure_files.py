@@ -18,8 +18,9 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_cyclic.plan import make_plan
 from lightning_cyclic.registration import make_strategy
 from lightning_cyclic.runtime.flight_recorder import FOLDER
-from tests import processes
-from tests.corpus import MicroBatches, loader, make_trainer
+from tests.harness import processes
+from tests.harness.trainers import make_trainer
+from tests.modules.classifier import MicroBatches, loader
 from tests.test_failures import (
     Troubled,
     TroubledStage,

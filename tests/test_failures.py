@@ -24,18 +24,10 @@ from lightning_cyclic.errors import PeerError
 from lightning_cyclic.plugin.strategy import PlannedStrategy
 from lightning_cyclic.registration import make_strategy
 from lightning_cyclic.runtime.transport.choice import Route
-from tests import processes
-from tests.corpus import (
-    Classifier,
-    MicroBatches,
-    Said,
-    assert_same,
-    loader,
-    make_trainer,
-    train_data,
-    weights_of,
-)
+from tests.harness import processes
+from tests.harness.trainers import Said, assert_same, make_trainer, train_data, weights_of
 from tests.modules.chains import Chain
+from tests.modules.classifier import Classifier, MicroBatches, loader
 
 pytestmark = pytest.mark.multi
 

@@ -8,8 +8,17 @@ from pathlib import Path
 import pytest
 
 from benchmarks.data_parallel.hosts import Hosts
-from tests import faulted, processes
-from tests.faults import ON_HOSTS, ON_ONE_HOST, WAIT_S, Fault, Job, assert_as_unbroken, drawn
+from tests.harness import processes
+from tests.scripts import faulted
+from tests.scripts.faults import (
+    ON_HOSTS,
+    ON_ONE_HOST,
+    WAIT_S,
+    Fault,
+    Job,
+    assert_as_unbroken,
+    drawn,
+)
 
 pytestmark = [pytest.mark.multi, pytest.mark.slow]
 on_hosts = pytest.mark.skipif(not Hosts.is_possible(), reason="needs root and iproute2, on Linux")

@@ -11,8 +11,10 @@ import warnings
 import pytest
 from lightning.pytorch.plugins.precision import TransformerEnginePrecision
 
-from tests import processes
-from tests.corpus import Classifier, Reference, fit, make_trainer, train_data
+from tests.harness import processes
+from tests.harness.trainers import fit, make_trainer, train_data
+from tests.modules.classifier import Classifier
+from tests.references.replicated import Reference
 
 pytestmark = pytest.mark.multi
 

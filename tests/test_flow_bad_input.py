@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from tests import processes
-from tests.corpus import assert_same
-from tests.delayed_chain import FACTORS, Chain, fit
-from tests.rows import in_turn
+from tests.harness import processes
+from tests.harness.rows import in_turn
+from tests.harness.trainers import assert_same
+from tests.references.delayed import FACTORS, Chain, fit
 
 pytestmark = pytest.mark.multi
 

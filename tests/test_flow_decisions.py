@@ -16,10 +16,10 @@ from torch.optim import Optimizer
 from lightning_cyclic.errors import CyclicError
 from lightning_cyclic.plan import make_plan
 from lightning_cyclic.plan.actions import Kind
-from tests import processes
-from tests.corpus import assert_same, make_trainer, strategy_of
-from tests.delayed_chain import Chain, loader
-from tests.stagewise_runs import Job, Outcome, pipelines
+from tests.harness import processes
+from tests.harness.pipelines import Job, Outcome, pipelines
+from tests.harness.trainers import assert_same, make_trainer, strategy_of
+from tests.references.delayed import Chain, loader
 from tests.test_flow_features import saved_and_resumed, validated
 from tests.test_flow_parity import fit, sequential
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from tests import processes
-from tests.corpus import assert_same
-from tests.stagewise_runs import Job, Outcome, loader, pipelines, prepare
+from tests.harness import processes
+from tests.harness.pipelines import Job, Outcome, loader, pipelines, prepare
+from tests.harness.trainers import assert_same
 from tests.test_flow_parity import fit
 
 pytestmark = pytest.mark.multi

@@ -13,9 +13,10 @@ import torch
 from lightning.pytorch import Callback
 from torch import Tensor, nn
 
-from tests import asynchronous, processes
-from tests.corpus import assert_same
-from tests.stagewise_runs import CLOSE, Job, Outcome, pipelines, prepare
+from tests.harness import processes
+from tests.harness.pipelines import CLOSE, Job, Outcome, pipelines, prepare
+from tests.harness.trainers import assert_same
+from tests.references import asynchronous
 
 pytestmark = pytest.mark.multi
 

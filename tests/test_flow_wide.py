@@ -14,9 +14,9 @@ from torch import Tensor
 from lightning_cyclic import PipelineStrategy
 from lightning_cyclic.plan import make_plan
 from lightning_cyclic.plan.actions import Kind, Payload
-from tests import processes
-from tests.corpus import assert_same, make_trainer, weights_of
-from tests.stagewise_runs import Job, Outcome, pipelines
+from tests.harness import processes
+from tests.harness.pipelines import Job, Outcome, pipelines
+from tests.harness.trainers import assert_same, make_trainer, weights_of
 from tests.test_failures import BAD_STEP, TroubledStage, batches, be_asked_to_stop
 from tests.test_flow_features import saved_and_resumed, validated
 from tests.test_flow_parity import fit

@@ -15,10 +15,10 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_cyclic.errors import CyclicError
-from tests import processes
 from tests.conformance.harness import Batches
 from tests.conformance.modules import SIZE, Plain, Thawing, vectors
-from tests.corpus import assert_same, make_trainer, weights_of
+from tests.harness import processes
+from tests.harness.trainers import assert_same, make_trainer, weights_of
 
 pytestmark = pytest.mark.multi
 NUM_STEPS, NUM_EPOCHS = 4, 2

@@ -14,9 +14,9 @@ from dataclasses import replace
 import pytest
 
 from lightning_cyclic.plan.actions import Action, Kind, Lane, Payload, Program
-from tests import golden_plans
-from tests.golden_plans import COLUMNS, FOLDER, grid
-from tests.program_texts import from_text
+from tests.golden import grid as golden_plans
+from tests.golden.grid import COLUMNS, FOLDER, grid
+from tests.harness.programs import from_text
 
 # owners add the gradients that each worker sends them (H); then sums went round, and a total to
 # the owner (S, T). Messages and bytes that the worker with the most sends in a step, then -> now

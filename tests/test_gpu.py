@@ -33,10 +33,11 @@ from lightning_cyclic.plugin.precision.sparse_state import SparseStatePrecision
 from lightning_cyclic.registration import make_strategy
 from lightning_cyclic.runtime.messages import Message
 from lightning_cyclic.runtime.transport import HostStagedTransport
-from tests import processes, pruned
-from tests.corpus import assert_same
-from tests.local_transport import LocalTransport, PostOffice
-from tests.processes import here
+from tests.harness import processes
+from tests.harness.local_transport import LocalTransport, PostOffice
+from tests.harness.processes import here
+from tests.harness.trainers import assert_same
+from tests.references import pruned
 from tests.runtime.partial_step.crews import Crew, compare
 
 GPU = pytest.param("cuda", marks=pytest.mark.gpu)

@@ -20,16 +20,10 @@ from lightning_cyclic import CyclicStrategy, make_plan
 from lightning_cyclic.errors import ConfigurationError, PlanError
 from lightning_cyclic.plan.actions import Kind, Payload
 from lightning_cyclic.plugin.checks import check_hosts_of_groups
-from tests import processes
-from tests.corpus import (
-    Classifier,
-    Reference,
-    assert_same,
-    fit,
-    make_trainer,
-    train_data,
-    weights_of,
-)
+from tests.harness import processes
+from tests.harness.trainers import assert_same, fit, make_trainer, train_data, weights_of
+from tests.modules.classifier import Classifier
+from tests.references.replicated import Reference
 
 pytestmark = pytest.mark.multi
 RULES = {

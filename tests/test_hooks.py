@@ -15,11 +15,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_cyclic.errors import CyclicError
 from lightning_cyclic.registration import make_strategy
-from tests import processes
-from tests.corpus import make_trainer
-from tests.delayed_chain import Chain
-from tests.delayed_chain import fit as fit_chain
-from tests.rows import in_turn
+from tests.harness import processes
+from tests.harness.rows import in_turn
+from tests.harness.trainers import make_trainer
+from tests.references.delayed import Chain
+from tests.references.delayed import fit as fit_chain
 
 pytestmark = pytest.mark.multi
 

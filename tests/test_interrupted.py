@@ -12,9 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests import processes
-from tests.corpus import assert_same
-from tests.interrupted import (
+from tests.harness import processes
+from tests.harness.interrupted import (
     NUM_STEPS,
     Interruption,
     Outcome,
@@ -26,6 +25,7 @@ from tests.interrupted import (
     newest,
     run_until_killed,
 )
+from tests.harness.trainers import assert_same
 
 pytestmark = pytest.mark.multi
 

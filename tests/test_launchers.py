@@ -13,10 +13,11 @@ from torch import Tensor
 
 from lightning_cyclic import CyclicStrategy
 from lightning_cyclic.registration import make_strategy
-from tests import launched, processes
-from tests.commands import Command, Commands, asked_for
-from tests.corpus import assert_same
-from tests.rows import more
+from tests.harness import processes
+from tests.harness.commands import Command, Commands, asked_for
+from tests.harness.rows import more
+from tests.harness.trainers import assert_same
+from tests.scripts import launched
 
 # four launches start at once, of several interpreters each, beside other tests
 pytestmark = [pytest.mark.multi, pytest.mark.slow, pytest.mark.timeout(240)]

@@ -15,19 +15,19 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
 from lightning_cyclic.errors import PeerError, StepError
-from tests import processes, sequential
-from tests.corpus import (
-    Classifier,
-    MicroBatches,
+from tests.harness import processes
+from tests.harness.trainers import (
     assert_same,
-    by_stage,
     make_trainer,
     outcome,
     train_data,
     valid_data,
     weights_of,
 )
-from tests.scaled import Scaled, precision
+from tests.modules.classifier import Classifier, MicroBatches
+from tests.references import sequential
+from tests.references.replicated import by_stage
+from tests.references.scaled import Scaled, precision
 
 pytestmark = pytest.mark.multi
 

@@ -14,10 +14,10 @@ from torch.utils.data import DataLoader
 
 from lightning_cyclic.errors import ConfigurationError, PeerError, StepError
 from lightning_cyclic.runtime.absent import is_absent, num_bytes_of
-from tests import processes
 from tests.conformance.harness import Batches, same
 from tests.conformance.modules import CLASSES, SIZE, Plain, vectors
-from tests.corpus import make_trainer
+from tests.harness import processes
+from tests.harness.trainers import make_trainer
 
 pytestmark = pytest.mark.multi
 NUM_STEPS = 4

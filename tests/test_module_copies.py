@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_cyclic.errors import StepError
-from tests import processes
-from tests.corpus import make_trainer
+from tests.harness import processes
+from tests.harness.trainers import make_trainer
 
 X = torch.rand(16, 4, generator=torch.Generator().manual_seed(0))
 STEP = ["step"]

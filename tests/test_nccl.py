@@ -11,10 +11,11 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_cyclic.plan.program import Program
 from lightning_cyclic.runtime.transport import NamedTransport
-from tests import processes
-from tests.corpus import Classifier, assert_same, fit
-from tests.nccl_model import GlooModel, Rules
-from tests.stagewise_runs import Job, loader, pipelines, prepare
+from tests.harness import processes
+from tests.harness.nccl_model import GlooModel, Rules
+from tests.harness.pipelines import Job, loader, pipelines, prepare
+from tests.harness.trainers import assert_same, fit
+from tests.modules.classifier import Classifier
 
 pytestmark = pytest.mark.multi
 

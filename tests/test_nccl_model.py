@@ -13,8 +13,8 @@ from lightning_cyclic.plan import make_plan
 from lightning_cyclic.plan.actions import Action, Kind, Lane, Payload
 from lightning_cyclic.plan.passes.messages import Channel, Ring, ring_of
 from lightning_cyclic.runtime.transport.base import Part
-from tests import processes
-from tests.nccl_model import GlooModel, ModelError, Rules
+from tests.harness import processes
+from tests.harness.nccl_model import GlooModel, ModelError, Rules
 from tests.runtime.transport.rings import BACK, SUMS, THERE, join, ring, room, some
 
 pytestmark = pytest.mark.multi

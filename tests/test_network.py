@@ -19,9 +19,10 @@ from torch import Tensor
 
 from benchmarks.data_parallel.hosts import Hosts
 from lightning_cyclic.errors import CyclicError
-from tests import processes
-from tests.corpus import Classifier, assert_same, make_trainer, train_data, weights_of
-from tests.processes import here
+from tests.harness import processes
+from tests.harness.processes import here
+from tests.harness.trainers import assert_same, make_trainer, train_data, weights_of
+from tests.modules.classifier import Classifier
 
 pytestmark = [
     pytest.mark.multi,

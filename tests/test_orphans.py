@@ -38,7 +38,7 @@ def test_ranks_end_at_the_same_step_when_their_agent_is_killed(tmp_path: Path) -
     ranks.mkdir()
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
-        "--module", "tests.orphaned", str(ranks), "1f1b",
+        "--module", "tests.scripts.orphaned", str(ranks), "1f1b",
     ]  # fmt: skip
     env = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     with log.open("w") as file:

@@ -16,12 +16,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 from lightning_cyclic.errors import ConfigurationError
-from tests import stagewise_torch as own
-from tests.corpus import assert_same, make_trainer, strategy_of
-from tests.processes import here
-from tests.rows import in_turn
-from tests.stagewise_modules import CASES
-from tests.stagewise_runs import (
+from tests.harness.pipelines import (
     Job,
     Outcome,
     StepLosses,
@@ -33,6 +28,11 @@ from tests.stagewise_runs import (
     prepare,
     reference,
 )
+from tests.harness.processes import here
+from tests.harness.rows import in_turn
+from tests.harness.trainers import assert_same, make_trainer, strategy_of
+from tests.modules import plain as own
+from tests.modules.cases import CASES
 
 pytestmark = pytest.mark.multi
 

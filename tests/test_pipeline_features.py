@@ -15,9 +15,7 @@ from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from torch.utils.data import DataLoader
 
 from lightning_cyclic.errors import ConfigurationError
-from tests.corpus import assert_same
-from tests.stagewise_modules import CASES
-from tests.stagewise_runs import (
+from tests.harness.pipelines import (
     Job,
     Outcome,
     assert_equals_plain,
@@ -27,6 +25,8 @@ from tests.stagewise_runs import (
     prepare,
     reference,
 )
+from tests.harness.trainers import assert_same
+from tests.modules.cases import CASES
 
 pytestmark = pytest.mark.multi
 

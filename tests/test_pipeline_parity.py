@@ -11,10 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests import processes
-from tests.rows import in_turn
-from tests.stagewise_modules import CASES
-from tests.stagewise_runs import (
+from tests.harness import processes
+from tests.harness.pipelines import (
     Job,
     assert_equal_runs,
     assert_equals_plain,
@@ -22,6 +20,8 @@ from tests.stagewise_runs import (
     pipelines,
     reference,
 )
+from tests.harness.rows import in_turn
+from tests.modules.cases import CASES
 
 pytestmark = pytest.mark.multi
 

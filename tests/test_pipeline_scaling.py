@@ -17,10 +17,12 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
-from tests import asynchronous, processes, sequential
-from tests.corpus import assert_same, by_stage
-from tests.scaled import FIRST_SCALE, Scaled, precision
-from tests.stagewise_runs import Job, Outcome, loader, pipelines, plainly, prepare
+from tests.harness import processes
+from tests.harness.pipelines import Job, Outcome, loader, pipelines, plainly, prepare
+from tests.harness.trainers import assert_same
+from tests.references import asynchronous, sequential
+from tests.references.replicated import by_stage
+from tests.references.scaled import FIRST_SCALE, Scaled, precision
 
 pytestmark = pytest.mark.multi
 

@@ -19,18 +19,13 @@ from lightning.pytorch.plugins.precision import (
 from torch import Tensor
 
 from lightning_cyclic.plan import Plan
-from tests import asynchronous, processes
-from tests.corpus import (
-    Classifier,
-    Reference,
-    assert_same,
-    by_stage,
-    make_trainer,
-    train_data,
-    weights_of,
-)
-from tests.sequential import LEAST, wire_of
-from tests.stagewise_runs import Job, Outcome, pipelines, prepare
+from tests.harness import processes
+from tests.harness.pipelines import Job, Outcome, pipelines, prepare
+from tests.harness.trainers import assert_same, make_trainer, train_data, weights_of
+from tests.modules.classifier import Classifier
+from tests.references import asynchronous
+from tests.references.replicated import Reference, by_stage
+from tests.references.sequential import LEAST, wire_of
 
 pytestmark = pytest.mark.multi
 

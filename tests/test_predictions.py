@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from lightning.pytorch.callbacks import BasePredictionWriter
 
-from tests import processes
 from tests.conformance import modules as m
 from tests.conformance.cases import CASES
 from tests.conformance.harness import evaluation_batches, loader
-from tests.corpus import make_trainer
+from tests.harness import processes
+from tests.harness.trainers import make_trainer
 
 pytestmark = pytest.mark.multi
 

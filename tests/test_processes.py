@@ -9,7 +9,7 @@ import time
 import pytest
 import torch
 
-from tests import processes
+from tests.harness import processes
 
 pytestmark = pytest.mark.multi
 

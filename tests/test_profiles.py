@@ -10,9 +10,10 @@ from torch.profiler import ProfilerActivity, profile
 from lightning_cyclic.plan import make_plan
 from lightning_cyclic.plan.actions import Kind
 from lightning_cyclic.viz.words import sentence
-from tests import processes
-from tests.corpus import Classifier, make_trainer, train_data
-from tests.stagewise_runs import Job, pipelines, prepare
+from tests.harness import processes
+from tests.harness.pipelines import Job, pipelines, prepare
+from tests.harness.trainers import make_trainer, train_data
+from tests.modules.classifier import Classifier
 
 pytestmark = pytest.mark.multi
 

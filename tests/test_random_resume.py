@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, default_collate
 
-from tests import processes
-from tests.corpus import Said, assert_same, make_trainer, weights_of
+from tests.harness import processes
+from tests.harness.trainers import Said, assert_same, make_trainer, weights_of
 
 pytestmark = pytest.mark.multi
 ROWS, PER_EPOCH, EPOCHS = 24, 6, 3

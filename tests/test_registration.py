@@ -10,7 +10,7 @@ import pytest
 import lightning_cyclic
 from lightning_cyclic.plan import PRESETS
 from lightning_cyclic.registration import register
-from tests.commands import Command, Commands, asked_for
+from tests.harness.commands import Command, Commands, asked_for
 
 SUFFIXES = ("", "_spawn", "_fork", "_notebook")
 NAMES = sorted(preset + suffix for preset in PRESETS for suffix in SUFFIXES)

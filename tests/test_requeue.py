@@ -15,8 +15,9 @@ from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 
-from tests import processes
-from tests.corpus import Classifier, assert_same, make_trainer, train_data, weights_of
+from tests.harness import processes
+from tests.harness.trainers import assert_same, make_trainer, train_data, weights_of
+from tests.modules.classifier import Classifier
 
 pytestmark = pytest.mark.multi
 

@@ -18,11 +18,12 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset
 
-from tests import processes
 from tests.conformance.harness import Batches
 from tests.conformance.modules import CLASSES, SIZE, Plain, vectors
-from tests.corpus import Resumable, assert_same, make_trainer, weights_of
-from tests.rows import in_turn
+from tests.harness import processes
+from tests.harness.rows import in_turn
+from tests.harness.trainers import assert_same, make_trainer, weights_of
+from tests.modules.classifier import Resumable
 
 pytestmark = pytest.mark.multi
 

@@ -8,8 +8,9 @@ import pytest
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from tests import processes
-from tests.corpus import Classifier, assert_same, make_trainer, outcome, train_data
+from tests.harness import processes
+from tests.harness.trainers import assert_same, make_trainer, outcome, train_data
+from tests.modules.classifier import Classifier
 
 pytestmark = pytest.mark.multi
 

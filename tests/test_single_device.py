@@ -17,21 +17,11 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_cyclic.plan import make_plan
 from lightning_cyclic.plan.dataflow import live_activations
-from tests import processes
-from tests.corpus import (
-    Batch,
-    Classifier,
-    MicroBatches,
-    Reference,
-    Resumable,
-    assert_same,
-    fit,
-    make_trainer,
-    outcome,
-    train_data,
-    weights_of,
-)
-from tests.rows import in_turn
+from tests.harness import processes
+from tests.harness.rows import in_turn
+from tests.harness.trainers import assert_same, fit, make_trainer, outcome, train_data, weights_of
+from tests.modules.classifier import Batch, Classifier, MicroBatches, Resumable
+from tests.references.replicated import Reference
 
 NUM_MICRO = 4
 NUM_STEPS = 9

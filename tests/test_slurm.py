@@ -20,11 +20,11 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from torch import Tensor
 
-from tests import processes, slurm
-from tests.commands import Command, Commands
-from tests.corpus import assert_same
+from tests.harness import processes, slurm
+from tests.harness.commands import Command, Commands
+from tests.harness.slurm import Cluster, Job, until
+from tests.harness.trainers import assert_same
 from tests.recipes.recipe_ranks import ROOT, train_rank
-from tests.slurm import Cluster, Job, until
 
 MISSING = slurm.missing()
 pytestmark = [

@@ -13,11 +13,11 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_cyclic import SparseStatePrecision
 from lightning_cyclic.plan.actions import Kind, Payload
-from tests import processes
-from tests.corpus import assert_same, weights_of
-from tests.pruned import random_masks
-from tests.stagewise_modules import FineTuned
-from tests.stagewise_runs import Job, pipelines, prepare
+from tests.harness import processes
+from tests.harness.pipelines import Job, pipelines, prepare
+from tests.harness.trainers import assert_same, weights_of
+from tests.modules.cases import FineTuned
+from tests.references.pruned import random_masks
 from tests.test_sparse_workers import fit_staged, masks_of, staged_by_rule
 
 pytestmark = pytest.mark.multi

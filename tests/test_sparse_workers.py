@@ -18,19 +18,14 @@ from lightning_cyclic import SparseStatePrecision
 from lightning_cyclic.plan import Plan
 from lightning_cyclic.plan.actions import Payload
 from lightning_cyclic.plugin.precision.masks import Masks
-from tests import asynchronous, processes, sequential
-from tests.corpus import (
-    Classifier,
-    MicroBatches,
-    assert_same,
-    by_stage,
-    make_trainer,
-    train_data,
-    weights_of,
-)
-from tests.pruned import DTYPES, LiveStorages, Regression, adamw, random_masks
-from tests.sequential import wire_of
-from tests.stagewise_runs import Job, pipelines, prepare
+from tests.harness import processes
+from tests.harness.pipelines import Job, pipelines, prepare
+from tests.harness.trainers import assert_same, make_trainer, train_data, weights_of
+from tests.modules.classifier import Classifier, MicroBatches
+from tests.references import asynchronous, sequential
+from tests.references.pruned import DTYPES, LiveStorages, Regression, adamw, random_masks
+from tests.references.replicated import by_stage
+from tests.references.sequential import wire_of
 
 pytestmark = pytest.mark.multi
 

@@ -20,8 +20,8 @@ from torch.utils.data import DataLoader
 
 from lightning_cyclic.errors import ConfigurationError, StepError
 from lightning_cyclic.plugin.pipeline_session import split_hook
-from tests import processes
-from tests.corpus import assert_same, make_trainer, weights_of
+from tests.harness import processes
+from tests.harness.trainers import assert_same, make_trainer, weights_of
 
 pytestmark = pytest.mark.multi
 PAGE = Path(__file__).parents[1] / "docs" / "batches.md"

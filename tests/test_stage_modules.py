@@ -14,8 +14,8 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations, prune, spectral_norm, weight_norm
 from torch.utils.data import DataLoader
 
-from tests import processes
-from tests.corpus import assert_same, make_trainer, weights_of
+from tests.harness import processes
+from tests.harness.trainers import assert_same, make_trainer, weights_of
 
 pytestmark = pytest.mark.multi
 NUM_MICRO, NUM_STEPS = 4, 4

@@ -13,7 +13,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.processes import here, run
+from tests.harness.processes import here, run
 
 pytestmark = pytest.mark.multi
 

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from lightning_cyclic.registration import make_strategy
-from tests import processes
-from tests.corpus import Classifier, MicroBatches, loader, make_trainer
+from tests.harness import processes
+from tests.harness.trainers import make_trainer
+from tests.modules.classifier import Classifier, MicroBatches, loader
 from tests.test_failures import assert_stopped, name_of
 
 pytestmark = pytest.mark.multi

@@ -12,18 +12,11 @@ from lightning.pytorch import Callback
 from torch import nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
-from tests import corpus, processes
-from tests.corpus import (
-    Classifier,
-    Reference,
-    assert_same,
-    fit,
-    make_trainer,
-    outcome,
-    train_data,
-    valid_data,
-)
-from tests.rows import in_turn
+from tests.harness import processes
+from tests.harness.rows import in_turn
+from tests.harness.trainers import assert_same, fit, make_trainer, outcome, train_data, valid_data
+from tests.modules.classifier import Classifier, sgd
+from tests.references.replicated import Reference
 
 pytestmark = pytest.mark.multi
 
@@ -38,7 +31,7 @@ class PerEpoch(Classifier):
     """Lowers its rate behind each epoch."""
 
     def configure_optimizers(self) -> Any:
-        optimizer = corpus.sgd(self.parameters())
+        optimizer = sgd(self.parameters())
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
         return {
             "optimizer": optimizer,

@@ -13,19 +13,12 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 
 from lightning_cyclic.errors import CyclicError
-from tests import processes
-from tests.corpus import (
-    Batch,
-    Classifier,
-    assert_same,
-    make_trainer,
-    outcome,
-    train_data,
-    valid_data,
-)
-from tests.delayed_chain import Chain
-from tests.delayed_chain import loader as steps
-from tests.rows import in_turn
+from tests.harness import processes
+from tests.harness.rows import in_turn
+from tests.harness.trainers import assert_same, make_trainer, outcome, train_data, valid_data
+from tests.modules.classifier import Batch, Classifier
+from tests.references.delayed import Chain
+from tests.references.delayed import loader as steps
 
 pytestmark = pytest.mark.multi
 

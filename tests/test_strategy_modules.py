@@ -11,9 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests import corpus, processes
-from tests.corpus import Batch, Classifier, Reference, assert_same, fit
-from tests.rows import in_turn
+from tests.harness import processes
+from tests.harness.rows import in_turn
+from tests.harness.trainers import assert_same, fit
+from tests.modules.classifier import Batch, Classifier, mlp
+from tests.references.replicated import Reference
 
 pytestmark = pytest.mark.multi
 
@@ -131,7 +133,7 @@ class Dropping(Classifier):
 
     def __init__(self) -> None:
         super().__init__()
-        self.net = corpus.mlp(dropout=0.3)
+        self.net = mlp(dropout=0.3)
 
 
 def fit_seeded(seed: int, preset: str) -> dict[str, Any]:

@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
-from tests import processes
-from tests.corpus import Classifier, Reference, assert_same, fit
+from tests.harness import processes
+from tests.harness.trainers import assert_same, fit
+from tests.modules.classifier import Classifier
+from tests.references.replicated import Reference
 
 pytestmark = pytest.mark.multi
 

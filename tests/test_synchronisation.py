@@ -1,8 +1,8 @@
 """On the hot path nothing of the package waits for a GPU, but for what is listed here.
 
-Every preset trains, and every question that Python asks a tensor is noted: see tests.audit. Which
-step asks what does not depend on the device, so a CPU shows it; whether the tensor would be a
-GPU's is what the list says.
+Every preset trains, and every question that Python asks a tensor is noted: tests.harness.audit
+says how. Which step asks what does not depend on the device, so a CPU shows it; whether the tensor
+would be a GPU's is what the list says.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from torch.utils.data import DataLoader
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_cyclic import PRESETS
-from tests import processes
-from tests.audit import Audit, Behind
-from tests.corpus import make_trainer
-from tests.scaled import precision
+from tests.harness import processes
+from tests.harness.audit import Audit, Behind
+from tests.harness.trainers import make_trainer
+from tests.references.scaled import precision
 
 pytestmark = pytest.mark.multi
 

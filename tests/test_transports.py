@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from tests import processes
-from tests.corpus import Classifier, assert_same, make_trainer, outcome, train_data, valid_data
-from tests.stagewise_runs import Job, loader, pipelines, prepare
+from tests.harness import processes
+from tests.harness.pipelines import Job, loader, pipelines, prepare
+from tests.harness.trainers import assert_same, make_trainer, outcome, train_data, valid_data
+from tests.modules.classifier import Classifier
 
 pytestmark = pytest.mark.multi
 

@@ -11,9 +11,10 @@ from torch import Tensor
 from lightning_cyclic import CyclicStrategy
 from lightning_cyclic.errors import ConfigurationError, PeerError, StepError
 from lightning_cyclic.registration import make_strategy
-from tests import processes
-from tests.corpus import Classifier, assert_same, make_trainer, train_data
-from tests.stagewise_runs import Job, pipelines
+from tests.harness import processes
+from tests.harness.pipelines import Job, pipelines
+from tests.harness.trainers import assert_same, make_trainer, train_data
+from tests.modules.classifier import Classifier
 from tests.test_precisions import fit_staged, fit_whole, staged_by_rule, whole_by_rule
 
 NUM_STEPS, NET = 6, "resnet"

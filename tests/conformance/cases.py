@@ -18,7 +18,7 @@ from lightning_cyclic import GradientNorms
 from tests.conformance import examples as e
 from tests.conformance import modules as m
 from tests.conformance.harness import FLOWS, PIPELINES, PRESETS, REPLICATED, Case
-from tests.stagewise_modules import CASES as NETWORKS
+from tests.modules.cases import CASES as NETWORKS
 
 TIED = r"'shared' does not fit tied="
 MANUAL = r"automatic_optimization is False"

@@ -20,10 +20,11 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from tests import asynchronous, processes, sequential
-from tests.corpus import assert_same, make_trainer, weights_of
-from tests.processes import here
-from tests.stagewise_runs import joined
+from tests.harness import processes
+from tests.harness.pipelines import joined
+from tests.harness.processes import here
+from tests.harness.trainers import assert_same, make_trainer, weights_of
+from tests.references import asynchronous, sequential
 
 NUM_WORKERS = 2  # and micro-batches
 NUM_STEPS = 4  # per epoch

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torchmetrics.classification import MulticlassAccuracy
 
-from tests import optimizers
+from tests.modules import optimizers
 
 SIZE, CLASSES, ROWS, WORDS = 8, 3, 4, 32
 

@@ -7,7 +7,7 @@ import pytest
 from tests.conformance import table
 from tests.conformance.cases import CASES
 from tests.conformance.harness import PRESETS, check
-from tests.rows import more
+from tests.harness.rows import more
 
 pytestmark = pytest.mark.multi
 

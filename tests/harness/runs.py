@@ -8,17 +8,19 @@ modules, or partials of them.
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule
 from torch import Tensor
 
-from tests import processes
-from tests.corpus import Said, make_trainer, weights_of
+from tests.harness import processes
+from tests.harness.trainers import Said, make_trainer, weights_of
 
 TIMEOUT_S = 25.0
 SOON_S = TIMEOUT_S - 5.0  # an error that needs the whole wait is no clear one
@@ -114,3 +116,10 @@ def _train(
         stage_of=dict(getattr(trainer.strategy, "stage_of", {})),
         global_step=trainer.global_step,
     )
+
+
+def line_of(kind: type, comment: str = "this line") -> Path:
+    """Return path:line of the one line of a class that ends with a comment, as errors name it."""
+    lines, first = inspect.getsourcelines(kind)
+    (n,) = (n for n, line in enumerate(lines) if line.rstrip().endswith(f"# {comment}"))
+    return Path(f"{inspect.getsourcefile(kind)}:{first + n}")

@@ -12,7 +12,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.processes import here
+from tests.harness.processes import here
 
 
 class Chain(LightningModule):

@@ -11,7 +11,7 @@ from lightning_cyclic.plan import PRESETS, make_plan
 from lightning_cyclic.plan.actions import Kind, Payload
 from lightning_cyclic.plan.lower import window
 from lightning_cyclic.plan.passes.messages import step_of
-from tests.program_texts import replayed
+from tests.harness.programs import replayed
 
 PLANS = [
     ("pipedream_2bw", 3, 3, 4), ("pipedream_2bw", 4, 2, 4), ("cyclic_pipeline", 4, 4, 3),

@@ -8,8 +8,8 @@ from lightning_cyclic.plan import make_plan
 from lightning_cyclic.plan.actions import Kind, Payload
 from lightning_cyclic.plan.check.replay import Replay
 from lightning_cyclic.plan.passes.shards import shards
-from tests.program_texts import replayed
-from tests.rows import more
+from tests.harness.programs import replayed
+from tests.harness.rows import more
 
 FULL = {"preset": "cyclic_zero"}
 

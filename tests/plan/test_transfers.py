@@ -8,7 +8,7 @@ from lightning_cyclic.plan import PRESETS, make_plan
 from lightning_cyclic.plan.actions import Kind, Lane, Payload
 from lightning_cyclic.plan.passes.messages import Channel, channel_of
 from lightning_cyclic.plan.passes.ties import first_users, later_users
-from tests.program_texts import sent
+from tests.harness.programs import sent
 
 
 def traffic(plan):

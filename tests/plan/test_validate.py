@@ -15,7 +15,7 @@ from lightning_cyclic.plan.check.proof import KEPT, probe, validate
 from lightning_cyclic.plan.check.replay import Replay
 from lightning_cyclic.plan.passes.messages import ring_of
 from lightning_cyclic.plan.plan import Plan
-from tests.program_texts import from_text, swapped, to_text
+from tests.harness.programs import from_text, swapped, to_text
 
 
 def relayed(preset, **more):

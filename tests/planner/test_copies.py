@@ -5,7 +5,7 @@ from lightning_cyclic.plan import make_plan
 from lightning_cyclic.planner import Stages, memory
 from lightning_cyclic.planner.copies import Counter, steps_to_count
 from lightning_cyclic.simulate.memory import KINDS
-from tests.rows import more
+from tests.harness.rows import more
 
 
 def counted(preset, num_stages, of_each, replicas, *, remat, slack=0, tied=()):

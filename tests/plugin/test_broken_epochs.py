@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from lightning_cyclic.plan.presets import PRESETS
-from tests import processes
-from tests.interrupted import Way, contents, difference, fit
-from tests.rows import chosen
+from tests.harness import processes
+from tests.harness.interrupted import Way, contents, difference, fit
+from tests.harness.rows import chosen
 
 pytestmark = pytest.mark.multi
 PER_EPOCH, EPOCHS = 3, 4

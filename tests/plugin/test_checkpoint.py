@@ -12,18 +12,11 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from tests import processes
-from tests.corpus import (
-    Classifier,
-    Reference,
-    assert_same,
-    fit,
-    make_trainer,
-    outcome,
-    train_data,
-    valid_data,
-)
-from tests.rows import in_turn, more
+from tests.harness import processes
+from tests.harness.rows import in_turn, more
+from tests.harness.trainers import assert_same, fit, make_trainer, outcome, train_data, valid_data
+from tests.modules.classifier import Classifier
+from tests.references.replicated import Reference
 
 pytestmark = pytest.mark.multi
 
@@ -149,7 +142,8 @@ def test_other_strategies_go_on_from_a_file(
 
 def _plainly(args: tuple[str, str], saved: dict[str, Any]) -> dict[str, Any]:
     """Train the last epoch alone, in a loop of its own."""
-    from tests.corpus import MicroBatches, weights_of
+    from tests.harness.trainers import weights_of
+    from tests.modules.classifier import MicroBatches
 
     module = Classifier(*args)
     parts = module.configure_optimizers()

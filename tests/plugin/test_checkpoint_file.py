@@ -19,10 +19,11 @@ from lightning.pytorch.plugins.io import async_plugin
 
 from lightning_cyclic.errors import ConfigurationError
 from lightning_cyclic.plugin.checkpoint_file import check_file, part_of, write_whole
-from tests import processes
-from tests.corpus import Classifier, assert_same, make_trainer, train_data, weights_of
-from tests.interrupted import contents, difference
-from tests.rows import more
+from tests.harness import processes
+from tests.harness.interrupted import contents, difference
+from tests.harness.rows import more
+from tests.harness.trainers import assert_same, make_trainer, train_data, weights_of
+from tests.modules.classifier import Classifier
 
 
 def checkpoint(seed: int = 0, size: int = 40) -> dict[str, Any]:

@@ -11,11 +11,11 @@ from lightning.pytorch import Callback
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_cyclic import ConfigurationError, GradientNorms
-from tests import processes
 from tests.conformance import modules as m
 from tests.conformance.cases import CASES
 from tests.conformance.harness import NUM_STEPS, loader
-from tests.corpus import make_trainer
+from tests.harness import processes
+from tests.harness.trainers import make_trainer
 
 
 class ByHand(Callback):

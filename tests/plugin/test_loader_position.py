@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
-from tests import processes
-from tests.corpus import assert_same, make_trainer, weights_of
-from tests.processes import here
-from tests.rows import in_turn, more
+from tests.harness import processes
+from tests.harness.processes import here
+from tests.harness.rows import in_turn, more
+from tests.harness.trainers import assert_same, make_trainer, weights_of
 
 pytestmark = pytest.mark.multi
 ROWS, PER_EPOCH, EPOCHS = 24, 6, 3

@@ -14,9 +14,10 @@ from torch.utils.data import DataLoader
 
 from lightning_cyclic.errors import ConfigurationError, CyclicError
 from lightning_cyclic.plugin.optimizers import Written, check_parted, updates_each, without_closure
-from tests import asynchronous, processes
-from tests import optimizers as o
-from tests.corpus import assert_same, make_trainer, weights_of
+from tests.harness import processes
+from tests.harness.trainers import assert_same, make_trainer, weights_of
+from tests.modules import optimizers as o
+from tests.references import asynchronous
 
 NUM_STEPS = 6
 

@@ -13,9 +13,9 @@ from lightning.pytorch import LightningModule, seed_everything
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests import processes
-from tests.corpus import assert_same, make_trainer, weights_of
-from tests.rows import more
+from tests.harness import processes
+from tests.harness.rows import more
+from tests.harness.trainers import assert_same, make_trainer, weights_of
 
 pytestmark = pytest.mark.multi
 

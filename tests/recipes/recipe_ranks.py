@@ -1,4 +1,4 @@
-"""Train a recipe on one of several ranks that tests.processes starts."""
+"""Train a recipe on one of several ranks that tests.harness.processes starts."""
 
 from __future__ import annotations
 

@@ -14,8 +14,9 @@ from omegaconf import OmegaConf
 
 from recipes.evaluate import evaluate
 from recipes.train import make_trainer
-from tests import processes
-from tests.commands import Command, Commands
+from tests.harness import processes
+from tests.harness.commands import Command, Commands
+from tests.harness.rows import chosen
 from tests.recipes.recipe_ranks import train_rank
 from tests.recipes.tiny_data import (
     write_cifar100,
@@ -24,7 +25,6 @@ from tests.recipes.tiny_data import (
     write_tiny_imagenet,
     write_wmt16,
 )
-from tests.rows import chosen
 
 ROOT = Path(__file__).parents[2]
 LIGHTNING_WARNINGS = [  # of Lightning itself: an old torch name; advice about loaders

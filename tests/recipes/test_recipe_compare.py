@@ -20,7 +20,7 @@ from recipes.compare_plot import plot_curves
 from recipes.compare_report import markdown_table, summaries, tables, write_csv
 from recipes.compare_runs import handed_on, plan_runs
 from recipes.datamodules.digits import Digits
-from tests.commands import Command, Commands
+from tests.harness.commands import Command, Commands
 
 ROOT = Path(__file__).parents[2]
 EXPERIMENT = "experiment=compare_pipelines"

@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 
 from recipes.pruned import train_pruned
-from tests.commands import Command, Commands
+from tests.harness.commands import Command, Commands
 
 ROOT = Path(__file__).parents[2]
 

@@ -21,8 +21,8 @@ from torch import nn
 from lightning_cyclic.plan import make_plan
 from recipes.report import plan_table, print_results, stage_ranks, stage_table
 from recipes.train import make_trainer, refuse_popen_sweep
-from tests.commands import Command, Commands, asked_for
-from tests.rows import more
+from tests.harness.commands import Command, Commands, asked_for
+from tests.harness.rows import more
 
 ROOT = Path(__file__).parents[2]
 LIGHTNING_WARNINGS = [  # of Lightning itself: an old torch name; advice about loaders

@@ -20,7 +20,7 @@ from lightning_cyclic.runtime.agreement import (
     require_same_module,
     require_same_number,
 )
-from tests import processes
+from tests.harness import processes
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader
 
 from lightning_cyclic.errors import StepError
 from lightning_cyclic.runtime.cast_copies import CastCopies, cast_of
-from tests import processes
-from tests.corpus import assert_same, make_trainer, weights_of
+from tests.harness import processes
+from tests.harness.trainers import assert_same, make_trainer, weights_of
 
 WIDTH = 17
 RUNS = ("cyclic_dp", "cyclic_zero")

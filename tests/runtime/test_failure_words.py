@@ -23,7 +23,7 @@ from lightning_cyclic.runtime.failure_words import (
     words_of,
 )
 from lightning_cyclic.runtime.transport.crew import Names
-from tests.local_transport import LocalTransport, PostOffice
+from tests.harness.local_transport import LocalTransport, PostOffice
 from tests.runtime.whole_step.test_engine import Worker, find_stages, loss, mlp, run_workers, sgd
 
 NAMES = Names(2, ["a", "b", "node7", "d"])

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_cyclic.plan import Plan, make_plan
-from tests import asynchronous
+from tests.references import asynchronous
 from tests.runtime.partial_step.crews import NUM_STEPS, Crew, batch
 
 LR = 0.1

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from lightning_cyclic.runtime.launchers import _welcome, _welcomed, apart_from_earlier_attempts
-from tests.processes import free_port
+from tests.harness.processes import free_port
 
 LIMIT = timedelta(seconds=20)
 

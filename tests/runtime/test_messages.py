@@ -18,7 +18,7 @@ from lightning_cyclic.runtime.transport import (
     CountingTransport,
     Part,
 )
-from tests.local_transport import LocalCrew, LocalTransport, PostOffice
+from tests.harness.local_transport import LocalCrew, LocalTransport, PostOffice
 
 CPU = torch.device("cpu")
 X = torch.arange(24.0).reshape(4, 6)

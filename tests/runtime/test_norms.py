@@ -11,7 +11,7 @@ from lightning_cyclic.plan.actions import Payload, parse
 from lightning_cyclic.plan.dataflow import Item
 from lightning_cyclic.runtime.messages import Messages
 from lightning_cyclic.runtime.norms import Norms
-from tests.local_transport import LocalTransport, PostOffice
+from tests.harness.local_transport import LocalTransport, PostOffice
 
 CPU = torch.device("cpu")
 

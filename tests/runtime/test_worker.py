@@ -14,7 +14,7 @@ from lightning_cyclic.plan.actions import Action, Lane, parse
 from lightning_cyclic.plan.dataflow import Dataflow
 from lightning_cyclic.runtime.messages import Message, Messages
 from lightning_cyclic.runtime.worker import LaneThread, Worker
-from tests.local_transport import LocalTransport, PostOffice
+from tests.harness.local_transport import LocalTransport, PostOffice
 
 CPU = torch.device("cpu")
 PLAN = make_plan("cyclic_dp", num_stages=2, num_workers=2)

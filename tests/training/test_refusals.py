@@ -23,12 +23,11 @@ from lightning_cyclic import PRESETS, CyclicStrategy, PipelineStrategy
 from lightning_cyclic.errors import ConfigurationError, PlanError
 from lightning_cyclic.plan.presets import AXES
 from lightning_cyclic.plugin.checks import check_trainer
-from tests.corpus import assert_same
-from tests.harness.runs import SOON_S, Result, run
-from tests.lines import line_of
+from tests.harness.processes import here
+from tests.harness.rows import in_turn, more
+from tests.harness.runs import SOON_S, Result, line_of, run
+from tests.harness.trainers import assert_same
 from tests.modules import chains as m
-from tests.processes import here
-from tests.rows import in_turn, more
 
 # ---------------------------------------------------------------------- before any process
 

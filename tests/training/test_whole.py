@@ -10,8 +10,8 @@ import torch
 from lightning.pytorch import Callback
 from torch.utils.data import DataLoader
 
-from tests.corpus import assert_same, weights_of
 from tests.harness.runs import run
+from tests.harness.trainers import assert_same, weights_of
 from tests.modules.chains import Chain
 
 pytestmark = pytest.mark.multi

@@ -14,8 +14,8 @@ from lightning.pytorch import Trainer
 from torch.utils.data import DataLoader
 
 from lightning_cyclic.registration import make_strategy
-from tests import processes
-from tests.corpus import make_trainer
+from tests.harness import processes
+from tests.harness.trainers import make_trainer
 from tests.verification import injected
 from tests.verification.injected import FAULTS, NUM_MICRO, STAGES, Shown
 

@@ -11,6 +11,7 @@ import contextlib
 import copy
 import sys
 from itertools import compress
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, final
 
@@ -205,8 +206,8 @@ def user_line() -> str:
 
 
 _OF_PACKAGES = (
-    "lightning_cyclic/runtime", "lightning_cyclic/plugin", "lightning_cyclic/strategy.py",
-    "/torch/", "/lightning/fabric/", "/lightning/pytorch/", contextlib.__file__, copy.__file__,
+    str(Path(__file__).parents[2]), "/torch/", "/lightning/fabric/", "/lightning/pytorch/",
+    "/lightning_fabric/", "/pytorch_lightning/", contextlib.__file__, copy.__file__,
 )  # fmt: skip
 _NOT_THE_USERS = (*_OF_PACKAGES, *(part.replace("/", "\\") for part in _OF_PACKAGES))
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from lightning_cyclic import ConfigurationError, EarlyBirdPruning, SparseStatePrecision
 from lightning_cyclic.plugin.precision.masks import magnitude_masks, prunable
-from tests import pruned as t
+from tests.references import pruned as t
 
 pytestmark = [*t.PLAIN_LIGHTNING, pytest.mark.filterwarnings("ignore:Checkpoint directory")]
 

@@ -12,8 +12,8 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_cyclic import ConfigurationError, SparseStatePrecision
 from lightning_cyclic.plugin.precision.sparse_state import check_optimizer
-from tests import processes
-from tests import pruned as t
+from tests.harness import processes
+from tests.references import pruned as t
 
 pytestmark = t.PLAIN_LIGHTNING
 

@@ -14,7 +14,7 @@ from torch.nn.utils import prune
 
 from lightning_cyclic import ConfigurationError, SparseStatePrecision
 from lightning_cyclic.plugin.precision import masks as m
-from tests import pruned as t
+from tests.references import pruned as t
 
 # ---------------------------------------------------------------------- what may be pruned
 

@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import ModelPruning
 from torch import Tensor, nn
 
 from lightning_cyclic import ConfigurationError, GradientNorms, SparseStatePrecision
-from tests import pruned as t
+from tests.references import pruned as t
 
 pytestmark = t.PLAIN_LIGHTNING
 STEPS = 30

@@ -17,7 +17,7 @@ from lightning_cyclic.runtime.partial_step.losses import loss_of
 from lightning_cyclic.runtime.partial_step.session import StagewiseSession
 from lightning_cyclic.runtime.stages.cuts import choose_cuts
 from lightning_cyclic.runtime.stages.survey import survey
-from tests.local_transport import LocalTransport, PostOffice
+from tests.harness.local_transport import LocalTransport, PostOffice
 
 NUM_STEPS = 11
 ROWS = 3  # of a micro-batch

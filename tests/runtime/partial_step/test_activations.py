@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_cyclic import PipelineStrategy
-from tests import processes
-from tests.corpus import make_trainer
-from tests.rows import in_turn
+from tests.harness import processes
+from tests.harness.rows import in_turn
+from tests.harness.trainers import make_trainer
 
 NUM_STEPS, ROWS = 3, 2
 PRESETS = pytest.mark.parametrize("preset", ["gpipe", "1f1b"])

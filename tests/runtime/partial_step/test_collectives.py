@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_cyclic.runtime.partial_step.collectives import Collectives
-from tests import processes
-from tests.processes import here
+from tests.harness import processes
+from tests.harness.processes import here
 from tests.runtime.transport.rings import join
 
 

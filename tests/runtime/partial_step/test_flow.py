@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from lightning_cyclic.plan import Plan, make_plan
 from lightning_cyclic.runtime.partial_step.versions import Version
-from tests import asynchronous
-from tests.rows import more
+from tests.harness.rows import more
+from tests.references import asynchronous
 
 from .crews import NUM_STEPS, Crew, batch
 

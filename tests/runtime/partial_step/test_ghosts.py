@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -112,6 +113,19 @@ def test_every_property_of_a_tensor_that_is_a_tensor_is_known():
         if type(attribute).__name__ in ("getset_descriptor", "property") and name[0] != "_":
             is_tensor = isinstance(getattr(x, name, None), torch.Tensor)
             assert is_tensor != reads_metadata(attribute.__get__), name
+
+
+HOSTS = ["lightning/pytorch/x.py", "lightning/fabric/x.py", "pytorch_lightning/x.py",
+         "lightning_fabric/x.py"]  # fmt: skip
+
+
+@pytest.mark.parametrize("file", [*HOSTS, "lightning_cyclic/pipeline_strategy.py"])
+def test_lines_of_hosts_and_of_the_package_are_not_the_users(file):
+    place = {"user_line": user_line}
+    path = Path(inspect.getsourcefile(user_line)).parents[3] / file
+    exec(compile("def ask(): return user_line()", str(path), "exec"), place)
+    line = inspect.currentframe().f_lineno + 1
+    assert place["ask"]() == f"{__file__}:{line}"
 
 
 def test_the_line_is_the_users():

@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader
 
 from lightning_cyclic.errors import StepError
 from lightning_cyclic.runtime.partial_step.micro_batches import BatchCutter, BatchReads
-from tests import processes
-from tests.corpus import assert_same, make_trainer, weights_of
+from tests.harness import processes
+from tests.harness.trainers import assert_same, make_trainer, weights_of
 from tests.runtime.partial_step.hand import replays_of, router_of, run_stage
 from tests.runtime.partial_step.rows import Row, X
 from tests.test_synchronisation import Net, data

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from lightning_cyclic.errors import ConfigurationError, StepError
-from tests.lines import line_of
+from tests.harness.runs import line_of
 from tests.runtime.partial_step.hand import router_of, run_stage, run_stages
 from tests.runtime.partial_step.rows import Layer, Row, X, step_of
 

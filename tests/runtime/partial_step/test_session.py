@@ -16,8 +16,8 @@ from lightning_cyclic.plan.actions import Kind, Payload
 from lightning_cyclic.runtime.stages.places import CutPoints
 from lightning_cyclic.runtime.stages.survey import survey
 from lightning_cyclic.runtime.transport import CountingTransport
-from tests.local_transport import LocalTransport, PostOffice
-from tests.rows import in_turn
+from tests.harness.local_transport import LocalTransport, PostOffice
+from tests.harness.rows import in_turn
 
 from . import crews
 

@@ -10,7 +10,7 @@ from lightning_cyclic.errors import PlanError
 from lightning_cyclic.runtime.stages.cuts import choose_cuts
 from lightning_cyclic.runtime.stages.places import CutPoints
 from lightning_cyclic.runtime.stages.survey import survey
-from tests.lines import line_of
+from tests.harness.runs import line_of
 
 
 def surveyed(model, *batch):

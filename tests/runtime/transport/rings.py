@@ -12,7 +12,7 @@ from lightning_cyclic.plan import make_plan
 from lightning_cyclic.plan.actions import Lane, Payload
 from lightning_cyclic.plan.passes.messages import Channel, Ring
 from lightning_cyclic.runtime.transport.crew import AbstractCrew
-from tests import processes
+from tests.harness import processes
 
 THERE = Channel(0, 1, Lane.MAIN)
 BACK = Channel(1, 0, Lane.MAIN)

@@ -19,7 +19,7 @@ from lightning_cyclic.runtime.transport.choice import (
 )
 from lightning_cyclic.runtime.transport.crew import Crew
 from lightning_cyclic.runtime.transport.edges import LateEdges
-from tests import processes
+from tests.harness import processes
 from tests.runtime.transport.rings import join
 
 APART, TOGETHER = ["host/a", "host/b", "host/c"], ["host/a", "host/b", "host/a"]

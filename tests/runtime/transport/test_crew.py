@@ -14,7 +14,7 @@ import torch.distributed as dist
 from lightning_cyclic.errors import CyclicError, PeerError, WaitTimeoutError
 from lightning_cyclic.runtime.transport import crew as crews
 from lightning_cyclic.runtime.transport.crew import AbstractCrew, Crew, Names, naming_peers
-from tests import processes
+from tests.harness import processes
 from tests.runtime.transport.rings import join
 
 HERE_S = 3.0  # how long a rank stays that says nothing itself

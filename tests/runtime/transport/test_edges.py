@@ -14,7 +14,7 @@ from lightning_cyclic.runtime.transport.base import Part
 from lightning_cyclic.runtime.transport.crew import Crew
 from lightning_cyclic.runtime.transport.edges import EdgeTransport
 from lightning_cyclic.runtime.transport.named import NamedTransport
-from tests import processes
+from tests.harness import processes
 from tests.runtime.transport.rings import (
     BACK,
     SUMS,

@@ -13,8 +13,8 @@ from lightning_cyclic.runtime.transport.base import AbstractPending, AbstractTra
 from lightning_cyclic.runtime.transport.crew import Crew
 from lightning_cyclic.runtime.transport.host_staged import HostStagedTransport
 from lightning_cyclic.runtime.transport.named import NamedTransport
-from tests import processes
-from tests.local_transport import LocalCrew, LocalTransport, PostOffice
+from tests.harness import processes
+from tests.harness.local_transport import LocalCrew, LocalTransport, PostOffice
 from tests.runtime.transport.rings import BACK, SUMS, THERE, join, reason_of, ring, room, some
 
 GPU = pytest.param("cuda", marks=pytest.mark.gpu)

@@ -14,7 +14,7 @@ from lightning_cyclic.plan.passes.messages import Channel
 from lightning_cyclic.runtime.transport.base import Part, Work
 from lightning_cyclic.runtime.transport.crew import Crew
 from lightning_cyclic.runtime.transport.named import NamedTransport, tag_of
-from tests import processes
+from tests.harness import processes
 from tests.runtime.transport.rings import BACK, THERE, backwards, join, reason_of, ring, room, some
 
 LANES = (Lane.MAIN, Lane.SUMS)

@@ -4,7 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from lightning_cyclic.plan.actions import Payload
 from lightning_cyclic.runtime.transport.base import CountingTransport, Part
-from tests.local_transport import LocalTransport, PostOffice
+from tests.harness.local_transport import LocalTransport, PostOffice
 from tests.runtime.transport.rings import SUMS, THERE, ring, room
 
 

@@ -21,7 +21,7 @@ from lightning_cyclic.runtime.transport.streams import (
     StreamCopies,
     own_error_handling,
 )
-from tests.local_transport import LocalCrew, PostOffice
+from tests.harness.local_transport import LocalCrew, PostOffice
 from tests.runtime.transport.rings import SUMS, THERE, room, some
 
 Log = list[str]

@@ -17,9 +17,9 @@ from lightning_cyclic.plan.actions import Action, Kind, Payload
 from lightning_cyclic.runtime.stages.stage_map import Recorder, StageMap, make_stages
 from lightning_cyclic.runtime.transport import CountingTransport
 from lightning_cyclic.runtime.whole_step.engine import Engine, up_to_updates
-from tests.local_transport import LocalTransport, PostOffice
-from tests.rows import more
-from tests.sequential import train
+from tests.harness.local_transport import LocalTransport, PostOffice
+from tests.harness.rows import more
+from tests.references.sequential import train
 
 PRESETS = {"cyclic_dp": "freshest", "cyclic_dp_v1": "delayed", "lockstep_dp": "sync",
            "cyclic_dp_v1/optimizer": "delayed"}  # fmt: skip

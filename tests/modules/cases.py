@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from tests import stagewise_huggingface as hf
-from tests import stagewise_torch as own
-from tests.stagewise_huggingface import CLASSES, VOCABULARY
-from tests.stagewise_torch import Logging, accuracy
+from tests.modules import huggingface as hf
+from tests.modules import plain as own
+from tests.modules.huggingface import CLASSES, VOCABULARY
+from tests.modules.plain import Logging, accuracy
 
 # transformers 5 has given these modules other names
 _IS_NEW = int(version("transformers").partition(".")[0]) >= 5

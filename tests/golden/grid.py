@@ -11,9 +11,9 @@ from typing import Any
 
 from lightning_cyclic.plan import Plan, make_plan
 from lightning_cyclic.simulate import Costs, Network, account, simulate
-from tests.program_texts import to_text
+from tests.harness.programs import to_text
 
-FOLDER = Path(__file__).parent / "golden"
+FOLDER = Path(__file__).parent
 REPLICATED = ("cyclic_dp", "cyclic_dp_v1", "lockstep_dp", "cyclic_zero")
 NAMED_THEN = {"num_microbatches": "num_micro", "replicas": "width"}
 PIPELINES = ("cyclic_pipeline", "gpipe", "1f1b", "pipedream", "pipedream_2bw", "pipeoptim",

@@ -1,6 +1,6 @@
 """A user's script that trains for minutes; test_orphans.py kills who started it.
 
-python -m tests.orphaned FOLDER PRESET
+python -m tests.scripts.orphaned FOLDER PRESET
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from lightning.pytorch import Trainer
 from torch import Tensor
 
 from lightning_cyclic.registration import make_strategy
-from tests import launched
+from tests.scripts import launched
 
 
 class Slow(launched.Tiny):

@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torchmetrics import MeanMetric, MeanSquaredError
 from torchmetrics.classification import MulticlassAccuracy
 
-from tests.stagewise_huggingface import CLASSES, VOCABULARY, generator
+from tests.modules.huggingface import CLASSES, VOCABULARY, generator
 
 Images = tuple[Tensor, Tensor]
 

@@ -1,6 +1,6 @@
 """A user's script under torchrun, which tests/faults.py disturbs.
 
-python -m tests.faulted FOLDER PRESET NODES DEVICES STEPS LIMIT_S
+python -m tests.scripts.faulted FOLDER PRESET NODES DEVICES STEPS LIMIT_S
 
 FOLDER/ranks/R      process number of rank R, as soon as it trains
 FOLDER/step         steps that rank 0 has made
@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from lightning_cyclic.registration import make_strategy
-from tests.interrupted import Noisy
+from tests.harness.interrupted import Noisy
 
 STEP_S = 0.05
 _ROOM = 1 << 24  # elements: so large that the system is asked each time, which may refuse them

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tests.sequential import Wire, give
+from tests.references.sequential import Wire, give
 
 Loss = Callable[[nn.Module, int, int], Tensor]  # (module, step, micro-batch) -> loss
 

@@ -26,9 +26,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
-from tests import processes
-from tests.corpus import adamw, make_trainer, warm_up, weights_of
-from tests.processes import here
+from tests.harness import processes
+from tests.harness.processes import here
+from tests.harness.trainers import make_trainer, weights_of
+from tests.modules.classifier import adamw, warm_up
 
 NUM_STEPS, BATCH_SIZE = 20, 8
 COMPARED = [

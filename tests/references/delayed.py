@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
-from tests import asynchronous
-from tests.corpus import Resumable, make_trainer
+from tests.harness.trainers import make_trainer
+from tests.modules.classifier import Resumable
+from tests.references import asynchronous
 
 STAGES = ["layers.1", "layers.2", "layers.3"]  # that begin stages 1, 2, 3
 NUM_STAGES, ROWS, SIZE, LR = 4, 3, 5, 0.25

@@ -1,9 +1,9 @@
 """Ranks that end as a script does: by the end of its interpreter, with all that it tears down.
 
-    python -m tests.exits 500            prints how many of 500 runs ended well, on two ranks each
+    python -m tests.scripts.exits 500     prints how many of 500 runs ended well, on two ranks each
 
-A rank of :mod:`tests.processes` leaves by ``os._exit``, which skips that. All are forked from one
-process that has imported everything, so that a run takes a second.
+A rank of :mod:`tests.harness.processes` leaves by ``os._exit``, which skips that. All are forked
+from one process that has imported everything, so that a run takes a second.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import lightning.pytorch  # noqa: F401  (before the first fork)
 import torch
 
 from lightning_cyclic.registration import make_strategy
-from tests.launched import Tiny, Trainer
-from tests.processes import free_port
+from tests.harness.processes import free_port
+from tests.scripts.launched import Tiny, Trainer
 
 PRESETS = ["cyclic_dp", "1f1b", "pipedream_2bw", "cyclic_zero", "cyclic_mp", "lockstep_dp"]
 NUM_RANKS = 2

@@ -26,7 +26,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, final
 
-from tests import processes
+from tests.harness import processes
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch")
 NODES, CPUS = ("n0", "n1"), 4

@@ -39,7 +39,8 @@ PRELOAD = [  # modules that no rank need import for itself
     "torch.distributed",
     "torchmetrics",
     "lightning.pytorch",
-    "lightning_cyclic.strategy",
+    "lightning_cyclic.cyclic_strategy",
+    "lightning_cyclic.pipeline_strategy",
     "torch.distributed.algorithms.ddp_comm_hooks.default_hooks",  # what a Trainer imports late
     "torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook",
     "torch.profiler._cupti_monitor",
@@ -48,9 +49,8 @@ PRELOAD = [  # modules that no rank need import for itself
     "omegaconf",
     "encodings.idna",  # a connection, when it looks up its host
     *(f"transformers.models.{name}.modeling_{name}" for name in HUGGING_FACE),
-    "tests.stagewise_runs",
-    "tests.proved_plans",
-    "tests.frozen_imports",  # the last
+    "tests.harness.pipelines",
+    "tests.harness.preload",  # the last
 ]
 
 # what Lightning and torch say about runs as small as these, and we of files of other plans

@@ -1,12 +1,12 @@
 """Jobs under torchrun, with restarts, to which things happen at random.
 
-    python -m tests.faults --faults 200 --seed 0      a line for each fault, a table behind
-    python -m tests.faults --faults 40 --hosts        four hosts, whose links are cut, too (root)
+    python -m tests.scripts.faults --faults 200 --seed 0   a line for each fault, a table
+    python -m tests.scripts.faults --faults 40 --hosts     four hosts, links are cut, too (root)
 
-A job trains tests/faulted.py on four ranks. At steps drawn from a seed something happens to a
-rank, drawn, too; whoever started the job starts it again where it ends too early. In the end every
-file of a step, and the last weights, must be those of a job to which nothing happened; nothing may
-be left running; and the log must say what was wrong with whom.
+A job trains tests/scripts/faulted.py on four ranks. At steps drawn from a seed something happens
+to a rank, drawn, too; whoever started the job starts it again where it ends too early. In the end
+every file of a step, and the last weights, must be those of a job to which nothing happened;
+nothing may be left running; and the log must say what was wrong with whom.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ import torch
 
 from benchmarks.data_parallel.hosts import Hosts
 from lightning_cyclic.plugin.checkpoint_file import check_file
-from tests.interrupted import contents, difference
-from tests.processes import free_port
+from tests.harness.interrupted import contents, difference
+from tests.harness.processes import free_port
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 NUM_RANKS = 4
 WAIT_S = 12.0  # of ranks for each other
 LIMIT_S = 150.0  # from one fault to the step of the next
@@ -159,7 +159,8 @@ class Job:
         numbers = [num_nodes, self._num_ranks // num_nodes, self._num_steps, WAIT_S]
         each = ["--nproc-per-node", str(self._num_ranks // num_nodes), "--max-restarts", "100"]
         torchrun = [sys.executable, "-m", "torch.distributed.run", *each]
-        script = ["--module", "tests.faulted", str(self.folder), self._preset, *map(str, numbers)]
+        script = ["--module", "tests.scripts.faulted", str(self.folder), self._preset]
+        script += map(str, numbers)
         env = os.environ | {
             MARK: self._mark,
             "OMP_NUM_THREADS": "1",
@@ -291,7 +292,7 @@ def _kill_loader(pid: int) -> bool:
         with suppress(OSError):
             for child in file.read_text().split():
                 command = Path(f"/proc/{child}/cmdline").read_text()
-                if "tests.faulted" in command and "tracker" not in command:
+                if "tests.scripts.faulted" in command and "tracker" not in command:
                     os.kill(int(child), signal.SIGKILL)
                     return True
     return False

@@ -1,5 +1,11 @@
-"""Prove the plans that most tests run: a rank that is forked behind this need not do so again."""
+"""Import this last, before forks: it proves the plans that most tests run, once for all ranks.
 
+It also keeps all that has been imported out of garbage collection. A collection writes into the
+header of each object that it looks at; in a forked process every page that it writes to must be
+copied first, and a preloaded heap has tens of thousands of pages.
+"""
+
+import gc
 import sys
 from contextlib import suppress
 from functools import lru_cache
@@ -23,3 +29,6 @@ for preset, num_workers, num_stages in product(PRESETS, (2, 4), (1, 2, 4)):
                 num_microbatches=num_microbatches,
                 relayed=relayed, relayed_until=relayed if is_whole else (),
             )  # fmt: skip
+
+gc.collect()
+gc.freeze()

@@ -1,4 +1,4 @@
-"""Train the modules of tests.stagewise_modules: in a pipeline, and plainly, one micro-batch each.
+"""Train the modules of tests.modules.cases: in a pipeline, and plainly, one micro-batch each.
 
 Micro-batch i of step t is batch k = t * num_microbatches + i of its case. The plain run's loader
 yields them one by one and accumulates num_microbatches of them; a pipeline's yields those of a
@@ -17,10 +17,11 @@ from lightning.pytorch import Callback, LightningModule, Trainer, seed_everythin
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from tests import processes
-from tests.corpus import Resumable, assert_same, make_trainer, weights_of
-from tests.processes import here
-from tests.stagewise_modules import CASES
+from tests.harness import processes
+from tests.harness.processes import here
+from tests.harness.trainers import assert_same, make_trainer, weights_of
+from tests.modules.cases import CASES
+from tests.modules.classifier import Resumable
 
 Outcome = dict[str, Any]
 CLOSE = 1e-6  # of means that are summed in another order
