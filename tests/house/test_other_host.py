@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PARITY = ("test_strategy_parity.py", "test_pipeline_parity.py", "test_flow_parity.py")
 FEW = (  # of each file: what its rows are told by
     "2-mlp-sgd-cyclic_dp or 2-resnet-sgd-cyclic_dp_v1 or resnet-gpipe-2-options or "

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 pytestmark = pytest.mark.multi
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 LIMIT_S = 50.0
 
 

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.multi
 def exits(num: int, limit_s: float) -> None:
     command = [sys.executable, "-m", "tests.scripts.exits", str(num)]
     ended = subprocess.run(
-        command, cwd=Path(__file__).parents[1], capture_output=True, text=True, check=False,
+        command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False,
         timeout=limit_s,
     )  # fmt: skip
     said = ended.stdout + ended.stderr

@@ -10,7 +10,7 @@ import pytest
 from nbclient import NotebookClient
 from nbformat import NotebookNode
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 NOTEBOOK = ROOT / "docs" / "first_hour.ipynb"
 TIMED = "import subprocess", "start = "  # what these cells print differs from machine to machine
 
