@@ -72,9 +72,13 @@ class Commands:
             os.killpg(process.pid, signal.SIGKILL)
         self._pool.shutdown(cancel_futures=True)
 
+    def end(self, name: str) -> tuple[int, str]:
+        """Return the status of a command, and what it wrote; wait for its end."""
+        return self._ends[name].result()
+
     def output(self, name: str) -> str:
         """Return what a command wrote; wait for its end, which must be a good one."""
-        status, output = self._ends[name].result()
+        status, output = self.end(name)
         assert status == 0, output
         return output
 
