@@ -6,6 +6,7 @@ python -m tests.harness.agent NUM_RANKS MAX_RESTARTS MODULE ARGUMENTS...
 from __future__ import annotations
 
 import runpy
+import signal
 import sys
 import uuid
 
@@ -13,6 +14,9 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 
 def be_script(module: str, *arguments: str) -> None:
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):  # a program would not have
+        signal.signal(number, signal.SIG_DFL)  # the agent's handlers
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.argv = [module, *arguments]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 

@@ -7,6 +7,7 @@ what it starts itself by a command is a fresh interpreter again.
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import os
 import runpy
@@ -15,7 +16,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+import traceback
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -153,14 +155,38 @@ def _be_python(arguments: list[str], env: dict[str, str], folder: str, said: str
     os.environ.clear()
     os.environ.update(env)
     multiprocessing.current_process()._config["daemon"] = False  # it may start others
-    if arguments[0] == "-m":
-        sys.path.insert(0, folder)
-        sys.argv = arguments[1:]
-        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
-    else:
-        sys.argv = arguments
-        sys.path.insert(0, str(Path(arguments[0]).resolve().parent))
-        runpy.run_path(arguments[0], run_name="__main__")
+    status: Any = 0
+    try:
+        if arguments[0] == "-m":
+            sys.path.insert(0, folder)
+            sys.argv = arguments[1:]
+            runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv = arguments
+            sys.path.insert(0, str(Path(arguments[0]).resolve().parent))
+            runpy.run_path(arguments[0], run_name="__main__")
+    except SystemExit as end:
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+        status = end.code if isinstance(end.code, int) else int(bool(end.code))
+    except BaseException:
+        traceback.print_exc()
+        status = 1
+    # with all that an interpreter tears down; what is forked leaves by os._exit else
+    ctypes.pythonapi.Py_Exit(status)
+
+
+def until(condition: Callable[[], Any], limit_s: float, what: str) -> Any:
+    """Return what a condition is, once it is true; ask it again and again.
+
+    Raises:
+        AssertionError: it was not within the limit, in seconds.
+    """
+    end = time.monotonic() + limit_s
+    while not (found := condition()):
+        assert time.monotonic() < end, f"{what}: not within {limit_s:g} s"
+        time.sleep(0.05)
+    return found
 
 
 def _is_left(group: int) -> bool:

@@ -41,7 +41,7 @@ LAUNCHES = {  # name -> what Python is given; behind it the file for the weights
     "popen": (SCRIPT, ["cyclic_dp"]),
     "fork": (SCRIPT, ["cyclic_dp_fork"]),
     "cli, name": (SCRIPT, [*CLI, "--trainer.strategy=cyclic_dp_fork"]),
-    "cli, class": (SCRIPT, [*CLI, "--config={config}"]),  # by popen
+    "cli, class": (SCRIPT, [*CLI, "--config={config}"]),
 }
 BY_CLASS = """
 trainer:
@@ -50,6 +50,7 @@ trainer:
     init_args:
       preset: cyclic_dp
       slack: 2
+      start_method: fork
       stages: [net.3, net.5]
 """
 
@@ -98,7 +99,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Weights:
     return by_hand(tmp_path_factory.mktemp("by_hand") / "out", CyclicStrategy("cyclic_dp"))
 
 
-# others begin interpreters; by popen and by fork it is launched below and by name, too
+# others begin interpreters, as README's lines do by popen; by fork it is launched by name, too
 FEW = ["torchrun, forked", "cli, name"]
 
 
