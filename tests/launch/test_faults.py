@@ -60,7 +60,10 @@ def test_a_rank_is_killed(tmp_path: Path) -> None:
     )  # fmt: skip
     with Commands({"job": command}) as commands:
         until(lambda: step_of(disturbed) >= 3, 60, "three steps")
-        os.kill(int((disturbed / "ranks" / "1").read_text()), signal.SIGKILL)
+        victim = (disturbed / "ranks" / "1").read_text()
+        loaders = Path(f"/proc/{victim}/task/{victim}/children").read_text().split()
+        for pid in (victim, *loaders):  # which hold the pipe by which the agent sees the end
+            os.kill(int(pid), signal.SIGKILL)
         said = commands.output("job")
     assert names(said, Fault("kill", 1, 3, 0.0))
     assert_as_unbroken(disturbed, unbroken)
