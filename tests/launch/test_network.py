@@ -28,8 +28,8 @@ pytestmark = [
     pytest.mark.multi,
     pytest.mark.skipif(not Hosts.is_possible(), reason="needs root and iproute2, on Linux"),
 ]
-NUM_BATCHES, CUT_AT, LIMIT_S = 8, 3, 4.0
-MEETING_S = 8.0  # so that no step before it is late
+NUM_BATCHES, CUT_AT, LIMIT_S = 8, 3, 3.0
+MEETING_S = 5.0  # so that no step before it is late
 NAME = "lcn"
 _NETWORK = 0x40000000  # CLONE_NEWNET of Linux
 

@@ -29,12 +29,11 @@ from tests.recipes.recipe_ranks import ROOT, train_rank
 MISSING = slurm.missing()
 pytestmark = [
     pytest.mark.multi,
-    pytest.mark.slow,
     pytest.mark.timeout(300),
     pytest.mark.skipif(bool(MISSING), reason=f"SLURM is not installed: no {', '.join(MISSING)}"),
 ]
 TRAIN, ELASTIC = "recipes/slurm/train.sbatch", "recipes/slurm/elastic.sbatch"
-NUM_STEPS, ASKED_BEHIND, SAVE_EVERY = 200, 25, 20
+NUM_STEPS, ASKED_BEHIND, SAVE_EVERY = 120, 25, 20
 LIMIT_S = 120.0
 MORE = pytest.mark.exhaustive
 Weights = Callable[..., dict[str, Tensor]]

@@ -17,7 +17,7 @@ from lightning_cyclic.runtime.transport.crew import AbstractCrew, Crew, Names, n
 from tests.harness import processes
 from tests.runtime.transport.rings import join
 
-HERE_S = 3.0  # how long a rank stays that says nothing itself
+HERE_S, LIMIT_S = 1.5, 2.0  # how long a rank stays that says nothing itself, and waits
 
 
 def test_stages_stand_behind_rank_and_host() -> None:
@@ -196,7 +196,7 @@ def test_who_ends_has_said_that_it_has_read() -> None:
 def meet(victim: int, how: int, comes: bool) -> None:
     """Send a rank a signal at a meeting, or on the way to it; fail with what others learn."""
     rank, num = join()
-    limit_s = 3.0 if how == signal.SIGSTOP else 20.0
+    limit_s = LIMIT_S if how == signal.SIGSTOP else 20.0
     group = dist.new_group(timeout=timedelta(seconds=limit_s), backend="gloo")
     crew, store = Crew(limit_s), dist.distributed_c10d._get_default_store()
     dist.barrier(group)
@@ -258,5 +258,5 @@ def test_a_rank_that_is_stopped_where_all_have_come_is_named(victim: int, why: s
     assert len(said) == 2
     for rank, (waited_s, text) in said.items():
         assert waited_s < 12
-        assert re.match(rf"rank {rank} on \S+ waited 3 s for rank {victim} on \S+ to meet", text)
+        assert re.match(rf"rank {rank} on \S+ waited {LIMIT_S:g} s for rank {victim} on \S+ to meet", text)
         assert re.search(rf"; rank {victim} on \S+ {why}|; rank {victim} on \S+, {why}", text)
