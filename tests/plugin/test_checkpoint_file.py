@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.fabric.utilities.cloud_io import _atomic_save
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import AsyncCheckpointIO, CheckpointIO
@@ -191,3 +192,22 @@ def test_all_ranks_refuse_a_damaged_file(tmp_path: Path) -> None:
     for rank in (0, 1):
         said = f"ConfigurationError: the checkpoint {path} has been changed since it was written"
         assert said in caught.value.errors[rank]
+
+
+def check_alone(path: Path, reader: int) -> str:
+    dist.init_process_group("gloo", rank=processes.here().rank, world_size=2)
+    try:
+        check_file(path, reads=processes.here().rank == reader)
+    except ConfigurationError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize("reader", [0, 1])
+def test_what_one_rank_of_a_host_reads_all_refuse(reader: int, tmp_path: Path) -> None:
+    path = tmp_path / "last.ckpt"
+    path.write_bytes(b"no archive")
+    said = processes.run(check_alone, 2, path, reader)
+    assert said[0] == said[1]
+    assert "has 10 bytes and is no whole archive" in said[0]
