@@ -58,3 +58,5 @@ def test_actions_of_a_fit_are_in_its_profile(preset: str) -> None:
         own = {sentence(a) for a in program if a.kind in kinds and (is_pipeline or a.t > 0)}
         names = next(names for names in seen if own <= names)
         assert any(name.startswith("wait for") for name in names), w
+        # torch would note the end of each message, which may come when the profile is gone
+        assert not [name for name in names if name in ("gloo:send", "gloo:recv")], w
