@@ -203,8 +203,8 @@ def fit_validating(job: Job, strategy: dict[str, Any] | None) -> Outcome:
 def save(job: Job, strategy: dict[str, Any] | None, folder: Path, step: int) -> None:
     """Train on this rank until behind a step, of which a checkpoint is written: step=N.ckpt."""
     saver = ModelCheckpoint(folder, "{step}", every_n_train_steps=step, save_top_k=-1)
-    run = prepare(job, strategy, [saver], max_steps=step + 2, enable_checkpointing=True)
-    run.trainer.fit(run.module, run.batches)
+    flags = {"max_steps": step + 2, "enable_checkpointing": True}
+    fit(job, strategy, callbacks=[saver], **flags)
 
 
 def fit_in_two(job: Job, strategy: dict[str, Any] | None, folder: Path, step: int) -> Outcome:

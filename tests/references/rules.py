@@ -53,12 +53,16 @@ class Reference:
         self.precision.convert_module(self.module)
         self.stages = by_stage(self.module, stage_of)
         self.before: Callable[[int, int], None] = lambda t, i: None  # each micro-batch
+        self.losses: list[list[float]] = [[] for _ in range(job.num_microbatches)]
+        self._job = job
+        self.configure()
+
+    def configure(self) -> None:
+        """Begin with a new optimizer and scheduler."""
         made = self.module.configure_optimizers()
         self.optimizer, self._schedulers = made, []
         if isinstance(made, tuple):
             (self.optimizer,), self._schedulers = made
-        self.losses: list[list[float]] = [[] for _ in range(job.num_microbatches)]
-        self._job = job
 
     def train(
         self, plan: Any, num_steps: int | None = None, *, rule: str | None = None, first: int = 0,

@@ -72,7 +72,9 @@ def test_pipelines_with_a_flush_equal_the_plain_trainer(
     name: str, preset: str, num_ranks: int, options: dict[str, Any]
 ) -> None:
     replicas = options.get("replicas", 1)
-    job = Job(case=name, num_microbatches=replicas * options.get("num_microbatches", 4 // replicas))
+    job = Job(
+        case=name, num_microbatches=replicas * options.get("num_microbatches", 4 // replicas)
+    )
     ranks = pipelines(job, num_ranks, preset=preset, **options)
     assert {rank["num_stages"] for rank in ranks} == {options["stages"]}
     assert_equals_plain(ranks, job, exact_metrics=replicas == 1)
