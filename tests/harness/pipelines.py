@@ -116,12 +116,16 @@ def loader(job: Job, replicas: int | None = None) -> DataLoader[Any]:
 
 
 class StepLosses(Callback):
-    """Read behind each batch what was logged, what training_step returned, and the loss scale."""
+    """Read the rate before each batch; behind it what was logged and returned, and the scale."""
 
     def __init__(self) -> None:
         self.logged: list[float] = []
         self.returned: list[float] = []
         self.scales: list[float] = []
+        self.rates: list[float] = []
+
+    def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
+        self.rates.append(trainer.optimizers[0].param_groups[0]["lr"])
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *args: Any) -> None:
         self.logged.append(float(trainer.callback_metrics["train_loss_step"]))
@@ -154,7 +158,7 @@ class Run:
             "num_stages": plan and plan.num_stages,
             "plan": plan,
             "stage_of": dict(getattr(self.trainer.strategy, "stage_of", {})),
-            "rates": [group["lr"] for group in self.trainer.optimizers[0].param_groups],
+            "rates": list(self.seen.rates),
             "scales": list(self.seen.scales),
             "scaler": (state.get("scale"), state.get("_growth_tracker")),
         }

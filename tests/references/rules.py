@@ -54,6 +54,7 @@ class Reference:
         self.stages = by_stage(self.module, stage_of)
         self.before: Callable[[int, int], None] = lambda t, i: None  # each micro-batch
         self.losses: list[list[float]] = [[] for _ in range(job.num_microbatches)]
+        self.rates: list[float] = []  # by batch
         self._job = job
         self.configure()
 
@@ -90,6 +91,8 @@ class Reference:
             begin = (first + t) % per_epoch * accumulate
             window = range(begin, min(begin + accumulate, job.num_steps))
             for b in window:
+                if i == 0:
+                    self.rates.append(self.optimizer.param_groups[0]["lr"])
                 value = self._loss(b, i) / accumulate
                 self.losses[i].append(float(value.detach()))
                 value = value * getattr(self.optimizer, "scale", lambda t: 1.0)(t)
@@ -126,10 +129,11 @@ class Reference:
         return output["loss"] if isinstance(output, dict) else output
 
     def compare(self, ranks: Sequence[Outcome]) -> None:
-        """Compare weights of all ranks bit by bit, and losses: of each, or the mean."""
+        """Compare weights and rates of all ranks bit by bit, and losses: of each, or the mean."""
         for r, rank in enumerate(ranks):
             assert_same(rank["weights"], self.weights, f"rank {r}")
             assert rank["stage_of"] == ranks[0]["stage_of"]
+            assert rank["rates"] == self.rates, f"rank {r}"
         plan = ranks[0]["plan"]
         if plan.placement == "replicated":
             assert [rank["returned"] for rank in ranks] == self.losses

@@ -1,4 +1,4 @@
-"""Gradients are clipped by value, by the norm of all, or by that of each stage, as on one device."""
+"""Gradients are clipped as on one device: by value, by the norm of all, or of each stage."""
 
 from __future__ import annotations
 

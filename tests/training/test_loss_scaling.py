@@ -149,9 +149,8 @@ def test_scales_and_skipped_updates_follow_the_rule(
         clip = "stage" if options.get("clip_norm") == "stage" else "all"
     reference, scaled = by_rule(ranks, job, clip)
     reference.train(ranks[0]["plan"], accumulate=accumulate).compare(ranks)
-    rates = [group["lr"] for group in scaled.param_groups]
     for rank in ranks:
-        assert (rank["scaler"], rank["rates"]) == (scaled.states[-1], rates)
+        assert rank["scaler"] == scaled.states[-1]
         assert rank["global_step"] == 14  # skipped ones, too
     skipped, all_stages = set(scaled.skipped), {0, len(reference.stages)}
     assert 0 in skipped
@@ -261,7 +260,7 @@ def test_a_run_goes_back_to_its_own_checkpoint_alike_on_all_ranks(tmp_path: Path
 
 
 def epochs(job: Job, strategy: dict[str, Any] | None, folder: Path, num: int) -> Any:
-    """Train until behind so many epochs, and write a checkpoint of each; begin with one of them."""
+    """Train until behind so many epochs, and save each; begin with the last but one."""
     saver = ModelCheckpoint(folder, "{epoch}", save_top_k=-1, save_on_train_epoch_end=True)
     run = prepare(replace(job, num_epochs=num), strategy, [saver], enable_checkpointing=True)
     begin = folder / f"epoch={num - 2}.ckpt" if num > 1 else None

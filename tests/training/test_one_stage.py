@@ -7,12 +7,10 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from tests.harness import processes
-from tests.harness.rows import in_turn
 from tests.harness.trainers import Said, assert_same, make_trainer, weights_of
 
 pytestmark = pytest.mark.multi
@@ -67,7 +65,7 @@ def fit(skipped: set[int], is_cut: bool, accumulate: int = 1) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("skipped", "accumulate"),
-    in_turn([{1}, set(), {0, 5}, {2, 3}, {8, 9}, {0, 1, 2, 3, 8}], [1, 2]),
+    [({1}, 1), (set(), 2), ({0, 5}, 1), ({2, 3}, 2), ({8, 9}, 1), ({0, 1, 2, 3, 8}, 2)],
     ids=str,
 )
 def test_steps_without_a_loss_are_skipped_as_on_one_device(
@@ -107,32 +105,6 @@ def test_a_batch_that_cannot_be_cut_is_one_micro_batch() -> None:
     assert plain[0] == whole[0] == NUM_STEPS
     assert_same(whole[1], plain[1])
     assert len(whole[2]) == 1
-
-
-class Wrong(Skipping):
-    """Returns what no step may."""
-
-    returned: Any = None
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
-        return self.returned
-
-
-def fit_wrong(returned: Any) -> str:
-    module = Wrong()
-    module.returned = returned
-    trainer = make_trainer({"preset": "1f1b", "num_microbatches": 2}, max_epochs=1)
-    with pytest.raises(MisconfigurationException) as caught:
-        trainer.fit(module, DataLoader(micro_batches(set()), batch_size=None))  # type: ignore[arg-type]
-    return str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("returned", "said"), [(0.5, "must return a Tensor, a dict"), ({"los": 1}, "the 'loss' key")]
-)
-def test_what_lightning_refuses_it_refuses_in_its_own_words(returned: Any, said: str) -> None:
-    (text,) = processes.run(fit_wrong, 1, returned)
-    assert said in text
 
 
 def connect(preset: str) -> bool:

@@ -1,6 +1,6 @@
 """Batches of every size are cut right, and all stages of a replica see the same one.
 
-One case by hand: pytest tests/test_pipeline_batches.py -k "uneven and lstm"
+One case by hand: pytest tests/training/test_batches.py -k "uneven and lstm"
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from tests.harness.pipelines import (
     reference,
 )
 from tests.harness.processes import here
-from tests.harness.rows import in_turn
-from tests.harness.trainers import assert_same, make_trainer, strategy_of
+from tests.harness.rows import more
+from tests.harness.trainers import assert_same, make_trainer, strategy_of, weights_of
 from tests.modules import plain as own
 from tests.modules.cases import CASES
 
@@ -84,8 +84,12 @@ UNEVEN = {
 
 
 @pytest.mark.parametrize(
-    ("name", "module", "uneven"), in_turn([("lstm", SgdLstm), ("unet", SgdUNet)], list(UNEVEN))
-)
+    ("name", "module", "uneven"),
+    [
+        ("lstm", SgdLstm, "not divisible"), ("unet", SgdUNet, "smaller"),
+        more("lstm", SgdLstm, "last"), more("unet", SgdUNet, "any"),
+    ],
+)  # fmt: skip
 def test_uneven_micro_batches_weigh_as_their_rows(name: str, module: Any, uneven: str) -> None:
     sizes = UNEVEN[uneven]
     job = Job(case=name, module=module, num_epochs=1)
@@ -141,7 +145,7 @@ def fit_stream(job: Job, strategy: dict[str, Any]) -> Outcome:
     return run.outcome()
 
 
-@pytest.mark.parametrize("name", ["unet", "siamese", "gru"])
+@pytest.mark.parametrize("name", ["unet", more("siamese"), more("gru")])
 def test_stages_see_the_batch_of_the_first(name: str) -> None:
     job = Job(case=name)
     ranks = pipelines(job, 2, function=fit_stream, preset="gpipe", stages=2)
@@ -189,8 +193,7 @@ def fit_sampled(job: Job, strategy: dict[str, Any]) -> Outcome:
     )  # fmt: skip
     module = job.make()
     trainer.fit(module, DataLoader(Rows(), batch_size=6))
-    weights = {name: x.clone() for name, x in module.state_dict().items()}
-    return {"weights": weights, "global_step": trainer.global_step}
+    return {"weights": weights_of(module), "global_step": trainer.global_step}
 
 
 class SampledRows(Job):
