@@ -1,4 +1,4 @@
-"""Modules whose later steps call what the first did not, or whose hooks and moves change layers."""
+"""Modules whose later steps call what the first did not, or whose hooks change layers."""
 
 from __future__ import annotations
 

@@ -67,6 +67,15 @@ BACKWARDS = {"stages": ["c"], "clip_norm": "stage"}
         ("cyclic_zero", 2, "resnet", "all", MEETS, {"stages": 2, "clip_norm": "global"}),
         more("cyclic_zero", 3, "unet", "all", MEETS | TWO, {"stages": 4, "clip_norm": "global"}),
         ("cyclic_dp_v1", 2, "unet", "all", MEETS, {"stages": 5, "clip_norm": "global"}),
+        # groups of workers, whose messages have no names
+        (
+            "cyclic_dp",
+            4,
+            "gpt2",
+            "all",
+            TWO,
+            {"stages": 4, "clip_norm": "global", "group_size": 2, "transport": "edges"},
+        ),
         # one device adds norms in the order in which many do
         ("cyclic_dp", 1, Backwards, "stage", {}, BACKWARDS),
         ("cyclic_dp", 2, Backwards, "stage", {}, BACKWARDS),
