@@ -1,4 +1,4 @@
-"""What is drawn depends on seed, step, micro-batch and place in the module, and on nothing else."""
+"""What is drawn depends on seed, step, micro-batch and place in the module alone."""
 
 from __future__ import annotations
 
