@@ -35,8 +35,7 @@ ONE_EACH = ("pipedream", *PREDICTING)  # that make an update per micro-batch
 class Reference:
     """The run of a job in one process.
 
-    What is public may be replaced before it trains: the optimizer by one that steps otherwise,
-    the precision by one of Lightning's.
+    What is public may be replaced before it trains, as the optimizer by one that steps otherwise.
 
     Args:
         job: what is trained.
@@ -61,9 +60,9 @@ class Reference:
     def configure(self) -> None:
         """Begin with a new optimizer and scheduler."""
         made = self.module.configure_optimizers()
-        self.optimizer, self._schedulers = made, []
+        self.optimizer, self.schedulers = made, []
         if isinstance(made, tuple):
-            (self.optimizer,), self._schedulers = made
+            (self.optimizer,), self.schedulers = made
 
     def train(
         self, plan: Any, num_steps: int | None = None, *, rule: str | None = None, first: int = 0,
@@ -101,7 +100,7 @@ class Reference:
             return value
 
         def after_update(t: int) -> None:
-            for x in self._schedulers:
+            for x in self.schedulers:
                 if x["interval"] == "step" or (t + 1) % per_epoch == 0:
                     x["scheduler"].step()
 
