@@ -23,6 +23,7 @@ from tests.harness.pipelines import (
     assert_equal_runs,
     assert_equals_plain,
     joined,
+    loader,
     pipelines,
     plainly,
     prepare,
@@ -156,6 +157,23 @@ def test_stages_of_each_replica_see_its_batches() -> None:
     job = Job(case="unet")
     ranks = pipelines(job, 4, function=fit_stream, preset="1f1b", stages=2, replicas=2)
     assert_equals_plain(ranks, job, exact_metrics=False)
+
+
+def fit_and_predict(job: Job, strategy: dict[str, Any]) -> Outcome:
+    run = prepare(job, strategy)
+    run.trainer.fit(run.module, run.batches)
+    whole = DataLoader(loader(job, strategy["replicas"]).dataset, batch_size=None)
+    return run.outcome() | {"predictions": torch.cat(run.trainer.predict(run.module, whole))}
+
+
+def test_each_replica_predicts_its_own_batches() -> None:
+    job = Job(case="resnet", num_epochs=1)
+    ranks = pipelines(job, 4, function=fit_and_predict, preset="gpipe", stages=2, replicas=2)
+    halves = [rank["predictions"] for rank in ranks]
+    assert torch.equal(halves[0], halves[1])  # the stages of one replica
+    assert torch.equal(halves[2], halves[3])
+    assert halves[0].shape == halves[2].shape
+    assert not torch.equal(halves[0], halves[2])
 
 
 class Augmented(own.UNet):

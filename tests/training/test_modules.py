@@ -114,6 +114,16 @@ def test_one_device_has_as_many_stages_as_there_are_places(module: Any, num_plac
     assert_same(one["weights"], same["weights"])
 
 
+def test_too_many_processes_for_the_places_are_refused_once_and_for_all() -> None:
+    with pytest.raises(processes.RanksFailedError) as caught:
+        job = m.Tasks(case="resnet", module=m.Shortest)
+        processes.run(fit, 2, job, {"preset": "1f1b", "stages": 2})
+    assert (
+        "2 processes with preset '1f1b' need 2 stages, but Shortest can be cut into one stage at "
+        "most; allowed: no more processes than stages; use Trainer(devices=1)"
+    ) in str(caught.value)
+
+
 # ---------------------------------------------------------------------- the report
 
 

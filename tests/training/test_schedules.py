@@ -101,8 +101,9 @@ FLAGS = [
 
 class Counting(Plain):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        self.seen.append(batch_idx)
-        return super().training_step(batch, batch_idx)
+        loss = super().training_step(batch, batch_idx)
+        self.seen.append((batch_idx, float(loss)))
+        return loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("val_loss", F.cross_entropy(self(batch[0]), batch[1]), sync_dist=True)
@@ -117,21 +118,24 @@ def fit_by(strategy: Any, flags: dict[str, Any]) -> dict[str, Any]:
     module = Counting()
     trainer = make_trainer(strategy, **({"max_epochs": 1} | flags))
     trainer.fit(module, batches(6), batches(2))
+    batch_numbers = [number for number, _ in module.seen]
     metrics = {name: float(x) for name, x in trainer.callback_metrics.items()}
     return {
-        "counts": (trainer.global_step, trainer.current_epoch, module.seen, list(metrics)),
+        "counts": (trainer.global_step, trainer.current_epoch, batch_numbers, list(metrics)),
+        "first_loss": module.seen[0][1],
         "val_loss": metrics.get("val_loss"), "weights": weights_of(module),
     }  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("flags", "preset"),
-    in_turn(FLAGS, ["cyclic_dp", "cyclic_dp_v1"]),
+    in_turn(FLAGS, ["cyclic_dp", "cyclic_dp_v1", "lockstep_dp"]),
     ids=lambda x: x if isinstance(x, str) else "-".join(map(str, x)),
 )
 def test_flags_mean_what_they_mean_under_ddp(flags: dict[str, Any], preset: str) -> None:
     expected = processes.run(fit_by, 2, "ddp", flags)
     ranks = processes.run(fit_by, 2, preset, flags)
-    assert [rank["counts"] for rank in ranks] == [rank["counts"] for rank in expected]
+    for what in ("counts", "first_loss"):
+        assert [rank[what] for rank in ranks] == [rank[what] for rank in expected], what
     assert ranks[0]["val_loss"] == ranks[1]["val_loss"]
     assert_same(ranks[1]["weights"], ranks[0]["weights"])

@@ -1,7 +1,8 @@
-"""A pipeline of one stage on one process: its batch is cut; all else is as Lightning has it."""
+"""One device cuts its batches: all else is as Lightning has it, and it keeps less activations."""
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
@@ -10,7 +11,10 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from lightning_cyclic.plan import make_plan
+from lightning_cyclic.plan.dataflow import live_activations
 from tests.harness import processes
+from tests.harness.rows import more
 from tests.harness.trainers import Said, assert_same, make_trainer, weights_of
 
 pytestmark = pytest.mark.multi
@@ -116,3 +120,78 @@ def connect(preset: str) -> bool:
 @pytest.mark.parametrize("preset", ["cyclic_dp", "1f1b"])
 def test_a_module_may_be_connected_by_hand(preset: str) -> None:
     assert processes.run(connect, 1, preset) == [True]
+
+
+# ---------------------------------------------------------------------- memory
+
+
+ROWS, WIDTH = 7, 12
+
+
+class Uniform(LightningModule):
+    """Counts the bytes that autograd keeps for backwards, and their peak."""
+
+    def __init__(self, num_layers: int) -> None:
+        super().__init__()
+        layers = [x for _ in range(num_layers) for x in (nn.Linear(WIDTH, WIDTH), nn.Tanh())]
+        self.net = nn.Sequential(*layers)
+        self.meter = Meter()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        with torch.autograd.graph.saved_tensors_hooks(self._keep, lambda kept: kept.tensor):
+            return self.net(batch).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.05)
+
+    def _keep(self, x: Tensor) -> Kept:
+        kept = Kept(x)
+        if x.shape[0] != ROWS:  # weights; activations have a row per sample
+            return kept
+        self.meter.add(x.nbytes)
+        weakref.finalize(kept, self.meter.drop, x.nbytes)
+        return kept
+
+
+class Meter:
+    """Count bytes that come and go, also behind the step: no state of the module."""
+
+    alive = peak = 0
+
+    def add(self, size: int) -> None:
+        self.alive += size
+        self.peak = max(self.peak, self.alive)
+
+    def drop(self, size: int) -> None:
+        self.alive -= size
+
+
+class Kept:
+    """Stand for a tensor that autograd keeps."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.tensor = x
+
+
+def peak_of(preset: str, num: int) -> int:
+    module = Uniform(2 * num)
+    stages = [f"net.{4 * j}" for j in range(1, num)]
+    strategy = {"preset": preset, "num_microbatches": num, "stages": stages, "verify": False}
+    rows: Any = [torch.ones(num * ROWS, WIDTH) for _ in range(4)]
+    make_trainer(strategy, max_epochs=1).fit(module, DataLoader(rows, batch_size=None))
+    assert module.meter.alive == 0
+    return module.meter.peak
+
+
+@pytest.mark.parametrize("num", [more(2), 4, more(8)])
+def test_activation_memory_is_that_of_the_timetable(num: int) -> None:
+    (cyclic,) = processes.run(peak_of, 1, "cyclic_dp", num)
+    (at_once,) = processes.run(peak_of, 1, "gpipe", num)
+    given = cyclic / at_once
+    assert given <= 1.05 * (num + 1) / (2 * num)  # with slots of equal length
+    # one device runs the actions of a slot one after another, and so frees some earlier
+    plan = make_plan(
+        "cyclic_dp", placement="single", num_stages=num, num_workers=1, num_microbatches=num
+    )
+    alive = live_activations(plan.programs[0])
+    assert given == pytest.approx(alive / num**2, rel=0.05)
