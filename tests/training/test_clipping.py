@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tests.harness.pipelines import Job, fit, pipelines
-from tests.harness.rows import more
+from tests.harness.rows import in_words, more
 from tests.modules.plain import Images, Logging, accuracy
 from tests.references.rules import WHOLE, Clipped, Reference
 
@@ -94,7 +94,7 @@ BACKWARDS = {"stages": ["c"], "clip_norm": "stage"}
         ("cyclic_mp", 4, "resnet", "all", {}, {"stages": 4, **DELAYED}),
         ("cyclic_mp", 2, "resnet", "stage", {}, {"stages": 2, "clip_norm": "stage"}),
     ],
-    ids=lambda x: x.__name__ if isinstance(x, type) else None,
+    ids=in_words,
 )
 def test_it_clips_as_one_process_does(
     preset: str, num_ranks: int, case: Any, by: str, flags: dict[str, Any],

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tests.harness.pipelines import Job, assert_equal_runs, pipelines
-from tests.harness.rows import more
+from tests.harness.rows import in_words, more
 from tests.harness.trainers import assert_same
 from tests.modules.plain import Images, Logging, accuracy
 from tests.references.rules import Reference
@@ -37,6 +37,7 @@ def test_dropout_does_not_depend_on_the_place(name: str, preset: str) -> None:
 @pytest.mark.parametrize(
     ("num_ranks", "plan"),
     [(2, {"preset": "1f1b", **AGAIN}), more(2, {"preset": "1f1b"}), more(4, {"preset": "gpipe"})],
+    ids=in_words,
 )
 def test_dropout_under_the_other_schedule_and_run_again(
     num_ranks: int, plan: dict[str, Any]

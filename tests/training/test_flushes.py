@@ -26,7 +26,7 @@ from tests.harness.pipelines import (
     reference,
 )
 from tests.harness.processes import here
-from tests.harness.rows import in_turn, more
+from tests.harness.rows import in_turn, in_words, more
 from tests.harness.trainers import assert_same
 from tests.references.rules import ONE_EACH, PREDICTING, WHOLE, Clipped, Reference
 
@@ -60,6 +60,7 @@ def job_of(preset: str, num_ranks: int = 2, **more: Any) -> Job:
         ("cyclic_dp_v1", 2, {}, {"stages": 4}),
         more("cyclic_zero", 2, {}, {"stages": 4}),
     ],
+    ids=in_words,
 )
 def test_validation_and_a_checkpoint_in_mid_epoch_change_nothing(
     preset: str, num_ranks: int, flags: dict[str, Any], options: dict[str, Any], tmp_path: Path
@@ -105,6 +106,7 @@ def test_validation_within_an_epoch_sees_the_newest_weights(preset: str, num_ran
         ("cyclic_dp", {"stages": 4}), more("cyclic_dp_v1", {"stages": 4}),
         more("lockstep_dp", {"stages": 4}), ("cyclic_pipeline", {"stages": 2}),
     ],
+    ids=in_words,
 )  # fmt: skip
 def test_stopping_in_mid_epoch_leaves_the_weights_of_that_step(
     preset: str, options: dict[str, Any]

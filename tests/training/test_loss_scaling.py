@@ -28,7 +28,7 @@ from tests.harness.pipelines import (
     prepare,
     save,
 )
-from tests.harness.rows import more
+from tests.harness.rows import in_words, more
 from tests.harness.trainers import assert_same
 from tests.references.rules import WHOLE, Clipped, Reference
 from tests.references.scaled import FIRST_SCALE, Scaled, precision
@@ -62,6 +62,7 @@ def job_of(case: str = "vit", num_steps: int = 7, **more: Any) -> Job:
         more("1f1b", 4, {"stages": 2, "replicas": 2}, {}),
         more("1f1b", 2, {"stages": 2}, VALIDATED),
     ],
+    ids=in_words,
 )
 def test_bits_scales_and_skips_are_those_of_one_device(
     preset: str, num_ranks: int, options: dict[str, Any], flags: dict[str, Any]
@@ -136,6 +137,7 @@ def compare(ranks: list[Outcome], expected: Outcome) -> None:
         ("cyclic_mp", 2, "vit", CLIPPED | VALIDATED, {"stages": 2, **DELAYED}),
         more("cyclic_mp", 4, "vit", CLIPPED, {"stages": 4, **DELAYED}),
     ],
+    ids=in_words,
 )
 def test_scales_and_skipped_updates_follow_the_rule(
     preset: str, num_ranks: int, case: str, flags: dict[str, Any], options: dict[str, Any]
@@ -177,6 +179,7 @@ def test_flushes_in_the_middle_change_no_scale_of_predicted_weights() -> None:
         ("cyclic_zero", {}, 4), more("1f1b", {}, 3), ("pipedream_2bw", {}, 2),
         more("cyclic_mp", DELAYED, 9),
     ],
+    ids=in_words,
 )  # fmt: skip
 def test_a_resumed_run_goes_on_with_the_scales(
     preset: str, options: dict[str, Any], step: int, tmp_path: Path

@@ -18,7 +18,7 @@ from tests.harness.pipelines import (
     pipelines,
     prepare,
 )
-from tests.harness.rows import more
+from tests.harness.rows import in_words, more
 from tests.harness.trainers import assert_same
 from tests.modules import habits as m
 from tests.modules.cases import CASES
@@ -38,6 +38,7 @@ pytestmark = pytest.mark.multi
         (m.UsedByOneWorker, "cyclic_dp_v1", 2, {"stages": 1}),
         (m.UsedByOneWorker, "cyclic_dp_v1", 2, {"stages": ["net.2", "net.6"]}),
     ],
+    ids=in_words,
 )
 def test_workers_of_whole_steps_may_take_branches(
     module: Any, preset: str, n: int, options: dict[str, Any]
@@ -73,7 +74,7 @@ AGAIN = {"activation_checkpointing": "always"}
         (m.Short, 1, {"preset": "lockstep_dp"}),
         (m.Shortest, 1, {"preset": "gpipe"}),
     ],
-    ids=lambda x: x.__name__ if isinstance(x, type) else None,
+    ids=in_words,
 )
 def test_it_trains_with_the_bits_of_one_device(
     module: Any, num_ranks: int, strategy: dict[str, Any]
@@ -115,8 +116,8 @@ def test_one_device_has_as_many_stages_as_there_are_places(module: Any, num_plac
 
 
 def test_too_many_processes_for_the_places_are_refused_once_and_for_all() -> None:
+    job = m.Tasks(case="resnet", module=m.Shortest)
     with pytest.raises(processes.RanksFailedError) as caught:
-        job = m.Tasks(case="resnet", module=m.Shortest)
         processes.run(fit, 2, job, {"preset": "1f1b", "stages": 2})
     assert (
         "2 processes with preset '1f1b' need 2 stages, but Shortest can be cut into one stage at "

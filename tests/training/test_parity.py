@@ -20,7 +20,7 @@ from tests.harness.pipelines import (
     pipelines,
     reference,
 )
-from tests.harness.rows import more
+from tests.harness.rows import in_words, more
 from tests.harness.trainers import assert_same
 from tests.references.rules import ONE_EACH, WHOLE, Reference
 
@@ -67,6 +67,7 @@ def test_training_changes_what_is_trained(name: str) -> None:
         more("resnet", "1f1b", 2, {"stages": 4, "num_microbatches": 1}),
         ("resnet", "1f1b", 2, {"stages": 4, "num_microbatches": 7}),
     ],
+    ids=in_words,
 )
 def test_pipelines_with_a_flush_equal_the_plain_trainer(
     name: str, preset: str, num_ranks: int, options: dict[str, Any]
@@ -87,6 +88,7 @@ def test_pipelines_with_a_flush_equal_the_plain_trainer(
         more("inception", 2, {}), ("inception", 3, {"bandwidth": "1Mbit/s"}),
         more("inception", 3, {"bandwidth": "10Gbit/s"}),
     ],
+    ids=in_words,
 )  # fmt: skip
 def test_stages_that_the_strategy_chooses_equal_the_plain_trainer(
     name: str, num_ranks: int, options: dict[str, Any]
@@ -146,6 +148,7 @@ def test_stages_that_the_strategy_chooses_equal_the_plain_trainer(
         more("unet", "pipedream", 4, {"stages": 2, "replicas": 2}),
         ("vit", "pipedream_2bw", 2, {"stages": 2, "replicas": 2}),  # of one worker each
     ],
+    ids=in_words,
 )  # fmt: skip
 def test_every_rank_has_the_bits_of_its_rule(
     name: str, preset: str, num_ranks: int, options: dict[str, Any]
@@ -183,6 +186,7 @@ class Twins(Job):
         ("spectrain", 4, {"stages": 2, "replicas": 2}),
         more("pipeoptim", 4, {"stages": 2, "replicas": 2}),
     ],
+    ids=in_words,
 )  # fmt: skip
 def test_predicted_weights_are_the_same_in_every_place(
     preset: str, num_ranks: int, options: dict[str, Any]

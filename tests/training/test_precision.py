@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tests.harness.pipelines import Job, assert_equals_plain, pipelines
-from tests.harness.rows import more
+from tests.harness.rows import in_words, more
 from tests.modules.plain import Images, Logging, accuracy
 from tests.references.rules import WHOLE, Reference
 
@@ -65,6 +65,7 @@ def plugin(precision: str) -> Precision:
         ("cyclic_mp", 2, "bf16-true", {"stages": 2}),
         more("cyclic_mp", 4, "bf16-true", {"stages": 4}),
     ],
+    ids=in_words,
 )
 def test_every_rank_has_the_bits_of_its_rule(
     preset: str, num_ranks: int, precision: str, options: dict[str, Any]

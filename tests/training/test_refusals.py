@@ -79,7 +79,7 @@ PIPELINE = partial(PipelineStrategy, "1f1b")
          "stages='measured'", "use stages='auto', a number", "use "),
         (PipelineStrategy, {"preset": F1B | {"sharding": "optimizer"}}, "optimizer", "none", ""),
         (CyclicStrategy, {"group_size": 0}, "group_size=0", "whole numbers from 1 on", "use "),
-        (CyclicStrategy, {"reduce_dtype": "int8"}, "reduce_dtype='int8'", "'fp32', 'bf16'", "use "),
+        (CyclicStrategy, {"reduce_dtype": "int8"}, "dtype='int8'", "'fp32', 'bf16'", "use "),
         (PIPELINE, {"reduce_dtype": "bf16"}, "'bf16' with preset '1f1b', which does", "", ""),
         (partial(PipelineStrategy, "pipedream_2bw"), {"reduce_dtype": "bf16"},
          "reduce_dtype='bf16' with preset 'pipedream_2bw', which does not use it", "", ""),

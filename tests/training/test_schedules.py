@@ -14,7 +14,7 @@ from tests.conformance.modules import Plain, vectors
 from tests.harness import processes
 from tests.harness.pipelines import Job, assert_equals_plain, pipelines
 from tests.harness.processes import here
-from tests.harness.rows import in_turn, more
+from tests.harness.rows import in_turn, in_words, more
 from tests.harness.trainers import assert_same, make_trainer, weights_of
 from tests.modules.plain import ResNet
 from tests.references.rules import Reference
@@ -53,6 +53,7 @@ def test_rates_per_epoch(preset: str) -> None:
         ("cyclic_zero", 2, 7, 2, {"stages": 4}),
         ("cyclic_dp", 4, 8, 3, {"stages": 8, "slack": 2}),
     ],
+    ids=in_words,
 )
 def test_workers_of_whole_steps_add_batches_up(
     preset: str, n: int, num_steps: int, accumulate: int, options: dict[str, Any]
@@ -102,7 +103,7 @@ FLAGS = [
 class Counting(Plain):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
-        self.seen.append((batch_idx, float(loss)))
+        self.seen.append((batch_idx, float(loss.detach())))
         return loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:

@@ -20,7 +20,7 @@ from lightning_cyclic import SparseStatePrecision
 from lightning_cyclic.plan.actions import Kind, Payload
 from tests.harness import processes
 from tests.harness.pipelines import Job, Outcome, pipelines, prepare
-from tests.harness.rows import more
+from tests.harness.rows import in_words, more
 from tests.harness.trainers import assert_same, make_trainer
 from tests.modules.cases import FineTuned
 from tests.references.pruned import (
@@ -84,6 +84,7 @@ CLIPPED = {"gradient_clip_val": 0.1}
         # parameters that stages share
         ("pipedream_2bw", 2, "gpt2", SharedLayers, "bf16-true", {}, {"stages": 4}),
     ],
+    ids=in_words,
 )
 def test_bits_are_those_of_dense_masked_training(
     preset: str, num_ranks: int, case: str, module: Any, compute: str, flags: dict[str, Any],
@@ -251,6 +252,7 @@ def fit_thawing(job: Job, strategy: Any, name: str, folder: Path) -> Outcome:
         ("lockstep_dp", "llama", "model.lm_head.weight", {"reduce_dtype": "bf16"}),
         ("1f1b", "gpt2", EMBEDDING, {"stages": 2}),  # which stages share
     ],
+    ids=in_words,
 )
 def test_what_is_unfrozen_later_has_the_bits_of_one_device(
     preset: str, net: str, name: str, options: dict[str, Any], tmp_path: Path
@@ -285,6 +287,7 @@ def fit_saving(job: Job, strategy: Any, folder: Path, begin: Path | None = None)
 @pytest.mark.parametrize(
     ("preset", "case", "module"),
     [("cyclic_zero", "cls_token", None), ("pipedream_2bw", "gpt2", SharedLayers)],
+    ids=in_words,
 )
 def test_checkpoints_of_a_resumed_run_are_those_of_one_that_was_not_stopped(
     preset: str, case: str, module: Any, tmp_path: Path
