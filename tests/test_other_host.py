@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PARITY = ("test_strategy_parity.py", "test_pipeline_parity.py", "test_flow_parity.py")
-FEW = (  # of each file: what its rows are told by
-    "2-mlp-sgd-cyclic_dp or 2-resnet-sgd-cyclic_dp_v1 or resnet-gpipe-2-options or "
-    "gpt2-1f1b-2-options or unet-cyclic_pipeline or bert-pipedream-2 or resnet-pipedream_2bw-4"
+PARITY = ("training/test_parity.py",)
+FEW = (  # what its rows are told by
+    "unet-cyclic_dp-2 or cls_token-cyclic_dp_v1-2 or resnet-gpipe-2-stages or gpt2-1f1b-2 or "
+    "unet-cyclic_pipeline or bert-pipedream-2 or resnet-pipedream_2bw-1"
 )
 OF_LIGHTNING = [
     (r"\blightning\.pytorch\b", "pytorch_lightning"),

@@ -13,12 +13,11 @@ pytestmark = pytest.mark.multi
 
 
 ALIKE = {  # rows of which others show the same by default, here or elsewhere
-    # test_pipeline_parity.py trains these networks, test_precisions.py in these precisions
-    "inception", "lstm", "siamese", "cls_token", "frozen", "bert", "llama", "vit", "mixtral",
-    "bf16-mixed", "bf16-true", "64-true",
-    # test_strategy_features.py and test_pipeline_features.py have these flags and callbacks
+    # training/test_parity.py trains these networks, test_precision.py in these precisions
+    "cls_token", "bert", "llama", "vit", "bf16-mixed", "bf16-true", "64-true",
+    # training/test_schedules.py, test_clipping.py and test_flushes.py have these flags
     "accumulated", "clipped by value", "max_steps", "early stopping",
-    # training/test_refusals.py and test_flow_features.py see these refused
+    # training/test_refusals.py sees these refused
     "skipping", "clipped by the norm of all",
 }  # fmt: skip
 

@@ -1,6 +1,6 @@
 """Batches of every size are cut right, and all stages of a replica see the same one.
 
-One case by hand: pytest tests/test_pipeline_batches.py -k "uneven and lstm"
+One case by hand: pytest tests/training/test_batches.py -k "uneven and lstm"
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ from tests.harness.pipelines import (
     assert_equal_runs,
     assert_equals_plain,
     joined,
+    loader,
     pipelines,
     plainly,
     prepare,
     reference,
 )
 from tests.harness.processes import here
-from tests.harness.rows import in_turn
-from tests.harness.trainers import assert_same, make_trainer, strategy_of
+from tests.harness.rows import more
+from tests.harness.trainers import assert_same, make_trainer, strategy_of, weights_of
 from tests.modules import plain as own
 from tests.modules.cases import CASES
 
@@ -84,8 +85,12 @@ UNEVEN = {
 
 
 @pytest.mark.parametrize(
-    ("name", "module", "uneven"), in_turn([("lstm", SgdLstm), ("unet", SgdUNet)], list(UNEVEN))
-)
+    ("name", "module", "uneven"),
+    [
+        ("lstm", SgdLstm, "not divisible"), ("unet", SgdUNet, "smaller"),
+        more("lstm", SgdLstm, "last"), more("unet", SgdUNet, "any"),
+    ],
+)  # fmt: skip
 def test_uneven_micro_batches_weigh_as_their_rows(name: str, module: Any, uneven: str) -> None:
     sizes = UNEVEN[uneven]
     job = Job(case=name, module=module, num_epochs=1)
@@ -141,7 +146,7 @@ def fit_stream(job: Job, strategy: dict[str, Any]) -> Outcome:
     return run.outcome()
 
 
-@pytest.mark.parametrize("name", ["unet", "siamese", "gru"])
+@pytest.mark.parametrize("name", ["unet", more("siamese"), more("gru")])
 def test_stages_see_the_batch_of_the_first(name: str) -> None:
     job = Job(case=name)
     ranks = pipelines(job, 2, function=fit_stream, preset="gpipe", stages=2)
@@ -152,6 +157,23 @@ def test_stages_of_each_replica_see_its_batches() -> None:
     job = Job(case="unet")
     ranks = pipelines(job, 4, function=fit_stream, preset="1f1b", stages=2, replicas=2)
     assert_equals_plain(ranks, job, exact_metrics=False)
+
+
+def fit_and_predict(job: Job, strategy: dict[str, Any]) -> Outcome:
+    run = prepare(job, strategy)
+    run.trainer.fit(run.module, run.batches)
+    whole = DataLoader(loader(job, strategy["replicas"]).dataset, batch_size=None)
+    return run.outcome() | {"predictions": torch.cat(run.trainer.predict(run.module, whole))}
+
+
+def test_each_replica_predicts_its_own_batches() -> None:
+    job = Job(case="resnet", num_epochs=1)
+    ranks = pipelines(job, 4, function=fit_and_predict, preset="gpipe", stages=2, replicas=2)
+    halves = [rank["predictions"] for rank in ranks]
+    assert torch.equal(halves[0], halves[1])  # the stages of one replica
+    assert torch.equal(halves[2], halves[3])
+    assert halves[0].shape == halves[2].shape
+    assert not torch.equal(halves[0], halves[2])
 
 
 class Augmented(own.UNet):
@@ -189,8 +211,7 @@ def fit_sampled(job: Job, strategy: dict[str, Any]) -> Outcome:
     )  # fmt: skip
     module = job.make()
     trainer.fit(module, DataLoader(Rows(), batch_size=6))
-    weights = {name: x.clone() for name, x in module.state_dict().items()}
-    return {"weights": weights, "global_step": trainer.global_step}
+    return {"weights": weights_of(module), "global_step": trainer.global_step}
 
 
 class SampledRows(Job):

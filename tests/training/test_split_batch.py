@@ -6,8 +6,8 @@ Each example's plain run accumulates the very parts that split_batch makes.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +18,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from lightning_cyclic.errors import ConfigurationError, StepError
+from lightning_cyclic.errors import ConfigurationError
 from lightning_cyclic.plugin.pipeline_session import split_hook
 from tests.harness import processes
-from tests.harness.trainers import assert_same, make_trainer, weights_of
+from tests.harness.rows import more
+from tests.harness.runs import run
+from tests.harness.trainers import assert_same, make_trainer
 
 pytestmark = pytest.mark.multi
-PAGE = Path(__file__).parents[1] / "docs" / "batches.md"
+PAGE = Path(__file__).parents[2] / "docs" / "batches.md"
 NUM_STEPS = 3
 
 
@@ -143,52 +145,66 @@ def batches_of(example: type[Any]) -> list[Any]:
     return [example.batch(g) for _ in range(NUM_STEPS)]
 
 
-class AsItIs(LightningDataModule):
-    def __init__(self, batches: Iterable[Any]) -> None:
+class Data(LightningDataModule):
+    """Gives the batches of an example, in parts if a hook is given, or has the hook.
+
+    Args:
+        example: whose they are.
+        where: "parts", whether "data" has the hook, or neither.
+    """
+
+    def __init__(self, example: type[Any], where: str = "") -> None:
         super().__init__()
-        self.batches = list(batches)
+        self.batches, hook = batches_of(example), hook_of(example)
+        if where == "parts":
+            self.batches = [part for b in self.batches for part, size in hook(None, b, 2)]
+        elif where == "data":
+            self.split_batch = partial(hook, self)
 
     def train_dataloader(self) -> Any:
         return DataLoader(self.batches, batch_size=None)  # type: ignore[arg-type]
 
 
-def fit(example: type[Any], where: str) -> dict[str, Tensor]:
-    """Train plainly, or with the hook on the "module" or on the "data"."""
-    module, hook = example(), hook_of(example)
-    batches = batches_of(example)
-    if not where:
-        parts = [part for batch in batches for part, size in hook(None, batch, 2)]
-        trainer = make_trainer("auto", max_epochs=2, accumulate_grad_batches=2)
-        trainer.fit(module, AsItIs(parts))
-        return weights_of(module)
-    data = AsItIs(batches)
-    owner = {"module": example, "data": type(data)}[where]
-    owner.split_batch = hook
-    trainer = make_trainer(
-        {"preset": "1f1b", "num_microbatches": 2, "stages": list(example.stages)}, max_epochs=2
-    )
-    trainer.fit(module, data)
-    assert trainer.global_step == 2 * NUM_STEPS
-    if trainer.is_global_zero:
-        assert "split_batch cuts batches into 2" in trainer.strategy.report()  # type: ignore[attr-defined]
-    return weights_of(module)
+def with_hook(example: type[Any]) -> Any:
+    """Return an example's module that cuts its batches."""
+    example.split_batch = hook_of(example)
+    return example()
+
+
+def strategy_of(stages: Any) -> dict[str, Any]:
+    return {"preset": "1f1b", "num_microbatches": 2, "stages": stages}
 
 
 @cache
 def plainly(example: type[Any]) -> dict[str, Tensor]:
-    return processes.run(fit, 1, example, "")[0]  # type: ignore[no-any-return]
+    flags = {"max_epochs": 2, "accumulate_grad_batches": 2}
+    return run(example, "auto", 1, data=partial(Data, example, "parts"), **flags)[0].weights
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-@pytest.mark.parametrize("example", EXAMPLES)
-def test_examples_of_the_page_train_as_on_one_device(example: type[Any], num_ranks: int) -> None:
-    for cut in processes.run(fit, num_ranks, example, "module"):
-        assert_same(cut, plainly(example))
+@pytest.mark.parametrize(
+    ("example", "num_ranks", "where"),
+    [*((example, 2, "module") for example in EXAMPLES),
+     *(more(example, 1, "module") for example in EXAMPLES), (TimeMajor, 1, "data")],
+)  # fmt: skip
+def test_examples_of_the_page_train_as_on_one_device(
+    example: type[Any], num_ranks: int, where: str
+) -> None:
+    make = partial(with_hook, example) if where == "module" else example
+    data, strategy = partial(Data, example, where), strategy_of(list(example.stages))
+    for cut in run(make, strategy, num_ranks, data=data, max_epochs=2):
+        assert not cut.error, cut.text
+        assert cut.global_step == 2 * NUM_STEPS
+        assert_same(cut.weights, plainly(example))
 
 
-def test_the_hook_may_be_the_datamodules() -> None:
-    (cut,) = processes.run(fit, 1, TimeMajor, "data")
-    assert_same(cut, plainly(TimeMajor))
+def report_of(example: type[Any]) -> str:
+    trainer = make_trainer(strategy_of(list(example.stages)), max_epochs=1)
+    trainer.fit(with_hook(example), Data(example))
+    return trainer.strategy.report()  # type: ignore[attr-defined]
+
+
+def test_the_report_says_that_the_hook_cuts_batches() -> None:
+    assert "split_batch cuts batches into 2" in processes.run(report_of, 1, TimeMajor)[0]
 
 
 def test_the_hook_of_the_module_wins_and_must_be_callable() -> None:
@@ -207,36 +223,25 @@ def test_the_hook_of_the_module_wins_and_must_be_callable() -> None:
 # ---------------------------------------------------------------------- without the hook
 
 
-def refusal(example: type[Any], stages: Any) -> str:
-    trainer = make_trainer(
-        {"preset": "1f1b", "num_microbatches": 2, "stages": stages}, max_epochs=1
-    )
-    with pytest.raises(StepError) as caught:
-        trainer.fit(example(), AsItIs(batches_of(example)))
-    return str(caught.value)
-
-
 def test_graphs_are_refused_without_the_hook() -> None:
-    (text,) = processes.run(refusal, 1, Graphs, 2)
-    assert "x'] float32[18, 4]" in text
-    assert "edge_index'] int64[2, 54]" in text
-    assert "DataBatch; allowed: " in text
+    (end,) = run(Graphs, strategy_of(2), 1, data=partial(Data, Graphs))
+    assert end.error == "StepError"
+    assert "x'] float32[18, 4]" in end.text
+    assert "edge_index'] int64[2, 54]" in end.text
+    assert "DataBatch; allowed: " in end.text
 
 
-@pytest.mark.parametrize(("num_ranks", "stages"), [(1, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize(("num_ranks", "stages"), [more(1, 1), (1, 2), (2, 2)])
 def test_layers_that_would_take_samples_for_time_steps_are_refused(
     num_ranks: int, stages: int
 ) -> None:
     said = "rnn, GRU without batch_first, was given [3, 4, 3] for a micro-batch of 3 samples"
-    texts = processes.run(refusal, num_ranks, TimeMajor, stages)
-    assert all(text.startswith(said) for text in texts)
-    assert len(texts) == num_ranks
+    ends = run(TimeMajor, strategy_of(stages), num_ranks, data=partial(Data, TimeMajor))
+    assert all(end.error == "StepError" and end.text.startswith(said) for end in ends)
 
 
 class Transposed(TimeMajor):
     """Has batches first, and turns them for a layer that has time first."""
-
-    stages = ("head",)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return super().training_step([each.transpose(0, 1) for each in batch], batch_idx)
@@ -246,13 +251,10 @@ class Transposed(TimeMajor):
         return tuple(each.transpose(0, 1) for each in TimeMajor.batch(g))
 
 
-def fit_transposed() -> int:
-    trainer = make_trainer(
-        {"preset": "1f1b", "num_microbatches": 2, "stages": ["head"]}, max_epochs=1
-    )
-    trainer.fit(Transposed(), AsItIs(batches_of(Transposed)))
-    return trainer.global_step
+def transposed() -> DataLoader[Any]:
+    return DataLoader(batches_of(Transposed), batch_size=None)  # type: ignore[arg-type]
 
 
 def test_a_batch_that_is_turned_for_its_layer_trains() -> None:
-    assert processes.run(fit_transposed, 1) == [NUM_STEPS]
+    (end,) = run(Transposed, strategy_of(["head"]), 1, data=transposed)
+    assert end.global_step == NUM_STEPS

@@ -1,18 +1,20 @@
-"""A pipeline of one stage on one process: its batch is cut; all else is as Lightning has it."""
+"""One device cuts its batches: all else is as Lightning has it, and it keeps less activations."""
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from lightning_cyclic.plan import make_plan
+from lightning_cyclic.plan.dataflow import live_activations
 from tests.harness import processes
-from tests.harness.rows import in_turn
+from tests.harness.rows import more
 from tests.harness.trainers import Said, assert_same, make_trainer, weights_of
 
 pytestmark = pytest.mark.multi
@@ -67,7 +69,7 @@ def fit(skipped: set[int], is_cut: bool, accumulate: int = 1) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("skipped", "accumulate"),
-    in_turn([{1}, set(), {0, 5}, {2, 3}, {8, 9}, {0, 1, 2, 3, 8}], [1, 2]),
+    [({1}, 1), (set(), 2), ({0, 5}, 1), ({2, 3}, 2), ({8, 9}, 1), ({0, 1, 2, 3, 8}, 2)],
     ids=str,
 )
 def test_steps_without_a_loss_are_skipped_as_on_one_device(
@@ -109,32 +111,6 @@ def test_a_batch_that_cannot_be_cut_is_one_micro_batch() -> None:
     assert len(whole[2]) == 1
 
 
-class Wrong(Skipping):
-    """Returns what no step may."""
-
-    returned: Any = None
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
-        return self.returned
-
-
-def fit_wrong(returned: Any) -> str:
-    module = Wrong()
-    module.returned = returned
-    trainer = make_trainer({"preset": "1f1b", "num_microbatches": 2}, max_epochs=1)
-    with pytest.raises(MisconfigurationException) as caught:
-        trainer.fit(module, DataLoader(micro_batches(set()), batch_size=None))  # type: ignore[arg-type]
-    return str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("returned", "said"), [(0.5, "must return a Tensor, a dict"), ({"los": 1}, "the 'loss' key")]
-)
-def test_what_lightning_refuses_it_refuses_in_its_own_words(returned: Any, said: str) -> None:
-    (text,) = processes.run(fit_wrong, 1, returned)
-    assert said in text
-
-
 def connect(preset: str) -> bool:
     trainer, module = make_trainer({"preset": preset}), Skipping()
     trainer.strategy.connect(module)
@@ -144,3 +120,78 @@ def connect(preset: str) -> bool:
 @pytest.mark.parametrize("preset", ["cyclic_dp", "1f1b"])
 def test_a_module_may_be_connected_by_hand(preset: str) -> None:
     assert processes.run(connect, 1, preset) == [True]
+
+
+# ---------------------------------------------------------------------- memory
+
+
+ROWS, WIDTH = 7, 12
+
+
+class Uniform(LightningModule):
+    """Counts the bytes that autograd keeps for backwards, and their peak."""
+
+    def __init__(self, num_layers: int) -> None:
+        super().__init__()
+        layers = [x for _ in range(num_layers) for x in (nn.Linear(WIDTH, WIDTH), nn.Tanh())]
+        self.net = nn.Sequential(*layers)
+        self.meter = Meter()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        with torch.autograd.graph.saved_tensors_hooks(self._keep, lambda kept: kept.tensor):
+            return self.net(batch).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.05)
+
+    def _keep(self, x: Tensor) -> Kept:
+        kept = Kept(x)
+        if x.shape[0] != ROWS:  # weights; activations have a row per sample
+            return kept
+        self.meter.add(x.nbytes)
+        weakref.finalize(kept, self.meter.drop, x.nbytes)
+        return kept
+
+
+class Meter:
+    """Count bytes that come and go, also behind the step: no state of the module."""
+
+    alive = peak = 0
+
+    def add(self, size: int) -> None:
+        self.alive += size
+        self.peak = max(self.peak, self.alive)
+
+    def drop(self, size: int) -> None:
+        self.alive -= size
+
+
+class Kept:
+    """Stand for a tensor that autograd keeps."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.tensor = x
+
+
+def peak_of(preset: str, num: int) -> int:
+    module = Uniform(2 * num)
+    stages = [f"net.{4 * j}" for j in range(1, num)]
+    strategy = {"preset": preset, "num_microbatches": num, "stages": stages, "verify": False}
+    rows: Any = [torch.ones(num * ROWS, WIDTH) for _ in range(4)]
+    make_trainer(strategy, max_epochs=1).fit(module, DataLoader(rows, batch_size=None))
+    assert module.meter.alive == 0
+    return module.meter.peak
+
+
+@pytest.mark.parametrize("num", [more(2), 4, more(8)])
+def test_activation_memory_is_that_of_the_timetable(num: int) -> None:
+    (cyclic,) = processes.run(peak_of, 1, "cyclic_dp", num)
+    (at_once,) = processes.run(peak_of, 1, "gpipe", num)
+    given = cyclic / at_once
+    assert given <= 1.05 * (num + 1) / (2 * num)  # with slots of equal length
+    # one device runs the actions of a slot one after another, and so frees some earlier
+    plan = make_plan(
+        "cyclic_dp", placement="single", num_stages=num, num_workers=1, num_microbatches=num
+    )
+    alive = live_activations(plan.programs[0])
+    assert given == pytest.approx(alive / num**2, rel=0.05)

@@ -1,6 +1,6 @@
-"""Optimizers and stages at the edge, in pipelines without a flush: they work, or say what to do.
+"""Predicted weights: any optimizer is asked where it goes, and what it cannot say is no NaN.
 
-Predicting presets ask an optimizer where it goes; what it cannot say must not become NaN.
+Stages that are not trained go nowhere, under these presets and the other ones without a flush.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from tests.harness import processes
-from tests.harness.rows import in_turn
+from tests.harness.rows import more
 from tests.harness.trainers import assert_same
 from tests.references.delayed import FACTORS, Chain, fit
+from tests.references.rules import ONE_EACH
 
 pytestmark = pytest.mark.multi
 
 NUM_STEPS = 8
-ONE_EACH = {"pipedream", "pipeoptim", "spectrain"}  # one update per micro-batch
 
 
 class Halving(Optimizer):
@@ -85,10 +85,10 @@ def fit_and_listen(
     return weights, [str(w.message) for w in said if "last displacement" in str(w.message)]
 
 
-def train(make: Any, num_ranks: int, preset: str, **more: Any) -> tuple[dict[str, Tensor], Any]:
+def train(make: Any, num_ranks: int, preset: str, **given: Any) -> tuple[dict[str, Tensor], Any]:
     """Train on so many ranks; return the weights, which all agree on, and what ranks have said."""
-    flags = more.pop("flags", {})
-    strategy = {"preset": preset, "num_microbatches": 1 if preset in ONE_EACH else 4} | more
+    flags = given.pop("flags", {})
+    strategy = {"preset": preset, "num_microbatches": 1 if preset in ONE_EACH else 4} | given
     function = partial(fit_and_listen, make, strategy, **flags)
     ranks = processes.run(function, num_ranks, time_limit_s=90.0)
     for weights, _ in ranks:
@@ -101,7 +101,8 @@ def train(make: Any, num_ranks: int, preset: str, **more: Any) -> tuple[dict[str
 
 
 @pytest.mark.parametrize(
-    ("name", "preset"), in_turn(["momentum", "adamw", "nesterov"], ["pipeoptim", "spectrain"])
+    ("name", "preset"),
+    [more("momentum", "pipeoptim"), ("adamw", "spectrain"), ("nesterov", "pipeoptim")],
 )
 def test_an_optimizer_without_state_knows_no_direction_yet(name: str, preset: str) -> None:
     one, said = train(partial(Edge, name), 1, preset)
@@ -110,7 +111,9 @@ def test_an_optimizer_without_state_knows_no_direction_yet(name: str, preset: st
     assert_same(flushed, one)
 
 
-@pytest.mark.parametrize("name", ["sgd", "adagrad", "rmsprop", "rprop", "halving"])
+@pytest.mark.parametrize(
+    "name", ["sgd", more("adagrad"), more("rmsprop"), more("rprop"), "halving"]
+)
 def test_an_optimizer_whose_direction_is_unknown_is_displaced_and_that_is_said_once(
     name: str,
 ) -> None:
@@ -128,11 +131,11 @@ def test_an_optimizer_whose_direction_is_unknown_is_displaced_and_that_is_said_o
 
 @pytest.mark.parametrize(
     ("preset", "frozen", "num_ranks"),
-    in_turn(
-        [("pipedream_2bw", (0,)), ("pipedream", (1, 2)), ("cyclic_pipeline", (3,)),
-         ("cyclic_mp", (0, 1)), ("pipeoptim", (0,)), ("spectrain", (2, 3)), ("pipeoptim", (1,))],
-        [1, 2, 4],
-    ),
+    [
+        ("pipedream_2bw", (0,), 2), more("pipedream", (1, 2), 2), more("cyclic_pipeline", (3,), 4),
+        ("cyclic_mp", (0, 1), 2), more("pipeoptim", (0,), 2), ("spectrain", (2, 3), 4),
+        more("pipeoptim", (1,), 1),
+    ],
 )  # fmt: skip
 def test_a_stage_may_be_frozen(preset: str, frozen: tuple[int, ...], num_ranks: int) -> None:
     weights, _ = train(partial(Edge, "adamw", frozen=frozen), num_ranks, preset)
@@ -142,7 +145,7 @@ def test_a_stage_may_be_frozen(preset: str, frozen: tuple[int, ...], num_ranks: 
         assert same == (j in frozen)
 
 
-@pytest.mark.parametrize("preset", ["pipedream", "pipeoptim"])
+@pytest.mark.parametrize("preset", [more("pipedream"), "pipeoptim"])
 def test_a_frozen_stage_may_be_left_out_of_the_optimizer(preset: str) -> None:
     make = partial(Edge, "momentum", frozen=(0, 1), dropped=True)
     options = {"error_feedback": True}
