@@ -130,6 +130,11 @@ def loader(data: Dataset[Any]) -> DataLoader[Any]:
     return Resumable(data, batch_size=None, sampler=sampler, shuffle=False)
 
 
+def micro_batches(kind: str, num_batches: int, seed: int = 0) -> DataLoader[Any]:
+    """Return the loader of so many batches per worker."""
+    return loader(MicroBatches(kind, num_batches * here().num_ranks, seed))
+
+
 # ---------------------------------------------------------------------- optimizers
 
 
