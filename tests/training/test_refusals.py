@@ -328,6 +328,8 @@ def one_refuses(
                     strategy={"preset": "cyclic_dp", "stages": 4}),
         one_refuses(m.TwoBackwards, "StepError", "one backward that reaches each parameter once",
                     strategy={"preset": "cyclic_dp", "stages": 4}),
+        one_refuses(m.SumsParameters, "StepError", "is read on rank",
+                    strategy={"preset": "cyclic_zero", "stages": ["layers.2"]}),
         *(one_refuses(m.StatisticsLater, "StepError", "buffer 'layers.1.num_batches_tracked'",
                       "changed after it had been handed on",
                       strategy={"preset": preset, "stages": ["layers.2"]})
