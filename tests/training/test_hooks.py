@@ -361,10 +361,11 @@ def refused(kind: str) -> str:
     trainer = make_trainer(make_strategy(**staged("1f1b", 2)), max_epochs=1)
     odd = DataLoader(loader(2).dataset, 4 if rank else 2)
     module.test_step = module.predict_step = lambda batch, *rest: module(batch[0]).sum()
+    entry = partial(getattr(trainer, kind, trainer.fit), module, odd)
+    if kind == "validation":
+        entry = partial(trainer.fit, module, loader(1), [loader(2), odd])
     with pytest.raises(CyclicError) as caught:
-        if kind == "validation":
-            trainer.fit(module, loader(1), [loader(2), odd])
-        getattr(trainer, kind)(module, odd)
+        entry()
     return str(caught.value)
 
 

@@ -98,7 +98,8 @@ def make_loader(kind: str) -> Any:
         options["generator"] = torch.Generator().manual_seed(3 + here().rank)
     if kind == "persistent":
         options["persistent_workers"] = True
-    fewer = kind == "fewer" or (kind == "fewer on the last" and here().rank == here().num_ranks - 1)
+    is_last = here().rank == here().num_ranks - 1
+    fewer = kind == "fewer" or (kind == "fewer on the last" and is_last)
     return DataLoader(Rows(8 if fewer else ROWS), 4, shuffle=True, **options)
 
 

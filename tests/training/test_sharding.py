@@ -255,9 +255,7 @@ def test_gradients_of_a_stage_are_gone_before_the_next_is_updated(clip: str) -> 
             assert stages == [owned] * NUM_BATCHES
 
 
-@pytest.mark.parametrize(
-    ("n", "rounds"), [(2, 1), (3, 2), more(4, 1), more(2, 3), more(4, 2)]
-)
+@pytest.mark.parametrize(("n", "rounds"), [(2, 1), (3, 2), more(4, 1), more(2, 3), more(4, 2)])
 def test_messages_are_as_many_as_derived(n: int, rounds: int) -> None:
     """In a step r times 2 N (N - 1) of a stage's parameters, and N - 1 gradients of each."""
     flags = {"accumulate_grad_batches": rounds, "num_batches": NUM_BATCHES * rounds}

@@ -1,7 +1,7 @@
 """Every preset has the same bits over every transport, and over one with NCCL's rules.
 
-These are: no names, one queue per channel, rendezvous. Each run has a flush and a checkpoint in the
-middle of its epoch.
+These are: no names, one queue per channel, rendezvous. Each run has a flush and a checkpoint in
+the middle of its epoch.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cache, partial
-from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -58,7 +57,8 @@ def over_nccl() -> Iterator[None]:
     lines = Lines()
     with pytest.MonkeyPatch.context() as patch:
         # a function, as methods of classes are found: it is told which transport is asked
-        patch.setattr(NamedTransport, "connect", lambda named, program: lines.connect(named, program))  # noqa: PLW0108
+        stands_in = lambda named, program: lines.connect(named, program)  # noqa: E731, PLW0108
+        patch.setattr(NamedTransport, "connect", stands_in)
         yield
     lines.check()
 

@@ -126,9 +126,7 @@ def test_a_flush_changes_no_number(
     compare(crew)
 
 
-@pytest.mark.parametrize(
-    "numbers", [n if n in SOME else more(n) for n in PLANS[3::4]], ids=named
-)
+@pytest.mark.parametrize("numbers", [n if n in SOME else more(n) for n in PLANS[3::4]], ids=named)
 def test_running_a_stage_again_reads_the_same_version(
     numbers: tuple[str, int, int, int],
 ) -> None:
@@ -146,9 +144,7 @@ def alive(crew: Crew, versions: list[Any], j: int) -> int:
     return len(found)
 
 
-@pytest.mark.parametrize(
-    "numbers", [n if n in SOME else more(n) for n in PLANS[:15]], ids=named
-)
+@pytest.mark.parametrize("numbers", [n if n in SOME else more(n) for n in PLANS[:15]], ids=named)
 def test_as_many_versions_are_alive_as_the_program_says(
     numbers: tuple[str, int, int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
