@@ -74,6 +74,11 @@ PIPELINE = partial(PipelineStrategy, "1f1b")
         (PipelineStrategy, {"preset": F1B | {"placement": "single"}, "stages": "measured"},
          "stages='measured'", "use stages='auto', a number", "use "),
         (PipelineStrategy, {"preset": F1B | {"sharding": "optimizer"}}, "optimizer", "none", ""),
+        (PIPELINE, {"error_feedback": True}, "error_feedback=True with preset '1f1b', which does "
+         "not use it", "", "use "),
+        (PIPELINE, {"error_feedback": 1}, "error_feedback=1", "True or False", "use "),
+        (partial(CyclicStrategy, "lockstep_dp"), {"error_feedback": True},
+         "with preset 'lockstep_dp', which does not use it", "", "use "),
     ],
 )  # fmt: skip
 def test_options(
